@@ -1,13 +1,13 @@
-# To be sourced by the scripts beside it: help, checks, processes of a machine, DRY_RUN. It goes to the project.
+# Shared parts of the scripts in this directory: help, checks, number of processes, DRY_RUN. It changes to the project.
 # shellcheck shell=bash
 
 set -euo pipefail
 SCRIPT=$(realpath "$0")
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-# The package need not be installed, only what it needs.
+# Only the dependencies of the package must be installed, not the package.
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
-# The comment at the top of the script, which is its help.
+# Print the comment at the top of the script, which is its help.
 usage() { sed -n '2,/^$/s/^# \{0,1\}//p' "$SCRIPT"; }
 
 fail() {
@@ -15,7 +15,7 @@ fail() {
     exit 2
 }
 
-# check CONFIG [OPTION ...]: answers --help, and stops where there is nothing to start.
+# check CONFIG [OPTION ...]: answer --help, and stop if there is nothing to start.
 check() {
     case "${1:-}" in
         --help | -h) usage; exit 0 ;;
@@ -32,7 +32,7 @@ count_gpus() {
     fi
 }
 
-# Sets RANKS, the processes of this machine, unless it is set: one a GPU, or two on the CPU.
+# Set RANKS, the number of processes on this machine, unless it is set: one per GPU, or two on the CPU.
 choose_ranks() {
     local gpus
     gpus=$(count_gpus)
@@ -42,7 +42,7 @@ choose_ranks() {
     RANKS=${RANKS:-$((gpus > 0 ? gpus : 2))}
 }
 
-# run COMMAND ...: prints it instead when DRY_RUN is 1, so that a shell could read it.
+# run COMMAND ...: run it, or print it for a shell if DRY_RUN is 1.
 run() {
     if [[ "${DRY_RUN:-0}" == 1 ]]; then
         printf '%q ' "$@"

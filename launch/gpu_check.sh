@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# What holds on the GPU of this machine: kernels, speed, training steps. See --help, and docs/gpu.md.
+# Test kernels, speed and training steps on the GPU of this machine. See --help and docs/gpu.md.
 #
-# PYTHON names the interpreter (default: python3), which has torch and Triton.
+# PYTHON is the interpreter with torch and Triton (default: python3).
 
 set -euo pipefail
 PYTHONPATH="$(dirname "$(dirname "$(realpath "$0")")")${PYTHONPATH:+:$PYTHONPATH}"

@@ -4,22 +4,22 @@
 # usage: launch/multi_node.sh CONFIG [OPTION ...]
 #
 #   CONFIG   one of configs/ (configs/README.md says how many processes each needs), or your own ds_config.json
-#   OPTION   of launch/train_gpt.py, see its --help; --data and --output-dir are needed. Paths are those of
-#            the directory that holds launch/
+#   OPTION   options of launch/train_gpt.py (see its --help); --data and --output-dir are required. Paths are
+#            relative to the directory that holds launch/
 #
 # What to change, in the environment:
-#   HOSTFILE=hostfile    a line for each machine, "NAME slots=PROCESSES"; begin with launch/hostfile.example.
-#                        Ranks follow its order: those of a machine are neighbours, pipeline stages are farthest apart
-#   MASTER_ADDR=         address of the first machine in the network that training is to use; without it what
-#                        `hostname -I` names first there
-#   MASTER_PORT=29500    another port for each job, when several run at a time
-#   NCCL_SOCKET_IFNAME=  (GPUs), GLOO_SOCKET_IFNAME= (CPUs): the network interface, if the wrong one is taken
+#   HOSTFILE=hostfile    a line per machine, "NAME slots=PROCESSES"; start with launch/hostfile.example. Ranks follow
+#                        its order: ranks of a machine are neighbors, and pipeline stages are farthest apart
+#   MASTER_ADDR=         address of the first machine in the training network; default: the first one of
+#                        `hostname -I` there
+#   MASTER_PORT=29500    use another port for each concurrent job
+#   NCCL_SOCKET_IFNAME=  (GPUs), GLOO_SOCKET_IFNAME= (CPUs): the network interface, if the wrong one is chosen
 #   DRY_RUN=1            print the command and do not run it
 #
-# What it needs: pdsh here; ssh without a password to every machine of the hostfile; this directory, the virtual
-# environment and the text of --data at the same paths on all of them. Checkpoints are written by several machines, so
-# --output-dir should be on a disk that they share. Environment variables that begin as in PASSED are sent along, and
-# those of a .deepspeed_env in this directory or in your home.
+# Requirements: pdsh here; ssh without a password to every machine of the hostfile; this directory, the virtual
+# environment and the text of --data at the same paths on all of them. Several machines write checkpoints, so
+# --output-dir should be on a shared disk. Environment variables that match PASSED are passed on, and so are those in a
+# .deepspeed_env in this directory or in your home directory.
 #
 # example:
 #   HOSTFILE=hosts MASTER_ADDR=10.0.0.1 launch/multi_node.sh configs/zero1_low_bandwidth.json --data data/shakespeare \

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# From a fresh checkout to three trained models and what a slow network did to them: see --help.
+# Train a small model three times through a slow link, from a fresh checkout, and compare the times. See --help.
 set -euo pipefail
 
 usage() {
     cat <<'TEXT'
 usage: launch/quickstart.sh [--force]
 
-Installs the project into a virtual environment, fetches 5 MB of Shakespeare, and trains a small GPT-2 three
-times with the same seed, in two processes on the CPU that talk through a link of 100 Mbit/s: uncompressed, with
-gradients and weights of 4 bits, and with the fewest bytes (demo, sign weights). Then prints how long each took
-to the same loss, and draws it. Takes less than ten minutes on two CPU cores. What is finished is not done again.
+Installs the project into a virtual environment, downloads 5 MB of Shakespeare, and trains a small GPT-2 three
+times with the same seed, in two CPU processes on a link of 100 Mbit/s: uncompressed, with gradients and weights in
+4 bits, and with the fewest bytes (demo, sign weights). Then prints how long each run took to the same loss, and
+draws it. Takes less than ten minutes on two CPU cores. Finished steps are not repeated.
 
 Needs Python 3.11 or newer and g++. The link needs Linux, iproute2, procps and util-linux, and root or a kernel
-that lets users have network namespaces of their own; without it, the processes talk through this machine's
-memory, and the table says so. GPUs are not used: between those of one machine there is no slow link.
+that allows user network namespaces. Without them, the processes communicate through memory, and the table says so.
+GPUs are not used, because the GPUs of one machine have no slow link between them.
 
   --force   train all runs again
 
@@ -62,7 +62,7 @@ install() {
         python=$(find_python)
         "$python" -m venv "$venv"
     fi
-    # torch comes first and alone: DeepSpeed's own setup looks for it.
+    # Install torch first and alone, because DeepSpeed's setup needs it.
     "$venv/bin/python" -m pip install --quiet torch==2.13.0
     "$venv/bin/python" -m pip install --quiet -c constraints.txt -e ".[hf,plot]"
     echo "$wanted" >"$marker"
@@ -76,7 +76,7 @@ on_this_host() {
     torchrun --nnodes 1 --nproc_per_node 2 --master_port "$port" --no-python "$@"
 }
 
-# Sets `start`, which starts a command twice; `link`, what the two talk through; and `runs`, a directory for each link.
+# Set `start`, which starts a command twice; `link`, the name of the link; and `runs`, the directory for its runs.
 choose_link() {
     local trouble
     if trouble=$(on_two_hosts true 2>&1); then
@@ -87,7 +87,7 @@ choose_link() {
     fi
 }
 
-# train NAME: writes $runs/NAME, with all output in $runs/NAME.log; every fifth step is shown.
+# train NAME STEPS: write $runs/NAME, with all output in $runs/NAME.log. Every fifth step is shown.
 train() {
     local name=$1 steps=$2
     if [[ "$force" == yes ]]; then
@@ -110,7 +110,7 @@ if [[ "$venv" == /* ]]; then
     export PATH="$venv/bin:$PATH"
 fi
 export DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-# Two things are compiled at the first start. A build that was killed leaves a lock that all later ones would wait for.
+# The first start compiles two extensions. A killed build leaves a lock, for which all later builds would wait.
 TORCH_EXTENSIONS_DIR=$(cd "$venv" && pwd)/torch_extensions
 export TORCH_EXTENSIONS_DIR
 python -m deepspeed_compress.backends.deepspeed.builds --clear-locks

@@ -4,13 +4,13 @@
 # usage: launch/single_node.sh CONFIG [OPTION ...]
 #
 #   CONFIG   one of configs/ (configs/README.md says how many processes each needs), or your own ds_config.json
-#   OPTION   of launch/train_gpt.py, see its --help; --data and --output-dir are needed. Paths are those of
-#            the directory that holds launch/
+#   OPTION   options of launch/train_gpt.py (see its --help); --data and --output-dir are required. Paths are
+#            relative to the directory that holds launch/
 #
 # What to change, in the environment:
-#   RANKS=8             processes; without it one for each GPU, or two on the CPU of a machine that has none
-#   MASTER_PORT=29500   another port for each job, when several run at a time
-#   DS_ACCELERATOR=cpu  leave the GPUs alone
+#   RANKS=8             number of processes; default: one per GPU, or two on the CPU if there is no GPU
+#   MASTER_PORT=29500   use another port for each concurrent job
+#   DS_ACCELERATOR=cpu  do not use the GPUs
 #   DRY_RUN=1           print the command and do not run it
 #
 # example, four processes as two stages of a pipeline:

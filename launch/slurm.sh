@@ -1,24 +1,24 @@
 #!/usr/bin/env bash
-# Train on the machines that Slurm gives, with one torchrun on each.
+# Train on the machines of a Slurm job, with one torchrun on each.
 #
 # usage: sbatch [options of sbatch] launch/slurm.sh CONFIG [OPTION ...]      in the directory that holds launch/
 #
 #   CONFIG   one of configs/ (configs/README.md says how many processes each needs), or your own ds_config.json
-#   OPTION   of launch/train_gpt.py, see its --help; --data and --output-dir are needed. Paths are those of
-#            the directory that holds launch/
+#   OPTION   options of launch/train_gpt.py (see its --help); --data and --output-dir are required. Paths are
+#            relative to the directory that holds launch/
 #
-# What to change: the lines #SBATCH below, or the same as options of sbatch, which win. Keep one task a node: torchrun
-# starts the processes of a node. In the environment, which Slurm hands on:
-#   RANKS=8              processes of each node; without it one for each GPU that the job has there, or two on the CPU
-#   MASTER_PORT=         a port that is free on the first node; without it one that follows from the number of the job
-#   NCCL_SOCKET_IFNAME=  (GPUs), GLOO_SOCKET_IFNAME= (CPUs): the network interface, if the wrong one is taken
+# What to change: the lines #SBATCH below, or the same options of sbatch, which take precedence. Keep one task per
+# node, because torchrun starts the processes of a node. In the environment, which Slurm passes on:
+#   RANKS=8              processes per node; default: one per GPU of the job, or two on the CPU
+#   MASTER_PORT=         a free port on the first node; default: derived from the job number
+#   NCCL_SOCKET_IFNAME=  (GPUs), GLOO_SOCKET_IFNAME= (CPUs): the network interface, if the wrong one is chosen
 #   DRY_RUN=1            print the command and do not run it
-#   RESTARTS=10          start all again when a rank or a node fails, at most so often (docs/faults.md); also give
-#                        --no-kill to sbatch, and --signal=TERM@120 to save before the time is over
-#   SPARES=1             of the nodes, that wait to take the place of one that fails
+#   RESTARTS=10          largest number of restarts after a rank or a node fails (docs/faults.md); also give
+#                        --no-kill to sbatch, and --signal=TERM@120 to save before the time limit
+#   SPARES=1             number of spare nodes that replace failed ones
 # Activate the virtual environment before sbatch. --output-dir and the text of --data must be on a disk that all nodes
-# share. With --save-every 500 --resume the same command goes on where a job was ended, and with #SBATCH --requeue
-# by itself.
+# share. With --save-every 500 --resume, the same command continues after a job has ended; with #SBATCH --requeue, Slurm
+# does so automatically.
 #
 # example, 16 processes as pipeline 2 x tensor 2 x data 4:
 #   sbatch --nodes 2 --gpus-per-node 8 launch/slurm.sh configs/pipeline2_tensor2_zero1_int4.json \
@@ -31,13 +31,13 @@
 #SBATCH --time=24:00:00
 #SBATCH --output=slurm-%j.log
 
-# Slurm runs a copy of this file, so that only it knows where it was submitted.
+# Slurm runs a copy of this file, so only SLURM_SUBMIT_DIR tells where the project is.
 # shellcheck source=launch/common.sh
 source "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}/launch/common.sh" || exit 2
 check "$@"
-[[ -n "${SLURM_JOB_ID:-}" ]] || fail "this is no Slurm job; submit it: sbatch launch/slurm.sh $1 ..."
+[[ -n "${SLURM_JOB_ID:-}" ]] || fail "this is not a Slurm job; submit it: sbatch launch/slurm.sh $1 ..."
 choose_ranks
-# Not through a pipe into head, which ends before scontrol has written all: pipefail would end the job.
+# Do not pipe into head: it ends before scontrol has written everything, and pipefail would end the job.
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 first=${hosts%%$'\n'*}
 port=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}
@@ -49,6 +49,6 @@ if [[ -n "${RESTARTS:-}" ]]; then
     start=(ds-compress run --restarts "$RESTARTS" --ranks "$RANKS" --hosts "$((SLURM_JOB_NUM_NODES - ${SPARES:-0}))"
         --spares "${SPARES:-0}" --rendezvous "$first:$port")
 fi
-# srun does not take over --cpus-per-task by itself.
+# srun does not inherit --cpus-per-task.
 run srun "${on_failure[@]}" ${SLURM_CPUS_PER_TASK:+--cpus-per-task "$SLURM_CPUS_PER_TASK"} "${start[@]}" \
     launch/train_gpt.py --deepspeed_config "$1" "${@:2}"

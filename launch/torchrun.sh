@@ -1,23 +1,22 @@
 #!/usr/bin/env bash
-# Train with PyTorch's launcher: on one machine, or on several where you start it on each yourself.
+# Train with PyTorch's launcher, on one machine, or on several if you start it on each of them.
 #
 # usage: launch/torchrun.sh CONFIG [OPTION ...]
 #
 #   CONFIG   one of configs/ (configs/README.md says how many processes each needs), or your own ds_config.json
-#   OPTION   of launch/train_gpt.py, see its --help; --data and --output-dir are needed. Paths are those of
-#            the directory that holds launch/
+#   OPTION   options of launch/train_gpt.py (see its --help); --data and --output-dir are required. Paths are
+#            relative to the directory that holds launch/
 #
 # What to change, in the environment:
-#   RANKS=8              processes of each machine; without it one for each GPU, or two on the CPU of a machine
-#                        that has none
-#   NODES=1              machines
-#   DS_ACCELERATOR=cpu   leave the GPUs alone
+#   RANKS=8              processes per machine; default: one per GPU, or two on the CPU if there is no GPU
+#   NODES=1              number of machines
+#   DS_ACCELERATOR=cpu   do not use the GPUs
 #   DRY_RUN=1            print the command and do not run it
-# with several machines also, and the same command on each:
+# With several machines, set these too and start the same command on each:
 #   NODE_RANK=           0 on the first machine, 1 on the next ...
-#   MASTER_ADDR=         address of the first one in the network that training is to use
-#   MASTER_PORT=29500    a port that is free there
-#   NCCL_SOCKET_IFNAME=  (GPUs), GLOO_SOCKET_IFNAME= (CPUs): the network interface, if the wrong one is taken
+#   MASTER_ADDR=         address of the first machine in the training network
+#   MASTER_PORT=29500    a free port on that machine
+#   NCCL_SOCKET_IFNAME=  (GPUs), GLOO_SOCKET_IFNAME= (CPUs): the network interface, if the wrong one is chosen
 #
 # examples:
 #   launch/torchrun.sh configs/zero2_int4.json --data data/shakespeare --output-dir runs/int4

@@ -144,7 +144,7 @@ def test_nothing_starts_without_a_configuration(script: str, arguments: tuple[st
     [
         ("torchrun", {"NODES": "2", "NODE_RANK": "0"}, "set NODE_RANK (0 on the first machine) and MASTER_ADDR"),
         ("multi_node", {"HOSTFILE": "/nowhere"}, "HOSTFILE /nowhere: no such file"),
-        ("slurm", {"SLURM_JOB_ID": ""}, "this is no Slurm job"),
+        ("slurm", {"SLURM_JOB_ID": ""}, "this is not a Slurm job"),
     ],
 )
 def test_what_is_missing_is_said(script: str, settings: dict[str, str], message: str) -> None:
