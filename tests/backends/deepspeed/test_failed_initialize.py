@@ -22,27 +22,28 @@ from tests.support.coordinators import become_island, coordinator, own_ports
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, network, run, weights
 
-PACKAGE = "deepspeed_compress.backends.deepspeed."
+PACKAGE = "deepspeed_compress."
+ENGINE = PACKAGE + "backends.deepspeed."
 STEPS = (
-    "initialize.divide_call",
-    "islands.division._tensor_groups",
-    "islands.division._check_tensor",
-    "initialize.keep_file_order",
-    "initialize.attach_section",
-    "attach.check_ownership",
-    "attach._parameters",
-    "attach._session",
-    "attach.follow_losses",
-    "attach._replace_collectives",
-    "attach.attach_checkpoint",
-    "attach.attach_islands",
-    "islands.divided.share_fixed",
-    "islands.divided.IslandExchange",
-    "attach.follow_steps",
-    "attach.give_signs",
-    "attach.announce",
-    "initialize.go_on",
-    "initialize._with_data",
+    "backends.deepspeed.initialize.divide_call",
+    "backends.deepspeed.division._tensor_groups",
+    "backends.deepspeed.division._check_tensor",
+    "backends.deepspeed.initialize.keep_file_order",
+    "backends.deepspeed.initialize.attach_section",
+    "backends.deepspeed.attach.check_ownership",
+    "backends.deepspeed.attach._parameters",
+    "backends.deepspeed.attach._session",
+    "backends.deepspeed.attach.follow_losses",
+    "backends.deepspeed.attach._replace_collectives",
+    "backends.deepspeed.attach.attach_checkpoint",
+    "backends.deepspeed.attach.attach_islands",
+    "local_sgd.deepspeed.divided.share_fixed",
+    "local_sgd.deepspeed.divided.IslandExchange",
+    "backends.deepspeed.attach.follow_steps",
+    "backends.deepspeed.attach.give_signs",
+    "backends.deepspeed.attach.announce",
+    "backends.deepspeed.initialize.go_on",
+    "backends.deepspeed.initialize._with_data",
 )
 DEEPSPEED = (
     "deepspeed.runtime.engine.DeepSpeedEngine._configure_zero_optimizer",
@@ -122,7 +123,7 @@ def test_a_failure_at_any_step_leaves_no_division(name: str, expected: list[dict
         assert found == [True, 2, plain]
 
 
-@pytest.mark.parametrize("name", [PACKAGE + "initialize.keep_file_order", PACKAGE + "attach.announce", *DEEPSPEED[1:]])
+@pytest.mark.parametrize("name", [ENGINE + "initialize.keep_file_order", ENGINE + "attach.announce", *DEEPSPEED[1:]])
 def test_a_failure_leaves_neither_patches_nor_another_order(name: str, expected: list[dict[str, list[float]]]) -> None:
     job = Job(1, section=BALANCED, steps=3)
     for found, plain in zip(run_forks(2, fails, job, name), expected, strict=True):
@@ -157,7 +158,7 @@ def former_mpu(rank: int, job: Job) -> list[bool]:
     deepspeed.init_distributed("gloo")
     groups.mpu = own = object()
     model = network()
-    with mock.patch(PACKAGE + "attach.announce", side_effect=InjectedError), pytest.raises(InjectedError):
+    with mock.patch(ENGINE + "attach.announce", side_effect=InjectedError), pytest.raises(InjectedError):
         deepspeed_compress.initialize(model=model, model_parameters=model.parameters(), config=job.config())
     after_failure = groups.mpu is own
     model = network()
@@ -185,7 +186,14 @@ def elastic_fails(rank: int, job: Job, ports: list[int], name: str) -> list[Any]
     return [left, len(status(address)["islands"]), "compression" in vars(engine)]
 
 
-@pytest.mark.parametrize("step", ["islands.rounds.ElasticExchange", "islands.rounds.Rounds.start", "attach.announce"])
+@pytest.mark.parametrize(
+    "step",
+    [
+        "local_sgd.deepspeed.rounds.ElasticExchange",
+        "local_sgd.deepspeed.rounds.Rounds.start",
+        "backends.deepspeed.attach.announce",
+    ],
+)
 def test_an_elastic_island_that_fails_leaves_the_others(step: str) -> None:
     with coordinator() as address, own_ports(1) as ports:
         elastic = {"rendezvous": address, "timeout": "2 s", "give_up": "20 s"}
