@@ -159,7 +159,7 @@ def test_bits_of_an_element_are_those_of_the_payload(method: str) -> None:
 
 def test_the_measured_table_has_a_figure_for_every_setting() -> None:
     section = METHODS_PAGE.partition("## Measured")[2].partition("\n## ")[0]
-    measured = re.findall(r"`([^`]+)`: [+−]?\d+\.\d\d(?![\d.])", section)
+    measured = re.findall(r"`([^`]+)`: [+\N{MINUS SIGN}]?\d+\.\d\d(?![\d.])", section)
     different = sorted(set(measured) ^ set(SETTINGS))
     assert sorted(measured) == sorted(SETTINGS), (
         f"the measured table of docs/methods.md and SETTINGS of its program differ in {different}: each setting needs "
