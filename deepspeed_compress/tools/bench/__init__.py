@@ -4,7 +4,9 @@ options                    the command line
 links, hosts               emulated hosts
 step, step_rank            training steps: the command, and the program of its processes
 step_results               their tables and bars
-workload, systems, peers   the systems that are compared
+workload, systems          the systems that are compared
+peers, torch_loop, megatron
+                           training without DeepSpeed
 comm, comm_rank            messages
 kernels                    kernels
 rows, gauges               shared parts

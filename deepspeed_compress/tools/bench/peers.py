@@ -1,17 +1,14 @@
-"""PyTorch's own methods to compare with: DDP, its communication hooks, FSDP2 and local SGD."""
+"""PyTorch's own methods to compare with, and Megatron: DDP, its communication hooks, FSDP2 and local SGD."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime import lr_schedules
-from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -23,136 +20,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from deepspeed_compress import ddp, fsdp2
 from deepspeed_compress.config import SECTION
-from deepspeed_compress.models import build_model, read_model_config
 from deepspeed_compress.tools.bench.gauges import device
+from deepspeed_compress.tools.bench.torch_loop import Optimizer, PeerStepper, TorchStepper, Wrapped, bare_model
 from deepspeed_compress.tools.bench.workload import Workload
-from deepspeed_compress.training.stepper import Stepper
 
-__all__ = ["DTYPES", "PEERS", "Optimizer", "Peer", "TorchStepper", "Wrapped", "alone", "bare_model"]
+__all__ = ["PEERS", "Peer"]
 
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-)
 WARMED_UP = 2
 """First optimizer step at which PowerSGD's hook accepts a warm start with error feedback."""
 ONE_BUCKET_MB = 2**30
 """Bucket size in MB, larger than any model. With more than one bucket, PowerSGD aborts on gloo."""
-
-
-@dataclass(frozen=True)
-class Optimizer:
-    """Optimizer of the peers.
-
-    Attributes:
-        adamw: Keyword arguments of torch.optim.AdamW.
-        schedule: Learning rate schedule of DeepSpeed (`type` and `params`), or None.
-    """
-
-    adamw: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({"lr": 1e-3}))
-    schedule: Mapping[str, Any] | None = None
-
-    @classmethod
-    def of(cls, ds_config: Mapping[str, Any]) -> "Optimizer":
-        """Return the settings that DeepSpeed uses for `ds_config`, whose optimizer is AdamW with `torch_adam`."""
-        params = {name: value for name, value in ds_config["optimizer"]["params"].items() if name != "torch_adam"}
-        return cls(params, ds_config.get("scheduler"))
-
-    def scheduled(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Return DeepSpeed's own schedule for `optimizer`, so that learning rates are bit-identical, or None."""
-        found = self.schedule
-        return getattr(lr_schedules, found["type"])(optimizer, **found["params"]) if found else None
-
-
-@dataclass(frozen=True)
-class Wrapped:
-    """Model whose gradients are averaged during its backward pass.
-
-    Attributes:
-        model: Model to call.
-        parameters_of: Module whose parameters are trained.
-        synchronised: Function that returns the context of a micro-batch. Its argument states whether the micro-batch is
-            the last one of the step.
-        stepped: Function to call after each optimizer step.
-        evaluating: Function that returns a context in which all ranks have the weights that the method trains.
-        attach: Function to call with the optimizer before the first step. Its result has a session, or is None.
-    """
-
-    model: Any
-    parameters_of: Any
-    synchronised: Callable[[bool], AbstractContextManager[object]] = lambda last: nullcontext()
-    stepped: Callable[[], object] = lambda: None
-    evaluating: Callable[[], AbstractContextManager[object]] = nullcontext
-    attach: Callable[[torch.optim.Optimizer], Any] = lambda optimizer: None
-
-
-class PeerStepper(Stepper, Protocol):
-    """Stepper of a peer. `session` is the package's session if the peer uses it, else None."""
-
-    session: Any
-
-    def close(self) -> None:
-        """Release everything that the stepper holds in this process, so that the next one can start."""
-
-
-class TorchStepper:
-    """Plain PyTorch training loop: gradient clipping and AdamW. The loss is this rank's own."""
-
-    def __init__(self, wrapped: Wrapped, workload: Workload, optimizer: Optimizer) -> None:
-        self.wrapped, self.clipping = wrapped, workload.clipping
-        # FSDP2 replaces the parameters when it wraps the model, so they are collected afterwards.
-        self.parameters = list(wrapped.parameters_of.parameters())
-        self.optimizer = torch.optim.AdamW(self.parameters, **optimizer.adamw)
-        attached = wrapped.attach(self.optimizer)
-        self.session: Any = None if attached is None else attached.session
-        self.schedule = optimizer.scheduled(self.optimizer)
-
-    def train(self, batch: Tensor) -> Tensor:
-        """Run one optimizer step and return the mean loss, of shape ().
-
-        `batch` holds token windows of shape (micro_batches, micro_size, length).
-        """
-        self.wrapped.model.train()
-        loss = torch.stack([self._accumulate(tokens, number, len(batch)) for number, tokens in enumerate(batch, 1)])
-        if self.clipping:
-            torch.nn.utils.clip_grad_norm_(self.parameters, self.clipping)
-        self.optimizer.step()
-        self.wrapped.stepped()
-        self.optimizer.zero_grad()
-        if self.schedule is not None:
-            self.schedule.step()
-        return loss.mean()
-
-    def evaluate(self, batch: Tensor) -> Tensor:
-        """Return the mean loss on `batch` without computing gradients."""
-        self.wrapped.model.eval()
-        with torch.no_grad(), self.wrapped.evaluating():
-            return torch.stack([self._loss(tokens) for tokens in batch]).mean()
-
-    def close(self) -> None: ...
-
-    def _accumulate(self, tokens: Tensor, number: int, count: int) -> Tensor:
-        with self.wrapped.synchronised(number == count):
-            loss = self._loss(tokens)
-            (loss / count).backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
-
-    def _loss(self, tokens: Tensor) -> Tensor:
-        loss: Tensor = self.wrapped.model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        return loss
-
-
-def bare_model(workload: Workload) -> Any:
-    """Return the model on this rank's device, in the precision of the workload."""
-    path = Path(workload.model)
-    model: Any = build_model(path, read_model_config(path), workload.seed)
-    if workload.recompute:
-        model.gradient_checkpointing_enable()
-    return model.to(device(), DTYPES[workload.precision]).train()
-
-
-def alone(model: Any, start: int) -> Wrapped:
-    """Return the model without any communication."""
-    return Wrapped(model, model)
 
 
 def _ddp(model: Any, start: int) -> Wrapped:
@@ -197,7 +74,7 @@ def _of_ddp(
     stepped: Callable[[], object] = lambda: None,
     evaluating: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Wrapped:
-    return Wrapped(model, model, partial(_ddp_synchronised, model), stepped, evaluating)
+    return Wrapped(model, partial(_ddp_synchronised, model), stepped, evaluating)
 
 
 def _distributed(model: Any) -> DistributedDataParallel:
@@ -231,7 +108,7 @@ def _fsdp2(model: Any, start: int) -> Wrapped:
     for block in _blocks(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return Wrapped(model, model, partial(_fsdp2_synchronised, model))
+    return Wrapped(model, partial(_fsdp2_synchronised, model))
 
 
 def _fsdp2_compressed(model: Any, start: int, section: Mapping[str, Any]) -> Wrapped:

@@ -107,9 +107,16 @@ def run_on_hosts(hosts: int, module: str, job: Row, timeout: float) -> tuple[lis
 
 
 def rank_main(measure: Callable[[Any, Emit, Log], None]) -> None:
-    """Run `measure(job, emit, log)` as the program on a host. Rank 0 appends its rows to the result file."""
+    """Join the other hosts and run `measure(job, emit, log)`. Rank 0 appends its rows to the result file."""
+    import torch.distributed as dist
+
+    from deepspeed_compress.tools.bench.gauges import join
+
     job, result = (Path(argument) for argument in sys.argv[1:])
+    join()
     measure(json.loads(job.read_text(encoding="utf-8")), partial(_append, result), _print_progress)
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def _append(file: Path, row: Row) -> None:

@@ -14,9 +14,9 @@ from torch import Tensor
 import deepspeed_compress
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.models import Layout, build_parallel, read_model_config
-from deepspeed_compress.tools.bench import peers
 from deepspeed_compress.tools.bench.gauges import device
-from deepspeed_compress.tools.bench.peers import PEERS, Optimizer, TorchStepper
+from deepspeed_compress.tools.bench.peers import PEERS
+from deepspeed_compress.tools.bench.torch_loop import Optimizer, TorchStepper, Wrapped, bare_model
 from deepspeed_compress.tools.bench.workload import Contender, Workload
 from deepspeed_compress.training.stepper import PipelineStepper, PlainStepper, Share, Stepper, share_of
 
@@ -81,7 +81,7 @@ def make(workload: Workload, contender: Contender, optimizer: Optimizer = AT_ONC
 
 def compute_only(workload: Workload) -> System:
     """Return the whole model on one process with its share of the sequences, without communication."""
-    return System(TorchStepper(peers.alone(peers.bare_model(workload), 0), workload, AT_ONCE), _whole(workload))
+    return System(TorchStepper(Wrapped(bare_model(workload)), workload, AT_ONCE), _whole(workload))
 
 
 def _whole(workload: Workload) -> Share:
