@@ -148,7 +148,8 @@ TABLE = {
     "tools.plots": allow("errors", lazily="matplotlib"),
     "tools.rules": allow("diagnostics"),
     "tools.run": allow("config engine.builds integrations tools.supervise transport.secret transport.tls"),
-    "tools.schema": allow("config"),
+    "tools.key_page": allow("config"),
+    "tools.schema": allow("config tools.key_page"),
     "tools.supervise": allow(
         "services.agent config errors integrations.files services.rendezvous.server transport.credentials "
         "transport.fields"
