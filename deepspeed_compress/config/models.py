@@ -68,8 +68,10 @@ class Phase(Model):
 
 
 class Schedule(Model):
-    """Changes of the settings during training. Steps are DeepSpeed's `global_steps`, so a resumed run continues
-    them."""
+    """Changes of the settings during training.
+
+    Steps are DeepSpeed's `global_steps`, so a resumed run continues them.
+    """
 
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps at the start in which gradients and weights are sent uncompressed. Skipped steps count."""

@@ -179,7 +179,7 @@ def _methods(variants: Variants) -> Iterator[str]:
     for method, variant in variants.items():
         texts.setdefault(variant["properties"]["method"]["description"].partition(": ")[2], []).append(f"`{method}`")
     yield "| `method` | meaning |\n|---|---|"
-    yield from (_row((", ".join(names), text)) for text, names in texts.items())
+    yield from (_row((", ".join(names), text[:1].upper() + text[1:])) for text, names in texts.items())
     yield ""
 
 
