@@ -208,8 +208,8 @@ COMMANDS = (
     ),
     Command(
         "schema",
-        "Print the JSON Schema of the deepspeed_compress section, for editors.",
-        ("schema", "schema --output deepspeed_compress.schema.json"),
+        "Print the JSON Schema of the deepspeed_compress section for editors, or a table of all its keys.",
+        ("schema --output deepspeed_compress.schema.json", "schema --markdown"),
         "tools.options:add_schema_arguments",
         "tools.schema:run",
     ),

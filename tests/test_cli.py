@@ -11,6 +11,7 @@ from deepspeed_compress import cli
 from deepspeed_compress.cli import COMMANDS, main
 from deepspeed_compress.config import SECTION, json_schema
 from deepspeed_compress.tools import report
+from deepspeed_compress.tools.key_page import key_page
 
 
 @pytest.fixture
@@ -81,6 +82,8 @@ def test_schema(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "schema.json"
     assert main(["schema", "--output", str(target)]) == 0
     assert json.loads(target.read_text()) == json_schema()
+    assert main(["schema", "--markdown"]) == 0
+    assert capsys.readouterr().out == key_page()
     assert main(["schema", "--output", str(tmp_path / "none" / "x")]) == 1
     assert "ds-compress: error:" in capsys.readouterr().err
 

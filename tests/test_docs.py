@@ -1,8 +1,10 @@
 """The documentation agrees with the code: keys, defaults, methods, links, examples and error messages."""
 
 import ast
+import importlib.util
 import itertools
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,11 +16,28 @@ import pytest
 from deepspeed_compress.config import SECTION, CompressConfig, expand, find_problems, json_schema, parse_section
 from deepspeed_compress.config.planned import PLANNED_KEYS
 from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.tools.lint.rules import RULES
 from launch.studies.methods_settings import SETTINGS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 CONFIGURATION = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+
+
+def generated_pages() -> dict[Path, str]:
+    """Return the pages that the site generates, by the path that links to them use."""
+    spec = importlib.util.spec_from_file_location("docs_site_hooks", ROOT / "docs/site/hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    return {ROOT / "docs" / name: text for name, text in hooks.generated_pages().items()}
+
+
+GENERATED = generated_pages()
+TEXTS = {**{page: page.read_text(encoding="utf-8") for page in PAGES}, **GENERATED}
+KEY_PAGE = GENERATED[ROOT / "docs/keys.md"]
+RULE_PAGE = GENERATED[ROOT / "docs/rules.md"]
 METHODS_PAGE = (ROOT / "docs/methods.md").read_text(encoding="utf-8")
 GLOSSARY = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
 FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
@@ -82,7 +101,10 @@ ALL_METHODS = set(SCHEMA["properties"]["gradients"]["discriminator"]["mapping"])
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table of keys; `methods` is None in a table without that column."""
+    """A row of a table of keys; `methods` is None in a table without that column.
+
+    Methods that describe a key differently have a row each.
+    """
 
     key: str
     default: str
@@ -91,23 +113,26 @@ class Row:
 
 def rows() -> Iterator[Row]:
     header: list[str] = []
-    for line in CONFIGURATION.splitlines():
+    for line in KEY_PAGE.splitlines():
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
         header = cells if cells[:1] == ["key"] else header if cells else []
         if header and cells[0].startswith("`"):
             row = dict(zip(header, cells, strict=True))
-            yield Row(row["key"].strip("`"), row["default"].strip("`"), listed_methods(row.get("methods")))
+            key = row["key"].strip("`")
+            yield Row(key, row["default"].strip("`"), listed_methods(row.get("methods"), key))
 
 
-def listed_methods(cell: str | None) -> frozenset[str] | None:
-    """From "all", "all but `a`, `b`", or "`a`, `b`"."""
+def listed_methods(cell: str | None, key: str) -> frozenset[str] | None:
+    """Return the methods of "all", "all but `a`, `b`", or "`a`, `b`". "All" are those of the object that has `key`."""
     if cell is None:
         return None
     names = set(re.findall(r"`(\w+)`", cell))
-    return frozenset(ALL_METHODS - names if cell.startswith("all") else names)
+    place = f"{key.rpartition('.')[0]}.method"
+    every = {found.method or "" for found in KEYS if found.name == place}
+    return frozenset(every - names if cell.startswith("all") else names)
 
 
-ROWS = set(rows())
+ROWS = list(rows())
 
 
 def copied(name: str) -> set[str]:
@@ -122,7 +147,7 @@ def test_every_key_of_the_schema_is_documented_with_its_default() -> None:
     rest = {key for key in KEYS - shown if not {replace(key, name=name) for name in copied(key.name)} & shown}
     missing = sorted({(key.name, key.default) for key in rest})
     assert missing == [], (
-        f"add a row | `key` | type | default | meaning | to docs/configuration.md for each of {missing}"
+        f"tools/key_page.py must write a row | `key` | type | default | meaning | for each of {missing}"
     )
 
 
@@ -130,14 +155,47 @@ def test_no_row_says_what_the_schema_does_not() -> None:
     known: dict[tuple[str, str], set[str | None]] = {}
     for key in KEYS:
         known.setdefault((key.name, key.default), set()).add(key.method)
-    wrong = {row for row in ROWS if row.methods not in (None, known.get((row.key, row.default), {"unknown"}))}
-    wrong |= {row for row in ROWS if (row.key, row.default) not in known}
-    assert wrong == set(), f"docs/configuration.md has rows that the schema does not: correct or remove {sorted(wrong)}"
+    listed: dict[tuple[str, str], list[str]] = {}
+    for row in ROWS:
+        listed.setdefault((row.key, row.default), []).extend(row.methods or ())
+    wrong = {
+        place for place, methods in listed.items() if place not in known or (methods and set(methods) != known[place])
+    }
+    twice = {place for place, methods in listed.items() if len(methods) != len(set(methods))}
+    assert wrong | twice == set(), (
+        f"tools/key_page.py writes rows that the schema does not have: {sorted(wrong | twice)}"
+    )
+
+
+def test_every_row_has_the_description_of_the_schema() -> None:
+    texts = {
+        child["description"].replace("\n", " ")
+        for model in (SCHEMA, *SCHEMA["$defs"].values())
+        for key, child in model["properties"].items()
+        if key != "method"
+    }
+    lines = [line for line in KEY_PAGE.splitlines() if line.startswith("| `") and not line.endswith("| The method. |")]
+    meanings = {
+        re.split(r"(?<!\\)\|", line)[-2].strip().replace("\\|", "|") for line in lines if line.count(" | ") >= 3
+    }
+    assert meanings == texts
+
+
+def test_every_rule_is_on_its_page_with_its_examples() -> None:
+    sections = re.split(r"^### ", RULE_PAGE, flags=re.MULTILINE)[1:]
+    assert [section.partition("\n")[0] for section in sections] == [
+        f"{rule.code} {rule.name}" for rule in sorted(RULES, key=lambda rule: rule.code)
+    ]
+    by_code = {section.split()[0]: section for section in sections}
+    for rule in RULES:
+        for text in (rule.severity.capitalize(), rule.summary, rule.reason, rule.wrong.strip(), rule.right.strip()):
+            assert text in by_code[rule.code]
+        assert f"[{rule.code}](#{rule.code.lower()}-{rule.name})" in RULE_PAGE
 
 
 @pytest.mark.parametrize("method", sorted(ALL_METHODS))
 def test_every_method_is_documented(method: str) -> None:
-    for text in (METHODS_PAGE.partition("## Bytes")[2].partition("\n## ")[0], CONFIGURATION):
+    for text in (METHODS_PAGE.partition("## Bytes")[2].partition("\n## ")[0], KEY_PAGE):
         assert re.search(rf"^\| [^|]*`{method}`[^|]*\|", text, re.MULTILINE)
 
 
@@ -188,19 +246,20 @@ def test_everything_planned_is_listed() -> None:
 
 def anchors(page: Path) -> set[str]:
     """Anchors of the headings of `page`, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    text = TEXTS[page] if page in TEXTS else page.read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
 def test_relative_links_resolve(page: Path) -> None:
     broken = []
-    for link in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
+    for link in LINK.findall(FENCE.sub("", TEXTS[page])):
         if link.startswith(("http://", "https://")):
             continue
         file, _, anchor = link.partition("#")
-        target = page.parent / file if file else page
-        if not target.exists() or (anchor and anchor not in anchors(target)):
+        target = Path(os.path.normpath(page.parent / file)) if file else page
+        if not (target.exists() or target in GENERATED) or (anchor and anchor not in anchors(target)):
             broken.append(link)
     assert broken == []
 

@@ -161,7 +161,8 @@ TABLE = {
     "tools.plots": allow("errors", lazily="matplotlib"),
     "tools.rules": allow("diagnostics"),
     "tools.run": allow("config backends.deepspeed.builds integrations tools.supervise transport.secret transport.tls"),
-    "tools.schema": allow("config"),
+    "tools.key_page": allow("config"),
+    "tools.schema": allow("config tools.key_page"),
     "tools.supervise": allow(
         "launcher config errors integrations.files local_sgd.coordinator.server transport.credentials transport.fields"
     ),

@@ -1,4 +1,4 @@
-"""Settings of checkpoints that are written in the background: how often, and how many are kept."""
+"""Settings of checkpoints that are written in the background."""
 
 from typing import Annotated, Literal
 
@@ -17,36 +17,38 @@ class MemoryCheckpoints(Model):
     """
 
     every: Annotated[int, Field(ge=1)] | Duration
-    """Optimizer steps, or a time such as "30 s", after which one is saved."""
+    """Interval between checkpoints in memory: a number of optimizer steps, or a time such as "30 s"."""
     copies: Literal[0, 1] = 0
-    """Whether the files of a host also go into the memory of the next one, so that a host may be lost; 1 or 0."""
+    """Number of copies of each host's files in the memory of the next host. With 1, one host may be lost."""
     max_rate: ByteRate | None = None
-    """How fast each rank may send its files to the next host; null as fast as it goes."""
+    """Largest rate at which each rank sends its files to the next host; null has no limit."""
 
 
 class Checkpointing(Model):
     """Checkpoints: `save_checkpoint` copies the state to memory, and another process writes it during training."""
 
     asynchronous: bool = True
-    """Whether training goes on while a checkpoint is written; false waits until it is whole."""
+    """Continue training while a checkpoint is written; false waits until it is complete."""
     every: Annotated[int, Field(ge=1)] | Duration | None = None
-    """Optimizer steps, or a time such as "10 min", after which a checkpoint is saved without being asked for; null
-    saves when the program does."""
+    """Interval between automatic checkpoints: a number of optimizer steps, or a time such as "10 min"; null saves only
+    when the program calls `save_checkpoint`."""
     directory: Annotated[str, Field(min_length=1)] | None = None
-    """Where checkpoints of `every` go; all hosts must share it."""
+    """Directory of automatic checkpoints, which all hosts must share."""
     resume: bool | None = None
-    """Whether an engine goes on from the newest whole checkpoint in `directory` when it is made; null where
-    `DS_COMPRESS_RESUME` is "1", which `ds-compress run --restarts` sets when it starts ranks again."""
+    """Load the newest complete checkpoint of `directory` when the engine is created. null does so only if the
+    environment variable `DS_COMPRESS_RESUME` is 1, which `ds-compress run --restarts` sets when it restarts ranks."""
     save_on_sigterm: bool | None = None
-    """Whether SIGTERM has all ranks save in `directory` after the step, and end; null for ranks that `ds-compress run
-    --restarts` has started."""
+    """On SIGTERM, finish the step, save a checkpoint in `directory`, and end all ranks. null does so only for ranks
+    that `ds-compress run --restarts` has started."""
     keep: Annotated[int, Field(ge=1)] | None = None
-    """How many of `every` are kept, the newest; null keeps all. Those that the program saves are never removed."""
+    """Number of automatic checkpoints to keep, the newest ones; null keeps all. Checkpoints that the program saves are
+    never removed."""
     on_error: Literal["warn", "stop"] = "warn"
-    """What follows when one could not be written, such as on a full disk: a warning, or an error on all ranks."""
+    """Reaction if a checkpoint cannot be written, for example on a full disk: `warn`, or `stop` with an error on all
+    ranks."""
     timeout: Duration = "10 min"
-    """For which the first rank waits for the files of all others before a checkpoint counts as failed."""
+    """Time that the first rank waits for the files of all other ranks before a checkpoint counts as failed."""
     max_rate: ByteRate | None = None
-    """How fast each rank may write DeepSpeed's files; null as fast as it goes."""
+    """Largest rate at which each rank writes DeepSpeed's files; null has no limit."""
     memory: MemoryCheckpoints | None = None
-    """Checkpoints in the memory of hosts beside those in `directory`, and more often; null saves none there."""
+    """More frequent checkpoints in the memory of the hosts, in addition to `directory`; null saves none."""

@@ -7,8 +7,8 @@ __all__ = ["Communication"]
 
 
 class Communication(Model):
-    """Settings of messages of gradients and weights."""
+    """Settings of the messages with gradients and weights."""
 
     max_rate: BitRate | None = None
-    """How fast all processes of a host together may send what this package exchanges, such as "200 Mbit/s", so that
-    others on the link can work; null as fast as it goes. What DeepSpeed sends by itself is not slowed down."""
+    """Largest rate at which all processes of a host together send the messages of this package, so that others can use
+    the link; null has no limit. Messages of DeepSpeed itself are not limited."""

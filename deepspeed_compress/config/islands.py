@@ -16,43 +16,46 @@ __all__ = ["PRESETS", "Asynchronous", "Elastic", "Islands", "Outer", "SecondMome
 
 
 class Outer(Model):
-    """Outer optimizer: what is done with the mean of the islands' weight changes since the last exchange."""
+    """Outer optimizer, which applies the mean of the islands' weight changes since the last exchange."""
 
     optimizer: Literal["average", "nesterov"] = "average"
-    """`average` moves everybody by `lr` times that mean; `nesterov` by a momentum of such means."""
+    """`average` adds `lr` times the mean change to the weights; `nesterov` applies Nesterov momentum to it."""
     lr: float = Field(default=1.0, gt=0)
-    """Step size of that move: 1.0 with `average` is the mean of the islands' weights."""
+    """Outer learning rate. 1.0 with `average` gives the mean of the islands' weights."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
-    """Of `nesterov` alone."""
+    """Momentum of `nesterov`."""
 
 
 class SecondMoments(Model):
-    """Second moments of Adam, which islands bring to the same mean, block by block, at every exchange."""
+    """Exchange of Adam's second moments, which are scaled to the same mean in each block at every exchange."""
 
     block_size: int = Field(default=128, ge=1)
-    """Elements whose second moments are scaled together: 4 bytes are sent for each block."""
+    """Number of elements whose second moments are scaled together. Each block sends 4 bytes."""
 
 
 class Asynchronous(Model):
     """Asynchronous islands, which push and pull when ready (`ds-compress islands serve --parameter-server`)."""
 
     max_staleness: int = Field(default=64, ge=1)
-    """Pushes of others since an island took the anchor, beyond which what it has moved from there is dropped."""
+    """Largest number of pushes by other islands since an island pulled the anchor. A later push is discarded."""
 
 
 class Elastic(Model):
     """Islands that join and leave: each is a separate job, and they find each other through a coordinator."""
 
     rendezvous: Address
-    """"host:port" of the coordinator."""
+    """Address "host:port" of the coordinator, which `ds-compress islands serve` starts."""
     timeout: Duration = "5 s"
-    """How long islands wait for one that does not answer, and for one whose step is not over: longer than a step."""
+    """Time that islands wait for one that does not answer, or that has not finished its step. It must be longer than a
+    step, and should be longer than an exchange on your link."""
     minimum: int = Field(default=1, ge=1, le=65536)
-    """Islands that there must be to begin, and for an exchange."""
+    """Number of islands needed to start training and for each exchange."""
     give_up: Duration = "5 min"
-    """How long an island waits for the coordinator, or for `minimum` islands, before it ends with an error."""
+    """Time that an island waits for the coordinator, or for `minimum` islands, before it ends with an error; at least
+    `timeout`."""
     parameter_server: Asynchronous | None = None
-    """Pushes and pulls at a parameter server; null where islands meet in rounds."""
+    """Asynchronous exchange: each island pushes to and pulls from a parameter server when it is ready, without
+    `minimum`; null exchanges in rounds."""
 
     @property
     def timeout_seconds(self) -> float:
@@ -89,31 +92,34 @@ class Islands(Model):
     """Groups of ranks that train independently and exchange their weight changes every `sync_every` steps."""
 
     preset: Literal["local_sgd", "diloco", "sparseloco"] | None = None
-    """Values for the keys that are not written."""
+    """Named set of values for the keys that are not written: local SGD, DiLoCo or SparseLoCo; null uses the
+    defaults."""
     size: int | None = Field(default=None, ge=1)
-    """Data-parallel ranks of an island, consecutive ones of the job; null with `by_host`."""
+    """Number of consecutive data-parallel ranks of the job in an island; null with `by_host` or `elastic`."""
     by_host: bool = False
-    """Whether the ranks of each host are an island."""
+    """Make the ranks of each host an island, instead of `size`."""
     sync_every: Annotated[int, Field(ge=1)] | Duration = 30
-    """Optimizer steps from one exchange to the next; with `elastic` also a time such as "30 s"."""
+    """Interval between exchanges in optimizer steps; with `elastic` also a time such as "30 s"."""
     exchange: GradientsConfig = BlockwiseGradients(bits=4)
-    """How what the weights moved is compressed, chosen by `method` as gradients are."""
+    """Compression of the weight changes, with the keys of `gradients`, but without `powersgd` and `hierarchy`."""
     outer: Outer = Outer()
-    """What is done with the mean over the islands."""
+    """Outer optimizer, which applies the mean weight change of all islands."""
     second_moments: SecondMoments | None = None
-    """The second moments of Adam are exchanged, too; null leaves them to each island."""
+    """Exchange the second moments of Adam, too; null leaves them to each island."""
     # strict=False: JSON has lists, not tuples.
     own: Annotated[tuple[Pattern, ...], Field(strict=False)] = ()
     """Patterns of parameters that each island keeps for itself, such as the heads of agents that share a trunk."""
     fragments: int = Field(default=1, ge=1)
-    """Parts of the model that take turns within `sync_every` steps, so that traffic is even."""
+    """Number of parts of the model that are exchanged in turn within `sync_every` steps, which evens out the traffic;
+    at most `sync_every`."""
     delay: int = Field(default=0, ge=0)
-    """Optimizer steps for which an exchange travels while training goes on; 0 waits for it."""
+    """Optimizer steps that training continues while an exchange is in flight, fewer than `sync_every`; 0 waits for
+    it."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps at the start that each end with the uncompressed mean of all islands."""
+    """Optimizer steps at the start after each of which all islands average their weights uncompressed."""
 
     elastic: Elastic | None = None
-    """Islands that come and go; null where they are the ranks of one job."""
+    """Islands that are separate jobs, and may join and leave; null if they are the ranks of one job."""
 
     @property
     def sync_steps(self) -> int | None:

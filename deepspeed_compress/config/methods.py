@@ -95,7 +95,7 @@ class NoCompression(Model):
 
     model_config = NAMED
     method: Literal["none"] = "none"
-    """`none`: uncompressed."""
+    """`none`: no compression."""
 
 
 class CastConfig(MethodConfig):
@@ -103,7 +103,7 @@ class CastConfig(MethodConfig):
 
     model_config = NAMED
     method: Literal["bf16", "fp16"]
-    """`bf16` or `fp16`: 16-bit floating-point numbers."""
+    """`bf16` or `fp16`: 16-bit floats, rounded to nearest even; `fp16` clips finite values at 65504."""
 
     def compressor(self, step: int | None = None) -> "Compressor":
         from deepspeed_compress.compression.compressors import DTYPES, Cast
@@ -120,13 +120,14 @@ class BlockwiseConfig(MethodConfig):
     method: Literal["blockwise"] = "blockwise"
     """`blockwise`: integers, scaled by the largest magnitude of each block."""
     bits: Literal[8, 4, 3, 2] = 8
-    """Bits of each value sent."""
+    """Bits per value."""
     block_size: QuantizationBlock = 256
-    """Values that share one scale, a power of two."""
+    """Number of values that share one scale. Smaller blocks are more accurate and send more scales."""
     rounding: Rounding = "nearest"
-    """`stochastic` is unbiased, repeatable by `seed`, and slower."""
+    """Rounding to the integer grid: `nearest`, or `stochastic`, which is unbiased, reproducible (see `seed`) and
+    slower."""
     scale_dtype: ScaleDtype = "fp32"
-    """Type in which scales are sent."""
+    """Data type of the scales in a message. Unbiased rounding needs `fp32`."""
 
     @property
     def draws_random_numbers(self) -> bool:
@@ -149,13 +150,14 @@ class LinearConfig(MethodConfig):
 
     model_config = NAMED
     method: Literal["linear", "stochastic_linear"]
-    """`linear` rounds to the nearest level between minimum and maximum, `stochastic_linear` without bias."""
+    """`linear` or `stochastic_linear`: integers between the minimum and the maximum of each block, rounded to nearest
+    or, with `stochastic_linear`, at random without bias."""
     bits: Literal[8, 4, 2] = 8
-    """Bits of each value sent."""
+    """Bits per value."""
     block_size: QuantizationBlock = 256
-    """Values that share a minimum and a maximum, a power of two."""
+    """Number of values that share a minimum and a maximum. Smaller blocks are more accurate and send more of them."""
     scale_dtype: ScaleDtype = "fp32"
-    """Type in which minimum and range are sent."""
+    """Data type of the minimum and the range in a message. Unbiased rounding needs `fp32`."""
 
     @property
     def draws_random_numbers(self) -> bool:
@@ -178,15 +180,16 @@ class PercentileConfig(MethodConfig):
 
     model_config = NAMED
     method: Literal["percentile"]
-    """`percentile`: integers; the few largest values of a block are clipped."""
+    """`percentile`: integers; the largest magnitudes of each block are clipped."""
     bits: Literal[8, 4, 2] = 4
-    """Bits of each value sent."""
+    """Bits per value."""
     block_size: QuantizationBlock = 256
-    """Values that share one scale, a power of two."""
+    """Number of values that share one scale. Smaller blocks are more accurate and send more scales."""
     percentile: float = Field(default=99.0, gt=0, le=100)
     """Percentage of the magnitudes of a block that are not clipped."""
     rounding: Rounding = "nearest"
-    """`stochastic` is unbiased within the clipping range."""
+    """Rounding to the integer grid: `nearest`, or `stochastic`, which is unbiased within the clipping range,
+    reproducible (see `seed`) and slower."""
 
     @property
     def draws_random_numbers(self) -> bool:
@@ -209,11 +212,11 @@ class QSGDConfig(MethodConfig):
 
     model_config = NAMED
     method: Literal["qsgd"]
-    """`qsgd`: stochastic levels of the block's L2 norm."""
+    """`qsgd`: random levels of the L2 norm of each block, without bias."""
     levels: int = Field(default=7, ge=1, le=127)
-    """Levels s above zero: 1, 3, 7, 15 ... fill 2, 3, 4, 5 ... bits with the sign."""
+    """Number of levels above zero. With the sign, 1, 3, 7 and 15 levels fill 2, 3, 4 and 5 bits."""
     block_size: QuantizationBlock = 256
-    """Values that share one norm, a power of two."""
+    """Number of values that share one norm. Smaller blocks are more accurate and send more norms."""
 
     @property
     def draws_random_numbers(self) -> bool:
@@ -236,9 +239,10 @@ class FP8Config(MethodConfig):
 
     model_config = NAMED
     method: Literal["fp8_e4m3", "fp8_e5m2"]
-    """`fp8_e4m3` (3 bits of mantissa) or `fp8_e5m2` (wider range)."""
+    """`fp8_e4m3` or `fp8_e5m2`: 8-bit floats with one scale per block; e4m3 has a longer mantissa, e5m2 a wider
+    range."""
     block_size: QuantizationBlock = 256
-    """Values that share one scale, a power of two."""
+    """Number of values that share one scale. Smaller blocks are more accurate and send more scales."""
 
     def compressor(self, step: int | None = None) -> "Compressor":
         from deepspeed_compress.compression.compressors import FP8
@@ -250,17 +254,17 @@ class FP8Config(MethodConfig):
 
 
 class SignConfig(MethodConfig):
-    """One bit a value, and the mean magnitude of each block."""
+    """One bit per value, and the mean magnitude of each block."""
 
     model_config = NAMED
     method: Literal["sign"]
     """`sign`: signs, and the mean magnitude of each block."""
     block_size: QuantizationBlock = 256
-    """Values that share one mean magnitude, a power of two."""
+    """Number of values that share one mean magnitude. Smaller blocks are more accurate and send more magnitudes."""
     levels: Literal[2, 3] = 2
-    """3 adds a level at zero for values below half of the magnitude sent, five values a byte."""
+    """2 sends signs; 3 adds zero for values below half of the mean magnitude, and packs five values into a byte."""
     scale_dtype: ScaleDtype = "fp32"
-    """Type in which magnitudes are sent."""
+    """Data type of the magnitudes in a message."""
 
     def compressor(self, step: int | None = None) -> "Compressor":
         from deepspeed_compress.compression.compressors import DTYPES, Sign
@@ -284,12 +288,12 @@ ValuesConfig = Annotated[
 
 
 class SparseConfig(MethodConfig):
-    """Some of the values, selected again for every message."""
+    """A fraction of the values, selected again for every message."""
 
     density: Density = 0.01
-    """Fraction of the values that is sent."""
+    """Fraction of the values that is sent, rounded up in each block."""
     values: ValuesConfig | None = None
-    """How the values sent are compressed in their turn; null sends them as fp32."""
+    """Compression of the selected values; null sends them as fp32."""
 
     @property
     @abstractmethod
@@ -322,7 +326,8 @@ class DensityWarmUp(SparseConfig):
     """Density that starts high."""
 
     density_warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which the density falls from 25 % to `density`, by factors of 4 or less."""
+    """Optimizer steps over which the density falls to `density`, a quarter of them each at 25 %, 6.25 %, 1.56 % and
+    0.39 %, but never below `density`. Counted from step 0, including uncompressed steps; 0 starts with `density`."""
 
     def density_at(self, step: int | None) -> float:
         """Return 25 %, 6.25 %, 1.56 % ... in stages of a quarter of the warm-up, never below `density`.
@@ -339,12 +344,14 @@ class LargestConfig(SparseConfig):
     """The largest magnitudes and their indices, under any method name."""
 
     block_size: SelectionBlock = 4096
-    """Values from which the largest are chosen, a power of two; read by `scope` `block` alone."""
+    """Number of values from which the largest are selected. An index takes log2 of it in bits. Only `scope` `block`
+    uses it."""
     scope: Literal["block", "tensor", "threshold"] = "block"
-    """`block`: the same number from every block; `tensor`: the largest of a whole message; `threshold`: nearly these,
-    found faster by a threshold from a sample."""
+    """Where the largest are searched: `block` takes the same number from every block, `tensor` the largest of a whole
+    message, and `threshold` nearly those of `tensor`, faster on long messages, by a threshold from a sample."""
     min_magnitude: float = Field(default=0.0, ge=0)
-    """Values of smaller magnitude are sent as zeros; under fp16 it is compared with loss-scaled values."""
+    """Smallest magnitude that is sent; smaller values are sent as zeros, and the size of the message stays. With fp16
+    it is compared with loss-scaled values."""
 
     @property
     def choices(self) -> int | None:
@@ -364,7 +371,7 @@ class TopKConfig(LargestConfig):
 
     model_config = NAMED
     method: Literal["topk"]
-    """`topk`: the largest magnitudes."""
+    """`topk`: the largest magnitudes, and their indices."""
 
 
 class RandomKConfig(SparseConfig):
@@ -372,11 +379,11 @@ class RandomKConfig(SparseConfig):
 
     model_config = NAMED
     method: Literal["randomk"]
-    """`randomk`: values at random places."""
+    """`randomk`: values at random positions that all ranks draw alike, so that no indices are sent."""
     block_size: SelectionBlock = 4096
-    """Values from which the same number is drawn each time, a power of two."""
+    """Number of values from which the same number is drawn each time."""
     rescale: bool = False
-    """Multiply by 1 / density, which makes it unbiased; for use without error feedback."""
+    """Multiply by 1 / density, which makes the method unbiased. Only for use without error feedback."""
 
     @property
     def choices(self) -> int:
@@ -400,11 +407,11 @@ class BlockTopKConfig(SparseConfig):
 
     model_config = NAMED
     method: Literal["block_topk"]
-    """`block_topk`: the groups of neighbours with the largest L2 norm."""
+    """`block_topk`: the groups of neighboring values with the largest L2 norm."""
     block_size: SelectionBlock = 65536
-    """Values from which the groups are chosen, a power of two."""
+    """Number of values from which groups are selected."""
     group: Group = 32
-    """Neighbouring values that are sent together, a power of two up to `block_size`."""
+    """Number of neighboring values that are sent or dropped together, at most `block_size`."""
 
     @property
     def choices(self) -> int:
@@ -437,9 +444,10 @@ class HadamardConfig(Model):
 
     model_config = NAMED
     method: Literal["hadamard"]
-    """`hadamard`: spreads large values over their block."""
+    """`hadamard`: random signs, then a Walsh-Hadamard transform, which spreads large values over their block; helps
+    quantizers."""
     block_size: SelectionBlock = 1024
-    """Values of a block, a power of two."""
+    """Number of values that are transformed together."""
 
     def transform(self, widths: Mapping[str, int]) -> "Transform":
         """Return the change of basis; `widths` has the row length of each matrix, by the name of its parameter."""
@@ -453,9 +461,9 @@ class DCTConfig(Model):
 
     model_config = NAMED
     method: Literal["dct"]
-    """`dct`: concentrates smooth patterns in few values."""
+    """`dct`: a discrete cosine transform, which concentrates smooth patterns in few values; helps sparsifiers."""
     tile: Tile = 64
-    """Rows and columns of a tile, a power of two."""
+    """Rows and columns of a tile of a matrix that is transformed."""
 
     def transform(self, widths: Mapping[str, int]) -> "Transform":
         """Return the change of basis; `widths` has the row length of each matrix, by the name of its parameter."""

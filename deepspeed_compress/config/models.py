@@ -15,149 +15,167 @@ SECTION = "deepspeed_compress"
 
 
 class Parallelism(Model):
-    """Division of the ranks. It expands into DeepSpeed's own keys, with which it must agree."""
+    """Division of the job's ranks. The values are written to DeepSpeed's own keys, with which they must agree."""
 
     zero_stage: Annotated[int, Field(ge=0, le=3)] | None = None
-    """ZeRO stage, written to `zero_optimization.stage`. Left out or null: DeepSpeed's own setting holds."""
+    """ZeRO stage, which is written to `zero_optimization.stage`; null keeps DeepSpeed's own setting."""
     tensor: int = Field(default=1, ge=1)
-    """Ranks that share each layer, written to `tensor_parallel.autotp_size`."""
+    """Number of ranks that share each layer. Without a pipeline it is written to `tensor_parallel.autotp_size`."""
     pipeline: int = Field(default=1, ge=1)
-    """Pipeline stages. More than 1 needs ZeRO stage 0 or 1."""
+    """Number of pipeline stages, made by `build_parallel` or by your own `PipelineModule`. More than 1 needs ZeRO 0 or
+    1."""
     partition: (
         Literal["balanced", "parameters", "uniform"]
         | Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=2)]
     ) = "balanced"
-    """How the layers are cut into stages, when this package builds the pipeline: by equal multiplications, by equal
-    numbers of parameters, by equal numbers of decoder layers, or a list with that number for each stage."""
+    """How `build_parallel` divides a model into stages: `balanced` gives each stage equally many multiplications,
+    `parameters` equally many parameters, and `uniform` equally many decoder layers; a list has the number of decoder
+    layers of each stage (0 for the first and the last layers of the model alone)."""
     activation_checkpointing: bool = False
-    """Whether activations inside decoder layers are computed again in the backward pass instead of kept."""
+    """Let `build_parallel` recompute the activations of decoder layers in the backward pass instead of storing them."""
 
 
 Patch = Annotated[dict[str, Any], Field(examples=[{"bits": 8}])]
-"""Keys of settings that stand in for those written there; with another `method` its own keys start at their
-defaults."""
+"""Keys that temporarily replace those of `gradients` or `weights`. If `method` differs, the other keys of the new
+method start at their defaults."""
 
 
 class Ramp(Model):
-    """Transition from uncompressed to the chosen settings, after the warm-up."""
+    """Gradual transition from uncompressed to the chosen settings, after the warm-up."""
 
     steps: int = Field(ge=1)
-    """Optimizer steps that the ramp takes."""
+    """Length of the ramp in optimizer steps."""
     shape: Literal["linear", "exponential", "cosine"] = "exponential"
-    """How `density` falls from `start` to the chosen one, in 16 steps."""
+    """Curve by which the density falls from `start` to `gradients.density`, in 16 steps: by equal amounts (`linear`),
+    by equal factors (`exponential`), or slowly at both ends (`cosine`)."""
     start: Density = 0.25
-    """Density at the beginning of the ramp."""
+    """Density at the start of the ramp."""
     stages: Annotated[tuple[Patch, ...], Field(strict=False, min_length=1)] | None = None
-    """Instead of a density that falls: keys of `gradients` that differ, one object after the other, each for an equal
-    part of the steps."""
+    """For methods without a density: objects with the keys of `gradients` to change, each in force for an equal part of
+    the steps; null ramps the density."""
 
 
 class Phase(Model):
     """Part of training with its own settings."""
 
     until: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Fraction of `total_steps` at which the phase ends. Three phases may leave it out: 0.2, 0.8 and 1.0."""
+    """Fraction of `total_steps` at which the phase ends. The last phase ends at 1.0 by default, and three phases
+    without this key end at 0.2, 0.8 and 1.0."""
     gradients: Patch = Field(default={})
-    """Keys of `gradients` that differ in this phase; `{}` for none, `{"method": "none"}` for no compression."""
+    """Keys of `gradients` to change in this phase; `{}` changes none, and `{"method": "none"}` sends uncompressed."""
     weights: Patch = Field(default={})
-    """The same of `weights`, with ZeRO 1 and 2."""
+    """Keys of `weights` to change in this phase, with ZeRO 1 and 2; `{}` changes none."""
 
 
 class Schedule(Model):
-    """Changes over the steps of training."""
+    """Changes of the settings during training.
+
+    Steps are DeepSpeed's `global_steps`, so a resumed run continues them.
+    """
 
     warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps at the start that are sent uncompressed."""
+    """Optimizer steps at the start in which gradients and weights are sent uncompressed. Skipped steps count."""
     ramp: Ramp | None = None
-    """Compression that begins softly; null goes from the warm-up to the chosen settings at once."""
+    """Gradual start of compression after the warm-up; null starts with the chosen settings at once."""
     phases: Annotated[tuple[Phase, ...], Field(strict=False)] = ()
-    """Settings by fraction of training; the last phase ends with training."""
+    """Different settings for successive parts of training, in their order; `[]` has none."""
     total_steps: Annotated[int, Field(ge=1)] | None = None
-    """Optimizer steps of the whole training, for `phases`; null takes `scheduler.params.total_num_steps`."""
+    """Optimizer steps of the whole training, which `phases` need; null uses `scheduler.params.total_num_steps`."""
 
 
 class RollBack(Model):
-    """Rollback to the last settings with which training went well."""
+    """Return to the last settings with which training went well, if the loss falls behind."""
 
     behind: float = Field(default=0.05, gt=0)
-    """How far the smoothed loss may be above its best, as a fraction of it."""
+    """Distance of the smoothed loss above its best value that counts as behind, as a fraction of the best value."""
     patience: int = Field(default=100, ge=1)
-    """Optimizer steps for which it must have been so."""
+    """Optimizer steps for which the loss must be behind before anything is done."""
     checkpoint: bool = False
-    """Whether to load the checkpoint that this run has saved last, when nothing is compressed any more."""
+    """Load the last checkpoint that this run has saved, if training falls behind although nothing is compressed any
+    more. Not with `islands`."""
 
 
 class Guard(Model):
-    """Guard that watches gradients, loss and residuals, and softens compression when something is wrong."""
+    """Guard that watches gradients, loss and residuals, and weakens compression after an anomaly."""
 
     on_anomaly: Literal["disable", "soften", "report"] = "disable"
-    """`disable`: send uncompressed; `soften`: one step softer each time; `report`: only write it down."""
+    """Reaction to an anomaly: `disable` sends everything uncompressed, `soften` weakens compression by one step, and
+    `report` only records an event."""
     cooldown_steps: int = Field(default=50, ge=1)
-    """Optimizer steps without anomaly after which compression returns by one step."""
+    """Optimizer steps without an anomaly after which compression returns by one step."""
     window: int = Field(default=64, ge=8)
-    """Applied optimizer steps that say what is usual; before so many only what is not finite is an anomaly."""
+    """Number of applied optimizer steps that define the usual values. Until there are as many, only values that are not
+    finite are anomalies."""
     exploding: float = Field(default=20.0, gt=1)
-    """Six gradient norms in a row of so many times what is usual are an anomaly; so is one of the square of that."""
+    """Factor above the usual gradient norm that counts as exploding: six norms in a row above it, or one norm above its
+    square, are an anomaly."""
     vanishing: float = Field(default=1e-4, ge=0, lt=1)
-    """So is a whole window of norms below this fraction of what is usual; 0 never."""
+    """Fraction of the usual gradient norm that counts as vanishing: a whole window of norms below it is an anomaly; 0
+    switches the check off."""
     loss_spike: float = Field(default=0.3, gt=0)
-    """So are six losses in a row above the usual ones by more than this fraction, and by six times the median
-    deviation."""
+    """Fraction above the usual loss that counts as a spike: six losses in a row above it, and above six median
+    deviations, are an anomaly."""
     residual_growth: float = Field(default=10.0, gt=1)
-    """So are six residual norms in a row of so many times what is usual, and one of the square of that."""
+    """Factor above the usual residual norm that counts as growth: six measurements in a row above it, or one above its
+    square, are an anomaly."""
     residual_every: int = Field(default=50, ge=1)
-    """Optimizer steps between looks at the residuals."""
+    """Optimizer steps between measurements of the residual norm."""
     skip_steps: bool = True
-    """Whether a step whose gradient norm is beyond the square of `exploding` times what is usual is skipped, as
-    DeepSpeed skips one that is not finite; at most five in a row."""
+    """Skip steps whose gradient norm is above the square of `exploding` times the usual one, as DeepSpeed skips steps
+    that are not finite; at most five in a row."""
     full_sync_every: int = Field(default=0, ge=0)
-    """Optimizer steps between uncompressed steps that also send all residuals, and exact weights; 0 for none."""
+    """Optimizer steps between full synchronizations: uncompressed steps that also send all residuals and exact weights;
+    0 has none."""
     rollback: RollBack | None = None
-    """What to do when training falls behind; null does nothing."""
+    """Reaction if the loss stays above its best value; null does nothing."""
     dry_run: bool = False
-    """Decisions are written down as events, and not carried out."""
+    """Record decisions as events without carrying them out."""
 
 
 class Adaptive(Model):
-    """Adaptive choice of the settings that are predicted to reach a loss soonest with this network and gradients."""
+    """Adaptive choice of the settings that are predicted to reach a given loss first on this network."""
 
     candidates: Annotated[tuple[Patch, ...], Field(strict=False, min_length=1)] | None = None
-    """Settings to choose from: keys of `gradients` that differ; null has a usual list. What is written in `gradients`,
-    and no compression, are always among them."""
+    """Settings to choose from, each an object with the keys of `gradients` to change. The settings of `gradients` and
+    no compression are always candidates. null chooses among `blockwise` with 8, 4, 3 and 2 bits, `sign`, `topk` of 10 %
+    and 1 % with 4-bit values, and, where PowerSGD can alternate with them, `powersgd` of rank 8, 4, 2 and 1."""
     weights: Annotated[tuple[Patch, ...], Field(strict=False, min_length=1)] | None = None
-    """Settings of weights to choose from under ZeRO 1 and 2: keys of `weights` that differ, `[{}]` for none; null has a
-    usual list where weights are compressed. What is written in `weights` is always among them."""
+    """Settings of weights to choose from with ZeRO 1 and 2, each an object with the keys of `weights` to change; `[{}]`
+    keeps them fixed. The settings of `weights` are always a candidate. null chooses among uncompressed weights,
+    `blockwise` with 8, 4 and 3 bits, and `sign` with 3 and 2 levels, if `weights` has a method with bits or signs."""
     max_error: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Relative error of gradients that are sent, without error feedback, that a choice may have; null leaves that to
-    the steps that a loss is predicted to cost, and is 0.3 without error feedback."""
+    """Largest relative error of the gradients sent, measured without error feedback, that a choice may have. null sets
+    no limit with error feedback, where the predicted number of steps accounts for the error, and 0.3 without it."""
     probe_every: int = Field(default=100, ge=2)
-    """Optimizer steps between measurements; they also follow when steps become much slower."""
+    """Optimizer steps between measurements. There are more at the start, and when steps become much slower."""
     margin: float = Field(default=0.03, ge=0, lt=1)
-    """Part of the predicted time to a loss by which another choice must be better to be taken."""
+    """Fraction of the predicted time to a loss by which another choice must be better to be taken."""
     groups: Annotated[tuple[Pattern, ...], Field(strict=False)] = ()
-    """Patterns of groups of parameters, each of which may get settings of its own; all others are one more group."""
+    """Patterns of parameter names. The parameters that match a pattern form a group with its own choice; all others
+    form one more group."""
 
 
 class Monitor(Model):
-    """Measurements: what is measured, how often, and where it is written."""
+    """Statistics of the traffic: how often they are measured, and where they are written."""
 
     every: int = Field(default=1, ge=1)
     """Optimizer steps between measurements."""
     path: Annotated[str, Field(min_length=1)] | None = None
-    """Directory for `compression.jsonl`, `events.jsonl` and a copy of the configuration without passwords and keys;
-    null writes no file."""
+    """Directory for `compression.jsonl`, `events.jsonl`, and `ds_config.json`, a copy of the configuration without
+    passwords and keys; null writes no files."""
     cosine_every: int = Field(default=0, ge=0)
-    """Optimizer steps between comparisons with the true mean gradient, each of which costs one uncompressed
-    all-reduce of a bucket; 0 makes none."""
+    """Optimizer steps between comparisons of the first bucket with the true mean gradient, each of which costs one
+    uncompressed fp32 all-reduce of that bucket; 0 makes none."""
     announce: bool = True
-    """Whether a line at the start says what is compressed, and what that is expected to send and to keep."""
+    """Print a line on rank 0 at the start: the methods, the compressed part of the model, the expected bytes of a step
+    with and without compression, and the memory of residuals."""
 
 
 class Lint(Model):
-    """Settings that only the linter reads; training ignores them."""
+    """Settings of `ds-compress lint`; training ignores them."""
 
     ignore: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Names of lint rules that do not apply to this file."""
+    """Names or codes of lint rules that do not apply to this file."""
 
 
 class CompressConfig(Model):
@@ -169,30 +187,34 @@ class CompressConfig(Model):
     parallelism: Parallelism | None = None
     """Degrees of parallelism; null leaves them to DeepSpeed's own keys."""
     gradients: GradientsConfig = BlockwiseGradients()
-    """How gradients are compressed, chosen by `method` (`blockwise` when left out)."""
+    """Compression of gradients. `method` selects the other keys; without it, the method is `blockwise`."""
     weights: WeightsConfig = NoCompression()
-    """How weights are compressed where they are gathered: as differences with ZeRO 1 and 2, rounded with ZeRO 3."""
+    """Compression of updated weights when ranks gather them: of their differences with ZeRO 1 and 2, of the weights
+    themselves with ZeRO 3."""
     islands: Islands | None = None
-    """Groups of ranks that train by themselves and exchange now and then; null trains all ranks as one."""
+    """Groups of ranks that train independently and exchange weight changes periodically; null trains all ranks
+    together."""
     ownership: Literal["contiguous", "balanced"] = "contiguous"
-    """Which rank updates which parameters under ZeRO 1 and 2. `contiguous`: DeepSpeed's cut, a stretch of the model for
-    each rank; `balanced`: parameters are dealt out, so that all ranks send and receive all through backward."""
+    """Assignment of parameters to the ranks that update them, with ZeRO 1 and 2. `contiguous` is DeepSpeed's: each rank
+    owns a slice of the model. `balanced` distributes parameters so that all ranks send and receive throughout the
+    backward pass."""
     schedule: Schedule = Schedule()
-    """How compression changes over the steps of training."""
+    """Changes of the settings over the steps of training."""
     adaptive: Adaptive | None = None
-    """Settings that follow the network and the gradients; null keeps what is written."""
+    """Automatic choice of settings during training, from measurements of the network and the gradients; null keeps the
+    settings as written."""
     guard: Guard | None = None
-    """What is done when something goes wrong; null watches nothing."""
+    """Detection of anomalies, after which compression is weakened; null watches nothing."""
     checkpointing: Checkpointing | None = None
-    """Checkpoints that training does not wait for; null leaves saving to DeepSpeed."""
+    """Checkpoints that are written in the background; null leaves saving to DeepSpeed."""
     communication: Communication = Communication()
-    """How messages are sent."""
+    """Settings of all messages that this package sends."""
     monitor: Monitor = Monitor()
-    """Statistics of what was sent."""
+    """Statistics of the traffic."""
     on_missing_state: Literal["error", "reset"] = "error"
-    """What to do when a checkpoint is loaded whose compression state is missing, damaged or of another run: stop, or
-    start with empty memories."""
+    """Reaction if the compression state of a loaded checkpoint is missing, damaged or from another run: `error` stops,
+    and `reset` warns and starts with empty residuals."""
     seed: int = Field(default=0, ge=0, lt=2**63)
-    """Key of the random numbers of stochastic methods."""
+    """Seed of stochastic rounding, `qsgd`, `stochastic_linear`, `randomk` and `powersgd`."""
     lint: Lint = Lint()
-    """Settings of the linter."""
+    """Settings of the linter for this file."""

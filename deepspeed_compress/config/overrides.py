@@ -25,14 +25,15 @@ Pattern = Annotated[
 
 
 class OverrideConfig(Model):
-    """Another method for the parameters whose name a pattern matches."""
+    """Other settings for the parameters whose names match a pattern."""
 
     parameters: Pattern
-    """Python regular expression, searched for anywhere in the parameter's name."""
+    """Python regular expression that is searched for anywhere in a parameter's name."""
     every: int = Field(default=1, ge=1)
-    """Delayed synchronisation: these gradients are collected and sent in every N-th step alone, as their sum."""
+    """Optimizer steps between messages (delayed synchronization): the gradients of N steps are summed and sent in every
+    N-th step. 1 sends in every step."""
     spread: bool = False
-    """The optimizer gets that sum in N equal parts, one a step, and not at once."""
+    """Pass that sum to the optimizer in N equal parts, one per step, instead of all at once."""
 
     @property
     def is_uncompressed(self) -> bool:

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 class MemoryConfig(Model):
-    """Values that a method keeps between steps: one for every gradient element that this rank sends."""
+    """Storage of values that a method keeps between steps: one for every gradient element that this rank sends."""
 
     dtype: Literal["fp32", "bf16", "int8"] = "bf16"
-    """Type in which it is stored: 4, 2 or about 1 bytes an element."""
+    """Data type in which the values are stored: 4, 2 or 1.02 bytes per element."""
     device: Literal["accelerator", "cpu"] = "accelerator"
-    """`cpu` keeps it in host memory and copies it message by message."""
+    """Device that stores the values. `cpu` keeps them in host memory and copies them message by message."""
 
     @property
     def on_host(self) -> bool:
@@ -39,12 +39,12 @@ class MemoryConfig(Model):
 
 
 class ErrorFeedbackConfig(MemoryConfig):
-    """Error feedback: keeps what compression dropped (the residual) and adds it to the next step's gradient."""
+    """Error feedback: what compression dropped (the residual) is added to the next gradient of the same elements."""
 
     decay: float = Field(default=1.0, gt=0, le=1)
-    """Factor of the residual in the next step; below 1 it is forgotten by and by."""
+    """Factor by which the residual is multiplied before it is added. Values below 1 let it fade."""
     reset_interval: int | None = Field(default=None, ge=1)
-    """Optimizer steps after which all residuals are set to zero; null never."""
+    """Optimizer steps after which all residuals are set to zero; null never resets them."""
 
 
 NodeConfig = Annotated[
@@ -65,9 +65,9 @@ class Hierarchy(Model):
     """Reduction in two levels: first inside each node, then between nodes with the chosen method."""
 
     ranks_per_node: int = Field(ge=2)
-    """Ranks of the job on each node, consecutive ones."""
+    """Number of consecutive ranks of the job on each node."""
     inside: NodeConfig = methods.NoCompression()
-    """The method inside a node; it has error feedback as the other has."""
+    """Compression inside a node, for all compressed parameters, with the same error feedback as between nodes."""
 
 
 class CompressedGradients(Model):
@@ -75,12 +75,12 @@ class CompressedGradients(Model):
 
     # strict=False: JSON has lists, not tuples.
     overrides: Annotated[tuple[Override, ...], Field(strict=False)] = ()
-    """Parameters that are treated differently; the first match counts."""
+    """Other settings for the parameters whose names match a pattern. The first override that matches applies."""
     min_numel: int = Field(default=0, ge=0)
-    """Parameters with fewer elements go uncompressed, in the same messages."""
+    """Parameters with fewer elements are sent uncompressed, in the same messages; 0 compresses all."""
     chunk_bytes: Annotated[int, Field(ge=65536)] | None = None
-    """A bucket goes in pieces of this many bytes, so that one is compressed while another travels; null sends it
-    whole."""
+    """Bytes of gradients per piece of a bucket, so that one piece is compressed while another is sent; null makes
+    pieces of about a million elements for each rank."""
 
     @property
     @abstractmethod
@@ -115,16 +115,17 @@ class LayeredGradients(CompressedGradients):
     """Methods that can reduce in two levels."""
 
     hierarchy: Hierarchy | None = None
-    """Reduction in two levels; null reduces among all ranks at once."""
+    """Reduction in two levels, inside nodes and between nodes; null reduces among all ranks at once."""
 
 
 class FeedbackGradients(LayeredGradients):
     """Methods with error feedback."""
 
     error_feedback: ErrorFeedbackConfig | None = ErrorFeedbackConfig()
-    """Error feedback; null switches it off."""
+    """Error feedback; null switches it off, saves its memory, and loses what compression drops."""
     rotation: RotationConfig | None = None
-    """Change of basis before compression, undone once after the sum; null for none."""
+    """Transform of gradients before compression, which is undone once on the sum. It does not apply to overrides or
+    inside a node; null for none."""
 
     @property
     def residuals(self) -> MemoryConfig | None:
@@ -158,7 +159,8 @@ class QSGDGradients(FeedbackGradients, methods.QSGDConfig):
     """Gradients as stochastic levels of the L2 norm of each block."""
 
     error_feedback: ErrorFeedbackConfig | None = None
-    """Error feedback; null, the default of this unbiased method, has none."""
+    """Error feedback; null, the default, has none: the method is unbiased, and with few levels its error is too large
+    to be fed back."""
 
 
 class FP8Gradients(FeedbackGradients, methods.FP8Config):
@@ -170,15 +172,15 @@ class SignGradients(FeedbackGradients, methods.SignConfig):
 
 
 class TopKGradients(FeedbackGradients, methods.DensityWarmUp, methods.TopKConfig):
-    """The largest gradients, and where they were; error feedback keeps the rest."""
+    """The largest gradients and their indices; error feedback keeps the rest."""
 
 
 class RandomKGradients(FeedbackGradients, methods.DensityWarmUp, methods.RandomKConfig):
-    """Gradients at random places; error feedback keeps the rest."""
+    """Gradients at random positions; error feedback keeps the rest."""
 
 
 class BlockTopKGradients(FeedbackGradients, methods.DensityWarmUp, methods.BlockTopKConfig):
-    """The largest groups of neighbouring gradients; error feedback keeps the rest."""
+    """The largest groups of neighboring gradients; error feedback keeps the rest."""
 
 
 class DGCGradients(LayeredGradients, methods.DensityWarmUp, methods.LargestConfig):
@@ -186,17 +188,18 @@ class DGCGradients(LayeredGradients, methods.DensityWarmUp, methods.LargestConfi
 
     model_config = NAMED
     method: Literal["dgc"]
-    """`dgc`: top-k with momentum correction and momentum factor masking."""
+    """`dgc`: Deep Gradient Compression, the `topk` of a momentum that each rank keeps."""
     density: Density = 0.001
-    """Fraction of the values that is sent."""
+    """Fraction of the values that is sent, rounded up in each block."""
     momentum: float = Field(default=0.9, gt=0, lt=1)
     """Momentum m of the local velocity u = m u + g."""
     nesterov: bool = False
-    """Nesterov form: u = m (u + g), and u + g is accumulated."""
+    """Use the Nesterov form: u = m (u + g), and u + g is accumulated."""
     clip_norm: Annotated[float, Field(gt=0)] | None = None
-    """L2 norm to which the gradient of each parameter is clipped on each rank, before anything else; null never."""
+    """L2 norm to which each rank clips the gradient of each parameter, without the loss scale, before anything else;
+    null never clips."""
     memory: MemoryConfig = MemoryConfig()
-    """How velocity and accumulated velocity are stored."""
+    """Storage of the velocity and the accumulated velocity."""
 
     @property
     def residuals(self) -> MemoryConfig | None:
@@ -218,15 +221,15 @@ class DeMoGradients(LayeredGradients, methods.DensityWarmUp, methods.SparseConfi
 
     model_config = NAMED
     method: Literal["demo"]
-    """`demo`: top-k of the discrete cosine transform of a local momentum."""
+    """`demo`: decoupled momentum, the largest DCT coefficients of a momentum that each rank keeps."""
     momentum: float = Field(default=0.98, gt=0, lt=1)
-    """Momentum m of m u + g, from which what was sent is subtracted."""
+    """Factor m of the momentum m u + g, from which each rank subtracts what it has sent."""
     tile: Tile = 64
-    """Rows and columns of a tile of the transform, a power of two."""
+    """Rows and columns of the tiles of a matrix that are transformed."""
     values: ValuesConfig | None = methods.BlockwiseConfig(bits=4)
-    """How the coefficients sent are compressed in their turn; null sends them as fp32."""
+    """Compression of the selected coefficients; null sends them as fp32."""
     memory: MemoryConfig = MemoryConfig()
-    """How the momentum is stored."""
+    """Storage of the momentum."""
 
     @property
     def residuals(self) -> MemoryConfig | None:
@@ -256,17 +259,18 @@ class DeMoGradients(LayeredGradients, methods.DensityWarmUp, methods.SparseConfi
 
 
 class PowerSGDGradients(CompressedGradients):
-    """Low rank: two thin factors for the gradient of every matrix, found by one power iteration a step."""
+    """Low rank: two thin factors for the gradient of every matrix, found by one power iteration per step."""
 
     model_config = NAMED
     method: Literal["powersgd"]
-    """`powersgd`: low-rank factors of gradient matrices."""
+    """`powersgd`: low-rank factors of every gradient matrix; vectors are sent uncompressed."""
     rank: int = Field(default=4, ge=1, le=256)
-    """Columns of each factor."""
+    """Number of columns of each factor."""
     factors: ValuesConfig | None = None
-    """How the factors are compressed in their turn; null sends them as fp32."""
+    """Compression of the factors; null sends them as fp32."""
     error_feedback: MemoryConfig | None = MemoryConfig()
-    """Keeps what the factors do not say of the gradient; null switches it off."""
+    """Storage of the residual: the part of the gradient that the factors do not represent, which is added to the next
+    gradient; null switches error feedback off."""
 
     @property
     def residuals(self) -> MemoryConfig | None:
@@ -310,17 +314,17 @@ class CompressedWeights(methods.MethodConfig):
     """Keys of every method that compresses weights."""
 
     min_numel: int = Field(default=0, ge=0)
-    """Parameters with fewer elements go uncompressed, in the same messages."""
+    """Parameters with fewer elements are sent uncompressed, in the same messages; 0 compresses all."""
     overlap: bool = False
-    """Whether the next forward begins before all weights are here, with ZeRO 1 and 2 on CPU: modules wait for theirs.
-    Not for programs that read parameters between a step and the next forward."""
+    """Start the next forward pass before all weights have arrived; each module waits for its own. Only for ZeRO 1 and 2
+    on CPU, and not for programs that read parameters between a step and the next forward pass."""
 
 
 class BlockwiseWeights(CompressedWeights, methods.BlockwiseConfig):
     """Weight differences as scaled integers."""
 
     bits: Literal[8, 4, 3, 2] = 4
-    """Bits of each value sent."""
+    """Bits per value."""
 
 
 class SignWeights(CompressedWeights, methods.SignConfig):

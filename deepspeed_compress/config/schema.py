@@ -196,6 +196,7 @@ def describe(node: Node) -> str:
 
 
 _TYPES = {
+    "boolean": "true or false",
     "integer": "an integer",
     "number": "a number",
     "string": "a string",
@@ -209,7 +210,7 @@ def _range(node: Node) -> str:
     if "properties" in node:
         return f" with the keys {listed(sorted(node['properties']))}"
     if node.get("format") == "regex":
-        return " that is not empty, a valid Python regular expression"
+        return " that is not empty and a valid Python regular expression"
     if node.get("type") == "string":
         return f" such as {listed(node['examples'])}" if "examples" in node else " that is not empty"
     if "minItems" in node:

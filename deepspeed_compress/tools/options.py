@@ -204,4 +204,6 @@ def own_run_options() -> Mapping[str, int]:
 
 
 def add_schema_arguments(parser: argparse.ArgumentParser) -> None:
+    what = "print tables of all keys with their types, defaults and meanings, in Markdown"
+    parser.add_argument("--markdown", action="store_true", help=what)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write to FILE instead of standard output")

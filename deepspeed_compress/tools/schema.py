@@ -1,17 +1,18 @@
-"""`ds-compress schema`: print the JSON Schema of the section, for editors."""
+"""`ds-compress schema`: print the JSON Schema of the section for editors, or a table of its keys for readers."""
 
 import argparse
 import json
 import sys
 
 from deepspeed_compress.config import json_schema
+from deepspeed_compress.tools.key_page import key_page
 
 __all__ = ["run"]
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the schema or write it to a file. Return the exit code."""
-    text = json.dumps(json_schema(), indent=2) + "\n"
+    """Print the schema or the keys, or write them to a file. Return the exit code."""
+    text = key_page() if options.markdown else json.dumps(json_schema(), indent=2) + "\n"
     if options.output is None:
         sys.stdout.write(text)
     else:

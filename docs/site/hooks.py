@@ -1,4 +1,8 @@
-"""Pages of the site that do not lie in docs/: the README as home, the changelog, the configurations."""
+"""Pages of the site that are not files in docs/.
+
+The README is the home page, the changelog and the configurations come from the root of the repository, and the
+references of lint rules and configuration keys are generated from the code.
+"""
 
 import posixpath
 import re
@@ -8,6 +12,10 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from deepspeed_compress.tools.key_page import key_page
+from deepspeed_compress.tools.lint.explain import page as rule_page
+from deepspeed_compress.tools.lint.rules import RULES
+
 ROOT = Path(__file__).parents[2]
 HOME = "index.md"
 ELSEWHERE = ("CHANGELOG.md", "LICENSE", "configs")
@@ -16,17 +24,24 @@ _LINK = re.compile(r"\]\((?!https?:|#)([^)\s#]+)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what lies elsewhere, by its path in the repository; README.md is the home page."""
+    """Add files from elsewhere under their path in the repository, README.md as the home page, and generated pages."""
     places = [ROOT / name for name in ELSEWHERE]
     found = [file for place in places for file in (sorted(place.rglob("*.*")) if place.is_dir() else [place])]
     for file in found:
         files.append(File.generated(config, file.relative_to(ROOT).as_posix(), abs_src_path=str(file)))
     files.append(File.generated(config, HOME, abs_src_path=str(ROOT / "README.md")))
+    for name, text in generated_pages().items():
+        files.append(File.generated(config, name, content=text))
     return files
 
 
+def generated_pages() -> dict[str, str]:
+    """Return the text of each generated page by its path in docs/."""
+    return {"keys.md": key_page(), "rules.md": rule_page(RULES)}
+
+
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links between files of the repository become those between pages of the site, which has no sources."""
+    """Turn links between files of the repository into links between pages of the site, which has no sources."""
     place = page.file.src_uri
     return _LINK.sub(lambda found: f"]({_relative(found[1], place)}", _SOURCE.sub(r"\1", markdown))
 

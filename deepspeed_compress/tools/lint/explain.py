@@ -22,9 +22,9 @@ _PROOFS: Mapping[str, str] = {
 }
 _HEAD = """# Lint rules
 
-What [`ds-compress lint`](lint.md) finds, by family; written by `ds-compress rule --all --markdown` from the table of
-rules. Each example is tested: a rule finds its bad example once and is silent on the good one, and unless a rule says
-otherwise, both were given to DeepSpeed {version} itself.
+All rules of [`ds-compress lint`](lint.md), by family. `ds-compress rule --all --markdown` prints this page, and
+`ds-compress rule CODE` explains one rule. Every example is tested: a rule reports its wrong example once and nothing in
+the right one. Unless a rule says otherwise, both were also given to DeepSpeed {version} itself.
 """
 
 
