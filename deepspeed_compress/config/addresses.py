@@ -20,7 +20,7 @@ def check_address(text: str) -> str:
     found = re.fullmatch(rf"({_HOST}):(\d+)", text, re.ASCII)
     if found is None and text.count(":") > 1:
         raise ValueError(
-            f'"{text}" has an IPv6 address (allowed: a host name or an IPv4 address, and a port); write '
+            f'"{text}" contains an IPv6 address (allowed: a host name or an IPv4 address, and a port); write '
             '"head.example.org:29400"'
         )
     if found is None:

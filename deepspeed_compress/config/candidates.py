@@ -107,12 +107,13 @@ def find_unchosen(section: CompressConfig) -> Iterator[Diagnostic]:
     yield from _weights(section)
     if section.gradients.method == "none":
         what = (
-            'cannot be combined with gradients.method "none", which leaves reduction to DeepSpeed (allowed: a method)'
+            'cannot be combined with gradients.method "none", which leaves reduction to DeepSpeed (allowed: '
+            "another method)"
         )
-        yield problem(("adaptive",), what, "a method in gradients; none is always a candidate")
+        yield problem(("adaptive",), what, 'another method in gradients; "none" is always a candidate')
     for key in ("ramp", "phases"):
         if getattr(section.schedule, key):
-            what = f"cannot be combined with schedule.{key}, which says the settings as well (allowed: one of the two)"
+            what = f"cannot be combined with schedule.{key}, which sets the same keys (allowed: one of the two)"
             yield problem(("adaptive",), what, f"adaptive without schedule.{key}")
 
 
@@ -129,42 +130,53 @@ def _gradients(section: CompressConfig) -> Iterator[Diagnostic]:
             yield problem((*path, "method"), f'"{settings.method}" {reason[0]}', reason[1])
     unfed = isinstance(written, PowerSGDGradients) and written.error_feedback is None
     if unfed:
-        yield problem(("gradients", "error_feedback"), f"null with adaptive: {_UNFED[0]}", _UNFED[1])
+        yield problem(
+            ("gradients", "error_feedback"), f"null cannot be combined with adaptive: PowerSGD {_UNFED[0]}", _UNFED[1]
+        )
     if own and len(weight_candidates(section, differences=True)) == 1:
         yield problem(("adaptive",), *_nothing(written.method))
 
 
 _UNFED = (
-    "PowerSGD without error feedback cannot be chosen, because what its steps are worth is known with it alone "
+    "without error feedback cannot be a candidate, because its effect on the loss was only measured with it "
     "(allowed: an object)",
     '"error_feedback": {}, or another method',
 )
 
 
 def _why_momentum_stays(written: GradientsConfig) -> tuple[str, str]:
-    what = f'beside gradients.method "{written.method}"'
+    what = f'gradients.method "{written.method}"'
     return (
-        f"cannot take over {what}, which needs an optimizer without a momentum, and keeps a momentum where others "
-        "keep a residual (allowed: no candidates; settings of weights are chosen)",
-        'no candidates, or "method": "blockwise" in gradients, with an optimizer that has a momentum',
+        f"cannot alternate with {what}, which needs an optimizer without momentum, and keeps a momentum in place of a "
+        "residual (allowed: no candidates; only the settings of weights are chosen)",
+        'no candidates, or "method": "blockwise" in gradients, with an optimizer that has momentum',
     )
 
 
 def _why_not(written: GradientsConfig, settings: GradientsConfig) -> tuple[str, str] | None:
     """Return why `settings` cannot alternate with the written ones, and what to write instead; None if they can."""
     if settings.method in OWN_MOMENTUM:
-        what = "cannot take over in mid-run: it needs an optimizer without a momentum, and keeps a momentum of its own"
-        return f"{what} (allowed: all but {listed(sorted(OWN_MOMENTUM))})", '"powersgd", which sends as little'
+        what = "cannot be chosen during a run: it needs an optimizer without momentum, and keeps a momentum of its own"
+        return (
+            f"{what} (allowed: all methods except {listed(sorted(OWN_MOMENTUM))})",
+            '"powersgd", whose messages are as small',
+        )
     if not isinstance(settings, CompressedGradients) or not isinstance(written, CompressedGradients):
         return None
     if isinstance(settings, PowerSGDGradients) and getattr(written, "hierarchy", None) is not None:
-        what = "reduces among all ranks at once, and gradients.hierarchy in two levels (allowed: methods with both)"
+        what = (
+            "reduces among all ranks at once, but gradients.hierarchy reduces in two levels (allowed: methods that "
+            "support a hierarchy)"
+        )
         return what, '"blockwise", or "hierarchy": null in gradients'
     if isinstance(settings, PowerSGDGradients) and settings.error_feedback is None:
         return _UNFED
     if (settings.residuals is None) != (written.residuals is None):
-        what = "and what is written in gradients do not both keep residuals, so that some would wait for ever"
-        return f"{what} (allowed: both or none)", '"error_feedback": {} in gradients, or another method'
+        what = (
+            "and the method in gradients must both keep residuals or both keep none, or some residuals would never "
+            "be sent"
+        )
+        return f"{what} (allowed: the same for both)", '"error_feedback": {} in gradients, or another method'
     return None
 
 
@@ -174,7 +186,9 @@ def _weights(section: CompressConfig) -> Iterator[Diagnostic]:
     if adaptive.weights is None:
         return
     if not isinstance(weights, CompressedWeights):
-        what = 'cannot be combined with weights.method "none", which leaves weights to DeepSpeed (allowed: a method)'
+        what = (
+            'cannot be combined with weights.method "none", which leaves weights to DeepSpeed (allowed: another method)'
+        )
         yield problem(("adaptive", "weights"), what, '"weights": {"bits": 4}, and {"method": "none"} as a candidate')
         return
     places: list[tuple[Path, WeightsConfig]] = [(("weights",), section.weights)]
@@ -183,7 +197,7 @@ def _weights(section: CompressConfig) -> Iterator[Diagnostic]:
         places.append((("adaptive", "weights", index), patched_weights(section.weights, patch)))
     for path, settings in places if any(adaptive.weights) else ():
         if isinstance(settings, TopKWeights):
-            what = '"topk" cannot be chosen, because what its steps are worth depends on how far weights lag'
+            what = '"topk" cannot be a candidate, because its effect on the loss depends on how far weights lag behind'
             yield problem((*path, "method"), f"{what} (allowed: none, blockwise, sign)", '"method": "sign"')
 
 
@@ -194,12 +208,12 @@ def find_nothing_to_choose(ds_config: Mapping[str, Any], section: CompressConfig
     if stage != 3 or adaptive is None or isinstance(section.weights, NoCompression):
         return
     if adaptive.weights is not None:
-        what = f"cannot be combined with {place}: 3, where weights are rounded and not sent as differences"
+        what = f"cannot be combined with {place}: 3, where weights are rounded instead of sent as differences"
         yield problem(("adaptive", "weights"), f"{what} (allowed: null)", f"null, or 1 or 2 as {place}")
     elif section.gradients.method in OWN_MOMENTUM:
         yield problem(("adaptive",), *_nothing(f"{section.gradients.method} under ZeRO 3"))
 
 
 def _nothing(method: str) -> tuple[str, str]:
-    what = f'has nothing to choose: "{method}" cannot take turns with other methods, nor can its weights'
-    return f"{what} (allowed: another method, or ZeRO 1 or 2 with weights of bits or signs)", "no adaptive"
+    what = f'has nothing to choose: "{method}" cannot alternate with other methods, and neither can its weights'
+    return f"{what} (allowed: another method, or ZeRO 1 or 2 with blockwise or sign weights)", "no adaptive"

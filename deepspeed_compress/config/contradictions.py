@@ -67,7 +67,7 @@ def _collected_and_lost(section: CompressConfig) -> Iterator[Diagnostic]:
         forgets = _forgets(section.gradients, override.every) if override.every > 1 else None
         if forgets:
             setting, instead = forgets
-            what = f"{override.every} collects gradients where {setting} forgets them (allowed: 1)"
+            what = f"{override.every} sums gradients over steps, but {setting} loses them (allowed: 1)"
             yield problem((*path, "every"), what, f"1, or {instead}")
 
 
@@ -102,19 +102,22 @@ def _saving(section: CompressConfig) -> Iterator[Diagnostic]:
     if settings is None:
         return
     if section.islands is not None and section.islands.elastic is None:
-        what = "cannot be combined with islands of one job, whose files are in several places (allowed: one of the two)"
+        what = (
+            "cannot be combined with islands of one job, which write their files to several directories (allowed: "
+            "one of the two)"
+        )
         yield problem(("checkpointing",), what, 'no checkpointing, or islands with "elastic"')
     placed = [key for key in ("every", "resume", "save_on_sigterm") if getattr(settings, key)]
     if placed and settings.directory is None:
-        what = f"the key is missing, and {placed[0]} needs it"
+        what = f"the key is missing, but {placed[0]} needs it"
         yield problem(("checkpointing", "directory"), what, '"directory": "checkpoints"')
     if settings.memory is not None and settings.directory is None:
-        what = "the key is missing, and tells which job checkpoints in memory are of"
+        what = "the key is missing, but checkpoints in memory need it to identify their job"
         yield problem(("checkpointing", "directory"), what, '"directory": "checkpoints"')
     for key, needed in (("directory", placed or settings.memory), ("keep", settings.every)):
         if getattr(settings, key) is not None and not needed:
             what = f"{show(getattr(settings, key))} has no effect without every (allowed: null)"
-            yield problem(("checkpointing", key), what, '"every": "10 min", or leave it out')
+            yield problem(("checkpointing", key), what, f'"every": "10 min", or remove {key}')
 
 
 def _capped(section: CompressConfig) -> Iterator[Diagnostic]:
@@ -123,10 +126,13 @@ def _capped(section: CompressConfig) -> Iterator[Diagnostic]:
     if rate is None:
         return
     if section.gradients.method == "none" and section.weights.method == "none" and section.islands is None:
-        what = f"{show(rate)} has no effect where nothing is compressed: DeepSpeed sends by itself (allowed: null)"
-        yield problem(("communication", "max_rate"), what, "a method of gradients or weights, or no max_rate")
+        what = (
+            f"{show(rate)} has no effect if nothing is compressed, because DeepSpeed sends all messages itself "
+            "(allowed: null)"
+        )
+        yield problem(("communication", "max_rate"), what, "a method for gradients or weights, or no max_rate")
     if section.adaptive is not None:
-        what = f"{show(rate)} cannot be combined with adaptive, which measures the link as if there were no cap"
+        what = f"{show(rate)} cannot be combined with adaptive, which measures the link without a limit"
         yield problem(("communication", "max_rate"), f"{what} (allowed: null)", "no max_rate, or no adaptive")
 
 
@@ -151,22 +157,25 @@ def _weights_that_no_one_gathers(ds_config: Mapping[str, Any], section: Compress
     stage = STAGE.effective(ds_config, parallelism)
     place, what = pointer(STAGE.place(parallelism)), f'method "{weights.method}" cannot be combined with '
     if stage == 3 and any(phase.weights for phase in section.schedule.phases):
-        why = "where weights are rounded in one way for a whole run (allowed: no weights in phases)"
+        why = "where the rounding of weights is fixed for a whole run (allowed: no weights in phases)"
         yield problem(
-            ("schedule", "phases"), f"weights of phases cannot be combined with {place}: 3, {why}", "gradients alone"
+            ("schedule", "phases"), f"weights in phases cannot be combined with {place}: 3, {why}", "gradients only"
         )
     if weights.method == "none" or (stage == 0 and _bf16(ds_config) and parallelism.pipeline > 1):
         return
     if stage == 0:
-        why = "because there every rank updates all weights by itself (allowed: stages 1, 2 and 3; pipelines in bf16)"
-        instead = f'"method": "none", or another stage as {place}'
+        why = "because every rank then updates all weights by itself (allowed: stages 1, 2 and 3; pipelines in bf16)"
+        instead = f'"method": "none", or another stage at {place}'
         instead += ', or the stages of the pipeline as "parallelism": {"pipeline": 2}' if _bf16(ds_config) else ""
         yield problem(("weights",), f"{what}{place}: 0, {why}", instead)
     elif stage == 3 and (
         not isinstance(weights, BlockwiseWeights) or weights.bits < 4 or weights.rounding != "nearest"
     ):
         settings = show(weights.model_dump(include={"method", "bits", "rounding"}))
-        why = "where the weights themselves are rounded, no differences (allowed: blockwise, 8 or 4 bits, to nearest)"
+        why = (
+            "where the weights themselves are rounded instead of their differences (allowed: blockwise, 8 or 4 "
+            "bits, nearest)"
+        )
         instead = '"method": "blockwise", "bits": 8, "rounding": "nearest"'
         yield problem(("weights",), f"{settings} cannot be combined with {place}: 3, {why}", instead)
 
@@ -181,11 +190,11 @@ def _overlap_of_others(ds_config: Mapping[str, Any], section: CompressConfig) ->
     if not isinstance(weights, CompressedWeights) or not weights.overlap:
         return
     if stage == 3:
-        what = f"true has no effect with {place}: 3, which fetches weights ahead by itself (allowed: false)"
-        yield problem(("weights", "overlap"), what, f"false, or 1 or 2 as {place}")
+        what = f"true has no effect with {place}: 3, which prefetches weights itself (allowed: false)"
+        yield problem(("weights", "overlap"), what, f"false, or 1 or 2 at {place}")
     if parallelism.pipeline > 1:
         pipeline = f"{pointer((SECTION, 'parallelism', 'pipeline'))}: {parallelism.pipeline}"
-        what = f"true cannot be combined with {pipeline}, whose tied layers compute without being called"
+        what = f"true cannot be combined with {pipeline}, whose tied layers run without being called"
         yield problem(("weights", "overlap"), f"{what} (allowed: false)", 'false, or "pipeline": 1')
 
 
@@ -193,8 +202,8 @@ def _guard_without_norms(ds_config: Mapping[str, Any], section: CompressConfig) 
     zero = ds_config.get("zero_optimization")
     if section.guard is not None and isinstance(zero, dict) and zero.get("compute_grad_norm") is False:
         place = pointer(("zero_optimization", "compute_grad_norm"))
-        what = f"cannot be combined with {place}: false, because it judges gradients by their norms (allowed: null)"
-        yield problem(("guard",), what, f"null, or true as {place}")
+        what = f"cannot be combined with {place}: false, because the guard needs gradient norms (allowed: null)"
+        yield problem(("guard",), what, f"null, or true at {place}")
 
 
 _OTHER_ORDERS = ("round_robin_gradients", "elastic_checkpoint", "parameter_alignment")
@@ -208,18 +217,18 @@ def _ownership_that_is_not_ours(ds_config: Mapping[str, Any], section: CompressC
     what, parallelism = f'"{section.ownership}" cannot be combined with ', section.parallelism or Parallelism()
     stage, place = STAGE.effective(ds_config, parallelism), pointer(STAGE.place(parallelism))
     if stage not in (1, 2):
-        why = f"{place}: {stage}, where no rank owns a stretch of the model (allowed: stages 1 and 2)"
-        yield problem(("ownership",), what + why, f'"contiguous", or 1 or 2 as {place}')
+        why = f"{place}: {stage}, where no rank owns a slice of the model (allowed: stages 1 and 2)"
+        yield problem(("ownership",), what + why, f'"contiguous", or 1 or 2 at {place}')
     if section.gradients.method == section.weights.method == "none":
         why = 'method "none", which leaves everything to DeepSpeed (allowed: "contiguous")'
-        yield problem(("ownership",), what + why, '"contiguous", or a method')
+        yield problem(("ownership",), what + why, '"contiguous", or another method')
     zero = ds_config.get("zero_optimization")
     zero = zero if isinstance(zero, dict) else {}
     for key in _OTHER_ORDERS:
         if zero.get(key):
             other = pointer(("zero_optimization", key))
-            why = f"{other}: {show(zero[key])}, which lays out the buffers in another way (allowed: false)"
-            yield problem(("ownership",), what + why, f'"contiguous", or false as {other}')
+            why = f"{other}: {show(zero[key])}, which changes the layout of the flat buffers (allowed: false)"
+            yield problem(("ownership",), what + why, f'"contiguous", or false at {other}')
 
 
 def _bf16(ds_config: Mapping[str, Any]) -> bool:
@@ -228,7 +237,7 @@ def _bf16(ds_config: Mapping[str, Any]) -> bool:
     return isinstance(found, dict) and bool(found.get("enabled", False))
 
 
-WITH_TRAINER = '; with Hugging Face Trainer "betas": "auto", and give the script --adam_beta1 0'
+WITH_TRAINER = '; with Hugging Face Trainer "betas": "auto", and pass --adam_beta1 0 to the script'
 """Trainer fills in its own betas, and stops if those of the file differ."""
 
 _BETAS = frozenset({"adam", "adamw", "lamb", "lion", "muadam", "muadamw", "adamax", "nadam", "radam", "sparseadam"})
@@ -246,13 +255,13 @@ def _second_momentum(ds_config: Mapping[str, Any], section: CompressConfig) -> I
     method = pointer((SECTION, "gradients", "method"))
     if isinstance(betas, list | tuple) and len(betas) == 2 and betas[0] not in (0, "auto"):
         what = (
-            f"{show(betas)} of {name} adds a momentum to the one of {method}: "
+            f"{show(betas)} of {name} adds a second momentum to that of {method}: "
             f'"{section.gradients.method}" (allowed: a first value of 0)'
         )
         instead = f'"betas": {show([0.0, betas[1]])}{WITH_TRAINER}'
         yield Diagnostic(at("optimizer", "params", "betas"), what, write(instead))
     elif isinstance(momentum, int | float) and momentum:
-        what = f'{show(momentum)} adds to the momentum of {method}: "{section.gradients.method}" (allowed: 0)'
+        what = f'{show(momentum)} adds a second momentum to that of {method}: "{section.gradients.method}" (allowed: 0)'
         yield Diagnostic(at("optimizer", "params", "momentum"), what, write('"momentum": 0.0'))
 
 
@@ -265,14 +274,14 @@ def find_unknown_momentum(ds_config: Mapping[str, Any], section: CompressConfig)
     if method not in OWN_MOMENTUM:
         return None
     if optimizer is None:
-        what = f'is missing, which leaves open whether there is a momentum besides the one of "{method}"'
+        what = f'is missing, so the optimizer may add a second momentum to that of "{method}"'
         instead = f'"betas": [0.0, 0.999] of Adam{WITH_TRAINER}'
         return Diagnostic(at("optimizer"), f"{what} (allowed: none)", write(instead))
     params = optimizer.get("params") if isinstance(optimizer, dict) else None
     betas = params.get("betas") if isinstance(params, dict) else None
     if betas != "auto" and not (isinstance(betas, list) and betas[:1] == ["auto"]):
         return None
-    what = f'{show(betas)} leaves open whether there is a momentum besides the one of "{method}" (allowed: none)'
+    what = f'{show(betas)} may add a second momentum to that of "{method}" (allowed: none)'
     return Diagnostic(at("optimizer", "params", "betas"), what, write(f'"betas": [0.0, 0.999]{WITH_TRAINER}'))
 
 
@@ -281,7 +290,7 @@ def _uneven_nodes(section: CompressConfig, world_size: int) -> Iterator[Diagnost
     hierarchy = gradients.hierarchy if isinstance(gradients, LayeredGradients) else None
     if hierarchy is not None and (world_size % hierarchy.ranks_per_node or world_size < 2 * hierarchy.ranks_per_node):
         what = (
-            f"{hierarchy.ranks_per_node} does not divide {world_size} ranks into two nodes or more "
-            "(allowed: the ranks that the launcher starts on each of several nodes)"
+            f"{hierarchy.ranks_per_node} does not divide {world_size} ranks into at least two nodes "
+            "(allowed: the number of ranks that the launcher starts on each of several nodes)"
         )
-        yield problem(("gradients", "hierarchy", "ranks_per_node"), what, 'such a number, or "hierarchy": null')
+        yield problem(("gradients", "hierarchy", "ranks_per_node"), what, 'that number, or "hierarchy": null')

@@ -17,20 +17,21 @@ _BITS: Mapping[str, float] = MappingProxyType({"kbit/s": 1e3, "Mbit/s": 1e6, "Gb
 
 @dataclass(frozen=True)
 class _Range:
-    """Amounts from `least` to `most`, with a text for users and examples.
+    """Amounts from `least` to `most`, with texts for users.
 
-    Clocks, sockets and locks accept no longer times, and no higher rates are known.
+    Clocks, sockets and locks do not accept longer times, and no link has a higher rate.
     """
 
+    name: str
     least: float
     most: float
     allowed: str
     examples: str
 
 
-_TIMES = _Range(1e-3, 8760 * 3600.0, '"1 ms" to "8760 h"', '"30 s", "10 min", "2 h"')
-_BYTE_RATES = _Range(1.0, 1e15, "1 B/s to 1e15 B/s", '"500 kB/s", "50 MB/s", "1 GB/s"')
-_BIT_RATES = _Range(1.0, 1e16, "1 bit/s to 1e16 bit/s", '"500 kbit/s", "200 Mbit/s", "1 Gbit/s"')
+_TIMES = _Range("a time", 1e-3, 8760 * 3600.0, '"1 ms" to "8760 h"', '"30 s", "10 min", "2 h"')
+_BYTE_RATES = _Range("a rate in bytes", 1.0, 1e15, "1 B/s to 1e15 B/s", '"500 kB/s", "50 MB/s", "1 GB/s"')
+_BIT_RATES = _Range("a rate in bits", 1.0, 1e16, "1 bit/s to 1e16 bit/s", '"500 kbit/s", "200 Mbit/s", "1 Gbit/s"')
 
 
 def seconds(text: str) -> float:
@@ -39,19 +40,19 @@ def seconds(text: str) -> float:
 
 
 def byte_rate(text: str) -> float:
-    """Return the bytes a second of "50 MB/s". Raises ValueError for anything else."""
+    """Return the bytes per second of "50 MB/s". Raises ValueError for anything else."""
     return _amount(text, _BYTES, _BYTE_RATES)
 
 
 def bit_rate(text: str) -> float:
-    """Return the bits a second of "200 Mbit/s". Raises ValueError for anything else."""
+    """Return the bits per second of "200 Mbit/s". Raises ValueError for anything else."""
     return _amount(text, _BITS, _BIT_RATES)
 
 
 def _amount(text: str, units: Mapping[str, float], within: _Range) -> float:
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z/]+)", text.strip())
     if found is None or found[2] not in units or not float(found[1]):
-        raise ValueError(f'"{text}" is no such amount (allowed: {within.examples})')
+        raise ValueError(f'"{text}" is not {within.name} (allowed: {within.examples})')
     amount = float(found[1]) * units[found[2]]
     if not within.least <= amount <= within.most:
         raise ValueError(f'"{text}" is out of range (allowed: {within.allowed}, such as {within.examples})')

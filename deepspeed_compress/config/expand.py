@@ -79,7 +79,7 @@ def check_world(section: CompressConfig, world_size: int, ds_config: Mapping[str
         size = section.islands.size
     for key in ("gradients", "weights"):
         if size == 1 and getattr(section, key).method != "none":
-            text = f"{pointer((SECTION, key))}: has no effect, because the data-parallel size is 1"
+            text = f"{pointer((SECTION, key))}: compression has no effect, because the data-parallel size is 1"
             warnings.warn(f'{text}. Write "method": "none", or start more ranks.', CompressWarning, stacklevel=2)
     return size
 
@@ -110,7 +110,7 @@ def _disagreement(native: Native, ds_config: Mapping[str, Any], parallelism: Par
         yield Diagnostic(at(*native.ours), what, write(instead))
     elif theirs is not None and not _same(ours, theirs, native.off):
         what = f"{ours} disagrees with {pointer(native.theirs)}: {show(theirs)} (allowed: the same value)"
-        instead = f"it in one of the two places only, or {ours} in both"
+        instead = f"the value in one of the two places only, or {ours} in both"
         yield Diagnostic(at(*native.ours), what, write(instead))
 
 
@@ -123,7 +123,7 @@ def _pipeline_with_partition(ds_config: Mapping[str, Any], parallelism: Parallel
     if parallelism.pipeline > 1 and stage >= 2:
         what = (
             f"{stage} cannot be combined with {pointer((SECTION, 'parallelism', 'pipeline'))}: "
-            f"{parallelism.pipeline} in DeepSpeed (allowed with a pipeline: 0, 1)"
+            f"{parallelism.pipeline} (allowed with a pipeline: 0, 1)"
         )
         yield Diagnostic(at(*STAGE.place(parallelism)), what, write('0 or 1, or "pipeline": 1'))
 

@@ -18,47 +18,53 @@ def find_island_contradictions(section: CompressConfig) -> Iterator[Diagnostic]:
         return
     yield from (_elastic_islands if islands.elastic is not None else _islands_of_a_job)(islands)
     if islands.outer.optimizer == "average" and "momentum" in islands.outer.model_fields_set:
-        what = f"{islands.outer.momentum} has no effect on an average (allowed with it: no key)"
-        yield problem(("islands", "outer", "momentum"), what, 'nothing: remove it, or write "optimizer": "nesterov"')
+        what = f'{islands.outer.momentum} has no effect with optimizer "average" (allowed: no key)'
+        yield problem(
+            ("islands", "outer", "momentum"), what, 'nothing: remove the key, or write "optimizer": "nesterov"'
+        )
     yield from _of_all_ranks(section)
     yield from _of_exchange(islands)
     pipeline = (section.parallelism or Parallelism()).pipeline
     if pipeline > 1:
         what = (
-            f"{pipeline} is not available inside islands, because DeepSpeed deals out stages over all ranks of the job"
+            f"{pipeline} is not available inside islands, because DeepSpeed distributes stages over all ranks "
+            "of the job"
         )
         yield problem(("parallelism", "pipeline"), f"{what} (allowed with islands: 1)", "1, or remove islands")
 
 
 def _of_exchange(islands: Islands) -> Iterator[Diagnostic]:
     if isinstance(islands.exchange, PowerSGDGradients) or getattr(islands.exchange, "hierarchy", None) is not None:
-        what = f"{islands.exchange.method} does not go in one round trip between islands (allowed: other methods)"
+        what = (
+            f"{islands.exchange.method} needs more than one round trip between islands (allowed: other methods, "
+            "without hierarchy)"
+        )
         yield problem(("islands", "exchange"), what, '{"method": "blockwise", "bits": 4}, without hierarchy')
     kept = islands.exchange.residuals if isinstance(islands.exchange, CompressedGradients) else None
     if isinstance(kept, ErrorFeedbackConfig) and kept.reset_interval is not None:
-        what = f"{kept.reset_interval} has no effect on what exchanges leave out (allowed in exchange: null)"
-        yield problem(("islands", "exchange", "error_feedback", "reset_interval"), what, "nothing: remove it")
+        what = f"{kept.reset_interval} has no effect on the residuals of exchanges (allowed in exchange: null)"
+        yield problem(("islands", "exchange", "error_feedback", "reset_interval"), what, "nothing: remove the key")
 
 
 def _of_all_ranks(section: CompressConfig) -> Iterator[Diagnostic]:
     """Check settings that would let one island alone change weights that it shares with the others."""
     rollback = None if section.guard is None else section.guard.rollback
     if rollback is not None and rollback.checkpoint:
-        what = "true takes the weights of one island back, and the others go on (allowed with islands: false)"
+        what = "true would roll back the weights of one island while the others continue (allowed with islands: false)"
         yield problem(("guard", "rollback", "checkpoint"), what, "false, or remove islands")
 
 
 def _islands_of_a_job(islands: Islands) -> Iterator[Diagnostic]:
     if (islands.size is None) != islands.by_host:
-        what = f"{show(islands.size)} beside by_host {show(islands.by_host)} (allowed: one of the two)"
-        yield problem(("islands", "size"), what, '"size": 8, the ranks of an island, or "by_host": true without it')
+        what = f"{show(islands.size)} with by_host: {show(islands.by_host)} (allowed: exactly one of the two)"
+        yield problem(("islands", "size"), what, '"size": 8, for islands of 8 ranks, or "by_host": true without size')
     if islands.sync_steps is None:
-        what = f"{show(islands.sync_every)} is a time, which the ranks of one job do not agree upon (allowed: steps)"
+        what = f"{show(islands.sync_every)} is a time, on which the ranks of one job cannot agree (allowed: steps)"
         yield problem(("islands", "sync_every"), what, '30, a number of steps, or islands with "elastic"')
         return
     for key, most in (("fragments", islands.sync_steps), ("delay", islands.sync_steps - 1)):
         if getattr(islands, key) > most:
-            what = f"{getattr(islands, key)} with sync_every {islands.sync_every} (allowed: up to {most})"
+            what = f"{getattr(islands, key)} is too large for sync_every {islands.sync_every} (allowed: up to {most})"
             yield problem(("islands", key), what, f"{most}, or a larger sync_every")
 
 
@@ -70,18 +76,22 @@ def _elastic_islands(islands: Islands) -> Iterator[Diagnostic]:
     for key, nothing in _OF_ONE_JOB.items():
         if getattr(islands, key) != nothing:
             what = (
-                f"{show(getattr(islands, key))} is of islands that are one job (allowed with elastic: {show(nothing)})"
+                f"{show(getattr(islands, key))} only applies to islands of one job (allowed with elastic: "
+                f"{show(nothing)})"
             )
             yield problem(("islands", key), what, f"nothing: remove {key}, or elastic")
     elastic = islands.elastic
     if elastic is not None and elastic.give_up_seconds < elastic.timeout_seconds:
-        what = f"{show(elastic.give_up)} is less than timeout {show(elastic.timeout)} (allowed: as long, or longer)"
+        what = f"{show(elastic.give_up)} is shorter than timeout {show(elastic.timeout)} (allowed: at least timeout)"
         yield problem(("islands", "elastic", "give_up"), what, f"{show(elastic.timeout)}, or more")
     if elastic is not None and elastic.parameter_server is not None and elastic.minimum > 1:
-        what = f"{elastic.minimum} are waited for, and asynchronous islands wait for nobody (allowed with it: 1)"
+        what = (
+            f"{elastic.minimum} has no effect with parameter_server, because asynchronous islands do not wait "
+            "(allowed: 1)"
+        )
         yield problem(("islands", "elastic", "minimum"), what, "nothing: remove minimum, or parameter_server")
     if elastic is not None and elastic.parameter_server is not None and islands.second_moments is not None:
-        what = "are made alike where islands meet, which asynchronous ones do not (allowed with parameter_server: null)"
+        what = "need exchanges in rounds, which asynchronous islands do not have (allowed with parameter_server: null)"
         yield problem(("islands", "second_moments"), what, "nothing: remove second_moments, or parameter_server")
 
 
@@ -102,13 +112,13 @@ def find_island_mismatches(
         return
     kind = value_at(ds_config, ("optimizer", "type"))
     if islands.second_moments is not None and isinstance(kind, str) and kind.lower() not in _WITH_SECOND_MOMENTS:
-        what = f"has nothing to exchange with optimizer {show(kind)} (allowed with it: null)"
-        yield problem(("islands", "second_moments"), what, 'nothing: remove it, or write "type": "AdamW"')
+        what = f"has no effect with optimizer {show(kind)}, which has no second moments (allowed: null)"
+        yield problem(("islands", "second_moments"), what, 'nothing: remove the key, or write "type": "AdamW"')
     yield from _unknown_masters(ds_config, STAGE.effective(ds_config, parallelism))
     tensor = TENSOR.effective(ds_config, parallelism)
     if islands.elastic is not None:
         if tensor > 1:
-            what = f"{tensor} is not available inside islands that come and go, whose anchors have whole layers"
+            what = f"{tensor} is not available inside elastic islands, whose anchors contain whole layers"
             instead = '1, or islands of one job: "size" in place of "elastic"'
             yield Diagnostic(at(*TENSOR.place(parallelism)), f"{what} (allowed with elastic: 1)", write(instead))
         return
@@ -116,26 +126,30 @@ def find_island_mismatches(
     ranks = None if islands.size is None else islands.size * tensor
     if ranks is not None and world_size is not None and world_size % ranks:
         what = f"{islands.size} x {tensor} ranks that share each layer do not divide the {world_size} ranks of the job"
-        yield problem(("islands", "size"), f"{what} (allowed: divisors)", "another size, or start as many for each")
+        yield problem(
+            ("islands", "size"),
+            f"{what} (allowed: divisors)",
+            "another size, or start a multiple of that number of ranks",
+        )
 
 
 def _unknown_masters(ds_config: Mapping[str, Any], stage: int) -> Iterator[Diagnostic]:
     """Check that there are fp32 master weights, as `engine.weights.masters` does once there is an engine."""
     for key in ("bf16", "bfloat16", "fp16"):
         if stage == 0 and value_at(ds_config, (key, "enabled")) is True:
-            what = "true without ZeRO leaves no fp32 masters for islands to exchange (allowed: with ZeRO 1 to 3)"
+            what = "true without ZeRO leaves no fp32 master weights for islands to exchange (allowed: with ZeRO 1 to 3)"
             yield Diagnostic(at(key, "enabled"), what, write('"zero_optimization": {"stage": 1}, or false'))
     place = ("zero_optimization", "offload_param", "device")
     if stage == 3 and value_at(ds_config, place) == "nvme":
-        what = '"nvme" keeps weights where islands do not exchange them (allowed with islands: "cpu", "none")'
+        what = '"nvme" stores weights where islands cannot exchange them (allowed with islands: "cpu", "none")'
         yield Diagnostic(at(*place), what, write('"cpu"'))
 
 
 _OF_THE_WHOLE_JOB = (
-    (("checkpoint", "use_node_local_storage"), "lets hosts see other files, and islands load alike"),
+    (("checkpoint", "use_node_local_storage"), "gives hosts different files, but all islands must load the same ones"),
     (
         ("data_efficiency", "data_sampling", "curriculum_learning", "enabled"),
-        "deals out data by the ranks of one island alone",
+        "distributes data over the ranks of one island only",
     ),
 )
 """DeepSpeed's keys that must not be true with islands of one job, and why."""

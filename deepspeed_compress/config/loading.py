@@ -74,11 +74,13 @@ def _parse(text: str, name: str) -> dict[str, Any]:
             "and HJSON are accepted."
         ) from error
     except RecursionError as error:
-        raise ConfigError(f"{name}: objects and lists are nested too deep. Write the keys of DeepSpeed.") from error
+        raise ConfigError(
+            f"{name}: objects and lists are nested too deeply. Write a DeepSpeed configuration."
+        ) from error
     except ValueError as error:  # such as a number with more digits than Python reads
         raise ConfigError(f"{name}: {error}. Correct the value.") from error
     if not isinstance(config, dict):
-        raise ConfigError(f"{name}: the outermost value is {type(config).__name__}. Write an object {{...}}.")
+        raise ConfigError(f"{name}: the outermost value is a {type(config).__name__}. Write an object {{...}}.")
     _refuse(duplicates, config, name)
     return config
 
@@ -98,7 +100,9 @@ def _refuse(duplicates: list[tuple[dict[str, Any], list[str]]], config: dict[str
     try:
         paths = [(*path, key) for holder, keys in duplicates for path in _find(config, holder) for key in keys]
     except RecursionError as error:
-        raise ConfigError(f"{name}: objects and lists are nested too deep. Write the keys of DeepSpeed.") from error
+        raise ConfigError(
+            f"{name}: objects and lists are nested too deeply. Write a DeepSpeed configuration."
+        ) from error
     if paths:
         keys = ", ".join(sorted(pointer(path) for path in paths))
         raise ConfigError(f"{name}: duplicate keys {keys}. Write each key once; DeepSpeed refuses duplicates.")

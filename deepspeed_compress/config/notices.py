@@ -22,11 +22,11 @@ def find_notices(section: CompressConfig) -> list[Diagnostic]:
 def _nothing_compressed(section: CompressConfig) -> Iterator[Diagnostic]:
     steps, cosine_every = section.schedule.warmup_steps, section.monitor.cosine_every
     if steps and section.gradients.method == section.weights.method == "none":
-        what = f'{steps} has no effect, because method "none" never compresses (allowed: 0)'
-        yield notice(("schedule", "warmup_steps"), what, "0, or choose a method")
+        what = f'{steps} has no effect, because method "none" does not compress (allowed: 0)'
+        yield notice(("schedule", "warmup_steps"), what, "0, or choose another method")
     if cosine_every and section.gradients.method == "none":
-        what = f'{cosine_every} has no effect, because method "none" changes nothing (allowed: 0)'
-        yield notice(("monitor", "cosine_every"), what, "0, or choose a method")
+        what = f'{cosine_every} has no effect, because method "none" does not change gradients (allowed: 0)'
+        yield notice(("monitor", "cosine_every"), what, "0, or choose another method")
 
 
 def _idle_policy(section: CompressConfig) -> Iterator[Diagnostic]:
@@ -36,10 +36,10 @@ def _idle_policy(section: CompressConfig) -> Iterator[Diagnostic]:
         yield notice(("schedule", "total_steps"), what, "null, or phases")
     if schedule.ramp is not None and schedule.ramp.stages is not None:
         for key in sorted({"shape", "start"} & schedule.ramp.model_fields_set):
-            what = f"{show(getattr(schedule.ramp, key))} has no effect beside stages"
-            yield notice(("schedule", "ramp", key), what, 'nothing: remove it, or "stages"')
+            what = f"{show(getattr(schedule.ramp, key))} has no effect together with stages"
+            yield notice(("schedule", "ramp", key), what, 'nothing: remove the key, or remove "stages"')
     if guard is not None and section.gradients.method == section.weights.method == "none":
-        yield notice(("guard",), 'has no effect, because method "none" never compresses (allowed: null)', "null")
+        yield notice(("guard",), 'has no effect, because method "none" does not compress (allowed: null)', "null")
 
 
 def _alone(section: CompressConfig) -> Iterator[Diagnostic]:
@@ -55,7 +55,7 @@ def _seed_unused(section: CompressConfig) -> Iterator[Diagnostic]:
         for part in _parts(section)
     )
     if section.seed and not random:
-        what = f"{section.seed} has no effect, because nothing is random (allowed: 0)"
+        what = f"{section.seed} has no effect, because no setting uses random numbers (allowed: 0)"
         yield notice(("seed",), what, '0, or "rounding": "stochastic"')
 
 
@@ -74,11 +74,11 @@ def _density(section: CompressConfig) -> Iterator[Diagnostic]:
     for path, method in sparse_places(section):
         units = method.choices
         if method.density == 1:
-            what = "1.0 drops nothing and sends an index with every value (useful: below 0.5)"
+            what = "1.0 drops nothing, and may send an index with every value (useful: below 0.5)"
             yield notice((*path, "density"), what, 'a smaller density, or "method": "blockwise"')
         elif units and method.density * units < 1:
             what = (
-                f"{method.density} of a block of {units} is less than one, but one is always sent "
+                f"{method.density} of a block of {units} is less than one value, but at least one is always sent "
                 f"(useful: at least {1 / units})"
             )
             yield notice((*path, "density"), what, "a larger density or larger blocks")
@@ -92,7 +92,10 @@ def _density_warmup(section: CompressConfig) -> Iterator[Diagnostic]:
             what = f"{steps} has no effect, because density {method.density} is not below 0.25 (allowed: 0)"
             yield notice((*path, "density_warmup_steps"), what, "0, or a smaller density")
         elif steps and steps <= dense:
-            what = f"{steps} has no effect, because schedule.warmup_steps {dense} are uncompressed (allowed: 0)"
+            what = (
+                f"{steps} has no effect, because the first {dense} steps (schedule.warmup_steps) are uncompressed "
+                "(allowed: 0)"
+            )
             yield notice((*path, "density_warmup_steps"), what, f"0, or more than {dense}")
 
 
@@ -116,14 +119,14 @@ def _biased_alone(section: CompressConfig) -> Iterator[Diagnostic]:
     methods = [section.gradients, *(override for _, override in override_places(section))]
     lossy = [m.method for m in methods if m.method in _LOSSY or (isinstance(m, RandomKConfig) and not m.rescale)]
     if lossy and not _remembers(section.gradients):
-        what = f'null with method "{lossy[0]}" loses for ever what is not sent (allowed: an object)'
-        yield notice(("gradients", "error_feedback"), what, "{}, or a method without bias such as qsgd")
+        what = f'null with method "{lossy[0]}" loses every value that is not sent (allowed: an object)'
+        yield notice(("gradients", "error_feedback"), what, '{}, or an unbiased method such as "qsgd"')
 
 
 def _rescaled_feedback(section: CompressConfig) -> Iterator[Diagnostic]:
     for path, method in sparse_places(section):
         if isinstance(method, RandomKConfig) and method.rescale and _remembers(section.gradients):
-            what = "true together with error feedback sends too much and diverges (allowed: false)"
+            what = "true together with error feedback sends values that are too large, and diverges (allowed: false)"
             yield notice((*path, "rescale"), what, 'false, or "error_feedback": null')
 
 
@@ -134,8 +137,13 @@ def _noisy_feedback(section: CompressConfig) -> Iterator[Diagnostic]:
     """
     method = section.gradients
     if isinstance(method, QSGDGradients) and method.error_feedback and method.block_size**0.5 > method.levels:
-        what = f"with {method.levels} levels for blocks of {method.block_size} the residuals may grow (allowed: null)"
-        yield notice(("gradients", "error_feedback"), what, "null, or levels of at least the root of block_size")
+        what = (
+            f"with {method.levels} levels and blocks of {method.block_size}, residuals may grow without bound "
+            "(allowed: null)"
+        )
+        yield notice(
+            ("gradients", "error_feedback"), what, "null, or at least as many levels as the square root of block_size"
+        )
 
 
 def _overrides(section: CompressConfig) -> Iterator[Diagnostic]:
@@ -143,12 +151,14 @@ def _overrides(section: CompressConfig) -> Iterator[Diagnostic]:
     for path, override in override_places(section):
         at, pattern = (*path, "parameters"), override.parameters
         if pattern in seen:
-            yield notice(at, f"{show(pattern)} has no effect, an earlier override has it", "it once")
+            yield notice(
+                at, f"{show(pattern)} has no effect, because an earlier override has the same pattern", "it once"
+            )
         elif override.every == 1 and all(re.search(pattern, name) for name in _ANY_NAMES):
-            what = f"{show(pattern)} matches every parameter, so that gradients.method has no effect"
+            what = f"{show(pattern)} matches every parameter, so gradients.method has no effect"
             yield notice(at, what, f'a narrower pattern, or "method": "{override.method}" for all gradients')
         if override.spread and override.every == 1:
-            what = "true has no effect, because nothing is collected with every 1 (allowed: false)"
+            what = "true has no effect with every: 1, which sends in each step (allowed: false)"
             yield notice((*path, "spread"), what, 'false, or "every" above 1')
         seen.add(pattern)
 
@@ -159,13 +169,16 @@ def _idle_memory(section: CompressConfig) -> Iterator[Diagnostic]:
         return
     memory, place = settings.memory, ("checkpointing", "memory")
     if memory.max_rate is not None and not memory.copies:
-        what = f"{show(memory.max_rate)} has no effect without copies (allowed: null)"
-        yield notice((*place, "max_rate"), what, 'nothing: remove it, or "copies": 1')
+        what = f"{show(memory.max_rate)} has no effect without copies: 1 (allowed: null)"
+        yield notice((*place, "max_rate"), what, 'nothing: remove the key, or add "copies": 1')
     if isinstance(memory.every, int) and isinstance(settings.every, int) and memory.every >= settings.every:
-        what = f"{memory.every} has no effect, because a checkpoint in directory comes as often (useful: fewer steps)"
+        what = (
+            f"{memory.every} has no effect, because checkpoints in directory are at least as frequent (useful: "
+            "fewer steps)"
+        )
         yield notice((*place, "every"), what, f"less than {settings.every}")
     if memory.every == 1 and section.weights.method != "none":
-        what = "1 makes weights exact in each step, so that compressing them has no effect (useful: 10 or more)"
+        what = "1 gathers exact weights in every step, so compressing them has no effect (useful: 10 or more)"
         yield notice((*place, "every"), what, '10, or "weights": {"method": "none"}')
 
 

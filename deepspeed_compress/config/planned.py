@@ -17,8 +17,8 @@ PLANNED_KEYS: Mapping[Path, frozenset[str]] = MappingProxyType(
     }
 )
 _AUTO = (
-    '"auto" is not accepted in this section (allowed: a value): no one fills it in, and Accelerate refuses '
-    "a configuration that holds it"
+    '"auto" is not accepted in this section (allowed: a value), because no program fills it in, and Accelerate '
+    "refuses a configuration that contains it"
 )
 
 

@@ -51,8 +51,10 @@ def find_unscheduled(section: CompressConfig) -> Iterator[Diagnostic]:
     for path, patch in patch_places(section):
         yield from _made_once(section, path, patch)
         if section.gradients.method == "none" != patch.get("method", "none"):
-            what = f'{show(patch)} begins to compress, and gradients.method "none" leaves reduction to DeepSpeed'
-            instead = 'the method in gradients, and {"method": "none"} where it is not wanted'
+            what = (
+                f'{show(patch)} cannot start compression, because gradients.method "none" leaves reduction to DeepSpeed'
+            )
+            instead = 'the method in gradients, and {"method": "none"} in phases or stages without compression'
             yield problem(path, f"{what} (allowed: a method in gradients)", instead)
 
 
@@ -63,7 +65,10 @@ def find_without_length(ds_config: Mapping[str, Any], section: CompressConfig) -
     """
     auto = "auto" in _scheduler_params(ds_config).values()
     if section.schedule.phases and total_steps(ds_config, section.schedule) is None and not auto:
-        what = "null, and /scheduler/params/total_num_steps is not there, so no one knows when a phase ends"
+        what = (
+            "null is not enough for phases if /scheduler/params/total_num_steps is missing, because they end at "
+            "fractions of it"
+        )
         yield problem(("schedule", "total_steps"), f"{what} (allowed: optimizer steps of training)", '"total_steps": N')
 
 
@@ -72,7 +77,7 @@ def _ramp_of_nothing(section: CompressConfig) -> Iterator[Diagnostic]:
     if ramp is None or ramp.stages is not None:
         return
     if not isinstance(gradients, SparseConfig):
-        what = f'method "{gradients.method}" has no density that could fall (allowed: "stages", or a sparse method)'
+        what = f'method "{gradients.method}" has no density to ramp (allowed: "stages", or a sparse method)'
         yield problem(("schedule", "ramp"), what, '"stages": [{"bits": 8}], for instance')
     elif ramp.start <= gradients.density:
         what = f"{ramp.start} is not above gradients.density {gradients.density} (allowed: above it, up to 1)"
@@ -82,12 +87,14 @@ def _ramp_of_nothing(section: CompressConfig) -> Iterator[Diagnostic]:
 def _weights_made_once(section: CompressConfig) -> Iterator[Diagnostic]:
     phases = any(phase.weights for phase in section.schedule.phases)
     if phases and section.weights.method == "none":
-        what = 'have weights, which weights.method "none" leaves to DeepSpeed (allowed: a method in weights)'
-        instead = 'the method in weights, and {"method": "none"} in phases where it is not wanted'
+        what = 'cannot change weights, which weights.method "none" leaves to DeepSpeed (allowed: a method in weights)'
+        instead = 'the method in weights, and {"method": "none"} in phases without compression'
         yield problem(("schedule", "phases"), what, instead)
     for path, patch in weight_places(section):
         for key in sorted(FIXED_OF_WEIGHTS & patch.keys()):
-            what = "cannot change in mid-run, because messages and hooks are laid out once (allowed: it in weights)"
+            what = (
+                "cannot change during a run, because messages and hooks are set up once (allowed: the key in weights)"
+            )
             yield problem((*path, key), what, f"{key} in weights")
 
 
@@ -96,10 +103,10 @@ def _phases_in_disorder(section: CompressConfig) -> Iterator[Diagnostic]:
     for index, end in enumerate(ends):
         at = ("schedule", "phases", index, "until")
         if end is None:
-            yield problem(at, "the key is missing (allowed: a fraction of training up to 1)", '"until": 0.5')
+            yield problem(at, "the key is missing (allowed: a fraction of training, up to 1)", '"until": 0.5')
         elif end <= before:
-            what = f"{end} is not after the phase before, which ends at {before} (allowed: rising fractions)"
-            yield problem(at, what, "the phases in their order")
+            what = f"{end} is not after the end of the previous phase, {before} (allowed: increasing fractions)"
+            yield problem(at, what, "the phases in the order of their ends")
         before = end or before
     if ends and ends[-1] is not None and ends[-1] < 1:
         what = f"{ends[-1]} leaves the rest of training without a phase (allowed: 1.0 for the last)"
@@ -109,8 +116,10 @@ def _phases_in_disorder(section: CompressConfig) -> Iterator[Diagnostic]:
 def _made_once(section: CompressConfig, path: Path, patch: Mapping[str, Any]) -> Iterator[Diagnostic]:
     for key in FIXED:
         if key in patch:
-            what = f"{show(patch[key])} cannot change in mid-run, because memories and groups are made once"
-            yield problem((*path, key), f"{what} (allowed: keys other than {listed(FIXED)})", "it in gradients")
+            what = (
+                f"{show(patch[key])} cannot change during a run, because residuals and process groups are created once"
+            )
+            yield problem((*path, key), f"{what} (allowed: keys other than {listed(FIXED)})", "the key in gradients")
     method = patched(section.gradients, {k: v for k, v in patch.items() if k not in FIXED}).method
     # For candidates of `adaptive` this is reported with all other reasons.
     if (
@@ -120,6 +129,6 @@ def _made_once(section: CompressConfig, path: Path, patch: Mapping[str, Any]) ->
     ):
         what = (
             f'"{method}" cannot follow "{section.gradients.method}": {listed(sorted(OWN_MOMENTUM))} keep a momentum '
-            'where others keep a residual (allowed: the same method, or "none")'
+            'in place of a residual (allowed: the same method, or "none")'
         )
         yield problem((*path, "method"), what, f'"{section.gradients.method}"')

@@ -104,12 +104,12 @@ def _missing_section(ds_config: Mapping[str, Any]) -> Diagnostic:
     close = difflib.get_close_matches(SECTION, [str(key) for key in ds_config], n=1)
     inside = [str(key) for key, value in ds_config.items() if isinstance(value, dict) and SECTION in value]
     meant = [*close, *(f"{key}/{SECTION}" for key in inside)]
-    what = "the section is missing" + (f" (did you mean it by {show(meant[0])}?)" if meant else "")
+    what = "the section is missing" + (f" (found {show(meant[0])} instead)" if meant else "")
     parts = [str(key) for key in ds_config if key in CompressConfig.model_fields and isinstance(ds_config[key], dict)]
     if parts and not meant:
-        what = f"the section is missing, and here are keys of it: {listed(parts)}"
+        what = f"the section is missing, but the file has keys of it at the top level: {listed(parts)}"
         return problem((), what, f'"{SECTION}": {{...}} around them')
-    return problem((), what, f'"{SECTION}": {{}} for the defaults, into the file\'s outermost {{}}')
+    return problem((), what, f'"{SECTION}": {{}} for the defaults, in the file\'s outermost object')
 
 
 def _without_those_inside(found: list[Diagnostic], others: Iterator[Diagnostic]) -> list[Diagnostic]:
@@ -182,14 +182,14 @@ def _instead(node: dict[str, Any], value: object) -> str:
     # A key whose default is no compression has another default inside {}.
     off = node.get("default") == {"method": "none"}
     if (isinstance(node.get("default"), dict) and not off) or (node.get("type") == "object" and "required" not in node):
-        return "{} for its defaults"
+        return "{} for the defaults"
     if "default" in node:
         return f"an allowed value, or leave the key out for its default {show(node['default'])}"
     least = [node["minimum"]] if "minimum" in node else []
     examples = node.get("examples", choices(node) or least)
     if examples:
         return f"{show(examples[0])}, for instance"
-    return "such an object" if "object" in describe(node) else "an allowed value"
+    return "an object with these keys" if "object" in describe(node) else "an allowed value"
 
 
 def _bad_method(path: Path, detail: ErrorDetails, view: SchemaView) -> Diagnostic:
@@ -224,14 +224,14 @@ def _elsewhere(path: Path, view: SchemaView) -> str:
     ordered = sorted(places, key=lambda place: (not place.startswith(inside), place.count("/")))
     chosen = [here] if here in places else ordered[:_PLACES]
     texts = [place + places[place] for place in chosen]
-    return f"it where it has a meaning: {' or '.join(texts)}" if texts else "nothing: remove the key"
+    return f"the key where it applies: {' or '.join(texts)}" if texts else "nothing: remove the key"
 
 
 def _methods(having: list[str], lacking: list[str]) -> str:
     """Return the methods that have a key, by the shorter list; "" if there is no choice."""
     if not having or not lacking:
         return ""
-    return f" (method {listed(having)})" if len(having) <= len(lacking) else f" (any method but {listed(lacking)})"
+    return f" (method {listed(having)})" if len(having) <= len(lacking) else f" (any method except {listed(lacking)})"
 
 
 def _missing_method(path: Path, detail: ErrorDetails, view: SchemaView) -> Diagnostic:

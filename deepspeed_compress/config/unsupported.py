@@ -54,25 +54,25 @@ _UNSUPPORTED: tuple[_Unsupported, ...] = (
     (
         (_ZERO, "stage3_use_all_reduce_for_fetch_params"),
         lambda value, section: value is True and section.weights.method != "none",
-        "weights that are fetched by an all-reduce are not compressed (allowed: false)",
+        "weights that are fetched by an all-reduce cannot be compressed (allowed: false)",
         f'false, or {SECTION}.weights.method "none"',
     ),
     (
         (_ZERO, "zero_hpz_partition_size"),
         lambda value, _: isinstance(value, int) and value > 1,
-        "ZeRO++ reduces over groups of its own (allowed: 1)",
+        "ZeRO++ reduces over process groups of its own (allowed: 1)",
         "1",
     ),
     (
         (_ZERO, "zenflow"),
         lambda value, _: isinstance(value, dict),
-        "ZenFlow reduces gradients on a path of its own (allowed: null)",
+        "ZenFlow reduces gradients on a code path of its own (allowed: null)",
         "nothing: remove the key",
     ),
     (
         (_ZERO, "offload_optimizer", "super_offload"),
         lambda value, _: value is True,
-        "SuperOffload reduces gradients on a path of its own (allowed: false)",
+        "SuperOffload reduces gradients on a code path of its own (allowed: false)",
         "false",
     ),
     (
@@ -93,9 +93,11 @@ def _muon(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Dia
     """Check that Muon is not used with ZeRO, whose owners do not get the whole gradient matrices that it needs."""
     kind, stage = value_at(ds_config, _OPTIMIZER), STAGE.effective(ds_config, section.parallelism or Parallelism())
     if str(kind).lower() == "muon" and stage:
-        what = f"{show(kind)} needs whole gradient matrices, which owners of ZeRO {stage} do not get"
+        what = f"{show(kind)} needs whole gradient matrices, which the owners under ZeRO {stage} do not receive"
         instead = f'"AdamW" or "SGD", ZeRO stage 0, or {SECTION}.islands with {SECTION}.gradients.method "none"'
-        yield Diagnostic(at(*_OPTIMIZER), f"{what} (allowed: without ZeRO, or uncompressed)", write(instead))
+        yield Diagnostic(
+            at(*_OPTIMIZER), f"{what} (allowed: Muon without ZeRO, or without compression)", write(instead)
+        )
 
 
 def _scaled_outside(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
@@ -106,5 +108,8 @@ def _scaled_outside(ds_config: Mapping[str, Any], section: CompressConfig) -> It
         and value_at(ds_config, ("fp16", "enabled")) is not True
     )
     if on and stage == 0 and dtype in ("fp16", "float16", "half", "torch.float16"):
-        what = f"{show(dtype)} without ZeRO scales the loss where {SECTION} cannot see it (allowed: bfloat16)"
+        what = (
+            f"{show(dtype)} without ZeRO scales the loss outside of DeepSpeed, where {SECTION} cannot account for "
+            "it (allowed: bfloat16)"
+        )
         yield Diagnostic(at(*_AUTOCAST), what, write('"bfloat16", or ZeRO stage 1 to 3'))

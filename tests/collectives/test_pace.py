@@ -75,8 +75,8 @@ def test_nothing_is_made_without_a_cap() -> None:
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ({"communication": {"max_rate": "fast"}}, '"fast" is no such amount'),
-        ({"communication": {"max_rate": "25 MB/s"}}, "no such amount"),
+        ({"communication": {"max_rate": "fast"}}, '"fast" is not a rate in bits'),
+        ({"communication": {"max_rate": "25 MB/s"}}, "is not a rate in bits"),
         ({"communication": {"max_rate": "1 Gbit/s"}, "gradients": {"method": "none"}}, "has no effect"),
         ({"communication": {"max_rate": "1 Gbit/s"}, "adaptive": {}}, "cannot be combined with adaptive"),
     ],

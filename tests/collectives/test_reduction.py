@@ -199,7 +199,7 @@ def test_powersgd_has_factors_and_two_memories(group: ProcessGroup) -> None:
 
 
 def test_powersgd_by_default_and_without_feedback(group: ProcessGroup) -> None:
-    with pytest.warns(CompressWarning, match="loses for ever"):
+    with pytest.warns(CompressWarning, match="loses every value"):
         config = section({"method": "powersgd", "error_feedback": None})
     reduction = build(group, config)
     assert powersgd(reduction).residuals is None

@@ -110,7 +110,7 @@ def test_contradictions_come_with_each_other() -> None:
             {"gradients": {"method": "demo"}},
             optimizer("Adam", betas=[0.5, 0.95]),
             "/optimizer/params/betas",
-            ["[0.5, 0.95]", 'Write "betas": [0.0, 0.95]', '"auto", and give the script --adam_beta1 0'],
+            ["[0.5, 0.95]", 'Write "betas": [0.0, 0.95]', '"auto", and pass --adam_beta1 0 to the script'],
         ),
         (
             {"gradients": {"method": "demo"}},

@@ -33,7 +33,7 @@ def test_dict_and_base64() -> None:
     [
         ('{\n  "a": 1,,\n}', "line 2, column 10: .*Correct the syntax"),
         ('{"a": [1, 2', "line 1, column"),
-        ("[1]", "outermost value is list"),
+        ("[1]", "outermost value is a list"),
         ('{"a": 1, "a": 2}', "duplicate keys /a\\."),
         ('{"x": [{"a": 1, "b": 1, "a": 2}], "y": {"c/": 1, "c/": 2}}', "duplicate keys /x/0/a, /y/c~1\\."),
         ('{"x": {"a": 1, "a": 2}, "x": {}}', "duplicate keys /x\\."),

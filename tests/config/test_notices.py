@@ -17,10 +17,14 @@ def overridden(**override: object) -> dict:
 @pytest.mark.parametrize(
     ("section", "pointer", "words"),
     [
-        ({"gradients": {"method": "none"}, "schedule": {"warmup_steps": 5}}, "schedule/warmup_steps", "never"),
+        (
+            {"gradients": {"method": "none"}, "schedule": {"warmup_steps": 5}},
+            "schedule/warmup_steps",
+            "does not compress",
+        ),
         ({"gradients": {"method": "none"}, "monitor": {"cosine_every": 5}}, "monitor/cosine_every", "no effect"),
-        ({"seed": 3}, "seed", "nothing is random"),
-        ({"gradients": {"rotation": {"method": "hadamard"}}, "seed": 3}, "seed", "nothing is random"),
+        ({"seed": 3}, "seed", "no setting uses random numbers"),
+        ({"gradients": {"rotation": {"method": "hadamard"}}, "seed": 3}, "seed", "no setting uses random numbers"),
         ({"gradients": {"method": "topk", "density": 1}}, "gradients/density", "drops nothing"),
         ({"gradients": {"method": "topk", "density": 0.01, "block_size": 64}}, "gradients/density", "block of 64 "),
         ({"gradients": {"method": "demo", "density": 0.001, "tile": 16}}, "gradients/density", "block of 256 "),

@@ -142,7 +142,7 @@ def test_a_program_that_calls_initialize_by_itself_is_compressed(tmp_path: Path)
 @pytest.mark.parametrize(
     ("content", "options", "text"),
     [
-        ({"compress": {}}, "--deepspeed {}", 'did you mean it by "compress"?'),
+        ({"compress": {}}, "--deepspeed {}", 'found "compress" instead'),
         ({"train_batch_size": 1}, "--deepspeed_config_file {}", "the section is missing."),
         ({SECTION: {}}, "--deepspeed {}", ""),
         ({"train_batch_size": 1}, "--other {}", ""),
@@ -171,7 +171,7 @@ def test_a_file_without_the_section_is_told_at_the_start(
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        ({"deepspeed_compres": {}}, 'did you mean it by "deepspeed_compres"?'),
+        ({"deepspeed_compres": {}}, 'found "deepspeed_compres" instead'),
         ({"zero_optimization": {SECTION: {}}}, f'by "zero_optimization/{SECTION}"?'),
     ],
 )

@@ -342,11 +342,19 @@ WRONG = [
     (
         {"gradients": DEMO, "weights": {}, "adaptive": {"candidates": [{"bits": 4, "method": "blockwise"}]}},
         "/candidates/0/method",
-        "needs an optimizer without a momentum",
+        "needs an optimizer without momentum",
     ),
-    ({"adaptive": {"candidates": [DEMO]}}, "/candidates/0/method", "cannot take over in mid-run"),
-    ({"adaptive": {"candidates": [{"method": "dgc"}]}}, "/candidates/0/method", '(allowed: all but "demo", "dgc")'),
-    ({"adaptive": {"candidates": [{"method": "qsgd"}]}}, "/candidates/0/method", "do not both keep residuals"),
+    ({"adaptive": {"candidates": [DEMO]}}, "/candidates/0/method", "cannot be chosen during a run"),
+    (
+        {"adaptive": {"candidates": [{"method": "dgc"}]}},
+        "/candidates/0/method",
+        '(allowed: all methods except "demo", "dgc")',
+    ),
+    (
+        {"adaptive": {"candidates": [{"method": "qsgd"}]}},
+        "/candidates/0/method",
+        "must both keep residuals or both keep none",
+    ),
     (
         {"gradients": {"hierarchy": {"ranks_per_node": 2}}, "adaptive": {"candidates": [POWERSGD]}},
         "/candidates/0/method",
@@ -355,13 +363,13 @@ WRONG = [
     (
         {"gradients": {"error_feedback": None}, "adaptive": {"candidates": [POWERSGD]}},
         "/candidates/0/method",
-        "known with it alone",
+        "only measured with it",
     ),
-    ({"gradients": {**POWERSGD, "error_feedback": None}, "adaptive": {}}, "/error_feedback", "known with it alone"),
+    ({"gradients": {**POWERSGD, "error_feedback": None}, "adaptive": {}}, "/error_feedback", "only measured with it"),
     ({"adaptive": {"weights": [{"bits": 8}]}}, "/adaptive/weights", "leaves weights to DeepSpeed"),
     ({"weights": {}, "adaptive": {"weights": [{"bits": 5}]}}, "/adaptive/weights/0/bits", "5 is not accepted"),
     ({"weights": {}, "adaptive": {"weights": [{"method": "topk"}]}}, "/weights/0/method", "how far weights lag"),
-    ({"weights": {}, "adaptive": {"weights": [{"overlap": True}]}}, "/weights/0/overlap", "cannot change in mid-run"),
+    ({"weights": {}, "adaptive": {"weights": [{"overlap": True}]}}, "/weights/0/overlap", "cannot change during a run"),
     (
         {"weights": {"method": "topk"}, "adaptive": {"weights": [{"method": "sign"}]}},
         "/weights/method",

@@ -72,7 +72,7 @@ def test_the_length_of_training_may_be_that_of_the_learning_rate() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str, str]] = [
-    ({"schedule": {"phases": [{}]}}, "/schedule/total_steps", "no one knows"),
+    ({"schedule": {"phases": [{}]}}, "/schedule/total_steps", "not enough for phases"),
     ({"schedule": {"ramp": {"steps": 5}}}, "/schedule/ramp", "no density"),
     ({"gradients": {**TOPK, "density": 0.3}, "schedule": {"ramp": {"steps": 5}}}, "/schedule/ramp/start", "not above"),
     ({"schedule": {"phases": [{}, {}], "total_steps": 9}}, "/schedule/phases/0/until", "missing"),
@@ -81,7 +81,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"schedule": {"ramp": {"steps": 5, "stages": [{"bits": 5}]}}}, "/ramp/stages/0/bits", "5 is not accepted"),
     ({"schedule": {"ramp": {"steps": 5, "stages": [{"bitz": 8}]}}}, "/ramp/stages/0/bitz", "unknown key"),
     ({"schedule": {"ramp": {"steps": 5, "stages": [{"method": "demo"}]}}}, "/stages/0/method", "momentum"),
-    ({"schedule": {"ramp": {"steps": 5, "stages": [{"error_feedback": None}]}}}, "/error_feedback", "made once"),
+    ({"schedule": {"ramp": {"steps": 5, "stages": [{"error_feedback": None}]}}}, "/error_feedback", "created once"),
     (
         {"gradients": {"method": "none"}, "schedule": {"ramp": {"steps": 5, "stages": [{"method": "blockwise"}]}}},
         "/schedule/ramp/stages/0",

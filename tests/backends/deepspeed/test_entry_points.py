@@ -58,7 +58,7 @@ def without_section(rank: int) -> list[str]:
 def test_an_engine_without_the_section_is_told_by_install() -> None:
     first, second = run_forks(2, without_section)
     assert [text[:34] for text in first] == ["an engine is not compressed: /deep"]
-    assert 'did you mean it by "compress"?' in first[0]
+    assert 'found "compress" instead' in first[0]
     assert '"method": "none"' in first[0]
     assert second == []
 

@@ -146,7 +146,11 @@ def test_bytes_are_those_of_islands() -> None:
 @pytest.mark.parametrize(
     ("elastic", "more", "text"),
     [
-        ({"minimum": 2, "parameter_server": {}}, {}, "/deepspeed_compress/islands/elastic/minimum: 2 are waited for"),
+        (
+            {"minimum": 2, "parameter_server": {}},
+            {},
+            "/deepspeed_compress/islands/elastic/minimum: 2 has no effect with parameter_server",
+        ),
         (
             {"parameter_server": {"max_staleness": 0}},
             {},
@@ -155,7 +159,7 @@ def test_bytes_are_those_of_islands() -> None:
         (
             {"parameter_server": {}},
             {"second_moments": {}},
-            "/deepspeed_compress/islands/second_moments: are made alike",
+            "/deepspeed_compress/islands/second_moments: need exchanges in rounds",
         ),
     ],
 )

@@ -480,8 +480,8 @@ def test_islands_that_do_not_fit_are_refused() -> None:
 @pytest.mark.parametrize(
     ("islands", "text"),
     [
-        ({"size": 2}, "/deepspeed_compress/islands/size: 2 is of islands that are one job"),
-        ({"delay": 1}, "/deepspeed_compress/islands/delay: 1 is of islands that are one job"),
+        ({"size": 2}, "/deepspeed_compress/islands/size: 2 only applies to islands of one job"),
+        ({"delay": 1}, "/deepspeed_compress/islands/delay: 1 only applies to islands of one job"),
         ({"sync_every": "30 parsecs"}, "/deepspeed_compress/islands/sync_every"),
     ],
 )

@@ -268,7 +268,7 @@ def test_a_file_with_an_optimizer_that_is_none_is_not_for_islands_to_judge(optim
 def test_a_file_of_one_is_refused() -> None:
     [found] = find_problems(Job(1, section=section(size=1, second_moments={}), extra=SGD).config())
     assert str(found).startswith(
-        '/deepspeed_compress/islands/second_moments: has nothing to exchange with optimizer "SGD"'
+        '/deepspeed_compress/islands/second_moments: has no effect with optimizer "SGD", which has no second moments'
     )
 
 
@@ -555,8 +555,8 @@ def refused(rank: int, job: Job) -> str:
     ("islands", "text"),
     [
         ({"size": 2}, "islands/size: islands of 2 do not divide the 3 ranks"),
-        ({}, "/deepspeed_compress/islands/size: null beside by_host false"),
-        ({"size": 1, "delay": 30}, "/deepspeed_compress/islands/delay: 30 with sync_every 30"),
+        ({}, "/deepspeed_compress/islands/size: null with by_host: false"),
+        ({"size": 1, "delay": 30}, "/deepspeed_compress/islands/delay: 30 is too large for sync_every 30"),
         ({"size": 1, "outer": {"momentum": 0.5}}, "/deepspeed_compress/islands/outer/momentum: 0.5 has no effect"),
         ({"size": 1, "exchange": {"method": "powersgd"}}, "/deepspeed_compress/islands/exchange: powersgd"),
         (

@@ -248,13 +248,13 @@ ELASTIC = section(elastic={"rendezvous": "localhost:1"})
 @pytest.mark.parametrize(
     ("extra", "methods", "place", "text"),
     [
-        (AUTO_TP, ELASTIC, "/tensor_parallel/autotp_size", "2 is not available inside islands that come and go"),
+        (AUTO_TP, ELASTIC, "/tensor_parallel/autotp_size", "2 is not available inside elastic islands"),
         ({}, {**ELASTIC, "parallelism": {"tensor": 2}}, "/deepspeed_compress/parallelism/tensor", "2 is not available"),
         (
             {},
             {**section(size=1), "parallelism": {"pipeline": 2}},
             "/deepspeed_compress/parallelism/pipeline",
-            "2 is not available inside islands, because DeepSpeed deals out stages over all ranks of the job",
+            "2 is not available inside islands, because DeepSpeed distributes stages over all ranks of the job",
         ),
         (
             AUTO_TP,

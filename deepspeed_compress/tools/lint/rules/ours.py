@@ -143,7 +143,7 @@ def parsed_section(document: Document) -> "CompressConfig | None":
     reason="What training warns of (CompressWarning).",
     wrong=trained(**with_section(gradients={"method": "topk", "error_feedback": None})),
     right=trained(**with_section(gradients={"method": "topk", "error_feedback": {}})),
-    proof=warns("loses for ever what is not sent"),
+    proof=warns("loses every value that is not sent"),
 )
 def compress_no_effect(document: Document, context: Context) -> Iterator[Diagnostic]:
     parsed = parsed_section(document)
