@@ -20,7 +20,7 @@ from deepspeed_compress.config.models import (
     Parallelism,
     Phase,
     Ramp,
-    RollBack,
+    Rollback,
     Schedule,
 )
 from deepspeed_compress.config.notices import find_notices
@@ -80,7 +80,7 @@ __all__ = [
     "Phase",
     "PowerSGDGradients",
     "Ramp",
-    "RollBack",
+    "Rollback",
     "Schedule",
     "SparseConfig",
     "WeightsConfig",

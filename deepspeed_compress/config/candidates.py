@@ -27,8 +27,8 @@ from deepspeed_compress.diagnostics import Diagnostic, Path, pointer
 
 __all__ = [
     "chooses_weights",
-    "find_nothing_to_choose",
-    "find_unchosen",
+    "find_adaptive_problems",
+    "find_empty_choice",
     "gradient_candidates",
     "weight_candidates",
 ]
@@ -62,11 +62,11 @@ def gradient_candidates(section: CompressConfig, low_rank: bool = True) -> tuple
     if written.method in OWN_MOMENTUM:
         return (written,)
     chosen = section.adaptive.candidates
-    others = _usual(written, low_rank) if chosen is None else (patched(written, patch) for patch in chosen)
+    others = _usual_candidates(written, low_rank) if chosen is None else (patched(written, patch) for patch in chosen)
     return tuple(dict.fromkeys((written, patched(written, {"method": "none"}), *others)))
 
 
-def _usual(written: GradientsConfig, low_rank: bool) -> Iterator[GradientsConfig]:
+def _usual_candidates(written: GradientsConfig, low_rank: bool) -> Iterator[GradientsConfig]:
     yield from (patched(written, patch) for patch in USUAL)
     for rank in USUAL_RANKS if low_rank else ():
         try:
@@ -74,7 +74,7 @@ def _usual(written: GradientsConfig, low_rank: bool) -> Iterator[GradientsConfig
         except ValidationError:
             # For example, its residual settings have no decay, and the written ones have one.
             return
-        if _why_not(written, settings) is None:
+        if _reason_against(written, settings) is None:
             yield settings
 
 
@@ -99,12 +99,12 @@ def weight_candidates(section: CompressConfig, differences: bool) -> tuple[Weigh
     return tuple(dict.fromkeys((written, *(patched_weights(written, patch) for patch in patches))))
 
 
-def find_unchosen(section: CompressConfig) -> Iterator[Diagnostic]:
+def find_adaptive_problems(section: CompressConfig) -> Iterator[Diagnostic]:
     """Yield the settings that `adaptive` of `section` cannot choose from."""
     if section.adaptive is None:
         return
-    yield from _gradients(section)
-    yield from _weights(section)
+    yield from _gradient_problems(section)
+    yield from _weight_problems(section)
     if section.gradients.method == "none":
         what = (
             'cannot be combined with gradients.method "none", which leaves reduction to DeepSpeed (allowed: '
@@ -117,7 +117,7 @@ def find_unchosen(section: CompressConfig) -> Iterator[Diagnostic]:
             yield problem(("adaptive",), what, f"adaptive without schedule.{key}")
 
 
-def _gradients(section: CompressConfig) -> Iterator[Diagnostic]:
+def _gradient_problems(section: CompressConfig) -> Iterator[Diagnostic]:
     written, adaptive = section.gradients, section.adaptive
     assert adaptive is not None
     own = written.method in OWN_MOMENTUM
@@ -125,26 +125,25 @@ def _gradients(section: CompressConfig) -> Iterator[Diagnostic]:
         # Keys that may not change are reported separately.
         changed = {key: value for key, value in patch.items() if key not in FIXED}
         path, settings = ("adaptive", "candidates", index), patched(written, changed)
-        reason = _why_momentum_stays(written) if own else _why_not(written, settings)
+        reason = _reason_against_momentum(written) if own else _reason_against(written, settings)
         if reason is not None:
             yield problem((*path, "method"), f'"{settings.method}" {reason[0]}', reason[1])
     unfed = isinstance(written, PowerSGDGradients) and written.error_feedback is None
     if unfed:
-        yield problem(
-            ("gradients", "error_feedback"), f"null cannot be combined with adaptive: PowerSGD {_UNFED[0]}", _UNFED[1]
-        )
+        what = f"null cannot be combined with adaptive: PowerSGD {_NO_FEEDBACK[0]}"
+        yield problem(("gradients", "error_feedback"), what, _NO_FEEDBACK[1])
     if own and len(weight_candidates(section, differences=True)) == 1:
-        yield problem(("adaptive",), *_nothing(written.method))
+        yield problem(("adaptive",), *_nothing_to_choose(written.method))
 
 
-_UNFED = (
+_NO_FEEDBACK = (
     "without error feedback cannot be a candidate, because its effect on the loss was only measured with it "
     "(allowed: an object)",
     '"error_feedback": {}, or another method',
 )
 
 
-def _why_momentum_stays(written: GradientsConfig) -> tuple[str, str]:
+def _reason_against_momentum(written: GradientsConfig) -> tuple[str, str]:
     what = f'gradients.method "{written.method}"'
     return (
         f"cannot alternate with {what}, which needs an optimizer without momentum, and keeps a momentum in place of a "
@@ -153,7 +152,7 @@ def _why_momentum_stays(written: GradientsConfig) -> tuple[str, str]:
     )
 
 
-def _why_not(written: GradientsConfig, settings: GradientsConfig) -> tuple[str, str] | None:
+def _reason_against(written: GradientsConfig, settings: GradientsConfig) -> tuple[str, str] | None:
     """Return why `settings` cannot alternate with the written ones, and what to write instead; None if they can."""
     if settings.method in OWN_MOMENTUM:
         what = "cannot be chosen during a run: it needs an optimizer without momentum, and keeps a momentum of its own"
@@ -170,7 +169,7 @@ def _why_not(written: GradientsConfig, settings: GradientsConfig) -> tuple[str, 
         )
         return what, '"blockwise", or "hierarchy": null in gradients'
     if isinstance(settings, PowerSGDGradients) and settings.error_feedback is None:
-        return _UNFED
+        return _NO_FEEDBACK
     if (settings.residuals is None) != (written.residuals is None):
         what = (
             "and the method in gradients must both keep residuals or both keep none, or some residuals would never "
@@ -180,7 +179,7 @@ def _why_not(written: GradientsConfig, settings: GradientsConfig) -> tuple[str, 
     return None
 
 
-def _weights(section: CompressConfig) -> Iterator[Diagnostic]:
+def _weight_problems(section: CompressConfig) -> Iterator[Diagnostic]:
     adaptive, weights = section.adaptive, section.weights
     assert adaptive is not None
     if adaptive.weights is None:
@@ -201,7 +200,7 @@ def _weights(section: CompressConfig) -> Iterator[Diagnostic]:
             yield problem((*path, "method"), f"{what} (allowed: none, blockwise, sign)", '"method": "sign"')
 
 
-def find_nothing_to_choose(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
+def find_empty_choice(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
     """Yield what cannot be chosen at the file's ZeRO stage: under ZeRO 3 no rank keeps the weights that it gathers."""
     parallelism, adaptive = section.parallelism or Parallelism(), section.adaptive
     stage, place = STAGE.effective(ds_config, parallelism), pointer(STAGE.place(parallelism))
@@ -211,9 +210,9 @@ def find_nothing_to_choose(ds_config: Mapping[str, Any], section: CompressConfig
         what = f"cannot be combined with {place}: 3, where weights are rounded instead of sent as differences"
         yield problem(("adaptive", "weights"), f"{what} (allowed: null)", f"null, or 1 or 2 as {place}")
     elif section.gradients.method in OWN_MOMENTUM:
-        yield problem(("adaptive",), *_nothing(f"{section.gradients.method} under ZeRO 3"))
+        yield problem(("adaptive",), *_nothing_to_choose(f"{section.gradients.method} under ZeRO 3"))
 
 
-def _nothing(method: str) -> tuple[str, str]:
+def _nothing_to_choose(method: str) -> tuple[str, str]:
     what = f'has nothing to choose: "{method}" cannot alternate with other methods, and neither can its weights'
     return f"{what} (allowed: another method, or ZeRO 1 or 2 with blockwise or sign weights)", "no adaptive"

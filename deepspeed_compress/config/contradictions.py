@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from deepspeed_compress.config.candidates import find_nothing_to_choose, find_unchosen
+from deepspeed_compress.config.candidates import find_adaptive_problems, find_empty_choice
 from deepspeed_compress.config.island_problems import find_island_contradictions, find_island_mismatches
 from deepspeed_compress.config.methods import BlockTopKConfig, Model, SparseConfig
 from deepspeed_compress.config.models import SECTION, CompressConfig, Parallelism
@@ -20,7 +20,7 @@ from deepspeed_compress.config.places import (
     PowerSGDGradients,
 )
 from deepspeed_compress.config.problems import problem, show
-from deepspeed_compress.config.schedules import OWN_MOMENTUM, find_unscheduled, find_without_length
+from deepspeed_compress.config.schedules import OWN_MOMENTUM, find_schedule_problems, find_unknown_length
 from deepspeed_compress.diagnostics import Diagnostic, Path, at, pointer, write
 
 
@@ -34,13 +34,13 @@ def find_mismatches(
 ) -> list[Diagnostic]:
     """Return the settings of `section` that contradict the rest of the file, or `world_size` ranks in total."""
     problems = [
-        *_weights_that_no_one_gathers(ds_config, section),
-        *_second_momentum(ds_config, section),
-        *find_without_length(ds_config, section),
-        *find_nothing_to_choose(ds_config, section),
-        *_overlap_of_others(ds_config, section),
-        *_guard_without_norms(ds_config, section),
-        *_ownership_that_is_not_ours(ds_config, section),
+        *_weights_not_gathered(ds_config, section),
+        *_optimizer_momentum(ds_config, section),
+        *find_unknown_length(ds_config, section),
+        *find_empty_choice(ds_config, section),
+        *_overlap_unavailable(ds_config, section),
+        *_guard_needs_norms(ds_config, section),
+        *_ownership_unavailable(ds_config, section),
         *find_island_mismatches(ds_config, section, world_size),
     ]
     return problems + ([] if world_size is None else list(_uneven_nodes(section, world_size)))
@@ -61,17 +61,17 @@ def override_places(section: CompressConfig) -> Iterator[tuple[Path, Override]]:
         yield ("gradients", "overrides", index), override
 
 
-def _collected_and_lost(section: CompressConfig) -> Iterator[Diagnostic]:
+def _delayed_without_feedback(section: CompressConfig) -> Iterator[Diagnostic]:
     """Check that error feedback keeps delayed gradients until they are sent; they wait in its residuals."""
     for path, override in override_places(section):
-        forgets = _forgets(section.gradients, override.every) if override.every > 1 else None
+        forgets = _lossy_setting(section.gradients, override.every) if override.every > 1 else None
         if forgets:
             setting, instead = forgets
             what = f"{override.every} sums gradients over steps, but {setting} loses them (allowed: 1)"
             yield problem((*path, "every"), what, f"1, or {instead}")
 
 
-def _forgets(gradients: GradientsConfig, every: int) -> tuple[str, str] | None:
+def _lossy_setting(gradients: GradientsConfig, every: int) -> tuple[str, str] | None:
     """Return the setting that loses gradients within `every` steps, and what to write instead; None if none does."""
     if not isinstance(gradients, FeedbackGradients | PowerSGDGradients):
         # Other methods have a momentum, which always keeps them.
@@ -96,7 +96,7 @@ def _group_beyond_block(section: CompressConfig) -> Iterator[Diagnostic]:
             yield problem((*path, "group"), what, f'{method.block_size}, or "block_size": {method.group}')
 
 
-def _saving(section: CompressConfig) -> Iterator[Diagnostic]:
+def _checkpoint_directory(section: CompressConfig) -> Iterator[Diagnostic]:
     """Check that automatic checkpoints have a directory, and that no key about them is without effect."""
     settings = section.checkpointing
     if settings is None:
@@ -120,7 +120,7 @@ def _saving(section: CompressConfig) -> Iterator[Diagnostic]:
             yield problem(("checkpointing", key), what, f'"every": "10 min", or remove {key}')
 
 
-def _capped(section: CompressConfig) -> Iterator[Diagnostic]:
+def _rate_limit(section: CompressConfig) -> Iterator[Diagnostic]:
     """Check that a rate cap applies to something, and that no adaptation measures the link as if uncapped."""
     rate = section.communication.max_rate
     if rate is None:
@@ -137,17 +137,17 @@ def _capped(section: CompressConfig) -> Iterator[Diagnostic]:
 
 
 _CHECKS = (
-    _capped,
-    _collected_and_lost,
+    _rate_limit,
+    _delayed_without_feedback,
     _group_beyond_block,
     find_island_contradictions,
-    _saving,
-    find_unscheduled,
-    find_unchosen,
+    _checkpoint_directory,
+    find_schedule_problems,
+    find_adaptive_problems,
 )
 
 
-def _weights_that_no_one_gathers(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
+def _weights_not_gathered(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
     """Check that compressed weights are gathered, and in a way that the method supports.
 
     ZeRO 1 and 2, and the bf16 optimizer of pipelines, gather updated weights, whose differences are sent. ZeRO 3
@@ -180,7 +180,7 @@ def _weights_that_no_one_gathers(ds_config: Mapping[str, Any], section: Compress
         yield problem(("weights",), f"{settings} cannot be combined with {place}: 3, {why}", instead)
 
 
-def _overlap_of_others(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
+def _overlap_unavailable(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
     """Check that `overlap` applies.
 
     It does not to ZeRO 3, which prefetches weights itself, or to pipelines, whose tied layers run without being called.
@@ -198,7 +198,7 @@ def _overlap_of_others(ds_config: Mapping[str, Any], section: CompressConfig) ->
         yield problem(("weights", "overlap"), f"{what} (allowed: false)", 'false, or "pipeline": 1')
 
 
-def _guard_without_norms(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
+def _guard_needs_norms(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
     zero = ds_config.get("zero_optimization")
     if section.guard is not None and isinstance(zero, dict) and zero.get("compute_grad_norm") is False:
         place = pointer(("zero_optimization", "compute_grad_norm"))
@@ -206,11 +206,11 @@ def _guard_without_norms(ds_config: Mapping[str, Any], section: CompressConfig) 
         yield problem(("guard",), what, f"null, or true at {place}")
 
 
-_OTHER_ORDERS = ("round_robin_gradients", "elastic_checkpoint", "parameter_alignment")
+_CONFLICTS_WITH_OWNERSHIP = ("round_robin_gradients", "elastic_checkpoint", "parameter_alignment")
 """Keys of `zero_optimization` with which DeepSpeed orders, pads or saves its flat buffers differently."""
 
 
-def _ownership_that_is_not_ours(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
+def _ownership_unavailable(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
     """Check that `ownership` applies: only to the flat buffers of ZeRO 1 and 2, in DeepSpeed's default layout."""
     if section.ownership == "contiguous":
         return
@@ -224,7 +224,7 @@ def _ownership_that_is_not_ours(ds_config: Mapping[str, Any], section: CompressC
         yield problem(("ownership",), what + why, '"contiguous", or another method')
     zero = ds_config.get("zero_optimization")
     zero = zero if isinstance(zero, dict) else {}
-    for key in _OTHER_ORDERS:
+    for key in _CONFLICTS_WITH_OWNERSHIP:
         if zero.get(key):
             other = pointer(("zero_optimization", key))
             why = f"{other}: {show(zero[key])}, which changes the layout of the flat buffers (allowed: false)"
@@ -244,7 +244,7 @@ _BETAS = frozenset({"adam", "adamw", "lamb", "lion", "muadam", "muadamw", "adama
 """Optimizers that have a first moment, with factor 0.9 unless `params.betas` sets another."""
 
 
-def _second_momentum(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
+def _optimizer_momentum(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
     """Check that the optimizer adds no momentum to the one that DGC and DeMo give the gradients."""
     optimizer = ds_config.get("optimizer")
     if section.gradients.method not in OWN_MOMENTUM or not isinstance(optimizer, dict):

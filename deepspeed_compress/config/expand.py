@@ -7,7 +7,7 @@ from typing import Any
 
 from deepspeed_compress.config.contradictions import find_mismatches
 from deepspeed_compress.config.models import SECTION, CompressConfig, Parallelism
-from deepspeed_compress.config.native import NATIVES, STAGE, TENSOR, Native
+from deepspeed_compress.config.native import NATIVE_KEYS, STAGE, TENSOR, NativeKey
 from deepspeed_compress.config.problems import problem, raise_problems, show
 from deepspeed_compress.diagnostics import Diagnostic, at, pointer, write
 from deepspeed_compress.errors import CompressWarning
@@ -27,9 +27,9 @@ def expand(ds_config: Mapping[str, Any], section: CompressConfig) -> dict[str, A
     if problems:
         raise_problems(problems)
     expanded = copy.deepcopy(dict(ds_config))
-    for native in NATIVES:
+    for native in NATIVE_KEYS:
         value = native.given(parallelism)
-        if value is not None and (native is not TENSOR or _splits_by_itself(parallelism)):
+        if value is not None and (native is not TENSOR or _uses_autotp(parallelism)):
             expanded.setdefault(native.section, {})[native.key] = value
     if _may_overlap(expanded, section):
         expanded["zero_optimization"].setdefault("overlap_comm", True)
@@ -53,7 +53,7 @@ def _may_overlap(ds_config: Mapping[str, Any], section: CompressConfig) -> bool:
     )
 
 
-def _splits_by_itself(parallelism: Parallelism) -> bool:
+def _uses_autotp(parallelism: Parallelism) -> bool:
     """Return True if DeepSpeed must be told of tensor parallelism.
 
     DeepSpeed would treat a size of 1 as tensor parallelism, and a pipeline as a plain model.
@@ -93,13 +93,13 @@ def find_conflicts(
     ds_config: Mapping[str, Any], parallelism: Parallelism, world_size: int | None = None
 ) -> list[Diagnostic]:
     """Return contradictions of the parallelism with DeepSpeed's keys, DeepSpeed's rules, or the number of ranks."""
-    problems = [p for native in NATIVES for p in _disagreement(native, ds_config, parallelism)]
+    problems = [p for native in NATIVE_KEYS for p in _disagreement(native, ds_config, parallelism)]
     problems += _pipeline_with_partition(ds_config, parallelism)
     problems += _pipeline_with_autotp(ds_config, parallelism)
     return problems + ([] if world_size is None else list(_indivisible(ds_config, parallelism, world_size)))
 
 
-def _disagreement(native: Native, ds_config: Mapping[str, Any], parallelism: Parallelism) -> Iterator[Diagnostic]:
+def _disagreement(native: NativeKey, ds_config: Mapping[str, Any], parallelism: Parallelism) -> Iterator[Diagnostic]:
     ours, theirs = native.given(parallelism), native.native(ds_config)
     outer = ds_config.get(native.section, {})
     if ours is None:

@@ -16,14 +16,14 @@ def find_island_contradictions(section: CompressConfig) -> Iterator[Diagnostic]:
     islands = section.islands
     if islands is None:
         return
-    yield from (_elastic_islands if islands.elastic is not None else _islands_of_a_job)(islands)
+    yield from (_elastic_problems if islands.elastic is not None else _single_job_problems)(islands)
     if islands.outer.optimizer == "average" and "momentum" in islands.outer.model_fields_set:
         what = f'{islands.outer.momentum} has no effect with optimizer "average" (allowed: no key)'
         yield problem(
             ("islands", "outer", "momentum"), what, 'nothing: remove the key, or write "optimizer": "nesterov"'
         )
-    yield from _of_all_ranks(section)
-    yield from _of_exchange(islands)
+    yield from _checkpoint_rollback(section)
+    yield from _exchange_problems(islands)
     pipeline = (section.parallelism or Parallelism()).pipeline
     if pipeline > 1:
         what = (
@@ -33,7 +33,7 @@ def find_island_contradictions(section: CompressConfig) -> Iterator[Diagnostic]:
         yield problem(("parallelism", "pipeline"), f"{what} (allowed with islands: 1)", "1, or remove islands")
 
 
-def _of_exchange(islands: Islands) -> Iterator[Diagnostic]:
+def _exchange_problems(islands: Islands) -> Iterator[Diagnostic]:
     if isinstance(islands.exchange, PowerSGDGradients) or getattr(islands.exchange, "hierarchy", None) is not None:
         what = (
             f"{islands.exchange.method} needs more than one round trip between islands (allowed: other methods, "
@@ -46,7 +46,7 @@ def _of_exchange(islands: Islands) -> Iterator[Diagnostic]:
         yield problem(("islands", "exchange", "error_feedback", "reset_interval"), what, "nothing: remove the key")
 
 
-def _of_all_ranks(section: CompressConfig) -> Iterator[Diagnostic]:
+def _checkpoint_rollback(section: CompressConfig) -> Iterator[Diagnostic]:
     """Check settings that would let one island alone change weights that it shares with the others."""
     rollback = None if section.guard is None else section.guard.rollback
     if rollback is not None and rollback.checkpoint:
@@ -54,7 +54,7 @@ def _of_all_ranks(section: CompressConfig) -> Iterator[Diagnostic]:
         yield problem(("guard", "rollback", "checkpoint"), what, "false, or remove islands")
 
 
-def _islands_of_a_job(islands: Islands) -> Iterator[Diagnostic]:
+def _single_job_problems(islands: Islands) -> Iterator[Diagnostic]:
     if (islands.size is None) != islands.by_host:
         what = f"{show(islands.size)} with by_host: {show(islands.by_host)} (allowed: exactly one of the two)"
         yield problem(("islands", "size"), what, '"size": 8, for islands of 8 ranks, or "by_host": true without size')
@@ -68,12 +68,12 @@ def _islands_of_a_job(islands: Islands) -> Iterator[Diagnostic]:
             yield problem(("islands", key), what, f"{most}, or a larger sync_every")
 
 
-_OF_ONE_JOB = {"size": None, "by_host": False, "fragments": 1, "delay": 0, "warmup_steps": 0}
+_SINGLE_JOB_KEYS = {"size": None, "by_host": False, "fragments": 1, "delay": 0, "warmup_steps": 0}
 """Keys that islands that join and leave do not have, with the value that has no effect."""
 
 
-def _elastic_islands(islands: Islands) -> Iterator[Diagnostic]:
-    for key, nothing in _OF_ONE_JOB.items():
+def _elastic_problems(islands: Islands) -> Iterator[Diagnostic]:
+    for key, nothing in _SINGLE_JOB_KEYS.items():
         if getattr(islands, key) != nothing:
             what = (
                 f"{show(getattr(islands, key))} only applies to islands of one job (allowed with elastic: "
@@ -114,7 +114,7 @@ def find_island_mismatches(
     if islands.second_moments is not None and isinstance(kind, str) and kind.lower() not in _WITH_SECOND_MOMENTS:
         what = f"has no effect with optimizer {show(kind)}, which has no second moments (allowed: null)"
         yield problem(("islands", "second_moments"), what, 'nothing: remove the key, or write "type": "AdamW"')
-    yield from _unknown_masters(ds_config, STAGE.effective(ds_config, parallelism))
+    yield from _missing_master_weights(ds_config, STAGE.effective(ds_config, parallelism))
     tensor = TENSOR.effective(ds_config, parallelism)
     if islands.elastic is not None:
         if tensor > 1:
@@ -122,7 +122,7 @@ def find_island_mismatches(
             instead = '1, or islands of one job: "size" in place of "elastic"'
             yield Diagnostic(at(*TENSOR.place(parallelism)), f"{what} (allowed with elastic: 1)", write(instead))
         return
-    yield from _of_the_whole_job(ds_config)
+    yield from _native_problems(ds_config)
     ranks = None if islands.size is None else islands.size * tensor
     if ranks is not None and world_size is not None and world_size % ranks:
         what = f"{islands.size} x {tensor} ranks that share each layer do not divide the {world_size} ranks of the job"
@@ -133,8 +133,8 @@ def find_island_mismatches(
         )
 
 
-def _unknown_masters(ds_config: Mapping[str, Any], stage: int) -> Iterator[Diagnostic]:
-    """Check that there are fp32 master weights, as `engine.weights.masters` does once there is an engine."""
+def _missing_master_weights(ds_config: Mapping[str, Any], stage: int) -> Iterator[Diagnostic]:
+    """Check that there are fp32 master weights, as `find_masters` does once there is an engine."""
     for key in ("bf16", "bfloat16", "fp16"):
         if stage == 0 and value_at(ds_config, (key, "enabled")) is True:
             what = "true without ZeRO leaves no fp32 master weights for islands to exchange (allowed: with ZeRO 1 to 3)"
@@ -145,7 +145,7 @@ def _unknown_masters(ds_config: Mapping[str, Any], stage: int) -> Iterator[Diagn
         yield Diagnostic(at(*place), what, write('"cpu"'))
 
 
-_OF_THE_WHOLE_JOB = (
+_FALSE_IN_SINGLE_JOB = (
     (("checkpoint", "use_node_local_storage"), "gives hosts different files, but all islands must load the same ones"),
     (
         ("data_efficiency", "data_sampling", "curriculum_learning", "enabled"),
@@ -155,7 +155,7 @@ _OF_THE_WHOLE_JOB = (
 """DeepSpeed's keys that must not be true with islands of one job, and why."""
 
 
-def _of_the_whole_job(ds_config: Mapping[str, Any]) -> Iterator[Diagnostic]:
-    for place, why in _OF_THE_WHOLE_JOB:
+def _native_problems(ds_config: Mapping[str, Any]) -> Iterator[Diagnostic]:
+    for place, why in _FALSE_IN_SINGLE_JOB:
         if value_at(ds_config, place) is True:
             yield Diagnostic(at(*place), f"true {why} (allowed with islands: false)", write("false, or remove islands"))

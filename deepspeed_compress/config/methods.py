@@ -32,12 +32,12 @@ class Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, defer_build=True)
 
 
-def _demand_method(schema: dict[str, Any]) -> None:
+def _require_method(schema: dict[str, Any]) -> None:
     schema["required"] = ["method", *(key for key in schema.get("required", ()) if key != "method")]
 
 
 # Only the default method may be left out; the JSON Schema requires the key in all other variants.
-NAMED = ConfigDict(json_schema_extra=_demand_method)
+NAMED = ConfigDict(json_schema_extra=_require_method)
 
 
 def _power_of_two(value: int) -> int:

@@ -83,7 +83,7 @@ class Schedule(Model):
     """Optimizer steps of the whole training, which `phases` need; null uses `scheduler.params.total_num_steps`."""
 
 
-class RollBack(Model):
+class Rollback(Model):
     """Return to the last settings with which training went well, if the loss falls behind."""
 
     behind: float = Field(default=0.05, gt=0)
@@ -126,7 +126,7 @@ class Guard(Model):
     full_sync_every: int = Field(default=0, ge=0)
     """Optimizer steps between full synchronizations: uncompressed steps that also send all residuals and exact weights;
     0 has none."""
-    rollback: RollBack | None = None
+    rollback: Rollback | None = None
     """Reaction if the loss stays above its best value; null does nothing."""
     dry_run: bool = False
     """Record decisions as events without carrying them out."""

@@ -9,7 +9,7 @@ from deepspeed_compress.diagnostics import Path
 
 
 @dataclass(frozen=True, slots=True)
-class Native:
+class NativeKey:
     """Field of `Parallelism` and the corresponding key of DeepSpeed."""
 
     field: str
@@ -59,9 +59,9 @@ def _number(value: object) -> object:
     return int(number) if number.is_integer() else value
 
 
-STAGE = Native("zero_stage", "zero_optimization", "stage", 0, on=1)
-TENSOR = Native("tensor", "tensor_parallel", "autotp_size", 1)
-NATIVES = (STAGE, TENSOR)
+STAGE = NativeKey("zero_stage", "zero_optimization", "stage", 0, on=1)
+TENSOR = NativeKey("tensor", "tensor_parallel", "autotp_size", 1)
+NATIVE_KEYS = (STAGE, TENSOR)
 
 
 def value_at(ds_config: Mapping[str, Any], path: Path) -> Any:

@@ -19,7 +19,7 @@ def find_notices(section: CompressConfig) -> list[Diagnostic]:
     return [found for check in _CHECKS for found in check(section)]
 
 
-def _nothing_compressed(section: CompressConfig) -> Iterator[Diagnostic]:
+def _no_compression(section: CompressConfig) -> Iterator[Diagnostic]:
     steps, cosine_every = section.schedule.warmup_steps, section.monitor.cosine_every
     if steps and section.gradients.method == section.weights.method == "none":
         what = f'{steps} has no effect, because method "none" does not compress (allowed: 0)'
@@ -29,7 +29,7 @@ def _nothing_compressed(section: CompressConfig) -> Iterator[Diagnostic]:
         yield notice(("monitor", "cosine_every"), what, "0, or choose another method")
 
 
-def _idle_policy(section: CompressConfig) -> Iterator[Diagnostic]:
+def _policy_without_effect(section: CompressConfig) -> Iterator[Diagnostic]:
     schedule, guard = section.schedule, section.guard
     if schedule.total_steps is not None and not schedule.phases:
         what = f"{schedule.total_steps} has no effect without phases (allowed: null)"
@@ -42,14 +42,14 @@ def _idle_policy(section: CompressConfig) -> Iterator[Diagnostic]:
         yield notice(("guard",), 'has no effect, because method "none" does not compress (allowed: null)', "null")
 
 
-def _alone(section: CompressConfig) -> Iterator[Diagnostic]:
+def _single_rank_islands(section: CompressConfig) -> Iterator[Diagnostic]:
     islands = section.islands
     if islands is not None and islands.size == 1 and section.adaptive is not None:
         what = "has no effect in islands of size 1, which send neither gradients nor weights (allowed: null)"
         yield notice(("adaptive",), what, "null, or larger islands")
 
 
-def _seed_unused(section: CompressConfig) -> Iterator[Diagnostic]:
+def _unused_seed(section: CompressConfig) -> Iterator[Diagnostic]:
     random = any(
         part.draws_random_numbers if isinstance(part, MethodConfig) else isinstance(part, PowerSGDGradients)
         for part in _parts(section)
@@ -99,7 +99,7 @@ def _density_warmup(section: CompressConfig) -> Iterator[Diagnostic]:
             yield notice((*path, "density_warmup_steps"), what, f"0, or more than {dense}")
 
 
-def _block_of_nothing(section: CompressConfig) -> Iterator[Diagnostic]:
+def _unused_block_size(section: CompressConfig) -> Iterator[Diagnostic]:
     for path, method in sparse_places(section):
         default = LargestConfig.model_fields["block_size"].default
         if isinstance(method, LargestConfig) and method.scope != "block" and method.block_size != default:
@@ -110,27 +110,27 @@ def _block_of_nothing(section: CompressConfig) -> Iterator[Diagnostic]:
 _LOSSY = frozenset({"sign", "topk", "block_topk", "powersgd"})
 
 
-def _remembers(gradients: GradientsConfig) -> bool:
+def _keeps_residuals(gradients: GradientsConfig) -> bool:
     return isinstance(gradients, CompressedGradients) and gradients.residuals is not None
 
 
-def _biased_alone(section: CompressConfig) -> Iterator[Diagnostic]:
+def _lossy_without_feedback(section: CompressConfig) -> Iterator[Diagnostic]:
     """Check that methods that lose most of the gradient have error feedback."""
     methods = [section.gradients, *(override for _, override in override_places(section))]
     lossy = [m.method for m in methods if m.method in _LOSSY or (isinstance(m, RandomKConfig) and not m.rescale)]
-    if lossy and not _remembers(section.gradients):
+    if lossy and not _keeps_residuals(section.gradients):
         what = f'null with method "{lossy[0]}" loses every value that is not sent (allowed: an object)'
         yield notice(("gradients", "error_feedback"), what, '{}, or an unbiased method such as "qsgd"')
 
 
-def _rescaled_feedback(section: CompressConfig) -> Iterator[Diagnostic]:
+def _rescale_with_feedback(section: CompressConfig) -> Iterator[Diagnostic]:
     for path, method in sparse_places(section):
-        if isinstance(method, RandomKConfig) and method.rescale and _remembers(section.gradients):
+        if isinstance(method, RandomKConfig) and method.rescale and _keeps_residuals(section.gradients):
             what = "true together with error feedback sends values that are too large, and diverges (allowed: false)"
             yield notice((*path, "rescale"), what, 'false, or "error_feedback": null')
 
 
-def _noisy_feedback(section: CompressConfig) -> Iterator[Diagnostic]:
+def _qsgd_with_feedback(section: CompressConfig) -> Iterator[Diagnostic]:
     """Check QSGD with error feedback, whose residuals may grow without bound.
 
     Its error is up to sqrt(block_size) / levels times the values sent.
@@ -163,7 +163,7 @@ def _overrides(section: CompressConfig) -> Iterator[Diagnostic]:
         seen.add(pattern)
 
 
-def _idle_memory(section: CompressConfig) -> Iterator[Diagnostic]:
+def _memory_checkpoints(section: CompressConfig) -> Iterator[Diagnostic]:
     settings = section.checkpointing
     if settings is None or settings.memory is None:
         return
@@ -183,16 +183,16 @@ def _idle_memory(section: CompressConfig) -> Iterator[Diagnostic]:
 
 
 _CHECKS = (
-    _idle_memory,
-    _nothing_compressed,
-    _idle_policy,
-    _alone,
-    _seed_unused,
+    _memory_checkpoints,
+    _no_compression,
+    _policy_without_effect,
+    _single_rank_islands,
+    _unused_seed,
     _density,
     _density_warmup,
-    _block_of_nothing,
-    _biased_alone,
-    _rescaled_feedback,
-    _noisy_feedback,
+    _unused_block_size,
+    _lossy_without_feedback,
+    _rescale_with_feedback,
+    _qsgd_with_feedback,
     _overrides,
 )

@@ -37,7 +37,7 @@ _SHARED = frozenset({"overrides", "min_numel", "chunk_bytes", "hierarchy", "erro
 _SHARED_BY_WEIGHTS = frozenset({"min_numel", "overlap"})
 """The same for weights; uncompressed weights have none of them."""
 _SHOWN = ("bits", "levels", "density", "rank")
-_SAID: Mapping[str, Mapping[str, int]] = MappingProxyType({"sign": {"levels": 2}})
+_IMPLIED: Mapping[str, Mapping[str, int]] = MappingProxyType({"sign": {"levels": 2}})
 """Values that the name of a method already implies."""
 
 
@@ -127,8 +127,8 @@ def patch_places(section: Any) -> Iterator[tuple[tuple[str | int, ...], Mapping[
 def brief(settings: GradientsConfig | WeightsConfig | ValuesConfig) -> str:
     """Return a method and its most important keys: "topk density=0.01 values=blockwise bits=4"."""
     known = settings.model_dump(include=set(_SHOWN))
-    said = _SAID.get(settings.method, {})
-    parts = [f"{key}={known[key]:.3g}" for key in _SHOWN if key in known and known[key] != said.get(key)]
+    implied = _IMPLIED.get(settings.method, {})
+    parts = [f"{key}={known[key]:.3g}" for key in _SHOWN if key in known and known[key] != implied.get(key)]
     if isinstance(settings, SparseConfig) and settings.values is not None:
         parts.append(f"values={brief(settings.values)}")
     return " ".join([settings.method, *parts])

@@ -9,7 +9,15 @@ from deepspeed_compress.config.patches import patch_places, patched, weight_plac
 from deepspeed_compress.config.problems import listed, problem, show
 from deepspeed_compress.diagnostics import Diagnostic, Path
 
-__all__ = ["FIXED", "OWN_MOMENTUM", "THIRDS", "find_unscheduled", "find_without_length", "phase_ends", "total_steps"]
+__all__ = [
+    "FIXED",
+    "OWN_MOMENTUM",
+    "THIRDS",
+    "find_schedule_problems",
+    "find_unknown_length",
+    "phase_ends",
+    "total_steps",
+]
 
 OWN_MOMENTUM = frozenset({"dgc", "demo"})
 """Methods that give gradients a momentum before they are sent."""
@@ -43,13 +51,13 @@ def _scheduler_params(ds_config: Mapping[str, Any]) -> Mapping[str, Any]:
     return params if isinstance(params, Mapping) else {}
 
 
-def find_unscheduled(section: CompressConfig) -> Iterator[Diagnostic]:
+def find_schedule_problems(section: CompressConfig) -> Iterator[Diagnostic]:
     """Yield problems of the schedule of `section`."""
-    yield from _ramp_of_nothing(section)
-    yield from _phases_in_disorder(section)
-    yield from _weights_made_once(section)
+    yield from _ramp_problems(section)
+    yield from _phase_order(section)
+    yield from _weight_patches(section)
     for path, patch in patch_places(section):
-        yield from _made_once(section, path, patch)
+        yield from _fixed_keys(section, path, patch)
         if section.gradients.method == "none" != patch.get("method", "none"):
             what = (
                 f'{show(patch)} cannot start compression, because gradients.method "none" leaves reduction to DeepSpeed'
@@ -58,7 +66,7 @@ def find_unscheduled(section: CompressConfig) -> Iterator[Diagnostic]:
             yield problem(path, f"{what} (allowed: a method in gradients)", instead)
 
 
-def find_without_length(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
+def find_unknown_length(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
     """Check that the length of training is known if there are phases, which are fractions of it.
 
     "auto" is accepted, because it is filled in before training.
@@ -72,7 +80,7 @@ def find_without_length(ds_config: Mapping[str, Any], section: CompressConfig) -
         yield problem(("schedule", "total_steps"), f"{what} (allowed: optimizer steps of training)", '"total_steps": N')
 
 
-def _ramp_of_nothing(section: CompressConfig) -> Iterator[Diagnostic]:
+def _ramp_problems(section: CompressConfig) -> Iterator[Diagnostic]:
     ramp, gradients = section.schedule.ramp, section.gradients
     if ramp is None or ramp.stages is not None:
         return
@@ -84,7 +92,7 @@ def _ramp_of_nothing(section: CompressConfig) -> Iterator[Diagnostic]:
         yield problem(("schedule", "ramp", "start"), what, '0.25, or no "ramp"')
 
 
-def _weights_made_once(section: CompressConfig) -> Iterator[Diagnostic]:
+def _weight_patches(section: CompressConfig) -> Iterator[Diagnostic]:
     phases = any(phase.weights for phase in section.schedule.phases)
     if phases and section.weights.method == "none":
         what = 'cannot change weights, which weights.method "none" leaves to DeepSpeed (allowed: a method in weights)'
@@ -98,7 +106,7 @@ def _weights_made_once(section: CompressConfig) -> Iterator[Diagnostic]:
             yield problem((*path, key), what, f"{key} in weights")
 
 
-def _phases_in_disorder(section: CompressConfig) -> Iterator[Diagnostic]:
+def _phase_order(section: CompressConfig) -> Iterator[Diagnostic]:
     ends, before = phase_ends(section.schedule), 0.0
     for index, end in enumerate(ends):
         at = ("schedule", "phases", index, "until")
@@ -113,7 +121,7 @@ def _phases_in_disorder(section: CompressConfig) -> Iterator[Diagnostic]:
         yield problem(("schedule", "phases", len(ends) - 1, "until"), what, "1.0")
 
 
-def _made_once(section: CompressConfig, path: Path, patch: Mapping[str, Any]) -> Iterator[Diagnostic]:
+def _fixed_keys(section: CompressConfig, path: Path, patch: Mapping[str, Any]) -> Iterator[Diagnostic]:
     for key in FIXED:
         if key in patch:
             what = (

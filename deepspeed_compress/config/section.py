@@ -70,7 +70,7 @@ def _section_problems(ds_config: Mapping[str, Any]) -> list[Diagnostic]:
         section = CompressConfig.model_validate(raw)
         problems += _patch_problems(section) or find_contradictions(section)
     except ValidationError as error:
-        problems += _without_those_inside(problems, _translate(error, raw))
+        problems += _outside_reported_places(problems, _translate(error, raw))
     return sorted(problems, key=lambda found: found.pointer)
 
 
@@ -112,7 +112,7 @@ def _missing_section(ds_config: Mapping[str, Any]) -> Diagnostic:
     return problem((), what, f'"{SECTION}": {{}} for the defaults, in the file\'s outermost object')
 
 
-def _without_those_inside(found: list[Diagnostic], others: Iterator[Diagnostic]) -> list[Diagnostic]:
+def _outside_reported_places(found: list[Diagnostic], others: Iterator[Diagnostic]) -> list[Diagnostic]:
     """Return the problems that do not lie at or below a place already reported."""
     places = [one.pointer for one in found]
     return [p for p in others if not any(f"{p.pointer}/".startswith(f"{place}/") for place in places)]
@@ -127,10 +127,10 @@ def _translate(error: ValidationError, raw: object) -> Iterator[Diagnostic]:
         if "variants" not in view.at(path) or (path not in seen and path not in around):
             yield _BUILDERS.get(detail["type"], _bad_value)(path, detail, view)
         seen.add(path)
-    yield from _beside_misspelled_methods([path for path, detail in found if detail["type"] == _BAD_METHOD], view, raw)
+    yield from _next_to_misspelled_methods([path for path, detail in found if detail["type"] == _BAD_METHOD], view, raw)
 
 
-def _beside_misspelled_methods(paths: Sequence[Path], view: SchemaView, raw: object) -> Iterator[Diagnostic]:
+def _next_to_misspelled_methods(paths: Sequence[Path], view: SchemaView, raw: object) -> Iterator[Diagnostic]:
     """Yield the problems next to misspelled methods, found by validating with the nearest methods in their place."""
     corrected = copy.deepcopy(raw)
     nearest = {path: _nearest(view.at((*path, "method")), value_at(raw, (*path, "method"))) for path in paths}
@@ -208,12 +208,12 @@ def _unknown_key(path: Path, detail: ErrorDetails, view: SchemaView) -> Diagnost
     what = f"unknown key, given {show(detail['input'])} (allowed: {listed(keys)})"
     close = difflib.get_close_matches(str(path[-1]), keys, n=1)
     if not close:
-        return problem(path, what, _elsewhere(path, view))
+        return problem(path, what, _known_places(path, view))
     found = problem(path, what, f'"{close[0]}", if you meant that')
     return replace(found, place=at_key(SECTION, *path), meant=close[0])
 
 
-def _elsewhere(path: Path, view: SchemaView) -> str:
+def _known_places(path: Path, view: SchemaView) -> str:
     """Return a suggestion for a key that is unknown here, naming the places in which it is known.
 
     Prefer the same object with other methods; then other places, those inside the object first.

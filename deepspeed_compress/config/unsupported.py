@@ -1,6 +1,6 @@
 """Features of DeepSpeed that the file requests, and that compression does not support.
 
-The engine would be refused when compression is attached (`engine.limits`); this reports it before there is one.
+The engine would be refused when compression is attached (`backends.deepspeed.limits`); this reports it earlier.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +27,7 @@ def find_unsupported(ds_config: Mapping[str, Any], section: CompressConfig | Non
         for path, applies, why, instead in _UNSUPPORTED
         if applies(value := value_at(ds_config, path), section)
     ]
-    return [*problems, *_muon(ds_config, section), *_scaled_outside(ds_config, section)]
+    return [*problems, *_muon(ds_config, section), *_scaler_without_zero(ds_config, section)]
 
 
 _ZERO = "zero_optimization"
@@ -100,7 +100,7 @@ def _muon(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Dia
         )
 
 
-def _scaled_outside(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
+def _scaler_without_zero(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
     """Check that torch's gradient scaler is not used without ZeRO, because it then works outside of DeepSpeed."""
     dtype, stage = value_at(ds_config, _AUTOCAST), STAGE.effective(ds_config, section.parallelism or Parallelism())
     on = (
