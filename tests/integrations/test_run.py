@@ -172,7 +172,7 @@ def test_a_file_without_the_section_is_told_at_the_start(
     ("content", "text"),
     [
         ({"deepspeed_compres": {}}, 'found "deepspeed_compres" instead'),
-        ({"zero_optimization": {SECTION: {}}}, f'by "zero_optimization/{SECTION}"?'),
+        ({"zero_optimization": {SECTION: {}}}, f'found "zero_optimization/{SECTION}" instead'),
     ],
 )
 def test_a_misspelled_section_is_refused(
