@@ -1,1 +1,1 @@
-"""Adapters for engines other than DeepSpeed. Each passes the engine's buckets to a session; none needs DeepSpeed."""
+"""Engines that the package attaches to, one package each, and what they share. Only `deepspeed` needs DeepSpeed."""

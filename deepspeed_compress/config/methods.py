@@ -347,8 +347,9 @@ class LargestConfig(SparseConfig):
     """Number of values from which the largest are selected. An index takes log2 of it in bits. Only `scope` `block`
     uses it."""
     scope: Literal["block", "tensor", "threshold"] = "block"
-    """Where the largest are searched: `block` takes the same number from every block, `tensor` the largest of a whole
-    message, and `threshold` nearly those of `tensor`, faster on long messages, by a threshold from a sample."""
+    """Values among which the largest are selected: `block` takes the same number from every block, `tensor` the
+    largest of a whole message, and `threshold` the same elements as `tensor`, found faster in long messages by
+    sampling."""
     min_magnitude: float = Field(default=0.0, ge=0)
     """Smallest magnitude that is sent; smaller values are sent as zeros, and the size of the message stays. With fp16
     it is compared with loss-scaled values."""

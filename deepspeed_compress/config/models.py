@@ -28,9 +28,9 @@ class Parallelism(Model):
         Literal["balanced", "parameters", "uniform"]
         | Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=2)]
     ) = "balanced"
-    """How `build_parallel` divides a model into stages: `balanced` gives each stage equally many multiplications,
-    `parameters` equally many parameters, and `uniform` equally many decoder layers; a list has the number of decoder
-    layers of each stage (0 for the first and the last layers of the model alone)."""
+    """Division of a model into stages by `build_parallel`: `balanced` gives each stage equally many multiplications,
+    `parameters` equally many parameters, and `uniform` equally many decoder layers. A list has the number of decoder
+    layers of each stage; 0 leaves a stage only the layers before the first or after the last decoder layer."""
     activation_checkpointing: bool = False
     """Let `build_parallel` recompute the activations of decoder layers in the backward pass instead of storing them."""
 

@@ -38,7 +38,7 @@ class _Kind:
     call: str
 
 
-# Adapters import much of torch, which must not happen before a program has set its environment.
+# Backends import much of torch, which must not happen before a program has set its environment.
 
 
 def _attach_ddp(model: Any, config: "Config", optimizer: Optimizer, scaler: Any) -> "Attached":

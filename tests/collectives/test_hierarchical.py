@@ -6,7 +6,7 @@ from typing import TypeVar
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import HashStore, PrefixStore, ProcessGroup
+from torch.distributed import ProcessGroup
 
 from deepspeed_compress.collectives.buckets import Partition, even_partition, partition_by_sizes
 from deepspeed_compress.collectives.exchange import Link
@@ -22,7 +22,7 @@ from deepspeed_compress.compression.segments import gather
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.monitor import Meter
 from deepspeed_compress.session.nodes import split_by_node
-from tests.support.threads import connect, run_threads
+from tests.support.threads import run_nodes
 
 T = TypeVar("T")
 FP32 = Cast(torch.float32)
@@ -38,7 +38,7 @@ def payload(
     return PayloadReducer(Link(group), messages, Run(clock, Meter()), chunk_numel)
 
 
-def run_nodes(
+def run_hierarchy(
     nodes: int,
     locals_: int,
     inside: Compressor,
@@ -47,20 +47,16 @@ def run_nodes(
     feedback: bool = False,
     chunk_numel: int | None = None,
 ) -> list[T]:
-    """`work(reducer, rank)` on every rank; rank = node * locals_ + local."""
-    store = HashStore()
+    """Run `work(reducer, rank)` on every rank, with rank = node * locals_ + local."""
 
-    def on_rank(whole: ProcessGroup, rank: int) -> T:
-        node, local = divmod(rank, locals_)
-        inner = connect(PrefixStore(f"node{node}", store), local, locals_)
-        outer = connect(PrefixStore(f"across{local}", store), node, nodes)
+    def on_rank(whole: ProcessGroup, inner: ProcessGroup, outer: ProcessGroup, rank: int) -> T:
         clock = StepClock()
         levels = [
             payload(group, codec, clock, feedback, chunk_numel) for group, codec in ((inner, inside), (outer, between))
         ]
         return work(HierarchicalReducer(whole, *levels), rank)
 
-    return run_threads(nodes * locals_, on_rank)
+    return run_nodes(nodes, locals_, on_rank)
 
 
 def integers(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -89,7 +85,7 @@ def test_exact_levels_sum_over_all_ranks(
         reducer.all_reduce(everywhere, partition, 0.5)
         return scattered, everywhere
 
-    for rank, (scattered, everywhere) in enumerate(run_nodes(nodes, locals_, FP32, FP32, work)):
+    for rank, (scattered, everywhere) in enumerate(run_hierarchy(nodes, locals_, FP32, FP32, work)):
         assert torch.equal(everywhere, total.to(dtype))
         expected = buckets[rank].clone()
         for segment in partition.owned_by(rank):
@@ -112,7 +108,7 @@ def test_lossy_levels_give_all_ranks_the_same_bits(nodes: int, locals_: int) -> 
             results.append(bucket)
         return results
 
-    first, *others = run_nodes(nodes, locals_, STOCHASTIC, Blockwise(4, 32), work, feedback=True)
+    first, *others = run_hierarchy(nodes, locals_, STOCHASTIC, Blockwise(4, 32), work, feedback=True)
     for other in others:
         assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
 
@@ -132,7 +128,7 @@ def test_feedback_at_both_levels_delivers_everything_in_time(locals_: int) -> No
             total += bucket / steps
         return gather(total, partition.owned_by(rank))
 
-    found = run_nodes(2, locals_, Blockwise(8, 32), Blockwise(4, 32), work, feedback=True)
+    found = run_hierarchy(2, locals_, Blockwise(8, 32), Blockwise(4, 32), work, feedback=True)
     for rank, mean in enumerate(found):
         truth = gather(sum(gradients), partition.owned_by(rank))
         # Node sums below 12 in 7 levels: half a level is 0.9, once in 30 steps, at each of 2 nodes.
@@ -151,7 +147,7 @@ def test_chunks_of_an_uneven_bucket_do_not_mix_up_messages() -> None:
         return bucket
 
     total = sum(integers(rank, partition.numel) for rank in range(4))
-    assert all(torch.equal(found, total) for found in run_nodes(2, 2, FP32, FP32, work, chunk_numel=50))
+    assert all(torch.equal(found, total) for found in run_hierarchy(2, 2, FP32, FP32, work, chunk_numel=50))
 
 
 def test_large_fp16_gradients_stay_in_range_inside_a_node() -> None:
@@ -163,7 +159,7 @@ def test_large_fp16_gradients_stay_in_range_inside_a_node() -> None:
         reducer.all_reduce(bucket, partition, 0.25)
         return bucket
 
-    for found in run_nodes(2, 2, fp16, fp16, work):
+    for found in run_hierarchy(2, 2, fp16, fp16, work):
         assert torch.equal(found, torch.full((12,), 60000.0, dtype=torch.float16))
 
 
@@ -175,7 +171,7 @@ def test_less_crosses_the_link_between_nodes() -> None:
         reducer.reduce_scatter(torch.ones(600), partition, 1.0)
         return reducer.across.run.meter.bytes_sent  # type: ignore[attr-defined, no-any-return]
 
-    assert run_nodes(2, 3, FP32, FP32, work) == [100 * 4] * 6
+    assert run_hierarchy(2, 3, FP32, FP32, work) == [100 * 4] * 6
 
 
 @pytest.mark.parametrize(

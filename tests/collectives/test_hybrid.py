@@ -6,7 +6,7 @@ from typing import TypeVar
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import HashStore, PrefixStore, ProcessGroup
+from torch.distributed import ProcessGroup
 
 from deepspeed_compress.collectives.buckets import Partition, even_partition
 from deepspeed_compress.collectives.hybrid import HybridReducer
@@ -14,7 +14,7 @@ from deepspeed_compress.collectives.reducer import StepClock
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor
 from deepspeed_compress.compression.segments import gather
 from tests.collectives.test_hierarchical import STOCHASTIC, integers, interleaved, payload
-from tests.support.threads import connect, run_threads
+from tests.support.threads import run_nodes
 
 T = TypeVar("T")
 FP32 = Cast(torch.float32)
@@ -24,17 +24,13 @@ every_shape = pytest.mark.parametrize(("nodes", "locals_"), [(2, 2), (2, 3), (3,
 def run_copies(
     nodes: int, locals_: int, between: Compressor, work: Callable[[HybridReducer, int], T], feedback: bool = False
 ) -> list[T]:
-    """`work(reducer, rank)` on every rank; rank = node * locals_ + local."""
-    store = HashStore()
+    """Run `work(reducer, rank)` on every rank, with rank = node * locals_ + local."""
 
-    def on_rank(whole: ProcessGroup, rank: int) -> T:
-        node, local = divmod(rank, locals_)
-        inner = connect(PrefixStore(f"node{node}", store), local, locals_)
-        outer = connect(PrefixStore(f"across{local}", store), node, nodes)
+    def on_rank(whole: ProcessGroup, inner: ProcessGroup, outer: ProcessGroup, rank: int) -> T:
         levels = [payload(one, codec, StepClock(), feedback, None) for one, codec in ((inner, FP32), (outer, between))]
         return work(HybridReducer(*levels), rank)
 
-    return run_threads(nodes * locals_, on_rank)
+    return run_nodes(nodes, locals_, on_rank)
 
 
 @every_shape

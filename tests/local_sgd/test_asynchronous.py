@@ -39,8 +39,8 @@ from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.connection import Connection
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.frames import encode
-from tests.local_sgd.test_elastic import EXACT, INT4, NUMEL, Weights, address  # noqa: F401  (a fixture)
 from tests.support.coordinators import parameter_server
+from tests.support.islands import EXACT, INT4, NUMEL, Weights
 
 SAMPLES = 8
 
@@ -653,7 +653,7 @@ def test_a_new_server_begins_with_the_newest_checkpoint() -> None:
         assert torch.equal(again[0].weights.values, saved[1][1])
 
 
-def test_others_are_refused(server: Server, address: str) -> None:  # noqa: F811  (the fixture)
+def test_others_are_refused(server: Server, address: str) -> None:
     Island(section(server.port))
     with pytest.raises(ConfigError, match=r"max_staleness is 9, that of the others 64"):
         Island(section(server.port, max_staleness=9))

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,7 +15,6 @@ from torch.distributed import TCPStore
 from deepspeed_compress.collectives.reducer import Run, StepClock
 from deepspeed_compress.collectives.reduction import Groups, Parameters, Site
 from deepspeed_compress.compression.residuals import Residuals, ResidualStores
-from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.config import Islands
 from deepspeed_compress.errors import ConfigError, IslandError
 from deepspeed_compress.local_sgd.anchors import AnchorServer
@@ -25,35 +24,13 @@ from deepspeed_compress.local_sgd.coordinator.wire import Anchor
 from deepspeed_compress.local_sgd.elastic_exchange import ElasticExchange, Met, make_groups
 from deepspeed_compress.local_sgd.island_ranks import Team
 from deepspeed_compress.monitor import Meter
+from tests.support.islands import EXACT, INT4, NUMEL, Weights
 
-NUMEL = 700
 TIMEOUT = "700 ms"
-INT4 = {"method": "blockwise", "bits": 4}
-EXACT = {"method": "none"}
 
 
 class Killed(BaseException):
     """What a process that is killed does not survive."""
-
-
-@dataclass
-class Weights:
-    """See `Masters`."""
-
-    values: Tensor
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-
-    @property
-    def segments(self) -> Sequence[Segment]:
-        return (Segment("w", 0, NUMEL, 0, 0),)
-
-    def read(self, segments: Sequence[Segment]) -> Tensor:
-        return self.values.clone()
-
-    def write(self, segments: Sequence[Segment], values: Tensor) -> None:
-        self.values.copy_(values)
-
-    def publish(self) -> None: ...
 
 
 @dataclass
@@ -96,8 +73,8 @@ class Doomed:
 INSTANTS = ("before arrive", "after arrive", "before groups", "after groups", "before vote", "after vote")
 
 
-def section(address: str, give_up: str = "10 s", **keys: Any) -> Islands:
-    elastic = {"rendezvous": address, "timeout": TIMEOUT, "give_up": give_up, "minimum": keys.pop("minimum", 1)}
+def section(address: str, give_up: str = "10 s", timeout: str = TIMEOUT, **keys: Any) -> Islands:
+    elastic = {"rendezvous": address, "timeout": timeout, "give_up": give_up, "minimum": keys.pop("minimum", 1)}
     return Islands.model_validate({"exchange": INT4, "sync_every": 1, **keys, "elastic": elastic})
 
 
@@ -165,17 +142,6 @@ class Island:
     @property
     def anchor(self) -> Tensor:
         return self.stores.by_name["anchor"].read(self.weights.segments, torch.device("cpu"))
-
-
-@pytest.fixture
-def address() -> Iterator[str]:
-    server, ready = island_server(None, "127.0.0.1", 0), threading.Event()
-    thread = threading.Thread(target=server.run, args=(ready.set,), daemon=True)
-    thread.start()
-    ready.wait(5)
-    yield f"127.0.0.1:{server.port}"
-    server.stop()
-    thread.join(5)
 
 
 def at_once(*works: Callable[[], Any], timeout: float = 30) -> list[Any]:
@@ -292,7 +258,8 @@ def test_a_round_that_is_void_leaves_no_trace(address: str) -> None:
 
 
 def test_one_that_comes_takes_the_anchor_and_is_in_at_the_next_exchange(address: str) -> None:
-    settings = section(address, outer={"optimizer": "nesterov"})
+    # Nobody is waited for in vain here, so the time only has to last on a busy machine.
+    settings = section(address, timeout="5 s", outer={"optimizer": "nesterov"})
     first = Island(settings, 1.0).train(3)
     late = Island(settings, 0.0)
     late.exchange.start()

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
-from torch.distributed import HashStore, ProcessGroupGloo, Store
+from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo, Store
 
 T = TypeVar("T")
 
@@ -43,3 +43,29 @@ def run_threads(ranks: int, work: Callable[[ProcessGroupGloo, int], T]) -> list[
         raise errors[0]
     assert not any(thread.is_alive() for thread in threads), "a rank hangs"
     return results  # type: ignore[return-value]
+
+
+def run_nodes(
+    nodes: int,
+    locals_: int,
+    work: Callable[[ProcessGroupGloo, ProcessGroupGloo, ProcessGroupGloo, int], T],
+) -> list[T]:
+    """Run `work(whole, inner, outer, rank)` on ranks of several nodes, with rank = node * locals_ + local.
+
+    Args:
+        nodes: number of nodes.
+        locals_: number of ranks on each node.
+        work: receives the group of all ranks, that of the node, and that of the ranks of equal place on all nodes.
+
+    Returns:
+        The results in rank order.
+    """
+    store = HashStore()
+
+    def on_rank(whole: ProcessGroupGloo, rank: int) -> T:
+        node, local = divmod(rank, locals_)
+        inner = connect(PrefixStore(f"node{node}", store), local, locals_)
+        outer = connect(PrefixStore(f"across{local}", store), node, nodes)
+        return work(whole, inner, outer, rank)
+
+    return run_threads(nodes * locals_, on_rank)

@@ -1,4 +1,4 @@
-"""Adapter for PyTorch's `DistributedDataParallel`: a communication hook replaces the all-reduce of its buckets.
+"""Backend for PyTorch's `DistributedDataParallel`: a communication hook replaces the all-reduce of its buckets.
 
 The seam is `register_comm_hook` (torch/nn/parallel/distributed.py). A hook receives a bucket as soon as its gradients
 are complete, and returns a future of their mean. The reducer (torch/csrc/distributed/c10d/reducer.cpp) waits for the

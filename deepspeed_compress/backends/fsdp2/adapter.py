@@ -1,4 +1,4 @@
-"""Adapter for PyTorch's FSDP2 (`fully_shard`): replaces its reduce-scatter of gradients and its all-gather of weights.
+"""Backend for PyTorch's FSDP2 (`fully_shard`): replaces its reduce-scatter of gradients and its all-gather of weights.
 
 The seams are `FSDPModule.set_custom_reduce_scatter` and `set_custom_all_gather` (torch/distributed/fsdp/_fully_shard).
 Residuals are stored by parameter name and element range, so they do not depend on how a model is sharded.

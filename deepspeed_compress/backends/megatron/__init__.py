@@ -1,4 +1,4 @@
-"""Adapter for Megatron-core's data parallelism, whose bucket groups reduce compressed gradients.
+"""Backend for Megatron-core's data parallelism, whose bucket groups reduce compressed gradients.
 
     attach       attaches everything to the model chunks of a rank
     buckets      layout and ownership of the elements of buckets
