@@ -31,6 +31,9 @@ PROCESSOR = "TESTS_PROCESSOR"
 def pytest_configure(config: pytest.Config) -> None:
     """Set what all processes of the run must agree on, before any of them computes."""
     os.environ.setdefault(COMMIT, head())
+    # torch's stores look up the names of their peers (`getnameinfo` in c10d/socket.cpp). If the name server loses a
+    # query, that takes 5 s, which is longer than islands of the tests wait. With no attempts, only /etc/hosts is read.
+    os.environ.setdefault("RES_OPTIONS", "attempts:0")
     # Servers and clients of the tests, and not what else this user runs.
     os.environ.setdefault(SECRET, secrets.token_hex(32))
     try:

@@ -73,8 +73,8 @@ class Doomed:
 INSTANTS = ("before arrive", "after arrive", "before groups", "after groups", "before vote", "after vote")
 
 
-def section(address: str, give_up: str = "10 s", timeout: str = TIMEOUT, **keys: Any) -> Islands:
-    elastic = {"rendezvous": address, "timeout": timeout, "give_up": give_up, "minimum": keys.pop("minimum", 1)}
+def section(address: str, give_up: str = "10 s", **keys: Any) -> Islands:
+    elastic = {"rendezvous": address, "timeout": TIMEOUT, "give_up": give_up, "minimum": keys.pop("minimum", 1)}
     return Islands.model_validate({"exchange": INT4, "sync_every": 1, **keys, "elastic": elastic})
 
 
@@ -115,6 +115,15 @@ class Island:
         self.exchange = ElasticExchange(
             self.settings, self.weights, lambda groups: site(groups), Team(), doomed, doomed.groups
         )
+
+    def start(self) -> None:
+        """Join, and return once the coordinator waits for this island in every round."""
+        self.exchange.start()
+        known = {"number": self.exchange.number, "version": self.exchange.version}
+        deadline = time.monotonic() + 5
+        while not any(known.items() <= one.items() for one in status(self.client._address)["islands"]):
+            assert time.monotonic() < deadline, "the coordinator has not heard that this island is ready"
+            time.sleep(0.01)
 
     def train(self, rounds: int, samples: int = 8, until: Callable[[], bool] = lambda: False) -> "Island":
         try:
@@ -201,7 +210,7 @@ def test_a_death_at_any_instant_leaves_the_others_alike(address: str, instant: s
     islands = [Island(section(address), goal) for goal in (0.0, 1.0)]
     doomed = Island(section(address), 5.0, instant, which)
     for one in (*islands, doomed):
-        one.exchange.start()
+        one.start()
     at_once(*(partial(one.train, 5) for one in (*islands, doomed)))
     common = islands[0].anchors.keys() & islands[1].anchors.keys()
     assert len(common) >= 3
@@ -243,7 +252,7 @@ def test_a_round_that_is_void_leaves_no_trace(address: str) -> None:
     islands = [Island(settings, goal) for goal in (0.0, 1.0)]
     at_once(*(partial(one.train, 2) for one in islands))
     doomed = Island(settings, 5.0, "after groups", 1)
-    doomed.exchange.start()
+    doomed.start()
 
     def kept(one: Island) -> list[Tensor]:
         """Whatever messages it is kept for: those of three are others than those of two."""
@@ -258,11 +267,10 @@ def test_a_round_that_is_void_leaves_no_trace(address: str) -> None:
 
 
 def test_one_that_comes_takes_the_anchor_and_is_in_at_the_next_exchange(address: str) -> None:
-    # Nobody is waited for in vain here, so the time only has to last on a busy machine.
-    settings = section(address, timeout="5 s", outer={"optimizer": "nesterov"})
+    settings = section(address, outer={"optimizer": "nesterov"})
     first = Island(settings, 1.0).train(3)
     late = Island(settings, 0.0)
-    late.exchange.start()
+    late.start()
     assert torch.equal(late.weights.values, first.anchor)
     momentum = [
         one.stores.by_name["outer_momentum"].read(one.weights.segments, late.weights.device) for one in (first, late)
