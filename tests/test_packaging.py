@@ -40,8 +40,8 @@ class Installed:
 
 
 def _alone() -> dict[str, str]:
-    """Variables without those by which Python finds modules of a checkout."""
-    return {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    """Variables without those by which Python finds modules of a checkout, and with name servers: pip needs one."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "RES_OPTIONS"))}
 
 
 @pytest.fixture(scope="module")
