@@ -2,7 +2,7 @@
 
 A module of rules decorates its checks, which turns them into rules:
 
-    @rule(code="DSC401", name="zero-without-stage", severity="warning", ...)
+    @rule("DSC401", "warning")
     def zero_without_stage(document: Document, context: Context) -> Iterator[Diagnostic]: ...
 """
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from deepspeed_compress.diagnostics import Fix
 from deepspeed_compress.errors import CompressError
-from deepspeed_compress.tools.lint.rule import Context, LintRule, Proof
+from deepspeed_compress.tools.lint.docstring import Proof
+from deepspeed_compress.tools.lint.rule import Context, LintRule
 from deepspeed_compress.tools.lint.rules import RULES
 from deepspeed_compress.tools.lint.scanner import parse
 from deepspeed_compress.tools.lint.selection import check_codes, matches

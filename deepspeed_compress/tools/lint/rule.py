@@ -1,15 +1,21 @@
-"""Definition of a linter rule: its texts, two examples, and what DeepSpeed does with the bad one."""
+"""Definition of a linter rule: a check whose docstring documents the rule.
 
+A rule is a decorated check. Its name is the name of the function, its code determines its family, and `docstring` reads
+its texts and examples.
+"""
+
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from deepspeed_compress.diagnostics import Diagnostic, Severity
+from deepspeed_compress.tools.lint.docstring import Proof, Texts, read_texts
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.options import Framework
 from deepspeed_compress.tools.rules import Rule
 
-__all__ = ["Check", "Context", "LintRule", "Proof", "accepts", "ignores", "raises", "rule", "unproved", "warns"]
+__all__ = ["Check", "Context", "LintRule", "family_of", "rule"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,39 +31,6 @@ class Context:
     """Bytes of memory per GPU."""
     bandwidth: float | None = None
     """Bandwidth between nodes in Gbit/s."""
-
-
-@dataclass(frozen=True, slots=True)
-class Proof:
-    """Behavior of DeepSpeed for the bad example. `text` is a regular expression for its message, or a reason."""
-
-    kind: Literal["raises", "ignores", "warns", "accepts", "unproved"]
-    text: str = ""
-
-
-def raises(pattern: str) -> Proof:
-    """State that DeepSpeed fails with a message that matches `pattern`."""
-    return Proof("raises", pattern)
-
-
-def ignores() -> Proof:
-    """State that DeepSpeed starts as if the setting were absent."""
-    return Proof("ignores")
-
-
-def warns(pattern: str) -> Proof:
-    """State that DeepSpeed starts and logs a message that matches `pattern`."""
-    return Proof("warns", pattern)
-
-
-def accepts(why_wrong: str) -> Proof:
-    """State that DeepSpeed starts without a message. `why_wrong` explains what is wrong nevertheless."""
-    return Proof("accepts", why_wrong)
-
-
-def unproved(reason: str) -> Proof:
-    """State that DeepSpeed's behavior could not be observed, for `reason`."""
-    return Proof("unproved", reason)
 
 
 Check = Callable[[Document, Context], Iterable[Diagnostic]]
@@ -81,33 +54,58 @@ class LintRule(Rule):
     check: Check
 
 
-def rule(
-    *,
-    code: str,
-    name: str,
-    severity: Severity,
-    family: str,
-    summary: str,
-    reason: str,
-    wrong: str,
-    right: str,
-    proof: Proof,
-    context: Mapping[str, Any] | None = None,
-) -> Callable[[Check], LintRule]:
+_FAMILIES = {
+    "DSC000": "syntax",
+    "DSC010": "types",
+    "DSC100": "keys",
+    "DSC110": "removed",
+    "DSC200": "batch",
+    "DSC300": "precision",
+    "DSC320": "reduction",
+    "DSC400": "zero",
+    "DSC500": "optimizer",
+    "DSC520": "schedulers",
+    "DSC600": "pipeline",
+    "DSC620": "tensor",
+    "DSC700": "auto",
+    "DSC710": "hugging-face",
+    "DSC730": "accelerate",
+    "DSC740": "lightning",
+    "DSC800": "silent",
+    "DSC900": "compress",
+}
+"""Families by the first of their codes, in order."""
+
+
+def family_of(code: str) -> str:
+    """Return the family of a rule, which its code determines."""
+    starts = list(_FAMILIES)
+    return _FAMILIES[starts[bisect_right(starts, code) - 1]]
+
+
+def rule(code: str, severity: Severity) -> Callable[[Check], LintRule]:
     """Return a decorator that turns a check into a rule.
 
-    `code` is DSC and three digits. All other arguments are fields of LintRule.
+    Args:
+        code: DSC and three digits.
+        severity: Severity of all findings of the rule.
     """
-    return lambda check: LintRule(
-        code=code,
-        name=name,
-        severity=severity,
-        family=family,
-        summary=summary,
-        reason=reason,
-        wrong=wrong,
-        right=right,
-        proof=proof,
-        context=context or {},
-        check=check,
-    )
+
+    def decorate(check: Check) -> LintRule:
+        # `python -OO` removes docstrings. Findings do not need them; the command `rule` does, and says so.
+        texts = read_texts(check.__doc__) if check.__doc__ else Texts()
+        return LintRule(
+            code=code,
+            name=check.__name__.replace("_", "-"),
+            severity=severity,
+            family=family_of(code),
+            summary=texts.summary,
+            reason=texts.reason,
+            wrong=texts.wrong,
+            right=texts.right,
+            proof=texts.proof,
+            context=texts.context,
+            check=check,
+        )
+
+    return decorate

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from hypothesis import strategies as st
 
 from deepspeed_compress.diagnostics import Diagnostic, Severity, at, at_key, write
+from deepspeed_compress.tools.lint.docstring import Proof
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, remove, replace
-from deepspeed_compress.tools.lint.rule import Check, Context, LintRule, raises
+from deepspeed_compress.tools.lint.rule import Check, Context, LintRule
 
 PIECES = (
     *"{}[],:\"'#\\ \n\t-+_ab019é\u00a0\x0b\x00",
@@ -65,7 +66,7 @@ def rule(code: str, name: str, check: Check, severity: Severity = "error") -> Li
         reason="Reason.",
         wrong="{}",
         right="{}",
-        proof=raises("x"),
+        proof=Proof("raises", "x"),
         check=check,
     )
 

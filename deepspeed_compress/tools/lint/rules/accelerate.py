@@ -1,12 +1,11 @@
 """Rules on configurations of Accelerate: settings that never reach DeepSpeed."""
 
-import json
 from collections.abc import Iterator
 
 from deepspeed_compress.diagnostics import Diagnostic, at, at_key, write
 from deepspeed_compress.tools.lint.accelerate import NAME, PLACES, SECTION, file_name, is_used, named_file, settings
 from deepspeed_compress.tools.lint.document import Document, Member
-from deepspeed_compress.tools.lint.rule import Context, accepts, raises, rule, unproved
+from deepspeed_compress.tools.lint.rule import Context, rule
 from deepspeed_compress.tools.lint.rules.common import show
 
 _PRECISION = "mixed_precision"
@@ -33,30 +32,21 @@ _YAML = (".yaml", ".yml")
 _PATHS = frozenset(key for key in PLACES if key.endswith("nvme_path"))
 
 
-def _launch(mixed_precision: str | None = None, distributed_type: str = "DEEPSPEED", **section: object) -> str:
-    """Return the text of a configuration of Accelerate, as JSON, which Accelerate also reads."""
-    precision = {} if mixed_precision is None else {_PRECISION: mixed_precision}
-    keys = {_TYPE: distributed_type, "num_processes": 1, **precision, SECTION: section}
-    return json.dumps(keys, indent=2) + "\n"
-
-
-@rule(
-    code="DSC730",
-    name="accelerate-settings-beside-file",
-    severity="error",
-    family="accelerate",
-    summary="A configuration of Accelerate names a file and has settings that belong into it.",
-    reason=(
-        "With deepspeed_config_file Accelerate stops at ZeRO, clipping, accumulation, offloading and mixed_precision "
-        "in its own configuration (accelerate/utils/dataclasses.py)."
-    ),
-    wrong=_launch(deepspeed_config_file="configs/zero0_int4.json", zero_stage=3),
-    right=_launch(zero_stage=3, zero3_save_16bit_model=True),
-    proof=raises("will be ignored"),
-    context={"framework": "accelerate"},
-)
+@rule("DSC730", "error")
 def accelerate_settings_beside_file(document: Document, context: Context) -> Iterator[Diagnostic]:
-    """Report all such settings in one finding, because they are a single mistake."""
+    """A configuration of Accelerate names a file and has settings that belong into it.
+
+    With deepspeed_config_file Accelerate stops at ZeRO, clipping, accumulation, offloading and mixed_precision in its
+    own configuration (accelerate/utils/dataclasses.py).
+
+    Wrong: {"distributed_type": "DEEPSPEED", "num_processes": 1,
+        "deepspeed_config": {"deepspeed_config_file": "configs/zero0_int4.json", "zero_stage": 3}}
+    Right: {"distributed_type": "DEEPSPEED", "num_processes": 1,
+        "deepspeed_config": {"zero_stage": 3, "zero3_save_16bit_model": true}}
+    Context: {"framework": "accelerate"}
+    Proof: raises will be ignored
+    """
+    # Report all such settings in one finding, because they are a single mistake.
     if document.origin is None or file_name(document) is None or not is_used(document):
         return
     beside = [member for member in settings(document) if member.key in PLACES]
@@ -72,23 +62,20 @@ def accelerate_settings_beside_file(document: Document, context: Context) -> Ite
         yield Diagnostic(at_key(*path, span=first.key_span), what, write(instead))
 
 
-@rule(
-    code="DSC731",
-    name="accelerate-key-dropped",
-    severity="warning",
-    family="accelerate",
-    summary="A key of deepspeed_config that Accelerate does not pass on.",
-    reason=(
-        "Accelerate knows a dozen keys of this section (accelerate/utils/launch.py); sections of DeepSpeed such as "
-        "optimizer, and any other key, are dropped without a word. Paths for NVMe are read and not passed on."
-    ),
-    wrong=_launch(zero_stage=2, train_micro_batch_size_per_gpu=4),
-    right=_launch(zero_stage=2),
-    proof=accepts("the setting has no effect"),
-    context={"framework": "accelerate"},
-)
+@rule("DSC731", "warning")
 def accelerate_key_dropped(document: Document, context: Context) -> Iterator[Diagnostic]:
-    """Report all such keys in one finding: a DeepSpeed configuration was placed inside Accelerate's."""
+    """A key of deepspeed_config that Accelerate does not pass on.
+
+    Accelerate knows a dozen keys of this section (accelerate/utils/launch.py); sections of DeepSpeed such as optimizer,
+    and any other key, are dropped without a word. Paths for NVMe are read and not passed on.
+
+    Wrong: {"distributed_type": "DEEPSPEED", "num_processes": 1,
+        "deepspeed_config": {"zero_stage": 2, "train_micro_batch_size_per_gpu": 4}}
+    Right: {"distributed_type": "DEEPSPEED", "num_processes": 1, "deepspeed_config": {"zero_stage": 2}}
+    Context: {"framework": "accelerate"}
+    Proof: accepts the setting has no effect
+    """
+    # Report all such keys in one finding: a DeepSpeed configuration was placed inside Accelerate's.
     dropped = [member for member in settings(document) if _is_dropped(document, member)]
     if dropped and is_used(document):
         several = len(dropped) > 1
@@ -104,22 +91,19 @@ def _is_dropped(document: Document, member: Member) -> bool:
     return member.key not in PLACES and member.key not in _LAUNCHED
 
 
-@rule(
-    code="DSC732",
-    name="accelerate-file-missing",
-    severity="warning",
-    family="accelerate",
-    summary="The file that a configuration of Accelerate names is not found.",
-    reason=(
-        "Accelerate opens the name from the directory that it is started in (accelerate/utils/deepspeed.py); here, "
-        "beside the file, and in the directories above it there is none."
-    ),
-    wrong=_launch(deepspeed_config_file="no/such/ds_config.json"),
-    right=_launch(zero_stage=2),
-    proof=raises("Expected a string path to an existing deepspeed config"),
-    context={"framework": "accelerate"},
-)
+@rule("DSC732", "warning")
 def accelerate_file_missing(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """The file that a configuration of Accelerate names is not found.
+
+    Accelerate opens the name from the directory that it is started in (accelerate/utils/deepspeed.py); here, beside the
+    file, and in the directories above it there is none.
+
+    Wrong: {"distributed_type": "DEEPSPEED", "num_processes": 1,
+        "deepspeed_config": {"deepspeed_config_file": "no/such/ds_config.json"}}
+    Right: {"distributed_type": "DEEPSPEED", "num_processes": 1, "deepspeed_config": {"zero_stage": 2}}
+    Context: {"framework": "accelerate"}
+    Proof: raises Expected a string path to an existing deepspeed config
+    """
     name = file_name(document) if document.origin is not None else None
     member = next((member for member in settings(document) if member.key == NAME), None)
     if name is not None and member is not None and is_used(document) and named_file(document) is None:
@@ -127,22 +111,18 @@ def accelerate_file_missing(document: Document, context: Context) -> Iterator[Di
         yield Diagnostic(at(SECTION, NAME, span=member.value.span), what, write("the path of a configuration"))
 
 
-@rule(
-    code="DSC733",
-    name="accelerate-deepspeed-unused",
-    severity="warning",
-    family="accelerate",
-    summary="A section deepspeed_config beside a distributed_type that does not start DeepSpeed.",
-    reason=(
-        "accelerate launch starts DeepSpeed only with distributed_type DEEPSPEED (accelerate/commands/launch.py), or "
-        "with --use_deepspeed on the command line: with MULTI_GPU, FSDP, NO and others the section has no effect."
-    ),
-    wrong=_launch(distributed_type="MULTI_GPU", zero_stage=2),
-    right=_launch(zero_stage=2),
-    proof=unproved("it needs the GPUs that the program would be launched on"),
-    context={"framework": "accelerate"},
-)
+@rule("DSC733", "warning")
 def accelerate_deepspeed_unused(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """A section deepspeed_config beside a distributed_type that does not start DeepSpeed.
+
+    accelerate launch starts DeepSpeed only with distributed_type DEEPSPEED (accelerate/commands/launch.py), or with
+    --use_deepspeed on the command line: with MULTI_GPU, FSDP, NO and others the section has no effect.
+
+    Wrong: {"distributed_type": "MULTI_GPU", "num_processes": 1, "deepspeed_config": {"zero_stage": 2}}
+    Right: {"distributed_type": "DEEPSPEED", "num_processes": 1, "deepspeed_config": {"zero_stage": 2}}
+    Context: {"framework": "accelerate"}
+    Proof: unproved it needs the GPUs that the program would be launched on
+    """
     if document.origin is not None and not is_used(document):
         kind = document.origin.by_key[_TYPE]
         what = f"with {show(kind.value.value)} Accelerate starts no DeepSpeed, and {SECTION} has no effect"
@@ -150,22 +130,19 @@ def accelerate_deepspeed_unused(document: Document, context: Context) -> Iterato
         yield Diagnostic(at(_TYPE, span=kind.value.span), what, write(instead))
 
 
-@rule(
-    code="DSC734",
-    name="accelerate-file-is-yaml",
-    severity="error",
-    family="accelerate",
-    summary="A configuration of Accelerate names a YAML file.",
-    reason=(
-        "Accelerate's own configuration may be YAML; the one of DeepSpeed that it names is read with Python's json "
-        "(accelerate/utils/deepspeed.py)."
-    ),
-    wrong=_launch(deepspeed_config_file=".pre-commit-hooks.yaml"),
-    right=_launch(zero_stage=2),
-    proof=raises("JSONDecodeError"),
-    context={"framework": "accelerate"},
-)
+@rule("DSC734", "error")
 def accelerate_file_is_yaml(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """A configuration of Accelerate names a YAML file.
+
+    Accelerate's own configuration may be YAML; the one of DeepSpeed that it names is read with Python's json
+    (accelerate/utils/deepspeed.py).
+
+    Wrong: {"distributed_type": "DEEPSPEED", "num_processes": 1,
+        "deepspeed_config": {"deepspeed_config_file": ".pre-commit-hooks.yaml"}}
+    Right: {"distributed_type": "DEEPSPEED", "num_processes": 1, "deepspeed_config": {"zero_stage": 2}}
+    Context: {"framework": "accelerate"}
+    Proof: raises JSONDecodeError
+    """
     name = file_name(document) if document.origin is not None else None
     if name is not None and name.endswith(_YAML) and is_used(document) and named_file(document) is not None:
         span = next(member.value.span for member in settings(document) if member.key == NAME)

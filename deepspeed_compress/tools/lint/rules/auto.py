@@ -6,17 +6,15 @@ from deepspeed_compress.diagnostics import Diagnostic, Path, at, write
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, remove, replace
 from deepspeed_compress.tools.lint.keys import OUR_SECTION, known_values
-from deepspeed_compress.tools.lint.rule import Context, ignores, raises, rule
+from deepspeed_compress.tools.lint.rule import Context, rule
 from deepspeed_compress.tools.lint.rules.common import (
     AUTO,
-    config,
     hugging_face,
     leaves,
     means_auto,
     name,
     params,
     show,
-    zero,
 )
 
 _BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
@@ -60,27 +58,18 @@ def _meant_for_deepspeed(document: Document, context: Context) -> bool:
     return context.framework == "deepspeed" and document.get("autotuning", "enabled") is not True
 
 
-def _accelerate(**keys: object) -> str:
-    usual = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "zero_optimization": {"stage": 0}}
-    return config(**usual, **keys)
-
-
-@rule(
-    code="DSC700",
-    name="unresolved-auto",
-    severity="error",
-    family="auto",
-    summary='"auto" where DeepSpeed needs a value.',
-    reason=(
-        "Only Hugging Face replaces the word. DeepSpeed calculates with it (runtime/config.py) or fails at the first "
-        "step, as with gradient_clipping."
-    ),
-    wrong=config(train_batch_size="auto"),
-    right=config(train_batch_size=8),
-    proof=raises("TypeError"),
-    context={"framework": "deepspeed"},
-)
+@rule("DSC700", "error")
 def unresolved_auto(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """The value "auto" is used where DeepSpeed needs another one.
+
+    Only Hugging Face replaces the word. DeepSpeed calculates with it (runtime/config.py) or fails at the first step, as
+    with gradient_clipping.
+
+    Wrong: {"train_batch_size": "auto"}
+    Right: {"train_batch_size": 8}
+    Context: {"framework": "deepspeed"}
+    Proof: raises TypeError
+    """
     if not _meant_for_deepspeed(document, context):
         return
     paths = [path for path, _, member in known_values(document, strict=False) if member.value.value == AUTO]
@@ -91,22 +80,20 @@ def unresolved_auto(document: Document, context: Context) -> Iterator[Diagnostic
             yield Diagnostic(at(*path), what, write("a value, or use Hugging Face"))
 
 
-@rule(
-    code="DSC701",
-    name="auto-means-default",
-    severity="warning",
-    family="auto",
-    summary='"auto" where DeepSpeed takes its default.',
-    reason=(
-        'The models of DeepSpeed drop keys whose value is "auto" (runtime/config_utils.py): buckets have 5e8 elements '
-        "then, whatever the model."
-    ),
-    wrong=zero(2, reduce_bucket_size="auto"),
-    right=zero(2, reduce_bucket_size=500000000),
-    proof=ignores(),
-    context={"framework": "deepspeed"},
-)
+@rule("DSC701", "warning")
 def auto_means_default(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """The value "auto" makes DeepSpeed take its default.
+
+    The models of DeepSpeed drop keys whose value is "auto" (runtime/config_utils.py): buckets have 5e8 elements then,
+    whatever the model.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 500000000}}
+    Context: {"framework": "deepspeed"}
+    Proof: ignores
+    """
     for path, _, member in known_values(document, strict=True):
         if member.value.value == AUTO and _meant_for_deepspeed(document, context) and path[1:2] != ("zenflow",):
             what = f'"auto" at {name(path)} means the default to DeepSpeed, as if the key were missing'
@@ -115,23 +102,21 @@ def auto_means_default(document: Document, context: Context) -> Iterator[Diagnos
             )
 
 
-@rule(
-    code="DSC702",
-    name="auto-not-filled",
-    severity="error",
-    family="auto",
-    summary='"auto" where Hugging Face does not fill it in.',
-    reason=(
-        'Accelerate stops at an "auto" that it has no value for (accelerate/utils/dataclasses.py); the Trainer fills '
-        "in betas and eps besides (transformers/integrations/deepspeed.py)."
-    ),
-    wrong=_accelerate(wall_clock_breakdown="auto"),
-    right=_accelerate(wall_clock_breakdown=False),
-    proof=raises("not found in kwargs"),
-    context={"framework": "accelerate"},
-)
+@rule("DSC702", "error")
 def auto_not_filled(document: Document, context: Context) -> Iterator[Diagnostic]:
-    """Report all keys in one finding, because a block of keys at the wrong place has many."""
+    """The value "auto" is used where Hugging Face does not fill it in.
+
+    Accelerate stops at an "auto" that it has no value for (accelerate/utils/dataclasses.py); the Trainer fills in betas
+    and eps besides (transformers/integrations/deepspeed.py).
+
+    Wrong: {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "zero_optimization": {"stage": 0},
+        "wall_clock_breakdown": "auto"}
+    Right: {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "zero_optimization": {"stage": 0},
+        "wall_clock_breakdown": false}
+    Context: {"framework": "accelerate"}
+    Proof: raises not found in kwargs
+    """
+    # Report all keys in one finding, because a block of keys at the wrong place has many.
     filled = _BY_TRAINER if context.framework == "hf" else _BY_BOTH
     everything = leaves(document.data) if hugging_face(context) else ()
     left = [path for path, value in everything if value == AUTO and path not in filled]
@@ -142,21 +127,17 @@ def auto_not_filled(document: Document, context: Context) -> Iterator[Diagnostic
         yield Diagnostic(at(*left[0]), what, write("a value, or remove the key"))
 
 
-@rule(
-    code="DSC703",
-    name="auto-misspelled",
-    severity="error",
-    family="auto",
-    summary='"Auto" or "AUTO" in the place of "auto".',
-    reason=(
-        "Hugging Face compares with the word in small letters (transformers/integrations/deepspeed.py), and so do the "
-        "models of DeepSpeed, which drop it (runtime/config_utils.py): any other spelling reaches DeepSpeed as text."
-    ),
-    wrong=config(train_batch_size="Auto"),
-    right=config(train_batch_size=8),
-    proof=raises("TypeError"),
-)
+@rule("DSC703", "error")
 def auto_misspelled(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """The value "auto" is written as "Auto" or "AUTO".
+
+    Hugging Face compares with the word in small letters (transformers/integrations/deepspeed.py), and so do the models
+    of DeepSpeed, which drop it (runtime/config_utils.py): any other spelling reaches DeepSpeed as text.
+
+    Wrong: {"train_batch_size": "Auto"}
+    Right: {"train_batch_size": 8}
+    Proof: raises TypeError
+    """
     known = [path for strict in (True, False) for path, key, _ in known_values(document, strict=strict)]
     known += [(part, "params", key) for part in ("optimizer", "scheduler") for key in params(document, part)]
     for path in known:

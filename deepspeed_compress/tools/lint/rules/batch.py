@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from deepspeed_compress.diagnostics import Diagnostic, at, write
 from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.rule import Context, accepts, raises, rule
-from deepspeed_compress.tools.lint.rules.common import config, integer, number, show, stages, tensor_size
+from deepspeed_compress.tools.lint.rule import Context, rule
+from deepspeed_compress.tools.lint.rules.common import integer, number, show, stages, tensor_size
 
 _TRAIN = "train_batch_size"
 _MICRO = "train_micro_batch_size_per_gpu"
@@ -56,78 +56,68 @@ def _left_out(document: Document) -> bool:
     return document.get(_TRAIN) is None and document.get(_MICRO) is None
 
 
-@rule(
-    code="DSC202",
-    name="batch-missing",
-    severity="error",
-    family="batch",
-    summary="No batch size is given.",
-    reason=(
-        "DeepSpeed needs train_batch_size or train_micro_batch_size_per_gpu (runtime/config.py). Hugging Face fills in "
-        'only what is there as "auto"; Lightning adds both sizes.'
-    ),
-    wrong='{"gradient_accumulation_steps": 2}\n',
-    right=config(train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=2),
-    proof=raises("Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided"),
-    context={"framework": "deepspeed"},
-)
+@rule("DSC202", "error")
 def batch_missing(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """No batch size is given.
+
+    DeepSpeed needs train_batch_size or train_micro_batch_size_per_gpu (runtime/config.py). Hugging Face fills in only
+    what is there as "auto"; Lightning adds both sizes.
+
+    Wrong:
+        {"gradient_accumulation_steps": 2}
+    Right: {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}
+    Context: {"framework": "deepspeed"}
+    Proof: raises Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided
+    """
     if _left_out(document) and context.framework is not None and context.framework not in _BY_PROGRAM:
         what = f"neither {_TRAIN} nor {_MICRO} is given (allowed: one of them, or both)"
         yield Diagnostic(at(_MICRO), what, write(f'"{_MICRO}": 1, for instance'))
 
 
-@rule(
-    code="DSC210",
-    name="batch-left-to-program",
-    severity="warning",
-    family="batch",
-    summary="No batch size is given, and what reads the file is not known.",
-    reason=(
-        "Programs that make the configuration complete are usual: Lightning, templates of the autotuner. DeepSpeed by "
-        "itself needs one of the two sizes (runtime/config.py), and so does Hugging Face: with --framework deepspeed, "
-        "hf or accelerate this is the error DSC202."
-    ),
-    wrong='{"gradient_accumulation_steps": 2}\n',
-    right=config(train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=2),
-    proof=raises("Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided"),
-)
+@rule("DSC210", "warning")
 def batch_left_to_program(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """No batch size is given, and what reads the file is not known.
+
+    Programs that make the configuration complete are usual: Lightning, templates of the autotuner. DeepSpeed by itself
+    needs one of the two sizes (runtime/config.py), and so does Hugging Face: with --framework deepspeed, hf or
+    accelerate this is the error DSC202.
+
+    Wrong:
+        {"gradient_accumulation_steps": 2}
+    Right: {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}
+    Proof: raises Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided
+    """
     if _left_out(document) and context.framework is None:
         what = f"neither {_TRAIN} nor {_MICRO} is given, and DeepSpeed stops unless the program adds one"
         yield Diagnostic(at(_MICRO), what, write(f'"{_MICRO}": 1, for instance, or lint with --framework'))
 
 
-@rule(
-    code="DSC203",
-    name="batch-not-positive",
-    severity="error",
-    family="batch",
-    summary="A batch size is zero or negative.",
-    reason="DeepSpeed asserts positive sizes (runtime/config.py).",
-    wrong=config(train_micro_batch_size_per_gpu=0),
-    right=config(train_micro_batch_size_per_gpu=1),
-    proof=raises("has to be greater than 0"),
-)
+@rule("DSC203", "error")
 def batch_not_positive(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """A batch size is zero or negative.
+
+    DeepSpeed asserts positive sizes (runtime/config.py).
+
+    Wrong: {"train_micro_batch_size_per_gpu": 0}
+    Right: {"train_micro_batch_size_per_gpu": 1}
+    Proof: raises has to be greater than 0
+    """
     for key in _KEYS:
         value = number(document.get(key))
         if value is not None and value <= 0:
             yield Diagnostic(at(key), f"{show(value)} is not positive (allowed: 1 or more)", write("1 or more"))
 
 
-@rule(
-    code="DSC206",
-    name="batch-fraction",
-    severity="error",
-    family="batch",
-    summary="A batch size is a fraction.",
-    reason="DeepSpeed multiplies what it is given (runtime/config.py); the data loader fails later.",
-    wrong=config(train_micro_batch_size_per_gpu=1.5),
-    right=config(train_micro_batch_size_per_gpu=2),
-    proof=accepts("half a sample cannot be loaded"),
-)
+@rule("DSC206", "error")
 def batch_fraction(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """A batch size is a fraction.
+
+    DeepSpeed multiplies what it is given (runtime/config.py); the data loader fails later.
+
+    Wrong: {"train_micro_batch_size_per_gpu": 1.5}
+    Right: {"train_micro_batch_size_per_gpu": 2}
+    Proof: accepts half a sample cannot be loaded
+    """
     for key in _KEYS:
         value = number(document.get(key))
         if value is not None and value > 0 and value != int(value):
@@ -136,18 +126,16 @@ def batch_fraction(document: Document, context: Context) -> Iterator[Diagnostic]
             )
 
 
-@rule(
-    code="DSC201",
-    name="batch-indivisible",
-    severity="error",
-    family="batch",
-    summary="train_batch_size is no multiple of the other two, whatever the number of ranks.",
-    reason="DeepSpeed divides, rounds down and then asserts that the product is right (runtime/config.py).",
-    wrong=config(train_batch_size=10, train_micro_batch_size_per_gpu=4),
-    right=config(train_batch_size=12, train_micro_batch_size_per_gpu=4),
-    proof=raises("Check batch related parameters"),
-)
+@rule("DSC201", "error")
 def batch_indivisible(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """train_batch_size is no multiple of the other two, whatever the number of ranks.
+
+    DeepSpeed divides, rounds down and then asserts that the product is right (runtime/config.py).
+
+    Wrong: {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4}
+    Right: {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 4}
+    Proof: raises Check batch related parameters
+    """
     sizes = _sizes(document)
     if sizes is not None and sizes.train is not None and sizes.train % sizes.product:
         given = " x ".join(key for key in _KEYS[1:] if document.get(key) is not None)
@@ -161,41 +149,35 @@ def _multiple(size: int, unit: int) -> str:
     return f"{below} or {below + unit}" if below else str(unit)
 
 
-@rule(
-    code="DSC204",
-    name="batch-smaller-than-world",
-    severity="error",
-    family="batch",
-    summary="train_batch_size is smaller than the number of data-parallel ranks.",
-    reason="The share of a rank is rounded down to zero, which DeepSpeed refuses (runtime/config.py).",
-    wrong=config(train_batch_size=1),
-    right=config(train_batch_size=2),
-    proof=raises("has to be greater than 0"),
-    context={"world_size": 2},
-)
+@rule("DSC204", "error")
 def batch_smaller_than_world(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """train_batch_size is smaller than the number of data-parallel ranks.
+
+    The share of a rank is rounded down to zero, which DeepSpeed refuses (runtime/config.py).
+
+    Wrong: {"train_batch_size": 1}
+    Right: {"train_batch_size": 2}
+    Context: {"world_size": 2}
+    Proof: raises has to be greater than 0
+    """
     sizes, ranks = _sizes(document), _counted_ranks(document, context)
     if sizes is not None and sizes.train is not None and ranks is not None and sizes.train < ranks:
         what = f"{sizes.train} is less than the {ranks} data-parallel ranks (allowed: at least one sample a rank)"
         yield Diagnostic(at(_TRAIN), what, write(_multiple(sizes.train, ranks * sizes.product)))
 
 
-@rule(
-    code="DSC200",
-    name="batch-triangle",
-    severity="error",
-    family="batch",
-    summary="The batch sizes do not fit the number of ranks.",
-    reason=(
-        "train_batch_size must be train_micro_batch_size_per_gpu x gradient_accumulation_steps x data-parallel size; "
-        "DeepSpeed asserts it (runtime/config.py)."
-    ),
-    wrong=config(train_batch_size=8, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1),
-    right=config(train_batch_size=8, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=4),
-    proof=raises("Check batch related parameters"),
-    context={"world_size": 2},
-)
+@rule("DSC200", "error")
 def batch_triangle(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """The batch sizes do not fit the number of ranks.
+
+    train_batch_size must be train_micro_batch_size_per_gpu x gradient_accumulation_steps x data-parallel size;
+    DeepSpeed asserts it (runtime/config.py).
+
+    Wrong: {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    Right: {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4}
+    Context: {"world_size": 2}
+    Proof: raises Check batch related parameters
+    """
     sizes, ranks = _sizes(document), _counted_ranks(document, context)
     if sizes is None or ranks is None or sizes.train is None or not _mismatch(sizes, ranks):
         return
@@ -222,33 +204,21 @@ def _whole_world(sizes: _Sizes, ranks: int, context: Context) -> bool:
     return ranks != context.world_size and sizes.train == sizes.product * (context.world_size or 0)
 
 
-@rule(
-    code="DSC205",
-    name="batch-counts-pipeline-ranks",
-    severity="error",
-    family="batch",
-    summary="train_batch_size counts the ranks of all pipeline stages.",
-    reason=(
-        "The stages of a pipeline work on the same samples: the data-parallel size is the number of ranks divided by "
-        "that of the stages (runtime/pipe/engine.py)."
-    ),
-    wrong=config(
-        train_batch_size=4,
-        train_micro_batch_size_per_gpu=1,
-        gradient_accumulation_steps=2,
-        deepspeed_compress={"parallelism": {"pipeline": 2}, "gradients": {"method": "none"}},
-    ),
-    right=config(
-        train_batch_size=2,
-        train_micro_batch_size_per_gpu=1,
-        gradient_accumulation_steps=2,
-        optimizer={"type": "SGD", "params": {"lr": 0.1}},
-        deepspeed_compress={"parallelism": {"pipeline": 2}, "gradients": {"method": "none"}},
-    ),
-    proof=raises("Check batch related parameters"),
-    context={"world_size": 2},
-)
+@rule("DSC205", "error")
 def batch_counts_pipeline_ranks(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """train_batch_size counts the ranks of all pipeline stages.
+
+    The stages of a pipeline work on the same samples: the data-parallel size is the number of ranks divided by that of
+    the stages (runtime/pipe/engine.py).
+
+    Wrong: {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2,
+        "deepspeed_compress": {"parallelism": {"pipeline": 2}, "gradients": {"method": "none"}}}
+    Right: {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "deepspeed_compress": {"parallelism": {"pipeline": 2}, "gradients": {"method": "none"}}}
+    Context: {"world_size": 2}
+    Proof: raises Check batch related parameters
+    """
     sizes, ranks = _sizes(document), _counted_ranks(document, context)
     if sizes is None or ranks is None or not _mismatch(sizes, ranks) or not _whole_world(sizes, ranks, context):
         return
@@ -256,22 +226,18 @@ def batch_counts_pipeline_ranks(document: Document, context: Context) -> Iterato
     yield Diagnostic(at(_TRAIN), what, write(str(sizes.product * ranks)))
 
 
-@rule(
-    code="DSC207",
-    name="batch-counts-tensor-ranks",
-    severity="warning",
-    family="batch",
-    summary="With AutoTP, train_batch_size counts ranks that see the same samples.",
-    reason=(
-        "The configuration is read before the tensor-parallel groups exist (deepspeed/__init__.py), so that the "
-        "product is taken with all ranks, and engine.train_batch_size() is too large by the tensor-parallel size."
-    ),
-    wrong=config(train_batch_size=2, tensor_parallel={"autotp_size": 2}),
-    right=config(train_micro_batch_size_per_gpu=1, tensor_parallel={"autotp_size": 2}),
-    proof=accepts("the batch is smaller than the file says, by the tensor-parallel size"),
-    context={"world_size": 2, "model": {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}},
-)
+@rule("DSC207", "warning")
 def batch_counts_tensor_ranks(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """With AutoTP, train_batch_size counts ranks that see the same samples.
+
+    The configuration is read before the tensor-parallel groups exist (deepspeed/__init__.py), so that the product is
+    taken with all ranks, and engine.train_batch_size() is too large by the tensor-parallel size.
+
+    Wrong: {"train_batch_size": 2, "tensor_parallel": {"autotp_size": 2}}
+    Right: {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2}}
+    Context: {"world_size": 2, "model": {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}}
+    Proof: accepts the batch is smaller than the file says, by the tensor-parallel size
+    """
     size, sizes = tensor_size(document), _sizes(document)
     if size > 1 and sizes is not None and sizes.train is not None and stages(document) == 1:
         what = f"with autotp_size {size} DeepSpeed counts every rank, but {size} ranks see the same samples"
@@ -279,38 +245,34 @@ def batch_counts_tensor_ranks(document: Document, context: Context) -> Iterator[
         yield Diagnostic(at(_TRAIN), what, write(instead))
 
 
-@rule(
-    code="DSC208",
-    name="sequence-parallel-divides-world",
-    severity="error",
-    family="batch",
-    summary="sequence_parallel_size does not divide the number of ranks.",
-    reason="DeepSpeed divides the one by the other and goes on with a fraction of ranks (runtime/config.py).",
-    wrong=config(train_batch_size=4, sequence_parallel_size=3),
-    right=config(train_batch_size=4, sequence_parallel_size=2),
-    proof=accepts("the data-parallel size is taken for 1.33"),
-    context={"world_size": 4},
-)
+@rule("DSC208", "error")
 def sequence_parallel_divides_world(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """sequence_parallel_size does not divide the number of ranks.
+
+    DeepSpeed divides the one by the other and goes on with a fraction of ranks (runtime/config.py).
+
+    Wrong: {"train_batch_size": 4, "sequence_parallel_size": 3}
+    Right: {"train_batch_size": 4, "sequence_parallel_size": 2}
+    Context: {"world_size": 4}
+    Proof: accepts the data-parallel size is taken for 1.33
+    """
     size, data = integer(document.get("sequence_parallel_size")), document.get("data_parallel_size")
     if context.world_size is not None and size is not None and data is None and (size < 1 or context.world_size % size):
         what = f"{size} does not divide {context.world_size} ranks"
         yield Diagnostic(at("sequence_parallel_size"), what, write(f"a divisor of {context.world_size}"))
 
 
-@rule(
-    code="DSC209",
-    name="mesh-is-not-world",
-    severity="error",
-    family="batch",
-    summary="data_parallel_size x sequence_parallel_size is not the number of ranks.",
-    reason="DeepSpeed makes a mesh of the two sizes (deepspeed/__init__.py); ranks outside of it fail.",
-    wrong=config(train_batch_size=4, sequence_parallel_size=2, data_parallel_size=1),
-    right=config(train_batch_size=4, sequence_parallel_size=2, data_parallel_size=2),
-    proof=raises("Error"),
-    context={"world_size": 4},
-)
+@rule("DSC209", "error")
 def mesh_is_not_world(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """data_parallel_size x sequence_parallel_size is not the number of ranks.
+
+    DeepSpeed makes a mesh of the two sizes (deepspeed/__init__.py); ranks outside of it fail.
+
+    Wrong: {"train_batch_size": 4, "sequence_parallel_size": 2, "data_parallel_size": 1}
+    Right: {"train_batch_size": 4, "sequence_parallel_size": 2, "data_parallel_size": 2}
+    Context: {"world_size": 4}
+    Proof: raises Error
+    """
     size, data = integer(document.get("sequence_parallel_size")), integer(document.get("data_parallel_size"))
     if size and data and context.world_size is not None and size * data != context.world_size:
         what = f"{data} x sequence_parallel_size {size} is not the {context.world_size} ranks of the job"

@@ -1,6 +1,5 @@
 """Functions with which rules read a document, and functions that write examples."""
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,7 +17,6 @@ ZERO = "zero_optimization"
 OFFLOADS = frozenset({"cpu", "nvme"})
 
 _WIDTH = 60
-_ADAMW = {"type": "AdamW", "params": {"lr": 0.0001}}
 
 
 def show(value: object) -> str:
@@ -137,19 +135,3 @@ def leaves(value: object, path: Path = ()) -> Iterator[tuple[Path, object]]:
             yield from leaves(child, (*path, key))
     else:
         yield path, value
-
-
-def config(**keys: object) -> str:
-    """Return the text of an example with these keys, and with a batch size unless one is given."""
-    given = keys if any(key in keys for key in ("train_batch_size", "train_micro_batch_size_per_gpu")) else None
-    return json.dumps(given or {"train_batch_size": 8, **keys}, indent=2) + "\n"
-
-
-def trained(**keys: object) -> str:
-    """Return the text of an example with an optimizer."""
-    return config(**{"optimizer": _ADAMW, **keys})
-
-
-def zero(stage: object, *, also: Mapping[str, object] | None = None, **keys: object) -> str:
-    """Return the text of an example with ZeRO and an optimizer. `also` holds keys outside `zero_optimization`."""
-    return trained(**{ZERO: {"stage": stage, **keys}, **(also or {})})

@@ -6,8 +6,8 @@ from deepspeed_compress.diagnostics import Diagnostic, Fix, Path, at_key, write
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, move, rename
 from deepspeed_compress.tools.lint.keys import OUR_SECTION, Section, closest, places, unknown_keys
-from deepspeed_compress.tools.lint.rule import Context, ignores, raises, rule
-from deepspeed_compress.tools.lint.rules.common import config, hugging_face, name, trained, zero
+from deepspeed_compress.tools.lint.rule import Context, rule
+from deepspeed_compress.tools.lint.rules.common import hugging_face, name
 
 _SAME_AS = {
     "fp32_allreduce": '"communication_data_type": "fp32"',
@@ -120,21 +120,17 @@ def _for_inference(document: Document) -> list[str]:
     return [key for key in document.data if key in _INFERENCE]
 
 
-@rule(
-    code="DSC104",
-    name="inference-keys",
-    severity="warning",
-    family="keys",
-    summary="Keys of DeepSpeed's inference engine.",
-    reason=(
-        "deepspeed.init_inference has a configuration of its own (inference/config.py), with another tensor_parallel; "
-        "in one for training its keys have no effect."
-    ),
-    wrong=config(replace_with_kernel_inject=True),
-    right=config(),
-    proof=ignores(),
-)
+@rule("DSC104", "warning")
 def inference_keys(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """Keys of DeepSpeed's inference engine.
+
+    deepspeed.init_inference has a configuration of its own (inference/config.py), with another tensor_parallel; in one
+    for training its keys have no effect.
+
+    Wrong: {"train_batch_size": 8, "replace_with_kernel_inject": true}
+    Right: {"train_batch_size": 8}
+    Proof: ignores
+    """
     found = _for_inference(document)
     if found:
         several = len(found) > 1
@@ -251,73 +247,62 @@ def _ours_elsewhere(document: Document, path: Path, place: Path) -> Diagnostic:
     return Diagnostic(at_key(*path), what, write(f"it as {name(place)}, not inside {inside}: move it"), fix=moved)
 
 
-@rule(
-    code="DSC100",
-    name="unknown-key",
-    severity="warning",
-    family="keys",
-    summary="A key that DeepSpeed does not know, where it ignores such keys.",
-    reason=(
-        "DeepSpeed asks for the keys that it knows and never looks at the others (runtime/config.py), so that a typing "
-        "error leaves the default in force. Keys that start with _, $ or # are taken for remarks."
-    ),
-    wrong=config(gradient_clippping=1.0),
-    right=config(gradient_clipping=1.0),
-    proof=ignores(),
-)
+@rule("DSC100", "warning")
 def unknown_key(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """A key that DeepSpeed does not know, where it ignores such keys.
+
+    DeepSpeed asks for the keys that it knows and never looks at the others (runtime/config.py), so that a typing error
+    leaves the default in force. Keys that start with _, $ or # are taken for remarks.
+
+    Wrong: {"train_batch_size": 8, "gradient_clippping": 1.0}
+    Right: {"train_batch_size": 8, "gradient_clipping": 1.0}
+    Proof: ignores
+    """
     yield from _unknown(document, context, strict=False)
 
 
-@rule(
-    code="DSC101",
-    name="unknown-key-refused",
-    severity="error",
-    family="keys",
-    summary="A key that DeepSpeed does not know, where it refuses such keys.",
-    reason=(
-        "Sections that are models, such as zero_optimization, fp16 and bf16, forbid other keys "
-        "(runtime/config_utils.py)."
-    ),
-    wrong=zero(2, overlap_com=True),
-    right=zero(2, overlap_comm=True),
-    proof=raises("extra_forbidden"),
-)
+@rule("DSC101", "error")
 def unknown_key_refused(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """A key that DeepSpeed does not know, where it refuses such keys.
+
+    Sections that are models, such as zero_optimization, fp16 and bf16, forbid other keys (runtime/config_utils.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 2, "overlap_com": true}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 2, "overlap_comm": true}}
+    Proof: raises extra_forbidden
+    """
     yield from _unknown(document, context, strict=True)
 
 
-@rule(
-    code="DSC102",
-    name="misplaced-key",
-    severity="warning",
-    family="keys",
-    summary="A key of another section, where DeepSpeed ignores it.",
-    reason=(
-        "offload_optimizer in the outermost object, for instance, offloads nothing: it is a key of zero_optimization "
-        "(runtime/zero/config.py)."
-    ),
-    wrong=trained(offload_optimizer={"device": "cpu"}),
-    right=zero(2, offload_optimizer={"device": "cpu"}),
-    proof=ignores(),
-)
+@rule("DSC102", "warning")
 def misplaced_key(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """A key of another section, where DeepSpeed ignores it.
+
+    offload_optimizer in the outermost object, for instance, offloads nothing: it is a key of zero_optimization
+    (runtime/zero/config.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "offload_optimizer": {"device": "cpu"}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    Proof: ignores
+    """
     yield from _misplaced(document, strict=False)
 
 
-@rule(
-    code="DSC103",
-    name="misplaced-key-refused",
-    severity="error",
-    family="keys",
-    summary="A key of another section, where DeepSpeed refuses it.",
-    reason=(
-        "aio in zero_optimization, for instance, is a section of its own in the outermost object "
-        "(runtime/swap_tensor/aio_config.py)."
-    ),
-    wrong=zero(3, aio={"block_size": 1048576}),
-    right=zero(3, also={"aio": {"block_size": 1048576}, "checkpoint": {"writer": {"type": "python"}}}),
-    proof=raises("extra_forbidden"),
-)
+@rule("DSC103", "error")
 def misplaced_key_refused(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """A key of another section, where DeepSpeed refuses it.
+
+    aio in zero_optimization, for instance, is a section of its own in the outermost object
+    (runtime/swap_tensor/aio_config.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 3, "aio": {"block_size": 1048576}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 3}, "aio": {"block_size": 1048576}, "checkpoint": {"writer": {"type": "python"}}}
+    Proof: raises extra_forbidden
+    """
     yield from _misplaced(document, strict=True)

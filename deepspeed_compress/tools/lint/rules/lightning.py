@@ -6,42 +6,30 @@ from deepspeed_compress.diagnostics import Diagnostic, at, at_key, write
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, remove
 from deepspeed_compress.tools.lint.keys import OUR_SECTION
-from deepspeed_compress.tools.lint.rule import Context, rule, unproved
-from deepspeed_compress.tools.lint.rules.common import AUTO, ZERO, config, leaves, name, section, show, stage, truth
+from deepspeed_compress.tools.lint.rule import Context, rule
+from deepspeed_compress.tools.lint.rules.common import AUTO, ZERO, leaves, name, section, show, stage, truth
 
-_LIGHTNING = {"framework": "lightning"}
 _ACCUMULATION = "gradient_accumulation_steps"
 _UNTESTED = "zero_allow_untested_optimizer"
 _SHOWN = 8
-_NOT_INSTALLED = unproved(
-    "Lightning is not installed with this project, and its strategy needs a GPU; read in its source"
-)
-
-
-def _file(**keys: object) -> str:
-    return config(**{"train_micro_batch_size_per_gpu": 4, ZERO: {"stage": 2}, **keys})
 
 
 def _reads(context: Context) -> bool:
     return context.framework == "lightning"
 
 
-@rule(
-    code="DSC740",
-    name="lightning-accumulation",
-    severity="error",
-    family="lightning",
-    summary="gradient_accumulation_steps in a file for Lightning.",
-    reason=(
-        "The strategy stops at the key, which it sets itself from the Trainer's accumulate_grad_batches "
-        "(pytorch/strategies/deepspeed.py, _format_batch_size_and_grad_accum_config)."
-    ),
-    wrong=_file(gradient_accumulation_steps=4),
-    right=_file(),
-    proof=_NOT_INSTALLED,
-    context=_LIGHTNING,
-)
+@rule("DSC740", "error")
 def lightning_accumulation(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """gradient_accumulation_steps in a file for Lightning.
+
+    The strategy stops at the key, which it sets itself from the Trainer's accumulate_grad_batches
+    (pytorch/strategies/deepspeed.py, _format_batch_size_and_grad_accum_config).
+
+    Wrong: {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 4}
+    Right: {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}
+    Context: {"framework": "lightning"}
+    Proof: unproved Lightning is not installed with this project, and its strategy needs a GPU; read in its source
+    """
     if _reads(context) and document.has(_ACCUMULATION):
         what = f"Lightning stops at {_ACCUMULATION}, whatever its value"
         correction = fix("Remove it", remove(document, (_ACCUMULATION,)), safe=False)
@@ -49,24 +37,20 @@ def lightning_accumulation(document: Document, context: Context) -> Iterator[Dia
         yield Diagnostic(at_key(_ACCUMULATION), what, write(instead), fix=correction)
 
 
-@rule(
-    code="DSC741",
-    name="lightning-auto",
-    severity="error",
-    family="lightning",
-    summary='"auto" in a file for Lightning.',
-    reason=(
-        "The strategy fills in nothing (pytorch/strategies/deepspeed.py, _format_config): DeepSpeed calculates with "
-        'the word and fails, or takes its default. With "enabled": "auto" in bf16 or fp16 that is fp32, whatever '
-        "precision the Trainer is given."
-    ),
-    wrong=_file(bf16={"enabled": AUTO}),
-    right=_file(bf16={"enabled": True}),
-    proof=_NOT_INSTALLED,
-    context=_LIGHTNING,
-)
+@rule("DSC741", "error")
 def lightning_auto(document: Document, context: Context) -> Iterator[Diagnostic]:
-    """Report all keys in one finding, because such a file was written for Hugging Face."""
+    """The value "auto" is used in a file for Lightning.
+
+    The strategy fills in nothing (pytorch/strategies/deepspeed.py, _format_config): DeepSpeed calculates with the word
+    and fails, or takes its default. With "enabled": "auto" in bf16 or fp16 that is fp32, whatever precision the Trainer
+    is given.
+
+    Wrong: {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}
+    Right: {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}
+    Context: {"framework": "lightning"}
+    Proof: unproved Lightning is not installed with this project, and its strategy needs a GPU; read in its source
+    """
+    # Report all keys in one finding, because such a file was written for Hugging Face.
     found = [path for path, value in leaves(document.data) if value == AUTO and path[0] != OUR_SECTION]
     if found and _reads(context):
         more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
@@ -75,23 +59,18 @@ def lightning_auto(document: Document, context: Context) -> Iterator[Diagnostic]
         yield Diagnostic(at(*found[0]), what, write(instead))
 
 
-@rule(
-    code="DSC742",
-    name="lightning-precision-off",
-    severity="warning",
-    family="lightning",
-    summary="A section fp16 or bf16 that is not enabled keeps Lightning from enabling it.",
-    reason=(
-        "The Trainer's precision is written into a file that has no such section "
-        "(fabric/strategies/deepspeed.py, _format_precision_config). One that is there stays as it is, so that the "
-        "inputs are converted and the model is not."
-    ),
-    wrong=_file(bf16={"enabled": False}),
-    right=_file(bf16={"enabled": True}),
-    proof=_NOT_INSTALLED,
-    context=_LIGHTNING,
-)
+@rule("DSC742", "warning")
 def lightning_precision_off(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """A section fp16 or bf16 that is not enabled keeps Lightning from enabling it.
+
+    The Trainer's precision is written into a file that has no such section (fabric/strategies/deepspeed.py,
+    _format_precision_config). One that is there stays as it is, so that the inputs are converted and the model is not.
+
+    Wrong: {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}, "bf16": {"enabled": false}}
+    Right: {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}
+    Context: {"framework": "lightning"}
+    Proof: unproved Lightning is not installed with this project, and its strategy needs a GPU; read in its source
+    """
     for half, precision in (("bf16", "bf16-mixed"), ("fp16", "16-mixed")):
         off = document.has(half) and truth(section(document, half).get("enabled", False)) is False
         if _reads(context) and off and isinstance(document.get(half), dict):
@@ -100,65 +79,55 @@ def lightning_precision_off(document: Document, context: Context) -> Iterator[Di
             yield Diagnostic(at_key(half), what, write("nothing: the Trainer's precision then counts"), fix=correction)
 
 
-@rule(
-    code="DSC743",
-    name="lightning-optimizer-replaced",
-    severity="info",
-    family="lightning",
-    summary="With an optimizer in the file Lightning does not call configure_optimizers.",
-    reason=(
-        "Neither its optimizer nor its learning-rate scheduler is used then "
-        "(pytorch/strategies/deepspeed.py, _initialize_deepspeed_train)."
-    ),
-    wrong=_file(optimizer={"type": "AdamW", "params": {"lr": 0.0001}}),
-    right=_file(),
-    proof=_NOT_INSTALLED,
-    context=_LIGHTNING,
-)
+@rule("DSC743", "info")
 def lightning_optimizer_replaced(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """With an optimizer in the file Lightning does not call configure_optimizers.
+
+    Neither its optimizer nor its learning-rate scheduler is used then (pytorch/strategies/deepspeed.py,
+    _initialize_deepspeed_train).
+
+    Wrong: {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}}
+    Right: {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}
+    Context: {"framework": "lightning"}
+    Proof: unproved Lightning is not installed with this project, and its strategy needs a GPU; read in its source
+    """
     if _reads(context) and document.has("optimizer"):
         what = "configure_optimizers of the LightningModule is not called, its scheduler included"
         yield Diagnostic(at_key("optimizer"), what, write("the optimizer in one of the two places only"))
 
 
-@rule(
-    code="DSC744",
-    name="lightning-untested-optimizer-key",
-    severity="warning",
-    family="lightning",
-    summary=f"Stage 3 without {_UNTESTED}.",
-    reason=(
-        "Trainer.validate, test and predict read the key of a file with stage 3 without asking whether it is there "
-        "(pytorch/strategies/deepspeed.py, _initialize_deepspeed_inference)."
-    ),
-    wrong=_file(zero_optimization={"stage": 3}),
-    right=_file(zero_optimization={"stage": 3}, zero_allow_untested_optimizer=True),
-    proof=_NOT_INSTALLED,
-    context=_LIGHTNING,
-)
+@rule("DSC744", "warning")
 def lightning_untested_optimizer_key(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """Stage 3 without zero_allow_untested_optimizer.
+
+    Trainer.validate, test and predict read the key of a file with stage 3 without asking whether it is there
+    (pytorch/strategies/deepspeed.py, _initialize_deepspeed_inference).
+
+    Wrong: {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3}}
+    Right: {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3},
+        "zero_allow_untested_optimizer": true}
+    Context: {"framework": "lightning"}
+    Proof: unproved Lightning is not installed with this project, and its strategy needs a GPU; read in its source
+    """
     if _reads(context) and stage(document) == 3 and document.has(ZERO) and not document.has(_UNTESTED):
         what = f"without {_UNTESTED} Trainer.validate, test and predict end with KeyError"
         yield Diagnostic(at(_UNTESTED), what, write(f'"{_UNTESTED}": true besides'))
 
 
-@rule(
-    code="DSC745",
-    name="lightning-fixed-batch",
-    severity="info",
-    family="lightning",
-    summary="train_batch_size in a file for Lightning.",
-    reason=(
-        "The strategy adds the batch size of the data loader and accumulate_grad_batches "
-        "(pytorch/strategies/deepspeed.py, _format_batch_size_and_grad_accum_config), and DeepSpeed asserts that the "
-        "product with the number of ranks is the same (runtime/config.py)."
-    ),
-    wrong=_file(train_batch_size=32),
-    right=_file(),
-    proof=_NOT_INSTALLED,
-    context=_LIGHTNING,
-)
+@rule("DSC745", "info")
 def lightning_fixed_batch(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """train_batch_size in a file for Lightning.
+
+    The strategy adds the batch size of the data loader and accumulate_grad_batches (pytorch/strategies/deepspeed.py,
+    _format_batch_size_and_grad_accum_config), and DeepSpeed asserts that the product with the number of ranks is the
+    same (runtime/config.py).
+
+    Wrong: {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}, "train_batch_size": 32}
+    Right: {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}
+    Context: {"framework": "lightning"}
+    Proof: unproved Lightning is not installed with this project, and its strategy needs a GPU; read in its source
+    """
     value = document.get("train_batch_size")
     if _reads(context) and value is not None and value != AUTO:
         what = f"DeepSpeed stops unless {show(value)} is batch size x accumulate_grad_batches x ranks of the Trainer"

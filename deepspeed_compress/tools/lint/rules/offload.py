@@ -5,11 +5,10 @@ from collections.abc import Iterator
 from deepspeed_compress.diagnostics import Diagnostic, at, at_key, write
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, replace
-from deepspeed_compress.tools.lint.rule import Context, accepts, raises, rule
+from deepspeed_compress.tools.lint.rule import Context, rule
 from deepspeed_compress.tools.lint.rules.common import (
     AUTO,
     ZERO,
-    config,
     integer,
     is_true,
     listed,
@@ -18,76 +17,73 @@ from deepspeed_compress.tools.lint.rules.common import (
     section,
     show,
     stage,
-    zero,
 )
 
-_NVME = {"device": "nvme", "nvme_path": "/tmp"}
 
-
-@rule(
-    code="DSC402",
-    name="offload-ratio-without-stage-3",
-    severity="error",
-    family="zero",
-    summary="A part of the optimizer is to be offloaded below stage 3.",
-    reason="Asserted when the configuration is read (runtime/zero/config.py).",
-    wrong=zero(2, offload_optimizer={"device": "cpu", "ratio": 0.5}),
-    right=zero(3, offload_optimizer={"device": "cpu", "ratio": 0.5}),
-    proof=raises("Partial offloading only supported for ZeRO Stage 3"),
-)
+@rule("DSC402", "error")
 def offload_ratio_without_stage_3(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """A part of the optimizer is to be offloaded below stage 3.
+
+    Asserted when the configuration is read (runtime/zero/config.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}
+    Proof: raises Partial offloading only supported for ZeRO Stage 3
+    """
     ratio = number(document.get(ZERO, "offload_optimizer", "ratio"))
     if ratio is not None and ratio < 1 and stage(document) in (0, 1, 2):
         what = f"{show(ratio)} offloads a part, which stage {stage(document)} cannot (allowed: 1.0)"
         yield Diagnostic(at(ZERO, "offload_optimizer", "ratio"), what, write("1.0, or stage 3"))
 
 
-@rule(
-    code="DSC403",
-    name="offload-param-without-stage-3",
-    severity="warning",
-    family="zero",
-    summary="Parameters are to be offloaded below stage 3.",
-    reason="Only the optimizer of stage 3 is given this setting (runtime/engine.py).",
-    wrong=zero(2, offload_param={"device": "cpu"}),
-    right=zero(3, offload_param={"device": "cpu"}),
-    proof=accepts("parameters stay on the device"),
-)
+@rule("DSC403", "warning")
 def offload_param_without_stage_3(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """Parameters are to be offloaded below stage 3.
+
+    Only the optimizer of stage 3 is given this setting (runtime/engine.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
+    Proof: accepts parameters stay on the device
+    """
     if offload(document, "offload_param") and stage(document) in (0, 1, 2):
         what = f"parameters are offloaded with stage 3 only, and the stage is {stage(document)}"
         yield Diagnostic(at_key(ZERO, "offload_param"), what, write('"stage": 3, or remove the key'))
 
 
-@rule(
-    code="DSC404",
-    name="offload-optimizer-without-zero",
-    severity="warning",
-    family="zero",
-    summary="The optimizer is to be offloaded with stage 0.",
-    reason="Offloading is done by the optimizers of ZeRO (runtime/engine.py); the CPU optimizer is made all the same.",
-    wrong=zero(0, offload_optimizer={"device": "cpu"}),
-    right=zero(1, offload_optimizer={"device": "cpu"}),
-    proof=accepts("gradients and weights are not offloaded"),
-)
+@rule("DSC404", "warning")
 def offload_optimizer_without_zero(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """The optimizer is to be offloaded with stage 0.
+
+    Offloading is done by the optimizers of ZeRO (runtime/engine.py); the CPU optimizer is made all the same.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
+    Proof: accepts gradients and weights are not offloaded
+    """
     if offload(document, "offload_optimizer") and stage(document) == 0 and "stage" in section(document, ZERO):
         what = "the optimizer is offloaded by ZeRO, and the stage is 0"
         yield Diagnostic(at_key(ZERO, "offload_optimizer"), what, write('"stage": 1 to 3, or remove the key'))
 
 
-@rule(
-    code="DSC405",
-    name="super-offload-without-stage-3",
-    severity="warning",
-    family="zero",
-    summary="super_offload below stage 3.",
-    reason="Only stage 3 looks at it (runtime/engine.py).",
-    wrong=zero(2, offload_optimizer={"device": "cpu", "super_offload": True}),
-    right=zero(2, offload_optimizer={"device": "cpu"}),
-    proof=accepts("the usual offloading is used"),
-)
+@rule("DSC405", "warning")
 def super_offload_without_stage_3(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """super_offload below stage 3.
+
+    Only stage 3 looks at it (runtime/engine.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "super_offload": true}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    Proof: accepts the usual offloading is used
+    """
     path = (ZERO, "offload_optimizer", "super_offload")
     if is_true(document, *path) and stage(document) in (0, 1, 2):
         yield Diagnostic(
@@ -97,21 +93,19 @@ def super_offload_without_stage_3(document: Document, context: Context) -> Itera
         )
 
 
-@rule(
-    code="DSC406",
-    name="nvme-without-path",
-    severity="error",
-    family="zero",
-    summary="Offloading to NVMe without a path.",
-    reason=(
-        "Stage 3 joins the path with names of files (runtime/zero/stage3.py), or asserts that it is there "
-        "(runtime/zero/partition_parameters.py)."
-    ),
-    wrong=zero(3, offload_optimizer={"device": "nvme"}),
-    right=zero(3, offload_optimizer={"device": "cpu"}),
-    proof=raises("NoneType|nvme_path"),
-)
+@rule("DSC406", "error")
 def nvme_without_path(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """Offloading to NVMe without a path.
+
+    Stage 3 joins the path with names of files (runtime/zero/stage3.py), or asserts that it is there
+    (runtime/zero/partition_parameters.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+    Proof: raises NoneType|nvme_path
+    """
     for what in ("offload_param", "offload_optimizer"):
         path = document.get(ZERO, what, "nvme_path")
         missing = path is None or path == ""
@@ -121,36 +115,36 @@ def nvme_without_path(document: Document, context: Context) -> Iterator[Diagnost
             )
 
 
-@rule(
-    code="DSC407",
-    name="nvme-without-stage-3",
-    severity="warning",
-    family="zero",
-    summary="The optimizer is to be offloaded to NVMe below stage 3.",
-    reason="Stages 1 and 2 take every device but none for the CPU (runtime/zero/stage_1_and_2.py).",
-    wrong=zero(2, offload_optimizer=_NVME),
-    right=zero(2, offload_optimizer={"device": "cpu"}),
-    proof=accepts("the optimizer is in host memory"),
-)
+@rule("DSC407", "warning")
 def nvme_without_stage_3(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """The optimizer is to be offloaded to NVMe below stage 3.
+
+    Stages 1 and 2 take every device but none for the CPU (runtime/zero/stage_1_and_2.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    Proof: accepts the optimizer is in host memory
+    """
     if offload(document, "offload_optimizer") == "nvme" and stage(document) in (1, 2):
         what = f'"nvme" means "cpu" with stage {stage(document)}: only stage 3 swaps to disks'
         correction = fix("Write cpu", replace(document, (ZERO, "offload_optimizer", "device"), "cpu"))
         yield Diagnostic(at(ZERO, "offload_optimizer", "device"), what, write('"cpu", or stage 3'), fix=correction)
 
 
-@rule(
-    code="DSC408",
-    name="nvme-path-unused",
-    severity="info",
-    family="zero",
-    summary="nvme_path beside another device.",
-    reason='Only device "nvme" reads the path (runtime/zero/stage3.py).',
-    wrong=zero(3, offload_optimizer={"device": "cpu", "nvme_path": "/local_nvme"}),
-    right=zero(3, offload_optimizer={"device": "cpu"}),
-    proof=accepts("nothing is written to the path"),
-)
+@rule("DSC408", "info")
 def nvme_path_unused(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """nvme_path beside another device.
+
+    Only device "nvme" reads the path (runtime/zero/stage3.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "nvme_path": "/local_nvme"}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+    Proof: accepts nothing is written to the path
+    """
     for what in ("offload_param", "offload_optimizer"):
         path = document.get(ZERO, what, "nvme_path")
         if isinstance(path, str) and path not in ("", "none", AUTO) and offload(document, what) == "cpu":
@@ -162,22 +156,19 @@ def nvme_path_unused(document: Document, context: Context) -> Iterator[Diagnosti
             return  # the other one was copied together with it
 
 
-@rule(
-    code="DSC415",
-    name="offload-of-client-optimizer",
-    severity="info",
-    family="zero",
-    summary="The optimizer is offloaded, and there is none in the file.",
-    reason=(
-        "One that the program passes must be DeepSpeedCPUAdam (or DeepSpeedCPULion), unless "
-        "zero_force_ds_cpu_optimizer is false (runtime/engine.py)."
-    ),
-    wrong=config(zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}}),
-    right=zero(3, offload_optimizer={"device": "cpu"}),
-    proof=accepts("a torch optimizer that the program passes is refused with ZeRORuntimeException"),
-    context={"framework": "deepspeed"},
-)
+@rule("DSC415", "info")
 def offload_of_client_optimizer(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """The optimizer is offloaded, and there is none in the file.
+
+    One that the program passes must be DeepSpeedCPUAdam (or DeepSpeedCPULion), unless zero_force_ds_cpu_optimizer is
+    false (runtime/engine.py).
+
+    Wrong: {"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+    Context: {"framework": "deepspeed"}
+    Proof: accepts a torch optimizer that the program passes is refused with ZeRORuntimeException
+    """
     forced = document.get("zero_force_ds_cpu_optimizer", default=True) is True
     active = offload(document, "offload_optimizer") and stage(document) in (1, 2, 3)
     if active and forced and not document.has("optimizer") and context.framework == "deepspeed":
@@ -194,56 +185,57 @@ _ZENFLOW = (ZERO, "zenflow")
 _STRATEGIES = ("auto", "step", "epoch")
 
 
-@rule(
-    code="DSC418",
-    name="zenflow-without-offload",
-    severity="error",
-    family="zero",
-    summary="ZenFlow without an offloaded optimizer.",
-    reason="ZenFlow overlaps the optimizer on the CPU (runtime/zenflow/zenflow_stage_1_and_2.py).",
-    wrong=zero(2, zenflow={}),
-    right=zero(2, zenflow={}, offload_optimizer={"device": "cpu"}),
-    proof=raises("Zenflow must be used with cpu offload"),
-)
+@rule("DSC418", "error")
 def zenflow_without_offload(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """ZenFlow without an offloaded optimizer.
+
+    ZenFlow overlaps the optimizer on the CPU (runtime/zenflow/zenflow_stage_1_and_2.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 2, "zenflow": {}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 2, "zenflow": {}, "offload_optimizer": {"device": "cpu"}}}
+    Proof: raises Zenflow must be used with cpu offload
+    """
     if _zenflow(document) and stage(document) in (1, 2) and not offload(document, "offload_optimizer"):
         what = "ZenFlow needs an optimizer on the CPU"
         yield Diagnostic(at_key(*_ZENFLOW), what, write('"offload_optimizer": {"device": "cpu"} besides'))
 
 
-@rule(
-    code="DSC419",
-    name="zenflow-strategy",
-    severity="error",
-    family="zero",
-    summary="A selection strategy that ZenFlow does not know.",
-    reason="Checked when the configuration is read (runtime/zenflow/zenflow_config.py).",
-    wrong=zero(2, zenflow={"select_strategy": "random"}, offload_optimizer={"device": "cpu"}),
-    right=zero(2, zenflow={"select_strategy": "auto"}, offload_optimizer={"device": "cpu"}),
-    proof=raises("select_strategy must be one of"),
-)
+@rule("DSC419", "error")
 def zenflow_strategy(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """A selection strategy that ZenFlow does not know.
+
+    Checked when the configuration is read (runtime/zenflow/zenflow_config.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 2, "zenflow": {"select_strategy": "random"},
+        "offload_optimizer": {"device": "cpu"}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 2, "zenflow": {"select_strategy": "auto"},
+        "offload_optimizer": {"device": "cpu"}}}
+    Proof: raises select_strategy must be one of
+    """
     value = document.get(*_ZENFLOW, "select_strategy", default=AUTO)
     if _zenflow(document) and isinstance(value, str) and value not in _STRATEGIES:
         what = f"{show(value)} is not known (allowed: {listed(_STRATEGIES)})"
         yield Diagnostic(at(*_ZENFLOW, "select_strategy"), what, write('"auto", "step" or "epoch"'))
 
 
-@rule(
-    code="DSC420",
-    name="zenflow-select-interval",
-    severity="error",
-    family="zero",
-    summary="ZenFlow's selection interval contradicts its strategy.",
-    reason=(
-        "auto sets the interval itself and stops at one that is given; step and epoch need one "
-        "(runtime/zenflow/engine.py)."
-    ),
-    wrong=zero(2, zenflow={"select_strategy": "step"}, offload_optimizer={"device": "cpu"}),
-    right=zero(2, zenflow={"select_strategy": "step", "select_interval": 4}, offload_optimizer={"device": "cpu"}),
-    proof=raises("select_interval must be a number"),
-)
+@rule("DSC420", "error")
 def zenflow_select_interval(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """ZenFlow's selection interval contradicts its strategy.
+
+    auto sets the interval itself and stops at one that is given; step and epoch need one (runtime/zenflow/engine.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 2, "zenflow": {"select_strategy": "step"},
+        "offload_optimizer": {"device": "cpu"}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 2, "zenflow": {"select_strategy": "step", "select_interval": 4},
+        "offload_optimizer": {"device": "cpu"}}}
+    Proof: raises select_interval must be a number
+    """
     settings = section(document, *_ZENFLOW)
     strategy, interval = settings.get("select_strategy", AUTO), settings.get("select_interval", AUTO)
     if not _zenflow(document) or stage(document) == 0:
@@ -256,26 +248,22 @@ def zenflow_select_interval(document: Document, context: Context) -> Iterator[Di
         yield Diagnostic(at(*_ZENFLOW, "select_strategy"), what, write('"select_interval": 4 besides, for instance'))
 
 
-@rule(
-    code="DSC421",
-    name="zenflow-update-interval",
-    severity="error",
-    family="zero",
-    summary="ZenFlow updates less often than it selects.",
-    reason="Checked by the engine (runtime/zenflow/engine.py).",
-    wrong=zero(
-        2,
-        zenflow={"select_strategy": "step", "select_interval": 2, "update_interval": 4},
-        offload_optimizer={"device": "cpu"},
-    ),
-    right=zero(
-        2,
-        zenflow={"select_strategy": "step", "select_interval": 4, "update_interval": 4},
-        offload_optimizer={"device": "cpu"},
-    ),
-    proof=raises("Select interval must be greater or equal"),
-)
+@rule("DSC421", "error")
 def zenflow_update_interval(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """ZenFlow updates less often than it selects.
+
+    Checked by the engine (runtime/zenflow/engine.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 2,
+        "zenflow": {"select_strategy": "step", "select_interval": 2, "update_interval": 4},
+        "offload_optimizer": {"device": "cpu"}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 2,
+        "zenflow": {"select_strategy": "step", "select_interval": 4, "update_interval": 4},
+        "offload_optimizer": {"device": "cpu"}}}
+    Proof: raises Select interval must be greater or equal
+    """
     settings = section(document, *_ZENFLOW)
     select, update = integer(settings.get("select_interval")), integer(settings.get("update_interval"))
     if settings.get("select_strategy") == "step" and select is not None and update is not None and select < update:
@@ -283,18 +271,18 @@ def zenflow_update_interval(document: Document, context: Context) -> Iterator[Di
         yield Diagnostic(at(*_ZENFLOW, "select_interval"), what, write(f"{update} or more"))
 
 
-@rule(
-    code="DSC422",
-    name="zenflow-without-zero",
-    severity="warning",
-    family="zero",
-    summary="ZenFlow with stage 0.",
-    reason="Only the optimizers of ZeRO know ZenFlow (runtime/engine.py).",
-    wrong=zero(0, zenflow={}),
-    right=zero(2, zenflow={}, offload_optimizer={"device": "cpu"}),
-    proof=accepts("the usual optimizer is used"),
-)
+@rule("DSC422", "warning")
 def zenflow_without_zero(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """ZenFlow with stage 0.
+
+    Only the optimizers of ZeRO know ZenFlow (runtime/engine.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 0, "zenflow": {}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 2, "zenflow": {}, "offload_optimizer": {"device": "cpu"}}}
+    Proof: accepts the usual optimizer is used
+    """
     if _zenflow(document) and stage(document) == 0 and "stage" in section(document, ZERO):
         yield Diagnostic(
             at_key(*_ZENFLOW), "ZenFlow has no effect with stage 0", write("stage 1 to 3, or remove the key")

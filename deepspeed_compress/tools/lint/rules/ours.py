@@ -12,12 +12,10 @@ from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, rename
 from deepspeed_compress.tools.lint.fixes import replace as put
 from deepspeed_compress.tools.lint.keys import OUR_SECTION
-from deepspeed_compress.tools.lint.rule import Context, accepts, raises, rule, warns
+from deepspeed_compress.tools.lint.rule import Context, rule
 from deepspeed_compress.tools.lint.rules.common import (
     section,
     show,
-    trained,
-    zero,
 )
 
 if TYPE_CHECKING:
@@ -46,23 +44,18 @@ def _wrong(document: Document, context: Context) -> dict[str, list[Diagnostic]]:
     }
 
 
-def with_section(**keys: object) -> dict[str, object]:
-    """Return the keys of an example with our section."""
-    return {OUR_SECTION: keys}
-
-
-@rule(
-    code="DSC900",
-    name="compress-invalid",
-    severity="error",
-    family="compress",
-    summary="The section deepspeed_compress is invalid.",
-    reason='What `ds-compress check` reports: unknown keys, wrong values, "auto", settings that contradict each other.',
-    wrong=trained(**with_section(gradients={"method": "blockwise", "bits": 5})),
-    right=trained(**with_section(gradients={"method": "blockwise", "bits": 4})),
-    proof=raises("ConfigError"),
-)
+@rule("DSC900", "error")
 def compress_invalid(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """The section deepspeed_compress is invalid.
+
+    What `ds-compress check` reports: unknown keys, wrong values, "auto", settings that contradict each other.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "deepspeed_compress": {"gradients": {"method": "blockwise", "bits": 5}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "deepspeed_compress": {"gradients": {"method": "blockwise", "bits": 4}}}
+    Proof: raises ConfigError
+    """
     for problem in _wrong(document, context)["invalid"]:
         yield replace(problem, fix=_correction(document, problem))
 
@@ -76,36 +69,34 @@ def _correction(document: Document, problem: Diagnostic) -> Fix | None:
     return fix(f"Write {show(meant)}", edits, safe=False)
 
 
-@rule(
-    code="DSC901",
-    name="compress-parallelism",
-    severity="error",
-    family="compress",
-    summary="parallelism contradicts DeepSpeed's keys or the number of ranks.",
-    reason="It is written into DeepSpeed's own keys, so that both must agree, and ZeRO 2 and 3 exclude pipelines.",
-    wrong=zero(2, also=with_section(parallelism={"zero_stage": 1})),
-    right=trained(**with_section(parallelism={"zero_stage": 1})),
-    proof=raises("disagrees with"),
-)
+@rule("DSC901", "error")
 def compress_parallelism(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """The section parallelism contradicts DeepSpeed's keys or the number of ranks.
+
+    It is written into DeepSpeed's own keys, so that both must agree, and ZeRO 2 and 3 exclude pipelines.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 2}, "deepspeed_compress": {"parallelism": {"zero_stage": 1}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "deepspeed_compress": {"parallelism": {"zero_stage": 1}}}
+    Proof: raises disagrees with
+    """
     yield from _wrong(document, context)["parallelism"]
 
 
-@rule(
-    code="DSC902",
-    name="compress-against-file",
-    severity="error",
-    family="compress",
-    summary="A method cannot be right with the rest of the file.",
-    reason=(
-        "Without ZeRO no weights are gathered, and differences of weights can be sent with ZeRO 1 and 2 only. DGC and "
-        "DeMo bring a momentum of their own, so that the optimizer must have none. Nodes must divide the ranks."
-    ),
-    wrong=zero(3, also=with_section(weights={"method": "sign"})),
-    right=zero(1, also=with_section(weights={"method": "sign"})),
-    proof=raises("cannot be combined with"),
-)
+@rule("DSC902", "error")
 def compress_against_file(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """A method cannot be right with the rest of the file.
+
+    Without ZeRO no weights are gathered, and differences of weights can be sent with ZeRO 1 and 2 only. DGC and DeMo
+    bring a momentum of their own, so that the optimizer must have none. Nodes must divide the ranks.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 3}, "deepspeed_compress": {"weights": {"method": "sign"}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 1}, "deepspeed_compress": {"weights": {"method": "sign"}}}
+    Proof: raises cannot be combined with
+    """
     yield from _wrong(document, context)["file"]
 
 
@@ -134,18 +125,18 @@ def parsed_section(document: Document) -> "CompressConfig | None":
         return None
 
 
-@rule(
-    code="DSC903",
-    name="compress-no-effect",
-    severity="warning",
-    family="compress",
-    summary="A setting of deepspeed_compress has no effect, or costs more than it gives.",
-    reason="What training warns of (CompressWarning).",
-    wrong=trained(**with_section(gradients={"method": "topk", "error_feedback": None})),
-    right=trained(**with_section(gradients={"method": "topk", "error_feedback": {}})),
-    proof=warns("loses every value that is not sent"),
-)
+@rule("DSC903", "warning")
 def compress_no_effect(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """A setting of deepspeed_compress has no effect, or costs more than it gives.
+
+    What training warns of (CompressWarning).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "deepspeed_compress": {"gradients": {"method": "topk", "error_feedback": null}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "deepspeed_compress": {"gradients": {"method": "topk", "error_feedback": {}}}}
+    Proof: warns loses every value that is not sent
+    """
     parsed = parsed_section(document)
     if parsed is not None:
         from deepspeed_compress.config import find_notices
@@ -153,57 +144,53 @@ def compress_no_effect(document: Document, context: Context) -> Iterator[Diagnos
         yield from find_notices(parsed)
 
 
-@rule(
-    code="DSC904",
-    name="compress-unsupported",
-    severity="error",
-    family="compress",
-    summary="A feature of DeepSpeed that cannot be compressed.",
-    reason="Such engines are refused (UnsupportedError): their gradients take other ways.",
-    wrong=zero(3, zero_quantized_gradients=True, also=with_section()),
-    right=zero(3, also=with_section()),
-    proof=raises("UnsupportedError"),
-)
+@rule("DSC904", "error")
 def compress_unsupported(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """A feature of DeepSpeed that cannot be compressed.
+
+    Such engines are refused (UnsupportedError): their gradients take other ways.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 3, "zero_quantized_gradients": true}, "deepspeed_compress": {}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 3}, "deepspeed_compress": {}}
+    Proof: raises UnsupportedError
+    """
     found = _wrong(document, context)["unsupported"]
     yield from (one for one in found if one.place.path != _AUTOCAST)
 
 
-@rule(
-    code="DSC912",
-    name="compress-scaled-autocast",
-    severity="error",
-    family="compress",
-    summary="torch_autocast in fp16 without ZeRO beside deepspeed_compress.",
-    reason="The gradient scaler of torch works outside of DeepSpeed there, and the engine is refused.",
-    wrong=trained(torch_autocast={"enabled": True, "dtype": "fp16"}, **with_section()),
-    right=trained(torch_autocast={"enabled": True, "dtype": "bf16"}, **with_section()),
-    proof=raises("torch_autocast in fp16 without ZeRO"),
-)
+@rule("DSC912", "error")
 def compress_scaled_autocast(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """torch_autocast in fp16 without ZeRO beside deepspeed_compress.
+
+    The gradient scaler of torch works outside of DeepSpeed there, and the engine is refused.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "torch_autocast": {"enabled": true, "dtype": "fp16"}, "deepspeed_compress": {}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "torch_autocast": {"enabled": true, "dtype": "bf16"}, "deepspeed_compress": {}}
+    Proof: raises torch_autocast in fp16 without ZeRO
+    """
     found = _wrong(document, context)["unsupported"]
     yield from (one for one in found if one.place.path == _AUTOCAST)
 
 
-@rule(
-    code="DSC913",
-    name="compress-universal-resume",
-    severity="info",
-    family="compress",
-    summary="checkpoint.load_universal beside checkpoints that training goes on from by itself.",
-    reason=(
-        "Going on by itself takes the universal checkpoint until the run has saved a newer one. But "
-        "`engine.load_checkpoint` of the program takes the universal one each time, and fails without one (DeepSpeed, "
-        "runtime/engine.py, `load_checkpoint`)."
-    ),
-    wrong=trained(
-        checkpoint={"load_universal": True},
-        **with_section(checkpointing={"every": 100, "directory": "checkpoints", "resume": True}),
-    ),
-    right=trained(**with_section(checkpointing={"every": 100, "directory": "checkpoints", "resume": True})),
-    proof=accepts("every load_checkpoint of the program returns to the universal checkpoint"),
-)
+@rule("DSC913", "info")
 def compress_universal_resume(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """checkpoint.load_universal beside checkpoints that training goes on from by itself.
+
+    Going on by itself takes the universal checkpoint until the run has saved a newer one. But `engine.load_checkpoint`
+    of the program takes the universal one each time, and fails without one (DeepSpeed, runtime/engine.py,
+    `load_checkpoint`).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "checkpoint": {"load_universal": true},
+        "deepspeed_compress": {"checkpointing": {"every": 100, "directory": "checkpoints", "resume": true}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "deepspeed_compress": {"checkpointing": {"every": 100, "directory": "checkpoints", "resume": true}}}
+    Proof: accepts every load_checkpoint of the program returns to the universal checkpoint
+    """
     saving = section(document, OUR_SECTION, "checkpointing")
     goes_on = saving.get("directory") is not None and saving.get("resume") is not False
     if goes_on and document.get("checkpoint", "load_universal") is True:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from deepspeed_compress.diagnostics import Diagnostic, at, write
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, replace
-from deepspeed_compress.tools.lint.rule import Context, accepts, raises, rule, warns
+from deepspeed_compress.tools.lint.rule import Context, rule
 from deepspeed_compress.tools.lint.rules.common import (
     ZERO,
     hugging_face,
@@ -15,13 +15,8 @@ from deepspeed_compress.tools.lint.rules.common import (
     show,
     stage,
     stages,
-    trained,
     truth,
-    zero,
 )
-
-_PIPELINE = {"pipeline": {"activation_checkpoint_interval": 1}}
-_TWO = {"world_size": 2}
 
 
 def _pipelined(document: Document) -> bool:
@@ -33,23 +28,19 @@ def _ignored(document: Document, context: Context) -> bool:
     return hugging_face(context) and document.has("pipeline")
 
 
-_OURS = {"deepspeed_compress": {"parallelism": {"pipeline": 2}, "gradients": {"method": "none"}}}
-_MICRO = {"train_micro_batch_size_per_gpu": 1}
-
-
-@rule(
-    code="DSC600",
-    name="pipeline-with-zero-2-or-3",
-    severity="error",
-    family="pipeline",
-    summary="ZeRO 2 or 3 with a pipeline.",
-    reason="Partitioned gradients cannot wait for the other micro-batches (runtime/pipe/engine.py).",
-    wrong=zero(2, also={**_MICRO, **_PIPELINE}),
-    right=zero(1, also={**_MICRO, **_PIPELINE}),
-    proof=raises("ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism"),
-    context=_TWO,
-)
+@rule("DSC600", "error")
 def pipeline_with_zero_2_or_3(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """ZeRO 2 or 3 with a pipeline.
+
+    Partitioned gradients cannot wait for the other micro-batches (runtime/pipe/engine.py).
+
+    Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "zero_optimization": {"stage": 2},
+        "train_micro_batch_size_per_gpu": 1, "pipeline": {"activation_checkpoint_interval": 1}}
+    Right: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "zero_optimization": {"stage": 1},
+        "train_micro_batch_size_per_gpu": 1, "pipeline": {"activation_checkpoint_interval": 1}}
+    Context: {"world_size": 2}
+    Proof: raises ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism
+    """
     if _ignored(document, context):
         return
     # Our own section's rules compare its stages with ZeRO.
@@ -59,19 +50,21 @@ def pipeline_with_zero_2_or_3(document: Document, context: Context) -> Iterator[
         yield Diagnostic(at(ZERO, "stage"), what, write("1"), fix=correction)
 
 
-@rule(
-    code="DSC601",
-    name="pipeline-overlap-ignored",
-    severity="warning",
-    family="pipeline",
-    summary="overlap_comm with a pipeline.",
-    reason="The engine turns it off and warns (runtime/engine.py).",
-    wrong=zero(1, overlap_comm=True, also={**_MICRO, **_PIPELINE}),
-    right=zero(1, overlap_comm=False, also={**_MICRO, **_PIPELINE}),
-    proof=warns("Pipeline parallelism does not support overlapped communication"),
-    context=_TWO,
-)
+@rule("DSC601", "warning")
 def pipeline_overlap_ignored(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """overlap_comm with a pipeline.
+
+    The engine turns it off and warns (runtime/engine.py).
+
+    Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 1, "overlap_comm": true}, "train_micro_batch_size_per_gpu": 1,
+        "pipeline": {"activation_checkpoint_interval": 1}}
+    Right: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 1, "overlap_comm": false}, "train_micro_batch_size_per_gpu": 1,
+        "pipeline": {"activation_checkpoint_interval": 1}}
+    Context: {"world_size": 2}
+    Proof: warns Pipeline parallelism does not support overlapped communication
+    """
     if _ignored(document, context):
         return
     if _pipelined(document) and is_true(document, ZERO, "overlap_comm") and stage(document) == 1:
@@ -79,19 +72,19 @@ def pipeline_overlap_ignored(document: Document, context: Context) -> Iterator[D
         yield Diagnostic(at(ZERO, "overlap_comm"), "true has no effect with pipelines", write("false"), fix=correction)
 
 
-@rule(
-    code="DSC602",
-    name="pipeline-partition-boolean",
-    severity="error",
-    family="pipeline",
-    summary="pipe_partitioned or grad_partitioned is no boolean.",
-    reason="Asserted without a message (runtime/pipe/engine.py).",
-    wrong=trained(**_MICRO, pipeline={"pipe_partitioned": "true"}),
-    right=trained(**_MICRO, pipeline={"pipe_partitioned": True}),
-    proof=raises("AssertionError"),
-    context=_TWO,
-)
+@rule("DSC602", "error")
 def pipeline_partition_boolean(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """pipe_partitioned or grad_partitioned is no boolean.
+
+    Asserted without a message (runtime/pipe/engine.py).
+
+    Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "pipeline": {"pipe_partitioned": "true"}}
+    Right: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "pipeline": {"pipe_partitioned": true}}
+    Context: {"world_size": 2}
+    Proof: raises AssertionError
+    """
     if _ignored(document, context):
         return
     for key in ("pipe_partitioned", "grad_partitioned"):
@@ -107,19 +100,19 @@ def pipeline_partition_boolean(document: Document, context: Context) -> Iterator
             )
 
 
-@rule(
-    code="DSC603",
-    name="pipeline-interval-number",
-    severity="error",
-    family="pipeline",
-    summary="pipeline.activation_checkpoint_interval is no number.",
-    reason="Compared with 0 without a check (runtime/pipe/engine.py).",
-    wrong=trained(**_MICRO, pipeline={"activation_checkpoint_interval": "1"}),
-    right=trained(**_MICRO, pipeline={"activation_checkpoint_interval": 1}),
-    proof=raises("TypeError"),
-    context=_TWO,
-)
+@rule("DSC603", "error")
 def pipeline_interval_number(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """pipeline.activation_checkpoint_interval is no number.
+
+    Compared with 0 without a check (runtime/pipe/engine.py).
+
+    Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "pipeline": {"activation_checkpoint_interval": "1"}}
+    Right: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "pipeline": {"activation_checkpoint_interval": 1}}
+    Context: {"world_size": 2}
+    Proof: raises TypeError
+    """
     if _ignored(document, context):
         return
     value = document.get("pipeline", "activation_checkpoint_interval", default=0)
@@ -130,19 +123,19 @@ def pipeline_interval_number(document: Document, context: Context) -> Iterator[D
         yield Diagnostic(at(*path), f"{show(value)} is no number (allowed: 0 or more)", write("1"), fix=correction)
 
 
-@rule(
-    code="DSC604",
-    name="pipeline-divides-world",
-    severity="error",
-    family="pipeline",
-    summary="The number of stages does not divide the number of ranks.",
-    reason="Checked by PipelineModule (runtime/pipe/module.py), which is given the number by the program.",
-    wrong=trained(**_MICRO, gradient_accumulation_steps=8, pipeline={"stages": 3}),
-    right=trained(**_MICRO, gradient_accumulation_steps=8, **_PIPELINE),
-    proof=raises("must divide distributed world size"),
-    context=_TWO,
-)
+@rule("DSC604", "error")
 def pipeline_divides_world(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """The number of stages does not divide the number of ranks.
+
+    Checked by PipelineModule (runtime/pipe/module.py), which is given the number by the program.
+
+    Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 8, "pipeline": {"stages": 3}}
+    Right: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 8, "pipeline": {"activation_checkpoint_interval": 1}}
+    Context: {"world_size": 2}
+    Proof: raises must divide distributed world size
+    """
     if _ignored(document, context):
         return
     count, world = integer(document.get("pipeline", "stages")), context.world_size
@@ -152,22 +145,22 @@ def pipeline_divides_world(document: Document, context: Context) -> Iterator[Dia
         )
 
 
-@rule(
-    code="DSC605",
-    name="few-micro-batches",
-    severity="info",
-    family="pipeline",
-    summary="Fewer micro-batches than pipeline stages.",
-    reason=(
-        "Micro-batches are gradient_accumulation_steps (runtime/pipe/engine.py); while the pipeline fills and drains, "
-        "ranks are idle."
-    ),
-    wrong=trained(**_MICRO, gradient_accumulation_steps=1, **_OURS),
-    right=trained(**_MICRO, gradient_accumulation_steps=8, **_OURS),
-    proof=accepts("ranks are idle most of the time"),
-    context=_TWO,
-)
+@rule("DSC605", "info")
 def few_micro_batches(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """Fewer micro-batches than pipeline stages.
+
+    Micro-batches are gradient_accumulation_steps (runtime/pipe/engine.py); while the pipeline fills and drains, ranks
+    are idle.
+
+    Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "deepspeed_compress": {"parallelism": {"pipeline": 2}, "gradients": {"method": "none"}}}
+    Right: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 8,
+        "deepspeed_compress": {"parallelism": {"pipeline": 2}, "gradients": {"method": "none"}}}
+    Context: {"world_size": 2}
+    Proof: accepts ranks are idle most of the time
+    """
     if _ignored(document, context):
         return
     count, steps = stages(document), integer(document.get("gradient_accumulation_steps", default=1))
@@ -178,42 +171,40 @@ def few_micro_batches(document: Document, context: Context) -> Iterator[Diagnost
         yield Diagnostic(at("gradient_accumulation_steps"), what, write(f"{4 * count} or more"))
 
 
-@rule(
-    code="DSC606",
-    name="unmanaged-pipeline",
-    severity="error",
-    family="pipeline",
-    summary="managed_gradient_accumulation is false with a pipeline.",
-    reason="Asserted by the engine (runtime/engine.py).",
-    wrong=trained(**_MICRO, managed_gradient_accumulation=False, **_PIPELINE),
-    right=trained(**_MICRO, **_PIPELINE),
-    proof=raises("is not supported with pipeline parallelism"),
-    context=_TWO,
-)
+@rule("DSC606", "error")
 def unmanaged_pipeline(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """managed_gradient_accumulation is false with a pipeline.
+
+    Asserted by the engine (runtime/engine.py).
+
+    Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "managed_gradient_accumulation": false, "pipeline": {"activation_checkpoint_interval": 1}}
+    Right: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "pipeline": {"activation_checkpoint_interval": 1}}
+    Context: {"world_size": 2}
+    Proof: raises is not supported with pipeline parallelism
+    """
     if _ignored(document, context):
         return
     if _pipelined(document) and document.get("managed_gradient_accumulation", default=True) is False:
         yield Diagnostic(at("managed_gradient_accumulation"), "false is refused with pipelines", write("true"))
 
 
-@rule(
-    code="DSC607",
-    name="more-stages-than-layers",
-    severity="warning",
-    family="pipeline",
-    summary="More stages than the model has layers.",
-    reason="Some stages get no layer (runtime/pipe/module.py), and their ranks only pass activations on.",
-    wrong=trained(
-        **_MICRO,
-        gradient_accumulation_steps=16,
-        deepspeed_compress={"parallelism": {"pipeline": 4}, "gradients": {"method": "none"}},
-    ),
-    right=trained(**_MICRO, gradient_accumulation_steps=16, **_OURS),
-    proof=accepts("ranks without layers do nothing useful"),
-    context={"world_size": 4, "model": {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 4}},
-)
+@rule("DSC607", "warning")
 def more_stages_than_layers(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """More stages than the model has layers.
+
+    Some stages get no layer (runtime/pipe/module.py), and their ranks only pass activations on.
+
+    Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 16,
+        "deepspeed_compress": {"parallelism": {"pipeline": 4}, "gradients": {"method": "none"}}}
+    Right: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 16,
+        "deepspeed_compress": {"parallelism": {"pipeline": 2}, "gradients": {"method": "none"}}}
+    Context: {"world_size": 4, "model": {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 4}}
+    Proof: accepts ranks without layers do nothing useful
+    """
     if _ignored(document, context):
         return
     layers, count = integer((context.model or {}).get("num_hidden_layers")), stages(document)

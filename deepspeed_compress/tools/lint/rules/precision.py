@@ -4,22 +4,18 @@ from collections.abc import Iterator
 
 from deepspeed_compress.diagnostics import Diagnostic, at, write
 from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.rule import Context, accepts, raises, rule
+from deepspeed_compress.tools.lint.rule import Context, rule
 from deepspeed_compress.tools.lint.rules.common import (
     AUTO,
     ZERO,
     bf16,
-    config,
     fp16,
     is_true,
     offload,
     show,
     stage,
-    trained,
-    zero,
 )
 
-BF16 = {"enabled": True}
 _DTYPES = {
     "fp16": "fp16",
     "float16": "fp16",
@@ -54,56 +50,50 @@ def _left_open(document: Document) -> bool:
     return AUTO in (document.get("fp16", "enabled"), document.get("bf16", "enabled"))
 
 
-@rule(
-    code="DSC300",
-    name="fp16-and-bf16",
-    severity="error",
-    family="precision",
-    summary="fp16 and bf16 are both enabled.",
-    reason="The model can be in one of them only (runtime/config.py).",
-    wrong=config(fp16={"enabled": True}, bf16={"enabled": True}),
-    right=config(fp16={"enabled": False}, bf16={"enabled": True}),
-    proof=raises("cannot be simultaneously enabled"),
-)
+@rule("DSC300", "error")
 def fp16_and_bf16(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """fp16 and bf16 are both enabled.
+
+    The model can be in one of them only (runtime/config.py).
+
+    Wrong: {"train_batch_size": 8, "fp16": {"enabled": true}, "bf16": {"enabled": true}}
+    Right: {"train_batch_size": 8, "fp16": {"enabled": false}, "bf16": {"enabled": true}}
+    Proof: raises cannot be simultaneously enabled
+    """
     if fp16(document) and bf16(document):
         what = 'true together with "bf16" (allowed: one of the two)'
         yield Diagnostic(at("fp16", "enabled"), what, write('"enabled": false here or in "bf16"'))
 
 
-@rule(
-    code="DSC301",
-    name="param-dtype-conflict",
-    severity="error",
-    family="precision",
-    summary="data_types.param_dtype contradicts fp16 or bf16.",
-    reason=(
-        "The optimizer takes the model's format from fp16 and bf16, so that the engine refuses another one "
-        "(runtime/engine.py)."
-    ),
-    wrong=config(bf16=BF16, data_types={"param_dtype": "fp32"}),
-    right=config(bf16=BF16, data_types={"param_dtype": "bf16"}),
-    proof=raises("conflicts with the enabled precision mode"),
-)
+@rule("DSC301", "error")
 def param_dtype_conflict(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """data_types.param_dtype contradicts fp16 or bf16.
+
+    The optimizer takes the model's format from fp16 and bf16, so that the engine refuses another one
+    (runtime/engine.py).
+
+    Wrong: {"train_batch_size": 8, "bf16": {"enabled": true}, "data_types": {"param_dtype": "fp32"}}
+    Right: {"train_batch_size": 8, "bf16": {"enabled": true}, "data_types": {"param_dtype": "bf16"}}
+    Proof: raises conflicts with the enabled precision mode
+    """
     asked, model = _dtype(document, "param_dtype"), model_dtype(document)
     if asked is not None and asked != model and not _left_open(document):
         what = f"{show(document.get('data_types', 'param_dtype'))} contradicts the model's {model} (allowed: {model})"
         yield Diagnostic(at("data_types", "param_dtype"), what, write(f'"{model}", or enable {asked}'))
 
 
-@rule(
-    code="DSC302",
-    name="accumulation-dtype-without-zero",
-    severity="error",
-    family="precision",
-    summary="Gradients accumulate in another format than the model's, without ZeRO.",
-    reason="Only the optimizers of ZeRO keep gradients in a format of their own (runtime/engine.py).",
-    wrong=trained(bf16=BF16, data_types={"grad_accum_dtype": "fp32"}),
-    right=zero(2, also={"bf16": BF16, "data_types": {"grad_accum_dtype": "fp32"}}),
-    proof=raises("unsupported mix of model_dtype"),
-)
+@rule("DSC302", "error")
 def accumulation_dtype_without_zero(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """Gradients accumulate in another format than the model's, without ZeRO.
+
+    Only the optimizers of ZeRO keep gradients in a format of their own (runtime/engine.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "bf16": {"enabled": true},
+        "data_types": {"grad_accum_dtype": "fp32"}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}}
+    Proof: raises unsupported mix of model_dtype
+    """
     asked, model = _dtype(document, "grad_accum_dtype"), model_dtype(document)
     has_optimizer = isinstance(document.get("optimizer", "type"), str)
     if asked is not None and asked != model and stage(document) == 0 and has_optimizer and not _left_open(document):
@@ -112,21 +102,19 @@ def accumulation_dtype_without_zero(document: Document, context: Context) -> Ite
         yield Diagnostic(at("data_types", "grad_accum_dtype"), what, write(f'"{model}", or ZeRO stage 1 to 3'))
 
 
-@rule(
-    code="DSC303",
-    name="bf16-optimizer-chosen",
-    severity="info",
-    family="precision",
-    summary="bf16, stage 1 and accumulation in fp32 choose another optimizer than ZeRO's.",
-    reason=(
-        "The engine takes BF16_Optimizer for exactly this combination (runtime/engine.py): it all-reduces gradients in "
-        "fp32 at the end of the step instead of reducing buckets during the backward pass."
-    ),
-    wrong=zero(1, also={"bf16": BF16, "data_types": {"grad_accum_dtype": "fp32"}}),
-    right=zero(2, also={"bf16": BF16, "data_types": {"grad_accum_dtype": "fp32"}}),
-    proof=accepts("more is sent, and later, than with the optimizer of ZeRO"),
-)
+@rule("DSC303", "info")
 def bf16_optimizer_chosen(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """bf16, stage 1 and accumulation in fp32 choose another optimizer than ZeRO's.
+
+    The engine takes BF16_Optimizer for exactly this combination (runtime/engine.py): it all-reduces gradients in fp32
+    at the end of the step instead of reducing buckets during the backward pass.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 1}, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}}
+    Proof: accepts more is sent, and later, than with the optimizer of ZeRO
+    """
     wide = _dtype(document, "grad_accum_dtype") == "fp32"
     if wide and bf16(document) and stage(document) == 1 and offload(document, "offload_optimizer") != "cpu":
         what = "with bf16 and stage 1 this chooses BF16_Optimizer, which all-reduces gradients on another path"
@@ -135,18 +123,16 @@ def bf16_optimizer_chosen(document: Document, context: Context) -> Iterator[Diag
         )
 
 
-@rule(
-    code="DSC304",
-    name="unknown-dtype",
-    severity="error",
-    family="precision",
-    summary="The name of a number format that DeepSpeed does not know.",
-    reason="Formats are looked up by name where they are used (DtypeEnum, runtime/config.py).",
-    wrong=config(torch_autocast={"enabled": True, "dtype": "fp8"}),
-    right=config(torch_autocast={"enabled": True, "dtype": "bf16"}),
-    proof=raises("is not a valid DtypeEnum"),
-)
+@rule("DSC304", "error")
 def unknown_dtype(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """The name of a number format that DeepSpeed does not know.
+
+    Formats are looked up by name where they are used (DtypeEnum, runtime/config.py).
+
+    Wrong: {"train_batch_size": 8, "torch_autocast": {"enabled": true, "dtype": "fp8"}}
+    Right: {"train_batch_size": 8, "torch_autocast": {"enabled": true, "dtype": "bf16"}}
+    Proof: raises is not a valid DtypeEnum
+    """
     for path in (*(("data_types", f"{what}_dtype") for what in ("grad_accum", "param", "buffer")), _AUTOCAST):
         value = document.get(*path)
         if isinstance(value, str) and value != AUTO and value not in _DTYPES:
@@ -157,18 +143,16 @@ def unknown_dtype(document: Document, context: Context) -> Iterator[Diagnostic]:
 _AUTOCAST = ("torch_autocast", "dtype")
 
 
-@rule(
-    code="DSC305",
-    name="keep-in-fp32-not-a-list",
-    severity="error",
-    family="precision",
-    summary="data_types.keep_in_fp32_modules is neither a list nor auto.",
-    reason="DeepSpeed refuses a single name (runtime/config.py).",
-    wrong=config(data_types={"keep_in_fp32_modules": "norm"}),
-    right=config(data_types={"keep_in_fp32_modules": ["norm"]}),
-    proof=raises('must be "auto" or a list of name patterns'),
-)
+@rule("DSC305", "error")
 def keep_in_fp32_not_a_list(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """data_types.keep_in_fp32_modules is neither a list nor auto.
+
+    DeepSpeed refuses a single name (runtime/config.py).
+
+    Wrong: {"train_batch_size": 8, "data_types": {"keep_in_fp32_modules": "norm"}}
+    Right: {"train_batch_size": 8, "data_types": {"keep_in_fp32_modules": ["norm"]}}
+    Proof: raises must be "auto" or a list of name patterns
+    """
     value = document.get("data_types", "keep_in_fp32_modules")
     fine = value in (None, AUTO) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
     # A missing key is accepted here, but an explicit null is not.
@@ -178,43 +162,38 @@ def keep_in_fp32_not_a_list(document: Document, context: Context) -> Iterator[Di
         yield Diagnostic(at("data_types", "keep_in_fp32_modules"), what, write(instead))
 
 
-@rule(
-    code="DSC306",
-    name="master-weights-without-zero",
-    severity="error",
-    family="precision",
-    summary="Master weights or optimizer states in 16 bits without ZeRO.",
-    reason="Asserted when the configuration is read (runtime/config.py).",
-    wrong=trained(bf16={"enabled": True, "bf16_master_weights_and_grads": True}),
-    right=zero(
-        2,
-        offload_optimizer={"device": "cpu"},
-        also={"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
-    ),
-    proof=raises("only supported with ZeRO Stage 1, 2, or 3"),
-)
+@rule("DSC306", "error")
 def master_weights_without_zero(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """Master weights or optimizer states in 16 bits without ZeRO.
+
+    Asserted when the configuration is read (runtime/config.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "bf16": {"enabled": true, "bf16_master_weights_and_grads": true}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "bf16": {"enabled": true, "bf16_master_weights_and_grads": true}}
+    Proof: raises only supported with ZeRO Stage 1, 2, or 3
+    """
     for path in (*_MASTER, ("bf16", "bf16_optimizer_states")):
         if is_true(document, *path) and stage(document) == 0:
             what = "true needs ZeRO, and the stage is 0 (allowed: stages 1 to 3)"
             yield Diagnostic(at(*path), what, write('"zero_optimization": {"stage": 2}, or false'))
 
 
-@rule(
-    code="DSC307",
-    name="bf16-states-without-master",
-    severity="error",
-    family="precision",
-    summary="bf16_optimizer_states without bf16_master_weights_and_grads.",
-    reason="Asserted when the configuration is read (runtime/config.py).",
-    wrong=zero(1, also={"bf16": {"enabled": True, "bf16_optimizer_states": True}}),
-    right=zero(
-        1,
-        also={"bf16": {"enabled": True, "bf16_optimizer_states": True, "bf16_master_weights_and_grads": True}},
-    ),
-    proof=raises("requires bf16_master_weights_and_grads"),
-)
+@rule("DSC307", "error")
 def bf16_states_without_master(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """bf16_optimizer_states without bf16_master_weights_and_grads.
+
+    Asserted when the configuration is read (runtime/config.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 1}, "bf16": {"enabled": true, "bf16_optimizer_states": true}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 1},
+        "bf16": {"enabled": true, "bf16_optimizer_states": true, "bf16_master_weights_and_grads": true}}
+    Proof: raises requires bf16_master_weights_and_grads
+    """
     path = ("bf16", "bf16_optimizer_states")
     if is_true(document, *path) and not is_true(document, *_MASTER[1]) and stage(document) in (1, 2, 3):
         yield Diagnostic(
@@ -224,25 +203,20 @@ def bf16_states_without_master(document: Document, context: Context) -> Iterator
         )
 
 
-@rule(
-    code="DSC308",
-    name="master-weights-without-offload",
-    severity="error",
-    family="precision",
-    summary="Master weights in 16 bits without offloading the optimizer.",
-    reason=(
-        "Only DeepSpeedCPUAdam keeps them in 16 bits (runtime/zero/stage_1_and_2.py, stage3.py), unless the states are "
-        "in bf16 too."
-    ),
-    wrong=zero(2, also={"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}),
-    right=zero(
-        2,
-        offload_optimizer={"device": "cpu"},
-        also={"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
-    ),
-    proof=raises("Master weights feature requires"),
-)
+@rule("DSC308", "error")
 def master_weights_without_offload(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """Master weights in 16 bits without offloading the optimizer.
+
+    Only DeepSpeedCPUAdam keeps them in 16 bits (runtime/zero/stage_1_and_2.py, stage3.py), unless the states are in
+    bf16 too.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 2}, "bf16": {"enabled": true, "bf16_master_weights_and_grads": true}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "bf16": {"enabled": true, "bf16_master_weights_and_grads": true}}
+    Proof: raises Master weights feature requires
+    """
     if stage(document) not in (1, 2, 3) or offload(document, "offload_optimizer"):
         return
     for path in _MASTER:

@@ -6,10 +6,8 @@ from deepspeed_compress.diagnostics import Diagnostic, Fix, at, at_key, write
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, remove, rename, replace
 from deepspeed_compress.tools.lint.keys import known_values
-from deepspeed_compress.tools.lint.rule import Context, accepts, raises, rule, warns
-from deepspeed_compress.tools.lint.rules.common import ZERO, config, is_true, optimizer, show, trained, zero
-
-_REFUSED = "DeepSpeed 0.19 refuses the key wherever it stands, disabled or not (runtime/config.py)."
+from deepspeed_compress.tools.lint.rule import Context, rule
+from deepspeed_compress.tools.lint.rules.common import ZERO, is_true, optimizer, show
 
 
 def _off(value: object) -> bool:
@@ -29,18 +27,16 @@ def _removed(document: Document, keys: tuple[str, ...], instead: str) -> Iterato
             yield Diagnostic(at_key(key), what, write(instead), fix=_without(document, key))
 
 
-@rule(
-    code="DSC110",
-    name="removed-elasticity",
-    severity="error",
-    family="removed",
-    summary="Elastic training was removed.",
-    reason=_REFUSED,
-    wrong=config(elasticity={"enabled": False}),
-    right=config(),
-    proof=raises("Elastic training has been removed"),
-)
+@rule("DSC110", "error")
 def removed_elasticity(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """Elastic training was removed.
+
+    DeepSpeed 0.19 refuses the key wherever it stands, disabled or not (runtime/config.py).
+
+    Wrong: {"train_batch_size": 8, "elasticity": {"enabled": false}}
+    Right: {"train_batch_size": 8}
+    Proof: raises Elastic training has been removed
+    """
     return _removed(
         document,
         ("elasticity",),
@@ -48,18 +44,17 @@ def removed_elasticity(document: Document, context: Context) -> Iterator[Diagnos
     )
 
 
-@rule(
-    code="DSC111",
-    name="removed-compression-training",
-    severity="error",
-    family="removed",
-    summary="Training of compressed models (compression_training) was removed.",
-    reason=_REFUSED,
-    wrong=config(compression_training={"weight_quantization": {"shared_parameters": {"enabled": False}}}),
-    right=config(),
-    proof=raises("compression library has been removed"),
-)
+@rule("DSC111", "error")
 def removed_compression_training(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """Training of compressed models (compression_training) was removed.
+
+    DeepSpeed 0.19 refuses the key wherever it stands, disabled or not (runtime/config.py).
+
+    Wrong: {"train_batch_size": 8,
+        "compression_training": {"weight_quantization": {"shared_parameters": {"enabled": false}}}}
+    Right: {"train_batch_size": 8}
+    Proof: raises compression library has been removed
+    """
     return _removed(
         document,
         ("compression_training", "quantize_training", "eigenvalue"),
@@ -67,65 +62,57 @@ def removed_compression_training(document: Document, context: Context) -> Iterat
     )
 
 
-@rule(
-    code="DSC112",
-    name="removed-sparse-gradients",
-    severity="error",
-    family="removed",
-    summary="sparse_gradients was removed; the section deepspeed_compress sends sparse gradients.",
-    reason=_REFUSED,
-    wrong=config(sparse_gradients=True),
-    right=config(),
-    proof=raises("Sparse compression of dense"),
-)
+@rule("DSC112", "error")
 def removed_sparse_gradients(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """sparse_gradients was removed; the section deepspeed_compress sends sparse gradients.
+
+    DeepSpeed 0.19 refuses the key wherever it stands, disabled or not (runtime/config.py).
+
+    Wrong: {"train_batch_size": 8, "sparse_gradients": true}
+    Right: {"train_batch_size": 8}
+    Proof: raises Sparse compression of dense
+    """
     return _removed(
         document, ("sparse_gradients",), '"deepspeed_compress": {"gradients": {"method": "topk"}}, or nothing'
     )
 
 
-@rule(
-    code="DSC113",
-    name="removed-amp",
-    severity="error",
-    family="removed",
-    summary="Apex amp was removed.",
-    reason=_REFUSED,
-    wrong=config(amp={"enabled": False}),
-    right=config(),
-    proof=raises("Apex AMP integration has been removed"),
-)
+@rule("DSC113", "error")
 def removed_amp(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """Apex amp was removed.
+
+    DeepSpeed 0.19 refuses the key wherever it stands, disabled or not (runtime/config.py).
+
+    Wrong: {"train_batch_size": 8, "amp": {"enabled": false}}
+    Right: {"train_batch_size": 8}
+    Proof: raises Apex AMP integration has been removed
+    """
     return _removed(document, ("amp",), '"bf16": {"enabled": true}, "fp16" or "torch_autocast" instead')
 
 
-@rule(
-    code="DSC114",
-    name="removed-curriculum",
-    severity="error",
-    family="removed",
-    summary="The outermost curriculum_learning was removed.",
-    reason=_REFUSED,
-    wrong=config(curriculum_learning={"enabled": False}),
-    right=config(),
-    proof=raises("Legacy top-level 'curriculum_learning'"),
-)
+@rule("DSC114", "error")
 def removed_curriculum(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """The outermost curriculum_learning was removed.
+
+    DeepSpeed 0.19 refuses the key wherever it stands, disabled or not (runtime/config.py).
+
+    Wrong: {"train_batch_size": 8, "curriculum_learning": {"enabled": false}}
+    Right: {"train_batch_size": 8}
+    Proof: raises Legacy top-level 'curriculum_learning'
+    """
     return _removed(document, ("curriculum_learning",), "it inside data_efficiency.data_sampling")
 
 
-@rule(
-    code="DSC115",
-    name="removed-key",
-    severity="error",
-    family="removed",
-    summary="The feature of this key was removed.",
-    reason=_REFUSED,
-    wrong=config(progressive_layer_drop={"enabled": False}),
-    right=config(),
-    proof=raises("Progressive Layer Dropping has been removed"),
-)
+@rule("DSC115", "error")
 def removed_key(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """The feature of this key was removed.
+
+    DeepSpeed 0.19 refuses the key wherever it stands, disabled or not (runtime/config.py).
+
+    Wrong: {"train_batch_size": 8, "progressive_layer_drop": {"enabled": false}}
+    Right: {"train_batch_size": 8}
+    Proof: raises Progressive Layer Dropping has been removed
+    """
     return _removed(
         document,
         ("nebula", "sparse_attention", "graph_harvesting", "progressive_layer_drop"),
@@ -133,18 +120,18 @@ def removed_key(document: Document, context: Context) -> Iterator[Diagnostic]:
     )
 
 
-@rule(
-    code="DSC116",
-    name="removed-loco",
-    severity="error",
-    family="removed",
-    summary="LoCo was removed from ZeRO++; the section deepspeed_compress has error feedback for every stage.",
-    reason=_REFUSED,
-    wrong=zero(3, zeropp_loco_param={"err_beta": 0.8, "reset_T": 1024}),
-    right=zero(3, also={"deepspeed_compress": {"gradients": {"method": "blockwise", "bits": 4}}}),
-    proof=raises("LoCo-Zero\\+\\+ has been removed"),
-)
+@rule("DSC116", "error")
 def removed_loco(document: Document, context: Context) -> Iterator[Diagnostic]:
+    r"""LoCo was removed from ZeRO++; the section deepspeed_compress has error feedback for every stage.
+
+    DeepSpeed 0.19 refuses the key wherever it stands, disabled or not (runtime/config.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 3, "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 3}, "deepspeed_compress": {"gradients": {"method": "blockwise", "bits": 4}}}
+    Proof: raises LoCo-Zero\+\+ has been removed
+    """
     if document.has(ZERO, "zeropp_loco_param"):
         what = '"zeropp_loco_param" was removed: ZeRO++ has no error feedback any more'
         instead = (
@@ -155,18 +142,18 @@ def removed_loco(document: Document, context: Context) -> Iterator[Diagnostic]:
         )
 
 
-@rule(
-    code="DSC117",
-    name="removed-mics",
-    severity="error",
-    family="removed",
-    summary="MiCS was removed.",
-    reason=_REFUSED,
-    wrong=zero(3, mics_shard_size=4),
-    right=zero(3),
-    proof=raises("MiCS ZeRO-3 sharding has been removed"),
-)
+@rule("DSC117", "error")
 def removed_mics(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """MiCS was removed.
+
+    DeepSpeed 0.19 refuses the key wherever it stands, disabled or not (runtime/config.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 3, "mics_shard_size": 4}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 3}}
+    Proof: raises MiCS ZeRO-3 sharding has been removed
+    """
     for key in ("mics_shard_size", "mics_hierarchical_params_gather"):
         if document.has(ZERO, key):
             what = f'"{key}" was removed with MiCS'
@@ -177,18 +164,17 @@ def removed_mics(document: Document, context: Context) -> Iterator[Diagnostic]:
 _ONE_BIT = frozenset({"onebitadam", "zerooneadam", "onebitlamb"})
 
 
-@rule(
-    code="DSC118",
-    name="removed-one-bit-optimizer",
-    severity="error",
-    family="removed",
-    summary="The 1-bit optimizers were removed; the section deepspeed_compress sends one bit with any optimizer.",
-    reason="OneBitAdam, ZeroOneAdam and OneBitLamb are no optimizers of DeepSpeed any more (runtime/engine.py).",
-    wrong=config(optimizer={"type": "OneBitAdam", "params": {"lr": 0.0001}}),
-    right=trained(deepspeed_compress={"gradients": {"method": "sign"}}),
-    proof=raises("not a supported DeepSpeed Optimizer"),
-)
+@rule("DSC118", "error")
 def removed_one_bit_optimizer(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """The 1-bit optimizers were removed; the section deepspeed_compress sends one bit with any optimizer.
+
+    OneBitAdam, ZeroOneAdam and OneBitLamb are no optimizers of DeepSpeed any more (runtime/engine.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "OneBitAdam", "params": {"lr": 0.0001}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "deepspeed_compress": {"gradients": {"method": "sign"}}}
+    Proof: raises not a supported DeepSpeed Optimizer
+    """
     if optimizer(document) in _ONE_BIT:
         value = document.get("optimizer", "type")
         what = f"{show(value)} was removed from DeepSpeed (allowed: AdamW, for instance)"
@@ -198,18 +184,16 @@ def removed_one_bit_optimizer(document: Document, context: Context) -> Iterator[
         yield Diagnostic(at("optimizer", "type"), what, write(instead))
 
 
-@rule(
-    code="DSC119",
-    name="old-bfloat16-key",
-    severity="warning",
-    family="removed",
-    summary="bfloat16 is the old name of bf16.",
-    reason="DeepSpeed reads it only where bf16 is missing (runtime/precision_config.py); Hugging Face never does.",
-    wrong=config(bfloat16={"enabled": True}),
-    right=config(bf16={"enabled": True}),
-    proof=accepts("Hugging Face would train in fp32 beside it"),
-)
+@rule("DSC119", "warning")
 def old_bfloat16_key(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """bfloat16 is the old name of bf16.
+
+    DeepSpeed reads it only where bf16 is missing (runtime/precision_config.py); Hugging Face never does.
+
+    Wrong: {"train_batch_size": 8, "bfloat16": {"enabled": true}}
+    Right: {"train_batch_size": 8, "bf16": {"enabled": true}}
+    Proof: accepts Hugging Face would train in fp32 beside it
+    """
     if document.has("bfloat16"):
         both = document.get("bf16") is not None
         what = '"bfloat16" is the old name of "bf16"' + (", which stands here too and alone counts" if both else "")
@@ -218,18 +202,17 @@ def old_bfloat16_key(document: Document, context: Context) -> Iterator[Diagnosti
         yield Diagnostic(at_key("bfloat16"), what, write(instead), fix=fix("Use the name bf16", edits))
 
 
-@rule(
-    code="DSC120",
-    name="zero-boolean",
-    severity="warning",
-    family="removed",
-    summary="zero_optimization is a boolean.",
-    reason="The format of the first versions; it means stage 1 (runtime/zero/config.py).",
-    wrong=trained(zero_optimization=True),
-    right=zero(1),
-    proof=warns("this format of ZeRO optimization setup is deprecated"),
-)
+@rule("DSC120", "warning")
 def zero_boolean(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """zero_optimization is a boolean.
+
+    The format of the first versions; it means stage 1 (runtime/zero/config.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "zero_optimization": true}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 1}}
+    Proof: warns this format of ZeRO optimization setup is deprecated
+    """
     value = document.get(ZERO)
     if isinstance(value, bool):
         meant = {"stage": int(value)}
@@ -242,18 +225,18 @@ def zero_boolean(document: Document, context: Context) -> Iterator[Diagnostic]:
 _OFFLOADS = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 
 
-@rule(
-    code="DSC121",
-    name="deprecated-key",
-    severity="warning",
-    family="removed",
-    summary="A key with a newer name.",
-    reason="DeepSpeed converts some of these and ignores others, with a warning (runtime/config_utils.py).",
-    wrong=zero(2, cpu_offload=True),
-    right=zero(2, offload_optimizer={"device": "cpu"}),
-    proof=warns("Config parameter cpu_offload is deprecated"),
-)
+@rule("DSC121", "warning")
 def deprecated_key(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """A key with a newer name.
+
+    DeepSpeed converts some of these and ignores others, with a warning (runtime/config_utils.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 2, "cpu_offload": true}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    Proof: warns Config parameter cpu_offload is deprecated
+    """
     for path, key, _ in known_values(document, strict=True):
         if key.deprecated and not document.has(*path[:-1], key.deprecated):
             instead = _OFFLOADS.get(str(path[-1]), key.deprecated)
@@ -272,18 +255,18 @@ def _modern(document: Document, key: str) -> Fix | None:
     return fix(f"Write {new}", *edits) if not document.has(ZERO, new) else None
 
 
-@rule(
-    code="DSC122",
-    name="deprecated-and-new-key",
-    severity="error",
-    family="removed",
-    summary="A deprecated key together with the one that replaces it.",
-    reason="DeepSpeed does not choose between the two (runtime/config_utils.py).",
-    wrong=zero(2, cpu_offload=True, offload_optimizer={"device": "cpu"}),
-    right=zero(2, offload_optimizer={"device": "cpu"}),
-    proof=raises("Cannot provide deprecated parameter"),
-)
+@rule("DSC122", "error")
 def deprecated_and_new_key(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """A deprecated key together with the one that replaces it.
+
+    DeepSpeed does not choose between the two (runtime/config_utils.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 2, "cpu_offload": true, "offload_optimizer": {"device": "cpu"}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    Proof: raises Cannot provide deprecated parameter
+    """
     for path, key, _ in known_values(document, strict=True):
         if key.deprecated and document.has(*path[:-1], key.deprecated):
             what = f'"{path[-1]}" stands beside "{key.deprecated}", which replaces it (allowed: one of them)'
@@ -292,18 +275,18 @@ def deprecated_and_new_key(document: Document, context: Context) -> Iterator[Dia
             )
 
 
-@rule(
-    code="DSC123",
-    name="legacy-stage-1",
-    severity="error",
-    family="removed",
-    summary="legacy_stage1 asks for an implementation that is gone.",
-    reason="The key is still accepted and then refused by the engine (runtime/engine.py).",
-    wrong=zero(1, legacy_stage1=True),
-    right=zero(1),
-    proof=raises("deprecated version of ZeRO Stage 1 is not supported"),
-)
+@rule("DSC123", "error")
 def legacy_stage_1(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """legacy_stage1 asks for an implementation that is gone.
+
+    The key is still accepted and then refused by the engine (runtime/engine.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 1, "legacy_stage1": true}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 1}}
+    Proof: raises deprecated version of ZeRO Stage 1 is not supported
+    """
     if is_true(document, ZERO, "legacy_stage1"):
         correction = fix("Remove it", remove(document, (ZERO, "legacy_stage1")))
         yield Diagnostic(
@@ -314,18 +297,18 @@ def legacy_stage_1(document: Document, context: Context) -> Iterator[Diagnostic]
         )
 
 
-@rule(
-    code="DSC124",
-    name="elastic-checkpoint-stage-3",
-    severity="warning",
-    family="removed",
-    summary="elastic_checkpoint has no effect with stage 3.",
-    reason="Universal checkpoints replace it (runtime/zero/config.py); loading such a checkpoint fails.",
-    wrong=zero(3, elastic_checkpoint=True),
-    right=zero(3),
-    proof=warns("ZeRO-3 elastic checkpointing is deprecated"),
-)
+@rule("DSC124", "warning")
 def elastic_checkpoint_stage_3(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """elastic_checkpoint has no effect with stage 3.
+
+    Universal checkpoints replace it (runtime/zero/config.py); loading such a checkpoint fails.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 3, "elastic_checkpoint": true}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 3}}
+    Proof: warns ZeRO-3 elastic checkpointing is deprecated
+    """
     if is_true(document, ZERO, "elastic_checkpoint") and document.get(ZERO, "stage") == 3:
         what = "true is not supported with stage 3 any more (allowed: false)"
         yield Diagnostic(

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 from deepspeed_compress.diagnostics import Diagnostic, at, at_key, write
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.keys import OUR_SECTION, closest
-from deepspeed_compress.tools.lint.rule import Context, accepts, rule, unproved
+from deepspeed_compress.tools.lint.rule import Context, rule
 from deepspeed_compress.tools.lint.rules.common import (
-    config,
     hugging_face,
     integer,
     offload,
@@ -16,10 +15,8 @@ from deepspeed_compress.tools.lint.rules.common import (
     stage,
     stages,
     tensor_size,
-    trained,
-    zero,
 )
-from deepspeed_compress.tools.lint.rules.ours import parsed_section, with_section
+from deepspeed_compress.tools.lint.rules.ours import parsed_section
 
 if TYPE_CHECKING:
     from deepspeed_compress.config import CompressConfig, MemoryConfig
@@ -42,64 +39,57 @@ def _data_parallel(document: Document, context: Context) -> int | None:
     return ranks if rest == 0 else None
 
 
-_ONE = {"train_micro_batch_size_per_gpu": 1}
-
-
-@rule(
-    code="DSC905",
-    name="compress-single-rank",
-    severity="warning",
-    family="compress",
-    summary="Compression with one data-parallel rank.",
-    reason="Gradients are exchanged between data-parallel ranks only.",
-    wrong=trained(**_ONE, **with_section()),
-    right=trained(**_ONE, **with_section(gradients={"method": "none"})),
-    proof=accepts("nothing is sent, and so nothing is compressed"),
-    context={"world_size": 1},
-)
+@rule("DSC905", "warning")
 def compress_single_rank(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """Compression with one data-parallel rank.
+
+    Gradients are exchanged between data-parallel ranks only.
+
+    Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "deepspeed_compress": {}}
+    Right: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "deepspeed_compress": {"gradients": {"method": "none"}}}
+    Context: {"world_size": 1}
+    Proof: accepts nothing is sent, and so nothing is compressed
+    """
     if _active(document) and _data_parallel(document, context) == 1:
         what = f"with one data-parallel rank of {context.world_size} there are no gradients to exchange"
         yield Diagnostic(at_key(OUR_SECTION), what, write('"method": "none", or start more ranks'))
 
 
-@rule(
-    code="DSC906",
-    name="compress-node-size",
-    severity="warning",
-    family="compress",
-    summary="hierarchy.ranks_per_node is not the number of ranks of a node.",
-    reason="The first level would cross nodes, or the second stay inside one.",
-    wrong=trained(**_ONE, **with_section(gradients={"hierarchy": {"ranks_per_node": 2}})),
-    right=trained(**_ONE, **with_section(gradients={"hierarchy": None})),
-    proof=accepts("messages cross the network uncompressed"),
-    context={"world_size": 4, "ranks_per_node": 4},
-)
+@rule("DSC906", "warning")
 def compress_node_size(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """hierarchy.ranks_per_node is not the number of ranks of a node.
+
+    The first level would cross nodes, or the second stay inside one.
+
+    Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "deepspeed_compress": {"gradients": {"hierarchy": {"ranks_per_node": 2}}}}
+    Right: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "deepspeed_compress": {"gradients": {"hierarchy": null}}}
+    Context: {"world_size": 4, "ranks_per_node": 4}
+    Proof: accepts messages cross the network uncompressed
+    """
     path = (OUR_SECTION, "gradients", "hierarchy", "ranks_per_node")
     size, node = integer(document.get(*path)), context.ranks_per_node
     if size is not None and node is not None and size != node:
         yield Diagnostic(at(*path), f"{size} is not the {node} ranks that a node has", write(str(node)))
 
 
-@rule(
-    code="DSC907",
-    name="compress-warmup-exceeds-total",
-    severity="warning",
-    family="compress",
-    summary="All steps of training are uncompressed.",
-    reason="schedule.warmup_steps are sent as they are.",
-    wrong=trained(
-        scheduler={"type": "WarmupCosineLR", "params": {"total_num_steps": 100, "warmup_num_steps": 10}},
-        **with_section(schedule={"warmup_steps": 200}),
-    ),
-    right=trained(
-        scheduler={"type": "WarmupCosineLR", "params": {"total_num_steps": 100, "warmup_num_steps": 10}},
-        **with_section(schedule={"warmup_steps": 20}),
-    ),
-    proof=accepts("nothing is ever compressed"),
-)
+@rule("DSC907", "warning")
 def compress_warmup_exceeds_total(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """All steps of training are uncompressed.
+
+    schedule.warmup_steps are sent as they are.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 100, "warmup_num_steps": 10}},
+        "deepspeed_compress": {"schedule": {"warmup_steps": 200}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 100, "warmup_num_steps": 10}},
+        "deepspeed_compress": {"schedule": {"warmup_steps": 20}}}
+    Proof: accepts nothing is ever compressed
+    """
     path = (OUR_SECTION, "schedule", "warmup_steps")
     warmup, total = integer(document.get(*path)), integer(document.get("scheduler", "params", "total_num_steps"))
     if _active(document) and warmup is not None and total is not None and 0 < total <= warmup:
@@ -108,18 +98,18 @@ def compress_warmup_exceeds_total(document: Document, context: Context) -> Itera
         )
 
 
-@rule(
-    code="DSC908",
-    name="compress-ignores-unknown-rule",
-    severity="warning",
-    family="compress",
-    summary="lint.ignore names no rule.",
-    reason="A typing error would leave the rule in force.",
-    wrong=trained(**with_section(lint={"ignore": ["unknown-keys"]})),
-    right=trained(**with_section(lint={"ignore": ["unknown-key"]})),
-    proof=accepts("the linter reports what was to be ignored"),
-)
+@rule("DSC908", "warning")
 def compress_ignores_unknown_rule(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """lint.ignore names no rule.
+
+    A typing error would leave the rule in force.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "deepspeed_compress": {"lint": {"ignore": ["unknown-keys"]}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "deepspeed_compress": {"lint": {"ignore": ["unknown-key"]}}}
+    Proof: accepts the linter reports what was to be ignored
+    """
     from deepspeed_compress.tools.lint.rules import RULES
 
     names = {name: None for rule in RULES for name in (rule.code, rule.name)}
@@ -133,22 +123,18 @@ def compress_ignores_unknown_rule(document: Document, context: Context) -> Itera
             yield Diagnostic(at(*path, index), f'"{given}" is no rule of the linter', write(instead))
 
 
-@rule(
-    code="DSC909",
-    name="compress-fast-network",
-    severity="warning",
-    family="compress",
-    summary="Compression cannot pay at this bandwidth.",
-    reason=(
-        "Compressing and restoring reads and writes each element several times, which takes about as long as sending "
-        "it over a link of this speed."
-    ),
-    wrong=trained(**with_section()),
-    right=trained(),
-    proof=accepts("steps become no shorter"),
-    context={"bandwidth": 3600.0},
-)
+@rule("DSC909", "warning")
 def compress_fast_network(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """Compression cannot pay at this bandwidth.
+
+    Compressing and restoring reads and writes each element several times, which takes about as long as sending it over
+    a link of this speed.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "deepspeed_compress": {}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}}
+    Context: {"bandwidth": 3600.0}
+    Proof: accepts steps become no shorter
+    """
     if _active(document) and context.bandwidth is not None and context.bandwidth >= _FASTEST:
         what = f"at {context.bandwidth:g} Gbit/s gradients are sent about as fast as they are compressed"
         yield Diagnostic(
@@ -156,32 +142,22 @@ def compress_fast_network(document: Document, context: Context) -> Iterator[Diag
         )
 
 
-@rule(
-    code="DSC910",
-    name="compress-residual-memory",
-    severity="warning",
-    family="compress",
-    summary="Residuals do not fit into the memory of the GPU.",
-    reason=(
-        "Error feedback remembers an element for every gradient that a rank sends. Activations come on top of what is "
-        "counted here."
-    ),
-    wrong=zero(2, also=with_section(gradients={"error_feedback": {"dtype": "fp32"}})),
-    right=zero(2, also=with_section(gradients={"error_feedback": {"dtype": "fp32", "device": "cpu"}})),
-    proof=unproved("it takes a GPU with little memory"),
-    context={
-        "gpu_memory": 24 * 2**30,
-        "world_size": 8,
-        "model": {
-            "hidden_size": 4096,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 32,
-            "intermediate_size": 11008,
-            "vocab_size": 32000,
-        },
-    },
-)
+@rule("DSC910", "warning")
 def compress_residual_memory(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """Residuals do not fit into the memory of the GPU.
+
+    Error feedback remembers an element for every gradient that a rank sends. Activations come on top of what is counted
+    here.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 2}, "deepspeed_compress": {"gradients": {"error_feedback": {"dtype": "fp32"}}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 2},
+        "deepspeed_compress": {"gradients": {"error_feedback": {"dtype": "fp32", "device": "cpu"}}}}
+    Context: {"gpu_memory": 25769803776, "world_size": 8, "model": {"hidden_size": 4096, "num_hidden_layers": 24,
+        "num_attention_heads": 32, "intermediate_size": 11008, "vocab_size": 32000}}
+    Proof: unproved it takes a GPU with little memory
+    """
     parsed, elements = parsed_section(document), _elements(context.model)
     if parsed is None or elements is None or context.gpu_memory is None:
         return
@@ -240,19 +216,18 @@ def _training_bytes(document: Document, context: Context, elements: int) -> int:
     return 2 * weights + 2 * gradients + 12 * states
 
 
-@rule(
-    code="DSC911",
-    name="compress-needs-install",
-    severity="info",
-    family="compress",
-    summary="Hugging Face must be told to compress.",
-    reason="The Trainer and Accelerate call deepspeed.initialize, which ds-compress run and install() extend.",
-    wrong=config(**_ONE, gradient_clipping=1.0, zero_optimization={"stage": 0}, **with_section()),
-    right=config(**_ONE, gradient_clipping=1.0, zero_optimization={"stage": 0}),
-    proof=accepts("gradients travel uncompressed unless the program calls deepspeed_compress.install()"),
-    context={"framework": "accelerate"},
-)
+@rule("DSC911", "info")
 def compress_needs_install(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """Hugging Face must be told to compress.
+
+    The Trainer and Accelerate call deepspeed.initialize, which ds-compress run and install() extend.
+
+    Wrong: {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "zero_optimization": {"stage": 0},
+        "deepspeed_compress": {}}
+    Right: {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "zero_optimization": {"stage": 0}}
+    Context: {"framework": "accelerate"}
+    Proof: accepts gradients travel uncompressed unless the program calls deepspeed_compress.install()
+    """
     if isinstance(document.get(OUR_SECTION), dict) and hugging_face(context):
         what = "Hugging Face starts DeepSpeed itself, which ignores this section"
         instead = (

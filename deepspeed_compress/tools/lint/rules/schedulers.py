@@ -6,7 +6,7 @@ from deepspeed_compress.diagnostics import Diagnostic, at, at_key, write
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, rename, replace
 from deepspeed_compress.tools.lint.keys import closest, keys
-from deepspeed_compress.tools.lint.rule import Context, accepts, ignores, raises, rule, warns
+from deepspeed_compress.tools.lint.rule import Context, rule
 from deepspeed_compress.tools.lint.rules.common import (
     AUTO,
     bf16,
@@ -16,8 +16,6 @@ from deepspeed_compress.tools.lint.rules.common import (
     params,
     show,
     stage,
-    trained,
-    zero,
 )
 
 _TYPE = ("scheduler", "type")
@@ -41,26 +39,18 @@ def _runs(document: Document) -> bool:
     return _name(document) in keys().schedulers
 
 
-def _with(name: str | None, **keys: object) -> str:
-    scheduler = {"type": name, "params": keys} if name else {"params": keys}
-    return trained(scheduler=scheduler)
-
-
-_PLAIN = _with("WarmupLR", warmup_max_lr=0.0001, warmup_num_steps=100)
-
-
-@rule(
-    code="DSC520",
-    name="unknown-scheduler",
-    severity="error",
-    family="schedulers",
-    summary="scheduler.type is not known.",
-    reason="DeepSpeed looks the name up among its own schedulers and torch's, with its case (runtime/engine.py).",
-    wrong=_with("WarmUpLR", warmup_num_steps=100),
-    right=_PLAIN,
-    proof=raises("does not recognize LR scheduler"),
-)
+@rule("DSC520", "error")
 def unknown_scheduler(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """scheduler.type is not known.
+
+    DeepSpeed looks the name up among its own schedulers and torch's, with its case (runtime/engine.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmUpLR", "params": {"warmup_num_steps": 100}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.0001, "warmup_num_steps": 100}}}
+    Proof: raises does not recognize LR scheduler
+    """
     name = _name(document)
     if name and name not in keys().schedulers:
         close = closest(name, keys().schedulers)
@@ -74,52 +64,52 @@ def unknown_scheduler(document: Document, context: Context) -> Iterator[Diagnost
         )
 
 
-@rule(
-    code="DSC521",
-    name="scheduler-without-type",
-    severity="warning",
-    family="schedulers",
-    summary="A scheduler section without a type.",
-    reason="DeepSpeed takes it for no scheduler at all (runtime/config.py).",
-    wrong=_with(None, warmup_num_steps=100),
-    right=_PLAIN,
-    proof=ignores(),
-)
+@rule("DSC521", "warning")
 def scheduler_without_type(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """A scheduler section without a type.
+
+    DeepSpeed takes it for no scheduler at all (runtime/config.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"params": {"warmup_num_steps": 100}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.0001, "warmup_num_steps": 100}}}
+    Proof: ignores
+    """
     if isinstance(document.get("scheduler"), dict) and not document.has(*_TYPE):
         yield Diagnostic(
             at_key("scheduler"), 'without "type" the scheduler is ignored', write('"type": "WarmupLR" besides')
         )
 
 
-@rule(
-    code="DSC522",
-    name="scheduler-without-params",
-    severity="error",
-    family="schedulers",
-    summary="A scheduler section without params.",
-    reason="DeepSpeed unpacks params, and there is nothing to unpack (runtime/engine.py).",
-    wrong=trained(scheduler={"type": "WarmupLR"}),
-    right=trained(scheduler={"type": "WarmupLR", "params": {}}),
-    proof=raises("argument after \\*\\* must be a mapping"),
-)
+@rule("DSC522", "error")
 def scheduler_without_params(document: Document, context: Context) -> Iterator[Diagnostic]:
+    r"""A scheduler section without params.
+
+    DeepSpeed unpacks params, and there is nothing to unpack (runtime/engine.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupLR"}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupLR", "params": {}}}
+    Proof: raises argument after \*\* must be a mapping
+    """
     if _runs(document) and document.get(*_PARAMS) is None:
         yield Diagnostic(at(*_TYPE), 'a scheduler without "params" fails', write('"params": {} besides'))
 
 
-@rule(
-    code="DSC523",
-    name="unknown-scheduler-parameter",
-    severity="error",
-    family="schedulers",
-    summary="A parameter that the scheduler does not have.",
-    reason="DeepSpeed passes scheduler.params on to the constructor (runtime/engine.py).",
-    wrong=_with("WarmupLR", warmup_steps=100),
-    right=_PLAIN,
-    proof=raises("unexpected keyword argument"),
-)
+@rule("DSC523", "error")
 def unknown_scheduler_parameter(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """A parameter that the scheduler does not have.
+
+    DeepSpeed passes scheduler.params on to the constructor (runtime/engine.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 100}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.0001, "warmup_num_steps": 100}}}
+    Proof: raises unexpected keyword argument
+    """
     known = keys().schedulers.get(_name(document), {})
     for key in params(document, "scheduler") if known else ():
         if key not in known:
@@ -132,20 +122,19 @@ def unknown_scheduler_parameter(document: Document, context: Context) -> Iterato
             yield Diagnostic(at_key(*path), what, write(instead), fix=correction)
 
 
-@rule(
-    code="DSC524",
-    name="missing-scheduler-parameter",
-    severity="error",
-    family="schedulers",
-    summary="A parameter that the scheduler needs is missing.",
-    reason=(
-        "WarmupDecayLR and WarmupCosineLR need total_num_steps (runtime/lr_schedules.py); those of torch have others."
-    ),
-    wrong=_with("WarmupDecayLR", warmup_max_lr=0.0001, warmup_num_steps=100),
-    right=_with("WarmupDecayLR", warmup_max_lr=0.0001, warmup_num_steps=100, total_num_steps=1000),
-    proof=raises("missing 1 required positional argument"),
-)
+@rule("DSC524", "error")
 def missing_scheduler_parameter(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """A parameter that the scheduler needs is missing.
+
+    WarmupDecayLR and WarmupCosineLR need total_num_steps (runtime/lr_schedules.py); those of torch have others.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_max_lr": 0.0001, "warmup_num_steps": 100}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupDecayLR",
+        "params": {"warmup_max_lr": 0.0001, "warmup_num_steps": 100, "total_num_steps": 1000}}}
+    Proof: raises missing 1 required positional argument
+    """
     known, given = keys().schedulers.get(_name(document), {}), params(document, "scheduler")
     # A misspelled name is reported as such.
     meant = {closest(key, known) for key in given if key not in known}
@@ -156,36 +145,38 @@ def missing_scheduler_parameter(document: Document, context: Context) -> Iterato
             )
 
 
-@rule(
-    code="DSC525",
-    name="warmup-not-positive",
-    severity="error",
-    family="schedulers",
-    summary="warmup_num_steps is no positive whole number.",
-    reason="Checked by the scheduler (runtime/lr_schedules.py).",
-    wrong=_with("WarmupLR", warmup_num_steps=0),
-    right=_with("WarmupLR", warmup_num_steps=1),
-    proof=raises("warmup_num_steps must be a positive integer"),
-)
+@rule("DSC525", "error")
 def warmup_not_positive(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """warmup_num_steps is no positive whole number.
+
+    Checked by the scheduler (runtime/lr_schedules.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 1}}}
+    Proof: raises warmup_num_steps must be a positive integer
+    """
     steps = _value(document, "warmup_num_steps")
     if _name(document) in _WARMUPS and steps is not None and (steps <= 0 or steps != int(steps)):
         what = f"{show(steps)} is refused (allowed: whole numbers from 1)"
         yield Diagnostic(at(*_PARAMS, "warmup_num_steps"), what, write("1 for no warm-up"))
 
 
-@rule(
-    code="DSC526",
-    name="warmup-exceeds-total",
-    severity="warning",
-    family="schedulers",
-    summary="The warm-up is longer than the whole training.",
-    reason="The scheduler only warns (runtime/lr_schedules.py). warmup_num_steps is 1000 where it is not given.",
-    wrong=_with("WarmupDecayLR", warmup_max_lr=0.0001, warmup_num_steps=200, total_num_steps=100),
-    right=_with("WarmupDecayLR", warmup_max_lr=0.0001, warmup_num_steps=10, total_num_steps=100),
-    proof=warns("is less than warmup_num_steps"),
-)
+@rule("DSC526", "warning")
 def warmup_exceeds_total(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """The warm-up is longer than the whole training.
+
+    The scheduler only warns (runtime/lr_schedules.py). warmup_num_steps is 1000 where it is not given.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupDecayLR",
+        "params": {"warmup_max_lr": 0.0001, "warmup_num_steps": 200, "total_num_steps": 100}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupDecayLR",
+        "params": {"warmup_max_lr": 0.0001, "warmup_num_steps": 10, "total_num_steps": 100}}}
+    Proof: warns is less than warmup_num_steps
+    """
     total, default = _value(document, "total_num_steps"), 1000.0
     warmup = _value(document, "warmup_num_steps") if document.has(*_PARAMS, "warmup_num_steps") else default
     if _name(document) in _WARMUPS and total is not None and warmup is not None and 0 < total < warmup:
@@ -196,18 +187,18 @@ def warmup_exceeds_total(document: Document, context: Context) -> Iterator[Diagn
         )
 
 
-@rule(
-    code="DSC527",
-    name="unknown-warmup-type",
-    severity="warning",
-    family="schedulers",
-    summary="warmup_type is neither log nor linear.",
-    reason="The scheduler warns and takes log (runtime/lr_schedules.py).",
-    wrong=_with("WarmupLR", warmup_num_steps=100, warmup_type="cosine"),
-    right=_with("WarmupLR", warmup_num_steps=100, warmup_type="linear"),
-    proof=warns("Using unknown warmup_type"),
-)
+@rule("DSC527", "warning")
 def unknown_warmup_type(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """warmup_type is neither log nor linear.
+
+    The scheduler warns and takes log (runtime/lr_schedules.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100, "warmup_type": "cosine"}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100, "warmup_type": "linear"}}}
+    Proof: warns Using unknown warmup_type
+    """
     value = document.get(*_PARAMS, "warmup_type", default="log")
     if _name(document) in _WARMUPS and value not in (*_TYPES, AUTO):
         yield Diagnostic(
@@ -217,21 +208,20 @@ def unknown_warmup_type(document: Document, context: Context) -> Iterator[Diagno
         )
 
 
-@rule(
-    code="DSC528",
-    name="decay-at-default-rate",
-    severity="warning",
-    family="schedulers",
-    summary="WarmupDecayLR or LRRangeTest without a rate of its own starts from 0.001.",
-    reason=(
-        "Unlike WarmupLR, which takes the optimizer's rate, they have defaults of their own (runtime/lr_schedules.py): "
-        "warmup_max_lr and lr_range_test_min_lr are 0.001."
-    ),
-    wrong=_with("WarmupDecayLR", warmup_num_steps=10, total_num_steps=100),
-    right=_with("WarmupDecayLR", warmup_max_lr=0.0001, warmup_num_steps=10, total_num_steps=100),
-    proof=accepts("the learning rate is ten times the one of the optimizer"),
-)
+@rule("DSC528", "warning")
 def decay_at_default_rate(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """WarmupDecayLR or LRRangeTest without a rate of its own starts from 0.001.
+
+    Unlike WarmupLR, which takes the optimizer's rate, they have defaults of their own (runtime/lr_schedules.py):
+    warmup_max_lr and lr_range_test_min_lr are 0.001.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10, "total_num_steps": 100}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupDecayLR",
+        "params": {"warmup_max_lr": 0.0001, "warmup_num_steps": 10, "total_num_steps": 100}}}
+    Proof: accepts the learning rate is ten times the one of the optimizer
+    """
     rate, key = number(document.get("optimizer", "params", "lr")), _DEFAULTED.get(_name(document), "")
     missing = not document.has(*_PARAMS, key) and document.get(*_PARAMS) is not None
     if key and missing and rate != 0.001:
@@ -244,22 +234,20 @@ _DEFAULTED = {"WarmupDecayLR": "warmup_max_lr", "LRRangeTest": "lr_range_test_mi
 """Parameters that default to 0.001, whatever the optimizer's learning rate is."""
 
 
-@rule(
-    code="DSC529",
-    name="scheduler-replaces-rate",
-    severity="warning",
-    family="schedulers",
-    summary="The scheduler's learning rate is not the optimizer's.",
-    reason=(
-        "WarmupLR, WarmupDecayLR, OneCycle and LRRangeTest set the rate of every step (runtime/lr_schedules.py), as "
-        "CyclicLR and OneCycleLR of torch do, so that the optimizer's is never used. WarmupCosineLR multiplies it, and "
-        "WarmupLR without warmup_max_lr takes it."
-    ),
-    wrong=_with("WarmupLR", warmup_max_lr=0.001, warmup_num_steps=100),
-    right=_PLAIN,
-    proof=accepts("the learning rate of the optimizer has no effect"),
-)
+@rule("DSC529", "warning")
 def scheduler_replaces_rate(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """The scheduler's learning rate is not the optimizer's.
+
+    WarmupLR, WarmupDecayLR, OneCycle and LRRangeTest set the rate of every step (runtime/lr_schedules.py), as CyclicLR
+    and OneCycleLR of torch do, so that the optimizer's is never used. WarmupCosineLR multiplies it, and WarmupLR
+    without warmup_max_lr takes it.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.001, "warmup_num_steps": 100}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.0001, "warmup_num_steps": 100}}}
+    Proof: accepts the learning rate of the optimizer has no effect
+    """
     rate, given = number(document.get("optimizer", "params", "lr")), _RATES.get(_name(document), ())
     own = [(key, value) for key in given for value in _numbers(document.get(*_PARAMS, key))]
     if rate is not None and own and own[-1][0] == given[-1] and rate not in [value for _, value in own]:
@@ -285,57 +273,62 @@ def _numbers(value: object) -> list[float]:
     return [each for each in found if each is not None]
 
 
-@rule(
-    code="DSC530",
-    name="falling-warmup",
-    severity="warning",
-    family="schedulers",
-    summary="warmup_min_lr is above warmup_max_lr.",
-    reason="The scheduler interpolates between the two without comparing them (runtime/lr_schedules.py).",
-    wrong=_with("WarmupLR", warmup_min_lr=0.001, warmup_max_lr=0.0001, warmup_num_steps=100),
-    right=_with("WarmupLR", warmup_min_lr=0.0, warmup_max_lr=0.0001, warmup_num_steps=100),
-    proof=accepts("the learning rate falls where it should rise"),
-)
+@rule("DSC530", "warning")
 def falling_warmup(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """warmup_min_lr is above warmup_max_lr.
+
+    The scheduler interpolates between the two without comparing them (runtime/lr_schedules.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupLR",
+        "params": {"warmup_min_lr": 0.001, "warmup_max_lr": 0.0001, "warmup_num_steps": 100}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupLR",
+        "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.0001, "warmup_num_steps": 100}}}
+    Proof: accepts the learning rate falls where it should rise
+    """
     low, high = _value(document, "warmup_min_lr"), _value(document, "warmup_max_lr")
     if _name(document) in _WARMUPS and low is not None and high is not None and low > high:
         what = f"{show(low)} is more than warmup_max_lr {show(high)}: the rate falls during warm-up"
         yield Diagnostic(at(*_PARAMS, "warmup_min_lr"), what, write(f"{show(high)} or less"))
 
 
-@rule(
-    code="DSC531",
-    name="scheduler-without-optimizer",
-    severity="info",
-    family="schedulers",
-    summary="A scheduler without an optimizer in the file.",
-    reason="Schedulers are made only where there is an optimizer (runtime/engine.py); the program must pass one.",
-    wrong='{\n  "train_batch_size": 8,\n  "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100}}\n}\n',
-    right=_with("WarmupLR", warmup_num_steps=100),
-    proof=accepts("the learning rate stays constant"),
-    context={"framework": "deepspeed"},
-)
+@rule("DSC531", "info")
 def scheduler_without_optimizer(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """A scheduler without an optimizer in the file.
+
+    Schedulers are made only where there is an optimizer (runtime/engine.py); the program must pass one.
+
+    Wrong:
+        {
+          "train_batch_size": 8,
+          "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100}}
+        }
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100}}}
+    Context: {"framework": "deepspeed"}
+    Proof: accepts the learning rate stays constant
+    """
     if _runs(document) and not document.has("optimizer") and context.framework == "deepspeed":
         what = "without an optimizer, here or from the program, the scheduler is ignored"
         yield Diagnostic(at_key("scheduler"), what, write('"optimizer": {...}, or pass one to deepspeed.initialize'))
 
 
-@rule(
-    code="DSC532",
-    name="no-steps-to-decay",
-    severity="error",
-    family="schedulers",
-    summary="total_num_steps is 0.",
-    reason=(
-        "The rate is multiplied by what is left of the steps (runtime/lr_schedules.py), which is nothing; Hugging Face "
-        "compares the number with its own and stops."
-    ),
-    wrong=_with("WarmupDecayLR", warmup_max_lr=0.0001, warmup_num_steps=10, total_num_steps=0),
-    right=_with("WarmupDecayLR", warmup_max_lr=0.0001, warmup_num_steps=10, total_num_steps=100),
-    proof=accepts("nothing is learned after the warm-up"),
-)
+@rule("DSC532", "error")
 def no_steps_to_decay(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """total_num_steps is 0.
+
+    The rate is multiplied by what is left of the steps (runtime/lr_schedules.py), which is nothing; Hugging Face
+    compares the number with its own and stops.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupDecayLR",
+        "params": {"warmup_max_lr": 0.0001, "warmup_num_steps": 10, "total_num_steps": 0}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupDecayLR",
+        "params": {"warmup_max_lr": 0.0001, "warmup_num_steps": 10, "total_num_steps": 100}}}
+    Proof: accepts nothing is learned after the warm-up
+    """
     total = _value(document, "total_num_steps")
     if _name(document) in _WARMUPS and total is not None and total <= 0:
         what = f"{show(total)} steps: the rate falls to its least as soon as the warm-up ends"
@@ -344,21 +337,19 @@ def no_steps_to_decay(document: Document, context: Context) -> Iterator[Diagnost
         )
 
 
-@rule(
-    code="DSC533",
-    name="torch-scheduler-with-zero",
-    severity="error",
-    family="schedulers",
-    summary="A scheduler of torch with ZeRO, fp16 or bf16.",
-    reason=(
-        "The scheduler is given the optimizer that DeepSpeed has wrapped (runtime/engine.py), which is none of torch."
-    ),
-    wrong=zero(1, also={"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 100}}}),
-    right=trained(scheduler={"type": "CosineAnnealingLR", "params": {"T_max": 100}}),
-    proof=raises("is not an Optimizer"),
-)
+@rule("DSC533", "error")
 def torch_scheduler_with_zero(document: Document, context: Context) -> Iterator[Diagnostic]:
-    """Report schedulers of torch that would receive DeepSpeed's wrapped optimizer, although they need one of torch."""
+    """A scheduler of torch with ZeRO, fp16 or bf16.
+
+    The scheduler is given the optimizer that DeepSpeed has wrapped (runtime/engine.py), which is none of torch.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 1}, "scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 100}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 100}}}
+    Proof: raises is not an Optimizer
+    """
+    # Report schedulers of torch that would receive DeepSpeed's wrapped optimizer, although they need one of torch.
     wrapped = stage(document) in (1, 2, 3) or fp16(document) or bf16(document)
     if _runs(document) and _name(document) not in _OWN and wrapped:
         what = f"{show(_name(document))} is of torch, which refuses an optimizer of ZeRO, fp16 or bf16"

@@ -6,10 +6,9 @@ from deepspeed_compress.diagnostics import Diagnostic, Path, at, at_key, write
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, remove
 from deepspeed_compress.tools.lint.keys import closest
-from deepspeed_compress.tools.lint.rule import Context, accepts, raises, rule, warns
+from deepspeed_compress.tools.lint.rule import Context, rule
 from deepspeed_compress.tools.lint.rules.common import (
     AUTO,
-    config,
     hugging_face,
     integer,
     listed,
@@ -17,9 +16,7 @@ from deepspeed_compress.tools.lint.rules.common import (
     offload,
     section,
     show,
-    trained,
     truth,
-    zero,
 )
 
 _OPTIONAL = (
@@ -39,21 +36,17 @@ _OPTIONAL = (
 """Sections without effect unless "enabled" is true."""
 
 
-@rule(
-    code="DSC800",
-    name="section-not-enabled",
-    severity="warning",
-    family="silent",
-    summary='A section with settings but without "enabled".',
-    reason=(
-        "These sections are off by default (runtime/precision_config.py, monitor/config.py, profiling/config.py), "
-        "whatever else they say."
-    ),
-    wrong=config(bf16={"check_grad_overflow": False}),
-    right=config(bf16={"enabled": True, "check_grad_overflow": False}),
-    proof=accepts("the section has no effect"),
-)
+@rule("DSC800", "warning")
 def section_not_enabled(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """A section with settings but without "enabled".
+
+    These sections are off by default (runtime/precision_config.py, monitor/config.py, profiling/config.py), whatever
+    else they say.
+
+    Wrong: {"train_batch_size": 8, "bf16": {"check_grad_overflow": false}}
+    Right: {"train_batch_size": 8, "bf16": {"enabled": true, "check_grad_overflow": false}}
+    Proof: accepts the section has no effect
+    """
     for part in _OPTIONAL:
         settings = section(document, part)
         # A misspelled "enabled" has its own finding.
@@ -62,18 +55,16 @@ def section_not_enabled(document: Document, context: Context) -> Iterator[Diagno
             yield Diagnostic(at_key(part), what, write('"enabled": true besides'))
 
 
-@rule(
-    code="DSC801",
-    name="comms-logger-present",
-    severity="warning",
-    family="silent",
-    summary="comms_logger logs although it is not enabled.",
-    reason="DeepSpeed asks whether the section is there (comm/config.py), not what it says.",
-    wrong=config(comms_logger={"enabled": False}),
-    right=config(comms_logger={"enabled": True}),
-    proof=accepts("every collective is logged, which slows training"),
-)
+@rule("DSC801", "warning")
 def comms_logger_present(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """comms_logger logs although it is not enabled.
+
+    DeepSpeed asks whether the section is there (comm/config.py), not what it says.
+
+    Wrong: {"train_batch_size": 8, "comms_logger": {"enabled": false}}
+    Right: {"train_batch_size": 8, "comms_logger": {"enabled": true}}
+    Proof: accepts every collective is logged, which slows training
+    """
     if truth(section(document, "comms_logger").get("enabled", False)) is False and document.has("comms_logger"):
         what = "the section itself turns the logger on: without enabled, or with false, it logs all the same"
         correction = fix("Remove the section", remove(document, ("comms_logger",)))
@@ -82,18 +73,16 @@ def comms_logger_present(document: Document, context: Context) -> Iterator[Diagn
         )
 
 
-@rule(
-    code="DSC802",
-    name="datastates-present",
-    severity="error",
-    family="silent",
-    summary="datastates_ckpt is on although it is not enabled.",
-    reason="Every value but false turns it on (datastates/config.py), and another package is needed then.",
-    wrong=config(datastates_ckpt={"enabled": False}),
-    right=config(datastates_ckpt=False),
-    proof=raises("Please install DataStates"),
-)
+@rule("DSC802", "error")
 def datastates_present(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """datastates_ckpt is on although it is not enabled.
+
+    Every value but false turns it on (datastates/config.py), and another package is needed then.
+
+    Wrong: {"train_batch_size": 8, "datastates_ckpt": {"enabled": false}}
+    Right: {"train_batch_size": 8, "datastates_ckpt": false}
+    Proof: raises Please install DataStates
+    """
     value = document.get("datastates_ckpt", default=False)
     if value is None or (isinstance(value, dict) and value.get("enabled") is False):
         what = f"{show(value)} turns DataStates on: everything but false does"
@@ -108,36 +97,33 @@ _INERT: tuple[tuple[Path, str], ...] = (
 )
 
 
-@rule(
-    code="DSC803",
-    name="inert-key",
-    severity="warning",
-    family="silent",
-    summary="A key that DeepSpeed reads and never uses.",
-    reason="Left from former versions (runtime/config.py).",
-    wrong=config(disable_allgather=True),
-    right=config(),
-    proof=accepts("the key has no effect"),
-)
+@rule("DSC803", "warning")
 def inert_key(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """A key that DeepSpeed reads and never uses.
+
+    Left from former versions (runtime/config.py).
+
+    Wrong: {"train_batch_size": 8, "disable_allgather": true}
+    Right: {"train_batch_size": 8}
+    Proof: accepts the key has no effect
+    """
     for path, instead in _INERT:
         # Hugging Face does not read this section at all, which another rule reports.
         if document.has(*path) and not (path[0] == "pipeline" and hugging_face(context)):
             yield Diagnostic(at_key(*path), f'DeepSpeed accepts "{path[-1]}" and never looks at it', write(instead))
 
 
-@rule(
-    code="DSC804",
-    name="aio-unused",
-    severity="info",
-    family="silent",
-    summary="aio without anything that reads or writes by it.",
-    reason="Only offloading to NVMe and checkpoint writers do (runtime/swap_tensor/aio_config.py).",
-    wrong=config(aio={"block_size": 1048576}),
-    right=zero(3, also={"aio": {"block_size": 1048576}, "checkpoint": {"writer": {"type": "python"}}}),
-    proof=accepts("the section has no effect"),
-)
+@rule("DSC804", "info")
 def aio_unused(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """The section aio has no effect, because nothing reads or writes with it.
+
+    Only offloading to NVMe and checkpoint writers do (runtime/swap_tensor/aio_config.py).
+
+    Wrong: {"train_batch_size": 8, "aio": {"block_size": 1048576}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 3}, "aio": {"block_size": 1048576}, "checkpoint": {"writer": {"type": "python"}}}
+    Proof: accepts the section has no effect
+    """
     swaps = "nvme" in (offload(document, "offload_param"), offload(document, "offload_optimizer"))
     writes = isinstance(document.get("checkpoint", "writer"), dict)
     if section(document, "aio") and not swaps and not writes:
@@ -150,36 +136,33 @@ _TAGS = ("WARN", "IGNORE", "FAIL")
 _WRITERS = {"type": ("MOCK", "PYTHON", "FAST"), "data_parallel": ("REPLICA", "SOCKET", "MACHINE")}
 
 
-@rule(
-    code="DSC810",
-    name="tag-validation",
-    severity="error",
-    family="silent",
-    summary="checkpoint.tag_validation is not known.",
-    reason="Checked when the configuration is read (runtime/config.py); null is refused, too.",
-    wrong=config(checkpoint={"tag_validation": "strict"}),
-    right=config(checkpoint={"tag_validation": "Fail"}),
-    proof=raises("invalid tag_validation value"),
-)
+@rule("DSC810", "error")
 def tag_validation(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """checkpoint.tag_validation is not known.
+
+    Checked when the configuration is read (runtime/config.py); null is refused, too.
+
+    Wrong: {"train_batch_size": 8, "checkpoint": {"tag_validation": "strict"}}
+    Right: {"train_batch_size": 8, "checkpoint": {"tag_validation": "Fail"}}
+    Proof: raises invalid tag_validation value
+    """
     path = ("checkpoint", "tag_validation")
     value = document.get(*path)
     if document.has(*path) and not (isinstance(value, str) and value.upper() in _TAGS):
         yield Diagnostic(at(*path), f"{show(value)} is not known (allowed: Warn, Ignore, Fail)", write('"Warn"'))
 
 
-@rule(
-    code="DSC811",
-    name="checkpoint-writer",
-    severity="error",
-    family="silent",
-    summary="A kind of checkpoint writer that DeepSpeed does not know.",
-    reason="Checked when the configuration is read (runtime/model_checkpointing/config.py).",
-    wrong=config(checkpoint={"writer": {"type": "quick"}}),
-    right=zero(3, also={"checkpoint": {"writer": {"type": "python"}}}),
-    proof=raises("contains invalid value QUICK for type"),
-)
+@rule("DSC811", "error")
 def checkpoint_writer(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """A kind of checkpoint writer that DeepSpeed does not know.
+
+    Checked when the configuration is read (runtime/model_checkpointing/config.py).
+
+    Wrong: {"train_batch_size": 8, "checkpoint": {"writer": {"type": "quick"}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 3}, "checkpoint": {"writer": {"type": "python"}}}
+    Proof: raises contains invalid value QUICK for type
+    """
     for key, allowed in _WRITERS.items():
         value = document.get("checkpoint", "writer", key)
         if value is not None and not (isinstance(value, str) and value.upper() in allowed):
@@ -187,18 +170,16 @@ def checkpoint_writer(document: Document, context: Context) -> Iterator[Diagnost
             yield Diagnostic(at("checkpoint", "writer", key), what, write(f'"{allowed[-1]}"'))
 
 
-@rule(
-    code="DSC812",
-    name="parallel-write-boolean",
-    severity="error",
-    family="silent",
-    summary="checkpoint.parallel_write.pipeline_stage is no boolean.",
-    reason="Checked when the configuration is read (runtime/config.py).",
-    wrong=config(checkpoint={"parallel_write": {"pipeline_stage": "true"}}),
-    right=config(checkpoint={"parallel_write": {"pipeline_stage": True}}),
-    proof=raises("expecting: true or false"),
-)
+@rule("DSC812", "error")
 def parallel_write_boolean(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """checkpoint.parallel_write.pipeline_stage is no boolean.
+
+    Checked when the configuration is read (runtime/config.py).
+
+    Wrong: {"train_batch_size": 8, "checkpoint": {"parallel_write": {"pipeline_stage": "true"}}}
+    Right: {"train_batch_size": 8, "checkpoint": {"parallel_write": {"pipeline_stage": true}}}
+    Proof: raises expecting: true or false
+    """
     path = ("checkpoint", "parallel_write", "pipeline_stage")
     value = document.get(*path)
     if document.has(*path) and not (isinstance(value, bool) or number(value) in (0, 1)):
@@ -208,18 +189,16 @@ def parallel_write_boolean(document: Document, context: Context) -> Iterator[Dia
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
-@rule(
-    code="DSC813",
-    name="log-level",
-    severity="error",
-    family="silent",
-    summary="log_level is not known.",
-    reason="Checked by the engine (utils/logging.py).",
-    wrong=config(log_level="loud"),
-    right=config(log_level="warning"),
-    proof=raises("is not one of the valid logging levels"),
-)
+@rule("DSC813", "error")
 def log_level(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """log_level is not known.
+
+    Checked by the engine (utils/logging.py).
+
+    Wrong: {"train_batch_size": 8, "log_level": "loud"}
+    Right: {"train_batch_size": 8, "log_level": "warning"}
+    Proof: raises is not one of the valid logging levels
+    """
     value = document.get("log_level")
     if value not in (None, AUTO) and not (isinstance(value, str) and value.lower() in _LEVELS):
         yield Diagnostic(
@@ -227,41 +206,33 @@ def log_level(document: Document, context: Context) -> Iterator[Diagnostic]:
         )
 
 
-@rule(
-    code="DSC814",
-    name="vocabulary-not-aligned",
-    severity="info",
-    family="silent",
-    summary="vocabulary_size is no multiple of 8.",
-    reason="DeepSpeed only warns (runtime/config.py); nothing else reads the key.",
-    wrong=config(vocabulary_size=50257),
-    right=config(vocabulary_size=50264),
-    proof=warns("is not aligned to 8"),
-)
+@rule("DSC814", "info")
 def vocabulary_not_aligned(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """vocabulary_size is no multiple of 8.
+
+    DeepSpeed only warns (runtime/config.py); nothing else reads the key.
+
+    Wrong: {"train_batch_size": 8, "vocabulary_size": 50257}
+    Right: {"train_batch_size": 8, "vocabulary_size": 50264}
+    Proof: warns is not aligned to 8
+    """
     size = number(document.get("vocabulary_size"))
     if size is not None and size % 8:
         what = f"{show(size)} is no multiple of 8, which tensor cores want"
         yield Diagnostic(at("vocabulary_size"), what, write(f"{-(-int(size) // 8) * 8}, and pad the embedding"))
 
 
-@rule(
-    code="DSC815",
-    name="curriculum-without-metrics",
-    severity="error",
-    family="silent",
-    summary="Curriculum learning without metrics.",
-    reason="Asserted when the configuration is read (runtime/data_pipeline/config.py).",
-    wrong=config(
-        data_efficiency={
-            "enabled": True,
-            "data_sampling": {"enabled": True, "curriculum_learning": {"enabled": True}},
-        }
-    ),
-    right=config(data_efficiency={"enabled": True, "data_sampling": {"enabled": True}}),
-    proof=raises("curriculum_metrics must be specified"),
-)
+@rule("DSC815", "error")
 def curriculum_without_metrics(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """Curriculum learning without metrics.
+
+    Asserted when the configuration is read (runtime/data_pipeline/config.py).
+
+    Wrong: {"train_batch_size": 8, "data_efficiency": {"enabled": true,
+        "data_sampling": {"enabled": true, "curriculum_learning": {"enabled": true}}}}
+    Right: {"train_batch_size": 8, "data_efficiency": {"enabled": true, "data_sampling": {"enabled": true}}}
+    Proof: raises curriculum_metrics must be specified
+    """
     path = ("data_efficiency", "data_sampling", "curriculum_learning")
     if section(document, *path).get("enabled") is True and not document.has(*path, "curriculum_metrics"):
         yield Diagnostic(
@@ -271,23 +242,18 @@ def curriculum_without_metrics(document: Document, context: Context) -> Iterator
         )
 
 
-@rule(
-    code="DSC816",
-    name="dynamic-batching-without-tokens",
-    severity="error",
-    family="silent",
-    summary="Dynamic batching without a number of tokens.",
-    reason="Asserted when the configuration is read (runtime/data_pipeline/config.py).",
-    wrong=config(data_efficiency={"enabled": True, "data_sampling": {"dynamic_batching": {"enabled": True}}}),
-    right=config(
-        data_efficiency={
-            "enabled": True,
-            "data_sampling": {"dynamic_batching": {"enabled": True, "max_tokens": 4096}},
-        }
-    ),
-    proof=raises("max_tokens must be specified"),
-)
+@rule("DSC816", "error")
 def dynamic_batching_without_tokens(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """Dynamic batching without a number of tokens.
+
+    Asserted when the configuration is read (runtime/data_pipeline/config.py).
+
+    Wrong: {"train_batch_size": 8,
+        "data_efficiency": {"enabled": true, "data_sampling": {"dynamic_batching": {"enabled": true}}}}
+    Right: {"train_batch_size": 8, "data_efficiency": {"enabled": true,
+        "data_sampling": {"dynamic_batching": {"enabled": true, "max_tokens": 4096}}}}
+    Proof: raises max_tokens must be specified
+    """
     path = ("data_efficiency", "data_sampling", "dynamic_batching")
     if section(document, *path).get("enabled") and not document.has(*path, "max_tokens"):
         yield Diagnostic(
@@ -295,18 +261,16 @@ def dynamic_batching_without_tokens(document: Document, context: Context) -> Ite
         )
 
 
-@rule(
-    code="DSC817",
-    name="steps-per-print-zero",
-    severity="error",
-    family="silent",
-    summary="steps_per_print is 0.",
-    reason="The number of the step is divided by it (runtime/engine.py).",
-    wrong=trained(steps_per_print=0),
-    right=trained(steps_per_print=10),
-    proof=accepts("the first step ends with ZeroDivisionError"),
-)
+@rule("DSC817", "error")
 def steps_per_print_zero(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """steps_per_print is 0.
+
+    The number of the step is divided by it (runtime/engine.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "steps_per_print": 0}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "steps_per_print": 10}
+    Proof: accepts the first step ends with ZeroDivisionError
+    """
     if integer(document.get("steps_per_print")) == 0:
         yield Diagnostic(
             at("steps_per_print"),
@@ -315,27 +279,19 @@ def steps_per_print_zero(document: Document, context: Context) -> Iterator[Diagn
         )
 
 
-@rule(
-    code="DSC818",
-    name="contiguous-checkpointing",
-    severity="warning",
-    family="silent",
-    summary="contiguous_memory_optimization without what it needs.",
-    reason=(
-        "Asserted where a program calls deepspeed.checkpointing.configure "
-        "(runtime/activation_checkpointing/checkpointing.py); where none does, the section has no effect. The number "
-        "of checkpoints, which it needs too, mostly comes from the program."
-    ),
-    wrong=config(activation_checkpointing={"contiguous_memory_optimization": True}),
-    right=config(
-        activation_checkpointing={
-            "contiguous_memory_optimization": True,
-            "partition_activations": True,
-        }
-    ),
-    proof=accepts("deepspeed.checkpointing.configure fails later"),
-)
+@rule("DSC818", "warning")
 def contiguous_checkpointing(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """contiguous_memory_optimization without what it needs.
+
+    Asserted where a program calls deepspeed.checkpointing.configure
+    (runtime/activation_checkpointing/checkpointing.py); where none does, the section has no effect. The number of
+    checkpoints, which it needs too, mostly comes from the program.
+
+    Wrong: {"train_batch_size": 8, "activation_checkpointing": {"contiguous_memory_optimization": true}}
+    Right: {"train_batch_size": 8,
+        "activation_checkpointing": {"contiguous_memory_optimization": true, "partition_activations": true}}
+    Proof: accepts deepspeed.checkpointing.configure fails later
+    """
     settings = section(document, "activation_checkpointing")
     alone = settings.get("contiguous_memory_optimization") is True and not settings.get("partition_activations")
     if alone and not hugging_face(context):
@@ -345,18 +301,16 @@ def contiguous_checkpointing(document: Document, context: Context) -> Iterator[D
         )
 
 
-@rule(
-    code="DSC819",
-    name="autotuning-directory",
-    severity="error",
-    family="silent",
-    summary="A directory of the autotuner is empty.",
-    reason="Asserted when the configuration is read, enabled or not (autotuning/config.py).",
-    wrong=config(autotuning={"enabled": False, "results_dir": ""}),
-    right=config(autotuning={"enabled": False, "results_dir": "results"}),
-    proof=raises("results_dir cannot be empty"),
-)
+@rule("DSC819", "error")
 def autotuning_directory(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """A directory of the autotuner is empty.
+
+    Asserted when the configuration is read, enabled or not (autotuning/config.py).
+
+    Wrong: {"train_batch_size": 8, "autotuning": {"enabled": false, "results_dir": ""}}
+    Right: {"train_batch_size": 8, "autotuning": {"enabled": false, "results_dir": "results"}}
+    Proof: raises results_dir cannot be empty
+    """
     for key in ("results_dir", "exps_dir"):
         value = document.get("autotuning", key, default="given")
         if not value:

@@ -5,61 +5,54 @@ from collections.abc import Iterator, Sequence
 from deepspeed_compress.diagnostics import Diagnostic, Fix, Path, at, at_key, write
 from deepspeed_compress.tools.lint.document import Document, Extension, Node
 from deepspeed_compress.tools.lint.fixes import fix, remove
-from deepspeed_compress.tools.lint.placeholders import TEMPLATE, placeholders, shown
-from deepspeed_compress.tools.lint.rule import Context, accepts, raises, rule
-from deepspeed_compress.tools.lint.rules.common import config, hugging_face, show
+from deepspeed_compress.tools.lint.placeholders import placeholders, shown
+from deepspeed_compress.tools.lint.rule import Context, rule
+from deepspeed_compress.tools.lint.rules.common import hugging_face, show
 
 
-@rule(
-    code="DSC001",
-    name="syntax-error",
-    severity="error",
-    family="syntax",
-    summary="The file is neither JSON nor HJSON.",
-    reason=(
-        "DeepSpeed reads the file with hjson (runtime/config.py) and stops at the first error; the linter names all."
-    ),
-    wrong='{"train_batch_size": 8, "fp16": {"enabled": false}\n',
-    right=config(fp16={"enabled": False}),
-    proof=raises("HjsonDecodeError"),
-)
+@rule("DSC001", "error")
 def syntax_error(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """The file is neither JSON nor HJSON.
+
+    DeepSpeed reads the file with hjson (runtime/config.py) and stops at the first error; the linter names all.
+
+    Wrong:
+        {"train_batch_size": 8, "fp16": {"enabled": false}
+    Right: {"train_batch_size": 8, "fp16": {"enabled": false}}
+    Proof: raises HjsonDecodeError
+    """
     yield from document.problems
 
 
-@rule(
-    code="DSC003",
-    name="not-an-object",
-    severity="error",
-    family="syntax",
-    summary="The outermost value is not an object.",
-    reason="deepspeed.initialize asks the configuration for keys at once (deepspeed/__init__.py).",
-    wrong="[8]\n",
-    right=config(),
-    proof=raises("AttributeError|TypeError"),
-)
+@rule("DSC003", "error")
 def not_an_object(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """The outermost value is not an object.
+
+    deepspeed.initialize asks the configuration for keys at once (deepspeed/__init__.py).
+
+    Wrong:
+        [8]
+    Right: {"train_batch_size": 8}
+    Proof: raises AttributeError|TypeError
+    """
     root = document.root
     if root is not None and root.kind != "object":
         what = f"the outermost value is {show(root.value)} (allowed: an object)"
         yield Diagnostic(at(span=root.span), what, write("the settings between braces"))
 
 
-@rule(
-    code="DSC002",
-    name="duplicate-key",
-    severity="error",
-    family="syntax",
-    summary="A key stands twice in one object.",
-    reason=(
-        "DeepSpeed refuses duplicate keys (runtime/config_utils.py). Hugging Face takes the last one without a word, "
-        "so that the same file may train differently there."
-    ),
-    wrong='{"train_batch_size": 8, "train_batch_size": 16}\n',
-    right=config(),
-    proof=raises("Duplicate keys in DeepSpeed config"),
-)
+@rule("DSC002", "error")
 def duplicate_key(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """A key stands twice in one object.
+
+    DeepSpeed refuses duplicate keys (runtime/config_utils.py). Hugging Face takes the last one without a word, so that
+    the same file may train differently there.
+
+    Wrong:
+        {"train_batch_size": 8, "train_batch_size": 16}
+    Right: {"train_batch_size": 8}
+    Proof: raises Duplicate keys in DeepSpeed config
+    """
     if document.root is not None:
         yield from _duplicates_in(document, document.root, ())
 
@@ -83,23 +76,20 @@ def _duplicates_in(document: Document, node: Node, path: Path) -> Iterator[Diagn
 _NAMES = {"byte-order-mark": "a byte order mark", "missing-braces": "no braces around the settings"}
 
 
-@rule(
-    code="DSC004",
-    name="hjson-only-syntax",
-    severity="error",
-    family="syntax",
-    summary="Syntax that DeepSpeed reads and Hugging Face and Lightning do not.",
-    reason=(
-        "DeepSpeed reads HJSON: comments, trailing commas, keys without quotes. Transformers, Accelerate and Lightning "
-        "open the file with Python's json (accelerate/utils/deepspeed.py) and refuse these."
-    ),
-    wrong='{"train_batch_size": 8, "gradient_clipping": 1.0, "zero_optimization": {"stage": 0},}\n',
-    right=config(gradient_clipping=1.0, zero_optimization={"stage": 0}),
-    proof=raises("JSONDecodeError|Expecting|Illegal|not a valid base64|neither"),
-    context={"framework": "accelerate"},
-)
+@rule("DSC004", "error")
 def hjson_only_syntax(document: Document, context: Context) -> Iterator[Diagnostic]:
-    """Report each kind of syntax once, at its first place."""
+    """Syntax that DeepSpeed reads and Hugging Face and Lightning do not.
+
+    DeepSpeed reads HJSON: comments, trailing commas, keys without quotes. Transformers, Accelerate and Lightning open
+    the file with Python's json (accelerate/utils/deepspeed.py) and refuse these.
+
+    Wrong:
+        {"train_batch_size": 8, "gradient_clipping": 1.0, "zero_optimization": {"stage": 0},}
+    Right: {"train_batch_size": 8, "gradient_clipping": 1.0, "zero_optimization": {"stage": 0}}
+    Context: {"framework": "accelerate"}
+    Proof: raises JSONDecodeError|Expecting|Illegal|not a valid base64|neither
+    """
+    # Report each kind of syntax once, at its first place.
     if not (hugging_face(context) or context.framework == "lightning"):
         return
     reader = "Lightning" if context.framework == "lightning" else "Hugging Face"
@@ -117,19 +107,33 @@ def _as_json(extensions: Sequence[Extension]) -> Fix | None:
     return fix(fixes[0].title, *(one.edits for one in fixes)) if fixes else None
 
 
-@rule(
-    code="DSC005",
-    name="unquoted-string-takes-line",
-    severity="warning",
-    family="syntax",
-    summary="A string without quotes takes the comma behind it.",
-    reason="In HJSON a string without quotes ends with its line; a comma or a comment behind it becomes part of it.",
-    wrong="{\n  train_batch_size: 8\n  wandb: {\n    enabled: false\n    group: first,\n    project: llm\n  }\n}\n",
-    right='{\n  train_batch_size: 8\n  wandb: {\n    enabled: false\n    group: "first",\n    project: llm\n  }\n}\n',
-    proof=accepts("the group would be named with the comma"),
-)
+@rule("DSC005", "warning")
 def unquoted_string_takes_line(document: Document, context: Context) -> Iterator[Diagnostic]:
-    """Report unquoted strings with punctuation. HJSON ends an unquoted string at the end of its line."""
+    """A string without quotes takes the comma behind it.
+
+    In HJSON a string without quotes ends with its line; a comma or a comment behind it becomes part of it.
+
+    Wrong:
+        {
+          train_batch_size: 8
+          wandb: {
+            enabled: false
+            group: first,
+            project: llm
+          }
+        }
+    Right:
+        {
+          train_batch_size: 8
+          wandb: {
+            enabled: false
+            group: "first",
+            project: llm
+          }
+        }
+    Proof: accepts the group would be named with the comma
+    """
+    # Report unquoted strings with punctuation. HJSON ends an unquoted string at the end of its line.
     for extension in document.extensions:
         text = document.text[extension.span.start : extension.span.end]
         if extension.kind == "unquoted-string" and any(mark in text for mark in (",", "}", "]", "#", "//")):
@@ -137,21 +141,18 @@ def unquoted_string_takes_line(document: Document, context: Context) -> Iterator
             yield Diagnostic(at(span=extension.span), what, write(f'"{text.split(",")[0].strip()}" in quotes'))
 
 
-@rule(
-    code=TEMPLATE,
-    name="template",
-    severity="info",
-    family="syntax",
-    summary="A template, into which a script puts values.",
-    reason=(
-        "Names such as ZERO_STAGE, ${stage} and {{ stage }} stand for values. One finding for a file: what is made of "
-        "it can be examined."
-    ),
-    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": "ZERO_STAGE"}}\n',
-    right=config(zero_optimization={"stage": 0}),
-    proof=raises("Input should be"),
-)
+@rule("DSC006", "info")
 def template(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """A template, into which a script puts values.
+
+    Names such as ZERO_STAGE, ${stage} and {{ stage }} stand for values. One finding for a file: what is made of it can
+    be examined.
+
+    Wrong:
+        {"train_batch_size": 8, "zero_optimization": {"stage": "ZERO_STAGE"}}
+    Right: {"train_batch_size": 8, "zero_optimization": {"stage": 0}}
+    Proof: raises Input should be
+    """
     found = placeholders(document)
     if found:
         first = shown(document, found[0])

@@ -6,10 +6,9 @@ from deepspeed_compress.diagnostics import Diagnostic, Path, at, at_key, write
 from deepspeed_compress.tools.lint.document import Document, Member
 from deepspeed_compress.tools.lint.fixes import fix, replace
 from deepspeed_compress.tools.lint.keys import Key, keys, known_values
-from deepspeed_compress.tools.lint.rule import Context, accepts, raises, rule
+from deepspeed_compress.tools.lint.rule import Context, rule
 from deepspeed_compress.tools.lint.rules.common import (
     ZERO,
-    config,
     integer,
     listed,
     means_auto,
@@ -17,9 +16,7 @@ from deepspeed_compress.tools.lint.rules.common import (
     number,
     params,
     show,
-    trained,
     truth,
-    zero,
 )
 
 _NUMERIC = frozenset({"integer", "number"})
@@ -60,21 +57,17 @@ def _numeric_text(value: object) -> float | None:
         return None
 
 
-@rule(
-    code="DSC010",
-    name="string-boolean",
-    severity="warning",
-    family="types",
-    summary="Text where a boolean is expected, in a section that converts it.",
-    reason=(
-        'DeepSpeed\'s models read "true" as true (pydantic, runtime/config_utils.py), but other readers of the same '
-        "file, such as Accelerate, compare with true and see text."
-    ),
-    wrong=config(bf16={"enabled": "true"}),
-    right=config(bf16={"enabled": True}),
-    proof=accepts("who reads the file besides may take the text for false"),
-)
+@rule("DSC010", "warning")
 def string_boolean(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """Text where a boolean is expected, in a section that converts it.
+
+    DeepSpeed's models read "true" as true (pydantic, runtime/config_utils.py), but other readers of the same file, such
+    as Accelerate, compare with true and see text.
+
+    Wrong: {"train_batch_size": 8, "bf16": {"enabled": "true"}}
+    Right: {"train_batch_size": 8, "bf16": {"enabled": true}}
+    Proof: accepts who reads the file besides may take the text for false
+    """
     for path, key, member in _misfits(document, strict=True):
         meant = _boolean_text(path, key, member)
         # The Trainer refuses these, which another rule reports.
@@ -85,21 +78,17 @@ def string_boolean(document: Document, context: Context) -> Iterator[Diagnostic]
             yield Diagnostic(at(*path), what, write(show(meant)), fix=correction)
 
 
-@rule(
-    code="DSC011",
-    name="truthy-string",
-    severity="error",
-    family="types",
-    summary='Text where a boolean is expected, in a section that takes "false" for true.',
-    reason=(
-        "Outside of its models DeepSpeed uses values as they are (get_scalar_param, runtime/config_utils.py): any text "
-        "that is not empty is true. For wall_clock_breakdown and flops_profiler.enabled it fails."
-    ),
-    wrong=config(prescale_gradients="false"),
-    right=config(prescale_gradients=False),
-    proof=accepts("gradients are scaled before they are reduced, although the file says false"),
-)
+@rule("DSC011", "error")
 def truthy_string(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """Text where a boolean is expected, in a section that takes "false" for true.
+
+    Outside of its models DeepSpeed uses values as they are (get_scalar_param, runtime/config_utils.py): any text that
+    is not empty is true. For wall_clock_breakdown and flops_profiler.enabled it fails.
+
+    Wrong: {"train_batch_size": 8, "prescale_gradients": "false"}
+    Right: {"train_batch_size": 8, "prescale_gradients": false}
+    Proof: accepts gradients are scaled before they are reduced, although the file says false
+    """
     for path, key, member in _misfits(document, strict=False):
         if "boolean" in key.kinds and member.value.kind == "string" and path[-1] != "pipeline_stage":
             meant = truth(member.value.value)
@@ -108,21 +97,19 @@ def truthy_string(document: Document, context: Context) -> Iterator[Diagnostic]:
             yield Diagnostic(at(*path), what, write("true or false" if meant is None else show(meant)), fix=correction)
 
 
-@rule(
-    code="DSC012",
-    name="numeric-string",
-    severity="warning",
-    family="types",
-    summary="Text where a number is expected, in a section that converts it.",
-    reason=(
-        "DeepSpeed's models convert text into numbers (runtime/config_utils.py), but Hugging Face, which compares and "
-        "multiplies the values of the same file, does not."
-    ),
-    wrong=zero(1, reduce_bucket_size="500000"),
-    right=zero(1, reduce_bucket_size=500000),
-    proof=accepts("who reads the file besides gets text"),
-)
+@rule("DSC012", "warning")
 def numeric_string(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """Text where a number is expected, in a section that converts it.
+
+    DeepSpeed's models convert text into numbers (runtime/config_utils.py), but Hugging Face, which compares and
+    multiplies the values of the same file, does not.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": "500000"}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": 500000}}
+    Proof: accepts who reads the file besides gets text
+    """
     for path, key, member in _misfits(document, strict=True):
         meant = integer(member.value.value) if "number" not in key.kinds else _numeric_text(member.value.value)
         if member.value.kind == "string" and _NUMERIC & {*key.kinds} and meant is not None and not key.choices:
@@ -132,21 +119,17 @@ def numeric_string(document: Document, context: Context) -> Iterator[Diagnostic]
             )
 
 
-@rule(
-    code="DSC013",
-    name="numeric-string-untyped",
-    severity="error",
-    family="types",
-    summary="Text where a number is expected, in a section that does not convert it.",
-    reason=(
-        "Outside of its models DeepSpeed calculates with values as they are (runtime/config.py), and a learning rate "
-        "in quotes fails at the first step."
-    ),
-    wrong=config(gradient_accumulation_steps="4"),
-    right=config(gradient_accumulation_steps=4),
-    proof=raises("TypeError"),
-)
+@rule("DSC013", "error")
 def numeric_string_untyped(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """Text where a number is expected, in a section that does not convert it.
+
+    Outside of its models DeepSpeed calculates with values as they are (runtime/config.py), and a learning rate in
+    quotes fails at the first step.
+
+    Wrong: {"train_batch_size": 8, "gradient_accumulation_steps": "4"}
+    Right: {"train_batch_size": 8, "gradient_accumulation_steps": 4}
+    Proof: raises TypeError
+    """
     texts = [path for path, key, _ in _misfits(document, strict=False) if _NUMERIC & {*key.kinds}]
     texts += [(part, "params", key) for part in ("optimizer", "scheduler") for key in params(document, part)]
     for path in texts:
@@ -158,21 +141,19 @@ def numeric_string_untyped(document: Document, context: Context) -> Iterator[Dia
             )
 
 
-@rule(
-    code="DSC014",
-    name="fractional-integer",
-    severity="error",
-    family="types",
-    summary="A fraction where a whole number is expected.",
-    reason=(
-        "The models of DeepSpeed refuse fractions for integers (runtime/config_utils.py); bucket sizes that were "
-        "computed from the hidden size are the usual cause."
-    ),
-    wrong=zero(3, stage3_prefetch_bucket_size=15099494.4),
-    right=zero(3, stage3_prefetch_bucket_size=15099494),
-    proof=raises("int_from_float"),
-)
+@rule("DSC014", "error")
 def fractional_integer(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """A fraction where a whole number is expected.
+
+    The models of DeepSpeed refuse fractions for integers (runtime/config_utils.py); bucket sizes that were computed
+    from the hidden size are the usual cause.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 15099494.4}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 15099494}}
+    Proof: raises int_from_float
+    """
     for path, key, member in _misfits(document, strict=True):
         if member.value.kind == "number" and "integer" in key.kinds and _kind(member) == "number" and path != _STAGE:
             what = f"{show(member.value.value)} is a fraction (allowed: whole numbers)"
@@ -180,18 +161,16 @@ def fractional_integer(document: Document, context: Context) -> Iterator[Diagnos
             yield Diagnostic(at(*path), what, write("a whole number" if found is None else show(round(found))))
 
 
-@rule(
-    code="DSC015",
-    name="wrong-type",
-    severity="error",
-    family="types",
-    summary="A value of a type that DeepSpeed refuses.",
-    reason="The models of DeepSpeed (runtime/config_utils.py) validate every value at the start.",
-    wrong=config(comms_logger={"enabled": True, "prof_ops": "all_reduce"}),
-    right=config(comms_logger={"enabled": True, "prof_ops": ["all_reduce"]}),
-    proof=raises("list_type"),
-)
+@rule("DSC015", "error")
 def wrong_type(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """A value of a type that DeepSpeed refuses.
+
+    The models of DeepSpeed (runtime/config_utils.py) validate every value at the start.
+
+    Wrong: {"train_batch_size": 8, "comms_logger": {"enabled": true, "prof_ops": "all_reduce"}}
+    Right: {"train_batch_size": 8, "comms_logger": {"enabled": true, "prof_ops": ["all_reduce"]}}
+    Proof: raises list_type
+    """
     for path, key, member in _misfits(document, strict=True):
         if not (_SECTIONS & {*key.kinds} or path == _STAGE or _has_own_rule(path, key, member)):
             what = f"{show(member.value.value)} has the wrong type (allowed: {' or '.join(key.kinds)})"
@@ -208,21 +187,17 @@ def _has_own_rule(path: Path, key: Key, member: Member) -> bool:
     return boolean_number or (kind in ("bool", "number") and bool(_NUMERIC & {*key.kinds}))
 
 
-@rule(
-    code="DSC018",
-    name="not-a-section",
-    severity="error",
-    family="types",
-    summary="A plain value where a section, an object, is expected.",
-    reason=(
-        "DeepSpeed unpacks sections without looking (runtime/precision_config.py) and fails with a message about `**`. "
-        "Its models refuse a plain value for offload_optimizer, offload_param and others (runtime/zero/config.py)."
-    ),
-    wrong=trained(fp16=True),
-    right=trained(fp16={"enabled": True}),
-    proof=raises("must be a mapping"),
-)
+@rule("DSC018", "error")
 def not_a_section(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """A plain value where a section, an object, is expected.
+
+    DeepSpeed unpacks sections without looking (runtime/precision_config.py) and fails with a message about `**`. Its
+    models refuse a plain value for offload_optimizer, offload_param and others (runtime/zero/config.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "fp16": true}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "fp16": {"enabled": true}}
+    Proof: raises must be a mapping
+    """
     for path, member in (*_plain_values(document), *_automatic_sections(document, context)):
         if (path, member.value.kind) not in _ACCEPTED and path not in _NEVER_READ:
             what = f"{show(member.value.value)} is not an object (allowed: an object)"
@@ -289,18 +264,18 @@ def _outside(value: float, limits: dict[str, float]) -> bool:
 _WORDS = {"above": "above", "least": "at least", "below": "below", "most": "at most"}
 
 
-@rule(
-    code="DSC016",
-    name="out-of-range",
-    severity="error",
-    family="types",
-    summary="A number outside of the range that DeepSpeed accepts.",
-    reason="The models of DeepSpeed give bounds for sizes and ratios (runtime/zero/config.py, offload_config.py).",
-    wrong=zero(2, reduce_bucket_size=0),
-    right=zero(2, reduce_bucket_size=500000000),
-    proof=raises("greater_than"),
-)
+@rule("DSC016", "error")
 def out_of_range(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """A number outside of the range that DeepSpeed accepts.
+
+    The models of DeepSpeed give bounds for sizes and ratios (runtime/zero/config.py, offload_config.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 0}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 500000000}}
+    Proof: raises greater_than
+    """
     for path, key, member in known_values(document, strict=True):
         value = number(member.value.value)
         if value is not None and path != _STAGE and _outside(value, dict(key.limits)):
@@ -310,20 +285,18 @@ def out_of_range(document: Document, context: Context) -> Iterator[Diagnostic]:
             )
 
 
-@rule(
-    code="DSC017",
-    name="not-a-choice",
-    severity="error",
-    family="types",
-    summary="A word that is not one of those that DeepSpeed knows.",
-    reason=(
-        "Devices, strategies and backends are enumerations (runtime/zero/offload_config.py), compared with their case."
-    ),
-    wrong=zero(3, offload_param={"device": "gpu"}),
-    right=zero(3, offload_param={"device": "cpu"}),
-    proof=raises("Input should be 'none', 'cpu' or 'nvme'"),
-)
+@rule("DSC017", "error")
 def not_a_choice(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """A word that is not one of those that DeepSpeed knows.
+
+    Devices, strategies and backends are enumerations (runtime/zero/offload_config.py), compared with their case.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "gpu"}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
+    Proof: raises Input should be 'none', 'cpu' or 'nvme'
+    """
     for path, key, member in known_values(document, strict=True):
         value = member.value.value
         if (
@@ -341,21 +314,19 @@ def not_a_choice(document: Document, context: Context) -> Iterator[Diagnostic]:
             )
 
 
-@rule(
-    code="DSC019",
-    name="both-names-of-a-key",
-    severity="error",
-    family="types",
-    summary="A key stands under its name and under its alias.",
-    reason=(
-        "Keys such as stage3_prefetch_bucket_size have a second name without the prefix (runtime/zero/config.py); both "
-        "together are refused as an unknown key."
-    ),
-    wrong=zero(3, prefetch_bucket_size=1000, stage3_prefetch_bucket_size=1000),
-    right=zero(3, stage3_prefetch_bucket_size=1000),
-    proof=raises("extra_forbidden"),
-)
+@rule("DSC019", "error")
 def both_names_of_a_key(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """A key stands under its name and under its alias.
+
+    Keys such as stage3_prefetch_bucket_size have a second name without the prefix (runtime/zero/config.py); both
+    together are refused as an unknown key.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 3, "prefetch_bucket_size": 1000, "stage3_prefetch_bucket_size": 1000}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 1000}}
+    Proof: raises extra_forbidden
+    """
     for path, key, _ in known_values(document, strict=True):
         if key.alias and document.has(*path[:-1], key.alias):
             what = f'"{path[-1]}" and "{key.alias}" are two names of one key (allowed: one of them)'
