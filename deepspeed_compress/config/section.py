@@ -4,7 +4,7 @@ import copy
 import difflib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -44,21 +44,42 @@ def parse_section(ds_config: Mapping[str, Any]) -> CompressConfig:
     return section
 
 
+@dataclass(frozen=True, slots=True)
+class SectionProblems:
+    """Problems of the section, by what they contradict."""
+
+    own: tuple[Diagnostic, ...] = ()
+    """Problems of the section by itself."""
+    parallelism: tuple[Diagnostic, ...] = ()
+    """Contradictions of the parallelism with DeepSpeed's keys or the number of ranks."""
+    file: tuple[Diagnostic, ...] = ()
+    """Other contradictions with the rest of the file or the number of ranks."""
+    unsupported: tuple[Diagnostic, ...] = ()
+    """Features of DeepSpeed that cannot be compressed."""
+
+
 def find_problems(ds_config: Mapping[str, Any], world_size: int | None = None) -> list[Diagnostic]:
     """Return all problems of the section, and of its agreement with the rest of the file.
 
     With `world_size` (the total number of ranks), also check whether the parallelism divides it. Raises nothing.
     """
-    problems = _section_problems(ds_config)
+    found = sort_problems(ds_config, world_size)
+    return [*found.own, *found.parallelism, *found.file, *found.unsupported]
+
+
+def sort_problems(ds_config: Mapping[str, Any], world_size: int | None = None) -> SectionProblems:
+    """Return the problems that `find_problems` finds, by what they contradict."""
+    own = _section_problems(ds_config)
     prefix = pointer((SECTION, "parallelism"))
     section = ds_config.get(SECTION)
-    parsed = None if problems else CompressConfig.model_validate(section)
-    if isinstance(section, dict) and not any(p.pointer.startswith(prefix) for p in problems):
+    parsed = None if own else CompressConfig.model_validate(section)
+    conflicts: list[Diagnostic] = []
+    if isinstance(section, dict) and not any(p.pointer.startswith(prefix) for p in own):
         parallelism = Parallelism.model_validate(section.get("parallelism") or {})
-        problems += find_conflicts(ds_config, parallelism, world_size)
-    if parsed is not None:
-        problems += find_mismatches(ds_config, parsed, world_size)
-    return problems + (find_unsupported(ds_config, parsed) if isinstance(section, dict) else [])
+        conflicts = find_conflicts(ds_config, parallelism, world_size)
+    mismatches = [] if parsed is None else find_mismatches(ds_config, parsed, world_size)
+    unsupported = find_unsupported(ds_config, parsed) if isinstance(section, dict) else []
+    return SectionProblems(tuple(own), tuple(conflicts), tuple(mismatches), tuple(unsupported))
 
 
 def _section_problems(ds_config: Mapping[str, Any]) -> list[Diagnostic]:

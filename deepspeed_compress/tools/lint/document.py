@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from deepspeed_compress.diagnostics import Diagnostic, Fix, LineIndex, Path, Place, Span
+from deepspeed_compress.tools.lint.values import integer, number, truth
 
 Kind = Literal["object", "array", "string", "number", "bool", "null"]
 
@@ -105,6 +106,32 @@ class Document:
                 return default
             value = value[part]
         return value
+
+    def section(self, *path: str | int) -> Mapping[str, Any]:
+        """Return the object at `path`, or an empty dict if there is none."""
+        value = self.get(*path)
+        return value if isinstance(value, dict) else {}
+
+    def string(self, *path: str | int) -> str:
+        """Return the string at `path`, or an empty one if there is none."""
+        value = self.get(*path)
+        return value if isinstance(value, str) else ""
+
+    def number(self, *path: str | int, default: Any = None) -> float | None:
+        """Return the finite number at `path`, or None if the value is not one."""
+        return number(self.get(*path, default=default))
+
+    def integer(self, *path: str | int, default: Any = None) -> int | None:
+        """Return the integer at `path` as DeepSpeed's models read it, or None if the value is not one."""
+        return integer(self.get(*path, default=default))
+
+    def truth(self, *path: str | int, default: Any = None) -> bool | None:
+        """Return the boolean at `path` as DeepSpeed's models read it, or None if the value is not one."""
+        return truth(self.get(*path, default=default))
+
+    def is_true(self, *path: str | int) -> bool:
+        """Return True if the value at `path` is true, as DeepSpeed's models read it."""
+        return self.truth(*path) is True
 
     def has(self, *path: str | int) -> bool:
         """Return True if there is a value at `path`, including null."""

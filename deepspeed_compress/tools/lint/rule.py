@@ -5,7 +5,7 @@ its texts and examples.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.options import Framework
 from deepspeed_compress.tools.rules import Rule
 
-__all__ = ["Check", "Context", "LintRule", "family_of", "rule"]
+__all__ = ["Check", "Context", "Findings", "LintRule", "family_of", "rule"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,7 @@ class Context:
     """Bandwidth between nodes in Gbit/s."""
 
 
+Findings = Iterator[Diagnostic]
 Check = Callable[[Document, Context], Iterable[Diagnostic]]
 
 

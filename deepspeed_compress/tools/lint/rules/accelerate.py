@@ -1,12 +1,10 @@
 """Rules on configurations of Accelerate: settings that never reach DeepSpeed."""
 
-from collections.abc import Iterator
-
 from deepspeed_compress.diagnostics import Diagnostic, at, at_key, write
 from deepspeed_compress.tools.lint.accelerate import NAME, PLACES, SECTION, file_name, is_used, named_file, settings
 from deepspeed_compress.tools.lint.document import Document, Member
-from deepspeed_compress.tools.lint.rule import Context, rule
-from deepspeed_compress.tools.lint.rules.common import show
+from deepspeed_compress.tools.lint.rule import Context, Findings, rule
+from deepspeed_compress.tools.lint.values import show
 
 _PRECISION = "mixed_precision"
 _TYPE = "distributed_type"
@@ -33,7 +31,7 @@ _PATHS = frozenset(key for key in PLACES if key.endswith("nvme_path"))
 
 
 @rule("DSC730", "error")
-def accelerate_settings_beside_file(document: Document, context: Context) -> Iterator[Diagnostic]:
+def accelerate_settings_beside_file(document: Document, context: Context) -> Findings:
     """A configuration of Accelerate names a file and has settings that belong into it.
 
     With deepspeed_config_file Accelerate stops at ZeRO, clipping, accumulation, offloading and mixed_precision in its
@@ -63,7 +61,7 @@ def accelerate_settings_beside_file(document: Document, context: Context) -> Ite
 
 
 @rule("DSC731", "warning")
-def accelerate_key_dropped(document: Document, context: Context) -> Iterator[Diagnostic]:
+def accelerate_key_dropped(document: Document, context: Context) -> Findings:
     """A key of deepspeed_config that Accelerate does not pass on.
 
     Accelerate knows a dozen keys of this section (accelerate/utils/launch.py); sections of DeepSpeed such as optimizer,
@@ -92,7 +90,7 @@ def _is_dropped(document: Document, member: Member) -> bool:
 
 
 @rule("DSC732", "warning")
-def accelerate_file_missing(document: Document, context: Context) -> Iterator[Diagnostic]:
+def accelerate_file_missing(document: Document, context: Context) -> Findings:
     """The file that a configuration of Accelerate names is not found.
 
     Accelerate opens the name from the directory that it is started in (accelerate/utils/deepspeed.py); here, beside the
@@ -112,7 +110,7 @@ def accelerate_file_missing(document: Document, context: Context) -> Iterator[Di
 
 
 @rule("DSC733", "warning")
-def accelerate_deepspeed_unused(document: Document, context: Context) -> Iterator[Diagnostic]:
+def accelerate_deepspeed_unused(document: Document, context: Context) -> Findings:
     """A section deepspeed_config beside a distributed_type that does not start DeepSpeed.
 
     accelerate launch starts DeepSpeed only with distributed_type DEEPSPEED (accelerate/commands/launch.py), or with
@@ -131,7 +129,7 @@ def accelerate_deepspeed_unused(document: Document, context: Context) -> Iterato
 
 
 @rule("DSC734", "error")
-def accelerate_file_is_yaml(document: Document, context: Context) -> Iterator[Diagnostic]:
+def accelerate_file_is_yaml(document: Document, context: Context) -> Findings:
     """A configuration of Accelerate names a YAML file.
 
     Accelerate's own configuration may be YAML; the one of DeepSpeed that it names is read with Python's json

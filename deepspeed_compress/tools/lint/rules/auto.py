@@ -1,21 +1,12 @@
 """Rules on the value "auto", which Hugging Face replaces and DeepSpeed does not."""
 
-from collections.abc import Iterator
-
-from deepspeed_compress.diagnostics import Diagnostic, Path, at, write
+from deepspeed_compress.diagnostics import Path
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, remove, replace
 from deepspeed_compress.tools.lint.keys import OUR_SECTION, known_values
-from deepspeed_compress.tools.lint.rule import Context, rule
-from deepspeed_compress.tools.lint.rules.common import (
-    AUTO,
-    hugging_face,
-    leaves,
-    means_auto,
-    name,
-    params,
-    show,
-)
+from deepspeed_compress.tools.lint.rule import Context, Findings, rule
+from deepspeed_compress.tools.lint.rules.common import finding, hugging_face, params
+from deepspeed_compress.tools.lint.values import AUTO, leaves, means_auto, name, show
 
 _BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 _BY_BOTH: frozenset[Path] = frozenset(
@@ -59,7 +50,7 @@ def _meant_for_deepspeed(document: Document, context: Context) -> bool:
 
 
 @rule("DSC700", "error")
-def unresolved_auto(document: Document, context: Context) -> Iterator[Diagnostic]:
+def unresolved_auto(document: Document, context: Context) -> Findings:
     """The value "auto" is used where DeepSpeed needs another one.
 
     Only Hugging Face replaces the word. DeepSpeed calculates with it (runtime/config.py) or fails at the first step, as
@@ -77,11 +68,11 @@ def unresolved_auto(document: Document, context: Context) -> Iterator[Diagnostic
     for path in paths:
         if document.get(*path) == AUTO and path[0] not in _OWN_SECTIONS and path[-1] not in _ITS_OWN:
             what = f'"auto" at {name(path)} is used as it is: DeepSpeed fills in nothing (allowed: a value)'
-            yield Diagnostic(at(*path), what, write("a value, or use Hugging Face"))
+            yield finding(path, what, "a value, or use Hugging Face")
 
 
 @rule("DSC701", "warning")
-def auto_means_default(document: Document, context: Context) -> Iterator[Diagnostic]:
+def auto_means_default(document: Document, context: Context) -> Findings:
     """The value "auto" makes DeepSpeed take its default.
 
     The models of DeepSpeed drop keys whose value is "auto" (runtime/config_utils.py): buckets have 5e8 elements then,
@@ -97,13 +88,11 @@ def auto_means_default(document: Document, context: Context) -> Iterator[Diagnos
     for path, _, member in known_values(document, strict=True):
         if member.value.value == AUTO and _meant_for_deepspeed(document, context) and path[1:2] != ("zenflow",):
             what = f'"auto" at {name(path)} means the default to DeepSpeed, as if the key were missing'
-            yield Diagnostic(
-                at(*path), what, write("a value, or remove the key"), fix=fix("Remove it", remove(document, path))
-            )
+            yield finding(path, what, "a value, or remove the key", fix("Remove it", remove(document, path)))
 
 
 @rule("DSC702", "error")
-def auto_not_filled(document: Document, context: Context) -> Iterator[Diagnostic]:
+def auto_not_filled(document: Document, context: Context) -> Findings:
     """The value "auto" is used where Hugging Face does not fill it in.
 
     Accelerate stops at an "auto" that it has no value for (accelerate/utils/dataclasses.py); the Trainer fills in betas
@@ -124,11 +113,11 @@ def auto_not_filled(document: Document, context: Context) -> Iterator[Diagnostic
     if left:
         who = "the Trainer" if context.framework == "hf" else "Accelerate"
         what = f'{who} does not fill in "auto" at {", ".join(map(name, left))}, and stops'
-        yield Diagnostic(at(*left[0]), what, write("a value, or remove the key"))
+        yield finding(left[0], what, "a value, or remove the key")
 
 
 @rule("DSC703", "error")
-def auto_misspelled(document: Document, context: Context) -> Iterator[Diagnostic]:
+def auto_misspelled(document: Document, context: Context) -> Findings:
     """The value "auto" is written as "Auto" or "AUTO".
 
     Hugging Face compares with the word in small letters (transformers/integrations/deepspeed.py), and so do the models
@@ -144,4 +133,4 @@ def auto_misspelled(document: Document, context: Context) -> Iterator[Diagnostic
         value = document.get(*path)
         if value != AUTO and means_auto(value) and path[-1] not in _NAMES:
             what = f'{show(value)} is not the word that Hugging Face replaces (allowed: "auto")'
-            yield Diagnostic(at(*path), what, write('"auto"'), fix=fix("Write auto", replace(document, path, AUTO)))
+            yield finding(path, what, '"auto"', fix("Write auto", replace(document, path, AUTO)))

@@ -1,12 +1,11 @@
 """Rules on batch sizes: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from deepspeed_compress.diagnostics import Diagnostic, at, write
 from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.rule import Context, rule
-from deepspeed_compress.tools.lint.rules.common import integer, number, show, stages, tensor_size
+from deepspeed_compress.tools.lint.rule import Context, Findings, rule
+from deepspeed_compress.tools.lint.rules.common import finding, stages, tensor_size
+from deepspeed_compress.tools.lint.values import integer, number, show
 
 _TRAIN = "train_batch_size"
 _MICRO = "train_micro_batch_size_per_gpu"
@@ -45,7 +44,7 @@ def _counted_ranks(document: Document, context: Context) -> int | None:
     world = context.world_size
     if world is None or (document.has("pipeline") and stages(document) == 1):
         return None
-    sequence, data = integer(document.get("sequence_parallel_size")), integer(document.get("data_parallel_size"))
+    sequence, data = document.integer("sequence_parallel_size"), document.integer("data_parallel_size")
     if sequence is not None and data is not None:
         return data
     others = stages(document) * max(sequence or 1, 1)
@@ -57,7 +56,7 @@ def _left_out(document: Document) -> bool:
 
 
 @rule("DSC202", "error")
-def batch_missing(document: Document, context: Context) -> Iterator[Diagnostic]:
+def batch_missing(document: Document, context: Context) -> Findings:
     """No batch size is given.
 
     DeepSpeed needs train_batch_size or train_micro_batch_size_per_gpu (runtime/config.py). Hugging Face fills in only
@@ -71,11 +70,11 @@ def batch_missing(document: Document, context: Context) -> Iterator[Diagnostic]:
     """
     if _left_out(document) and context.framework is not None and context.framework not in _BY_PROGRAM:
         what = f"neither {_TRAIN} nor {_MICRO} is given (allowed: one of them, or both)"
-        yield Diagnostic(at(_MICRO), what, write(f'"{_MICRO}": 1, for instance'))
+        yield finding((_MICRO,), what, f'"{_MICRO}": 1, for instance')
 
 
 @rule("DSC210", "warning")
-def batch_left_to_program(document: Document, context: Context) -> Iterator[Diagnostic]:
+def batch_left_to_program(document: Document, context: Context) -> Findings:
     """No batch size is given, and what reads the file is not known.
 
     Programs that make the configuration complete are usual: Lightning, templates of the autotuner. DeepSpeed by itself
@@ -89,11 +88,11 @@ def batch_left_to_program(document: Document, context: Context) -> Iterator[Diag
     """
     if _left_out(document) and context.framework is None:
         what = f"neither {_TRAIN} nor {_MICRO} is given, and DeepSpeed stops unless the program adds one"
-        yield Diagnostic(at(_MICRO), what, write(f'"{_MICRO}": 1, for instance, or lint with --framework'))
+        yield finding((_MICRO,), what, f'"{_MICRO}": 1, for instance, or lint with --framework')
 
 
 @rule("DSC203", "error")
-def batch_not_positive(document: Document, context: Context) -> Iterator[Diagnostic]:
+def batch_not_positive(document: Document, context: Context) -> Findings:
     """A batch size is zero or negative.
 
     DeepSpeed asserts positive sizes (runtime/config.py).
@@ -103,13 +102,13 @@ def batch_not_positive(document: Document, context: Context) -> Iterator[Diagnos
     Proof: raises has to be greater than 0
     """
     for key in _KEYS:
-        value = number(document.get(key))
+        value = document.number(key)
         if value is not None and value <= 0:
-            yield Diagnostic(at(key), f"{show(value)} is not positive (allowed: 1 or more)", write("1 or more"))
+            yield finding((key,), f"{show(value)} is not positive (allowed: 1 or more)", "1 or more")
 
 
 @rule("DSC206", "error")
-def batch_fraction(document: Document, context: Context) -> Iterator[Diagnostic]:
+def batch_fraction(document: Document, context: Context) -> Findings:
     """A batch size is a fraction.
 
     DeepSpeed multiplies what it is given (runtime/config.py); the data loader fails later.
@@ -119,15 +118,13 @@ def batch_fraction(document: Document, context: Context) -> Iterator[Diagnostic]
     Proof: accepts half a sample cannot be loaded
     """
     for key in _KEYS:
-        value = number(document.get(key))
+        value = document.number(key)
         if value is not None and value > 0 and value != int(value):
-            yield Diagnostic(
-                at(key), f"{show(value)} is a fraction (allowed: whole numbers)", write(show(max(round(value), 1)))
-            )
+            yield finding((key,), f"{show(value)} is a fraction (allowed: whole numbers)", show(max(round(value), 1)))
 
 
 @rule("DSC201", "error")
-def batch_indivisible(document: Document, context: Context) -> Iterator[Diagnostic]:
+def batch_indivisible(document: Document, context: Context) -> Findings:
     """train_batch_size is no multiple of the other two, whatever the number of ranks.
 
     DeepSpeed divides, rounds down and then asserts that the product is right (runtime/config.py).
@@ -140,7 +137,7 @@ def batch_indivisible(document: Document, context: Context) -> Iterator[Diagnost
     if sizes is not None and sizes.train is not None and sizes.train % sizes.product:
         given = " x ".join(key for key in _KEYS[1:] if document.get(key) is not None)
         what = f"{sizes.train} is not a multiple of {given}, {sizes.product} (allowed: multiples)"
-        yield Diagnostic(at(_TRAIN), what, write(_multiple(sizes.train, sizes.product)))
+        yield finding((_TRAIN,), what, _multiple(sizes.train, sizes.product))
 
 
 def _multiple(size: int, unit: int) -> str:
@@ -150,7 +147,7 @@ def _multiple(size: int, unit: int) -> str:
 
 
 @rule("DSC204", "error")
-def batch_smaller_than_world(document: Document, context: Context) -> Iterator[Diagnostic]:
+def batch_smaller_than_world(document: Document, context: Context) -> Findings:
     """train_batch_size is smaller than the number of data-parallel ranks.
 
     The share of a rank is rounded down to zero, which DeepSpeed refuses (runtime/config.py).
@@ -163,11 +160,11 @@ def batch_smaller_than_world(document: Document, context: Context) -> Iterator[D
     sizes, ranks = _sizes(document), _counted_ranks(document, context)
     if sizes is not None and sizes.train is not None and ranks is not None and sizes.train < ranks:
         what = f"{sizes.train} is less than the {ranks} data-parallel ranks (allowed: at least one sample a rank)"
-        yield Diagnostic(at(_TRAIN), what, write(_multiple(sizes.train, ranks * sizes.product)))
+        yield finding((_TRAIN,), what, _multiple(sizes.train, ranks * sizes.product))
 
 
 @rule("DSC200", "error")
-def batch_triangle(document: Document, context: Context) -> Iterator[Diagnostic]:
+def batch_triangle(document: Document, context: Context) -> Findings:
     """The batch sizes do not fit the number of ranks.
 
     train_batch_size must be train_micro_batch_size_per_gpu x gradient_accumulation_steps x data-parallel size;
@@ -185,7 +182,7 @@ def batch_triangle(document: Document, context: Context) -> Iterator[Diagnostic]
     if unexplained:
         parts = " x ".join(f"{key} {show(document.get(key))}" for key in _KEYS[1:] if document.get(key) is not None)
         what = f"{sizes.train} does not fit {parts + ' x ' if parts else ''}{ranks} data-parallel ranks"
-        yield Diagnostic(at(_TRAIN), what, write(_fitting(sizes, ranks)))
+        yield finding((_TRAIN,), what, _fitting(sizes, ranks))
 
 
 def _mismatch(sizes: _Sizes, ranks: int) -> bool:
@@ -205,7 +202,7 @@ def _whole_world(sizes: _Sizes, ranks: int, context: Context) -> bool:
 
 
 @rule("DSC205", "error")
-def batch_counts_pipeline_ranks(document: Document, context: Context) -> Iterator[Diagnostic]:
+def batch_counts_pipeline_ranks(document: Document, context: Context) -> Findings:
     """train_batch_size counts the ranks of all pipeline stages.
 
     The stages of a pipeline work on the same samples: the data-parallel size is the number of ranks divided by that of
@@ -223,11 +220,11 @@ def batch_counts_pipeline_ranks(document: Document, context: Context) -> Iterato
     if sizes is None or ranks is None or not _mismatch(sizes, ranks) or not _whole_world(sizes, ranks, context):
         return
     what = f"{sizes.train} counts all {context.world_size} ranks, of which only {ranks} are data-parallel"
-    yield Diagnostic(at(_TRAIN), what, write(str(sizes.product * ranks)))
+    yield finding((_TRAIN,), what, str(sizes.product * ranks))
 
 
 @rule("DSC207", "warning")
-def batch_counts_tensor_ranks(document: Document, context: Context) -> Iterator[Diagnostic]:
+def batch_counts_tensor_ranks(document: Document, context: Context) -> Findings:
     """With AutoTP, train_batch_size counts ranks that see the same samples.
 
     The configuration is read before the tensor-parallel groups exist (deepspeed/__init__.py), so that the product is
@@ -242,11 +239,11 @@ def batch_counts_tensor_ranks(document: Document, context: Context) -> Iterator[
     if size > 1 and sizes is not None and sizes.train is not None and stages(document) == 1:
         what = f"with autotp_size {size} DeepSpeed counts every rank, but {size} ranks see the same samples"
         instead = f'"{_MICRO}" and "{_STEPS}" only, and {size} times as many steps for the same batch'
-        yield Diagnostic(at(_TRAIN), what, write(instead))
+        yield finding((_TRAIN,), what, instead)
 
 
 @rule("DSC208", "error")
-def sequence_parallel_divides_world(document: Document, context: Context) -> Iterator[Diagnostic]:
+def sequence_parallel_divides_world(document: Document, context: Context) -> Findings:
     """sequence_parallel_size does not divide the number of ranks.
 
     DeepSpeed divides the one by the other and goes on with a fraction of ranks (runtime/config.py).
@@ -256,14 +253,14 @@ def sequence_parallel_divides_world(document: Document, context: Context) -> Ite
     Context: {"world_size": 4}
     Proof: accepts the data-parallel size is taken for 1.33
     """
-    size, data = integer(document.get("sequence_parallel_size")), document.get("data_parallel_size")
+    size, data = document.integer("sequence_parallel_size"), document.get("data_parallel_size")
     if context.world_size is not None and size is not None and data is None and (size < 1 or context.world_size % size):
         what = f"{size} does not divide {context.world_size} ranks"
-        yield Diagnostic(at("sequence_parallel_size"), what, write(f"a divisor of {context.world_size}"))
+        yield finding(("sequence_parallel_size",), what, f"a divisor of {context.world_size}")
 
 
 @rule("DSC209", "error")
-def mesh_is_not_world(document: Document, context: Context) -> Iterator[Diagnostic]:
+def mesh_is_not_world(document: Document, context: Context) -> Findings:
     """data_parallel_size x sequence_parallel_size is not the number of ranks.
 
     DeepSpeed makes a mesh of the two sizes (deepspeed/__init__.py); ranks outside of it fail.
@@ -273,7 +270,7 @@ def mesh_is_not_world(document: Document, context: Context) -> Iterator[Diagnost
     Context: {"world_size": 4}
     Proof: raises Error
     """
-    size, data = integer(document.get("sequence_parallel_size")), integer(document.get("data_parallel_size"))
+    size, data = document.integer("sequence_parallel_size"), document.integer("data_parallel_size")
     if size and data and context.world_size is not None and size * data != context.world_size:
         what = f"{data} x sequence_parallel_size {size} is not the {context.world_size} ranks of the job"
-        yield Diagnostic(at("data_parallel_size"), what, write(f"sizes whose product is {context.world_size}"))
+        yield finding(("data_parallel_size",), what, f"sizes whose product is {context.world_size}")

@@ -1,77 +1,33 @@
-"""Functions with which rules read a document, and functions that write examples."""
+"""Facts about a configuration that several rules need, and the findings that they report."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from deepspeed_compress.diagnostics import Path
+from deepspeed_compress.diagnostics import Diagnostic, Fix, Path, at, at_key, write
 from deepspeed_compress.tools.lint.document import Document
+from deepspeed_compress.tools.lint.keys import OUR_SECTION
 from deepspeed_compress.tools.lint.rule import Context
-from deepspeed_compress.tools.lint.strings import to_json
+from deepspeed_compress.tools.lint.values import integer
 
-AUTO = "auto"
-TRUE_WORDS = frozenset({"true", "t", "yes", "y", "on", "1"})
-FALSE_WORDS = frozenset({"false", "f", "no", "n", "off", "0"})
-"""Strings that pydantic reads as booleans."""
 HUGGING_FACE = frozenset({"hf", "accelerate"})
 ZERO = "zero_optimization"
 OFFLOADS = frozenset({"cpu", "nvme"})
-
-_WIDTH = 60
-
-
-def show(value: object) -> str:
-    """Return a value as JSON, shortened to fit into a sentence."""
-    text = to_json(value)
-    return text if len(text) <= _WIDTH else text[: _WIDTH - 3] + "..."
+_PARALLELISM = (OUR_SECTION, "parallelism")
 
 
-def listed(values: object) -> str:
-    """Return values as JSON, separated by commas."""
-    return ", ".join(show(value) for value in values) if isinstance(values, list | tuple | frozenset) else show(values)
+def finding(path: Path, what: str, instead: str, fix: Fix | None = None) -> Diagnostic:
+    """Return a finding about the value at `path`. The remedy is to write `instead`."""
+    return Diagnostic(at(*path), what, write(instead), fix)
 
 
-def name(path: Path) -> str:
-    """Return a path in the form of DeepSpeed's messages, such as zero_optimization.stage."""
-    return ".".join(str(part) for part in path)
-
-
-def number(value: object) -> float | None:
-    """Return a finite number, or None for anything else, including booleans."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return value if float("-inf") < value < float("inf") else None
-
-
-def integer(value: object) -> int | None:
-    """Return an integer as DeepSpeed's models read it (2, 2.0 or "2"), or None."""
-    if isinstance(value, str) and len(value) < 20 and value.isascii() and value.isdigit():
-        return int(value)
-    found = number(value)
-    return int(found) if found is not None and found == int(found) else None
-
-
-def truth(value: object) -> bool | None:
-    """Return a boolean as DeepSpeed's models read it, or None if the value is not one."""
-    if isinstance(value, str):
-        word = value.lower()
-        return True if word in TRUE_WORDS else False if word in FALSE_WORDS else None
-    return bool(value) if isinstance(value, bool) or (isinstance(value, int | float) and value in (0, 1)) else None
-
-
-def is_true(document: Document, *path: str) -> bool:
-    """Return True if a boolean of a strict section is set."""
-    return truth(document.get(*path)) is True
-
-
-def section(document: Document, *path: str) -> Mapping[str, Any]:
-    """Return an object of the configuration, or an empty dict if there is none."""
-    value = document.get(*path)
-    return value if isinstance(value, dict) else {}
+def key_finding(path: Path, what: str, instead: str, fix: Fix | None = None) -> Diagnostic:
+    """Return a finding about the key at the end of `path`. The remedy is to write `instead`."""
+    return Diagnostic(at_key(*path), what, write(instead), fix)
 
 
 def stage(document: Document) -> int | None:
     """Return the ZeRO stage, or None if it is left to another program ("auto") or cannot be read."""
-    ours = integer(document.get("deepspeed_compress", "parallelism", "zero_stage"))
+    ours = document.integer(*_PARALLELISM, "zero_stage")
     if ours is not None:
         return ours
     zero = document.get(ZERO)
@@ -83,55 +39,42 @@ def stage(document: Document) -> int | None:
 
 def offload(document: Document, what: str) -> str | None:
     """Return the device of `offload_optimizer` or `offload_param`, or None if it is not a valid one."""
-    device = document.get(ZERO, what, "device")
-    return device if isinstance(device, str) and device in OFFLOADS else None
+    device = document.string(ZERO, what, "device")
+    return device if device in OFFLOADS else None
 
 
 def bf16(document: Document) -> bool:
     """Return True if the model is in bf16. The old name of the section is used if the new one is missing."""
-    return is_true(document, "bf16" if document.get("bf16") is not None else "bfloat16", "enabled")
+    return document.is_true("bf16" if document.get("bf16") is not None else "bfloat16", "enabled")
 
 
 def fp16(document: Document) -> bool:
-    return is_true(document, "fp16", "enabled")
+    """Return True if the model is in fp16."""
+    return document.is_true("fp16", "enabled")
 
 
 def optimizer(document: Document) -> str:
     """Return the optimizer's type in lower case, as DeepSpeed compares it, or an empty string."""
-    value = document.get("optimizer", "type")
-    return value.lower() if isinstance(value, str) else ""
+    return document.string("optimizer", "type").lower()
 
 
 def params(document: Document, what: str) -> Mapping[str, Any]:
     """Return the parameters of the optimizer or the scheduler."""
-    return section(document, what, "params")
+    return document.section(what, "params")
 
 
 def stages(document: Document) -> int:
     """Return the number of pipeline stages in the configuration, or 1."""
-    ours = integer(document.get("deepspeed_compress", "parallelism", "pipeline"))
-    return max(ours or integer(document.get("pipeline", "stages")) or 1, 1)
+    ours = document.integer(*_PARALLELISM, "pipeline")
+    return max(ours or document.integer("pipeline", "stages") or 1, 1)
 
 
 def tensor_size(document: Document) -> int:
     """Return the number of tensor-parallel ranks in the configuration, or 1."""
-    ours = integer(document.get("deepspeed_compress", "parallelism", "tensor"))
-    return max(ours or integer(document.get("tensor_parallel", "autotp_size")) or 1, 1)
+    ours = document.integer(*_PARALLELISM, "tensor")
+    return max(ours or document.integer("tensor_parallel", "autotp_size") or 1, 1)
 
 
 def hugging_face(context: Context) -> bool:
+    """Return True if Hugging Face reads the configuration."""
     return context.framework in HUGGING_FACE
-
-
-def means_auto(value: object) -> bool:
-    """Return True if a value is "auto" or another spelling of it."""
-    return isinstance(value, str) and value.strip().lower() == AUTO
-
-
-def leaves(value: object, path: Path = ()) -> Iterator[tuple[Path, object]]:
-    """Yield every value that is not an object, with its path. An array is a single value."""
-    if isinstance(value, dict):
-        for key, child in value.items():
-            yield from leaves(child, (*path, key))
-    else:
-        yield path, value

@@ -1,23 +1,15 @@
 """Rules on the requirements of Hugging Face's Trainer and Accelerate."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from deepspeed_compress.diagnostics import Diagnostic, Path, at, at_key, write
+from deepspeed_compress.diagnostics import Path
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import add, fix, remove, replace
 from deepspeed_compress.tools.lint.keys import OUR_SECTION
-from deepspeed_compress.tools.lint.rule import Context, rule
-from deepspeed_compress.tools.lint.rules.common import (
-    AUTO,
-    ZERO,
-    hugging_face,
-    number,
-    section,
-    show,
-    stage,
-    truth,
-)
+from deepspeed_compress.tools.lint.rule import Context, Findings, rule
+from deepspeed_compress.tools.lint.rules.common import ZERO, finding, hugging_face, key_finding, stage
+from deepspeed_compress.tools.lint.values import AUTO, show
 
 _HALVES: tuple[Path, ...] = (("fp16", "enabled"), ("bf16", "enabled"))
 _BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
@@ -30,7 +22,7 @@ _GATHER = "stage3_gather_16bit_weights_on_model_save"
 
 
 @rule("DSC710", "error")
-def hf_needs_zero_section(document: Document, context: Context) -> Iterator[Diagnostic]:
+def hf_needs_zero_section(document: Document, context: Context) -> Findings:
     """Hugging Face needs a section zero_optimization.
 
     Accelerate, and the Trainer through it, stop without one (accelerate/utils/dataclasses.py).
@@ -43,7 +35,7 @@ def hf_needs_zero_section(document: Document, context: Context) -> Iterator[Diag
     # DeepSpeed's autotuner adds the section to the configurations that it tries.
     if hugging_face(context) and not document.has(ZERO) and document.get("autotuning", "enabled") is not True:
         what = "zero_optimization is missing, without which Accelerate stops"
-        yield Diagnostic(at(ZERO), what, write(f'"{ZERO}": {{"stage": 0}}, or another stage'))
+        yield finding((ZERO,), what, f'"{ZERO}": {{"stage": 0}}, or another stage')
 
 
 def _hidden_size(model: Mapping[str, Any], framework: str | None) -> bool:
@@ -54,7 +46,7 @@ def _hidden_size(model: Mapping[str, Any], framework: str | None) -> bool:
 
 
 @rule("DSC711", "error")
-def hf_hidden_size_missing(document: Document, context: Context) -> Iterator[Diagnostic]:
+def hf_hidden_size_missing(document: Document, context: Context) -> Findings:
     """Bucket sizes of "auto" need the hidden size of the model.
 
     Both take the sizes from model.config.hidden_size or hidden_sizes; the Trainer looks into text_config, too
@@ -72,11 +64,11 @@ def hf_hidden_size_missing(document: Document, context: Context) -> Iterator[Dia
     for bucket in _BUCKETS:
         if document.get(ZERO, bucket) == AUTO:
             what = f'"auto" at {bucket} needs the hidden_size of the model, whose config.json has none'
-            yield Diagnostic(at(ZERO, bucket), what, write("a number of elements"))
+            yield finding((ZERO, bucket), what, "a number of elements")
 
 
 @rule("DSC712", "info")
-def hf_fixed_value(document: Document, context: Context) -> Iterator[Diagnostic]:
+def hf_fixed_value(document: Document, context: Context) -> Findings:
     """A number that the Trainer calculates and compares.
 
     The batch of all ranks holds for one number of ranks, and the number of steps for one set of data: the Trainer stops
@@ -89,15 +81,15 @@ def hf_fixed_value(document: Document, context: Context) -> Iterator[Diagnostic]
     Proof: raises mismatch TrainingArguments
     """
     for path, meaning in _CALCULATED.items() if context.framework == "hf" else ():
-        value = number(document.get(*path))
+        value = document.number(*path)
         if value is not None and value > 0:
             what = f"the Trainer stops unless {show(value)} is what it calculates: {meaning}"
             correction = fix("Write auto", replace(document, path, AUTO), safe=False)
-            yield Diagnostic(at(*path), what, write('"auto", which takes it from there'), fix=correction)
+            yield finding(path, what, '"auto", which takes it from there', correction)
 
 
 @rule("DSC713", "info")
-def accelerate_needs_dummy(document: Document, context: Context) -> Iterator[Diagnostic]:
+def accelerate_needs_dummy(document: Document, context: Context) -> Findings:
     """Accelerate wants stand-ins for an optimizer or scheduler of the file.
 
     Accelerator.prepare refuses one in the file together with one in the program (accelerate/accelerator.py).
@@ -111,11 +103,11 @@ def accelerate_needs_dummy(document: Document, context: Context) -> Iterator[Dia
     for part, dummy in (("optimizer", "DummyOptim"), ("scheduler", "DummyScheduler")):
         if context.framework == "accelerate" and document.has(part):
             what = f"with {part} in the file, the program must pass accelerate.utils.{dummy} in its place"
-            yield Diagnostic(at_key(part), what, write(f"the {part} in one of the two places only"))
+            yield key_finding((part,), what, f"the {part} in one of the two places only")
 
 
 @rule("DSC714", "warning")
-def hf_stage_3_saves_partitions(document: Document, context: Context) -> Iterator[Diagnostic]:
+def hf_stage_3_saves_partitions(document: Document, context: Context) -> Findings:
     """With stage 3 the Trainer saves no whole model.
 
     Weights are gathered for saving only if told so (runtime/zero/config.py); else the Trainer saves the partitions.
@@ -129,11 +121,11 @@ def hf_stage_3_saves_partitions(document: Document, context: Context) -> Iterato
     names = (_GATHER, "gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
     if hugging_face(context) and stage(document) == 3 and not any(document.has(ZERO, key) for key in names):
         what = "without stage3_gather_16bit_weights_on_model_save no model is saved with stage 3, only its partitions"
-        yield Diagnostic(at_key(ZERO), what, write(f'"{_GATHER}": true besides, or run zero_to_fp32.py afterwards'))
+        yield key_finding((ZERO,), what, f'"{_GATHER}": true besides, or run zero_to_fp32.py afterwards')
 
 
 @rule("DSC715", "error")
-def hf_text_for_a_boolean(document: Document, context: Context) -> Iterator[Diagnostic]:
+def hf_text_for_a_boolean(document: Document, context: Context) -> Findings:
     """fp16 or bf16 is enabled or disabled by text.
 
     DeepSpeed would convert it; the Trainer compares it with its own fp16 and bf16, which are booleans, and stops
@@ -147,16 +139,14 @@ def hf_text_for_a_boolean(document: Document, context: Context) -> Iterator[Diag
     Proof: raises mismatch TrainingArguments
     """
     for path in _HALVES if context.framework == "hf" else ():
-        meant = truth(document.get(*path))
+        meant = document.truth(*path)
         if isinstance(document.get(*path), str) and meant is not None:
             what = f"{show(document.get(*path))} is text, which is unequal to the Trainer's {path[0]}, and it stops"
-            yield Diagnostic(
-                at(*path), what, write(show(meant)), fix=fix("Write a boolean", replace(document, path, meant))
-            )
+            yield finding(path, what, show(meant), fix("Write a boolean", replace(document, path, meant)))
 
 
 @rule("DSC716", "warning")
-def hf_no_clipping(document: Document, context: Context) -> Iterator[Diagnostic]:
+def hf_no_clipping(document: Document, context: Context) -> Findings:
     """Hugging Face, and no gradient_clipping in the file.
 
     DeepSpeed clips by its own configuration alone: with it Accelerate's clip_grad_norm_ does nothing
@@ -173,7 +163,7 @@ def hf_no_clipping(document: Document, context: Context) -> Iterator[Diagnostic]
         value, why = _CLIPPING[context.framework == "hf"]
         correction = fix(f"Write {show(value)}", add(document, (), "gradient_clipping", value), safe=False)
         instead = f'"gradient_clipping": {show(value)}{why}, or 0.0 to have it so'
-        yield Diagnostic(at("gradient_clipping"), what, write(instead), fix=correction)
+        yield finding(("gradient_clipping",), what, instead, correction)
 
 
 _CLIPPING: tuple[tuple[object, str], tuple[object, str]] = (
@@ -190,7 +180,7 @@ _UNUSED: Mapping[str, str] = {
 
 
 @rule("DSC717", "warning")
-def hf_section_unused(document: Document, context: Context) -> Iterator[Diagnostic]:
+def hf_section_unused(document: Document, context: Context) -> Findings:
     """A section that nobody reads under Hugging Face.
 
     activation_checkpointing is for programs that call deepspeed.checkpointing
@@ -203,13 +193,13 @@ def hf_section_unused(document: Document, context: Context) -> Iterator[Diagnost
     Proof: accepts the section has no effect
     """
     for key, instead in _UNUSED.items() if hugging_face(context) else ():
-        asked = key == "pipeline" or any(value not in (False, None, 0) for value in section(document, key).values())
+        asked = key == "pipeline" or any(value not in (False, None, 0) for value in document.section(key).values())
         if isinstance(document.get(key), dict) and asked:
-            yield Diagnostic(at_key(key), f"{key} has no effect: no model of Hugging Face reads it", write(instead))
+            yield key_finding((key,), f"{key} has no effect: no model of Hugging Face reads it", instead)
 
 
 @rule("DSC718", "warning")
-def hf_scheduler_replaced(document: Document, context: Context) -> Iterator[Diagnostic]:
+def hf_scheduler_replaced(document: Document, context: Context) -> Findings:
     """The file has a scheduler, and so lr_scheduler_type has no effect.
 
     The Trainer makes a scheduler only where the file has none (transformers/integrations/deepspeed.py). WarmupLR never
@@ -229,11 +219,11 @@ def hf_scheduler_replaced(document: Document, context: Context) -> Iterator[Diag
     if context.framework == "hf" and isinstance(value, str) and value != "WarmupDecayLR":
         what = f"{show(value)} is taken in place of the Trainer's lr_scheduler_type, without a word"
         correction = fix("Remove the section", remove(document, ("scheduler",)), safe=False)
-        yield Diagnostic(at_key("scheduler"), what, write("nothing, and lr_scheduler_type counts"), fix=correction)
+        yield key_finding(("scheduler",), what, "nothing, and lr_scheduler_type counts", correction)
 
 
 @rule("DSC719", "info")
-def hf_stage_3_batch_on_cpu(document: Document, context: Context) -> Iterator[Diagnostic]:
+def hf_stage_3_batch_on_cpu(document: Document, context: Context) -> Findings:
     """train_batch_size is "auto" with stage 3 on CPUs.
 
     A model that from_config or from_pretrained makes is partitioned at once, by a configuration whose batch sizes are
@@ -257,13 +247,11 @@ def hf_stage_3_batch_on_cpu(document: Document, context: Context) -> Iterator[Di
             "counts more than one"
         )
         correction = fix("Remove it", remove(document, ("train_batch_size",)))
-        yield Diagnostic(
-            at("train_batch_size"), what, write("nothing: train_micro_batch_size_per_gpu says enough"), fix=correction
-        )
+        yield finding(("train_batch_size",), what, "nothing: train_micro_batch_size_per_gpu says enough", correction)
 
 
 @rule("DSC720", "warning")
-def hf_momentum_twice(document: Document, context: Context) -> Iterator[Diagnostic]:
+def hf_momentum_twice(document: Document, context: Context) -> Findings:
     """The method is dgc or demo, and the Trainer chooses the momentum of the optimizer.
 
     The methods give gradients a momentum, so that the optimizer must have none. The Trainer makes the optimizer, or
@@ -282,6 +270,4 @@ def hf_momentum_twice(document: Document, context: Context) -> Iterator[Diagnost
     path = (OUR_SECTION, "gradients", "method")
     if context.framework == "hf" and document.get(*path) in ("demo", "dgc") and left_open:
         what = f"{show(document.get(*path))} brings a momentum, and the Trainer's optimizer has one of 0.9 besides"
-        yield Diagnostic(
-            at(*path), what, write("--adam_beta1 0 on the command line (TrainingArguments(adam_beta1=0.0))")
-        )
+        yield finding(path, what, "--adam_beta1 0 on the command line (TrainingArguments(adam_beta1=0.0))")

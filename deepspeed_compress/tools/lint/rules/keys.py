@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 
-from deepspeed_compress.diagnostics import Diagnostic, Fix, Path, at_key, write
+from deepspeed_compress.diagnostics import Diagnostic, Fix, Path
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, move, rename
 from deepspeed_compress.tools.lint.keys import OUR_SECTION, Section, closest, places, unknown_keys
-from deepspeed_compress.tools.lint.rule import Context, rule
-from deepspeed_compress.tools.lint.rules.common import hugging_face, name
+from deepspeed_compress.tools.lint.rule import Context, Findings, rule
+from deepspeed_compress.tools.lint.rules.common import hugging_face, key_finding
+from deepspeed_compress.tools.lint.values import name
 
 _SAME_AS = {
     "fp32_allreduce": '"communication_data_type": "fp32"',
@@ -83,7 +84,7 @@ _KEYS_OF_PARTS = frozenset(
 )
 
 
-def _unknown(document: Document, context: Context, *, strict: bool) -> Iterator[Diagnostic]:
+def _unknown(document: Document, context: Context, *, strict: bool) -> Findings:
     """Report each key that is probably misspelled, and all other unknown keys of a section in one finding."""
     strange: dict[Path, list[str]] = {}
     if others := _of_another_program(document, strict):
@@ -95,7 +96,7 @@ def _unknown(document: Document, context: Context, *, strict: bool) -> Iterator[
         elif place is not None or _elsewhere(path, section) or _unread(section, context):
             continue
         elif key in _SAME_AS:
-            yield Diagnostic(at_key(*path), f'"{key}" is no key of {_title(section.path)}', write(_SAME_AS[key]))
+            yield key_finding(path, f'"{key}" is no key of {_title(section.path)}', _SAME_AS[key])
         elif meant := _close(key, section):
             yield _misspelled(document, path, section, meant)
         else:
@@ -121,7 +122,7 @@ def _for_inference(document: Document) -> list[str]:
 
 
 @rule("DSC104", "warning")
-def inference_keys(document: Document, context: Context) -> Iterator[Diagnostic]:
+def inference_keys(document: Document, context: Context) -> Findings:
     """Keys of DeepSpeed's inference engine.
 
     deepspeed.init_inference has a configuration of its own (inference/config.py), with another tensor_parallel; in one
@@ -136,9 +137,7 @@ def inference_keys(document: Document, context: Context) -> Iterator[Diagnostic]
         several = len(found) > 1
         what = f"{', '.join(found)} {'are keys' if several else 'is a key'} of deepspeed.init_inference"
         what += f", and deepspeed.initialize ignores {'them' if several else 'it'}"
-        yield Diagnostic(
-            at_key(found[0]), what, write("nothing for training; for inference this file is not examined further")
-        )
+        yield key_finding((found[0],), what, "nothing for training; for inference this file is not examined further")
 
 
 def _of_another_program(document: Document, strict: bool) -> list[str]:
@@ -163,7 +162,7 @@ def _close(key: str, section: Section) -> str | None:
 
 def _misspelled(document: Document, path: Path, section: Section, close: str) -> Diagnostic:
     what = f'"{path[-1]}" is no key of {_title(section.path)} (did you mean "{close}"?)'
-    return Diagnostic(at_key(*path), what, write(f'"{close}", if you meant that'), fix=_renamed(document, path, close))
+    return key_finding(path, what, f'"{close}", if you meant that', _renamed(document, path, close))
 
 
 def _strange(section: Path, keys: list[str]) -> Diagnostic:
@@ -171,7 +170,7 @@ def _strange(section: Path, keys: list[str]) -> Diagnostic:
     what = f"{shown} {'is no key' if len(keys) == 1 else 'are no keys'} of {_title(section)}"
     many = "the configuration of DeepSpeed into a file of its own, if this is one of another program"
     instead = many if len(keys) > _MANY else f"nothing: remove the key{'s' * (len(keys) > 1)}"
-    return Diagnostic(at_key(*section, keys[0]), what, write(instead))
+    return key_finding((*section, keys[0]), what, instead)
 
 
 def _renamed(document: Document, path: Path, to: str) -> Fix | None:
@@ -203,12 +202,10 @@ def _is_part(value: object) -> bool:
 
 def _ours_by_another_name(document: Document, path: Path) -> Diagnostic:
     what = f'"{path[-1]}" is not the name of the section that compresses, and is ignored'
-    return Diagnostic(
-        at_key(*path), what, write(f'"{OUR_SECTION}": rename it'), fix=_renamed(document, path, OUR_SECTION)
-    )
+    return key_finding(path, what, f'"{OUR_SECTION}": rename it', _renamed(document, path, OUR_SECTION))
 
 
-def _misplaced(document: Document, *, strict: bool) -> Iterator[Diagnostic]:
+def _misplaced(document: Document, *, strict: bool) -> Findings:
     """Report all keys of a section that belong into the same other one in one finding: such a block was copied."""
     groups: dict[tuple[Path, ...], list[Path]] = {}
     for path, section in _unknown_keys(document, strict):
@@ -235,20 +232,18 @@ def _misplaced_hit(document: Document, section: Path, found: list[Path], paths: 
     what = f"{keys} {are} of {name(section) or 'the outermost object'}, but of {' and '.join(where)}"
     target: Path = (*found[0], path[-1])
     moved = fix(f"Move to {name(target)}", move(document, path, target), safe=False) if len(found) == 1 else None
-    return Diagnostic(
-        at_key(*path), what, write(f"{'them' if several else 'it'} inside {' or '.join(where)}"), fix=moved
-    )
+    return key_finding(path, what, f"{'them' if several else 'it'} inside {' or '.join(where)}", moved)
 
 
 def _ours_elsewhere(document: Document, path: Path, place: Path) -> Diagnostic:
     inside = name(path[:-1]) or "the outermost object"
     what = f'"{path[-1]}" is no key of {inside}, where it compresses nothing'
     moved = fix(f"Move to {name(place)}", move(document, path, place), safe=False)
-    return Diagnostic(at_key(*path), what, write(f"it as {name(place)}, not inside {inside}: move it"), fix=moved)
+    return key_finding(path, what, f"it as {name(place)}, not inside {inside}: move it", moved)
 
 
 @rule("DSC100", "warning")
-def unknown_key(document: Document, context: Context) -> Iterator[Diagnostic]:
+def unknown_key(document: Document, context: Context) -> Findings:
     """A key that DeepSpeed does not know, where it ignores such keys.
 
     DeepSpeed asks for the keys that it knows and never looks at the others (runtime/config.py), so that a typing error
@@ -262,7 +257,7 @@ def unknown_key(document: Document, context: Context) -> Iterator[Diagnostic]:
 
 
 @rule("DSC101", "error")
-def unknown_key_refused(document: Document, context: Context) -> Iterator[Diagnostic]:
+def unknown_key_refused(document: Document, context: Context) -> Findings:
     """A key that DeepSpeed does not know, where it refuses such keys.
 
     Sections that are models, such as zero_optimization, fp16 and bf16, forbid other keys (runtime/config_utils.py).
@@ -277,7 +272,7 @@ def unknown_key_refused(document: Document, context: Context) -> Iterator[Diagno
 
 
 @rule("DSC102", "warning")
-def misplaced_key(document: Document, context: Context) -> Iterator[Diagnostic]:
+def misplaced_key(document: Document, context: Context) -> Findings:
     """A key of another section, where DeepSpeed ignores it.
 
     offload_optimizer in the outermost object, for instance, offloads nothing: it is a key of zero_optimization
@@ -293,7 +288,7 @@ def misplaced_key(document: Document, context: Context) -> Iterator[Diagnostic]:
 
 
 @rule("DSC103", "error")
-def misplaced_key_refused(document: Document, context: Context) -> Iterator[Diagnostic]:
+def misplaced_key_refused(document: Document, context: Context) -> Findings:
     """A key of another section, where DeepSpeed refuses it.
 
     aio in zero_optimization, for instance, is a section of its own in the outermost object

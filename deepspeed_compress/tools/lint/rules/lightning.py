@@ -1,13 +1,11 @@
 """Rules on the requirements of Lightning's DeepSpeedStrategy (Lightning 2.6)."""
 
-from collections.abc import Iterator
-
-from deepspeed_compress.diagnostics import Diagnostic, at, at_key, write
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, remove
 from deepspeed_compress.tools.lint.keys import OUR_SECTION
-from deepspeed_compress.tools.lint.rule import Context, rule
-from deepspeed_compress.tools.lint.rules.common import AUTO, ZERO, leaves, name, section, show, stage, truth
+from deepspeed_compress.tools.lint.rule import Context, Findings, rule
+from deepspeed_compress.tools.lint.rules.common import ZERO, finding, key_finding, stage
+from deepspeed_compress.tools.lint.values import AUTO, leaves, name, show, truth
 
 _ACCUMULATION = "gradient_accumulation_steps"
 _UNTESTED = "zero_allow_untested_optimizer"
@@ -19,7 +17,7 @@ def _reads(context: Context) -> bool:
 
 
 @rule("DSC740", "error")
-def lightning_accumulation(document: Document, context: Context) -> Iterator[Diagnostic]:
+def lightning_accumulation(document: Document, context: Context) -> Findings:
     """gradient_accumulation_steps in a file for Lightning.
 
     The strategy stops at the key, which it sets itself from the Trainer's accumulate_grad_batches
@@ -34,11 +32,11 @@ def lightning_accumulation(document: Document, context: Context) -> Iterator[Dia
         what = f"Lightning stops at {_ACCUMULATION}, whatever its value"
         correction = fix("Remove it", remove(document, (_ACCUMULATION,)), safe=False)
         instead = "Trainer(accumulate_grad_batches=...) in the program, and remove the key"
-        yield Diagnostic(at_key(_ACCUMULATION), what, write(instead), fix=correction)
+        yield key_finding((_ACCUMULATION,), what, instead, correction)
 
 
 @rule("DSC741", "error")
-def lightning_auto(document: Document, context: Context) -> Iterator[Diagnostic]:
+def lightning_auto(document: Document, context: Context) -> Findings:
     """The value "auto" is used in a file for Lightning.
 
     The strategy fills in nothing (pytorch/strategies/deepspeed.py, _format_config): DeepSpeed calculates with the word
@@ -56,11 +54,11 @@ def lightning_auto(document: Document, context: Context) -> Iterator[Diagnostic]
         more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         what = f'Lightning does not fill in "auto" at {", ".join(map(name, found[:_SHOWN]))}{more}'
         instead = "a value, or remove the key: batch sizes and clipping then come from the Trainer"
-        yield Diagnostic(at(*found[0]), what, write(instead))
+        yield finding(found[0], what, instead)
 
 
 @rule("DSC742", "warning")
-def lightning_precision_off(document: Document, context: Context) -> Iterator[Diagnostic]:
+def lightning_precision_off(document: Document, context: Context) -> Findings:
     """A section fp16 or bf16 that is not enabled keeps Lightning from enabling it.
 
     The Trainer's precision is written into a file that has no such section (fabric/strategies/deepspeed.py,
@@ -72,15 +70,15 @@ def lightning_precision_off(document: Document, context: Context) -> Iterator[Di
     Proof: unproved Lightning is not installed with this project, and its strategy needs a GPU; read in its source
     """
     for half, precision in (("bf16", "bf16-mixed"), ("fp16", "16-mixed")):
-        off = document.has(half) and truth(section(document, half).get("enabled", False)) is False
+        off = document.has(half) and truth(document.section(half).get("enabled", False)) is False
         if _reads(context) and off and isinstance(document.get(half), dict):
             what = f'{half} stays off, also with Trainer(precision="{precision}")'
             correction = fix("Remove the section", remove(document, (half,)), safe=False)
-            yield Diagnostic(at_key(half), what, write("nothing: the Trainer's precision then counts"), fix=correction)
+            yield key_finding((half,), what, "nothing: the Trainer's precision then counts", correction)
 
 
 @rule("DSC743", "info")
-def lightning_optimizer_replaced(document: Document, context: Context) -> Iterator[Diagnostic]:
+def lightning_optimizer_replaced(document: Document, context: Context) -> Findings:
     """With an optimizer in the file Lightning does not call configure_optimizers.
 
     Neither its optimizer nor its learning-rate scheduler is used then (pytorch/strategies/deepspeed.py,
@@ -94,11 +92,11 @@ def lightning_optimizer_replaced(document: Document, context: Context) -> Iterat
     """
     if _reads(context) and document.has("optimizer"):
         what = "configure_optimizers of the LightningModule is not called, its scheduler included"
-        yield Diagnostic(at_key("optimizer"), what, write("the optimizer in one of the two places only"))
+        yield key_finding(("optimizer",), what, "the optimizer in one of the two places only")
 
 
 @rule("DSC744", "warning")
-def lightning_untested_optimizer_key(document: Document, context: Context) -> Iterator[Diagnostic]:
+def lightning_untested_optimizer_key(document: Document, context: Context) -> Findings:
     """Stage 3 without zero_allow_untested_optimizer.
 
     Trainer.validate, test and predict read the key of a file with stage 3 without asking whether it is there
@@ -112,11 +110,11 @@ def lightning_untested_optimizer_key(document: Document, context: Context) -> It
     """
     if _reads(context) and stage(document) == 3 and document.has(ZERO) and not document.has(_UNTESTED):
         what = f"without {_UNTESTED} Trainer.validate, test and predict end with KeyError"
-        yield Diagnostic(at(_UNTESTED), what, write(f'"{_UNTESTED}": true besides'))
+        yield finding((_UNTESTED,), what, f'"{_UNTESTED}": true besides')
 
 
 @rule("DSC745", "info")
-def lightning_fixed_batch(document: Document, context: Context) -> Iterator[Diagnostic]:
+def lightning_fixed_batch(document: Document, context: Context) -> Findings:
     """train_batch_size in a file for Lightning.
 
     The strategy adds the batch size of the data loader and accumulate_grad_batches (pytorch/strategies/deepspeed.py,
@@ -132,4 +130,4 @@ def lightning_fixed_batch(document: Document, context: Context) -> Iterator[Diag
     if _reads(context) and value is not None and value != AUTO:
         what = f"DeepSpeed stops unless {show(value)} is batch size x accumulate_grad_batches x ranks of the Trainer"
         correction = fix("Remove it", remove(document, ("train_batch_size",)), safe=False)
-        yield Diagnostic(at("train_batch_size"), what, write("nothing: Lightning says enough"), fix=correction)
+        yield finding(("train_batch_size",), what, "nothing: Lightning says enough", correction)

@@ -1,31 +1,20 @@
 """Rules on what the reduction leaves out: the gradient norm, managed accumulation, full precision."""
 
-from collections.abc import Iterator
-
-from deepspeed_compress.diagnostics import Diagnostic, at, write
 from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.rule import Context, rule
-from deepspeed_compress.tools.lint.rules.common import (
-    ZERO,
-    bf16,
-    is_true,
-    number,
-    offload,
-    show,
-    stage,
-    truth,
-)
+from deepspeed_compress.tools.lint.rule import Context, Findings, rule
+from deepspeed_compress.tools.lint.rules.common import ZERO, bf16, finding, offload, stage
+from deepspeed_compress.tools.lint.values import show
 
 
 def _no_norm(document: Document) -> bool:
-    return truth(document.get(ZERO, "compute_grad_norm", default=True)) is False
+    return document.truth(ZERO, "compute_grad_norm", default=True) is False
 
 
 _NORM = (ZERO, "compute_grad_norm")
 
 
 @rule("DSC330", "error")
-def no_grad_norm_stage(document: Document, context: Context) -> Iterator[Diagnostic]:
+def no_grad_norm_stage(document: Document, context: Context) -> Findings:
     """compute_grad_norm is false without ZeRO 1 or 2.
 
     Checked when the configuration is read (runtime/zero/config.py).
@@ -38,7 +27,7 @@ def no_grad_norm_stage(document: Document, context: Context) -> Iterator[Diagnos
     """
     if _no_norm(document) and stage(document) in (0, 3):
         what = f"false is refused with stage {stage(document)} (allowed: with stages 1 and 2)"
-        yield Diagnostic(at(*_NORM), what, write("true, or stage 1 or 2"))
+        yield finding(_NORM, what, "true, or stage 1 or 2")
 
 
 def _norm_with_others(document: Document) -> bool:
@@ -52,7 +41,7 @@ def _wide_bf16(document: Document) -> bool:
 
 
 @rule("DSC331", "error")
-def no_grad_norm_with_clipping(document: Document, context: Context) -> Iterator[Diagnostic]:
+def no_grad_norm_with_clipping(document: Document, context: Context) -> Findings:
     """compute_grad_norm is false while gradients are clipped.
 
     gradient_clipping is 1.0 where it is not given (runtime/constants.py), so that it must be set to 0
@@ -64,15 +53,15 @@ def no_grad_norm_with_clipping(document: Document, context: Context) -> Iterator
         "zero_optimization": {"stage": 2, "compute_grad_norm": false}, "gradient_clipping": 0}
     Proof: raises requires gradient_clipping=0
     """
-    clipping = number(document.get("gradient_clipping", default=1.0))
+    clipping = document.number("gradient_clipping", default=1.0)
     if _norm_with_others(document) and clipping is not None and clipping > 0 and not _wide_bf16(document):
         given = "" if document.has("gradient_clipping") else ", its default"
         what = f"false needs gradient_clipping 0, and it is {show(clipping)}{given}"
-        yield Diagnostic(at(*_NORM), what, write('"gradient_clipping": 0 besides, or true'))
+        yield finding(_NORM, what, '"gradient_clipping": 0 besides, or true')
 
 
 @rule("DSC332", "error")
-def no_grad_norm_bf16_optimizer(document: Document, context: Context) -> Iterator[Diagnostic]:
+def no_grad_norm_bf16_optimizer(document: Document, context: Context) -> Findings:
     """compute_grad_norm is false with bf16, stage 1 and accumulation in fp32.
 
     This combination chooses BF16_Optimizer, which needs the norm (runtime/engine.py).
@@ -87,11 +76,11 @@ def no_grad_norm_bf16_optimizer(document: Document, context: Context) -> Iterato
     """
     if _norm_with_others(document) and _wide_bf16(document):
         what = "false is refused with bf16, stage 1 and accumulation in fp32"
-        yield Diagnostic(at(*_NORM), what, write("true, or stage 2"))
+        yield finding(_NORM, what, "true, or stage 2")
 
 
 @rule("DSC333", "error")
-def no_grad_norm_with_offload(document: Document, context: Context) -> Iterator[Diagnostic]:
+def no_grad_norm_with_offload(document: Document, context: Context) -> Findings:
     """compute_grad_norm is false with offload_optimizer.
 
     The offloading optimizer uses the norm (runtime/zero/stage_1_and_2.py).
@@ -104,7 +93,7 @@ def no_grad_norm_with_offload(document: Document, context: Context) -> Iterator[
     Proof: raises does not support optimizer offload
     """
     if _norm_with_others(document) and offload(document, "offload_optimizer"):
-        yield Diagnostic(at(*_NORM), "false is refused with offload_optimizer", write("true"))
+        yield finding(_NORM, "false is refused with offload_optimizer", "true")
 
 
 def _managed(document: Document) -> bool:
@@ -115,7 +104,7 @@ _MANAGED = ("managed_gradient_accumulation",)
 
 
 @rule("DSC334", "error")
-def unmanaged_with_overlap(document: Document, context: Context) -> Iterator[Diagnostic]:
+def unmanaged_with_overlap(document: Document, context: Context) -> Findings:
     """managed_gradient_accumulation is false with overlap_comm below stage 2.
 
     Asserted by the engine (runtime/engine.py).
@@ -126,13 +115,13 @@ def unmanaged_with_overlap(document: Document, context: Context) -> Iterator[Dia
         "zero_optimization": {"stage": 2, "overlap_comm": true}, "managed_gradient_accumulation": false}
     Proof: raises supports ZeRO overlap_comm only with ZeRO stage 2
     """
-    if not _managed(document) and is_true(document, ZERO, "overlap_comm") and stage(document) in (0, 1):
+    if not _managed(document) and document.is_true(ZERO, "overlap_comm") and stage(document) in (0, 1):
         what = "false is refused with overlap_comm below stage 2"
-        yield Diagnostic(at(*_MANAGED), what, write('true, or "overlap_comm": false'))
+        yield finding(_MANAGED, what, 'true, or "overlap_comm": false')
 
 
 @rule("DSC335", "error")
-def unmanaged_with_deepcompile(document: Document, context: Context) -> Iterator[Diagnostic]:
+def unmanaged_with_deepcompile(document: Document, context: Context) -> Findings:
     """managed_gradient_accumulation is false with DeepCompile.
 
     Asserted by the engine (runtime/engine.py).
@@ -141,12 +130,12 @@ def unmanaged_with_deepcompile(document: Document, context: Context) -> Iterator
     Right: {"train_batch_size": 8, "compile": {"deepcompile": true}}
     Proof: raises is not supported with DeepCompile
     """
-    if not _managed(document) and is_true(document, "compile", "deepcompile"):
-        yield Diagnostic(at(*_MANAGED), "false is refused with DeepCompile", write("true"))
+    if not _managed(document) and document.is_true("compile", "deepcompile"):
+        yield finding(_MANAGED, "false is refused with DeepCompile", "true")
 
 
 @rule("DSC336", "warning")
-def quantized_communication_without_stage_3(document: Document, context: Context) -> Iterator[Diagnostic]:
+def quantized_communication_without_stage_3(document: Document, context: Context) -> Findings:
     """ZeRO++ quantization has no effect below stage 3; the section deepspeed_compress works with every stage.
 
     Only the optimizer of stage 3 is given these settings (runtime/engine.py).
@@ -158,16 +147,14 @@ def quantized_communication_without_stage_3(document: Document, context: Context
     Proof: accepts gradients travel uncompressed
     """
     for key in ("zero_quantized_gradients", "zero_quantized_weights", "zero_quantized_nontrainable_weights"):
-        if is_true(document, ZERO, key) and stage(document) in (0, 1, 2):
+        if document.is_true(ZERO, key) and stage(document) in (0, 1, 2):
             ours = 'the section "deepspeed_compress", which compresses with every stage'
             what = f"true has no effect with stage {stage(document)} (useful: with stage 3)"
-            yield Diagnostic(
-                at(ZERO, key), what, write(ours if key == "zero_quantized_gradients" else "stage 3, or false")
-            )
+            yield finding((ZERO, key), what, ours if key == "zero_quantized_gradients" else "stage 3, or false")
 
 
 @rule("DSC337", "warning")
-def quantized_gradients_on_one_node(document: Document, context: Context) -> Iterator[Diagnostic]:
+def quantized_gradients_on_one_node(document: Document, context: Context) -> Findings:
     """zero_quantized_gradients on a single node.
 
     The two-step all-to-all of ZeRO++ (runtime/comm/coalesced_collectives.py) saves traffic between nodes only.
@@ -180,6 +167,6 @@ def quantized_gradients_on_one_node(document: Document, context: Context) -> Ite
     Proof: unproved its kernels are for GPUs
     """
     nodes = context.world_size is not None and context.world_size == context.ranks_per_node
-    if is_true(document, ZERO, "zero_quantized_gradients") and stage(document) == 3 and nodes:
+    if document.is_true(ZERO, "zero_quantized_gradients") and stage(document) == 3 and nodes:
         what = "true quantizes twice for the way between nodes, and there is one node only (useful: with several)"
-        yield Diagnostic(at(ZERO, "zero_quantized_gradients"), what, write("false"))
+        yield finding((ZERO, "zero_quantized_gradients"), what, "false")

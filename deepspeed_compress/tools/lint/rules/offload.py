@@ -1,27 +1,14 @@
 """Rules on offloading and ZenFlow: settings that contradict the stage or each other."""
 
-from collections.abc import Iterator
-
-from deepspeed_compress.diagnostics import Diagnostic, at, at_key, write
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, replace
-from deepspeed_compress.tools.lint.rule import Context, rule
-from deepspeed_compress.tools.lint.rules.common import (
-    AUTO,
-    ZERO,
-    integer,
-    is_true,
-    listed,
-    number,
-    offload,
-    section,
-    show,
-    stage,
-)
+from deepspeed_compress.tools.lint.rule import Context, Findings, rule
+from deepspeed_compress.tools.lint.rules.common import ZERO, finding, key_finding, offload, stage
+from deepspeed_compress.tools.lint.values import AUTO, integer, listed, show
 
 
 @rule("DSC402", "error")
-def offload_ratio_without_stage_3(document: Document, context: Context) -> Iterator[Diagnostic]:
+def offload_ratio_without_stage_3(document: Document, context: Context) -> Findings:
     """A part of the optimizer is to be offloaded below stage 3.
 
     Asserted when the configuration is read (runtime/zero/config.py).
@@ -32,14 +19,14 @@ def offload_ratio_without_stage_3(document: Document, context: Context) -> Itera
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}
     Proof: raises Partial offloading only supported for ZeRO Stage 3
     """
-    ratio = number(document.get(ZERO, "offload_optimizer", "ratio"))
+    ratio = document.number(ZERO, "offload_optimizer", "ratio")
     if ratio is not None and ratio < 1 and stage(document) in (0, 1, 2):
         what = f"{show(ratio)} offloads a part, which stage {stage(document)} cannot (allowed: 1.0)"
-        yield Diagnostic(at(ZERO, "offload_optimizer", "ratio"), what, write("1.0, or stage 3"))
+        yield finding((ZERO, "offload_optimizer", "ratio"), what, "1.0, or stage 3")
 
 
 @rule("DSC403", "warning")
-def offload_param_without_stage_3(document: Document, context: Context) -> Iterator[Diagnostic]:
+def offload_param_without_stage_3(document: Document, context: Context) -> Findings:
     """Parameters are to be offloaded below stage 3.
 
     Only the optimizer of stage 3 is given this setting (runtime/engine.py).
@@ -52,11 +39,11 @@ def offload_param_without_stage_3(document: Document, context: Context) -> Itera
     """
     if offload(document, "offload_param") and stage(document) in (0, 1, 2):
         what = f"parameters are offloaded with stage 3 only, and the stage is {stage(document)}"
-        yield Diagnostic(at_key(ZERO, "offload_param"), what, write('"stage": 3, or remove the key'))
+        yield key_finding((ZERO, "offload_param"), what, '"stage": 3, or remove the key')
 
 
 @rule("DSC404", "warning")
-def offload_optimizer_without_zero(document: Document, context: Context) -> Iterator[Diagnostic]:
+def offload_optimizer_without_zero(document: Document, context: Context) -> Findings:
     """The optimizer is to be offloaded with stage 0.
 
     Offloading is done by the optimizers of ZeRO (runtime/engine.py); the CPU optimizer is made all the same.
@@ -67,13 +54,13 @@ def offload_optimizer_without_zero(document: Document, context: Context) -> Iter
         "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
     Proof: accepts gradients and weights are not offloaded
     """
-    if offload(document, "offload_optimizer") and stage(document) == 0 and "stage" in section(document, ZERO):
+    if offload(document, "offload_optimizer") and stage(document) == 0 and "stage" in document.section(ZERO):
         what = "the optimizer is offloaded by ZeRO, and the stage is 0"
-        yield Diagnostic(at_key(ZERO, "offload_optimizer"), what, write('"stage": 1 to 3, or remove the key'))
+        yield key_finding((ZERO, "offload_optimizer"), what, '"stage": 1 to 3, or remove the key')
 
 
 @rule("DSC405", "warning")
-def super_offload_without_stage_3(document: Document, context: Context) -> Iterator[Diagnostic]:
+def super_offload_without_stage_3(document: Document, context: Context) -> Findings:
     """super_offload below stage 3.
 
     Only stage 3 looks at it (runtime/engine.py).
@@ -85,16 +72,14 @@ def super_offload_without_stage_3(document: Document, context: Context) -> Itera
     Proof: accepts the usual offloading is used
     """
     path = (ZERO, "offload_optimizer", "super_offload")
-    if is_true(document, *path) and stage(document) in (0, 1, 2):
-        yield Diagnostic(
-            at(*path),
-            f"true has no effect with stage {stage(document)} (allowed: with stage 3)",
-            write("stage 3, or false"),
+    if document.is_true(*path) and stage(document) in (0, 1, 2):
+        yield finding(
+            path, f"true has no effect with stage {stage(document)} (allowed: with stage 3)", "stage 3, or false"
         )
 
 
 @rule("DSC406", "error")
-def nvme_without_path(document: Document, context: Context) -> Iterator[Diagnostic]:
+def nvme_without_path(document: Document, context: Context) -> Findings:
     """Offloading to NVMe without a path.
 
     Stage 3 joins the path with names of files (runtime/zero/stage3.py), or asserts that it is there
@@ -110,13 +95,11 @@ def nvme_without_path(document: Document, context: Context) -> Iterator[Diagnost
         path = document.get(ZERO, what, "nvme_path")
         missing = path is None or path == ""
         if offload(document, what) == "nvme" and missing and stage(document) == 3:
-            yield Diagnostic(
-                at(ZERO, what, "device"), '"nvme" without nvme_path', write('"nvme_path": "/local_nvme" besides')
-            )
+            yield finding((ZERO, what, "device"), '"nvme" without nvme_path', '"nvme_path": "/local_nvme" besides')
 
 
 @rule("DSC407", "warning")
-def nvme_without_stage_3(document: Document, context: Context) -> Iterator[Diagnostic]:
+def nvme_without_stage_3(document: Document, context: Context) -> Findings:
     """The optimizer is to be offloaded to NVMe below stage 3.
 
     Stages 1 and 2 take every device but none for the CPU (runtime/zero/stage_1_and_2.py).
@@ -130,11 +113,11 @@ def nvme_without_stage_3(document: Document, context: Context) -> Iterator[Diagn
     if offload(document, "offload_optimizer") == "nvme" and stage(document) in (1, 2):
         what = f'"nvme" means "cpu" with stage {stage(document)}: only stage 3 swaps to disks'
         correction = fix("Write cpu", replace(document, (ZERO, "offload_optimizer", "device"), "cpu"))
-        yield Diagnostic(at(ZERO, "offload_optimizer", "device"), what, write('"cpu", or stage 3'), fix=correction)
+        yield finding((ZERO, "offload_optimizer", "device"), what, '"cpu", or stage 3', correction)
 
 
 @rule("DSC408", "info")
-def nvme_path_unused(document: Document, context: Context) -> Iterator[Diagnostic]:
+def nvme_path_unused(document: Document, context: Context) -> Findings:
     """nvme_path beside another device.
 
     Only device "nvme" reads the path (runtime/zero/stage3.py).
@@ -148,16 +131,14 @@ def nvme_path_unused(document: Document, context: Context) -> Iterator[Diagnosti
     for what in ("offload_param", "offload_optimizer"):
         path = document.get(ZERO, what, "nvme_path")
         if isinstance(path, str) and path not in ("", "none", AUTO) and offload(document, what) == "cpu":
-            yield Diagnostic(
-                at(ZERO, what, "nvme_path"),
-                'has no effect with device "cpu"',
-                write('"device": "nvme", or remove the key'),
+            yield finding(
+                (ZERO, what, "nvme_path"), 'has no effect with device "cpu"', '"device": "nvme", or remove the key'
             )
             return  # the other one was copied together with it
 
 
 @rule("DSC415", "info")
-def offload_of_client_optimizer(document: Document, context: Context) -> Iterator[Diagnostic]:
+def offload_of_client_optimizer(document: Document, context: Context) -> Findings:
     """The optimizer is offloaded, and there is none in the file.
 
     One that the program passes must be DeepSpeedCPUAdam (or DeepSpeedCPULion), unless zero_force_ds_cpu_optimizer is
@@ -174,7 +155,7 @@ def offload_of_client_optimizer(document: Document, context: Context) -> Iterato
     if active and forced and not document.has("optimizer") and context.framework == "deepspeed":
         what = 'without "optimizer" the one of the program must be DeepSpeedCPUAdam, or it is refused'
         instead = '"optimizer": {"type": "AdamW", ...}, or "zero_force_ds_cpu_optimizer": false'
-        yield Diagnostic(at_key(ZERO, "offload_optimizer"), what, write(instead))
+        yield key_finding((ZERO, "offload_optimizer"), what, instead)
 
 
 def _zenflow(document: Document) -> bool:
@@ -186,7 +167,7 @@ _STRATEGIES = ("auto", "step", "epoch")
 
 
 @rule("DSC418", "error")
-def zenflow_without_offload(document: Document, context: Context) -> Iterator[Diagnostic]:
+def zenflow_without_offload(document: Document, context: Context) -> Findings:
     """ZenFlow without an offloaded optimizer.
 
     ZenFlow overlaps the optimizer on the CPU (runtime/zenflow/zenflow_stage_1_and_2.py).
@@ -199,11 +180,11 @@ def zenflow_without_offload(document: Document, context: Context) -> Iterator[Di
     """
     if _zenflow(document) and stage(document) in (1, 2) and not offload(document, "offload_optimizer"):
         what = "ZenFlow needs an optimizer on the CPU"
-        yield Diagnostic(at_key(*_ZENFLOW), what, write('"offload_optimizer": {"device": "cpu"} besides'))
+        yield key_finding(_ZENFLOW, what, '"offload_optimizer": {"device": "cpu"} besides')
 
 
 @rule("DSC419", "error")
-def zenflow_strategy(document: Document, context: Context) -> Iterator[Diagnostic]:
+def zenflow_strategy(document: Document, context: Context) -> Findings:
     """A selection strategy that ZenFlow does not know.
 
     Checked when the configuration is read (runtime/zenflow/zenflow_config.py).
@@ -219,11 +200,11 @@ def zenflow_strategy(document: Document, context: Context) -> Iterator[Diagnosti
     value = document.get(*_ZENFLOW, "select_strategy", default=AUTO)
     if _zenflow(document) and isinstance(value, str) and value not in _STRATEGIES:
         what = f"{show(value)} is not known (allowed: {listed(_STRATEGIES)})"
-        yield Diagnostic(at(*_ZENFLOW, "select_strategy"), what, write('"auto", "step" or "epoch"'))
+        yield finding((*_ZENFLOW, "select_strategy"), what, '"auto", "step" or "epoch"')
 
 
 @rule("DSC420", "error")
-def zenflow_select_interval(document: Document, context: Context) -> Iterator[Diagnostic]:
+def zenflow_select_interval(document: Document, context: Context) -> Findings:
     """ZenFlow's selection interval contradicts its strategy.
 
     auto sets the interval itself and stops at one that is given; step and epoch need one (runtime/zenflow/engine.py).
@@ -236,20 +217,20 @@ def zenflow_select_interval(document: Document, context: Context) -> Iterator[Di
         "offload_optimizer": {"device": "cpu"}}}
     Proof: raises select_interval must be a number
     """
-    settings = section(document, *_ZENFLOW)
+    settings = document.section(*_ZENFLOW)
     strategy, interval = settings.get("select_strategy", AUTO), settings.get("select_interval", AUTO)
     if not _zenflow(document) or stage(document) == 0:
         return
     if strategy == AUTO and integer(interval) is not None:
         what = f'{show(interval)} contradicts select_strategy "auto", which sets it (allowed: "auto")'
-        yield Diagnostic(at(*_ZENFLOW, "select_interval"), what, write('"auto", or another select_strategy'))
+        yield finding((*_ZENFLOW, "select_interval"), what, '"auto", or another select_strategy')
     elif strategy in ("step", "epoch") and integer(interval) is None:
         what = f'"{strategy}" needs a select_interval, and it is {show(interval)} (allowed: a number)'
-        yield Diagnostic(at(*_ZENFLOW, "select_strategy"), what, write('"select_interval": 4 besides, for instance'))
+        yield finding((*_ZENFLOW, "select_strategy"), what, '"select_interval": 4 besides, for instance')
 
 
 @rule("DSC421", "error")
-def zenflow_update_interval(document: Document, context: Context) -> Iterator[Diagnostic]:
+def zenflow_update_interval(document: Document, context: Context) -> Findings:
     """ZenFlow updates less often than it selects.
 
     Checked by the engine (runtime/zenflow/engine.py).
@@ -264,15 +245,15 @@ def zenflow_update_interval(document: Document, context: Context) -> Iterator[Di
         "offload_optimizer": {"device": "cpu"}}}
     Proof: raises Select interval must be greater or equal
     """
-    settings = section(document, *_ZENFLOW)
+    settings = document.section(*_ZENFLOW)
     select, update = integer(settings.get("select_interval")), integer(settings.get("update_interval"))
     if settings.get("select_strategy") == "step" and select is not None and update is not None and select < update:
         what = f"{select} is less than update_interval {update} (allowed: at least as many)"
-        yield Diagnostic(at(*_ZENFLOW, "select_interval"), what, write(f"{update} or more"))
+        yield finding((*_ZENFLOW, "select_interval"), what, f"{update} or more")
 
 
 @rule("DSC422", "warning")
-def zenflow_without_zero(document: Document, context: Context) -> Iterator[Diagnostic]:
+def zenflow_without_zero(document: Document, context: Context) -> Findings:
     """ZenFlow with stage 0.
 
     Only the optimizers of ZeRO know ZenFlow (runtime/engine.py).
@@ -283,7 +264,5 @@ def zenflow_without_zero(document: Document, context: Context) -> Iterator[Diagn
         "zero_optimization": {"stage": 2, "zenflow": {}, "offload_optimizer": {"device": "cpu"}}}
     Proof: accepts the usual optimizer is used
     """
-    if _zenflow(document) and stage(document) == 0 and "stage" in section(document, ZERO):
-        yield Diagnostic(
-            at_key(*_ZENFLOW), "ZenFlow has no effect with stage 0", write("stage 1 to 3, or remove the key")
-        )
+    if _zenflow(document) and stage(document) == 0 and "stage" in document.section(ZERO):
+        yield key_finding(_ZENFLOW, "ZenFlow has no effect with stage 0", "stage 1 to 3, or remove the key")

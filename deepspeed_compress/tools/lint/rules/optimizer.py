@@ -1,22 +1,11 @@
 """Rules on the optimizer: its type and its parameters."""
 
-from collections.abc import Iterator
-
-from deepspeed_compress.diagnostics import Diagnostic, at, at_key, write
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, move, remove, rename, replace
 from deepspeed_compress.tools.lint.keys import closest, keys
-from deepspeed_compress.tools.lint.rule import Context, rule
-from deepspeed_compress.tools.lint.rules.common import (
-    fp16,
-    is_true,
-    number,
-    offload,
-    optimizer,
-    params,
-    show,
-    stage,
-)
+from deepspeed_compress.tools.lint.rule import Context, Findings, rule
+from deepspeed_compress.tools.lint.rules.common import finding, fp16, key_finding, offload, optimizer, params, stage
+from deepspeed_compress.tools.lint.values import number, show
 
 _PARAMS = ("optimizer", "params")
 _TYPE = ("optimizer", "type")
@@ -42,7 +31,7 @@ def _known(document: Document) -> str | None:
 
 
 @rule("DSC501", "error")
-def unknown_optimizer(document: Document, context: Context) -> Iterator[Diagnostic]:
+def unknown_optimizer(document: Document, context: Context) -> Findings:
     """optimizer.type is not known.
 
     DeepSpeed has its own, by name in any case, and takes others from torch.optim by their exact name
@@ -58,16 +47,11 @@ def unknown_optimizer(document: Document, context: Context) -> Iterator[Diagnost
         close = closest(value, names)
         what = f"{show(value)} is neither an optimizer of DeepSpeed nor of torch.optim"
         correction = fix(f"Write {close}", replace(document, _TYPE, close), safe=False) if close else None
-        yield Diagnostic(
-            at(*_TYPE),
-            what,
-            write(f'"{close}", if you meant that' if close else '"AdamW", for instance'),
-            fix=correction,
-        )
+        yield finding(_TYPE, what, f'"{close}", if you meant that' if close else '"AdamW", for instance', correction)
 
 
 @rule("DSC503", "warning")
-def optimizer_without_type(document: Document, context: Context) -> Iterator[Diagnostic]:
+def optimizer_without_type(document: Document, context: Context) -> Findings:
     """An optimizer section without a type.
 
     DeepSpeed takes it for no optimizer at all (runtime/config.py).
@@ -77,13 +61,11 @@ def optimizer_without_type(document: Document, context: Context) -> Iterator[Dia
     Proof: ignores
     """
     if isinstance(document.get("optimizer"), dict) and not document.has(*_TYPE):
-        yield Diagnostic(
-            at_key("optimizer"), 'without "type" the optimizer is ignored', write('"type": "AdamW" besides')
-        )
+        yield key_finding(("optimizer",), 'without "type" the optimizer is ignored', '"type": "AdamW" besides')
 
 
 @rule("DSC502", "error")
-def unknown_optimizer_parameter(document: Document, context: Context) -> Iterator[Diagnostic]:
+def unknown_optimizer_parameter(document: Document, context: Context) -> Findings:
     """A parameter that the optimizer does not have.
 
     DeepSpeed passes optimizer.params on to the constructor (runtime/engine.py).
@@ -102,16 +84,13 @@ def unknown_optimizer_parameter(document: Document, context: Context) -> Iterato
             path = (*_PARAMS, key)
             correction = fix(f"Rename to {close}", rename(document, path, close), safe=False) if close else None
             instead = f'"{close}", if you meant that' if close else "nothing: remove the key"
-            yield Diagnostic(
-                at_key(*path),
-                what,
-                write(instead),
-                fix=correction if not (close and document.has(*_PARAMS, close)) else None,
+            yield key_finding(
+                path, what, instead, correction if not (close and document.has(*_PARAMS, close)) else None
             )
 
 
 @rule("DSC510", "warning")
-def muon_parameter_ignored(document: Document, context: Context) -> Iterator[Diagnostic]:
+def muon_parameter_ignored(document: Document, context: Context) -> Findings:
     """A parameter that Muon does not have.
 
     Muon takes the parameters that it knows and leaves the others (runtime/engine.py).
@@ -123,13 +102,11 @@ def muon_parameter_ignored(document: Document, context: Context) -> Iterator[Dia
     for key in params(document, "optimizer") if optimizer(document) == "muon" else ():
         if key not in keys().optimizers["muon"] and key != "max_grad_norm":
             what = f'"{key}" is no parameter of Muon, which ignores it'
-            yield Diagnostic(
-                at_key(*_PARAMS, key), what, write(f'"{closest(key, keys().optimizers["muon"]) or "lr"}", if meant')
-            )
+            yield key_finding((*_PARAMS, key), what, f'"{closest(key, keys().optimizers["muon"]) or "lr"}", if meant')
 
 
 @rule("DSC500", "error")
-def max_grad_norm_in_params(document: Document, context: Context) -> Iterator[Diagnostic]:
+def max_grad_norm_in_params(document: Document, context: Context) -> Findings:
     """max_grad_norm is a parameter of the optimizer.
 
     DeepSpeed refuses it there and clips by gradient_clipping (runtime/engine.py).
@@ -145,13 +122,11 @@ def max_grad_norm_in_params(document: Document, context: Context) -> Iterator[Di
         correction = fix("Use gradient_clipping", edits, safe=not clips)
         value = show(document.get(*path))
         what = f"{value} is refused here (allowed: as gradient_clipping, outside of the optimizer)"
-        yield Diagnostic(
-            at_key(*path), what, write(f'"gradient_clipping": {value} in the outermost object'), fix=correction
-        )
+        yield key_finding(path, what, f'"gradient_clipping": {value} in the outermost object', correction)
 
 
 @rule("DSC504", "error")
-def lamb_with_fixed_scale(document: Document, context: Context) -> Iterator[Diagnostic]:
+def lamb_with_fixed_scale(document: Document, context: Context) -> Findings:
     """Lamb with a fixed loss scale.
 
     Asserted by the engine (runtime/engine.py).
@@ -162,14 +137,14 @@ def lamb_with_fixed_scale(document: Document, context: Context) -> Iterator[Diag
         "fp16": {"enabled": true, "loss_scale": 0}}
     Proof: raises requires dynamic loss scaling
     """
-    scale = number(document.get("fp16", "loss_scale"))
+    scale = document.number("fp16", "loss_scale")
     if optimizer(document) == "lamb" and scale is not None and scale > 0:
         what = f"{show(scale)} is a fixed scale, which Lamb refuses (allowed: 0, a dynamic one)"
-        yield Diagnostic(at("fp16", "loss_scale"), what, write("0"))
+        yield finding(("fp16", "loss_scale"), what, "0")
 
 
 @rule("DSC505", "error")
-def betas_range(document: Document, context: Context) -> Iterator[Diagnostic]:
+def betas_range(document: Document, context: Context) -> Findings:
     """The betas are not two numbers from 0 to below 1.
 
     DeepSpeed's own Adam does not check them (ops/adam/fused_adam.py): training diverges or fails at its first step.
@@ -185,14 +160,14 @@ def betas_range(document: Document, context: Context) -> Iterator[Diagnostic]:
         fine = len(numbers) == 2 and all(beta is not None and 0 <= beta < 1 for beta in numbers)
         if not fine:
             what = f"{show(value)} are not two numbers from 0 to below 1"
-            yield Diagnostic(at(*_PARAMS, "betas"), what, write("[0.9, 0.999], for instance"))
+            yield finding((*_PARAMS, "betas"), what, "[0.9, 0.999], for instance")
 
 
 _NOT_NEGATIVE = ("lr", "eps", "weight_decay", "momentum")
 
 
 @rule("DSC506", "error")
-def negative_optimizer_parameter(document: Document, context: Context) -> Iterator[Diagnostic]:
+def negative_optimizer_parameter(document: Document, context: Context) -> Findings:
     """A parameter of the optimizer is negative.
 
     The optimizers of torch refuse negative rates; DeepSpeed's own climb the loss (ops/adam/fused_adam.py).
@@ -202,13 +177,13 @@ def negative_optimizer_parameter(document: Document, context: Context) -> Iterat
     Proof: raises Invalid learning rate
     """
     for key in _NOT_NEGATIVE:
-        value = number(document.get(*_PARAMS, key))
+        value = document.number(*_PARAMS, key)
         if value is not None and value < 0:
-            yield Diagnostic(at(*_PARAMS, key), f"{show(value)} is negative (allowed: 0 or more)", write(show(-value)))
+            yield finding((*_PARAMS, key), f"{show(value)} is negative (allowed: 0 or more)", show(-value))
 
 
 @rule("DSC507", "warning")
-def large_learning_rate(document: Document, context: Context) -> Iterator[Diagnostic]:
+def large_learning_rate(document: Document, context: Context) -> Findings:
     """A learning rate at which Adam or Lion diverge.
 
     Their steps are about as large as the learning rate, whatever the gradient (ops/adam/fused_adam.py).
@@ -217,14 +192,14 @@ def large_learning_rate(document: Document, context: Context) -> Iterator[Diagno
     Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}}
     Proof: accepts training diverges
     """
-    value = number(document.get(*_PARAMS, "lr"))
+    value = document.number(*_PARAMS, "lr")
     if value is not None and value >= 0.5 and optimizer(document) in ("adam", "adamw", "lion"):
         what = f"{show(value)} moves every weight by about as much in one step (usual: 1e-5 to 1e-3)"
-        yield Diagnostic(at(*_PARAMS, "lr"), what, write("a smaller number"))
+        yield finding((*_PARAMS, "lr"), what, "a smaller number")
 
 
 @rule("DSC508", "warning")
-def adamw_mode_ignored(document: Document, context: Context) -> Iterator[Diagnostic]:
+def adamw_mode_ignored(document: Document, context: Context) -> Findings:
     """adam_w_mode is false with type AdamW.
 
     The type wins (runtime/engine.py).
@@ -235,11 +210,11 @@ def adamw_mode_ignored(document: Document, context: Context) -> Iterator[Diagnos
     """
     if optimizer(document) == "adamw" and document.get(*_PARAMS, "adam_w_mode") is False:
         path = (*_PARAMS, "adam_w_mode")
-        yield Diagnostic(at(*path), 'false has no effect with "AdamW"', write('"type": "Adam", or remove the key'))
+        yield finding(path, 'false has no effect with "AdamW"', '"type": "Adam", or remove the key')
 
 
 @rule("DSC509", "info")
-def adam_is_adamw(document: Document, context: Context) -> Iterator[Diagnostic]:
+def adam_is_adamw(document: Document, context: Context) -> Findings:
     """Adam with weight decay is AdamW.
 
     adam_w_mode is true unless given (runtime/config.py), unlike in torch.
@@ -248,19 +223,17 @@ def adam_is_adamw(document: Document, context: Context) -> Iterator[Diagnostic]:
     Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001, "weight_decay": 0.1}}}
     Proof: accepts the same settings regularize differently in torch
     """
-    decay = number(document.get(*_PARAMS, "weight_decay"))
+    decay = document.number(*_PARAMS, "weight_decay")
     given = document.has(*_PARAMS, "adam_w_mode")
     # The Trainer's own optimizer is AdamW, and it writes its weight decay here.
     meant = given or context.framework == "hf"
     if optimizer(document) == "adam" and decay is not None and decay >= _FELT and not meant:
         what = '"Adam" means AdamW in DeepSpeed: the weight decay is decoupled'
-        yield Diagnostic(
-            at(*_TYPE), what, write('"AdamW" if that is meant, or "adam_w_mode": false for L2 regularization')
-        )
+        yield finding(_TYPE, what, '"AdamW" if that is meant, or "adam_w_mode": false for L2 regularization')
 
 
 @rule("DSC511", "warning")
-def fp32_states_overridden(document: Document, context: Context) -> Iterator[Diagnostic]:
+def fp32_states_overridden(document: Document, context: Context) -> Findings:
     """fp32_optimizer_states beside bf16_optimizer_states.
 
     The latter wins, with a warning (runtime/engine.py).
@@ -276,14 +249,12 @@ def fp32_states_overridden(document: Document, context: Context) -> Iterator[Dia
     """
     path = (*_PARAMS, "fp32_optimizer_states")
     on_cpu = offload(document, "offload_optimizer")
-    if document.get(*path) is True and on_cpu and is_true(document, "bf16", "bf16_optimizer_states"):
-        yield Diagnostic(
-            at(*path), "true is overridden by bf16_optimizer_states", write('false, or "bf16_optimizer_states": false')
-        )
+    if document.get(*path) is True and on_cpu and document.is_true("bf16", "bf16_optimizer_states"):
+        yield finding(path, "true is overridden by bf16_optimizer_states", 'false, or "bf16_optimizer_states": false')
 
 
 @rule("DSC512", "warning")
-def legacy_fusion_unused(document: Document, context: Context) -> Iterator[Diagnostic]:
+def legacy_fusion_unused(document: Document, context: Context) -> Findings:
     """legacy_fusion where nothing reads it.
 
     Only the fp16 optimizer without ZeRO does, for fused Adam (runtime/engine.py).
@@ -295,4 +266,4 @@ def legacy_fusion_unused(document: Document, context: Context) -> Iterator[Diagn
     used = fp16(document) and stage(document) == 0 and optimizer(document) in ("adam", "adamw")
     if document.get("optimizer", "legacy_fusion") is True and not used:
         what = "true has no effect but with fp16, without ZeRO, and Adam"
-        yield Diagnostic(at("optimizer", "legacy_fusion"), what, write("nothing: remove the key"))
+        yield finding(("optimizer", "legacy_fusion"), what, "nothing: remove the key")

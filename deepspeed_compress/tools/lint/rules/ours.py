@@ -3,49 +3,34 @@
 `config` imports pydantic, which takes a third of the linter's time, so it is imported only for files with the section.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from deepspeed_compress.diagnostics import Diagnostic, Fix, Path, at, write
+from deepspeed_compress.diagnostics import Diagnostic, Fix, Path
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, rename
 from deepspeed_compress.tools.lint.fixes import replace as put
 from deepspeed_compress.tools.lint.keys import OUR_SECTION
-from deepspeed_compress.tools.lint.rule import Context, rule
-from deepspeed_compress.tools.lint.rules.common import (
-    section,
-    show,
-)
+from deepspeed_compress.tools.lint.rule import Context, Findings, rule
+from deepspeed_compress.tools.lint.rules.common import finding
+from deepspeed_compress.tools.lint.values import show
 
 if TYPE_CHECKING:
-    from deepspeed_compress.config import CompressConfig, Parallelism
+    from deepspeed_compress.config import CompressConfig
+    from deepspeed_compress.config.section import SectionProblems
 
 
-def _wrong(document: Document, context: Context) -> dict[str, list[Diagnostic]]:
-    """Return the problems that `config` finds, by the rule that reports them."""
+def _problems(document: Document, context: Context) -> "SectionProblems | None":
+    """Return the problems that `config` finds, or None if there is no section."""
     if OUR_SECTION not in document.data:
-        return {"invalid": [], "parallelism": [], "file": [], "unsupported": []}
-    from deepspeed_compress.config import find_problems
-    from deepspeed_compress.config.contradictions import find_mismatches
-    from deepspeed_compress.config.expand import find_conflicts
-    from deepspeed_compress.config.unsupported import find_unsupported
+        return None
+    from deepspeed_compress.config.section import sort_problems
 
-    parsed, parallelism = parsed_section(document), _parsed_parallelism(document)
-    mismatches = [] if parsed is None else find_mismatches(document.data, parsed, context.world_size)
-    unsupported = find_unsupported(document.data, parsed)
-    conflicts = [] if parallelism is None else find_conflicts(document.data, parallelism, context.world_size)
-    everything, others = find_problems(document.data, context.world_size), [*conflicts, *mismatches, *unsupported]
-    return {
-        "invalid": [problem for problem in everything if problem not in others],
-        "parallelism": [problem for problem in everything if problem in conflicts],
-        "file": [problem for problem in everything if problem in mismatches and problem not in conflicts],
-        "unsupported": [problem for problem in everything if problem in unsupported],
-    }
+    return sort_problems(document.data, context.world_size)
 
 
 @rule("DSC900", "error")
-def compress_invalid(document: Document, context: Context) -> Iterator[Diagnostic]:
+def compress_invalid(document: Document, context: Context) -> Findings:
     """The section deepspeed_compress is invalid.
 
     What `ds-compress check` reports: unknown keys, wrong values, "auto", settings that contradict each other.
@@ -56,7 +41,8 @@ def compress_invalid(document: Document, context: Context) -> Iterator[Diagnosti
         "deepspeed_compress": {"gradients": {"method": "blockwise", "bits": 4}}}
     Proof: raises ConfigError
     """
-    for problem in _wrong(document, context)["invalid"]:
+    found = _problems(document, context)
+    for problem in () if found is None else found.own:
         yield replace(problem, fix=_correction(document, problem))
 
 
@@ -70,7 +56,7 @@ def _correction(document: Document, problem: Diagnostic) -> Fix | None:
 
 
 @rule("DSC901", "error")
-def compress_parallelism(document: Document, context: Context) -> Iterator[Diagnostic]:
+def compress_parallelism(document: Document, context: Context) -> Findings:
     """The section parallelism contradicts DeepSpeed's keys or the number of ranks.
 
     It is written into DeepSpeed's own keys, so that both must agree, and ZeRO 2 and 3 exclude pipelines.
@@ -81,11 +67,12 @@ def compress_parallelism(document: Document, context: Context) -> Iterator[Diagn
         "deepspeed_compress": {"parallelism": {"zero_stage": 1}}}
     Proof: raises disagrees with
     """
-    yield from _wrong(document, context)["parallelism"]
+    found = _problems(document, context)
+    yield from () if found is None else found.parallelism
 
 
 @rule("DSC902", "error")
-def compress_against_file(document: Document, context: Context) -> Iterator[Diagnostic]:
+def compress_against_file(document: Document, context: Context) -> Findings:
     """A method cannot be right with the rest of the file.
 
     Without ZeRO no weights are gathered, and differences of weights can be sent with ZeRO 1 and 2 only. DGC and DeMo
@@ -97,18 +84,8 @@ def compress_against_file(document: Document, context: Context) -> Iterator[Diag
         "zero_optimization": {"stage": 1}, "deepspeed_compress": {"weights": {"method": "sign"}}}
     Proof: raises cannot be combined with
     """
-    yield from _wrong(document, context)["file"]
-
-
-def _parsed_parallelism(document: Document) -> "Parallelism | None":
-    from pydantic import ValidationError
-
-    from deepspeed_compress.config import Parallelism
-
-    try:
-        return Parallelism.model_validate(section(document, OUR_SECTION).get("parallelism") or {})
-    except ValidationError:
-        return None
+    found = _problems(document, context)
+    yield from () if found is None else found.file
 
 
 def parsed_section(document: Document) -> "CompressConfig | None":
@@ -126,7 +103,7 @@ def parsed_section(document: Document) -> "CompressConfig | None":
 
 
 @rule("DSC903", "warning")
-def compress_no_effect(document: Document, context: Context) -> Iterator[Diagnostic]:
+def compress_no_effect(document: Document, context: Context) -> Findings:
     """A setting of deepspeed_compress has no effect, or costs more than it gives.
 
     What training warns of (CompressWarning).
@@ -145,7 +122,7 @@ def compress_no_effect(document: Document, context: Context) -> Iterator[Diagnos
 
 
 @rule("DSC904", "error")
-def compress_unsupported(document: Document, context: Context) -> Iterator[Diagnostic]:
+def compress_unsupported(document: Document, context: Context) -> Findings:
     """A feature of DeepSpeed that cannot be compressed.
 
     Such engines are refused (UnsupportedError): their gradients take other ways.
@@ -156,12 +133,12 @@ def compress_unsupported(document: Document, context: Context) -> Iterator[Diagn
         "zero_optimization": {"stage": 3}, "deepspeed_compress": {}}
     Proof: raises UnsupportedError
     """
-    found = _wrong(document, context)["unsupported"]
-    yield from (one for one in found if one.place.path != _AUTOCAST)
+    found = _problems(document, context)
+    yield from () if found is None else (one for one in found.unsupported if one.place.path != _AUTOCAST)
 
 
 @rule("DSC912", "error")
-def compress_scaled_autocast(document: Document, context: Context) -> Iterator[Diagnostic]:
+def compress_scaled_autocast(document: Document, context: Context) -> Findings:
     """torch_autocast in fp16 without ZeRO beside deepspeed_compress.
 
     The gradient scaler of torch works outside of DeepSpeed there, and the engine is refused.
@@ -172,12 +149,12 @@ def compress_scaled_autocast(document: Document, context: Context) -> Iterator[D
         "torch_autocast": {"enabled": true, "dtype": "bf16"}, "deepspeed_compress": {}}
     Proof: raises torch_autocast in fp16 without ZeRO
     """
-    found = _wrong(document, context)["unsupported"]
-    yield from (one for one in found if one.place.path == _AUTOCAST)
+    found = _problems(document, context)
+    yield from () if found is None else (one for one in found.unsupported if one.place.path == _AUTOCAST)
 
 
 @rule("DSC913", "info")
-def compress_universal_resume(document: Document, context: Context) -> Iterator[Diagnostic]:
+def compress_universal_resume(document: Document, context: Context) -> Findings:
     """checkpoint.load_universal beside checkpoints that training goes on from by itself.
 
     Going on by itself takes the universal checkpoint until the run has saved a newer one. But `engine.load_checkpoint`
@@ -191,13 +168,13 @@ def compress_universal_resume(document: Document, context: Context) -> Iterator[
         "deepspeed_compress": {"checkpointing": {"every": 100, "directory": "checkpoints", "resume": true}}}
     Proof: accepts every load_checkpoint of the program returns to the universal checkpoint
     """
-    saving = section(document, OUR_SECTION, "checkpointing")
+    saving = document.section(OUR_SECTION, "checkpointing")
     goes_on = saving.get("directory") is not None and saving.get("resume") is not False
     if goes_on and document.get("checkpoint", "load_universal") is True:
-        yield Diagnostic(
-            at("checkpoint", "load_universal"),
+        yield finding(
+            ("checkpoint", "load_universal"),
             "load_checkpoint loads the universal checkpoint each time, whatever this run has saved since",
-            write("nothing, once the run has saved a checkpoint of its own"),
+            "nothing, once the run has saved a checkpoint of its own",
         )
 
 

@@ -1,22 +1,10 @@
 """Rules on pipelines. A `pipeline` section, or stages in ours, indicate that the model is a PipelineModule."""
 
-from collections.abc import Iterator
-
-from deepspeed_compress.diagnostics import Diagnostic, at, write
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, replace
-from deepspeed_compress.tools.lint.rule import Context, rule
-from deepspeed_compress.tools.lint.rules.common import (
-    ZERO,
-    hugging_face,
-    integer,
-    is_true,
-    number,
-    show,
-    stage,
-    stages,
-    truth,
-)
+from deepspeed_compress.tools.lint.rule import Context, Findings, rule
+from deepspeed_compress.tools.lint.rules.common import ZERO, finding, hugging_face, stage, stages
+from deepspeed_compress.tools.lint.values import integer, number, show, truth
 
 
 def _pipelined(document: Document) -> bool:
@@ -29,7 +17,7 @@ def _ignored(document: Document, context: Context) -> bool:
 
 
 @rule("DSC600", "error")
-def pipeline_with_zero_2_or_3(document: Document, context: Context) -> Iterator[Diagnostic]:
+def pipeline_with_zero_2_or_3(document: Document, context: Context) -> Findings:
     """ZeRO 2 or 3 with a pipeline.
 
     Partitioned gradients cannot wait for the other micro-batches (runtime/pipe/engine.py).
@@ -47,11 +35,11 @@ def pipeline_with_zero_2_or_3(document: Document, context: Context) -> Iterator[
     if document.has("pipeline") and stage(document) in (2, 3):
         what = f"stage {stage(document)} does not work with pipelines (allowed: 0, 1)"
         correction = fix("Write stage 1", replace(document, (ZERO, "stage"), 1), safe=False)
-        yield Diagnostic(at(ZERO, "stage"), what, write("1"), fix=correction)
+        yield finding((ZERO, "stage"), what, "1", correction)
 
 
 @rule("DSC601", "warning")
-def pipeline_overlap_ignored(document: Document, context: Context) -> Iterator[Diagnostic]:
+def pipeline_overlap_ignored(document: Document, context: Context) -> Findings:
     """overlap_comm with a pipeline.
 
     The engine turns it off and warns (runtime/engine.py).
@@ -67,13 +55,13 @@ def pipeline_overlap_ignored(document: Document, context: Context) -> Iterator[D
     """
     if _ignored(document, context):
         return
-    if _pipelined(document) and is_true(document, ZERO, "overlap_comm") and stage(document) == 1:
+    if _pipelined(document) and document.is_true(ZERO, "overlap_comm") and stage(document) == 1:
         correction = fix("Write false", replace(document, (ZERO, "overlap_comm"), False))
-        yield Diagnostic(at(ZERO, "overlap_comm"), "true has no effect with pipelines", write("false"), fix=correction)
+        yield finding((ZERO, "overlap_comm"), "true has no effect with pipelines", "false", correction)
 
 
 @rule("DSC602", "error")
-def pipeline_partition_boolean(document: Document, context: Context) -> Iterator[Diagnostic]:
+def pipeline_partition_boolean(document: Document, context: Context) -> Findings:
     """pipe_partitioned or grad_partitioned is no boolean.
 
     Asserted without a message (runtime/pipe/engine.py).
@@ -92,16 +80,11 @@ def pipeline_partition_boolean(document: Document, context: Context) -> Iterator
         if not isinstance(value, bool):
             meant = truth(value)
             correction = None if meant is None else fix("Write a boolean", replace(document, ("pipeline", key), meant))
-            yield Diagnostic(
-                at("pipeline", key),
-                f"{show(value)} is no boolean (allowed: true, false)",
-                write("true"),
-                fix=correction,
-            )
+            yield finding(("pipeline", key), f"{show(value)} is no boolean (allowed: true, false)", "true", correction)
 
 
 @rule("DSC603", "error")
-def pipeline_interval_number(document: Document, context: Context) -> Iterator[Diagnostic]:
+def pipeline_interval_number(document: Document, context: Context) -> Findings:
     """pipeline.activation_checkpoint_interval is no number.
 
     Compared with 0 without a check (runtime/pipe/engine.py).
@@ -120,11 +103,11 @@ def pipeline_interval_number(document: Document, context: Context) -> Iterator[D
         path = ("pipeline", "activation_checkpoint_interval")
         meant = integer(value)
         correction = None if meant is None else fix("Write a number", replace(document, path, meant))
-        yield Diagnostic(at(*path), f"{show(value)} is no number (allowed: 0 or more)", write("1"), fix=correction)
+        yield finding(path, f"{show(value)} is no number (allowed: 0 or more)", "1", correction)
 
 
 @rule("DSC604", "error")
-def pipeline_divides_world(document: Document, context: Context) -> Iterator[Diagnostic]:
+def pipeline_divides_world(document: Document, context: Context) -> Findings:
     """The number of stages does not divide the number of ranks.
 
     Checked by PipelineModule (runtime/pipe/module.py), which is given the number by the program.
@@ -138,15 +121,13 @@ def pipeline_divides_world(document: Document, context: Context) -> Iterator[Dia
     """
     if _ignored(document, context):
         return
-    count, world = integer(document.get("pipeline", "stages")), context.world_size
+    count, world = document.integer("pipeline", "stages"), context.world_size
     if count is not None and count > 0 and world is not None and world % count:
-        yield Diagnostic(
-            at("pipeline", "stages"), f"{count} stages do not divide {world} ranks", write(f"a divisor of {world}")
-        )
+        yield finding(("pipeline", "stages"), f"{count} stages do not divide {world} ranks", f"a divisor of {world}")
 
 
 @rule("DSC605", "info")
-def few_micro_batches(document: Document, context: Context) -> Iterator[Diagnostic]:
+def few_micro_batches(document: Document, context: Context) -> Findings:
     """Fewer micro-batches than pipeline stages.
 
     Micro-batches are gradient_accumulation_steps (runtime/pipe/engine.py); while the pipeline fills and drains, ranks
@@ -163,16 +144,16 @@ def few_micro_batches(document: Document, context: Context) -> Iterator[Diagnost
     """
     if _ignored(document, context):
         return
-    count, steps = stages(document), integer(document.get("gradient_accumulation_steps", default=1))
+    count, steps = stages(document), document.integer("gradient_accumulation_steps", default=1)
     given = document.has("gradient_accumulation_steps") or document.get("train_batch_size") is None
     if count > 1 and steps is not None and 0 < steps < count and given:
         idle = round(100 * (count - 1) / (steps + count - 1))
         what = f"{steps} micro-batches in {count} stages leave each rank idle for {idle} % of the time"
-        yield Diagnostic(at("gradient_accumulation_steps"), what, write(f"{4 * count} or more"))
+        yield finding(("gradient_accumulation_steps",), what, f"{4 * count} or more")
 
 
 @rule("DSC606", "error")
-def unmanaged_pipeline(document: Document, context: Context) -> Iterator[Diagnostic]:
+def unmanaged_pipeline(document: Document, context: Context) -> Findings:
     """managed_gradient_accumulation is false with a pipeline.
 
     Asserted by the engine (runtime/engine.py).
@@ -187,11 +168,11 @@ def unmanaged_pipeline(document: Document, context: Context) -> Iterator[Diagnos
     if _ignored(document, context):
         return
     if _pipelined(document) and document.get("managed_gradient_accumulation", default=True) is False:
-        yield Diagnostic(at("managed_gradient_accumulation"), "false is refused with pipelines", write("true"))
+        yield finding(("managed_gradient_accumulation",), "false is refused with pipelines", "true")
 
 
 @rule("DSC607", "warning")
-def more_stages_than_layers(document: Document, context: Context) -> Iterator[Diagnostic]:
+def more_stages_than_layers(document: Document, context: Context) -> Findings:
     """More stages than the model has layers.
 
     Some stages get no layer (runtime/pipe/module.py), and their ranks only pass activations on.
@@ -211,4 +192,4 @@ def more_stages_than_layers(document: Document, context: Context) -> Iterator[Di
     if layers is not None and count > layers + 2:
         where = ("pipeline", "stages") if document.has("pipeline", "stages") else ("deepspeed_compress", "parallelism")
         what = f"{count} stages are more than the {layers} layers, embedding and head of the model"
-        yield Diagnostic(at(*where), what, write(f"{layers + 2} or fewer"))
+        yield finding(where, what, f"{layers + 2} or fewer")

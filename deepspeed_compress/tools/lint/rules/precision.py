@@ -1,20 +1,9 @@
 """Rules on precision: dtypes of parameters, gradients and master weights."""
 
-from collections.abc import Iterator
-
-from deepspeed_compress.diagnostics import Diagnostic, at, write
 from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.rule import Context, rule
-from deepspeed_compress.tools.lint.rules.common import (
-    AUTO,
-    ZERO,
-    bf16,
-    fp16,
-    is_true,
-    offload,
-    show,
-    stage,
-)
+from deepspeed_compress.tools.lint.rule import Context, Findings, rule
+from deepspeed_compress.tools.lint.rules.common import ZERO, bf16, finding, fp16, offload, stage
+from deepspeed_compress.tools.lint.values import AUTO, show
 
 _DTYPES = {
     "fp16": "fp16",
@@ -51,7 +40,7 @@ def _left_open(document: Document) -> bool:
 
 
 @rule("DSC300", "error")
-def fp16_and_bf16(document: Document, context: Context) -> Iterator[Diagnostic]:
+def fp16_and_bf16(document: Document, context: Context) -> Findings:
     """fp16 and bf16 are both enabled.
 
     The model can be in one of them only (runtime/config.py).
@@ -62,11 +51,11 @@ def fp16_and_bf16(document: Document, context: Context) -> Iterator[Diagnostic]:
     """
     if fp16(document) and bf16(document):
         what = 'true together with "bf16" (allowed: one of the two)'
-        yield Diagnostic(at("fp16", "enabled"), what, write('"enabled": false here or in "bf16"'))
+        yield finding(("fp16", "enabled"), what, '"enabled": false here or in "bf16"')
 
 
 @rule("DSC301", "error")
-def param_dtype_conflict(document: Document, context: Context) -> Iterator[Diagnostic]:
+def param_dtype_conflict(document: Document, context: Context) -> Findings:
     """data_types.param_dtype contradicts fp16 or bf16.
 
     The optimizer takes the model's format from fp16 and bf16, so that the engine refuses another one
@@ -79,11 +68,11 @@ def param_dtype_conflict(document: Document, context: Context) -> Iterator[Diagn
     asked, model = _dtype(document, "param_dtype"), model_dtype(document)
     if asked is not None and asked != model and not _left_open(document):
         what = f"{show(document.get('data_types', 'param_dtype'))} contradicts the model's {model} (allowed: {model})"
-        yield Diagnostic(at("data_types", "param_dtype"), what, write(f'"{model}", or enable {asked}'))
+        yield finding(("data_types", "param_dtype"), what, f'"{model}", or enable {asked}')
 
 
 @rule("DSC302", "error")
-def accumulation_dtype_without_zero(document: Document, context: Context) -> Iterator[Diagnostic]:
+def accumulation_dtype_without_zero(document: Document, context: Context) -> Findings:
     """Gradients accumulate in another format than the model's, without ZeRO.
 
     Only the optimizers of ZeRO keep gradients in a format of their own (runtime/engine.py).
@@ -99,11 +88,11 @@ def accumulation_dtype_without_zero(document: Document, context: Context) -> Ite
     if asked is not None and asked != model and stage(document) == 0 and has_optimizer and not _left_open(document):
         value = show(document.get("data_types", "grad_accum_dtype"))
         what = f"{value} differs from the model's {model} without ZeRO (allowed: {model})"
-        yield Diagnostic(at("data_types", "grad_accum_dtype"), what, write(f'"{model}", or ZeRO stage 1 to 3'))
+        yield finding(("data_types", "grad_accum_dtype"), what, f'"{model}", or ZeRO stage 1 to 3')
 
 
 @rule("DSC303", "info")
-def bf16_optimizer_chosen(document: Document, context: Context) -> Iterator[Diagnostic]:
+def bf16_optimizer_chosen(document: Document, context: Context) -> Findings:
     """bf16, stage 1 and accumulation in fp32 choose another optimizer than ZeRO's.
 
     The engine takes BF16_Optimizer for exactly this combination (runtime/engine.py): it all-reduces gradients in fp32
@@ -118,13 +107,11 @@ def bf16_optimizer_chosen(document: Document, context: Context) -> Iterator[Diag
     wide = _dtype(document, "grad_accum_dtype") == "fp32"
     if wide and bf16(document) and stage(document) == 1 and offload(document, "offload_optimizer") != "cpu":
         what = "with bf16 and stage 1 this chooses BF16_Optimizer, which all-reduces gradients on another path"
-        yield Diagnostic(
-            at("data_types", "grad_accum_dtype"), what, write("stage 2 for the usual path, or leave it so on purpose")
-        )
+        yield finding(("data_types", "grad_accum_dtype"), what, "stage 2 for the usual path, or leave it so on purpose")
 
 
 @rule("DSC304", "error")
-def unknown_dtype(document: Document, context: Context) -> Iterator[Diagnostic]:
+def unknown_dtype(document: Document, context: Context) -> Findings:
     """The name of a number format that DeepSpeed does not know.
 
     Formats are looked up by name where they are used (DtypeEnum, runtime/config.py).
@@ -137,14 +124,14 @@ def unknown_dtype(document: Document, context: Context) -> Iterator[Diagnostic]:
         value = document.get(*path)
         if isinstance(value, str) and value != AUTO and value not in _DTYPES:
             what = f"{show(value)} is no number format that DeepSpeed knows (allowed: fp32, fp16, bf16)"
-            yield Diagnostic(at(*path), what, write('"bf16", "fp16" or "fp32"'))
+            yield finding(path, what, '"bf16", "fp16" or "fp32"')
 
 
 _AUTOCAST = ("torch_autocast", "dtype")
 
 
 @rule("DSC305", "error")
-def keep_in_fp32_not_a_list(document: Document, context: Context) -> Iterator[Diagnostic]:
+def keep_in_fp32_not_a_list(document: Document, context: Context) -> Findings:
     """data_types.keep_in_fp32_modules is neither a list nor auto.
 
     DeepSpeed refuses a single name (runtime/config.py).
@@ -159,11 +146,11 @@ def keep_in_fp32_not_a_list(document: Document, context: Context) -> Iterator[Di
     if document.has("data_types", "keep_in_fp32_modules") and (not fine or value is None):
         what = f'{show(value)} is refused (allowed: "auto", or a list of name patterns)'
         instead = f"[{show(value)}]" if isinstance(value, str) else '"auto"'
-        yield Diagnostic(at("data_types", "keep_in_fp32_modules"), what, write(instead))
+        yield finding(("data_types", "keep_in_fp32_modules"), what, instead)
 
 
 @rule("DSC306", "error")
-def master_weights_without_zero(document: Document, context: Context) -> Iterator[Diagnostic]:
+def master_weights_without_zero(document: Document, context: Context) -> Findings:
     """Master weights or optimizer states in 16 bits without ZeRO.
 
     Asserted when the configuration is read (runtime/config.py).
@@ -176,13 +163,13 @@ def master_weights_without_zero(document: Document, context: Context) -> Iterato
     Proof: raises only supported with ZeRO Stage 1, 2, or 3
     """
     for path in (*_MASTER, ("bf16", "bf16_optimizer_states")):
-        if is_true(document, *path) and stage(document) == 0:
+        if document.is_true(*path) and stage(document) == 0:
             what = "true needs ZeRO, and the stage is 0 (allowed: stages 1 to 3)"
-            yield Diagnostic(at(*path), what, write('"zero_optimization": {"stage": 2}, or false'))
+            yield finding(path, what, '"zero_optimization": {"stage": 2}, or false')
 
 
 @rule("DSC307", "error")
-def bf16_states_without_master(document: Document, context: Context) -> Iterator[Diagnostic]:
+def bf16_states_without_master(document: Document, context: Context) -> Findings:
     """bf16_optimizer_states without bf16_master_weights_and_grads.
 
     Asserted when the configuration is read (runtime/config.py).
@@ -195,16 +182,12 @@ def bf16_states_without_master(document: Document, context: Context) -> Iterator
     Proof: raises requires bf16_master_weights_and_grads
     """
     path = ("bf16", "bf16_optimizer_states")
-    if is_true(document, *path) and not is_true(document, *_MASTER[1]) and stage(document) in (1, 2, 3):
-        yield Diagnostic(
-            at(*path),
-            "true needs bf16_master_weights_and_grads",
-            write('"bf16_master_weights_and_grads": true besides'),
-        )
+    if document.is_true(*path) and not document.is_true(*_MASTER[1]) and stage(document) in (1, 2, 3):
+        yield finding(path, "true needs bf16_master_weights_and_grads", '"bf16_master_weights_and_grads": true besides')
 
 
 @rule("DSC308", "error")
-def master_weights_without_offload(document: Document, context: Context) -> Iterator[Diagnostic]:
+def master_weights_without_offload(document: Document, context: Context) -> Findings:
     """Master weights in 16 bits without offloading the optimizer.
 
     Only DeepSpeedCPUAdam keeps them in 16 bits (runtime/zero/stage_1_and_2.py, stage3.py), unless the states are in
@@ -220,9 +203,7 @@ def master_weights_without_offload(document: Document, context: Context) -> Iter
     if stage(document) not in (1, 2, 3) or offload(document, "offload_optimizer"):
         return
     for path in _MASTER:
-        states = path[0] == "bf16" and is_true(document, "bf16", "bf16_optimizer_states")
-        if is_true(document, *path) and not states and isinstance(document.get("optimizer", "type"), str):
+        states = path[0] == "bf16" and document.is_true("bf16", "bf16_optimizer_states")
+        if document.is_true(*path) and not states and isinstance(document.get("optimizer", "type"), str):
             what = "true needs an optimizer on the CPU (allowed: with offload_optimizer)"
-            yield Diagnostic(
-                at(*path), what, write(f'"{ZERO}": {{"offload_optimizer": {{"device": "cpu"}}}}, or false')
-            )
+            yield finding(path, what, f'"{ZERO}": {{"offload_optimizer": {{"device": "cpu"}}}}, or false')

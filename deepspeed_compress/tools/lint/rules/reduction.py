@@ -1,21 +1,10 @@
 """Rules on the reduction of gradients: scaling, operation, dtype."""
 
-from collections.abc import Iterator
-
-from deepspeed_compress.diagnostics import Diagnostic, at, write
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, replace
-from deepspeed_compress.tools.lint.rule import Context, rule
-from deepspeed_compress.tools.lint.rules.common import (
-    AUTO,
-    ZERO,
-    bf16,
-    is_true,
-    number,
-    show,
-    stage,
-    truth,
-)
+from deepspeed_compress.tools.lint.rule import Context, Findings, rule
+from deepspeed_compress.tools.lint.rules.common import ZERO, bf16, finding, stage
+from deepspeed_compress.tools.lint.values import AUTO, show
 
 _FORMATS = ("fp16", "bf16", "fp32")
 _OPERATIONS = ("mean", "sum")
@@ -25,11 +14,11 @@ _FACTOR = "gradient_predivide_factor"
 
 def _scatters(document: Document) -> bool:
     """Return True if gradients are reduce-scattered, which stages 2 and 3 do by default."""
-    return stage(document) in (2, 3) and truth(document.get(ZERO, "reduce_scatter", default=True)) is True
+    return stage(document) in (2, 3) and document.truth(ZERO, "reduce_scatter", default=True) is True
 
 
 @rule("DSC320", "error")
-def prescale_with_reduce_scatter(document: Document, context: Context) -> Iterator[Diagnostic]:
+def prescale_with_reduce_scatter(document: Document, context: Context) -> Findings:
     """prescale_gradients with stage 2 or 3 and reduce_scatter.
 
     Asserted by the optimizers of ZeRO (runtime/zero/stage_1_and_2.py, stage3.py).
@@ -42,11 +31,11 @@ def prescale_with_reduce_scatter(document: Document, context: Context) -> Iterat
     """
     if document.get("prescale_gradients") is True and _scatters(document):
         what = f"true is not supported with reduce_scatter and stage {stage(document)} (allowed: false)"
-        yield Diagnostic(at("prescale_gradients"), what, write('false, or "reduce_scatter": false'))
+        yield finding(("prescale_gradients",), what, 'false, or "reduce_scatter": false')
 
 
 @rule("DSC321", "error")
-def predivide_with_reduce_scatter(document: Document, context: Context) -> Iterator[Diagnostic]:
+def predivide_with_reduce_scatter(document: Document, context: Context) -> Findings:
     """gradient_predivide_factor with stage 2 or 3 and reduce_scatter.
 
     Asserted by the optimizers of ZeRO (runtime/zero/stage_1_and_2.py, stage3.py).
@@ -57,14 +46,14 @@ def predivide_with_reduce_scatter(document: Document, context: Context) -> Itera
         "zero_optimization": {"stage": 3}, "gradient_predivide_factor": 1.0}
     Proof: raises gradient_predivide_factor != 1.0 is not yet supported
     """
-    factor = number(document.get(_FACTOR))
+    factor = document.number(_FACTOR)
     if factor is not None and factor not in (0, 1) and _scatters(document):
         what = f"{show(factor)} is not supported with reduce_scatter and stage {stage(document)} (allowed: 1.0)"
-        yield Diagnostic(at(_FACTOR), what, write('1.0, or "reduce_scatter": false'))
+        yield finding((_FACTOR,), what, '1.0, or "reduce_scatter": false')
 
 
 @rule("DSC322", "error")
-def predivide_by_zero(document: Document, context: Context) -> Iterator[Diagnostic]:
+def predivide_by_zero(document: Document, context: Context) -> Findings:
     """gradient_predivide_factor is 0.
 
     Gradients are divided by it before they are reduced (runtime/engine.py); nothing checks it.
@@ -73,12 +62,12 @@ def predivide_by_zero(document: Document, context: Context) -> Iterator[Diagnost
     Right: {"train_batch_size": 8, "gradient_predivide_factor": 1.0}
     Proof: accepts the first reduction divides by zero
     """
-    if number(document.get(_FACTOR)) == 0:
-        yield Diagnostic(at(_FACTOR), "0 divides gradients by zero (allowed: other numbers)", write("1.0"))
+    if document.number(_FACTOR) == 0:
+        yield finding((_FACTOR,), "0 divides gradients by zero (allowed: other numbers)", "1.0")
 
 
 @rule("DSC323", "warning")
-def predivide_with_prescale(document: Document, context: Context) -> Iterator[Diagnostic]:
+def predivide_with_prescale(document: Document, context: Context) -> Findings:
     """gradient_predivide_factor has no effect with prescale_gradients.
 
     The factor is read only where gradients are scaled after the reduction (allreduce_bucket, runtime/engine.py).
@@ -87,14 +76,14 @@ def predivide_with_prescale(document: Document, context: Context) -> Iterator[Di
     Right: {"train_batch_size": 8, "prescale_gradients": true}
     Proof: accepts the factor has no effect
     """
-    factor = number(document.get(_FACTOR))
+    factor = document.number(_FACTOR)
     if factor is not None and factor not in (0, 1) and document.get("prescale_gradients") is True:
         what = f"{show(factor)} has no effect with prescale_gradients, which divides by the number of ranks"
-        yield Diagnostic(at(_FACTOR), what, write('1.0, or "prescale_gradients": false'))
+        yield finding((_FACTOR,), what, '1.0, or "prescale_gradients": false')
 
 
 @rule("DSC324", "error")
-def allreduce_op_unknown(document: Document, context: Context) -> Iterator[Diagnostic]:
+def allreduce_op_unknown(document: Document, context: Context) -> Findings:
     """gradient_allreduce_op is neither mean nor sum.
 
     Checked when the configuration is read (runtime/config.py).
@@ -105,7 +94,7 @@ def allreduce_op_unknown(document: Document, context: Context) -> Iterator[Diagn
     """
     value = document.get(_OP, default="mean")
     if value != AUTO and not (isinstance(value, str) and value.lower() in _OPERATIONS):
-        yield Diagnostic(at(_OP), f"{show(value)} is not known (allowed: mean, sum)", write('"mean" or "sum"'))
+        yield finding((_OP,), f"{show(value)} is not known (allowed: mean, sum)", '"mean" or "sum"')
 
 
 def _sums(document: Document) -> bool:
@@ -114,7 +103,7 @@ def _sums(document: Document) -> bool:
 
 
 @rule("DSC325", "error")
-def sum_with_stage_3(document: Document, context: Context) -> Iterator[Diagnostic]:
+def sum_with_stage_3(document: Document, context: Context) -> Findings:
     """Gradients are to be summed with stage 3.
 
     Checked when the configuration is read (runtime/config.py).
@@ -126,13 +115,11 @@ def sum_with_stage_3(document: Document, context: Context) -> Iterator[Diagnosti
     Proof: raises is not supported with ZeRO stage 3
     """
     if _sums(document) and stage(document) == 3:
-        yield Diagnostic(
-            at(_OP), '"sum" is not supported with stage 3 (allowed: mean)', write('"mean", or stage 0 to 2')
-        )
+        yield finding((_OP,), '"sum" is not supported with stage 3 (allowed: mean)', '"mean", or stage 0 to 2')
 
 
 @rule("DSC326", "error")
-def sum_with_zenflow(document: Document, context: Context) -> Iterator[Diagnostic]:
+def sum_with_zenflow(document: Document, context: Context) -> Findings:
     """Gradients are to be summed with ZenFlow.
 
     Checked when the configuration is read (runtime/config.py).
@@ -145,11 +132,11 @@ def sum_with_zenflow(document: Document, context: Context) -> Iterator[Diagnosti
     Proof: raises is not supported with ZenFlow
     """
     if _sums(document) and isinstance(document.get(ZERO, "zenflow"), dict) and stage(document) != 3:
-        yield Diagnostic(at(_OP), '"sum" is not supported with ZenFlow (allowed: mean)', write('"mean"'))
+        yield finding((_OP,), '"sum" is not supported with ZenFlow (allowed: mean)', '"mean"')
 
 
 @rule("DSC327", "error")
-def sum_with_deepcompile(document: Document, context: Context) -> Iterator[Diagnostic]:
+def sum_with_deepcompile(document: Document, context: Context) -> Findings:
     """Gradients are to be summed with DeepCompile.
 
     Checked when the configuration is read (runtime/config.py).
@@ -159,12 +146,12 @@ def sum_with_deepcompile(document: Document, context: Context) -> Iterator[Diagn
     Proof: raises is not supported with DeepCompile
     """
     zenflow = isinstance(document.get(ZERO, "zenflow"), dict)
-    if _sums(document) and is_true(document, "compile", "deepcompile") and stage(document) != 3 and not zenflow:
-        yield Diagnostic(at(_OP), '"sum" is not supported with DeepCompile (allowed: mean)', write('"mean"'))
+    if _sums(document) and document.is_true("compile", "deepcompile") and stage(document) != 3 and not zenflow:
+        yield finding((_OP,), '"sum" is not supported with DeepCompile (allowed: mean)', '"mean"')
 
 
 @rule("DSC328", "error")
-def communication_dtype_unknown(document: Document, context: Context) -> Iterator[Diagnostic]:
+def communication_dtype_unknown(document: Document, context: Context) -> Findings:
     """A communication format that DeepSpeed does not know.
 
     Only the short names are known here, unlike under data_types (runtime/config.py).
@@ -180,11 +167,11 @@ def communication_dtype_unknown(document: Document, context: Context) -> Iterato
             meant = names.get(value.lower().removeprefix("torch.")) if isinstance(value, str) else None
             what = f"{show(value)} is not known (allowed: fp16, bf16, fp32)"
             correction = fix("Use DeepSpeed's name", replace(document, (key,), meant)) if meant else None
-            yield Diagnostic(at(key), what, write(show(meant) if meant else '"bf16", "fp16" or "fp32"'), fix=correction)
+            yield finding((key,), what, show(meant) if meant else '"bf16", "fp16" or "fp32"', correction)
 
 
 @rule("DSC329", "warning")
-def fp16_communication_of_bf16(document: Document, context: Context) -> Iterator[Diagnostic]:
+def fp16_communication_of_bf16(document: Document, context: Context) -> Findings:
     """Gradients in bf16 are sent as fp16.
 
     bf16 reaches 3e38, fp16 65504, and without a loss scale nothing keeps gradients below (runtime/engine.py).
@@ -198,4 +185,4 @@ def fp16_communication_of_bf16(document: Document, context: Context) -> Iterator
     value = document.get("communication_data_type")
     if bf16(document) and isinstance(value, str) and value.lower() == "fp16":
         what = '"fp16" cannot hold the range of gradients in bf16: large ones become infinite (allowed: bf16, fp32)'
-        yield Diagnostic(at("communication_data_type"), what, write('"bf16" or "fp32"'))
+        yield finding(("communication_data_type",), what, '"bf16" or "fp32"')

@@ -1,13 +1,12 @@
 """Rules on former keys of DeepSpeed. Removed keys are refused; deprecated ones are converted or ignored."""
 
-from collections.abc import Iterator
-
-from deepspeed_compress.diagnostics import Diagnostic, Fix, at, at_key, write
+from deepspeed_compress.diagnostics import Fix
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, remove, rename, replace
 from deepspeed_compress.tools.lint.keys import known_values
-from deepspeed_compress.tools.lint.rule import Context, rule
-from deepspeed_compress.tools.lint.rules.common import ZERO, is_true, optimizer, show
+from deepspeed_compress.tools.lint.rule import Context, Findings, rule
+from deepspeed_compress.tools.lint.rules.common import ZERO, finding, key_finding, optimizer
+from deepspeed_compress.tools.lint.values import show
 
 
 def _off(value: object) -> bool:
@@ -20,15 +19,15 @@ def _without(document: Document, *path: str) -> Fix | None:
     return fix(f'Remove "{path[-1]}"', remove(document, path), safe=_off(document.get(*path)))
 
 
-def _removed(document: Document, keys: tuple[str, ...], instead: str) -> Iterator[Diagnostic]:
+def _removed(document: Document, keys: tuple[str, ...], instead: str) -> Findings:
     for key in keys:
         if document.has(key):
             what = f'"{key}" was removed from DeepSpeed, which refuses it even if it is disabled'
-            yield Diagnostic(at_key(key), what, write(instead), fix=_without(document, key))
+            yield key_finding((key,), what, instead, _without(document, key))
 
 
 @rule("DSC110", "error")
-def removed_elasticity(document: Document, context: Context) -> Iterator[Diagnostic]:
+def removed_elasticity(document: Document, context: Context) -> Findings:
     """Elastic training was removed.
 
     DeepSpeed 0.19 refuses the key wherever it stands, disabled or not (runtime/config.py).
@@ -45,7 +44,7 @@ def removed_elasticity(document: Document, context: Context) -> Iterator[Diagnos
 
 
 @rule("DSC111", "error")
-def removed_compression_training(document: Document, context: Context) -> Iterator[Diagnostic]:
+def removed_compression_training(document: Document, context: Context) -> Findings:
     """Training of compressed models (compression_training) was removed.
 
     DeepSpeed 0.19 refuses the key wherever it stands, disabled or not (runtime/config.py).
@@ -63,7 +62,7 @@ def removed_compression_training(document: Document, context: Context) -> Iterat
 
 
 @rule("DSC112", "error")
-def removed_sparse_gradients(document: Document, context: Context) -> Iterator[Diagnostic]:
+def removed_sparse_gradients(document: Document, context: Context) -> Findings:
     """sparse_gradients was removed; the section deepspeed_compress sends sparse gradients.
 
     DeepSpeed 0.19 refuses the key wherever it stands, disabled or not (runtime/config.py).
@@ -78,7 +77,7 @@ def removed_sparse_gradients(document: Document, context: Context) -> Iterator[D
 
 
 @rule("DSC113", "error")
-def removed_amp(document: Document, context: Context) -> Iterator[Diagnostic]:
+def removed_amp(document: Document, context: Context) -> Findings:
     """Apex amp was removed.
 
     DeepSpeed 0.19 refuses the key wherever it stands, disabled or not (runtime/config.py).
@@ -91,7 +90,7 @@ def removed_amp(document: Document, context: Context) -> Iterator[Diagnostic]:
 
 
 @rule("DSC114", "error")
-def removed_curriculum(document: Document, context: Context) -> Iterator[Diagnostic]:
+def removed_curriculum(document: Document, context: Context) -> Findings:
     """The outermost curriculum_learning was removed.
 
     DeepSpeed 0.19 refuses the key wherever it stands, disabled or not (runtime/config.py).
@@ -104,7 +103,7 @@ def removed_curriculum(document: Document, context: Context) -> Iterator[Diagnos
 
 
 @rule("DSC115", "error")
-def removed_key(document: Document, context: Context) -> Iterator[Diagnostic]:
+def removed_key(document: Document, context: Context) -> Findings:
     """The feature of this key was removed.
 
     DeepSpeed 0.19 refuses the key wherever it stands, disabled or not (runtime/config.py).
@@ -121,7 +120,7 @@ def removed_key(document: Document, context: Context) -> Iterator[Diagnostic]:
 
 
 @rule("DSC116", "error")
-def removed_loco(document: Document, context: Context) -> Iterator[Diagnostic]:
+def removed_loco(document: Document, context: Context) -> Findings:
     r"""LoCo was removed from ZeRO++; the section deepspeed_compress has error feedback for every stage.
 
     DeepSpeed 0.19 refuses the key wherever it stands, disabled or not (runtime/config.py).
@@ -137,13 +136,11 @@ def removed_loco(document: Document, context: Context) -> Iterator[Diagnostic]:
         instead = (
             '"deepspeed_compress": {"gradients": {"method": "blockwise", "bits": 4}}, whose default has error feedback'
         )
-        yield Diagnostic(
-            at_key(ZERO, "zeropp_loco_param"), what, write(instead), fix=_without(document, ZERO, "zeropp_loco_param")
-        )
+        yield key_finding((ZERO, "zeropp_loco_param"), what, instead, _without(document, ZERO, "zeropp_loco_param"))
 
 
 @rule("DSC117", "error")
-def removed_mics(document: Document, context: Context) -> Iterator[Diagnostic]:
+def removed_mics(document: Document, context: Context) -> Findings:
     """MiCS was removed.
 
     DeepSpeed 0.19 refuses the key wherever it stands, disabled or not (runtime/config.py).
@@ -158,14 +155,14 @@ def removed_mics(document: Document, context: Context) -> Iterator[Diagnostic]:
         if document.has(ZERO, key):
             what = f'"{key}" was removed with MiCS'
             instead = '"zero_hpz_partition_size" for weights that are partitioned inside a node'
-            yield Diagnostic(at_key(ZERO, key), what, write(instead), fix=_without(document, ZERO, key))
+            yield key_finding((ZERO, key), what, instead, _without(document, ZERO, key))
 
 
 _ONE_BIT = frozenset({"onebitadam", "zerooneadam", "onebitlamb"})
 
 
 @rule("DSC118", "error")
-def removed_one_bit_optimizer(document: Document, context: Context) -> Iterator[Diagnostic]:
+def removed_one_bit_optimizer(document: Document, context: Context) -> Findings:
     """The 1-bit optimizers were removed; the section deepspeed_compress sends one bit with any optimizer.
 
     OneBitAdam, ZeroOneAdam and OneBitLamb are no optimizers of DeepSpeed any more (runtime/engine.py).
@@ -181,11 +178,11 @@ def removed_one_bit_optimizer(document: Document, context: Context) -> Iterator[
         instead = (
             '"type": "AdamW", and "deepspeed_compress": {"gradients": {"method": "sign"}} for gradients of one bit'
         )
-        yield Diagnostic(at("optimizer", "type"), what, write(instead))
+        yield finding(("optimizer", "type"), what, instead)
 
 
 @rule("DSC119", "warning")
-def old_bfloat16_key(document: Document, context: Context) -> Iterator[Diagnostic]:
+def old_bfloat16_key(document: Document, context: Context) -> Findings:
     """bfloat16 is the old name of bf16.
 
     DeepSpeed reads it only where bf16 is missing (runtime/precision_config.py); Hugging Face never does.
@@ -199,11 +196,11 @@ def old_bfloat16_key(document: Document, context: Context) -> Iterator[Diagnosti
         what = '"bfloat16" is the old name of "bf16"' + (", which stands here too and alone counts" if both else "")
         edits = remove(document, ("bfloat16",)) if both else rename(document, ("bfloat16",), "bf16")
         instead = "nothing: remove the key" if both else '"bf16"'
-        yield Diagnostic(at_key("bfloat16"), what, write(instead), fix=fix("Use the name bf16", edits))
+        yield key_finding(("bfloat16",), what, instead, fix("Use the name bf16", edits))
 
 
 @rule("DSC120", "warning")
-def zero_boolean(document: Document, context: Context) -> Iterator[Diagnostic]:
+def zero_boolean(document: Document, context: Context) -> Findings:
     """zero_optimization is a boolean.
 
     The format of the first versions; it means stage 1 (runtime/zero/config.py).
@@ -217,16 +214,14 @@ def zero_boolean(document: Document, context: Context) -> Iterator[Diagnostic]:
     if isinstance(value, bool):
         meant = {"stage": int(value)}
         what = f"{show(value)} is the format of old versions and means stage {int(value)} (allowed: an object)"
-        yield Diagnostic(
-            at(ZERO), what, write(show(meant)), fix=fix("Write the stage", replace(document, (ZERO,), meant))
-        )
+        yield finding((ZERO,), what, show(meant), fix("Write the stage", replace(document, (ZERO,), meant)))
 
 
 _OFFLOADS = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 
 
 @rule("DSC121", "warning")
-def deprecated_key(document: Document, context: Context) -> Iterator[Diagnostic]:
+def deprecated_key(document: Document, context: Context) -> Findings:
     """A key with a newer name.
 
     DeepSpeed converts some of these and ignores others, with a warning (runtime/config_utils.py).
@@ -241,7 +236,7 @@ def deprecated_key(document: Document, context: Context) -> Iterator[Diagnostic]
         if key.deprecated and not document.has(*path[:-1], key.deprecated):
             instead = _OFFLOADS.get(str(path[-1]), key.deprecated)
             what = f'"{path[-1]}" is deprecated in favour of {key.deprecated}'
-            yield Diagnostic(at_key(*path), what, write(f'"{instead}"'), fix=_modern(document, str(path[-1])))
+            yield key_finding(path, what, f'"{instead}"', _modern(document, str(path[-1])))
 
 
 def _modern(document: Document, key: str) -> Fix | None:
@@ -256,7 +251,7 @@ def _modern(document: Document, key: str) -> Fix | None:
 
 
 @rule("DSC122", "error")
-def deprecated_and_new_key(document: Document, context: Context) -> Iterator[Diagnostic]:
+def deprecated_and_new_key(document: Document, context: Context) -> Findings:
     """A deprecated key together with the one that replaces it.
 
     DeepSpeed does not choose between the two (runtime/config_utils.py).
@@ -270,13 +265,11 @@ def deprecated_and_new_key(document: Document, context: Context) -> Iterator[Dia
     for path, key, _ in known_values(document, strict=True):
         if key.deprecated and document.has(*path[:-1], key.deprecated):
             what = f'"{path[-1]}" stands beside "{key.deprecated}", which replaces it (allowed: one of them)'
-            yield Diagnostic(
-                at_key(*path), what, write(f'only "{key.deprecated}"'), fix=fix("Remove it", remove(document, path))
-            )
+            yield key_finding(path, what, f'only "{key.deprecated}"', fix("Remove it", remove(document, path)))
 
 
 @rule("DSC123", "error")
-def legacy_stage_1(document: Document, context: Context) -> Iterator[Diagnostic]:
+def legacy_stage_1(document: Document, context: Context) -> Findings:
     """legacy_stage1 asks for an implementation that is gone.
 
     The key is still accepted and then refused by the engine (runtime/engine.py).
@@ -287,18 +280,13 @@ def legacy_stage_1(document: Document, context: Context) -> Iterator[Diagnostic]
         "zero_optimization": {"stage": 1}}
     Proof: raises deprecated version of ZeRO Stage 1 is not supported
     """
-    if is_true(document, ZERO, "legacy_stage1"):
+    if document.is_true(ZERO, "legacy_stage1"):
         correction = fix("Remove it", remove(document, (ZERO, "legacy_stage1")))
-        yield Diagnostic(
-            at(ZERO, "legacy_stage1"),
-            "true asks for code that is gone (allowed: false)",
-            write("false"),
-            fix=correction,
-        )
+        yield finding((ZERO, "legacy_stage1"), "true asks for code that is gone (allowed: false)", "false", correction)
 
 
 @rule("DSC124", "warning")
-def elastic_checkpoint_stage_3(document: Document, context: Context) -> Iterator[Diagnostic]:
+def elastic_checkpoint_stage_3(document: Document, context: Context) -> Findings:
     """elastic_checkpoint has no effect with stage 3.
 
     Universal checkpoints replace it (runtime/zero/config.py); loading such a checkpoint fails.
@@ -309,10 +297,8 @@ def elastic_checkpoint_stage_3(document: Document, context: Context) -> Iterator
         "zero_optimization": {"stage": 3}}
     Proof: warns ZeRO-3 elastic checkpointing is deprecated
     """
-    if is_true(document, ZERO, "elastic_checkpoint") and document.get(ZERO, "stage") == 3:
+    if document.is_true(ZERO, "elastic_checkpoint") and document.get(ZERO, "stage") == 3:
         what = "true is not supported with stage 3 any more (allowed: false)"
-        yield Diagnostic(
-            at(ZERO, "elastic_checkpoint"),
-            what,
-            write('"checkpoint": {"load_universal": true} for another number of ranks'),
+        yield finding(
+            (ZERO, "elastic_checkpoint"), what, '"checkpoint": {"load_universal": true} for another number of ranks'
         )

@@ -1,22 +1,22 @@
 """Rules on our own section and what the user states about the run: ranks, network, memory, framework."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_compress.diagnostics import Diagnostic, at, at_key, write
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.keys import OUR_SECTION, closest
-from deepspeed_compress.tools.lint.rule import Context, rule
+from deepspeed_compress.tools.lint.rule import Context, Findings, rule
 from deepspeed_compress.tools.lint.rules.common import (
+    finding,
     hugging_face,
-    integer,
+    key_finding,
     offload,
-    section,
     stage,
     stages,
     tensor_size,
 )
 from deepspeed_compress.tools.lint.rules.ours import parsed_section
+from deepspeed_compress.tools.lint.values import integer
 
 if TYPE_CHECKING:
     from deepspeed_compress.config import CompressConfig, MemoryConfig
@@ -29,7 +29,7 @@ _BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 def _active(document: Document) -> bool:
     """Return True if gradients are compressed, by whichever method."""
     ours = document.get(OUR_SECTION)
-    return isinstance(ours, dict) and section(document, OUR_SECTION, "gradients").get("method") != "none"
+    return isinstance(ours, dict) and document.section(OUR_SECTION, "gradients").get("method") != "none"
 
 
 def _data_parallel(document: Document, context: Context) -> int | None:
@@ -40,7 +40,7 @@ def _data_parallel(document: Document, context: Context) -> int | None:
 
 
 @rule("DSC905", "warning")
-def compress_single_rank(document: Document, context: Context) -> Iterator[Diagnostic]:
+def compress_single_rank(document: Document, context: Context) -> Findings:
     """Compression with one data-parallel rank.
 
     Gradients are exchanged between data-parallel ranks only.
@@ -54,11 +54,11 @@ def compress_single_rank(document: Document, context: Context) -> Iterator[Diagn
     """
     if _active(document) and _data_parallel(document, context) == 1:
         what = f"with one data-parallel rank of {context.world_size} there are no gradients to exchange"
-        yield Diagnostic(at_key(OUR_SECTION), what, write('"method": "none", or start more ranks'))
+        yield key_finding((OUR_SECTION,), what, '"method": "none", or start more ranks')
 
 
 @rule("DSC906", "warning")
-def compress_node_size(document: Document, context: Context) -> Iterator[Diagnostic]:
+def compress_node_size(document: Document, context: Context) -> Findings:
     """hierarchy.ranks_per_node is not the number of ranks of a node.
 
     The first level would cross nodes, or the second stay inside one.
@@ -71,13 +71,13 @@ def compress_node_size(document: Document, context: Context) -> Iterator[Diagnos
     Proof: accepts messages cross the network uncompressed
     """
     path = (OUR_SECTION, "gradients", "hierarchy", "ranks_per_node")
-    size, node = integer(document.get(*path)), context.ranks_per_node
+    size, node = document.integer(*path), context.ranks_per_node
     if size is not None and node is not None and size != node:
-        yield Diagnostic(at(*path), f"{size} is not the {node} ranks that a node has", write(str(node)))
+        yield finding(path, f"{size} is not the {node} ranks that a node has", str(node))
 
 
 @rule("DSC907", "warning")
-def compress_warmup_exceeds_total(document: Document, context: Context) -> Iterator[Diagnostic]:
+def compress_warmup_exceeds_total(document: Document, context: Context) -> Findings:
     """All steps of training are uncompressed.
 
     schedule.warmup_steps are sent as they are.
@@ -91,15 +91,13 @@ def compress_warmup_exceeds_total(document: Document, context: Context) -> Itera
     Proof: accepts nothing is ever compressed
     """
     path = (OUR_SECTION, "schedule", "warmup_steps")
-    warmup, total = integer(document.get(*path)), integer(document.get("scheduler", "params", "total_num_steps"))
+    warmup, total = document.integer(*path), document.integer("scheduler", "params", "total_num_steps")
     if _active(document) and warmup is not None and total is not None and 0 < total <= warmup:
-        yield Diagnostic(
-            at(*path), f"{warmup} steps are uncompressed, and training has {total}", write(f"less than {total}")
-        )
+        yield finding(path, f"{warmup} steps are uncompressed, and training has {total}", f"less than {total}")
 
 
 @rule("DSC908", "warning")
-def compress_ignores_unknown_rule(document: Document, context: Context) -> Iterator[Diagnostic]:
+def compress_ignores_unknown_rule(document: Document, context: Context) -> Findings:
     """lint.ignore names no rule.
 
     A typing error would leave the rule in force.
@@ -120,11 +118,11 @@ def compress_ignores_unknown_rule(document: Document, context: Context) -> Itera
         if isinstance(given, str) and given != "ALL" and not family:
             close = closest(given, names)
             instead = f'"{close}", if you meant that' if close else "a code such as DSC100, or a name"
-            yield Diagnostic(at(*path, index), f'"{given}" is no rule of the linter', write(instead))
+            yield finding((*path, index), f'"{given}" is no rule of the linter', instead)
 
 
 @rule("DSC909", "warning")
-def compress_fast_network(document: Document, context: Context) -> Iterator[Diagnostic]:
+def compress_fast_network(document: Document, context: Context) -> Findings:
     """Compression cannot pay at this bandwidth.
 
     Compressing and restoring reads and writes each element several times, which takes about as long as sending it over
@@ -137,13 +135,11 @@ def compress_fast_network(document: Document, context: Context) -> Iterator[Diag
     """
     if _active(document) and context.bandwidth is not None and context.bandwidth >= _FASTEST:
         what = f"at {context.bandwidth:g} Gbit/s gradients are sent about as fast as they are compressed"
-        yield Diagnostic(
-            at_key(OUR_SECTION), what, write("nothing: remove the section, or measure with and without it")
-        )
+        yield key_finding((OUR_SECTION,), what, "nothing: remove the section, or measure with and without it")
 
 
 @rule("DSC910", "warning")
-def compress_residual_memory(document: Document, context: Context) -> Iterator[Diagnostic]:
+def compress_residual_memory(document: Document, context: Context) -> Findings:
     """Residuals do not fit into the memory of the GPU.
 
     Error feedback remembers an element for every gradient that a rank sends. Activations come on top of what is counted
@@ -171,9 +167,7 @@ def compress_residual_memory(document: Document, context: Context) -> Iterator[D
             f"residuals in {memory.dtype} take {residuals / 2**30:.1f} GiB, and weights, gradients and optimizer leave "
             f"{(context.gpu_memory - needed) / 2**30:.1f} GiB of {context.gpu_memory / 2**30:.0f}"
         )
-        yield Diagnostic(
-            at(OUR_SECTION, "gradients", key), what, write(f'"{key}": {{"device": "cpu"}}, or "dtype": "int8"')
-        )
+        yield finding((OUR_SECTION, "gradients", key), what, f'"{key}": {{"device": "cpu"}}, or "dtype": "int8"')
 
 
 def _memory(parsed: "CompressConfig") -> tuple[str, "MemoryConfig | None"]:
@@ -217,7 +211,7 @@ def _training_bytes(document: Document, context: Context, elements: int) -> int:
 
 
 @rule("DSC911", "info")
-def compress_needs_install(document: Document, context: Context) -> Iterator[Diagnostic]:
+def compress_needs_install(document: Document, context: Context) -> Findings:
     """Hugging Face must be told to compress.
 
     The Trainer and Accelerate call deepspeed.initialize, which ds-compress run and install() extend.
@@ -233,4 +227,4 @@ def compress_needs_install(document: Document, context: Context) -> Iterator[Dia
         instead = (
             "ds-compress run in front of the script, or deepspeed_compress.install() ahead of everything else in it"
         )
-        yield Diagnostic(at_key(OUR_SECTION), what, write(instead))
+        yield key_finding((OUR_SECTION,), what, instead)

@@ -1,24 +1,14 @@
 """Rules on precision: the loss scale of fp16, and autocast."""
 
-from collections.abc import Iterator
-
-from deepspeed_compress.diagnostics import Diagnostic, at, write
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, replace
-from deepspeed_compress.tools.lint.rule import Context, rule
-from deepspeed_compress.tools.lint.rules.common import (
-    ZERO,
-    fp16,
-    is_true,
-    number,
-    section,
-    show,
-    truth,
-)
+from deepspeed_compress.tools.lint.rule import Context, Findings, rule
+from deepspeed_compress.tools.lint.rules.common import ZERO, finding, fp16
+from deepspeed_compress.tools.lint.values import number, show
 
 
 @rule("DSC309", "error")
-def loss_scale_range(document: Document, context: Context) -> Iterator[Diagnostic]:
+def loss_scale_range(document: Document, context: Context) -> Findings:
     """fp16.loss_scale is negative or a boolean.
 
     0 asks for dynamic scaling, a positive number is a fixed scale (runtime/precision_config.py).
@@ -31,15 +21,15 @@ def loss_scale_range(document: Document, context: Context) -> Iterator[Diagnosti
     negative = number(value) is not None and (number(value) or 0) < 0
     if isinstance(value, bool) or negative:
         what = f"{show(value)} is no loss scale (allowed: 0 for a dynamic one, or a positive number)"
-        yield Diagnostic(at("fp16", "loss_scale"), what, write("0"))
+        yield finding(("fp16", "loss_scale"), what, "0")
 
 
 def _dynamic(document: Document) -> bool:
-    return fp16(document) and number(document.get("fp16", "loss_scale", default=0)) == 0
+    return fp16(document) and document.number("fp16", "loss_scale", default=0) == 0
 
 
 @rule("DSC310", "error")
-def loss_scale_window_range(document: Document, context: Context) -> Iterator[Diagnostic]:
+def loss_scale_window_range(document: Document, context: Context) -> Findings:
     """The window or the minimum of the dynamic loss scale is not positive.
 
     The scaler divides by the window, and a minimum of zero lets the scale vanish (runtime/precision_config.py).
@@ -53,7 +43,7 @@ def loss_scale_window_range(document: Document, context: Context) -> Iterator[Di
         found = number(value)
         if isinstance(value, bool) or (found is not None and found <= 0 and _dynamic(document)):
             what = f"{show(value)} is refused with a dynamic loss scale (allowed: 1 or more)"
-            yield Diagnostic(at("fp16", key), what, write("1000" if key == "loss_scale_window" else "1"))
+            yield finding(("fp16", key), what, "1000" if key == "loss_scale_window" else "1")
 
 
 _DYNAMIC_ONLY = {
@@ -67,7 +57,7 @@ _DYNAMIC_ONLY = {
 
 
 @rule("DSC311", "warning")
-def fixed_loss_scale(document: Document, context: Context) -> Iterator[Diagnostic]:
+def fixed_loss_scale(document: Document, context: Context) -> Findings:
     """A fixed loss scale beside settings of the dynamic one.
 
     With loss_scale above 0 the dynamic scaler is not made (runtime/engine.py), and its settings have no effect.
@@ -78,15 +68,15 @@ def fixed_loss_scale(document: Document, context: Context) -> Iterator[Diagnosti
         "fp16": {"enabled": true, "loss_scale": 0, "initial_scale_power": 8}}
     Proof: accepts the settings of the dynamic scale have no effect
     """
-    scale = number(document.get("fp16", "loss_scale"))
-    unused = [key for key, value in section(document, "fp16").items() if _DYNAMIC_ONLY.get(key, value) != value]
+    scale = document.number("fp16", "loss_scale")
+    unused = [key for key, value in document.section("fp16").items() if _DYNAMIC_ONLY.get(key, value) != value]
     if scale is not None and scale > 0 and unused:
         what = f"{show(scale)} is a fixed scale, with which {', '.join(unused)} have no effect (allowed: 0)"
-        yield Diagnostic(at("fp16", "loss_scale"), what, write("0 for a dynamic scale, or leave the others out"))
+        yield finding(("fp16", "loss_scale"), what, "0 for a dynamic scale, or leave the others out")
 
 
 @rule("DSC312", "warning")
-def huge_initial_loss_scale(document: Document, context: Context) -> Iterator[Diagnostic]:
+def huge_initial_loss_scale(document: Document, context: Context) -> Findings:
     """The loss scale begins so high that the first steps are lost.
 
     The exponent of two is initial_scale_power (runtime/precision_config.py); fp16 ends at 65504, and each overflow
@@ -98,14 +88,14 @@ def huge_initial_loss_scale(document: Document, context: Context) -> Iterator[Di
         "fp16": {"enabled": true, "initial_scale_power": 16}}
     Proof: accepts steps are skipped until the scale has come down
     """
-    power = number(document.get("fp16", "initial_scale_power"))
+    power = document.number("fp16", "initial_scale_power")
     if power is not None and power > 32:
         what = f"{show(power)} begins with a loss scale at which every gradient overflows (useful: 8 to 24)"
-        yield Diagnostic(at("fp16", "initial_scale_power"), what, write("16"))
+        yield finding(("fp16", "initial_scale_power"), what, "16")
 
 
 @rule("DSC313", "error")
-def autocast_with_quantized_weights(document: Document, context: Context) -> Iterator[Diagnostic]:
+def autocast_with_quantized_weights(document: Document, context: Context) -> Findings:
     """torch_autocast together with zero_quantized_weights.
 
     Asserted by runtime/torch_autocast.py.
@@ -117,14 +107,12 @@ def autocast_with_quantized_weights(document: Document, context: Context) -> Ite
         "zero_optimization": {"stage": 3}, "torch_autocast": {"enabled": true, "dtype": "bf16"}}
     Proof: raises Cannot enable both torch autocast and zero quantized weights
     """
-    if is_true(document, "torch_autocast", "enabled") and is_true(document, ZERO, "zero_quantized_weights"):
-        yield Diagnostic(
-            at(ZERO, "zero_quantized_weights"), "true is refused together with torch_autocast", write("false")
-        )
+    if document.is_true("torch_autocast", "enabled") and document.is_true(ZERO, "zero_quantized_weights"):
+        yield finding((ZERO, "zero_quantized_weights"), "true is refused together with torch_autocast", "false")
 
 
 @rule("DSC314", "warning")
-def inputs_cast_without_fp16(document: Document, context: Context) -> Iterator[Diagnostic]:
+def inputs_cast_without_fp16(document: Document, context: Context) -> Findings:
     """fp16.auto_cast with fp16 off.
 
     The engine casts what goes into the model whether fp16 is on or not (runtime/engine.py): floating-point inputs meet
@@ -137,15 +125,13 @@ def inputs_cast_without_fp16(document: Document, context: Context) -> Iterator[D
     Proof: accepts inputs are in fp16, weights are not
     """
     path = ("fp16", "auto_cast")
-    if is_true(document, *path) and truth(document.get("fp16", "enabled", default=False)) is False:
+    if document.is_true(*path) and document.truth("fp16", "enabled", default=False) is False:
         what = "true casts the inputs to fp16, and fp16 is off: the model is in another format"
-        yield Diagnostic(
-            at(*path), what, write('false, or "enabled": true'), fix=fix("Write false", replace(document, path, False))
-        )
+        yield finding(path, what, 'false, or "enabled": true', fix("Write false", replace(document, path, False)))
 
 
 @rule("DSC315", "error")
-def autocast_modules_without_package(document: Document, context: Context) -> Iterator[Diagnostic]:
+def autocast_modules_without_package(document: Document, context: Context) -> Findings:
     """torch_autocast.lower_precision_safe_modules does not list importable classes.
 
     Each name is split at its last dot and imported (runtime/torch_autocast.py).
@@ -161,6 +147,4 @@ def autocast_modules_without_package(document: Document, context: Context) -> It
     bad = [item for item in names if not (isinstance(item, str) and "." in item)]
     if bad or isinstance(value, str):
         what = f"{show(value)} is not a list of classes with their packages"
-        yield Diagnostic(
-            at("torch_autocast", "lower_precision_safe_modules"), what, write('["torch.nn.Linear"], for instance')
-        )
+        yield finding(("torch_autocast", "lower_precision_safe_modules"), what, '["torch.nn.Linear"], for instance')

@@ -1,22 +1,13 @@
 """Rules on learning rate schedulers."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
-from deepspeed_compress.diagnostics import Diagnostic, at, at_key, write
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, rename, replace
 from deepspeed_compress.tools.lint.keys import closest, keys
-from deepspeed_compress.tools.lint.rule import Context, rule
-from deepspeed_compress.tools.lint.rules.common import (
-    AUTO,
-    bf16,
-    fp16,
-    listed,
-    number,
-    params,
-    show,
-    stage,
-)
+from deepspeed_compress.tools.lint.rule import Context, Findings, rule
+from deepspeed_compress.tools.lint.rules.common import bf16, finding, fp16, key_finding, params, stage
+from deepspeed_compress.tools.lint.values import AUTO, listed, number, show
 
 _TYPE = ("scheduler", "type")
 _PARAMS = ("scheduler", "params")
@@ -31,7 +22,7 @@ def _name(document: Document) -> str:
 
 
 def _value(document: Document, key: str) -> float | None:
-    return number(document.get(*_PARAMS, key))
+    return document.number(*_PARAMS, key)
 
 
 def _runs(document: Document) -> bool:
@@ -40,7 +31,7 @@ def _runs(document: Document) -> bool:
 
 
 @rule("DSC520", "error")
-def unknown_scheduler(document: Document, context: Context) -> Iterator[Diagnostic]:
+def unknown_scheduler(document: Document, context: Context) -> Findings:
     """scheduler.type is not known.
 
     DeepSpeed looks the name up among its own schedulers and torch's, with its case (runtime/engine.py).
@@ -56,16 +47,11 @@ def unknown_scheduler(document: Document, context: Context) -> Iterator[Diagnost
         close = closest(name, keys().schedulers)
         what = f"{show(name)} is neither a scheduler of DeepSpeed nor of torch"
         correction = fix(f"Write {close}", replace(document, _TYPE, close), safe=False) if close else None
-        yield Diagnostic(
-            at(*_TYPE),
-            what,
-            write(f'"{close}", if you meant that' if close else '"WarmupLR", for instance'),
-            fix=correction,
-        )
+        yield finding(_TYPE, what, f'"{close}", if you meant that' if close else '"WarmupLR", for instance', correction)
 
 
 @rule("DSC521", "warning")
-def scheduler_without_type(document: Document, context: Context) -> Iterator[Diagnostic]:
+def scheduler_without_type(document: Document, context: Context) -> Findings:
     """A scheduler section without a type.
 
     DeepSpeed takes it for no scheduler at all (runtime/config.py).
@@ -77,13 +63,11 @@ def scheduler_without_type(document: Document, context: Context) -> Iterator[Dia
     Proof: ignores
     """
     if isinstance(document.get("scheduler"), dict) and not document.has(*_TYPE):
-        yield Diagnostic(
-            at_key("scheduler"), 'without "type" the scheduler is ignored', write('"type": "WarmupLR" besides')
-        )
+        yield key_finding(("scheduler",), 'without "type" the scheduler is ignored', '"type": "WarmupLR" besides')
 
 
 @rule("DSC522", "error")
-def scheduler_without_params(document: Document, context: Context) -> Iterator[Diagnostic]:
+def scheduler_without_params(document: Document, context: Context) -> Findings:
     r"""A scheduler section without params.
 
     DeepSpeed unpacks params, and there is nothing to unpack (runtime/engine.py).
@@ -95,11 +79,11 @@ def scheduler_without_params(document: Document, context: Context) -> Iterator[D
     Proof: raises argument after \*\* must be a mapping
     """
     if _runs(document) and document.get(*_PARAMS) is None:
-        yield Diagnostic(at(*_TYPE), 'a scheduler without "params" fails', write('"params": {} besides'))
+        yield finding(_TYPE, 'a scheduler without "params" fails', '"params": {} besides')
 
 
 @rule("DSC523", "error")
-def unknown_scheduler_parameter(document: Document, context: Context) -> Iterator[Diagnostic]:
+def unknown_scheduler_parameter(document: Document, context: Context) -> Findings:
     """A parameter that the scheduler does not have.
 
     DeepSpeed passes scheduler.params on to the constructor (runtime/engine.py).
@@ -119,11 +103,11 @@ def unknown_scheduler_parameter(document: Document, context: Context) -> Iterato
             path = (*_PARAMS, key)
             correction = fix(f"Rename to {close}", rename(document, path, close or ""), safe=False) if free else None
             instead = f'"{close}", if you meant that' if close else "nothing: remove the key"
-            yield Diagnostic(at_key(*path), what, write(instead), fix=correction)
+            yield key_finding(path, what, instead, correction)
 
 
 @rule("DSC524", "error")
-def missing_scheduler_parameter(document: Document, context: Context) -> Iterator[Diagnostic]:
+def missing_scheduler_parameter(document: Document, context: Context) -> Findings:
     """A parameter that the scheduler needs is missing.
 
     WarmupDecayLR and WarmupCosineLR need total_num_steps (runtime/lr_schedules.py); those of torch have others.
@@ -140,13 +124,11 @@ def missing_scheduler_parameter(document: Document, context: Context) -> Iterato
     meant = {closest(key, known) for key in given if key not in known}
     for key, required in known.items():
         if required and key not in given and key not in meant and document.get(*_PARAMS) is not None:
-            yield Diagnostic(
-                at(*_PARAMS, key), f'"{key}" is missing, which {_name(document)} needs', write(f'"{key}" into params')
-            )
+            yield finding((*_PARAMS, key), f'"{key}" is missing, which {_name(document)} needs', f'"{key}" into params')
 
 
 @rule("DSC525", "error")
-def warmup_not_positive(document: Document, context: Context) -> Iterator[Diagnostic]:
+def warmup_not_positive(document: Document, context: Context) -> Findings:
     """warmup_num_steps is no positive whole number.
 
     Checked by the scheduler (runtime/lr_schedules.py).
@@ -160,11 +142,11 @@ def warmup_not_positive(document: Document, context: Context) -> Iterator[Diagno
     steps = _value(document, "warmup_num_steps")
     if _name(document) in _WARMUPS and steps is not None and (steps <= 0 or steps != int(steps)):
         what = f"{show(steps)} is refused (allowed: whole numbers from 1)"
-        yield Diagnostic(at(*_PARAMS, "warmup_num_steps"), what, write("1 for no warm-up"))
+        yield finding((*_PARAMS, "warmup_num_steps"), what, "1 for no warm-up")
 
 
 @rule("DSC526", "warning")
-def warmup_exceeds_total(document: Document, context: Context) -> Iterator[Diagnostic]:
+def warmup_exceeds_total(document: Document, context: Context) -> Findings:
     """The warm-up is longer than the whole training.
 
     The scheduler only warns (runtime/lr_schedules.py). warmup_num_steps is 1000 where it is not given.
@@ -182,13 +164,11 @@ def warmup_exceeds_total(document: Document, context: Context) -> Iterator[Diagn
     if _name(document) in _WARMUPS and total is not None and warmup is not None and 0 < total < warmup:
         given = "" if document.has(*_PARAMS, "warmup_num_steps") else ", its default"
         what = f"{show(total)} is less than warmup_num_steps {int(warmup)}{given}: the rate never decays"
-        yield Diagnostic(
-            at(*_PARAMS, "total_num_steps"), what, write(f"more than {int(warmup)}, or fewer steps of warm-up")
-        )
+        yield finding((*_PARAMS, "total_num_steps"), what, f"more than {int(warmup)}, or fewer steps of warm-up")
 
 
 @rule("DSC527", "warning")
-def unknown_warmup_type(document: Document, context: Context) -> Iterator[Diagnostic]:
+def unknown_warmup_type(document: Document, context: Context) -> Findings:
     """warmup_type is neither log nor linear.
 
     The scheduler warns and takes log (runtime/lr_schedules.py).
@@ -201,15 +181,13 @@ def unknown_warmup_type(document: Document, context: Context) -> Iterator[Diagno
     """
     value = document.get(*_PARAMS, "warmup_type", default="log")
     if _name(document) in _WARMUPS and value not in (*_TYPES, AUTO):
-        yield Diagnostic(
-            at(*_PARAMS, "warmup_type"),
-            f"{show(value)} is taken for log (allowed: log, linear)",
-            write('"linear" or "log"'),
+        yield finding(
+            (*_PARAMS, "warmup_type"), f"{show(value)} is taken for log (allowed: log, linear)", '"linear" or "log"'
         )
 
 
 @rule("DSC528", "warning")
-def decay_at_default_rate(document: Document, context: Context) -> Iterator[Diagnostic]:
+def decay_at_default_rate(document: Document, context: Context) -> Findings:
     """WarmupDecayLR or LRRangeTest without a rate of its own starts from 0.001.
 
     Unlike WarmupLR, which takes the optimizer's rate, they have defaults of their own (runtime/lr_schedules.py):
@@ -222,12 +200,12 @@ def decay_at_default_rate(document: Document, context: Context) -> Iterator[Diag
         "params": {"warmup_max_lr": 0.0001, "warmup_num_steps": 10, "total_num_steps": 100}}}
     Proof: accepts the learning rate is ten times the one of the optimizer
     """
-    rate, key = number(document.get("optimizer", "params", "lr")), _DEFAULTED.get(_name(document), "")
+    rate, key = document.number("optimizer", "params", "lr"), _DEFAULTED.get(_name(document), "")
     missing = not document.has(*_PARAMS, key) and document.get(*_PARAMS) is not None
     if key and missing and rate != 0.001:
         asked = f"the optimizer's {show(rate)}" if rate is not None else "that of the optimizer"
         what = f"{_name(document)} without {key} trains at 0.001, not at {asked}"
-        yield Diagnostic(at(*_PARAMS, key), what, write(f'"{key}": {show(rate) if rate is not None else "..."}'))
+        yield finding((*_PARAMS, key), what, f'"{key}": {show(rate) if rate is not None else "..."}')
 
 
 _DEFAULTED = {"WarmupDecayLR": "warmup_max_lr", "LRRangeTest": "lr_range_test_min_lr"}
@@ -235,7 +213,7 @@ _DEFAULTED = {"WarmupDecayLR": "warmup_max_lr", "LRRangeTest": "lr_range_test_mi
 
 
 @rule("DSC529", "warning")
-def scheduler_replaces_rate(document: Document, context: Context) -> Iterator[Diagnostic]:
+def scheduler_replaces_rate(document: Document, context: Context) -> Findings:
     """The scheduler's learning rate is not the optimizer's.
 
     WarmupLR, WarmupDecayLR, OneCycle and LRRangeTest set the rate of every step (runtime/lr_schedules.py), as CyclicLR
@@ -248,12 +226,12 @@ def scheduler_replaces_rate(document: Document, context: Context) -> Iterator[Di
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.0001, "warmup_num_steps": 100}}}
     Proof: accepts the learning rate of the optimizer has no effect
     """
-    rate, given = number(document.get("optimizer", "params", "lr")), _RATES.get(_name(document), ())
+    rate, given = document.number("optimizer", "params", "lr"), _RATES.get(_name(document), ())
     own = [(key, value) for key in given for value in _numbers(document.get(*_PARAMS, key))]
     if rate is not None and own and own[-1][0] == given[-1] and rate not in [value for _, value in own]:
         key, value = own[-1]
         what = f"{show(value)} replaces the optimizer's learning rate {show(rate)}"
-        yield Diagnostic(at(*_PARAMS, key), what, write(f"{show(rate)}, or the same number in both places"))
+        yield finding((*_PARAMS, key), what, f"{show(rate)}, or the same number in both places")
 
 
 _RATES: Mapping[str, tuple[str, ...]] = {
@@ -274,7 +252,7 @@ def _numbers(value: object) -> list[float]:
 
 
 @rule("DSC530", "warning")
-def falling_warmup(document: Document, context: Context) -> Iterator[Diagnostic]:
+def falling_warmup(document: Document, context: Context) -> Findings:
     """warmup_min_lr is above warmup_max_lr.
 
     The scheduler interpolates between the two without comparing them (runtime/lr_schedules.py).
@@ -290,11 +268,11 @@ def falling_warmup(document: Document, context: Context) -> Iterator[Diagnostic]
     low, high = _value(document, "warmup_min_lr"), _value(document, "warmup_max_lr")
     if _name(document) in _WARMUPS and low is not None and high is not None and low > high:
         what = f"{show(low)} is more than warmup_max_lr {show(high)}: the rate falls during warm-up"
-        yield Diagnostic(at(*_PARAMS, "warmup_min_lr"), what, write(f"{show(high)} or less"))
+        yield finding((*_PARAMS, "warmup_min_lr"), what, f"{show(high)} or less")
 
 
 @rule("DSC531", "info")
-def scheduler_without_optimizer(document: Document, context: Context) -> Iterator[Diagnostic]:
+def scheduler_without_optimizer(document: Document, context: Context) -> Findings:
     """A scheduler without an optimizer in the file.
 
     Schedulers are made only where there is an optimizer (runtime/engine.py); the program must pass one.
@@ -311,11 +289,11 @@ def scheduler_without_optimizer(document: Document, context: Context) -> Iterato
     """
     if _runs(document) and not document.has("optimizer") and context.framework == "deepspeed":
         what = "without an optimizer, here or from the program, the scheduler is ignored"
-        yield Diagnostic(at_key("scheduler"), what, write('"optimizer": {...}, or pass one to deepspeed.initialize'))
+        yield key_finding(("scheduler",), what, '"optimizer": {...}, or pass one to deepspeed.initialize')
 
 
 @rule("DSC532", "error")
-def no_steps_to_decay(document: Document, context: Context) -> Iterator[Diagnostic]:
+def no_steps_to_decay(document: Document, context: Context) -> Findings:
     """total_num_steps is 0.
 
     The rate is multiplied by what is left of the steps (runtime/lr_schedules.py), which is nothing; Hugging Face
@@ -332,13 +310,13 @@ def no_steps_to_decay(document: Document, context: Context) -> Iterator[Diagnost
     total = _value(document, "total_num_steps")
     if _name(document) in _WARMUPS and total is not None and total <= 0:
         what = f"{show(total)} steps: the rate falls to its least as soon as the warm-up ends"
-        yield Diagnostic(
-            at(*_PARAMS, "total_num_steps"), what, write('the number of steps of the run, or "auto" with Hugging Face')
+        yield finding(
+            (*_PARAMS, "total_num_steps"), what, 'the number of steps of the run, or "auto" with Hugging Face'
         )
 
 
 @rule("DSC533", "error")
-def torch_scheduler_with_zero(document: Document, context: Context) -> Iterator[Diagnostic]:
+def torch_scheduler_with_zero(document: Document, context: Context) -> Findings:
     """A scheduler of torch with ZeRO, fp16 or bf16.
 
     The scheduler is given the optimizer that DeepSpeed has wrapped (runtime/engine.py), which is none of torch.
@@ -354,4 +332,4 @@ def torch_scheduler_with_zero(document: Document, context: Context) -> Iterator[
     if _runs(document) and _name(document) not in _OWN and wrapped:
         what = f"{show(_name(document))} is of torch, which refuses an optimizer of ZeRO, fp16 or bf16"
         instead = f"one of {listed(sorted(_OWN))}, or make it in the program"
-        yield Diagnostic(at(*_TYPE), what, write(instead))
+        yield finding(_TYPE, what, instead)

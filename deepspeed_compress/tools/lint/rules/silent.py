@@ -1,23 +1,12 @@
 """Rules on settings without effect, and on settings of monitors, checkpoints, profilers and data."""
 
-from collections.abc import Iterator
-
-from deepspeed_compress.diagnostics import Diagnostic, Path, at, at_key, write
+from deepspeed_compress.diagnostics import Path
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, remove
 from deepspeed_compress.tools.lint.keys import closest
-from deepspeed_compress.tools.lint.rule import Context, rule
-from deepspeed_compress.tools.lint.rules.common import (
-    AUTO,
-    hugging_face,
-    integer,
-    listed,
-    number,
-    offload,
-    section,
-    show,
-    truth,
-)
+from deepspeed_compress.tools.lint.rule import Context, Findings, rule
+from deepspeed_compress.tools.lint.rules.common import finding, hugging_face, key_finding, offload
+from deepspeed_compress.tools.lint.values import AUTO, listed, number, show, truth
 
 _OPTIONAL = (
     "fp16",
@@ -37,7 +26,7 @@ _OPTIONAL = (
 
 
 @rule("DSC800", "warning")
-def section_not_enabled(document: Document, context: Context) -> Iterator[Diagnostic]:
+def section_not_enabled(document: Document, context: Context) -> Findings:
     """A section with settings but without "enabled".
 
     These sections are off by default (runtime/precision_config.py, monitor/config.py, profiling/config.py), whatever
@@ -48,15 +37,15 @@ def section_not_enabled(document: Document, context: Context) -> Iterator[Diagno
     Proof: accepts the section has no effect
     """
     for part in _OPTIONAL:
-        settings = section(document, part)
+        settings = document.section(part)
         # A misspelled "enabled" has its own finding.
         if settings and "enabled" not in settings and not any(closest(key, {"enabled": None}) for key in settings):
             what = f'{part} is off without "enabled", and its other settings have no effect'
-            yield Diagnostic(at_key(part), what, write('"enabled": true besides'))
+            yield key_finding((part,), what, '"enabled": true besides')
 
 
 @rule("DSC801", "warning")
-def comms_logger_present(document: Document, context: Context) -> Iterator[Diagnostic]:
+def comms_logger_present(document: Document, context: Context) -> Findings:
     """comms_logger logs although it is not enabled.
 
     DeepSpeed asks whether the section is there (comm/config.py), not what it says.
@@ -65,16 +54,14 @@ def comms_logger_present(document: Document, context: Context) -> Iterator[Diagn
     Right: {"train_batch_size": 8, "comms_logger": {"enabled": true}}
     Proof: accepts every collective is logged, which slows training
     """
-    if truth(section(document, "comms_logger").get("enabled", False)) is False and document.has("comms_logger"):
+    if truth(document.section("comms_logger").get("enabled", False)) is False and document.has("comms_logger"):
         what = "the section itself turns the logger on: without enabled, or with false, it logs all the same"
         correction = fix("Remove the section", remove(document, ("comms_logger",)))
-        yield Diagnostic(
-            at_key("comms_logger"), what, write("nothing: remove the section to turn it off"), fix=correction
-        )
+        yield key_finding(("comms_logger",), what, "nothing: remove the section to turn it off", correction)
 
 
 @rule("DSC802", "error")
-def datastates_present(document: Document, context: Context) -> Iterator[Diagnostic]:
+def datastates_present(document: Document, context: Context) -> Findings:
     """datastates_ckpt is on although it is not enabled.
 
     Every value but false turns it on (datastates/config.py), and another package is needed then.
@@ -86,7 +73,7 @@ def datastates_present(document: Document, context: Context) -> Iterator[Diagnos
     value = document.get("datastates_ckpt", default=False)
     if value is None or (isinstance(value, dict) and value.get("enabled") is False):
         what = f"{show(value)} turns DataStates on: everything but false does"
-        yield Diagnostic(at("datastates_ckpt"), what, write("nothing: remove the key to turn it off"))
+        yield finding(("datastates_ckpt",), what, "nothing: remove the key to turn it off")
 
 
 _INERT: tuple[tuple[Path, str], ...] = (
@@ -98,7 +85,7 @@ _INERT: tuple[tuple[Path, str], ...] = (
 
 
 @rule("DSC803", "warning")
-def inert_key(document: Document, context: Context) -> Iterator[Diagnostic]:
+def inert_key(document: Document, context: Context) -> Findings:
     """A key that DeepSpeed reads and never uses.
 
     Left from former versions (runtime/config.py).
@@ -110,11 +97,11 @@ def inert_key(document: Document, context: Context) -> Iterator[Diagnostic]:
     for path, instead in _INERT:
         # Hugging Face does not read this section at all, which another rule reports.
         if document.has(*path) and not (path[0] == "pipeline" and hugging_face(context)):
-            yield Diagnostic(at_key(*path), f'DeepSpeed accepts "{path[-1]}" and never looks at it', write(instead))
+            yield key_finding(path, f'DeepSpeed accepts "{path[-1]}" and never looks at it', instead)
 
 
 @rule("DSC804", "info")
-def aio_unused(document: Document, context: Context) -> Iterator[Diagnostic]:
+def aio_unused(document: Document, context: Context) -> Findings:
     """The section aio has no effect, because nothing reads or writes with it.
 
     Only offloading to NVMe and checkpoint writers do (runtime/swap_tensor/aio_config.py).
@@ -126,10 +113,8 @@ def aio_unused(document: Document, context: Context) -> Iterator[Diagnostic]:
     """
     swaps = "nvme" in (offload(document, "offload_param"), offload(document, "offload_optimizer"))
     writes = isinstance(document.get("checkpoint", "writer"), dict)
-    if section(document, "aio") and not swaps and not writes:
-        yield Diagnostic(
-            at_key("aio"), "aio has no effect without offloading to nvme or a checkpoint writer", write("nothing")
-        )
+    if document.section("aio") and not swaps and not writes:
+        yield key_finding(("aio",), "aio has no effect without offloading to nvme or a checkpoint writer", "nothing")
 
 
 _TAGS = ("WARN", "IGNORE", "FAIL")
@@ -137,7 +122,7 @@ _WRITERS = {"type": ("MOCK", "PYTHON", "FAST"), "data_parallel": ("REPLICA", "SO
 
 
 @rule("DSC810", "error")
-def tag_validation(document: Document, context: Context) -> Iterator[Diagnostic]:
+def tag_validation(document: Document, context: Context) -> Findings:
     """checkpoint.tag_validation is not known.
 
     Checked when the configuration is read (runtime/config.py); null is refused, too.
@@ -149,11 +134,11 @@ def tag_validation(document: Document, context: Context) -> Iterator[Diagnostic]
     path = ("checkpoint", "tag_validation")
     value = document.get(*path)
     if document.has(*path) and not (isinstance(value, str) and value.upper() in _TAGS):
-        yield Diagnostic(at(*path), f"{show(value)} is not known (allowed: Warn, Ignore, Fail)", write('"Warn"'))
+        yield finding(path, f"{show(value)} is not known (allowed: Warn, Ignore, Fail)", '"Warn"')
 
 
 @rule("DSC811", "error")
-def checkpoint_writer(document: Document, context: Context) -> Iterator[Diagnostic]:
+def checkpoint_writer(document: Document, context: Context) -> Findings:
     """A kind of checkpoint writer that DeepSpeed does not know.
 
     Checked when the configuration is read (runtime/model_checkpointing/config.py).
@@ -167,11 +152,11 @@ def checkpoint_writer(document: Document, context: Context) -> Iterator[Diagnost
         value = document.get("checkpoint", "writer", key)
         if value is not None and not (isinstance(value, str) and value.upper() in allowed):
             what = f"{show(value)} is not known (allowed: {listed(allowed)})"
-            yield Diagnostic(at("checkpoint", "writer", key), what, write(f'"{allowed[-1]}"'))
+            yield finding(("checkpoint", "writer", key), what, f'"{allowed[-1]}"')
 
 
 @rule("DSC812", "error")
-def parallel_write_boolean(document: Document, context: Context) -> Iterator[Diagnostic]:
+def parallel_write_boolean(document: Document, context: Context) -> Findings:
     """checkpoint.parallel_write.pipeline_stage is no boolean.
 
     Checked when the configuration is read (runtime/config.py).
@@ -183,14 +168,14 @@ def parallel_write_boolean(document: Document, context: Context) -> Iterator[Dia
     path = ("checkpoint", "parallel_write", "pipeline_stage")
     value = document.get(*path)
     if document.has(*path) and not (isinstance(value, bool) or number(value) in (0, 1)):
-        yield Diagnostic(at(*path), f"{show(value)} is refused (allowed: true, false)", write("true"))
+        yield finding(path, f"{show(value)} is refused (allowed: true, false)", "true")
 
 
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 @rule("DSC813", "error")
-def log_level(document: Document, context: Context) -> Iterator[Diagnostic]:
+def log_level(document: Document, context: Context) -> Findings:
     """log_level is not known.
 
     Checked by the engine (utils/logging.py).
@@ -201,13 +186,11 @@ def log_level(document: Document, context: Context) -> Iterator[Diagnostic]:
     """
     value = document.get("log_level")
     if value not in (None, AUTO) and not (isinstance(value, str) and value.lower() in _LEVELS):
-        yield Diagnostic(
-            at("log_level"), f"{show(value)} is not known (allowed: {listed(_LEVELS)})", write('"warning"')
-        )
+        yield finding(("log_level",), f"{show(value)} is not known (allowed: {listed(_LEVELS)})", '"warning"')
 
 
 @rule("DSC814", "info")
-def vocabulary_not_aligned(document: Document, context: Context) -> Iterator[Diagnostic]:
+def vocabulary_not_aligned(document: Document, context: Context) -> Findings:
     """vocabulary_size is no multiple of 8.
 
     DeepSpeed only warns (runtime/config.py); nothing else reads the key.
@@ -216,14 +199,14 @@ def vocabulary_not_aligned(document: Document, context: Context) -> Iterator[Dia
     Right: {"train_batch_size": 8, "vocabulary_size": 50264}
     Proof: warns is not aligned to 8
     """
-    size = number(document.get("vocabulary_size"))
+    size = document.number("vocabulary_size")
     if size is not None and size % 8:
         what = f"{show(size)} is no multiple of 8, which tensor cores want"
-        yield Diagnostic(at("vocabulary_size"), what, write(f"{-(-int(size) // 8) * 8}, and pad the embedding"))
+        yield finding(("vocabulary_size",), what, f"{-(-int(size) // 8) * 8}, and pad the embedding")
 
 
 @rule("DSC815", "error")
-def curriculum_without_metrics(document: Document, context: Context) -> Iterator[Diagnostic]:
+def curriculum_without_metrics(document: Document, context: Context) -> Findings:
     """Curriculum learning without metrics.
 
     Asserted when the configuration is read (runtime/data_pipeline/config.py).
@@ -234,16 +217,12 @@ def curriculum_without_metrics(document: Document, context: Context) -> Iterator
     Proof: raises curriculum_metrics must be specified
     """
     path = ("data_efficiency", "data_sampling", "curriculum_learning")
-    if section(document, *path).get("enabled") is True and not document.has(*path, "curriculum_metrics"):
-        yield Diagnostic(
-            at_key(*path),
-            "curriculum_learning without curriculum_metrics",
-            write('"curriculum_metrics": {...} besides'),
-        )
+    if document.section(*path).get("enabled") is True and not document.has(*path, "curriculum_metrics"):
+        yield key_finding(path, "curriculum_learning without curriculum_metrics", '"curriculum_metrics": {...} besides')
 
 
 @rule("DSC816", "error")
-def dynamic_batching_without_tokens(document: Document, context: Context) -> Iterator[Diagnostic]:
+def dynamic_batching_without_tokens(document: Document, context: Context) -> Findings:
     """Dynamic batching without a number of tokens.
 
     Asserted when the configuration is read (runtime/data_pipeline/config.py).
@@ -255,14 +234,12 @@ def dynamic_batching_without_tokens(document: Document, context: Context) -> Ite
     Proof: raises max_tokens must be specified
     """
     path = ("data_efficiency", "data_sampling", "dynamic_batching")
-    if section(document, *path).get("enabled") and not document.has(*path, "max_tokens"):
-        yield Diagnostic(
-            at_key(*path), "dynamic_batching without max_tokens", write('"max_tokens": 4096 besides, for instance')
-        )
+    if document.section(*path).get("enabled") and not document.has(*path, "max_tokens"):
+        yield key_finding(path, "dynamic_batching without max_tokens", '"max_tokens": 4096 besides, for instance')
 
 
 @rule("DSC817", "error")
-def steps_per_print_zero(document: Document, context: Context) -> Iterator[Diagnostic]:
+def steps_per_print_zero(document: Document, context: Context) -> Findings:
     """steps_per_print is 0.
 
     The number of the step is divided by it (runtime/engine.py).
@@ -271,16 +248,14 @@ def steps_per_print_zero(document: Document, context: Context) -> Iterator[Diagn
     Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "steps_per_print": 10}
     Proof: accepts the first step ends with ZeroDivisionError
     """
-    if integer(document.get("steps_per_print")) == 0:
-        yield Diagnostic(
-            at("steps_per_print"),
-            "0 divides by zero at the first step (allowed: 1 or more)",
-            write("null for no prints"),
+    if document.integer("steps_per_print") == 0:
+        yield finding(
+            ("steps_per_print",), "0 divides by zero at the first step (allowed: 1 or more)", "null for no prints"
         )
 
 
 @rule("DSC818", "warning")
-def contiguous_checkpointing(document: Document, context: Context) -> Iterator[Diagnostic]:
+def contiguous_checkpointing(document: Document, context: Context) -> Findings:
     """contiguous_memory_optimization without what it needs.
 
     Asserted where a program calls deepspeed.checkpointing.configure
@@ -292,17 +267,15 @@ def contiguous_checkpointing(document: Document, context: Context) -> Iterator[D
         "activation_checkpointing": {"contiguous_memory_optimization": true, "partition_activations": true}}
     Proof: accepts deepspeed.checkpointing.configure fails later
     """
-    settings = section(document, "activation_checkpointing")
+    settings = document.section("activation_checkpointing")
     alone = settings.get("contiguous_memory_optimization") is True and not settings.get("partition_activations")
     if alone and not hugging_face(context):
         path = ("activation_checkpointing", "contiguous_memory_optimization")
-        yield Diagnostic(
-            at(*path), "true needs partition_activations", write('"partition_activations": true besides, or false')
-        )
+        yield finding(path, "true needs partition_activations", '"partition_activations": true besides, or false')
 
 
 @rule("DSC819", "error")
-def autotuning_directory(document: Document, context: Context) -> Iterator[Diagnostic]:
+def autotuning_directory(document: Document, context: Context) -> Findings:
     """A directory of the autotuner is empty.
 
     Asserted when the configuration is read, enabled or not (autotuning/config.py).
@@ -314,6 +287,4 @@ def autotuning_directory(document: Document, context: Context) -> Iterator[Diagn
     for key in ("results_dir", "exps_dir"):
         value = document.get("autotuning", key, default="given")
         if not value:
-            yield Diagnostic(
-                at("autotuning", key), f"{show(value)} is refused (allowed: a path)", write('"autotuning_results"')
-            )
+            yield finding(("autotuning", key), f"{show(value)} is refused (allowed: a path)", '"autotuning_results"')

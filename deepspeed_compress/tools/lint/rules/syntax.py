@@ -1,17 +1,18 @@
 """Rules on syntax that cannot be read, or that only some programs can read."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from deepspeed_compress.diagnostics import Diagnostic, Fix, Path, at, at_key, write
 from deepspeed_compress.tools.lint.document import Document, Extension, Node
 from deepspeed_compress.tools.lint.fixes import fix, remove
 from deepspeed_compress.tools.lint.placeholders import placeholders, shown
-from deepspeed_compress.tools.lint.rule import Context, rule
-from deepspeed_compress.tools.lint.rules.common import hugging_face, show
+from deepspeed_compress.tools.lint.rule import Context, Findings, rule
+from deepspeed_compress.tools.lint.rules.common import hugging_face
+from deepspeed_compress.tools.lint.values import show
 
 
 @rule("DSC001", "error")
-def syntax_error(document: Document, context: Context) -> Iterator[Diagnostic]:
+def syntax_error(document: Document, context: Context) -> Findings:
     """The file is neither JSON nor HJSON.
 
     DeepSpeed reads the file with hjson (runtime/config.py) and stops at the first error; the linter names all.
@@ -25,7 +26,7 @@ def syntax_error(document: Document, context: Context) -> Iterator[Diagnostic]:
 
 
 @rule("DSC003", "error")
-def not_an_object(document: Document, context: Context) -> Iterator[Diagnostic]:
+def not_an_object(document: Document, context: Context) -> Findings:
     """The outermost value is not an object.
 
     deepspeed.initialize asks the configuration for keys at once (deepspeed/__init__.py).
@@ -42,7 +43,7 @@ def not_an_object(document: Document, context: Context) -> Iterator[Diagnostic]:
 
 
 @rule("DSC002", "error")
-def duplicate_key(document: Document, context: Context) -> Iterator[Diagnostic]:
+def duplicate_key(document: Document, context: Context) -> Findings:
     """A key stands twice in one object.
 
     DeepSpeed refuses duplicate keys (runtime/config_utils.py). Hugging Face takes the last one without a word, so that
@@ -57,7 +58,7 @@ def duplicate_key(document: Document, context: Context) -> Iterator[Diagnostic]:
         yield from _duplicates_in(document, document.root, ())
 
 
-def _duplicates_in(document: Document, node: Node, path: Path) -> Iterator[Diagnostic]:
+def _duplicates_in(document: Document, node: Node, path: Path) -> Findings:
     first: dict[str, object] = {}
     for member in node.members:
         place = (*path, member.key)
@@ -77,7 +78,7 @@ _NAMES = {"byte-order-mark": "a byte order mark", "missing-braces": "no braces a
 
 
 @rule("DSC004", "error")
-def hjson_only_syntax(document: Document, context: Context) -> Iterator[Diagnostic]:
+def hjson_only_syntax(document: Document, context: Context) -> Findings:
     """Syntax that DeepSpeed reads and Hugging Face and Lightning do not.
 
     DeepSpeed reads HJSON: comments, trailing commas, keys without quotes. Transformers, Accelerate and Lightning open
@@ -108,7 +109,7 @@ def _as_json(extensions: Sequence[Extension]) -> Fix | None:
 
 
 @rule("DSC005", "warning")
-def unquoted_string_takes_line(document: Document, context: Context) -> Iterator[Diagnostic]:
+def unquoted_string_takes_line(document: Document, context: Context) -> Findings:
     """A string without quotes takes the comma behind it.
 
     In HJSON a string without quotes ends with its line; a comma or a comment behind it becomes part of it.
@@ -142,7 +143,7 @@ def unquoted_string_takes_line(document: Document, context: Context) -> Iterator
 
 
 @rule("DSC006", "info")
-def template(document: Document, context: Context) -> Iterator[Diagnostic]:
+def template(document: Document, context: Context) -> Findings:
     """A template, into which a script puts values.
 
     Names such as ZERO_STAGE, ${stage} and {{ stage }} stand for values. One finding for a file: what is made of it can

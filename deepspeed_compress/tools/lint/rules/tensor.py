@@ -1,31 +1,24 @@
 """Rules on tensor and expert parallelism."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from deepspeed_compress.diagnostics import Diagnostic, at, write
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, replace
-from deepspeed_compress.tools.lint.rule import Context, rule
-from deepspeed_compress.tools.lint.rules.common import (
-    AUTO,
-    integer,
-    listed,
-    section,
-    show,
-    tensor_size,
-)
+from deepspeed_compress.tools.lint.rule import Context, Findings, rule
+from deepspeed_compress.tools.lint.rules.common import finding, tensor_size
+from deepspeed_compress.tools.lint.values import AUTO, integer, listed, show
 
 _SIZE = ("tensor_parallel", "autotp_size")
 _TP_SIZE = ("tensor_parallel", "tp", "tp_size")
 
 
 def _native_size(document: Document) -> int:
-    return max(integer(document.get(*_SIZE)) or 1, 1)
+    return max(document.integer(*_SIZE) or 1, 1)
 
 
 @rule("DSC620", "error")
-def tensor_divides_world(document: Document, context: Context) -> Iterator[Diagnostic]:
+def tensor_divides_world(document: Document, context: Context) -> Findings:
     """autotp_size does not divide the number of ranks.
 
     The groups of tensor parallelism must all have this size (utils/groups.py).
@@ -39,11 +32,11 @@ def tensor_divides_world(document: Document, context: Context) -> Iterator[Diagn
     """
     size, world = _native_size(document), context.world_size
     if world is not None and world % size:
-        yield Diagnostic(at(*_SIZE), f"{size} does not divide {world} ranks", write(f"a divisor of {world}"))
+        yield finding(_SIZE, f"{size} does not divide {world} ranks", f"a divisor of {world}")
 
 
 @rule("DSC621", "warning")
-def tensor_crosses_nodes(document: Document, context: Context) -> Iterator[Diagnostic]:
+def tensor_crosses_nodes(document: Document, context: Context) -> Findings:
     """A tensor-parallel group does not fit into a node.
 
     Tensor parallelism sums activations in every layer: behind each matrix that is split by rows in the forward pass,
@@ -62,11 +55,11 @@ def tensor_crosses_nodes(document: Document, context: Context) -> Iterator[Diagn
     if node is not None and size > 1 and (size > node or node % size):
         where = _SIZE if document.has(*_SIZE) else ("deepspeed_compress", "parallelism", "tensor")
         what = f"{size} ranks share each layer, but a node has {node}: activations cross the network in every layer"
-        yield Diagnostic(at(*where), what, write(f"a divisor of {node}"))
+        yield finding(where, what, f"a divisor of {node}")
 
 
 @rule("DSC622", "error")
-def tensor_size_conflict(document: Document, context: Context) -> Iterator[Diagnostic]:
+def tensor_size_conflict(document: Document, context: Context) -> Findings:
     """tensor_parallel.tp.tp_size contradicts autotp_size.
 
     Checked by the engine (runtime/engine.py).
@@ -78,13 +71,13 @@ def tensor_size_conflict(document: Document, context: Context) -> Iterator[Diagn
     Context: {"world_size": 2, "model": {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}}
     Proof: raises does not match tensor_parallel.autotp_size
     """
-    size, other = _native_size(document), integer(document.get(*_TP_SIZE))
+    size, other = _native_size(document), document.integer(*_TP_SIZE)
     if size > 1 and other is not None and other not in (1, size):
-        yield Diagnostic(at(*_TP_SIZE), f"{other} contradicts autotp_size {size}", write(f"{size}, or remove the key"))
+        yield finding(_TP_SIZE, f"{other} contradicts autotp_size {size}", f"{size}, or remove the key")
 
 
 @rule("DSC623", "warning")
-def tensor_size_ignored(document: Document, context: Context) -> Iterator[Diagnostic]:
+def tensor_size_ignored(document: Document, context: Context) -> Findings:
     """tensor_parallel.tp.tp_size without autotp_size.
 
     Training looks at autotp_size alone (runtime/engine.py); tp_size is for inference.
@@ -96,10 +89,10 @@ def tensor_size_ignored(document: Document, context: Context) -> Iterator[Diagno
     Context: {"world_size": 2, "model": {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}}
     Proof: accepts every rank holds the whole model
     """
-    other = integer(document.get(*_TP_SIZE))
+    other = document.integer(*_TP_SIZE)
     if other is not None and other > 1 and tensor_size(document) == 1:
         what = f"{other} has no effect in training, where autotp_size counts"
-        yield Diagnostic(at(*_TP_SIZE), what, write(f'"autotp_size": {other} in tensor_parallel'))
+        yield finding(_TP_SIZE, what, f'"autotp_size": {other} in tensor_parallel')
 
 
 def _heads(model: Mapping[str, Any] | None) -> tuple[int | None, int | None]:
@@ -112,7 +105,7 @@ def _heads(model: Mapping[str, Any] | None) -> tuple[int | None, int | None]:
 
 
 @rule("DSC624", "warning")
-def tensor_exceeds_kv_heads(document: Document, context: Context) -> Iterator[Diagnostic]:
+def tensor_exceeds_kv_heads(document: Document, context: Context) -> Findings:
     """More tensor-parallel ranks than key-value heads.
 
     Ranks beyond the number of heads get no part of the attention; the engine warns (runtime/engine.py).
@@ -128,11 +121,11 @@ def tensor_exceeds_kv_heads(document: Document, context: Context) -> Iterator[Di
     if heads is not None and size > heads:
         where = _SIZE if document.has(*_SIZE) else ("deepspeed_compress", "parallelism", "tensor")
         what = f"{size} is more than the {heads} key-value heads of the model: some ranks get no attention"
-        yield Diagnostic(at(*where), what, write(f"{heads} or less"))
+        yield finding(where, what, f"{heads} or less")
 
 
 @rule("DSC625", "warning")
-def tensor_divides_heads(document: Document, context: Context) -> Iterator[Diagnostic]:
+def tensor_divides_heads(document: Document, context: Context) -> Findings:
     """autotp_size does not divide the number of heads.
 
     Heads are dealt out whole (module_inject/tp_shard.py), so that some ranks have more of them than others.
@@ -149,11 +142,11 @@ def tensor_divides_heads(document: Document, context: Context) -> Iterator[Diagn
     if uneven and kv_heads is not None and size <= kv_heads:
         where = _SIZE if document.has(*_SIZE) else ("deepspeed_compress", "parallelism", "tensor")
         what = f"{size} does not divide the {uneven[0]} heads of the model: the ranks get unequal parts"
-        yield Diagnostic(at(*where), what, write(f"a divisor of {uneven[0]}"))
+        yield finding(where, what, f"a divisor of {uneven[0]}")
 
 
 @rule("DSC626", "error")
-def tensor_dtype_in_file(document: Document, context: Context) -> Iterator[Diagnostic]:
+def tensor_dtype_in_file(document: Document, context: Context) -> Findings:
     """tensor_parallel.dtype cannot be given in a file.
 
     The field is a torch.dtype (runtime/tensor_parallel/config.py), and text is refused.
@@ -169,11 +162,11 @@ def tensor_dtype_in_file(document: Document, context: Context) -> Iterator[Diagn
     value = document.get(*path)
     if document.has(*path) and value != AUTO:
         what = f"{show(value)} is refused: the key takes a torch.dtype, which a file cannot hold"
-        yield Diagnostic(at(*path), what, write("nothing: remove the key; bf16 and fp16 choose the format"))
+        yield finding(path, what, "nothing: remove the key; bf16 and fp16 choose the format")
 
 
 @rule("DSC627", "error")
-def liger_without_parallel_head(document: Document, context: Context) -> Iterator[Diagnostic]:
+def liger_without_parallel_head(document: Document, context: Context) -> Findings:
     """The Liger cross-entropy without a vocabulary-parallel head.
 
     Checked by the engine (runtime/engine.py).
@@ -188,13 +181,11 @@ def liger_without_parallel_head(document: Document, context: Context) -> Iterato
     path = ("tensor_parallel", "vocab_parallel_ce_backend")
     head = document.get("tensor_parallel", "vocab_parallel_lm_head")
     if document.get(*path) == "liger" and head is False:
-        yield Diagnostic(
-            at(*path), '"liger" without a vocabulary-parallel head', write('"torch", or "vocab_parallel_lm_head": true')
-        )
+        yield finding(path, '"liger" without a vocabulary-parallel head', '"torch", or "vocab_parallel_lm_head": true')
 
 
 @rule("DSC640", "error")
-def experts_divide_world(document: Document, context: Context) -> Iterator[Diagnostic]:
+def experts_divide_world(document: Document, context: Context) -> Findings:
     """expert_parallel.autoep_size does not divide the number of ranks.
 
     Checked by the engine (module_inject/auto_ep_config.py).
@@ -204,22 +195,20 @@ def experts_divide_world(document: Document, context: Context) -> Iterator[Diagn
     Context: {"world_size": 3}
     Proof: raises must divide the stage size
     """
-    experts, world = section(document, "expert_parallel"), context.world_size
+    experts, world = document.section("expert_parallel"), context.world_size
     size = integer(experts.get("autoep_size", 1))
     width = integer(experts.get("expert_tensor_parallel_size", 1))
     if experts.get("enabled") is not True or size is None or width is None or world is None:
         return
     if size < 1 or width < 1 or world % (size * width):
         product = f"{size} x expert_tensor_parallel_size {width}" if width != 1 else str(size)
-        yield Diagnostic(
-            at("expert_parallel", "autoep_size"),
-            f"{product} does not divide {world} ranks",
-            write(f"a divisor of {world}"),
+        yield finding(
+            ("expert_parallel", "autoep_size"), f"{product} does not divide {world} ranks", f"a divisor of {world}"
         )
 
 
 @rule("DSC641", "error")
-def expert_load_balance(document: Document, context: Context) -> Iterator[Diagnostic]:
+def expert_load_balance(document: Document, context: Context) -> Findings:
     """expert_parallel.load_balance_coeff is not null.
 
     Refused even if expert parallelism is disabled (module_inject/auto_ep_config.py).
@@ -232,7 +221,7 @@ def expert_load_balance(document: Document, context: Context) -> Iterator[Diagno
     value = document.get(*path)
     if value is not None:
         correction = fix("Write null", replace(document, path, None), safe=False)
-        yield Diagnostic(at(*path), f"{show(value)} is not supported (allowed: null)", write("null"), fix=correction)
+        yield finding(path, f"{show(value)} is not supported (allowed: null)", "null", correction)
 
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -245,7 +234,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
 
 
 @rule("DSC642", "error")
-def expert_choice(document: Document, context: Context) -> Iterator[Diagnostic]:
+def expert_choice(document: Document, context: Context) -> Findings:
     """A word in expert_parallel that DeepSpeed does not know.
 
     Checked by the engine (module_inject/auto_ep_config.py).
@@ -254,8 +243,8 @@ def expert_choice(document: Document, context: Context) -> Iterator[Diagnostic]:
     Right: {"train_batch_size": 8, "expert_parallel": {"enabled": false, "score_apply": "pre"}}
     Proof: raises score_apply must be one of
     """
-    experts = section(document, "expert_parallel")
+    experts = document.section("expert_parallel")
     for key, allowed in _CHOICES.items() if experts.get("enabled") is True else ():
         if key in experts and experts[key] not in allowed:
             what = f"{show(experts[key])} is not known (allowed: {listed(allowed)})"
-            yield Diagnostic(at("expert_parallel", key), what, write(f'"{allowed[0]}"'))
+            yield finding(("expert_parallel", key), what, f'"{allowed[0]}"')

@@ -2,22 +2,13 @@
 
 from collections.abc import Iterator
 
-from deepspeed_compress.diagnostics import Diagnostic, Path, at, at_key, write
+from deepspeed_compress.diagnostics import Path
 from deepspeed_compress.tools.lint.document import Document, Member
 from deepspeed_compress.tools.lint.fixes import fix, replace
 from deepspeed_compress.tools.lint.keys import Key, keys, known_values
-from deepspeed_compress.tools.lint.rule import Context, rule
-from deepspeed_compress.tools.lint.rules.common import (
-    ZERO,
-    integer,
-    listed,
-    means_auto,
-    name,
-    number,
-    params,
-    show,
-    truth,
-)
+from deepspeed_compress.tools.lint.rule import Context, Findings, rule
+from deepspeed_compress.tools.lint.rules.common import ZERO, finding, key_finding, params
+from deepspeed_compress.tools.lint.values import integer, listed, means_auto, name, number, show, truth
 
 _NUMERIC = frozenset({"integer", "number"})
 _JSON_KINDS = {"object": "object", "array": "array", "string": "string", "bool": "boolean", "null": "null"}
@@ -58,7 +49,7 @@ def _numeric_text(value: object) -> float | None:
 
 
 @rule("DSC010", "warning")
-def string_boolean(document: Document, context: Context) -> Iterator[Diagnostic]:
+def string_boolean(document: Document, context: Context) -> Findings:
     """Text where a boolean is expected, in a section that converts it.
 
     DeepSpeed's models read "true" as true (pydantic, runtime/config_utils.py), but other readers of the same file, such
@@ -75,11 +66,11 @@ def string_boolean(document: Document, context: Context) -> Iterator[Diagnostic]
         if meant is not None and not compared:
             what = f"{show(member.value.value)} is text (allowed: true, false)"
             correction = fix("Write a boolean", replace(document, path, meant))
-            yield Diagnostic(at(*path), what, write(show(meant)), fix=correction)
+            yield finding(path, what, show(meant), correction)
 
 
 @rule("DSC011", "error")
-def truthy_string(document: Document, context: Context) -> Iterator[Diagnostic]:
+def truthy_string(document: Document, context: Context) -> Findings:
     """Text where a boolean is expected, in a section that takes "false" for true.
 
     Outside of its models DeepSpeed uses values as they are (get_scalar_param, runtime/config_utils.py): any text that
@@ -94,11 +85,11 @@ def truthy_string(document: Document, context: Context) -> Iterator[Diagnostic]:
             meant = truth(member.value.value)
             what = f"{show(member.value.value)} is text, and any text counts as true (allowed: true, false)"
             correction = fix("Write a boolean", replace(document, path, meant)) if meant is not None else None
-            yield Diagnostic(at(*path), what, write("true or false" if meant is None else show(meant)), fix=correction)
+            yield finding(path, what, "true or false" if meant is None else show(meant), correction)
 
 
 @rule("DSC012", "warning")
-def numeric_string(document: Document, context: Context) -> Iterator[Diagnostic]:
+def numeric_string(document: Document, context: Context) -> Findings:
     """Text where a number is expected, in a section that converts it.
 
     DeepSpeed's models convert text into numbers (runtime/config_utils.py), but Hugging Face, which compares and
@@ -114,13 +105,11 @@ def numeric_string(document: Document, context: Context) -> Iterator[Diagnostic]
         meant = integer(member.value.value) if "number" not in key.kinds else _numeric_text(member.value.value)
         if member.value.kind == "string" and _NUMERIC & {*key.kinds} and meant is not None and not key.choices:
             what = f"{show(member.value.value)} is text (allowed: a number)"
-            yield Diagnostic(
-                at(*path), what, write(show(meant)), fix=fix("Write a number", replace(document, path, meant))
-            )
+            yield finding(path, what, show(meant), fix("Write a number", replace(document, path, meant)))
 
 
 @rule("DSC013", "error")
-def numeric_string_untyped(document: Document, context: Context) -> Iterator[Diagnostic]:
+def numeric_string_untyped(document: Document, context: Context) -> Findings:
     """Text where a number is expected, in a section that does not convert it.
 
     Outside of its models DeepSpeed calculates with values as they are (runtime/config.py), and a learning rate in
@@ -136,13 +125,11 @@ def numeric_string_untyped(document: Document, context: Context) -> Iterator[Dia
         meant = _numeric_text(document.get(*path))
         if meant is not None:
             what = f"{show(document.get(*path))} is text, with which DeepSpeed cannot calculate (allowed: a number)"
-            yield Diagnostic(
-                at(*path), what, write(show(meant)), fix=fix("Write a number", replace(document, path, meant))
-            )
+            yield finding(path, what, show(meant), fix("Write a number", replace(document, path, meant)))
 
 
 @rule("DSC014", "error")
-def fractional_integer(document: Document, context: Context) -> Iterator[Diagnostic]:
+def fractional_integer(document: Document, context: Context) -> Findings:
     """A fraction where a whole number is expected.
 
     The models of DeepSpeed refuse fractions for integers (runtime/config_utils.py); bucket sizes that were computed
@@ -158,11 +145,11 @@ def fractional_integer(document: Document, context: Context) -> Iterator[Diagnos
         if member.value.kind == "number" and "integer" in key.kinds and _kind(member) == "number" and path != _STAGE:
             what = f"{show(member.value.value)} is a fraction (allowed: whole numbers)"
             found = number(member.value.value)
-            yield Diagnostic(at(*path), what, write("a whole number" if found is None else show(round(found))))
+            yield finding(path, what, "a whole number" if found is None else show(round(found)))
 
 
 @rule("DSC015", "error")
-def wrong_type(document: Document, context: Context) -> Iterator[Diagnostic]:
+def wrong_type(document: Document, context: Context) -> Findings:
     """A value of a type that DeepSpeed refuses.
 
     The models of DeepSpeed (runtime/config_utils.py) validate every value at the start.
@@ -174,7 +161,7 @@ def wrong_type(document: Document, context: Context) -> Iterator[Diagnostic]:
     for path, key, member in _misfits(document, strict=True):
         if not (_SECTIONS & {*key.kinds} or path == _STAGE or _has_own_rule(path, key, member)):
             what = f"{show(member.value.value)} has the wrong type (allowed: {' or '.join(key.kinds)})"
-            yield Diagnostic(at(*path), what, write(f"a value of type {' or '.join(key.kinds)}"))
+            yield finding(path, what, f"a value of type {' or '.join(key.kinds)}")
 
 
 def _has_own_rule(path: Path, key: Key, member: Member) -> bool:
@@ -188,7 +175,7 @@ def _has_own_rule(path: Path, key: Key, member: Member) -> bool:
 
 
 @rule("DSC018", "error")
-def not_a_section(document: Document, context: Context) -> Iterator[Diagnostic]:
+def not_a_section(document: Document, context: Context) -> Findings:
     """A plain value where a section, an object, is expected.
 
     DeepSpeed unpacks sections without looking (runtime/precision_config.py) and fails with a message about `**`. Its
@@ -204,7 +191,7 @@ def not_a_section(document: Document, context: Context) -> Iterator[Diagnostic]:
             meant = _in_full(path, member.value.value)
             instead = f'{{}} for the defaults, or leave "{path[-1]}" out' if meant is None else show(meant)
             correction = None if meant is None else fix("Write an object", replace(document, path, meant), safe=False)
-            yield Diagnostic(at(*path), what, write(instead), fix=correction)
+            yield finding(path, what, instead, correction)
 
 
 _ACCEPTED: frozenset[tuple[Path, str]] = frozenset(
@@ -265,7 +252,7 @@ _WORDS = {"above": "above", "least": "at least", "below": "below", "most": "at m
 
 
 @rule("DSC016", "error")
-def out_of_range(document: Document, context: Context) -> Iterator[Diagnostic]:
+def out_of_range(document: Document, context: Context) -> Findings:
     """A number outside of the range that DeepSpeed accepts.
 
     The models of DeepSpeed give bounds for sizes and ratios (runtime/zero/config.py, offload_config.py).
@@ -280,13 +267,11 @@ def out_of_range(document: Document, context: Context) -> Iterator[Diagnostic]:
         value = number(member.value.value)
         if value is not None and path != _STAGE and _outside(value, dict(key.limits)):
             allowed = " and ".join(f"{_WORDS[word]} {show(limit)}" for word, limit in key.limits.items())
-            yield Diagnostic(
-                at(*path), f"{show(value)} is out of range (allowed: {allowed})", write(f"a number {allowed}")
-            )
+            yield finding(path, f"{show(value)} is out of range (allowed: {allowed})", f"a number {allowed}")
 
 
 @rule("DSC017", "error")
-def not_a_choice(document: Document, context: Context) -> Iterator[Diagnostic]:
+def not_a_choice(document: Document, context: Context) -> Findings:
     """A word that is not one of those that DeepSpeed knows.
 
     Devices, strategies and backends are enumerations (runtime/zero/offload_config.py), compared with their case.
@@ -309,13 +294,11 @@ def not_a_choice(document: Document, context: Context) -> Iterator[Diagnostic]:
             what = f"{show(value)} is not known (allowed: {listed(key.choices)})"
             close = next((choice for choice in key.choices if str(choice).lower() == value.lower()), None)
             correction = fix("Write it as DeepSpeed does", replace(document, path, close)) if close else None
-            yield Diagnostic(
-                at(*path), what, write(show(close) if close else f"one of {listed(key.choices)}"), fix=correction
-            )
+            yield finding(path, what, show(close) if close else f"one of {listed(key.choices)}", correction)
 
 
 @rule("DSC019", "error")
-def both_names_of_a_key(document: Document, context: Context) -> Iterator[Diagnostic]:
+def both_names_of_a_key(document: Document, context: Context) -> Findings:
     """A key stands under its name and under its alias.
 
     Keys such as stage3_prefetch_bucket_size have a second name without the prefix (runtime/zero/config.py); both
@@ -330,4 +313,4 @@ def both_names_of_a_key(document: Document, context: Context) -> Iterator[Diagno
     for path, key, _ in known_values(document, strict=True):
         if key.alias and document.has(*path[:-1], key.alias):
             what = f'"{path[-1]}" and "{key.alias}" are two names of one key (allowed: one of them)'
-            yield Diagnostic(at_key(*path), what, write(f"only {name((*path[:-1], key.alias))}"))
+            yield key_finding(path, what, f"only {name((*path[:-1], key.alias))}")

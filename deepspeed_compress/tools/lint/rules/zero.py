@@ -1,31 +1,17 @@
 """Rules on ZeRO: settings that contradict the stage, the optimizer or the number of ranks."""
 
 import sys
-from collections.abc import Iterator
 
-from deepspeed_compress.diagnostics import Diagnostic, at, at_key, write
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, replace
 from deepspeed_compress.tools.lint.keys import closest, keys
-from deepspeed_compress.tools.lint.rule import Context, rule
-from deepspeed_compress.tools.lint.rules.common import (
-    AUTO,
-    ZERO,
-    bf16,
-    fp16,
-    integer,
-    is_true,
-    means_auto,
-    optimizer,
-    section,
-    show,
-    stage,
-    truth,
-)
+from deepspeed_compress.tools.lint.rule import Context, Findings, rule
+from deepspeed_compress.tools.lint.rules.common import ZERO, bf16, finding, fp16, key_finding, optimizer, stage
+from deepspeed_compress.tools.lint.values import AUTO, integer, means_auto, show
 
 
 @rule("DSC400", "error")
-def stage_range(document: Document, context: Context) -> Iterator[Diagnostic]:
+def stage_range(document: Document, context: Context) -> Findings:
     """zero_optimization.stage is not 0, 1, 2 or 3.
 
     An enumeration (runtime/zero/config.py).
@@ -40,13 +26,11 @@ def stage_range(document: Document, context: Context) -> Iterator[Diagnostic]:
     if isinstance(value, list) and document.get("autotuning", "enabled") is True:
         return  # stages for the autotuner to try
     if not means_auto(value) and not isinstance(value, bool) and integer(value) not in (0, 1, 2, 3):
-        yield Diagnostic(
-            at(ZERO, "stage"), f"{show(value)} is no stage of ZeRO (allowed: 0, 1, 2, 3)", write("0, 1, 2 or 3")
-        )
+        yield finding((ZERO, "stage"), f"{show(value)} is no stage of ZeRO (allowed: 0, 1, 2, 3)", "0, 1, 2 or 3")
 
 
 @rule("DSC401", "warning")
-def zero_without_stage(document: Document, context: Context) -> Iterator[Diagnostic]:
+def zero_without_stage(document: Document, context: Context) -> Findings:
     """zero_optimization has settings but no stage.
 
     The default stage is 0, which is no ZeRO at all (runtime/zero/config.py).
@@ -57,20 +41,18 @@ def zero_without_stage(document: Document, context: Context) -> Iterator[Diagnos
         "zero_optimization": {"stage": 2, "overlap_comm": true}}
     Proof: accepts ZeRO is off
     """
-    settings = section(document, ZERO)
+    settings = document.section(ZERO)
     ours = document.get("deepspeed_compress", "parallelism", "zero_stage")
     # A misspelled "stage" has its own finding.
     meant = any(closest(key, {"stage": None}) for key in settings if key not in keys().sections[(ZERO,)].keys)
     if settings and "stage" not in settings and ours is None and not meant:
-        yield Diagnostic(
-            at_key(ZERO),
-            'without "stage" ZeRO is off, and the other settings have no effect',
-            write('"stage": 2 besides'),
+        yield key_finding(
+            (ZERO,), 'without "stage" ZeRO is off, and the other settings have no effect', '"stage": 2 besides'
         )
 
 
 @rule("DSC409", "error")
-def hpz_divides_world(document: Document, context: Context) -> Iterator[Diagnostic]:
+def hpz_divides_world(document: Document, context: Context) -> Findings:
     """zero_hpz_partition_size does not divide the number of ranks.
 
     The secondary groups must all have this size (utils/groups.py).
@@ -82,15 +64,15 @@ def hpz_divides_world(document: Document, context: Context) -> Iterator[Diagnost
     Context: {"world_size": 3}
     Proof: raises is not divisible by
     """
-    size, world = integer(document.get(ZERO, "zero_hpz_partition_size")), context.world_size
+    size, world = document.integer(ZERO, "zero_hpz_partition_size"), context.world_size
     if size is not None and size > 1 and world is not None and stage(document) == 3 and world % min(size, world):
-        yield Diagnostic(
-            at(ZERO, "zero_hpz_partition_size"), f"{size} does not divide {world} ranks", write("the ranks of one node")
+        yield finding(
+            (ZERO, "zero_hpz_partition_size"), f"{size} does not divide {world} ranks", "the ranks of one node"
         )
 
 
 @rule("DSC410", "warning")
-def hpz_exceeds_world(document: Document, context: Context) -> Iterator[Diagnostic]:
+def hpz_exceeds_world(document: Document, context: Context) -> Findings:
     """zero_hpz_partition_size is larger than the number of ranks.
 
     DeepSpeed takes the smaller of the two (utils/groups.py).
@@ -102,14 +84,14 @@ def hpz_exceeds_world(document: Document, context: Context) -> Iterator[Diagnost
     Context: {"world_size": 2}
     Proof: accepts another size than the one given is used
     """
-    size, world = integer(document.get(ZERO, "zero_hpz_partition_size")), context.world_size
+    size, world = document.integer(ZERO, "zero_hpz_partition_size"), context.world_size
     if size is not None and world is not None and size > world and stage(document) == 3:
         what = f"{size} is more than the {world} ranks of the job, and taken for {world}"
-        yield Diagnostic(at(ZERO, "zero_hpz_partition_size"), what, write("the ranks of one node"))
+        yield finding((ZERO, "zero_hpz_partition_size"), what, "the ranks of one node")
 
 
 @rule("DSC411", "warning")
-def hpz_is_not_a_node(document: Document, context: Context) -> Iterator[Diagnostic]:
+def hpz_is_not_a_node(document: Document, context: Context) -> Findings:
     """zero_hpz_partition_size is not the number of ranks of a node.
 
     Secondary partitions are there to gather weights inside a node (utils/groups.py).
@@ -121,14 +103,14 @@ def hpz_is_not_a_node(document: Document, context: Context) -> Iterator[Diagnost
     Context: {"world_size": 4, "ranks_per_node": 4}
     Proof: accepts weights are gathered across nodes, or less memory is saved than possible
     """
-    size, node = integer(document.get(ZERO, "zero_hpz_partition_size")), context.ranks_per_node
+    size, node = document.integer(ZERO, "zero_hpz_partition_size"), context.ranks_per_node
     if size is not None and size > 1 and node is not None and size != node and stage(document) == 3:
         what = f"{size} is not the {node} ranks of a node: secondary partitions cross nodes, or are larger than needed"
-        yield Diagnostic(at(ZERO, "zero_hpz_partition_size"), what, write(str(node)))
+        yield finding((ZERO, "zero_hpz_partition_size"), what, str(node))
 
 
 @rule("DSC412", "warning")
-def hpz_without_stage_3(document: Document, context: Context) -> Iterator[Diagnostic]:
+def hpz_without_stage_3(document: Document, context: Context) -> Findings:
     """zero_hpz_partition_size below stage 3.
 
     Only stage 3 partitions weights (runtime/engine.py).
@@ -139,14 +121,14 @@ def hpz_without_stage_3(document: Document, context: Context) -> Iterator[Diagno
         "zero_optimization": {"stage": 2}}
     Proof: accepts weights are not partitioned
     """
-    size = integer(document.get(ZERO, "zero_hpz_partition_size"))
+    size = document.integer(ZERO, "zero_hpz_partition_size")
     if size is not None and size > 1 and stage(document) in (0, 1, 2):
         what = f"{size} has no effect with stage {stage(document)} (useful: with stage 3)"
-        yield Diagnostic(at(ZERO, "zero_hpz_partition_size"), what, write("1, or stage 3"))
+        yield finding((ZERO, "zero_hpz_partition_size"), what, "1, or stage 3")
 
 
 @rule("DSC413", "error")
-def untested_optimizer(document: Document, context: Context) -> Iterator[Diagnostic]:
+def untested_optimizer(document: Document, context: Context) -> Findings:
     """An optimizer that ZeRO refuses unless told otherwise.
 
     ZeRO has a list of optimizers (runtime/zero/utils.py), which the engine asserts (runtime/engine.py).
@@ -163,13 +145,11 @@ def untested_optimizer(document: Document, context: Context) -> Iterator[Diagnos
     allowed = document.get("zero_allow_untested_optimizer") or document.has(ZERO, "zero_allow_untested_optimizer")
     if isinstance(name, str) and name.lower() in untested and stage(document) in (1, 2, 3) and not allowed:
         what = f"{show(name)} is not tested with ZeRO, which refuses it"
-        yield Diagnostic(
-            at("optimizer", "type"), what, write('"zero_allow_untested_optimizer": true besides, or "AdamW"')
-        )
+        yield finding(("optimizer", "type"), what, '"zero_allow_untested_optimizer": true besides, or "AdamW"')
 
 
 @rule("DSC414", "info")
-def zero_needs_optimizer(document: Document, context: Context) -> Iterator[Diagnostic]:
+def zero_needs_optimizer(document: Document, context: Context) -> Findings:
     """Stage 1 or 2 without an optimizer in the file.
 
     The program must pass one, or the engine stops (runtime/engine.py). Hugging Face passes one.
@@ -183,11 +163,11 @@ def zero_needs_optimizer(document: Document, context: Context) -> Iterator[Diagn
     alone = context.framework == "deepspeed" and not document.has("optimizer")
     if alone and stage(document) in (1, 2):
         what = f'stage {stage(document)} needs an optimizer, and there is no "optimizer" here'
-        yield Diagnostic(at(ZERO, "stage"), what, write('"optimizer": {...}, or pass one to deepspeed.initialize'))
+        yield finding((ZERO, "stage"), what, '"optimizer": {...}, or pass one to deepspeed.initialize')
 
 
 @rule("DSC416", "error")
-def muon_with_reduce_scatter(document: Document, context: Context) -> Iterator[Diagnostic]:
+def muon_with_reduce_scatter(document: Document, context: Context) -> Findings:
     """Muon with stage 3 and reduce_scatter.
 
     Muon orthogonalizes whole matrices (runtime/zero/stage3.py).
@@ -198,14 +178,14 @@ def muon_with_reduce_scatter(document: Document, context: Context) -> Iterator[D
         "zero_optimization": {"stage": 3, "reduce_scatter": false}}
     Proof: raises Muon and reduce scatter cannot be used together
     """
-    scatters = truth(document.get(ZERO, "reduce_scatter", default=True)) is True
+    scatters = document.truth(ZERO, "reduce_scatter", default=True) is True
     if optimizer(document) == "muon" and stage(document) == 3 and scatters:
         what = '"Muon" needs whole gradients, and stage 3 scatters them'
-        yield Diagnostic(at("optimizer", "type"), what, write('"reduce_scatter": false in zero_optimization'))
+        yield finding(("optimizer", "type"), what, '"reduce_scatter": false in zero_optimization')
 
 
 @rule("DSC417", "error")
-def odd_allgather_bucket(document: Document, context: Context) -> Iterator[Diagnostic]:
+def odd_allgather_bucket(document: Document, context: Context) -> Findings:
     """allgather_bucket_size is odd.
 
     Buckets are aligned to four bytes (runtime/zero/stage_1_and_2.py).
@@ -216,11 +196,11 @@ def odd_allgather_bucket(document: Document, context: Context) -> Iterator[Diagn
         "zero_optimization": {"stage": 2, "allgather_bucket_size": 500000000}}
     Proof: raises allgather_bucket_size must be a multiple
     """
-    size = integer(document.get(ZERO, "allgather_bucket_size"))
+    size = document.integer(ZERO, "allgather_bucket_size")
     if size is not None and size % 2 and stage(document) in (1, 2):
         path = (ZERO, "allgather_bucket_size")
         correction = fix("Make it even", replace(document, path, size + 1))
-        yield Diagnostic(at(*path), f"{size} is odd (allowed: even numbers)", write(str(size + 1)), fix=correction)
+        yield finding(path, f"{size} is odd (allowed: even numbers)", str(size + 1), correction)
 
 
 _BUCKET = 500_000_000
@@ -241,7 +221,7 @@ _ONLY_STAGE_3 = {
 
 
 @rule("DSC423", "info")
-def stage_3_keys_below_stage_3(document: Document, context: Context) -> Iterator[Diagnostic]:
+def stage_3_keys_below_stage_3(document: Document, context: Context) -> Findings:
     """Keys of stage 3 with stage 1 or 2.
 
     Only the optimizer of stage 3 is given these settings (runtime/engine.py).
@@ -253,15 +233,15 @@ def stage_3_keys_below_stage_3(document: Document, context: Context) -> Iterator
     Proof: accepts the keys have no effect
     """
     # Report all non-default keys of stage 3 in one finding, because configurations for several stages are common.
-    given = section(document, ZERO).items()
+    given = document.section(ZERO).items()
     found = [key for key, value in given if value not in (_ONLY_STAGE_3.get(key, value), AUTO)]
     if found and stage(document) in (1, 2):
         what = f"{', '.join(found)} {'have' if len(found) > 1 else 'has'} no effect with stage {stage(document)}"
-        yield Diagnostic(at_key(ZERO, found[0]), what, write("stage 3, or remove what belongs to it"))
+        yield key_finding((ZERO, found[0]), what, "stage 3, or remove what belongs to it")
 
 
 @rule("DSC424", "warning")
-def overlap_buffers(document: Document, context: Context) -> Iterator[Diagnostic]:
+def overlap_buffers(document: Document, context: Context) -> Findings:
     """The two buffers of overlap_comm take much of the memory of the GPU.
 
     With overlap_comm one buffer of reduce_bucket_size is filled while the other travels
@@ -274,9 +254,9 @@ def overlap_buffers(document: Document, context: Context) -> Iterator[Diagnostic
     Context: {"gpu_memory": 17179869184}
     Proof: unproved it takes a GPU with little memory
     """
-    size = integer(document.get(ZERO, "reduce_bucket_size", default=_BUCKET))
-    contiguous = truth(document.get(ZERO, "contiguous_gradients", default=True)) is True
-    doubled = contiguous and is_true(document, ZERO, "overlap_comm") and stage(document) in (1, 2)
+    size = document.integer(ZERO, "reduce_bucket_size", default=_BUCKET)
+    contiguous = document.truth(ZERO, "contiguous_gradients", default=True) is True
+    doubled = contiguous and document.is_true(ZERO, "overlap_comm") and stage(document) in (1, 2)
     if context.gpu_memory is None or size is None or not doubled:
         return
     needed = 2 * size * (2 if fp16(document) or bf16(document) or _left_open(document) else 4)
@@ -285,9 +265,7 @@ def overlap_buffers(document: Document, context: Context) -> Iterator[Diagnostic
             f"overlap_comm keeps two buffers of reduce_bucket_size {size}: {needed / 2**30:.1f} GiB of "
             f"{context.gpu_memory / 2**30:.0f}"
         )
-        yield Diagnostic(
-            at(ZERO, "overlap_comm"), what, write(f'"reduce_bucket_size": {_less(size, needed, context.gpu_memory)}')
-        )
+        yield finding((ZERO, "overlap_comm"), what, f'"reduce_bucket_size": {_less(size, needed, context.gpu_memory)}')
 
 
 def _less(size: int, needed: int, memory: int) -> int:
