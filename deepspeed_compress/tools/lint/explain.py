@@ -34,6 +34,9 @@ def run(options: argparse.Namespace) -> int:
     if bool(options.rules) == options.all:
         print("ds-compress: error: write the code or name of a rule, or --all", file=sys.stderr)
         return 2
+    if not RULES[0].summary:
+        print("ds-compress: error: python -OO removes the texts of rules. Write python or python -O.", file=sys.stderr)
+        return 2
     try:
         codes = check_codes(options.rules, RULES, "rule")
     except CompressError as error:
