@@ -17,9 +17,9 @@ from deepspeed_compress.tools.lint.selection import check_codes, matches
 _PROOFS: Mapping[str, str] = {
     "raises": "DeepSpeed fails with a message that matches `{}`.",
     "ignores": "DeepSpeed starts and ignores it.",
-    "warns": "DeepSpeed starts, and logs a message that matches `{}`.",
-    "accepts": "DeepSpeed starts without a word: {}.",
-    "unproved": "Not seen in a test: {}.",
+    "warns": "DeepSpeed starts and logs a message that matches `{}`.",
+    "accepts": "DeepSpeed starts without a message: {}.",
+    "unproved": "Not tested: {}.",
 }
 _HEAD = """# Lint rules
 

@@ -32,7 +32,7 @@ _PATHS = frozenset(key for key in PLACES if key.endswith("nvme_path"))
 
 @rule("DSC730", "error")
 def accelerate_settings_beside_file(document: Document, context: Context) -> Findings:
-    """A configuration of Accelerate names a file and has settings that belong into it.
+    """A configuration of Accelerate names a file and has settings that belong in it.
 
     With deepspeed_config_file Accelerate stops at ZeRO, clipping, accumulation, offloading and mixed_precision in its
     own configuration (accelerate/utils/dataclasses.py).
@@ -53,7 +53,7 @@ def accelerate_settings_beside_file(document: Document, context: Context) -> Fin
         beside.append(precision)
     if beside:
         names = ", ".join(member.key for member in beside)
-        what = f"{names} beside {NAME}, which Accelerate refuses (allowed: in that file only)"
+        what = f"{names} together with {NAME}, which Accelerate refuses (allowed: in that file only)"
         first = beside[0]
         path = (first.key,) if first is precision else (SECTION, first.key)
         instead = f"them into {show(file_name(document))}, and remove them here"
@@ -65,7 +65,7 @@ def accelerate_key_dropped(document: Document, context: Context) -> Findings:
     """A key of deepspeed_config that Accelerate does not pass on.
 
     Accelerate knows a dozen keys of this section (accelerate/utils/launch.py); sections of DeepSpeed such as optimizer,
-    and any other key, are dropped without a word. Paths for NVMe are read and not passed on.
+    and any other key, are dropped silently. Paths for NVMe are read and not passed on.
 
     Wrong: {"distributed_type": "DEEPSPEED", "num_processes": 1,
         "deepspeed_config": {"zero_stage": 2, "train_micro_batch_size_per_gpu": 4}}
@@ -78,7 +78,7 @@ def accelerate_key_dropped(document: Document, context: Context) -> Findings:
     if dropped and is_used(document):
         several = len(dropped) > 1
         keys, them = ", ".join(show(member.key) for member in dropped), "them" if several else "it"
-        what = f"Accelerate passes {keys} on to nobody: DeepSpeed never sees {them}"
+        what = f"Accelerate does not pass on {keys}, and DeepSpeed never sees {them}"
         instead = f"{them} into a configuration of DeepSpeed, named by {NAME}, or remove {them}"
         yield Diagnostic(at_key(SECTION, dropped[0].key, span=dropped[0].key_span), what, write(instead))
 
@@ -93,8 +93,8 @@ def _is_dropped(document: Document, member: Member) -> bool:
 def accelerate_file_missing(document: Document, context: Context) -> Findings:
     """The file that a configuration of Accelerate names is not found.
 
-    Accelerate opens the name from the directory that it is started in (accelerate/utils/deepspeed.py); here, beside the
-    file, and in the directories above it there is none.
+    Accelerate opens the name from the directory that it is started in (accelerate/utils/deepspeed.py). There is
+    none here, next to the file, or in the directories above it.
 
     Wrong: {"distributed_type": "DEEPSPEED", "num_processes": 1,
         "deepspeed_config": {"deepspeed_config_file": "no/such/ds_config.json"}}
@@ -105,13 +105,13 @@ def accelerate_file_missing(document: Document, context: Context) -> Findings:
     name = file_name(document) if document.origin is not None else None
     member = next((member for member in settings(document) if member.key == NAME), None)
     if name is not None and member is not None and is_used(document) and named_file(document) is None:
-        what = f"{show(name)} is no file, neither here nor beside this one nor above it"
+        what = f"{show(name)} was not found here, next to this file, or in a directory above it"
         yield Diagnostic(at(SECTION, NAME, span=member.value.span), what, write("the path of a configuration"))
 
 
 @rule("DSC733", "warning")
 def accelerate_deepspeed_unused(document: Document, context: Context) -> Findings:
-    """A section deepspeed_config beside a distributed_type that does not start DeepSpeed.
+    """A section deepspeed_config with a distributed_type that does not start DeepSpeed.
 
     accelerate launch starts DeepSpeed only with distributed_type DEEPSPEED (accelerate/commands/launch.py), or with
     --use_deepspeed on the command line: with MULTI_GPU, FSDP, NO and others the section has no effect.
@@ -124,7 +124,7 @@ def accelerate_deepspeed_unused(document: Document, context: Context) -> Finding
     if document.origin is not None and not is_used(document):
         kind = document.origin.by_key[_TYPE]
         what = f"with {show(kind.value.value)} Accelerate starts no DeepSpeed, and {SECTION} has no effect"
-        instead = f'"DEEPSPEED", or remove {SECTION}; with --use_deepspeed on the command line it counts'
+        instead = f'"DEEPSPEED", or remove {SECTION}; --use_deepspeed on the command line applies it too'
         yield Diagnostic(at(_TYPE, span=kind.value.span), what, write(instead))
 
 

@@ -67,7 +67,7 @@ def unresolved_auto(document: Document, context: Context) -> Findings:
     paths += [(part, "params", key) for part in ("optimizer", "scheduler") for key in params(document, part)]
     for path in paths:
         if document.get(*path) == AUTO and path[0] not in _OWN_SECTIONS and path[-1] not in _ITS_OWN:
-            what = f'"auto" at {name(path)} is used as it is: DeepSpeed fills in nothing (allowed: a value)'
+            what = f'"auto" at {name(path)} is used as it is, because DeepSpeed fills in nothing (allowed: a value)'
             yield finding(path, what, "a value, or use Hugging Face")
 
 
@@ -95,8 +95,8 @@ def auto_means_default(document: Document, context: Context) -> Findings:
 def auto_not_filled(document: Document, context: Context) -> Findings:
     """The value "auto" is used where Hugging Face does not fill it in.
 
-    Accelerate stops at an "auto" that it has no value for (accelerate/utils/dataclasses.py); the Trainer fills in betas
-    and eps besides (transformers/integrations/deepspeed.py).
+    Accelerate stops at an "auto" that it has no value for (accelerate/utils/dataclasses.py); the Trainer also
+    fills in betas and eps (transformers/integrations/deepspeed.py).
 
     Wrong: {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "zero_optimization": {"stage": 0},
         "wall_clock_breakdown": "auto"}

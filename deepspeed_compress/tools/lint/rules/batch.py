@@ -125,7 +125,7 @@ def batch_fraction(document: Document, context: Context) -> Findings:
 
 @rule("DSC201", "error")
 def batch_indivisible(document: Document, context: Context) -> Findings:
-    """train_batch_size is no multiple of the other two, whatever the number of ranks.
+    """train_batch_size is not a multiple of the other two, whatever the number of ranks.
 
     DeepSpeed divides, rounds down and then asserts that the product is right (runtime/config.py).
 
@@ -246,7 +246,7 @@ def batch_counts_tensor_ranks(document: Document, context: Context) -> Findings:
 def sequence_parallel_divides_world(document: Document, context: Context) -> Findings:
     """sequence_parallel_size does not divide the number of ranks.
 
-    DeepSpeed divides the one by the other and goes on with a fraction of ranks (runtime/config.py).
+    DeepSpeed divides one by the other and continues with a fraction of a rank (runtime/config.py).
 
     Wrong: {"train_batch_size": 4, "sequence_parallel_size": 3}
     Right: {"train_batch_size": 4, "sequence_parallel_size": 2}

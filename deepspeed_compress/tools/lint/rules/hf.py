@@ -121,7 +121,7 @@ def hf_stage_3_saves_partitions(document: Document, context: Context) -> Finding
     names = (_GATHER, "gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
     if hugging_face(context) and stage(document) == 3 and not any(document.has(ZERO, key) for key in names):
         what = "without stage3_gather_16bit_weights_on_model_save no model is saved with stage 3, only its partitions"
-        yield key_finding((ZERO,), what, f'"{_GATHER}": true besides, or run zero_to_fp32.py afterwards')
+        yield key_finding((ZERO,), what, f'"{_GATHER}": true as well, or run zero_to_fp32.py afterwards')
 
 
 @rule("DSC715", "error")
@@ -141,13 +141,13 @@ def hf_text_for_a_boolean(document: Document, context: Context) -> Findings:
     for path in _HALVES if context.framework == "hf" else ():
         meant = document.truth(*path)
         if isinstance(document.get(*path), str) and meant is not None:
-            what = f"{show(document.get(*path))} is text, which is unequal to the Trainer's {path[0]}, and it stops"
+            what = f"{show(document.get(*path))} is text, which differs from the Trainer's {path[0]}, and it stops"
             yield finding(path, what, show(meant), fix("Write a boolean", replace(document, path, meant)))
 
 
 @rule("DSC716", "warning")
 def hf_no_clipping(document: Document, context: Context) -> Findings:
-    """Hugging Face, and no gradient_clipping in the file.
+    """gradient_clipping is missing in a file for Hugging Face.
 
     DeepSpeed clips by its own configuration alone: with it Accelerate's clip_grad_norm_ does nothing
     (accelerate/accelerator.py), so that the Trainer's max_grad_norm, 1.0 unless given, has no effect. The Trainer fills
@@ -181,7 +181,7 @@ _UNUSED: Mapping[str, str] = {
 
 @rule("DSC717", "warning")
 def hf_section_unused(document: Document, context: Context) -> Findings:
-    """A section that nobody reads under Hugging Face.
+    """A section that nothing reads under Hugging Face.
 
     activation_checkpointing is for programs that call deepspeed.checkpointing
     (runtime/activation_checkpointing/checkpointing.py), pipeline for a PipelineModule (runtime/pipe/engine.py).
@@ -195,7 +195,7 @@ def hf_section_unused(document: Document, context: Context) -> Findings:
     for key, instead in _UNUSED.items() if hugging_face(context) else ():
         asked = key == "pipeline" or any(value not in (False, None, 0) for value in document.section(key).values())
         if isinstance(document.get(key), dict) and asked:
-            yield key_finding((key,), f"{key} has no effect: no model of Hugging Face reads it", instead)
+            yield key_finding((key,), f"{key} has no effect: no Hugging Face model reads it", instead)
 
 
 @rule("DSC718", "warning")
@@ -203,8 +203,8 @@ def hf_scheduler_replaced(document: Document, context: Context) -> Findings:
     """The file has a scheduler, and so lr_scheduler_type has no effect.
 
     The Trainer makes a scheduler only where the file has none (transformers/integrations/deepspeed.py). WarmupLR never
-    decays, where the Trainer's default falls to zero. WarmupDecayLR falls to zero too and is left out: beside
-    --lr_scheduler_type cosine it counts all the same.
+    decays, where the Trainer's default falls to zero. WarmupDecayLR also falls to zero and is not
+    reported, although it replaces a cosine schedule too.
 
     Wrong: {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto", "zero_optimization": {"stage": 0},
         "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
@@ -212,14 +212,16 @@ def hf_scheduler_replaced(document: Document, context: Context) -> Findings:
     Right: {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto", "zero_optimization": {"stage": 0},
         "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
     Context: {"framework": "hf"}
-    Proof: accepts the learning rate takes another course than the arguments say
+    Proof: accepts the learning rate does not follow the arguments
     """
-    # Report a scheduler that replaces the Trainer's. WarmupDecayLR decays like the default and is left out.
+    # WarmupDecayLR decays like the Trainer's default.
     value = document.get("scheduler", "type")
     if context.framework == "hf" and isinstance(value, str) and value != "WarmupDecayLR":
-        what = f"{show(value)} is taken in place of the Trainer's lr_scheduler_type, without a word"
+        what = f"{show(value)} silently replaces the Trainer's lr_scheduler_type"
         correction = fix("Remove the section", remove(document, ("scheduler",)), safe=False)
-        yield key_finding(("scheduler",), what, "nothing, and lr_scheduler_type counts", correction)
+        yield key_finding(
+            ("scheduler",), what, "nothing: remove the section, and lr_scheduler_type takes effect", correction
+        )
 
 
 @rule("DSC719", "info")
@@ -247,7 +249,7 @@ def hf_stage_3_batch_on_cpu(document: Document, context: Context) -> Findings:
             "counts more than one"
         )
         correction = fix("Remove it", remove(document, ("train_batch_size",)))
-        yield finding(("train_batch_size",), what, "nothing: train_micro_batch_size_per_gpu says enough", correction)
+        yield finding(("train_batch_size",), what, "nothing: train_micro_batch_size_per_gpu is enough", correction)
 
 
 @rule("DSC720", "warning")
@@ -265,9 +267,9 @@ def hf_momentum_twice(document: Document, context: Context) -> Findings:
     Context: {"framework": "hf"}
     Proof: unproved it depends on the command line
     """
-    # Report a second momentum if the file leaves the betas open. The section's rules check betas in the file.
+    # The rules of the section check betas that the file states.
     left_open = not document.has("optimizer") or document.get("optimizer", "params", "betas") == AUTO
     path = (OUR_SECTION, "gradients", "method")
     if context.framework == "hf" and document.get(*path) in ("demo", "dgc") and left_open:
-        what = f"{show(document.get(*path))} brings a momentum, and the Trainer's optimizer has one of 0.9 besides"
+        what = f"{show(document.get(*path))} brings a momentum, and the Trainer's optimizer has another one of 0.9"
         yield finding(path, what, "--adam_beta1 0 on the command line (TrainingArguments(adam_beta1=0.0))")

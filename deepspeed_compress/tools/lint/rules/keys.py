@@ -96,7 +96,7 @@ def _unknown(document: Document, context: Context, *, strict: bool) -> Findings:
         elif place is not None or _elsewhere(path, section) or _unread(section, context):
             continue
         elif key in _SAME_AS:
-            yield key_finding(path, f'"{key}" is no key of {_title(section.path)}', _SAME_AS[key])
+            yield key_finding(path, f'"{key}" is not a key of {_title(section.path)}', _SAME_AS[key])
         elif meant := _close(key, section):
             yield _misspelled(document, path, section, meant)
         else:
@@ -161,13 +161,13 @@ def _close(key: str, section: Section) -> str | None:
 
 
 def _misspelled(document: Document, path: Path, section: Section, close: str) -> Diagnostic:
-    what = f'"{path[-1]}" is no key of {_title(section.path)} (did you mean "{close}"?)'
+    what = f'"{path[-1]}" is not a key of {_title(section.path)} (did you mean "{close}"?)'
     return key_finding(path, what, f'"{close}", if you meant that', _renamed(document, path, close))
 
 
 def _strange(section: Path, keys: list[str]) -> Diagnostic:
     shown = ", ".join(f'"{key}"' for key in keys[:_SHOWN]) + (f" and {len(keys) - _SHOWN} more" * (len(keys) > _SHOWN))
-    what = f"{shown} {'is no key' if len(keys) == 1 else 'are no keys'} of {_title(section)}"
+    what = f"{shown} {'is not a key' if len(keys) == 1 else 'are not keys'} of {_title(section)}"
     many = "the configuration of DeepSpeed into a file of its own, if this is one of another program"
     instead = many if len(keys) > _MANY else f"nothing: remove the key{'s' * (len(keys) > 1)}"
     return key_finding((*section, keys[0]), what, instead)
@@ -228,7 +228,7 @@ def _misplaced_hit(document: Document, section: Path, found: list[Path], paths: 
     path, several = paths[0], len(paths) > 1
     where = [name(place) or "the outermost object" for place in found]
     keys = ", ".join(f'"{path[-1]}"' for path in paths)
-    are = "are no keys" if several else "is no key"
+    are = "are not keys" if several else "is not a key"
     what = f"{keys} {are} of {name(section) or 'the outermost object'}, but of {' and '.join(where)}"
     target: Path = (*found[0], path[-1])
     moved = fix(f"Move to {name(target)}", move(document, path, target), safe=False) if len(found) == 1 else None
@@ -237,7 +237,7 @@ def _misplaced_hit(document: Document, section: Path, found: list[Path], paths: 
 
 def _ours_elsewhere(document: Document, path: Path, place: Path) -> Diagnostic:
     inside = name(path[:-1]) or "the outermost object"
-    what = f'"{path[-1]}" is no key of {inside}, where it compresses nothing'
+    what = f'"{path[-1]}" is not a key of {inside}, where it compresses nothing'
     moved = fix(f"Move to {name(place)}", move(document, path, place), safe=False)
     return key_finding(path, what, f"it as {name(place)}, not inside {inside}: move it", moved)
 

@@ -29,7 +29,7 @@ def lightning_accumulation(document: Document, context: Context) -> Findings:
     Proof: unproved Lightning is not installed with this project, and its strategy needs a GPU; read in its source
     """
     if _reads(context) and document.has(_ACCUMULATION):
-        what = f"Lightning stops at {_ACCUMULATION}, whatever its value"
+        what = f"Lightning refuses {_ACCUMULATION}, whatever its value"
         correction = fix("Remove it", remove(document, (_ACCUMULATION,)), safe=False)
         instead = "Trainer(accumulate_grad_batches=...) in the program, and remove the key"
         yield key_finding((_ACCUMULATION,), what, instead, correction)
@@ -74,7 +74,7 @@ def lightning_precision_off(document: Document, context: Context) -> Findings:
         if _reads(context) and off and isinstance(document.get(half), dict):
             what = f'{half} stays off, also with Trainer(precision="{precision}")'
             correction = fix("Remove the section", remove(document, (half,)), safe=False)
-            yield key_finding((half,), what, "nothing: the Trainer's precision then counts", correction)
+            yield key_finding((half,), what, "nothing: the Trainer's precision then takes effect", correction)
 
 
 @rule("DSC743", "info")
@@ -110,7 +110,7 @@ def lightning_untested_optimizer_key(document: Document, context: Context) -> Fi
     """
     if _reads(context) and stage(document) == 3 and document.has(ZERO) and not document.has(_UNTESTED):
         what = f"without {_UNTESTED} Trainer.validate, test and predict end with KeyError"
-        yield finding((_UNTESTED,), what, f'"{_UNTESTED}": true besides')
+        yield finding((_UNTESTED,), what, f'"{_UNTESTED}": true as well')
 
 
 @rule("DSC745", "info")
@@ -130,4 +130,4 @@ def lightning_fixed_batch(document: Document, context: Context) -> Findings:
     if _reads(context) and value is not None and value != AUTO:
         what = f"DeepSpeed stops unless {show(value)} is batch size x accumulate_grad_batches x ranks of the Trainer"
         correction = fix("Remove it", remove(document, ("train_batch_size",)), safe=False)
-        yield finding(("train_batch_size",), what, "nothing: Lightning says enough", correction)
+        yield finding(("train_batch_size",), what, "nothing: Lightning sets the sizes that DeepSpeed needs", correction)

@@ -57,7 +57,7 @@ def no_grad_norm_with_clipping(document: Document, context: Context) -> Findings
     if _norm_with_others(document) and clipping is not None and clipping > 0 and not _wide_bf16(document):
         given = "" if document.has("gradient_clipping") else ", its default"
         what = f"false needs gradient_clipping 0, and it is {show(clipping)}{given}"
-        yield finding(_NORM, what, '"gradient_clipping": 0 besides, or true')
+        yield finding(_NORM, what, '"gradient_clipping": 0 as well, or true')
 
 
 @rule("DSC332", "error")
@@ -168,5 +168,5 @@ def quantized_gradients_on_one_node(document: Document, context: Context) -> Fin
     """
     nodes = context.world_size is not None and context.world_size == context.ranks_per_node
     if document.is_true(ZERO, "zero_quantized_gradients") and stage(document) == 3 and nodes:
-        what = "true quantizes twice for the way between nodes, and there is one node only (useful: with several)"
+        what = "true quantizes twice to save traffic between nodes, and there is only one node (useful: with several)"
         yield finding((ZERO, "zero_quantized_gradients"), what, "false")

@@ -95,7 +95,7 @@ def nvme_without_path(document: Document, context: Context) -> Findings:
         path = document.get(ZERO, what, "nvme_path")
         missing = path is None or path == ""
         if offload(document, what) == "nvme" and missing and stage(document) == 3:
-            yield finding((ZERO, what, "device"), '"nvme" without nvme_path', '"nvme_path": "/local_nvme" besides')
+            yield finding((ZERO, what, "device"), '"nvme" without nvme_path', '"nvme_path": "/local_nvme" as well')
 
 
 @rule("DSC407", "warning")
@@ -118,7 +118,7 @@ def nvme_without_stage_3(document: Document, context: Context) -> Findings:
 
 @rule("DSC408", "info")
 def nvme_path_unused(document: Document, context: Context) -> Findings:
-    """nvme_path beside another device.
+    """nvme_path with another device.
 
     Only device "nvme" reads the path (runtime/zero/stage3.py).
 
@@ -180,7 +180,7 @@ def zenflow_without_offload(document: Document, context: Context) -> Findings:
     """
     if _zenflow(document) and stage(document) in (1, 2) and not offload(document, "offload_optimizer"):
         what = "ZenFlow needs an optimizer on the CPU"
-        yield key_finding(_ZENFLOW, what, '"offload_optimizer": {"device": "cpu"} besides')
+        yield key_finding(_ZENFLOW, what, '"offload_optimizer": {"device": "cpu"} as well')
 
 
 @rule("DSC419", "error")
@@ -226,7 +226,7 @@ def zenflow_select_interval(document: Document, context: Context) -> Findings:
         yield finding((*_ZENFLOW, "select_interval"), what, '"auto", or another select_strategy')
     elif strategy in ("step", "epoch") and integer(interval) is None:
         what = f'"{strategy}" needs a select_interval, and it is {show(interval)} (allowed: a number)'
-        yield finding((*_ZENFLOW, "select_strategy"), what, '"select_interval": 4 besides, for instance')
+        yield finding((*_ZENFLOW, "select_strategy"), what, '"select_interval": 4 as well, for instance')
 
 
 @rule("DSC421", "error")

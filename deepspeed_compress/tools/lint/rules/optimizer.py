@@ -61,7 +61,7 @@ def optimizer_without_type(document: Document, context: Context) -> Findings:
     Proof: ignores
     """
     if isinstance(document.get("optimizer"), dict) and not document.has(*_TYPE):
-        yield key_finding(("optimizer",), 'without "type" the optimizer is ignored', '"type": "AdamW" besides')
+        yield key_finding(("optimizer",), 'without "type" the optimizer is ignored', '"type": "AdamW" as well')
 
 
 @rule("DSC502", "error")
@@ -80,7 +80,7 @@ def unknown_optimizer_parameter(document: Document, context: Context) -> Finding
     for key in params(document, "optimizer") if names and known != "muon" else ():
         if key not in names and key != "max_grad_norm":
             close = closest(key, names)
-            what = f'"{key}" is no parameter of {show(document.get(*_TYPE))}'
+            what = f'"{key}" is not a parameter of {show(document.get(*_TYPE))}'
             path = (*_PARAMS, key)
             correction = fix(f"Rename to {close}", rename(document, path, close), safe=False) if close else None
             instead = f'"{close}", if you meant that' if close else "nothing: remove the key"
@@ -101,7 +101,7 @@ def muon_parameter_ignored(document: Document, context: Context) -> Findings:
     """
     for key in params(document, "optimizer") if optimizer(document) == "muon" else ():
         if key not in keys().optimizers["muon"] and key != "max_grad_norm":
-            what = f'"{key}" is no parameter of Muon, which ignores it'
+            what = f'"{key}" is not a parameter of Muon, which ignores it'
             yield key_finding((*_PARAMS, key), what, f'"{closest(key, keys().optimizers["muon"]) or "lr"}", if meant')
 
 
@@ -234,7 +234,7 @@ def adam_is_adamw(document: Document, context: Context) -> Findings:
 
 @rule("DSC511", "warning")
 def fp32_states_overridden(document: Document, context: Context) -> Findings:
-    """fp32_optimizer_states beside bf16_optimizer_states.
+    """fp32_optimizer_states together with bf16_optimizer_states.
 
     The latter wins, with a warning (runtime/engine.py).
 
@@ -265,5 +265,5 @@ def legacy_fusion_unused(document: Document, context: Context) -> Findings:
     """
     used = fp16(document) and stage(document) == 0 and optimizer(document) in ("adam", "adamw")
     if document.get("optimizer", "legacy_fusion") is True and not used:
-        what = "true has no effect but with fp16, without ZeRO, and Adam"
+        what = "true has an effect only with fp16, Adam, and without ZeRO"
         yield finding(("optimizer", "legacy_fusion"), what, "nothing: remove the key")

@@ -125,7 +125,7 @@ def compress_no_effect(document: Document, context: Context) -> Findings:
 def compress_unsupported(document: Document, context: Context) -> Findings:
     """A feature of DeepSpeed that cannot be compressed.
 
-    Such engines are refused (UnsupportedError): their gradients take other ways.
+    Such engines are refused (UnsupportedError): their gradients are not reduced where compression happens.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 3, "zero_quantized_gradients": true}, "deepspeed_compress": {}}
@@ -139,7 +139,7 @@ def compress_unsupported(document: Document, context: Context) -> Findings:
 
 @rule("DSC912", "error")
 def compress_scaled_autocast(document: Document, context: Context) -> Findings:
-    """torch_autocast in fp16 without ZeRO beside deepspeed_compress.
+    """torch_autocast in fp16 without ZeRO, together with deepspeed_compress.
 
     The gradient scaler of torch works outside of DeepSpeed there, and the engine is refused.
 
@@ -155,9 +155,9 @@ def compress_scaled_autocast(document: Document, context: Context) -> Findings:
 
 @rule("DSC913", "info")
 def compress_universal_resume(document: Document, context: Context) -> Findings:
-    """checkpoint.load_universal beside checkpoints that training goes on from by itself.
+    """checkpoint.load_universal together with checkpoints from which training resumes by itself.
 
-    Going on by itself takes the universal checkpoint until the run has saved a newer one. But `engine.load_checkpoint`
+    Resuming by itself takes the universal checkpoint until the run has saved a newer one. But `engine.load_checkpoint`
     of the program takes the universal one each time, and fails without one (DeepSpeed, runtime/engine.py,
     `load_checkpoint`).
 

@@ -62,7 +62,7 @@ def pipeline_overlap_ignored(document: Document, context: Context) -> Findings:
 
 @rule("DSC602", "error")
 def pipeline_partition_boolean(document: Document, context: Context) -> Findings:
-    """pipe_partitioned or grad_partitioned is no boolean.
+    """pipe_partitioned or grad_partitioned is not a boolean.
 
     Asserted without a message (runtime/pipe/engine.py).
 
@@ -80,12 +80,14 @@ def pipeline_partition_boolean(document: Document, context: Context) -> Findings
         if not isinstance(value, bool):
             meant = truth(value)
             correction = None if meant is None else fix("Write a boolean", replace(document, ("pipeline", key), meant))
-            yield finding(("pipeline", key), f"{show(value)} is no boolean (allowed: true, false)", "true", correction)
+            yield finding(
+                ("pipeline", key), f"{show(value)} is not a boolean (allowed: true, false)", "true", correction
+            )
 
 
 @rule("DSC603", "error")
 def pipeline_interval_number(document: Document, context: Context) -> Findings:
-    """pipeline.activation_checkpoint_interval is no number.
+    """pipeline.activation_checkpoint_interval is not a number.
 
     Compared with 0 without a check (runtime/pipe/engine.py).
 
@@ -103,7 +105,7 @@ def pipeline_interval_number(document: Document, context: Context) -> Findings:
         path = ("pipeline", "activation_checkpoint_interval")
         meant = integer(value)
         correction = None if meant is None else fix("Write a number", replace(document, path, meant))
-        yield finding(path, f"{show(value)} is no number (allowed: 0 or more)", "1", correction)
+        yield finding(path, f"{show(value)} is not a number (allowed: 0 or more)", "1", correction)
 
 
 @rule("DSC604", "error")

@@ -43,7 +43,7 @@ def _left_open(document: Document) -> bool:
 def fp16_and_bf16(document: Document, context: Context) -> Findings:
     """fp16 and bf16 are both enabled.
 
-    The model can be in one of them only (runtime/config.py).
+    The model can be in only one of them (runtime/config.py).
 
     Wrong: {"train_batch_size": 8, "fp16": {"enabled": true}, "bf16": {"enabled": true}}
     Right: {"train_batch_size": 8, "fp16": {"enabled": false}, "bf16": {"enabled": true}}
@@ -123,7 +123,7 @@ def unknown_dtype(document: Document, context: Context) -> Findings:
     for path in (*(("data_types", f"{what}_dtype") for what in ("grad_accum", "param", "buffer")), _AUTOCAST):
         value = document.get(*path)
         if isinstance(value, str) and value != AUTO and value not in _DTYPES:
-            what = f"{show(value)} is no number format that DeepSpeed knows (allowed: fp32, fp16, bf16)"
+            what = f"{show(value)} is not a number format that DeepSpeed knows (allowed: fp32, fp16, bf16)"
             yield finding(path, what, '"bf16", "fp16" or "fp32"')
 
 
@@ -183,7 +183,7 @@ def bf16_states_without_master(document: Document, context: Context) -> Findings
     """
     path = ("bf16", "bf16_optimizer_states")
     if document.is_true(*path) and not document.is_true(*_MASTER[1]) and stage(document) in (1, 2, 3):
-        yield finding(path, "true needs bf16_master_weights_and_grads", '"bf16_master_weights_and_grads": true besides')
+        yield finding(path, "true needs bf16_master_weights_and_grads", '"bf16_master_weights_and_grads": true as well')
 
 
 @rule("DSC308", "error")

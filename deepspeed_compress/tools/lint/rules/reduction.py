@@ -63,7 +63,7 @@ def predivide_by_zero(document: Document, context: Context) -> Findings:
     Proof: accepts the first reduction divides by zero
     """
     if document.number(_FACTOR) == 0:
-        yield finding((_FACTOR,), "0 divides gradients by zero (allowed: other numbers)", "1.0")
+        yield finding((_FACTOR,), "0 causes a division of gradients by zero (allowed: other numbers)", "1.0")
 
 
 @rule("DSC323", "warning")

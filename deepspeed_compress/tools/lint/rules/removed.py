@@ -30,7 +30,7 @@ def _removed(document: Document, keys: tuple[str, ...], instead: str) -> Finding
 def removed_elasticity(document: Document, context: Context) -> Findings:
     """Elastic training was removed.
 
-    DeepSpeed 0.19 refuses the key wherever it stands, disabled or not (runtime/config.py).
+    DeepSpeed 0.19 refuses the key wherever it occurs, even if it is disabled (runtime/config.py).
 
     Wrong: {"train_batch_size": 8, "elasticity": {"enabled": false}}
     Right: {"train_batch_size": 8}
@@ -47,7 +47,7 @@ def removed_elasticity(document: Document, context: Context) -> Findings:
 def removed_compression_training(document: Document, context: Context) -> Findings:
     """Training of compressed models (compression_training) was removed.
 
-    DeepSpeed 0.19 refuses the key wherever it stands, disabled or not (runtime/config.py).
+    DeepSpeed 0.19 refuses the key wherever it occurs, even if it is disabled (runtime/config.py).
 
     Wrong: {"train_batch_size": 8,
         "compression_training": {"weight_quantization": {"shared_parameters": {"enabled": false}}}}
@@ -65,7 +65,7 @@ def removed_compression_training(document: Document, context: Context) -> Findin
 def removed_sparse_gradients(document: Document, context: Context) -> Findings:
     """sparse_gradients was removed; the section deepspeed_compress sends sparse gradients.
 
-    DeepSpeed 0.19 refuses the key wherever it stands, disabled or not (runtime/config.py).
+    DeepSpeed 0.19 refuses the key wherever it occurs, even if it is disabled (runtime/config.py).
 
     Wrong: {"train_batch_size": 8, "sparse_gradients": true}
     Right: {"train_batch_size": 8}
@@ -80,7 +80,7 @@ def removed_sparse_gradients(document: Document, context: Context) -> Findings:
 def removed_amp(document: Document, context: Context) -> Findings:
     """Apex amp was removed.
 
-    DeepSpeed 0.19 refuses the key wherever it stands, disabled or not (runtime/config.py).
+    DeepSpeed 0.19 refuses the key wherever it occurs, even if it is disabled (runtime/config.py).
 
     Wrong: {"train_batch_size": 8, "amp": {"enabled": false}}
     Right: {"train_batch_size": 8}
@@ -93,7 +93,7 @@ def removed_amp(document: Document, context: Context) -> Findings:
 def removed_curriculum(document: Document, context: Context) -> Findings:
     """The outermost curriculum_learning was removed.
 
-    DeepSpeed 0.19 refuses the key wherever it stands, disabled or not (runtime/config.py).
+    DeepSpeed 0.19 refuses the key wherever it occurs, even if it is disabled (runtime/config.py).
 
     Wrong: {"train_batch_size": 8, "curriculum_learning": {"enabled": false}}
     Right: {"train_batch_size": 8}
@@ -106,7 +106,7 @@ def removed_curriculum(document: Document, context: Context) -> Findings:
 def removed_key(document: Document, context: Context) -> Findings:
     """The feature of this key was removed.
 
-    DeepSpeed 0.19 refuses the key wherever it stands, disabled or not (runtime/config.py).
+    DeepSpeed 0.19 refuses the key wherever it occurs, even if it is disabled (runtime/config.py).
 
     Wrong: {"train_batch_size": 8, "progressive_layer_drop": {"enabled": false}}
     Right: {"train_batch_size": 8}
@@ -123,7 +123,7 @@ def removed_key(document: Document, context: Context) -> Findings:
 def removed_loco(document: Document, context: Context) -> Findings:
     r"""LoCo was removed from ZeRO++; the section deepspeed_compress has error feedback for every stage.
 
-    DeepSpeed 0.19 refuses the key wherever it stands, disabled or not (runtime/config.py).
+    DeepSpeed 0.19 refuses the key wherever it occurs, even if it is disabled (runtime/config.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 3, "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}}
@@ -143,7 +143,7 @@ def removed_loco(document: Document, context: Context) -> Findings:
 def removed_mics(document: Document, context: Context) -> Findings:
     """MiCS was removed.
 
-    DeepSpeed 0.19 refuses the key wherever it stands, disabled or not (runtime/config.py).
+    DeepSpeed 0.19 refuses the key wherever it occurs, even if it is disabled (runtime/config.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 3, "mics_shard_size": 4}}
@@ -165,7 +165,7 @@ _ONE_BIT = frozenset({"onebitadam", "zerooneadam", "onebitlamb"})
 def removed_one_bit_optimizer(document: Document, context: Context) -> Findings:
     """The 1-bit optimizers were removed; the section deepspeed_compress sends one bit with any optimizer.
 
-    OneBitAdam, ZeroOneAdam and OneBitLamb are no optimizers of DeepSpeed any more (runtime/engine.py).
+    OneBitAdam, ZeroOneAdam and OneBitLamb are no longer optimizers of DeepSpeed (runtime/engine.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "OneBitAdam", "params": {"lr": 0.0001}}}
     Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
@@ -189,11 +189,11 @@ def old_bfloat16_key(document: Document, context: Context) -> Findings:
 
     Wrong: {"train_batch_size": 8, "bfloat16": {"enabled": true}}
     Right: {"train_batch_size": 8, "bf16": {"enabled": true}}
-    Proof: accepts Hugging Face would train in fp32 beside it
+    Proof: accepts Hugging Face would train in fp32
     """
     if document.has("bfloat16"):
         both = document.get("bf16") is not None
-        what = '"bfloat16" is the old name of "bf16"' + (", which stands here too and alone counts" if both else "")
+        what = '"bfloat16" is the old name of "bf16"' + (", which is also here and takes precedence" if both else "")
         edits = remove(document, ("bfloat16",)) if both else rename(document, ("bfloat16",), "bf16")
         instead = "nothing: remove the key" if both else '"bf16"'
         yield key_finding(("bfloat16",), what, instead, fix("Use the name bf16", edits))
@@ -264,13 +264,13 @@ def deprecated_and_new_key(document: Document, context: Context) -> Findings:
     """
     for path, key, _ in known_values(document, strict=True):
         if key.deprecated and document.has(*path[:-1], key.deprecated):
-            what = f'"{path[-1]}" stands beside "{key.deprecated}", which replaces it (allowed: one of them)'
+            what = f'"{path[-1]}" is next to "{key.deprecated}", which replaces it (allowed: one of them)'
             yield key_finding(path, what, f'only "{key.deprecated}"', fix("Remove it", remove(document, path)))
 
 
 @rule("DSC123", "error")
 def legacy_stage_1(document: Document, context: Context) -> Findings:
-    """legacy_stage1 asks for an implementation that is gone.
+    """legacy_stage1 asks for an implementation that was removed.
 
     The key is still accepted and then refused by the engine (runtime/engine.py).
 
@@ -282,7 +282,9 @@ def legacy_stage_1(document: Document, context: Context) -> Findings:
     """
     if document.is_true(ZERO, "legacy_stage1"):
         correction = fix("Remove it", remove(document, (ZERO, "legacy_stage1")))
-        yield finding((ZERO, "legacy_stage1"), "true asks for code that is gone (allowed: false)", "false", correction)
+        yield finding(
+            (ZERO, "legacy_stage1"), "true asks for code that was removed (allowed: false)", "false", correction
+        )
 
 
 @rule("DSC124", "warning")
@@ -298,7 +300,7 @@ def elastic_checkpoint_stage_3(document: Document, context: Context) -> Findings
     Proof: warns ZeRO-3 elastic checkpointing is deprecated
     """
     if document.is_true(ZERO, "elastic_checkpoint") and document.get(ZERO, "stage") == 3:
-        what = "true is not supported with stage 3 any more (allowed: false)"
+        what = "true is no longer supported with stage 3 (allowed: false)"
         yield finding(
             (ZERO, "elastic_checkpoint"), what, '"checkpoint": {"load_universal": true} for another number of ranks'
         )

@@ -118,7 +118,7 @@ def compress_ignores_unknown_rule(document: Document, context: Context) -> Findi
         if isinstance(given, str) and given != "ALL" and not family:
             close = closest(given, names)
             instead = f'"{close}", if you meant that' if close else "a code such as DSC100, or a name"
-            yield finding((*path, index), f'"{given}" is no rule of the linter', instead)
+            yield finding((*path, index), f'"{given}" is not a lint rule', instead)
 
 
 @rule("DSC909", "warning")
@@ -131,7 +131,7 @@ def compress_fast_network(document: Document, context: Context) -> Findings:
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "deepspeed_compress": {}}
     Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}}
     Context: {"bandwidth": 3600.0}
-    Proof: accepts steps become no shorter
+    Proof: accepts steps do not become shorter
     """
     if _active(document) and context.bandwidth is not None and context.bandwidth >= _FASTEST:
         what = f"at {context.bandwidth:g} Gbit/s gradients are sent about as fast as they are compressed"
@@ -212,7 +212,7 @@ def _training_bytes(document: Document, context: Context, elements: int) -> int:
 
 @rule("DSC911", "info")
 def compress_needs_install(document: Document, context: Context) -> Findings:
-    """Hugging Face must be told to compress.
+    """Hugging Face must be told to use the section.
 
     The Trainer and Accelerate call deepspeed.initialize, which ds-compress run and install() extend.
 
@@ -224,7 +224,5 @@ def compress_needs_install(document: Document, context: Context) -> Findings:
     """
     if isinstance(document.get(OUR_SECTION), dict) and hugging_face(context):
         what = "Hugging Face starts DeepSpeed itself, which ignores this section"
-        instead = (
-            "ds-compress run in front of the script, or deepspeed_compress.install() ahead of everything else in it"
-        )
+        instead = "ds-compress run in front of the script, or deepspeed_compress.install() at its beginning"
         yield key_finding((OUR_SECTION,), what, instead)

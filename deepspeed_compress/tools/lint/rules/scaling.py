@@ -20,7 +20,7 @@ def loss_scale_range(document: Document, context: Context) -> Findings:
     value = document.get("fp16", "loss_scale")
     negative = number(value) is not None and (number(value) or 0) < 0
     if isinstance(value, bool) or negative:
-        what = f"{show(value)} is no loss scale (allowed: 0 for a dynamic one, or a positive number)"
+        what = f"{show(value)} is not a loss scale (allowed: 0 for a dynamic one, or a positive number)"
         yield finding(("fp16", "loss_scale"), what, "0")
 
 
@@ -58,7 +58,7 @@ _DYNAMIC_ONLY = {
 
 @rule("DSC311", "warning")
 def fixed_loss_scale(document: Document, context: Context) -> Findings:
-    """A fixed loss scale beside settings of the dynamic one.
+    """A fixed loss scale together with settings of the dynamic one.
 
     With loss_scale above 0 the dynamic scaler is not made (runtime/engine.py), and its settings have no effect.
 
@@ -77,7 +77,7 @@ def fixed_loss_scale(document: Document, context: Context) -> Findings:
 
 @rule("DSC312", "warning")
 def huge_initial_loss_scale(document: Document, context: Context) -> Findings:
-    """The loss scale begins so high that the first steps are lost.
+    """The loss scale starts so high that the first steps are lost.
 
     The exponent of two is initial_scale_power (runtime/precision_config.py); fp16 ends at 65504, and each overflow
     halves the scale and skips a step.
@@ -86,11 +86,11 @@ def huge_initial_loss_scale(document: Document, context: Context) -> Findings:
         "fp16": {"enabled": true, "initial_scale_power": 40}}
     Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "fp16": {"enabled": true, "initial_scale_power": 16}}
-    Proof: accepts steps are skipped until the scale has come down
+    Proof: accepts steps are skipped until the scale has decreased
     """
     power = document.number("fp16", "initial_scale_power")
     if power is not None and power > 32:
-        what = f"{show(power)} begins with a loss scale at which every gradient overflows (useful: 8 to 24)"
+        what = f"{show(power)} starts with a loss scale at which every gradient overflows (useful: 8 to 24)"
         yield finding(("fp16", "initial_scale_power"), what, "16")
 
 

@@ -63,7 +63,7 @@ def scheduler_without_type(document: Document, context: Context) -> Findings:
     Proof: ignores
     """
     if isinstance(document.get("scheduler"), dict) and not document.has(*_TYPE):
-        yield key_finding(("scheduler",), 'without "type" the scheduler is ignored', '"type": "WarmupLR" besides')
+        yield key_finding(("scheduler",), 'without "type" the scheduler is ignored', '"type": "WarmupLR" as well')
 
 
 @rule("DSC522", "error")
@@ -79,7 +79,7 @@ def scheduler_without_params(document: Document, context: Context) -> Findings:
     Proof: raises argument after \*\* must be a mapping
     """
     if _runs(document) and document.get(*_PARAMS) is None:
-        yield finding(_TYPE, 'a scheduler without "params" fails', '"params": {} besides')
+        yield finding(_TYPE, 'a scheduler without "params" fails', '"params": {} as well')
 
 
 @rule("DSC523", "error")
@@ -98,7 +98,7 @@ def unknown_scheduler_parameter(document: Document, context: Context) -> Finding
     for key in params(document, "scheduler") if known else ():
         if key not in known:
             close = closest(key, known)
-            what = f'"{key}" is no parameter of {_name(document)}'
+            what = f'"{key}" is not a parameter of {_name(document)}'
             free = close is not None and not document.has(*_PARAMS, close)
             path = (*_PARAMS, key)
             correction = fix(f"Rename to {close}", rename(document, path, close or ""), safe=False) if free else None
@@ -129,7 +129,7 @@ def missing_scheduler_parameter(document: Document, context: Context) -> Finding
 
 @rule("DSC525", "error")
 def warmup_not_positive(document: Document, context: Context) -> Findings:
-    """warmup_num_steps is no positive whole number.
+    """warmup_num_steps is not a positive whole number.
 
     Checked by the scheduler (runtime/lr_schedules.py).
 
@@ -309,7 +309,7 @@ def no_steps_to_decay(document: Document, context: Context) -> Findings:
     """
     total = _value(document, "total_num_steps")
     if _name(document) in _WARMUPS and total is not None and total <= 0:
-        what = f"{show(total)} steps: the rate falls to its least as soon as the warm-up ends"
+        what = f"{show(total)} steps: the rate falls to its minimum as soon as the warm-up ends"
         yield finding(
             (*_PARAMS, "total_num_steps"), what, 'the number of steps of the run, or "auto" with Hugging Face'
         )
@@ -327,9 +327,8 @@ def torch_scheduler_with_zero(document: Document, context: Context) -> Findings:
         "scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 100}}}
     Proof: raises is not an Optimizer
     """
-    # Report schedulers of torch that would receive DeepSpeed's wrapped optimizer, although they need one of torch.
     wrapped = stage(document) in (1, 2, 3) or fp16(document) or bf16(document)
     if _runs(document) and _name(document) not in _OWN and wrapped:
-        what = f"{show(_name(document))} is of torch, which refuses an optimizer of ZeRO, fp16 or bf16"
+        what = f"{show(_name(document))} is a scheduler of torch, which refuses an optimizer of ZeRO, fp16 or bf16"
         instead = f"one of {listed(sorted(_OWN))}, or make it in the program"
         yield finding(_TYPE, what, instead)

@@ -41,7 +41,7 @@ def section_not_enabled(document: Document, context: Context) -> Findings:
         # A misspelled "enabled" has its own finding.
         if settings and "enabled" not in settings and not any(closest(key, {"enabled": None}) for key in settings):
             what = f'{part} is off without "enabled", and its other settings have no effect'
-            yield key_finding((part,), what, '"enabled": true besides')
+            yield key_finding((part,), what, '"enabled": true as well')
 
 
 @rule("DSC801", "warning")
@@ -55,7 +55,7 @@ def comms_logger_present(document: Document, context: Context) -> Findings:
     Proof: accepts every collective is logged, which slows training
     """
     if truth(document.section("comms_logger").get("enabled", False)) is False and document.has("comms_logger"):
-        what = "the section itself turns the logger on: without enabled, or with false, it logs all the same"
+        what = "the section itself turns the logger on, even if enabled is false or missing"
         correction = fix("Remove the section", remove(document, ("comms_logger",)))
         yield key_finding(("comms_logger",), what, "nothing: remove the section to turn it off", correction)
 
@@ -72,7 +72,7 @@ def datastates_present(document: Document, context: Context) -> Findings:
     """
     value = document.get("datastates_ckpt", default=False)
     if value is None or (isinstance(value, dict) and value.get("enabled") is False):
-        what = f"{show(value)} turns DataStates on: everything but false does"
+        what = f"{show(value)} turns DataStates on, as everything except false does"
         yield finding(("datastates_ckpt",), what, "nothing: remove the key to turn it off")
 
 
@@ -97,7 +97,7 @@ def inert_key(document: Document, context: Context) -> Findings:
     for path, instead in _INERT:
         # Hugging Face does not read this section at all, which another rule reports.
         if document.has(*path) and not (path[0] == "pipeline" and hugging_face(context)):
-            yield key_finding(path, f'DeepSpeed accepts "{path[-1]}" and never looks at it', instead)
+            yield key_finding(path, f'DeepSpeed accepts "{path[-1]}" and never uses it', instead)
 
 
 @rule("DSC804", "info")
@@ -157,7 +157,7 @@ def checkpoint_writer(document: Document, context: Context) -> Findings:
 
 @rule("DSC812", "error")
 def parallel_write_boolean(document: Document, context: Context) -> Findings:
-    """checkpoint.parallel_write.pipeline_stage is no boolean.
+    """checkpoint.parallel_write.pipeline_stage is not a boolean.
 
     Checked when the configuration is read (runtime/config.py).
 
@@ -191,7 +191,7 @@ def log_level(document: Document, context: Context) -> Findings:
 
 @rule("DSC814", "info")
 def vocabulary_not_aligned(document: Document, context: Context) -> Findings:
-    """vocabulary_size is no multiple of 8.
+    """vocabulary_size is not a multiple of 8.
 
     DeepSpeed only warns (runtime/config.py); nothing else reads the key.
 
@@ -201,7 +201,7 @@ def vocabulary_not_aligned(document: Document, context: Context) -> Findings:
     """
     size = document.number("vocabulary_size")
     if size is not None and size % 8:
-        what = f"{show(size)} is no multiple of 8, which tensor cores want"
+        what = f"{show(size)} is not a multiple of 8, for which tensor cores are fastest"
         yield finding(("vocabulary_size",), what, f"{-(-int(size) // 8) * 8}, and pad the embedding")
 
 
@@ -218,7 +218,7 @@ def curriculum_without_metrics(document: Document, context: Context) -> Findings
     """
     path = ("data_efficiency", "data_sampling", "curriculum_learning")
     if document.section(*path).get("enabled") is True and not document.has(*path, "curriculum_metrics"):
-        yield key_finding(path, "curriculum_learning without curriculum_metrics", '"curriculum_metrics": {...} besides')
+        yield key_finding(path, "curriculum_learning without curriculum_metrics", '"curriculum_metrics": {...} as well')
 
 
 @rule("DSC816", "error")
@@ -235,7 +235,7 @@ def dynamic_batching_without_tokens(document: Document, context: Context) -> Fin
     """
     path = ("data_efficiency", "data_sampling", "dynamic_batching")
     if document.section(*path).get("enabled") and not document.has(*path, "max_tokens"):
-        yield key_finding(path, "dynamic_batching without max_tokens", '"max_tokens": 4096 besides, for instance')
+        yield key_finding(path, "dynamic_batching without max_tokens", '"max_tokens": 4096 as well, for instance')
 
 
 @rule("DSC817", "error")
@@ -250,7 +250,9 @@ def steps_per_print_zero(document: Document, context: Context) -> Findings:
     """
     if document.integer("steps_per_print") == 0:
         yield finding(
-            ("steps_per_print",), "0 divides by zero at the first step (allowed: 1 or more)", "null for no prints"
+            ("steps_per_print",),
+            "0 causes a division by zero at the first step (allowed: 1 or more)",
+            "null for no prints",
         )
 
 
@@ -271,7 +273,7 @@ def contiguous_checkpointing(document: Document, context: Context) -> Findings:
     alone = settings.get("contiguous_memory_optimization") is True and not settings.get("partition_activations")
     if alone and not hugging_face(context):
         path = ("activation_checkpointing", "contiguous_memory_optimization")
-        yield finding(path, "true needs partition_activations", '"partition_activations": true besides, or false')
+        yield finding(path, "true needs partition_activations", '"partition_activations": true as well, or false')
 
 
 @rule("DSC819", "error")

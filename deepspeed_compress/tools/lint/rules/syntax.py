@@ -44,9 +44,9 @@ def not_an_object(document: Document, context: Context) -> Findings:
 
 @rule("DSC002", "error")
 def duplicate_key(document: Document, context: Context) -> Findings:
-    """A key stands twice in one object.
+    """A key occurs twice in one object.
 
-    DeepSpeed refuses duplicate keys (runtime/config_utils.py). Hugging Face takes the last one without a word, so that
+    DeepSpeed refuses duplicate keys (runtime/config_utils.py). Hugging Face silently takes the last one, so that
     the same file may train differently there.
 
     Wrong:
@@ -65,7 +65,7 @@ def _duplicates_in(document: Document, node: Node, path: Path) -> Findings:
         if member.key in first:
             # Only the user knows which of two different values was meant.
             removal = remove(document, place, member) if member.value.value == first[member.key] else ()
-            what = f'key "{member.key}" stands here a second time (allowed: once)'
+            what = f'key "{member.key}" occurs here for the second time (allowed: once)'
             correction = fix("Remove the second of two equal keys", removal)
             yield Diagnostic(at_key(*place, span=member.key_span), what, write("one of the two only"), fix=correction)
         first.setdefault(member.key, member.value.value)
@@ -90,7 +90,7 @@ def hjson_only_syntax(document: Document, context: Context) -> Findings:
     Context: {"framework": "accelerate"}
     Proof: raises JSONDecodeError|Expecting|Illegal|not a valid base64|neither
     """
-    # Report each kind of syntax once, at its first place.
+    # One finding for each kind, at its first place, because such files have many.
     if not (hugging_face(context) or context.framework == "lightning"):
         return
     reader = "Lightning" if context.framework == "lightning" else "Hugging Face"
@@ -134,7 +134,6 @@ def unquoted_string_takes_line(document: Document, context: Context) -> Findings
         }
     Proof: accepts the group would be named with the comma
     """
-    # Report unquoted strings with punctuation. HJSON ends an unquoted string at the end of its line.
     for extension in document.extensions:
         text = document.text[extension.span.start : extension.span.end]
         if extension.kind == "unquoted-string" and any(mark in text for mark in (",", "}", "]", "#", "//")):
@@ -144,10 +143,10 @@ def unquoted_string_takes_line(document: Document, context: Context) -> Findings
 
 @rule("DSC006", "info")
 def template(document: Document, context: Context) -> Findings:
-    """A template, into which a script puts values.
+    """A template, in which a script fills in values.
 
-    Names such as ZERO_STAGE, ${stage} and {{ stage }} stand for values. One finding for a file: what is made of it can
-    be examined.
+    Names such as ZERO_STAGE, ${stage} and {{ stage }} stand for values. There is one finding for a file. The file
+    that the script makes can be checked.
 
     Wrong:
         {"train_batch_size": 8, "zero_optimization": {"stage": "ZERO_STAGE"}}
@@ -158,5 +157,5 @@ def template(document: Document, context: Context) -> Findings:
     if found:
         first = shown(document, found[0])
         many = f"{first} and {len(found) - 1} more stand" if len(found) > 1 else f"{first} stands"
-        what = f"{many} for a value that a script puts in: what depends on it is not examined"
+        what = f"{many} for a value that a script fills in, and whatever depends on it is not checked"
         yield Diagnostic(at(span=found[0]), what, write("values, or lint the file that the script makes"))

@@ -91,7 +91,7 @@ def tensor_size_ignored(document: Document, context: Context) -> Findings:
     """
     other = document.integer(*_TP_SIZE)
     if other is not None and other > 1 and tensor_size(document) == 1:
-        what = f"{other} has no effect in training, where autotp_size counts"
+        what = f"{other} has no effect in training, which uses autotp_size"
         yield finding(_TP_SIZE, what, f'"autotp_size": {other} in tensor_parallel')
 
 
@@ -120,7 +120,7 @@ def tensor_exceeds_kv_heads(document: Document, context: Context) -> Findings:
     heads, size = _heads(context.model)[1], tensor_size(document)
     if heads is not None and size > heads:
         where = _SIZE if document.has(*_SIZE) else ("deepspeed_compress", "parallelism", "tensor")
-        what = f"{size} is more than the {heads} key-value heads of the model: some ranks get no attention"
+        what = f"{size} is more than the {heads} key-value heads of the model: some ranks get no attention heads"
         yield finding(where, what, f"{heads} or less")
 
 
@@ -128,14 +128,14 @@ def tensor_exceeds_kv_heads(document: Document, context: Context) -> Findings:
 def tensor_divides_heads(document: Document, context: Context) -> Findings:
     """autotp_size does not divide the number of heads.
 
-    Heads are dealt out whole (module_inject/tp_shard.py), so that some ranks have more of them than others.
+    Heads are not split (module_inject/tp_shard.py), so that some ranks have more of them than others.
 
     Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
         "tensor_parallel": {"autotp_size": 2}}
     Right: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
         "tensor_parallel": {"autotp_size": 1}}
     Context: {"world_size": 2, "model": {"hidden_size": 12, "num_attention_heads": 3, "num_key_value_heads": 3}}
-    Proof: accepts the ranks with most heads decide the speed
+    Proof: accepts the ranks with the most heads determine the speed
     """
     (heads, kv_heads), size = _heads(context.model), tensor_size(document)
     uneven = [count for count in (heads, kv_heads) if count and count % size]

@@ -57,7 +57,7 @@ def string_boolean(document: Document, context: Context) -> Findings:
 
     Wrong: {"train_batch_size": 8, "bf16": {"enabled": "true"}}
     Right: {"train_batch_size": 8, "bf16": {"enabled": true}}
-    Proof: accepts who reads the file besides may take the text for false
+    Proof: accepts other readers of the file may take the text for false
     """
     for path, key, member in _misfits(document, strict=True):
         meant = _boolean_text(path, key, member)
@@ -99,7 +99,7 @@ def numeric_string(document: Document, context: Context) -> Findings:
         "zero_optimization": {"stage": 1, "reduce_bucket_size": "500000"}}
     Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 1, "reduce_bucket_size": 500000}}
-    Proof: accepts who reads the file besides gets text
+    Proof: accepts other readers of the file get text
     """
     for path, key, member in _misfits(document, strict=True):
         meant = integer(member.value.value) if "number" not in key.kinds else _numeric_text(member.value.value)
@@ -299,7 +299,7 @@ def not_a_choice(document: Document, context: Context) -> Findings:
 
 @rule("DSC019", "error")
 def both_names_of_a_key(document: Document, context: Context) -> Findings:
-    """A key stands under its name and under its alias.
+    """A key occurs under its name and under its alias.
 
     Keys such as stage3_prefetch_bucket_size have a second name without the prefix (runtime/zero/config.py); both
     together are refused as an unknown key.

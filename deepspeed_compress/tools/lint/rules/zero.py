@@ -14,7 +14,7 @@ from deepspeed_compress.tools.lint.values import AUTO, integer, means_auto, show
 def stage_range(document: Document, context: Context) -> Findings:
     """zero_optimization.stage is not 0, 1, 2 or 3.
 
-    An enumeration (runtime/zero/config.py).
+    Stages are an enumeration (runtime/zero/config.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 4}}
@@ -26,14 +26,14 @@ def stage_range(document: Document, context: Context) -> Findings:
     if isinstance(value, list) and document.get("autotuning", "enabled") is True:
         return  # stages for the autotuner to try
     if not means_auto(value) and not isinstance(value, bool) and integer(value) not in (0, 1, 2, 3):
-        yield finding((ZERO, "stage"), f"{show(value)} is no stage of ZeRO (allowed: 0, 1, 2, 3)", "0, 1, 2 or 3")
+        yield finding((ZERO, "stage"), f"{show(value)} is not a ZeRO stage (allowed: 0, 1, 2, 3)", "0, 1, 2 or 3")
 
 
 @rule("DSC401", "warning")
 def zero_without_stage(document: Document, context: Context) -> Findings:
     """zero_optimization has settings but no stage.
 
-    The default stage is 0, which is no ZeRO at all (runtime/zero/config.py).
+    The default stage is 0, which turns ZeRO off (runtime/zero/config.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"overlap_comm": true}}
@@ -47,7 +47,7 @@ def zero_without_stage(document: Document, context: Context) -> Findings:
     meant = any(closest(key, {"stage": None}) for key in settings if key not in keys().sections[(ZERO,)].keys)
     if settings and "stage" not in settings and ours is None and not meant:
         yield key_finding(
-            (ZERO,), 'without "stage" ZeRO is off, and the other settings have no effect', '"stage": 2 besides'
+            (ZERO,), 'without "stage" ZeRO is off, and the other settings have no effect', '"stage": 2 as well'
         )
 
 
@@ -145,7 +145,7 @@ def untested_optimizer(document: Document, context: Context) -> Findings:
     allowed = document.get("zero_allow_untested_optimizer") or document.has(ZERO, "zero_allow_untested_optimizer")
     if isinstance(name, str) and name.lower() in untested and stage(document) in (1, 2, 3) and not allowed:
         what = f"{show(name)} is not tested with ZeRO, which refuses it"
-        yield finding(("optimizer", "type"), what, '"zero_allow_untested_optimizer": true besides, or "AdamW"')
+        yield finding(("optimizer", "type"), what, '"zero_allow_untested_optimizer": true as well, or "AdamW"')
 
 
 @rule("DSC414", "info")
