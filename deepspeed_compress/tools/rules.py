@@ -3,7 +3,7 @@
 A module of rules decorates its checks, which turns them into rules:
 
     @rule("DSC401", "warning")
-    def zero_without_stage(document: Document, context: Context) -> Iterator[Diagnostic]: ...
+    def zero_without_stage(document: Document, context: Context) -> Findings: ...
 """
 
 from collections.abc import Iterable, Iterator

@@ -361,18 +361,27 @@ def test_fix_of_standard_input(lint: Run) -> None:
     assert lint("--fix", "-", stdin="{}")[:2] == (0, "{}")
 
 
+def run_process(*command: str) -> subprocess.CompletedProcess[str]:
+    """Run a command that finds this package."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
 def test_without_standard_input() -> None:
     save("{}")
     command = [sys.executable, "-m", "deepspeed_compress.cli", "lint", "ds_config.json", "--select", "DSC0"]
-    root = Path(__file__).parents[3]
-    done = subprocess.run(
-        ["sh", "-c", 'exec "$@" <&-', "sh", *command],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(root)},
-    )
+    done = run_process("sh", "-c", 'exec "$@" <&-', "sh", *command)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_without_docstrings() -> None:
+    """Rules need their docstrings only to be explained."""
+    save(BAD)
+    command = [sys.executable, "-OO", "-m", "deepspeed_compress.cli"]
+    assert "DSC400 stage-range" in run_process(*command, "lint").stdout
+    done = run_process(*command, "rule", "DSC400")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "python -OO removes the texts of rules" in done.stderr
 
 
 def test_the_name_of_standard_input(lint: Run) -> None:

@@ -1,19 +1,13 @@
 """The key table is that of the installed DeepSpeed, and answers what rules ask of it."""
 
-import json
-
 import deepspeed
 import pytest
 
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.tools.lint import generate_keys
-from deepspeed_compress.tools.lint.fixes import apply
 from deepspeed_compress.tools.lint.keys import closest, keys, known_values, places, unknown_keys
-from deepspeed_compress.tools.lint.rule import Context
 from deepspeed_compress.tools.lint.rules.keys import _KEYS_OF_OURS
-from deepspeed_compress.tools.lint.runner import lint_document
 from deepspeed_compress.tools.lint.scanner import parse
-from deepspeed_compress.tools.lint.selection import Selection
 
 
 def test_the_table_is_what_the_generator_writes() -> None:
@@ -89,59 +83,3 @@ def test_known_values_have_their_key() -> None:
 
 def test_the_keys_of_our_section_are_known() -> None:
     assert CompressConfig.model_fields.keys() == _KEYS_OF_OURS
-
-
-FOREIGN = {"enabled": True, "type": "topk"}
-OURS = {"gradients": {"method": "topk"}}
-
-
-@pytest.mark.parametrize(
-    ("config", "fixed"),
-    [
-        ({"gradient_compression": FOREIGN, "compression": FOREIGN}, ["gradient_compression", "compression"]),
-        ({"gradient_compression": FOREIGN, "compression": OURS}, ["gradient_compression", "deepspeed_compress"]),
-        ({"gradient_compression": OURS, "compression": OURS}, ["deepspeed_compress", "compression"]),
-        ({"deepspeed_compression": FOREIGN}, ["deepspeed_compression"]),
-        ({"compression": {}}, ["compression"]),
-        ({"gradient_cliping": 1.0, "gradient_clippping": 2.0}, ["gradient_clipping", "gradient_clippping"]),
-        (
-            {"bf16": {"offload_optimizer": {"device": "cpu"}}, "offload_optimizer": {"device": "cpu"}},
-            None,
-        ),
-    ],
-)
-def test_corrections_make_no_key_twice_and_rename_only_what_is_ours(
-    config: dict[str, object], fixed: list[str] | None
-) -> None:
-    text = json.dumps({"train_batch_size": 8, **config})
-    result = apply(parse(text), lambda one: lint_document(one, Context(), Selection(("DSC10",))), unsafe=True)
-    assert result.document.duplicates == 0
-    if fixed is not None:
-        assert list(result.document.data) == ["train_batch_size", *fixed]
-
-
-MISSPELLED = {"gradients": {"method": "blockwis", "bitss": 4, "overides": []}, "monitr": {}}
-RIGHT = {"gradients": {"method": "blockwise", "bits": 4, "overrides": []}, "monitor": {}}
-
-
-def test_a_misspelled_method_hides_no_key_beside_it() -> None:
-    found = lint_document(parse(json.dumps({"deepspeed_compress": MISSPELLED})), Context(), Selection(("DSC900",)))
-    assert [one.pointer.removeprefix("/deepspeed_compress") for one in found] == [
-        "/gradients/method",
-        "/gradients/bitss",
-        "/gradients/overides",
-        "/monitr",
-    ]
-
-
-def test_our_section_is_corrected() -> None:
-    document = parse(json.dumps({"deepspeed_compress": MISSPELLED}))
-    fixed = apply(document, lambda one: lint_document(one, Context(), Selection(("DSC900",))), unsafe=True)
-    assert fixed.document.data == {"deepspeed_compress": RIGHT}
-    assert fixed.remaining == ()
-
-
-def test_two_misspellings_of_a_key_of_ours_make_no_key_twice() -> None:
-    document = parse('{"deepspeed_compress": {"gradients": {"method": "blockwise", "bitss": 4, "bit": 3}}}')
-    fixed = apply(document, lambda one: lint_document(one, Context(), Selection(("DSC900",))), unsafe=True)
-    assert (fixed.count, fixed.document.duplicates) == (1, 0)

@@ -26,12 +26,14 @@ def test_a_configuration_has_these_findings(case: dict[str, Any]) -> None:
     text = case["text"] if "text" in case else json.dumps(case["config"], indent=1)
     found = lint_text(text, context=context)
     assert [f"{one.code} {one.severity}" for one in found] == case["found"]
+    assert case.get("places", [one.pointer for one in found]) == [one.pointer for one in found]
     for first in found[:1]:
         assert case.get("message", "") in first.message
         assert case.get("remedy", first.remedy) == first.remedy
     if "fixed" in case:
         fixed = apply(parse(text), lambda one: lint_document(one, context, Selection()), unsafe=True)
         assert fixed.document.data == case["fixed"]
+        assert fixed.document.duplicates == 0
 
 
 def in_directory(directory: Path) -> list[Diagnostic]:

@@ -98,8 +98,8 @@ def allreduce_op_unknown(document: Document, context: Context) -> Findings:
 
 
 def _sums(document: Document) -> bool:
-    value = document.get(_OP)
-    return isinstance(value, str) and value.lower() == "sum"
+    """Return True if gradients are to be summed."""
+    return document.string(_OP).lower() == "sum"
 
 
 @rule("DSC325", "error")
@@ -182,7 +182,6 @@ def fp16_communication_of_bf16(document: Document, context: Context) -> Findings
         "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "communication_data_type": "bf16"}
     Proof: accepts large gradients become infinite on the way
     """
-    value = document.get("communication_data_type")
-    if bf16(document) and isinstance(value, str) and value.lower() == "fp16":
+    if bf16(document) and document.string("communication_data_type").lower() == "fp16":
         what = '"fp16" cannot hold the range of gradients in bf16: large ones become infinite (allowed: bf16, fp32)'
         yield finding(("communication_data_type",), what, '"bf16" or "fp32"')

@@ -17,8 +17,8 @@ _TYPES = ("log", "linear")
 
 
 def _name(document: Document) -> str:
-    value = document.get(*_TYPE)
-    return value if isinstance(value, str) else ""
+    """Return the scheduler's type, or an empty string."""
+    return document.string(*_TYPE)
 
 
 def _value(document: Document, key: str) -> float | None:

@@ -3,14 +3,21 @@
 from collections.abc import Mapping
 from typing import Any
 
+from deepspeed_compress.diagnostics import Path
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, replace
+from deepspeed_compress.tools.lint.keys import OUR_SECTION
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
 from deepspeed_compress.tools.lint.rules.common import finding, tensor_size
 from deepspeed_compress.tools.lint.values import AUTO, integer, listed, show
 
 _SIZE = ("tensor_parallel", "autotp_size")
 _TP_SIZE = ("tensor_parallel", "tp", "tp_size")
+
+
+def _size_path(document: Document) -> Path:
+    """Return the path of the tensor-parallel size: DeepSpeed's own key, or the one in our section."""
+    return _SIZE if document.has(*_SIZE) else (OUR_SECTION, "parallelism", "tensor")
 
 
 def _native_size(document: Document) -> int:
@@ -53,9 +60,8 @@ def tensor_crosses_nodes(document: Document, context: Context) -> Findings:
     """
     size, node = tensor_size(document), context.ranks_per_node
     if node is not None and size > 1 and (size > node or node % size):
-        where = _SIZE if document.has(*_SIZE) else ("deepspeed_compress", "parallelism", "tensor")
         what = f"{size} ranks share each layer, but a node has {node}: activations cross the network in every layer"
-        yield finding(where, what, f"a divisor of {node}")
+        yield finding(_size_path(document), what, f"a divisor of {node}")
 
 
 @rule("DSC622", "error")
@@ -119,9 +125,8 @@ def tensor_exceeds_kv_heads(document: Document, context: Context) -> Findings:
     """
     heads, size = _heads(context.model)[1], tensor_size(document)
     if heads is not None and size > heads:
-        where = _SIZE if document.has(*_SIZE) else ("deepspeed_compress", "parallelism", "tensor")
         what = f"{size} is more than the {heads} key-value heads of the model: some ranks get no attention heads"
-        yield finding(where, what, f"{heads} or less")
+        yield finding(_size_path(document), what, f"{heads} or less")
 
 
 @rule("DSC625", "warning")
@@ -140,9 +145,8 @@ def tensor_divides_heads(document: Document, context: Context) -> Findings:
     (heads, kv_heads), size = _heads(context.model), tensor_size(document)
     uneven = [count for count in (heads, kv_heads) if count and count % size]
     if uneven and kv_heads is not None and size <= kv_heads:
-        where = _SIZE if document.has(*_SIZE) else ("deepspeed_compress", "parallelism", "tensor")
         what = f"{size} does not divide the {uneven[0]} heads of the model: the ranks get unequal parts"
-        yield finding(where, what, f"a divisor of {uneven[0]}")
+        yield finding(_size_path(document), what, f"a divisor of {uneven[0]}")
 
 
 @rule("DSC626", "error")
