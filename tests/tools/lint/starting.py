@@ -1,4 +1,4 @@
-"""Gives a configuration to the real DeepSpeed (or to who reads it first), and tells what came of it."""
+"""Starting the real DeepSpeed, or the program that reads its configuration first, and the outcome."""
 
 import contextlib
 import io
@@ -19,14 +19,14 @@ from tests.support.forks import RankError, run_forks
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`error`: the tracebacks of the ranks that failed; `log`: what was logged or warned of, of rank 0."""
+    """Outcome of a start: tracebacks of the ranks that failed, and what rank 0 logged."""
 
     error: str
     log: str
 
 
 def start(text: str, context: Mapping[str, Any]) -> Outcome:
-    """Start a job of `context["world_size"]` ranks with the configuration `text`, once for equal ones."""
+    """Start a job of `context["world_size"]` ranks with the configuration `text`, unless the outcome is known."""
     return _outcome(text, json.dumps(context, sort_keys=True))
 
 
@@ -46,7 +46,7 @@ def _outcome(text: str, json_context: str) -> Outcome:
 
 
 def _start(rank: int, path: str, context: dict[str, Any]) -> str:
-    """What one rank does; returns its log."""
+    """Run one rank, and return its log."""
     os.environ |= {"CROSS_SIZE": "1", "CROSS_RANK": "0"}  # the launcher of DeepSpeed sets these, too
     # An example may name a directory, in which an engine writes, and a configuration of this repository.
     os.chdir(Path(path).parent)
@@ -107,7 +107,7 @@ def _module(data: dict[str, Any], context: dict[str, Any]) -> Any:
 
 
 def _stages(data: dict[str, Any], context: dict[str, Any]) -> int | None:
-    """Stages of the pipeline that a configuration speaks of: one a rank, unless it says otherwise."""
+    """Return the number of pipeline stages of a configuration, or None. The default is one per rank."""
     ours = data.get("deepspeed_compress")
     parallelism = ours.get("parallelism") if isinstance(ours, dict) else None
     if isinstance(parallelism, dict) and "pipeline" in parallelism:
@@ -134,7 +134,7 @@ def _language_model(config: Mapping[str, Any]) -> Any:
 
 
 def _transformers(path: str, context: dict[str, Any]) -> None:
-    """As the Trainer of transformers: its arguments first, then Accelerate."""
+    """Start as the Trainer of transformers does: process its arguments, then call Accelerate."""
     from transformers import TrainingArguments
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
@@ -155,7 +155,7 @@ def _accelerate(path: str, context: dict[str, Any]) -> None:
 
 
 def _launch(path: str) -> None:
-    """What `accelerate launch` makes of its own configuration, and the program of what that says."""
+    """Start as `accelerate launch` does with its own configuration."""
     from accelerate.commands import launch  # type: ignore[import-untyped]
     from accelerate.utils import DeepSpeedPlugin
     from accelerate.utils.launch import prepare_deepspeed_cmd_env  # type: ignore[import-untyped]
@@ -170,7 +170,7 @@ def _launch(path: str) -> None:
 
 
 def _prepare(config: Any, module: Any) -> None:
-    """As Accelerator.prepare fills in what it knows, and starts DeepSpeed."""
+    """Fill in values as Accelerator.prepare does, and start DeepSpeed."""
     import deepspeed
     from accelerate.utils import DeepSpeedPlugin  # type: ignore[import-untyped]
 
@@ -191,7 +191,7 @@ _STARTERS: Mapping[str | None, Callable[[str, dict[str, Any]], None]] = {
 
 
 def read_configuration(data: dict[str, Any]) -> str:
-    """All that DeepSpeed makes of a configuration, as a text that is equal for equal ones."""
+    """Return all settings that DeepSpeed reads from a configuration, as text."""
     return run_forks(1, _read_configuration, data)[0]
 
 
@@ -203,5 +203,5 @@ def _read_configuration(rank: int, data: dict[str, Any]) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value without addresses in memory."""
+    """Return the text of a value, without memory addresses."""
     return str(value) if isinstance(value, BaseModel) or not hasattr(value, "__dict__") else str(vars(value))

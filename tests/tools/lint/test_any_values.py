@@ -1,4 +1,4 @@
-"""No rule fails, whatever stands where: odd values at every key of every example, models and ranks of every kind."""
+"""No rule fails on odd values at any key of an example, with any model and any number of ranks."""
 
 from typing import Any
 
@@ -57,7 +57,7 @@ def places(document: Document) -> list[Path]:
 
 
 def shake(document: Document, context: Context) -> None:
-    """Every rule on `document`, and every fix; places are inside the text."""
+    """Apply every rule and every fix to `document`, and check that all places are inside the text."""
     fixed = apply(document, lambda one: lint_document(one, context, Selection()), unsafe=True)
     for finding in fixed.remaining:
         assert finding.place.region.end <= len(fixed.text)
@@ -81,7 +81,7 @@ def test_odd_values(rule: LintRule, data: st.DataObject) -> None:
 @properties
 @given(st.sets(st.integers(0, len(RULES) - 1), min_size=2, max_size=5), contexts)
 def test_examples_together(rules: set[int], context: Context) -> None:
-    """The keys of several bad examples in one configuration."""
+    """Combine the keys of several bad examples in one configuration."""
     data: dict[str, Any] = {}
     for index in sorted(rules):
         data |= parse(RULES[index].wrong).data

@@ -30,13 +30,13 @@ BAD = '{"zero_optimization": {"stage": 4}, "amp": {}}'
 
 @pytest.fixture(autouse=True)
 def _toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In an empty directory, with rules that do not change."""
+    """Run tests in an empty directory, with rules that do not change."""
     monkeypatch.chdir(tmp_path)
     use(monkeypatch, *TOYS)
 
 
 def use(monkeypatch: pytest.MonkeyPatch, *rules: LintRule) -> None:
-    """Let the command know `rules` only."""
+    """Give the command these rules only."""
 
     def lint(document: Document, context: Context, selection: Selection) -> list[Diagnostic]:
         return lint_document(document, context, selection, rules)
@@ -50,7 +50,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def lint(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run the command; give exit code, output and errors."""
+    """Run the command, and return its exit code, output, and errors."""
 
     def run(*arguments: str, stdin: str = "", name: str = "lint") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
@@ -94,7 +94,7 @@ def test_exit_codes(lint: Run) -> None:
         ('{"a": 1}', {"error": 0, "warning": 0, "info": 0}),
     ],
 )
-def test_how_grave_a_finding_must_be(
+def test_severity_that_fails_the_command(
     lint: Run, monkeypatch: pytest.MonkeyPatch, text: str, codes: dict[str, int]
 ) -> None:
     use(monkeypatch, *TOYS, STRICT)
@@ -108,8 +108,8 @@ def test_how_grave_a_finding_must_be(
         assert lint("--exit-zero")[0] == 0
 
 
-def test_a_difference_is_grave(lint: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ruff has it: whoever runs --diff in CI wants to know."""
+def test_a_difference_fails_the_command(lint: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ruff does the same, because users run --diff in CI to detect differences."""
     use(monkeypatch, STRICT)
     save("{a: 1}")
     assert lint("--diff")[0] == 1
@@ -218,7 +218,7 @@ def test_settings_of_another_file(lint: Run) -> None:
     assert "mine.toml: ignore: 'DSC9' is not a rule" in lint("--config", "mine.toml")[2]
 
 
-def test_what_is_passed_over(lint: Run) -> None:
+def test_excluded_files(lint: Run) -> None:
     for name in ("ds_config.json", "old/ds_config.json", "package.json"):
         Path(name).parent.mkdir(exist_ok=True)
         save(BAD, name)
@@ -235,7 +235,7 @@ def test_what_is_passed_over(lint: Run) -> None:
     assert lint(*count, "package.json") == (0, "0 files checked, nothing found.\n", "")
 
 
-def test_what_the_options_say_of_the_run(lint: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_that_describe_the_run(lint: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Context] = []
 
     def watch(document: Document, context: Context) -> tuple[()]:
@@ -274,8 +274,10 @@ AUTO = '{"train_batch_size": "auto"}'
         ('{"data_types": {"keep_in_fp32_modules": "auto"}}', None),
     ],
 )
-def test_auto_tells_the_framework(lint: Run, monkeypatch: pytest.MonkeyPatch, text: str, framework: str | None) -> None:
-    """And that it was taken from the file is said, but not in the output that programs read."""
+def test_auto_reveals_the_framework(
+    lint: Run, monkeypatch: pytest.MonkeyPatch, text: str, framework: str | None
+) -> None:
+    """A note on standard error says so. The output, which programs read, does not."""
     seen: list[str | None] = []
 
     def check(document: Document, context: Context) -> list[Diagnostic]:
@@ -292,7 +294,7 @@ def test_auto_tells_the_framework(lint: Run, monkeypatch: pytest.MonkeyPatch, te
     assert seen == [framework, "lightning", framework, "accelerate"]
 
 
-def test_frameworks_of_many_files_are_said_once(lint: Run) -> None:
+def test_frameworks_of_many_files_are_noted_once(lint: Run) -> None:
     for name in ("ds_config_1.json", "ds_config_2.json", "ds_config_3.json"):
         save(AUTO, name)
     save("deepspeed_config: {}", "a.yaml")
@@ -303,7 +305,7 @@ def test_frameworks_of_many_files_are_said_once(lint: Run) -> None:
     ]
 
 
-def test_a_remark_that_ignores_nothing_is_said(lint: Run) -> None:
+def test_a_comment_that_ignores_nothing_is_noted(lint: Run) -> None:
     save("# ds-compress: noqa: DSC1, DSC9\n{amp: 1}")
     code, _, err = lint()
     assert code == 0
@@ -341,7 +343,7 @@ def test_a_file_without_corrections_is_not_touched(lint: Run) -> None:
     assert path.stat().st_mtime == 1
 
 
-def test_diff_writes_nothing_but_the_difference(lint: Run) -> None:
+def test_diff_writes_only_the_difference(lint: Run) -> None:
     path = save(BAD)
     code, out, err = lint("--diff", "--unsafe-fixes")
     assert (code, path.read_text()) == (1, BAD)
@@ -419,13 +421,13 @@ def test_colour_only_on_terminals(lint: Run, monkeypatch: pytest.MonkeyPatch) ->
         assert "\x1b" not in lint()[1]
 
 
-def test_errors_and_findings_of_one_file_come_together() -> None:
+def test_syntax_errors_and_findings_are_reported_together() -> None:
     found = lint_text('{"zero_optimization": {"stage": 4}, "fp16": {"enabled": tru e, }')
     assert {finding.code for finding in found} >= {"DSC001"}
     assert len({finding.code for finding in found}) > 1
 
 
-def test_behind_a_syntax_error_nothing_is_missing() -> None:
+def test_no_key_is_missing_after_a_syntax_error() -> None:
     context = Context(world_size=4)
     for text, codes in (
         ("{}", ["DSC201"]),
@@ -444,8 +446,8 @@ YAML = st.lists(
 @settings(properties, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=200) | YAML.map(lambda pieces: "".join(pieces).encode()))
 @pytest.mark.parametrize("name", ["ds_config.json", "ds_config.yaml"])
-def test_any_bytes(monkeypatch: pytest.MonkeyPatch, name: str, content: bytes) -> None:
-    """Through the whole command, with all rules: findings or none, never an error."""
+def test_any_bytes_are_read(monkeypatch: pytest.MonkeyPatch, name: str, content: bytes) -> None:
+    """The command ends without an error, whatever the file contains."""
     use(monkeypatch, *RULES)
     path = Path(name)
     path.write_bytes(content)

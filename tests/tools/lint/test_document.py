@@ -1,4 +1,4 @@
-"""The reader: the same values as hjson's, errors where it has errors, places that are right, and no way to hang."""
+"""The reader returns the values and errors of hjson, with their places, in bounded time."""
 
 import json
 import time
@@ -20,7 +20,7 @@ MANY = settings(properties, max_examples=300)
 
 
 def theirs(text: str) -> Any:
-    """What hjson reads; None where it fails, by whatever exception."""
+    """Return what hjson reads, or None if it fails with any exception."""
     try:
         return hjson.loads(text, object_pairs_hook=dict)
     except Exception:
@@ -56,7 +56,7 @@ def test_reads_as_hjson_does(text: str) -> None:
 
 @MANY
 @given(CONFIGS | broken() | NOISE)
-def test_extensions_are_what_makes_it_no_json(text: str) -> None:
+def test_a_text_with_extensions_is_not_json(text: str) -> None:
     document = parse(text)
     if document.problems:
         return
@@ -70,7 +70,7 @@ def test_extensions_are_what_makes_it_no_json(text: str) -> None:
 
 @MANY
 @given(CONFIGS)
-def test_fixes_of_extensions_say_the_same_in_json(text: str) -> None:
+def test_fixes_of_extensions_keep_the_data(text: str) -> None:
     document = parse(text)
     for extension in () if document.problems else document.extensions:
         if extension.fix is not None:
@@ -108,7 +108,7 @@ CONFIG = """{
 """
 
 
-def test_looking_things_up() -> None:
+def test_lookups() -> None:
     document = parse(CONFIG, "x.json")
     assert document.get("a", "b", 0) == 1
     assert document.get("a", "b", 1, "c", default=5) is None
@@ -139,7 +139,7 @@ def test_looking_things_up() -> None:
         ((), "value", "{"),
     ],
 )
-def test_where_a_place_is(path: tuple[str | int, ...], on: Any, place: str) -> None:
+def test_places_in_the_text(path: tuple[str | int, ...], on: Any, place: str) -> None:
     span = parse(CONFIG).span_of(Place(path, on))
     assert CONFIG[span.start : span.end] == place
 
@@ -165,7 +165,7 @@ def test_where_a_place_is(path: tuple[str | int, ...], on: Any, place: str) -> N
         ("", [], {}),
     ],
 )
-def test_goes_on_behind_an_error(text: str, problems: list[str], data: dict[str, Any]) -> None:
+def test_reading_continues_after_an_error(text: str, problems: list[str], data: dict[str, Any]) -> None:
     document = parse(text)
     places = [document.locate(one.place).start for one in document.problems]
     shown = [f"{line}:{column} {one.message}" for (line, column), one in zip(places, document.problems, strict=True)]
@@ -208,7 +208,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("text", LARGE.values(), ids=LARGE)
-def test_ten_megabytes_of_anything(text: str) -> None:
+def test_ten_megabytes(text: str) -> None:
     start = time.process_time()
     document = parse(text)
     for one in document.problems:
@@ -229,7 +229,7 @@ def test_memory_is_bounded(name: str) -> None:
     assert used < 150 * 2**20
 
 
-def test_limits_are_said() -> None:
+def test_limits_are_reported() -> None:
     def problems(document: Document) -> list[str]:
         return [one.message for one in document.problems]
 

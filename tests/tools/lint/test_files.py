@@ -1,4 +1,4 @@
-"""Where configurations are found, and how they are read."""
+"""Finding and reading of configurations."""
 
 import base64
 import io
@@ -60,17 +60,17 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_directory_gives_what_are_configurations(tree: Path) -> None:
+def test_configurations_in_a_directory(tree: Path) -> None:
     here = ["ds_config.json", "my-deepspeed.hjson", "settings.json", "stage2.json", "zero.yaml"]
     assert names(tree) == [*here, "er.json", "ours.json"]
     assert names(tree, exclude=("deep/*", "settings.json")) == [name for name in here if name != "settings.json"]
 
 
 @pytest.mark.parametrize("pattern", ["deep", "deep/", "d*p", "deep/*", "tree/deep"])
-def test_what_lies_in_an_excluded_directory_is_excluded(
+def test_files_in_an_excluded_directory_are_excluded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str
 ) -> None:
-    """Directories above the current one do not count: the project may lie in one of that name."""
+    """Directories above the current one are not compared: the project may be in one of that name."""
     monkeypatch.chdir(tmp_path)
     for name in ("tree/deep/er/ds_config.json", "tree/ds_config.json"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
@@ -80,8 +80,8 @@ def test_what_lies_in_an_excluded_directory_is_excluded(
     assert names(".", exclude=(pattern,)) == names(tmp_path / "tree" / "deep", exclude=("none",)) == ["ds_config.json"]
 
 
-def test_forced_to_exclude_it_passes_over_files_that_are_named(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As pre-commit names whatever its pattern fits."""
+def test_force_exclude_skips_named_files(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pre-commit names all files that match its pattern."""
     monkeypatch.chdir(tree)
     every = [str(path) for path in Path().rglob("*") if path.is_file()]
     found = sources(sorted(every), Search(("ours.json", "venv"), force=True), io.BytesIO())
@@ -97,7 +97,7 @@ def test_forced_to_exclude_it_passes_over_files_that_are_named(tree: Path, monke
     }
 
 
-def test_a_file_that_is_named_is_read_whatever_it_is(tree: Path) -> None:
+def test_a_named_file_is_always_read(tree: Path) -> None:
     assert names(tree / "notes.txt", tree / "package.json", tree / "package.json", tree) == [
         "notes.txt",
         "package.json",
@@ -124,14 +124,14 @@ print([source.document.data for source in sources(sys.argv[1:], Search(), sys.st
 
 
 @pytest.mark.parametrize("argument", ["/dev/stdin", "/dev/fd/0", "<(cat)", "-"])
-def test_what_the_shell_has_opened_is_read(argument: str) -> None:
+def test_files_opened_by_the_shell_are_read(argument: str) -> None:
     command = ["bash", "-c", f"cat | {sys.executable} -c '{FROM_THE_SHELL}' {argument}"]
     done = subprocess.run(command, input="{a: 1}", capture_output=True, text=True, check=False, timeout=60)
     assert (done.stdout, done.stderr) == ("[{'a': 1}]\n", "")
 
 
 @pytest.mark.timeout(20)
-def test_what_would_never_end_is_not_opened(tmp_path: Path) -> None:
+def test_endless_files_are_not_opened(tmp_path: Path) -> None:
     fifo = tmp_path / "ds_config.json"
     os.mkfifo(fifo)
     with socket.socket(socket.AF_UNIX) as server:
@@ -154,7 +154,7 @@ def test_base64(tmp_path: Path, encode: object) -> None:
 
 
 @pytest.mark.parametrize("argument", ["nothing.json", "abcdefgh", "a" * 300, "", "x\0y"])
-def test_what_is_nothing(argument: str) -> None:
+def test_arguments_that_refer_to_nothing(argument: str) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         read(argument)
 
@@ -166,7 +166,7 @@ def problem(source: Source) -> str:
     return problem.message
 
 
-def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bad = tmp_path / "bad.json"
     bad.write_bytes(b'{"a": "\xff"}')
     assert problem(*read(bad)) == "not UTF-8 text (byte 7)"
@@ -180,7 +180,7 @@ def _denied(*_: object) -> object:
     raise PermissionError(13, "Permission denied")
 
 
-def test_line_ends_stay(tmp_path: Path) -> None:
+def test_line_ends_are_kept(tmp_path: Path) -> None:
     file = tmp_path / "x.json"
     file.write_bytes(b'{"a":\r\n1}\r')
     assert read(file)[0].document.text == '{"a":\r\n1}\r'
@@ -236,8 +236,8 @@ def test_accelerate_has_defaults(tmp_path: Path, section: str) -> None:
 
 
 @pytest.mark.parametrize("folder", [".", "elsewhere"])
-def test_accelerate_with_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
-    """The name is looked up where the command runs, then beside the file, then above; it is then read once only."""
+def test_accelerate_with_a_file_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
+    """The name is looked up in the working directory, next to the file, and above. The file is read only once."""
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / folder)
     (tmp_path / "a.yaml").write_text("deepspeed_config:\n  deepspeed_config_file: z/other.json\n")
@@ -271,7 +271,7 @@ DOUBLING = [f"  {b}: &{b} [*{a}, *{a}]\n" for a, b in itertools.pairwise("abcdef
         ("deepspeed_config:\n  a: &a [1]\n" + "".join(DOUBLING), "not YAML: more than"),
     ],
 )
-def test_yaml_that_cannot_be_used(tmp_path: Path, text: str, what: str) -> None:
+def test_unusable_yaml(tmp_path: Path, text: str, what: str) -> None:
     file = tmp_path / "a.yaml"
     file.write_text(text)
     assert problem(*read(file)).startswith(what)
@@ -307,7 +307,7 @@ UNUSED = "deepspeed_config: {}\ndistributed_type: MULTI_GPU\n"
 
 
 @pytest.mark.parametrize("text", ["", "a: 1", "x:\n  deepspeed_config: 1", "[", "distributed_type: MULTI_GPU", UNUSED])
-def test_other_yaml_is_passed_over(tmp_path: Path, text: str) -> None:
+def test_other_yaml_is_skipped(tmp_path: Path, text: str) -> None:
     file = tmp_path / "a.yml"
     file.write_text(text)
     assert read(tmp_path) == []

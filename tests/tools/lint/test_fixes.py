@@ -1,4 +1,4 @@
-"""Edits and fixes: the text outside stays as it is, the data outside stay as they are, and twice is as good as once."""
+"""Edits and fixes change only the text and data that they concern, and are idempotent."""
 
 from collections.abc import Callable
 from typing import Any
@@ -93,7 +93,7 @@ def test_edits(text: str, work: Callable[[Document], Edits], result: str) -> Non
         lambda d: move(parse("{a: word\n}"), ("a",), ("b", "c")),
     ],
 )
-def test_what_cannot_be_done_is_no_fix(work: Callable[[Document], Edits]) -> None:
+def test_impossible_edits_are_empty(work: Callable[[Document], Edits]) -> None:
     assert work(parse(INLINE)) == ()
     assert fix("title", work(parse(INLINE))) is None
 
@@ -125,7 +125,7 @@ def lint_with(*rules: Any) -> Callable[[Document], list[Diagnostic]]:
     return lambda document: lint_document(document, Context(), Selection(), rules)
 
 
-def test_unsafe_fixes_wait_to_be_asked_for() -> None:
+def test_unsafe_fixes_are_applied_on_request() -> None:
     document = parse('{"amp": {}, "zero_optimization": {"stage": 4}}')
     lint = lint_with(*TOYS)
     safe = apply(document, lint)
@@ -135,7 +135,7 @@ def test_unsafe_fixes_wait_to_be_asked_for() -> None:
     assert (every.text, every.count, every.remaining) == ('{"zero_optimization": {"stage": 3}}', 2, ())
 
 
-def test_fixes_that_meet_follow_one_another() -> None:
+def test_touching_fixes_are_applied_one_after_the_other() -> None:
     document = parse("{'amp': {'b': tru\n}, zero_optimization: {stage: 5,},}")
     fixed = apply(document, lint_with(STRICT, STAGE))
     assert fixed.text == '{"amp": {"b": "tru"\n}, "zero_optimization": {"stage": 3}}'
@@ -152,7 +152,7 @@ def test_a_fix_that_would_break_the_syntax_is_left_out() -> None:
     assert (fixed.text, fixed.count, len(fixed.remaining)) == ('{"a": 1}', 0, 1)
 
 
-def test_what_stands_for_something_else_is_not_fixed() -> None:
+def test_derived_documents_are_not_fixed() -> None:
     document = Document("x", '{"amp": 1}', parse('{"amp": 1}').root, fixable=False)
     assert apply(document, lint_with(REMOVED), unsafe=True).text == document.text
 
@@ -168,7 +168,7 @@ FILLER = st.sampled_from(("", " ", "\n", "\t", "\r\n", " // a comment\n", "/* b 
 
 
 def spread(text: str, gaps: list[str]) -> str:
-    """`text` with white space and comments put behind its first brackets and commas between keys."""
+    """Return `text` with white space and comments before its outermost keys."""
     root = parse(text).root
     assert root is not None
     places = [member.key_span.start for member in root.members]
@@ -177,15 +177,17 @@ def spread(text: str, gaps: list[str]) -> str:
 
 
 def leaves(value: Any, path: Path = ()) -> dict[Path, str]:
-    """What is not an object or array with something in it, by path; as text, so that 1 is not true."""
+    """Return all scalars and empty containers by path, as text, because 1 equals True."""
     children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     below = [leaf for key, child in children for leaf in leaves(child, (*path, key)).items()]
     return dict(below) or {path: repr(value)}
 
 
 def unasked(before: Document, after: Document, found: list[Diagnostic]) -> dict[Path, str | None]:
-    """What fixes of what was `found` have changed elsewhere. New keys may be those that are missed, or come in
-    the same section, or be moved from what was found."""
+    """Return what fixes changed outside of the findings.
+
+    A fix may add a missing key, add a key to the same section, or move the key of the finding.
+    """
     old, new = leaves(before.data), leaves(after.data)
     there = {path for path in old if any(path[: len(one.place.path)] == one.place.path for one in found)}
     sections, moved = {path[0] for path in there}, {old[path] for path in there}
@@ -202,7 +204,7 @@ def unasked(before: Document, after: Document, found: list[Diagnostic]) -> dict[
 @settings(properties, max_examples=10)
 @given(gaps=st.lists(FILLER, min_size=3, max_size=8))
 def test_fixes_of_the_rules(rule: LintRule, gaps: list[str]) -> None:
-    """Correcting the bad example of each rule, with white space and comments around its keys."""
+    """White space and comments around keys do not matter to fixes."""
     document = parse(rule.wrong if parse(rule.wrong).problems else spread(rule.wrong, gaps))
 
     def lint(document: Document) -> list[Diagnostic]:
@@ -217,5 +219,5 @@ def test_fixes_of_the_rules(rule: LintRule, gaps: list[str]) -> None:
     assert unasked(document, fixed.document, found) == {}
 
 
-def test_there_are_fixes_to_test() -> None:
+def test_several_rules_have_fixes() -> None:
     assert len(FIXED) >= 10

@@ -1,4 +1,4 @@
-"""Whole configurations that say in comments, line by line, what the rules find in them."""
+"""Configurations whose comments name, line by line, the rules that report them."""
 
 import json
 import re
@@ -15,13 +15,13 @@ _CODES = re.compile(r"DSC\d{3}")
 
 
 def expected(text: str) -> set[tuple[int, str]]:
-    """Lines, and codes in the comments at their ends."""
+    """Return the lines with codes in the comments at their ends."""
     comments = [(number, line.partition("  # ")[2]) for number, line in enumerate(text.splitlines(), 1)]
     return {(number, code) for number, comment in comments for code in _CODES.findall(comment)}
 
 
 @pytest.mark.parametrize("path", FIXTURES, ids=lambda path: path.name)
-def test_what_the_comments_say_is_found(path: Path) -> None:
+def test_findings_match_the_comments(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     context = _CONTEXT.match(text)
     findings = lint_text(text, path.name, Context(**json.loads(context[1]) if context else {}))

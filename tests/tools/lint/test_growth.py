@@ -73,7 +73,7 @@ def _seconds(text: str) -> float:
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_time_grows_with_the_text(name: str) -> None:
-    """Four times the text, at most eight times as long; what is quadratic takes sixteen times as long."""
+    """Four times the text may take eight times as long. Quadratic time would be sixteen times as long."""
     text, n = TEXTS[name]
     seconds(text(10))  # loads what is loaded once
     assert seconds(text(4 * n)) < 8 * seconds(text(n)) + 0.05
@@ -114,7 +114,7 @@ def test_nineteen_thousand_equal_keys_give_a_hundred_findings(
     assert capsys.readouterr().out.startswith("18999  DSC002")
 
 
-def test_as_many_findings_as_are_told_are_all_told() -> None:
+def test_findings_up_to_the_limit_are_all_reported() -> None:
     for count in (MAX_FINDINGS, MAX_FINDINGS + 1):
         document = parse(keys(lambda i: '"a": 1')(count + 1))
         found = list(shortened(lint_document(document, Context(), Selection(("DSC002",)))))

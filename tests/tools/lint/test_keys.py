@@ -1,4 +1,4 @@
-"""The key table is that of the installed DeepSpeed, and answers what rules ask of it."""
+"""The key table is that of the installed DeepSpeed, and has the lookups that rules need."""
 
 import deepspeed
 import pytest
@@ -10,7 +10,7 @@ from deepspeed_compress.tools.lint.rules.keys import _KEYS_OF_OURS
 from deepspeed_compress.tools.lint.scanner import parse
 
 
-def test_the_table_is_what_the_generator_writes() -> None:
+def test_the_table_is_up_to_date() -> None:
     assert generate_keys.text() == generate_keys.FILE.read_text(encoding="utf-8")
     assert keys().version == deepspeed.__version__
 
@@ -27,11 +27,11 @@ def test_the_table_is_what_the_generator_writes() -> None:
         (("timers", "throughput"), "enabled", ("boolean",)),
     ],
 )
-def test_keys_of_every_kind_of_section_are_there(path: tuple[str, ...], key: str, kinds: tuple[str, ...]) -> None:
+def test_every_kind_of_section_has_its_keys(path: tuple[str, ...], key: str, kinds: tuple[str, ...]) -> None:
     assert keys().sections[path].keys[key].kinds == kinds
 
 
-def test_what_is_removed_is_not_known() -> None:
+def test_removed_keys_are_unknown() -> None:
     for path, removed in keys().removed.items():
         assert removed
         assert not removed & set(keys().sections[path].keys)
@@ -70,7 +70,7 @@ def test_a_key_of_another_section_has_a_place() -> None:
     assert places(("enabled",)) == []
 
 
-def test_unknown_keys_leave_out_remarks_and_our_section() -> None:
+def test_comments_and_our_section_are_not_unknown_keys() -> None:
     text = '{"$schema": "x", "_why": 1, "# c": 2, "comment": 3, "deepspeed_compress": {}, "amp": {}, "odd": 1}'
     assert [path for path, _ in unknown_keys(parse(text), strict=False)] == [("odd",)]
 

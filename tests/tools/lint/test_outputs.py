@@ -1,4 +1,4 @@
-"""What is written of findings, in each format."""
+"""Output of findings in each format."""
 
 import json
 import re
@@ -31,7 +31,7 @@ CONFIG = """{
 }
 """
 SARIF = json.loads((Path(__file__).parent / "sarif-schema-2.1.0.json").read_text(encoding="utf-8"))
-"""Of OASIS, without its white space."""
+"""Schema by OASIS, without its white space."""
 
 
 def report(text: str = CONFIG, path: str = "dir/ds config.json", rules: Any = TOYS, **more: Any) -> Report:
@@ -67,7 +67,7 @@ def test_concise() -> None:
     assert render(report(), "concise").splitlines() == [lines[0], lines[5], lines[10], lines[-1]]
 
 
-def test_colours_add_nothing_but_colours() -> None:
+def test_colours_change_no_text() -> None:
     for name in ("full", "concise"):
         coloured = render(report(colour=True), name)
         assert coloured != render(report(), name)
@@ -80,7 +80,7 @@ def test_summary() -> None:
 
 
 def test_statistics() -> None:
-    """The most frequent first, then by code; a star where --fix, without --unsafe-fixes, corrects one."""
+    """Rules are sorted by frequency, then by code. A star marks findings that --fix corrects."""
     found = [finding for text in (CONFIG, "{amp: {}}", "{amp: 1}", "{") for finding in report(text).diagnostics]
     lines = render(Report(tuple(reversed(found)), 4), "statistics").splitlines()
     assert lines[:3] == [
@@ -166,7 +166,7 @@ def test_sarif_uris() -> None:
     assert uri == "file:///a%20b/%C3%BC%3A1.json"
 
 
-def test_the_schema_refuses_what_is_no_sarif() -> None:
+def test_the_schema_refuses_invalid_sarif() -> None:
     log = json.loads(render(report(), "sarif"))
     log["runs"][0]["results"][0]["level"] = "info"
     with pytest.raises(jsonschema.ValidationError):

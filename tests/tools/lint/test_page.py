@@ -1,4 +1,4 @@
-"""The page of the linter and the pre-commit hook say what is so."""
+"""The page of the linter and the pre-commit hook are correct."""
 
 import io
 import json
@@ -63,7 +63,7 @@ def test_the_settings_are_read(tmp_path: Path) -> None:
     assert read_settings(tmp_path / "other.toml").exit_on == "error"
 
 
-def test_what_ignores_a_rule_inside_a_file() -> None:
+def test_comments_that_ignore_a_rule() -> None:
     texts = [text for name, text in BLOCKS if name in ("json", "hjson") and "noqa" in text]
     assert len(texts) == 2
     for text in texts:
@@ -111,7 +111,7 @@ def test_the_hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert capsys.readouterr().out == f"{len(found)} files checked, nothing found.\n"
 
 
-def test_the_workflow_runs_what_there_is() -> None:
+def test_the_commands_of_the_workflow_exist() -> None:
     jobs = yaml.safe_load(block("yaml", "jobs:"))["jobs"]
     commands = [step["run"].split() for step in jobs["lint"]["steps"] if "ds-compress" in step.get("run", "")]
     assert [command[:2] for command in commands if command[0] != "pip"] == [["ds-compress", "lint"]] * 2

@@ -1,4 +1,4 @@
-"""Every rule says what DeepSpeed does with its bad example: here the real DeepSpeed is given the example."""
+"""The real DeepSpeed does with the bad example of a rule what its proof says."""
 
 import copy
 import re
@@ -38,7 +38,7 @@ def test_deepspeed_starts_with_the_good_example(rule: LintRule) -> None:
 
 
 def without_hits(rule: LintRule) -> dict[str, Any]:
-    """The bad example without what the rule finds in it."""
+    """Return the bad example without the keys that the rule reports."""
     document = parse(rule.wrong)
     data = copy.deepcopy(document.data)
     for hit in rule.check(document, Context(**rule.context)):
@@ -49,11 +49,11 @@ def without_hits(rule: LintRule) -> dict[str, Any]:
     return data
 
 
-def test_a_start_that_fails_is_seen_to_fail() -> None:
+def test_a_failing_start_is_detected() -> None:
     assert "Error" in start('{"train_batch_size": 0}', {}).error
     assert start('{"train_batch_size": 8}', {}) == Outcome("", "")
 
 
-def test_a_setting_that_counts_is_not_taken_for_ignored() -> None:
+def test_an_effective_setting_is_not_taken_for_ignored() -> None:
     plain, clipped = {"train_batch_size": 8}, {"train_batch_size": 8, "gradient_clipping": 0.5}
     assert read_configuration(plain) != read_configuration(clipped)

@@ -1,4 +1,4 @@
-"""Every rule finds its bad example once and is silent on its good one; the table is in order."""
+"""Every rule finds its bad example once, and nothing in its good one."""
 
 import re
 from collections import Counter
@@ -13,7 +13,7 @@ from deepspeed_compress.tools.lint.scanner import parse
 from deepspeed_compress.tools.lint.selection import Selection
 
 BESIDES = {"DSC332": {"DSC303"}, "DSC604": {"DSC803"}}
-"""Rules that find something in the bad example of another."""
+"""Rules that also find something in the bad example of another rule."""
 
 
 def found(text: str, rule: LintRule) -> Counter[str]:

@@ -1,4 +1,4 @@
-"""Which rules apply: options, pyproject.toml, and what a configuration says itself."""
+"""Selection of rules by options, by pyproject.toml, and by the configuration itself."""
 
 import os
 import re
@@ -75,12 +75,12 @@ def test_ignored_inside_the_file() -> None:
         ('{"my-ds-compress: noqa": 1, "ds-compress: noqad": 1}', ["DSC001", "DSC101", "DSC201", "DSC401"]),
     ],
 )
-def test_ignored_by_a_remark(text: str, codes: list[str]) -> None:
+def test_ignored_by_a_comment(text: str, codes: list[str]) -> None:
     assert chosen(Selection(), text) == codes
     assert chosen(Selection(("DSC401",)), text) == [code for code in codes if code == "DSC401"]
 
 
-def test_codes_that_mean_nothing() -> None:
+def test_unknown_codes() -> None:
     assert check_codes(["ALL", "DSC4", "removed-amp"], TOYS, "--select") == ("ALL", "DSC4", "removed-amp")
     with pytest.raises(ConfigError, match=re.escape("--select: 'remove-amp' is not a rule")) as raised:
         check_codes(["remove-amp"], TOYS, "--select")
@@ -119,8 +119,8 @@ def test_settings(tmp_path: Path) -> None:
     assert find_settings(below) == read_settings(tmp_path / "pyproject.toml") == expected
 
 
-def test_a_file_with_nothing_but_settings(tmp_path: Path) -> None:
-    """It comes before pyproject.toml; another name must be given."""
+def test_a_file_that_holds_only_settings(tmp_path: Path) -> None:
+    """It takes precedence over pyproject.toml. A file with another name must be given."""
     write(tmp_path, TABLE)
     for name in (".ds-compress-lint.toml", "other.toml"):
         (tmp_path / name).write_text('ignore = ["DSC1"]\n')
@@ -128,7 +128,7 @@ def test_a_file_with_nothing_but_settings(tmp_path: Path) -> None:
     assert find_settings(tmp_path).place == str(tmp_path / ".ds-compress-lint.toml")
 
 
-def test_a_file_that_is_named_must_have_settings(tmp_path: Path) -> None:
+def test_a_named_settings_file_must_have_settings(tmp_path: Path) -> None:
     write(tmp_path, "[tool.other]\n")
     os.mkfifo(tmp_path / "fifo.toml")
     for name, message in (("pyproject.toml", "no table"), ("none.toml", "no such file"), ("fifo.toml", "no such file")):
@@ -155,7 +155,7 @@ def test_a_file_that_is_named_must_have_settings(tmp_path: Path) -> None:
         ("[tool.ds-compress.lint]\nper-file-ignores = {a = 1}", "per-file-ignores is {'a': 1} (allowed: "),
     ],
 )
-def test_settings_that_are_wrong(tmp_path: Path, text: str, message: str) -> None:
+def test_wrong_settings(tmp_path: Path, text: str, message: str) -> None:
     write(tmp_path, text)
     with pytest.raises(ConfigError, match=re.escape(message)):
         find_settings(tmp_path)

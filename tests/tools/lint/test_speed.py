@@ -1,4 +1,4 @@
-"""What the linter costs: little to start, little for each file."""
+"""Time and imports of the linter, at its start and per file."""
 
 import json
 import subprocess
@@ -62,7 +62,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def start(config: Path) -> tuple[float, set[str]]:
-    """Processor time of the command in a fresh interpreter, and the modules that it loaded."""
+    """Return the processor time of the command in a new interpreter, and the modules that it loaded."""
     command = [sys.executable, "-c", PROCESSOR_TIME, "lint", str(config)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3])
     assert " 1 file" in f" {done.stdout}", done.stderr
@@ -71,19 +71,19 @@ def start(config: Path) -> tuple[float, set[str]]:
 
 
 def bare() -> float:
-    """Processor time of an interpreter that does nothing."""
+    """Return the processor time of an interpreter that does nothing."""
     return float(subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True, check=True).stdout)
 
 
-def test_starts_at_once(config: Path) -> None:
-    """Within that of ten interpreters, of which each takes 0.03 s on a quiet core: a busy one is slower for both."""
+def test_starts_quickly(config: Path) -> None:
+    """The limit is the time of ten interpreters, since a busy core slows both down. One takes 0.03 s if idle."""
     rounds = [(bare(), *start(config)) for _ in range(5)]
     assert min(seconds for _, seconds, _ in rounds) < 10 * min(seconds for seconds, _, _ in rounds)
     assert not HEAVY & rounds[0][2]
 
 
 def seconds_to_lint(directory: Path) -> float:
-    """Processor time."""
+    """Return the processor time."""
     start = time.process_time()
     found = list(sources([str(directory)], Search(), sys.stdin.buffer))
     diagnostics = [one for source in found for one in lint_document(source.document, Context(), Selection(), RULES)]
@@ -93,7 +93,7 @@ def seconds_to_lint(directory: Path) -> float:
 
 
 def test_a_thousand_files(tmp_path: Path) -> None:
-    """Within that of 260 interpreters, 5 s on a quiet core; the best of three, as others may use the core."""
+    """The limit is the time of 260 interpreters, 5 s on an idle core. The best of three counts on a shared core."""
     for number in range(1000):
         text = json.dumps({**CONFIG, "gradient_clipping": number}, indent=2)
         (tmp_path / f"ds_config_{number}.json").write_text(text)
@@ -103,7 +103,7 @@ def test_a_thousand_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("depth", [1, 99])
 def test_ten_megabytes_through_every_rule(tmp_path: Path, depth: int) -> None:
-    """Large files are cut; what is kept must not take long either."""
+    """Large files are truncated. The remaining part must not take long either."""
     path = tmp_path / "ds_config.json"
     inside = ", ".join(f'"key{number}": [{number}, "auto", true]' for number in range(200_000))
     path.write_text('{"zero_optimization": ' * depth + f"{{{inside}}}" + "}" * depth)

@@ -1,4 +1,4 @@
-"""What stands for a value gives one hint, whatever it looks like; a configuration is no template."""
+"""A template is reported once, in every notation, and a configuration is not taken for one."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Texts for tests of the linter: HJSON, right and broken, and rules to try the machinery with."""
+"""Valid and broken HJSON, and toy rules, for tests of the linter."""
 
 from collections.abc import Iterator
 
@@ -19,14 +19,14 @@ SCALARS = ("1", "-0.0", "2e3", "5e-1", "true", "null", '"s"', "'q'", "word\n", "
 
 
 def objects(values: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
-    """Objects with keys and separators of every kind."""
+    """Return objects with all kinds of keys and separators."""
     key = st.sampled_from(('"a"', "b", "'e'", '"\\u0041"', "f-g"))
     pair = st.builds("{}{}{}".format, key, st.sampled_from((":", " : ")), values)
     return _joined(pair, "{", "}")
 
 
 def arrays(values: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
-    """Arrays with separators of every kind."""
+    """Return arrays with all kinds of separators."""
     return _joined(values, "[", "]")
 
 
@@ -40,12 +40,12 @@ def _joined(items: st.SearchStrategy[str], opener: str, closer: str) -> st.Searc
 
 
 CONFIGS = objects(st.recursive(st.sampled_from(SCALARS), lambda inner: objects(inner) | arrays(inner), max_leaves=12))
-"""Mostly right HJSON."""
+"""Mostly valid HJSON."""
 
 
 @st.composite
 def broken(draw: st.DrawFn) -> str:
-    """A configuration with a piece put in, or in the place of another."""
+    """Return a configuration with a piece inserted or replaced."""
     text: str = draw(CONFIGS)
     at = draw(st.integers(0, len(text)))
     piece: str = draw(st.sampled_from(PIECES))
@@ -56,7 +56,7 @@ NOISE = st.lists(st.sampled_from(PIECES), max_size=16).map("".join)
 
 
 def rule(code: str, name: str, check: Check, severity: Severity = "error") -> LintRule:
-    """A rule whose texts do not matter."""
+    """Return a rule whose texts do not matter."""
     return LintRule(
         code=code,
         name=name,
