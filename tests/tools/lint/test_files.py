@@ -323,14 +323,6 @@ def test_a_section_that_accelerate_does_not_use_is_reported(tmp_path: Path, kind
     assert [(one.code, one.place.start[0]) for one in found] == [("DSC733", 2)]
 
 
-def test_a_yaml_file_that_accelerate_reads_as_json_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "ds.yaml").write_text("zero_optimization: {stag: 2}\n")
-    (tmp_path / "a.yaml").write_text("deepspeed_config: {deepspeed_config_file: ds.yaml}\n")
-    [source] = read(tmp_path / "a.yaml")
-    found = lint_document(source.document, Context(framework="accelerate"), Selection())
-    assert [one.code for one in found] == ["DSC734"]
-
-
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A repository whose files name and link to others outside of it."""
