@@ -5,7 +5,6 @@
 
 import argparse
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -13,15 +12,14 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from deepspeed_compress import __version__
 from deepspeed_compress.errors import CompressError
 from deepspeed_compress.tools.arguments import positive_number
+from deepspeed_compress.tools.bench.rows import new_document
 from deepspeed_compress.tools.files import write_json
 from tests.gpu.findings import Finding, document, print_table, read_findings
 from tests.gpu.wheels import install_wheels
@@ -30,13 +28,12 @@ ROOT = Path(__file__).parents[2]
 _ENVIRONMENT: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         # Building an extension fails, as on machines without a compiler.
-        "cuda": {"DS_ACCELERATOR": "cuda", "OMP_NUM_THREADS": "4", "CXX": "no-compiler"},
-        "cpu": {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+        "cuda": {"OMP_NUM_THREADS": "4", "CXX": "no-compiler"},
+        "cpu": {"OMP_NUM_THREADS": "1"},
     }
 )
 """Environment of the processes of parts, by device."""
 _NEEDED = ("torch", "triton", "rich", "pytest")
-_PACKAGES = ("torch", "triton", "deepspeed", "transformers", "pydantic")
 _SHOWN = 600
 """Characters to show of the end of a part's output after a crash."""
 _EXAMPLES = """examples:
@@ -218,16 +215,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _machine(device: str) -> dict[str, Any]:
-    versions = {name: _version(name) for name in _PACKAGES}
-    here = {"python": platform.python_version(), "deepspeed_compress": __version__}
-    return {"device": _device_name(device), **here, **versions}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    return {"device": _device_name(device), **new_document()["environment"]}
 
 
 def _device_name(device: str) -> str:

@@ -116,9 +116,6 @@ class LateMirror(Mirror):
         """Delay all further messages by `late`, or deliver them at once."""
         self._late = late
 
-    def getBackendName(self) -> str:  # noqa: N802  (torch's name)
-        return LATE_MIRROR
-
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
         return super().alltoall(outputs, inputs, opts) if self._late is None else self._late.travel(outputs, inputs)
 

@@ -19,6 +19,7 @@ PACKAGES = ("deepspeed", "hjson", "pydantic", "safetensors")
 """Packages that ranks need besides torch."""
 _PROGRAM = "tests.gpu.ranks"
 _SHOWN = 500
+_ROOT = str(Path(__file__).parents[2])
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,12 @@ class Outcome:
 
     results: tuple[tuple[dict[str, Any], ...], ...]
     trouble: str
+
+
+def environment_on(device: str) -> dict[str, str]:
+    """Return the environment of a program that uses `device` and finds this checkout."""
+    path = os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "DS_ACCELERATOR": device, "PYTHONPATH": path}
 
 
 def backend_here(device: str, ranks: int) -> str:
@@ -54,7 +61,9 @@ def run_ranks(
     """
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         files = [Path(directory) / f"rank_{rank}" for rank in range(ranks)]
-        environments = [{**os.environ, **environment, **_place(rank, ranks, job)} for rank in range(ranks)]
+        environments = [
+            {**environment_on(job["device"]), **environment, **_place(rank, ranks, job)} for rank in range(ranks)
+        ]
         port = str(_free_port())
         processes = [
             stack.enter_context(_Rank(work, job, file, {**one, "MASTER_PORT": port}))

@@ -12,6 +12,7 @@ from torch import Tensor
 from deepspeed_compress.compression.kernels import reference
 from tests.gpu import comparisons
 from tests.gpu.comparisons import Comparison, awkward, check, same_bits, within
+from tests.gpu.few_comparisons import wrong
 from tests.gpu.operations import COMPARISONS, few
 
 CPU = torch.device("cpu")
@@ -99,7 +100,7 @@ def unstable(rows: Tensor, k: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("operation", "wrong"),
+    ("operation", "planted_kernel"),
     [
         ("quantize_blocks", late_codes),
         ("quantize_blocks", wrong_memory),
@@ -112,17 +113,29 @@ def unstable(rows: Tensor, k: int) -> Tensor:
         ("pack_bits", lambda values, width, out: reference.pack_bits(values.flip(0), width, out)),
     ],
 )
-def test_a_wrong_kernel_is_found(operation: str, wrong: Callable[..., Any]) -> None:
-    differences = [row.differs(planted(**{operation: wrong}), CPU, numel) for row in rows(operation) for numel in SIZES]
+def test_a_wrong_kernel_is_found(operation: str, planted_kernel: Callable[..., Any]) -> None:
+    kernels = planted(**{operation: planted_kernel})
+    differences = [row.differs(kernels, CPU, numel) for row in rows(operation) for numel in SIZES]
     assert any(differences)
 
 
 def test_a_difference_fails_unless_equal_bits_are_not_promised() -> None:
-    row, wrong = rows("cast")[0], planted(cast=unsigned_cast)
+    row, kernels = rows("cast")[0], planted(cast=unsigned_cast)
     with pytest.raises(pytest.fail.Exception, match="result 0 differs"):
-        compare(row, wrong)
+        compare(row, kernels)
     with pytest.raises(pytest.xfail.Exception, match="result 0 differs"):
-        compare(replace(row, promised=False), wrong)
+        compare(replace(row, promised=False), kernels)
+
+
+def test_few_comparisons_go_on_after_an_error() -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("an illegal\nmemory access")
+
+    row = rows("cast")[0]
+    assert wrong(row, reference, CPU) == ""
+    assert wrong(row, planted(cast=broken), CPU) == "RuntimeError: an illegal memory access"
+    assert "result 0 differs" in wrong(row, planted(cast=unsigned_cast), CPU)
+    assert wrong(replace(row, promised=False), planted(cast=unsigned_cast), CPU) == ""
 
 
 @pytest.mark.parametrize("numel", [0, 1, 700, 5000])

@@ -1,7 +1,6 @@
 """Comparisons of runs find other bits, and delays find code that does not wait."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,6 @@ from deepspeed_compress.collectives.exchange import Link, PendingExchange
 from tests.gpu.delays import LATE_MIRROR, Late, LateMirror
 from tests.gpu.ranks import Outcome, run_ranks
 from tests.gpu.runs import DIFFERENT, difference_of, problem_in_mirror, problem_of, run_of
-
-ROOT = Path(__file__).parents[2]
 
 
 def run(number: int, **other: Any) -> dict[str, Any]:
@@ -99,7 +96,7 @@ def careless(job: Any) -> Any:
 
 def mirrored(work: str) -> Outcome:
     job = {"device": "cpu", "backend": LATE_MIRROR, "seeds": (None, None, 1, 2)}
-    return run_ranks(1, work, job, 300, {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"})
+    return run_ranks(1, work, job, 300, {"OMP_NUM_THREADS": "1"})
 
 
 @pytest.mark.slow
@@ -110,6 +107,6 @@ def test_a_step_that_does_not_wait_is_found() -> None:
 
 
 def test_ranks_that_cannot_begin_are_trouble() -> None:
-    found = run_ranks(2, "no_such_module:work", {"backend": "gloo"}, 120, {"DS_ACCELERATOR": "cpu"})
+    found = run_ranks(2, "no_such_module:work", {"device": "cpu", "backend": "gloo"}, 120)
     assert found.results == ((), ())
     assert "No module named 'no_such_module'" in found.trouble

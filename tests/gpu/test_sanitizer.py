@@ -1,6 +1,5 @@
 """Kernels under NVIDIA's compute-sanitizer, which finds invalid accesses, races and uninitialized reads."""
 
-import os
 import re
 import shutil
 import subprocess
@@ -12,6 +11,7 @@ import torch
 
 from tests.gpu.few_comparisons import PREFIX
 from tests.gpu.plugin import needs
+from tests.gpu.ranks import environment_on
 
 PROGRAM = "compute-sanitizer"
 TOOLS = ("memcheck", "racecheck", "initcheck")
@@ -34,7 +34,7 @@ def test_errors(
         pytest.skip(f"{PROGRAM} is not on PATH")
     seconds = (seconds_left() - RESERVE) / (len(TOOLS) - TOOLS.index(tool))
     # Without its cache, the allocator gives every tensor separate memory, so that the tool sees where it ends.
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    environment = {**environment_on(device.type), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command = [program, "--tool", tool, sys.executable, "-m", "tests.gpu.few_comparisons"]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)

@@ -55,7 +55,9 @@ def rows(
     kept = ("--traces", str(traces / place.replace(" ", "_")))
     arguments = ("step", *files, *SIZES[device.type], *options, *kept)
     seconds = seconds_left() * (0.6 if place == "a mirror" else 0.9)
-    return place, {row["contender"]["name"]: row for row in bench(arguments, output, seconds, launcher)["rows"]}
+    return place, {
+        row["contender"]["name"]: row for row in bench(device.type, arguments, output, seconds, launcher)["rows"]
+    }
 
 
 def ds_config(device: str) -> dict[str, Any]:

@@ -13,13 +13,14 @@ pytestmark = [pytest.mark.gpu, needs(*PACKAGES)]
 RecordProperty = Callable[[str, object], None]
 
 RANKS = 2
-STAGES = (0, 1, 2, 3)
 SEEDS = (None, None, 1, 2)
 """Seeds of pauses: two undisturbed runs, which must be equal to compare the others with, and two disturbed ones."""
 AGAIN, LATE = (1,), (2, 3)
 REPEATABLE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 BLOCKED = "CUDA_LAUNCH_BLOCKING"
 GOAL = "the same bits"
+
+every_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3], ids="ZeRO {}".format)
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +52,8 @@ def blocking(device: torch.device, seconds: float) -> Outcome:
     return run_ranks(RANKS, "tests.gpu.programs:train", job, 0.15 * seconds, {**REPEATABLE, BLOCKED: "1"})
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_zero(stage: int, plain: Outcome, device: torch.device, record_property: RecordProperty) -> None:
+@every_stage
+def test_trains(stage: int, plain: Outcome, device: torch.device, record_property: RecordProperty) -> None:
     record_property("goal", "equal weights on all ranks")
     run = run_of(plain, stage, 0)
     problem = problem_of(run, RANKS, plain.trouble)
@@ -61,20 +62,18 @@ def test_zero(stage: int, plain: Outcome, device: torch.device, record_property:
     record_property("figure", f"loss {losses[0]:.4g} to {losses[-1]:.4g}, {backend_here(device.type, RANKS)}")
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_zero_again(stage: int, plain: Outcome, record_property: RecordProperty) -> None:
+@every_stage
+def test_again(stage: int, plain: Outcome, record_property: RecordProperty) -> None:
     compare(stage, plain, plain, AGAIN, record_property)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_zero_with_streams_late_at_random(stage: int, plain: Outcome, record_property: RecordProperty) -> None:
+@every_stage
+def test_streams_late_at_random(stage: int, plain: Outcome, record_property: RecordProperty) -> None:
     compare(stage, plain, plain, LATE, record_property)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_zero_with_launches_that_block(
-    stage: int, plain: Outcome, blocking: Outcome, record_property: RecordProperty
-) -> None:
+@every_stage
+def test_launches_that_block(stage: int, plain: Outcome, blocking: Outcome, record_property: RecordProperty) -> None:
     compare(stage, plain, blocking, (0,), record_property)
 
 
@@ -91,10 +90,8 @@ def compare(
     record_property("figure", f"runs: {len(numbers)}")
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_zero_with_messages_late_at_random_in_a_mirror(
-    stage: int, mirrored: Outcome, record_property: RecordProperty
-) -> None:
+@every_stage
+def test_messages_late_at_random_in_a_mirror(stage: int, mirrored: Outcome, record_property: RecordProperty) -> None:
     record_property("goal", GOAL)
     problem = problem_in_mirror(mirrored, stage, len(SEEDS))
     assert not problem, problem
