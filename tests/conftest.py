@@ -3,7 +3,7 @@
 Marks: `slow(parts)` (not in a default run; CI runs one of `parts` shares, chosen by the commit), `sampled(parts,
 *sources)` (a default run has a fixed one of `parts` shares; the others are slow, and CI runs them all if a source has
 changed), `case_a_stage` (a default run has one case at each ZeRO stage; the others are slow), `serial` (no other test
-runs at the same time).
+runs at the same time), `gpu` (needs a GPU, or --gpu-device cpu).
 """
 
 import os
@@ -19,6 +19,8 @@ from tests.support.forks import warm_up
 from tests.support.leftovers import own_port
 from tests.support.selection import changed, environment_of, head, in_share, processor_features, processor_of
 from tests.support.turns import Turns
+
+pytest_plugins = ["tests.gpu.plugin"]
 
 SHARES = 3
 """Number of shares of the slow tests whose mark names no other."""

@@ -186,11 +186,6 @@ TABLE = {
     ),
     "tools.bench.megatron": allow("__init__ config models tools.bench", "torch megatron"),
     "tools.bench.options": allow("tools.arguments tools.bench.links"),
-    "tools.gpu_check": allow(
-        "__init__ collectives compression config errors monitor tools.bench.kernels tools.files",
-        "torch deepspeed rich",
-    ),
-    "tools.gpu_check.options": allow("tools.arguments"),
     "tools.doctor": allow("config diagnostics errors tools.outputs tools.rules tools.run_directory", "pydantic rich"),
     "tools.report": allow(
         "config errors tools.line_files tools.outputs.printable tools.plots tools.run_checks tools.run_directory",

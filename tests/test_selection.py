@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.selection import PROCESSORS, changed, environment_of, in_share, processor_features, processor_of
+from tests.support.selection import (
+    PROCESSORS,
+    changed,
+    environment_of,
+    head,
+    in_share,
+    processor_features,
+    processor_of,
+)
 
 ROOT = Path(__file__).parents[1]
 COMMITS = [f"{number:040x}" for number in (0x7A0C, 0x7A0D, 0x7A0E)]
@@ -53,6 +61,12 @@ def test_the_shares_of_all_commits_are_all_tests() -> None:
     assert {test for test in tests if in_share(test, 3, 10**40 + 3)} == {
         test for test in tests if in_share(test, 3, 10**40)
     }
+
+
+def test_a_copy_without_git_runs_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert head() == "0"
+    assert not changed(("tests/test_selection.py", "a path that is not asked for elsewhere"))
 
 
 def test_a_test_without_sources_never_changes() -> None:

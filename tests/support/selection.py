@@ -19,9 +19,17 @@ PROCESSORS: Mapping[str, Mapping[str, str]] = {
 
 
 def head() -> str:
-    """Return the hash of the commit that is checked out; "0" outside a repository."""
-    run = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return run.stdout.strip() or "0"
+    """Return the hash of the commit that is checked out; "0" outside a repository, or without git."""
+    return _git("rev-parse", "HEAD").strip() or "0"
+
+
+def _git(*arguments: str) -> str:
+    """Return what git prints; "" if it fails or is not installed."""
+    try:
+        run = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
+    return run.stdout if run.returncode == 0 else ""
 
 
 def processor_of(asked: str, features: Iterable[str]) -> str:
@@ -76,8 +84,4 @@ def changed(sources: tuple[str, ...]) -> bool:
     if not sources:
         return False
     commands = (["diff", "--name-only", "HEAD~1"], ["ls-files", "--others", "--exclude-standard"])
-    runs = (
-        subprocess.run(["git", *command, "--", *sources], cwd=ROOT, capture_output=True, check=False)
-        for command in commands
-    )
-    return any(run.returncode == 0 and run.stdout for run in runs)
+    return any(_git(*command, "--", *sources) for command in commands)

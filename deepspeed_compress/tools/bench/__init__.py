@@ -7,7 +7,9 @@ step_results               their tables and bars
 workload, systems          the systems that are compared
 peers, torch_loop, megatron
                            training without DeepSpeed
+traces                     traces of steps
+mirror                     a process group whose other ranks mirror this one
 comm, comm_rank            messages
-kernels                    kernels
+kernels, moved_bytes       kernels
 rows, gauges               shared parts
 """

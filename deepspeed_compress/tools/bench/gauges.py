@@ -22,9 +22,10 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_compress.tools.bench.links import DEVICE
+from deepspeed_compress.tools.bench.mirror import MIRROR, join_mirror
 from deepspeed_compress.training.ranks import Ranks, start_ranks
 
-__all__ = ["Counters", "Peak", "device", "gather", "join", "over_ranks", "quiet_counters", "times"]
+__all__ = ["Counters", "Peak", "device", "gather", "join", "join_images", "over_ranks", "quiet_counters", "times"]
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,26 @@ def quiet_counters() -> Counters:
 
 def join() -> Ranks:
     """Join the processes that were started together with this one."""
+    _silence()
+    return start_ranks(int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def join_images(ranks: int) -> Ranks:
+    """Join `ranks` - 1 mirror images of this process, as rank 0."""
+    _silence()
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks)}
+    # No extension is built: its shared memory connects processes, and there may be no compiler.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    get_accelerator().set_device(0)
+    join_mirror(ranks)
+    deepspeed.init_distributed(MIRROR, auto_mpi_discovery=False)
+    return Ranks(0, ranks, 0)
+
+
+def _silence() -> None:
     # DeepSpeed calls functions that torch has renamed.
     warnings.filterwarnings("ignore", ".*is deprecated. Please use `torch.distributed", FutureWarning)
     deepspeed.utils.logger.setLevel(logging.ERROR)
-    return start_ranks(int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def device() -> torch.device:

@@ -22,10 +22,11 @@ from torch import Tensor
 from deepspeed_compress.compression.kernels import implementations
 from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers
 from deepspeed_compress.errors import ConfigError, UnsupportedError
+from deepspeed_compress.tools.bench.moved_bytes import CountingKernels
 from deepspeed_compress.tools.bench.rows import Row, new_document, save_document
 from deepspeed_compress.tools.plots import check_plotting, plot_bars
 
-__all__ = ["BLOCK", "OPERATIONS", "Kernels", "Operation", "measure", "run", "seconds"]
+__all__ = ["BLOCK", "OPERATIONS", "Kernels", "Operation", "bytes_moved", "measure", "run"]
 
 BLOCK = 256
 TOP_K_BLOCK, DENSITY = 4096, 0.01
@@ -164,7 +165,7 @@ def run(options: argparse.Namespace) -> int:
     """Measure, print, write and draw. Return the exit code."""
     if options.plot:
         check_plotting("--plot")
-    rows = measure(options.numel, torch.device(options.device), options.repeats, options.only)
+    rows = measure(options.numel, torch.device(options.device), options.repeats, options.only, options.in_use)
     heading = f"{options.numel:,} fp32 elements on {_name(torch.device(options.device))}"
     Console(width=None if sys.stdout.isatty() else 132).print(_table(heading, rows))
     if options.json:
@@ -174,8 +175,12 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def measure(numel: int, device: torch.device, repeats: int, only: re.Pattern[str] | None = None) -> list[Row]:
+def measure(
+    numel: int, device: torch.device, repeats: int, only: re.Pattern[str] | None = None, in_use: bool = False
+) -> list[Row]:
     """Measure a copy and every operation whose name matches `only`, on one core or GPU.
+
+    If `in_use`, measure only the implementation that training uses.
 
     Raises:
         ConfigError: No operation matches, or `numel` is too small.
@@ -192,22 +197,32 @@ def measure(numel: int, device: torch.device, repeats: int, only: re.Pattern[str
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return list(_measured(numel, device, repeats, chosen))
+        return list(_measured(numel, device, repeats, chosen, in_use))
     finally:
         torch.set_num_threads(threads)
 
 
-def _measured(numel: int, device: torch.device, repeats: int, chosen: list[Operation]) -> Iterator[Row]:
+def _measured(numel: int, device: torch.device, repeats: int, chosen: list[Operation], in_use: bool) -> Iterator[Row]:
     x = torch.randn(numel, generator=torch.Generator().manual_seed(SEED)).to(device)
-    copy = _row(COPY, "torch", x, seconds(partial(torch.empty_like(x).copy_, x), device, repeats))
-    yield copy | {"of_copy": 1.0}
+    copy = _row(COPY, "torch", x, seconds(partial(torch.empty_like(x).copy_, x), device, repeats), 2 * x.nbytes)
+    yield copy | {"of_copy": 1.0, "moved_of_copy": 1.0}
+    found = list(implementations(device).items())
     for operation in chosen:
-        for name, module in implementations(device).items():
-            row = _row(operation.name, name, x, seconds(operation.prepare(module, x), device, repeats))
-            yield row | {"of_copy": row["gb_per_s"] / copy["gb_per_s"]}
+        for name, module in found[:1] if in_use else found:
+            moved = bytes_moved(operation, module, x)
+            row = _row(operation.name, name, x, seconds(operation.prepare(module, x), device, repeats), moved)
+            ratios = (row[rate] / copy[rate] for rate in ("gb_per_s", "moved_gb_per_s"))
+            yield row | dict(zip(("of_copy", "moved_of_copy"), ratios, strict=True))
 
 
-def _row(operation: str, implementation: str, x: Tensor, taken: list[float]) -> Row:
+def bytes_moved(operation: Operation, kernels: Kernels, x: Tensor) -> int:
+    """Return the bytes that `operation` reads and writes if it touches each tensor once, or twice if it adds to it."""
+    counting = CountingKernels(kernels)
+    operation.prepare(counting, x)()
+    return counting.moved
+
+
+def _row(operation: str, implementation: str, x: Tensor, taken: list[float], moved: int) -> Row:
     median = statistics.median(taken)
     return {
         "operation": operation,
@@ -215,6 +230,8 @@ def _row(operation: str, implementation: str, x: Tensor, taken: list[float]) -> 
         "numel": x.numel(),
         "seconds": {"median": median, "min": min(taken), "max": max(taken)},
         "gb_per_s": 4e-9 * x.numel() / median,
+        "bytes_moved": moved,
+        "moved_gb_per_s": 1e-9 * moved / median,
     }
 
 
@@ -251,16 +268,18 @@ def _name(device: torch.device) -> str:
 
 
 def _table(heading: str, rows: list[Row]) -> Table:
-    caption = "GB/s of input: 4 bytes an element, whatever else is read and written; of copying the same memory"
+    caption = (
+        "GB/s of input: 4 bytes an element; moved: all bytes that are read and written; both also relative to a copy"
+    )
     table = Table(title=heading, caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("operation", "implementation", "ms", "GB/s", "/ copy"):
+    for name in ("operation", "implementation", "ms", "GB/s", "/ copy", "moved GB/s", "/ copy"):
         table.add_column(name, justify="left" if name in ("operation", "implementation") else "right", no_wrap=True)
     for index, row in enumerate(rows):
         if index and row["operation"] != rows[index - 1]["operation"]:
             table.add_section()
-        milliseconds = f"{1e3 * row['seconds']['median']:.2f}"
-        figures = (milliseconds, f"{row['gb_per_s']:.2f}", f"{row['of_copy']:.2f}")
-        table.add_row(row["operation"], row["implementation"], *figures)
+        rates = (row[name] for name in ("gb_per_s", "of_copy", "moved_gb_per_s", "moved_of_copy"))
+        figures = (1e3 * row["seconds"]["median"], *rates)
+        table.add_row(row["operation"], row["implementation"], *(f"{figure:.2f}" for figure in figures))
     return table
 
 

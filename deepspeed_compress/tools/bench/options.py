@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from deepspeed_compress.tools.arguments import epilog, positive_integer
+from deepspeed_compress.tools.arguments import epilog, integer_from, positive_integer
 from deepspeed_compress.tools.bench.links import ClusterError, bits_per_second
 
 PEERS = (
@@ -78,11 +78,14 @@ def _step_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--seed", type=int, default=0, metavar="N")
     steps = "measured steps: one number, or one a rate (default: 7, or 3 below 500 Mbit/s)"
     what.add_argument("--steps", type=positive_integer, nargs="+", metavar="N", help=steps)
-    _add_where(parser)
+    mirror = "measure one rank of N on this machine, whose messages come back at once: a network that costs no time"
+    _add_where(parser).add_argument("--mirror", type=integer_from(2), metavar="N", help=mirror)
     output = parser.add_argument_group("output")
     kept = "where rows go after every run; what it holds is not measured again"
     output.add_argument("--output", type=Path, required=True, metavar="FILE.json", help=kept)
     output.add_argument("--plot", type=Path, metavar="FILE.png", help="bars of the ratio to compute-only")
+    traces = "of each measurement, trace another step under torch's profiler, for https://ui.perfetto.dev"
+    output.add_argument("--traces", type=Path, metavar="DIR", help=traces)
 
 
 def _comm_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,16 +102,21 @@ def _kernels_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--repeats", type=positive_integer, default=5, metavar="N", help="of which the median counts")
     parser.add_argument("--only", metavar="PATTERN", type=re.compile, help="operations whose name it is found in")
+    in_use = "only the implementation that training uses here, without plain PyTorch, which needs much memory"
+    parser.add_argument("--in-use", action="store_true", help=in_use)
     _add_output(parser, "bars of the throughput")
 
 
-def _add_where(parser: argparse.ArgumentParser) -> None:
+def _add_where(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
+    """Add where to measure. Return the group of the options of which only one can be given."""
     where = parser.add_argument_group("where")
     emulate = "make HOSTS hosts on this machine, one process each, whose links carry RATE, such as 2,none,1gbit,100mbit"
-    where.add_argument(
+    chosen = where.add_mutually_exclusive_group()
+    chosen.add_argument(
         "--emulate", type=emulation, metavar="HOSTS,RATE[,RATE...]", help=f"{emulate} (else: the launcher's processes)"
     )
     where.add_argument("--timeout", type=float, default=1800, metavar="SECONDS", help="of one emulated run")
+    return chosen
 
 
 def _add_output(parser: argparse.ArgumentParser, drawn: str) -> None:
@@ -165,6 +173,7 @@ BENCHMARKS = {
         (
             "--config ds_config.json --emulate 2,1gbit,100mbit --output step.json --plot step.png",
             "--config configs/zero[0-3]_int4.json --peers deepspeed ddp fsdp2 --emulate 4,1gbit --output step.json",
+            "--config ds_config.json --mirror 2 --traces traces --output step.json",
         ),
         _step_arguments,
     ),
@@ -175,7 +184,7 @@ BENCHMARKS = {
     ),
     "kernels": Benchmark(
         "The operations of compression on one core or GPU: GB/s of input, beside copying the same memory.",
-        ("--numel 100M --json kernels.json", "--device cuda", "--only int4 --numel 10M"),
+        ("--numel 100M --json kernels.json", "--device cuda --in-use", "--only int4 --numel 10M"),
         _kernels_arguments,
     ),
 }

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ Row = dict[str, Any]
 
 def new_document(rows: Sequence[Row] = ()) -> Row:
     """Return a new document with the environment of this machine."""
-    versions = {package: version(package) for package in ("torch", "deepspeed", "transformers")}
+    versions = {package: _version(package) for package in ("torch", "deepspeed", "transformers", "triton")}
     return {
         "environment": {
             "python": platform.python_version(),
@@ -44,6 +44,13 @@ def new_document(rows: Sequence[Row] = ()) -> Row:
         },
         "rows": list(rows),
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def read_document(path: Path) -> Row:

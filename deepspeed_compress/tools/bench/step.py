@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     """Measure, write, print and draw. Return exit code 1 if a run failed, else 0."""
     if options.plot:
         check_plotting("--plot")
-    return _emulated(options) if options.emulate else _on_cluster(options)
+    return _emulated(options) if options.emulate else _in_this_process(options)
 
 
 def _emulated(options: argparse.Namespace) -> int:
@@ -55,7 +55,12 @@ def _emulated(options: argparse.Namespace) -> int:
             missing = missing_rates(document["rows"], group, options.emulate.hosts, steps)
             print(f"{label}: {', '.join(map(str, missing)) or f'in {options.output} already'}", flush=True)
             if missing:
-                job = {"group": group.to_json(), "rates": list(missing), "steps": list(missing.values())}
+                job = {
+                    "group": group.to_json(),
+                    "rates": list(missing),
+                    "steps": list(missing.values()),
+                    "traces": str(options.traces.absolute()) if options.traces else None,
+                }
                 rows, failure = run_on_hosts(options.emulate.hosts, RANK_PROGRAM, job, options.timeout)
                 failures += failure is not None
                 merge(document, rows)
@@ -64,15 +69,18 @@ def _emulated(options: argparse.Namespace) -> int:
     return int(failures > 0)
 
 
-def _on_cluster(options: argparse.Namespace) -> int:
-    """Run in the processes of a launcher. Only rank 0 reads and writes the file."""
-    check_launched()
+def _in_this_process(options: argparse.Namespace) -> int:
+    """Run as a rank of a launcher, or as the one real rank of a mirror. Only rank 0 reads and writes the file."""
+    if options.mirror:
+        _check_mirrored(_groups(options, options.mirror))
+    else:
+        check_launched()
     import torch.distributed as dist
 
-    from deepspeed_compress.tools.bench.gauges import join
+    from deepspeed_compress.tools.bench.gauges import join, join_images
     from deepspeed_compress.tools.bench.step_rank import measure_group
 
-    ranks = join()
+    ranks = join_images(options.mirror) if options.mirror else join()
     groups, steps = _groups(options, ranks.world_size), steps_at(options, (None,))
     if len({(group.workload.tensor, group.workload.pipeline) for group in groups}) > 1:
         raise ConfigError(
@@ -80,17 +88,31 @@ def _on_cluster(options: argparse.Namespace) -> int:
         )
     document = ranks.first_only(partial(read_document, options.output))
     for group in groups:
-        missing = ranks.first_only(partial(missing_rates, document["rows"], group, ranks.world_size, steps))
+        find_missing = partial(missing_rates, document["rows"], group, ranks.world_size, steps, bool(options.mirror))
+        missing = ranks.first_only(find_missing)
         rows: list[Row] = []
         if missing:
-            measure_group(group, missing, rows.append, lambda text: print(f"  {text}", flush=True))
+            measure_group(group, missing, rows.append, lambda text: print(f"  {text}", flush=True), options.traces)
         if rows:
-            merge(document, rows)
+            merge(document, [row | {"mirror": True} for row in rows] if options.mirror else rows)
             save_document(document, options.output)
     dist.destroy_process_group()
     if ranks.is_first:
         _show(document, options)
     return 0
+
+
+def _check_mirrored(groups: Sequence[Group]) -> None:
+    """Check that a mirror can stand for the other ranks.
+
+    Raises:
+        ConfigError: A peer uses collectives that the mirror lacks, or ranks hold different parts of a model.
+    """
+    others = sorted({one.name for group in groups for one in group.contenders if one.ds_config is None})
+    if others:
+        raise ConfigError(f"--mirror: --peers {' '.join(others)} cannot be mirrored, only DeepSpeed can; use --emulate")
+    if any(group.workload.tensor * group.workload.pipeline > 1 for group in groups):
+        raise ConfigError("--mirror: all ranks hold the same layers there; leave out /parallelism, or use --emulate")
 
 
 def _groups(options: argparse.Namespace, ranks: int) -> list[Group]:
@@ -127,16 +149,16 @@ def _title(group: Group, ranks: int) -> str:
     return f"{Path(work.model).stem} on {ranks} ranks{layout}, {len(group.contenders)} ways to train"
 
 
-def missing_rates(rows: Sequence[Row], group: Group, ranks: int, steps: Steps) -> Steps:
+def missing_rates(rows: Sequence[Row], group: Group, ranks: int, steps: Steps, mirror: bool = False) -> Steps:
     """Return the rates at which a contender is missing. All are measured again there, so ratios come from one run."""
     present = {_identity(row) for row in rows}
     probe = group.to_json()
+    common = {"ranks": ranks, "mirror": mirror, "workload": probe["workload"]}
     return {
         rate: count
         for rate, count in steps.items()
         if any(
-            _identity({"ranks": ranks, "rate": rate, "workload": probe["workload"], "contender": contender})
-            not in present
+            _identity(common | {"rate": rate, "contender": contender}) not in present
             for contender in probe["contenders"]
         )
     }
@@ -144,7 +166,8 @@ def missing_rates(rows: Sequence[Row], group: Group, ranks: int, steps: Steps) -
 
 def _identity(row: Row) -> str:
     """Return a key that is equal for rows of the same measurement."""
-    return json.dumps([row[name] for name in ("ranks", "rate", "workload", "contender")], sort_keys=True)
+    names = ("ranks", "rate", "workload", "contender")
+    return json.dumps([*(row[name] for name in names), row.get("mirror", False)], sort_keys=True)
 
 
 def merge(document: Row, rows: Sequence[Row]) -> None:

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from deepspeed_compress.tools.bench import gauges
 from deepspeed_compress.tools.bench.links import UNLIMITED, set_own_rate
 from deepspeed_compress.tools.bench.rows import Emit, Log, Row, rank_main
 from deepspeed_compress.tools.bench.systems import System, compute_only, make, tokens
-from deepspeed_compress.tools.bench.workload import Contender, Group, Workload
+from deepspeed_compress.tools.bench.traces import trace_step
+from deepspeed_compress.tools.bench.workload import Contender, Group, Workload, stage_of
 
 __all__ = ["measure", "measure_group"]
 
@@ -33,20 +35,26 @@ class Counted:
 
 
 def measure(job: Row, emit: Emit, log: Log) -> None:
-    """Run the measurement on an emulated host. `job` holds a group, the rates, and the measured steps at each."""
-    measure_group(Group.from_json(job["group"]), dict(zip(job["rates"], job["steps"], strict=True)), emit, log)
+    """Run the measurement on an emulated host.
+
+    `job` holds a group, the rates, the measured steps at each, and the directory of traces, or None.
+    """
+    steps, traces = dict(zip(job["rates"], job["steps"], strict=True)), job["traces"]
+    measure_group(Group.from_json(job["group"]), steps, emit, log, Path(traces) if traces else None)
 
 
-def measure_group(group: Group, steps: Mapping[str | None, int], emit: Emit, log: Log) -> None:
+def measure_group(
+    group: Group, steps: Mapping[str | None, int], emit: Emit, log: Log, traces: Path | None = None
+) -> None:
     """Measure every contender at each rate with the given number of steps. A rate of None leaves the link as it is.
 
-    Rank 0 emits the rows and logs progress.
+    Rank 0 emits the rows and logs progress. If `traces` is a directory, it writes a trace of another step there.
     """
     emit, log = _first_only(emit), _first_only(log)
     log("compute only")
     alone = _compute_only(group.workload, max(steps.values()))
     for contender in group.contenders:
-        for row in _measure(group.workload, contender, steps, log):
+        for row in _measure(group.workload, contender, steps, log, traces):
             emit({"workload": asdict(group.workload), "contender": asdict(contender)} | alone | row)
 
 
@@ -74,7 +82,9 @@ def _step_of(workload: Workload, system: System) -> Step:
     return partial(system.stepper.train, tokens(workload, system.share))
 
 
-def _measure(workload: Workload, contender: Contender, steps: Mapping[str | None, int], log: Log) -> Iterable[Row]:
+def _measure(
+    workload: Workload, contender: Contender, steps: Mapping[str | None, int], log: Log, traces: Path | None
+) -> Iterable[Row]:
     """Create the contender, measure it at every rate, and close it."""
     _set_rate(UNLIMITED, steps)
     peak = gauges.Peak()
@@ -84,9 +94,18 @@ def _measure(workload: Workload, contender: Contender, steps: Mapping[str | None
     gauges.times(step, system.first_steps)
     for rate, count in steps.items():
         log(f"{contender.name}{f' at {rate}' if rate else ''}")
-        yield _measure_rate(rate, count, system, step, counted, peak)
+        row = _measure_rate(rate, count, system, step, counted, peak)
+        if traces is not None:
+            row["shares"] = trace_step(step, traces / _trace_name(workload, contender, rate))
+        yield row
     _set_rate(UNLIMITED, steps)
     system.close()
+
+
+def _trace_name(workload: Workload, contender: Contender, rate: str | None) -> str:
+    stage = stage_of(contender.ds_config)
+    parts = (Path(workload.model).stem, contender.name, None if stage is None else f"zero{stage}", rate)
+    return f"{'_'.join(filter(None, parts))}.json.gz"
 
 
 def _set_rate(rate: str, steps: Iterable[str | None]) -> None:

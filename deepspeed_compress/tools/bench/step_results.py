@@ -37,13 +37,14 @@ def print_steps(rows: Sequence[Row]) -> None:
     """Print tables of times and of sizes for every workload and number of ranks."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     for work in dict.fromkeys(same_work(row) for row in rows):
-        for form in FORMS:
-            console.print(step_table([row for row in rows if same_work(row) == work], form))
+        same = [row for row in rows if same_work(row) == work]
+        for form in (*FORMS, *([TRACES] if any("shares" in row for row in same) else [])):
+            console.print(step_table(same, form))
 
 
 def same_work(row: Row) -> str:
     """Return a key that is equal for rows that can be compared."""
-    return json.dumps([row["ranks"], row["workload"]], sort_keys=True)
+    return json.dumps([row["ranks"], row.get("mirror", False), row["workload"]], sort_keys=True)
 
 
 def title(row: Row) -> str:
@@ -52,7 +53,8 @@ def title(row: Row) -> str:
     if work["tensor"] * work["pipeline"] > 1:
         layout = f", pipeline {work['pipeline']} x tensor {work['tensor']}"
     batch = f"{work['accumulation']} x {work['micro_batch']} x {work['seq_len']} tokens"
-    return f"{work['model']} in {work['precision']} on {row['ranks']} ranks{layout}, {batch}"
+    mirror = " (a mirror)" if row.get("mirror") else ""
+    return f"{work['model']} in {work['precision']} on {row['ranks']} ranks{mirror}{layout}, {batch}"
 
 
 def step_table(rows: Sequence[Row], form: Form) -> Table:
@@ -80,6 +82,10 @@ def _size_cells(row: Row) -> list[str]:
     sent = [shown(sizes.get(name), ",.3f", 1e-6) for name in SENT]
     memory = [shown(_mean(row[name]), ",.1f", 1e-6) for name in ("peak_bytes", "residual_bytes")]
     return [*sent, shown(sizes.get("difference_percent"), "+.2f"), *memory]
+
+
+def _share_cells(row: Row) -> list[str]:
+    return [shown(row.get("shares", {}).get(name), ".1f", 100) for name in SHARES]
 
 
 def _compute_only_times(row: Row) -> list[str]:
@@ -117,6 +123,7 @@ def _ratios(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
     return found
 
 
+SHARES = ("encode", "decode", "exchange", "idle")
 PHASES = ("compute", "compress", "communicate", "decompress")
 SENT = ("interface", "headers", "payload", "predicted")
 FORMS = (
@@ -133,3 +140,10 @@ FORMS = (
         _compute_only_sizes,
     ),
 )
+TRACES = Form(
+    "% of a traced step of rank 0: to encode, to decode, to exchange; and the time that the GPU's busiest stream idles",
+    SHARES,
+    _share_cells,
+    lambda _: [""] * len(SHARES),
+)
+"""Form of the table of traces, for rows that have one."""

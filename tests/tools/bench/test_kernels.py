@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +13,10 @@ import torch
 from torch import Tensor
 
 from deepspeed_compress.cli import main
-from deepspeed_compress.compression.kernels import implementations
+from deepspeed_compress.compression.kernels import implementations, reference
 from deepspeed_compress.compression.kernels.forms import BlockFormat
 from deepspeed_compress.errors import ConfigError, UnsupportedError
-from deepspeed_compress.tools.bench.kernels import OPERATIONS, measure
+from deepspeed_compress.tools.bench.kernels import OPERATIONS, bytes_moved, measure
 
 CPU = torch.device("cpu")
 NUMEL = 3 * 4096 + 5
@@ -32,6 +34,8 @@ def test_every_operation_is_measured_beside_a_copy() -> None:
         assert 0 < times["min"] <= times["median"] <= times["max"]
         assert row["gb_per_s"] == pytest.approx(4e-9 * NUMEL / times["median"])
         assert row["of_copy"] == pytest.approx(row["gb_per_s"] / copy["gb_per_s"])
+        assert row["moved_of_copy"] == pytest.approx(row["moved_gb_per_s"] / copy["moved_gb_per_s"])
+    assert copy["bytes_moved"] == 8 * NUMEL
     assert torch.get_num_threads() == threads
 
 
@@ -102,6 +106,41 @@ def test_operations_ask_for_what_their_names_say() -> None:
 def test_one_operation_alone() -> None:
     rows = measure(NUMEL, CPU, 1, re.compile("block top-k"))
     assert {row["operation"] for row in rows} == {"copy", "block top-k 1 % of 4096"}
+
+
+def test_only_what_training_uses() -> None:
+    rows = measure(NUMEL, CPU, 1, re.compile("sign"), in_use=True)
+    assert {row["implementation"] for row in rows} == {"torch", next(iter(implementations(CPU)))}
+
+
+EVEN = 1 << 14
+SCALES = 4 * EVEN // 256
+
+
+@pytest.mark.parametrize(
+    ("name", "moved"),
+    [
+        ("quantize int8", 5 * EVEN + SCALES),
+        ("quantize int4", 4.5 * EVEN + SCALES),
+        ("quantize int4, bf16 memory", 8.5 * EVEN + SCALES),
+        ("decode-accumulate int4", 8.5 * EVEN + SCALES),
+        ("decode-accumulate sign", 8.125 * EVEN + SCALES),
+        ("block top-k 1 % of 4096", 4 * EVEN + 8 * 41 * EVEN / 4096),
+    ],
+)
+def test_every_byte_is_counted_once_and_twice_what_is_added_to(name: str, moved: float) -> None:
+    [operation] = [one for one in OPERATIONS if one.name == name]
+    assert bytes_moved(operation, reference, torch.randn(EVEN)) == moved
+
+
+def test_torch_and_rich_are_all_that_is_loaded() -> None:
+    """A machine with a GPU may have nothing else."""
+    program = (
+        "import sys, deepspeed_compress.cli, deepspeed_compress.tools.bench.options, "
+        "deepspeed_compress.tools.bench.kernels; print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert not {"deepspeed", "pydantic", "hjson", "transformers", "yaml"} & set(done.stdout.split())
 
 
 def test_wrong_arguments_say_what_to_write() -> None:

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from deepspeed_compress.cli import main
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.tools.bench.rows import new_document, read_document, save_document
 from deepspeed_compress.tools.bench.step import merge, missing_rates, steps_at
-from deepspeed_compress.tools.bench.step_results import FORMS, plot_steps, step_table
+from deepspeed_compress.tools.bench.step_results import FORMS, TRACES, plot_steps, same_work, step_table
 from deepspeed_compress.tools.bench.workload import DEEPSPEED, OURS, Contender, Group, Workload
 from deepspeed_compress.tools.plots import check_plotting
 from tests.support.hosts import measures_links, needs_hosts
@@ -127,6 +128,17 @@ def test_only_rates_with_something_missing_are_measured() -> None:
     assert missing_rates(document["rows"], GROUP, 4, steps) == steps
 
 
+def test_a_mirror_does_not_stand_for_a_network() -> None:
+    document, steps = new_document(), {None: 7}
+    mirrored = [one | {"mirror": True} for one in run_rows(None)]
+    merge(document, mirrored)
+    assert missing_rates(document["rows"], GROUP, 2, steps, mirror=True) == {}
+    assert missing_rates(document["rows"], GROUP, 2, steps) == steps
+    merge(document, run_rows(None, slower=2.0))
+    assert len(document["rows"]) == 6
+    assert {same_work(one) for one in document["rows"]} == {same_work(mirrored[0]), same_work(run_rows(None)[0])}
+
+
 def test_a_file_is_kept_and_read_again(tmp_path: Path) -> None:
     document, file = new_document(), tmp_path / "new" / "rows.json"
     merge(document, run_rows())
@@ -170,6 +182,20 @@ def test_tables_have_every_row_and_compute_only(rate: str | None) -> None:
     assert ours[1] == [*start, *sizes, "2.0", "0.5"]
 
 
+def test_shares_of_traces_have_a_table() -> None:
+    rows = run_rows(None)
+    rows[1]["shares"] = {"encode": 0.25, "decode": 0.125, "exchange": 0.01}
+    document = new_document()
+    merge(document, rows)
+    console = Console(width=150)
+    with console.capture() as capture:
+        console.print(step_table(document["rows"], TRACES))
+    lines = [line.split() for line in capture.get().splitlines()]
+    names = ("compute-only", "deepspeed", "zero1_int8")
+    cells = {name: line[3:] for line in lines for name in names if name in line}
+    assert cells == {"compute-only": [], "deepspeed": ["-"] * 4, "zero1_int8": ["25.0", "12.5", "1.0", "-"]}
+
+
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
     document = new_document()
     merge(document, [*run_rows(), *run_rows("100mbit", slower=10.0)])
@@ -190,10 +216,12 @@ def torchrun(port: str) -> tuple[str, ...]:
     return "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port
 
 
-def bench(output: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+def bench(
+    output: Path, *arguments: str, launcher: tuple[str, ...] = (), model: str = "configs/models/gpt_2m.json"
+) -> subprocess.CompletedProcess[str]:
     program = [sys.executable, *launcher, "-m", "deepspeed_compress.cli"]
     command = [*program, "bench", "step", "--output", str(output), *arguments]
-    size = ["--model", "configs/models/gpt_2m.json", "--micro-batch", "1", "--seq-len", "32", "--steps", "2"]
+    size = ["--model", model, "--micro-batch", "1", "--seq-len", "32", "--steps", "2"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     return subprocess.run([*command, *size], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500)
 
@@ -251,3 +279,38 @@ def test_the_processes_of_a_launcher_are_measured(tmp_path: Path, torchrun: tupl
     second = bench(output, "--config", *two_layouts, launcher=torchrun)
     assert second.returncode != 0
     assert "the files divide the ranks differently" in second.stderr
+
+
+TOY = {"model_type": "gpt2", "vocab_size": 128, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2}
+
+
+def test_one_rank_and_its_images_are_measured_and_traced(tmp_path: Path) -> None:
+    output, traces, model = tmp_path / "bench.json", tmp_path / "traces", tmp_path / "toy.json"
+    model.write_text(json.dumps(TOY))
+    arguments = ("--config", "configs/zero2_int4.json", "--mirror", "4", "--traces", str(traces))
+    done = bench(output, *arguments, model=str(model))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = by_name(json.loads(output.read_text()), None)
+    assert list(rows) == ["deepspeed", "zero2_int4"]
+    assert {(one["ranks"], one["mirror"]) for one in rows.values()} == {(4, True)}
+    assert rows["zero2_int4"]["shares"]["encode"] > 0
+    assert rows["deepspeed"]["shares"] == {"encode": 0, "decode": 0, "exchange": 0}
+    assert {file.name for file in traces.iterdir()} == {f"toy_{name}_zero2.json.gz" for name in rows}
+    assert "encode  decode  exchange  idle" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("zero2_int4.json", "--peers", "ddp", "fsdp2"), "--mirror: --peers ddp fsdp2 cannot be mirrored"),
+        (("pipeline2_zero1_int4.json",), "--mirror: all ranks hold the same layers"),
+    ],
+)
+def test_what_cannot_be_mirrored_is_refused(
+    arguments: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, *others = arguments
+    output = str(tmp_path / "bench.json")
+    command = ["bench", "step", "--config", str(ROOT / "configs" / config), *others, "--mirror", "4"]
+    assert main([*command, "--output", output]) == 1
+    assert message in capsys.readouterr().err

@@ -15,27 +15,25 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["Said", "backend_here", "missing", "run_ranks"]
-
-_PROGRAM = "deepspeed_compress.tools.gpu_check.ranks"
-_NEEDED = ("deepspeed", "hjson", "pydantic", "safetensors")
+PACKAGES = ("deepspeed", "hjson", "pydantic", "safetensors")
+"""Packages that ranks need besides torch."""
+_PROGRAM = "tests.gpu.ranks"
 _SHOWN = 500
+_ROOT = str(Path(__file__).parents[2])
 
 
 @dataclass(frozen=True)
-class Said:
+class Outcome:
     """Results that each rank produced. `trouble` is what ended the ranks prematurely, or ""."""
 
     results: tuple[tuple[dict[str, Any], ...], ...]
     trouble: str
 
 
-def missing() -> str:
-    """Return what must be installed in addition for ranks to train, or ""."""
-    from importlib.util import find_spec
-
-    names = [name for name in _NEEDED if find_spec(name) is None]
-    return f"needs {', '.join(names)}, which --wheels may bring" if names else ""
+def environment_on(device: str) -> dict[str, str]:
+    """Return the environment of a program that uses `device` and finds this checkout."""
+    path = os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "DS_ACCELERATOR": device, "PYTHONPATH": path}
 
 
 def backend_here(device: str, ranks: int) -> str:
@@ -51,7 +49,7 @@ def run_ranks(
     job: Mapping[str, Any],
     seconds: float,
     environment: Mapping[str, str] = MappingProxyType({}),
-) -> Said:
+) -> Outcome:
     """Run `work(job)` on every rank. All ranks end if one fails or after `seconds`.
 
     Args:
@@ -63,14 +61,16 @@ def run_ranks(
     """
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         files = [Path(directory) / f"rank_{rank}" for rank in range(ranks)]
-        environments = [{**os.environ, **environment, **_place(rank, ranks, job)} for rank in range(ranks)]
+        environments = [
+            {**environment_on(job["device"]), **environment, **_place(rank, ranks, job)} for rank in range(ranks)
+        ]
         port = str(_free_port())
         processes = [
             stack.enter_context(_Rank(work, job, file, {**one, "MASTER_PORT": port}))
             for file, one in zip(files, environments, strict=True)
         ]
         trouble = _wait(processes, time.monotonic() + seconds)
-        return Said(tuple(tuple(_lines(file.with_suffix(".jsonl"))) for file in files), trouble)
+        return Outcome(tuple(tuple(_lines(file.with_suffix(".jsonl"))) for file in files), trouble)
 
 
 def _place(rank: int, ranks: int, job: Mapping[str, Any]) -> dict[str, str]:
@@ -96,7 +96,7 @@ class _Rank:
     """Process that writes its results to `file`.jsonl and other output to `file`. Leaving the context ends it."""
 
     def __init__(self, work: str, job: Mapping[str, Any], file: Path, environment: Mapping[str, str]) -> None:
-        self._output = file
+        self._file = file
         command = [sys.executable, "-m", _PROGRAM, work, json.dumps(dict(job)), str(file.with_suffix(".jsonl"))]
         with file.open("w") as stream:
             self._process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=dict(environment))
@@ -112,19 +112,19 @@ class _Rank:
     def code(self) -> int | None:
         return self._process.poll()
 
-    def said(self) -> str:
-        return self._output.read_text(errors="replace").strip()[-_SHOWN:]
+    def output(self) -> str:
+        return self._file.read_text(errors="replace").strip()[-_SHOWN:]
 
 
 def _wait(processes: Sequence[_Rank], until: float) -> str:
     while any(one.code is None for one in processes):
         if failed := [one for one in processes if one.code]:
-            return f"a rank ended with status {failed[0].code}: {failed[0].said()}"
+            return f"a rank ended with status {failed[0].code}: {failed[0].output()}"
         if time.monotonic() > until:
-            return f"ended at its limit: {processes[0].said()}"
+            return f"ended at its limit: {processes[0].output()}"
         time.sleep(0.05)
     failed = [one for one in processes if one.code]
-    return f"a rank ended with status {failed[0].code}: {failed[0].said()}" if failed else ""
+    return f"a rank ended with status {failed[0].code}: {failed[0].output()}" if failed else ""
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
@@ -151,12 +151,12 @@ def _join(backend: str) -> None:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    from deepspeed_compress.tools.gpu_check.mirror import join_mirror
+    from tests.gpu.delays import LATE_MIRROR, join_late_mirror
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
-    if backend == "mirror":
-        join_mirror(2)
+    if backend == LATE_MIRROR:
+        join_late_mirror(2)
     deepspeed.init_distributed(backend, auto_mpi_discovery=False)
 
 

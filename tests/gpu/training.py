@@ -14,8 +14,6 @@ from torch import Tensor, nn
 import deepspeed_compress
 from deepspeed_compress.config import SECTION
 
-__all__ = ["INT4", "LanguageModel", "Shape", "digest", "make_engine", "markov_text", "network", "train_step"]
-
 INT4: Mapping[str, Any] = {"gradients": {"method": "blockwise", "bits": 4, "block_size": 64}}
 
 
@@ -88,44 +86,21 @@ def _float_type() -> torch.dtype:
     return torch.bfloat16 if get_accelerator().device_name() == "cuda" else torch.float32
 
 
-class _Block(nn.Module):
-    """Layer of GPT-2: attention and two linear layers, each after a norm."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        width = shape.width
-        self.heads = shape.heads
-        self.before_attention, self.before_mixing = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention, self.joined = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = self.attention(self.before_attention(x)).chunk(3, dim=2)
-        queries, keys, values = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in parts)
-        mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
-        x = x + self.joined(mixed.transpose(1, 2).flatten(2))
-        after: Tensor = x + self.narrow(F.gelu(self.wide(self.before_mixing(x))))
-        return after
-
-
 class LanguageModel(nn.Module):
-    """GPT-2 made of torch's layers, without dropout. Returns the loss of predicting tokens (batch, length + 1)."""
+    """GPT-2 without dropout. Returns the loss of predicting each of `tokens` (batch, length) but the first."""
 
     def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(shape.vocabulary, shape.width), nn.Embedding(shape.length, shape.width)
-        self.blocks = nn.Sequential(*(_Block(shape) for _ in range(shape.layers)))
-        self.norm, self.head = nn.LayerNorm(shape.width), nn.Linear(shape.width, shape.vocabulary, bias=False)
-        for parameter in self.parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.02)
-        self.head.weight = self.tokens.weight
+        from transformers import GPT2Config, GPT2LMHeadModel
 
-    def forward(self, text: Tensor) -> Tensor:
-        given, wanted = text[:, :-1], text[:, 1:]
-        x = self.tokens(given) + self.places(torch.arange(given.shape[1], device=text.device))
-        logits = self.head(self.norm(self.blocks(x)))
-        return F.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten())
+        super().__init__()
+        sizes = {"n_layer": shape.layers, "n_embd": shape.width, "n_head": shape.heads, "n_positions": shape.length}
+        dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        marks = dict.fromkeys(("bos_token_id", "eos_token_id"), shape.vocabulary - 1)
+        self.model = GPT2LMHeadModel(GPT2Config(vocab_size=shape.vocabulary, **sizes, **dropout, **marks))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        loss: Tensor = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        return loss.float()
 
 
 _FOLLOWERS = 4
@@ -133,7 +108,7 @@ _WORDS = 512
 
 
 def markov_text(shape: Shape, batches: int, seed: int) -> Tensor:
-    """Return tokens (batches, micro_batch, length + 1) in which each word is followed by one of four with fixed odds.
+    """Return tokens (batches, micro_batch, length) in which each word is followed by one of four with fixed odds.
 
     The best possible loss is the entropy of these odds, about 1.1.
     """
@@ -142,7 +117,7 @@ def markov_text(shape: Shape, batches: int, seed: int) -> Tensor:
     odds = torch.rand(words, _FOLLOWERS, generator=table)
     own = torch.Generator().manual_seed(seed)
     text = [torch.randint(words, (batches * shape.micro_batch,), generator=own)]
-    for _ in range(shape.length):
+    for _ in range(shape.length - 1):
         chosen = torch.multinomial(odds[text[-1]], 1, generator=own)
         text.append(followers[text[-1]].gather(1, chosen).squeeze(1))
-    return torch.stack(text, dim=1).view(batches, shape.micro_batch, shape.length + 1)
+    return torch.stack(text, dim=1).view(batches, shape.micro_batch, shape.length)

@@ -1,14 +1,12 @@
 """A process group in which this process is rank 0 and all other ranks mirror it: no network and no waiting.
 
 The work of a rank is done at its real cost, and what it sends comes back to it. This shows the cost of a compressed
-step without a network limit. With `Late` messages it is as asynchronous as NCCL, in a single process. The training
-result is meaningless, because the other ranks' parts are copies.
+step without a network limit. The training result is meaningless, because the other ranks' parts are copies.
 """
 
 # mypy: disable-error-code="assignment, attr-defined, call-arg, override"
 # torch's types describe process groups that are implemented in C++.
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,17 +17,17 @@ from torch import Tensor
 from torch._C._distributed_c10d import _create_work_from_future
 from torch.futures import Future
 
-__all__ = ["Late", "Mirror", "join_mirror"]
+__all__ = ["MIRROR", "Letter", "Mirror", "join_mirror", "reflect"]
 
-_CYCLES = 2_000_000
-"""Maximum delay of a message on a GPU in clock cycles: about a millisecond."""
+MIRROR = "mirror"
+"""Name of the backend in torch.distributed."""
 
 
 def join_mirror(size: int) -> None:
     """Create the default group of torch.distributed from this process and `size` - 1 mirror images."""
     if not hasattr(dist.Backend, "MIRROR"):
-        dist.Backend.register_backend("mirror", _create, devices=["cpu", "cuda"])
-    dist.init_process_group("mirror", store=dist.HashStore(), rank=0, world_size=size)
+        dist.Backend.register_backend(MIRROR, _create, devices=["cpu", "cuda"])
+    dist.init_process_group(MIRROR, store=dist.HashStore(), rank=0, world_size=size)
 
 
 def _create(store: Any, rank: int, size: int, timeout: Any) -> "Mirror":
@@ -43,56 +41,27 @@ def _done() -> Any:
 
 
 @dataclass
-class _Letter:
+class Letter:
     """Receive on the host. The message is read and written when it is waited for; if none was sent, it is zeros."""
 
     target: Tensor
     sent: Tensor | None = None
     read: bool = False
 
+    def post(self, sent: Tensor) -> None:
+        """Let the message be `sent`."""
+        self.sent = sent
+
     def wait(self) -> bool:
+        """Read the message."""
         if not self.read:
-            _reflect(self.sent, self.target)
+            reflect(self.sent, self.target)
             self.read = True
         return True
 
 
-@dataclass(frozen=True)
-class _Arrival:
-    """Messages on a separate stream. Waiting makes the current stream wait for them."""
-
-    event: Any
-
-    def wait(self) -> bool:
-        self.event.wait()
-        return True
-
-
-class Late:
-    """Delay of messages.
-
-    On the host, messages are delivered when they are waited for. On a GPU, they travel on a separate stream after a
-    pause.
-    """
-
-    def __init__(self, device: str, seed: int) -> None:
-        self._random = random.Random(seed)
-        self._stream: Any = torch.cuda.Stream() if device == "cuda" else None  # type: ignore[no-untyped-call]
-
-    def travel(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> _Arrival:
-        """Deliver tensors on a GPU."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            torch.cuda._sleep(int(_CYCLES * self._random.random()))  # type: ignore[no-untyped-call]
-            for output, sent in zip(outputs, inputs, strict=True):
-                _reflect(sent, output)
-                # As in NCCL, memory that is freed meanwhile must not be reused before the message has arrived.
-                sent.record_stream(self._stream)
-                output.record_stream(self._stream)
-            return _Arrival(self._stream.record_event())
-
-
-def _reflect(sent: Tensor | None, output: Tensor) -> None:
+def reflect(sent: Tensor | None, output: Tensor) -> None:
+    """Copy `sent` to `output`, or zeros if nothing was sent or if it has another length."""
     if sent is not None and sent.shape == output.shape:
         output.copy_(sent)
     else:
@@ -103,16 +72,15 @@ class Mirror(dist.ProcessGroup):
     """Process group with the collectives that DeepSpeed and the package call, as copies on this rank's device.
 
     See torch's collectives of the same names. An all-to-all, or a send with its receive, returns what was sent, or
-    zeros if it has another length. It does so at once, or when `late` decides.
+    zeros if it has another length.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
-        self.late: Late | None = None
-        self._posted: dict[tuple[int, int], _Letter] = {}
+        self._posted: dict[tuple[int, int], Letter] = {}
 
     def getBackendName(self) -> str:  # noqa: N802  (torch's name)
-        return "mirror"
+        return MIRROR
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         if opts is None or opts.reduceOp == dist.ReduceOp.SUM:
@@ -152,20 +120,21 @@ class Mirror(dist.ProcessGroup):
     all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
-        if self.late is not None:
-            return self.late.travel(outputs, inputs)
         for output, sent in zip(outputs, inputs, strict=True):
-            _reflect(sent, output)
+            reflect(sent, output)
         return _done()
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Any:
-        letter = self._posted[source, tag] = _Letter(tensors[0])
+        letter = self._posted[source, tag] = Letter(tensors[0])
         return letter
 
     def send(self, tensors: Sequence[Tensor], target: int, tag: int) -> Any:
         """Send to the last receive that was posted, in the order that `exchange` uses."""
         if (letter := self._posted.pop((target, tag), None)) is not None:
-            letter.sent = tensors[0]
-            if self.late is None:
-                letter.wait()
+            letter.post(tensors[0])
+            self.deliver(letter)
         return _done()
+
+    def deliver(self, letter: Letter) -> None:
+        """Deliver a message that was sent to a receive on the host."""
+        letter.wait()

@@ -6,11 +6,10 @@ from pathlib import Path
 
 from deepspeed_compress.errors import CompressError
 
-__all__ = ["COMMANDS", "install_wheels"]
-
 COMMANDS = (
     "pip wheel --no-deps -w {0} deepspeed",
-    "pip wheel -w {0} hjson pydantic safetensors einops msgpack ninja packaging psutil py-cpuinfo tqdm rich",
+    "pip wheel -w {0} einops hjson msgpack ninja packaging psutil py-cpuinfo pydantic pytest rich safetensors tqdm "
+    "transformers",
 )
 """Commands that fill a directory with all packages needed besides torch, Triton and numpy.
 

@@ -1,4 +1,4 @@
-"""Exchanges that part 3 checks: a step of each method between this rank and its mirror image."""
+"""Steps of each method between this rank and its mirror image."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,9 +14,7 @@ from deepspeed_compress.collectives.reduction import Groups, Parameters, Reducti
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import SECTION, parse_section
 from deepspeed_compress.monitor import Meter
-from deepspeed_compress.tools.gpu_check.mirror import Mirror
-
-__all__ = ["exchange_gradients", "exchange_weights"]
+from deepspeed_compress.tools.bench.mirror import Mirror
 
 _RANKS = 2
 _ROWS: Mapping[str, int] = {"cuda": 2048, "cpu": 64}

@@ -11,9 +11,7 @@ from torch import Tensor
 from deepspeed_compress.compression.compressors import FP8, BlockTopK, Compressor, Linear, RandomK, TopK
 from deepspeed_compress.compression.kernels import reference
 from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers
-from deepspeed_compress.tools.gpu_check.compared import Comparison, Kernels, same_bits, within
-
-__all__ = ["COMPARISONS", "FORMS"]
+from tests.gpu.comparisons import Comparison, Kernels, same_bits, within
 
 FORMS = {
     "8 bits": BlockFormat("absmax", 127, 8, 256),
@@ -344,3 +342,9 @@ COMPARISONS: Sequence[Comparison] = (
     compressor("block top-k", BlockTopK(0.25, 64, 8)),
 )
 """All comparisons in the order of the table."""
+
+
+def few() -> list[Comparison]:
+    """Return the first and the last row of every operation."""
+    first, last = ({row.operation: row for row in rows} for rows in (reversed(COMPARISONS), COMPARISONS))
+    return [row for operation in last for row in dict.fromkeys((first[operation], last[operation]))]

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from deepspeed_compress.compression.kernels import reference
-
-__all__ = ["Comparison", "Kernels", "Rule", "awkward", "same_bits", "within"]
 
 Kernels = Any
 """Module of `deepspeed_compress.compression.kernels` that implements the operations."""
@@ -139,3 +138,19 @@ def awkward(numel: int, device: torch.device) -> Tensor:
     for place, value in ((1930, math.inf), (2570, -math.inf), (700, math.nan), (4500, torch.finfo(torch.float32).max)):
         x[place : place + 1] = value
     return x
+
+
+def check(
+    row: Comparison,
+    kernels: Kernels,
+    device: torch.device,
+    sizes: tuple[int, ...],
+    record_property: Callable[[str, object], None],
+) -> None:
+    """Fail at the first size at which `kernels` differ from plain torch."""
+    record_property("goal", "as plain torch")
+    for numel in sizes:
+        record_property("figure", f"{numel:,} elements")
+        if difference := row.differs(kernels, device, numel):
+            (pytest.fail if row.promised else pytest.xfail)(difference)
+    record_property("figure", f"{len(sizes)} sizes up to {max(sizes):,}")

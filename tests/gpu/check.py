@@ -1,0 +1,231 @@
+"""The GPU check: runs the tests marked `gpu`, one process per file, and prints one table.
+
+`bash launch/gpu_check.sh` runs it as `python -m tests.gpu.check`.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from deepspeed_compress.errors import CompressError
+from deepspeed_compress.tools.arguments import positive_number
+from deepspeed_compress.tools.bench.rows import new_document
+from deepspeed_compress.tools.files import write_json
+from tests.gpu.findings import Finding, document, print_table, read_findings
+from tests.gpu.wheels import install_wheels
+
+ROOT = Path(__file__).parents[2]
+_ENVIRONMENT: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        # Building an extension fails, as on machines without a compiler.
+        "cuda": {"OMP_NUM_THREADS": "4", "CXX": "no-compiler"},
+        "cpu": {"OMP_NUM_THREADS": "1"},
+    }
+)
+"""Environment of the processes of parts, by device."""
+_NEEDED = ("torch", "triton", "rich", "pytest")
+_SHOWN = 600
+"""Characters to show of the end of a part's output after a crash."""
+_EXAMPLES = """examples:
+  bash launch/gpu_check.sh
+  bash launch/gpu_check.sh --parts kernels,kernel_speed --minutes 3
+  bash launch/gpu_check.sh --wheels wheels --output gpu_check.json
+  bash launch/gpu_check.sh --device cpu          # the same tests at toy sizes, without a GPU
+
+exit status: 0 nothing failed (a goal may be missed), 1 something failed, 2 wrong usage"""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Part of the check: a file of tests, in a process of its own, because it may crash or hang.
+
+    `seconds` is its share of eight minutes.
+    """
+
+    name: str
+    summary: str
+    seconds: float
+    directory: Path = Path(__file__).parent
+
+
+PARTS = (
+    Part("kernels", "every kernel against plain torch, bit for bit", 140),
+    Part("kernel_speed", "time of every kernel against copying the same bytes", 30),
+    Part("synchronisation", "what waits for the GPU, or allocates, in an exchange", 40),
+    Part("sanitizer", "kernels under compute-sanitizer", 45),
+    Part("steps", "training of every ZeRO stage, whatever the order of streams", 85),
+    Part("step_time", "GPT-2: step time without a network limit, with traces", 60),
+    Part("loss", "GPT-2: loss with and without compression", 80),
+)
+"""Parts, most valuable first."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command. Return 0 if nothing failed, else 1. Usage errors end the program with 2."""
+    options = parse(arguments)
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            return _run(options, Path(directory))
+    except CompressError as error:
+        print(f"gpu_check: error: {error}", file=sys.stderr)
+        return 1
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    about = "Find out what holds on the GPU of this machine: one table, and one JSON file with every figure."
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="gpu_check", description=about, formatter_class=form)
+    parser.epilog = "\n".join(["parts:", *(f"  {one.name:17}{one.summary}" for one in PARTS), "", _EXAMPLES])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
+    chosen = "some of the parts, by commas (default: all)"
+    parser.add_argument("--parts", type=_parts, default=PARTS, help=chosen)
+    minutes = "for all parts; each has its share (default: 8)"
+    parser.add_argument("--minutes", type=positive_number, default=8.0, metavar="N", help=minutes)
+    wheels = "install the .whl files of DIR, without their dependencies and without network, for this run alone"
+    parser.add_argument("--wheels", type=Path, metavar="DIR", help=wheels)
+    output = "default: gpu_check.json; traces are written beside it"
+    parser.add_argument("--output", type=Path, default=Path("gpu_check.json"), metavar="FILE", help=output)
+    return parser.parse_args(arguments)
+
+
+def _parts(text: str) -> tuple[Part, ...]:
+    """Return the named parts in the order of `PARTS`."""
+    given, known = text.split(","), [part.name for part in PARTS]
+    if unknown := [name for name in given if name not in known]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: no such part; write some of {','.join(known)}")
+    return tuple(part for part in PARTS if part.name in given)
+
+
+def _run(options: argparse.Namespace, packages: Path) -> int:
+    if options.wheels is not None:
+        install_wheels(options.wheels, packages)
+    # Both this process and the processes of parts must see the packages.
+    sys.path.insert(0, str(packages))
+    _check(options.device)
+    found = _run_parts(options, str(packages))
+    machine = _machine(options.device)
+    print_table(f"{machine['device']}, torch {machine['torch']}, Triton {machine['triton']}", found)
+    print(f"written to {options.output}")
+    return int(any(finding.verdict == "fail" for finding in found))
+
+
+def _check(device: str) -> None:
+    """Check that the parts can run and their findings can be shown.
+
+    Raises:
+        CompressError: A package or the GPU is missing.
+    """
+    if absent := [name for name in _NEEDED if find_spec(name) is None]:
+        raise CompressError(f"this needs {', '.join(absent)}; install it, or put wheels into a directory: --wheels DIR")
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise CompressError("torch finds no GPU here; write --device cpu for the same program at toy sizes")
+
+
+def _run_parts(options: argparse.Namespace, packages: str) -> list[Finding]:
+    begin, until, found = time.time(), limits(options.parts, options.minutes), []
+    path = os.pathsep.join(filter(None, (packages, str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **_ENVIRONMENT[options.device]}
+    output = options.output.absolute().parent
+    output.mkdir(parents=True, exist_ok=True)
+    traces = ("--gpu-traces", str(output / f"{options.output.stem}_traces"))
+    for part in options.parts:
+        print(f"{part.name}: {part.summary} ...", flush=True)
+        device = ("--gpu-device", options.device)
+        found += run_part(part, begin + until[part.name], (*device, *traces), environment)
+        # Written after each part, so that the file exists even if the machine crashes later.
+        write_json(options.output, document(found, _machine(options.device)))
+    return found
+
+
+def limits(parts: Sequence[Part], minutes: float) -> Mapping[str, float]:
+    """Return the seconds after the start by which each part must have ended. Unused time goes to the next parts."""
+    whole, passed, found = sum(part.seconds for part in PARTS), 0.0, {}
+    for part in parts:
+        passed += part.seconds / whole * 60 * minutes
+        found[part.name] = passed
+    return MappingProxyType(found)
+
+
+def run_part(
+    part: Part, until: float, options: Sequence[str] = (), environment: Mapping[str, str] = MappingProxyType({})
+) -> list[Finding]:
+    """Return the findings of `part`. If it crashes or is not done `until` then, the last finding reports that."""
+    begin, directory = time.time(), part.directory
+    with tempfile.TemporaryDirectory() as scratch:
+        lines = Path(scratch) / "findings.jsonl"
+        # Warnings of torch and of other packages on an unknown machine are not what is tested.
+        pytest = ("pytest", "-q", "--tb", "short", "-W", "default", "-p", "no:cacheprovider", "-m", "gpu")
+        plugin = ("-c", str(ROOT / "pyproject.toml"), "-p", "tests.gpu.plugin", "--gpu-findings", str(lines))
+        command = [*pytest, *plugin, "--gpu-until", str(until), *options, str(directory / f"test_{part.name}.py")]
+        trouble = _run_command([sys.executable, "-m", *command], until - begin, environment)
+        found = [replace(one, part=part.name) for one in read_findings(lines)]
+    if trouble.startswith("ended with status 1:") and any(one.verdict == "fail" for one in found):
+        trouble = ""
+    trouble = trouble or ("" if found else "it found nothing")
+    ended = Finding("the part itself", "fail", f"{time.time() - begin:.0f} s", why=trouble, part=part.name)
+    return [*found, ended] if trouble else found
+
+
+def _run_command(command: Sequence[str], seconds: float, environment: Mapping[str, str]) -> str:
+    """Run a command with all processes that it starts. Return what went wrong, with the end of its output, or ""."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+        trouble = _wait(process, seconds)
+        output.seek(0)
+        said = output.read()[-_SHOWN:].strip()
+    return f"{trouble}: {said}" if trouble else ""
+
+
+def _wait(process: "subprocess.Popen[bytes]", seconds: float) -> str:
+    """Return what went wrong, or "", and end the process with all processes that it started."""
+    try:
+        code = process.wait(max(seconds, 0.0))
+    except subprocess.TimeoutExpired:
+        return f"ended at its limit of {seconds:.0f} s"
+    finally:
+        _end(process)
+    return "" if code == 0 else f"crashed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()
+
+
+def _machine(device: str) -> dict[str, Any]:
+    return {"device": _device_name(device), **new_document()["environment"]}
+
+
+def _device_name(device: str) -> str:
+    import torch
+
+    if device == "cpu":
+        return "cpu"
+    count = torch.cuda.device_count()
+    return f"{count} x {torch.cuda.get_device_name(0)}" if count else "no GPU"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

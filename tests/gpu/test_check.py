@@ -1,0 +1,227 @@
+"""The command: its options, packages from wheels, parts that crash, and a whole run without a GPU."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed_compress.errors import CompressError
+from tests.gpu import check
+from tests.gpu.check import PARTS, ROOT, Part, limits, main, parse, run_part
+from tests.gpu.findings import VERDICTS, Finding, document, print_table
+from tests.gpu.wheels import COMMANDS, install_wheels
+from tests.support.processes import wait_until_gone
+
+FOUND = [
+    Finding("bits: quantize", "pass", "3 sizes", "as plain torch", part="kernels"),
+    Finding("bits: decode", "fail", "9 elements", "as plain torch", "result 0 differs", "kernels"),
+    Finding("speed: top-k", "missed", "40% of copy", ">= 50% of copy", part="kernel_speed"),
+    Finding("errors: memcheck", "not run", why="compute-sanitizer is not on PATH", part="sanitizer"),
+]
+SOURCE = """
+import os, subprocess, sys, time
+import pytest
+
+@pytest.mark.gpu
+def test_first(record_property):
+    record_property("figure", 1)
+    record_property("goal", "2")
+
+@pytest.mark.gpu
+def test_odd():
+    {then}
+
+def test_without_a_gpu():
+    raise AssertionError
+"""
+
+
+def test_every_part_has_a_file_and_every_file_a_part() -> None:
+    marked = {file.stem for file in Path(__file__).parent.glob("test_*.py") if "mark.gpu" in file.read_text()}
+    assert {f"test_{part.name}" for part in PARTS} == marked - {Path(__file__).stem}
+
+
+def test_parts_come_in_their_order() -> None:
+    assert [part.name for part in parse(["--parts", "loss,kernels"]).parts] == ["kernels", "loss"]
+    assert parse([]).parts == PARTS
+
+
+@pytest.mark.parametrize("wrong", [["--parts", "loss,colour"], ["--minutes", "0"], ["--device", "tpu"]])
+def test_wrong_usage(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(wrong)
+    assert ended.value.code == 2
+    assert wrong[0] in capsys.readouterr().err
+
+
+def test_help_has_examples_and_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    shown = capsys.readouterr().out
+    assert "bash launch/gpu_check.sh --parts kernels,kernel_speed" in shown
+    assert all(part.summary in shown for part in PARTS)
+
+
+def test_all_parts_together_take_what_is_given() -> None:
+    whole = limits(PARTS, 8)
+    assert whole[PARTS[-1].name] == pytest.approx(480)
+    assert list(whole.values()) == sorted(whole.values())
+    assert limits(PARTS[1:2], 8)["kernel_speed"] == pytest.approx(whole["kernel_speed"] - whole["kernels"])
+
+
+@pytest.mark.parametrize(("verdicts", "code"), [(["pass", "missed", "not run"], 0), (["pass", "fail"], 1)])
+def test_the_exit_status_is_that_of_failures(
+    verdicts: list[str], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(check, "run_part", lambda part, *_: [Finding(one, one, part=part.name) for one in verdicts])  # type: ignore[arg-type]
+    output = tmp_path / "results" / "found.json"
+    assert main(["--device", "cpu", "--parts", "loss", "--output", str(output)]) == code
+    written = json.loads(output.read_text())
+    assert [one["verdict"] for one in written["findings"]] == verdicts
+    assert written["environment"]["torch"] == torch.__version__
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_an_error_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--output", str(tmp_path / "found.json")]) == 1
+    assert "torch finds no GPU here; write --device cpu" in capsys.readouterr().err
+
+
+def run(tmp_path: Path, then: str, seconds: float = 120.0) -> list[Finding]:
+    """What a part finds whose second test does `then`."""
+    (tmp_path / "test_odd.py").write_text(SOURCE.format(then=then))
+    environment = {"PYTHONPATH": str(ROOT)}
+    first, *others = run_part(Part("odd", "", 1.0, tmp_path), time.time() + seconds, environment=environment)
+    assert first == Finding("first", "pass", "1", "2", part="odd")
+    return others
+
+
+@pytest.mark.parametrize(
+    ("then", "verdict", "why"),
+    [
+        ("pass", "pass", ""),
+        ("pytest.skip('needs CUDA')", "not run", "needs CUDA"),
+        ("pytest.xfail('40% of copy')", "missed", "40% of copy"),
+        ("raise ValueError('a wrong turn')", "fail", "ValueError: a wrong turn"),
+        ("pytest.fail('a rank ended')", "fail", "a rank ended"),
+    ],
+)
+def test_outcomes_are_verdicts(then: str, verdict: str, why: str, tmp_path: Path) -> None:
+    [finding] = run(tmp_path, then)
+    assert (finding.what, finding.verdict, finding.why, finding.part) == ("odd", verdict, why, "odd")
+
+
+@pytest.mark.parametrize(
+    ("then", "said"), [("os.kill(os.getpid(), 11)", "crashed by SIGSEGV"), ("os._exit(3)", "status 3")]
+)
+def test_a_crash_is_a_finding(tmp_path: Path, then: str, said: str) -> None:
+    [crash] = run(tmp_path, then)
+    assert (crash.what, crash.verdict, crash.part) == ("the part itself", "fail", "odd")
+    assert re.search(said, crash.why, re.DOTALL)
+
+
+def test_a_part_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    file = tmp_path / "child"
+    (tmp_path / "child.py").write_text(
+        f"import os, time\nopen({str(file)!r}, 'w').write(str(os.getpid()))\ntime.sleep(99)\n"
+    )
+    child = f"[sys.executable, {str(tmp_path / 'child.py')!r}]"
+    [hanging] = run(tmp_path, f"subprocess.Popen({child}); time.sleep(99)", seconds=20.0)
+    assert hanging.verdict == "fail"
+    assert hanging.why.startswith("ended at its limit of 20 s")
+    wait_until_gone(int(file.read_text()))
+
+
+def test_finding_nothing_is_no_success(tmp_path: Path) -> None:
+    (tmp_path / "test_empty.py").write_text("")
+    [finding] = run_part(Part("empty", "", 1.0, tmp_path), time.time() + 120, environment={"PYTHONPATH": str(ROOT)})
+    assert (finding.verdict, finding.why[:19]) == ("fail", "ended with status 5")
+
+
+def test_the_document_counts_verdicts() -> None:
+    found = document(FOUND, {"torch": "2.13"})
+    assert found["verdicts"] == dict.fromkeys(VERDICTS, 1)
+    assert Finding(**found["findings"][1]) == FOUND[1]
+
+
+def test_the_table_has_every_column(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table("a GPU", FOUND)
+    shown = capsys.readouterr().out
+    head, *lines = [line.split() for line in shown.splitlines() if re.search("part  |kernel", line)]
+    assert head == ["part", "what", "figure", "goal", "verdict"]
+    assert lines[2] == ["kernel_speed", "speed:", "top-k", "40%", "of", "copy", ">=", "50%", "of", "copy", "missed"]
+    for text in ("fail: result 0 differs", "not run: compute-sanitizer is not on PATH", "a GPU"):
+        assert text in shown
+
+
+def test_equal_verdicts_are_one_row_but_failures_never(capsys: pytest.CaptureFixture[str]) -> None:
+    several = [Finding(f"row {number}", "pass", part="kernels") for number in range(40)]
+    print_table("", [*several, *(Finding(f"bad[red] {number}", "fail", part="kernels") for number in range(40))])
+    shown = capsys.readouterr().out
+    assert "40 from row 0 to row 39" in shown
+    assert "row 7" not in shown
+    assert shown.count("fail") == shown.count("bad[red]") == 40
+
+
+def test_a_directory_without_wheels_says_how_to_fill_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--device", "cpu", "--wheels", str(tmp_path), "--output", str(tmp_path / "x.json")]) == 1
+    assert f"--wheels {tmp_path}: holds no .whl file" in (said := capsys.readouterr().err)
+    assert "pip wheel --no-deps -w" in said
+
+
+def test_the_page_names_the_same_wheels() -> None:
+    page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    assert "\n".join(COMMANDS).format("wheels") in page
+
+
+def test_wheels_are_installed_without_what_they_require(tmp_path: Path) -> None:
+    info = "odd_package-1.0.dist-info"
+    with zipfile.ZipFile(tmp_path / "odd_package-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("odd_package.py", "here = True\n")
+        wheel.writestr(
+            f"{info}/METADATA", "Metadata-Version: 2.1\nName: odd_package\nVersion: 1.0\nRequires-Dist: nothing-such\n"
+        )
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    target = tmp_path / "target"
+    install_wheels(tmp_path, target)
+    assert (target / "odd_package.py").is_file()
+
+
+def test_a_broken_wheel_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "broken-1.0-py3-none-any.whl").write_text("no archive")
+    with pytest.raises(CompressError, match=r"--wheels .*broken"):
+        install_wheels(tmp_path, tmp_path / "target")
+
+
+def test_comparing_needs_torch_triton_and_pytest_alone() -> None:
+    """Comparing and measuring load neither DeepSpeed nor what reads the section."""
+    names = ("check", "test_kernels", "test_kernel_speed", "test_sanitizer", "test_synchronisation")
+    modules = ", ".join(f"tests.gpu.{name}" for name in names)
+    kernels = "deepspeed_compress.compression.kernels.gpu"
+    program = f"import sys, tests.conftest, {modules}, {kernels}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    loaded = set(done.stdout.split())
+    assert not {"deepspeed", "pydantic", "hjson", "transformers", "hypothesis"} & loaded
+
+
+@pytest.mark.slow
+@pytest.mark.serial
+@pytest.mark.timeout(600)
+def test_a_whole_run_without_a_gpu(tmp_path: Path) -> None:
+    script = [str(ROOT / "launch" / "gpu_check.sh"), "--device", "cpu", "--output", str(tmp_path / "found.json")]
+    environment = {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run(["bash", *script], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=590)
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = json.loads((tmp_path / "found.json").read_text())
+    assert {one["part"] for one in written["findings"]} == {part.name for part in PARTS}
+    assert written["verdicts"]["fail"] == 0
+    assert len(list((tmp_path / "found_traces" / "a_mirror").iterdir())) == 2

@@ -1,0 +1,112 @@
+"""Comparisons of runs find other bits, and delays find code that does not wait."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_compress.collectives import exchange
+from deepspeed_compress.collectives.exchange import Link, PendingExchange
+from tests.gpu.delays import LATE_MIRROR, Late, LateMirror
+from tests.gpu.ranks import Outcome, run_ranks
+from tests.gpu.runs import DIFFERENT, difference_of, problem_in_mirror, problem_of, run_of
+
+
+def run(number: int, **other: Any) -> dict[str, Any]:
+    return {"stage": 1, "run": number, "losses": [2.0, 1.0], "weights": "abc", "error": ""} | other
+
+
+def outcome(*changes: tuple[int, int, dict[str, Any]], runs: int = 4, trouble: str = "") -> Outcome:
+    """Two ranks with equal results of all runs, but for `changes`: (rank, run, what differs)."""
+    results = [[run(number) for number in range(runs)] for _ in range(2)]
+    for rank, number, other in changes:
+        results[rank][number] |= other
+    return Outcome(tuple(map(tuple, results)), trouble)
+
+
+def difference(found: Outcome, *numbers: int) -> str:
+    first, *others = (run_of(found, 1, number) for number in (0, *numbers))
+    return difference_of(first, others, 2, found.trouble)
+
+
+def test_equal_runs_are_equal() -> None:
+    assert problem_of(run_of(outcome(), 1, 0), 2, "") == difference(outcome(), 1, 2, 3) == ""
+
+
+@pytest.mark.parametrize("other", [{"weights": "abd"}, {"losses": [2.0, 1.0000001]}])
+def test_other_bits_are_found(other: dict[str, Any]) -> None:
+    found = outcome((0, 3, other), (1, 3, other))
+    assert (difference(found, 1, 2), difference(found, 2, 3)) == ("", DIFFERENT)
+
+
+def test_ranks_that_part_are_found() -> None:
+    found = outcome((1, 0, {"weights": "abd"}))
+    assert problem_of(run_of(found, 1, 0), 2, "") == "ranks have different weights"
+
+
+@pytest.mark.parametrize("losses", [[1.0, 2.0], [1.0, float("nan")]])
+def test_a_loss_that_does_not_fall_is_found(losses: list[float]) -> None:
+    found = outcome((0, 0, {"losses": losses}), (1, 0, {"losses": losses}))
+    assert "does not fall" in problem_of(run_of(found, 1, 0), 2, "")
+
+
+def test_a_crash_on_the_way_leaves_what_was_found_before() -> None:
+    found = outcome(runs=2, trouble="a rank ended with status 1: no memory")
+    assert (difference(found, 1), difference(found, 2, 3)) == ("", "a rank ended with status 1: no memory")
+
+
+@pytest.mark.parametrize(
+    ("weights", "problem"),
+    [("aaaa", ""), ("aaab", DIFFERENT), ("abaa", "two undisturbed runs differ"), ("aaa", "it did not get there")],
+)
+def test_late_messages_must_not_change_a_bit(weights: str, problem: str) -> None:
+    runs = tuple(run(number, weights=one) for number, one in enumerate(weights))
+    assert problem_in_mirror(Outcome((runs,), ""), 1, 4) == problem
+    wrong = tuple(one | {"error": "no such operation"} for one in runs)
+    assert problem_in_mirror(Outcome((wrong,), ""), 1, 4) == "no such operation"
+
+
+def test_a_late_message_is_there_when_it_was_waited_for() -> None:
+    group: Any = LateMirror(0, 2)
+    group.delay(Late("cpu", 1))
+    nothing = torch.empty(0, dtype=torch.uint8)
+    sent, received = torch.arange(9, dtype=torch.uint8), torch.full((9,), 5, dtype=torch.uint8)
+    pending = Link(group).start([nothing, sent], [nothing, received], 0)
+    assert received.tolist() == [5] * 9
+    pending.finish()
+    assert received.equal(sent)
+
+
+@dataclass(frozen=True)
+class Careless(PendingExchange):
+    """Does not wait."""
+
+    def wait_for(self, source: int) -> None:
+        self.receives.pop(source, None)
+
+
+def careless(job: Any) -> Any:
+    """On a rank: train while nobody waits for messages."""
+    from tests.gpu.programs import train_in_mirror
+
+    exchange.PendingExchange = Careless  # type: ignore[misc]
+    yield from train_in_mirror(job)
+
+
+def mirrored(work: str) -> Outcome:
+    job = {"device": "cpu", "backend": LATE_MIRROR, "seeds": (None, None, 1, 2)}
+    return run_ranks(1, work, job, 300, {"OMP_NUM_THREADS": "1"})
+
+
+@pytest.mark.slow
+def test_a_step_that_does_not_wait_is_found() -> None:
+    good, bad = mirrored("tests.gpu.programs:train_in_mirror"), mirrored("tests.gpu.test_runs:careless")
+    assert [problem_in_mirror(good, stage, 4) for stage in range(4)] == [""] * 4
+    assert all(problem_in_mirror(bad, stage, 4) for stage in range(4)), bad
+
+
+def test_ranks_that_cannot_begin_are_trouble() -> None:
+    found = run_ranks(2, "no_such_module:work", {"device": "cpu", "backend": "gloo"}, 120)
+    assert found.results == ((), ())
+    assert "No module named 'no_such_module'" in found.trouble
