@@ -70,7 +70,7 @@ class Connection:
                 for start in range(0, len(view), PIECE):
                     self._write(view[start : start + PIECE])
             if size:
-                raise ValueError("the pieces of a body are not as long as was announced")
+                raise ValueError("the pieces do not add up to the announced size of the body")
 
     def send_encoded(self, frame: bytes) -> None:
         """Send a complete frame that `frames.encode` made."""
@@ -114,7 +114,7 @@ class Connection:
         view = memoryview(memory).cast("B")
         with self._ended_by_errors():
             if len(view) > self.left:
-                raise ProtocolError(f"a body has {self.left} more bytes (expected: {len(view)})")
+                raise ProtocolError(f"the body has {self.left} bytes left (expected: {len(view)})")
             for start in range(0, len(view), PIECE):
                 self._read(view[start : start + PIECE])
 
@@ -181,7 +181,7 @@ class Connection:
         while view:
             count = self._channel.read_some(view, deadline)
             if not count:
-                raise ConnectionError("the other side has closed the connection inside a frame")
+                raise ConnectionError("the other side has closed the connection in the middle of a frame")
             view = view[count:]
 
     def _write(self, view: memoryview) -> None:
@@ -215,11 +215,11 @@ class _Allowance:
         """Use up `messages`. The allowance may become negative: the next `wait` is longer then."""
         self._left -= messages
 
-    def wait(self, goes_on: Callable[[], bool]) -> None:
-        """Wait until a message may be received, or until `goes_on` returns False."""
+    def wait(self, is_open: Callable[[], bool]) -> None:
+        """Wait until a message may be received, or until `is_open` returns False."""
         if self._rate is None:
             return
-        while self._refill(self._rate) <= 0 and goes_on():
+        while self._refill(self._rate) <= 0 and is_open():
             time.sleep(min(-self._left / self._rate + 0.001, 0.5))
 
     def _refill(self, rate: float) -> float:
