@@ -65,7 +65,7 @@ def damage_residual(step: int, grad: Tensor, residual: Tensor) -> tuple[Tensor, 
 
 
 @pytest.mark.parametrize("fault", [send_nan, send_huge_gradient, damage_residual])
-@pytest.mark.parametrize("name", ["heavy tails, no clipping", "memorised, one at a time", "recurrent", "rewards"])
+@pytest.mark.parametrize("name", ["heavy tails, no clipping", "memorized, one at a time", "recurrent", "rewards"])
 def test_a_guard_skips_a_step_that_no_batch_explains(name: str, fault: Fault) -> None:
     found = train_guarded(name, fault)
     assert next((event.step, event.kind, event.after) for event in found.events) == (AT + 1, "anomaly", "none")
