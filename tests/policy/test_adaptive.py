@@ -289,9 +289,7 @@ def test_the_first_of_equal_patterns_is_saved() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"candidates": [{"bits": 4}]}, {"groups": ["embed"]}])
-def test_a_saved_choice_that_is_no_longer_a_candidate_is_replaced_by_the_configured_settings(
-    settings: dict[str, Any],
-) -> None:
+def test_a_saved_setting_that_is_not_a_candidate_is_replaced(settings: dict[str, Any]) -> None:
     saved = chosen(3)
     with pytest.warns(CompressWarning, match="checkpoint's choice is no longer among the candidates"):
         found = loaded({**saved, "next": 90, "last": 40}, **settings)
