@@ -1,4 +1,4 @@
-"""Selection of the tests of a run, and turns for tests that must run alone.
+"""Selection of the tests of a run, and a lock for tests that must run alone.
 
 Marks: `slow(parts)` (not in a default run; CI runs one of `parts` shares, chosen by the commit), `sampled(parts,
 *sources)` (a default run has a fixed one of `parts` shares; the others are slow, and CI runs them all if a source has
@@ -17,8 +17,8 @@ import pytest
 from deepspeed_compress.transport.secret import SECRET
 from tests.support.forks import warm_up
 from tests.support.leftovers import own_port
+from tests.support.machine_lock import MachineLock
 from tests.support.selection import changed, environment_of, head, in_share, processor_features, processor_of
-from tests.support.turns import Turns
 
 pytest_plugins = ["tests.gpu.plugin"]
 
@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # torch's stores look up the names of their peers (`getnameinfo` in c10d/socket.cpp). If the name server loses a
     # query, that takes 5 s, which is longer than islands of the tests wait. With no attempts, only /etc/hosts is read.
     os.environ.setdefault("RES_OPTIONS", "attempts:0")
-    # Servers and clients of the tests, and not what else this user runs.
+    # Servers and clients of the tests share this secret, so they do not meet other jobs of this user.
     os.environ.setdefault(SECRET, secrets.token_hex(32))
     try:
         chosen = processor_of(os.environ.get(PROCESSOR, "native"), processor_features())
@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_pycollect_makemodule(parent: pytest.Collector) -> None:
-    """Ranks write to where the server does, so it starts early, and where pytest captures."""
+    """Start the fork server while pytest captures output: ranks write to where the server does."""
     if hasattr(parent.config, "workerinput"):
         warm_up()
 
@@ -99,12 +99,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     if not hasattr(item.config, "workerinput"):
         return (yield)
     shared = Path(item.config._tmp_path_factory.getbasetemp()).parent  # type: ignore[attr-defined]
-    with Turns(shared).take(alone=item.get_closest_marker("serial") is not None):
+    with MachineLock(shared).hold(alone=item.get_closest_marker("serial") is not None):
         return (yield)
 
 
 @pytest.fixture
 def port() -> Iterator[str]:
-    """For the processes of a job to meet; what DeepSpeed leaves behind for it is removed."""
+    """Yield a free port for the rendezvous of a job. Files that DeepSpeed leaves for it are removed."""
     with own_port() as chosen:
         yield str(chosen)

@@ -78,7 +78,7 @@ BUGS: Mapping[str, Bug] = {
     ),
     "what was sent stays in the memory of one pass": Bug(
         "compression/compressors/topk.py",
-        "        memory.after.index_copy_(0, selection.positions(columns), left)\n",
+        "        residual.after.index_copy_(0, selection.positions(columns), left)\n",
         "",
         ("compression/test_bases.py",),
     ),

@@ -126,7 +126,7 @@ class Attached:
         self.session.journal.adopt(None)
         step = load_memories(self.session, Path(directory), self.place, self.steps.loss_scale)
         self.steps.begin(self.steps.count if step is None else step)
-        self.session.journal.go_on(self.steps.count)
+        self.session.journal.continue_from(self.steps.count)
 
 
 def read_section(config: Config) -> tuple[CompressConfig, dict[str, Any]]:

@@ -15,7 +15,7 @@ __all__ = ["ClippingReducer"]
 
 
 class ClippingReducer:
-    """Reducer that clips the gradient of every parameter to the L2 norm `clip_norm` before it passes it to `reducer`.
+    """Reducer that clips the gradient of every parameter to the L2 norm `clip_norm` and passes it to `reducer`.
 
     Local gradient clipping of Lin et al., "Deep Gradient Compression" (arXiv:1712.01887, section 3.2), per tensor. A
     bucket must hold whole parameters. Its elements that this rank does not own are overwritten. The norm refers to

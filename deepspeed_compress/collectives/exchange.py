@@ -102,7 +102,7 @@ class Link:
         """
         if self.group.size() == 1:
             return PendingExchange()
-        return _way(self.group, incoming[0].device)(self, outgoing, incoming, tag)
+        return _choose_start(self.group, incoming[0].device)(self, outgoing, incoming, tag)
 
 
 def exchange(group: ProcessGroup, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
@@ -120,11 +120,11 @@ def _point_to_point(link: Link, outgoing: Sequence[Tensor], incoming: Sequence[T
     group = link.group
     rank, size = group.rank(), group.size()
     sources = [(rank - step) % size for step in range(1, size)]
-    lanes = (link.downward or group, group)
+    groups = (link.downward or group, group)
     receives: dict[int, Waiting] = {
-        one: lanes[one < rank].recv([incoming[one]], one, tag) for one in sources if incoming[one].numel()
+        one: groups[one < rank].recv([incoming[one]], one, tag) for one in sources if incoming[one].numel()
     }
-    sends = [lanes[rank < one].send([outgoing[one]], one, tag) for one in reversed(sources) if outgoing[one].numel()]
+    sends = [groups[rank < one].send([outgoing[one]], one, tag) for one in reversed(sources) if outgoing[one].numel()]
     return PendingExchange(receives, sends)
 
 
@@ -152,6 +152,6 @@ _Start = Callable[[Link, Sequence[Tensor], Sequence[Tensor], int], PendingExchan
 _BY_DEVICE: Mapping[str, _Start] = MappingProxyType({"cpu": _point_to_point, "cuda": _all_to_all})
 
 
-def _way(group: ProcessGroup, device: torch.device) -> _Start:
+def _choose_start(group: ProcessGroup, device: torch.device) -> _Start:
     gloo_on_gpu = device.type == "cuda" and group.name() == "gloo"
     return _staged if gloo_on_gpu else _BY_DEVICE[device.type]

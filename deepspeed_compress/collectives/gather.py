@@ -21,7 +21,7 @@ from deepspeed_compress.collectives.messages import MessageLayout, Messages, Pie
 from deepspeed_compress.collectives.reducer import LEVELS, MessageCounter, Run
 from deepspeed_compress.compression.codec import Codec
 from deepspeed_compress.compression.compressors.base import message_key
-from deepspeed_compress.compression.segments import elements, scatter, stretch
+from deepspeed_compress.compression.segments import contiguous_view, elements, scatter
 
 __all__ = ["CHUNK_NUMEL", "EXACT", "DifferenceGather", "PendingWeights"]
 
@@ -82,11 +82,11 @@ class DifferenceGather:
         self._rank: int = group.rank()
         partition = even_partition(sizes, group.size())
         parts = [partition.owned_by(rank) for rank in range(group.size())]
-        travelling = [sorted(part, key=lambda one: order.get(one.parameter, len(order))) for part in parts]
+        ordered = [sorted(part, key=lambda one: order.get(one.parameter, len(order))) for part in parts]
         self._numels = [sum(segment.numel for segment in part) for part in parts]
         # The largest share determines the number of rounds, because a rank sends its share.
         rounds = -(-max(self._numels) // chunk_numel)
-        self._layouts = layouts_of_parts(messages, travelling, rounds)
+        self._layouts = layouts_of_parts(messages, ordered, rounds)
 
     @property
     def numel(self) -> int:
@@ -125,13 +125,13 @@ class DifferenceGather:
             held: the flat buffer, updated in place. This rank's own part must also equal that of the other ranks.
             master: flat master weights of `own(held)`, of any floating dtype and on any device; not changed.
         """
-        under_way: deque[_Round] = deque()
+        in_flight: deque[_Round] = deque()
         for layout in self._layouts:
-            under_way.append(self._send(held, master, layout))
-            if len(under_way) > 1:
-                self.take(held, under_way.popleft())
-        while under_way:
-            self.take(held, under_way.popleft())
+            in_flight.append(self._send(held, master, layout))
+            if len(in_flight) > 1:
+                self.take(held, in_flight.popleft())
+        while in_flight:
+            self.take(held, in_flight.popleft())
 
     @torch.no_grad()
     def begin(self, held: Tensor, master: Tensor, first_tag: int = 0) -> "PendingWeights":
@@ -200,10 +200,10 @@ class DifferenceGather:
         with self.run.meter.phase("decompress", held.device):
             for payload, pieces in zip(sent.messages, sent.layout.pieces, strict=True):
                 for piece in pieces:
-                    place = None if piece.channel == EXACT else stretch(held, piece.segments)
-                    values, encoded = _base(held, piece) if place is None else place, payload[piece.begin : piece.end]
+                    view = None if piece.channel == EXACT else contiguous_view(held, piece.segments)
+                    values, encoded = _base(held, piece) if view is None else view, payload[piece.begin : piece.end]
                     self._codec(piece).decode_add([encoded], piece.segments, values, 1.0)
-                    if place is None:
+                    if view is None:
                         scatter(values, piece.segments, held)
 
 

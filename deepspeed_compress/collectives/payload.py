@@ -20,7 +20,7 @@ from deepspeed_compress.compression.codec import Codec
 from deepspeed_compress.compression.compressors.base import message_key
 from deepspeed_compress.compression.feedback import NoFeedback
 from deepspeed_compress.compression.residuals import Residuals
-from deepspeed_compress.compression.segments import Segment, elements, gather, scatter, stretch
+from deepspeed_compress.compression.segments import Segment, contiguous_view, elements, gather, scatter
 
 __all__ = ["PayloadReducer", "PendingGather", "PendingMeans"]
 
@@ -172,15 +172,15 @@ class PayloadReducer:
         ranks = range(len(layout.sizes))
         with self.run.meter.phase("compress", bucket.device):
             outgoing = [
-                self._encode(bucket, layout, owner, number) if owner != self._rank else _room(bucket.device)
+                self._encode(bucket, layout, owner, number) if owner != self._rank else _buffer(bucket.device)
                 for owner in ranks
             ]
-        incoming = [_room(bucket.device, layout.sizes[self._rank] if owner != self._rank else 0) for owner in ranks]
+        incoming = [_buffer(bucket.device, layout.sizes[self._rank] if owner != self._rank else 0) for owner in ranks]
         return self._start(layout, number, outgoing, incoming)
 
     def _encode(self, bucket: Tensor, layout: MessageLayout, owner: int, number: int) -> Tensor:
         """Return the packed message of the elements of `owner`: uint8 [layout.sizes[owner]]."""
-        payload = _room(bucket.device, layout.sizes[owner])
+        payload = _buffer(bucket.device, layout.sizes[owner])
         for piece in layout.pieces[owner]:
             channel, key = self.messages.channels[piece.channel], self._key(number, owner, piece, self._sender)
             x = channel.codec.coefficients(elements(bucket, piece.segments), piece.segments)
@@ -266,14 +266,14 @@ class PayloadReducer:
         `total` holds them in message order, as elements or, if `in_basis`, as the codec's coefficients.
         """
         with self.run.meter.phase("compress", total.device):
-            mine = _room(total.device, layout.sizes[self._rank])
+            mine = _buffer(total.device, layout.sizes[self._rank])
             for piece in layout.pieces[self._rank]:
                 # Keyed by the rank, not by the sender: what an owner sends back is the same on every node.
                 channel, key = self.messages.channels[piece.channel], self._key(number, self._rank, piece, self._rank)
                 x, out = _part(total, piece), mine[piece.begin : piece.end]
                 x = x if in_basis else channel.codec.coefficients(x, piece.segments)
                 channel.mean_feedback.encode(x, piece.segments, out, key, channel.codec)
-        incoming = [_room(total.device, size) for size in layout.sizes]
+        incoming = [_buffer(total.device, size) for size in layout.sizes]
         incoming[self._rank] = mine
         return self._start(layout, number, [mine] * len(incoming), incoming)
 
@@ -283,11 +283,11 @@ class PayloadReducer:
             payload = self._arrived(sent, owner)
             with self.run.meter.phase("decompress", bucket.device):
                 for piece in pieces:
-                    place = stretch(bucket, piece.segments)
-                    total = bucket.new_empty(piece.numel, dtype=torch.float32) if place is None else place
+                    view = contiguous_view(bucket, piece.segments)
+                    total = bucket.new_empty(piece.numel, dtype=torch.float32) if view is None else view
                     self._codec(piece).decode([payload[piece.begin : piece.end]], piece.segments, total, 1.0)
                     delivered = self._delivered(total, piece)
-                    if delivered is not place:
+                    if delivered is not view:
                         scatter(delivered, piece.segments, bucket)
         sent.exchange.finish()
 
@@ -345,7 +345,7 @@ class PayloadReducer:
         exact = channel.feedback.keep(own, segments, channel.codec)
         if exact is not None:
             return exact, parts
-        mine, key = _room(own.device, piece.end - piece.begin), self._key(number, self._rank, piece, self._sender)
+        mine, key = _buffer(own.device, piece.end - piece.begin), self._key(number, self._rank, piece, self._sender)
         channel.feedback.encode(channel.codec.coefficients(own, segments), segments, mine, key, channel.codec)
         return None, [mine, *parts]
 
@@ -391,6 +391,6 @@ def _scale_alone(bucket: Tensor, scale: float) -> None:
     bucket.copy_(bucket.to(torch.float32) * scale)
 
 
-def _room(device: torch.device, size: int = 0) -> Tensor:
+def _buffer(device: torch.device, size: int = 0) -> Tensor:
     """Return an uninitialized uint8 buffer for a message of `size` bytes."""
     return torch.empty(size, dtype=torch.uint8, device=device)

@@ -18,7 +18,6 @@ from deepspeed_compress.collectives.buckets import LAYOUTS, Partition
 from deepspeed_compress.collectives.low_rank import (
     LowRank,
     LowRankLayout,
-    Shape,
     Stack,
     clean,
     find_matrices,
@@ -145,7 +144,7 @@ class PowerSGDReducer:
                 part.add_(taint)
             self.warm.write(layout.warm, q)
             for stack, basis, factor, segments in zip(stacks, bases, q_parts, wanted, strict=True):
-                self._keep_rest(bucket, stack, basis, factor)
+                self._store_residuals(bucket, stack, basis, factor)
                 _deliver(bucket, stack, basis, factor * (scale * ranks), segments)
 
     def _matrices(self, bucket: Tensor, stack: Stack) -> Tensor:
@@ -155,7 +154,7 @@ class PowerSGDReducer:
             self.residuals.add_to(values, stack.whole, 1.0)
         return values.view(stack.shape)
 
-    def _keep_rest(self, bucket: Tensor, stack: Stack, basis: Tensor, factor: Tensor) -> None:
+    def _store_residuals(self, bucket: Tensor, stack: Stack, basis: Tensor, factor: Tensor) -> None:
         """Store the part of a stack that the factors do not represent as its next residuals."""
         if self.residuals is not None:
             rest = self._matrices(bucket, stack).baddbmm_(basis.mT, factor, alpha=-1.0)
@@ -184,12 +183,6 @@ def _normal(numel: int, key: int, device: torch.device) -> Tensor:
 
 def _make_layout(low_rank: LowRank, own: int, partition: Partition) -> LowRankLayout:
     return make_low_rank_layout(partition, find_matrices(partition, low_rank), own)
-
-
-def _room(shapes: Sequence[Shape], device: torch.device) -> tuple[Tensor, list[Tensor]]:
-    """Return an uninitialized flat fp32 tensor, and its parts as views of `shapes`."""
-    flat = torch.empty(sum(math.prod(shape) for shape in shapes), device=device)
-    return flat, split(flat, shapes)
 
 
 def _deliver(bucket: Tensor, stack: Stack, basis: Tensor, factor: Tensor, segments: Sequence[Segment]) -> None:

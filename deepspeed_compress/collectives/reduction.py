@@ -1,4 +1,4 @@
-"""Builds the reducers for the settings in force in a step. No other module knows both settings and reducers.
+"""Builds the reducers for the settings in force in a step. Only this module depends on both.
 
 `Reductions.at` resolves the settings of a step into one frozen description (`Codecs`, then `Messages`) and caches the
 reducers of the most recent descriptions.
@@ -65,7 +65,7 @@ class Groups:
         node: with a hierarchy, the ranks of `whole` on this node.
         across: with a hierarchy, the ranks with the same local rank on every node.
         downward: second group of the ranks whose messages cross nodes; see `Link`.
-        copies: every node holds a complete copy of the model, so owners are ranks of `node`.
+        copies: True if every node holds a complete copy of the model, so that owners are ranks of `node`.
     """
 
     whole: ProcessGroup
@@ -213,14 +213,14 @@ def find_channels(parameters: Parameters, settings: AnyCompressedGradients) -> C
     Warns as described in `Reductions`.
     """
     exempt = {parameters.user_name(name) for name in parameters.exempt}
-    _warn_of_unmatched(settings.overrides, [name for name in parameters.everywhere if name not in exempt])
+    _warn_about_unmatched(settings.overrides, [name for name in parameters.everywhere if name not in exempt])
     own, raw = _own(settings), parameters.uncompressed(settings.min_numel)
     found = {}
     for name in parameters.shapes:
         override = _first_match(settings.overrides, parameters.user_name(name))
         if name not in raw and not (override is not None and override.is_uncompressed):
             found[name] = MAIN if override is None else MAIN + 1 + own.index(override)
-    _warn_of_nothing(settings, parameters, found)
+    _warn_if_uncompressed(settings, parameters, found)
     return ChannelTable(found)
 
 
@@ -228,7 +228,7 @@ def _first_match(overrides: Sequence[Override], name: str) -> Override | None:
     return next((one for one in overrides if re.search(one.parameters, name)), None)
 
 
-def _warn_of_unmatched(overrides: Sequence[Override], names: Sequence[str]) -> None:
+def _warn_about_unmatched(overrides: Sequence[Override], names: Sequence[str]) -> None:
     """Emit a CompressWarning for each override that is not the first match of any of `names`."""
     used = {id(_first_match(overrides, name)) for name in names}
     for index, override in enumerate(overrides if names else ()):
@@ -242,7 +242,7 @@ def _warn_of_unmatched(overrides: Sequence[Override], names: Sequence[str]) -> N
             )
 
 
-def _warn_of_nothing(settings: AnyCompressedGradients, parameters: Parameters, found: Mapping[str, int]) -> None:
+def _warn_if_uncompressed(settings: AnyCompressedGradients, parameters: Parameters, found: Mapping[str, int]) -> None:
     """Emit a CompressWarning if `settings` leave no parameter of this rank compressed."""
     low_rank = _low_rank(settings, parameters, found) if isinstance(settings, PowerSGDGradients) else None
     left = [name for name in found if low_rank is None or found[name] != MAIN or low_rank.saves(name)]
@@ -255,7 +255,7 @@ def _warn_of_nothing(settings: AnyCompressedGradients, parameters: Parameters, f
     reasons.append("copies of parameters on ranks outside the data-parallel group")
     warnings.warn(
         f'{GRADIENTS}/method: "{settings.method}" compresses none of the {len(parameters.shapes)} parameters of this '
-        f'rank, because of {" or ".join(reasons)}. Write smaller values, fewer overrides, or "method": "none".',
+        f'rank, because of {" or ".join(reasons)}. Write smaller values, remove overrides, or set "method": "none".',
         CompressWarning,
         stacklevel=2,
     )
@@ -267,13 +267,13 @@ def _low_rank(settings: PowerSGDGradients, parameters: Parameters, channel_of: M
 
 
 def _make_reduction(site: Site, settings: AnyCompressedGradients, codecs: Codecs, table: ChannelTable) -> Reduction:
-    maker = _Maker(site, settings, codecs, table.channel_of)
-    return Reduction(maker.compressed(), maker.plain(), maker.flushing())
+    builder = _ReducerBuilder(site, settings, codecs, table.channel_of)
+    return Reduction(builder.compressed(), builder.plain(), builder.flushing())
 
 
 @dataclass(frozen=True)
-class _Maker:
-    """Builder of the reducers of one description."""
+class _ReducerBuilder:
+    """Builder of the reducers for given settings, codecs and channels."""
 
     site: Site
     settings: AnyCompressedGradients

@@ -14,7 +14,7 @@ __all__ = ["Reordering"]
 
 @dataclass(frozen=True)
 class _Place:
-    """A position in the flat buffer: the rank that holds it, and the offset in that rank's part."""
+    """A position in the flat buffer: the rank that holds it, and the offset in this rank's part."""
 
     rank: int
     offset: int
@@ -46,7 +46,7 @@ class Reordering:
     def __init__(
         self, group: ProcessGroup, before: Sequence[tuple[str, int]], after: Sequence[tuple[str, int]], share: int
     ) -> None:
-        assert sorted(before) == sorted(after), "two orders of other parameters"
+        assert sorted(before) == sorted(after), "`before` and `after` have different parameters"
         self._group = group
         self._share = share
         self._moves = tuple(_moves(before, after, share))
@@ -69,24 +69,24 @@ class Reordering:
         assert part.shape == (self._share,), f"a part has {self._share} elements, this one is {tuple(part.shape)}"
         rank, peers, given = self._group.rank(), range(self._group.size()), part.to(device)
         leaving = [[move for move in moves if move.source.rank == rank and move.target.rank == peer] for peer in peers]
-        coming = [[move for move in moves if move.target.rank == rank and move.source.rank == peer] for peer in peers]
-        outgoing = [_taken(given, leaving[peer]) for peer in peers]
-        incoming = [given.new_empty(sum(move.numel for move in coming[peer])) for peer in peers]
+        arriving = [[move for move in moves if move.target.rank == rank and move.source.rank == peer] for peer in peers]
+        outgoing = [_gather(given, leaving[peer]) for peer in peers]
+        incoming = [given.new_empty(sum(move.numel for move in arriving[peer])) for peer in peers]
         exchange = Link(self._group).start(_bytes(outgoing), _bytes(incoming), 0)
         exchange.finish()
         incoming[rank] = outgoing[rank]
         result = torch.zeros_like(given)
         for peer in peers:
-            _put(incoming[peer], coming[peer], result)
+            _scatter(incoming[peer], arriving[peer], result)
         return result.to(part.device)
 
 
-def _taken(part: Tensor, moves: Sequence[_Move]) -> Tensor:
+def _gather(part: Tensor, moves: Sequence[_Move]) -> Tensor:
     pieces = [part.narrow(0, move.source.offset, move.numel) for move in moves]
     return torch.cat(pieces) if pieces else part.new_empty(0)
 
 
-def _put(values: Tensor, moves: Sequence[_Move], part: Tensor) -> None:
+def _scatter(values: Tensor, moves: Sequence[_Move], part: Tensor) -> None:
     for move, piece in zip(moves, torch.split(values, [move.numel for move in moves]), strict=True):
         part.narrow(0, move.target.offset, move.numel).copy_(piece)
 

@@ -1,1 +1,1 @@
-"""Compressors, transforms, codecs, and error-feedback residuals. This package knows no network and no configuration."""
+"""Compressors, transforms, codecs, and error-feedback residuals. They depend on no network and no configuration."""

@@ -1,4 +1,4 @@
-"""Error feedback and its variants: what a sender adds to a message from its residual, and what it stores afterwards.
+"""Error feedback and its variants: a sender adds its residual to a message, and stores the error of the message.
 
 The algorithm is that of Karimireddy et al., "Error Feedback Fixes SignSGD" (arXiv:1901.09847, algorithm 1, without the
 step size): p = g + e; send C(p); e = p - C(p). Residuals are in the units of the gradients, including the loss scale,
@@ -21,7 +21,7 @@ __all__ = ["ErrorFeedback", "Feedback", "MomentumCorrection", "NoFeedback", "Spr
 
 
 class Feedback(Protocol):
-    """Treatment of the part of a gradient that a message leaves out."""
+    """Treatment of the compression error of a message."""
 
     @property
     def own_exact(self) -> bool:

@@ -44,8 +44,8 @@ def cuts(home: Layout, layout: Layout) -> Iterator[tuple[Range, int, int, int, i
     for piece, start in placed(home):
         name, begin, numel = piece
         done = begin
-        takers = sorted((taker[1], taker[1] + taker[2], at) for taker, at in placed(layout) if taker[0] == name)
-        for first, last, at in takers:
+        overlaps = sorted((part[1], part[1] + part[2], at) for part, at in placed(layout) if part[0] == name)
+        for first, last, at in overlaps:
             low, high = max(begin, first), min(begin + numel, last)
             if low >= high:
                 continue

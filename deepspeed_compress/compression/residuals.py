@@ -178,7 +178,7 @@ class Residuals:
 
         Those layouts are dissolved. Elements that the new layout does not contain become messages of single ranges.
         """
-        self._await()
+        self._wait_for_copies()
         fresh = _Values(torch.zeros(numel_of(layout), device=device))
         for home in self._homes_touching(layout):
             values = self._remove(home, device)
@@ -217,7 +217,7 @@ class Residuals:
     def _stored(self, payload: Tensor) -> Tensor:
         return payload.to("cpu", non_blocking=True) if self.on_host else payload
 
-    def _await(self) -> None:
+    def _wait_for_copies(self) -> None:
         """Wait for pending copies from a GPU to the host."""
         if self.on_host and torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -252,7 +252,7 @@ class Residuals:
 
     def scale(self, factor: float) -> None:
         """Multiply the values by `factor` if they follow the loss scale."""
-        self._await()
+        self._wait_for_copies()
         for layout, slot in self._slots.items() if self.scaled else ():
             payload = slot.applied.payload
             payload.copy_(self._encoded(self._decoded(payload, numel_of(layout)).mul_(factor)))
@@ -267,7 +267,7 @@ class Residuals:
 
         Waits for the GPU if residuals are in host memory.
         """
-        self._await()
+        self._wait_for_copies()
         return [self._square_norm(slot.current.payload, numel_of(layout)) for layout, slot in self._slots.items()]
 
     def _square_norm(self, payload: Tensor, numel: int) -> Tensor:
@@ -279,7 +279,7 @@ class Residuals:
 
     def items(self) -> Iterator[tuple[Range, Tensor]]:
         """Yield every range with its applied values, flat fp32."""
-        self._await()
+        self._wait_for_copies()
         for layout, slot in self._slots.items():
             values = self._elements(slot.applied, segments_of(layout), slot.applied.payload.device)
             for piece, position in placed(layout):
@@ -287,7 +287,7 @@ class Residuals:
 
     def payloads(self) -> Iterator[tuple[Layout, Tensor]]:
         """Yield every message layout with its applied values as they are stored (uint8), for `restore`."""
-        self._await()
+        self._wait_for_copies()
         for layout, slot in self._slots.items():
             yield layout, slot.applied.payload
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["PADDING", "Segment", "elements", "gather", "scatter", "stretch"]
+__all__ = ["PADDING", "Segment", "contiguous_view", "elements", "gather", "scatter"]
 
 PADDING = ""
 """Parameter name of elements that only pad a buffer."""
@@ -42,12 +42,12 @@ def gather(bucket: Tensor, segments: Sequence[Segment]) -> Tensor:
 
 def elements(bucket: Tensor, segments: Sequence[Segment]) -> Tensor:
     """Return what `gather` returns, as a view if `bucket` is fp32 and the segments are contiguous in it."""
-    place = stretch(bucket, segments)
-    return gather(bucket, segments) if place is None else place
+    view = contiguous_view(bucket, segments)
+    return gather(bucket, segments) if view is None else view
 
 
-def stretch(bucket: Tensor, segments: Sequence[Segment]) -> Tensor | None:
-    """Return a view of `bucket` if it is fp32 and `segments` are contiguous in it, else None."""
+def contiguous_view(bucket: Tensor, segments: Sequence[Segment]) -> Tensor | None:
+    """Return the elements of `segments` as a view of `bucket`, or None if it is not fp32 or they are not contiguous."""
     runs = _runs(segments)
     return bucket.narrow(0, *runs[0]) if bucket.dtype == torch.float32 and len(runs) == 1 else None
 

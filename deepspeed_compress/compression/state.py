@@ -1,4 +1,4 @@
-"""State files: what one rank keeps between steps, as a safetensors file and a JSON file that describes it.
+"""State files: the state of one rank between steps, as a safetensors file and a JSON file that describes it.
 
 The JSON is written last and contains a digest of both, so an incomplete pair is refused. Reading executes nothing. The
 number of ranks may differ when a state is loaded: see `sources`.
@@ -41,7 +41,7 @@ __all__ = [
 VERSION = 3
 BEFORE_BASES = 2
 """Older version, in which all values are plain elements of parameters. It can still be read."""
-_MOST_RANKS = 1 << 20
+_MAX_RANKS = 1 << 20
 STEM = "deepspeed_compress"
 """Prefix of the file names."""
 SHARED = frozenset({"factors"})
@@ -102,7 +102,7 @@ class Description:
 
 
 @dataclass(frozen=True)
-class _Memory:
+class _SavedStore:
     """Saved content of one store: the payload and the basis of each message."""
 
     payloads: Mapping[Layout, Tensor]
@@ -191,7 +191,7 @@ def read_description(file: Path) -> Description:
         if found["version"] == BEFORE_BASES:
             found["bases"] = {name: [described(Identity())] * len(slots) for name, slots in found["layouts"].items()}
         elif found["version"] != VERSION:
-            raise StateError(f"{path} has version {found['version']}, this package reads {BEFORE_BASES} and {VERSION}")
+            raise StateError(f"{path} has version {found['version']}; this package reads {BEFORE_BASES} and {VERSION}")
         layouts = {name: [_layout(layout) for layout in slots] for name, slots in found["layouts"].items()}
         position = Position(**found["position"])
         return _checked(Description(**{**found, "position": position, "layouts": layouts}))
@@ -205,8 +205,8 @@ def _why_missing(directory: Path) -> str:
     """Return a likely reason why the checkpoint in `directory` has no state."""
     if (directory / "zero").is_dir():
         return (
-            ": this is a universal checkpoint, and DeepSpeed's converter leaves the state of this package behind; copy "
-            "the files deepspeed_compress_rank_* of the checkpoint that was converted into it"
+            ": this is a universal checkpoint, and DeepSpeed's converter omits the state of this package; copy the "
+            "files deepspeed_compress_rank_* of the original checkpoint into it"
         )
     return " (was the checkpoint written without this package?)"
 
@@ -222,13 +222,13 @@ def _layout(ranges: Sequence[Sequence[Any]]) -> Layout:
 
 def _name(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r:.60} is no name")
+        raise TypeError(f"{value!r:.60} is not a name")
     return value
 
 
 def _count(value: object) -> int:
     if type(value) is not int or not 0 <= value < 2**53:
-        raise ValueError(f"{value!r:.60} is no count")
+        raise ValueError(f"{value!r:.60} is not a count")
     return value
 
 
@@ -241,7 +241,7 @@ def _checked(found: Description) -> Description:
     place, scale = found.position, found.loss_scale
     for number in (place.index, place.size, place.group, place.groups, place.node_size, found.zero_stage, found.step):
         _count(number)
-    if place.index >= place.size or place.group >= place.groups or place.size * place.groups > _MOST_RANKS:
+    if place.index >= place.size or place.group >= place.groups or place.size * place.groups > _MAX_RANKS:
         raise ValueError(f"{place}: no such rank")
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf:
         raise ValueError(f"loss_scale {scale!r:.60}")
@@ -254,7 +254,7 @@ def _checked(found: Description) -> Description:
     return found
 
 
-def _read_memories(file: Path, description: Description) -> dict[str, _Memory]:
+def _read_stores(file: Path, description: Description) -> dict[str, _SavedStore]:
     """Return the saved stores by name.
 
     Raises:
@@ -262,10 +262,10 @@ def _read_memories(file: Path, description: Description) -> dict[str, _Memory]:
     """
     try:
         if _digest(file, description) != description.sha256:
-            raise StateError(f"{file} or the JSON file beside it is damaged: the digest does not fit")
+            raise StateError(f"{file} or the JSON file next to it is damaged: the digest does not match")
         tensors = load_file(file)
         return {
-            name: _Memory(
+            name: _SavedStore(
                 {
                     layout: _payload(tensors[f"{name}/{n}"], layout, description.storage[name])
                     for n, layout in enumerate(slots)
@@ -308,13 +308,13 @@ def sources(directory: Path, rank: int, position: Position, stem: str = STEM) ->
     first = read_description(state_file(directory, 0, stem)).position
     if first.groups != position.groups:
         raise StateError(
-            f"{directory}: saved with {first.groups} combinations of tensor and pipeline rank, this run has "
+            f"{directory}: saved with {first.groups} combinations of tensor and pipeline ranks, but this run has "
             f"{position.groups}; only the data-parallel size may change"
         )
     if first.node_size != position.node_size or (first.size != position.size and position.node_size > 1):
         raise StateError(
-            f"{directory}: saved by {first.size} ranks, {first.node_size} of them on a node; this run has "
-            f"{position.size} and {position.node_size}. With a hierarchy neither may change"
+            f"{directory}: saved by {first.size} ranks, {first.node_size} of them on each node, but this run has "
+            f"{position.size} and {position.node_size}. With a hierarchy, neither number may change"
         )
     if first.size == position.size:
         raise problem or StateError(f"{own} was saved by another rank")
@@ -340,12 +340,12 @@ def restore(
         store.clear()
     same = len(found) == 1 and found[0][1].position == position
     for file, description in found:
-        memories = _read_memories(file, description)
-        for name in stores.keys() & memories.keys():
+        saved = _read_stores(file, description)
+        for name in stores.keys() & saved.keys():
             if same or _takes(name, description.position, position):
                 exact = same and description.storage[name] == stores[name].dtype
                 factor = 0.0 if name in OWNED else 1.0
-                _load(stores[name], memories[name], description.storage[name], exact, device, factor)
+                _load(stores[name], saved[name], description.storage[name], exact, device, factor)
         change = loss_scale / description.loss_scale
     for store in stores.values() if change != 1.0 else ():
         store.scale(change)
@@ -358,11 +358,11 @@ def _takes(name: str, saved: Position, position: Position) -> bool:
     return name in OWNED or saved.index % position.size == position.index
 
 
-def _load(store: Residuals, memory: _Memory, storage: str, exact: bool, device: torch.device, factor: float) -> None:
+def _load(store: Residuals, saved: _SavedStore, storage: str, exact: bool, device: torch.device, factor: float) -> None:
     if exact:
-        store.restore(memory.payloads, device, memory.bases)
+        store.restore(saved.payloads, device, saved.bases)
         return
     # Owned elements may be in several files: without ZeRO, all ranks own spread sums.
     former = Residuals(storage, transactional=False)
-    former.restore(memory.payloads, torch.device("cpu"), memory.bases)
+    former.restore(saved.payloads, torch.device("cpu"), saved.bases)
     store.add(former.items(), device, factor)

@@ -255,11 +255,11 @@ def _matrix_tiles(layout: tuple[tuple[int, int, int], ...], tile: int) -> tuple[
 def _cut(offset: int, rows: int, width: int, tile: int) -> list[Tiles]:
     """Cut the matrix [rows, width] at `offset` into full tiles and those at the right edge, lower edge and corner."""
     rest_height, rest_width = rows % tile, width % tile
-    below, beside = (rows - rest_height) * width, width - rest_width
+    below, right = (rows - rest_height) * width, width - rest_width
     parts = (
         Tiles(offset, rows // tile, width // tile, tile, tile, width),
-        Tiles(offset + beside, rows // tile, 1, tile, rest_width, width),
+        Tiles(offset + right, rows // tile, 1, tile, rest_width, width),
         Tiles(offset + below, 1, width // tile, rest_height, tile, width),
-        Tiles(offset + below + beside, 1, 1, rest_height, rest_width, width),
+        Tiles(offset + below + right, 1, 1, rest_height, rest_width, width),
     )
     return [part for part in parts if part.rows * part.columns * part.height * part.width]

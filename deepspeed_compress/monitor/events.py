@@ -30,7 +30,7 @@ class Event:
         evidence: the figures that led to the decision.
         before: settings of gradients before, in short form.
         after: settings of gradients after; equal to `before` if nothing changed.
-        dry_run: the decision did not take effect.
+        dry_run: True if the decision did not take effect.
     """
 
     step: int
@@ -47,12 +47,12 @@ class Event:
 
 
 class EventLog:
-    """Keeps the `events` of this process; one rank also appends them to events.jsonl and to Python's log.
+    """List of the `events` of this process. One rank also appends them to events.jsonl and to Python's log.
 
     Args:
         journal: the files of the run.
-        writes: this rank writes.
-        island: number of the island that decides by itself, which has its own file; None without islands.
+        writes: True if this rank writes.
+        island: number of the island, which has its own file; None without islands or if all islands decide together.
     """
 
     def __init__(self, journal: Journal, writes: bool, island: int | None = None) -> None:
@@ -66,8 +66,8 @@ class EventLog:
         if not self._writes:
             return
         level = logging.WARNING if event.evidence else logging.INFO
-        whose = "" if self._island is None else f"island {self._island}: "
-        logging.getLogger("deepspeed_compress").log(level, "%s%s", whose, event)
+        prefix = "" if self._island is None else f"island {self._island}: "
+        logging.getLogger("deepspeed_compress").log(level, "%s%s", prefix, event)
         evidence = {name: finite(value) for name, value in event.evidence.items()}
         island = {} if self._island is None else {"island": self._island}
         file = Path(island_directory(self._island or 0), EVENTS)

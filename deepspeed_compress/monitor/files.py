@@ -1,4 +1,4 @@
-"""Opening the files of a run: they are private to their user, and a pipe in their place blocks nobody."""
+"""Opening the files of a run: they are private to their user, and a pipe in their place does not block."""
 
 import os
 from pathlib import Path

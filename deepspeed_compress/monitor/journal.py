@@ -17,7 +17,7 @@ from deepspeed_compress.monitor.files import make_private, open_private
 __all__ = ["STATISTICS", "Journal", "Part"]
 
 STATISTICS = "compression.jsonl"
-LONGEST = 1 << 16
+TAIL_BYTES = 1 << 16
 """Number of bytes at the end of a file that are searched for the end of a line."""
 PATIENCE = 2.0
 """Seconds to wait for another job that is writing a line, which usually takes microseconds."""
@@ -49,7 +49,7 @@ class Journal:
     def __init__(self, directory: str | None, run: str = "", step: int = 0) -> None:
         self.part = Part(run, datetime.now(UTC).isoformat(timespec="milliseconds"), step)
         self._directory = None if directory is None else Path(directory)
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     @property
     def active(self) -> bool:
@@ -69,7 +69,7 @@ class Journal:
         found = self._last() if run is None else run
         self.part = replace(self.part, id=found or self.part.id)
 
-    def go_on(self, step: int) -> None:
+    def continue_from(self, step: int) -> None:
         """Declare that the following lines continue from optimizer step `step`."""
         self.part = replace(self.part, since=step)
 
@@ -79,7 +79,7 @@ class Journal:
         try:
             with open(self._directory / STATISTICS, "rb", opener=open_private) as file:
                 # The last line may be incomplete.
-                found: str = json.loads(_tail(file, LONGEST).rpartition(b"\n")[0].splitlines()[-1])["run"]["id"]
+                found: str = json.loads(_tail(file, TAIL_BYTES).rpartition(b"\n")[0].splitlines()[-1])["run"]["id"]
                 return found
         except (OSError, ValueError, LookupError, TypeError):
             return None
@@ -99,8 +99,8 @@ class Journal:
 
     def fail(self, kind: str, what: str) -> None:
         """Warn, once per `kind`, that a part of the run is not recorded."""
-        if kind not in self._told:
-            self._told.add(kind)
+        if kind not in self._warned:
+            self._warned.add(kind)
             warnings.warn(f"{what}; training continues, but these lines are lost", CompressWarning, stacklevel=2)
 
 
@@ -111,11 +111,11 @@ def _write(path: Path, text: str) -> None:
 
 def _append(path: Path, line: bytes) -> None:
     with open(path, "a+b", opener=open_private) as file:
-        # Without the lock, a line that another job is writing would look like one that was cut short. Closing unlocks.
+        # Without the lock, a line that another job is writing would look like a truncated one. Closing unlocks.
         _lock(file)
         if _tail(file, 1) not in (b"", b"\n"):
-            # Remove a line that a crash or a full disk has cut short: a line is complete or absent.
-            rest = len(_tail(file, LONGEST).rpartition(b"\n")[2])
+            # Remove a line that a crash or a full disk has truncated: a line is complete or absent.
+            rest = len(_tail(file, TAIL_BYTES).rpartition(b"\n")[2])
             file.truncate(file.seek(0, os.SEEK_END) - rest)
         file.write(line)
 

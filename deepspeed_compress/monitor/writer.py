@@ -40,7 +40,7 @@ class StepStatistics:
         decompress_ms: milliseconds of decoding.
         residual_norm: L2 norm of rank 0's residuals.
         cosine: cosine between the decoded and the true mean gradient of the sampled bucket; None if not sampled.
-        bytes_islands: bytes that islands exchanged after the previous step.
+        bytes_islands: bytes that this rank sent to other islands after the previous step.
         islands_cosine: cosine between the update of this rank's fp32 master weights and that of the other islands;
             None without an exchange.
         settings: settings in force, in short form.

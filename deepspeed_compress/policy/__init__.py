@@ -1,6 +1,6 @@
 """Decisions between steps about the settings in force. All ranks decide alike, because they use the same figures."""
 
-from deepspeed_compress.policy.adaptive import Adaptive, Available
+from deepspeed_compress.policy.adaptive import AllowedChoices, CandidateSelector
 from deepspeed_compress.policy.alpha_beta import AlphaBeta, fit
 from deepspeed_compress.policy.guard import Guard, GuardState, Verdict
 from deepspeed_compress.policy.ladder import ladder
@@ -8,20 +8,20 @@ from deepspeed_compress.policy.measurement import Choice, Measurement, WeightCos
 from deepspeed_compress.policy.observation import Observation
 from deepspeed_compress.policy.penalty import low_rank_error
 from deepspeed_compress.policy.policy import Actions, Policy, StepPlan
-from deepspeed_compress.policy.schedule import Scheduled, timeline
+from deepspeed_compress.policy.schedule import SettingsSchedule, timeline
 
 __all__ = [
     "Actions",
-    "Adaptive",
+    "AllowedChoices",
     "AlphaBeta",
-    "Available",
+    "CandidateSelector",
     "Choice",
     "Guard",
     "GuardState",
     "Measurement",
     "Observation",
     "Policy",
-    "Scheduled",
+    "SettingsSchedule",
     "StepPlan",
     "Verdict",
     "WeightCosts",

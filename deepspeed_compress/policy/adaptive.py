@@ -26,16 +26,16 @@ from deepspeed_compress.config import (
 from deepspeed_compress.policy.measurement import Choice, Measurement
 from deepspeed_compress.policy.penalty import penalty, weights_penalty
 
-__all__ = ["Adaptive", "Available", "Decision", "allocations"]
+__all__ = ["AllowedChoices", "CandidateSelector", "Decision", "allocations"]
 
 CLOSE = 0.01
 """Relative difference below which predictions count as equal; the candidate with the smallest error is then chosen."""
-UNFED = 0.3
+MAX_ERROR_WITHOUT_FEEDBACK = 0.3
 """Default of `max_error` without error feedback, which the penalty curves assume."""
 
 
 @dataclass(frozen=True)
-class Available:
+class AllowedChoices:
     """The choices that an engine allows.
 
     Attributes:
@@ -49,21 +49,22 @@ class Available:
 
 @dataclass(frozen=True)
 class Decision:
-    """A choice, its `evidence`, and the `room` of `Measurement.room` at the time."""
+    """A choice, its `evidence`, and the result of `Measurement.hidden_seconds` at the time."""
 
     choice: Choice
-    room: float
+    hidden: float
     evidence: Mapping[str, float]
 
 
-class Adaptive:
-    """Chooses among settings of gradients, and of weights if `available`, as `config.adaptive` says."""
+class CandidateSelector:
+    """Selector of candidates for gradients and, if `available`, weights. `config.adaptive` has its rules."""
 
-    def __init__(self, config: CompressConfig, available: Available = Available()) -> None:
+    def __init__(self, config: CompressConfig, available: AllowedChoices = AllowedChoices()) -> None:
         assert config.adaptive is not None
         self._config = config.adaptive
-        unfed = isinstance(config.gradients, CompressedGradients) and config.gradients.residuals is None
-        self._max_error = config.adaptive.max_error or (UNFED if unfed else math.inf)
+        without_feedback = isinstance(config.gradients, CompressedGradients) and config.gradients.residuals is None
+        default = MAX_ERROR_WITHOUT_FEEDBACK if without_feedback else math.inf
+        self._max_error = config.adaptive.max_error or default
         self.candidates: tuple[GradientsConfig, ...] = gradient_candidates(config, available.low_rank)
         """The configured settings, then no compression, then the other candidates."""
         self.weights: tuple[WeightsConfig, ...] = weight_candidates(config, available.weights)
@@ -92,56 +93,56 @@ class Adaptive:
         known = [written(one) for one in rest.overrides]
         return patched(rest, {"overrides": [*known, *overrides]})
 
-    def choose(self, now: Choice, seen: Measurement, step: int, room_before: float = 0.0) -> Decision:
+    def choose(self, now: Choice, seen: Measurement, step: int, hidden_before: float = 0.0) -> Decision:
         """Return the choice for the next steps; it stays `now` unless another choice is clearly better.
 
         Args:
             now: the choice in force.
-            seen: a measurement that is `known`.
+            seen: a measurement with `is_finite`.
             step: optimizer steps done.
-            room_before: `room` of the previous decision.
+            hidden_before: `hidden` of the previous decision.
         """
-        room = seen.room(now, room_before)
-        times = {one: self._predicted(seen, one, now, step, room) for one in self._allowed(now, seen, step)}
-        soonest = min(times.values())
+        hidden = seen.hidden_seconds(now, hidden_before)
+        times = {one: self._predicted(seen, one, now, step, hidden) for one in self._allowed(now, seen, step)}
+        shortest = min(times.values())
 
-        def loses(one: Choice) -> tuple[float, float]:
+        def inaccuracy(one: Choice) -> tuple[float, float]:
             return self._penalty(seen, one, step), seen.error(one.gradients)
 
-        gentle = min((one for one in times if times[one] <= (1 + CLOSE) * soonest), key=loses)
-        close = times.get(now, math.inf) <= (1 + self._config.margin) * soonest
-        chosen = now if close and loses(now) <= loses(gentle) else gentle
+        best = min((one for one in times if times[one] <= (1 + CLOSE) * shortest), key=inaccuracy)
+        close = times.get(now, math.inf) <= (1 + self._config.margin) * shortest
+        chosen = now if close and inaccuracy(now) <= inaccuracy(best) else best
         evidence = {
             "error": seen.error(chosen.gradients),
             "penalty": penalty(seen.error(chosen.gradients), step),
             "weights_penalty": self._weights_penalty(chosen, step),
-            "step_seconds": seen.step_seconds(chosen, now, room),
+            "step_seconds": seen.step_seconds(chosen, now, hidden),
             "predicted": times[chosen],
-            "predicted_before": self._predicted(seen, now, now, step, room),
+            "predicted_before": self._predicted(seen, now, now, step, hidden),
             "bytes": seen.bytes(chosen),
             "bandwidth": seen.link.bandwidth,
             "latency": seen.link.latency,
         }
-        return Decision(chosen, room, evidence)
+        return Decision(chosen, hidden, evidence)
 
     def _allowed(self, now: Choice, seen: Measurement, step: int) -> list[Choice]:
         """Return every choice of gradients with a small enough error, combined with every choice of weights."""
         uniform = ((one,) * len(now.gradients) for one in range(len(self.candidates)))
         options = {now.gradients, *uniform, *allocations(seen)}
-        gradients = (one for one in options if self._can_be(one) and self._loses_little(seen.error(one), step))
+        gradients = (one for one in options if self._is_possible(one) and self._is_accurate(seen.error(one), step))
         return sorted(Choice(*pair) for pair in product(gradients, range(len(self.weights))))
 
-    def _can_be(self, gradients: Sequence[int]) -> bool:
+    def _is_possible(self, gradients: Sequence[int]) -> bool:
         """Return True if no group overrides the method with PowerSGD, which only works for all gradients together."""
-        apart = (self.candidates[one] for one in gradients if one != gradients[-1])
-        return not any(isinstance(one, PowerSGDGradients) for one in apart)
+        overriding = (self.candidates[one] for one in gradients if one != gradients[-1])
+        return not any(isinstance(one, PowerSGDGradients) for one in overriding)
 
-    def _loses_little(self, error: float, step: int) -> bool:
+    def _is_accurate(self, error: float, step: int) -> bool:
         return math.isfinite(penalty(error, step)) and error <= self._max_error
 
-    def _predicted(self, seen: Measurement, choice: Choice, now: Choice, step: int, room: float) -> float:
+    def _predicted(self, seen: Measurement, choice: Choice, now: Choice, step: int, hidden: float) -> float:
         """Return the seconds that `choice` needs for the progress of one uncompressed step."""
-        return self._penalty(seen, choice, step) * seen.step_seconds(choice, now, room)
+        return self._penalty(seen, choice, step) * seen.step_seconds(choice, now, hidden)
 
     def _penalty(self, seen: Measurement, choice: Choice, step: int) -> float:
         return penalty(seen.error(choice.gradients), step) * self._weights_penalty(choice, step)
@@ -175,10 +176,10 @@ def _gain(seen: Measurement, group: int, before: int, after: int) -> float:
     return (seen.errors[before][group] - seen.errors[after][group]) / max(more, 1.0)
 
 
-_OF_ALL = frozenset({"overrides", "min_numel", "chunk_bytes", "hierarchy", "error_feedback", "rotation"})
+_NOT_IN_OVERRIDES = frozenset({"overrides", "min_numel", "chunk_bytes", "hierarchy", "error_feedback", "rotation"})
 """Keys that apply to all gradients and cannot stand in an override."""
 
 
 def _override(settings: GradientsConfig) -> dict[str, Any]:
     """Return `settings` in the form of an override."""
-    return {key: value for key, value in written(settings).items() if key not in _OF_ALL}
+    return {key: value for key, value in written(settings).items() if key not in _NOT_IN_OVERRIDES}

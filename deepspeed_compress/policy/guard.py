@@ -16,22 +16,22 @@ from deepspeed_compress.policy.observation import Observation
 
 __all__ = ["Anomaly", "Guard", "GuardState", "Verdict"]
 
-SKIPS = 5
+MAX_SKIPS = 5
 """Maximum number of steps skipped in a row. After that, large norms are considered normal."""
-PERSISTS = 6
+PATIENCE = 6
 """Number of unusual figures in a row that make an anomaly; a few of them are just unusual batches."""
-MOST = 0.9
-"""Share of the window that counts as usual. Steps may be of two kinds, and the rarer kind is usual too."""
-ENOUGH = 8
-"""Number of residual norms needed to judge one; they are taken rarely."""
+USUAL_SHARE = 0.9
+"""Share of the window that counts as usual. Steps may be of two kinds, and the rarer kind counts as usual too."""
+MIN_FIGURES = 8
+"""Number of residual norms needed to judge another one (they are computed rarely), and of losses for a rollback."""
 DEVIATIONS = 6.0
-UNKNOWN = 100.0
+RESIDUAL_BOUND = 100.0
 """Allowed residual norm in units of the gradient norm, while the usual residual norm is not known."""
 
 
 @dataclass(frozen=True)
 class Anomaly:
-    """An anomaly with its evidence. `severe` means that no batch of data explains it, so a single one is enough."""
+    """An anomaly with its evidence. If `severe`, no batch of data explains it, so one occurrence is enough."""
 
     reason: str
     evidence: Mapping[str, float]
@@ -107,17 +107,17 @@ class Guard:
         """Return True if a step with gradient norm `norm` must not be applied; always True if it is not finite."""
         if not math.isfinite(norm):
             return True
-        may = self.config.skip_steps and state.skipped < SKIPS
+        can_skip = self.config.skip_steps and state.skipped < MAX_SKIPS
         usual = _usual(_before(state.norms, state.odd.get("exploding", 0), self.config.window))
-        return may and usual is not None and norm > self.config.exploding**2 * usual > 0
+        return can_skip and usual is not None and norm > self.config.exploding**2 * usual > 0
 
     def damaged(self, state: GuardState, residual_norm: float) -> bool:
         """Return True if residuals of `residual_norm` cannot come from compression; `state` is that after the step."""
         if len(state.residuals) > 2:
             usual = statistics.median(state.residuals)
         else:
-            # Residuals of sparse methods grow to many gradients. Use a generous bound until their size is known.
-            usual = UNKNOWN * statistics.median(state.norms) if state.norms else math.inf
+            # Residuals of sparse methods outgrow the gradients. Use a generous bound until their usual size is known.
+            usual = RESIDUAL_BOUND * statistics.median(state.norms) if state.norms else math.inf
         return not math.isfinite(residual_norm) or residual_norm > self.config.residual_growth * usual > 0
 
     def observe(self, state: GuardState, seen: Observation, top: int) -> tuple[GuardState, Verdict]:
@@ -158,7 +158,7 @@ class Guard:
             norm = None
         skipped = 0 if seen.applied else state.skipped + 1
         # After so many skipped steps in a row, the old norms are no longer usual.
-        norms = self._longer(state.norms, norm) if skipped < SKIPS else ()
+        norms = self._longer(state.norms, norm) if skipped < MAX_SKIPS else ()
         losses, residuals = self._longer(state.losses, loss), self._longer(state.residuals, seen.residual_norm)
         state = replace(state, norms=norms, losses=losses, residuals=residuals, skipped=skipped)
         return self._smoothed(state, loss)
@@ -168,8 +168,8 @@ class Guard:
         return (*known, value)[-self.config.window :] if good and value is not None else known
 
     def _soften(self, state: GuardState, top: int) -> GuardState:
-        reached = {"disable": top, "soften": min(state.level + 1, top), "report": state.level}[self.config.on_anomaly]
-        return replace(state, level=max(reached, state.floor), quiet=0)
+        level = {"disable": top, "soften": min(state.level + 1, top), "report": state.level}[self.config.on_anomaly]
+        return replace(state, level=max(level, state.floor), quiet=0)
 
     def _smoothed(self, state: GuardState, loss: float | None) -> tuple[GuardState, Anomaly | None]:
         """Update the smoothed loss, and report if it has been behind its best for long enough."""
@@ -180,7 +180,7 @@ class Guard:
         before = loss if state.smoothed is None else state.smoothed
         smoothed = before + (loss - before) / number
         best = smoothed if state.best is None else min(state.best, smoothed)
-        late = len(state.losses) >= ENOUGH and smoothed > best + rollback.behind * abs(best)
+        late = len(state.losses) >= MIN_FIGURES and smoothed > best + rollback.behind * abs(best)
         behind = state.behind + 1 if late else 0
         state = replace(state, smoothed=smoothed, best=best, behind=behind)
         if behind < rollback.patience:
@@ -195,12 +195,12 @@ def _before(known: tuple[float, ...], odd: int, enough: int) -> tuple[float, ...
 
     Returns nothing if fewer than `enough` figures are known.
     """
-    return known[: len(known) - min(odd, PERSISTS)] if len(known) >= enough else ()
+    return known[: len(known) - min(odd, PATIENCE)] if len(known) >= enough else ()
 
 
 def _usual(known: tuple[float, ...]) -> float | None:
     """Return the value that most of the `known` figures do not exceed; None if there are none."""
-    return sorted(known)[math.ceil(MOST * len(known)) - 1] if known else None
+    return sorted(known)[math.ceil(USUAL_SHARE * len(known)) - 1] if known else None
 
 
 def _deviation(known: tuple[float, ...]) -> float:
@@ -223,7 +223,7 @@ def _vanishing(config: GuardConfig, state: GuardState, norm: float) -> Anomaly |
 
 
 def _residual_growth(config: GuardConfig, state: GuardState, norm: float) -> Anomaly | None:
-    usual = _usual(_before(state.residuals, state.odd.get("residual_growth", 0), ENOUGH))
+    usual = _usual(_before(state.residuals, state.odd.get("residual_growth", 0), MIN_FIGURES))
     return _too_large("residual norm", norm, usual, config.residual_growth)
 
 
@@ -231,7 +231,7 @@ def _too_large(name: str, value: float, usual: float | None, factor: float) -> A
     if not usual or value <= factor * usual:
         return None
     evidence = {name.replace(" ", "_"): value, "usual": usual}
-    reason = f"{name} {value:.3g} is {value / usual:.3g} times what is usual"
+    reason = f"{name} {value:.3g} is {value / usual:.3g} times the usual norm"
     return Anomaly(reason, evidence, severe=value > factor**2 * usual)
 
 
@@ -250,7 +250,7 @@ class Check:
 
     figure: str
     find: Callable[[GuardConfig, GuardState, float], Anomaly | None]
-    patience: Callable[[GuardConfig], int] = lambda config: PERSISTS
+    patience: Callable[[GuardConfig], int] = lambda config: PATIENCE
 
 
 def _judge(config: GuardConfig, state: GuardState, check: Check, value: float) -> Anomaly | None:

@@ -40,7 +40,7 @@ class Measurement:
     """A measurement that all ranks made together after a step. It is the same on every rank.
 
     Attributes:
-        errors: squared error, by candidate and group; for PowerSGD, that of messages which cost as many steps.
+        errors: squared error, by candidate and group; for PowerSGD, that of messages that cost as many steps.
         norms: squared norm of each group.
         sizes: bytes that a rank sends per step, by candidate and group.
         codec_seconds: seconds of encoding and decoding per step, by candidate.
@@ -63,8 +63,8 @@ class Measurement:
     weights: WeightCosts = WeightCosts()
 
     @property
-    def known(self) -> bool:
-        """Return True if the gradients were finite; otherwise the measurement says nothing."""
+    def is_finite(self) -> bool:
+        """Return True if the gradients were finite; otherwise the measurement is unusable."""
         return math.isfinite(sum(self.norms))
 
     def error(self, gradients: Sequence[int]) -> float:
@@ -80,28 +80,28 @@ class Measurement:
         """Return the bytes of gradients and weights that a rank sends per step."""
         return self.gradient_bytes(choice.gradients) + self.weights.sizes[choice.weights]
 
-    def seconds(self, choice: Choice, room: float) -> float:
-        """Return the seconds that `choice` adds to a step, which can hide `room` seconds of messages."""
-        hideable, late = self._travel(choice)
-        return self._codec(choice) + late + max(0.0, hideable - room)
+    def seconds(self, choice: Choice, hidden: float) -> float:
+        """Return the seconds that `choice` adds to a step, which hides up to `hidden` seconds of messages."""
+        hideable, late = self._message_seconds(choice)
+        return self._codec(choice) + late + max(0.0, hideable - hidden)
 
-    def step_seconds(self, choice: Choice, now: Choice, room: float) -> float:
+    def step_seconds(self, choice: Choice, now: Choice, hidden: float) -> float:
         """Return the predicted seconds of a step with `choice`, given that it was measured with `now`."""
-        return max(0.0, self.step - self.seconds(now, room)) + self.seconds(choice, room)
+        return max(0.0, self.step - self.seconds(now, hidden)) + self.seconds(choice, hidden)
 
-    def room(self, now: Choice, before: float) -> float:
+    def hidden_seconds(self, now: Choice, before: float) -> float:
         """Return the seconds of messages that a step hides, measured with `now`; `before` is the previous estimate.
 
-        If all messages were hidden, there is at least that much room. If backward can hide none of them, the
-        measurement does not change the estimate.
+        If all messages were hidden, a step can hide at least that many seconds. If backward can hide none of them,
+        the measurement does not change the estimate.
         """
-        hideable, late = self._travel(now)
+        hideable, late = self._message_seconds(now)
         left = max(0.0, self.waited - late)
         if not hideable or left <= ALL_HIDDEN * hideable:
             return max(before, hideable)
         return max(0.0, hideable - left)
 
-    def _travel(self, choice: Choice) -> tuple[float, float]:
+    def _message_seconds(self, choice: Choice) -> tuple[float, float]:
         """Return the seconds of the messages that a step can hide, and of those that it waits for."""
         gradients = self.gradient_bytes(choice.gradients) * self.link.seconds_per_byte
         weights = self.weights.sizes[choice.weights] * self.link.seconds_per_byte

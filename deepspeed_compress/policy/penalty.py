@@ -1,12 +1,12 @@
 """Penalties: how many more steps training needs to reach a loss when messages have an error.
 
-The curves come from measurements (docs/results.md, "Adaptive"). Coarse messages cost
-many steps early in training and far fewer later. If settings of equal error differ, the curve has the larger number, so
-a choice is never worse than predicted.
+The curves come from measurements (docs/results.md, "Adaptive"). Coarse messages cost many steps early in training and
+far fewer later. If settings of equal error differ, the curve has the larger number, so a choice is never worse than
+predicted.
 
-The error of one message tells what a quantizer or a sparsifier costs. It does not tell the cost of PowerSGD, whose
-factors are warm and whose residual returns over many steps, nor that of weights, whose next difference contains what
-the last one left out. Their costs are tabulated by method.
+The error of one message determines the cost of a quantizer or a sparsifier. It does not determine that of PowerSGD,
+whose factors are warm-started and whose residual returns over many steps, nor that of weights, whose next difference
+contains what the last one left out. Their costs are tabulated by method.
 """
 
 import itertools
@@ -58,18 +58,18 @@ def penalty(error: float, step: int) -> float:
     Args:
         error: ||x - C(x)|| / ||x|| of the gradient messages, measured without error feedback (training is assumed to
             use it); for PowerSGD, `low_rank_error`.
-        step: optimizer steps done. Curves are interpolated in log(step); beyond them, the nearest curve counts.
+        step: optimizer steps done. Curves are interpolated in log(step); beyond them, the nearest curve is used.
 
     Returns:
         A nondecreasing function of `error`. It is infinite for errors of 1 and more, where error feedback cannot catch
         up, and for NaN.
     """
-    return _between(CURVES, error, step)
+    return _at_step(CURVES, error, step)
 
 
 def low_rank_error(rank: int) -> float:
     """Return the error of messages that cost as many steps as PowerSGD of `rank` with error feedback."""
-    return _at(LOW_RANK, min(math.log2(rank), LOW_RANK[-1][0]))
+    return _interpolate(LOW_RANK, min(math.log2(rank), LOW_RANK[-1][0]))
 
 
 def weights_penalty(weights: WeightsConfig, step: int) -> float:
@@ -78,17 +78,17 @@ def weights_penalty(weights: WeightsConfig, step: int) -> float:
         return 1.0
     assert isinstance(weights, BlockwiseWeights | SignWeights)
     levels = weights.bits if isinstance(weights, BlockwiseWeights) else weights.levels
-    return _between(WEIGHTS, UPDATES[weights.method, levels], step)
+    return _at_step(WEIGHTS, UPDATES[weights.method, levels], step)
 
 
-def _between(curves: Mapping[int, Curve], error: float, step: int) -> float:
+def _at_step(curves: Mapping[int, Curve], error: float, step: int) -> float:
     if not error < 1:
         return math.inf
-    logs = [(math.log(at), _at(curve, error)) for at, curve in curves.items()]
-    return _at(tuple(logs), min(max(math.log(max(step, 1)), logs[0][0]), logs[-1][0]))
+    logs = [(math.log(at), _interpolate(curve, error)) for at, curve in curves.items()]
+    return _interpolate(tuple(logs), min(max(math.log(max(step, 1)), logs[0][0]), logs[-1][0]))
 
 
-def _at(curve: Curve, x: float) -> float:
+def _interpolate(curve: Curve, x: float) -> float:
     """Interpolate `curve` linearly at `x`."""
     (x_before, y), (x_next, y_next) = next(pair for pair in itertools.pairwise(curve) if x <= pair[1][0])
     return y + (y_next - y) * (x - x_before) / (x_next - x_before)

@@ -11,17 +11,17 @@ from deepspeed_compress.config import CompressConfig, GradientsConfig, WeightsCo
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor import Event
 from deepspeed_compress.policy.adaptation import Adaptation
-from deepspeed_compress.policy.adaptive import Available
+from deepspeed_compress.policy.adaptive import AllowedChoices
 from deepspeed_compress.policy.guard import Anomaly, Guard, GuardState
 from deepspeed_compress.policy.ladder import ladder
 from deepspeed_compress.policy.measurement import Measurement
 from deepspeed_compress.policy.observation import Observation
-from deepspeed_compress.policy.schedule import Scheduled
+from deepspeed_compress.policy.schedule import SettingsSchedule
 
 __all__ = ["Actions", "Policy", "StepPlan"]
 
-_NOT_OF_GUARD = frozenset({"schedule", "adapt"})
-"""Kinds of events that take effect even if the guard runs dry."""
+_NOT_FROM_GUARD = frozenset({"schedule", "adapt"})
+"""Kinds of events that take effect even if the guard is in dry-run mode."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,11 @@ class Policy:
         config: CompressConfig,
         total: int | None,
         record: Callable[[Event], None],
-        available: Available = Available(),  # noqa: B008  (frozen)
+        available: AllowedChoices = AllowedChoices(),  # noqa: B008  (frozen)
     ) -> None:
         self._config = config
         self._guard = None if config.guard is None else Guard(config.guard)
-        self._scheduled = Scheduled(config, total)
+        self._scheduled = SettingsSchedule(config, total)
         self.adaptation = None if config.adaptive is None else Adaptation(config, available)
         self._record = record
         self._state = GuardState()
@@ -107,10 +107,10 @@ class Policy:
         """Return the plan of optimizer step `step` (0-based), which is about to begin."""
         chosen, before = self._chosen(step), self._chosen(max(step - 1, 0))
         if self.adaptation is None:
-            self._tell_schedule(step, before, chosen)
+            self._record_schedule(step, before, chosen)
         if step != self._step:
             self._step, self._was_dense = step, self._plan.dense
-        settings = _rung(chosen, self._state.level if self._acts else 0)
+        settings = _rung(chosen, self._state.level if self._guard_acts else 0)
         changed = settings != self._plan.settings
         if changed:
             # Residual norms of other settings are not comparable.
@@ -132,16 +132,16 @@ class Policy:
         before, after, evidence = self.adaptation.choose(step, seen)
         if before != after:
             reason = "measurements predict a shorter time to a loss"
-            self._tell(step, "adapt", reason, evidence, before.text, after.text)
+            self._emit(step, "adapt", reason, evidence, before.text, after.text)
 
     def skips(self, norm: float) -> bool:
         """Return True if a step with this gradient norm (see `Observation`) must not be applied."""
-        return self._guard is not None and self._acts and self._guard.skips(self._state, norm)
+        return self._guard is not None and self._guard_acts and self._guard.skips(self._state, norm)
 
     def wants_residuals(self, step: int) -> bool:
         """Return True if the observation of the finished `step` (1-based) needs the residual norm."""
-        looks = self._guard is not None and step % self._guard.config.residual_every == 0
-        return looks and not self._plan.dense
+        is_due = self._guard is not None and step % self._guard.config.residual_every == 0
+        return is_due and not self._plan.dense
 
     def observe(self, seen: Observation) -> Actions:
         """Update the state from a finished step, and return what to do about it."""
@@ -157,7 +157,7 @@ class Policy:
         for anomaly in verdict.anomalies:
             self._event(seen.step, "anomaly", anomaly.reason, anomaly.evidence, former, latter)
         if verdict.returned:
-            reason = f"{self._guard.config.cooldown_steps} steps without anomaly"
+            reason = f"{self._guard.config.cooldown_steps} steps without an anomaly"
             self._event(seen.step, "return", reason, {}, former, latter)
         if self._state.smoothed is not None and self._state.smoothed == self._state.best and verdict.behind is None:
             self._good = self._plan.settings
@@ -172,12 +172,12 @@ class Policy:
         now, level = self._plan.settings, self._state.level + 1
         if now.method == "none":
             return self._load(step, why)
-        pins = self._good is not None and self._good != now
-        after = self._good if pins else _rung(chosen, level)
+        can_pin = self._good is not None and self._good != now
+        after = self._good if can_pin else _rung(chosen, level)
         self._event(step, "rollback", why.reason, why.evidence, now, after)
-        if self._acts and pins:
+        if self._guard_acts and can_pin:
             self._pinned = self._good
-        elif self._acts:
+        elif self._guard_acts:
             self._state = replace(self._state, level=level, floor=level)
         return False
 
@@ -186,7 +186,7 @@ class Policy:
         if rollback is None or not rollback.checkpoint:
             return False
         self._event(step, "checkpoint_rollback", why.reason, why.evidence)
-        return self._acts
+        return self._guard_acts
 
     def damaged(self, step: int, residual_norm: float) -> bool:
         """Return True if residuals of `residual_norm`, seen after an anomaly in step `step`, must be cleared."""
@@ -194,7 +194,7 @@ class Policy:
             return False
         evidence = {"residual_norm": residual_norm, "largest": max(self._state.residuals, default=0.0)}
         self._event(step, "residuals_cleared", "the residuals of previous steps are damaged", evidence)
-        return self._acts
+        return self._guard_acts
 
     def saved(self) -> dict[str, Any]:
         """Return everything that later decisions depend on, as plain data for JSON."""
@@ -202,7 +202,7 @@ class Policy:
         settings = {name: None if value is None else written(value) for name, value in kept.items()}
         adaptation = None if self.adaptation is None else self.adaptation.saved()
         steps = {"step": self._step, "was_dense": self._was_dense}
-        return {"guard": self._state.saved(), "adaptation": adaptation, "of": self._of, **steps, **settings}
+        return {"guard": self._state.saved(), "adaptation": adaptation, "of": self._section, **steps, **settings}
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Continue from the state that `saved` returned; call `begin` afterwards.
@@ -219,31 +219,31 @@ class Policy:
         held = self._pinned
         if not self._rolls_back:
             self._pinned, self._good, self._state = None, None, replace(self._state, floor=0)
-        if saved.get("of", self._of) != self._of:
+        if saved.get("of", self._section) != self._section:
             held = held or (settings if self._state.level else None)
             self._pinned, self._good = None, None
             self._state = replace(self._state, level=0, floor=0, quiet=0, residuals=())
         if held is not None and held != self._pinned:
             warnings.warn(
-                f'/deepspeed_compress: the guard held "{brief(held)}" when the checkpoint was saved, but the section '
-                "has changed since; the present section is in force from now on",
+                f'/deepspeed_compress: the guard used "{brief(held)}" when the checkpoint was saved, but the section '
+                "has changed since then; the settings of the present section are used from now on",
                 CompressWarning,
                 stacklevel=2,
             )
 
     @property
     def _rolls_back(self) -> bool:
-        return self._guard is not None and self._acts and self._guard.config.rollback is not None
+        return self._guard is not None and self._guard_acts and self._guard.config.rollback is not None
 
     @property
-    def _of(self) -> dict[str, Any]:
+    def _section(self) -> dict[str, Any]:
         """Return the part of the section that the guard's decisions refer to, as plain data for JSON."""
         section = self._config.model_dump(mode="json", include={"gradients", "schedule", "adaptive"})
         adaptive = section["adaptive"] or {}
         for key in [key for key in ("candidates", "weights") if adaptive.get(key)]:
             # The order of candidates has no meaning.
             adaptive[key].sort(key=partial(json.dumps, sort_keys=True))
-        # Older state files lack empty entries.
+        # Older state files have no empty entries.
         for one in (adaptive, *section["schedule"]["phases"]):
             if not one.get("weights"):
                 one.pop("weights", None)
@@ -257,15 +257,15 @@ class Policy:
     def _weights(self, step: int) -> WeightsConfig:
         return self._scheduled.weights_at(step) if self.adaptation is None else self.adaptation.weights
 
-    def _tell_schedule(self, step: int, before: GradientsConfig, chosen: GradientsConfig) -> None:
+    def _record_schedule(self, step: int, before: GradientsConfig, chosen: GradientsConfig) -> None:
         former, latter = (self._scheduled.weights_at(at) for at in (max(step - 1, 0), step))
         if (before, former) != (chosen, latter):
             weights = ("", "") if former == latter else (f", weights {brief(former)}", f", weights {brief(latter)}")
             texts = (f"{brief(settings)}{text}" for settings, text in zip((before, chosen), weights, strict=True))
-            self._tell(step, "schedule", "the next part of the schedule begins", {}, *texts)
+            self._emit(step, "schedule", "the next part of the schedule begins", {}, *texts)
 
     @property
-    def _acts(self) -> bool:
+    def _guard_acts(self) -> bool:
         """Return True if the guard's decisions take effect."""
         return self._guard is not None and not self._guard.config.dry_run
 
@@ -276,7 +276,7 @@ class Policy:
         return scheduled if self.adaptation is None or scheduled.method == "none" else self.adaptation.settings
 
     def _is_sync(self, step: int) -> bool:
-        every = self._guard.config.full_sync_every if self._guard is not None and self._acts else 0
+        every = self._guard.config.full_sync_every if self._guard is not None and self._guard_acts else 0
         return every > 0 and (step + 1) % every == 0
 
     def _event(
@@ -289,10 +289,10 @@ class Policy:
         after: Any = None,
     ) -> None:
         former, latter = (brief(settings or self._plan.settings) for settings in (before, after))
-        self._tell(step, kind, reason, evidence, former, latter)
+        self._emit(step, kind, reason, evidence, former, latter)
 
-    def _tell(self, step: int, kind: str, reason: str, evidence: Mapping[str, float], former: str, latter: str) -> None:
-        dry = self._guard is not None and not self._acts and kind not in _NOT_OF_GUARD
+    def _emit(self, step: int, kind: str, reason: str, evidence: Mapping[str, float], former: str, latter: str) -> None:
+        dry = self._guard is not None and not self._guard_acts and kind not in _NOT_FROM_GUARD
         self._record(Event(step, kind, reason, dict(evidence), former, latter, dry))
 
 

@@ -17,10 +17,10 @@ from deepspeed_compress.config import (
     phase_ends,
 )
 
-__all__ = ["Scheduled", "timeline"]
+__all__ = ["SettingsSchedule", "timeline"]
 
-PIECES = 16
-"""Number of pieces in which a ramp lowers the density. Every density has its own message sizes."""
+RAMP_STAGES = 16
+"""Number of stages in which a ramp lowers the density. Every density has its own message sizes."""
 
 _SHAPES: Mapping[str, Callable[[float, float, float], float]] = MappingProxyType(
     {
@@ -33,7 +33,7 @@ _SHAPES: Mapping[str, Callable[[float, float, float], float]] = MappingProxyType
 
 
 @dataclass(frozen=True)
-class Scheduled:
+class SettingsSchedule:
     """The schedule of `config`. `total` is the number of optimizer steps of training; only phases need it."""
 
     config: CompressConfig
@@ -59,9 +59,9 @@ class Scheduled:
         phases = self.config.schedule.phases
         if not phases:
             return None
-        assert self.total is not None, "phases are refused where the length of training is not known"
+        assert self.total is not None, "phases need the number of steps of training"
         ends = (math.ceil((end or 1.0) * self.total) for end in phase_ends(self.config.schedule))
-        # Training may continue beyond the total that it announced.
+        # Training may continue beyond the announced total.
         return next((phase for phase, end in zip(phases, ends, strict=True) if step < end), phases[-1])
 
     @property
@@ -70,8 +70,8 @@ class Scheduled:
         schedule = self.config.schedule
         found = {0, schedule.warmup_steps}
         if schedule.ramp is not None:
-            pieces = len(schedule.ramp.stages or ()) or PIECES
-            steps = (math.ceil(schedule.ramp.steps * piece / pieces) for piece in range(pieces + 1))
+            stages = len(schedule.ramp.stages or ()) or RAMP_STAGES
+            steps = (math.ceil(schedule.ramp.steps * stage / stages) for stage in range(stages + 1))
             found |= {schedule.warmup_steps + step for step in steps}
         if schedule.phases and self.total is not None:
             found |= {math.ceil((end or 1.0) * self.total) for end in phase_ends(schedule)[:-1]}
@@ -84,11 +84,11 @@ def _ramped(chosen: GradientsConfig, ramp: Ramp, since: int) -> GradientsConfig:
         return patched(chosen, ramp.stages[since * len(ramp.stages) // ramp.steps])
     if not isinstance(chosen, SparseConfig) or chosen.density >= ramp.start:
         return chosen
-    density = chosen.density
-    return patched(chosen, {"density": _SHAPES[ramp.shape](ramp.start, density, since * PIECES // ramp.steps / PIECES)})
+    progress = since * RAMP_STAGES // ramp.steps / RAMP_STAGES
+    return patched(chosen, {"density": _SHAPES[ramp.shape](ramp.start, chosen.density, progress)})
 
 
-def timeline(scheduled: Scheduled) -> list[tuple[int, GradientsConfig, WeightsConfig]]:
+def timeline(scheduled: SettingsSchedule) -> list[tuple[int, GradientsConfig, WeightsConfig]]:
     """Return (first step, settings of gradients, settings of weights) for every interval of constant settings."""
     found: list[tuple[int, GradientsConfig, WeightsConfig]] = []
     for step in scheduled.changes:

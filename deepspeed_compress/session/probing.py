@@ -15,7 +15,7 @@ from deepspeed_compress.collectives.probes import link_seconds
 from deepspeed_compress.collectives.reduction import Parameters
 from deepspeed_compress.config import GradientsConfig, MethodConfig, PowerSGDGradients, WeightsConfig
 from deepspeed_compress.config.schedules import OWN_MOMENTUM
-from deepspeed_compress.policy import Adaptive, AlphaBeta, Measurement, WeightCosts, fit, low_rank_error
+from deepspeed_compress.policy import AlphaBeta, CandidateSelector, Measurement, WeightCosts, fit, low_rank_error
 from deepspeed_compress.session.trials import (
     MESSAGE,
     Trial,
@@ -110,7 +110,11 @@ class Prober:
     """
 
     def __init__(
-        self, adaptive: Adaptive, parameters: Parameters, device: torch.device, everyone: ProcessGroup | None = None
+        self,
+        adaptive: CandidateSelector,
+        parameters: Parameters,
+        device: torch.device,
+        everyone: ProcessGroup | None = None,
     ) -> None:
         self.weights = WeightTraffic()
         """Traffic of the weights whose settings are chosen."""

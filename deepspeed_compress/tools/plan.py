@@ -19,7 +19,7 @@ from deepspeed_compress.config import (
     total_steps,
 )
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.policy import Scheduled, timeline
+from deepspeed_compress.policy import SettingsSchedule, timeline
 from deepspeed_compress.tools import plan_islands
 from deepspeed_compress.tools.plots import check_plotting, style_axes
 
@@ -60,7 +60,7 @@ def intervals(ds_config: dict[str, Any], steps: int | None) -> list[Interval]:
     total = steps or total_steps(ds_config, section.schedule)
     if section.schedule.phases and total is None:
         raise ConfigError("--steps: needed, because the configuration has phases and does not say how long training is")
-    found = timeline(Scheduled(section, total))
+    found = timeline(SettingsSchedule(section, total))
     ends: Sequence[int | None] = [*(first - 1 for first, *_ in found[1:]), total - 1 if total else None]
     halves = (ds_config.get(key) for key in ("bf16", "bfloat16", "fp16"))
     raw = 16 if any(half.get("enabled") for half in halves if isinstance(half, dict)) else 32

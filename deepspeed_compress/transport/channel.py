@@ -9,8 +9,8 @@ import time
 
 __all__ = ["Channel", "keep_alive"]
 
-_LOOK = 0.5
-"""Seconds between checks whether another thread has ended the channel."""
+_POLL_INTERVAL = 0.5
+"""Seconds between checks for the end of the channel by another thread."""
 _HUNG_UP = getattr(select, "POLLRDHUP", select.POLLHUP)
 _LONGEST_SILENCE = 2**15 - 1
 """Largest number of seconds that Linux accepts for TCP_KEEPIDLE."""
@@ -100,9 +100,9 @@ class Channel:
             raise ConnectionAbortedError("this side has closed the connection")
 
     def _wait(self, wanted: int, deadline: float | None) -> None:
-        left = _LOOK if deadline is None else min(_LOOK, deadline - time.monotonic())
+        left = _POLL_INTERVAL if deadline is None else min(_POLL_INTERVAL, deadline - time.monotonic())
         if left <= 0:
-            raise TimeoutError("the other side takes too long")
+            raise TimeoutError("the other side did not respond in time")
         poll = select.poll()
         with self._lock:
             self._check_open()
@@ -111,7 +111,7 @@ class Channel:
 
 
 def keep_alive(connected: socket.socket, silence: float) -> None:
-    """Make the kernel end a connection whose other side is gone for about three times `silence` seconds."""
+    """Make the kernel end a connection if the other host is gone for about three times `silence` seconds."""
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     seconds = min(max(1, round(silence)), _LONGEST_SILENCE)

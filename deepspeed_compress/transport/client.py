@@ -36,7 +36,7 @@ def connect(
 
     Raises:
         AuthenticationError: if the secrets or certificates differ. Trying again does not help.
-        OSError: if nothing answers there in time, or something else does.
+        OSError: if no server, or a different kind of server, answers in time.
         ValueError: if `address` is not "host:port".
     """
     connected = socket.create_connection(parse_address(address), timeout=timeout)
@@ -95,8 +95,8 @@ def _exactly(channel: Channel, size: int, deadline: float) -> bytes:
 def _explained(error: OSError, address: str, credentials: Credentials) -> OSError:
     if isinstance(error, AuthenticationError):
         return AuthenticationError(
-            f"{address}: {error}. The secret of this side is from {credentials.secret.source}: copy that file to the "
-            f"other host (mode 0600), or write the same to {SECRET} or {SECRET_FILE} on both"
+            f"{address}: {error}. The secret here is from {credentials.secret.source}: copy that file to the other "
+            f"host (mode 0600), or set {SECRET} or {SECRET_FILE} to the same secret on both hosts"
         )
     if isinstance(error, ssl.SSLEOFError | BrokenPipeError | ConnectionResetError):
         return ProtocolError(f"{address}: {_ENDED}")
@@ -108,6 +108,6 @@ def _explained(error: OSError, address: str, credentials: Credentials) -> OSErro
 
 
 _ENDED = (
-    "it closed the connection during the handshake; it may be that only one side uses TLS, or that it does not accept "
-    "the certificate of this side"
+    "the server closed the connection during the handshake; perhaps only one side uses TLS, or the server does not "
+    "accept the certificate of this side"
 )

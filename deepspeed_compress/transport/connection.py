@@ -9,10 +9,10 @@ from deepspeed_compress.transport.channel import Channel, keep_alive
 from deepspeed_compress.transport.errors import ConnectionClosedError, ProtocolError
 from deepspeed_compress.transport.frames import HEADER, Head, Limits, decode, encode, sizes
 
-__all__ = ["PIECE", "Buffer", "Connection"]
+__all__ = ["CHUNK", "Buffer", "Connection"]
 
 Buffer = bytes | bytearray | memoryview
-PIECE = 1 << 18
+CHUNK = 1 << 18
 """Bytes of a body that are read or written under one deadline."""
 _COUNTED = 1 << 12
 """Bytes of a head that count as another message."""
@@ -67,10 +67,10 @@ class Connection:
                 size -= len(view)
                 if size < 0:
                     break
-                for start in range(0, len(view), PIECE):
-                    self._write(view[start : start + PIECE])
+                for start in range(0, len(view), CHUNK):
+                    self._write(view[start : start + CHUNK])
             if size:
-                raise ValueError("the pieces of a body are not as long as was announced")
+                raise ValueError("the pieces do not add up to the announced size of the body")
 
     def send_encoded(self, frame: bytes) -> None:
         """Send a complete frame that `frames.encode` made."""
@@ -114,13 +114,13 @@ class Connection:
         view = memoryview(memory).cast("B")
         with self._ended_by_errors():
             if len(view) > self.left:
-                raise ProtocolError(f"a body has {self.left} more bytes (expected: {len(view)})")
-            for start in range(0, len(view), PIECE):
-                self._read(view[start : start + PIECE])
+                raise ProtocolError(f"the body has {self.left} bytes left (expected: {len(view)})")
+            for start in range(0, len(view), CHUNK):
+                self._read(view[start : start + CHUNK])
 
     def pieces(self) -> Iterator[memoryview]:
-        """Yield the rest of the body in chunks of at most `PIECE` bytes. The memory of a chunk is reused."""
-        memory = memoryview(bytearray(min(self.left, PIECE)))
+        """Yield the rest of the body in chunks of at most `CHUNK` bytes. The memory of a chunk is reused."""
+        memory = memoryview(bytearray(min(self.left, CHUNK)))
         while self.left:
             piece = memory[: self.left]
             self.read_into(piece)
@@ -165,9 +165,9 @@ class Connection:
         head_size, body_size = sizes(header.tobytes(), self.limits.head, most)
         head = bytearray()
         while len(head) < head_size:
-            piece = memoryview(bytearray(min(head_size - len(head), PIECE)))
-            self._read_until(piece, deadline)
-            head += piece
+            chunk = memoryview(bytearray(min(head_size - len(head), CHUNK)))
+            self._read_until(chunk, deadline)
+            head += chunk
         self._allowance.spend(1 + head_size / _COUNTED)
         found = decode(head)
         self.left = body_size
@@ -181,7 +181,7 @@ class Connection:
         while view:
             count = self._channel.read_some(view, deadline)
             if not count:
-                raise ConnectionError("the other side has closed the connection inside a frame")
+                raise ConnectionError("the other side has closed the connection in the middle of a frame")
             view = view[count:]
 
     def _write(self, view: memoryview) -> None:
@@ -215,11 +215,11 @@ class _Allowance:
         """Use up `messages`. The allowance may become negative: the next `wait` is longer then."""
         self._left -= messages
 
-    def wait(self, goes_on: Callable[[], bool]) -> None:
-        """Wait until a message may be received, or until `goes_on` returns False."""
+    def wait(self, is_open: Callable[[], bool]) -> None:
+        """Wait until a message may be received, or until `is_open` returns False."""
         if self._rate is None:
             return
-        while self._refill(self._rate) <= 0 and goes_on():
+        while self._refill(self._rate) <= 0 and is_open():
             time.sleep(min(-self._left / self._rate + 0.001, 0.5))
 
     def _refill(self, rate: float) -> float:

@@ -29,4 +29,4 @@ class OtherServiceError(ProtocolError):
 
 
 class ServerBusyError(ConnectionError):
-    """Server that has as many connections as it allows. Try again later."""
+    """Server that has reached its maximum number of connections. Try again later."""

@@ -31,9 +31,9 @@ def check_message(head: Head, table: Table) -> None:
     fields = table.get(head["kind"])
     if fields is None:
         raise ProtocolError(f"unknown kind of message: {head['kind'][:_SHOWN]!r}")
-    for name, fits in fields.items():
+    for name, is_valid in fields.items():
         value = head.get(name)
-        if not fits(value):
+        if not is_valid(value):
             raise ProtocolError(f"{head['kind']}: {name} is {repr(value)[:_SHOWN]}")
 
 

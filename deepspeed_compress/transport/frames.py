@@ -58,7 +58,7 @@ def encode(head: Head, body: int = 0) -> bytes:
         text = json.dumps(head, allow_nan=False, ensure_ascii=False).encode()
         _check(head)
     except (ProtocolError, RecursionError) as error:
-        raise ValueError(f"cannot be sent: {error}") from error
+        raise ValueError(f"the head cannot be sent: {error}") from error
     return HEADER.pack(_MAGIC, len(text), body) + text
 
 
@@ -66,10 +66,11 @@ def sizes(header: bytes, head: int, body: int) -> tuple[int, int]:
     """Return the sizes of head and body that `header` announces. Raises ProtocolError if one exceeds its limit."""
     magic, head_size, body_size = HEADER.unpack(header)
     if magic != _MAGIC:
-        raise ProtocolError("it sent something that is not a frame")
+        raise ProtocolError("the other side sent something that is not a frame")
     if head_size > head or body_size > body:
         raise ProtocolError(
-            f"it announces a head of {head_size} bytes and a body of {body_size} (allowed: {head} and {body})"
+            f"the other side announced a head of {head_size} bytes and a body of {body_size} (allowed: {head} and "
+            f"{body})"
         )
     return head_size, body_size
 
@@ -81,9 +82,9 @@ def decode(text: bytes | bytearray) -> dict[str, Any]:
             text.decode(), parse_int=_integer, parse_float=_finite_number, parse_constant=_refuse_constant
         )
     except RecursionError as error:
-        raise ProtocolError(f"a head has more than {DEPTH} levels") from error
+        raise ProtocolError(f"the head is nested more deeply than {DEPTH} levels") from error
     except ValueError as error:
-        raise ProtocolError(f"a head is not JSON: {error}") from error
+        raise ProtocolError(f"the head is not JSON: {error}") from error
     _check(found)
     if b"\\u" in text:
         # An escape is the only way to write a lone surrogate in valid UTF-8.
@@ -93,13 +94,13 @@ def decode(text: bytes | bytearray) -> dict[str, Any]:
 
 def _check(found: object) -> None:
     if not isinstance(found, Mapping) or not isinstance(found.get("kind"), str):
-        raise ProtocolError("a head is not an object with a string `kind`")
+        raise ProtocolError("the head is not an object with a string `kind`")
     level: list[Any] = [found]
     for _ in range(DEPTH):
         level = [child for one in level for child in _children(one) if isinstance(child, Mapping | list | tuple)]
         if not level:
             return
-    raise ProtocolError(f"a head has more than {DEPTH} levels")
+    raise ProtocolError(f"the head is nested more deeply than {DEPTH} levels")
 
 
 def _children(one: Any) -> Any:
@@ -110,11 +111,11 @@ def _check_surrogates(found: object) -> None:
     try:
         json.dumps(found, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise ProtocolError("a head has a lone surrogate") from error
+        raise ProtocolError("the head has a lone surrogate") from error
 
 
 def _integer(text: str) -> int:
-    # Long ones are not converted: that takes quadratic time, or raises.
+    # Long numbers are not converted, because that takes quadratic time or raises.
     if len(text) > _DIGITS or not -_LARGEST < (number := int(text)) < _LARGEST:
         raise ValueError(f"an integer of {len(text)} digits (allowed: below 2**63)")
     return number
@@ -128,4 +129,4 @@ def _finite_number(text: str) -> float:
 
 
 def _refuse_constant(text: str) -> float:
-    raise ValueError(f"{text} is not a number of JSON")
+    raise ValueError(f"{text} is not a JSON number")

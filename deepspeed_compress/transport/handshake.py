@@ -47,13 +47,13 @@ def client_steps(key: bytes, service: str) -> Steps:
         AuthenticationError: if one side does not accept the other's proof.
         OtherServiceError: if the server runs another service.
         ServerBusyError: if the server has no room for another connection.
-        ProtocolError: if something else, or another version, listens there.
+        ProtocolError: if the server is a different program, or uses another version.
     """
     ours = _HELLO.pack(_MAGIC, VERSION, _packed(service), os.urandom(_NONCE))
     theirs = yield Step(ours, _HELLO.size)
     _check_version(theirs)
     if theirs == ours:
-        raise AuthenticationError("the server repeats what it is told")
+        raise AuthenticationError("the server only repeats the client's messages")
     verdict = yield Step(_client_proof(key, ours + theirs), _VERDICT.size)
     _check_verdict(key, ours + theirs, verdict, service)
 
@@ -68,20 +68,20 @@ def server_steps(key: bytes, service: str, has_room: Callable[[], bool]) -> Step
     _check_version(theirs)
     if not hmac.compare_digest(proof, _client_proof(key, theirs + ours)):
         yield Step(_VERDICT.pack(_WRONG_SECRET, b"", bytes(_PROOF)), 0)
-        raise AuthenticationError("it has another secret")
+        raise AuthenticationError("the client has a different secret")
     code = _OTHER_SERVICE if wanted != _packed(service) else _WELCOME if has_room() else _BUSY
     about = struct.pack(f"!B{_NAME}s", code, _packed(service))
     yield Step(about + _server_proof(key, theirs + ours, about), 0)
     if code == _OTHER_SERVICE:
         raise OtherServiceError(service, _unpacked(wanted))
     if code == _BUSY:
-        raise ServerBusyError("there are as many connections as the server allows")
+        raise ServerBusyError("this server has reached its maximum number of connections")
 
 
 def _packed(service: str) -> bytes:
     name = service.encode()
     if not 0 < len(name) <= _NAME:
-        raise ValueError(f"service {service!r}: has {len(name)} bytes (allowed: 1 to {_NAME})")
+        raise ValueError(f"service {service!r} has {len(name)} bytes (allowed: 1 to {_NAME})")
     return name.ljust(_NAME, b"\0")
 
 
@@ -93,7 +93,9 @@ def _service_of(hello: bytes) -> bytes:
     """Return the packed name of the service in `hello`."""
     magic, _, service, _ = _HELLO.unpack(hello)
     if magic != _MAGIC:
-        raise ProtocolError("it does not speak this protocol; something else runs there, or only one side uses TLS")
+        raise ProtocolError(
+            "the other side does not speak this protocol; it is a different program, or only one side uses TLS"
+        )
     return bytes(service)
 
 
@@ -102,8 +104,8 @@ def _check_version(hello: bytes) -> None:
     version = _HELLO.unpack(hello)[1]
     if version != VERSION:
         raise ProtocolError(
-            f"it speaks version {version} of the transport, and this side version {VERSION}; install the same "
-            "release of deepspeed_compress on both"
+            f"the other side uses version {version} of the transport, and this side version {VERSION}; install the "
+            "same release of deepspeed_compress on both"
         )
 
 
@@ -118,12 +120,12 @@ def _server_proof(key: bytes, hellos: bytes, about: bytes) -> bytes:
 def _check_verdict(key: bytes, hellos: bytes, verdict: bytes, wanted: str) -> None:
     code, service, proof = _VERDICT.unpack(verdict)
     if code == _WRONG_SECRET:
-        raise AuthenticationError("the server has another secret")
+        raise AuthenticationError("the server has a different secret")
     if not hmac.compare_digest(proof, _server_proof(key, hellos, verdict[: -len(proof)])):
         raise AuthenticationError("the server does not know the secret")
     if code == _OTHER_SERVICE:
         raise OtherServiceError(_unpacked(service), wanted)
     if code == _BUSY:
-        raise ServerBusyError("the server has as many connections as it allows")
+        raise ServerBusyError("the server has reached its maximum number of connections")
     if code != _WELCOME:
-        raise ProtocolError(f"the server answers with an unknown code, {code}")
+        raise ProtocolError(f"the server answered with the unknown code {code}")

@@ -28,7 +28,7 @@ class PendingConnection:
         self.socket, self.address, self.deadline = connected, address, deadline
         self._steps, self._step = steps, next(steps)
         self.has_greeted = False
-        """True if it has sent a complete hello of this protocol."""
+        """True if the client has sent a complete hello of this protocol."""
         self._received = bytearray()
         self._tls = connected if isinstance(connected, ssl.SSLSocket) else None
 
@@ -54,7 +54,7 @@ class PendingConnection:
         """Read the bytes that the current step needs, and begin the next one. Return False if there is none."""
         data = self.socket.recv(self._step.wanted - len(self._received))
         if not data:
-            raise ConnectionError("it closed the connection before it proved anything")
+            raise ConnectionError("the client closed the connection before it authenticated")
         self._received += data
         if len(self._received) == self._step.wanted:
             self._step = self._steps.send(bytes(self._received))

@@ -1,7 +1,7 @@
 """Secret that all processes of a user share, and its storage.
 
-Like Erlang's cookie, it is a file in the home directory, created by the first process that needs it. If hosts share
-home directories, nothing needs to be done; otherwise, users copy the file or set a variable.
+Like Erlang's cookie, it is a file in the home directory that the first process creates. If hosts share home
+directories, nothing needs to be done; otherwise, users copy the file or set a variable.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ SECRET = "DS_COMPRESS_SECRET"
 SECRET_FILE = "DS_COMPRESS_SECRET_FILE"
 """Environment variable with the path of the file that holds the secret."""
 SHORTEST = 16
-"""Least number of characters of a secret."""
+"""Minimum number of characters of a secret."""
 _LONGEST = 4096
-_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_OTHER_USERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def _checked(text: str, source: str) -> bytes:
     if len(text) < SHORTEST:
         raise ConfigError(
             f"{source}: the secret has {len(text)} characters (allowed: at least {SHORTEST}); "
-            "write one with `openssl rand -hex 32`"
+            "create one with `openssl rand -hex 32`"
         )
     return text.encode("utf-8", "surrogateescape")
 
@@ -93,22 +93,22 @@ def _read(file: Path) -> str:
             return stream.read(_LONGEST)
     except OSError as error:
         raise ConfigError(
-            f"{file}: the secret cannot be read ({error.strerror}); copy the file of the host that has it, or set "
+            f"{file}: the secret cannot be read ({error.strerror}); copy the file from the host that has it, or set "
             f"{SECRET} or {SECRET_FILE}"
         ) from error
 
 
 def _check_private(found: os.stat_result, file: Path) -> None:
     if not stat.S_ISREG(found.st_mode):
-        raise ConfigError(f"{file}: expected a regular file with the secret; write another path to {SECRET_FILE}")
+        raise ConfigError(f"{file}: expected a regular file with the secret; set {SECRET_FILE} to another path")
     if found.st_uid != os.geteuid():
         raise ConfigError(
-            f"{file}: the secret belongs to user {found.st_uid}, not to this one ({os.geteuid()}); copy it to a file "
-            f"of your own, and write its path to {SECRET_FILE}"
+            f"{file}: the secret belongs to user {found.st_uid}, not to this user ({os.geteuid()}); copy it to a file "
+            f"of your own, and set {SECRET_FILE} to its path"
         )
-    if found.st_mode & _OTHERS:
+    if found.st_mode & _OTHER_USERS:
         mode = stat.S_IMODE(found.st_mode)
-        raise ConfigError(f"{file}: other users can use the secret (mode {mode:04o}); run `chmod 600 {file}`")
+        raise ConfigError(f"{file}: other users can access the secret (mode {mode:04o}); run `chmod 600 {file}`")
 
 
 def _create(file: Path) -> None:
@@ -129,6 +129,6 @@ def _create(file: Path) -> None:
             temporary.unlink()
     except OSError as error:
         raise ConfigError(
-            f"{file}: the secret cannot be created ({error.strerror}); set {SECRET}, or write the path of a file with "
-            f"mode 0600 to {SECRET_FILE}"
+            f"{file}: the secret cannot be created ({error.strerror}); set {SECRET}, or set {SECRET_FILE} to the path "
+            "of a file with mode 0600"
         ) from error

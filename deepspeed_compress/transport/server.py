@@ -16,19 +16,19 @@ from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.errors import ConnectionClosedError, OtherServiceError
 from deepspeed_compress.transport.frames import DEFAULT_LIMITS, Limits
 from deepspeed_compress.transport.handshake import server_steps
-from deepspeed_compress.transport.notices import Notices, ignore
 from deepspeed_compress.transport.pending import PendingConnection, PendingConnections, PendingLimits
+from deepspeed_compress.transport.rate_limited_log import RateLimitedLog, ignore
 
 __all__ = ["DEFAULT_BOUNDS", "Bounds", "Server", "listen"]
 
-_LOOK = 0.2
-"""Seconds between checks for unauthenticated connections whose time is over."""
+_CHECK_INTERVAL = 0.2
+"""Seconds between checks for unauthenticated connections whose deadline has passed."""
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 """Errors that last until descriptors or memory are free again."""
-_PAUSE = 0.1
+_ACCEPT_PAUSE = 0.1
 """Seconds without new connections after such an error."""
-_ENDING = 1.0
-"""Longest time in seconds that an ending server waits for threads whose connections it has ended."""
+_SHUTDOWN_TIMEOUT = 1.0
+"""Maximum number of seconds that a server waits at its end for threads whose connections it has ended."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Server:
         credentials: credentials of this side.
         limits: limits of what clients may send; `Connection.limits` may be set for one of them.
         bounds: bounds on the number of connections.
-        told: receives log lines about failed connections, at a limited rate.
+        log: receives log lines about failed connections, at a limited rate.
 
     Raises:
         OSError: if the address is not available.
@@ -77,10 +77,10 @@ class Server:
         credentials: Credentials,
         limits: Limits = DEFAULT_LIMITS,
         bounds: Bounds = DEFAULT_BOUNDS,
-        told: Callable[[str], None] = ignore,
+        log: Callable[[str], None] = ignore,
     ) -> None:
         self._service, self._serve, self._credentials = service, serve, credentials
-        self._limits, self._bounds, self._told = limits, bounds, Notices(told)
+        self._limits, self._bounds, self._log = limits, bounds, RateLimitedLog(log)
         self._listener = listen(host, port)
         self.port = int(self._listener.getsockname()[1])
         self._waker, self._woken = socket.socketpair()
@@ -103,7 +103,7 @@ class Server:
             try:
                 ready()
                 while self._drain is None:
-                    for key, _ in selector.select(_LOOK):
+                    for key, _ in selector.select(_CHECK_INTERVAL):
                         key.data()
                     pending.drop_late(time.monotonic())
             finally:
@@ -143,10 +143,10 @@ class Server:
         except BlockingIOError:
             return
         except OSError as error:
-            self._told(f"a connection could not be accepted ({error})")
+            self._log(f"a connection could not be accepted ({error})")
             if error.errno in _EXHAUSTED:
                 pending.drop_one()
-                time.sleep(_PAUSE)
+                time.sleep(_ACCEPT_PAUSE)
             return
         try:
             one = self._prepare(connected, str(address[0]), pending.deadline())
@@ -169,7 +169,7 @@ class Server:
 
     def _step(self, one: PendingConnection, pending: PendingConnections) -> None:
         if one not in pending:
-            # An earlier event of this iteration has dropped it.
+            # It was dropped by an earlier event of this iteration.
             return
         try:
             event = one.step()
@@ -181,32 +181,32 @@ class Server:
             pending.wait_for(one, event, partial(self._step, one, pending))
             return
         pending.release(one)
-        self._begin(Connection(Channel(one.socket), self._limits, one.address))
+        self._start(Connection(Channel(one.socket), self._limits, one.address))
 
     def _refuse(self, one: PendingConnection, error: OSError) -> None:
         source = self._credentials.secret.source
         if not isinstance(error, OtherServiceError):
-            self._told(f"refused a connection from {one.address}: {error} (the secret here is from {source})")
+            self._log(f"refused a connection from {one.address}: {error} (the secret of this server is from {source})")
 
-    def _begin(self, connection: Connection) -> None:
-        thread = threading.Thread(target=self._attend, args=(connection,), daemon=True)
+    def _start(self, connection: Connection) -> None:
+        thread = threading.Thread(target=self._run_service, args=(connection,), daemon=True)
         with self._change:
             self._threads[connection] = thread
         try:
             thread.start()
         except RuntimeError as error:
-            self._told(f"a connection from {connection.peer} was closed: {error}")
+            self._log(f"a connection from {connection.peer} was closed: {error}")
             self._forget(connection)
 
-    def _attend(self, connection: Connection) -> None:
+    def _run_service(self, connection: Connection) -> None:
         try:
             self._serve(connection)
         except ConnectionClosedError:
             pass
         except Exception as error:
             if self._drain is None:
-                # An error that one client causes ends only the connection of this client.
-                self._told(f"a connection from {connection.peer} was closed: {type(error).__name__}: {error}")
+                # An error that one client causes ends only this client's connection.
+                self._log(f"a connection from {connection.peer} was closed: {type(error).__name__}: {error}")
         finally:
             self._forget(connection)
 
@@ -224,7 +224,7 @@ class Server:
         for connection in left:
             connection.end()
         with self._change:
-            self._change.wait_for(lambda: not self._threads, _ENDING)
+            self._change.wait_for(lambda: not self._threads, _SHUTDOWN_TIMEOUT)
 
 
 def listen(host: str, port: int) -> socket.socket:

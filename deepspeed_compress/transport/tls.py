@@ -46,7 +46,7 @@ def find_tls() -> Tls | None:
     if len(missing) == 2:
         return None
     if missing:
-        raise ConfigError(f"{missing[0]}: is missing (allowed: both {TLS_CERTIFICATE} and {TLS_AUTHORITY}, or neither)")
+        raise ConfigError(f"{missing[0]}: is not set (allowed: both {TLS_CERTIFICATE} and {TLS_AUTHORITY}, or neither)")
     return Tls.load(files[TLS_CERTIFICATE], files[TLS_AUTHORITY])
 
 

@@ -1,14 +1,11 @@
-"""Ten thousand hostile messages for a coordinator, while honest islands go on as if nothing were there."""
+"""Ten thousand hostile messages to a coordinator, while honest islands exchange without disturbance."""
 
 import json
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,22 +16,22 @@ from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.frames import HEADER, Limits, encode
 from tests.support.hostile import Message, attack_authenticated, attack_unauthenticated, flood
+from tests.support.processes import MEGABYTE, resident_memory, serve_islands
 from tests.support.transport import until
 
 COUNT = 10_000
 TIMEOUT = 3.0
 TERMS = {"timeout": TIMEOUT, "minimum": 2}
-MEGABYTES = 1 << 20
 
 
 class Islands:
-    """Two honest islands that exchange without a break. `gaps`: seconds that each answer took."""
+    """Two honest islands that exchange continuously. `seconds` are the times of the exchanges."""
 
     def __init__(self, address: str) -> None:
         with ThreadPoolExecutor() as pool:
-            self.clients = list(pool.map(partial_client(address), range(2)))
+            self.clients = list(pool.map(client_factory(address), range(2)))
         self.rounds: list[set[tuple[int, bool]]] = []
-        self.gaps: list[float] = []
+        self.seconds: list[float] = []
         self._end = threading.Event()
         for anchor in self._all(lambda one: one.sources()):
             assert anchor.version == 1
@@ -49,24 +46,24 @@ class Islands:
     def _exchange(self) -> None:
         while not self._end.is_set():
             begun = time.monotonic()
-            found = self._all(one_round)
-            self.gaps.append(time.monotonic() - begun)
+            found = self._all(exchange_once)
+            self.seconds.append(time.monotonic() - begun)
             self.rounds.append(set(found))
             time.sleep(0.02)
 
     def end(self) -> None:
         self._end.set()
         self._thread.join(20)
-        assert not self._thread.is_alive(), "an honest island waits"
+        assert not self._thread.is_alive(), "an honest island hangs"
         for one in self.clients:
             one.leave()
 
 
-def partial_client(address: str) -> Callable[[int], Client]:
+def client_factory(address: str) -> Callable[[int], Client]:
     return lambda number: Client(address, TIMEOUT, 30.0, TERMS, f"host{number}:1", [f"host{number}:2"])
 
 
-def one_round(client: Client) -> tuple[int, bool]:
+def exchange_once(client: Client) -> tuple[int, bool]:
     round_ = client.arrive(10)
     assert round_ is not None
     outcome = client.vote(round_.id, True)
@@ -74,30 +71,8 @@ def one_round(client: Client) -> tuple[int, bool]:
     return outcome.id, outcome.committed
 
 
-@contextmanager
-def serving(tmp_path: Path) -> Iterator[tuple[str, int]]:
-    """The address and the process id of a coordinator that is a process of its own."""
-    command = [sys.executable, "-m", "deepspeed_compress.cli", "islands", "serve", "--port", "0"]
-    with (
-        (tmp_path / "log").open("wb") as log,
-        subprocess.Popen([*command, "--state", str(tmp_path / "state.json")], stdout=log, stderr=log) as process,
-    ):
-        try:
-            until(lambda: b"port " in (tmp_path / "log").read_bytes(), 60)
-            port = (tmp_path / "log").read_text().split("port ")[1].split()[0]
-            yield f"127.0.0.1:{port}", process.pid
-            assert process.poll() is None, (tmp_path / "log").read_text()
-        finally:
-            process.kill()
-
-
-def memory(pid: int) -> int:
-    """Bytes that a process has in memory."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
-
-
 def templates(number: int) -> list[Message]:
-    """Messages of an island that is not there, some of which look like those of one that is."""
+    """Return messages of a nonexistent island, some of which resemble those of an honest one."""
     join = {"kind": "join", "name": f"hostile{number}", "terms": {"timeout": 9.0}, "store": "a:1", "addresses": ["a:2"]}
     return [
         join,
@@ -111,27 +86,27 @@ def templates(number: int) -> list[Message]:
     ]
 
 
-def test_ten_thousand_hostile_messages_disturb_nobody(tmp_path: Path) -> None:
-    with serving(tmp_path) as (address, pid):
+def test_hostile_messages_do_not_disturb_honest_islands(tmp_path: Path) -> None:
+    with serve_islands(tmp_path) as (address, pid):
         islands = Islands(address)
         until(lambda: len(islands.rounds) > 3, 20)
-        before = memory(pid)
+        before = resident_memory(pid)
         assert attack_unauthenticated(address, COUNT // 2, seed=1) > COUNT // 4
         sent = attack_authenticated(address, COORDINATOR, Credentials.find(), templates, COUNT // 2, seed=2)
         assert sent >= COUNT // 2
-        met = len(islands.rounds)
-        until(lambda: len(islands.rounds) > met + 3, 20)
+        before_rounds = len(islands.rounds)
+        until(lambda: len(islands.rounds) > before_rounds + 3, 20)
         assert [one["number"] for one in status(address)["islands"]] == [0, 1]
         islands.end()
-        assert memory(pid) < before + 64 * MEGABYTES
-    assert all(len(found) == 1 for found in islands.rounds), "both are told the same"
+        assert resident_memory(pid) < before + 64 * MEGABYTE
+    assert all(len(found) == 1 for found in islands.rounds), "both islands get the same outcome"
     outcomes = [outcome for found in islands.rounds for outcome in found]
     assert outcomes == [(number, True) for number in range(2, 2 + len(outcomes))]
-    assert max(islands.gaps) < TIMEOUT, f"an exchange took {max(islands.gaps):.1f} s"
+    assert max(islands.seconds) < TIMEOUT, f"an exchange took {max(islands.seconds):.1f} s"
     log = (tmp_path / "log").read_text()
     assert "Traceback" not in log
     assert "was silent" not in log
-    assert len(log) < MEGABYTES
+    assert len(log) < MEGABYTE
 
 
 @pytest.mark.parametrize(
@@ -139,28 +114,28 @@ def test_ten_thousand_hostile_messages_disturb_nobody(tmp_path: Path) -> None:
     [{"kind": "beat"}, {"kind": "status"}, {"kind": "beat", "text": "y" * 900_000}],
     ids=["beat", "status", "long"],
 )
-def test_one_that_floods_and_reads_nothing_delays_nobody(tmp_path: Path, message: Message) -> None:
-    with serving(tmp_path) as (address, pid):
+def test_a_flooder_that_reads_no_answers_does_not_delay_honest_islands(tmp_path: Path, message: Message) -> None:
+    with serve_islands(tmp_path) as (address, pid):
         islands = Islands(address)
-        before, ends = memory(pid), []
+        before, sent = resident_memory(pid), []
         with connect(address, COORDINATOR, Credentials.find(), limits=Limits(patience=5.0)) as there:
             there.send(templates(0)[0])
-            flooding = threading.Thread(target=lambda: ends.append(flood(there, encode(message), 2.5)))
+            flooding = threading.Thread(target=lambda: sent.append(flood(there, encode(message), 2.5)))
             flooding.start()
             flooding.join(15)
-            met = len(islands.rounds)
-            assert met > 3
-            until(lambda: len(islands.rounds) > met, 20)
+            before_rounds = len(islands.rounds)
+            assert before_rounds > 3
+            until(lambda: len(islands.rounds) > before_rounds, 20)
         islands.end()
-        assert memory(pid) < before + 64 * MEGABYTES
-    assert ends
-    assert ends[0] > 0
-    assert max(islands.gaps) < TIMEOUT
+        assert resident_memory(pid) < before + 64 * MEGABYTE
+    assert sent
+    assert sent[0] > 0
+    assert max(islands.seconds) < TIMEOUT
     assert all(committed for found in islands.rounds for _, committed in found)
 
 
-def test_a_lone_surrogate_in_a_name_loses_no_message(tmp_path: Path) -> None:
-    with serving(tmp_path) as (address, _):
+def test_a_lone_surrogate_in_a_name_does_not_disturb_honest_islands(tmp_path: Path) -> None:
+    with serve_islands(tmp_path) as (address, _):
         islands = Islands(address)
         for number in range(20):
             head = json.dumps({**templates(number)[0], "name": "\ud800", "terms": TERMS}).encode()
@@ -172,13 +147,13 @@ def test_a_lone_surrogate_in_a_name_loses_no_message(tmp_path: Path) -> None:
     assert all(committed for found in islands.rounds for _, committed in found)
 
 
-def test_many_silent_connections_cost_little(tmp_path: Path) -> None:
-    with serving(tmp_path) as (address, pid):
+def test_silent_connections_use_few_resources(tmp_path: Path) -> None:
+    with serve_islands(tmp_path) as (address, pid):
         islands = Islands(address)
-        before, host, port = memory(pid), "127.0.0.1", int(address.rpartition(":")[2])
+        before, host, port = resident_memory(pid), "127.0.0.1", int(address.rpartition(":")[2])
         silent = [socket.create_connection((host, port), timeout=5) for _ in range(500)]
         time.sleep(0.5)
-        assert memory(pid) < before + 16 * MEGABYTES
+        assert resident_memory(pid) < before + 16 * MEGABYTE
         assert len(list(Path(f"/proc/{pid}/fd").iterdir())) < 200
         islands.end()
         for one in silent:

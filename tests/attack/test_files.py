@@ -1,6 +1,6 @@
-"""Damaged files of every kind that the package reads: refused by name, or read rightly, and nothing else.
+"""Damaged files of every kind that the package reads are refused by name, or read correctly.
 
-Mutations have a fixed seed. They run in one forked process, so that a crash, a hang or endless memory is seen.
+Mutations have fixed seeds. They run in a forked process, so that crashes, hangs and memory growth are detected.
 """
 
 import copy
@@ -30,12 +30,12 @@ from deepspeed_compress.compression.transforms import Hadamard
 from deepspeed_compress.config import parse_section, read_ds_config
 from deepspeed_compress.errors import CompressError
 from deepspeed_compress.tools.run_directory import read_directory
-from tests.checkpointing.test_files import save, write
+from tests.support.checkpoints import save, write
 
 MEMORY = Path("/dev/shm")
-"""Where a disk need not be waited for."""
+"""Directory in memory, which is faster than a disk."""
 MOST_MEMORY = 500 * 2**10
-"""KiB."""
+"""Maximum growth of memory in KiB."""
 SECONDS = 120
 ONE = state.Position(0, 1, 0, 1)
 CPU = torch.device("cpu")
@@ -46,34 +46,34 @@ VALUES: tuple[Any, ...] = (
 
 
 def places(found: Any) -> list[tuple[Any, Any]]:
-    """Every place in a document: (container, key)."""
+    """Return (container, key) for every value in a document."""
     items = (
         list(found.items()) if isinstance(found, dict) else list(enumerate(found)) if isinstance(found, list) else []
     )
     return [one for key, child in items for one in ((found, key), *places(child))]
 
 
-def change(found: Any, dice: random.Random) -> None:
+def change(found: Any, rng: random.Random) -> None:
     """Change a value of the document, remove one, or add a key."""
     known = places(found)
     if not known:
         return
-    holder, key = dice.choice(known)
-    match dice.randrange(4):
+    holder, key = rng.choice(known)
+    match rng.randrange(4):
         case 0:
             del holder[key]
         case 1 if isinstance(holder, dict):
-            holder[dice.choice(["step", "x", "", "version", "files"])] = copy.deepcopy(dice.choice(VALUES))
+            holder[rng.choice(["step", "x", "", "version", "files"])] = copy.deepcopy(rng.choice(VALUES))
         case 2:
-            holder[key] = [copy.deepcopy(holder[key]) for _ in range(dice.choice((2, 100)))]
+            holder[key] = [copy.deepcopy(holder[key]) for _ in range(rng.choice((2, 100)))]
         case _:
-            holder[key] = copy.deepcopy(dice.choice(VALUES))
+            holder[key] = copy.deepcopy(rng.choice(VALUES))
 
 
-def damage(content: bytes, dice: random.Random) -> bytes:
-    """Flip bits, cut, repeat, nest or double a part of a file."""
-    begin, end = sorted(dice.randrange(len(content) + 1) for _ in range(2))
-    match dice.randrange(7):
+def damage(content: bytes, rng: random.Random) -> bytes:
+    """Return `content` with flipped bits, or with a part removed, repeated, nested or replaced."""
+    begin, end = sorted(rng.randrange(len(content) + 1) for _ in range(2))
+    match rng.randrange(7):
         case 0:
             return content[:begin]
         case 1:
@@ -82,49 +82,49 @@ def damage(content: bytes, dice: random.Random) -> bytes:
             return content[:end] + content[begin:]
         case 3:
             return (
-                content[:begin] + dice.choice((b"[", b"{", b'{"a":', b"(")) * dice.choice((3, 50_000)) + content[begin:]
+                content[:begin] + rng.choice((b"[", b"{", b'{"a":', b"(")) * rng.choice((3, 50_000)) + content[begin:]
             )
         case 4:
             return (
                 content[:begin]
-                + dice.choice((b"9" * 5000, b"\x00", b"\xff\xfe", b"NaN", b"1e999", b"null"))
+                + rng.choice((b"9" * 5000, b"\x00", b"\xff\xfe", b"NaN", b"1e999", b"null"))
                 + content[end:]
             )
         case _:
             flipped = bytearray(content)
-            for _ in range(dice.choice((1, 1, 8))):
-                flipped[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+            for _ in range(rng.choice((1, 1, 8))):
+                flipped[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
             return bytes(flipped)
 
 
-def damaged_text(original: bytes, dice: random.Random, sign: Callable[[Any], Any] = lambda found: found) -> bytes:
-    """Half of the time a JSON document that was changed and `sign`ed again, else damaged bytes."""
-    if dice.random() < 0.5:
-        return damage(original, dice)
+def damaged_text(original: bytes, rng: random.Random, sign: Callable[[Any], Any] = lambda found: found) -> bytes:
+    """Return a changed JSON document, `sign`ed again, or damaged bytes, with equal probability."""
+    if rng.random() < 0.5:
+        return damage(original, rng)
     found = json.loads(original)
-    for _ in range(dice.choice((1, 1, 3))):
-        change(found, dice)
+    for _ in range(rng.choice((1, 1, 3))):
+        change(found, rng)
     return json.dumps(sign(found)).encode()
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of file. `prepare` writes it in a directory; `harm` damages it, and `read` reads it."""
+    """A kind of file. `prepare` writes it to a directory, `corrupt` damages it, and `read` reads it."""
 
     prepare: Callable[[Path], Path]
-    harm: Callable[[Path, Mapping[Path, bytes], random.Random], None]
+    corrupt: Callable[[Path, Mapping[Path, bytes], random.Random], None]
     read: Callable[[Path], object]
     rounds: int = 2000
 
 
-def harm_text(sign: Callable[[Any], Any] = lambda found: found) -> Callable[..., None]:
-    def harm(file: Path, originals: Mapping[Path, bytes], dice: random.Random) -> None:
-        file.write_bytes(damaged_text(originals[file], dice, sign))
+def corrupt_text(sign: Callable[[Any], Any] = lambda found: found) -> Callable[..., None]:
+    def corrupt(file: Path, originals: Mapping[Path, bytes], rng: random.Random) -> None:
+        file.write_bytes(damaged_text(originals[file], rng, sign))
 
-    return harm
+    return corrupt
 
 
-# A state: tensors, and the JSON that describes them.
+# State files: tensors, and the JSON that describes them.
 
 
 def write_state(directory: Path) -> Path:
@@ -141,7 +141,7 @@ def write_state(directory: Path) -> Path:
 
 
 def resign(file: Path, plain: Any) -> Any:
-    """The digest that fits, as `state._digest` computes it."""
+    """Set the digest to the right value, like `state._digest`."""
     if isinstance(plain, dict):
         fields = json.dumps({**plain, "sha256": ""}, sort_keys=True)
         tensors = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -149,20 +149,20 @@ def resign(file: Path, plain: Any) -> Any:
     return plain
 
 
-def harm_state(file: Path, originals: Mapping[Path, bytes], dice: random.Random) -> None:
+def corrupt_state(file: Path, originals: Mapping[Path, bytes], rng: random.Random) -> None:
     text = file.with_suffix(".json")
-    if dice.random() < 0.2:
-        file.write_bytes(damage(originals[file], dice))
-    elif dice.random() < 0.3:
+    if rng.random() < 0.2:
+        file.write_bytes(damage(originals[file], rng))
+    elif rng.random() < 0.3:
         tensors = load_file(file)
-        name = dice.choice(sorted(tensors))
-        tensors[name] = dice.choice(
-            (tensors[name][: dice.randrange(40)], tensors[name].float(), tensors[name].view(1, -1), torch.zeros(999))
+        name = rng.choice(sorted(tensors))
+        tensors[name] = rng.choice(
+            (tensors[name][: rng.randrange(40)], tensors[name].float(), tensors[name].view(1, -1), torch.zeros(999))
         ).contiguous()
         save_file(tensors, file)
     plain = originals[text]
-    text.write_bytes(damaged_text(plain, dice, lambda found: resign(file, found)))
-    if file.read_bytes() != originals[file] and dice.random() < 0.7:
+    text.write_bytes(damaged_text(plain, rng, lambda found: resign(file, found)))
+    if file.read_bytes() != originals[file] and rng.random() < 0.7:
         text.write_text(json.dumps(resign(file, json.loads(plain))))
 
 
@@ -177,7 +177,7 @@ def read_state(file: Path) -> None:
             assert values.dtype == torch.float32
 
 
-# Lists of files, `latest`, and what says whose a directory is.
+# Lists of files, `latest`, and the file that assigns a directory to an island.
 
 
 def write_checkpoint(directory: Path) -> Path:
@@ -207,8 +207,8 @@ def write_latest(directory: Path) -> Path:
     return directory / files.LATEST
 
 
-def harm_bytes(file: Path, originals: Mapping[Path, bytes], dice: random.Random) -> None:
-    file.write_bytes(damage(originals[file], dice))
+def corrupt_bytes(file: Path, originals: Mapping[Path, bytes], rng: random.Random) -> None:
+    file.write_bytes(damage(originals[file], rng))
 
 
 def read_latest(file: Path) -> None:
@@ -251,7 +251,7 @@ def read_config(file: Path) -> None:
     parse_section(read_ds_config(file))
 
 
-# What a run leaves.
+# Statistics of a run.
 
 
 def write_lines(directory: Path) -> Path:
@@ -261,11 +261,11 @@ def write_lines(directory: Path) -> Path:
     return directory / "compression.jsonl"
 
 
-def harm_lines(file: Path, originals: Mapping[Path, bytes], dice: random.Random) -> None:
+def corrupt_lines(file: Path, originals: Mapping[Path, bytes], rng: random.Random) -> None:
     lines = originals[file].splitlines()
-    number = dice.randrange(len(lines))
-    lines[number] = damaged_text(lines[number], dice)
-    file.write_bytes(b"\n".join(lines) + b"\n" * dice.randrange(2))
+    number = rng.randrange(len(lines))
+    lines[number] = damaged_text(lines[number], rng)
+    file.write_bytes(b"\n".join(lines) + b"\n" * rng.randrange(2))
 
 
 def read_run(file: Path) -> None:
@@ -273,17 +273,17 @@ def read_run(file: Path) -> None:
 
 
 KINDS = {
-    "state": Kind(write_state, harm_state, read_state),
-    "list": Kind(write_checkpoint, harm_text(sign_list), read_list),
-    "latest": Kind(write_latest, harm_bytes, read_latest),
-    "island": Kind(write_island, harm_text(), read_island),
-    "configuration": Kind(write_config, harm_text(), read_config, rounds=500),
-    "statistics": Kind(write_lines, harm_lines, read_run),
+    "state": Kind(write_state, corrupt_state, read_state),
+    "list": Kind(write_checkpoint, corrupt_text(sign_list), read_list),
+    "latest": Kind(write_latest, corrupt_bytes, read_latest),
+    "island": Kind(write_island, corrupt_text(), read_island),
+    "configuration": Kind(write_config, corrupt_text(), read_config, rounds=500),
+    "statistics": Kind(write_lines, corrupt_lines, read_run),
 }
 
 
 def attack(name: str, directory: Path, result: Connection) -> None:
-    """Tell what is neither a refusal by name nor read, with the number of its round."""
+    """Damage and read files in many rounds, and send all errors that do not name the file."""
     kind, found = KINDS[name], list[str]()
     file = kind.prepare(directory)
     originals = {one: one.read_bytes() for one in directory.rglob("*") if one.is_file()}
@@ -291,7 +291,7 @@ def attack(name: str, directory: Path, result: Connection) -> None:
     for number in range(kind.rounds):
         for one, content in originals.items():
             one.write_bytes(content)
-        kind.harm(file, originals, random.Random(f"{name} {number}"))
+        kind.corrupt(file, originals, random.Random(f"{name} {number}"))
         try:
             kind.read(file)
         except CompressError as error:
@@ -308,26 +308,26 @@ def attack(name: str, directory: Path, result: Connection) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_damaged_files_are_refused_by_name_or_read(name: str, tmp_path: Path) -> None:
     with TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else tmp_path) as directory:
-        found, refused, used = attacked(name, Path(directory))
+        found, refused, used = attack_in_process(name, Path(directory))
     assert found == [], f"{len(found)} of {KINDS[name].rounds}"
     assert used < MOST_MEMORY
     assert name == "island" or refused > KINDS[name].rounds // 10
 
 
-def attacked(name: str, directory: Path) -> tuple[list[str], int, int]:
-    """What `attack` tells from a process of its own."""
+def attack_in_process(name: str, directory: Path) -> tuple[list[str], int, int]:
+    """Return the result of `attack` in a forked process."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=attack, args=(name, directory, sender), daemon=True)
     process.start()
     sender.close()
     try:
-        assert receiver.poll(SECONDS), "hangs"
-        told: tuple[list[str], int, int] = receiver.recv()
-        return told
+        assert receiver.poll(SECONDS), "the process hangs"
+        outcome: tuple[list[str], int, int] = receiver.recv()
+        return outcome
     except EOFError:
         process.join()
-        pytest.fail(f"died with {process.exitcode}")
+        pytest.fail(f"the process died with exit code {process.exitcode}")
     finally:
         process.kill()
         process.join()

@@ -1,4 +1,4 @@
-"""Hostile files for the linter: each ends in findings or a plain error, and none can do anything to a terminal."""
+"""Hostile files for the linter lead to findings or a plain error, and never send control characters to a terminal."""
 
 import argparse
 import base64
@@ -84,21 +84,21 @@ def kinds() -> dict[str, list[bytes]]:
     }
 
 
-def mutated(chance: random.Random, content: bytes, others: list[bytes]) -> bytes:
+def mutated(rng: random.Random, content: bytes, others: list[bytes]) -> bytes:
     """Return `content` with one to four changes."""
-    for _ in range(chance.randint(1, 4)):
-        first, last = sorted(chance.randint(0, len(content)) for _ in range(2))
-        other = chance.choice(others)
-        part = chance.choice(
+    for _ in range(rng.randint(1, 4)):
+        first, last = sorted(rng.randint(0, len(content)) for _ in range(2))
+        other = rng.choice(others)
+        part = rng.choice(
             (
-                chance.choice(PIECES),
+                rng.choice(PIECES),
                 content[first : first + 60] * 3,
                 b"",
-                bytes(chance.randrange(256) for _ in range(4)),
+                bytes(rng.randrange(256) for _ in range(4)),
                 other[len(other) // 2 :],
             )
         )
-        content = content[:first] + part + content[min(last, first + chance.choice((0, 1, 8, 10**6))) :]
+        content = content[:first] + part + content[min(last, first + rng.choice((0, 1, 8, 10**6))) :]
     return content
 
 
@@ -109,7 +109,7 @@ Run = Callable[..., tuple[int, str, str]]
 def lint(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.chdir(tmp_path)
 
-    # Made once: the parser of all commands takes as long as the linter.
+    # The parser is built only once, because building it takes as long as linting.
     parser = argparse.ArgumentParser()
     add_lint_arguments(parser)
 
@@ -123,19 +123,19 @@ def lint(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest
 
 def runs(count: int) -> Iterator[tuple[str, bytes, list[str]]]:
     """Yield the name and content of a mutated file, and the arguments to lint it with."""
-    chance, real = random.Random(20), kinds()
+    rng, real = random.Random(20), kinds()
     everything = [content for contents in real.values() for content in contents]
     given = {"pyproject.toml": ["whole.json"], "config.json": ["whole.json", "--model", "config.json"]}
     for number in range(count):
-        name = chance.choice(("ds_config.json", *real))
-        content = mutated(chance, chance.choice(real[name]), everything)
+        name = rng.choice(("ds_config.json", *real))
+        content = mutated(rng, rng.choice(real[name]), everything)
         options = ([], ["--framework", "hf"], ["--framework", "lightning"], ["--diff", "--unsafe-fixes"])[number % 4]
         output = [] if "--diff" in options else ["--output-format", FORMATS[number % len(FORMATS)]]
         yield name, content, [*given.get(name, [name]), *options, *output]
 
 
 @pytest.mark.timeout(300)
-def test_two_thousand_mutations_end_in_findings_or_a_plain_error(lint: Run, tmp_path: Path) -> None:
+def test_mutated_files_lead_to_findings_or_a_plain_error(lint: Run, tmp_path: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     codes = set()
     for name in ("whole.json", "other.json"):
@@ -159,7 +159,7 @@ KEY = "\x1b[31mk\x9b\x7f\u202e"
 
 @pytest.mark.parametrize("output", [*(["--output-format", name] for name in FORMATS), ["--statistics"]], ids="/".join)
 @pytest.mark.parametrize("text", [json.dumps({KEY: 1, "fp16": {KEY: KEY}}), '{"a": "\x1b]0;x\x07", "\x1bk": \x1b\x00}'])
-def test_no_output_controls_a_terminal(lint: Run, tmp_path: Path, output: list[str], text: str) -> None:
+def test_outputs_have_no_control_characters(lint: Run, tmp_path: Path, output: list[str], text: str) -> None:
     name = "ds_config\x1b[2J.json"
     (tmp_path / name).write_text(text)
     _, out, err = lint(name, *output)
@@ -167,14 +167,14 @@ def test_no_output_controls_a_terminal(lint: Run, tmp_path: Path, output: list[s
 
 
 @pytest.mark.parametrize("arguments", [["\x1b[2J.json"], ["--config", "\x1b[2J"], ["--select", "\x1b[2J"]])
-def test_no_error_controls_a_terminal(lint: Run, arguments: list[str]) -> None:
+def test_errors_have_no_control_characters(lint: Run, arguments: list[str]) -> None:
     code, out, err = lint(*arguments)
     assert code == 2
     assert not CONTROL.search(out + err)
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "expected"),
     [
         (b'{\n"a": 1,\n"b": "\xff"}', "ds_config.json:3:7: DSC001 syntax-error: not UTF-8 text (byte 16)"),
         ('{"a": 1}'.encode("utf-16"), "ds_config.json:1:1: DSC001 syntax-error: not UTF-8 text (byte 0), but UTF-16"),
@@ -183,20 +183,20 @@ def test_no_error_controls_a_terminal(lint: Run, arguments: list[str]) -> None:
         (b'{\n"\\ud800": 1}', 'ds_config.json:2:1: DSC100 unknown-key: "\N{REPLACEMENT CHARACTER}"'),
     ],
 )
-def test_a_wrong_encoding_is_told_with_its_line(lint: Run, tmp_path: Path, content: bytes, said: str) -> None:
+def test_a_wrong_encoding_is_reported_with_its_line(lint: Run, tmp_path: Path, content: bytes, expected: str) -> None:
     (tmp_path / "ds_config.json").write_bytes(content)
     code, out, _ = lint("ds_config.json")
     assert code == 1
-    assert said in out
+    assert expected in out
 
 
-def test_a_byte_order_mark_is_told_where_it_is_refused(lint: Run, tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_reported_for_frameworks_that_refuse_it(lint: Run, tmp_path: Path) -> None:
     (tmp_path / "ds_config.json").write_bytes(b'\xef\xbb\xbf{"train_batch_size": 8}')
     for framework in ("hf", "accelerate", "lightning"):
         assert "DSC004 hjson-only-syntax: a byte order mark" in lint("ds_config.json", "--framework", framework)[1]
 
 
-def test_a_file_whose_name_is_not_utf_8(lint: Run, tmp_path: Path) -> None:
+def test_a_file_name_that_is_not_utf_8_is_accepted(lint: Run, tmp_path: Path) -> None:
     name = "ds_config\udcff.json"
     (tmp_path / name).write_text('{"a": 1}')
     for output in FORMATS:
@@ -204,7 +204,7 @@ def test_a_file_whose_name_is_not_utf_8(lint: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"\xff", b"a = \x00", b"[" * 5000, b"a = " + b"[" * 5000, b"\xef\xbb\xbfa = 1"])
-def test_settings_that_cannot_be_read(lint: Run, tmp_path: Path, content: bytes) -> None:
+def test_unreadable_settings_are_a_plain_error(lint: Run, tmp_path: Path, content: bytes) -> None:
     (tmp_path / "ds_config.json").write_text("{}")
     (tmp_path / "pyproject.toml").write_bytes(content)
     code, _, err = lint("ds_config.json")

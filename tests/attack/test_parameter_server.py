@@ -1,12 +1,8 @@
-"""Ten thousand hostile messages for a parameter server, while an honest island goes on, bit for bit, undisturbed."""
+"""Ten thousand hostile messages to a parameter server do not change a bit of an honest island's training."""
 
 import random
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +18,8 @@ from deepspeed_compress.local_sgd.parameter_server.service import Service
 from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.frames import Limits
-from tests.attack.test_coordinator import MEGABYTES, memory
 from tests.support.hostile import Message, attack_authenticated, attack_unauthenticated
-from tests.support.transport import until
+from tests.support.processes import MEGABYTE, join_threads, resident_memory, serve_islands, start_threads
 
 Send = Callable[[Message, bytes], tuple[Message, Any]]
 COUNT = 10_000
@@ -32,26 +27,6 @@ NUMEL = 4096
 PUSHES = 40
 TERMS = {"exchange": {"method": "topk", "density": 0.1, "block_size": 64}, "outer": {}, "ranks": 1, "max_staleness": 64}
 SEED = {"claim": 0, "layout": [["w", 0, NUMEL]], "shapes": {"w": [64, 64]}}
-
-
-@contextmanager
-def serving(directory: Path) -> Iterator[tuple[str, int]]:
-    """The address and the process id of a parameter server that is a process of its own."""
-    directory.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "deepspeed_compress.cli", "islands", "serve", "--parameter-server", "--port", "0"]
-    with (
-        (directory / "told").open("wb") as told,
-        subprocess.Popen([*command, "--state", str(directory / "state")], stdout=told, stderr=told) as process,
-    ):
-        try:
-            until(lambda: b"port " in (directory / "told").read_bytes(), 60)
-            port = (directory / "told").read_text().split("port ")[1].split()[0]
-            yield f"127.0.0.1:{port}", process.pid
-            assert process.poll() is None, (directory / "told").read_text()
-            process.terminate()
-            assert process.wait(20) == 0, "the server does not end"
-        finally:
-            process.kill()
 
 
 class Island:
@@ -80,7 +55,7 @@ def numbers(seed: int) -> Tensor:
 
 
 def anchor(directory: Path) -> Tensor:
-    """The anchor that a server has left."""
+    """Return the anchor in the state of a server."""
     log = PushLog(directory / "state")
     store = log.read()
     assert store is not None
@@ -89,7 +64,7 @@ def anchor(directory: Path) -> Tensor:
 
 
 def templates(island: Island) -> Sequence[Message]:
-    """Messages of islands that are not there, and of the honest one as others see it: without its token."""
+    """Return messages of nonexistent islands, and of the honest island but without its token."""
     about = {"run": island.own["run"], "number": island.own["number"], "place": 0, "call": 10**6, "token": "0" * 32}
     saved = {"run": island.own["run"], "number": 0, "call": 3, "version": 3}
     return [
@@ -104,8 +79,8 @@ def templates(island: Island) -> Sequence[Message]:
 
 
 def hostile_bodies(address: str, island: Island, count: int) -> int:
-    """Send calls of an island that has entered, with bodies of noise; and say all of them twice."""
-    draw, limits = random.Random(9), Limits(body=1 << 30, patience=5.0)
+    """Send every call twice, as an island that has entered, with bodies of noise."""
+    rng, limits = random.Random(9), Limits(body=1 << 30, patience=5.0)
     connection = connect(address, PARAMETER_SERVER, Credentials.find(), 5.0, limits)
     connection.send({"kind": "enter", "terms": TERMS})
     head = connection.receive(10)
@@ -113,10 +88,10 @@ def hostile_bodies(address: str, island: Island, count: int) -> int:
     own = {**{name: head[name] for name in ("run", "number", "token")}, "place": 0}
     size = island.messages.size(1)
     for sent in range(count):
-        # Half of the indices are beyond the end, and numbers are not finite.
-        body = draw.choice([b"\xff" * size, b"\x7f" * size, bytes(size - 4), bytes(size + 4)])
-        call = {"kind": "push", **own, "call": 1 + sent // 2, "samples": draw.choice([8, -1, 2**63 - 1, True, "8"])}
-        connection.send(call, body if len(body) != size or draw.random() < 0.9 else body[:-1])
+        # Half of the indices are out of range, and numbers are not finite.
+        body = rng.choice([b"\xff" * size, b"\x7f" * size, bytes(size - 4), bytes(size + 4)])
+        call = {"kind": "push", **own, "call": 1 + sent // 2, "samples": rng.choice([8, -1, 2**63 - 1, True, "8"])}
+        connection.send(call, body if len(body) != size or rng.random() < 0.9 else body[:-1])
         answer = connection.receive(10)
         assert answer is not None
         assert answer["kind"] in ("refused", "dropped"), answer
@@ -131,7 +106,7 @@ class _Connected:
 
 
 def undisturbed() -> Tensor:
-    """The anchor after the same pushes to a server that nobody attacks, nor reaches."""
+    """Return the anchor after the same pushes to a service without a network."""
     service = Service(None, lambda text: None)
     island = Island(lambda head, body: service.hear(head, bytearray(body), _Connected()))
     for seed in range(PUSHES):
@@ -139,37 +114,31 @@ def undisturbed() -> Tensor:
     return service.store.places[0].anchor
 
 
-def test_ten_thousand_hostile_messages_change_nothing(tmp_path: Path) -> None:
-    with serving(tmp_path) as (address, pid):
+def test_hostile_messages_change_nothing(tmp_path: Path) -> None:
+    with serve_islands(tmp_path, "--parameter-server") as (address, pid):
         client = PushClient(address, 5.0, 60.0)
         island = Island(client.ask)
         island.push(0)
-        before, gaps = memory(pid), []
-        credentials = Credentials.find()
-        with_secret = threading.Thread(
-            target=attack_authenticated,
-            args=(address, PARAMETER_SERVER, credentials, lambda number: templates(island), COUNT // 2, 2),
+        before, seconds, credentials = resident_memory(pid), [], Credentials.find()
+        threads = start_threads(
+            lambda: attack_authenticated(
+                address, PARAMETER_SERVER, credentials, lambda number: templates(island), COUNT // 2, 2
+            ),
+            lambda: attack_unauthenticated(address, COUNT // 4, 1),
+            lambda: hostile_bodies(address, island, COUNT // 4),
         )
-        others = [
-            threading.Thread(target=attack_unauthenticated, args=(address, COUNT // 4, 1)),
-            threading.Thread(target=hostile_bodies, args=(address, island, COUNT // 4)),
-        ]
-        for one in (with_secret, *others):
-            one.start()
         for seed in range(1, PUSHES):
             begun = time.monotonic()
             island.push(seed)
-            gaps.append(time.monotonic() - begun)
+            seconds.append(time.monotonic() - begun)
             time.sleep(0.05)
-        for one in (with_secret, *others):
-            one.join(120)
-            assert not one.is_alive()
-        assert memory(pid) - before < 500 * MEGABYTES
-        assert max(gaps) < 20
+        join_threads(threads)
+        assert resident_memory(pid) - before < 500 * MEGABYTE
+        assert max(seconds) < 20
         client.close()
     expected = undisturbed()
     assert torch.equal(anchor(tmp_path), expected)
-    # What was logged meanwhile is whole.
+    # The log is complete.
     service = Service(PushLog(tmp_path / "state"), print)
     assert torch.equal(service.store.places[0].anchor, expected)
     service.close()

@@ -1,4 +1,4 @@
-"""Damaged and hostile files of runs: `report` and `doctor` end with one plain line, or read them rightly."""
+"""Damaged and hostile files of runs: `report` and `doctor` read them correctly, or end with one plain line."""
 
 import io
 import json
@@ -25,7 +25,7 @@ from tests.support.runs import trainer_run
 from tests.tools.doctor.synthetic import HEALTHY, config
 
 ROUNDS, SEEDS = 250, 8
-"""Changes of a file by one seed, and seeds: 2,000 changes of each kind of file. All seeds but the first are slow."""
+"""Rounds per seed and number of seeds, or 2,000 rounds per kind of file. All seeds but the first are slow."""
 STEPS = 8
 FILES = (
     "compression.jsonl",
@@ -41,7 +41,7 @@ HOSTILE = (
     *("null", "true", "-1", "[]", "{}", '""', "1e999", "-1e300", "NaN", "9" * 400, "9" * 5_000, '"\\ud800"'),
     *('"\\u001b[31mred\\u0007"', "[" * 3_000, '{"a":' * 3_000, '{"step": "1"}', '{"id": 1}', "\x00", "\udc9b", ","),
 )
-"""JSON values, and what is none, in the place of a part of a file."""
+"""Replacements for parts of a file: JSON values and invalid text."""
 
 
 def write_run(directory: Path) -> None:
@@ -62,30 +62,30 @@ def write_run(directory: Path) -> None:
 
 def mutations(text: bytes, seed: int) -> Iterator[bytes]:
     """Yield changed versions of a file: parts replaced, removed, doubled, or cut off, and bits flipped."""
-    chosen = random.Random(seed)
+    rng = random.Random(seed)
     while True:
-        at, other = (chosen.randrange(len(text) + 1) for _ in range(2))
-        end = chosen.choice((at, min(at + 1, len(text)), min(at + 40, len(text)), max(at, other)))
-        value = chosen.choice(HOSTILE).encode("utf-8", "surrogateescape")
-        yield chosen.choice(
+        at, other = (rng.randrange(len(text) + 1) for _ in range(2))
+        end = rng.choice((at, min(at + 1, len(text)), min(at + 40, len(text)), max(at, other)))
+        value = rng.choice(HOSTILE).encode("utf-8", "surrogateescape")
+        yield rng.choice(
             (
                 text[:at] + value + text[end:],
                 text[:at] + text[end:],
                 text[:at] + text[at:end] * 3 + text[end:],
                 text[:at],
-                text[:at] + bytes([text[at - 1] ^ 1 << chosen.randrange(8)]) + text[at + 1 :],
-                replaced_value(text, chosen, value),
-                replaced_value(text, chosen, value),
+                text[:at] + bytes([text[at - 1] ^ 1 << rng.randrange(8)]) + text[at + 1 :],
+                replaced_value(text, rng, value),
+                replaced_value(text, rng, value),
             )
         )
 
 
-def replaced_value(text: bytes, chosen: random.Random, value: bytes) -> bytes:
+def replaced_value(text: bytes, rng: random.Random, value: bytes) -> bytes:
     """Replace the value of one key, so that most of the file stays as it is."""
     colons = [at for at, byte in enumerate(text) if byte == ord(":")]
     if not colons:
         return text + value
-    at = chosen.choice(colons) + 1
+    at = rng.choice(colons) + 1
     ends = [end for end in (text.find(mark, at) for mark in (b",", b"}", b"\n")) if end >= 0]
     return text[:at] + value + text[min(ends, default=len(text)) :]
 
@@ -115,7 +115,7 @@ def read_doctor(directory: Path) -> None:
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, SEEDS))])
 @pytest.mark.parametrize("name", FILES)
 def test_a_changed_file_is_read_or_refused_by_name(name: str, seed: int, tmp_path: Path) -> None:
-    """No other exception, and nothing that a terminal would obey."""
+    """There are no other exceptions, and no control characters."""
     write_run(tmp_path)
     file = tmp_path / name
     whole, refused, before = file.read_bytes(), 0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -124,12 +124,12 @@ def test_a_changed_file_is_read_or_refused_by_name(name: str, seed: int, tmp_pat
         printed = read_both(tmp_path)
         assert all(line.isprintable() for line in printed.split("\n")), (changed, printed)
         refused += name in printed
-    assert refused, "no change was found to be wrong"
+    assert refused, "no change was refused"
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500 * 1024
 
 
 MISTAKES: dict[str, tuple[str, str, str]] = {
-    "a text for a number": ("compression.jsonl", '{"step": 9, "bytes_sent": "many"}', "bytes_sent"),
+    "a string in place of a number": ("compression.jsonl", '{"step": 9, "bytes_sent": "many"}', "bytes_sent"),
     "an unknown part": ("compression.jsonl", '{"step": 9, "run": "x"}', '"run" is not a part'),
     "no step": ("events.jsonl", '{"kind": "anomaly"}', '"step"'),
     "an event without a kind": ("events.jsonl", '{"step": 1}', "'kind' is None"),
@@ -141,7 +141,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_a_mistake_is_told_with_file_and_line(case: str, tmp_path: Path) -> None:
+def test_a_mistake_is_reported_with_file_and_line(case: str, tmp_path: Path) -> None:
     name, line, words = MISTAKES[case]
     write_run(tmp_path)
     lines = (tmp_path / name).read_text().splitlines()
@@ -155,7 +155,7 @@ def test_a_mistake_is_told_with_file_and_line(case: str, tmp_path: Path) -> None
         assert text.isprintable()
 
 
-def test_a_directory_and_a_pipe_in_place_of_a_file(tmp_path: Path) -> None:
+def test_directories_and_pipes_in_place_of_files_are_refused(tmp_path: Path) -> None:
     write_run(tmp_path)
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "metrics.jsonl").mkdir()
@@ -165,7 +165,7 @@ def test_a_directory_and_a_pipe_in_place_of_a_file(tmp_path: Path) -> None:
     assert "metrics.jsonl: not a regular file" in read_both(tmp_path)
 
 
-def test_names_cannot_move_the_cursor(tmp_path: Path) -> None:
+def test_names_with_control_characters_are_escaped(tmp_path: Path) -> None:
     place = tmp_path / "run\x1b[2J[red]$x$"
     place.mkdir()
     write_run(place)
@@ -178,13 +178,13 @@ def test_names_cannot_move_the_cursor(tmp_path: Path) -> None:
     assert (tmp_path / "report.html").read_text()
 
 
-def test_printable() -> None:
+def test_printable_escapes_control_characters_and_surrogates() -> None:
     assert printable("plain \N{LATIN SMALL LETTER E WITH ACUTE}") == "plain \N{LATIN SMALL LETTER E WITH ACUTE}"
     assert printable("a\x1b[0m\n\ud800") == "a\\x1b[0m\\n\\ud800"
 
 
 def peak_memory(work: Callable[[], Any]) -> int:
-    """Return how many bytes the peak memory of a forked process grows while it does `work`."""
+    """Return the growth in bytes of the peak memory of a forked process that runs `work`."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -199,13 +199,13 @@ def peak_memory(work: Callable[[], Any]) -> int:
             os._exit(code)
     os.close(writing)
     with os.fdopen(reading) as stream:
-        told = stream.read()
+        result = stream.read()
     assert os.waitpid(child, 0)[1] == 0
-    return int(told)
+    return int(result)
 
 
 def test_memory_does_not_grow_with_the_number_of_lines(tmp_path: Path) -> None:
-    """Figures of a long run are from a sample, and the page says so."""
+    """The figures of a long run come from a sample, and the page says so."""
     line = {**HEALTHY, "run": {"id": "a", "started": "2026-01-01T00:00:00", "since": 0}}
     peaks = []
     for count in (30_000, 120_000):

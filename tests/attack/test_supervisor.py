@@ -1,4 +1,4 @@
-"""Ten thousand hostile messages for a supervisor, while an honest agent is answered in time and its job goes on."""
+"""Ten thousand hostile messages to a supervisor, while an honest agent is answered in time and its job continues."""
 
 import json
 import os
@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,32 +21,32 @@ from deepspeed_compress.transport.fields import check_message
 from deepspeed_compress.transport.frames import Limits, encode
 from tests.support.coordinators import serving
 from tests.support.hostile import Message, attack_authenticated, attack_unauthenticated, flood
+from tests.support.processes import MEGABYTE, resident_memory
 from tests.support.transport import until
 
 COUNT = 10_000
 JOB = "the job of honest agents"
 PATIENCE = 4.5
-"""Seconds for an answer; agents end their ranks after five."""
-MEGABYTE = 1 << 20
+"""Maximum number of seconds for an answer. Agents end their ranks after five seconds without one."""
 
 
 class Agent:
-    """An honest agent, which beats in a thread of its own. `gaps`: seconds that each answer took."""
+    """An honest agent that sends heartbeats in a thread. `seconds` are the times until each answer."""
 
     def __init__(self, address: str, name: str = "honest", slots: int = 2) -> None:
         self.messages: list[dict[str, Any]] = []
-        self.gaps: list[float] = []
+        self.seconds: list[float] = []
         self._connection = connect(address, SUPERVISOR, Credentials.find(), limits=Limits(patience=5.0))
-        self.say("join", name=name, job=JOB, address="10.0.0.1", slots=list(range(slots)), port=1)
+        self.send("join", name=name, job=JOB, address="10.0.0.1", slots=list(range(slots)), port=1)
         self._end = threading.Event()
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._beat, self._listen)]
         for thread in self._threads:
             thread.start()
 
-    def say(self, kind: str, **fields: Any) -> None:
+    def send(self, kind: str, **fields: Any) -> None:
         self._connection.send({"kind": kind, **fields})
 
-    def heard(self, kind: str) -> list[dict[str, Any]]:
+    def received(self, kind: str) -> list[dict[str, Any]]:
         return [one for one in self.messages if one["kind"] == kind]
 
     def end(self) -> None:
@@ -59,10 +58,10 @@ class Agent:
 
     def _beat(self) -> None:
         while not self._end.wait(0.1):
-            begun, answered = time.monotonic(), len(self.heard("beat"))
-            self.say("beat", start=len(self.heard("start")), silent=0.1, steps=3)
-            until(lambda answered=answered: self._end.is_set() or len(self.heard("beat")) > answered, PATIENCE)
-            self.gaps.append(time.monotonic() - begun)
+            begun, answered = time.monotonic(), len(self.received("beat"))
+            self.send("beat", start=len(self.received("start")), silent=0.1, steps=3)
+            until(lambda answered=answered: self._end.is_set() or len(self.received("beat")) > answered, PATIENCE)
+            self.seconds.append(time.monotonic() - begun)
 
     def _listen(self) -> None:
         while not self._end.is_set():
@@ -76,17 +75,17 @@ class Agent:
 
 
 @contextmanager
-def supervised(tell: Callable[[str], None] = lambda text: None) -> Iterator[str]:
-    """The address of a supervisor for one host of two ranks."""
-    machine = Supervisor(Terms(JOB, 1, 2, 3, 60.0, 60.0), lambda ranks: "", tell)
+def supervised(log: Callable[[str], None] = lambda text: None) -> Iterator[str]:
+    """Run a supervisor for one host with two ranks, and yield its address."""
+    machine = Supervisor(Terms(JOB, 1, 2, 3, 60.0, 60.0), lambda ranks: "", log)
     service = Service(SUPERVISOR, "agent", partial(check_message, table=FROM_AGENTS))
-    server = Server(service, machine, None, "127.0.0.1", 0, tell, Credentials.find())
+    server = Server(service, machine, None, "127.0.0.1", 0, log, Credentials.find())
     with serving(server):
         yield f"127.0.0.1:{server.port}"
 
 
 def templates(number: int) -> list[Message]:
-    """Messages of a member of the job if `number` is odd, else of an agent of another job."""
+    """Return messages of a member of the job if `number` is odd, otherwise of an agent of another job."""
     job = JOB if number % 2 else "another job"
     join = {"kind": "join", "name": f"hostile{number}", "job": job, "address": "10.0.0.9", "slots": [0], "port": 9}
     failed = {"kind": "failed", "start": 1, "rank": 0, "slot": 0, "how": "was lost", "code": None, "steps": 9}
@@ -99,53 +98,48 @@ def templates(number: int) -> list[Message]:
     ]
 
 
-def memory() -> int:
-    """Bytes that this process has in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def finish(agent: Agent) -> None:
-    """A rank fails, the job starts again, and ends well: the supervisor still decides as ever."""
-    agent.say("failed", start=1, rank=1, slot=1, how="has ended", code=1, steps=3)
-    until(lambda: bool(agent.heard("stop")))
-    agent.say("stopped", start=1, steps=3, port=5)
-    until(lambda: len(agent.heard("start")) == 2)
-    started = agent.heard("start")[1]
+    """Let a rank fail, and check that the supervisor restarts the job and ends it successfully."""
+    agent.send("failed", start=1, rank=1, slot=1, how="has ended", code=1, steps=3)
+    until(lambda: bool(agent.received("stop")))
+    agent.send("stopped", start=1, steps=3, port=5)
+    until(lambda: len(agent.received("start")) == 2)
+    started = agent.received("start")[1]
     assert (started["hosts"], started["slots"], started["port"]) == (["10.0.0.1"], [0, 1], 5)
-    agent.say("done", start=2)
-    until(lambda: bool(agent.heard("over")))
-    assert agent.heard("over")[0] == {"kind": "over", "code": 0, "why": ""}
+    agent.send("done", start=2)
+    until(lambda: bool(agent.received("over")))
+    assert agent.received("over")[0] == {"kind": "over", "code": 0, "why": ""}
 
 
-def test_ten_thousand_hostile_messages_disturb_nobody() -> None:
-    told: list[str] = []
-    with supervised(told.append) as address:
+def test_hostile_messages_do_not_disturb_an_honest_agent() -> None:
+    log: list[str] = []
+    with supervised(log.append) as address:
         agent = Agent(address)
-        until(lambda: bool(agent.heard("start")))
-        before = memory()
+        until(lambda: bool(agent.received("start")))
+        before = resident_memory(os.getpid())
         assert attack_unauthenticated(address, COUNT // 2, seed=3) > COUNT // 4
         sent = attack_authenticated(address, SUPERVISOR, Credentials.find(), templates, COUNT // 2, seed=4)
         assert sent >= COUNT // 2
-        assert memory() < before + 64 * MEGABYTE
-        assert not agent.heard("stop")
+        assert resident_memory(os.getpid()) < before + 64 * MEGABYTE
+        assert not agent.received("stop")
         finish(agent)
         agent.end()
-    assert max(agent.gaps) < PATIENCE
-    assert len(told) < 100, "a flood does not fill the log"
+    assert max(agent.seconds) < PATIENCE
+    assert len(log) < 100, "a flood fills the log"
 
 
 @pytest.mark.parametrize("text", ["", "y" * 900_000], ids=["short", "long"])
-def test_one_that_floods_and_reads_nothing_delays_nobody(text: str) -> None:
+def test_a_flooder_that_reads_no_answers_does_not_delay_an_honest_agent(text: str) -> None:
     with supervised() as address:
         agent = Agent(address)
-        until(lambda: bool(agent.heard("start")))
+        until(lambda: bool(agent.received("start")))
         with joined(address, 1) as there:
-            before = memory()
+            before = resident_memory(os.getpid())
             assert flood(there, encode({**templates(1)[1], "text": text}), 2.0) > 0
-            assert memory() < before + 64 * MEGABYTE
+            assert resident_memory(os.getpid()) < before + 64 * MEGABYTE
         finish(agent)
         agent.end()
-    assert max(agent.gaps) < PATIENCE
+    assert max(agent.seconds) < PATIENCE
 
 
 def joined(address: str, number: int) -> Connection:
@@ -154,12 +148,12 @@ def joined(address: str, number: int) -> Connection:
     return there
 
 
-def listen(there: Connection) -> None:
+def receive_all(there: Connection) -> None:
     while there.receive(5) is not None:
         continue
 
 
-def test_the_name_of_the_job_is_told_to_no_stranger() -> None:
+def test_the_name_of_the_job_is_not_revealed_to_other_agents() -> None:
     with supervised() as address, joined(address, 2) as there:
         answer = there.receive(5)
         assert answer == {"kind": "refused", "why": "it is of another job"}
@@ -180,15 +174,15 @@ def test_the_name_of_the_job_is_told_to_no_stranger() -> None:
     ],
     ids=str,
 )
-def test_a_malformed_heartbeat_ends_its_own_connection_and_no_more(changed: dict[str, Any]) -> None:
+def test_a_malformed_heartbeat_ends_only_its_connection(changed: dict[str, Any]) -> None:
     with supervised() as address:
         agent = Agent(address)
-        until(lambda: bool(agent.heard("start")))
+        until(lambda: bool(agent.received("start")))
         with joined(address, 1) as there:
             there.send({**templates(1)[1], **changed})
             with pytest.raises(ConnectionError):
-                listen(there)
-        heard = len(agent.heard("beat"))
-        until(lambda: len(agent.heard("beat")) > heard + 5)
+                receive_all(there)
+        count = len(agent.received("beat"))
+        until(lambda: len(agent.received("beat")) > count + 5)
         finish(agent)
         agent.end()

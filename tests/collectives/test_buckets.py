@@ -15,14 +15,14 @@ RANKS = st.integers(1, 6)
 
 @st.composite
 def parts(draw: st.DrawFn) -> tuple[list[tuple[str, list[tuple[int, int]]]], int]:
-    """Parameters cut into (owner, numel) runs, empty ones among them, and the number of ranks."""
+    """Generate parameters cut into (owner, numel) runs, some of them empty, and the number of ranks."""
     ranks = draw(RANKS)
     runs = st.lists(st.tuples(st.integers(0, ranks - 1), st.integers(0, 9)), max_size=5)
     return [(f"p{index}", owners) for index, owners in enumerate(draw(st.lists(runs, max_size=6)))], ranks
 
 
 def elements(partition: Partition) -> list[tuple[str, int]]:
-    """(parameter, element) of every position of the bucket."""
+    """Return (parameter, element) for every position of the bucket."""
     return [(s.parameter, s.begin + index) for s in partition.segments for index in range(s.numel)]
 
 
@@ -41,7 +41,7 @@ def test_even_partition_covers_every_element_in_order(sizes: list[tuple[str, int
 
 @properties
 @given(SIZES, RANKS)
-def test_even_partition_shares_fairly_and_in_rank_order(sizes: list[tuple[str, int]], ranks: int) -> None:
+def test_even_partition_gives_near_equal_shares_in_rank_order(sizes: list[tuple[str, int]], ranks: int) -> None:
     found = owners(even_partition(sizes, ranks))
     share, larger = divmod(len(found), ranks)
     assert found == sorted(found)
@@ -50,7 +50,7 @@ def test_even_partition_shares_fairly_and_in_rank_order(sizes: list[tuple[str, i
 
 @properties
 @given(parts())
-def test_partition_by_sizes_gives_every_run_to_its_owner(
+def test_partition_by_sizes_assigns_every_run_to_its_owner(
     case: tuple[list[tuple[str, list[tuple[int, int]]]], int],
 ) -> None:
     parameters, ranks = case
@@ -63,7 +63,7 @@ def test_partition_by_sizes_gives_every_run_to_its_owner(
 
 @properties
 @given(parts())
-def test_segments_of_all_owners_are_the_bucket(case: tuple[list[tuple[str, list[tuple[int, int]]]], int]) -> None:
+def test_the_segments_of_all_owners_form_the_bucket(case: tuple[list[tuple[str, list[tuple[int, int]]]], int]) -> None:
     partition = partition_by_sizes(*case)
     owned = [segment for rank in range(partition.world_size) for segment in partition.owned_by(rank)]
     assert sorted(owned, key=lambda segment: segment.offset) == list(partition.segments)
@@ -72,7 +72,7 @@ def test_segments_of_all_owners_are_the_bucket(case: tuple[list[tuple[str, list[
 
 @properties
 @given(parts())
-def test_gather_takes_the_elements_of_an_owner_in_bucket_order(
+def test_gather_returns_the_elements_of_an_owner_in_bucket_order(
     case: tuple[list[tuple[str, list[tuple[int, int]]]], int],
 ) -> None:
     partition = partition_by_sizes(*case)
@@ -85,7 +85,7 @@ def test_gather_takes_the_elements_of_an_owner_in_bucket_order(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @properties
 @given(parts())
-def test_scatter_undoes_gather_and_leaves_other_elements(
+def test_scatter_inverts_gather_and_keeps_other_elements(
     dtype: torch.dtype, case: tuple[list[tuple[str, list[tuple[int, int]]]], int]
 ) -> None:
     partition = partition_by_sizes(*case)
@@ -99,7 +99,7 @@ def test_scatter_undoes_gather_and_leaves_other_elements(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("segments", [(), (Segment("p", 0, 4, 0, 0),)], ids=["none", "one"])
-def test_gather_gives_a_tensor_of_its_own_in_fp32(dtype: torch.dtype, segments: tuple[Segment, ...]) -> None:
+def test_gather_returns_a_new_fp32_tensor(dtype: torch.dtype, segments: tuple[Segment, ...]) -> None:
     bucket = torch.ones(4, dtype=dtype)
     gathered = gather(bucket, segments)
     assert gathered.dtype == torch.float32
@@ -118,12 +118,12 @@ def test_gather_gives_a_tensor_of_its_own_in_fp32(dtype: torch.dtype, segments: 
     ],
     ids=["gap", "overlap", "owner", "negative owner"],
 )
-def test_a_partition_refuses_what_is_none(segments: list[Segment], words: str) -> None:
+def test_invalid_segments_are_refused(segments: list[Segment], words: str) -> None:
     with pytest.raises(AssertionError, match=words):
         Partition(tuple(segments), 2)
 
 
-def test_equal_layouts_are_one_key() -> None:
+def test_equal_partitions_are_equal_keys() -> None:
     first, second = (even_partition([("a", 3), ("b", 4)], 2) for _ in range(2))
     assert len({first, second, even_partition([("a", 4), ("b", 3)], 2)}) == 2
 
@@ -150,7 +150,7 @@ def test_select_forms_a_sub_bucket_of_the_same_segments(
         assert gather(sub_bucket, [after]).tolist() == gather(bucket, [before]).tolist()
 
 
-def test_select_of_everything_is_the_partition_and_of_nothing_is_empty() -> None:
+def test_select_of_all_or_no_segments() -> None:
     partition = even_partition([("a", 3), ("b", 4)], 2)
     assert select(partition, lambda segment: True) == (partition.segments, partition)
     assert select(partition, lambda segment: False) == ((), Partition((), 2))

@@ -1,4 +1,4 @@
-"""Which way messages go, and that all ways bring the same ones."""
+"""The methods of exchange: all deliver the same messages, and the backend determines which one is used."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -15,17 +15,17 @@ RANKS = 3
 
 
 def message(source: int, target: int) -> torch.Tensor:
-    """Of another length for every pair; none from a rank to the one before it."""
+    """Return a message with a different length for every pair, empty from a rank to the previous one."""
     length = 0 if target == source - 1 else 100 * source + 10 * target + 1
     return torch.arange(length, dtype=torch.uint8).add_(7 * source + target)
 
 
-@pytest.mark.parametrize("way", [exchange._point_to_point, exchange._staged])
-def test_every_message_arrives_where_it_belongs(way: Any) -> None:
+@pytest.mark.parametrize("start", [exchange._point_to_point, exchange._staged])
+def test_every_message_arrives_at_its_target(start: Any) -> None:
     def work(group: ProcessGroupGloo, rank: int) -> list[torch.Tensor]:
         outgoing = [message(rank, peer) for peer in range(RANKS)]
         incoming = [torch.zeros_like(message(peer, rank)) for peer in range(RANKS)]
-        pending = way(Link(group), outgoing, incoming, 5)
+        pending = start(Link(group), outgoing, incoming, 5)
         for source in (rank - 1) % RANKS, (rank - 2) % RANKS:
             pending.wait_for(source)
         pending.finish()
@@ -36,8 +36,8 @@ def test_every_message_arrives_where_it_belongs(way: Any) -> None:
             assert incoming[source].equal(message(source, rank)), f"{source} to {rank}"
 
 
-def test_a_staged_message_is_there_when_it_was_waited_for() -> None:
-    """On a GPU it is the stream that waits which must see it."""
+def test_a_staged_message_is_copied_when_it_is_waited_for() -> None:
+    """On a GPU, the copy must be on the waiting stream."""
 
     def work(group: ProcessGroupGloo, rank: int) -> tuple[int, int]:
         outgoing, incoming = [torch.ones(9, dtype=torch.uint8)] * 2, list(torch.zeros(2, 9, dtype=torch.uint8))
@@ -52,7 +52,7 @@ def test_a_staged_message_is_there_when_it_was_waited_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "backend", "way"),
+    ("device", "backend", "start"),
     [
         ("cpu", "gloo", exchange._point_to_point),
         ("cpu", "mpi", exchange._point_to_point),
@@ -60,6 +60,6 @@ def test_a_staged_message_is_there_when_it_was_waited_for() -> None:
         ("cuda", "gloo", exchange._staged),
     ],
 )
-def test_the_way_depends_on_device_and_backend(device: str, backend: str, way: Any) -> None:
+def test_device_and_backend_determine_the_method(device: str, backend: str, start: Any) -> None:
     group: Any = SimpleNamespace(name=lambda: backend)
-    assert exchange._way(group, torch.device(device)) is way
+    assert exchange._choose_start(group, torch.device(device)) is start

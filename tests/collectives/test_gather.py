@@ -1,4 +1,4 @@
-"""The gather of weight differences: replicas equal to the bit, errors that vanish by themselves, bytes, bad values."""
+"""The gather of weight differences: equal replicas, vanishing errors, traffic, and non-finite values."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -40,20 +40,20 @@ class Case:
 
 
 @dataclass
-class Seen:
-    """The weights of a rank after every step."""
+class History:
+    """The weights of a rank after every step, and its gather."""
 
     held: list[Tensor] = field(default_factory=list)
     gather: DifferenceGather | None = None
 
 
 def start(dtype: torch.dtype) -> Tensor:
-    """The weights that all ranks begin with."""
+    """Return the initial weights of all ranks."""
     return torch.randn(NUMEL, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
 def walk(steps: int, moves: int | None = None) -> list[Tensor]:
-    """The masters of all ranks after every step: they move in the first `moves` steps, by about 1 % of their size."""
+    """Return the master weights after every step. They change by about 1 % in each of the first `moves` steps."""
     generator = torch.Generator().manual_seed(2)
     masters, path = start(torch.float32), []
     for step in range(steps):
@@ -63,9 +63,9 @@ def walk(steps: int, moves: int | None = None) -> list[Tensor]:
     return path
 
 
-def follow(group: ProcessGroup, case: Case, path: Sequence[Tensor]) -> Seen:
-    """What one rank makes of the masters on `path`, of which it sees its own part alone."""
-    gather, held, seen = case.gather(group), start(case.dtype), Seen()
+def follow(group: ProcessGroup, case: Case, path: Sequence[Tensor]) -> History:
+    """Gather the master weights of every step on one rank, which passes only its own part."""
+    gather, held, seen = case.gather(group), start(case.dtype), History()
     for step, masters in enumerate(path):
         gather.run.clock.begin(step)
         gather.gather(held, gather.own(masters).clone())
@@ -74,12 +74,12 @@ def follow(group: ProcessGroup, case: Case, path: Sequence[Tensor]) -> Seen:
     return seen
 
 
-def on_ranks(ranks: int, case: Case, path: Sequence[Tensor]) -> list[Seen]:
+def on_ranks(ranks: int, case: Case, path: Sequence[Tensor]) -> list[History]:
     return run_threads(ranks, lambda group, rank: follow(group, case, path))
 
 
-def assert_replicas(seen: Sequence[Seen]) -> None:
-    """The same bits on every rank after every step (NaN included)."""
+def assert_replicas(seen: Sequence[History]) -> None:
+    """Check that all ranks have the same bits after every step, including NaN."""
     for other in seen[1:]:
         for mine, theirs in zip(seen[0].held, other.held, strict=True):
             assert mine.view(torch.uint8).tolist() == theirs.view(torch.uint8).tolist()
@@ -101,8 +101,8 @@ CODECS = (
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: type(codec.compressor).__name__)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_replicas_are_equal_and_follow_the_masters(ranks: int, dtype: torch.dtype, codec: Codec) -> None:
-    """The error stays bounded over thirty steps, although nobody keeps a residual."""
+def test_replicas_are_equal_and_follow_the_master_weights(ranks: int, dtype: torch.dtype, codec: Codec) -> None:
+    """The error stays bounded over thirty steps, although there is no residual."""
     path = walk(30)
     seen = on_ranks(ranks, Case(codec, dtype, exact=("tied",), chunk_numel=96), path)
     assert_replicas(seen)
@@ -114,8 +114,8 @@ def test_replicas_are_equal_and_follow_the_masters(ranks: int, dtype: torch.dtyp
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_errors_vanish_when_the_masters_stand_still(dtype: torch.dtype, ranks: int) -> None:
-    """int8 leaves 1/254 of the largest difference of a block, plus what the type of the weights rounds off."""
+def test_errors_vanish_if_the_master_weights_stay_constant(dtype: torch.dtype, ranks: int) -> None:
+    """The error of int8 is 1/254 of the largest difference in a block, plus the rounding of the weights."""
     path = walk(10, moves=5)
     seen = on_ranks(ranks, Case(Codec(INT8), dtype), path)
     rounding = torch.finfo(dtype).eps / 2 * float(path[-1].abs().max())
@@ -123,8 +123,8 @@ def test_errors_vanish_when_the_masters_stand_still(dtype: torch.dtype, ranks: i
     assert error(seen[0].held[-1], path[-1]) <= rounding * 1.01
 
 
-def test_top_k_sends_everything_sooner_or_later() -> None:
-    """A quarter of the elements a step, the largest differences first: four steps later nothing is left."""
+def test_top_k_sends_all_differences_within_a_few_steps() -> None:
+    """Each step sends the quarter of the elements with the largest differences, so four steps send all."""
     path = walk(5, moves=1)
     seen = on_ranks(2, Case(Codec(TopK(0.25, 64))), path)
     left = [int((held - masters).abs().gt(1e-6).sum()) for held, masters in zip(seen[0].held, path, strict=True)]
@@ -134,8 +134,8 @@ def test_top_k_sends_everything_sooner_or_later() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_step_leaves_half_a_level_of_the_difference(dtype: torch.dtype) -> None:
-    """In float64, block by block, against the weights that the ranks really held before."""
+def test_the_error_of_a_step_is_at_most_half_a_level_of_the_difference(dtype: torch.dtype) -> None:
+    """The difference is taken to the previous weights, block by block, in float64."""
     path = walk(20)
     held = [start(dtype), *on_ranks(2, Case(Codec(INT8), dtype), path)[0].held]
     for (before, after), masters in zip(pairwise(held), path, strict=True):
@@ -149,7 +149,7 @@ def test_a_step_leaves_half_a_level_of_the_difference(dtype: torch.dtype) -> Non
                 assert error(new[rows], wanted[rows]) <= half_level * 1.0001 + rounding
 
 
-def moved(compressor: Compressor, part: Tensor, wanted: Tensor) -> Tensor:
+def updated(compressor: Compressor, part: Tensor, wanted: Tensor) -> Tensor:
     values = part.float()
     compressor.decompress_add(encode(compressor, wanted - values), values, 1.0)
     return values.to(part.dtype)
@@ -157,13 +157,13 @@ def moved(compressor: Compressor, part: Tensor, wanted: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("compressor", [INT8, TopK(0.1, 64)], ids=["int8", "topk"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_it_is_the_recursion_of_one_process(dtype: torch.dtype, compressor: Compressor) -> None:
-    """held <- round(held + C(master - held)) of each part, to the bit."""
+def test_the_gather_matches_a_recursion_in_one_process(dtype: torch.dtype, compressor: Compressor) -> None:
+    """held <- round(held + C(master - held)) for each part, bit for bit."""
     path = walk(30)
     seen = on_ranks(4, Case(Codec(compressor), dtype), path)[0]
     parts = start(dtype).chunk(4)
     for held, masters in zip(seen.held, path, strict=True):
-        parts = tuple(moved(compressor, part, wanted) for part, wanted in zip(parts, masters.chunk(4), strict=True))
+        parts = tuple(updated(compressor, part, wanted) for part, wanted in zip(parts, masters.chunk(4), strict=True))
         assert torch.equal(held, torch.cat(parts))
 
 
@@ -173,7 +173,7 @@ def cut(flat: Tensor) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("chunk_numel", [50, 1 << 24])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_exact_parameters_are_the_rounded_masters(dtype: torch.dtype, chunk_numel: int) -> None:
+def test_exact_parameters_equal_the_rounded_master_weights(dtype: torch.dtype, chunk_numel: int) -> None:
     names = ("norm", "tied")
     path = walk(3)
     seen = on_ranks(2, Case(Codec(Blockwise(bits=4, block_size=32)), dtype, names, chunk_numel), path)
@@ -186,7 +186,7 @@ def test_exact_parameters_are_the_rounded_masters(dtype: torch.dtype, chunk_nume
     assert not same["matrix"]
 
 
-def test_masters_beyond_fp16_become_infinite_where_they_are_exact() -> None:
+def test_exact_parameters_beyond_fp16_become_infinite() -> None:
     masters = start(torch.float32)
     masters[2] = 1e6
     seen = on_ranks(2, Case(Codec(INT8), torch.float16, ("norm",)), [masters])
@@ -195,7 +195,7 @@ def test_masters_beyond_fp16_become_infinite_where_they_are_exact() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_bytes_are_those_of_the_payloads(ranks: int) -> None:
+def test_the_meter_counts_the_bytes_of_the_payloads(ranks: int) -> None:
     part = NUMEL // ranks
     for case, payload in (
         (Case(Codec(INT8)), INT8.payload_bytes(part)),
@@ -208,8 +208,8 @@ def test_bytes_are_those_of_the_payloads(ranks: int) -> None:
             assert seen.gather.run.meter.bytes_weights_saved == exact - seen.gather.run.meter.bytes_weights
 
 
-def test_rounds_are_bounded() -> None:
-    """304 elements a rank in chunks of at most 96 make four messages, sizes near 76."""
+def test_the_size_of_a_round_is_bounded() -> None:
+    """304 elements per rank in chunks of at most 96 elements give four messages of 76 elements."""
     case = Case(Codec(INT8), chunk_numel=96)
     for seen in on_ranks(2, case, walk(1)):
         assert seen.gather is not None
@@ -217,15 +217,15 @@ def test_rounds_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_bad_masters_spoil_their_block_on_every_rank_until_synchronised(value: float) -> None:
+def test_non_finite_master_weights_spoil_their_block_until_a_synchronization(value: float) -> None:
     where = NUMEL - 40
-    bad = start(torch.float32)
-    bad[where] = value
+    masters_with_fault = start(torch.float32)
+    masters_with_fault[where] = value
 
-    def work(group: ProcessGroup, rank: int) -> tuple[Seen, Tensor]:
+    def work(group: ProcessGroup, rank: int) -> tuple[History, Tensor]:
         gather, held = Case(Codec(INT8), torch.bfloat16).gather(group), start(torch.bfloat16)
-        gather.gather(held, gather.own(bad))
-        seen = Seen([held.clone()])
+        gather.gather(held, gather.own(masters_with_fault))
+        seen = History([held.clone()])
         gather.synchronise(held, gather.own(walk(1)[0]))
         return seen, held
 
@@ -239,7 +239,7 @@ def test_bad_masters_spoil_their_block_on_every_rank_until_synchronised(value: f
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_synchronise_is_exact(ranks: int, dtype: torch.dtype) -> None:
+def test_synchronization_is_exact(ranks: int, dtype: torch.dtype) -> None:
     masters = walk(1)[0]
 
     def work(group: ProcessGroup, rank: int) -> tuple[Tensor, int]:
@@ -253,8 +253,8 @@ def test_synchronise_is_exact(ranks: int, dtype: torch.dtype) -> None:
         assert sent == 2 * (ranks - 1) * NUMEL // ranks * dtype.itemsize
 
 
-def test_masters_of_other_types_are_not_changed() -> None:
-    """fp16 masters (DeepSpeed's fp16_master_weights_and_grads), and masters that require gradients."""
+def test_fp16_master_weights_are_not_changed() -> None:
+    """The master weights are fp16 (DeepSpeed's fp16_master_weights_and_grads) and require gradients."""
     masters = start(torch.float16).requires_grad_()
 
     def work(group: ProcessGroup, rank: int) -> Tensor:
@@ -270,7 +270,7 @@ def test_masters_of_other_types_are_not_changed() -> None:
     assert torch.equal(masters.detach(), before)
 
 
-def test_random_numbers_come_from_seed_step_and_rank_alone() -> None:
+def test_random_numbers_depend_only_on_seed_step_and_rank() -> None:
     stochastic = Codec(Blockwise(bits=4, block_size=32, stochastic=True))
     first, again, other = (on_ranks(2, Case(stochastic, seed=seed), walk(3))[0].held for seed in (5, 5, 6))
     assert all(torch.equal(one, same) for one, same in zip(first, again, strict=True))
@@ -293,8 +293,8 @@ def test_random_numbers_come_from_seed_step_and_rank_alone() -> None:
     assert not torch.equal(one, later)
 
 
-def later(group: ProcessGroup, case: Case, path: Sequence[Tensor]) -> list[Tensor]:
-    """As `follow`, but messages leave first and are waited for one after the other; two gathers are under way."""
+def begin_and_wait(group: ProcessGroup, case: Case, path: Sequence[Tensor]) -> list[Tensor]:
+    """Do the same as `follow`, but send all messages first, and with two gathers in progress."""
     gathers, held = [case.gather(group) for _ in range(2)], [start(case.dtype) for _ in range(2)]
     seen = []
     for step, masters in enumerate(path):
@@ -303,7 +303,7 @@ def later(group: ProcessGroup, case: Case, path: Sequence[Tensor]) -> list[Tenso
         for gather, one in zip(gathers, held, strict=True):
             gather.run.clock.begin(step)
             pending.append(gather.begin(one, gather.own(masters).clone(), len(pending) * gather.rounds))
-        assert torch.equal(held[0], before), "weights changed before anybody waited for them"
+        assert torch.equal(held[0], before), "the weights changed before they were waited for"
         for number in range(gathers[0].rounds):
             pending[0].wait_for(number)
             pending[1].wait_for(number)
@@ -313,8 +313,8 @@ def later(group: ProcessGroup, case: Case, path: Sequence[Tensor]) -> list[Tenso
 
 
 @pytest.mark.parametrize("chunk_numel", [1 << 24, 64])
-def test_weights_that_are_waited_for_later_are_the_same(chunk_numel: int) -> None:
+def test_a_gather_that_is_waited_for_later_gives_the_same_weights(chunk_numel: int) -> None:
     case, path = Case(Codec(INT8), exact=("tied",), chunk_numel=chunk_numel), walk(3)
     at_once = on_ranks(3, case, path)
-    for seen, found in zip(at_once, run_threads(3, lambda group, rank: later(group, case, path)), strict=True):
+    for seen, found in zip(at_once, run_threads(3, lambda group, rank: begin_and_wait(group, case, path)), strict=True):
         assert all(torch.equal(one, other) for one, other in zip(seen.held, found, strict=True))

@@ -1,4 +1,4 @@
-"""Reduction in two levels: 2 nodes of 2 ranks, and 2 of 3, as threads; compared with sums made by hand."""
+"""Reduction on two levels with ranks as threads, compared with explicit sums."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -9,33 +9,21 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.collectives.buckets import Partition, even_partition, partition_by_sizes
-from deepspeed_compress.collectives.exchange import Link
 from deepspeed_compress.collectives.hierarchical import HierarchicalReducer
-from deepspeed_compress.collectives.messages import Channel, Messages
-from deepspeed_compress.collectives.payload import PayloadReducer
 from deepspeed_compress.collectives.reducer import Run, StepClock
-from deepspeed_compress.compression.codec import Codec
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor
-from deepspeed_compress.compression.feedback import ErrorFeedback, NoFeedback
-from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import gather
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.monitor import Meter
 from deepspeed_compress.session.nodes import split_by_node
+from tests.support.codecs import noise
+from tests.support.reducers import integers, interleaved, payload_reducer
 from tests.support.threads import run_nodes
 
 T = TypeVar("T")
 FP32 = Cast(torch.float32)
 STOCHASTIC = Blockwise(8, 32, stochastic=True)
 every_shape = pytest.mark.parametrize(("nodes", "locals_"), [(2, 2), (2, 3), (3, 2)])
-
-
-def payload(
-    group: ProcessGroup, codec: Compressor, clock: StepClock, feedback: bool, chunk_numel: int | None
-) -> PayloadReducer:
-    kept = (ErrorFeedback(Residuals("fp32", False)) if feedback else NoFeedback() for _ in range(2))
-    messages = Messages((Channel(Codec(codec), *kept),))
-    return PayloadReducer(Link(group), messages, Run(clock, Meter()), chunk_numel)
 
 
 def run_hierarchy(
@@ -52,20 +40,12 @@ def run_hierarchy(
     def on_rank(whole: ProcessGroup, inner: ProcessGroup, outer: ProcessGroup, rank: int) -> T:
         clock = StepClock()
         levels = [
-            payload(group, codec, clock, feedback, chunk_numel) for group, codec in ((inner, inside), (outer, between))
+            payload_reducer(group, codec, Run(clock, Meter()), feedback, chunk_numel)
+            for group, codec in ((inner, inside), (outer, between))
         ]
         return work(HierarchicalReducer(whole, *levels), rank)
 
     return run_nodes(nodes, locals_, on_rank)
-
-
-def integers(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randint(-20, 20, (numel,), generator=torch.Generator().manual_seed(rank)).to(dtype)
-
-
-def interleaved(ranks: int) -> Partition:
-    runs = [(rank, 10 + rank) for rank in range(ranks)]
-    return partition_by_sizes([("weight", runs), ("bias", runs[:1]), ("norm", runs[::-1])], ranks)
 
 
 @every_shape
@@ -95,15 +75,15 @@ def test_exact_levels_sum_over_all_ranks(
 
 
 @every_shape
-def test_lossy_levels_give_all_ranks_the_same_bits(nodes: int, locals_: int) -> None:
-    """Random rounding too: what comes back inside a node is drawn alike on every node."""
+def test_all_ranks_get_the_same_bits_from_lossy_levels(nodes: int, locals_: int) -> None:
+    """Rounding is stochastic, but the same on every node for messages that come back from other nodes."""
     partition = interleaved(nodes * locals_)
 
     def work(reducer: HierarchicalReducer, rank: int) -> list[Tensor]:
         results = []
         for step in range(4):
             reducer.node.run.clock.begin(step)
-            bucket = torch.randn(partition.numel, generator=torch.Generator().manual_seed(9 * step + rank))
+            bucket = noise(partition.numel, 9 * step + rank)
             reducer.all_reduce(bucket, partition, 1.0)
             results.append(bucket)
         return results
@@ -114,10 +94,10 @@ def test_lossy_levels_give_all_ranks_the_same_bits(nodes: int, locals_: int) -> 
 
 
 @pytest.mark.parametrize("locals_", [2, 3])
-def test_feedback_at_both_levels_delivers_everything_in_time(locals_: int) -> None:
-    """What is left after 30 steps of the same gradients is bounded, so the mean of the results approaches the truth."""
+def test_feedback_on_both_levels_makes_the_mean_approach_the_exact_sum(locals_: int) -> None:
+    """The residuals after 30 steps with the same gradients are bounded, so the mean result approaches the exact sum."""
     partition, steps = interleaved(2 * locals_), 30
-    gradients = [torch.randn(partition.numel, generator=torch.Generator().manual_seed(r)) for r in range(2 * locals_)]
+    gradients = [noise(partition.numel, rank) for rank in range(2 * locals_)]
 
     def work(reducer: HierarchicalReducer, rank: int) -> Tensor:
         total = torch.zeros(partition.numel)
@@ -130,13 +110,13 @@ def test_feedback_at_both_levels_delivers_everything_in_time(locals_: int) -> No
 
     found = run_hierarchy(2, locals_, Blockwise(8, 32), Blockwise(4, 32), work, feedback=True)
     for rank, mean in enumerate(found):
-        truth = gather(sum(gradients), partition.owned_by(rank))
-        # Node sums below 12 in 7 levels: half a level is 0.9, once in 30 steps, at each of 2 nodes.
-        assert (mean - truth).abs().max() <= 2 * 0.9 / steps + 0.01
+        exact = gather(sum(gradients), partition.owned_by(rank))
+        # Node sums are below 12, so half of one of 7 levels is 0.9, once in 30 steps, on each of 2 nodes.
+        assert (mean - exact).abs().max() <= 2 * 0.9 / steps + 0.01
 
 
-def test_chunks_of_an_uneven_bucket_do_not_mix_up_messages() -> None:
-    """Ranks of one node have parts of different size, hence different numbers of rounds between nodes."""
+def test_messages_of_an_uneven_chunked_bucket_are_not_mixed_up() -> None:
+    """The ranks of a node have parts of different sizes, so they have different numbers of rounds between nodes."""
     partition = partition_by_sizes([("w", [(0, 500), (1, 1), (2, 3), (3, 10)])], 4)
 
     def work(reducer: HierarchicalReducer, rank: int) -> Tensor:
@@ -150,8 +130,8 @@ def test_chunks_of_an_uneven_bucket_do_not_mix_up_messages() -> None:
     assert all(torch.equal(found, total) for found in run_hierarchy(2, 2, FP32, FP32, work, chunk_numel=50))
 
 
-def test_large_fp16_gradients_stay_in_range_inside_a_node() -> None:
-    """Their mean is in the range of fp16, the sum over a node is not."""
+def test_sums_of_large_fp16_gradients_inside_a_node_do_not_overflow() -> None:
+    """Their mean is in the range of fp16, but the sum over a node is not."""
     partition, fp16 = even_partition([("w", 12)], 4), Cast(torch.float16)
 
     def work(reducer: HierarchicalReducer, rank: int) -> Tensor:
@@ -163,8 +143,8 @@ def test_large_fp16_gradients_stay_in_range_inside_a_node() -> None:
         assert torch.equal(found, torch.full((12,), 60000.0, dtype=torch.float16))
 
 
-def test_less_crosses_the_link_between_nodes() -> None:
-    """2 nodes of 3: a rank sends a sixth of the bucket across, where one level sends a sixth to each of 3 ranks."""
+def test_the_hierarchy_reduces_the_traffic_between_nodes() -> None:
+    """With 2 nodes of 3 ranks, a rank sends a sixth of the bucket; one level would send a sixth to each of 3 ranks."""
     partition = even_partition([("w", 600)], 6)
 
     def work(reducer: HierarchicalReducer, rank: int) -> int:

@@ -1,4 +1,4 @@
-"""Copies of a model on nodes, each divided over a node's ranks, as threads; compared with sums made by hand."""
+"""Hybrid reduction with ranks as threads, compared with explicit sums."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -10,14 +10,16 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_compress.collectives.buckets import Partition, even_partition
 from deepspeed_compress.collectives.hybrid import HybridReducer
-from deepspeed_compress.collectives.reducer import StepClock
+from deepspeed_compress.collectives.reducer import Run, StepClock
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor
 from deepspeed_compress.compression.segments import gather
-from tests.collectives.test_hierarchical import STOCHASTIC, integers, interleaved, payload
+from deepspeed_compress.monitor import Meter
+from tests.support.reducers import integers, interleaved, payload_reducer
 from tests.support.threads import run_nodes
 
 T = TypeVar("T")
 FP32 = Cast(torch.float32)
+STOCHASTIC = Blockwise(8, 32, stochastic=True)
 every_shape = pytest.mark.parametrize(("nodes", "locals_"), [(2, 2), (2, 3), (3, 2), (3, 1)])
 
 
@@ -27,7 +29,10 @@ def run_copies(
     """Run `work(reducer, rank)` on every rank, with rank = node * locals_ + local."""
 
     def on_rank(whole: ProcessGroup, inner: ProcessGroup, outer: ProcessGroup, rank: int) -> T:
-        levels = [payload(one, codec, StepClock(), feedback, None) for one, codec in ((inner, FP32), (outer, between))]
+        levels = [
+            payload_reducer(one, codec, Run(StepClock(), Meter()), feedback)
+            for one, codec in ((inner, FP32), (outer, between))
+        ]
         return work(HybridReducer(*levels), rank)
 
     return run_nodes(nodes, locals_, on_rank)
@@ -58,7 +63,7 @@ def test_exact_levels_sum_over_all_ranks(
 
 
 @pytest.mark.parametrize("codec", [Blockwise(4, 32), STOCHASTIC], ids=repr)
-def test_copies_get_the_same_bits(codec: Compressor) -> None:
+def test_all_copies_get_the_same_bits(codec: Compressor) -> None:
     partition = interleaved(2)
 
     def work(reducer: HybridReducer, rank: int) -> Tensor:
@@ -72,11 +77,11 @@ def test_copies_get_the_same_bits(codec: Compressor) -> None:
     assert not torch.equal(found[0][:10], found[1][:10])
 
 
-def test_what_crosses_nodes_is_a_part() -> None:
+def test_each_rank_sends_only_its_part_between_nodes() -> None:
     partition = even_partition([("w", 400)], 2)
 
     def work(reducer: HybridReducer, rank: int) -> list[int]:
         return [one.bytes for one in reducer.transfers(partition, everywhere=False)]
 
-    # Half of the elements to the other rank of the node; half of the part to the other node, and half of it back.
+    # Inside a node: half of the elements. Between nodes: half of the part in each direction.
     assert run_copies(2, 2, FP32, work) == [[800, 800]] * 4

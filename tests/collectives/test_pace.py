@@ -1,4 +1,4 @@
-"""A cap on what is sent: the mean rate is the cap, one message is not slowed down, and nothing is saved up."""
+"""The rate limit: the mean rate equals the cap, one message is not delayed, and idle time earns no credit."""
 
 import pytest
 
@@ -7,8 +7,8 @@ from deepspeed_compress.config import Communication, parse_section
 from deepspeed_compress.errors import ConfigError
 
 
-class Time:
-    """A clock that moves when somebody sleeps, `late` seconds longer than asked for."""
+class FakeTime:
+    """A clock that advances only when `sleep` is called, by `late` seconds more than requested."""
 
     def __init__(self, late: float = 0.0) -> None:
         self.now = 100.0
@@ -22,13 +22,13 @@ class Time:
         self.now += seconds + self._late
 
 
-def paced(rate: float, time: Time) -> Pace:
+def make_limiter(rate: float, time: FakeTime) -> Pace:
     return Pace(rate, time.clock, time.sleep)
 
 
-def test_the_first_message_does_not_wait_and_the_next_waits_for_its_time() -> None:
-    time = Time()
-    pace = paced(1000.0, time)
+def test_only_messages_after_the_first_one_wait() -> None:
+    time = FakeTime()
+    pace = make_limiter(1000.0, time)
     pace.wait(500)
     assert time.now == 100.0
     pace.wait(100)
@@ -37,17 +37,17 @@ def test_the_first_message_does_not_wait_and_the_next_waits_for_its_time() -> No
     assert time.now == pytest.approx(100.6)
 
 
-def test_sleeping_too_long_does_not_add_up() -> None:
-    time = Time(late=0.05)
-    pace = paced(1000.0, time)
+def test_late_wakeups_do_not_accumulate() -> None:
+    time = FakeTime(late=0.05)
+    pace = make_limiter(1000.0, time)
     for _ in range(100):
         pace.wait(100)
     assert time.now - 100.0 == pytest.approx(99 * 0.1 + 0.05)
 
 
-def test_silence_is_not_saved_up() -> None:
-    time = Time()
-    pace = paced(1000.0, time)
+def test_idle_time_earns_no_credit() -> None:
+    time = FakeTime()
+    pace = make_limiter(1000.0, time)
     pace.wait(1000)
     time.now += 60.0
     for _ in range(11):
@@ -58,7 +58,7 @@ def test_silence_is_not_saved_up() -> None:
 @pytest.mark.parametrize(
     ("environment", "share"), [({"LOCAL_WORLD_SIZE": "4"}, 4), ({"LOCAL_SIZE": "2"}, 2)], ids=["torchrun", "deepspeed"]
 )
-def test_processes_of_a_host_share_its_rate(environment, share, monkeypatch) -> None:
+def test_the_processes_of_a_host_share_its_rate(environment, share, monkeypatch) -> None:
     for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -68,7 +68,7 @@ def test_processes_of_a_host_share_its_rate(environment, share, monkeypatch) -> 
     assert pace.rate == 25e6 / share
 
 
-def test_nothing_is_made_without_a_cap() -> None:
+def test_there_is_no_limiter_without_a_cap() -> None:
     assert make_pace(Communication()) is None
 
 
@@ -81,6 +81,6 @@ def test_nothing_is_made_without_a_cap() -> None:
         ({"communication": {"max_rate": "1 Gbit/s"}, "adaptive": {}}, "cannot be combined with adaptive"),
     ],
 )
-def test_what_has_no_effect_is_an_error(section, words) -> None:
+def test_an_invalid_or_ineffective_rate_is_an_error(section, words) -> None:
     with pytest.raises(ConfigError, match=f"/deepspeed_compress/communication/max_rate: .*{words}"):
         parse_section({"zero_optimization": {"stage": 1}, "deepspeed_compress": section})

@@ -1,4 +1,4 @@
-"""PowerSGD with ranks as threads, against the algorithms of its paper in float64 and against PyTorch's own."""
+"""PowerSGD with ranks as threads, compared with the paper's algorithms in float64 and with PyTorch's hook."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, _orthogonalize, powerSGD_hook
 
 from deepspeed_compress.collectives.buckets import LAYOUTS, Partition, even_partition, relabel
-from deepspeed_compress.collectives.exchange import Link
 from deepspeed_compress.collectives.low_rank import (
     LowRank,
     clean,
@@ -21,16 +20,13 @@ from deepspeed_compress.collectives.low_rank import (
     orthonormal,
     revived,
 )
-from deepspeed_compress.collectives.messages import Channel, Messages
-from deepspeed_compress.collectives.payload import PayloadReducer
 from deepspeed_compress.collectives.powersgd import PowerSGDReducer
 from deepspeed_compress.collectives.reducer import Run, StepClock
-from deepspeed_compress.compression.codec import Codec
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor
-from deepspeed_compress.compression.feedback import ErrorFeedback, NoFeedback
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import Segment, gather
 from deepspeed_compress.monitor import Meter
+from tests.support.reducers import normal, payload_reducer, raw_bytes
 from tests.support.threads import run_threads
 
 FP32 = Cast(torch.float32)
@@ -43,46 +39,31 @@ SHAPES: Mapping[str, tuple[int, ...]] = {
     "conv": (4, 3, 3, 3),
 }
 LOW_RANK = ("tall", "wide", "twin", "conv")
-"""At rank 2; the others are a vector, and a matrix smaller than its factors."""
+"""Parameters that are approximated at rank 2. The others are a vector and a matrix smaller than its factors."""
 STACKS = {"conv": (1, 4, 27), "wide": (2, 6, 20), "tall": (1, 24, 5)}
 
 
 def layout(ranks: int, names: Sequence[str] = (*SHAPES,)) -> Partition:
-    """Owners' shares end inside of parameters."""
+    """Return a partition in which the owners' shares end within parameters."""
     return even_partition([(name, math.prod(SHAPES[name])) for name in names], ranks)
 
 
-def normal(rank: int, numel: int, step: int = 0) -> Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
 def part_of(bucket: Tensor, name: str, partition: Partition) -> Tensor:
-    """A parameter of the bucket as its matrix."""
+    """Return a parameter of the bucket as a matrix."""
     flat = gather(bucket, [segment for segment in partition.segments if segment.parameter == name])
     return flat.view(SHAPES[name][0], -1)
 
 
-def raw_bytes(tensor: Tensor) -> bytes:
-    return bytes(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-
-
-def payload_reducer(
-    group: ProcessGroup, codec: Compressor, meter: Meter, feedback: bool = False, seed: int = 0
-) -> PayloadReducer:
-    kept = (ErrorFeedback(Residuals("fp32", transactional=False)) if feedback else NoFeedback() for _ in range(2))
-    return PayloadReducer(Link(group), Messages((Channel(Codec(codec), *kept),)), Run(StepClock(), meter, seed))
-
-
 @dataclass
 class Built:
-    """A reducer, and what its owner sees of it."""
+    """A reducer with its stores and its meter."""
 
     reducer: PowerSGDReducer
     residuals: Residuals
     warm: Residuals
     meter: Meter
 
-    def settle(self, applied: bool = True) -> None:
+    def end_step(self, applied: bool = True) -> None:
         for store in (self.residuals, self.warm):
             (store.commit if applied else store.rollback)()
 
@@ -101,8 +82,8 @@ def build(
 ) -> Built:
     residuals, warm, meter = Residuals("fp32", transactional=True), Residuals("fp32", transactional=True), Meter()
     reducer = PowerSGDReducer(
-        payload_reducer(group, others, meter),
-        payload_reducer(group, factors, meter, factor_feedback, seed),
+        payload_reducer(group, others, Run(StepClock(), meter)),
+        payload_reducer(group, factors, Run(StepClock(), meter, seed), factor_feedback),
         LowRank({name: shape for name, shape in shapes.items() if chosen(name)}, rank, min_saving),
         residuals if feedback else None,
         warm,
@@ -119,7 +100,7 @@ def train(
     partition: Partition | None = None,
     **options: Any,
 ) -> list[list[Tensor]]:
-    """What every rank's bucket holds after each applied step; the mean of `inputs(rank, step)` by default."""
+    """Return every rank's bucket after each applied step; by default, the mean of `inputs(rank, step)`."""
     cut = partition or layout(ranks)
     inputs = inputs or (lambda rank, step: normal(rank, cut.numel, step))
 
@@ -128,7 +109,7 @@ def train(
         for step in range(steps):
             bucket = inputs(rank, step).clone()
             getattr(built.reducer, operation)(bucket, cut, 1 / ranks if scale is None else scale)
-            built.settle()
+            built.end_step()
             found.append(bucket)
         return found
 
@@ -145,11 +126,11 @@ def gram_schmidt(columns: Tensor) -> Tensor:
 
 
 def paper(gradients: Sequence[Sequence[Tensor]], q: Tensor) -> list[Tensor]:
-    """The updates of algorithms 1 and 2 in float64: `gradients[step][rank]` [m, n], `q` [n, rank] at first."""
+    """Return the updates of algorithms 1 and 2 in float64, from `gradients[step][rank]` [m, n] and `q` [n, rank]."""
     errors, updates = [torch.zeros_like(gradients[0][0], dtype=torch.float64) for _ in gradients[0]], []
     q = q.double()
-    for of_ranks in gradients:
-        inputs = [gradient.double() + error for gradient, error in zip(of_ranks, errors, strict=True)]
+    for rank_gradients in gradients:
+        inputs = [gradient.double() + error for gradient, error in zip(rank_gradients, errors, strict=True)]
         p = gram_schmidt(torch.stack([matrix @ q for matrix in inputs]).mean(dim=0))
         q = torch.stack([matrix.T @ p for matrix in inputs]).mean(dim=0)
         updates.append(p @ q.T)
@@ -158,7 +139,7 @@ def paper(gradients: Sequence[Sequence[Tensor]], q: Tensor) -> list[Tensor]:
 
 
 def first_q(name: str, rank: int) -> Tensor:
-    """[n, rank]"""
+    """Return the initial Q of a matrix: [n, rank]."""
     n = math.prod(SHAPES[name][1:])
     return normal(len(name), n * rank).view(n, rank)
 
@@ -176,11 +157,11 @@ def test_ten_steps_agree_with_the_paper(rank: int) -> None:
         built, found = build(group, rank), []
         for name in LOW_RANK:
             start_from(built.warm, name, rank)
-        built.settle()
+        built.end_step()
         for step in range(steps):
             found.append(normal(index, partition.numel, step))
             built.reducer.all_reduce(found[-1], partition, 1 / ranks)
-            built.settle()
+            built.end_step()
         return found
 
     found = run_threads(ranks, work)[1]
@@ -194,7 +175,7 @@ def test_ten_steps_agree_with_the_paper(rank: int) -> None:
 
 
 class TorchBucket:
-    """What PyTorch's hook asks of DDP's only bucket."""
+    """Stand-in for the only bucket of DDP, with the methods that PyTorch's hook calls."""
 
     def __init__(self, flat: Tensor, partition: Partition) -> None:
         self._flat = flat
@@ -218,9 +199,9 @@ class TorchBucket:
 
 @pytest.mark.parametrize("rank", [2, 3])
 def test_ten_steps_agree_with_pytorch(rank: int) -> None:
-    """From the same Q. PyTorch takes Gram-Schmidt up to rank 2 and QR above; it too keeps the rest exact."""
+    """Both start from the same Q. PyTorch uses Gram-Schmidt up to rank 2 and QR above."""
     steps, uncut = 10, layout(1)
-    # PyTorch takes matrices of a shape together, shape by shape in the order of the bucket.
+    # PyTorch groups matrices by shape, in the order of the bucket.
     order = ("wide", "twin", "tall", "conv")
 
     def work(group: ProcessGroup, index: int) -> list[tuple[Tensor, Tensor]]:
@@ -235,7 +216,7 @@ def test_ten_steps_agree_with_pytorch(rank: int) -> None:
             theirs, ours = (normal(index, uncut.numel, step) for _ in range(2))
             powerSGD_hook(state, TorchBucket(theirs, uncut)).wait()
             built.reducer.all_reduce(ours, layout(2), 0.5)
-            built.settle()
+            built.end_step()
             means.append((theirs, ours))
         return means
 
@@ -245,7 +226,7 @@ def test_ten_steps_agree_with_pytorch(rank: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [1, 2, 4])
-def test_the_basis_spans_what_that_of_pytorch_spans(rank: int) -> None:
+def test_the_basis_spans_the_same_space_as_that_of_pytorch(rank: int) -> None:
     columns = normal(0, 5 * 30 * rank).view(5, 30, rank)
     basis = orthonormal(columns.mT.contiguous())
     _orthogonalize(columns)  # type: ignore[no-untyped-call]
@@ -254,18 +235,18 @@ def test_the_basis_spans_what_that_of_pytorch_spans(rank: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [[[0.0] * 5] * 3, [[1.0] * 5] * 3, [[1.0] * 5, [0.0] * 5, [1e-38] * 5]])
-def test_the_basis_is_complete_whatever_is_missing(rows: list[list[float]]) -> None:
+def test_the_basis_is_complete_even_for_dependent_rows(rows: list[list[float]]) -> None:
     basis = orthonormal(torch.tensor([rows]))
     torch.testing.assert_close(basis @ basis.mT, torch.eye(3)[None], rtol=0, atol=1e-6)
 
 
-def test_rows_without_a_direction_start_again() -> None:
+def test_zero_and_non_finite_rows_are_replaced() -> None:
     factors = torch.tensor([[[1.0, 2.0], [0.0, 0.0], [3.0, math.nan], [math.inf, 1.0]]])
     start = torch.tensor([[[5.0, 5.0], [6.0, 6.0], [7.0, 7.0], [8.0, 8.0]]])
     assert revived(factors, start).tolist() == [[[1.0, 2.0], [6.0, 6.0], [7.0, 7.0], [8.0, 8.0]]]
 
 
-def test_only_matrices_with_a_non_finite_element_are_tainted() -> None:
+def test_only_matrices_with_non_finite_elements_are_tainted() -> None:
     factors = torch.tensor([[[1.0, -3e38]], [[math.inf, 1.0]], [[2.0, math.nan]]])
     cleaned, taint = clean(factors)
     assert cleaned.tolist() == [[[1.0, factors[0, 0, 1].item()]], [[0.0, 0.0]], [[0.0, 0.0]]]
@@ -274,7 +255,7 @@ def test_only_matrices_with_a_non_finite_element_are_tainted() -> None:
 
 
 def low_rank_inputs(partition: Partition, ranks: int, rank: int) -> Callable[[int, int], Tensor]:
-    """Gradients of full rank, the mean of which has rank `rank` in every matrix."""
+    """Return gradients of full rank whose mean has rank `rank` in every matrix."""
 
     def inputs(index: int, step: int) -> Tensor:
         noise = torch.stack([normal(50 + other, partition.numel, step) for other in range(ranks)])
@@ -289,7 +270,7 @@ def low_rank_inputs(partition: Partition, ranks: int, rank: int) -> Callable[[in
     return inputs
 
 
-def test_a_mean_of_low_rank_arrives_whole() -> None:
+def test_a_mean_of_low_rank_is_reconstructed_exactly() -> None:
     partition = layout(3)
     inputs = low_rank_inputs(partition, 3, 2)
     for step, found in enumerate(train(3, 3, inputs=inputs, feedback=False)[2]):
@@ -297,7 +278,7 @@ def test_a_mean_of_low_rank_arrives_whole() -> None:
         torch.testing.assert_close(found, truth, rtol=0, atol=1e-4)
 
 
-def test_a_rank_beyond_the_smaller_side_loses_nothing() -> None:
+def test_a_rank_above_the_smaller_side_is_exact() -> None:
     partition = layout(2)
     truth = torch.stack([normal(index, partition.numel) for index in range(2)]).mean(dim=0)
     for found in train(2, rank=50, min_saving=0.1):
@@ -310,42 +291,42 @@ def residual_of(built: Built, name: str) -> Tensor:
 
 
 @pytest.mark.parametrize("factors", [FP32, Blockwise(4, 32)], ids=repr)
-def test_residuals_and_the_mean_add_up_to_what_went_in(factors: Compressor) -> None:
-    """The bound is fp32 rounding of a dozen operations on values below 20."""
+def test_residuals_and_the_mean_add_up_to_the_inputs(factors: Compressor) -> None:
+    """The bound allows for fp32 rounding of a dozen operations on values below 20."""
     ranks, partition = 3, layout(3)
 
     def work(group: ProcessGroup, index: int) -> list[dict[str, tuple[Tensor, Tensor, Tensor]]]:
         built, found = build(group, factors=factors), []
         for step in range(4):
             bucket, before = normal(index, partition.numel, step), {name: residual_of(built, name) for name in LOW_RANK}
-            went_in = {name: part_of(bucket, name, partition) + before[name] for name in LOW_RANK}
+            total = {name: part_of(bucket, name, partition) + before[name] for name in LOW_RANK}
             built.reducer.all_reduce(bucket, partition, 1 / ranks)
-            built.settle()
+            built.end_step()
             found.append(
-                {name: (went_in[name], part_of(bucket, name, partition), residual_of(built, name)) for name in LOW_RANK}
+                {name: (total[name], part_of(bucket, name, partition), residual_of(built, name)) for name in LOW_RANK}
             )
         return found
 
-    outcomes = run_threads(ranks, work)
-    for steps in zip(*outcomes, strict=True):
+    results = run_threads(ranks, work)
+    for steps in zip(*results, strict=True):
         for name in LOW_RANK:
             inputs, means, residuals = (torch.stack([of[name][index] for of in steps]).double() for index in range(3))
             assert (residuals.sum(dim=0) + ranks * means[0] - inputs.sum(dim=0)).abs().max() < 5e-5
             assert residuals.sum(dim=0).abs().max() > 1e-2
 
 
-def test_feedback_delivers_what_a_run_without_it_loses() -> None:
+def test_error_feedback_reduces_the_accumulated_error() -> None:
     ranks, steps, partition = 2, 12, layout(2)
 
     def constant(index: int, step: int) -> Tensor:
         return normal(index, partition.numel)
 
     truth = torch.stack([constant(index, 0) for index in range(ranks)]).mean(dim=0)
-    missed = {
+    errors = {
         feedback: float((sum(train(ranks, steps, inputs=constant, feedback=feedback)[0]) - steps * truth).norm())
         for feedback in (True, False)
     }
-    assert missed[True] < 0.5 * missed[False]
+    assert errors[True] < 0.5 * errors[False]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -353,20 +334,20 @@ def test_feedback_delivers_what_a_run_without_it_loses() -> None:
     ("factors", "factor_feedback"),
     [(FP32, False), (Blockwise(4, 32, stochastic=True), False), (Blockwise(4, 32), True)],
 )
-def test_all_ranks_have_the_same_bits(factors: Compressor, factor_feedback: bool, dtype: torch.dtype) -> None:
+def test_all_ranks_get_the_same_bits(factors: Compressor, factor_feedback: bool, dtype: torch.dtype) -> None:
     numel = layout(4).numel
 
     def inputs(index: int, step: int) -> Tensor:
         return normal(index, numel, step).to(dtype)
 
     found = train(4, 3, inputs=inputs, factors=factors, factor_feedback=factor_feedback, others=Blockwise(8, 32))
-    assert len({b"".join(raw_bytes(bucket) for bucket in of_rank) for of_rank in found}) == 1
+    assert len({b"".join(raw_bytes(bucket) for bucket in buckets) for buckets in found}) == 1
     assert found[0][0].dtype == dtype
     assert not torch.equal(found[0][0], inputs(0, 0))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_reduce_scatter_gives_the_own_slices_of_all_reduce(ranks: int) -> None:
+def test_reduce_scatter_equals_all_reduce_on_own_segments(ranks: int) -> None:
     partition = layout(ranks)
     scattered, everywhere = (train(ranks, 3, operation) for operation in ("reduce_scatter", "all_reduce"))
     for rank in range(ranks):
@@ -378,12 +359,12 @@ def test_reduce_scatter_gives_the_own_slices_of_all_reduce(ranks: int) -> None:
             assert torch.equal(scattered[rank][step], expected)
 
 
-def test_the_scale_is_that_of_the_sum() -> None:
+def test_the_scale_applies_to_the_sum() -> None:
     for mean, total in zip(train(3)[0], train(3, scale=1.0)[0], strict=True):
         torch.testing.assert_close(total, 3 * mean, rtol=1e-5, atol=1e-5)
 
 
-def test_elements_outside_of_matrices_go_through_the_other_reducer() -> None:
+def test_elements_outside_matrices_use_the_other_reducer() -> None:
     partition = layout(3)
     truth = torch.stack([normal(index, partition.numel) for index in range(3)]).mean(dim=0)
     found = train(3, chosen=lambda name: name != "tall")[0][0]
@@ -392,8 +373,8 @@ def test_elements_outside_of_matrices_go_through_the_other_reducer() -> None:
         assert exact == (name in ("bias", "tiny", "tall"))
 
 
-@pytest.mark.parametrize("names", [("bias", "tiny"), ("wide", "twin")], ids=["no matrix", "matrices alone"])
-def test_a_bucket_may_lack_either_kind(names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("names", [("bias", "tiny"), ("wide", "twin")], ids=["no matrices", "only matrices"])
+def test_a_bucket_may_have_no_matrices_or_only_matrices(names: tuple[str, ...]) -> None:
     ranks, partition = 2, layout(2, names)
     found = train(ranks, partition=partition)[0][0]
     truth = torch.stack([normal(index, partition.numel) for index in range(ranks)]).mean(dim=0)
@@ -401,7 +382,7 @@ def test_a_bucket_may_lack_either_kind(names: tuple[str, ...]) -> None:
     assert found.isfinite().all()
 
 
-def test_one_rank_keeps_its_gradient() -> None:
+def test_a_single_rank_keeps_its_gradient() -> None:
     numel = layout(1).numel
     assert torch.equal(train(1, scale=0.5)[0][0], 0.5 * normal(0, numel))
 
@@ -421,10 +402,10 @@ def test_matrices_are_found_by_shape() -> None:
         "tall",
     ]
     assert found_in(layout(3), rank=1, min_saving=5.0) == []
-    # Of conv, tall and wide, 108 / 31, 120 / 29 and 120 / 26.
+    # The savings of conv, tall and wide are 108 / 31, 120 / 29 and 120 / 26.
     assert found_in(layout(3), rank=1, min_saving=4.0) == ["wide", "twin", "tall"]
     assert found_in(layout(3), rank=50, min_saving=0.1) == ["tiny", "conv", "wide", "twin", "tall"]
-    # The factors must be smaller, not equal: (4 + 4) * 2 numbers for 16.
+    # The factors must be strictly smaller: (4 + 4) * 2 numbers do not replace 16.
     square = even_partition([("square", 16)], 2)
     assert found_in(square, shapes={"square": (4, 4)}) == []
     assert found_in(square, shapes={"square": (4, 4)}, min_saving=0.99) == ["square"]
@@ -435,7 +416,7 @@ def test_matrices_are_found_by_shape() -> None:
     [[(0, 119)], [(1, 119)], [(0, 50), (60, 60)], [(0, 40), (80, 40), (40, 40)]],
     ids=["no end", "no beginning", "a gap", "out of order"],
 )
-def test_a_matrix_must_be_whole(pieces: list[tuple[int, int]]) -> None:
+def test_incomplete_matrices_are_not_approximated(pieces: list[tuple[int, int]]) -> None:
     segments, offset = [], 0
     for begin, numel in pieces:
         segments.append(Segment("wide", begin, numel, offset, 0))
@@ -443,9 +424,9 @@ def test_a_matrix_must_be_whole(pieces: list[tuple[int, int]]) -> None:
     assert found_in(Partition(tuple(segments), 2)) == []
 
 
-def test_a_stack_has_no_more_than_stays_in_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_a_stack_is_bounded_and_does_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = train(2, 3)
-    # Two of "wide", or one larger matrix alone.
+    # The bound fits two matrices of the shape of "wide", or one larger matrix.
     for numel, counts in ((240, [1, 2, 1]), (239, [1, 1, 1, 1]), (1, [1, 1, 1, 1])):
         monkeypatch.setattr("deepspeed_compress.collectives.low_rank.STACK_NUMEL", numel)
         found = make_low_rank_layout(layout(2), find_matrices(layout(2), LowRank(SHAPES, 2)), 0)
@@ -455,7 +436,7 @@ def test_a_stack_has_no_more_than_stays_in_a_cache(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_a_layout_places_every_element_once(ranks: int) -> None:
+def test_a_layout_contains_every_element_once(ranks: int) -> None:
     partition = layout(ranks)
     matrices = find_matrices(partition, LowRank(SHAPES, 2))
     bucket = torch.arange(partition.numel, dtype=torch.float32)
@@ -478,7 +459,7 @@ def test_a_layout_places_every_element_once(ranks: int) -> None:
     assert layouts[0].q.numel == sum(segment.numel for segment in layouts[0].warm)
 
 
-def test_nothing_in_gives_nothing_out_and_a_later_step_recovers() -> None:
+def test_zero_gradients_stay_zero_and_the_next_step_is_exact() -> None:
     partition = layout(2)
     later = low_rank_inputs(partition, 2, 2)
 
@@ -507,7 +488,7 @@ def test_zero_rows_and_columns_stay_zero() -> None:
 
 
 @pytest.mark.parametrize("power", [-80, 80])
-def test_the_magnitude_of_gradients_does_not_matter(power: int) -> None:
+def test_huge_and_tiny_gradients_are_scaled_correctly(power: int) -> None:
     """Their squares are beyond the range of fp32."""
     numel, factor = layout(2).numel, 2.0**power
     scaled = train(2, 4, inputs=lambda index, step: normal(index, numel, step) * factor)[0]
@@ -518,7 +499,7 @@ def test_the_magnitude_of_gradients_does_not_matter(power: int) -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", LOW_RANK)
 @pytest.mark.parametrize("factors", [FP32, Blockwise(4, 32)], ids=repr)
-def test_a_non_finite_element_of_one_rank_reaches_all(factors: Compressor, name: str, bad: float) -> None:
+def test_a_non_finite_element_of_one_rank_reaches_all_ranks(factors: Compressor, name: str, bad: float) -> None:
     partition = layout(3)
 
     def inputs(index: int, step: int) -> Tensor:
@@ -537,7 +518,7 @@ def test_a_non_finite_element_of_one_rank_reaches_all(factors: Compressor, name:
 
 
 def bits_of_steps(bad_at: int | None) -> list[bytes]:
-    """Four applied steps of both operations, with a NaN in a step that is then discarded, or without it."""
+    """Return the bits of four applied steps of both operations, with a discarded NaN step before step `bad_at`."""
     partition = layout(2)
 
     def work(group: ProcessGroup, index: int) -> bytes:
@@ -547,18 +528,18 @@ def bits_of_steps(bad_at: int | None) -> list[bytes]:
                 bucket = normal(index, partition.numel, 9)
                 bucket[3] = math.nan if index else 1.0
                 built.reducer.all_reduce(bucket, partition, 0.5)
-                built.settle(applied=False)
+                built.end_step(applied=False)
             for operation in (built.reducer.all_reduce, built.reducer.reduce_scatter):
                 bucket = normal(index, partition.numel, step)
                 operation(bucket, partition, 0.5)
                 bits += raw_bytes(bucket)
-            built.settle()
+            built.end_step()
         return bits
 
     return run_threads(2, work)
 
 
-def test_a_discarded_step_leaves_no_trace() -> None:
+def test_a_discarded_step_changes_nothing() -> None:
     usual = bits_of_steps(None)
     assert bits_of_steps(None) == usual
     assert bits_of_steps(0) == usual
@@ -569,8 +550,8 @@ def names(partition: Partition) -> list[str]:
     return list(dict.fromkeys(segment.parameter for segment in partition.segments))
 
 
-def test_buckets_may_form_differently() -> None:
-    """The same gradients by name, in one bucket and in two, give the same means by name."""
+def test_the_result_does_not_depend_on_the_buckets() -> None:
+    """The same gradients give the same means in one bucket and in two."""
     ranks, parts = 2, [layout(2, ["twin", "bias"]), layout(2, ["conv", "tall", "wide", "tiny"])]
     whole = layout(ranks)
 
@@ -584,8 +565,8 @@ def test_buckets_may_form_differently() -> None:
             for piece, cut in zip(pieces, cuts, strict=True):
                 changing.reducer.all_reduce(piece, cut, 0.5)
                 pairs += [(part_of(piece, name, cut), part_of(bucket, name, whole)) for name in names(cut)]
-            steady.settle()
-            changing.settle()
+            steady.end_step()
+            changing.end_step()
         return pairs
 
     for mine, expected in run_threads(ranks, work)[0]:
@@ -593,13 +574,13 @@ def test_buckets_may_form_differently() -> None:
 
 
 def owner_bytes(segments: Sequence[Segment], ranks: int) -> list[int]:
-    """Bytes of each owner's elements in fp32."""
+    """Return the number of bytes of each owner's elements in fp32."""
     return [sum(4 * segment.numel for segment in segments if segment.owner == rank) for rank in range(ranks)]
 
 
 @pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_the_meter_counts_factors_and_the_rest(ranks: int, operation: str) -> None:
+def test_the_meter_counts_factors_and_other_elements(ranks: int, operation: str) -> None:
     partition = layout(ranks)
 
     def work(group: ProcessGroup, index: int) -> int:
@@ -635,8 +616,8 @@ def test_the_first_basis_depends_on_the_seed_and_the_name() -> None:
     assert abs(a @ b) / 40_000 < 0.03
 
 
-def test_layouts_that_never_come_back_are_forgotten() -> None:
-    """As layers that are used now and then make them: any part of the parameters may be in a bucket."""
+def test_state_does_not_grow_with_the_number_of_layouts() -> None:
+    """Rarely used layers lead to buckets with any subset of the parameters."""
     names = list(SHAPES)
     layouts = [layout(1, [name for bit, name in enumerate(names) if number >> bit & 1]) for number in range(1, 64)]
 
@@ -645,7 +626,7 @@ def test_layouts_that_never_come_back_are_forgotten() -> None:
         for _ in range(2):
             for cut in [relabel(one, lambda owner: owner, 2) for one in layouts]:
                 built.reducer.all_reduce(normal(rank, cut.numel), cut, 0.5)
-                built.settle()
+                built.end_step()
         held = sum(numel for (_, _, numel), _ in built.warm.items())
         return len(built.reducer._starts), held, built.reducer._layout.cache_parameters()["maxsize"]
 

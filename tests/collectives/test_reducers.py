@@ -1,4 +1,4 @@
-"""Ranks are threads here; what they compute together is compared with the same sums made by hand."""
+"""Payload reducers with ranks as threads, compared with explicit sums."""
 
 import gc
 import itertools
@@ -30,6 +30,7 @@ from deepspeed_compress.compression.transforms import DCT, Hadamard, Transform
 from deepspeed_compress.monitor import Meter
 from tests.support.codecs import CODECS, is_random, transmit
 from tests.support.properties import properties
+from tests.support.reducers import integers, interleaved, normal, raw_bytes
 from tests.support.threads import connect, run_threads
 
 pytestmark = pytest.mark.sampled(2, "deepspeed_compress/collectives", "tests/collectives/test_reducers.py")
@@ -41,7 +42,7 @@ STOCHASTIC = Blockwise(8, 32, stochastic=True)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 RANKS = (1, 2, 3, 4)
 NUMELS = (0, 2, 13, 211)
-"""Nothing, fewer elements than ranks, and two that no number of ranks from 2 to 4 divides."""
+"""Bucket sizes: empty, fewer elements than ranks, and two that are not divisible by 2, 3 or 4."""
 
 every_ranks = pytest.mark.parametrize("ranks", RANKS)
 every_numel = pytest.mark.parametrize("numel", NUMELS)
@@ -50,28 +51,9 @@ every_codec = pytest.mark.parametrize("codec", [*CODECS], ids=repr)
 
 
 def layout(numel: int, ranks: int) -> Partition:
-    """A bucket of two parameters, "weight" and the shorter "bias", in near-equal runs."""
+    """Return a bucket of "weight" and the shorter "bias", cut into near-equal runs."""
     bias = numel // 3
     return even_partition([("weight", numel - bias), ("bias", bias)], ranks)
-
-
-def interleaved(ranks: int) -> Partition:
-    """Every rank owns a part of every parameter, as in ZeRO 3."""
-    runs = [(rank, 10 + rank) for rank in range(ranks)]
-    return partition_by_sizes([("weight", runs), ("bias", runs[:1]), ("norm", runs[::-1])], ranks)
-
-
-def normal(rank: int, numel: int, step: int = 0) -> Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
-def integers(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Small enough that their sums are exact in every dtype."""
-    return torch.randint(-20, 20, (numel,), generator=torch.Generator().manual_seed(rank)).to(dtype)
-
-
-def raw_bytes(tensor: Tensor) -> bytes:
-    return bytes(tensor.contiguous().view(torch.uint8).numpy().tobytes())
 
 
 def make_reducer(
@@ -84,7 +66,7 @@ def make_reducer(
     clock: StepClock | None = None,
     own_exact: bool = True,
 ) -> PayloadReducer:
-    """A reducer without feedback, or with `residuals` for gradients and means."""
+    """Return a reducer without error feedback, or with `residuals` for gradients and means."""
     table = [codec if isinstance(codec, Codec) else Codec(codec) for codec in codecs]
     feedback: tuple[Feedback, ...] = (NoFeedback(), NoFeedback())
     if residuals:
@@ -101,7 +83,7 @@ def reduced(
     scale: float = 1.0,
     channel_of: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Tensor]:
-    """What `operation` leaves in the bucket of every rank."""
+    """Return the bucket of every rank after `operation`."""
 
     def work(group: ProcessGroup, rank: int) -> Tensor:
         bucket = buckets[rank].clone()
@@ -114,7 +96,7 @@ def reduced(
 @every_dtype
 @every_numel
 @every_ranks
-def test_all_reduce_of_an_exact_codec_is_the_sum(ranks: int, numel: int, dtype: torch.dtype) -> None:
+def test_all_reduce_with_an_exact_codec_gives_the_sum(ranks: int, numel: int, dtype: torch.dtype) -> None:
     buckets = [integers(rank, numel, dtype) for rank in range(ranks)]
     for found in reduced("all_reduce", buckets, layout(numel, ranks), [Cast(dtype)]):
         assert found.dtype == dtype
@@ -124,7 +106,7 @@ def test_all_reduce_of_an_exact_codec_is_the_sum(ranks: int, numel: int, dtype: 
 @every_dtype
 @every_numel
 @every_ranks
-def test_reduce_scatter_sums_own_segments_and_leaves_the_others(ranks: int, numel: int, dtype: torch.dtype) -> None:
+def test_reduce_scatter_sums_own_segments_and_keeps_the_others(ranks: int, numel: int, dtype: torch.dtype) -> None:
     buckets = [integers(rank, numel, dtype) for rank in range(ranks)]
     partition = layout(numel, ranks)
     for rank, found in enumerate(reduced("reduce_scatter", buckets, partition, [Cast(dtype)])):
@@ -137,7 +119,7 @@ def test_reduce_scatter_sums_own_segments_and_leaves_the_others(ranks: int, nume
 
 @every_ranks
 @pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter"])
-def test_the_scale_makes_it_the_mean(operation: str, ranks: int) -> None:
+def test_the_scale_turns_the_sum_into_the_mean(operation: str, ranks: int) -> None:
     partition = interleaved(ranks)
     buckets = [normal(rank, partition.numel) for rank in range(ranks)]
     mean = torch.stack(buckets).double().mean(dim=0).float()
@@ -147,18 +129,18 @@ def test_the_scale_makes_it_the_mean(operation: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("codec", [codec for codec in CODECS if not is_random(codec)], ids=repr)
-def test_reduce_scatter_adds_what_the_others_decode_to_the_exact_own(codec: Compressor) -> None:
+def test_reduce_scatter_adds_decoded_messages_to_exact_own_elements(codec: Compressor) -> None:
     ranks, partition = 3, interleaved(3)
     buckets = [normal(rank, partition.numel) for rank in range(ranks)]
     for rank, found in enumerate(reduced("reduce_scatter", buckets, partition, [codec], 0.5)):
         own = [gather(bucket, partition.owned_by(rank)) for bucket in buckets]
-        heard = [own[peer] if peer == rank else transmit(codec, own[peer]) for peer in range(ranks)]
-        torch.testing.assert_close(gather(found, partition.owned_by(rank)), 0.5 * sum(heard), rtol=1e-6, atol=1e-6)
+        parts = [own[peer] if peer == rank else transmit(codec, own[peer]) for peer in range(ranks)]
+        torch.testing.assert_close(gather(found, partition.owned_by(rank)), 0.5 * sum(parts), rtol=1e-6, atol=1e-6)
 
 
 @every_dtype
 @every_codec
-def test_all_ranks_have_the_same_bits(codec: Compressor, dtype: torch.dtype) -> None:
+def test_all_ranks_get_the_same_bits(codec: Compressor, dtype: torch.dtype) -> None:
     partition = interleaved(4)
     buckets = [normal(rank, partition.numel).to(dtype) for rank in range(4)]
     found = reduced("all_reduce", buckets, partition, [codec], 0.25)
@@ -166,8 +148,8 @@ def test_all_ranks_have_the_same_bits(codec: Compressor, dtype: torch.dtype) -> 
     assert not torch.equal(found[0], buckets[0])
 
 
-def test_codecs_share_a_bucket() -> None:
-    """Parameters of the exact codec get the exact sum, the others what their codec makes of it."""
+def test_a_bucket_may_use_several_codecs() -> None:
+    """Parameters of the exact codec get the exact sum; the error of the others is bounded."""
     partition = interleaved(3)
     buckets = [integers(rank, partition.numel) for rank in range(3)]
     found = reduced("all_reduce", buckets, partition, [FP32, INT4], channel_of={"weight": 1})[0]
@@ -176,12 +158,12 @@ def test_codecs_share_a_bucket() -> None:
     total = sum(buckets)
     assert torch.equal(gather(found, exact), gather(total, exact))
     assert not torch.equal(gather(found, lossy), gather(total, lossy))
-    # Two senders and the mean, each half a level at most, of magnitudes up to 20, 20 and 60 + 2 * 20 / 14.
+    # Two senders and the mean each have an error of half a level, for magnitudes up to 20, 20 and 60 + 2 * 20 / 14.
     assert (gather(found, lossy) - gather(total, lossy)).abs().max() <= (20 + 20 + 63) / 14
 
 
 class Counting:
-    """A process group that adds up the bytes handed to `send`."""
+    """A process group that counts the bytes passed to `send`."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.size, self.rank, self.recv = group.size, group.rank, group.recv
@@ -196,7 +178,7 @@ class Counting:
 
 
 def message_bytes(partition: Partition, owner: int, codecs: Sequence[Compressor], biased: bool) -> int:
-    """The size of a message by the definition: one payload for the elements of each codec."""
+    """Return the size of a message: one payload for the elements of each codec."""
     names = [(segment.numel, int(biased and segment.parameter == "bias")) for segment in partition.owned_by(owner)]
     numels = [sum(numel for numel, codec in names if codec == index) for index in range(len(codecs))]
     return sum(codec.payload_bytes(numel) for codec, numel in zip(codecs, numels, strict=True))
@@ -205,7 +187,7 @@ def message_bytes(partition: Partition, owner: int, codecs: Sequence[Compressor]
 @pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter"])
 @every_numel
 @every_ranks
-def test_the_meter_counts_the_bytes_that_leave(ranks: int, numel: int, operation: str) -> None:
+def test_the_meter_counts_the_sent_bytes(ranks: int, numel: int, operation: str) -> None:
     codecs, partition = [INT4, FP32], layout(numel, ranks)
 
     def work(group: ProcessGroup, rank: int) -> tuple[int, int]:
@@ -221,8 +203,8 @@ def test_the_meter_counts_the_bytes_that_leave(ranks: int, numel: int, operation
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
-def test_each_direction_has_a_group_of_its_own(ranks: int) -> None:
-    """Else gloo announces the messages of one direction behind those of the other."""
+def test_each_direction_has_its_own_group(ranks: int) -> None:
+    """Otherwise, gloo would announce messages of one direction behind those of the other."""
     store = HashStore()
 
     def work(group: ProcessGroup, rank: int) -> tuple[list[int], list[int], Tensor]:
@@ -253,14 +235,14 @@ def test_the_meter_times_every_phase() -> None:
 STEPS = 30
 
 
-def truth(ranks: int, numel: int) -> Tensor:
-    """The sum of the true means of all steps, in float64."""
+def exact_sum(ranks: int, numel: int) -> Tensor:
+    """Return the sum of the exact means of all steps, in float64."""
     inputs = [normal(rank, numel, step).double() for step in range(STEPS) for rank in range(ranks)]
     return torch.stack(inputs).sum(dim=0) / ranks
 
 
 def flat_residual(residuals: Residuals, partition: Partition) -> Tensor:
-    """Residuals at their places in the bucket; zero where a rank sends nothing."""
+    """Return residuals at their places in the bucket, and zeros where a rank sends nothing."""
     flat = torch.zeros(partition.numel, dtype=torch.float64)
     offsets = {(s.parameter, s.begin, s.numel): s.offset for s in partition.segments}
     for piece, values in residuals.items():
@@ -271,48 +253,48 @@ def flat_residual(residuals: Residuals, partition: Partition) -> Tensor:
 def long_run(
     operation: str, codec: Compressor | Codec, partition: Partition, feedback: bool, own_exact: bool = True
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Per rank: the sum of STEPS results, and the residuals of gradients and means at the end."""
+    """Return for each rank the sum of STEPS results, and the final residuals of gradients and means."""
 
     def work(group: ProcessGroup, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-        memory = [Residuals("fp32", transactional=False) for _ in range(2)]
-        reducer = make_reducer(group, [codec], residuals=memory if feedback else (), own_exact=own_exact)
+        stores = [Residuals("fp32", transactional=False) for _ in range(2)]
+        reducer = make_reducer(group, [codec], residuals=stores if feedback else (), own_exact=own_exact)
         total = torch.zeros(partition.numel, dtype=torch.float64)
         for step in range(STEPS):
             reducer.run.clock.begin(step)
             bucket = normal(rank, partition.numel, step)
             getattr(reducer, operation)(bucket, partition, 1 / group.size())
             total += bucket
-        return total, flat_residual(memory[0], partition), flat_residual(memory[1], partition)
+        return total, flat_residual(stores[0], partition), flat_residual(stores[1], partition)
 
     return run_threads(partition.world_size, work)
 
 
 @pytest.mark.parametrize("codec", [INT4, TOPK, STOCHASTIC, Cast(torch.bfloat16)], ids=repr)
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_all_reduce_delivers_everything_but_the_residuals(ranks: int, codec: Compressor) -> None:
-    """Telescoping: sum of results + residual of the mean + mean of the residuals = sum of true means.
+def test_results_of_all_reduce_and_residuals_add_up_to_the_exact_sum(ranks: int, codec: Compressor) -> None:
+    """Sum of results + residual of the mean + mean of the residuals = sum of exact means.
 
-    The bound is fp32 rounding of STEPS sums of a few terms below 8: STEPS * 8 * 4 * 2**-24 = 6e-5.
+    The bound allows for fp32 rounding of STEPS sums of a few terms below 8: STEPS * 8 * 4 * 2**-24 = 6e-5.
     """
     partition = layout(211, ranks)
-    outcome = long_run("all_reduce", codec, partition, feedback=True)
-    left = sum(gradients / ranks + means for _, gradients, means in outcome)
-    for total, _, _ in outcome:
-        assert (total + left - truth(ranks, 211)).abs().max() <= 6e-5
+    results = long_run("all_reduce", codec, partition, feedback=True)
+    left = sum(gradients / ranks + means for _, gradients, means in results)
+    for total, _, _ in results:
+        assert (total + left - exact_sum(ranks, 211)).abs().max() <= 6e-5
     assert left.abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("codec", [INT4, TOPK, STOCHASTIC, Cast(torch.bfloat16)], ids=repr)
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_reduce_scatter_delivers_everything_but_the_residuals(ranks: int, codec: Compressor) -> None:
-    """The same identity, without a residual of the mean, where a rank owns the element."""
+def test_results_of_reduce_scatter_and_residuals_add_up_to_the_exact_sum(ranks: int, codec: Compressor) -> None:
+    """The identity has no residual of the mean, and holds for the elements that a rank owns."""
     partition = layout(211, ranks)
-    outcome = long_run("reduce_scatter", codec, partition, feedback=True)
-    left = sum(gradients for _, gradients, _ in outcome) / ranks
-    for rank, (total, _, _) in enumerate(outcome):
+    results = long_run("reduce_scatter", codec, partition, feedback=True)
+    left = sum(gradients for _, gradients, _ in results) / ranks
+    for rank, (total, _, _) in enumerate(results):
         for segment in partition.owned_by(rank):
             part = slice(segment.offset, segment.offset + segment.numel)
-            assert (total + left - truth(ranks, 211))[part].abs().max() <= 6e-5
+            assert (total + left - exact_sum(ranks, 211))[part].abs().max() <= 6e-5
 
 
 ROTATED = Codec(TOPK, DCT({"weight": 10}, 4))
@@ -321,28 +303,30 @@ ROTATED = Codec(TOPK, DCT({"weight": 10}, 4))
 @pytest.mark.parametrize("own_exact", [True, False])
 @pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter"])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_sums_of_coefficients_deliver_everything_but_the_residuals(ranks: int, operation: str, own_exact: bool) -> None:
-    """The same of memories that are coefficients, on their way from sum to mean too.
+def test_sums_of_coefficients_and_residuals_add_up_to_the_exact_sum(
+    ranks: int, operation: str, own_exact: bool
+) -> None:
+    """Residuals, sums and means are coefficients.
 
-    Transforms round besides: STEPS times a few units of the last place of numbers below 32.
+    The bound also allows for rounding of the transforms: STEPS times a few units in the last place of numbers below 32.
     """
     partition = layout(211, ranks)
-    outcome = long_run(operation, ROTATED, partition, feedback=True, own_exact=own_exact)
-    left = sum(gradients / ranks + means for _, gradients, means in outcome)
-    for rank, (total, _, _) in enumerate(outcome):
-        off = (total + left - truth(ranks, 211)).abs()
+    results = long_run(operation, ROTATED, partition, feedback=True, own_exact=own_exact)
+    left = sum(gradients / ranks + means for _, gradients, means in results)
+    for rank, (total, _, _) in enumerate(results):
+        error = (total + left - exact_sum(ranks, 211)).abs()
         for segment in partition.segments if operation == "all_reduce" else partition.owned_by(rank):
-            assert off.narrow(0, segment.offset, segment.numel).max() <= 3e-4
+            assert error.narrow(0, segment.offset, segment.numel).max() <= 3e-4
     assert left.abs().max() > 1e-2
 
 
-def test_without_feedback_the_running_sum_drifts_away() -> None:
+def test_error_feedback_reduces_the_drift_of_the_running_sum() -> None:
     partition = layout(211, 2)
-    missed = {
-        feedback: float((long_run("all_reduce", TOPK, partition, feedback)[0][0] - truth(2, 211)).norm())
+    errors = {
+        feedback: float((long_run("all_reduce", TOPK, partition, feedback)[0][0] - exact_sum(2, 211)).norm())
         for feedback in (True, False)
     }
-    assert missed[True] < missed[False]
+    assert errors[True] < errors[False]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -357,7 +341,7 @@ def test_a_non_finite_element_of_one_rank_reaches_all_ranks(codec: Compressor, b
 
 @pytest.mark.parametrize(("source", "owner"), [(0, 1), (1, 0), (1, 1)])
 @every_codec
-def test_a_non_finite_element_reaches_its_owner_and_no_other(codec: Compressor, source: int, owner: int) -> None:
+def test_a_non_finite_element_reaches_only_its_owner(codec: Compressor, source: int, owner: int) -> None:
     partition = interleaved(2)
     buckets = [normal(rank, partition.numel) for rank in range(2)]
     buckets[source][partition.owned_by(owner)[0].offset] = math.nan
@@ -365,8 +349,8 @@ def test_a_non_finite_element_reaches_its_owner_and_no_other(codec: Compressor, 
         assert bool(gather(found, partition.owned_by(rank)).isfinite().all()) == (rank != owner)
 
 
-def test_a_subgroup_reduces_among_its_own_ranks() -> None:
-    """World ranks 1 and 3 are ranks 0 and 1 of their group; the others take no part."""
+def test_a_subgroup_reduces_only_over_its_ranks() -> None:
+    """World ranks 1 and 3 are ranks 0 and 1 of the group; the others do not take part."""
     store, members, partition = HashStore(), [1, 3], layout(13, 2)
 
     def work(_: ProcessGroup, rank: int) -> Tensor:
@@ -383,12 +367,12 @@ def test_a_subgroup_reduces_among_its_own_ranks() -> None:
 
 
 def training_bits(seed: int, first_step: int = 0) -> list[bytes]:
-    """Two steps of two messages of each kind with stochastic rounding and feedback."""
+    """Return the bits of two steps of both operations with stochastic rounding and error feedback, by rank."""
     partition = layout(211, 3)
 
     def work(group: ProcessGroup, rank: int) -> bytes:
-        memory = [Residuals("bf16", transactional=False) for _ in range(2)]
-        reducer = make_reducer(group, [STOCHASTIC], residuals=memory, seed=seed)
+        stores = [Residuals("bf16", transactional=False) for _ in range(2)]
+        reducer = make_reducer(group, [STOCHASTIC], residuals=stores, seed=seed)
         results = []
         for step, operation in itertools.product(range(2), ["all_reduce", "reduce_scatter", "all_reduce"]):
             reducer.run.clock.begin(first_step + step)
@@ -400,17 +384,17 @@ def training_bits(seed: int, first_step: int = 0) -> list[bytes]:
     return run_threads(3, work)
 
 
-def test_the_same_run_gives_the_same_bits() -> None:
+def test_runs_are_reproducible_bit_for_bit() -> None:
     assert training_bits(seed=1) == training_bits(seed=1)
 
 
 @pytest.mark.parametrize(("seed", "first_step"), [(2, 0), (1, 5)])
-def test_seed_and_step_choose_the_random_numbers(seed: int, first_step: int) -> None:
+def test_random_numbers_depend_on_seed_and_step(seed: int, first_step: int) -> None:
     assert training_bits(seed, first_step)[0] != training_bits(seed=1)[0]
 
 
 def test_no_two_messages_share_random_numbers() -> None:
-    """Messages of one step, their owners, their senders and their codecs all have keys of their own."""
+    """Keys differ between messages, owners, senders and codecs."""
     keys: list[int] = []
     partition = interleaved(3)
 
@@ -431,7 +415,7 @@ def test_no_two_messages_share_random_numbers() -> None:
 
 
 @pytest.mark.parametrize(("factor", "expected"), [(1.0, 1.0), (-3.0, -1.0), (0.0, math.nan), (math.inf, math.nan)])
-def test_cosine_compares_all_ranks_own_segments(factor: float, expected: float) -> None:
+def test_the_cosine_covers_the_own_segments_of_all_ranks(factor: float, expected: float) -> None:
     partition = interleaved(3)
 
     def work(group: ProcessGroup, rank: int) -> float:
@@ -441,8 +425,8 @@ def test_cosine_compares_all_ranks_own_segments(factor: float, expected: float) 
     assert run_threads(3, work) == pytest.approx([expected] * 3, nan_ok=True)
 
 
-def test_cosine_of_a_half_right_mean() -> None:
-    """Rank 0 has its own segment right, rank 1 has zeros: cos = |a| / sqrt(|a|^2 + |b|^2), equal lengths."""
+def test_the_cosine_of_a_mean_that_is_half_correct() -> None:
+    """Rank 0 has the exact segment, rank 1 has zeros, so cos = |a| / sqrt(|a|^2 + |b|^2) with |a| = |b|."""
     partition = layout(8, 2)
 
     def work(group: ProcessGroup, rank: int) -> float:
@@ -452,7 +436,7 @@ def test_cosine_of_a_half_right_mean() -> None:
 
 
 @every_dtype
-def test_true_sum_is_fp32_and_leaves_the_bucket(dtype: torch.dtype) -> None:
+def test_the_true_sum_is_fp32_and_does_not_change_the_bucket(dtype: torch.dtype) -> None:
     def work(group: ProcessGroup, rank: int) -> tuple[Tensor, Tensor]:
         bucket = integers(rank, 13, dtype)
         return true_sum(group, bucket), bucket
@@ -463,7 +447,7 @@ def test_true_sum_is_fp32_and_leaves_the_bucket(dtype: torch.dtype) -> None:
         assert torch.equal(bucket, integers(rank, 13, dtype))
 
 
-def test_an_exchange_carries_a_size_of_its_own_between_every_pair() -> None:
+def test_every_pair_of_ranks_may_exchange_messages_of_another_size() -> None:
     ranks = 4
 
     def message(source: int, target: int) -> Tensor:
@@ -485,7 +469,7 @@ def test_an_exchange_carries_a_size_of_its_own_between_every_pair() -> None:
     st.lists(st.tuples(st.integers(0, 2), st.integers(0, 40)), max_size=9),
     st.lists(st.sampled_from([FP32, INT4, TOPK]), min_size=1, max_size=3),
 )
-def test_a_layout_places_every_element_once_and_leaves_no_gap(
+def test_a_message_layout_contains_every_element_once_without_gaps(
     runs: list[tuple[int, int]], codecs: list[Compressor]
 ) -> None:
     partition = partition_by_sizes([(f"p{index}", [run]) for index, run in enumerate(runs)], 3)
@@ -502,7 +486,7 @@ def test_a_layout_places_every_element_once_and_leaves_no_gap(
         assert all(piece.end - piece.begin == codecs[piece.channel].payload_bytes(piece.numel) for piece in pieces)
 
 
-def test_a_bucket_must_fit_its_partition() -> None:
+def test_a_bucket_must_match_its_partition() -> None:
     def work(group: ProcessGroup, rank: int) -> None:
         make_reducer(group, [FP32]).all_reduce(torch.zeros(5), layout(4, 2), 1.0)
 
@@ -530,7 +514,7 @@ def test_a_bucket_in_chunks_gives_the_same_sums_and_bytes(operation: str, chunk_
 
 @pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter"])
 @pytest.mark.parametrize("transform", [Hadamard(32), DCT({"weight": 7}, 4)], ids=lambda one: type(one).__name__)
-def test_sums_are_taken_in_the_transformed_domain(operation: str, transform: Transform) -> None:
+def test_sums_of_transformed_messages_are_correct(operation: str, transform: Transform) -> None:
     partition = interleaved(3)
     buckets = [normal(rank, partition.numel) for rank in range(3)]
     found = reduced(operation, buckets, partition, [Codec(FP32, transform)])
@@ -540,7 +524,7 @@ def test_sums_are_taken_in_the_transformed_domain(operation: str, transform: Tra
 
 
 def test_delayed_parameters_arrive_as_the_sum_of_their_steps() -> None:
-    """Every third step: zero mean gradients in between, own elements too, then the mean of all three."""
+    """Every third step delivers the mean of three steps; the steps between deliver zeros, even for own elements."""
     partition, every = interleaved(2), 3
 
     def work(group: ProcessGroup, rank: int) -> list[Tensor]:
@@ -566,10 +550,11 @@ def test_delayed_parameters_arrive_as_the_sum_of_their_steps() -> None:
 @pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter"])
 @pytest.mark.parametrize("micro_steps", [1, 2])
 @pytest.mark.parametrize("skipped", [(), (4,), (5,), (2, 7)])
-def test_a_spread_sum_is_handed_on_in_equal_parts(operation: str, micro_steps: int, skipped: tuple[int, ...]) -> None:
-    """From the step in which it arrives, a third in each of three; a skipped step leaves its part to the others.
+def test_a_spread_sum_is_delivered_in_equal_parts(operation: str, micro_steps: int, skipped: tuple[int, ...]) -> None:
+    """A sum is delivered in thirds, starting with the step in which it arrives.
 
-    Skipped are steps between two sends, or sending ones, after which the gradients wait for the next send.
+    If a step is skipped, the remaining ones deliver its part. If a sending step is skipped, the gradients are sent in
+    the next sending step.
     """
     partition, every, steps = interleaved(2), 3, 12
 
@@ -609,8 +594,8 @@ def test_a_spread_sum_is_handed_on_in_equal_parts(operation: str, micro_steps: i
                 waiting, left = torch.zeros(partition.numel) if sends else collected, total - part
 
 
-def test_ranks_may_have_different_residuals_but_sizes_are_equal() -> None:
-    """Payload sizes depend on counts alone, whatever a rank has to send."""
+def test_payload_sizes_do_not_depend_on_the_values() -> None:
+    """One rank sends zeros, and the other one random numbers."""
     partition = layout(211, 2)
 
     def work(group: ProcessGroup, rank: int) -> tuple[int, ...]:
@@ -645,7 +630,7 @@ def test_clipping_limits_each_parameter_on_each_rank(loss_scale: float) -> None:
         torch.testing.assert_close(found, clipped(0) + clipped(1), rtol=1e-5, atol=1e-6)
 
 
-def test_clipping_leaves_small_and_non_finite_gradients() -> None:
+def test_clipping_does_not_change_small_and_non_finite_gradients() -> None:
     partition = layout(211, 1)
 
     def work(group: ProcessGroup, rank: int) -> list[Tensor]:
@@ -663,19 +648,19 @@ def test_clipping_leaves_small_and_non_finite_gradients() -> None:
 
 
 def scaled_signs(x: Tensor, block: int) -> Tensor:
-    """float64: mean |x| of each block times the signs, sign(0) = 1."""
+    """Return mean |x| of each block times the signs, with sign(0) = 1, in float64."""
     return torch.cat([part.abs().mean() * torch.where(part < 0, -1.0, 1.0).double() for part in x.split(block)])
 
 
-def test_signs_with_two_residuals_follow_one_bit_adam() -> None:
-    """1-bit Adam, algorithm 1, in float64: worker errors, then server errors; a server's own part is exact here."""
+def test_sign_with_two_residuals_follows_one_bit_adam() -> None:
+    """1-bit Adam, algorithm 1, in float64, with worker and server errors. Here, a server's own part is exact."""
     ranks, numel, block, steps = 3, 96, 32, 5
     partition = even_partition([("w", numel)], ranks)
     gradients = [[integers(10 * step + rank, numel) for rank in range(ranks)] for step in range(steps)]
 
     def work(group: ProcessGroup, rank: int) -> list[Tensor]:
-        memory = [Residuals("fp32", transactional=False) for _ in range(2)]
-        reducer = make_reducer(group, [Sign(block)], residuals=memory)
+        stores = [Residuals("fp32", transactional=False) for _ in range(2)]
+        reducer = make_reducer(group, [Sign(block)], residuals=stores)
         results = []
         for step in range(steps):
             bucket = gradients[step][rank].clone()
@@ -704,8 +689,8 @@ def test_signs_with_two_residuals_follow_one_bit_adam() -> None:
             torch.testing.assert_close(found[step].double(), expected[step], rtol=1e-4, atol=1e-4)
 
 
-def test_a_reducer_leaves_with_its_last_reference() -> None:
-    """A process group that waits for the garbage collector may be destroyed in a forked child, which crashes."""
+def test_a_reducer_is_freed_with_its_last_reference() -> None:
+    """A process group that the garbage collector frees may be destroyed in a forked child, which crashes."""
 
     def work(group: ProcessGroup, rank: int) -> bool:
         reducer = make_reducer(group, [FP32])
@@ -733,7 +718,9 @@ def test_messages_are_numbered_within_a_step() -> None:
 @pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter"])
 @pytest.mark.parametrize("owner", [0, 1])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_is_known_at_once_though_it_is_held_back(operation: str, owner: int, bad: float) -> None:
+def test_a_non_finite_element_is_reported_at_once_even_if_it_is_held_back(
+    operation: str, owner: int, bad: float
+) -> None:
     partition = layout(40, 2)
 
     def work(group: ProcessGroup, rank: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""From the section of the configuration to reducers."""
+"""The reducers that are built from a section of the configuration."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -57,7 +57,7 @@ def section(gradients: dict[str, Any], **others: Any) -> CompressConfig:
 
 @dataclass(frozen=True)
 class Built:
-    """The reducers of a section, and what they keep."""
+    """The reducers of a section, and their stores."""
 
     config: CompressConfig
     reductions: Reductions
@@ -105,12 +105,12 @@ def codecs(reducer: object) -> tuple[Codec, ...]:
 
 
 def codec_of(built: Built, name: str, step: int = 0) -> Codec:
-    """What `name` is sent with in optimizer step `step`."""
+    """Return the codec of parameter `name` in optimizer step `step`."""
     reducer = built.at(step).compressed
     return codecs(reducer)[channel_of(reducer, name)]
 
 
-def memories(reducer: object, channel: int = 1) -> tuple[object, object]:
+def feedback_of(reducer: object, channel: int = 1) -> tuple[object, object]:
     found = payload(reducer).messages.channels[channel]
     return found.feedback, found.mean_feedback
 
@@ -124,24 +124,24 @@ def memories(reducer: object, channel: int = 1) -> tuple[object, object]:
         ({"dtype": "int8", "device": "cpu"}, "int8", True, 1.0),
     ],
 )
-def test_feedback_has_a_store_for_each_direction(
+def test_error_feedback_has_a_store_for_each_direction(
     group: ProcessGroup, feedback: dict[str, Any], dtype: str, on_host: bool, decay: float, transactional: bool
 ) -> None:
     reduction = build(group, section({"error_feedback": feedback}), transactional)
     assert reduction.stores.keys() == {"gradients", "means"}
-    for memory, name in zip(memories(reduction.compressed), ("gradients", "means"), strict=True):
-        assert memory == ErrorFeedback(reduction.stores[name], decay)
+    for found, name in zip(feedback_of(reduction.compressed), ("gradients", "means"), strict=True):
+        assert found == ErrorFeedback(reduction.stores[name], decay)
     for store in reduction.stores.values():
         assert (store.dtype, store.on_host, store.transactional, store.scaled) == (dtype, on_host, transactional, True)
 
 
-def test_null_switches_feedback_off(group: ProcessGroup) -> None:
+def test_null_disables_error_feedback(group: ProcessGroup) -> None:
     reduction = build(group, section({"error_feedback": None}))
     assert not reduction.stores
-    assert memories(reduction.compressed) == (NoFeedback(), NoFeedback())
+    assert feedback_of(reduction.compressed) == (NoFeedback(), NoFeedback())
 
 
-def test_dgc_has_two_memories_and_clips(group: ProcessGroup) -> None:
+def test_dgc_has_two_buffers_and_clips(group: ProcessGroup) -> None:
     settings = {"method": "dgc", "momentum": 0.5, "nesterov": True, "clip_norm": 2.0, "memory": {"dtype": "int8"}}
     reduction = build(group, section(settings), transactional=True)
     clipping = reduction.compressed
@@ -150,20 +150,20 @@ def test_dgc_has_two_memories_and_clips(group: ProcessGroup) -> None:
     stores = reduction.stores
     assert stores.keys() == {"velocity", "gradients", "means"}
     assert {(store.dtype, store.transactional) for store in stores.values()} == {("int8", True)}
-    sent, back = memories(payload(clipping.reducer))
+    sent, back = feedback_of(payload(clipping.reducer))
     assert sent == MomentumCorrection(stores["velocity"], stores["gradients"], 0.5, nesterov=True)
     assert back == ErrorFeedback(stores["means"])
 
 
-def test_without_a_norm_nothing_clips(group: ProcessGroup) -> None:
+def test_dgc_does_not_clip_without_a_norm(group: ProcessGroup) -> None:
     reduction = build(group, section({"method": "dgc"}))
-    sent, _ = memories(reduction.compressed)
+    sent, _ = feedback_of(reduction.compressed)
     assert sent == MomentumCorrection(reduction.stores["velocity"], reduction.stores["gradients"], 0.9)
 
 
-def test_demo_keeps_a_decaying_memory_for_its_own_elements_too(group: ProcessGroup) -> None:
+def test_demo_applies_a_decaying_residual_to_own_elements(group: ProcessGroup) -> None:
     reduction = build(group, section({"method": "demo", "momentum": 0.5, "memory": {"device": "cpu"}}))
-    sent, back = memories(reduction.compressed)
+    sent, back = feedback_of(reduction.compressed)
     assert sent == ErrorFeedback(reduction.stores["gradients"], 0.5, own_exact=False)
     assert back == ErrorFeedback(reduction.stores["means"])
     assert all(store.on_host for store in reduction.stores.values())
@@ -175,7 +175,7 @@ def powersgd(reduction: Built) -> PowerSGDReducer:
     return reducer
 
 
-def test_powersgd_has_factors_and_two_memories(group: ProcessGroup) -> None:
+def test_powersgd_has_stores_for_residuals_and_factors(group: ProcessGroup) -> None:
     settings = {
         "method": "powersgd",
         "rank": 2,
@@ -193,12 +193,12 @@ def test_powersgd_has_factors_and_two_memories(group: ProcessGroup) -> None:
     assert (reduction.stores["factors"].dtype, reduction.stores["factors"].scaled) == ("fp32", False)
     others = payload(reducer.others)
     assert codecs(others) == (Codec(Cast(FP32)), Codec(Cast(FP32)), Codec(Cast(BF16)))
-    # What has no factors goes as it is, along with what other settings may have left of it.
-    assert memories(others, 1) == tuple(ErrorFeedback(reduction.stores[name]) for name in ("gradients", "means"))
-    assert memories(others, 2) == tuple(ErrorFeedback(reduction.stores[name]) for name in ("gradients", "means"))
+    # Parameters without factors are sent uncompressed, together with residuals that other settings may have left.
+    assert feedback_of(others, 1) == tuple(ErrorFeedback(reduction.stores[name]) for name in ("gradients", "means"))
+    assert feedback_of(others, 2) == tuple(ErrorFeedback(reduction.stores[name]) for name in ("gradients", "means"))
 
 
-def test_powersgd_by_default_and_without_feedback(group: ProcessGroup) -> None:
+def test_powersgd_without_error_feedback(group: ProcessGroup) -> None:
     with pytest.warns(CompressWarning, match="loses every value"):
         config = section({"method": "powersgd", "error_feedback": None})
     reduction = build(group, config)
@@ -232,7 +232,7 @@ OVERRIDES = [
         ({}, ("embed.weight",), [Cast(FP32), Blockwise(), Blockwise(), Blockwise()]),
     ],
 )
-def test_the_first_override_counts_and_small_or_exempt_parameters_go_uncompressed(
+def test_the_first_override_applies_and_small_or_excluded_parameters_are_uncompressed(
     group: ProcessGroup, gradients: dict[str, Any], exempt: tuple[str, ...], expected: list[Compressor]
 ) -> None:
     names = [*sorted(SHAPES), "extra"]
@@ -249,19 +249,19 @@ def test_delayed_parameters_are_sent_in_every_nth_step(group: ProcessGroup, meth
     assert [codec_of(reduction, "head.weight", step).compressor for step in range(3)] == [Blockwise()] * 3
     reducer = reduction.compressed
     expected = tuple(ErrorFeedback(reduction.stores[name]) for name in ("gradients", "means"))
-    assert memories(reducer, channel_of(reducer, "embed.weight")) == expected
+    assert feedback_of(reducer, channel_of(reducer, "embed.weight")) == expected
 
 
 @pytest.mark.parametrize("method", ["dgc", "demo"])
-def test_delayed_parameters_wait_in_the_memory_of_the_method(group: ProcessGroup, method: str) -> None:
+def test_delayed_parameters_accumulate_in_the_residual_of_the_method(group: ProcessGroup, method: str) -> None:
     settings = {"method": method, "overrides": [{"parameters": "embed", "method": "none", "every": 2}]}
     reduction = build(group, section(settings))
     reducer = reduction.compressed
-    kept, _ = memories(reducer, channel_of(reducer, "embed.weight"))
+    kept, _ = feedback_of(reducer, channel_of(reducer, "embed.weight"))
     assert kept == ErrorFeedback(reduction.stores["gradients"])
 
 
-def test_the_density_falls_step_by_step(group: ProcessGroup) -> None:
+def test_the_density_falls_during_its_warmup(group: ProcessGroup) -> None:
     override = {"parameters": "embed", "method": "topk", "density": 0.1, "density_warmup_steps": 2}
     config = section({"method": "dgc", "density": 0.005, "density_warmup_steps": 8, "overrides": [override]})
     reduction = build(group, config)
@@ -270,7 +270,7 @@ def test_the_density_falls_step_by_step(group: ProcessGroup) -> None:
         assert codec_of(reduction, "embed.weight", step).compressor == TopK(other)
 
 
-def test_transforms_know_the_widths_of_matrices(group: ProcessGroup) -> None:
+def test_transforms_get_the_widths_of_matrices(group: ProcessGroup) -> None:
     widths = {"embed.weight": 8, "layer.0.weight": 8, "head.weight": 100}
     assert codec_of(build(group, section({"method": "demo"})), "head.weight").transform == DCT(widths, 64)
 
@@ -286,14 +286,14 @@ def groups() -> Groups:
 
 
 @pytest.mark.parametrize(("dtype", "raw"), [(FP32, False), (BF16, True)])
-def test_a_method_that_leaves_elements_in_their_type_is_counted_as_uncompressed(
+def test_a_method_that_keeps_the_gradient_dtype_counts_as_uncompressed(
     group: ProcessGroup, dtype: torch.dtype, raw: bool
 ) -> None:
     reduction = build(group, section({"method": "bf16"}), dtype=dtype)
     assert [channel.uncompressed for channel in payload(reduction.compressed).messages.channels] == [True, raw]
 
 
-def test_two_levels_without_compression_inside(groups: Groups) -> None:
+def test_a_hierarchy_is_uncompressed_inside_a_node_by_default(groups: Groups) -> None:
     reduction = build(groups, section({"hierarchy": {"ranks_per_node": 2}}))
     compressed = reduction.at(0).compressed
     node, across = two_levels(compressed)
@@ -305,7 +305,7 @@ def test_two_levels_without_compression_inside(groups: Groups) -> None:
     assert reduction.stores.keys() == {"gradients", "means"}
 
 
-def test_two_levels_with_a_method_inside_have_memories_of_their_own(groups: Groups) -> None:
+def test_a_method_inside_a_node_has_its_own_stores(groups: Groups) -> None:
     overrides = [{"parameters": "bias", "method": "none"}, {"parameters": "embed", "method": "sign"}]
     hierarchy = {"ranks_per_node": 2, "inside": {"bits": 4}}
     reduction = build(groups, section({"method": "demo", "hierarchy": hierarchy, "overrides": overrides}))
@@ -313,8 +313,8 @@ def test_two_levels_with_a_method_inside_have_memories_of_their_own(groups: Grou
     assert codecs(node) == (Codec(Cast(FP32)), Codec(INT4))
     assert [channel_of(node, name) for name in SHAPES] == [1, 1, RAW, 1]
     assert [channel_of(across, name) for name in SHAPES] == [2, 1, RAW, 1]
-    assert memories(node) == tuple(ErrorFeedback(reduction.stores[name]) for name in ("node", "node_means"))
-    assert memories(across)[0] == ErrorFeedback(reduction.stores["gradients"], 0.98, own_exact=False)
+    assert feedback_of(node) == tuple(ErrorFeedback(reduction.stores[name]) for name in ("node", "node_means"))
+    assert feedback_of(across)[0] == ErrorFeedback(reduction.stores["gradients"], 0.98, own_exact=False)
     assert reduction.stores.keys() == {"gradients", "means", "node", "node_means"}
 
 
@@ -323,11 +323,11 @@ def test_dgc_clips_before_the_first_level(groups: Groups) -> None:
     clipping = reduction.compressed
     assert isinstance(clipping, ClippingReducer)
     _, across = two_levels(clipping.reducer)
-    assert isinstance(memories(across)[0], MomentumCorrection)
+    assert isinstance(feedback_of(across)[0], MomentumCorrection)
 
 
 def payload_reducers(reducer: object) -> Iterator[PayloadReducer]:
-    """Those that `reducer` is made of."""
+    """Yield the payload reducers that `reducer` consists of."""
     if isinstance(reducer, PayloadReducer):
         yield reducer
     parts = {
@@ -349,8 +349,10 @@ KINDS = [
 
 @pytest.mark.parametrize(("dtype", "numel"), [(FP32, 16384), (BF16, 32768)])
 @pytest.mark.parametrize("gradients", KINDS, ids=repr)
-def test_every_message_has_these(groups: Groups, gradients: dict[str, Any], dtype: torch.dtype, numel: int) -> None:
-    """Seed, size of chunks, the dtype of uncompressed elements, clock and meter."""
+def test_all_reducers_get_the_common_settings(
+    groups: Groups, gradients: dict[str, Any], dtype: torch.dtype, numel: int
+) -> None:
+    """These are the seed, the chunk size, the dtype of uncompressed elements, the clock and the meter."""
     config = section({**gradients, "chunk_bytes": 65536}, seed=7)
     levels = groups if "hierarchy" in gradients else Groups(groups.whole)
     reduction = build(levels, config, dtype=dtype)
@@ -364,7 +366,7 @@ def test_every_message_has_these(groups: Groups, gradients: dict[str, Any], dtyp
             assert codecs(reducer)[RAW] == Codec(Cast(dtype))
 
 
-def test_a_round_has_about_a_million_elements_for_each_rank_by_default(groups: Groups) -> None:
+def test_a_round_has_about_a_million_elements_per_rank_by_default(groups: Groups) -> None:
     compressed = build(groups, section({"hierarchy": {"ranks_per_node": 2}})).compressed
     assert isinstance(compressed, HierarchicalReducer)
     for reducer in payload_reducers(compressed):
@@ -380,16 +382,16 @@ def test_the_plain_reducer_compresses_nothing(groups: Groups, gradients: dict[st
     for reducer in payload_reducers(reduction.plain):
         assert codecs(reducer) == (Codec(Cast(FP32)),)
         assert {channel_of(reducer, name) for name in SHAPES} == {RAW}
-        assert memories(reducer, RAW) == (NoFeedback(), NoFeedback())
+        assert feedback_of(reducer, RAW) == (NoFeedback(), NoFeedback())
 
 
-def test_an_override_behind_another_has_no_effect(group: ProcessGroup) -> None:
+def test_an_override_without_first_matches_warns(group: ProcessGroup) -> None:
     overrides = [{"parameters": "bias|weight", "method": "sign"}, {"parameters": "head", "method": "none"}]
     with pytest.warns(CompressWarning, match="overrides/1/parameters.*has no effect"):
         build(group, section({"overrides": overrides}))
 
 
-def test_an_override_that_matches_nothing_warns_with_its_place(group: ProcessGroup) -> None:
+def test_an_override_that_matches_nothing_warns_with_its_pointer(group: ProcessGroup) -> None:
     overrides = [{"parameters": pattern, "method": "none"} for pattern in ("bias", "^wte")]
     with pytest.warns(CompressWarning) as caught:
         build(group, section({"overrides": overrides}))
@@ -398,7 +400,7 @@ def test_an_override_that_matches_nothing_warns_with_its_place(group: ProcessGro
     assert [word for word in words if word not in message] == []
 
 
-def test_a_pattern_may_match_on_other_ranks_alone(group: ProcessGroup) -> None:
+def test_a_pattern_may_match_only_on_other_ranks(group: ProcessGroup) -> None:
     config = section({"overrides": [{"parameters": "bias", "method": "none"}]})
     reduction = build(group, config, shapes={}, everywhere=["layer.9.bias"])
     assert codec_of(reduction, "layer.9.bias").compressor == Cast(FP32)
@@ -412,13 +414,13 @@ def test_a_pattern_may_match_on_other_ranks_alone(group: ProcessGroup) -> None:
         ({"overrides": [{"parameters": "weight|bias", "method": "none"}]}, "overrides"),
     ],
 )
-def test_nothing_left_to_compress_warns(group: ProcessGroup, gradients: dict[str, Any], reason: str) -> None:
+def test_settings_that_compress_nothing_warn(group: ProcessGroup, gradients: dict[str, Any], reason: str) -> None:
     with pytest.warns(CompressWarning, match=f"compresses none of the 4 parameters .* {reason}"):
         build(group, section(gradients))
 
 
-def test_patterns_match_what_users_call_a_parameter(group: ProcessGroup) -> None:
-    """A pipeline numbers its layers; the pattern is for the model of transformers."""
+def test_patterns_match_user_facing_names(group: ProcessGroup) -> None:
+    """A pipeline numbers its layers, but the pattern refers to the model of transformers."""
     calls = {"2.layer.attn.weight": "transformer.h.1.attn.weight"}
     config = section({"overrides": [{"parameters": r"h\.1\.attn", "method": "none"}]})
     names = sorted(calls.values())
@@ -438,7 +440,9 @@ def test_patterns_match_what_users_call_a_parameter(group: ProcessGroup) -> None
     ],
     ids=repr,
 )
-def test_weights_reach_their_gather(group: ProcessGroup, weights: dict[str, Any], expected: Compressor) -> None:
+def test_settings_of_weights_reach_their_gather(
+    group: ProcessGroup, weights: dict[str, Any], expected: Compressor
+) -> None:
     weights_config = section({}, weights={"min_numel": 64, **weights}).weights
     assert isinstance(weights_config, CompressedWeights)
     run = Run(StepClock(), Meter(), 3)

@@ -1,4 +1,4 @@
-"""Parts of a flat buffer moved from one order of its parameters to another, and back."""
+"""Conversion of a sharded flat buffer between two orders of its parameters."""
 
 from collections.abc import Sequence
 
@@ -16,13 +16,13 @@ CPU = torch.device("cpu")
 
 
 def buffer(order: Sequence[tuple[str, int]], numel: int, dtype: torch.dtype) -> Tensor:
-    """Every element says which parameter it is of, and where in it; padding is 0."""
+    """Return a buffer whose elements encode their parameter and their index in it. Padding is 0."""
     parts = [100 * (1 + ord(name[0]) - ord("a")) + torch.arange(size) for name, size in order]
     joined = torch.cat(parts)
     return torch.cat([joined, joined.new_zeros(numel - joined.numel())]).to(dtype)
 
 
-def moved(group: ProcessGroup, rank: int, share: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def reorder(group: ProcessGroup, rank: int, share: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     reordering = Reordering(group, BEFORE, AFTER, share)
     part = buffer(BEFORE, share * group.size(), dtype)[rank * share : (rank + 1) * share]
     there = reordering.forward(part, CPU)
@@ -31,12 +31,12 @@ def moved(group: ProcessGroup, rank: int, share: int, dtype: torch.dtype) -> tup
 
 @pytest.mark.parametrize(("ranks", "share"), [(1, 61), (2, 32), (3, 21), (4, 16), (4, 40)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_element_finds_its_place_and_back(ranks: int, share: int, dtype: torch.dtype) -> None:
-    found = run_threads(ranks, lambda group, rank: moved(group, rank, share, dtype))
+def test_every_element_moves_to_its_place_and_back(ranks: int, share: int, dtype: torch.dtype) -> None:
+    found = run_threads(ranks, lambda group, rank: reorder(group, rank, share, dtype))
     assert torch.equal(torch.cat([there for there, _ in found]), buffer(AFTER, ranks * share, dtype))
     assert torch.equal(torch.cat([back for _, back in found]), buffer(BEFORE, ranks * share, dtype))
 
 
-def test_other_parameters_are_no_reordering() -> None:
-    with pytest.raises(AssertionError, match="other parameters"):
+def test_orders_with_different_parameters_are_refused() -> None:
+    with pytest.raises(AssertionError, match="different parameters"):
         run_threads(1, lambda group, rank: Reordering(group, BEFORE, AFTER[1:], 61))

@@ -1,4 +1,4 @@
-"""Messages on GPUs: what is sent and received stays until it has been used, whichever stream waits for it."""
+"""Messages on GPUs: their buffers stay allocated until they have been used, whichever stream waits for them."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -25,11 +25,11 @@ from tests.support.streams import Device, Event, Stream
 
 NUMEL = 400
 READ = "aten.add.Tensor reads on default, which does not wait for side"
-GIVEN_AWAY = "memory of aten.add.Tensor on default is given away while side uses it"
+REUSED = "memory of aten.add.Tensor on default is reused while side uses it"
 
 
-def used_on(device: Device, side: Stream, wait: Callable[[], None], record: bool = False) -> None:
-    """A tensor of the default stream is used on `side`, and given up; `wait` comes before its memory is used again."""
+def use_and_free(device: Device, side: Stream, wait: Callable[[], None], record: bool = False) -> None:
+    """Use a tensor of the default stream on `side`, free it, call `wait`, and allocate again."""
     x = torch.ones(3) + 1
     side.wait_stream(device.default)
     with device.using(side):
@@ -41,14 +41,14 @@ def used_on(device: Device, side: Stream, wait: Callable[[], None], record: bool
     torch.zeros(3)
 
 
-def test_memory_is_given_away_when_its_users_are_done() -> None:
-    for options, found in [({}, [GIVEN_AWAY]), ({"record": True}, [])]:
+def test_memory_may_be_reused_only_after_its_last_use() -> None:
+    for options, found in [({}, [REUSED]), ({"record": True}, [])]:
         with Device() as device:
-            used_on(device, device.stream("side"), lambda: None, **options)
+            use_and_free(device, device.stream("side"), lambda: None, **options)
         assert list(device.problems) == found
     with Device() as device:
         side = device.stream("side")
-        used_on(device, side, lambda: device.default.wait_stream(side))
+        use_and_free(device, side, lambda: device.default.wait_stream(side))
     assert not device.problems
 
 
@@ -72,7 +72,7 @@ def by_host(device: Device, side: Stream, early: bool) -> None:
 
 
 def by_third(device: Device, side: Stream, early: bool) -> None:
-    """Who waits for a stream waits for what that one has waited for, up to now."""
+    """Waiting for a stream includes everything that the stream has waited for so far."""
     third = device.stream("third")
     with device.using(side):
         x = torch.ones(3)
@@ -82,14 +82,14 @@ def by_third(device: Device, side: Stream, early: bool) -> None:
 
 
 @pytest.mark.parametrize("how", [by_event, by_host, by_third])
-def test_a_reader_waits_for_the_last_writer(how: Callable[[Device, Stream, bool], None]) -> None:
+def test_a_reader_must_wait_for_the_last_writer(how: Callable[[Device, Stream, bool], None]) -> None:
     for early, found in ((True, [READ]), (False, [])):
         with Device() as device:
             how(device, device.stream("side"), early)
         assert list(device.problems) == found
 
 
-def test_a_writer_waits_for_readers() -> None:
+def test_a_writer_must_wait_for_readers() -> None:
     with Device() as device:
         side, x = device.stream("side"), torch.ones(3)
         side.wait_stream(device.default)
@@ -97,26 +97,26 @@ def test_a_writer_waits_for_readers() -> None:
             x.sum()
         x.zero_()
     assert list(device.problems) == [
-        "aten.zero_.default writes over what is read on default, which does not wait for side"
+        "aten.zero_.default overwrites data being read on default, which does not wait for side"
     ]
 
 
 def make_reducer(group: dist.ProcessGroup) -> PayloadReducer:
-    """Messages of 4 bits in three rounds, with the memories of both directions."""
-    codec, memories = Codec(Blockwise(4, 32)), [ErrorFeedback(Residuals("bf16", transactional=True)) for _ in range(2)]
-    messages = Messages((Channel(codec, *memories),))
+    """Return a reducer of 4-bit messages in three rounds, with error feedback in both directions."""
+    codec, feedback = Codec(Blockwise(4, 32)), [ErrorFeedback(Residuals("bf16", transactional=True)) for _ in range(2)]
+    messages = Messages((Channel(codec, *feedback),))
     return PayloadReducer(Link(group), messages, Run(StepClock(), Meter(timed=False)), NUMEL // 3)
 
 
 def make_hierarchy() -> HierarchicalReducer:
-    """Two nodes of two ranks."""
+    """Return a reducer for two nodes of two ranks."""
     rank = dist.get_rank()
     groups = {ranks: dist.new_group(ranks) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
     node, across = (group for ranks, group in groups.items() if rank in ranks)
     return HierarchicalReducer(dist.group.WORLD, make_reducer(node), make_reducer(across))
 
 
-def races(rank: int, operation: str, fault: Callable[[], Any] = nullcontext) -> list[str]:
+def find_races(rank: int, operation: str, fault: Callable[[], Any] = nullcontext) -> list[str]:
     from tests.support.cuda_paths import on_streams
 
     dist.init_process_group("gloo")
@@ -139,8 +139,8 @@ def on_side(gpu: Device, side: Stream, work: Callable[[], None]) -> None:
     gpu.default.wait_stream(side)
 
 
-def begun_and_waited_for_elsewhere(gpu: Device, side: Stream, reducer: PayloadReducer, bucket: torch.Tensor) -> None:
-    """As DeepSpeed does with weights that it has prefetched in vain."""
+def wait_on_another_stream(gpu: Device, side: Stream, reducer: PayloadReducer, bucket: torch.Tensor) -> None:
+    """Wait on another stream, as DeepSpeed does for prefetched weights that it does not use."""
     with gpu.using(side):
         pending = reducer.start_all_gather(bucket, partition(reducer))
     gpu.default.wait_stream(side)
@@ -164,24 +164,24 @@ OPERATIONS: dict[str, Callable[[Any, Stream, Any, torch.Tensor], None]] = {
     "all_gather": lambda gpu, side, reducer, bucket: on_side(
         gpu, side, lambda: reducer.all_gather(bucket, partition(reducer))
     ),
-    "elsewhere": begun_and_waited_for_elsewhere,
+    "wait_elsewhere": wait_on_another_stream,
 }
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_messages_stay_until_they_are_used(operation: str) -> None:
-    assert run_forks(2, races, operation) == [[], []]
+def test_messages_stay_allocated_until_they_are_used(operation: str) -> None:
+    assert run_forks(2, find_races, operation) == [[], []]
 
 
 @pytest.mark.parametrize("operation", ["reduce_scatter", "all_reduce"])
-def test_two_levels_wait_for_each_other(operation: str) -> None:
-    assert run_forks(4, races, operation) == [[]] * 4
+def test_the_levels_of_a_hierarchy_wait_for_each_other(operation: str) -> None:
+    assert run_forks(4, find_races, operation) == [[]] * 4
 
 
-def unrecorded() -> Any:
+def without_record_stream() -> Any:
     return patch.object(_Collective, "wait", lambda self: self.work.wait())
 
 
-def test_messages_that_are_not_recorded_are_found() -> None:
-    found = "memory of aten.empty.memory_format on side is given away while default uses it"
-    assert all(found in problems for problems in run_forks(2, races, "elsewhere", unrecorded))
+def test_a_missing_record_stream_is_detected() -> None:
+    found = "memory of aten.empty.memory_format on side is reused while default uses it"
+    assert all(found in problems for problems in run_forks(2, find_races, "wait_elsewhere", without_record_stream))

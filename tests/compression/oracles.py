@@ -1,6 +1,6 @@
-"""The published forms of quantization, one block at a time, in float64.
+"""Reference implementations of the quantizers in float64, one block at a time.
 
-Written from the equations of the papers, in numpy, with nothing of the package.
+They follow the equations of the papers, in numpy, and are independent of the package.
 """
 
 import math
@@ -15,45 +15,45 @@ Doubles = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Grid:
-    """A block on a grid of equal steps: `position` is where each element is, in steps from `offset`."""
+    """A block on a grid of equal steps. `position` is the position of each element, in steps from `offset`."""
 
     position: Doubles
     step: float
     offset: float = 0.0
 
     def decode(self, uniforms: Doubles | None = None) -> Doubles:
-        """The nearest grid points; with `uniforms` the upper neighbour where those are within the fraction of 1."""
+        """Return the nearest grid points or, with `uniforms` in [0, 1), stochastically rounded ones."""
         if uniforms is None:
             return self.offset + self.step * np.rint(self.position)
         lower = np.floor(self.position)
         return self.offset + self.step * np.where(uniforms >= 1 - (self.position - lower), lower + 1, lower)
 
     def undecided(self, uniforms: Doubles | None = None) -> NDArray[np.bool_]:
-        """Where single precision may fall on the other side of a decision."""
+        """Return True where fp32 may round to the other neighbor."""
         shifted = self.position + (0.5 if uniforms is None else uniforms)
         return np.abs(shifted - np.rint(shifted)) < 1e-3
 
     def standard_error(self, count: int) -> Doubles:
-        """Of the mean of `count` independent stochastic roundings: a Bernoulli variable of the fraction."""
+        """Return the standard error of the mean of `count` independent stochastic roundings."""
         fraction = self.position - np.floor(self.position)
         return self.step * np.sqrt(fraction * (1 - fraction) / count)
 
 
 def absmax(x: Doubles, bits: int) -> Grid:
-    """arXiv:2110.02861, section 2.1, with 2**(bits-1) - 1 levels on either side of zero."""
+    """Return the grid of arXiv:2110.02861, section 2.1, with 2**(bits-1) - 1 levels on either side of zero."""
     step = float(np.abs(x).max()) / (2 ** (bits - 1) - 1)
     return Grid(x / step, step)
 
 
 def percentile(x: Doubles, bits: int, percent: float) -> Grid:
-    """As `absmax` of the block clipped at the nearest-rank percentile of its magnitudes."""
+    """Return the grid of `absmax` for the block clipped at the nearest-rank percentile of its magnitudes."""
     levels = 2 ** (bits - 1) - 1
     limit = float(np.percentile(np.abs(x), percent, method="inverted_cdf"))
     return Grid(np.clip(x, -limit, limit) / limit * levels, limit / levels)
 
 
 def linear(x: Doubles, bits: int) -> Grid:
-    """arXiv:1611.00429, section 2.2: k = 2**bits levels from the smallest to the largest element."""
+    """Return the grid of arXiv:1611.00429, section 2.2: 2**bits levels from the smallest to the largest element."""
     low, high = float(x.min()), float(x.max())
     if low == high:
         return Grid(np.zeros_like(x), 0.0, low)
@@ -62,13 +62,13 @@ def linear(x: Doubles, bits: int) -> Grid:
 
 
 def qsgd(x: Doubles, levels: int) -> Grid:
-    """arXiv:1610.02132, equation 3.1: |x| / ||x|| lies between l / s and (l + 1) / s."""
+    """Return the grid of arXiv:1610.02132, equation 3.1, with s = `levels` steps per norm."""
     norm = math.sqrt(sum(float(element) ** 2 for element in x))
     return Grid(x / norm * levels, norm / levels)
 
 
 def qsgd_values(x: Doubles, levels: int, coins: Doubles) -> Doubles:
-    """Equation 3.1 as it stands: ||x|| sign(x) xi, with xi = (l + 1) / s where the coin is below p(|x| / ||x||, s)."""
+    """Return ||x|| sign(x) xi of equation 3.1, with xi = (l + 1) / s where the coin is below p(|x| / ||x||, s)."""
     norm = math.sqrt(sum(float(element) ** 2 for element in x))
     values = []
     for element, coin in zip(x, coins, strict=True):
@@ -80,18 +80,18 @@ def qsgd_values(x: Doubles, levels: int, coins: Doubles) -> Doubles:
 
 
 def scaled_sign(x: Doubles) -> Doubles:
-    """arXiv:1901.09847, algorithm 1: (||x||_1 / d) sign(x), the sign of 0 being 1."""
+    """Return (||x||_1 / d) sign(x) with sign(0) = 1 (arXiv:1901.09847, algorithm 1)."""
     return np.where(x >= 0, 1.0, -1.0) * (sum(abs(float(element)) for element in x) / len(x))
 
 
 def ternary_weights(x: Doubles) -> Doubles:
-    """arXiv:1605.04711, section 2.2: threshold 0.7 E|x|, scale = the mean of the magnitudes above it."""
+    """Return the ternary form of arXiv:1605.04711, section 2.2: threshold 0.7 E|x|, scale the mean of |x| above it."""
     kept = np.abs(x) > 0.7 * np.abs(x).mean()
     return np.where(kept, np.sign(x), 0.0) * float(np.abs(x)[kept].mean())
 
 
 def terngrad(x: Doubles, uniforms: Doubles) -> Doubles:
-    """arXiv:1705.07878, section 3: s sign(g) b with s = max |g| and P(b = 1) = |g| / s.
+    """Return s sign(g) b with s = max |g| and P(b = 1) = |g| / s (arXiv:1705.07878, section 3).
 
     b is 1 where the uniform number is in the upper (g > 0) or lower (g < 0) |g| / s of [0, 1).
     """
@@ -102,28 +102,28 @@ def terngrad(x: Doubles, uniforms: Doubles) -> Doubles:
 
 
 def nearest_level(magnitudes: Sequence[int], x: Doubles, scale: float) -> Doubles:
-    """The nearest of +-`magnitudes` times `scale` to each element, by trying all."""
+    """Return the nearest of +-`magnitudes` times `scale` to each element, by trying all."""
     levels: Doubles = scale * np.array([sign * magnitude for sign in (-1.0, 1.0) for magnitude in magnitudes])
     nearest: Doubles = levels[np.abs(levels - x[:, None]).argmin(axis=1)]
     return nearest
 
 
 def squared_error(x: Doubles, decoded: Doubles) -> float:
-    """Relative to ||x||^2."""
+    """Return the squared error relative to ||x||^2."""
     return float(((x - decoded) ** 2).sum() / (x**2).sum())
 
 
 def best_scale(x: Doubles, quantize: Callable[[Doubles, float], Doubles]) -> float:
-    """The scale of least squared error, by trying 400 of them up to the largest magnitude."""
+    """Return the scale with the smallest squared error among 400 scales up to the largest magnitude."""
     candidates = np.abs(x).max() * np.arange(1, 401) / 400
     return float(min(candidates, key=lambda scale: squared_error(x, quantize(x, float(scale)))))
 
 
 def fp8_numbers(exponent_bits: int, infinities: bool) -> Doubles:
-    """All finite numbers of an 8-bit format (arXiv:2209.05433, table 1), ascending.
+    """Return all finite numbers of an 8-bit format (arXiv:2209.05433, table 1), ascending.
 
-    With `infinities` the last exponent is theirs and NaN's, as in IEEE 754; without, all ones is NaN and the rest
-    are numbers.
+    With `infinities`, the last exponent encodes infinities and NaN, as in IEEE 754. Otherwise, only the code with all
+    bits set is NaN.
     """
     fraction_bits = 7 - exponent_bits
     bias = 2 ** (exponent_bits - 1) - 1
@@ -138,7 +138,7 @@ def fp8_numbers(exponent_bits: int, infinities: bool) -> Doubles:
 
 
 def fp8(x: Doubles, numbers: Doubles) -> tuple[Doubles, NDArray[np.bool_]]:
-    """Each element as the nearest of `numbers` times the block's scale, and where two are almost as near."""
+    """Return the nearest of `numbers` times the block's scale for each element, and a mask of near ties."""
     scale = np.abs(x).max() / numbers.max()
     distances = np.abs(numbers - (x / scale)[:, None])
     nearest, second = np.sort(distances, axis=1)[:, :2].T

@@ -1,4 +1,4 @@
-"""Sparsifiers from their definitions, in numpy and plain loops, independent of the package."""
+"""Reference implementations of the sparsifiers in numpy and plain loops, independent of the package."""
 
 import math
 from fractions import Fraction
@@ -11,18 +11,18 @@ Indices = NDArray[np.int64]
 
 
 def kept_of(density: str, width: int) -> int:
-    """ceil(density * width) in exact arithmetic."""
+    """Return ceil(density * width) in exact arithmetic."""
     return math.ceil(Fraction(density) * width)
 
 
 def largest(sizes: NDArray[np.floating], count: int) -> list[int]:
-    """Ascending indices of the `count` largest of `sizes`: NaN first, then the lower index."""
+    """Return the ascending indices of the `count` largest of `sizes`; NaN is largest, ties go to the lower index."""
     order = sorted(range(len(sizes)), key=lambda index: (not np.isnan(sizes[index]), -sizes[index], index))
     return sorted(order[:count])
 
 
 def top_k(x: NDArray[np.floating], density: str, block: int) -> Indices:
-    """Positions that top-k of every block of `block` keeps, ascending."""
+    """Return the ascending positions that top-k keeps in all blocks of `block` elements."""
     found: list[int] = []
     for start in range(0, len(x), block):
         part = np.abs(x[start : start + block])
@@ -31,20 +31,20 @@ def top_k(x: NDArray[np.floating], density: str, block: int) -> Indices:
 
 
 def group_top_k(x: Floats, density: str, block: int, group: int) -> Indices:
-    """Groups of `group` elements that are kept of every block of `block`, by their L2 norm in float64, ascending."""
+    """Return the ascending numbers of the groups of `group` elements with the largest L2 norms (float64) per block."""
     norms = [np.linalg.norm(x[start : start + group].astype(np.float64)) for start in range(0, len(x), group)]
     return top_k(np.array(norms, dtype=np.float64), density, block // group)
 
 
 def only(x: Floats, positions: Indices) -> Floats:
-    """`x` where it is kept, else 0."""
+    """Return `x` at `positions`, and 0 elsewhere."""
     kept = np.zeros_like(x)
     kept[positions] = x[positions]
     return kept
 
 
 def packed_bits(values: Indices, width: int) -> bytes:
-    """Little-endian bit string of `values`, padded to 4 bytes."""
+    """Return the little-endian bit string of `values`, padded to a multiple of 4 bytes."""
     number = sum(int(value) << (width * index) for index, value in enumerate(values))
     size = -(-width * len(values) // 8)
     return number.to_bytes(size, "little") + bytes(-size % 4)

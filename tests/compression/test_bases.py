@@ -1,4 +1,4 @@
-"""Memories that are kept as coefficients: the same algorithm as with elements, and nothing is lost when they move."""
+"""Residuals stored as coefficients: the algorithm is the same as with elements, and conversions lose nothing."""
 
 import json
 import math
@@ -38,7 +38,7 @@ BASES: tuple[Transform, ...] = (DCT_16, Hadamard(64, 3))
 every_basis = pytest.mark.parametrize("basis", BASES, ids=lambda one: type(one).__name__)
 every_storage = pytest.mark.parametrize("storage", STORAGE)
 ROUNDING = {"fp32": 1e-6, "bf16": 2**-8, "int8": 2**-7}
-"""Of a number that is stored, relative to the largest of its block or to itself."""
+"""Relative rounding error of a stored number, by storage format."""
 
 
 def gradient(step: int, numel: int = NUMEL) -> Tensor:
@@ -50,18 +50,18 @@ def demo(storage: str = "fp32", transactional: bool = False) -> ErrorFeedback:
 
 
 def send(
-    memory: ErrorFeedback | MomentumCorrection, codec: Codec, x: Tensor, segments: tuple[Segment, ...] = SEGMENTS
+    feedback: ErrorFeedback | MomentumCorrection, codec: Codec, x: Tensor, segments: tuple[Segment, ...] = SEGMENTS
 ) -> Tensor:
-    """The coefficients that the receiver decodes."""
+    """Send `x`, and return the decoded coefficients."""
     payload = torch.empty(codec.compressor.payload_bytes(x.numel()), dtype=torch.uint8)
-    memory.encode(codec.coefficients(x, segments), segments, payload, 7, codec)
+    feedback.encode(codec.coefficients(x, segments), segments, payload, 7, codec)
     decoded = torch.zeros_like(x)
     codec.add_coefficients([payload], decoded, 1.0)
     return decoded
 
 
 def elements(store: Residuals, names: Iterable[str] = ("w", "v", "b")) -> dict[tuple[str, int], float]:
-    """Every element that is remembered."""
+    """Return every stored element."""
     return {
         (name, begin + place): value
         for (name, begin, _), values in store.items()
@@ -75,7 +75,7 @@ def stored(store: Residuals) -> list[list[int]]:
 
 
 def momentum_of_elements(steps: int, compressor: Compressor) -> tuple[Tensor, list[Tensor]]:
-    """DeMo with its momentum as elements, in fp64 but for the transform and what is sent: momentum, and all sent."""
+    """Run DeMo with its momentum as fp64 elements, and return the momentum and all messages."""
     momentum, sent = torch.zeros(NUMEL, dtype=torch.float64), []
     for step in range(steps):
         momentum = DECAY * momentum + gradient(step).double()
@@ -88,27 +88,29 @@ def momentum_of_elements(steps: int, compressor: Compressor) -> tuple[Tensor, li
 
 
 @pytest.mark.parametrize("compressor", [KEPT, QUANTIZED], ids=["fp32", "int4"])
-def test_coefficients_are_the_algorithm_with_elements(compressor: Compressor) -> None:
-    """Twenty steps: the same elements are chosen, and values and momentum differ by rounding."""
-    memory, codec = demo(), Codec(compressor, DCT_16)
+def test_coefficients_give_the_same_result_as_elements(compressor: Compressor) -> None:
+    """In twenty steps, the same elements are chosen, and values and momentum differ only by rounding."""
+    feedback, codec = demo(), Codec(compressor, DCT_16)
     momentum, expected = momentum_of_elements(20, compressor)
     for step in range(20):
-        sent = send(memory, codec, gradient(step))
+        sent = send(feedback, codec, gradient(step))
         assert torch.equal(sent != 0, expected[step] != 0)
         torch.testing.assert_close(sent, expected[step], rtol=1e-5, atol=2e-5)
-    torch.testing.assert_close(memory.residuals.read(SEGMENTS, CPU).double(), momentum, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(feedback.residuals.read(SEGMENTS, CPU).double(), momentum, rtol=1e-5, atol=2e-5)
 
 
 @every_basis
 @pytest.mark.parametrize("storage", ["fp32", "bf16"])
 @pytest.mark.parametrize("compressor", [KEPT, TopK(0.05, 100, min_magnitude=3.0)], ids=["all", "large ones"])
-def test_nothing_is_lost_and_what_was_sent_is_zero(compressor: Compressor, storage: str, basis: Transform) -> None:
-    memory, codec = demo(storage), Codec(compressor, basis)
+def test_message_and_residual_add_up_and_sent_coefficients_are_cleared(
+    compressor: Compressor, storage: str, basis: Transform
+) -> None:
+    feedback, codec = demo(storage), Codec(compressor, basis)
     for step in range(6):
         x = gradient(step)
-        total = basis.forward(x, SEGMENTS) + memory.residuals.read(SEGMENTS, CPU, basis) * DECAY
-        sent = send(memory, codec, x)
-        left = memory.residuals.read(SEGMENTS, CPU, basis)
+        total = basis.forward(x, SEGMENTS) + feedback.residuals.read(SEGMENTS, CPU, basis) * DECAY
+        sent = send(feedback, codec, x)
+        left = feedback.residuals.read(SEGMENTS, CPU, basis)
         assert bool((sent != 0).any())
         assert not left[sent != 0].any()
         assert torch.equal(sent + left, total if storage == "fp32" else torch.where(sent != 0, sent, total.bfloat16()))
@@ -116,21 +118,21 @@ def test_nothing_is_lost_and_what_was_sent_is_zero(compressor: Compressor, stora
 
 @every_basis
 @every_storage
-def test_what_quantization_changes_stays(storage: str, basis: Transform) -> None:
-    memory, codec = demo(storage), Codec(QUANTIZED, basis)
+def test_the_quantization_error_stays_in_the_residual(storage: str, basis: Transform) -> None:
+    feedback, codec = demo(storage), Codec(QUANTIZED, basis)
     for step in range(6):
         x = gradient(step)
-        total = basis.forward(x, SEGMENTS) + memory.residuals.read(SEGMENTS, CPU, basis) * DECAY
-        sent = send(memory, codec, x)
-        left = memory.residuals.read(SEGMENTS, CPU, basis)
+        total = basis.forward(x, SEGMENTS) + feedback.residuals.read(SEGMENTS, CPU, basis) * DECAY
+        sent = send(feedback, codec, x)
+        left = feedback.residuals.read(SEGMENTS, CPU, basis)
         assert bool(left[sent != 0].any())
         assert float((sent + left - total).abs().max()) <= ROUNDING[storage] * float(total.abs().max())
 
 
 @every_basis
 @every_storage
-def test_a_memory_of_elements_is_read_as_coefficients_and_back(storage: str, basis: Transform) -> None:
-    """Another method, or none, after this one over the same memory; and the reverse."""
+def test_elements_can_be_read_as_coefficients_and_back(storage: str, basis: Transform) -> None:
+    """This happens when methods with different bases use the same store in turn."""
     store, values = Residuals(storage, transactional=False), gradient(1)
     bound = 4 * ROUNDING[storage] * float(values.abs().max())
     store.write(SEGMENTS, values)
@@ -143,10 +145,10 @@ def test_a_memory_of_elements_is_read_as_coefficients_and_back(storage: str, bas
 
 @pytest.mark.parametrize("transactional", [False, True])
 @pytest.mark.parametrize("storage", ["fp32", "bf16", "int8"])
-def test_methods_take_turns_over_one_memory(storage: str, transactional: bool) -> None:
-    """What they sent and what is left add up to what came in, whatever is in force in a step."""
+def test_methods_with_different_bases_can_share_a_store(storage: str, transactional: bool) -> None:
+    """All messages and the last residual add up to all inputs."""
     store = Residuals(storage, transactional)
-    turns = [
+    codecs = [
         Codec(KEPT, DCT_16),
         Codec(Blockwise(4, 32)),
         Codec(QUANTIZED, DCT_16),
@@ -155,7 +157,7 @@ def test_methods_take_turns_over_one_memory(storage: str, transactional: bool) -
     ]
     balance, step, largest = torch.zeros(NUMEL), 0, 0.0
     for _ in range(2):
-        for codec in turns:
+        for codec in codecs:
             x = gradient(step)
             largest = max(largest, float((balance + x).abs().max()))
             balance += x - codec.transform.inverse(send(ErrorFeedback(store), codec, x), SEGMENTS)
@@ -165,61 +167,61 @@ def test_methods_take_turns_over_one_memory(storage: str, transactional: bool) -
     assert float((store.read(SEGMENTS, CPU) - balance).abs().max()) <= bound
 
 
-def test_a_full_synchronisation_sends_the_momentum_of_elements() -> None:
-    memory, codec, exact = demo(), Codec(KEPT, DCT_16), Codec(Cast(torch.float32))
+def test_a_full_synchronization_sends_the_momentum_as_elements() -> None:
+    feedback, codec, exact = demo(), Codec(KEPT, DCT_16), Codec(Cast(torch.float32))
     for step in range(3):
-        send(memory, codec, gradient(step))
-    held, x = memory.residuals.read(SEGMENTS, CPU), gradient(9)
-    torch.testing.assert_close(send(memory, exact, x), x + DECAY * held, rtol=0, atol=1e-6)
-    assert not memory.residuals.read(SEGMENTS, CPU, DCT_16).any()
+        send(feedback, codec, gradient(step))
+    held, x = feedback.residuals.read(SEGMENTS, CPU), gradient(9)
+    torch.testing.assert_close(send(feedback, exact, x), x + DECAY * held, rtol=0, atol=1e-6)
+    assert not feedback.residuals.read(SEGMENTS, CPU, DCT_16).any()
 
 
 @every_storage
 @pytest.mark.parametrize(
     "codec", [Codec(KEPT, DCT_16), Codec(KEPT), Codec(Blockwise(4, 32))], ids=["dct", "topk", "int4"]
 )
-def test_a_skipped_step_leaves_every_bit(codec: Codec, storage: str) -> None:
-    """Also where the skipped step was the first one of another method."""
-    memory = demo(storage, transactional=True)
+def test_a_skipped_step_changes_no_bit(codec: Codec, storage: str) -> None:
+    """This also holds if the skipped step was the first one of another method."""
+    feedback = demo(storage, transactional=True)
     for step in range(3):
-        send(memory, Codec(KEPT, DCT_16), gradient(step))
-        memory.residuals.commit()
-    before, bases = stored(memory.residuals), memory.residuals.bases()
+        send(feedback, Codec(KEPT, DCT_16), gradient(step))
+        feedback.residuals.commit()
+    before, bases = stored(feedback.residuals), feedback.residuals.bases()
     for bad in (1.0, math.nan, math.inf):
         for _ in range(2):
-            send(memory, codec, gradient(5) * bad)
-        memory.residuals.rollback()
-        assert stored(memory.residuals) == before
-        assert memory.residuals.bases() == bases
-    send(memory, codec, gradient(5))
-    memory.residuals.commit()
-    assert set(memory.residuals.bases().values()) == {codec.transform.of(SEGMENTS)}
+            send(feedback, codec, gradient(5) * bad)
+        feedback.residuals.rollback()
+        assert stored(feedback.residuals) == before
+        assert feedback.residuals.bases() == bases
+    send(feedback, codec, gradient(5))
+    feedback.residuals.commit()
+    assert set(feedback.residuals.bases().values()) == {codec.transform.of(SEGMENTS)}
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_gradient_that_is_not_finite_is_sent(bad: float) -> None:
+def test_a_non_finite_gradient_is_sent(bad: float) -> None:
     for place in (0, 700, 1599, NUMEL - 1):
-        memory, x = demo(transactional=True), gradient(1)
+        feedback, x = demo(transactional=True), gradient(1)
         x[place] = bad
-        sent = send(memory, Codec(QUANTIZED, DCT_16), x)
+        sent = send(feedback, Codec(QUANTIZED, DCT_16), x)
         assert not DCT_16.inverse(sent, SEGMENTS).isfinite().all()
 
 
 @every_storage
 def test_coefficients_follow_the_loss_scale(storage: str) -> None:
-    memory = demo(storage, transactional=True)
-    send(memory, Codec(KEPT, DCT_16), gradient(1))
-    memory.residuals.commit()
-    before = memory.residuals.read(SEGMENTS, CPU)
-    memory.residuals.scale(0.5)
-    assert torch.equal(memory.residuals.read(SEGMENTS, CPU), 0.5 * before)
+    feedback = demo(storage, transactional=True)
+    send(feedback, Codec(KEPT, DCT_16), gradient(1))
+    feedback.residuals.commit()
+    before = feedback.residuals.read(SEGMENTS, CPU)
+    feedback.residuals.scale(0.5)
+    assert torch.equal(feedback.residuals.read(SEGMENTS, CPU), 0.5 * before)
 
 
-def test_square_norms_are_those_of_elements() -> None:
-    memory = demo()
-    send(memory, Codec(KEPT, DCT_16), gradient(1))
-    norm = float(sum(memory.residuals.square_norms()))
-    assert norm == pytest.approx(float(memory.residuals.read(SEGMENTS, CPU).square().sum()), rel=1e-5)
+def test_square_norms_equal_those_of_the_elements() -> None:
+    feedback = demo()
+    send(feedback, Codec(KEPT, DCT_16), gradient(1))
+    norm = float(sum(feedback.residuals.square_norms()))
+    assert norm == pytest.approx(float(feedback.residuals.read(SEGMENTS, CPU).square().sum()), rel=1e-5)
 
 
 CUTS: tuple[Layout, ...] = (
@@ -234,7 +236,7 @@ CUTS: tuple[Layout, ...] = (
 @properties
 @given(st.lists(st.tuples(st.sampled_from(CUTS), st.booleans()), min_size=1, max_size=5), st.booleans())
 def test_new_layouts_lose_nothing(steps: list[tuple[Layout, bool]], transactional: bool) -> None:
-    """Per element: everything sent plus what is left is everything fed in, however messages are cut."""
+    """For every element, all sent values plus the residual equal all inputs, regardless of how messages are cut."""
     store, balance = Residuals("fp32", transactional), dict.fromkeys(elements_of(LAYOUT), 0.0)
     for step, (layout, plain) in enumerate(steps):
         segments = segments_of(layout)
@@ -252,7 +254,7 @@ def elements_of(layout: Layout) -> list[tuple[str, int]]:
     return [(name, begin + place) for name, begin, numel in layout for place in range(numel)]
 
 
-def test_bases_are_equal_that_give_equal_coefficients() -> None:
+def test_bases_that_give_equal_coefficients_are_equal() -> None:
     assert DCT_16.of(SEGMENTS) == DCT({"w": 40, "v": 24}, TILE)
     assert DCT_16.of(SEGMENTS) == DCT({**WIDTHS, "elsewhere": 9, "more": 3}, TILE).of(SEGMENTS)
     assert DCT_16.of(SEGMENTS) != DCT(WIDTHS, 32).of(SEGMENTS)
@@ -260,7 +262,7 @@ def test_bases_are_equal_that_give_equal_coefficients() -> None:
 
 
 @pytest.mark.parametrize("transform", [Identity(), *BASES], ids=lambda one: type(one).__name__)
-def test_a_description_is_plain_data(transform: Transform) -> None:
+def test_a_transform_survives_its_description_as_json(transform: Transform) -> None:
     assert transform_of(json.loads(json.dumps(described(transform)))) == transform
 
 
@@ -281,29 +283,29 @@ def load(directory: Path, storage: str = "fp32", position: Position = ONE, loss_
 
 
 def trained(storage: str = "fp32", seed: int = 0, codec: Codec | None = None) -> ErrorFeedback:
-    memory = demo(storage, transactional=True)
+    feedback = demo(storage, transactional=True)
     for step in range(3):
-        send(memory, codec or Codec(QUANTIZED, DCT_16), gradient(seed + step))
-        memory.residuals.commit()
-    return memory
+        send(feedback, codec or Codec(QUANTIZED, DCT_16), gradient(seed + step))
+        feedback.residuals.commit()
+    return feedback
 
 
 @every_storage
-def test_a_saved_memory_goes_on_bit_for_bit(storage: str, tmp_path: Path) -> None:
-    memory, codec = trained(storage), Codec(QUANTIZED, DCT_16)
-    save(memory.residuals, tmp_path)
-    # A model that has got parameters elsewhere has another transform, of the same coefficients here.
+def test_a_saved_residual_continues_bit_for_bit(storage: str, tmp_path: Path) -> None:
+    feedback, codec = trained(storage), Codec(QUANTIZED, DCT_16)
+    save(feedback.residuals, tmp_path)
+    # A model with more parameters has another transform, but the same coefficients here.
     resumed, widened = ErrorFeedback(load(tmp_path, storage), DECAY, False), DCT({**WIDTHS, "new": 3}, TILE)
     for step in range(3):
         x = gradient(100 + step)
-        assert torch.equal(send(resumed, Codec(QUANTIZED, widened), x), send(memory, codec, x))
-        memory.residuals.commit()
+        assert torch.equal(send(resumed, Codec(QUANTIZED, widened), x), send(feedback, codec, x))
+        feedback.residuals.commit()
         resumed.residuals.commit()
-        assert stored(resumed.residuals) == stored(memory.residuals)
+        assert stored(resumed.residuals) == stored(feedback.residuals)
 
 
 def as_version_2(file: Path) -> None:
-    """What the version before wrote: elements, and no word of bases."""
+    """Change the files to the previous version, which stores elements and does not mention bases."""
     description = state.read_description(file)
     former = state.Description(**{**vars(description), "version": 2})
     plain = json.loads(file.with_suffix(".json").read_text())
@@ -312,12 +314,12 @@ def as_version_2(file: Path) -> None:
     file.with_suffix(".json").write_text(json.dumps(plain))
 
 
-def test_a_state_of_the_version_before_holds_elements(tmp_path: Path) -> None:
-    values, memory, expected = gradient(3), demo(transactional=True), demo(transactional=True)
-    for one in (memory, expected):
+def test_a_state_of_the_previous_version_can_be_read(tmp_path: Path) -> None:
+    values, feedback, expected = gradient(3), demo(transactional=True), demo(transactional=True)
+    for one in (feedback, expected):
         one.residuals.write(SEGMENTS, values)
         one.residuals.commit()
-    as_version_2(save(memory.residuals, tmp_path))
+    as_version_2(save(feedback.residuals, tmp_path))
     assert "bases" not in json.loads(state.state_file(tmp_path, 0).with_suffix(".json").read_text())
     loaded = ErrorFeedback(load(tmp_path), DECAY, False)
     assert torch.equal(loaded.residuals.read(SEGMENTS, CPU), values)
@@ -331,28 +333,28 @@ def change(key: str, value: object) -> Callable[[dict], None]:
 
 
 @pytest.mark.parametrize(
-    ("harm", "words"),
+    ("damage", "words"),
     [
-        (change("version", 1), "has version 1, this package reads 2 and 3"),
-        (change("version", 4), "has version 4, this package reads 2 and 3"),
-        (change("version", 2), "digest does not fit"),
+        (change("version", 1), "has version 1; this package reads 2 and 3"),
+        (change("version", 4), "has version 4; this package reads 2 and 3"),
+        (change("version", 2), "digest does not match"),
         (lambda plain: plain.pop("bases"), "not a state of this package"),
-        (change("bases", {"gradients": [{"basis": "identity"}]}), "digest does not fit"),
+        (change("bases", {"gradients": [{"basis": "identity"}]}), "digest does not match"),
     ],
 )
-def test_a_state_that_does_not_say_its_basis_is_refused(
-    harm: Callable[[dict], None], words: str, tmp_path: Path
+def test_a_state_with_a_wrong_version_or_basis_is_refused(
+    damage: Callable[[dict], None], words: str, tmp_path: Path
 ) -> None:
     file = save(trained().residuals, tmp_path).with_suffix(".json")
     plain = json.loads(file.read_text())
-    harm(plain)
+    damage(plain)
     file.write_text(json.dumps(plain))
     with pytest.raises(StateError, match=words):
         load(tmp_path)
 
 
 @pytest.mark.parametrize("bases", [[{"basis": "wavelet"}], [{"basis": "dct", "side": 3}], []])
-def test_a_basis_that_is_not_known_is_refused(bases: list[dict], tmp_path: Path) -> None:
+def test_an_unknown_basis_is_refused(bases: list[dict], tmp_path: Path) -> None:
     file = save(trained().residuals, tmp_path)
     changed = state.Description(**{**vars(state.read_description(file)), "bases": {"gradients": bases}})
     plain = json.loads(file.with_suffix(".json").read_text())
@@ -363,8 +365,8 @@ def test_a_basis_that_is_not_known_is_refused(bases: list[dict], tmp_path: Path)
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 3), (3, 1)])
-def test_another_number_of_ranks_keeps_the_sum(before: int, after: int, tmp_path: Path) -> None:
-    """Of ranks that kept coefficients and of such that kept elements, under another loss scale."""
+def test_the_sum_over_ranks_survives_a_change_of_their_number(before: int, after: int, tmp_path: Path) -> None:
+    """Some ranks stored coefficients, others elements, and the loss scale has changed."""
     sums: dict[tuple[str, int], float] = {}
     for rank in range(before):
         store = trained(seed=10 * rank, codec=Codec(KEPT) if rank % 2 else None).residuals
@@ -377,16 +379,16 @@ def test_another_number_of_ranks_keeps_the_sum(before: int, after: int, tmp_path
         assert sum(one.get(element, 0.0) for one in found) == pytest.approx(value, abs=1e-5)
 
 
-def test_another_type_of_memory_takes_the_values(tmp_path: Path) -> None:
-    memory = trained("fp32").residuals
-    save(memory, tmp_path)
+def test_values_survive_a_change_of_the_storage_format(tmp_path: Path) -> None:
+    store = trained("fp32").residuals
+    save(store, tmp_path)
     found = load(tmp_path, "bf16").read(SEGMENTS, CPU, DCT_16)
-    expected = memory.read(SEGMENTS, CPU, DCT_16)
+    expected = store.read(SEGMENTS, CPU, DCT_16)
     assert float((found - expected).norm()) <= 2**-7 * float(expected.norm())
 
 
-def test_momentum_correction_keeps_coefficients_too() -> None:
-    """DGC in a basis is DGC of coefficients."""
+def test_momentum_correction_stores_coefficients() -> None:
+    """DGC in a basis equals DGC of the coefficients."""
     inside = MomentumCorrection(Residuals("fp32", False), Residuals("fp32", False), 0.9)
     plain = MomentumCorrection(Residuals("fp32", False), Residuals("fp32", False), 0.9)
     for step in range(4):
@@ -396,7 +398,7 @@ def test_momentum_correction_keeps_coefficients_too() -> None:
 
 
 class Unfused:
-    """A compressor that does not take a memory along."""
+    """A compressor without fused error feedback."""
 
     def __init__(self, inner: Compressor) -> None:
         self.payload_bytes, self.compress = inner.payload_bytes, inner.compress
@@ -418,13 +420,13 @@ class Unfused:
     ],
     ids=repr,
 )
-def test_one_pass_gives_the_bits_of_many(compressor: TopK, storage: str, transactional: bool) -> None:
-    one, many = demo(storage, transactional), demo(storage, transactional)
+def test_fused_feedback_gives_the_same_bits(compressor: TopK, storage: str, transactional: bool) -> None:
+    fused, unfused = demo(storage, transactional), demo(storage, transactional)
     for step in range(4):
         x = gradient(step)
         given_x = x.clone()
-        assert torch.equal(send(one, Codec(compressor), x), send(many, Codec(Unfused(compressor)), x))
+        assert torch.equal(send(fused, Codec(compressor), x), send(unfused, Codec(Unfused(compressor)), x))
         assert torch.equal(x, given_x)
-        one.residuals.commit()
-        many.residuals.commit()
-        assert stored(one.residuals) == stored(many.residuals)
+        fused.residuals.commit()
+        unfused.residuals.commit()
+        assert stored(fused.residuals) == stored(unfused.residuals)

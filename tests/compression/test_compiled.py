@@ -1,4 +1,4 @@
-"""Directories that compiled kernels are loaded from, and those that are left alone."""
+"""The choice of the directory for compiled kernels."""
 
 import os
 import warnings
@@ -14,7 +14,7 @@ BUILT = "built for this test"
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home directory of the test's own, a compiler that takes no time, and a loader that only reads."""
+    """Use a separate home directory, a fake compiler and a fake loader."""
     home = tmp_path / "home"
     home.mkdir(mode=0o755)
     monkeypatch.setenv("HOME", str(home))
@@ -26,7 +26,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def load(directory: Path | None, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[str]]:
-    """The library that is loaded with `directory` in the environment, and what the user is told."""
+    """Return the library that is loaded with `directory` in the environment, and the warnings."""
     if directory is not None:
         monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(directory))
     with warnings.catch_warnings(record=True) as caught:
@@ -36,7 +36,7 @@ def load(directory: Path | None, monkeypatch: pytest.MonkeyPatch) -> tuple[Path,
     return found, [str(one.message) for one in caught if isinstance(one.message, CompressWarning)]
 
 
-def made(directory: Path, mode: int) -> Path:
+def make(directory: Path, mode: int) -> Path:
     directory.mkdir()
     directory.chmod(mode)
     return directory
@@ -44,31 +44,31 @@ def made(directory: Path, mode: int) -> Path:
 
 @pytest.mark.parametrize("mode", [0o700, 0o755])
 def test_a_directory_of_this_user_is_used(mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = made(tmp_path / "cache", mode)
-    library, told = load(directory, monkeypatch)
-    assert (library.parent, told) == (directory, [])
+    directory = make(tmp_path / "cache", mode)
+    library, messages = load(directory, monkeypatch)
+    assert (library.parent, messages) == (directory, [])
     library.write_text("as it was")
-    again, told = load(directory, monkeypatch)
-    assert (again.read_text(), told) == ("as it was", [])
+    again, messages = load(directory, monkeypatch)
+    assert (again.read_text(), messages) == ("as it was", [])
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o1777])
-def test_a_library_that_others_may_have_put_there_is_not_loaded(
+def test_a_library_in_a_directory_that_others_can_write_is_not_loaded(
     mode: int, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = made(tmp_path / "shared", mode)
+    directory = make(tmp_path / "shared", mode)
     (directory / compiled._library_name()).write_text("planted")
-    library, told = load(directory, monkeypatch)
+    library, messages = load(directory, monkeypatch)
     assert library.parent == home / ".cache" / "deepspeed_compress"
     assert library.read_text() == BUILT
-    assert len(told) == 1
+    assert len(messages) == 1
     for part in (f"TORCH_EXTENSIONS_DIR={directory}", f"mode {mode:o}", f"chmod go-w {directory}", str(library.parent)):
-        assert part in told[0]
+        assert part in messages[0]
     assert (directory / compiled._library_name()).read_text() == "planted"
 
 
-def test_one_rank_of_a_host_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = made(tmp_path / "shared", 0o777)
+def test_one_rank_per_host_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = make(tmp_path / "shared", 0o777)
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert load(directory, monkeypatch)[1] == []
     monkeypatch.setenv("LOCAL_RANK", "0")
@@ -77,62 +77,62 @@ def test_one_rank_of_a_host_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 def test_a_directory_of_another_user_is_not_used(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = made(tmp_path / "theirs", 0o755)
+    directory = make(tmp_path / "theirs", 0o755)
     os.chown(directory, 12345, 12345)
-    library, told = load(directory, monkeypatch)
+    library, messages = load(directory, monkeypatch)
     assert library.parent == home / ".cache" / "deepspeed_compress"
-    assert "owner 12345" in told[0]
+    assert "owner 12345" in messages[0]
 
 
-def test_a_library_that_others_may_write_is_built_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = made(tmp_path / "cache", 0o755)
+def test_a_library_that_others_can_write_is_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = make(tmp_path / "cache", 0o755)
     planted = directory / compiled._library_name()
     planted.write_text("planted")
     planted.chmod(0o777)
     assert load(directory, monkeypatch)[0].read_text() == BUILT
 
 
-def test_a_default_cache_that_a_umask_opened_is_left_without_a_word(
+def test_a_default_cache_that_others_can_write_is_replaced_without_a_warning(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Distributions that give each user a group make every directory writable for it; nobody asked for that one."""
+    """Some distributions have a umask that makes every new directory writable for the user's group."""
     default = home / ".cache" / "torch_extensions"
-    library, told = load(None, monkeypatch)
-    assert (library.parent, told) == (default, [])
+    library, messages = load(None, monkeypatch)
+    assert (library.parent, messages) == (default, [])
     default.chmod(0o775)
-    library, told = load(None, monkeypatch)
-    assert (library.parent, told) == (home / ".cache" / "deepspeed_compress", [])
+    library, messages = load(None, monkeypatch)
+    assert (library.parent, messages) == (home / ".cache" / "deepspeed_compress", [])
 
 
-def test_without_a_home_that_can_be_written_a_private_directory_is_made(
+def test_a_private_temporary_directory_is_used_if_the_home_is_unwritable(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (home / ".cache").write_text("in the way of a directory")
     monkeypatch.setattr(compiled.tempfile, "tempdir", str(tmp_path))
-    library, told = load(made(tmp_path / "shared", 0o777), monkeypatch)
+    library, messages = load(make(tmp_path / "shared", 0o777), monkeypatch)
     assert library.parent == tmp_path / f"deepspeed_compress_kernels_{os.geteuid()}"
-    assert len(told) == 1
-    # Somebody else was there first.
+    assert len(messages) == 1
+    # Another user may have created it first.
     library.parent.chmod(0o777)
-    with pytest.raises(OSError, match="this user's alone"):
+    with pytest.raises(OSError, match="only this user can write"):
         load(tmp_path / "shared", monkeypatch)
 
 
-def test_what_is_built_is_writable_for_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_this_user_can_write_a_built_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     former = os.umask(0o002)
     try:
         with monkeypatch.context() as patched:
             from torch.utils import cpp_extension
 
-            patched.setattr(cpp_extension, "load", _pretend_to_build)
+            patched.setattr(cpp_extension, "load", _fake_build)
             compiled._build(tmp_path / "library.so")
     finally:
         os.umask(former)
     assert (tmp_path / "library.so").stat().st_mode & 0o777 == 0o755
 
 
-def _pretend_to_build(name: str, sources: list[str], build_directory: str, **options: object) -> None:
+def _fake_build(name: str, sources: list[str], build_directory: str, **options: object) -> None:
     file = Path(build_directory) / f"{name}.so"
     file.write_text(BUILT)
     file.chmod(0o775)

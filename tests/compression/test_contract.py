@@ -1,4 +1,4 @@
-"""What every compressor must do, whatever its method: one suite for all of them."""
+"""The contract of `Compressor`, tested for all compressors."""
 
 import math
 from typing import Any, get_args
@@ -13,14 +13,14 @@ from deepspeed_compress import config
 from deepspeed_compress.compression.codec import Codec
 from deepspeed_compress.compression.compressors import QSGD, BlockTopK, Compressor, Linear, RandomK, TopK
 from deepspeed_compress.compression.compressors.base import ALIGNMENT
-from tests.support.codecs import CODECS, SETTINGS, decode, encode, is_random, transmit
+from tests.support.codecs import CODECS, SETTINGS, decode, encode, is_random, noise, transmit
 from tests.support.properties import properties
 
 SPARSE = (TopK, RandomK, BlockTopK)
 LARGEST = torch.finfo(torch.float32).max
 TINY = 2.0**-149
 
-# Every codec has its own examples, so fewer each.
+# Each codec has its own examples, so the number per codec is small.
 examples = settings(properties, max_examples=20)
 every_codec = pytest.mark.parametrize("codec", CODECS, ids=repr)
 
@@ -35,7 +35,7 @@ def sizes(codec: Compressor) -> st.SearchStrategy[int]:
 
 
 def tensors(codec: Compressor, values: st.SearchStrategy[float]) -> st.SearchStrategy[Tensor]:
-    """Vectors of interesting sizes; a short pattern of `values` is repeated over them."""
+    """Generate vectors of special sizes, filled with a repeated short pattern of `values`."""
 
     def tile(numel: int, pattern: list[float]) -> Tensor:
         return torch.tensor(pattern).repeat(-(-numel // len(pattern)))[:numel]
@@ -47,33 +47,29 @@ def floats(limit: float) -> st.SearchStrategy[float]:
     return st.floats(-limit, limit, width=32)
 
 
-def noise(numel: int, seed: int = 0) -> Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
-
-
 def kept(codec: Compressor, numel: int) -> int:
     return codec.kept(numel) if isinstance(codec, SPARSE) else numel
 
 
 def innermost(codec: Compressor) -> Compressor:
-    """What encodes the values."""
+    """Return the compressor that encodes the values."""
     return codec.values if isinstance(codec, SPARSE) else codec
 
 
 def signs_survive(codec: Compressor, x: Tensor, decoded: Tensor) -> bool:
-    """Between a minimum and a maximum zero is no level, so small elements may change their sign."""
+    """Return True if no sign has changed. `Linear` is exempt, because zero is not one of its levels."""
     return isinstance(innermost(codec), Linear) or bool((decoded.sign() * x.sign() >= 0).all())
 
 
 def methods_of_config() -> dict[str, Any]:
-    """Every `method` of the configuration's union, with a model of it."""
+    """Return the settings of every `method` of the configuration."""
     models = get_args(get_args(config.GradientsConfig)[0])
     named = {name: model for model in models for name in get_args(model.model_fields["method"].annotation)}
     return {name: model(method=name) for name, model in named.items()}
 
 
-def test_table_configuration_and_suite_name_the_same_methods() -> None:
-    """PowerSGD is a reducer, and makes no messages of its own; those of no compression are casts."""
+def test_the_suite_covers_all_methods_of_the_configuration() -> None:
+    """PowerSGD is a reducer and has no compressor of its own. Method "none" is a cast."""
     assert set(SETTINGS) | {"powersgd"} == set(methods_of_config())
 
 
@@ -85,7 +81,7 @@ def test_settings_build_the_class_that_the_suite_covers(method: str) -> None:
 @every_codec
 @examples
 @given(st.data())
-def test_the_payload_fills_its_size_exactly(codec: Compressor, data: st.DataObject) -> None:
+def test_compress_writes_exactly_the_payload(codec: Compressor, data: st.DataObject) -> None:
     x = data.draw(tensors(codec, floats(100)))
     size = codec.payload_bytes(x.numel())
     assert size % ALIGNMENT == 0
@@ -97,7 +93,7 @@ def test_the_payload_fills_its_size_exactly(codec: Compressor, data: st.DataObje
 
 
 @every_codec
-def test_no_elements_need_no_bytes(codec: Compressor) -> None:
+def test_an_empty_tensor_has_an_empty_payload(codec: Compressor) -> None:
     assert codec.payload_bytes(0) == 0
     assert transmit(codec, torch.empty(0)).numel() == 0
 
@@ -127,14 +123,14 @@ def test_zeros_stay_zeros(codec: Compressor, data: st.DataObject) -> None:
 @examples
 @given(st.data())
 def test_equal_elements_stay_equal(codec: Compressor, data: st.DataObject) -> None:
-    """To the precision of bf16; a single element is the smallest case. Top-k sends as many as it says."""
-    # QSGD draws the level of every element; a single one is its own norm.
+    """They are equal to the precision of bf16. Sparsifiers send exactly the number of elements that `kept` returns."""
+    # QSGD draws the level of every element. A single element is its own norm.
     numel = data.draw(st.just(1) | (st.nothing() if isinstance(innermost(codec), QSGD) else sizes(codec)))
     value = data.draw(floats(60000).filter(lambda number: abs(number) > 1e-3))
     decoded = transmit(codec, torch.full((numel,), value))
     sent = decoded[decoded != 0]
     assert sent.numel() == kept(codec, numel)
-    # Rescaling multiplies by n / k on purpose.
+    # Rescaling multiplies by n / k.
     assert getattr(codec, "rescale", False) or ((sent - value).abs() <= 2**-8 * abs(value)).all()
 
 
@@ -153,7 +149,7 @@ def test_signs_and_magnitudes_survive_denormals(codec: Compressor, data: st.Data
 @examples
 @given(st.data())
 def test_huge_elements_stay_finite(codec: Compressor, data: st.DataObject) -> None:
-    """fp32's largest number itself may become infinite, when its scale is rounded up, but never NaN."""
+    """The largest number of fp32 may become infinite if its scale is rounded up, but never NaN."""
     nearly = LARGEST * (1 - 2**-20)
     huge = st.sampled_from([LARGEST, nearly, -nearly, 0.75 * LARGEST, -0.75 * LARGEST, 1.0, 0.0])
     x = data.draw(tensors(codec, huge))
@@ -185,7 +181,7 @@ def test_the_same_key_gives_the_same_bits(codec: Compressor, data: st.DataObject
 
 
 @every_codec
-def test_the_key_matters_to_random_methods_alone(codec: Compressor) -> None:
+def test_the_key_matters_only_to_random_methods(codec: Compressor) -> None:
     x = noise(3 * block_of(codec) + 7)
     one, other = (number << 32 | number for number in (1, 2))
     assert torch.equal(encode(codec, x, one), encode(codec, x, other)) != is_random(codec)
@@ -193,7 +189,7 @@ def test_the_key_matters_to_random_methods_alone(codec: Compressor) -> None:
 
 @every_codec
 @pytest.mark.parametrize("scale", [1.0, 0.25, -1.0, 1 / 3])
-def test_decoding_adds_to_what_is_there_and_scales(codec: Compressor, scale: float) -> None:
+def test_decoding_adds_the_scaled_payload_to_the_output(codec: Compressor, scale: float) -> None:
     x, base = noise(3 * block_of(codec) + 7), noise(3 * block_of(codec) + 7, seed=1)
     payload, out = encode(codec, x), base.clone()
     decoded = decode(codec, payload, x.numel())

@@ -1,4 +1,4 @@
-"""The C++ kernels against plain torch, bit for bit where arithmetic is elementwise."""
+"""The C++ kernels against plain torch: elementwise operations are compared bit for bit."""
 
 import math
 import os
@@ -28,16 +28,16 @@ cpu = implementations(CPU)["cpu"]
 FORMS = {
     "int8": BlockFormat("absmax", 127, 8, 256),
     "int4": BlockFormat("absmax", 7, 4, 64),
-    "int4, blocks of half bytes": BlockFormat("absmax", 7, 4, 33),
+    "int4, blocks ending within a byte": BlockFormat("absmax", 7, 4, 33),
     "ternary": BlockFormat("absmax", 1, 2, 32),
     "3 bits": BlockFormat("absmax", 3, 3, 24),
     "qsgd": BlockFormat("norm", 7, 4, 64),
-    "qsgd of 5 bits": BlockFormat("norm", 15, 5, 50),
+    "qsgd, 5 bits": BlockFormat("norm", 15, 5, 50),
     "sign": BlockFormat("mean", 1, 1, 64),
     "sign, blocks of odd size": BlockFormat("mean", 1, 1, 7),
     "four levels": BlockFormat("lloyd", 4, 2, 64),
     "eight levels": BlockFormat("eight", 10, 3, 64),
-    "eight levels, blocks of parts of bytes": BlockFormat("eight", 10, 3, 33),
+    "eight levels, blocks ending within a byte": BlockFormat("eight", 10, 3, 33),
     "three levels": BlockFormat("ternary", 1, 2, 64),
     "three levels, blocks of odd size": BlockFormat("ternary", 1, 2, 7),
 }
@@ -45,7 +45,7 @@ SIZES = (1, 5, 64, 65, 300, 1000)
 
 
 def inputs(numel: int, seed: int) -> Iterator[Tensor]:
-    """Ordinary values, and such as arithmetic stumbles over."""
+    """Yield normal numbers, and denormal, huge, equal and non-finite ones."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(numel, generator=generator)
     yield x
@@ -60,31 +60,31 @@ def inputs(numel: int, seed: int) -> Iterator[Tensor]:
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """Equal bits, but for those of NaN."""
+    """Return True if all bits are equal, except for those of NaN."""
     return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
 
 
 def encoded(
-    ops: object, x: Tensor, form: BlockFormat, dtype: torch.dtype, key: int | None, memory: ResidualBuffers | None
+    ops: object, x: Tensor, form: BlockFormat, dtype: torch.dtype, key: int | None, residual: ResidualBuffers | None
 ) -> tuple[Tensor, Tensor]:
     blocks = -(-x.numel() // form.block_size)
     numbers = torch.full((blocks,), 7.0, dtype=dtype)
     codes = torch.full((form.code_bytes(x.numel()) + 3,), 0xFF, dtype=torch.uint8)
-    ops.quantize_blocks(x, form, numbers, codes, key, memory)  # type: ignore[attr-defined]
+    ops.quantize_blocks(x, form, numbers, codes, key, residual)  # type: ignore[attr-defined]
     return numbers, codes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("numel", [0, *SIZES, 1024, 3001])
-def test_sums_of_squares_differ_by_their_order_alone(numel: int, dtype: torch.dtype) -> None:
+def test_sums_of_squares_differ_only_by_the_order_of_summation(numel: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(numel)
     x = torch.randn(numel, generator=generator).to(dtype)
     assert float(cpu.square_norm(x)) == pytest.approx(float(x.double() @ x.double()), rel=1e-6)
-    # Sums of these are exact in any order.
+    # Sums of small integers are exact in any order.
     x = torch.randint(-7, 8, (numel,), generator=generator).to(dtype)
     exact = float(x.double() @ x.double())
     assert float(cpu.square_norm(x)) == exact
-    # torch takes a square root, which is rounded to fp32.
+    # torch computes a square root, which is rounded to fp32.
     assert float(reference.square_norm(x)) == pytest.approx(exact, rel=torch.finfo(torch.float32).eps)
     for bad in (math.nan, math.inf) if numel else ():
         x[numel // 2] = bad
@@ -95,7 +95,7 @@ def test_sums_of_squares_differ_by_their_order_alone(numel: int, dtype: torch.dt
 @pytest.mark.parametrize("key", [None, 2**63 + 12345])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_scales_and_codes(form: BlockFormat, dtype: torch.dtype, key: int | None) -> None:
+def test_scales_and_codes_match_the_reference(form: BlockFormat, dtype: torch.dtype, key: int | None) -> None:
     for numel in SIZES:
         for x in inputs(numel, numel):
             numbers, codes = encoded(cpu, x, form, dtype, key, None)
@@ -107,7 +107,7 @@ def test_scales_and_codes(form: BlockFormat, dtype: torch.dtype, key: int | None
 @pytest.mark.parametrize("decay", [1.0, 0.95])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_memory(form: BlockFormat, dtype: torch.dtype, decay: float) -> None:
+def test_residuals_match_the_reference(form: BlockFormat, dtype: torch.dtype, decay: float) -> None:
     for numel in SIZES:
         for x in inputs(numel, numel):
             before, given_x = torch.linspace(-1, 1, numel).to(dtype), x.clone()
@@ -123,7 +123,7 @@ def test_memory(form: BlockFormat, dtype: torch.dtype, decay: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_memory_may_be_updated_in_place(dtype: torch.dtype) -> None:
+def test_a_residual_may_be_updated_in_place(dtype: torch.dtype) -> None:
     x, form = torch.randn(300, generator=torch.Generator().manual_seed(0)), FORMS["int4"]
     before = torch.linspace(-1, 1, 300).to(dtype)
     after = torch.empty_like(before)
@@ -132,7 +132,7 @@ def test_memory_may_be_updated_in_place(dtype: torch.dtype) -> None:
     assert torch.equal(before, after)
 
 
-def test_a_finite_remainder_stays_finite() -> None:
+def test_a_finite_residual_stays_finite() -> None:
     x, after = torch.full((8,), torch.finfo(torch.float32).max), torch.empty(8, dtype=torch.bfloat16)
     x[0] = -1.0
     form = BlockFormat("mean", 1, 1, 8)
@@ -143,7 +143,7 @@ def test_a_finite_remainder_stays_finite() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, -1.0, 1 / 3])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_decoding(form: BlockFormat, scale: float) -> None:
+def test_decoding_matches_the_reference(form: BlockFormat, scale: float) -> None:
     for numel in SIZES:
         for x in inputs(numel, numel):
             numbers, codes = encoded(reference, x, form, torch.float32, None, None)
@@ -155,22 +155,22 @@ def test_decoding(form: BlockFormat, scale: float) -> None:
 
 @pytest.mark.parametrize("ranks", [0, 1, 3])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_messages_of_all_ranks(form: BlockFormat, ranks: int) -> None:
+def test_sums_of_messages_match_the_reference(form: BlockFormat, ranks: int) -> None:
     x, *sent = torch.randn(1 + ranks, 1000, generator=torch.Generator().manual_seed(ranks))
     messages = [encoded(reference, one, form, torch.float32, None, None) for one in sent]
     out, expected = x.clone(), x.clone()
     cpu.dequantize_blocks_sum(messages, form, out, 1 / 3)
     reference.dequantize_blocks_sum(messages, form, expected, 1 / 3)
     assert same(out, expected)
-    # In place of what is there, whatever that is.
+    # Without `add`, the output is overwritten, even if it is NaN.
     out, expected = torch.full_like(x, torch.nan), torch.zeros_like(x)
     cpu.dequantize_blocks_sum(messages, form, out, 1 / 3, add=False)
     reference.dequantize_blocks_sum(messages, form, expected, 1 / 3)
     assert same(out, expected)
 
 
-def test_scales_that_are_sums_differ_by_rounding_at_most() -> None:
-    """Another order of a sum in fp64 shows in fp32 once in about 2**29 / n blocks of n elements, by one unit."""
+def test_scales_that_are_sums_differ_at_most_by_rounding() -> None:
+    """The order of an fp64 sum changes the fp32 scale by one unit, in one of about 2**29 / n blocks of n elements."""
     x = torch.randn(1 << 20, generator=torch.Generator().manual_seed(1))
     for form in (FORMS["qsgd"], FORMS["sign"]):
         scales = [encoded(ops, x, form, torch.float32, None, None)[0] for ops in (cpu, reference)]
@@ -180,7 +180,7 @@ def test_scales_that_are_sums_differ_by_rounding_at_most() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_casts(dtype: torch.dtype) -> None:
+def test_casts_match_the_reference(dtype: torch.dtype) -> None:
     for x in (*inputs(1000, 5), torch.tensor([65504.0, 65519.9, 65520.0, -7e4, 3.4e38, -3.4e38])):
         out, expected = torch.empty(x.numel(), dtype=dtype), torch.empty(x.numel(), dtype=dtype)
         cpu.cast(x, out)
@@ -194,13 +194,13 @@ def test_casts(dtype: torch.dtype) -> None:
 
 @properties
 @given(st.integers(0, 2**64 - 1))
-def test_uniform_numbers(key: int) -> None:
+def test_uniform_numbers_match_the_reference(key: int) -> None:
     assert torch.equal(cpu.uniform(100, key, CPU), reference.uniform(100, key, CPU))
 
 
-@pytest.mark.parametrize("k_of", [(1, 1), (1, 7), (3, 64), (64, 64), (41, 4096), (1000, 4096), (30, 5000)])
-def test_top_k_with_equal_magnitudes_and_nan(k_of: tuple[int, int]) -> None:
-    k, width = k_of
+@pytest.mark.parametrize("k_and_width", [(1, 1), (1, 7), (3, 64), (64, 64), (41, 4096), (1000, 4096), (30, 5000)])
+def test_top_k_matches_the_reference_with_ties_and_nan(k_and_width: tuple[int, int]) -> None:
+    k, width = k_and_width
     generator = torch.Generator().manual_seed(k)
     few_values = torch.randint(-3, 4, (5, width), generator=generator).float()
     spoiled = torch.randn(5, width, generator=generator)
@@ -210,9 +210,9 @@ def test_top_k_with_equal_magnitudes_and_nan(k_of: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("k_of", [(1, 1), (3, 64), (64, 64), (30, 4096), (30, 5000)])
-def test_top_k_of_a_sum(k_of: tuple[int, int], dtype: torch.dtype) -> None:
-    k, width = k_of
+@pytest.mark.parametrize("k_and_width", [(1, 1), (3, 64), (64, 64), (30, 4096), (30, 5000)])
+def test_top_k_of_a_sum_matches_the_reference(k_and_width: tuple[int, int], dtype: torch.dtype) -> None:
+    k, width = k_and_width
     for x in inputs(3 * width, width):
         before, given_x = torch.linspace(-1, 1, x.numel()).to(dtype), x.clone()
         results = []
@@ -231,8 +231,8 @@ def test_top_k_of_a_sum(k_of: tuple[int, int], dtype: torch.dtype) -> None:
     "shape", [(2, 3, 64, 64), (3, 1, 64, 32), (2, 2, 32, 64), (2, 1, 37, 64), (5, 1, 1, 64), (1, 1, 7, 3)]
 )
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.01, 0.06, 0.0625, 0.07, 0.3])
-def test_the_inverse_of_few_coefficients(share: float, shape: tuple[int, ...]) -> None:
-    """The way that depends on their number shows in no bit beyond rounding; -0.0 is none, NaN and infinity are some."""
+def test_the_inverse_dct_of_few_coefficients_matches_the_reference(share: float, shape: tuple[int, ...]) -> None:
+    """The sparse and the dense algorithm differ only by rounding. -0.0 counts as zero; NaN and infinity do not."""
     generator = torch.Generator().manual_seed(3)
     tiles = torch.randn(shape, generator=generator) * (torch.rand(shape, generator=generator) < share)
     out, expected = torch.empty_like(tiles), torch.empty_like(tiles)
@@ -250,7 +250,7 @@ def test_the_inverse_of_few_coefficients(share: float, shape: tuple[int, ...]) -
 
 @properties
 @given(st.integers(1, 20), st.data())
-def test_bits(width: int, data: st.DataObject) -> None:
+def test_packed_bits_match_the_reference(width: int, data: st.DataObject) -> None:
     values = torch.tensor(data.draw(st.lists(st.integers(0, 2**width - 1), max_size=40)), dtype=torch.int64)
     packed = [torch.full((-(-len(values) * width // 8) + 3,), 0xFF, dtype=torch.uint8) for _ in range(2)]
     cpu.pack_bits(values, width, packed[0])
@@ -261,19 +261,19 @@ def test_bits(width: int, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize("shape", [(3, 2, 64, 64), (2, 1, 32, 32), (5, 1, 1, 64), (1, 1, 16, 64), (2, 2, 1, 1)])
-def test_transforms_to_rounding(shape: tuple[int, ...], inverse: bool) -> None:
+def test_transforms_match_the_reference_to_rounding(shape: tuple[int, ...], inverse: bool) -> None:
     tiles = torch.randn(shape, generator=torch.Generator().manual_seed(2))
     for name in ("dct_tiles", "hadamard_tiles"):
         out, expected = torch.empty_like(tiles), torch.empty_like(tiles)
         getattr(cpu, name)(tiles, out, inverse)
         getattr(reference, name)(tiles, expected, inverse)
-        # A few units of the last place of the largest coefficient, which 4096 products of 24 bits make.
+        # A few units in the last place of the largest coefficient, after 4096 products of 24 bits.
         assert float((out - expected).abs().max()) <= 2e-6 * float(tiles.abs().max())
 
 
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize(("height", "width"), [(64, 64), (3, 64), (7, 5), (128, 64)])
-def test_tiles_of_a_matrix_are_transformed_in_place_of_it(height: int, width: int, inverse: bool) -> None:
+def test_strided_tiles_of_a_matrix_are_transformed(height: int, width: int, inverse: bool) -> None:
     matrix = torch.randn(2 * height, 3 * width + 1, generator=torch.Generator().manual_seed(4))
     strides = (height * matrix.shape[1], width, matrix.shape[1], 1)
     found, expected = torch.zeros_like(matrix), torch.zeros_like(matrix)
@@ -284,7 +284,7 @@ def test_tiles_of_a_matrix_are_transformed_in_place_of_it(height: int, width: in
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-def test_threads_do_not_change_a_bit() -> None:
+def test_the_number_of_threads_does_not_change_a_bit() -> None:
     x = torch.randn(10_000, generator=torch.Generator().manual_seed(3))
     form, threads, results = replace(FORMS["int4"], block_size=256), torch.get_num_threads(), []
     try:
@@ -302,7 +302,7 @@ def test_every_implementation_has_all_operations() -> None:
 
 
 @pytest.mark.skipif(
-    platform.machine() != "x86_64" or shutil.which("objdump") is None, reason="reads x86-64 machine code by objdump"
+    platform.machine() != "x86_64" or shutil.which("objdump") is None, reason="reads x86-64 machine code with objdump"
 )
 def test_the_instruction_set_can_be_chosen(tmp_path: Path) -> None:
     program = (
@@ -314,11 +314,11 @@ def test_the_instruction_set_can_be_chosen(tmp_path: Path) -> None:
     run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["deepspeed_compress.compression.kernels.cpu"]
     (library,) = tmp_path.glob("*.so")
-    # No register of AVX.
+    # There are no AVX registers.
     assert "ymm" not in subprocess.run(["objdump", "-d", library], capture_output=True, text=True, check=True).stdout
 
 
-def test_without_a_compiler_torch_is_used_and_the_user_is_told(tmp_path: Path) -> None:
+def test_without_a_compiler_plain_torch_is_used_with_a_warning(tmp_path: Path) -> None:
     program = (
         "import warnings, torch\n"
         "from deepspeed_compress.compression.kernels import for_device\n"

@@ -13,6 +13,7 @@ from deepspeed_compress.collectives.buckets import even_partition
 from deepspeed_compress.compression.codec import Codec, NoSend
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor, TopK
 from deepspeed_compress.compression.feedback import ErrorFeedback, MomentumCorrection, NoFeedback
+from deepspeed_compress.compression.layouts import segments_of
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.compression.transforms import DCT, Hadamard, Identity, Transform
@@ -25,27 +26,18 @@ SEGMENTS = even_partition([("w", NUMEL - 60), ("b", 60)], 1).segments
 BLOCK = 32
 
 
-def segments_of(ranges: Iterable[tuple[str, int, int]]) -> tuple[Segment, ...]:
-    """A message of the given (name, begin, numel); where they lie in the bucket does not matter here."""
-    segments, offset = [], 0
-    for name, begin, numel in ranges:
-        segments.append(Segment(name, begin, numel, offset, 0))
-        offset += numel
-    return tuple(segments)
-
-
 @dataclass(frozen=True)
 class Sender:
-    """A codec and what is remembered between its messages."""
+    """A codec with its error feedback."""
 
     compressor: Compressor
-    memory: ErrorFeedback | NoFeedback | MomentumCorrection
+    feedback: ErrorFeedback | NoFeedback | MomentumCorrection
     transform: Transform = Identity()  # noqa: RUF009
 
     @property
     def residuals(self) -> Residuals:
-        assert isinstance(self.memory, ErrorFeedback)
-        return self.memory.residuals
+        assert isinstance(self.feedback, ErrorFeedback)
+        return self.feedback.residuals
 
     @property
     def codec(self) -> Codec:
@@ -53,27 +45,27 @@ class Sender:
 
     def encode(self, x: Tensor, segments: Sequence[Segment], key: int = 0) -> Tensor:
         payload = torch.empty(self.compressor.payload_bytes(x.numel()), dtype=torch.uint8)
-        self.memory.encode(self.codec.coefficients(x.clone(), segments), segments, payload, key, self.codec)
+        self.feedback.encode(self.codec.coefficients(x.clone(), segments), segments, payload, key, self.codec)
         return payload
 
 
 def send(sender: Sender, x: Tensor, key: int = 0) -> Tensor:
-    """What the receiver of a message of SEGMENTS decodes."""
+    """Send `x` as a message of SEGMENTS, and return the decoded message."""
     decoded = torch.zeros_like(x)
     sender.codec.decode_add([sender.encode(x, SEGMENTS, key)], SEGMENTS, decoded, 1.0)
     return decoded
 
 
-def with_feedback(codec: Compressor, dtype: str = "fp32", transactional: bool = False, decay: float = 1.0) -> Sender:
+def feedback_sender(codec: Compressor, dtype: str = "fp32", transactional: bool = False, decay: float = 1.0) -> Sender:
     return Sender(codec, ErrorFeedback(Residuals(dtype, transactional), decay))
 
 
-def residual(feedback: Sender) -> Tensor:
-    return feedback.residuals.read(SEGMENTS, CPU).clone()
+def residual(sender: Sender) -> Tensor:
+    return sender.residuals.read(SEGMENTS, CPU).clone()
 
 
 def integers(levels: int, seed: int) -> Tensor:
-    """Integers whose blocks all have the scale 4: the first element of each is the largest, and is sent exactly."""
+    """Return integers whose blocks all have the scale 4: the first element of each is the largest and sent exactly."""
     x = torch.randint(-2 * levels, 2 * levels, (NUMEL,), generator=torch.Generator().manual_seed(seed)).float()
     x[::BLOCK] = 4 * levels
     return x
@@ -92,66 +84,66 @@ EXACT = [
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("codec", "levels"), EXACT, ids=lambda value: repr(value))
-def test_nothing_is_lost_where_arithmetic_is_exact(codec: Compressor, levels: int, dtype: str) -> None:
-    feedback = with_feedback(codec, dtype)
+def test_message_and_residual_add_up_exactly_if_arithmetic_is_exact(codec: Compressor, levels: int, dtype: str) -> None:
+    sender = feedback_sender(codec, dtype)
     for step in range(6):
-        x, old = integers(levels, step), residual(feedback)
-        assert torch.equal(send(feedback, x, step) + residual(feedback), x + old)
+        x, old = integers(levels, step), residual(sender)
+        assert torch.equal(send(sender, x, step) + residual(sender), x + old)
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), [("fp32", 2**-22), ("bf16", 2**-8)])
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
-def test_nothing_is_lost_but_rounding(codec: Compressor, dtype: str, rounding: float) -> None:
-    """fp32: an ulp of the largest term. A bf16 residual: half an ulp of itself, 2**-9 of it, besides."""
-    feedback = with_feedback(codec, dtype)
+def test_message_and_residual_add_up_to_rounding(codec: Compressor, dtype: str, rounding: float) -> None:
+    """The bound for fp32 is an ulp of the largest term, plus half an ulp of the residual if it is bf16."""
+    sender = feedback_sender(codec, dtype)
     generator = torch.Generator().manual_seed(1)
     for step in range(6):
-        x, old = torch.randn(NUMEL, generator=generator), residual(feedback).float()
-        decoded, new = send(feedback, x, step), residual(feedback).float()
+        x, old = torch.randn(NUMEL, generator=generator), residual(sender).float()
+        decoded, new = send(sender, x, step), residual(sender).float()
         bound = rounding * new.abs() + 2**-22 * (x.abs() + old.abs() + decoded.abs())
         assert ((decoded.double() + new - x.double() - old).abs() <= bound).all()
 
 
-def test_what_was_sent_and_what_is_left_add_up_over_the_steps() -> None:
-    feedback = with_feedback(TopK(0.05, 64))
+def test_messages_and_the_last_residual_add_up_to_all_inputs() -> None:
+    sender = feedback_sender(TopK(0.05, 64))
     inputs = [integers(7, step) for step in range(20)]
-    received = sum(send(feedback, x, step) for step, x in enumerate(inputs))
-    assert torch.equal(received + residual(feedback), sum(inputs))
+    received = sum(send(sender, x, step) for step, x in enumerate(inputs))
+    assert torch.equal(received + residual(sender), sum(inputs))
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
-def test_the_first_message_has_no_memory(codec: Compressor) -> None:
+def test_the_first_message_has_no_residual(codec: Compressor) -> None:
     x = integers(7, 0)
-    assert torch.equal(send(with_feedback(codec), x), transmit(codec, x, 0))
+    assert torch.equal(send(feedback_sender(codec), x), transmit(codec, x, 0))
 
 
-def test_without_feedback_every_message_is_alone() -> None:
+def test_without_feedback_messages_are_independent() -> None:
     codec, x = Blockwise(4, BLOCK), integers(127, 0)
     for _ in range(2):
         assert torch.equal(send(Sender(codec, NoFeedback()), x), transmit(codec, x, 0))
 
 
-def test_micro_steps_build_on_each_other_and_a_rollback_undoes_them_all() -> None:
-    feedback = with_feedback(TopK(0.05, 64), transactional=True)
-    send(feedback, integers(7, 0))
-    feedback.residuals.commit()
-    before = residual(feedback)
+def test_a_rollback_undoes_all_micro_steps() -> None:
+    sender = feedback_sender(TopK(0.05, 64), transactional=True)
+    send(sender, integers(7, 0))
+    sender.residuals.commit()
+    before = residual(sender)
     for step in (1, 2):
-        old, x = residual(feedback), integers(7, step)
-        assert torch.equal(send(feedback, x) + residual(feedback), x + old)
-    assert not torch.equal(residual(feedback), before)
-    feedback.residuals.rollback()
-    assert torch.equal(residual(feedback), before)
+        old, x = residual(sender), integers(7, step)
+        assert torch.equal(send(sender, x) + residual(sender), x + old)
+    assert not torch.equal(residual(sender), before)
+    sender.residuals.rollback()
+    assert torch.equal(residual(sender), before)
 
 
-def test_a_non_finite_step_leaves_no_trace_after_rollback() -> None:
-    feedback = with_feedback(Blockwise(8, BLOCK), transactional=True)
-    send(feedback, integers(7, 0))
-    feedback.residuals.commit()
-    before = residual(feedback)
-    assert not send(feedback, torch.full((NUMEL,), torch.nan)).isfinite().any()
-    feedback.residuals.rollback()
-    assert torch.equal(residual(feedback), before)
+def test_a_rollback_undoes_a_non_finite_step() -> None:
+    sender = feedback_sender(Blockwise(8, BLOCK), transactional=True)
+    send(sender, integers(7, 0))
+    sender.residuals.commit()
+    before = residual(sender)
+    assert not send(sender, torch.full((NUMEL,), torch.nan)).isfinite().any()
+    sender.residuals.rollback()
+    assert torch.equal(residual(sender), before)
 
 
 def test_writes_without_transactions_are_final() -> None:
@@ -162,8 +154,8 @@ def test_writes_without_transactions_are_final() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "size", "error"), [("fp32", 800, 0), ("bf16", 400, 2**-9), ("int8", 204, 0.00394)])
-def test_residuals_are_kept_in_their_form(dtype: str, size: int, error: float) -> None:
-    """int8: a byte an element and an fp32 scale for 256, rounded to half of a 127th of the largest, 0.00394."""
+def test_residuals_have_the_size_and_precision_of_their_dtype(dtype: str, size: int, error: float) -> None:
+    """int8 takes a byte per element and an fp32 scale per 256, with an error of at most 0.5 / 127 of the largest."""
     residuals, values = Residuals(dtype, transactional=True), torch.linspace(-1, 1, NUMEL)
     residuals.write(SEGMENTS, values)
     residuals.commit()
@@ -172,7 +164,7 @@ def test_residuals_are_kept_in_their_form(dtype: str, size: int, error: float) -
     assert payload.nbytes == size
 
 
-def test_square_norm_counts_the_running_step() -> None:
+def test_square_norm_includes_the_running_step() -> None:
     residuals = Residuals("fp32", transactional=True)
     assert sum(residuals.square_norms()) == 0
     residuals.write(SEGMENTS, torch.full((NUMEL,), 2.0))
@@ -183,7 +175,7 @@ def test_square_norm_counts_the_running_step() -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("on_host", [True, False])
-def test_restored_residuals_have_the_same_bits_and_are_copies(dtype: str, on_host: bool) -> None:
+def test_restored_residuals_are_exact_copies(dtype: str, on_host: bool) -> None:
     stored, other = Residuals(dtype, transactional=True), Residuals(dtype, True, on_host)
     stored.write(SEGMENTS, torch.randn(NUMEL, generator=torch.Generator().manual_seed(0)))
     stored.commit()
@@ -195,14 +187,14 @@ def test_restored_residuals_have_the_same_bits_and_are_copies(dtype: str, on_hos
     assert torch.equal(other.read(SEGMENTS, CPU), expected)
 
 
-def test_what_is_added_moves_to_the_layout_that_is_read() -> None:
+def test_added_values_can_be_read_in_another_layout() -> None:
     residuals = Residuals("fp32", transactional=True)
     for value in (1.0, 2.0):
         residuals.add([(("w", 3, 2), torch.tensor([value, 2 * value]))], CPU)
     assert residuals.read(segments_of([("w", 2, 4), ("b", 0, 1)]), CPU).tolist() == [0, 3, 6, 0, 0]
 
 
-def test_pruning_forgets_what_the_step_has_not_written() -> None:
+def test_pruning_drops_messages_that_the_step_has_not_written() -> None:
     residuals = Residuals("fp32", transactional=True)
     residuals.add([(("w", 0, 4), torch.ones(4)), (("b", 0, 2), torch.ones(2))], CPU)
     residuals.write(segments_of([("w", 0, 2)]), torch.full((2,), 5.0))
@@ -212,7 +204,7 @@ def test_pruning_forgets_what_the_step_has_not_written() -> None:
     assert not residuals.holds(segments_of([("w", 2, 2), ("b", 0, 2)]))
 
 
-def test_unscaled_memory_does_not_follow_the_loss_scale() -> None:
+def test_an_unscaled_store_does_not_follow_the_loss_scale() -> None:
     for scaled, expected in ((True, 2.0), (False, 1.0)):
         residuals = Residuals("fp32", transactional=False, scaled=scaled)
         residuals.write(SEGMENTS, torch.ones(NUMEL))
@@ -221,7 +213,7 @@ def test_unscaled_memory_does_not_follow_the_loss_scale() -> None:
 
 
 @pytest.mark.parametrize("transform", [Identity(), Hadamard(64), DCT({"w": 20}, 4)], ids=lambda one: type(one).__name__)
-def test_nothing_is_lost_in_a_transformed_domain(transform: Transform) -> None:
+def test_message_and_residual_add_up_in_a_transformed_basis(transform: Transform) -> None:
     sender = Sender(TopK(0.1, 64), ErrorFeedback(Residuals("fp32", False)), transform)
     for step in range(6):
         x, old = integers(7, step), residual(sender)
@@ -229,7 +221,7 @@ def test_nothing_is_lost_in_a_transformed_domain(transform: Transform) -> None:
 
 
 def test_a_decayed_residual_is_decoupled_momentum() -> None:
-    """DeMo, algorithm 1: m = beta m + g; q = the largest coefficients of m; m = m - q; q is sent."""
+    """DeMo, algorithm 1: m = beta m + g; q is the largest coefficients of m; m = m - q; q is sent."""
     beta, codec, transform = 0.9, TopK(0.05, 64), Hadamard(64)
     sender = Sender(codec, ErrorFeedback(Residuals("fp32", False), beta), transform)
     momentum = torch.zeros(NUMEL, dtype=torch.float64)
@@ -245,10 +237,10 @@ def test_a_decayed_residual_is_decoupled_momentum() -> None:
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_momentum_correction_follows_the_paper(nesterov: bool) -> None:
-    """DGC, algorithm 4 and appendix B, in float64: u and v per worker, both cleared where a value was sent."""
+    """DGC, algorithm 4 and appendix B, in float64: u and v are cleared where a value was sent."""
     m, kept = 0.9, 20
-    memory = MomentumCorrection(Residuals("fp32", False), Residuals("fp32", False), m, nesterov)
-    sender = Sender(TopK(kept / NUMEL, 64, scope="tensor"), memory)
+    correction = MomentumCorrection(Residuals("fp32", False), Residuals("fp32", False), m, nesterov)
+    sender = Sender(TopK(kept / NUMEL, 64, scope="tensor"), correction)
     u, v = (torch.zeros(NUMEL, dtype=torch.float64) for _ in range(2))
     generator = torch.Generator().manual_seed(3)
     for _ in range(12):
@@ -264,34 +256,34 @@ def test_momentum_correction_follows_the_paper(nesterov: bool) -> None:
         sent[largest] = v[largest]
         torch.testing.assert_close(send(sender, gradient).double(), sent, rtol=1e-5, atol=1e-5)
         v[largest] = u[largest] = 0
-    for store, expected in ((memory.velocity, u), (memory.accumulated, v)):
+    for store, expected in ((correction.velocity, u), (correction.accumulated, v)):
         torch.testing.assert_close(store.read(SEGMENTS, CPU).double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_own_elements_are_exact_and_take_a_residual_left_from_another_owner() -> None:
-    sender, x = with_feedback(Blockwise(4, BLOCK), transactional=True), integers(7, 0) / 3
-    assert torch.equal(sender.memory.keep(x.clone(), SEGMENTS, sender.codec), x)
+def test_own_elements_are_exact_and_include_the_residual_of_a_former_owner() -> None:
+    sender, x = feedback_sender(Blockwise(4, BLOCK), transactional=True), integers(7, 0) / 3
+    assert torch.equal(sender.feedback.keep(x.clone(), SEGMENTS, sender.codec), x)
     sender.residuals.add([(("w", 0, 2), torch.tensor([1.0, 2.0]))], CPU)
     expected = x.clone()
     expected[:2] += torch.tensor([1.0, 2.0])
     for _ in range(2):
-        assert torch.equal(sender.memory.keep(x.clone(), SEGMENTS, sender.codec), expected)
+        assert torch.equal(sender.feedback.keep(x.clone(), SEGMENTS, sender.codec), expected)
         sender.residuals.rollback()
-    sender.memory.keep(x.clone(), SEGMENTS, sender.codec)
+    sender.feedback.keep(x.clone(), SEGMENTS, sender.codec)
     sender.residuals.commit()
-    assert torch.equal(sender.memory.keep(x.clone(), SEGMENTS, sender.codec), x)
+    assert torch.equal(sender.feedback.keep(x.clone(), SEGMENTS, sender.codec), x)
 
 
-def test_a_silent_codec_holds_back_everything_own_elements_too() -> None:
-    sender, x = with_feedback(NoSend()), integers(7, 0)
+def test_no_send_holds_back_all_elements_including_own_ones() -> None:
+    sender, x = feedback_sender(NoSend()), integers(7, 0)
     for step in (1, 2):
         assert sender.encode(x, SEGMENTS).tolist() == [0, 0, 0, 0]
         assert torch.equal(residual(sender), step * x)
     own = Sender(NoSend(), ErrorFeedback(Residuals("fp32", False)))
-    assert own.memory.keep(x.clone(), SEGMENTS, own.codec) is None
+    assert own.feedback.keep(x.clone(), SEGMENTS, own.codec) is None
     assert own.encode(x, SEGMENTS).tolist() == [0, 0, 0, 0]
     exact = Codec(Cast(torch.float32))
-    assert torch.equal(own.memory.keep(x.clone(), SEGMENTS, exact), 2 * x)
+    assert torch.equal(own.feedback.keep(x.clone(), SEGMENTS, exact), 2 * x)
 
 
 NUMELS = {"a": 7, "b": 4, "c": 1}
@@ -301,7 +293,7 @@ Message = tuple[tuple[str, int, int], ...]
 
 @st.composite
 def messages(draw: st.DrawFn) -> Message:
-    """Some ranges of parameters, cut at random places, in any order."""
+    """Generate ranges of parameters, cut at random places, in any order."""
     ranges = []
     for name, numel in NUMELS.items():
         cuts = [0, *sorted(draw(st.sets(st.integers(1, numel), max_size=3))), numel]
@@ -314,7 +306,7 @@ def elements(message: Iterable[tuple[str, int, int]]) -> list[Element]:
     return [(name, begin + index) for name, begin, numel in message for index in range(numel)]
 
 
-def test_a_new_layout_in_the_middle_of_a_step_keeps_what_the_step_has_not_written() -> None:
+def test_a_new_layout_within_a_step_keeps_values_that_the_step_has_not_written() -> None:
     residuals = Residuals("fp32", transactional=True)
     first, second = segments_of([("a", 0, 2)]), segments_of([("b", 0, 2)])
     residuals.write(second, torch.tensor([3.0, 4.0]))
@@ -324,7 +316,7 @@ def test_a_new_layout_in_the_middle_of_a_step_keeps_what_the_step_has_not_writte
 
 
 class ResidualsAgainstDictionaries(RuleBasedStateMachine):
-    """Any order of messages, of any cut, behaves as two dictionaries by element: the applied and the running step."""
+    """Model of `Residuals` as two dictionaries by element: the applied and the running step."""
 
     @initialize(transactional=st.booleans())
     def start(self, transactional: bool) -> None:
@@ -372,7 +364,7 @@ class ResidualsAgainstDictionaries(RuleBasedStateMachine):
         self.residuals.restore(saved, CPU)
 
     @invariant()
-    def every_element_has_one_home(self) -> None:
+    def every_element_is_stored_once(self) -> None:
         items = list(self.residuals.items())
         named = elements(piece for piece, _ in items)
         assert len(set(named)) == len(named)
@@ -387,17 +379,17 @@ TestResidualsAgainstDictionaries.settings = properties
 
 @properties
 @given(st.lists(messages(), min_size=1, max_size=6), st.integers(0, 2**32 - 1))
-def test_changing_buckets_lose_nothing_of_what_is_fed_in(layouts: list[Message], seed: int) -> None:
-    """Per element: everything sent plus the residual is everything fed in, however the messages were formed."""
-    feedback = with_feedback(TopK(0.3, 64), transactional=True)
+def test_changing_buckets_lose_nothing(layouts: list[Message], seed: int) -> None:
+    """For every element, all sent values plus the residual equal all inputs, regardless of the layouts of messages."""
+    sender = feedback_sender(TopK(0.3, 64), transactional=True)
     generator = torch.Generator().manual_seed(seed)
     balance = dict.fromkeys(elements((name, 0, numel) for name, numel in NUMELS.items()), 0.0)
     for layout in layouts:
         x = torch.randint(-9, 9, (len(elements(layout)),), generator=generator).float()
-        payload = feedback.encode(x, segments_of(layout))
-        lost = x - decode(feedback.compressor, payload, x.numel())
+        payload = sender.encode(x, segments_of(layout))
+        lost = x - decode(sender.compressor, payload, x.numel())
         for element, value in zip(elements(layout), lost.tolist(), strict=True):
             balance[element] += value
-    feedback.residuals.commit()
+    sender.residuals.commit()
     whole = [(name, 0, numel) for name, numel in NUMELS.items()]
-    assert feedback.residuals.read(segments_of(whole), CPU).tolist() == list(balance.values())
+    assert sender.residuals.read(segments_of(whole), CPU).tolist() == list(balance.values())

@@ -1,8 +1,6 @@
-"""The exact form of each method, against oracles written in numpy from the definitions."""
+"""Payloads and errors of blockwise quantization, top-k and casts, against definitions in numpy."""
 
-import math
 from collections.abc import Callable
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -12,16 +10,16 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor, TopK
+from tests.compression.sparse_oracles import Floats, kept_of
 from tests.support.codecs import decode, encode, transmit
 from tests.support.properties import properties
 
-Floats = NDArray[np.float32]
 DENSITIES = ("0.001", "0.01", "0.07", "0.1", "0.3", "0.55", "1")
 
 
 @st.composite
 def vectors(draw: st.DrawFn, largest: int = 300) -> Floats:
-    """Normal numbers of a random magnitude, all distinct."""
+    """Generate normal numbers of a random magnitude."""
     generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     values = generator.normal(size=draw(st.integers(1, largest))) * 2.0 ** draw(st.integers(-40, 40))
     return values.astype(np.float32)
@@ -40,13 +38,13 @@ def blocks(x: Floats, size: int) -> list[Floats]:
 
 
 def quantized(x: Floats, levels: int) -> tuple[np.float32, NDArray[np.int8]]:
-    """Scale and codes of one block: q = rint(x / s), s = max |x| / levels, in IEEE single precision."""
+    """Return the scale and codes of one block: q = rint(x / s), s = max |x| / levels, in fp32."""
     scale = np.float32(np.abs(x).max() / np.float32(levels))
     return scale, np.rint(x / scale).astype(np.int8)
 
 
 def packed_nibbles(codes: NDArray[np.int8]) -> bytes:
-    """Two's complement of 4 bits, the first code in the low half."""
+    """Pack codes in two's complement of 4 bits, with the first code in the low half of a byte."""
     halves = np.append(codes, np.int8(0))[: len(codes) + len(codes) % 2].view(np.uint8) & 0xF
     return bytes(halves[0::2] | halves[1::2] << 4)
 
@@ -67,8 +65,8 @@ def test_blockwise_payload_is_scales_then_codes(bits: int, block: int, x: Floats
 @pytest.mark.parametrize("bits", [8, 4])
 @properties
 @given(x=vectors())
-def test_blockwise_errs_by_half_a_level_at_most(bits: int, block: int, x: Floats) -> None:
-    """In float64: |decoded - x| <= s / 2 with s = max |x| / levels of the block, to fp32 rounding."""
+def test_the_error_of_blockwise_is_at_most_half_a_level(bits: int, block: int, x: Floats) -> None:
+    """|decoded - x| <= s / 2 with s = max |x| / levels of the block, to fp32 rounding."""
     decoded = transmit(Blockwise(bits, block), torch.from_numpy(x)).numpy().astype(np.float64)
     for part, found in zip(blocks(x.astype(np.float64), block), blocks(decoded, block), strict=True):
         largest = np.abs(part).max()
@@ -89,7 +87,7 @@ def test_blockwise_is_exact_on_its_own_levels(bits: int, exponent: int, seed: in
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_blockwise_size(bits: int) -> None:
+def test_payload_sizes_of_blockwise(bits: int) -> None:
     sizes = [Blockwise(bits, 64).payload_bytes(numel) for numel in (0, 1, 63, 64, 65)]
     assert sizes == {8: [0, 8, 68, 68, 76], 4: [0, 8, 36, 36, 44]}[bits]
 
@@ -98,17 +96,17 @@ STOCHASTIC_BLOCK = 64
 
 
 def stochastic_case(bits: int) -> tuple[torch.Tensor, float]:
-    """A block that holds every kind of fraction, and its level."""
+    """Return a block with many different fractions of a level, and the level."""
     x = torch.linspace(-1, 1, STOCHASTIC_BLOCK)
     return x, 1 / (2 ** (bits - 1) - 1)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_stochastic_rounding_is_unbiased_within_a_message(bits: int) -> None:
-    """The mean over n blocks of the same content: each element's deviation is below 5 sigma.
+    """The mean over n blocks with the same content deviates by less than 5 sigma.
 
     Rounding up with probability f has variance s^2 f (1 - f), so sigma = s sqrt(f (1 - f) / n); 0.01 % of a level is
-    left for fp32.
+    allowed for fp32.
     """
     x, level = stochastic_case(bits)
     count = 4096
@@ -121,7 +119,7 @@ def test_stochastic_rounding_is_unbiased_within_a_message(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_stochastic_rounding_is_unbiased_over_keys(bits: int) -> None:
-    """The same bound for the mean over n keys, which stand for steps."""
+    """The same bound holds for the mean over n keys, which correspond to steps."""
     x, level = stochastic_case(bits)
     count = 1000
     codec = Blockwise(bits, STOCHASTIC_BLOCK, stochastic=True)
@@ -134,7 +132,7 @@ def test_stochastic_rounding_is_unbiased_over_keys(bits: int) -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 @properties
 @given(vectors(), st.integers(0, 2**64 - 1))
-def test_stochastic_rounding_errs_by_a_level_at_most(bits: int, x: Floats, key: int) -> None:
+def test_the_error_of_stochastic_rounding_is_at_most_one_level(bits: int, x: Floats, key: int) -> None:
     decoded = transmit(Blockwise(bits, 32, stochastic=True), torch.from_numpy(x), key).numpy()
     for part, found in zip(blocks(x, 32), blocks(decoded, 32), strict=True):
         largest = np.abs(part).max().astype(np.float64)
@@ -142,20 +140,15 @@ def test_stochastic_rounding_errs_by_a_level_at_most(bits: int, x: Floats, key: 
         assert np.abs(found.astype(np.float64) - part).max() <= level * (1 + 2**-20) + largest * 2**-22
 
 
-def kept_of(density: str, width: int) -> int:
-    """ceil(density * width) in exact arithmetic."""
-    return math.ceil(Fraction(density) * width)
-
-
 def selected(x: Floats, density: str, block: int) -> list[NDArray[np.int64]]:
-    """Columns of the largest magnitudes of each block, ascending."""
+    """Return the ascending columns of the largest magnitudes of each block."""
     return [np.sort(np.argsort(-np.abs(part))[: kept_of(density, len(part))]) for part in blocks(x, block)]
 
 
 @pytest.mark.parametrize("density", DENSITIES)
 @properties
 @given(x=vectors())
-def test_topk_keeps_the_largest_of_every_block_exactly(density: str, x: Floats) -> None:
+def test_topk_keeps_the_largest_elements_of_every_block_exactly(density: str, x: Floats) -> None:
     expected = np.zeros_like(x)
     for block, columns in enumerate(selected(x, density, 64)):
         expected[64 * block + columns] = x[64 * block + columns]
@@ -176,8 +169,8 @@ def test_topk_payload_is_packed_columns_then_values(density: str, x: Floats) -> 
 
 
 @pytest.mark.parametrize("exponent", range(6, 17))
-def test_an_index_takes_the_bits_of_its_block(exponent: int) -> None:
-    """Eight indices of b bits are b bytes; one block and its last column decode rightly at every width."""
+def test_the_bits_of_an_index_depend_on_the_block_size(exponent: int) -> None:
+    """Eight indices of b bits take b bytes. The last column of a block is decoded correctly at every width."""
     block = 1 << exponent
     codec = TopK(8 / block, block)
     assert codec.index_bits == exponent
@@ -188,8 +181,8 @@ def test_an_index_takes_the_bits_of_its_block(exponent: int) -> None:
 
 
 @pytest.mark.parametrize("density", DENSITIES)
-def test_topk_counts_by_exact_arithmetic(density: str) -> None:
-    """In binary 0.07 * 100 is above 7; the count is 7 all the same."""
+def test_topk_counts_with_exact_arithmetic(density: str) -> None:
+    """In floating point, 0.07 * 100 is above 7, but 7 elements are kept."""
     for numel in range(1300):
         whole, rest = divmod(numel, 640)
         expected = whole * kept_of(density, 640) + kept_of(density, rest)
@@ -197,14 +190,14 @@ def test_topk_counts_by_exact_arithmetic(density: str) -> None:
 
 
 @pytest.mark.parametrize("density", [1e-10, 1e-30, 5e-324])
-def test_the_smallest_densities_keep_one_of_a_block(density: float) -> None:
+def test_the_smallest_densities_keep_one_element_per_block(density: float) -> None:
     assert [TopK(density, 640).kept(numel) for numel in (0, 1, 640, 641)] == [0, 1, 1, 2]
 
 
 @pytest.mark.parametrize("inner", [Cast(torch.bfloat16), Blockwise(4, 32), Blockwise(8, 32, True)], ids=repr)
 @properties
 @given(x=vectors())
-def test_hybrid_compresses_the_kept_values_as_one_vector(inner: Compressor, x: Floats) -> None:
+def test_topk_compresses_the_kept_values_as_one_vector(inner: Compressor, x: Floats) -> None:
     columns = selected(x, "0.3", 64)
     places = np.concatenate([64 * block + part for block, part in enumerate(columns)])
     kept = torch.from_numpy(x[places])
@@ -215,13 +208,13 @@ def test_hybrid_compresses_the_kept_values_as_one_vector(inner: Compressor, x: F
     assert torch.equal(decode(TopK(0.3, 64, inner), sent, len(x)), expected)
 
 
-def test_ties_of_topk_keep_the_count() -> None:
+def test_topk_keeps_the_same_number_of_elements_with_ties() -> None:
     decoded = transmit(TopK(0.25, 64), torch.ones(100))
     assert [int(part.sum()) for part in decoded.split(64)] == [16, 9]
 
 
 def bf16(x: Floats) -> bytes:
-    """The upper half of the fp32 bits, rounded to nearest even."""
+    """Return the upper half of the fp32 bits, rounded to nearest even."""
     bits = x.view(np.uint32).astype(np.uint64)
     return bytes(((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2").tobytes())
 
@@ -243,7 +236,7 @@ BF16_LARGEST, FP16_LARGEST = np.float32((2 - 2**-7) * 2.0**127), np.float32(6550
 def test_a_cast_rounds_to_nearest_even_and_saturates(
     dtype: torch.dtype, oracle: Callable[[Floats], bytes], largest: np.float32, values: list[float]
 ) -> None:
-    """What is beyond the range becomes the largest number; infinities stay."""
+    """Finite numbers beyond the range become the largest number. Infinities stay."""
     x = np.array(values, dtype=np.float32)
     in_range = np.where(np.isinf(x), x, np.clip(x, -largest, largest))
     assert payload(Cast(dtype), x) == padded(oracle(in_range))
@@ -251,6 +244,6 @@ def test_a_cast_rounds_to_nearest_even_and_saturates(
 
 @properties
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=40))
-def test_fp32_travels_bit_for_bit(bits: list[int]) -> None:
+def test_fp32_is_sent_bit_for_bit(bits: list[int]) -> None:
     x = np.array(bits, dtype=np.uint32).view(np.float32)
     assert payload(Cast(torch.float32), x) == x.tobytes()

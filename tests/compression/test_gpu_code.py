@@ -1,18 +1,17 @@
-"""The machine code of the Triton kernels, without a GPU: nothing is spilled, loads are wide, enough warps fit.
+"""The machine code of the Triton kernels, compiled without a GPU: no spills, wide loads, and enough warps at once.
 
-The figures are those of the table of kernels in the page of the design.
+The figures are those of the table in docs/kernels.md.
 """
 
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 
 from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers
-from tests.support.triton_interpreter import CompiledKernel, Runner, compiled, process_with
+from tests.support.triton_interpreter import CompiledKernel, Runner, compiled
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
@@ -27,7 +26,7 @@ FORMS = {
     "four levels": BlockFormat("lloyd", 4, 2, 256),
 }
 NUMEL = 100_001
-"""Odd: the last program alone may load fewer bytes at once."""
+"""An odd number, so that only the last program may load fewer bytes at once."""
 
 
 def _message(form: BlockFormat) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,9 +37,9 @@ def _message(form: BlockFormat) -> tuple[torch.Tensor, torch.Tensor]:
 def encode(name: str, key: int | None = None) -> None:
     from deepspeed_compress.compression.kernels import gpu
 
-    memory = torch.zeros(NUMEL, dtype=torch.bfloat16)
-    form, feedback = FORMS[name], ResidualBuffers(memory, 0.9, memory)
-    gpu.quantize_blocks(torch.zeros(NUMEL), form, *_message(form), key, feedback)
+    values = torch.zeros(NUMEL, dtype=torch.bfloat16)
+    form, residual = FORMS[name], ResidualBuffers(values, 0.9, values)
+    gpu.quantize_blocks(torch.zeros(NUMEL), form, *_message(form), key, residual)
 
 
 def decode(name: str, ranks: int) -> None:
@@ -82,7 +81,13 @@ def numbers() -> None:
 
 @dataclass(frozen=True)
 class Expected:
-    """`wide`: of loads and stores, those of 16 bytes a thread. `warps`: so many fit at once on 9.0 and on 8.0."""
+    """Expected machine code of the kernels that `start` launches.
+
+    Attributes:
+        start: launches the kernels.
+        wide: instructions that must access 16 bytes per thread.
+        warps: numbers of warps that must fit at once on capability 9.0 and 8.0.
+    """
 
     start: Callable[[], None]
     wide: tuple[str, ...]
@@ -112,23 +117,16 @@ KERNELS: Mapping[str, Expected] = {
 }
 
 
-def compile_one(name: str, capability: int) -> list[CompiledKernel]:
+def compile_kernels(name: str, capability: int) -> list[CompiledKernel]:
     return compiled(KERNELS[name].start, capability)
-
-
-@pytest.fixture(scope="module")
-def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    cache: Path = tmp_path_factory.mktemp("triton")
-    with process_with({"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}) as runner:
-        yield runner
 
 
 @pytest.mark.parametrize("capability", [90, 80])
 @pytest.mark.parametrize("name", KERNELS)
-def test_nothing_is_spilled_accesses_are_wide_and_enough_warps_fit(
+def test_kernels_do_not_spill_and_have_wide_accesses_and_enough_warps(
     compiler: Runner, name: str, capability: int
 ) -> None:
-    expected, kernels = KERNELS[name], compiler(compile_one, name, capability)
+    expected, kernels = KERNELS[name], compiler(compile_kernels, name, capability)
     assert kernels
     for kernel in kernels:
         assert not kernel.uses_local_memory
@@ -140,13 +138,15 @@ def test_nothing_is_spilled_accesses_are_wide_and_enough_warps_fit(
     ("registers", "shared", "warps", "at_once"),
     [(32, 0, 4, 64), (33, 0, 4, 48), (54, 0, 1, 32), (100, 32768, 16, 16), (255, 0, 4, 8), (32, 100 << 10, 8, 8)],
 )
-def test_warps_that_fit(registers: int, shared: int, warps: int, at_once: int) -> None:
+def test_warps_at_once_depend_on_registers_and_shared_memory(
+    registers: int, shared: int, warps: int, at_once: int
+) -> None:
     kernel = CompiledKernel("", "", b"", warps, shared)
     vars(kernel)["registers"] = registers
     assert kernel.warps_at_once == at_once
 
 
-def test_what_is_spilled_and_what_is_wide_is_seen() -> None:
+def test_spills_and_wide_accesses_are_detected() -> None:
     kernel = CompiledKernel("", "", b"", 4, 0)
     vars(kernel)["sass"] = "STL [R1], R2 ;\nLDG.E.128 R4, desc[UR6][R2.64] ;\nSTG.E.U8 [R4.64], R1 ;"
     assert kernel.uses_local_memory

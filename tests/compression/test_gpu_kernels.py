@@ -1,13 +1,12 @@
-"""The Triton kernels against plain torch: on a GPU where there is one, otherwise in Triton's interpreter.
+"""The Triton kernels against plain torch: on a GPU if there is one, otherwise in Triton's interpreter.
 
-What runs in another process is a function `check_...`, which imports the kernels itself.
+Functions named `check_...` run in another process, so they import the kernels themselves.
 """
 
 import importlib.util
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -16,34 +15,34 @@ from torch import Tensor
 
 from deepspeed_compress.compression.kernels import reference
 from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers
-from tests.support.triton_interpreter import Runner, compiled, gpu_or_interpreter, inexact, process_with
+from tests.support.triton_interpreter import Runner, compiled, gpu_or_interpreter, inexact
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
-    # The interpreter takes its time.
+    # The interpreter is slow.
     pytest.mark.sampled(7, "deepspeed_compress/compression/kernels", "tests/compression/test_gpu_kernels.py"),
 ]
 
 FORMS = {
     "int8": BlockFormat("absmax", 127, 8, 256),
     "int4": BlockFormat("absmax", 7, 4, 64),
-    "int4, blocks of one program": BlockFormat("absmax", 7, 4, 4096),
+    "int4, one block per program": BlockFormat("absmax", 7, 4, 4096),
     "ternary": BlockFormat("absmax", 1, 2, 32),
     "qsgd": BlockFormat("norm", 7, 4, 64),
     "qsgd of 8 bits": BlockFormat("norm", 127, 8, 1024),
     "sign": BlockFormat("mean", 1, 1, 64),
-    "sign, blocks of one program": BlockFormat("mean", 1, 1, 4096),
-    "sign, a byte a block": BlockFormat("mean", 1, 1, 8),
+    "sign, one block per program": BlockFormat("mean", 1, 1, 4096),
+    "sign, one byte per block": BlockFormat("mean", 1, 1, 8),
     "four levels": BlockFormat("lloyd", 4, 2, 64),
     "four levels, long blocks": BlockFormat("lloyd", 4, 2, 2048),
 }
 OTHER_FORMS = {
     "blocks of half bytes": BlockFormat("absmax", 7, 4, 33),
-    "no power of two": BlockFormat("absmax", 7, 4, 96),
+    "not a power of two": BlockFormat("absmax", 7, 4, 96),
     "3 bits": BlockFormat("absmax", 3, 3, 64),
     "eight levels": BlockFormat("eight", 10, 3, 64),
     "three levels": BlockFormat("ternary", 1, 2, 64),
-    "less than a byte a block": BlockFormat("mean", 1, 1, 4),
+    "less than one byte per block": BlockFormat("mean", 1, 1, 4),
     "long blocks": BlockFormat("absmax", 127, 8, 8192),
 }
 KEY = 2**63 + 0x9876543210
@@ -57,7 +56,7 @@ def run() -> Iterator[Runner]:
 
 
 def message(numel: int) -> Tensor:
-    """Ordinary values of many magnitudes, and blocks of such as arithmetic stumbles over."""
+    """Return values of many magnitudes, with blocks of denormal, huge, tied and non-finite ones."""
     generator = torch.Generator().manual_seed(numel)
     x = torch.randn(numel, generator=generator) * torch.randn(numel, generator=generator).exp()
     for place, factor in ((1, 1e-42), (2, 1e38), (3, 1e-30), (4, 0.0), (5, -0.0)):
@@ -65,13 +64,13 @@ def message(numel: int) -> Tensor:
     x[7 * 64 :: 11] = 0.5
     for place, bad in ((30, math.inf), (40, -math.inf), (70, torch.finfo(torch.float32).max)):
         x[place * 64 + 5 : place * 64 + 6] = bad
-    # A NaN that rounding as an integer would carry into the sign.
+    # A NaN whose rounding as an integer would carry into the sign.
     x.view(torch.int32)[20 * 64 : 20 * 64 + 1] = 0x7FFFFFFF
     return x
 
 
 def assert_same(actual: Tensor, expected: Tensor) -> None:
-    """Equal bits, the sign of zero included, but for those of NaN."""
+    """Check that all bits are equal, including the sign of zero, except for those of NaN."""
     actual, bits = actual.cpu(), {2: torch.int16, 4: torch.int32}
     if actual.is_floating_point():
         torch.testing.assert_close(actual.isnan(), expected.isnan())
@@ -80,46 +79,51 @@ def assert_same(actual: Tensor, expected: Tensor) -> None:
 
 
 def units_apart(some: Tensor, others: Tensor) -> Tensor:
-    """How many representable numbers apart two tensors of scales are."""
+    """Return the distance between scales, as a number of representable numbers."""
     integers = {2: torch.int16, 4: torch.int32}[some.itemsize]
     return (some.nan_to_num(7.0).view(integers).long() - others.nan_to_num(7.0).view(integers).long()).abs()
 
 
-def room(numel: int, form: BlockFormat, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where numbers and codes go, with bytes to spare and nothing cleared."""
+def outputs(numel: int, form: BlockFormat, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return uncleared tensors for numbers and codes, the latter with spare bytes."""
     numbers = torch.full((-(-numel // form.block_size),), 7.0, dtype=dtype, device=device)
     return numbers, torch.full((form.code_bytes(numel) + 3,), 0xFF, dtype=torch.uint8, device=device)
 
 
-def given(form: BlockFormat, numel: int, numbers: Tensor) -> dict[str, object]:
-    """The kinds of `reference`, where that of `form` gets its scales from `numbers`."""
+def kinds_with_scales(form: BlockFormat, numel: int, numbers: Tensor) -> dict[str, object]:
+    """Return the kinds of `reference`, where the kind of `form` takes its scales from `numbers`."""
     parts = iter(numbers[blocks].float() for blocks, _, _ in reference._blocks(numel, form.block_size))
     kind = replace(reference._KINDS[form.kind], scales=lambda *_: next(parts))
     return {**reference._KINDS, form.kind: kind}
 
 
 def check_encoding(
-    device: torch.device, numel: int, form: BlockFormat, dtype: torch.dtype, key: int | None, memory: torch.dtype | None
+    device: torch.device,
+    numel: int,
+    form: BlockFormat,
+    dtype: torch.dtype,
+    key: int | None,
+    residual: torch.dtype | None,
 ) -> None:
-    """Scales are off by one unit of the last place at most; given them, all bits are the same."""
+    """Check that scales differ by at most one unit in the last place, and that all bits are equal for equal scales."""
     from deepspeed_compress.compression.kernels import gpu
 
-    x, before = message(numel), torch.linspace(-1, 1, numel).to(memory or torch.float32)
+    x, before = message(numel), torch.linspace(-1, 1, numel).to(residual or torch.float32)
     after = [torch.full_like(before, 9.0, device=place) for place in (device, "cpu")]
-    memories = [ResidualBuffers(before.to(one.device), 0.95, one) if memory else None for one in after]
-    numbers, codes = room(numel, form, dtype, device)
+    residuals = [ResidualBuffers(before.to(one.device), 0.95, one) if residual else None for one in after]
+    numbers, codes = outputs(numel, form, dtype, device)
     given_x = x.clone().to(device)
-    gpu.quantize_blocks(given_x, form, numbers, codes, key, memories[0])
+    gpu.quantize_blocks(given_x, form, numbers, codes, key, residuals[0])
     assert_same(given_x, x)
 
-    expected_numbers, expected_codes = room(numel, form, dtype, torch.device("cpu"))
-    reference.quantize_blocks(x, form, expected_numbers, expected_codes, key, memories[1])
+    expected_numbers, expected_codes = outputs(numel, form, dtype, torch.device("cpu"))
+    reference.quantize_blocks(x, form, expected_numbers, expected_codes, key, residuals[1])
     if form.kind == "absmax":
         assert_same(numbers, expected_numbers)
     else:
         assert int(units_apart(numbers.cpu(), expected_numbers).max()) <= 1
-    with patch.object(reference, "_KINDS", given(form, numel, numbers.cpu())):
-        reference.quantize_blocks(x, form, expected_numbers, expected_codes, key, memories[1])
+    with patch.object(reference, "_KINDS", kinds_with_scales(form, numel, numbers.cpu())):
+        reference.quantize_blocks(x, form, expected_numbers, expected_codes, key, residuals[1])
     assert_same(codes, expected_codes)
     assert_same(after[0], after[1])
 
@@ -127,32 +131,35 @@ def check_encoding(
 @pytest.mark.parametrize("key", [None, KEY])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_scales_and_codes(run: Runner, form: BlockFormat, dtype: torch.dtype, key: int | None) -> None:
+def test_scales_and_codes_match_the_reference(
+    run: Runner, form: BlockFormat, dtype: torch.dtype, key: int | None
+) -> None:
     run(check_encoding, NUMEL, form, dtype, key, None)
 
 
-@pytest.mark.parametrize("memory", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_memory(run: Runner, form: BlockFormat, memory: torch.dtype) -> None:
-    run(check_encoding, NUMEL, form, torch.float32, KEY, memory)
+def test_residuals_match_the_reference(run: Runner, form: BlockFormat, residual: torch.dtype) -> None:
+    run(check_encoding, NUMEL, form, torch.float32, KEY, residual)
 
 
 @pytest.mark.parametrize("numel", [1, 63, 64, 65, 2048, 4096, 6000])
 @pytest.mark.parametrize("name", ["int8", "int4", "ternary", "sign", "four levels"])
-def test_short_blocks_and_whole_programs(run: Runner, name: str, numel: int) -> None:
+def test_messages_of_any_length_match_the_reference(run: Runner, name: str, numel: int) -> None:
     run(check_encoding, numel, FORMS[name], torch.bfloat16, None, torch.bfloat16)
 
 
 @pytest.mark.parametrize("form", OTHER_FORMS.values(), ids=OTHER_FORMS)
-def test_other_forms(run: Runner, form: BlockFormat) -> None:
+def test_forms_without_a_kernel_match_the_reference(run: Runner, form: BlockFormat) -> None:
     run(check_encoding, NUMEL, form, torch.float32, KEY, torch.bfloat16)
     run(check_decoding, NUMEL, form, torch.float32)
 
 
-def check_who_encodes(device: torch.device, form: BlockFormat) -> bool:
+def has_kernel(device: torch.device, form: BlockFormat) -> bool:
+    """Return True if blocks of `form` are not passed on to the reference."""
     from deepspeed_compress.compression.kernels import gpu
 
-    x, results = torch.randn(300, device=device), room(300, form, torch.float32, device)
+    x, results = torch.randn(300, device=device), outputs(300, form, torch.float32, device)
     with (
         patch.object(reference, "quantize_blocks") as quantize,
         patch.object(reference, "dequantize_blocks_add") as add,
@@ -163,28 +170,28 @@ def check_who_encodes(device: torch.device, form: BlockFormat) -> bool:
     return not quantize.called
 
 
-def test_which_forms_are_encoded_here(run: Runner) -> None:
-    assert all(run(check_who_encodes, form) for form in FORMS.values())
-    assert not any(run(check_who_encodes, form) for form in OTHER_FORMS.values())
+def test_only_forms_with_a_kernel_avoid_the_reference(run: Runner) -> None:
+    assert all(run(has_kernel, form) for form in FORMS.values())
+    assert not any(run(has_kernel, form) for form in OTHER_FORMS.values())
 
 
-def check_memory_in_place(device: torch.device, dtype: torch.dtype) -> None:
+def check_residual_in_place(device: torch.device, dtype: torch.dtype) -> None:
     from deepspeed_compress.compression.kernels import gpu
 
     x, before = torch.randn(300, device=device), torch.linspace(-1, 1, 300, device=device).to(dtype)
-    after, results = torch.empty_like(before), room(300, FORMS["int4"], torch.float32, device)
-    gpu.quantize_blocks(x, FORMS["int4"], *results, memory=ResidualBuffers(before, 1.0, after))
-    gpu.quantize_blocks(x, FORMS["int4"], *results, memory=ResidualBuffers(before, 1.0, before))
+    after, results = torch.empty_like(before), outputs(300, FORMS["int4"], torch.float32, device)
+    gpu.quantize_blocks(x, FORMS["int4"], *results, residual=ResidualBuffers(before, 1.0, after))
+    gpu.quantize_blocks(x, FORMS["int4"], *results, residual=ResidualBuffers(before, 1.0, before))
     assert_same(before, after.cpu())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_memory_may_be_updated_in_place(run: Runner, dtype: torch.dtype) -> None:
-    run(check_memory_in_place, dtype)
+def test_a_residual_may_be_updated_in_place(run: Runner, dtype: torch.dtype) -> None:
+    run(check_residual_in_place, dtype)
 
 
 def check_views(device: torch.device) -> None:
-    """Tensors that begin anywhere in memory, and codes with much room behind them."""
+    """Check tensors with any alignment, and codes followed by many spare bytes."""
     from deepspeed_compress.compression.kernels import gpu
 
     form, results = FORMS["int4"], []
@@ -199,16 +206,16 @@ def check_views(device: torch.device) -> None:
         assert_same(actual, expected)
 
 
-def test_views(run: Runner) -> None:
+def test_unaligned_views_match_the_reference(run: Runner) -> None:
     run(check_views)
 
 
 def check_decoding(device: torch.device, numel: int, form: BlockFormat, dtype: torch.dtype) -> None:
-    """Any bytes, the padding too, and scales that are not finite, denormal, huge."""
+    """Check the decoding of arbitrary bytes, with scales that are non-finite, denormal or huge."""
     from deepspeed_compress.compression.kernels import gpu
 
     generator = torch.Generator().manual_seed(numel)
-    numbers, codes = room(numel, form, dtype, torch.device("cpu"))
+    numbers, codes = outputs(numel, form, dtype, torch.device("cpu"))
     codes = torch.randint(0, 256, codes.shape, dtype=torch.uint8, generator=generator)
     numbers.uniform_(generator=generator)
     odd = torch.tensor([math.nan, math.inf, 0.0, 1e-40, 65504.0])[: len(numbers) - 1].to(dtype)
@@ -222,57 +229,57 @@ def check_decoding(device: torch.device, numel: int, form: BlockFormat, dtype: t
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_decoding(run: Runner, form: BlockFormat, dtype: torch.dtype) -> None:
+def test_decoding_matches_the_reference(run: Runner, form: BlockFormat, dtype: torch.dtype) -> None:
     for numel in (1, 65, 4096, NUMEL):
         run(check_decoding, numel, form, dtype)
 
 
 def check_sums(device: torch.device, form: BlockFormat, ranks: int, offset: int) -> None:
-    """Of messages whose codes begin `offset` bytes after a multiple of 16; in the order of ranks, so bit for bit."""
+    """Check sums, bit for bit, of messages whose codes begin `offset` bytes after a multiple of 16."""
     from deepspeed_compress.compression.kernels import gpu
 
     generator = torch.Generator().manual_seed(ranks)
-    messages = [room(NUMEL, form, torch.float32, torch.device("cpu")) for _ in range(ranks)]
+    messages = [outputs(NUMEL, form, torch.float32, torch.device("cpu")) for _ in range(ranks)]
     for numbers, codes in messages:
         numbers.uniform_(generator=generator)
         codes.random_(generator=generator)
     spare = [(numbers, torch.cat((codes.new_zeros(offset), codes)).to(device)) for numbers, codes in messages]
-    there = [(numbers.to(device), codes[offset:]) for numbers, codes in spare]
+    messages_on_device = [(numbers.to(device), codes[offset:]) for numbers, codes in spare]
     for add in (True, False):
         out, expected = message(NUMEL).to(device), message(NUMEL)
-        gpu.dequantize_blocks_sum(there, form, out, 1 / 3, add)
+        gpu.dequantize_blocks_sum(messages_on_device, form, out, 1 / 3, add)
         reference.dequantize_blocks_sum(messages, form, expected if add else expected.zero_(), 1 / 3)
         assert_same(out, expected)
 
 
 @pytest.mark.parametrize("ranks", [0, 1, 3, 8, 9])
 @pytest.mark.parametrize("name", ["int8", "int4", "sign", "four levels"])
-def test_messages_of_all_ranks(run: Runner, name: str, ranks: int) -> None:
+def test_sums_of_messages_match_the_reference(run: Runner, name: str, ranks: int) -> None:
     run(check_sums, FORMS[name], ranks, 0)
 
 
 @pytest.mark.parametrize("offset", [1, 2, 4, 8])
-def test_messages_that_begin_anywhere(run: Runner, offset: int) -> None:
+def test_sums_of_unaligned_messages_match_the_reference(run: Runner, offset: int) -> None:
     run(check_sums, FORMS["int4"], 2, offset)
 
 
-def test_messages_of_other_forms(run: Runner) -> None:
+def test_sums_of_forms_without_a_kernel_match_the_reference(run: Runner) -> None:
     run(check_sums, OTHER_FORMS["3 bits"], 2, 0)
 
 
-def check_nothing(device: torch.device) -> None:
+def check_empty(device: torch.device) -> None:
     from deepspeed_compress.compression.kernels import gpu
 
     x, codes = torch.empty(0, device=device), torch.full((3,), 0xFF, dtype=torch.uint8, device=device)
-    gpu.quantize_blocks(x, FORMS["int4"], x, codes, memory=ResidualBuffers(x, 1.0, x))
+    gpu.quantize_blocks(x, FORMS["int4"], x, codes, residual=ResidualBuffers(x, 1.0, x))
     gpu.dequantize_blocks_add(x, codes, FORMS["int4"], x, 1.0)
     assert codes.tolist() == [0, 0, 0]
     assert gpu.uniform(0, 1, device).numel() == gpu.unpack_bits(codes, 5, 0).numel() == 0
     assert gpu.top_k_rows(x.view(0, 0).new_empty(0, 8), 2).shape == (0, 2)
 
 
-def test_nothing(run: Runner) -> None:
-    run(check_nothing)
+def test_empty_tensors_are_accepted(run: Runner) -> None:
+    run(check_empty)
 
 
 def check_uniform(device: torch.device, key: int) -> None:
@@ -283,7 +290,7 @@ def check_uniform(device: torch.device, key: int) -> None:
 
 
 @pytest.mark.parametrize("key", [0, 1, 2**31, 2**32 - 1, 2**32, 2**63, 2**64 - 1, KEY])
-def test_uniform_numbers(run: Runner, key: int) -> None:
+def test_uniform_numbers_match_the_reference(run: Runner, key: int) -> None:
     run(check_uniform, key)
 
 
@@ -304,13 +311,13 @@ def check_casts(device: torch.device, dtype: torch.dtype, numel: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_casts(run: Runner, dtype: torch.dtype) -> None:
+def test_casts_match_the_reference(run: Runner, dtype: torch.dtype) -> None:
     for numel in (0, 1, 2048, NUMEL):
         run(check_casts, dtype, numel)
 
 
 def check_dct(device: torch.device, rows: int, columns: int, height: int, width: int, inverse: bool) -> None:
-    """Tiles of a matrix that is wider than they are, to rounding; what lies between them is left alone."""
+    """Check tiles of a larger matrix, to rounding; elements outside the tiles must not change."""
     from deepspeed_compress.compression.kernels import gpu
 
     def tiles_of(matrix: Tensor) -> Tensor:
@@ -329,12 +336,12 @@ def check_dct(device: torch.device, rows: int, columns: int, height: int, width:
 @pytest.mark.parametrize(
     "shape", [(2, 3, 64, 64), (1, 2, 64, 37), (2, 1, 3, 64), (1, 3, 1, 64), (1, 1, 1, 1), (1, 1, 65, 2)]
 )
-def test_dct_to_rounding(run: Runner, shape: tuple[int, int, int, int], inverse: bool) -> None:
+def test_dct_matches_the_reference_to_rounding(run: Runner, shape: tuple[int, int, int, int], inverse: bool) -> None:
     run(check_dct, *shape, inverse)
 
 
 def check_hadamard(device: torch.device, count: int, height: int, width: int) -> None:
-    """The bits of the C++ implementation, which adds in the same order and is tested against the reference."""
+    """Check the bits against the C++ kernels, which add in the same order and are tested against the reference."""
     from deepspeed_compress.compression.kernels import cpu, gpu
 
     tiles = message(count * height * width).view(count, 1, height, width)
@@ -345,7 +352,7 @@ def check_hadamard(device: torch.device, count: int, height: int, width: int) ->
 
 
 @pytest.mark.parametrize("shape", [(3, 32, 32), (9, 8, 16), (1, 64, 64), (5, 1, 2), (7, 1, 1), (1, 128, 128)])
-def test_hadamard(run: Runner, shape: tuple[int, int, int]) -> None:
+def test_hadamard_matches_the_cpu_kernels(run: Runner, shape: tuple[int, int, int]) -> None:
     run(check_hadamard, *shape)
 
 
@@ -366,12 +373,12 @@ def check_top_k(device: torch.device, width: int, k: int) -> None:
     ("width", "k"),
     [(1, 1), (7, 1), (64, 3), (64, 64), (100, 99), (256, 3), (1000, 10), (4096, 41), (8192, 82)],
 )
-def test_top_k_with_equal_magnitudes_and_nan(run: Runner, width: int, k: int) -> None:
+def test_top_k_matches_the_reference_with_ties_and_nan(run: Runner, width: int, k: int) -> None:
     run(check_top_k, width, k)
 
 
 def check_rows(device: torch.device, width: int, stochastic: bool) -> None:
-    """Bit for bit, of scales and extremes that are zero, denormal, huge, infinite, NaN."""
+    """Check all bits, with scales and extremes that are zero, denormal, huge, infinite or NaN."""
     from deepspeed_compress.compression.kernels import gpu
 
     rows = message(8200)[: 8200 // width * width].view(-1, width)
@@ -393,7 +400,7 @@ def check_rows(device: torch.device, width: int, stochastic: bool) -> None:
 
 @pytest.mark.parametrize("stochastic", [False, True])
 @pytest.mark.parametrize("width", [1, 33, 256, 4000])
-def test_rows(run: Runner, width: int, stochastic: bool) -> None:
+def test_quantization_of_rows_matches_the_reference(run: Runner, width: int, stochastic: bool) -> None:
     run(check_rows, width, stochastic)
 
 
@@ -412,7 +419,9 @@ def check_long_rows(device: torch.device, rows: int, width: int, k: int) -> None
 
 
 @pytest.mark.parametrize(("rows", "width", "k"), [(1, 8193, 8193), (2, 33_000, 400), (1, 70_000, 7)])
-def test_top_k_of_rows_that_programs_share(run: Runner, rows: int, width: int, k: int) -> None:
+def test_top_k_of_rows_shared_by_several_programs_matches_the_reference(
+    run: Runner, rows: int, width: int, k: int
+) -> None:
     run(check_long_rows, rows, width, k)
 
 
@@ -429,7 +438,7 @@ def check_bits(device: torch.device, width: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("width", range(1, 19))
-def test_bits(run: Runner, width: int) -> None:
+def test_packed_bits_match_the_reference(run: Runner, width: int) -> None:
     for count in (0, 1, 9, 3001):
         run(check_bits, width, count)
 
@@ -447,7 +456,7 @@ def check_codes(device: torch.device, width: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("width", range(1, 9))
-def test_codes_of_which_the_upper_bits_do_not_count(run: Runner, width: int) -> None:
+def test_packed_codes_ignore_the_upper_bits(run: Runner, width: int) -> None:
     for count in (0, 1, 9, 3001):
         run(check_codes, width, count)
 
@@ -463,11 +472,11 @@ def test_every_implementation_has_all_operations(run: Runner) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_nothing_waits_for_the_gpu_and_nothing_is_allocated() -> None:
+def test_block_kernels_neither_wait_for_the_gpu_nor_allocate() -> None:
     from deepspeed_compress.compression.kernels import gpu
 
     form, x, after = FORMS["int4"], torch.randn(NUMEL, device="cuda"), torch.zeros(NUMEL, device="cuda")
-    results = room(NUMEL, form, torch.float32, x.device)
+    results = outputs(NUMEL, form, torch.float32, x.device)
     for warm in (False, True):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.max_memory_allocated()
@@ -480,11 +489,11 @@ def test_nothing_waits_for_the_gpu_and_nothing_is_allocated() -> None:
         assert not warm or torch.cuda.max_memory_allocated() == before
 
 
-def start_block_kernels(form: BlockFormat, dtype: torch.dtype, memory: torch.dtype, numel: int) -> None:
+def start_block_kernels(form: BlockFormat, dtype: torch.dtype, residual: torch.dtype, numel: int) -> None:
     from deepspeed_compress.compression.kernels import gpu
 
-    x, after = torch.zeros(numel), torch.zeros(numel, dtype=memory)
-    results = room(numel, form, dtype, x.device)
+    x, after = torch.zeros(numel), torch.zeros(numel, dtype=residual)
+    results = outputs(numel, form, dtype, x.device)
     gpu.quantize_blocks(x, form, *results, KEY if form.kind == "absmax" else None, ResidualBuffers(after, 0.9, after))
     gpu.dequantize_blocks_add(*results, form, x, 0.5)
 
@@ -507,9 +516,9 @@ def start_other_kernels() -> None:
     gpu.dequantize_rows_add(scales, codes, rows, 0.5)
 
 
-def check_compiled_blocks(capability: int, form: BlockFormat, dtype: torch.dtype, memory: torch.dtype) -> None:
-    # An odd number of elements: the last program alone may load fewer bytes at once.
-    kernels = compiled(lambda: start_block_kernels(form, dtype, memory, 100_001), capability)
+def check_compiled_blocks(capability: int, form: BlockFormat, dtype: torch.dtype, residual: torch.dtype) -> None:
+    # With an odd number of elements, only the last program may load fewer bytes at once.
+    kernels = compiled(lambda: start_block_kernels(form, dtype, residual, 100_001), capability)
     assert [kernel.name for kernel in kernels] == ["encode", "decode"]
     for kernel in kernels:
         assert inexact(kernel.ptx) == set()
@@ -524,22 +533,15 @@ def check_other_compiled(capability: int) -> None:
     assert set().union(*(inexact(kernel.ptx) for kernel in kernels)) == set()
 
 
-@pytest.fixture(scope="module")
-def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    cache: Path = tmp_path_factory.mktemp("triton")
-    with process_with({"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}) as runner:
-        yield runner
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("name", ["int8", "int4, one block per program", "ternary", "qsgd", "sign", "four levels"])
+def test_compiled_block_kernels_are_exact_and_load_16_bytes(compiler: Runner, name: str, capability: int) -> None:
+    for dtype, residual in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
+        compiler(check_compiled_blocks, capability, FORMS[name], dtype, residual)
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("name", ["int8", "int4, blocks of one program", "ternary", "qsgd", "sign", "four levels"])
-def test_compiled_kernels_round_every_operation_and_load_16_bytes(compiler: Runner, name: str, capability: int) -> None:
-    for dtype, memory in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
-        compiler(check_compiled_blocks, capability, FORMS[name], dtype, memory)
-
-
-@pytest.mark.parametrize("capability", [80, 90])
-def test_other_compiled_kernels(compiler: Runner, capability: int) -> None:
+def test_other_compiled_kernels_are_exact(compiler: Runner, capability: int) -> None:
     compiler(check_other_compiled, capability)
 
 

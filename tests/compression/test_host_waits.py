@@ -1,4 +1,4 @@
-"""On GPUs no host waits for what is encoded or decoded."""
+"""Encoding and decoding on a GPU never make the host wait."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,7 +26,7 @@ SEGMENTS = (Segment("weight", 0, ROWS * WIDTH, 0, 0),)
 
 
 def starts_programs(function: FunctionType) -> bool:
-    """Whether a function of the kernels for GPUs chooses the device of a program, itself or by a helper there."""
+    """Return True if a function of the GPU kernels launches a Triton program, directly or through a helper."""
     used = function.__code__.co_names
     helpers = [one for one in map(function.__globals__.get, used) if isinstance(one, FunctionType)]
     inside = [one for one in helpers if one.__module__.startswith(f"{kernels.__name__}.gpu")]
@@ -35,7 +35,7 @@ def starts_programs(function: FunctionType) -> bool:
 
 @contextmanager
 def kernels_for_gpus() -> Iterator[None]:
-    """Those of GPUs for tensors on CPU; what Triton does there, which waits for nothing, is done by plain torch."""
+    """Use the GPU kernels for CPU tensors. Triton programs, which never wait, are replaced by plain torch."""
     gpu = pytest.importorskip("deepspeed_compress.compression.kernels.gpu")
     operations = {name: getattr(gpu, name) for name in gpu.__all__}
     with ExitStack() as stack:
@@ -47,7 +47,7 @@ def kernels_for_gpus() -> Iterator[None]:
 
 
 def waits(codec: Codec, feedback: Any) -> set[str]:
-    """Of encoding and decoding, after a message that fills caches."""
+    """Return the waits in encoding and decoding, after a first message that fills caches."""
     x, out = torch.randn(ROWS * WIDTH), torch.empty(codec.compressor.payload_bytes(ROWS * WIDTH), dtype=torch.uint8)
     with kernels_for_gpus():
         for step in range(2):
@@ -59,7 +59,7 @@ def waits(codec: Codec, feedback: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("compressor", CODECS, ids=repr)
-def test_no_compressor_waits(compressor: Compressor) -> None:
+def test_compressors_do_not_wait(compressor: Compressor) -> None:
     assert waits(Codec(compressor), ErrorFeedback(Residuals("fp32", transactional=True))) == set()
 
 
@@ -67,7 +67,7 @@ def test_no_compressor_waits(compressor: Compressor) -> None:
     "transform", [Hadamard(64), DCT({"weight": WIDTH}, 8), Identity()], ids=lambda one: type(one).__name__
 )
 @pytest.mark.parametrize("storage", STORAGE)
-def test_no_transform_or_memory_waits(transform: Transform, storage: str) -> None:
+def test_transforms_and_residuals_do_not_wait(transform: Transform, storage: str) -> None:
     codec, stores = Codec(SETTINGS["topk"][0], transform), [Residuals(storage, transactional=True) for _ in range(2)]
     assert waits(codec, ErrorFeedback(stores[0], own_exact=False)) == set()
     assert waits(codec, MomentumCorrection(*stores, momentum=0.9)) == set()
@@ -88,14 +88,14 @@ def test_no_transform_or_memory_waits(transform: Transform, storage: str) -> Non
         lambda x: torch.tensor([1.0, 2.0]),
     ],
 )
-def test_what_waits_is_seen(read: Callable[[torch.Tensor], object]) -> None:
+def test_a_waiting_operation_is_detected(read: Callable[[torch.Tensor], object]) -> None:
     with HostWaits(Path(__file__).parent) as seen:
         read(torch.arange(6))
     [found] = seen.found
     assert found.startswith(f"{Path(__file__).name}:<lambda>: ")
 
 
-def test_what_does_not_wait_is_not_seen() -> None:
+def test_an_operation_that_does_not_wait_is_not_reported() -> None:
     with HostWaits(Path(__file__).parent) as seen:
         x = torch.arange(6)
         (

@@ -15,7 +15,7 @@ KEYS = st.integers(0, 2**64 - 1)
 
 
 def lowbias32(value: int) -> int:
-    """The 32-bit mixer, written in Python's unbounded integers."""
+    """Compute the 32-bit mixer with Python's unbounded integers."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
         value = ((value ^ (value >> shift)) * factor) % 2**32
     return value
@@ -31,25 +31,25 @@ def test_uniform_numbers_are_the_mixed_counter(key: int) -> None:
 
 @properties
 @given(KEYS, st.integers(0, 50))
-def test_a_uniform_number_depends_on_key_and_index_alone(key: int, count: int) -> None:
+def test_a_uniform_number_depends_only_on_key_and_index(key: int, count: int) -> None:
     assert torch.equal(reference.uniform(count, key, CPU), reference.uniform(60, key, CPU)[:count])
 
 
 @pytest.mark.parametrize("parts", [(0,), (0, 1), (7, 3, 2, 1, 0, 1)])
 def test_uniform_numbers_are_uniform(parts: tuple[int, ...]) -> None:
-    """Mean, 64-bin chi-square and serial correlation, each within 5 of its standard deviations."""
+    """Mean, 64-bin chi-square and serial correlation are within 5 standard deviations."""
     count, bins = 1 << 16, 64
     numbers = reference.uniform(count, random_key(*parts), CPU).double()
     assert 0 <= float(numbers.min()) <= float(numbers.max()) < 1
-    centred = numbers - 0.5
-    assert abs(float(centred.mean())) < 5 / math.sqrt(12 * count)
-    assert abs(float((centred[1:] * centred[:-1]).mean()) * 12) < 5 / math.sqrt(count)
+    centered = numbers - 0.5
+    assert abs(float(centered.mean())) < 5 / math.sqrt(12 * count)
+    assert abs(float((centered[1:] * centered[:-1]).mean()) * 12) < 5 / math.sqrt(count)
     expected = count / bins
     chi_square = float(((torch.histc(numbers, bins, 0, 1) - expected) ** 2 / expected).sum())
     assert abs(chi_square - (bins - 1)) < 5 * math.sqrt(2 * (bins - 1))
 
 
-def test_keys_differ_in_every_part_and_order() -> None:
+def test_keys_depend_on_every_part_and_on_their_order() -> None:
     keys = {random_key(*parts) for parts in [(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1), (0, 0, 0), (2**64 - 1,)]}
     assert len(keys) == 8
     assert all(0 <= key < 2**64 for key in keys)
@@ -68,7 +68,7 @@ def test_nearest_codes_round_ties_to_even() -> None:
 
 
 @pytest.mark.parametrize(("units", "scale", "codes"), [(190, 1, [127, -127, 1]), (50, 0, [0, 0, 0])])
-def test_codes_stay_in_range_where_the_scale_loses_its_bits(units: int, scale: int, codes: list[int]) -> None:
+def test_codes_stay_in_range_if_the_scale_is_denormal(units: int, scale: int, codes: list[int]) -> None:
     """In units of the smallest denormal, 190 / 127 rounds to 1 and 50 / 127 to 0."""
     rows = torch.tensor([[units, -units, 1]]) * 2.0**-149
     scales = torch.tensor([scale * 2.0**-149])
@@ -77,7 +77,7 @@ def test_codes_stay_in_range_where_the_scale_loses_its_bits(units: int, scale: i
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_row_with_a_non_finite_scale_decodes_as_non_finite_and_no_other_row_does(bad: float) -> None:
+def test_a_non_finite_scale_affects_only_its_row(bad: float) -> None:
     rows, scales = torch.ones(3, 4), torch.tensor([1.0, bad, 1.0])
     out = torch.zeros(3, 4)
     reference.dequantize_rows_add(scales, reference.quantize_rows(rows, scales, 127, None), out, 1.0)
@@ -85,8 +85,8 @@ def test_a_row_with_a_non_finite_scale_decodes_as_non_finite_and_no_other_row_do
 
 
 @pytest.mark.parametrize(("noise", "expected"), [(None, [0, 2, 2, 15]), (0.0, [0, 1, 2, 15]), (0.9, [0, 2, 3, 15])])
-def test_codes_between_two_extremes_count_from_the_lower_one(noise: float | None, expected: list[int]) -> None:
-    """The second row spans more than fp32 holds, the last one nothing."""
+def test_codes_between_two_extremes_start_at_the_lower_one(noise: float | None, expected: list[int]) -> None:
+    """The range of the second row exceeds fp32; the last row has equal elements."""
     row = torch.tensor([-3.0, -1.25, -0.75, 12.0])
     rows = torch.stack((row, (row - 4.5) / 7.5 * 2.0**127 * 1.5, torch.full((4,), 7.0)))
     fill = None if noise is None else torch.full_like(rows, noise)
@@ -104,7 +104,7 @@ def test_dequantizing_adds_the_scaled_product() -> None:
 @pytest.mark.parametrize("width", range(1, 9))
 @properties
 @given(codes=st.lists(st.integers(0, 255), max_size=33))
-def test_codes_are_packed_as_bits_are_and_padded_with_zeros(width: int, codes: list[int]) -> None:
+def test_codes_are_packed_as_a_bit_string_and_padded_with_zeros(width: int, codes: list[int]) -> None:
     packed = torch.full((-(-len(codes) * width // 8) + 3,), 0xFF, dtype=torch.uint8)
     reference.pack_codes(torch.tensor(codes, dtype=torch.uint8), width, packed)
     low = [code % 2**width for code in codes]
@@ -114,7 +114,7 @@ def test_codes_are_packed_as_bits_are_and_padded_with_zeros(width: int, codes: l
 
 @properties
 @given(st.integers(1, 16), st.data())
-def test_bits_are_one_little_endian_string(width: int, data: st.DataObject) -> None:
+def test_bits_are_packed_as_a_little_endian_string(width: int, data: st.DataObject) -> None:
     values = data.draw(st.lists(st.integers(0, 2**width - 1), max_size=20))
     packed = torch.full((-(-len(values) * width // 8) + 3,), 0xFF, dtype=torch.uint8)
     reference.pack_bits(torch.tensor(values, dtype=torch.int64), width, packed)
@@ -125,18 +125,18 @@ def test_bits_are_one_little_endian_string(width: int, data: st.DataObject) -> N
 
 @properties
 @given(st.integers(1, 12), st.integers(0, 2**32 - 1))
-def test_top_k_takes_the_largest_magnitudes_in_ascending_columns(k: int, seed: int) -> None:
+def test_top_k_returns_the_columns_of_the_largest_magnitudes_in_ascending_order(k: int, seed: int) -> None:
     rows = np.random.default_rng(seed).permutation(np.arange(1, 37)).reshape(3, 12) * np.array([1, -1] * 6)
     columns = reference.top_k_rows(torch.from_numpy(rows.astype(np.float32)), k)
     assert columns.tolist() == np.sort(np.argsort(-np.abs(rows), axis=1)[:, :k], axis=1).tolist()
 
 
 @pytest.mark.parametrize("k", [1, 2])
-def test_top_k_takes_nan_before_infinity(k: int) -> None:
+def test_top_k_prefers_nan_to_infinity(k: int) -> None:
     row = torch.tensor([[1.0, math.inf, 2.0, math.nan]])
     assert reference.top_k_rows(row, k).tolist() == [[3], [1, 3]][k - 1 : k]
 
 
-def test_a_device_without_implementation_is_named() -> None:
+def test_a_device_without_an_implementation_is_named() -> None:
     with pytest.raises(KeyError, match="meta"):
         for_device(torch.device("meta"))

@@ -1,4 +1,4 @@
-"""From the settings of a method to its compressor and transform."""
+"""The compressor and the transform of a method's settings."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def gradients_of(gradients: dict[str, Any]) -> Any:
     return parse_section({SECTION: {"gradients": gradients}}).gradients
 
 
-# Every key of every quantizer, at the values of the table of sections.
+# Every key of every quantizer, with the values of tests/support/sections.py.
 QUANTIZED: dict[str, Compressor] = {
     "bf16": Cast(BF16),
     "fp16": Cast(FP16),
@@ -52,7 +52,7 @@ SPARSIFIED: dict[str, Compressor] = {
 }
 
 
-def test_the_tables_have_every_method() -> None:
+def test_the_tables_contain_every_method() -> None:
     gradients = set(json_schema()["properties"]["gradients"]["discriminator"]["mapping"])
     assert gradients == {*QUANTIZED, *SPARSIFIED, "none", "powersgd"}
 
@@ -88,14 +88,14 @@ def test_defaults_reach_their_compressor(gradients: dict[str, Any], expected: Co
 
 @pytest.mark.parametrize("method", [*QUANTIZED, *SPARSIFIED])
 @pytest.mark.parametrize("defaults", [True, False])
-def test_settings_know_the_bits_of_their_messages(method: str, defaults: bool) -> None:
+def test_bits_per_element_match_the_payload_size(method: str, defaults: bool) -> None:
     settings = gradients_of({"method": method, **({} if defaults else OF_GRADIENTS[method])})
     numel = 2**20
     assert settings.bits_per_element() == pytest.approx(8 * settings.compressor().payload_bytes(numel) / numel, 1e-4)
 
 
 @pytest.mark.parametrize("values", QUANTIZED)
-def test_every_method_of_values_reaches_its_compressor(values: str) -> None:
+def test_the_method_of_values_reaches_its_compressor(values: str) -> None:
     settings = gradients_of({"method": "topk", "values": {"method": values, **QUANTIZERS[values]}})
     assert settings.compressor() == TopK(0.01, 4096, QUANTIZED[values])
 
@@ -112,7 +112,7 @@ def test_every_method_of_values_reaches_its_compressor(values: str) -> None:
     ],
     ids=repr,
 )
-def test_a_codec_has_its_transform(gradients: dict[str, Any], transform: object) -> None:
+def test_settings_reach_their_transform(gradients: dict[str, Any], transform: object) -> None:
     assert gradients_of(gradients).transform({"a": 8}) == transform
 
 

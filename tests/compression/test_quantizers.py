@@ -1,4 +1,4 @@
-"""Each quantizer against its published form, computed in float64, and the bounds that the papers prove."""
+"""Each quantizer against its published form in float64, and the bounds that the papers prove."""
 
 import functools
 import math
@@ -44,7 +44,7 @@ GRIDS: list[tuple[BlockQuantizer, Callable[[Doubles], Grid]]] = [
     ),
     *((QSGD(levels, BLOCK), lambda x, s=levels: oracles.qsgd(x, s)) for levels in (1, 5, 7, 127)),
 ]
-"""Every quantizer with equal steps, and its oracle for one block."""
+"""Quantizers with levels of equal distance, each with its oracle for one block."""
 
 QUANTIZERS: list[BlockQuantizer] = [
     *(codec for codec, _ in GRIDS),
@@ -59,16 +59,16 @@ QUANTIZERS: list[BlockQuantizer] = [
     Sign(BLOCK, levels=3),
     Sign(BLOCK, 3, BF16),
 ]
-# Every quantizer has its own examples, so fewer each.
+# Each quantizer has its own examples, so the number per quantizer is small.
 examples = settings(properties, max_examples=15)
 every_quantizer = pytest.mark.parametrize("codec", QUANTIZERS, ids=repr)
 on_a_grid = pytest.mark.parametrize(("codec", "oracle"), GRIDS, ids=[repr(codec) for codec, _ in GRIDS])
 UNBIASED = [(codec, oracle) for codec, oracle in GRIDS if codec.stochastic and getattr(codec, "percentile", 100) == 100]
-"""Not those that clip."""
+"""Unbiased quantizers: stochastic ones that do not clip."""
 
 
 def sample(seed: int, numel: int = 5 * BLOCK + 7, exponent: int = 0) -> Tensor:
-    """Normal numbers, those of each block times another power of two."""
+    """Return normal numbers, with a different power of two as the factor of each block."""
     generator = np.random.default_rng(seed)
     spread = np.repeat(2.0 ** generator.integers(-6, 7, -(-numel // BLOCK)), BLOCK)[:numel]
     return torch.from_numpy((generator.normal(size=numel) * spread * 2.0**exponent).astype(np.float32))
@@ -94,10 +94,10 @@ vectors = st.builds(sample, seeds, st.integers(1, 4 * BLOCK), st.integers(-40, 4
 @on_a_grid
 @examples
 @given(x=vectors, key=st.integers(0, 2**64 - 1))
-def test_every_code_is_that_of_the_published_form(
+def test_every_code_matches_the_published_form(
     codec: BlockQuantizer, oracle: Callable[[Doubles], Grid], x: Tensor, key: int
 ) -> None:
-    """Given the same uniform numbers; single precision may only differ where a decision hangs on 0.1 % of a step."""
+    """The uniform numbers are the same. fp32 may differ only within 0.1 % of a step from a rounding threshold."""
     drawn = uniforms_of(key, x.numel())
     for first, part, found in zip(range(0, x.numel(), BLOCK), blocks(x), blocks(transmit(codec, x, key)), strict=True):
         uniforms = drawn[first : first + BLOCK] if codec.stochastic else None
@@ -109,8 +109,8 @@ def test_every_code_is_that_of_the_published_form(
 
 
 @pytest.mark.parametrize(("codec", "oracle"), UNBIASED, ids=[repr(codec) for codec, _ in UNBIASED])
-def test_the_mean_over_keys_is_the_input(codec: BlockQuantizer, oracle: Callable[[Doubles], Grid]) -> None:
-    """Within 5 standard errors of 2000 keys, by the exact variance; 0.01 % of a step is left for fp32."""
+def test_the_mean_over_keys_equals_the_input(codec: BlockQuantizer, oracle: Callable[[Doubles], Grid]) -> None:
+    """It is within 5 standard errors for 2000 keys. 0.01 % of a step is allowed for fp32."""
     count, x = 2000, sample(3, BLOCK)
     mean = torch.stack([transmit(codec, x, key) for key in range(count)]).double().mean(dim=0).numpy()
     grid = oracle(x.double().numpy())
@@ -118,26 +118,26 @@ def test_the_mean_over_keys_is_the_input(codec: BlockQuantizer, oracle: Callable
 
 
 @pytest.mark.parametrize("key", range(10))
-def test_two_stochastic_bits_are_terngrad(key: int) -> None:
+def test_two_stochastic_bits_match_terngrad(key: int) -> None:
     x = sample(key, BLOCK)
     expected = oracles.terngrad(x.double().numpy(), uniforms_of(key, BLOCK))
     assert np.allclose(transmit(Blockwise(2, BLOCK, stochastic=True), x, key).numpy(), expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("levels", [1, 4, 7, 100])
-def test_qsgd_is_equation_3_1(levels: int) -> None:
-    """A positive element goes up with the upper part of [0, 1), a negative one with the lower part: coins of its p."""
+def test_qsgd_matches_equation_3_1(levels: int) -> None:
+    """Positive elements are rounded away from zero by large uniform numbers, negative ones by small ones."""
     x = sample(levels, BLOCK)
     uniforms = uniforms_of(9, BLOCK)
-    # fp32 numbers of 24 bits have no 1 - u that is 0, so the reflection keeps the decisions.
+    # Uniform numbers have 24 bits, so 1 - u is never 0, and the reflection keeps all decisions.
     coins = np.where(x.numpy() >= 0, 1 - uniforms - 2.0**-25, uniforms)
     expected = oracles.qsgd_values(x.double().numpy(), levels, coins)
     assert np.allclose(transmit(QSGD(levels, BLOCK), x, 9).numpy(), expected, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("levels", [1, 2, 7, 127])
-def test_the_variance_of_qsgd_is_that_of_lemma_3_1(levels: int) -> None:
-    """E||Q(x) - x||^2 <= min(n / s^2, sqrt(n) / s) ||x||^2, the mean over 500 keys, with 5 standard errors."""
+def test_the_variance_of_qsgd_is_within_lemma_3_1(levels: int) -> None:
+    """E||Q(x) - x||^2 <= min(n / s^2, sqrt(n) / s) ||x||^2 for the mean over 500 keys, within 5 standard errors."""
     x = sample(1, BLOCK)
     errors = torch.tensor([norm2(transmit(QSGD(levels, BLOCK), x, key) - x) for key in range(500)]) / norm2(x)
     bound = min(BLOCK / levels**2, math.sqrt(BLOCK) / levels)
@@ -147,8 +147,8 @@ def test_the_variance_of_qsgd_is_that_of_lemma_3_1(levels: int) -> None:
 @pytest.mark.parametrize(
     ("levels", "bits"), [(1, 2), (2, 3), (3, 3), (4, 4), (7, 4), (8, 5), (63, 7), (64, 8), (127, 8)]
 )
-def test_a_code_of_qsgd_has_the_bits_of_its_levels(levels: int, bits: int) -> None:
-    """ceil(log2(2 s + 1)), and both extremes survive."""
+def test_the_bits_of_a_qsgd_code_depend_on_the_levels(levels: int, bits: int) -> None:
+    """There are ceil(log2(2 s + 1)) bits, and both extremes survive."""
     codec = QSGD(levels, 32)
     assert codec.code_bits == bits
     assert codec.payload_bytes(320) == 10 * 4 + 40 * bits
@@ -159,7 +159,7 @@ def test_a_code_of_qsgd_has_the_bits_of_its_levels(levels: int, bits: int) -> No
 
 @properties
 @given(x=vectors)
-def test_sign_is_the_scaled_sign(x: Tensor) -> None:
+def test_sign_matches_the_scaled_sign(x: Tensor) -> None:
     for part, found in zip(blocks(x), blocks(transmit(Sign(BLOCK), x)), strict=True):
         assert np.allclose(found, oracles.scaled_sign(part), rtol=1e-6, atol=0)
 
@@ -170,7 +170,7 @@ def test_the_sign_of_zero_is_positive() -> None:
 
 @properties
 @given(x=vectors)
-def test_sign_contracts_by_the_density_of_the_block(x: Tensor) -> None:
+def test_the_error_of_sign_depends_on_the_density_of_the_block(x: Tensor) -> None:
     """||x - C(x)||^2 = (1 - d) ||x||^2 with d = ||x||_1^2 / (n ||x||^2) (arXiv:1901.09847)."""
     for part, found in zip(blocks(x), blocks(transmit(Sign(BLOCK), x)), strict=True):
         density = np.abs(part).sum() ** 2 / (len(part) * (part**2).sum())
@@ -194,14 +194,14 @@ CONTRACTIONS: list[tuple[BlockQuantizer, float]] = [
 @pytest.mark.parametrize(("codec", "delta"), CONTRACTIONS, ids=repr)
 @examples
 @given(st.lists(st.floats(-1, 1, width=16), min_size=1, max_size=3 * BLOCK), st.integers(-30, 30))
-def test_error_feedback_has_its_contraction(
+def test_quantizers_are_contractions_as_error_feedback_requires(
     codec: BlockQuantizer, delta: float, values: list[float], exponent: int
 ) -> None:
     """||x - C(x)||^2 <= (1 - delta) ||x||^2 for any x.
 
-    Where 0 and the largest magnitude are levels, no element errs by more than itself, and the largest not at all. The
-    least-squares scale of sign patterns c takes <x, c>^2 / ||c||^2 >= ||x||_1^2 / (16 n) away from ||x||^2, with eight
-    levels ||x||_1^2 / (100 n). Where c is 0 below 3/4 of the mean, <x, c> >= ||x||_1 / 4.
+    If 0 and the largest magnitude are levels, the error of an element is at most its magnitude, and 0 for the largest.
+    The least-squares scale of sign patterns c removes <x, c>^2 / ||c||^2 >= ||x||_1^2 / (16 n) from ||x||^2; with eight
+    levels, it is ||x||_1^2 / (100 n). If c is 0 below 3/4 of the mean, <x, c> >= ||x||_1 / 4.
     """
     x = torch.tensor(values) * 2.0**exponent
     for part, found in zip(torch.split(x, BLOCK), torch.split(transmit(codec, x), BLOCK), strict=True):
@@ -215,7 +215,7 @@ def distributions() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("name", "documented"), [("normal", 0.12), ("laplace", 0.18)])
-def test_two_bits_lose_what_is_documented_and_less_than_ternary_forms(name: str, documented: float) -> None:
+def test_the_error_of_two_bits_is_as_documented_and_below_ternary_forms(name: str, documented: float) -> None:
     x = distributions()[name]
     parts = blocks(x, 256)
     found = oracles.squared_error(x.double().numpy(), transmit(Blockwise(2, 256), x).double().numpy())
@@ -236,14 +236,14 @@ def test_two_bits_lose_what_is_documented_and_less_than_ternary_forms(name: str,
     ],
     ids=repr,
 )
-def test_three_bits_and_three_levels_lose_what_is_documented(
+def test_the_error_of_three_bits_and_three_levels_is_as_documented(
     codec: BlockQuantizer, name: str, documented: float
 ) -> None:
     x = distributions()[name]
     assert abs(oracles.squared_error(x.double().numpy(), transmit(codec, x).double().numpy()) / documented - 1) < 0.04
 
 
-def test_three_levels_lose_less_than_signs_and_eight_less_than_those_of_the_largest() -> None:
+def test_fitted_levels_have_a_smaller_error_than_signs_and_absmax_levels() -> None:
     for x in distributions().values():
         exact = x.double().numpy()
         errors = [
@@ -265,29 +265,29 @@ def test_three_levels_lose_less_than_signs_and_eight_less_than_those_of_the_larg
     ],
     ids=repr,
 )
-def test_fitted_scales_are_close_to_the_best(
+def test_fitted_scales_are_close_to_the_optimum(
     codec: BlockQuantizer, magnitudes: tuple[int, ...], slack: float, name: str
 ) -> None:
-    """The mean squared error is little above that of the best of 400 scales a block."""
+    """The mean squared error is slightly above that of the best of 400 scales per block."""
     x = distributions()[name][: 40 * BLOCK]
     nearest = functools.partial(oracles.nearest_level, magnitudes)
     found, best = [], []
     for part, decoded in zip(blocks(x), blocks(transmit(codec, x)), strict=True):
         best.append(oracles.squared_error(part, nearest(part, oracles.best_scale(part, nearest))))
         found.append(oracles.squared_error(part, decoded))
-        # And every element took the level nearest to it.
+        # Every element has its nearest level.
         scale = np.abs(decoded)[np.abs(decoded) > 0].min() / min(m for m in magnitudes if m)
         assert oracles.squared_error(part, nearest(part, float(scale))) > 0.999999 * found[-1]
     assert np.mean(found) <= slack * np.mean(best)
 
 
-def test_three_levels_of_zeros_are_zeros() -> None:
+def test_three_levels_keep_zeros() -> None:
     assert transmit(Sign(32, levels=3), torch.tensor([0.0, -0.0, -4.0, 8.0, 0.5])).tolist() == [0, 0, -6, 6, 0]
     assert not transmit(Sign(32, levels=3), torch.zeros(70)).any()
 
 
 @pytest.mark.parametrize("codec", [Sign(32, levels=3), Blockwise(3, 32)], ids=repr)
-def test_a_fit_that_begins_beyond_fp32_ends_within(codec: BlockQuantizer) -> None:
+def test_a_fit_with_an_initial_scale_beyond_fp32_ends_in_range(codec: BlockQuantizer) -> None:
     x = torch.full((64,), 3e38)
     assert torch.allclose(transmit(codec, x), x, rtol=0.2, atol=0)
 
@@ -299,7 +299,7 @@ def test_a_fit_that_begins_beyond_fp32_ends_within(codec: BlockQuantizer) -> Non
 )
 @properties
 @given(x=vectors)
-def test_fp8_takes_the_nearest_number_of_its_format(codec: FP8, numbers: Doubles, x: Tensor) -> None:
+def test_fp8_rounds_to_the_nearest_number_of_its_format(codec: FP8, numbers: Doubles, x: Tensor) -> None:
     for part, found in zip(blocks(x), blocks(transmit(codec, x)), strict=True):
         expected, undecided = oracles.fp8(part, numbers)
         wrong = np.abs(found - expected) > 1e-6 * np.abs(expected)
@@ -307,7 +307,7 @@ def test_fp8_takes_the_nearest_number_of_its_format(codec: FP8, numbers: Doubles
 
 
 @pytest.mark.parametrize(("format", "largest", "count"), [("e4m3", 448, 253), ("e5m2", 57344, 247)])
-def test_every_number_of_an_fp8_format_is_kept(format: str, largest: int, count: int) -> None:  # noqa: A002
+def test_numbers_of_an_fp8_format_are_exact(format: str, largest: int, count: int) -> None:  # noqa: A002
     numbers = oracles.fp8_numbers(4 if format == "e4m3" else 5, format == "e5m2")
     assert (numbers.max(), len(numbers)) == (largest, count)
     x = torch.from_numpy(numbers.astype(np.float32)) * 2.0**10
@@ -320,8 +320,8 @@ def test_an_unknown_fp8_format_is_named() -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_torch_fakes_the_same_quantization(bits: int) -> None:
-    """torch multiplies by the reciprocal of the scale, hence may round another way at a tie."""
+def test_quantization_matches_fake_quantize_of_torch(bits: int) -> None:
+    """torch multiplies by the reciprocal of the scale, so it may round ties differently."""
     rows, levels = sample(5, 200 * BLOCK).view(-1, BLOCK), 2 ** (bits - 1) - 1
     scales = rows.abs().amax(dim=1) / levels
     zeros = torch.zeros(len(rows), dtype=torch.int32)
@@ -334,7 +334,7 @@ def test_torch_fakes_the_same_quantization(bits: int) -> None:
 @pytest.mark.parametrize("codec", [codec for codec in QUANTIZERS if not codec.stochastic], ids=repr)
 @examples
 @given(x=vectors)
-def test_blocks_are_quantized_one_by_one(codec: BlockQuantizer, x: Tensor) -> None:
+def test_blocks_are_quantized_independently(codec: BlockQuantizer, x: Tensor) -> None:
     alone = torch.cat([transmit(codec, part) for part in torch.split(x, BLOCK)])
     assert torch.equal(transmit(codec, x), alone)
 
@@ -342,7 +342,7 @@ def test_blocks_are_quantized_one_by_one(codec: BlockQuantizer, x: Tensor) -> No
 @every_quantizer
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, BLOCK + 5, 2 * BLOCK - 1, 3 * BLOCK + 1])
-def test_a_non_finite_element_shows_in_its_block_alone(codec: BlockQuantizer, bad: float, place: int) -> None:
+def test_a_non_finite_element_affects_only_its_block(codec: BlockQuantizer, bad: float, place: int) -> None:
     x = sample(1, 3 * BLOCK + 7)
     x[place] = bad
     finite = [bool(part.isfinite().all()) for part in torch.split(transmit(codec, x), BLOCK)]
@@ -368,12 +368,12 @@ SIZES: list[tuple[Compressor, list[int]]] = [
 
 @pytest.mark.parametrize(("codec", "expected"), SIZES, ids=repr)
 def test_payload_sizes(codec: Compressor, expected: list[int]) -> None:
-    """Of 0, 1, 1 block, and 1 element more than 1 and 2 blocks."""
+    """The sizes are for 0 elements, 1 element, 1 block, and 1 element more than 1 and 2 blocks."""
     assert [codec.payload_bytes(numel) for numel in (0, 1, 64, 65, 129)] == expected
 
 
-def test_layouts_of_codes() -> None:
-    """Scales, then codes from the low bits up."""
+def test_payload_layouts() -> None:
+    """Scales come first, followed by the codes, starting with the lowest bits."""
     two_bits = encode(Blockwise(2, 32), torch.tensor([1.0, -1.0, 4.0, -4.0, 4.0]))
     assert two_bits[:4].view(torch.float32).item() == 1.0
     assert two_bits[4:].tolist() == [0b01_11_00_10, 0b11, 0, 0]
@@ -401,8 +401,8 @@ def scales_of(codec: Blockwise, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("bits", [8, 4])
 @examples
 @given(seed=seeds)
-def test_codes_fit_the_scale_that_is_sent(bits: int, dtype: torch.dtype, precision: float, seed: int) -> None:
-    """Half of the rounded scale is the error of every element, but for what its rounding clips off the largest."""
+def test_codes_are_computed_with_the_rounded_scale(bits: int, dtype: torch.dtype, precision: float, seed: int) -> None:
+    """The error is at most half of the rounded scale, except for elements that the rounding clips."""
     x = sample(seed, exponent=3)
     codec = Blockwise(bits, BLOCK, scale_dtype=dtype)
     for part, found, scale in zip(blocks(x), blocks(transmit(codec, x)), scales_of(codec, x), strict=True):
@@ -416,7 +416,7 @@ def test_codes_fit_the_scale_that_is_sent(bits: int, dtype: torch.dtype, precisi
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("make", [Blockwise, Linear])
 @pytest.mark.parametrize("stochastic", [False, True])
-def test_finite_blocks_beyond_fp16_are_clipped_to_its_range(
+def test_finite_blocks_beyond_fp16_are_clipped(
     make: type[Blockwise] | type[Linear], bits: int, stochastic: bool
 ) -> None:
     codec = make(bits, 32, stochastic, FP16)
@@ -450,8 +450,8 @@ def test_linear_spans_the_whole_range_of_fp32() -> None:
     assert torch.allclose(transmit(Linear(2, 32), x), x, rtol=1e-6)
 
 
-def test_percentile_clips_what_is_above_its_rank() -> None:
-    """90 % of 20 elements do not exceed 18; the two above arrive as 18, with their signs."""
+def test_percentile_clips_elements_above_its_rank() -> None:
+    """90 % of 20 elements do not exceed 18. The two larger ones become 18, with their signs."""
     x = torch.arange(1.0, 21.0)
     x[18] = -1000.0
     decoded = transmit(Percentile(8, 32, 90.0), x)
@@ -460,7 +460,7 @@ def test_percentile_clips_what_is_above_its_rank() -> None:
 
 
 @pytest.mark.parametrize("percentile", [50.0, 99.0])
-def test_percentile_sends_the_few_elements_of_an_almost_empty_block(percentile: float) -> None:
+def test_percentile_sends_the_few_nonzero_elements_of_a_block(percentile: float) -> None:
     x = torch.zeros(256)
     x[100] = -3.0
     assert torch.equal(transmit(Percentile(8, 256, percentile), x), x)
@@ -468,7 +468,7 @@ def test_percentile_sends_the_few_elements_of_an_almost_empty_block(percentile: 
 
 @properties
 @given(x=vectors, bits=st.sampled_from(BITS))
-def test_percentile_100_is_blockwise(x: Tensor, bits: int) -> None:
+def test_percentile_100_equals_blockwise(x: Tensor, bits: int) -> None:
     if bits > 2:
         assert torch.equal(encode(Percentile(bits, BLOCK, 100.0), x), encode(Blockwise(bits, BLOCK), x))
     assert torch.equal(encode(Percentile(bits, BLOCK, 100.0, True), x), encode(Blockwise(bits, BLOCK, True), x))
@@ -477,7 +477,7 @@ def test_percentile_100_is_blockwise(x: Tensor, bits: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, FP16])
 @examples
 @given(seed=seeds)
-def test_two_bits_take_the_level_nearest_under_the_scale_that_is_sent(dtype: torch.dtype, seed: int) -> None:
+def test_two_bits_round_to_the_nearest_level_of_the_rounded_scale(dtype: torch.dtype, seed: int) -> None:
     x, codec = sample(seed), Blockwise(2, BLOCK, scale_dtype=dtype)
     for part, found, scale in zip(blocks(x), blocks(transmit(codec, x)), scales_of(codec, x), strict=True):
         tied = np.abs(np.abs(part) - 2.5 * float(scale)) < 1e-6 * float(scale)

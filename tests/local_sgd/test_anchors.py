@@ -95,7 +95,7 @@ def test_what_listens_where_an_island_was_hands_out_no_anchor(more: Mapping[str,
 def test_a_stranger_gets_no_anchor_and_no_copy_is_made() -> None:
     asked: list[int] = []
     with handing_out(lambda version: asked.append(version) or handed(version)) as address:
-        with pytest.raises(AuthenticationError, match="another secret"):
+        with pytest.raises(AuthenticationError, match="a different secret"):
             fetch_anchor(address, 1, 5.0, SIZES, "mine", OTHER)
         with socket.create_connection(parse_address(address), timeout=5) as there:
             there.sendall(b'{"version": 1}\n' + bytes(100))

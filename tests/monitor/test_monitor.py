@@ -89,11 +89,11 @@ LINE = {
     "grad_norm": 1.5,
     "loss": 5.25,
 }
-"""What the documentation promises to readers of compression.jsonl."""
+"""A line of compression.jsonl, as documented."""
 
 
 class Sink:
-    """What DeepSpeed's monitor does with events."""
+    """A recorder of events in place of DeepSpeed's monitor."""
 
     def __init__(self, enabled: bool = True) -> None:
         self.enabled = enabled
@@ -108,7 +108,7 @@ def lines(directory: Path) -> list[str]:
 
 
 def read(directory: Path) -> list[dict[str, Any]]:
-    """Lines without what they say of their run."""
+    """Return the lines without their `run`."""
     found = [json.loads(line, parse_constant=refuse) for line in lines(directory)]
     assert all(line.pop("run")["id"] == "run" for line in found)
     return found
@@ -118,12 +118,12 @@ def refuse(constant: str) -> None:
     raise AssertionError(f"{constant} is not JSON")
 
 
-def test_a_line_has_exactly_the_promised_fields(tmp_path: Path) -> None:
+def test_a_line_has_exactly_the_documented_fields(tmp_path: Path) -> None:
     StatisticsWriter(Journal(str(tmp_path), "run"), None).write(STATISTICS)
     assert read(tmp_path) == [LINE]
 
 
-def test_lines_are_appended_across_writers_and_readable_at_once(tmp_path: Path) -> None:
+def test_several_writers_append_lines_that_are_readable_at_once(tmp_path: Path) -> None:
     directory = tmp_path / "new" / "run"
     for step in (1, 2, 3):
         StatisticsWriter(Journal(str(directory), "run"), None).write(replace(STATISTICS, step=step))
@@ -131,7 +131,7 @@ def test_lines_are_appended_across_writers_and_readable_at_once(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_becomes_null(tmp_path: Path, value: float) -> None:
+def test_non_finite_values_become_null(tmp_path: Path, value: float) -> None:
     sink = Sink()
     StatisticsWriter(Journal(str(tmp_path), "run"), sink).write(replace(STATISTICS, residual_norm=value, cosine=value))
     [line] = read(tmp_path)
@@ -160,7 +160,7 @@ def test_without_a_directory_no_file_is_written(tmp_path: Path, monkeypatch: pyt
     assert list(tmp_path.iterdir()) == []
 
 
-def test_phases_add_up_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_of_a_phase_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter([0.0, 0.25, 1.0, 1.5, 2.0, 2.125])
     monkeypatch.setattr("deepspeed_compress.monitor.meter.time.perf_counter", lambda: next(ticks))
     meter = Meter()
@@ -170,7 +170,7 @@ def test_phases_add_up_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert meter.milliseconds() == {"compress": 375.0, "communicate": 500.0, "decompress": 0.0}
 
 
-def test_the_sizes_of_a_meter_are_the_bytes_of_a_line() -> None:
+def test_a_meter_has_all_byte_counters_of_a_line() -> None:
     sizes = Meter(bytes_sent=1, bytes_tensor=2).sizes()
     assert sizes == {name: {"bytes_sent": 1, "bytes_tensor": 2}.get(name, 0) for name in LINE if "bytes_" in name}
     assert set(KINDS) == sizes.keys() - {"bytes_raw", "bytes_uncompressed", "bytes_weights_saved"}
@@ -186,7 +186,7 @@ def test_a_step_begins_with_an_empty_meter() -> None:
     assert set(meter.milliseconds().values()) == {0.0}
 
 
-def test_phases_are_ranges_of_the_profiler() -> None:
+def test_phases_appear_in_the_profiler() -> None:
     with torch.profiler.profile() as trace:
         for name in PHASES:
             with Meter().phase(name, torch.device("cpu")):
@@ -203,11 +203,11 @@ def run_of(directory: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_line_says_which_run_and_process_it_is_of(tmp_path: Path) -> None:
+def test_a_line_names_its_run_and_process(tmp_path: Path) -> None:
     journal = Journal(str(tmp_path), "a", 4)
     StatisticsWriter(journal, None).write(STATISTICS)
     assert (run_of(tmp_path)["id"], run_of(tmp_path)["since"]) == ("a", 4)
-    journal.go_on(9)
+    journal.continue_from(9)
     journal.adopt("b")
     StatisticsWriter(journal, None).write(STATISTICS)
     assert (run_of(tmp_path)["id"], run_of(tmp_path)["since"]) == ("b", 9)
@@ -215,7 +215,7 @@ def test_a_line_says_which_run_and_process_it_is_of(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("last", ["", '{"step": 1}\n', '{"step": 1, "run": 3}\n', "?\n", '"text"\n', None])
-def test_a_run_that_nobody_names_keeps_its_own_name(last: str | None, tmp_path: Path) -> None:
+def test_a_run_keeps_its_id_if_no_previous_run_is_found(last: str | None, tmp_path: Path) -> None:
     if last is not None:
         (tmp_path / "compression.jsonl").write_text(last)
     journal = Journal(str(tmp_path), "own")
@@ -223,14 +223,14 @@ def test_a_run_that_nobody_names_keeps_its_own_name(last: str | None, tmp_path: 
     assert journal.part.id == "own"
 
 
-def test_a_resumed_run_without_a_state_is_the_last_one_of_its_directory(tmp_path: Path) -> None:
+def test_a_resumed_run_without_a_state_continues_the_last_run_of_its_directory(tmp_path: Path) -> None:
     StatisticsWriter(Journal(str(tmp_path), "former"), None).write(STATISTICS)
     journal = Journal(str(tmp_path), "own")
     journal.adopt(None)
     assert journal.part.id == "former"
 
 
-def test_a_line_that_was_cut_short_gives_way_to_the_next(tmp_path: Path) -> None:
+def test_a_truncated_line_is_replaced_by_the_next_one(tmp_path: Path) -> None:
     StatisticsWriter(Journal(str(tmp_path), "run"), None).write(STATISTICS)
     with (tmp_path / "compression.jsonl").open("a") as stream:
         stream.write('{"step": 4, "byt')
@@ -238,7 +238,7 @@ def test_a_line_that_was_cut_short_gives_way_to_the_next(tmp_path: Path) -> None
     assert [line["step"] for line in read(tmp_path)] == [3, 5]
 
 
-def test_events_of_islands_have_files_of_their_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_island_has_its_own_events_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for island in (0, 2):
         EventLog(Journal(str(tmp_path), "run"), writes=True, island=island).record(EVENT)
     first, other = (json.loads((tmp_path / place / "events.jsonl").read_text()) for place in ("", "island_0002"))
@@ -252,24 +252,24 @@ def write_all(journal: Journal, *steps: int) -> None:
         EventLog(journal, writes=True).record(replace(EVENT, step=step))
 
 
-def test_what_cannot_be_written_is_told_once_and_stops_nobody(tmp_path: Path) -> None:
+def test_an_unwritable_file_leads_to_one_warning_and_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     journal = Journal(str(tmp_path / "file" / "run"), "run")
-    with pytest.warns(CompressWarning, match="monitor/path.*cannot be written") as told:
+    with pytest.warns(CompressWarning, match="monitor/path.*cannot be written") as caught:
         write_all(journal, 1, 2)
     write_configuration(journal, {})
-    assert len(told) == 1
+    assert len(caught) == 1
 
 
-def test_a_full_disk_loses_lines_and_nothing_else(tmp_path: Path) -> None:
+def test_a_full_disk_loses_only_lines(tmp_path: Path) -> None:
     journal = Journal(str(tmp_path), "run")
     write_all(journal, 1)
     append = "deepspeed_compress.monitor.journal._append"
-    with mock.patch(append, no_space), pytest.warns(CompressWarning, match="No space left") as told:
+    with mock.patch(append, no_space), pytest.warns(CompressWarning, match="No space left") as caught:
         write_all(journal, 2, 3)
     write_all(journal, 4)
     assert [line["step"] for line in read(tmp_path)] == [1, 4]
-    assert len(told) == 1
+    assert len(caught) == 1
 
 
 def no_space(path: Path, line: bytes) -> None:
@@ -278,7 +278,7 @@ def no_space(path: Path, line: bytes) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_directory_that_vanished_is_made_again(tmp_path: Path) -> None:
+def test_a_deleted_directory_is_created_again(tmp_path: Path) -> None:
     journal = Journal(str(tmp_path / "run"), "run")
     write_all(journal, 1)
     shutil.rmtree(tmp_path / "run")
@@ -287,18 +287,18 @@ def test_a_directory_that_vanished_is_made_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_pipes_that_nobody_reads_hold_nobody_up(tmp_path: Path) -> None:
+def test_pipes_without_a_reader_do_not_block(tmp_path: Path) -> None:
     for name in ("compression.jsonl", "events.jsonl", "ds_config.json"):
         os.mkfifo(tmp_path / name)
     journal = Journal(str(tmp_path), "run")
     journal.adopt(None)
-    with pytest.warns(CompressWarning, match="cannot be written") as told:
+    with pytest.warns(CompressWarning, match="cannot be written") as caught:
         write_all(journal, 1, 2)
     write_configuration(journal, {})
-    assert len(told) == 1
+    assert len(caught) == 1
 
 
-def test_files_are_private_and_those_that_are_there_stay_as_they_are(tmp_path: Path) -> None:
+def test_new_files_are_private_and_existing_ones_keep_their_mode(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o755)
@@ -322,8 +322,8 @@ def test_files_are_private_and_those_that_are_there_stay_as_they_are(tmp_path: P
     }
 
 
-def test_two_jobs_may_write_into_one_directory(tmp_path: Path) -> None:
-    """Lines stay whole, and say which job they are of. One in some hundred is on its way while the other looks."""
+def test_two_jobs_may_write_to_one_directory(tmp_path: Path) -> None:
+    """Lines stay complete and name their job, although both jobs write at the same time."""
     context = multiprocessing.get_context("fork")
     jobs = [context.Process(target=write_many, args=(str(tmp_path), name)) for name in ("one", "other")]
     for job in jobs:
@@ -343,19 +343,19 @@ def write_many(directory: str, run: str) -> None:
         journal.add("compression.jsonl", {"step": step})
 
 
-def test_a_job_that_was_stopped_while_it_wrote_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_job_that_is_suspended_while_it_writes_does_not_block_another(tmp_path: Path) -> None:
     journal = Journal(str(tmp_path), "run")
     write_all(journal, 1)
     with (tmp_path / "compression.jsonl").open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.warns(CompressWarning, match="compression.jsonl cannot be written") as told:
+        with pytest.warns(CompressWarning, match="compression.jsonl cannot be written") as caught:
             write_all(journal, 2, 3)
     write_all(journal, 4)
     assert [line["step"] for line in read(tmp_path)] == [1, 4]
-    assert len(told) == 1
+    assert len(caught) == 1
 
 
-def test_the_run_of_a_line_that_was_cut_short_is_that_of_the_one_before(tmp_path: Path) -> None:
+def test_a_truncated_line_is_ignored_when_a_run_is_continued(tmp_path: Path) -> None:
     StatisticsWriter(Journal(str(tmp_path), "former"), None).write(STATISTICS)
     with (tmp_path / "compression.jsonl").open("a") as stream:
         stream.write('{"step": 4, "byt')
@@ -364,7 +364,7 @@ def test_the_run_of_a_line_that_was_cut_short_is_that_of_the_one_before(tmp_path
     assert journal.part.id == "former"
 
 
-def test_a_service_that_fails_stops_nobody(tmp_path: Path) -> None:
+def test_an_error_of_a_monitoring_service_does_not_stop_training(tmp_path: Path) -> None:
     class Failing(Sink):
         def write_events(self, event_list: list[tuple[str, float, int]]) -> None:
             raise ConnectionError("no such host")
@@ -376,7 +376,7 @@ def test_a_service_that_fails_stops_nobody(tmp_path: Path) -> None:
     assert len(lines(tmp_path)) == 2
 
 
-def test_a_copy_of_the_configuration_has_no_secrets(tmp_path: Path) -> None:
+def test_the_written_configuration_has_no_secrets(tmp_path: Path) -> None:
     write_configuration(Journal(str(tmp_path)), {"comet": {"api_key": "abc"}, "train_batch_size": 4})
     text = (tmp_path / "ds_config.json").read_text()
     assert json.loads(text) == {"comet": {"api_key": "***"}, "train_batch_size": 4}

@@ -1,4 +1,4 @@
-"""Which candidate is chosen, from measurements that say what each costs and loses."""
+"""The choice among candidates, given measurements of their costs and errors."""
 
 import itertools
 import json
@@ -14,7 +14,7 @@ from deepspeed_compress.collectives.reduction import Parameters
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.config import SECTION, brief, find_problems, parse_section
 from deepspeed_compress.errors import CompressWarning
-from deepspeed_compress.policy import Adaptive, AlphaBeta, Choice, Measurement
+from deepspeed_compress.policy import AlphaBeta, CandidateSelector, Choice, Measurement
 from deepspeed_compress.policy.adaptation import Adaptation
 from deepspeed_compress.policy.adaptive import allocations
 from deepspeed_compress.policy.observation import Observation
@@ -24,17 +24,17 @@ from deepspeed_compress.session.probing import Prober
 MB = 1e6
 GRADIENTS = {"bits": 8}
 CANDIDATES = [{"bits": 4}, {"bits": 2}]
-"""After what is written, 8 bits, and none: 0 is 8 bits, 1 none, 2 and 3 these."""
+"""Candidates 2 and 3. Candidate 0 is the configured setting (8 bits), candidate 1 is no compression."""
 ERRORS = (1e-4, 0.0, 0.02, 0.2)
-"""Squared, relative."""
+"""Squared relative errors, by candidate."""
 SIZES = (10 * MB, 40 * MB, 5 * MB, 2.5 * MB)
 CODEC = (0.01, 0.0, 0.01, 0.02)
 STEP = 500
-"""Optimizer steps done."""
+"""Number of optimizer steps done."""
 
 
-def adaptive(**settings: Any) -> Adaptive:
-    return Adaptive(section(**settings))
+def adaptive(**settings: Any) -> CandidateSelector:
+    return CandidateSelector(section(**settings))
 
 
 def section(**settings: Any) -> Any:
@@ -42,8 +42,8 @@ def section(**settings: Any) -> Any:
     return parse_section({SECTION: {"gradients": GRADIENTS, "adaptive": adapts}})
 
 
-def seen(rate: float, waited: float = 1e9, groups: int = 1) -> Measurement:
-    """Of a link of `rate` bytes a second; with `waited` larger than any message takes, none is hidden."""
+def measured(rate: float, waited: float = 1e9, groups: int = 1) -> Measurement:
+    """Return a measurement on a link of `rate` bytes per second. By default, no message is hidden."""
     share = 1 / groups
     return Measurement(
         errors=tuple((error * share,) * groups for error in ERRORS),
@@ -60,18 +60,18 @@ def seen(rate: float, waited: float = 1e9, groups: int = 1) -> Measurement:
     ("rate", "chosen"),
     [(100e9 / 8, "none"), (10e9 / 8, "blockwise bits=8"), (1e9 / 8, "blockwise bits=4"), (1e8 / 8, "blockwise bits=2")],
 )
-def test_the_slower_the_link_the_fewer_bytes(rate: float, chosen: str) -> None:
+def test_a_slower_link_gets_fewer_bytes(rate: float, chosen: str) -> None:
     found = adaptive(margin=0.0)
-    assert brief(found.settings(found.choose(Choice((0,)), seen(rate), STEP).choice.gradients)) == chosen
+    assert brief(found.settings(found.choose(Choice((0,)), measured(rate), STEP).choice.gradients)) == chosen
 
 
 RATES = {
     "100 Mbit/s": {"none": 8.531, "bits=8": 1.815, "bits=4": 1.357, "bits=2": 1.091, "sign": 1.019, "topk 10": 1.215},
     "1 Gbit/s": {"none": 1.416, "bits=8": 0.775, "bits=4": 0.697},
 }
-"""Seconds of a step on four emulated hosts (docs/results.md, "Adaptive")."""
-LOST = {"none": 0.0, "bits=8": 0.008, "bits=4": 0.14, "bits=2": 0.38, "sign": 0.65, "topk 10": 0.65}
-"""Relative errors of the gradients there."""
+"""Seconds per step on four emulated hosts (docs/results.md, "Adaptive")."""
+RELATIVE_ERRORS = {"none": 0.0, "bits=8": 0.008, "bits=4": 0.14, "bits=2": 0.38, "sign": 0.65, "topk 10": 0.65}
+"""Relative errors of the gradients in these runs."""
 
 
 @pytest.mark.parametrize(
@@ -83,11 +83,11 @@ LOST = {"none": 0.0, "bits=8": 0.008, "bits=4": 0.14, "bits=2": 0.38, "sign": 0.
         ("100 Mbit/s", 800, "bits=2"),
     ],
 )
-def test_what_was_soonest_in_recorded_runs_is_chosen_whatever_is_in_force(rate: str, step: int, best: str) -> None:
-    """Steps, not messages, were recorded there: a codec that takes their time stands for them."""
+def test_the_fastest_setting_of_recorded_runs_is_chosen_from_any_start(rate: str, step: int, best: str) -> None:
+    """The recording has step times, not message times, so they are passed as codec times."""
     seconds = RATES[rate]
     recorded = Measurement(
-        errors=tuple((LOST[name] ** 2,) for name in seconds),
+        errors=tuple((RELATIVE_ERRORS[name] ** 2,) for name in seconds),
         norms=(1.0,),
         sizes=((1.0,),) * len(seconds),
         codec_seconds=tuple(seconds.values()),
@@ -100,10 +100,10 @@ def test_what_was_soonest_in_recorded_runs_is_chosen_whatever_is_in_force(rate: 
     for now, in_force in enumerate(seconds.values()):
         choice = found.choose(Choice((now,)), replace(recorded, step=in_force), step)
         assert list(seconds)[choice.choice.gradients[0]] == best
-        assert choice.evidence["predicted"] == pytest.approx(seconds[best] * penalty(LOST[best], step))
+        assert choice.evidence["predicted"] == pytest.approx(seconds[best] * penalty(RELATIVE_ERRORS[best], step))
 
 
-def test_coarse_messages_cost_most_early() -> None:
+def test_the_penalty_of_an_error_falls_during_training() -> None:
     for step, curve in CURVES.items():
         assert [penalty(error, step) for error, _ in curve[:-1]] == pytest.approx([steps for _, steps in curve[:-1]])
     for error in (0.1, 0.4, 0.9):
@@ -113,53 +113,53 @@ def test_coarse_messages_cost_most_early() -> None:
 
 
 @pytest.mark.parametrize("step", [2, 90, 200, 500, 10**6])
-def test_who_loses_more_never_needs_fewer_steps(step: int) -> None:
+def test_a_larger_error_never_has_a_smaller_penalty(step: int) -> None:
     found = [penalty(error / 1000, step) for error in range(1000)]
     assert found == sorted(found)
     assert found[0] == 1
 
 
 @pytest.mark.parametrize("error", [math.nan, math.inf, 1.0, 3.0])
-def test_what_error_feedback_cannot_catch_up_takes_for_ever(error: float) -> None:
+def test_an_error_that_feedback_cannot_correct_has_an_infinite_penalty(error: float) -> None:
     assert penalty(error, 10**6) == math.inf
 
 
-def test_what_is_in_force_stays_while_it_is_nearly_as_good() -> None:
-    """At 5 Gbit/s 4 bits take 8 ms less than 8 bits, of a step of 500 ms; at 3 Gbit/s 13 ms."""
+def test_the_present_choice_stays_while_it_is_nearly_as_good() -> None:
+    """At 5 Gbit/s, 4 bits save 8 ms of a 500 ms step compared with 8 bits; at 3 Gbit/s, they save 13 ms."""
     for now in ((0,), (2,)):
-        assert adaptive().choose(Choice(now), seen(5e9 / 8), STEP).choice.gradients == now
-    assert adaptive(margin=0.02).choose(Choice((0,)), seen(3e9 / 8), STEP).choice.gradients == (2,)
-    assert adaptive(margin=0.04).choose(Choice((0,)), seen(3e9 / 8), STEP).choice.gradients == (0,)
+        assert adaptive().choose(Choice(now), measured(5e9 / 8), STEP).choice.gradients == now
+    assert adaptive(margin=0.02).choose(Choice((0,)), measured(3e9 / 8), STEP).choice.gradients == (2,)
+    assert adaptive(margin=0.04).choose(Choice((0,)), measured(3e9 / 8), STEP).choice.gradients == (0,)
 
 
-def test_what_loses_too_much_is_never_chosen() -> None:
-    assert adaptive(max_error=0.5).choose(Choice((0,)), seen(1e6), STEP).choice.gradients == (3,)
-    assert adaptive(max_error=0.4).choose(Choice((0,)), seen(1e6), STEP).choice.gradients == (2,)
-    assert adaptive(max_error=0.001).choose(Choice((0,)), seen(1e6), STEP).choice.gradients == (1,)
+def test_a_candidate_above_the_maximum_error_is_never_chosen() -> None:
+    assert adaptive(max_error=0.5).choose(Choice((0,)), measured(1e6), STEP).choice.gradients == (3,)
+    assert adaptive(max_error=0.4).choose(Choice((0,)), measured(1e6), STEP).choice.gradients == (2,)
+    assert adaptive(max_error=0.001).choose(Choice((0,)), measured(1e6), STEP).choice.gradients == (1,)
 
 
-def test_without_error_feedback_the_penalty_is_not_enough() -> None:
-    """At 8 Mbit/s 2 bits would be soonest."""
+def test_the_default_maximum_error_is_lower_without_error_feedback() -> None:
+    """At 8 Mbit/s, 2 bits would be fastest."""
     for gradients, chosen in ((GRADIENTS, 3), ({**GRADIENTS, "error_feedback": None}, 2)):
         raw = {"gradients": gradients, "adaptive": {"candidates": CANDIDATES}}
-        found = Adaptive(parse_section({SECTION: raw}))
-        assert found.choose(Choice((0,)), seen(1e6), STEP).choice.gradients == (chosen,)
+        found = CandidateSelector(parse_section({SECTION: raw}))
+        assert found.choose(Choice((0,)), measured(1e6), STEP).choice.gradients == (chosen,)
 
 
 def test_hidden_messages_cost_nothing() -> None:
-    """Uncompressed messages take 0.32 s, all of it during backward."""
-    assert adaptive().choose(Choice((1,)), seen(1e9 / 8, waited=0.0), STEP).choice.gradients == (1,)
-    assert adaptive().choose(Choice((1,)), seen(1e9 / 8, waited=0.3), STEP).choice.gradients == (2,)
+    """Uncompressed messages take 0.32 s, all of it during the backward pass."""
+    assert adaptive().choose(Choice((1,)), measured(1e9 / 8, waited=0.0), STEP).choice.gradients == (1,)
+    assert adaptive().choose(Choice((1,)), measured(1e9 / 8, waited=0.3), STEP).choice.gradients == (2,)
 
 
-def test_a_little_faster_is_no_reason_to_lose_more() -> None:
-    """At 10 Gbit/s 4 bits save 4 ms of a step of 500 ms against 8 bits; at 20 Gbit/s 8 bits save 2 ms against none."""
-    assert adaptive(margin=0.0).choose(Choice((0,)), seen(10e9 / 8), STEP).choice.gradients == (0,)
-    assert adaptive(margin=0.0).choose(Choice((2,)), seen(20e9 / 8), STEP).choice.gradients == (1,)
+def test_a_slightly_faster_candidate_is_not_chosen_if_its_error_is_larger() -> None:
+    """Of a 500 ms step, 4 bits save 4 ms over 8 bits at 10 Gbit/s; 8 bits save 2 ms over none at 20 Gbit/s."""
+    assert adaptive(margin=0.0).choose(Choice((0,)), measured(10e9 / 8), STEP).choice.gradients == (0,)
+    assert adaptive(margin=0.0).choose(Choice((2,)), measured(20e9 / 8), STEP).choice.gradients == (1,)
 
 
-def test_the_evidence_says_why() -> None:
-    evidence = adaptive().choose(Choice((1,)), seen(1e9 / 8), STEP).evidence
+def test_the_evidence_contains_the_figures_of_the_choice() -> None:
+    evidence = adaptive().choose(Choice((1,)), measured(1e9 / 8), STEP).evidence
     assert evidence["bandwidth"] == pytest.approx(1e9 / 8)
     assert evidence["predicted_before"] == pytest.approx(0.5)
     assert evidence["step_seconds"] == pytest.approx(0.5 - 0.32 + 0.01 + 0.04)
@@ -168,9 +168,9 @@ def test_the_evidence_says_why() -> None:
     assert evidence["predicted"] == pytest.approx(evidence["penalty"] * evidence["step_seconds"])
 
 
-def test_bytes_go_where_they_remove_most_error() -> None:
-    even = seen(1e6, groups=2)
-    # All that 2 bits lose is lost in the second group.
+def test_groups_are_upgraded_where_a_byte_removes_the_most_error() -> None:
+    even = measured(1e6, groups=2)
+    # Almost all of the error is in the second group.
     uneven = replace(even, errors=tuple((0.02 * error, 1.98 * error / 2) for error in ERRORS))
     path = list(allocations(uneven))
     assert path[:2] == [(3, 3), (3, 2)]
@@ -183,33 +183,33 @@ def test_bytes_go_where_they_remove_most_error() -> None:
     assert [(one.parameters, one.bits) for one in settings.overrides] == [("embed", 2)]
 
 
-def test_groups_that_lose_much_get_more_bytes_without_a_bound_too() -> None:
-    """2 bits ruin the second group alone, so it has 4, and the first one 2."""
+def test_a_group_with_a_large_error_gets_more_bytes_without_a_maximum_error() -> None:
+    """2 bits ruin only the second group, so it gets 4 bits, and the first one gets 2."""
     found = adaptive(groups=["embed"])
     ruined = tuple((error / 100, error * (4 if error == 0.2 else 1)) for error in ERRORS)
-    assert found.choose(Choice((0, 0)), replace(seen(1e7, groups=2), errors=ruined), 2).choice.gradients == (3, 2)
+    assert found.choose(Choice((0, 0)), replace(measured(1e7, groups=2), errors=ruined), 2).choice.gradients == (3, 2)
 
 
-def test_a_group_may_go_uncompressed_while_another_does_not() -> None:
+def test_one_group_may_be_uncompressed_while_another_is_compressed() -> None:
     found = adaptive(groups=["embed"])
     first, second = found.settings((1, 2)), found.settings((2, 1))
     assert [(one.parameters, one.method) for one in first.overrides] == [("embed", "none")]
     assert [(one.parameters, one.method) for one in second.overrides] == [("embed", "blockwise"), (".", "none")]
 
 
-def test_it_is_measured_soon_again_at_first_and_then_every_so_many_steps() -> None:
+def test_the_first_measurement_is_repeated_soon_and_later_ones_periodically() -> None:
     adaptation = Adaptation(section(probe_every=50))
     assert [adaptation.due(step) for step in range(3)] == [False, True, True]
-    measured = [2]
-    while measured[-1] < 160:
-        adaptation.choose(measured[-1], seen(1e9))
-        measured.append(next(step for step in itertools.count(measured[-1]) if adaptation.due(step)))
-    assert measured == [2, 10, 60, 110, 160]
+    steps = [2]
+    while steps[-1] < 160:
+        adaptation.choose(steps[-1], measured(1e9))
+        steps.append(next(step for step in itertools.count(steps[-1]) if adaptation.due(step)))
+    assert steps == [2, 10, 60, 110, 160]
 
 
-def test_a_step_that_was_slow_by_chance_is_not_taken_for_all() -> None:
-    """The measured one takes ten times as long as those before it."""
-    slow, usual = (replace(seen(1e9), step=seconds) for seconds in (1.0, 0.1))
+def test_a_step_that_is_slow_by_chance_does_not_change_the_choice() -> None:
+    """The measured step takes ten times as long as those before it."""
+    slow, usual = (replace(measured(1e9), step=seconds) for seconds in (1.0, 0.1))
     expected = Adaptation(section()).choose(20, usual)[2]
     adaptation = Adaptation(section())
     for step in range(15, 18):
@@ -217,9 +217,9 @@ def test_a_step_that_was_slow_by_chance_is_not_taken_for_all() -> None:
     assert adaptation.choose(20, slow)[2] == pytest.approx(expected)
 
 
-def test_it_is_measured_when_steps_get_slow() -> None:
+def test_slower_steps_trigger_a_measurement() -> None:
     adaptation = Adaptation(section(probe_every=50))
-    adaptation.choose(100, seen(1e9))
+    adaptation.choose(100, measured(1e9))
     for step in range(103, 120):
         adaptation.observe(Observation(step, step_ms=100.0))
         assert not adaptation.due(step)
@@ -227,36 +227,36 @@ def test_it_is_measured_when_steps_get_slow() -> None:
         assert not adaptation.due(step)
         adaptation.observe(Observation(step, step_ms=160.0))
     assert adaptation.due(122)
-    adaptation.choose(123, seen(1e9))
+    adaptation.choose(123, measured(1e9))
     assert not adaptation.due(124)
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
-def test_gradients_that_are_not_finite_tell_nothing_and_are_measured_again_soon(norm: float) -> None:
+def test_a_measurement_of_non_finite_gradients_changes_nothing_and_is_repeated_soon(norm: float) -> None:
     adaptation = Adaptation(section(probe_every=50))
-    unknown = replace(seen(1e6), norms=(norm,), errors=((norm,), (0.0,), (norm,), (norm,)))
+    unknown = replace(measured(1e6), norms=(norm,), errors=((norm,), (0.0,), (norm,), (norm,)))
     before, after, evidence = adaptation.choose(2, unknown)
     assert (before, evidence) == (after, {})
     assert next(step for step in range(3, 60) if adaptation.due(step)) == 10
 
 
 def test_a_codec_that_overflows_is_not_chosen() -> None:
-    """The gradients are finite, and what one candidate makes of them is not."""
-    found = replace(seen(1e6), errors=((1e-4,), (0.0,), (math.nan,), (math.inf,)))
+    """The gradients are finite, but the decoded gradients of two candidates are not."""
+    found = replace(measured(1e6), errors=((1e-4,), (0.0,), (math.nan,), (math.inf,)))
     assert adaptive(max_error=1.0).choose(Choice((1,)), found, STEP).choice.gradients == (0,)
 
 
-def test_gradients_of_zero_and_ranks_that_send_nothing_choose_the_gentlest() -> None:
+def test_without_messages_the_most_accurate_candidate_is_chosen() -> None:
     nothing = Measurement(((0.0,),) * 4, (0.0,), ((0.0,),) * 4, CODEC, AlphaBeta(0.0, 0.0), 0.0, 0.0)
     assert adaptive().choose(Choice((2,)), nothing, STEP).choice.gradients in {(0,), (1,), (2,), (3,)}
     lossy = replace(nothing, norms=(1.0,), errors=tuple((error,) for error in ERRORS))
     assert brief(adaptive().settings(adaptive().choose(Choice((0,)), lossy, STEP).choice.gradients)) == "none"
 
 
-def test_what_a_candidate_does_not_send_costs_no_encoding_in_its_group_alone() -> None:
-    """Candidate 3 sends nothing at all, and 0 of the second group alone."""
-    found = replace(seen(1e8, groups=2), sizes=((0.0, 1.0), (0.0, 4.0), (0.0, 1.0), (0.0, 0.0)))
-    assert found.seconds(Choice((3, 0)), room=0.0) == pytest.approx(CODEC[0], rel=1e-3)
+def test_a_group_that_sends_nothing_has_no_codec_cost() -> None:
+    """Candidate 3 sends nothing at all, and candidate 0 sends only the second group."""
+    found = replace(measured(1e8, groups=2), sizes=((0.0, 1.0), (0.0, 4.0), (0.0, 1.0), (0.0, 0.0)))
+    assert found.seconds(Choice((3, 0)), hidden=0.0) == pytest.approx(CODEC[0], rel=1e-3)
 
 
 def loaded(saved: dict[str, Any], **settings: Any) -> Adaptation:
@@ -271,25 +271,25 @@ def chosen(*candidates: int, **settings: Any) -> dict[str, Any]:
     return found.saved()
 
 
-def test_a_saved_choice_is_a_setting_whatever_the_order_of_candidates_is() -> None:
+def test_a_saved_choice_does_not_depend_on_the_order_of_candidates() -> None:
     two_bits = chosen(3)
     assert brief(loaded(two_bits).settings) == "blockwise bits=2"
     assert brief(loaded(two_bits, candidates=[{"bits": 2}, {"method": "sign"}]).settings) == "blockwise bits=2"
     assert loaded(two_bits).saved() == two_bits
 
 
-def test_a_saved_choice_belongs_to_a_pattern_whatever_the_order_of_groups_is() -> None:
+def test_a_saved_choice_does_not_depend_on_the_order_of_groups() -> None:
     saved = chosen(3, 2, 0, groups=["embed", "head"])
     found = loaded(saved, groups=["head", "embed"])
     assert found._choice == Choice((2, 3, 0))
 
 
-def test_of_equal_patterns_the_first_is_saved() -> None:
+def test_the_first_of_equal_patterns_is_saved() -> None:
     assert loaded(chosen(3, 2, 0, groups=["embed", "."]), groups=["embed", "."])._choice.gradients[:2] == (3, 2)
 
 
 @pytest.mark.parametrize("settings", [{"candidates": [{"bits": 4}]}, {"groups": ["embed"]}])
-def test_a_choice_that_is_no_candidate_any_more_gives_way_to_what_is_written(settings: dict[str, Any]) -> None:
+def test_a_saved_setting_that_is_not_a_candidate_is_replaced(settings: dict[str, Any]) -> None:
     saved = chosen(3)
     with pytest.warns(CompressWarning, match="checkpoint's choice is no longer among the candidates"):
         found = loaded({**saved, "next": 90, "last": 40}, **settings)
@@ -300,7 +300,7 @@ def test_a_choice_that_is_no_candidate_any_more_gives_way_to_what_is_written(set
     assert found.due(48)
 
 
-def test_places_of_a_state_of_before_mean_nothing() -> None:
+def test_indices_in_an_older_state_file_are_ignored() -> None:
     with pytest.warns(CompressWarning, match="until the next measurement"):
         found = loaded({**chosen(3), "choice": [3]})
     assert brief(found.settings) == "blockwise bits=8"
@@ -314,22 +314,22 @@ def test_an_empty_segment_has_no_sample() -> None:
 
 
 @pytest.mark.parametrize(
-    ("measured", "believed"),
+    ("rates", "accepted"),
     [
-        # A link that had saved up; one that is faster; one that is slower; one about as fast.
+        # A burst of a traffic shaper, a faster link, a slower link, and an unchanged one.
         ([100, 200, 110, 100], [100, 110, 100]),
         ([100, 200, 190, 200], [100, 190, 200]),
         ([100, 20, 25], [100, 20, 25]),
         ([100, 140, 100], [100, 140, 100]),
     ],
 )
-def test_a_faster_link_is_believed_at_the_second_try(
-    monkeypatch: pytest.MonkeyPatch, measured: list[float], believed: list[float]
+def test_a_faster_link_is_accepted_after_a_second_measurement(
+    monkeypatch: pytest.MonkeyPatch, rates: list[float], accepted: list[float]
 ) -> None:
     prober = Prober(adaptive(), Parameters({"a": (8,)}, ["a"]), torch.device("cpu"))
-    links = iter(AlphaBeta(0.0, 1 / rate) for rate in measured)
+    links = iter(AlphaBeta(0.0, 1 / rate) for rate in rates)
     monkeypatch.setattr(prober, "_probe", lambda group: next(links))
-    assert [prober._link(None).bandwidth for _ in believed] == pytest.approx(believed)
+    assert [prober._link(None).bandwidth for _ in accepted] == pytest.approx(accepted)
     assert next(links, None) is None
 
 
@@ -383,7 +383,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("raw", "place", "words"), WRONG)
-def test_what_cannot_adapt_is_refused(raw: dict[str, Any], place: str, words: str) -> None:
+def test_sections_that_cannot_adapt_are_refused(raw: dict[str, Any], place: str, words: str) -> None:
     [problem] = find_problems({SECTION: raw})
     assert problem.pointer.endswith(place)
     assert words in problem.message

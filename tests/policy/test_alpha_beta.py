@@ -18,7 +18,7 @@ def test_exact_times_give_their_parameters(latency: float, bandwidth: float) -> 
     assert found.seconds(1e6) == pytest.approx(latency + 1e6 / bandwidth)
 
 
-def test_noise_of_a_tenth_is_averaged_out() -> None:
+def test_ten_percent_noise_is_averaged_out() -> None:
     noise = np.random.default_rng(0).uniform(0.9, 1.1, len(SIZES))
     truth = AlphaBeta(1e-3, 1e-8)
     found = fit(SIZES, [truth.seconds(size) * factor for size, factor in zip(SIZES, noise, strict=True)])
@@ -27,8 +27,8 @@ def test_noise_of_a_tenth_is_averaged_out() -> None:
     assert 0.01 < found.error < 0.1
 
 
-def test_nothing_becomes_negative() -> None:
-    """Times below what their size alone takes, and times that fall with the size."""
+def test_latency_and_time_per_byte_are_never_negative() -> None:
+    """The data have a negative intercept, or times that fall with the size."""
     steep = fit([1e3, 1e6], [1e-6, 1e-2])
     assert steep.latency == 0
     assert steep.bandwidth == pytest.approx(1e8, rel=0.01)
@@ -41,6 +41,6 @@ def test_nothing_becomes_negative() -> None:
 @pytest.mark.parametrize(
     ("sizes", "seconds"), [([1, 1], [1, 1]), ([1], [1]), ([1, 2], [1]), ([1, 2], [0, 1]), ([1, 2], [float("nan"), 1])]
 )
-def test_too_little_is_an_error(sizes: list[float], seconds: list[float]) -> None:
+def test_insufficient_or_invalid_data_raise(sizes: list[float], seconds: list[float]) -> None:
     with pytest.raises(ValueError, match="at least two different sizes"):
         fit(sizes, seconds)

@@ -1,4 +1,4 @@
-"""Candidates of gradients and of weights, chosen together: what is among them, what each is worth, what is saved."""
+"""Candidates for gradients and weights, which are chosen together: the defaults, their penalties, and saved choices."""
 
 import json
 import math
@@ -16,17 +16,25 @@ from deepspeed_compress.config import (
     weight_candidates,
 )
 from deepspeed_compress.errors import CompressWarning
-from deepspeed_compress.policy import Adaptive, AlphaBeta, Available, Choice, Measurement, Policy, WeightCosts
+from deepspeed_compress.policy import (
+    AllowedChoices,
+    AlphaBeta,
+    CandidateSelector,
+    Choice,
+    Measurement,
+    Policy,
+    WeightCosts,
+)
 from deepspeed_compress.policy.adaptation import Adaptation
 from deepspeed_compress.policy.penalty import low_rank_error, penalty, weights_penalty
 
 POWERSGD = {"method": "powersgd", "rank": 4}
 RANKS = [f"powersgd rank={rank}" for rank in (8, 4, 2, 1)]
-ALL = Available(weights=True)
+ALL = AllowedChoices(weights=True)
 THREE = {"method": "sign", "levels": 3}
 WEIGHTS = [{"method": "none"}, {"bits": 8}, THREE, {"method": "sign"}]
-"""After what is written, 4 bits: 1 is none, 2 is 8 bits, 3 three levels, 4 signs."""
-OF_WEIGHTS = WeightCosts((5e6, 40e6, 10e6, 2e6, 1.5e6), (0.01, 0.0, 0.01, 0.01, 0.01))
+"""Candidates 1 to 4. Candidate 0 is the configured setting (4 bits)."""
+WEIGHT_COSTS = WeightCosts((5e6, 40e6, 10e6, 2e6, 1.5e6), (0.01, 0.0, 0.01, 0.01, 0.01))
 
 
 def section(gradients: Any = None, written: Any = None, **adaptive: Any) -> Any:
@@ -34,12 +42,15 @@ def section(gradients: Any = None, written: Any = None, **adaptive: Any) -> Any:
     return parse_section({SECTION: raw})
 
 
-def adaptive(**settings: Any) -> Adaptive:
-    return Adaptive(section(candidates=[POWERSGD], weights=WEIGHTS, **settings), ALL)
+def adaptive(**settings: Any) -> CandidateSelector:
+    return CandidateSelector(section(candidates=[POWERSGD], weights=WEIGHTS, **settings), ALL)
 
 
 def measured(rate: float, waited: float = 1e9, groups: int = 1) -> Measurement:
-    """4 bits, none, PowerSGD; of a link of `rate` bytes a second. Backward hides nothing unless `waited` says so."""
+    """Return a measurement of 4 bits, none and PowerSGD on a link of `rate` bytes per second.
+
+    By default, no message is hidden.
+    """
     share = 1 / groups
     return Measurement(
         errors=tuple((error * share,) * groups for error in (0.02, 0.0, low_rank_error(4) ** 2)),
@@ -50,7 +61,7 @@ def measured(rate: float, waited: float = 1e9, groups: int = 1) -> Measurement:
         waited=waited,
         step=2.0,
         waits=(0, 0, 8),
-        weights=OF_WEIGHTS,
+        weights=WEIGHT_COSTS,
     )
 
 
@@ -58,7 +69,7 @@ def names(found: Any) -> list[str]:
     return [brief(one) for one in found]
 
 
-def test_the_usual_candidates_are_what_users_weigh() -> None:
+def test_the_default_candidates_are_the_common_methods() -> None:
     found = names(gradient_candidates(section()))
     assert found[:2] == ["blockwise bits=4", "none"]
     assert {f"blockwise bits={bits}" for bits in (8, 4, 3, 2)} | set(RANKS) < set(found)
@@ -82,27 +93,27 @@ def test_the_usual_candidates_are_what_users_weigh() -> None:
         {"hierarchy": {"ranks_per_node": 2}},
     ],
 )
-def test_powersgd_is_usual_where_it_can_take_turns_alone(gradients: dict[str, Any]) -> None:
+def test_powersgd_is_a_default_candidate_only_if_methods_can_alternate(gradients: dict[str, Any]) -> None:
     assert not set(RANKS) & set(names(gradient_candidates(section(gradients))))
     kept = names(gradient_candidates(section({"error_feedback": {"device": "cpu", "dtype": "int8"}})))
     assert set(RANKS) < set(kept)
     assert not set(RANKS) & set(names(gradient_candidates(section(), low_rank=False)))
 
 
-def test_weights_are_chosen_where_they_are_differences_and_compressed() -> None:
+def test_weights_are_chosen_only_if_they_are_sent_as_compressed_differences() -> None:
     assert names(weight_candidates(section(), differences=False)) == ["blockwise bits=4"]
     assert names(weight_candidates(section(written={"method": "none"}), differences=True)) == ["none"]
     assert names(weight_candidates(section(written={"method": "topk"}), differences=True)) == ["topk density=0.01"]
     assert names(weight_candidates(section(weights=[{}]), differences=True)) == ["blockwise bits=4"]
 
 
-def test_what_weights_have_in_common_stays() -> None:
+def test_candidates_for_weights_keep_the_common_keys() -> None:
     found = weight_candidates(section(written={"bits": 4, "min_numel": 9, "overlap": True}), differences=True)
     assert {one.min_numel for one in found if one.method != "none"} == {9}
     assert all(one.overlap for one in found if one.method != "none")
 
 
-def test_a_method_with_a_momentum_has_settings_of_weights_to_choose_from() -> None:
+def test_weights_are_chosen_even_if_gradients_have_one_candidate() -> None:
     found = section({"method": "demo"}, {"method": "sign"})
     assert names(gradient_candidates(found)) == ["demo density=0.01 values=blockwise bits=4"]
     assert len(weight_candidates(found, differences=True)) > 3
@@ -115,7 +126,7 @@ def test_a_method_with_a_momentum_has_settings_of_weights_to_choose_from() -> No
         ({"weights": {"bits": 8}, "gradients": {"method": "dgc"}, "adaptive": {}}, "/adaptive"),
     ],
 )
-def test_under_zero_3_weights_are_no_choice(raw: dict[str, Any], place: str) -> None:
+def test_weights_cannot_be_chosen_under_zero_3(raw: dict[str, Any], place: str) -> None:
     def problems(stage: int) -> list[str]:
         return [one.pointer for one in find_problems({"zero_optimization": {"stage": stage}, SECTION: raw})]
 
@@ -123,7 +134,7 @@ def test_under_zero_3_weights_are_no_choice(raw: dict[str, Any], place: str) -> 
     assert problems(3) == [f"/{SECTION}{place}"]
 
 
-def test_the_penalty_of_weights_is_what_was_measured() -> None:
+def test_the_penalty_of_weights_matches_the_measurements() -> None:
     by_name = {brief(one): one for one in weight_candidates(section(), differences=True)}
     assert [weights_penalty(by_name[f"blockwise bits={bits}"], 100) for bits in (8, 4)] == [1.0, 1.0]
     assert weights_penalty(by_name["none"], 1) == 1.0
@@ -136,8 +147,8 @@ def test_the_penalty_of_weights_is_what_was_measured() -> None:
         assert steps == sorted(steps, reverse=True)
 
 
-def test_the_penalty_of_powersgd_is_no_less_than_what_was_measured() -> None:
-    """Steps to the loss of 300 steps of DDP: 330 for rank 8, 358 and 381 for rank 4; gaps after 500 steps."""
+def test_the_penalty_of_powersgd_is_at_least_the_measured_one() -> None:
+    """Rank 8 took 330 steps to the loss of 300 steps of DDP; rank 4 took 358 and 381."""
     early = {rank: penalty(low_rank_error(rank), 300) for rank in (1, 2, 4, 8, 16, 256)}
     assert early[8] == pytest.approx(330 / 300, abs=0.02)
     assert 381 / 300 <= early[4] <= 1.4
@@ -159,9 +170,9 @@ def test_the_penalty_of_powersgd_is_no_less_than_what_was_measured() -> None:
     ],
 )
 def test_gradients_and_weights_are_chosen_together(rate: float, step: int, gradients: str, weights: str) -> None:
-    """The slower the link, and the later the step, the fewer bytes of both."""
+    """A slower link and a later step lead to fewer bytes of both."""
     found, seen, now = adaptive(margin=0.0), measured(rate), Choice((0,))
-    choice = found.choose(now, replace(seen, step=0.3 + seen.seconds(now, room=0.0)), step).choice
+    choice = found.choose(now, replace(seen, step=0.3 + seen.seconds(now, hidden=0.0)), step).choice
     assert brief(found.settings(choice.gradients)) == gradients
     assert brief(found.weights[choice.weights]) == weights
 
@@ -182,68 +193,68 @@ def test_the_choice_is_the_best_of_all_pairs() -> None:
     assert evidence["predicted"] == pytest.approx(product) == pytest.approx(times[chosen.choice])
 
 
-def test_nothing_of_powersgd_is_hidden() -> None:
-    """4 bits are hidden all through backward, and PowerSGD waits for eight messages, one after the other."""
+def test_messages_of_powersgd_are_never_hidden() -> None:
+    """The backward pass hides all messages of 4 bits. PowerSGD waits for eight messages, one after the other."""
     seen = measured(1e8 / 8, waited=0.0)
-    hidden, late = (replace(seen, weights=WeightCosts()).seconds(Choice((one,)), room=1.0) for one in (0, 2))
+    hidden, late = (replace(seen, weights=WeightCosts()).seconds(Choice((one,)), hidden=1.0) for one in (0, 2))
     assert hidden == pytest.approx(0.01)
     assert late == pytest.approx(0.03 + 0.7e6 / (1e8 / 8) + 8e-4)
 
 
-def test_weights_are_hidden_where_they_travel_during_forward() -> None:
+def test_weights_are_hidden_if_they_are_sent_during_the_forward_pass() -> None:
     seen = measured(1e8 / 8)
-    overlapped = replace(seen, weights=replace(OF_WEIGHTS, overlap=True))
-    assert seen.seconds(Choice((2,)), room=1.0) == pytest.approx(overlapped.seconds(Choice((2,)), room=1.0) + 0.4)
+    overlapped = replace(seen, weights=replace(WEIGHT_COSTS, overlap=True))
+    assert seen.seconds(Choice((2,)), hidden=1.0) == pytest.approx(overlapped.seconds(Choice((2,)), hidden=1.0) + 0.4)
 
 
-def test_what_a_step_hides_is_remembered_while_a_method_is_in_force_of_which_nothing_is_hidden() -> None:
+def test_the_hidden_time_is_kept_while_a_method_hides_nothing() -> None:
     seen = replace(measured(1e8 / 8, waited=0.1), weights=WeightCosts())
-    assert seen.room(Choice((0,)), 0.0) == pytest.approx(0.4 - 0.1)
-    # All is hidden: there is room for so much at least.
-    assert replace(seen, waited=0.02).room(Choice((0,)), 0.0) == pytest.approx(0.4)
-    assert replace(seen, waited=0.02).room(Choice((0,)), 0.7) == 0.7
-    # Measured again, and there is less.
-    assert seen.room(Choice((0,)), 0.7) == pytest.approx(0.3)
-    assert seen.room(Choice((2,)), 0.7) == 0.7
+    assert seen.hidden_seconds(Choice((0,)), 0.0) == pytest.approx(0.4 - 0.1)
+    # All messages are hidden, so a step hides at least their time.
+    assert replace(seen, waited=0.02).hidden_seconds(Choice((0,)), 0.0) == pytest.approx(0.4)
+    assert replace(seen, waited=0.02).hidden_seconds(Choice((0,)), 0.7) == 0.7
+    # A new measurement finds less.
+    assert seen.hidden_seconds(Choice((0,)), 0.7) == pytest.approx(0.3)
+    assert seen.hidden_seconds(Choice((2,)), 0.7) == 0.7
 
 
 @pytest.mark.parametrize("rate", [1e7 / 8, 1e8 / 8, 1e9 / 8, 1e10 / 8])
 @pytest.mark.parametrize("step", [2, 90, 300, 800])
-def test_what_is_in_force_changes_no_choice(rate: float, step: int) -> None:
-    """A step takes what the model says: computing for a second, and what messages add."""
-    found, room = adaptive(margin=0.0), 0.2
+def test_the_choice_does_not_depend_on_the_present_choice(rate: float, step: int) -> None:
+    """Step times follow the model: one second of computation plus the time that messages add."""
+    found, hidden = adaptive(margin=0.0), 0.2
     chosen = set()
     for now in (Choice((one,), weight) for one in range(3) for weight in range(5)):
         seen = measured(rate)
-        hideable, _ = seen._travel(now)
-        left = max(0.0, hideable - room)
-        late = seen.seconds(now, room) - seen._codec(now) - left
-        seen = replace(seen, step=1.0 + seen.seconds(now, room), waited=late + left)
-        chosen.add(found.choose(now, seen, step, room).choice)
+        hideable, _ = seen._message_seconds(now)
+        left = max(0.0, hideable - hidden)
+        late = seen.seconds(now, hidden) - seen._codec(now) - left
+        seen = replace(seen, step=1.0 + seen.seconds(now, hidden), waited=late + left)
+        chosen.add(found.choose(now, seen, step, hidden).choice)
     assert len(chosen) == 1
 
 
-def test_powersgd_is_the_method_of_all_groups_or_of_the_rest() -> None:
+def test_powersgd_never_overrides_the_method_of_a_group() -> None:
     found = adaptive(groups=["embed"])
-    assert not found._can_be((2, 0))
-    assert found._can_be((2, 2))
-    assert found._can_be((0, 2))
+    assert not found._is_possible((2, 0))
+    assert found._is_possible((2, 2))
+    assert found._is_possible((0, 2))
     settings = found.settings((0, 2))
     assert brief(settings) == "powersgd rank=4"
     assert [(one.parameters, one.method) for one in settings.overrides] == [("embed", "blockwise")]
     seen = measured(1e7 / 8, groups=2)
-    # Nothing that the first group loses counts.
+    # The error of the first group is negligible.
     uneven = replace(seen, errors=tuple((error * 1e-6, error) for error, _ in seen.errors))
     for step in (2, 300, 900):
-        assert found._can_be(found.choose(Choice((0, 0)), uneven, step).choice.gradients)
+        assert found._is_possible(found.choose(Choice((0, 0)), uneven, step).choice.gradients)
 
 
-def test_a_candidate_of_which_nothing_is_known_is_not_chosen() -> None:
+def test_a_candidate_with_an_unknown_error_is_not_chosen() -> None:
     seen = replace(measured(1e7 / 8), errors=((0.02,), (0.0,), (math.nan,)))
     assert adaptive().choose(Choice((0,)), seen, 900).choice.gradients != (2,)
 
 
-def test_one_rank_sends_nothing_and_loses_nothing() -> None:
+def test_a_single_rank_uses_no_compression() -> None:
     nothing = replace(measured(1e9), sizes=((0.0,),) * 3, weights=WeightCosts((0.0,) * 5, (0.0,) * 5))
     alone = replace(nothing, codec_seconds=(0.0,) * 3, waits=(0, 0, 0), link=AlphaBeta(0.0, 0.0), waited=0.0)
     choice = adaptive().choose(Choice((0,)), alone, 2).choice
@@ -260,7 +271,7 @@ def through_json(saved: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def test_a_resumed_choice_is_the_one_that_was_saved() -> None:
+def test_a_choice_survives_a_resume() -> None:
     first = adaptation()
     for step, rate in ((2, 1e8 / 8), (11, 3.3e6)):
         first.choose(step, measured(rate, waited=0.123))
@@ -275,7 +286,7 @@ def test_a_resumed_choice_is_the_one_that_was_saved() -> None:
     assert again.saved() == first.saved()
 
 
-def test_settings_of_weights_that_are_no_candidate_any_more_give_way_to_what_is_written() -> None:
+def test_saved_weights_that_are_no_longer_a_candidate_are_replaced_by_the_configured_settings() -> None:
     first = adaptation()
     first._choice = Choice((2,), 3)
     second = adaptation(weights=[{"bits": 8}])
@@ -285,7 +296,7 @@ def test_settings_of_weights_that_are_no_candidate_any_more_give_way_to_what_is_
     assert second.due(48)
 
 
-def test_states_of_before_have_no_settings_of_weights() -> None:
+def test_older_state_files_without_weights_can_be_loaded() -> None:
     saved = through_json(adaptation().saved())
     del saved["weights"], saved["room"]
     second = adaptation()
@@ -293,7 +304,7 @@ def test_states_of_before_have_no_settings_of_weights() -> None:
     assert second._choice == Choice((0,), 0)
 
 
-def test_the_plan_of_a_step_has_both_and_the_event_says_both() -> None:
+def test_plans_and_events_contain_gradients_and_weights() -> None:
     events: list[Any] = []
     found = Policy(section(candidates=[POWERSGD], weights=WEIGHTS), None, events.append, ALL)
     assert (brief(found.begin(0).weights), found.begin(0).changed) == ("blockwise bits=4", False)
@@ -309,6 +320,6 @@ def test_the_plan_of_a_step_has_both_and_the_event_says_both() -> None:
     )
     resumed = Policy(section(candidates=[POWERSGD], weights=WEIGHTS), None, events.append, ALL)
     resumed.load(through_json(found.saved()))
-    # What is in force is not taken for a change, which would move memories once more.
+    # Resuming is not a change of settings, which would convert the residuals again.
     assert resumed.begin(3) == found.begin(3)
     assert not resumed.begin(4).changed

@@ -1,4 +1,4 @@
-"""A guard with its defaults does nothing to healthy training, of whatever kind, and still sees what is wrong.
+"""A guard with default settings leaves healthy training of many kinds alone, and still detects faults.
 
 `python -m tests.policy.test_healthy_runs` prints the figures of docs/results.md.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.support.healthy import CHANGING, RUNS, Fault, Outcome, train
 
 OFTEN = {"gpt", "gpt, high rate at once", "gpt, dense start"} | {name for name in RUNS if not name.startswith("gpt")}
-"""The other ones take part in long runs of the tests alone."""
+"""Runs in the default tests. The others are slow tests."""
 EVERY = [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
 
 
@@ -26,64 +26,64 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def guarded(name: str, fault: Fault | None = None) -> Outcome:
+def train_guarded(name: str, fault: Fault | None = None) -> Outcome:
     with one_thread():
         return train(RUNS[name], {}, fault) if fault is not None else train(RUNS[name], {})
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_a_guard_does_nothing_to_a_healthy_run(name: str) -> None:
-    found = guarded(name)
+def test_a_guard_leaves_a_healthy_run_alone(name: str) -> None:
+    found = train_guarded(name)
     assert [str(event) for event in found.events] == []
     assert found.skipped == 0
     assert math.isfinite(found.loss)
 
 
-def test_there_are_enough_kinds_of_runs() -> None:
+def test_there_are_at_least_twenty_runs_with_distinct_seeds() -> None:
     assert len(RUNS) >= 20
     assert len({kind.seed for kind in RUNS.values()}) == len(RUNS)
 
 
 AT = 200
-"""Steps done when the fault begins."""
+"""Number of steps done when the fault begins."""
 
 
-def not_a_number(step: int, grad: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    return (grad * math.nan if step == AT else grad), kept
+def send_nan(step: int, grad: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    return (grad * math.nan if step == AT else grad), residual
 
 
-def far_too_large(step: int, grad: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    return (grad * 1e6 if step == AT else grad), kept
+def send_huge_gradient(step: int, grad: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    return (grad * 1e6 if step == AT else grad), residual
 
 
-def too_large_for_long(step: int, grad: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    return (grad * 100 if AT <= step < AT + 20 else grad), kept
+def send_large_gradients(step: int, grad: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    return (grad * 100 if AT <= step < AT + 20 else grad), residual
 
 
-def damaged_memory(step: int, grad: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    return grad, (kept + 1e8 if step == AT else kept)
+def damage_residual(step: int, grad: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    return grad, (residual + 1e8 if step == AT else residual)
 
 
-@pytest.mark.parametrize("fault", [not_a_number, far_too_large, damaged_memory])
-@pytest.mark.parametrize("name", ["heavy tails, no clipping", "memorised, one at a time", "recurrent", "rewards"])
-def test_a_guard_skips_what_no_batch_explains(name: str, fault: Fault) -> None:
-    found = guarded(name, fault)
+@pytest.mark.parametrize("fault", [send_nan, send_huge_gradient, damage_residual])
+@pytest.mark.parametrize("name", ["heavy tails, no clipping", "memorized, one at a time", "recurrent", "rewards"])
+def test_a_guard_skips_a_step_that_no_batch_explains(name: str, fault: Fault) -> None:
+    found = train_guarded(name, fault)
     assert next((event.step, event.kind, event.after) for event in found.events) == (AT + 1, "anomaly", "none")
     assert found.skipped == 1
     assert math.isfinite(found.loss)
 
 
 @pytest.mark.parametrize("name", ["heavy tails, no clipping", "recurrent"])
-def test_a_guard_softens_what_persists_and_skips_none_of_it(name: str) -> None:
-    found = guarded(name, too_large_for_long)
+def test_a_guard_softens_a_persistent_fault_without_skipping_steps(name: str) -> None:
+    found = train_guarded(name, send_large_gradients)
     assert (found.events[0].kind, found.events[0].after) == ("anomaly", "none")
     assert AT < found.events[0].step <= AT + 10
     assert found.skipped == 0
 
 
 @pytest.mark.slow
-def test_data_of_another_kind_soften_and_are_not_skipped() -> None:
-    """A loss that stays three times as high is what a fault looks like, too; that costs bytes, and no step."""
+def test_a_guard_softens_but_skips_no_step_when_the_data_change() -> None:
+    """A loss that triples and stays there looks like a fault. The reaction costs bytes but no step."""
     with one_thread():
         found = train(CHANGING, {})
     assert {event.after for event in found.events if event.kind == "anomaly"} == {"none"}
@@ -91,9 +91,9 @@ def test_data_of_another_kind_soften_and_are_not_skipped() -> None:
 
 
 def main() -> None:
-    print("| run | acts of the guard | steps skipped | loss |\n|---|---|---|---|")
+    print("| run | events of the guard | steps skipped | loss |\n|---|---|---|---|")
     for name in RUNS:
-        found = guarded(name)
+        found = train_guarded(name)
         print(f"| {name} | {len(found.events)} | {found.skipped} | {found.loss:.4f} |", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Schedules, the ladder and the guard as what they are: functions of the step and of what was observed."""
+"""The schedule, the ladder and the guard, as functions of the step and the observations."""
 
 import json
 import math
@@ -10,7 +10,7 @@ import pytest
 from deepspeed_compress.config import SECTION, brief, find_problems, parse_section, total_steps
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor import Event
-from deepspeed_compress.policy import Observation, Policy, Scheduled, StepPlan, ladder, timeline
+from deepspeed_compress.policy import Observation, Policy, SettingsSchedule, StepPlan, ladder, timeline
 
 TOPK = {"method": "topk", "density": 0.01}
 
@@ -20,7 +20,7 @@ def config(**section: Any) -> Any:
 
 
 def stages(total: int | None = None, **section: Any) -> list[tuple[int, str]]:
-    return [(step, brief(settings)) for step, settings, _ in timeline(Scheduled(config(**section), total))]
+    return [(step, brief(settings)) for step, settings, _ in timeline(SettingsSchedule(config(**section), total))]
 
 
 def test_without_a_schedule_nothing_changes() -> None:
@@ -28,8 +28,8 @@ def test_without_a_schedule_nothing_changes() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 5])
-def test_the_first_steps_are_dense_and_no_later_one(steps: int) -> None:
-    scheduled = Scheduled(config(schedule={"warmup_steps": steps}))
+def test_only_the_warmup_steps_are_dense(steps: int) -> None:
+    scheduled = SettingsSchedule(config(schedule={"warmup_steps": steps}))
     assert [scheduled.at(step).method == "none" for step in range(8)] == [True] * steps + [False] * (8 - steps)
 
 
@@ -37,7 +37,9 @@ def test_the_first_steps_are_dense_and_no_later_one(steps: int) -> None:
     ("shape", "half"), [("linear", (0.25 + 0.01) / 2), ("exponential", 0.05), ("cosine", (0.25 + 0.01) / 2)]
 )
 def test_a_ramp_falls_from_its_start_to_the_chosen_density(shape: str, half: float) -> None:
-    scheduled = Scheduled(config(gradients=TOPK, schedule={"warmup_steps": 10, "ramp": {"steps": 160, "shape": shape}}))
+    scheduled = SettingsSchedule(
+        config(gradients=TOPK, schedule={"warmup_steps": 10, "ramp": {"steps": 160, "shape": shape}})
+    )
     densities = [scheduled.at(step).density for step in range(10, 180)]
     assert densities[0] == 0.25
     assert densities[80] == pytest.approx(half)
@@ -47,25 +49,25 @@ def test_a_ramp_falls_from_its_start_to_the_chosen_density(shape: str, half: flo
     assert len(set(densities)) == 17
 
 
-def test_stages_of_a_ramp_take_equal_parts() -> None:
+def test_stages_of_a_ramp_have_equal_lengths() -> None:
     found = stages(gradients={"bits": 2}, schedule={"ramp": {"steps": 10, "stages": [{"bits": 8}, {"bits": 4}]}})
     assert found == [(0, "blockwise bits=8"), (5, "blockwise bits=4"), (10, "blockwise bits=2")]
 
 
-def test_three_phases_have_usual_ends() -> None:
+def test_three_phases_have_default_ends() -> None:
     phases = [{"gradients": {"density": 0.1}}, {}, {"gradients": {"method": "blockwise", "bits": 4}}]
     found = stages(100, gradients=TOPK, schedule={"phases": phases, "total_steps": 100})
     assert found == [(0, "topk density=0.1"), (20, "topk density=0.01"), (80, "blockwise bits=4")]
 
 
-def test_settings_beside_the_method_stay_when_it_changes() -> None:
+def test_common_settings_stay_when_the_method_changes() -> None:
     chosen = {**TOPK, "min_numel": 7, "error_feedback": {"dtype": "fp32"}, "values": {"method": "bf16"}}
     phases = [{"until": 0.5}, {"gradients": {"method": "blockwise", "bits": 4}}]
-    last = Scheduled(config(gradients=chosen, schedule={"phases": phases, "total_steps": 10}), 10).at(9)
+    last = SettingsSchedule(config(gradients=chosen, schedule={"phases": phases, "total_steps": 10}), 10).at(9)
     assert (last.method, last.bits, last.min_numel, last.error_feedback.dtype) == ("blockwise", 4, 7, "fp32")
 
 
-def test_the_length_of_training_may_be_that_of_the_learning_rate() -> None:
+def test_the_number_of_steps_may_come_from_the_learning_rate_scheduler() -> None:
     ds_config = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 300}}}
     assert total_steps(ds_config, config().schedule) == 300
     assert total_steps(ds_config, config(schedule={"total_steps": 5, "phases": [{}]}).schedule) == 5
@@ -91,7 +93,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("section", "place", "words"), WRONG)
-def test_schedules_that_cannot_be_followed(section: dict[str, Any], place: str, words: str) -> None:
+def test_impossible_schedules_are_refused(section: dict[str, Any], place: str, words: str) -> None:
     [problem] = find_problems({SECTION: section})
     assert problem.pointer.endswith(place)
     assert words in problem.message
@@ -108,12 +110,12 @@ LADDERS = [
 
 
 @pytest.mark.parametrize(("gradients", "rungs"), LADDERS)
-def test_every_rung_of_the_ladder_loses_less(gradients: dict[str, Any], rungs: list[str]) -> None:
+def test_every_rung_of_the_ladder_is_softer(gradients: dict[str, Any], rungs: list[str]) -> None:
     assert [brief(settings) for settings in ladder(config(gradients=gradients).gradients)] == rungs
 
 
 class Run:
-    """A policy that is told steps one after the other."""
+    """A policy that observes one step after the other."""
 
     def __init__(self, gradients: dict[str, Any] | None = None, **guard: Any) -> None:
         self.events: list[Event] = []
@@ -122,10 +124,10 @@ class Run:
         self.step = 0
         self.plan = self.policy.begin(0)
 
-    def go(self, steps: int = 1, loss: float | None = 5.0, norm: float | None = 1.0, **seen: Any) -> StepPlan:
+    def observe(self, steps: int = 1, loss: float | None = 5.0, norm: float | None = 1.0, **seen: Any) -> StepPlan:
         for _ in range(steps):
             self.step += 1
-            self.duties = self.policy.observe(Observation(self.step, grad_norm=norm, loss=loss, **seen))
+            self.actions = self.policy.observe(Observation(self.step, grad_norm=norm, loss=loss, **seen))
             self.plan = self.policy.begin(self.step)
         return self.plan
 
@@ -135,13 +137,13 @@ class Run:
 
 
 SEVERE: list[tuple[dict[str, Any], str]] = [
-    ({"norm": 401.0}, "gradient norm 401 is 401 times what is usual"),
+    ({"norm": 401.0}, "gradient norm 401 is 401 times the usual norm"),
     ({"norm": math.inf, "applied": False}, "grad_norm not finite"),
     ({"loss": math.nan}, "loss not finite"),
-    ({"residual_norm": 301.0}, "residual norm 301 is 100 times what is usual"),
+    ({"residual_norm": 301.0}, "residual norm 301 is 100 times the usual norm"),
 ]
 PERSISTENT: list[tuple[dict[str, Any], str]] = [
-    ({"norm": 21.0}, "gradient norm 21 is 21 times what is usual"),
+    ({"norm": 21.0}, "gradient norm 21 is 21 times the usual norm"),
     ({"norm": 1e-5}, "vanished"),
     ({"loss": 6.6}, "loss 6.6 is far above the usual 5"),
     ({"residual_norm": 31.0}, "residual norm 31 is 10.3 times"),
@@ -149,111 +151,113 @@ PERSISTENT: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("seen", "words", "times"), [(*one, 1) for one in SEVERE] + [(*one, 6) for one in PERSISTENT])
-def test_anomalies_switch_compression_off_and_it_returns_by_steps(seen: dict[str, Any], words: str, times: int) -> None:
+def test_anomalies_switch_compression_off_and_it_returns_rung_by_rung(
+    seen: dict[str, Any], words: str, times: int
+) -> None:
     run = Run(cooldown_steps=3)
-    run.go(10, residual_norm=3.0)
+    run.observe(10, residual_norm=3.0)
     times = times if "vanished" not in words else run.config.guard.window
-    assert brief(run.go(times - 1, **seen).settings if times > 1 else run.plan.settings) == "blockwise bits=4"
+    assert brief(run.observe(times - 1, **seen).settings if times > 1 else run.plan.settings) == "blockwise bits=4"
     assert not run.events
-    plan = run.go(**seen)
+    plan = run.observe(**seen)
     assert (plan.settings.method, plan.flush) == ("none", True)
-    assert run.duties.check_residuals
+    assert run.actions.check_residuals
     [event] = run.events
     assert event.kind == "anomaly"
     assert words in event.reason
     assert (event.before, event.after) == ("blockwise bits=4", "none")
-    assert brief(run.go(2).settings) == "none"
+    assert brief(run.observe(2).settings) == "none"
     assert not run.plan.flush
-    assert brief(run.go(1).settings) == "blockwise bits=8"
-    assert brief(run.go(3).settings) == "blockwise bits=4"
+    assert brief(run.observe(1).settings) == "blockwise bits=8"
+    assert brief(run.observe(3).settings) == "blockwise bits=4"
     assert run.kinds == ["anomaly", "return", "return"]
-    run.go(20)
+    run.observe(20)
     assert len(run.events) == 3
 
 
 @pytest.mark.parametrize(
     "seen", [{"norm": 19.0}, {"norm": 2e-4}, {"norm": 0.0}, {"loss": 6.4}, {"residual_norm": 29.0}, {"loss": None}]
 )
-def test_what_is_usual_is_no_anomaly(seen: dict[str, Any]) -> None:
+def test_figures_within_the_thresholds_are_not_anomalies(seen: dict[str, Any]) -> None:
     run = Run()
-    run.go(10, residual_norm=3.0)
-    run.go(12, **seen)
+    run.observe(10, residual_norm=3.0)
+    run.observe(12, **seen)
     assert not run.events
 
 
 @pytest.mark.parametrize(("seen", "_"), PERSISTENT)
-def test_what_a_few_batches_do_is_no_anomaly(seen: dict[str, Any], _: str) -> None:
+def test_a_few_unusual_batches_are_not_an_anomaly(seen: dict[str, Any], _: str) -> None:
     run = Run()
-    run.go(10, residual_norm=3.0)
+    run.observe(10, residual_norm=3.0)
     for _ in range(20):
-        run.go(5, **seen)
-        run.go(12, residual_norm=3.0)
+        run.observe(5, **seen)
+        run.observe(12, residual_norm=3.0)
     assert not run.events
 
 
 @pytest.mark.parametrize(("seen", "_"), [*SEVERE[:1], *PERSISTENT[:3]])
-def test_before_a_whole_window_is_known_nothing_is_unusual(seen: dict[str, Any], _: str) -> None:
+def test_nothing_is_an_anomaly_before_a_full_window_is_known(seen: dict[str, Any], _: str) -> None:
     run = Run(window=64)
-    run.go(63)
+    run.observe(63)
     assert not run.policy.skips(1e9)
-    run.go(1, **seen)
+    run.observe(1, **seen)
     assert not run.events
 
 
-def test_steps_of_two_kinds_are_both_usual() -> None:
-    """Where one step in eight has no gradient worth the name but the noise, or a thousand times as much."""
+def test_steps_of_two_kinds_are_not_anomalies() -> None:
+    """Three steps in eight have gradients that are a million times as large as those of the others."""
     run = Run(window=64)
     for step in range(400):
-        run.go(norm=1.0 if step % 8 < 3 or step < 64 else 1e-6, loss=2.0 + (step % 8 < 3))
+        run.observe(norm=1.0 if step % 8 < 3 or step < 64 else 1e-6, loss=2.0 + (step % 8 < 3))
         assert not run.policy.skips(1.0)
     assert not run.events
 
 
-def test_losses_below_zero_are_not_behind_their_best() -> None:
+def test_negative_losses_are_not_behind_their_best() -> None:
     run = Run(rollback={"behind": 0.05, "patience": 5})
-    run.go(60, loss=-5.0)
+    run.observe(60, loss=-5.0)
     assert not run.events
 
 
-def test_softening_takes_one_step_each_time() -> None:
+def test_each_anomaly_softens_by_one_rung() -> None:
     run = Run(on_anomaly="soften", cooldown_steps=9)
-    run.go(10)
-    assert brief(run.go(norm=1e3).settings) == "blockwise bits=8"
-    assert brief(run.go(norm=1e4, applied=False).settings) == "none"
-    assert brief(run.go(norm=1e4, applied=False).settings) == "none"
+    run.observe(10)
+    assert brief(run.observe(norm=1e3).settings) == "blockwise bits=8"
+    assert brief(run.observe(norm=1e4, applied=False).settings) == "none"
+    assert brief(run.observe(norm=1e4, applied=False).settings) == "none"
 
 
 @pytest.mark.parametrize("guard", [{"on_anomaly": "report"}, {"dry_run": True}])
-def test_reports_change_nothing(guard: dict[str, Any]) -> None:
+def test_reports_and_dry_runs_change_nothing(guard: dict[str, Any]) -> None:
     run = Run(**guard)
-    run.go(10)
-    assert brief(run.go(norm=1000.0).settings) == "blockwise bits=4"
+    run.observe(10)
+    assert brief(run.observe(norm=1000.0).settings) == "blockwise bits=4"
     [event] = run.events
     assert event.dry_run == guard.get("dry_run", False)
     assert not guard.get("dry_run") or not run.policy.skips(1000.0)
 
 
-def test_exploding_steps_are_softened_before_they_are_skipped_and_not_for_ever() -> None:
+def test_only_a_limited_number_of_exploding_steps_is_skipped() -> None:
     run = Run()
     assert not run.policy.skips(1e9)
-    run.go(10)
+    run.observe(10)
     assert not run.policy.skips(399.0)
     for _ in range(5):
         assert run.policy.skips(401.0)
-        run.go(norm=401.0, applied=False)
+        run.observe(norm=401.0, applied=False)
     assert not run.policy.skips(401.0)
     assert run.policy.skips(math.inf)
-    run.go(8, norm=401.0)
+    run.observe(8, norm=401.0)
     assert not run.policy.skips(401.0)
     assert run.policy.skips(401.0 * 401.0)
 
 
-def test_a_skipped_step_leaves_nothing_in_what_is_usual() -> None:
+def test_a_skipped_step_does_not_change_the_usual_figures() -> None:
     run = Run()
-    run.go(10, norm=2.0)
+    run.observe(10, norm=2.0)
     before = run.policy.saved()["guard"]
-    run.go(norm=5000.0, applied=False)
-    run.go(norm=2.0, loss=9.9)
+    run.observe(norm=5000.0, applied=False)
+    run.observe(norm=2.0, loss=9.9)
     after = run.policy.saved()["guard"]
     assert after["norms"] == before["norms"]
     assert 9.9 not in after["losses"]
@@ -263,13 +267,13 @@ def test_a_skipped_step_leaves_nothing_in_what_is_usual() -> None:
 @pytest.mark.parametrize(("norm", "damaged"), [(math.inf, True), (31.0, True), (29.0, False)])
 def test_damaged_residuals_are_cleared(norm: float, damaged: bool) -> None:
     run = Run()
-    run.go(3, residual_norm=3.0)
+    run.observe(3, residual_norm=3.0)
     assert run.policy.damaged(4, norm) == damaged
     assert run.kinds == ["residuals_cleared"] * damaged
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 3])
-def test_weights_are_compressed_where_gradients_are_left_to_deepspeed(warmup_steps: int) -> None:
+def test_weights_are_compressed_if_deepspeed_reduces_the_gradients(warmup_steps: int) -> None:
     section = config(
         gradients={"method": "none"},
         weights={"bits": 8},
@@ -282,9 +286,9 @@ def test_weights_are_compressed_where_gradients_are_left_to_deepspeed(warmup_ste
     assert [plan.sync for plan in plans] == [step == 4 for step in range(8)]
 
 
-def test_full_synchronisation_comes_every_n_steps() -> None:
+def test_a_full_synchronization_takes_place_every_n_steps() -> None:
     run = Run(full_sync_every=4)
-    plans = [run.plan, *(run.go() for _ in range(11))]
+    plans = [run.plan, *(run.observe() for _ in range(11))]
     assert [step for step, plan in enumerate(plans) if plan.sync] == [3, 7, 11]
     assert all(plan.flush == plan.sync for plan in plans)
     assert [(event.kind, event.step) for event in run.events] == [("full_sync", 4), ("full_sync", 8)]
@@ -294,18 +298,18 @@ def falling(steps: int) -> Iterator[float]:
     return (5.0 - 0.02 * step for step in range(steps))
 
 
-def test_training_that_falls_behind_goes_back_to_softer_settings_for_good() -> None:
+def test_a_rollback_to_softer_settings_is_permanent() -> None:
     run = Run(rollback={"behind": 0.1, "patience": 5}, loss_spike=9.0, cooldown_steps=2, window=8)
     for loss in falling(20):
-        run.go(loss=loss)
-    run.go(30, loss=5.5)
+        run.observe(loss=loss)
+    run.observe(30, loss=5.5)
     [event] = run.events
     assert (event.kind, event.before, event.after) == ("rollback", "blockwise bits=4", "blockwise bits=8")
     assert "above its best" in event.reason
-    assert brief(run.go(20, loss=5.5).settings) == "blockwise bits=8"
+    assert brief(run.observe(20, loss=5.5).settings) == "blockwise bits=8"
 
 
-def test_settings_of_the_best_loss_come_back_when_a_schedule_led_away_from_them() -> None:
+def test_a_rollback_restores_the_settings_of_the_best_loss() -> None:
     phases = [{"until": 0.5, "gradients": {"bits": 8}}, {"gradients": {"bits": 2}}]
     events: list[Event] = []
     section = config(
@@ -321,7 +325,7 @@ def test_settings_of_the_best_loss_come_back_when_a_schedule_led_away_from_them(
     assert brief(plan.settings) == "blockwise bits=8"
 
 
-def test_a_checkpoint_is_the_last_resort() -> None:
+def test_a_checkpoint_is_loaded_only_if_nothing_is_compressed() -> None:
     run = Run(
         {"method": "bf16"},
         rollback={"behind": 0.1, "patience": 5, "checkpoint": True},
@@ -329,38 +333,38 @@ def test_a_checkpoint_is_the_last_resort() -> None:
         loss_spike=9.0,
     )
     for loss in falling(20):
-        run.go(loss=loss)
+        run.observe(loss=loss)
     loads = []
     for _ in range(20):
-        run.go(loss=5.5)
-        loads.append(run.duties.load_checkpoint)
+        run.observe(loss=5.5)
+        loads.append(run.actions.load_checkpoint)
         assert not loads[-1] or run.plan.settings.method == "none"
     assert run.kinds[:1] == ["rollback"]
     for _ in range(20):
-        run.go(loss=6.5)
-        loads.append(run.duties.load_checkpoint)
+        run.observe(loss=6.5)
+        loads.append(run.actions.load_checkpoint)
     assert any(loads)
     assert "checkpoint_rollback" in run.kinds
 
 
-def test_a_saved_policy_goes_on_as_if_nothing_had_been() -> None:
+def test_a_resumed_policy_makes_the_same_decisions() -> None:
     guard = {"cooldown_steps": 7, "rollback": {"patience": 5}, "residual_every": 2}
     straight = Run(**guard)
-    straight.go(12, residual_norm=2.0)
-    straight.go(norm=1000.0)
-    straight.go(4)
+    straight.observe(12, residual_norm=2.0)
+    straight.observe(norm=1000.0)
+    straight.observe(4)
     resumed = Run(**guard)
     resumed.policy.load(json.loads(json.dumps(straight.policy.saved())))
     resumed.step = straight.step
     assert resumed.policy.saved() == straight.policy.saved()
     for _ in range(20):
-        assert resumed.go() == straight.go()
+        assert resumed.observe() == straight.observe()
     assert resumed.events == straight.events[1:]
 
 
-def test_observations_without_figures_decide_nothing() -> None:
+def test_observations_without_figures_change_nothing() -> None:
     run = Run()
-    run.go(50, loss=None, norm=None)
+    run.observe(50, loss=None, norm=None)
     assert not run.events
 
 
@@ -368,8 +372,8 @@ ROLLBACK = {"rollback": {"behind": 0.1, "patience": 5}, "window": 8, "loss_spike
 PHASES = {"phases": [{"until": 0.5, "gradients": {"bits": 8}}, {"gradients": {"bits": 2}}], "total_steps": 40}
 
 
-def pinned() -> dict[str, Any]:
-    """The state of a policy that went back to the 8 bits of a former phase."""
+def pinned_state() -> dict[str, Any]:
+    """Return the state of a policy that has rolled back to the 8 bits of an earlier phase."""
     policy = Policy(config(schedule=PHASES, guard=ROLLBACK), 40, lambda event: None)
     for step, loss in enumerate([*falling(20), *[5.5] * 20], start=1):
         policy.observe(Observation(step, grad_norm=1.0, loss=loss))
@@ -379,20 +383,20 @@ def pinned() -> dict[str, Any]:
     return saved
 
 
-def resumed(saved: dict[str, Any], total: int | None, **section: Any) -> str:
+def resume(saved: dict[str, Any], total: int | None, **section: Any) -> str:
     policy = Policy(config(**section), total, lambda event: None)
     policy.load(saved)
     return brief(policy.begin(40).settings)
 
 
-def test_a_pin_holds_when_a_run_is_resumed() -> None:
-    assert resumed(pinned(), 40, schedule=PHASES, guard=ROLLBACK) == "blockwise bits=8"
+def test_a_rollback_survives_a_resume() -> None:
+    assert resume(pinned_state(), 40, schedule=PHASES, guard=ROLLBACK) == "blockwise bits=8"
 
 
-def test_a_state_of_before_holds_its_pin_too() -> None:
-    saved = pinned()
+def test_a_rollback_in_an_older_state_file_survives_a_resume() -> None:
+    saved = pinned_state()
     del saved["of"], saved["guard"]["odd"]
-    assert resumed(saved, 40, schedule=PHASES, guard=ROLLBACK) == "blockwise bits=8"
+    assert resume(saved, 40, schedule=PHASES, guard=ROLLBACK) == "blockwise bits=8"
 
 
 @pytest.mark.parametrize(
@@ -404,35 +408,35 @@ def test_a_state_of_before_holds_its_pin_too() -> None:
         ({"gradients": {"method": "sign"}, "guard": ROLLBACK}, "sign"),
     ],
 )
-def test_a_pin_ends_with_the_section_that_allowed_it(section: dict[str, Any], settings: str) -> None:
-    with pytest.warns(CompressWarning, match='the guard held "blockwise bits=8"'):
-        assert resumed(pinned(), 40, **section) == settings
+def test_a_rollback_ends_if_the_section_has_changed(section: dict[str, Any], settings: str) -> None:
+    with pytest.warns(CompressWarning, match='the guard used "blockwise bits=8"'):
+        assert resume(pinned_state(), 40, **section) == settings
 
 
-def softened(**section: Any) -> tuple[dict[str, Any], Any]:
-    """The state of a guard that has taken one step towards no compression, and the policy that loads it."""
+def soften(**section: Any) -> tuple[dict[str, Any], Any]:
+    """Return the state of a guard that has softened by one rung, and a policy to load it."""
     run = Run({"bits": 2}, on_anomaly="soften", window=8)
-    run.go(10)
-    run.go(6, norm=100.0)
+    run.observe(10)
+    run.observe(6, norm=100.0)
     assert brief(run.plan.settings) == "blockwise bits=4"
     return json.loads(json.dumps(run.policy.saved())), Policy(config(**section), None, lambda event: None)
 
 
-def test_a_level_of_the_guard_is_of_the_settings_that_it_softened() -> None:
-    """One step up from 2 bits are 4; from signs they would be other ones."""
-    saved, policy = softened(gradients={"method": "sign"}, guard={"window": 8})
-    with pytest.warns(CompressWarning, match='held "blockwise bits=4"'):
+def test_softening_ends_if_the_gradient_settings_have_changed() -> None:
+    """One rung above 2 bits is 4 bits; one rung above signs is something else."""
+    saved, policy = soften(gradients={"method": "sign"}, guard={"window": 8})
+    with pytest.warns(CompressWarning, match='the guard used "blockwise bits=4"'):
         policy.load(saved)
     assert brief(policy.begin(16).settings) == "sign"
 
 
-def test_a_level_stays_when_other_keys_are_edited() -> None:
-    saved, policy = softened(gradients={"bits": 2}, guard={"cooldown_steps": 9, "window": 8}, monitor={"every": 7})
+def test_softening_survives_changes_of_other_keys() -> None:
+    saved, policy = soften(gradients={"bits": 2}, guard={"cooldown_steps": 9, "window": 8}, monitor={"every": 7})
     policy.load(saved)
     assert brief(policy.begin(16).settings) == "blockwise bits=4"
 
 
-def test_candidates_in_another_order_are_the_same_section() -> None:
+def test_the_order_of_candidates_does_not_change_the_section() -> None:
     def policy(*bits: int) -> Policy:
         adaptive = {"candidates": [{"bits": one} for one in bits]}
         return Policy(config(gradients={"bits": 8}, adaptive=adaptive, guard={}), None, lambda event: None)
@@ -440,7 +444,7 @@ def test_candidates_in_another_order_are_the_same_section() -> None:
     assert policy(4, 2).saved()["of"] == policy(2, 4).saved()["of"] != policy(4).saved()["of"]
 
 
-def test_saved_settings_take_nothing_from_an_edited_section() -> None:
+def test_saved_settings_do_not_depend_on_an_edited_section() -> None:
     policy = Policy(config(gradients={"bits": 4}, guard={}), None, lambda event: None)
     edited = Policy(config(gradients={"bits": 4, "min_numel": 7}, guard={}), None, lambda event: None)
     edited.load(json.loads(json.dumps(policy.saved())))
@@ -453,7 +457,7 @@ WEIGHT_PHASES = {
 }
 
 
-def test_weights_have_phases_of_their_own() -> None:
+def test_weights_have_their_own_phases() -> None:
     events: list[Event] = []
     policy = Policy(config(weights={"bits": 4}, schedule=WEIGHT_PHASES), 8, events.append)
     found = [brief(policy.begin(step).weights) for step in range(10)]
@@ -479,6 +483,6 @@ def test_weights_have_phases_of_their_own() -> None:
         ),
     ],
 )
-def test_phases_of_weights_that_cannot_be_are_refused(section: dict[str, Any], stage: int, place: str) -> None:
+def test_impossible_phases_of_weights_are_refused(section: dict[str, Any], stage: int, place: str) -> None:
     problems = find_problems({SECTION: section, "zero_optimization": {"stage": stage}})
     assert [problem.pointer for problem in problems] == [place]

@@ -1,4 +1,4 @@
-"""What a real browser makes of a page: headless Chromium, asked through its command line."""
+"""Pages in a real browser: headless Chromium, controlled through its command line."""
 
 import html
 import json
@@ -23,15 +23,18 @@ frame.srcdoc = {page};
 
 
 def find_browser() -> str | None:
-    """The path of a Chromium, None without one."""
+    """Return the path of a Chromium, or None if there is none."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 def look_at(browser: str, page: str, script: str, size: tuple[int, int], scratch: Path) -> tuple[Any, list[str]]:
-    """What the JavaScript function `script` returns for the window of `page`, and what the page wrote to the console.
+    """Return the result of the JavaScript function `script` for the window of `page`, and the lines on the console.
 
-    The page gets a window of `size`, width and height. It is a frame, because a window of Chromium cannot be as narrow
-    as a phone. Raises AssertionError when the page cannot be loaded or the function throws.
+    The window has the width and height `size`. It is a frame, because a window of Chromium cannot be as narrow as that
+    of a phone.
+
+    Raises:
+        AssertionError: the page cannot be loaded, or the function throws.
     """
     harness = scratch / "harness.html"
     quoted = json.dumps(page).replace("</", "<\\/")

@@ -1,4 +1,4 @@
-"""The compressors under test, and how to run one."""
+"""The compressors under test, and helpers that run one."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -85,31 +85,36 @@ SETTINGS: Mapping[str, tuple[Compressor, ...]] = MappingProxyType(
         "demo": _TOP_K[4:5],
     }
 )
-"""By the `method` of the configuration."""
+"""Compressors by the `method` of the configuration."""
 
 CODECS = tuple(dict.fromkeys(codec for codecs in SETTINGS.values() for codec in codecs))
 
 
+def noise(numel: int, seed: int = 0) -> Tensor:
+    """Return reproducible normal numbers: fp32 [numel]."""
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
 def is_random(codec: Compressor) -> bool:
-    """Whether the key matters."""
+    """Return True if the result depends on the key."""
     inner = getattr(codec, "values", codec)
     return isinstance(codec, RandomK) or isinstance(inner, QSGD) or bool(getattr(inner, "stochastic", False))
 
 
 def encode(codec: Compressor, x: Tensor, key: int = 1) -> Tensor:
-    """The payload of `x`."""
+    """Return the payload of `x`."""
     payload = torch.empty(codec.payload_bytes(x.numel()), dtype=torch.uint8)
     codec.compress(x, payload, key)
     return payload
 
 
 def decode(codec: Compressor, payload: Tensor, numel: int) -> Tensor:
-    """The elements of `payload`."""
+    """Return the decoded `payload`."""
     out = torch.zeros(numel)
     codec.decompress_add(payload, out, 1.0)
     return out
 
 
 def transmit(codec: Compressor, x: Tensor, key: int = 1) -> Tensor:
-    """What a receiver makes of `x`."""
+    """Return `x`, encoded and decoded."""
     return decode(codec, encode(codec, x, key), x.numel())

@@ -1,4 +1,4 @@
-"""A coordinator of islands as a state machine, its islands, and a clock."""
+"""A coordinator of islands without sockets, its islands, and a clock."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from deepspeed_compress.local_sgd.coordinator.records import Saved
 TIMEOUT = 5.0
 GIVE_UP = 20.0
 PATIENCE = GIVE_UP / 2
-"""Seconds for which others wait for an absent island that has the newest anchor."""
+"""Seconds for which islands wait for an absent one that has the newest anchor."""
 
 
 def terms(minimum: int = 1) -> dict[str, Any]:
@@ -18,7 +18,7 @@ def terms(minimum: int = 1) -> dict[str, Any]:
 
 
 class World:
-    """Islands by name, what they were told, and a clock: a coordinator without sockets."""
+    """A coordinator without sockets, with the messages to its islands by name, and a clock."""
 
     def __init__(self, minimum: int = 1, saved: Saved | None = None, came_back: bool = False) -> None:
         self.coordinator = Coordinator(saved or Saved(), came_back)
@@ -38,7 +38,7 @@ class World:
         self.deliver()
 
     def wait(self, seconds: float, *alive: str) -> None:
-        """Let time pass, with beats of the islands that live."""
+        """Advance the clock by `seconds`, with heartbeats of the islands `alive`."""
         for _ in range(round(seconds / 0.5)):
             self.now += 0.5
             for name in alive:

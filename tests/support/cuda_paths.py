@@ -1,4 +1,4 @@
-"""The paths that DeepSpeed and this package take on GPUs, walked on CPU with the streams of `tests.support.streams`."""
+"""The code paths for GPUs of DeepSpeed and this package, run on the CPU with `tests.support.streams`."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from tests.support.streams import Clock, Device, Event
 
 @dataclass(frozen=True)
 class _Collective:
-    """A collective of NCCL under way. Nothing holds its tensors but whoever began it."""
+    """A collective of NCCL in progress. Only its caller holds references to its tensors."""
 
     device: Device
     over: Clock
@@ -31,7 +31,7 @@ class _Collective:
 
 @dataclass(frozen=True)
 class _Group:
-    """The group of `link` with NCCL's all-to-all: it comes after the stream that is current, and runs beside it."""
+    """The group of `link` with NCCL's all-to-all, which waits for the current stream and runs on its own stream."""
 
     link: exchange.Link
     gpu: "Gpu"
@@ -53,20 +53,20 @@ class _Group:
 
 
 class Gpu(Device):
-    """A device on which NCCL has a stream of its own."""
+    """A device with a separate stream for NCCL."""
 
     def __init__(self) -> None:
         super().__init__()
         self.nccl = self.stream("NCCL")
 
     def start(self, link: exchange.Link, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> Any:
-        """What `Link.start` does on a GPU; bytes go through the group of `link`."""
+        """Start an exchange as `Link.start` does on a GPU, over the group of `link`."""
         return exchange._all_to_all(exchange.Link(_Group(link, self, tag)), outgoing, incoming, tag)  # type: ignore[arg-type]
 
 
 @contextmanager
 def on_streams() -> Iterator[Gpu]:
-    """While this lasts, this process, which has nothing but CPU tensors, goes the way that one with a GPU does."""
+    """Make this process, which has only CPU tensors, run the code paths for GPUs."""
     gpu, accelerator = Gpu(), get_accelerator()
     kind = type(accelerator)
     values = {
@@ -93,7 +93,7 @@ def on_streams() -> Iterator[Gpu]:
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
-    """Kernels that are operations of torch, which can be watched."""
+    """Use the plain torch kernels, whose operations can be observed."""
     with patch.dict(os.environ, {kernels.SWITCH: "torch"}):
         kernels._implementation.cache_clear()
         yield

@@ -1,6 +1,6 @@
-"""An island of one rank as a process that may be killed at any instant: `tests/support/sea.py`.
+"""An island of one rank as a process that may be killed at any time; see `tests/support/sea.py`.
 
-It learns a function of which it sees noisy values, drawn by its number and the step. A line of `log` is an exchange.
+It learns a function from noisy values, which depend on its number and the step. It logs a line per exchange.
 """
 
 import json
@@ -24,8 +24,16 @@ BATCH = 16
 
 @dataclass(frozen=True)
 class Plan:
-    """`pause`: seconds that a step takes besides. `versions`: of the anchor, with which it ends of itself; `planned`:
-    as many as its schedule knows."""
+    """Settings of an island.
+
+    Attributes:
+        log: path of its log.
+        port: port of its job.
+        pause: additional seconds per step.
+        versions: version of the anchor at which it ends.
+        planned: version of the anchor at which its learning rate schedule ends.
+        section: its configuration.
+    """
 
     log: str
     port: int
@@ -48,7 +56,7 @@ def batch(seed: int, size: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def loss_of(weights: Mapping[str, list[float]]) -> float:
-    """On 4096 samples that no island has seen."""
+    """Return the loss on 4096 samples that no island has seen."""
     model = network()
     model.load_state_dict(
         {name: torch.tensor(weights[name]).view_as(kept) for name, kept in model.state_dict().items()}
@@ -59,14 +67,14 @@ def loss_of(weights: Mapping[str, list[float]]) -> float:
 
 
 def live(rank: int, plan: Plan) -> None:
-    """Train until there are as many versions as planned."""
+    """Train until the anchor has the planned version."""
     become_island(0, 1, [plan.port])
     model = network()
     config = {
         "train_micro_batch_size_per_gpu": BATCH,
         "steps_per_print": 10**6,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-        # One that comes late goes on where the others are.
+        # An island that joins later continues at the step of the others.
         "scheduler": {
             "type": "WarmupCosineLR",
             "params": {
@@ -92,14 +100,14 @@ def live(rank: int, plan: Plan) -> None:
 
 
 def train(engine: Any, plan: Plan, log: TextIO) -> None:
-    """A line for every exchange."""
+    """Train, and log a line per exchange."""
     islands, done = engine.compression.islands, 0
     while islands.exchange.version < plan.versions:
         x, y = batch(1_000_000 * islands.number + engine.global_steps)
         time.sleep(plan.pause)
         engine.backward((engine(x) - y).square().mean())
         engine.step()
-        for met in list(islands.history)[done:]:
+        for result in list(islands.history)[done:]:
             where = {"number": islands.number, "version": islands.exchange.version, "step": engine.global_steps}
-            log.write(json.dumps({**asdict(met), **where}) + "\n")
+            log.write(json.dumps({**asdict(result), **where}) + "\n")
         done = len(islands.history)

@@ -1,4 +1,4 @@
-"""Ranks as processes forked from a server that lives for the session: ready in a tenth of a second, and always new."""
+"""Ranks as processes that a fork server starts in a tenth of a second. The server runs as long as the tests."""
 
 import gc
 import multiprocessing
@@ -18,23 +18,34 @@ T = TypeVar("T")
 
 
 GRACE = 30.0
-"""Seconds in which ranks end of themselves when another one has failed, for which they may wait."""
+"""Seconds for which the other ranks may continue after one has failed."""
 
 
 class RankError(Exception):
-    """A rank raised; the message is its traceback."""
+    """Error of a rank, with its traceback as the message."""
 
 
 def run_forks(
     ranks: int, work: Callable[..., T], *args: Any, timeout: float = 360, shared_memory: bool = False
 ) -> list[T]:
-    """`work(rank, *args)` on every rank, with the environment that the deepspeed launcher sets.
+    """Run `work(rank, *args)` on every rank, with the environment that the deepspeed launcher sets.
 
-    Returns the results in rank order. Raises RankError with the tracebacks of the ranks that raised, and TimeoutError
-    when one hangs and none has raised. `work` and its results must be picklable. Every process is gone afterwards.
+    All processes have ended when this returns or raises.
 
-    `shared_memory`: with DeepSpeed's own, by which `inference_all_reduce` sums on one machine. It takes 66 MiB and
-    longer to set up than all else, and only tensor parallel layers use it.
+    Args:
+        ranks: number of ranks.
+        work: function to run; it and its results must be picklable.
+        args: further arguments of `work`.
+        timeout: seconds after which a rank hangs.
+        shared_memory: use DeepSpeed's shared memory, which `inference_all_reduce` of tensor-parallel layers needs. It
+            takes 66 MiB per rank and more time than the rest of the start.
+
+    Returns:
+        The results in rank order.
+
+    Raises:
+        RankError: ranks have raised. The message has their tracebacks.
+        TimeoutError: a rank hangs, and none has raised.
     """
     context = multiprocessing.get_context("forkserver")
     warm_up()
@@ -64,7 +75,7 @@ def run_forks(
 
 
 def warm_up() -> None:
-    """Start the server, unless it runs: ten seconds, for which this does not wait."""
+    """Start the fork server if it does not run. Does not wait for it; it takes ten seconds."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.support.preload"])
     forkserver.ensure_running()
 
@@ -101,7 +112,7 @@ def _outcome(rank: int, receiver: Connection) -> tuple[bool, Any]:
     try:
         found: tuple[bool, Any] = receiver.recv()
     except EOFError:
-        found = (False, f"rank {rank} died without a result")
+        found = (False, f"rank {rank} ended without a result")
     return found
 
 
@@ -116,7 +127,7 @@ def _run(
     import deepspeed
     import torch
 
-    # What is imported is no garbage.
+    # Imported objects are not garbage, so the collector can skip them.
     gc.freeze()
     if "PYTEST_XDIST_WORKER" in os.environ:
         _be_silent()
@@ -127,14 +138,14 @@ def _run(
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     try:
         result.send((True, work(rank, *args)))
-        # Others may still form a group over the store of a rank that has done its part: all end together.
+        # The store of this rank must live while others form groups over it, so all ranks end together.
         result.poll(None)
     except BaseException:
         result.send((False, f"rank {rank}:\n{traceback.format_exc()}"))
 
 
 def _be_silent() -> None:
-    """Beside other tests nobody captures what is written; errors go another way."""
+    """Discard the output, which nobody captures in parallel runs. Errors are returned to the caller."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(nowhere, stream)
@@ -142,7 +153,7 @@ def _be_silent() -> None:
 
 
 def _end_with_parent() -> None:
-    """A rank that waits for others would outlive tests that were killed."""
+    """End this process with its parent. Otherwise, a rank that waits for others would outlive killed tests."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

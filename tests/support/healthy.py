@@ -1,8 +1,8 @@
-"""Healthy training in one process, each run of another kind, with compressed gradients and a guard that looks on.
+"""Healthy training of many kinds in one process, with compressed gradients and a guard.
 
-What a guard sees of them is real: norms that fall by decades in a warm-up, batches of one example, losses that go to
-zero or change with the data, steps without any gradient. All gradients are compressed, with error feedback, where ranks
-keep their own part exact.
+The guard observes realistic figures: norms that fall by decades in a warm-up, batches of one example, losses that go to
+zero or change with the data, and steps without any gradient. All gradients are compressed with error feedback, whereas
+the ranks of a real run keep their own part exact.
 """
 
 import math
@@ -21,14 +21,25 @@ from deepspeed_compress.policy import Observation, Policy
 __all__ = ["CHANGING", "RUNS", "Fault", "Kind", "Outcome", "train"]
 
 Task = Callable[[torch.Generator], tuple[nn.Module, Callable[[nn.Module, int], Tensor]]]
-"""From random numbers to a model and its loss at a step."""
+"""Function of a random generator that returns a model, and a function of model and step that returns the loss."""
 Fault = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""From the step, the gradient and what is remembered to both, disturbed."""
+"""Function of step, gradient and residual that returns a disturbed gradient and residual."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A run. `warmup`: steps in which the learning rate rises; `dense`: uncompressed steps; `clip`: 0 for none."""
+    """A kind of training run.
+
+    Attributes:
+        task: model and loss.
+        lr: learning rate.
+        seed: seed of the run.
+        warmup: steps in which the learning rate rises.
+        dense: uncompressed steps at the beginning.
+        clip: maximum gradient norm; 0 for no clipping.
+        gradients: key of `METHODS`.
+        steps: number of steps.
+    """
 
     task: Task
     lr: float
@@ -42,7 +53,13 @@ class Kind:
 
 @dataclass(frozen=True)
 class Outcome:
-    """`skipped`: optimizer steps that the guard kept from being applied. `loss`: mean of the last tenth."""
+    """Outcome of a run.
+
+    Attributes:
+        events: events of the guard.
+        skipped: number of optimizer steps that the guard skipped.
+        loss: mean loss of the last tenth of the run.
+    """
 
     events: list[Event]
     skipped: int
@@ -63,7 +80,7 @@ class Block(nn.Module):
 
 
 def language(width: int, layers: int, batch: int, length: int = 12, topics: int = 1) -> Task:
-    """A GPT on sequences of a random grammar; the grammar is another one in each of `topics` parts of the data."""
+    """Return the training of a GPT on a random grammar, which differs between `topics` parts of the data."""
 
     def task(generator: torch.Generator) -> tuple[nn.Module, Callable[[nn.Module, int], Tensor]]:
         words = 64
@@ -90,7 +107,7 @@ def language(width: int, layers: int, batch: int, length: int = 12, topics: int 
 
 
 def heavy_tails(batch: int) -> Task:
-    """Regression on targets of which a few are far from the others."""
+    """Return a regression on targets with outliers."""
 
     def task(generator: torch.Generator) -> tuple[nn.Module, Callable[[nn.Module, int], Tensor]]:
         model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
@@ -105,8 +122,8 @@ def heavy_tails(batch: int) -> Task:
     return task
 
 
-def memorised(examples: int, batch: int) -> Task:
-    """Classes of a few examples, seen until the loss is nothing but its outliers."""
+def memorized(examples: int, batch: int) -> Task:
+    """Return a classification of a few examples, which are repeated until the loss is nearly zero."""
 
     def task(generator: torch.Generator) -> tuple[nn.Module, Callable[[nn.Module, int], Tensor]]:
         data = torch.randn(examples, 20, generator=generator)
@@ -123,7 +140,7 @@ def memorised(examples: int, batch: int) -> Task:
 
 
 def rewards(batch: int) -> Task:
-    """Choices that are judged against their group's mean: where all are judged alike, there is no gradient."""
+    """Return a policy gradient with rewards relative to their mean. If all rewards are equal, there is no gradient."""
 
     def task(generator: torch.Generator) -> tuple[nn.Module, Callable[[nn.Module, int], Tensor]]:
         model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
@@ -141,7 +158,7 @@ def rewards(batch: int) -> Task:
 
 
 def recurrent(batch: int, length: int) -> Task:
-    """A recurrent network, whose gradients now and then explode."""
+    """Return the training of a recurrent network, whose gradients sometimes explode."""
 
     def task(generator: torch.Generator) -> tuple[nn.Module, Callable[[nn.Module, int], Tensor]]:
         class Net(nn.Module):
@@ -180,8 +197,8 @@ RUNS: dict[str, Kind] = {
     "heavy tails": Kind(heavy_tails(16), 1e-3, 14),
     "heavy tails, single examples": Kind(heavy_tails(1), 1e-3, 15),
     "heavy tails, no clipping": Kind(heavy_tails(4), 1e-3, 16, clip=0.0),
-    "memorised": Kind(memorised(60, 4), 3e-3, 17, steps=400),
-    "memorised, one at a time": Kind(memorised(40, 1), 3e-3, 18, steps=400),
+    "memorized": Kind(memorized(60, 4), 3e-3, 17, steps=400),
+    "memorized, one at a time": Kind(memorized(40, 1), 3e-3, 18, steps=400),
     "rewards": Kind(rewards(8), 3e-3, 19, steps=400),
     "rewards, small groups": Kind(rewards(3), 1e-2, 20, steps=400),
     "recurrent": Kind(recurrent(8, 20), 3e-3, 21, warmup=50),
@@ -189,19 +206,19 @@ RUNS: dict[str, Kind] = {
     "recurrent, signs": Kind(recurrent(8, 20), 3e-3, 23, gradients="signs"),
 }
 CHANGING = Kind(language(32, 2, 8, topics=4), 3e-3, 13, warmup=20)
-"""Data of four kinds, one after the other: each is as new as the first."""
+"""A run whose data change three times."""
 METHODS: dict[str, dict[str, Any]] = {
     "4 bits": {"bits": 4},
     "2 bits": {"bits": 2},
     "signs": {"method": "sign"},
     "top-k": {"method": "topk", "density": 0.05},
 }
-SEEN_EVERY = 50
-"""Steps between looks at the residuals, as is the default."""
 
 
-def train(kind: Kind, guard: dict[str, Any] | None, fault: Fault = lambda step, grad, kept: (grad, kept)) -> Outcome:
-    """Train, by what the guard orders; None for no guard."""
+def train(
+    kind: Kind, guard: dict[str, Any] | None, fault: Fault = lambda step, grad, residual: (grad, residual)
+) -> Outcome:
+    """Train under a guard with settings `guard`; None for no guard."""
     torch.manual_seed(kind.seed)
     generator = torch.Generator().manual_seed(kind.seed)
     model, loss_of = kind.task(generator)
@@ -215,19 +232,19 @@ def train(kind: Kind, guard: dict[str, Any] | None, fault: Fault = lambda step, 
         optimizer.zero_grad()
         loss = loss_of(model, step)
         loss.backward()
-        flat, kept = fault(step, nn.utils.parameters_to_vector(p.grad for p in model.parameters()), sender.kept)
-        sent, left = sender.send(flat, kept, plan)
+        grad = nn.utils.parameters_to_vector(p.grad for p in model.parameters())
+        sent, residual = sender.send(*fault(step, grad, sender.residual), plan)
         norm = float(sent.norm())
         norm = norm if math.isfinite(norm) else math.inf
         applied = not policy.skips(norm)
         if applied:
-            sender.kept = left
+            sender.residual = residual
             _apply(model, optimizer, sent, norm, kind, step)
         skipped += not applied
-        residual = float(sender.kept.norm()) if policy.wants_residuals(step + 1) else None
-        duties = policy.observe(Observation(step + 1, applied, norm, before, residual))
-        if duties.check_residuals and policy.damaged(step + 1, float(sender.kept.norm().nan_to_num(math.inf))):
-            sender.kept = torch.zeros_like(sender.kept)
+        residual_norm = float(sender.residual.norm()) if policy.wants_residuals(step + 1) else None
+        actions = policy.observe(Observation(step + 1, applied, norm, before, residual_norm))
+        if actions.check_residuals and policy.damaged(step + 1, float(sender.residual.norm().nan_to_num(math.inf))):
+            sender.residual = torch.zeros_like(sender.residual)
         before, plan = float(loss.detach()), policy.begin(step + 1)
         losses.append(before)
     late = losses[-kind.steps // 10 :]
@@ -235,23 +252,21 @@ def train(kind: Kind, guard: dict[str, Any] | None, fault: Fault = lambda step, 
 
 
 class _Sender:
-    """`kept`: what is left of former gradients, flat fp32."""
+    """Sender with a `residual` (flat fp32)."""
 
     def __init__(self, numel: int) -> None:
-        self.kept = torch.zeros(numel)
+        self.residual = torch.zeros(numel)
 
-    def send(self, flat: Tensor, kept: Tensor, plan: Any) -> tuple[Tensor, Tensor]:
-        """What arrives of `flat`, and what is kept then."""
+    def send(self, flat: Tensor, residual: Tensor, plan: Any) -> tuple[Tensor, Tensor]:
+        """Return the decoded message of `flat`, and the new residual."""
         if plan.dense:
-            return (flat + kept, torch.zeros_like(kept)) if plan.flush else (flat, kept)
-        compressor, whole = plan.settings.compressor(), flat + kept
-        payload, arrived = (
-            torch.empty(compressor.payload_bytes(whole.numel()), dtype=torch.uint8),
-            torch.zeros_like(whole),
-        )
-        compressor.compress(whole, payload, 0)
-        compressor.decompress_add(payload, arrived, 1.0)
-        return arrived, whole - arrived
+            return (flat + residual, torch.zeros_like(residual)) if plan.flush else (flat, residual)
+        compressor, total = plan.settings.compressor(), flat + residual
+        payload = torch.empty(compressor.payload_bytes(total.numel()), dtype=torch.uint8)
+        decoded = torch.zeros_like(total)
+        compressor.compress(total, payload, 0)
+        compressor.decompress_add(payload, decoded, 1.0)
+        return decoded, total - decoded
 
 
 def _apply(

@@ -1,4 +1,4 @@
-"""Operations for which the host would wait until a GPU has done all that came before, seen on CPU."""
+"""Detection, on the CPU, of operations for which the host would wait for a GPU."""
 
 import sys
 from collections import Counter
@@ -22,22 +22,25 @@ _WAITING = frozenset(
     {
         "_local_scalar_dense",  # item, float(), bool()
         "equal",
-        "nonzero",  # and all whose size depends on values
+        "nonzero",  # and other operations whose size depends on values
         "masked_select",
         "_unique2",
         "unique_dim",
         "unique_consecutive",
         "bincount",
-        "lift_fresh",  # torch.tensor and its like: a copy from memory that is not pinned
+        "lift_fresh",  # torch.tensor and similar functions: a copy from memory that is not pinned
     }
 )
 _COPIES = ("tolist", "numpy", "cpu")
-"""Methods that no operation shows where tensors are on the host already."""
+"""Methods that dispatch no operation if a tensor is already on the host."""
 
 
 class HostWaits(TorchDispatchMode):
-    """While it is entered: `found`, what waits by the word of files below `root`, as "file:function: operation", and
-    `times`, how often it does."""
+    """Context that records waiting operations in files below `root`.
+
+    Attributes:
+        times: number of times of each operation, by "file:function: operation".
+    """
 
     def __init__(self, root: Path = _PACKAGE) -> None:
         super().__init__()
@@ -51,7 +54,7 @@ class HostWaits(TorchDispatchMode):
 
     def __enter__(self) -> "HostWaits":
         for name in _COPIES:
-            self._patches.enter_context(patch.object(Tensor, name, _watched(self, name, getattr(Tensor, name))))
+            self._patches.enter_context(patch.object(Tensor, name, _recorded(self, name, getattr(Tensor, name))))
         super().__enter__()
         return self
 
@@ -61,21 +64,21 @@ class HostWaits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _waits(func, args):
-            self.note(func.overloadpacket.__name__)
+            self.record(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
 
-    def note(self, operation: str) -> None:
+    def record(self, operation: str) -> None:
         place = _caller(self._root)
         if place is not None:
             self.times[f"{place}: {operation}"] += 1
 
 
-def _watched(waits: HostWaits, name: str, original: Any) -> partialmethod[Any]:
-    return partialmethod(_noted, waits, name, original)
+def _recorded(waits: HostWaits, name: str, original: Any) -> partialmethod[Any]:
+    return partialmethod(_call_recorded, waits, name, original)
 
 
-def _noted(tensor: Tensor, waits: HostWaits, name: str, original: Any) -> Any:
-    waits.note(name)
+def _call_recorded(tensor: Tensor, waits: HostWaits, name: str, original: Any) -> Any:
+    waits.record(name)
     return original(tensor)
 
 
@@ -91,7 +94,7 @@ def _is_mask(value: Any) -> bool:
 
 
 def _caller(root: str) -> str | None:
-    """The function that asked for an operation, if it is one of `root`."""
+    """Return the function in `root` that called an operation, or None if it was called from elsewhere."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename

@@ -1,7 +1,8 @@
-"""Hostile clients: connections and messages that no honest one makes, from fixed seeds.
+"""Hostile clients with fixed seeds.
 
-Anyone can send `raw_bytes` and half a handshake. One who knows the secret can send `frames_of` a service: broken
-frames, and whole ones whose head is random, of wrong types, huge, deeply nested, or was recorded from an honest client.
+Anyone can send `raw_bytes` and parts of a handshake. A client that knows the secret can send `frames_of` a service:
+broken frames, and complete ones whose head is random, has wrong types, is huge or deeply nested, or was recorded from
+an honest client.
 """
 
 import contextlib
@@ -24,86 +25,86 @@ ODD: tuple[Any, ...] = (
     None, True, False, -1, 0, 1, 0.5, -0.0, 1 << 62, -(1 << 62), 10**400, 1e308, "", "x", "\ud800", "\x00", "9" * 5000,
     "../../etc/passwd", [], [[]], [None], {}, {"kind": "join"}, [1] * 1000, float("nan"), float("inf"),
 )  # fmt: skip
-"""Values in places where others belong."""
+"""Values that replace valid ones."""
 
 
-def raw_bytes(draw: random.Random) -> bytes:
-    """What somebody sends who knows nothing: noise, other protocols, a hello that is cut off, forged or of old."""
+def raw_bytes(rng: random.Random) -> bytes:
+    """Return bytes of a client without the secret: noise, other protocols, or a truncated, forged or outdated hello."""
     hello = struct.pack(
-        "!8sH22s32s", b"DSCOMPR\n", draw.choice([0, 1, 1, 1, 2, 65535]), b"coordinator", draw.randbytes(32)
+        "!8sH22s32s", b"DSCOMPR\n", rng.choice([0, 1, 1, 1, 2, 65535]), b"coordinator", rng.randbytes(32)
     )
-    return draw.choice(
+    return rng.choice(
         [
-            draw.randbytes(draw.randrange(1, 300)),
+            rng.randbytes(rng.randrange(1, 300)),
             b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
             b'{"kind": "join"}\n' * 3,
             b"[" * 5000,
-            hello[: draw.randrange(1, 64)],
-            hello + draw.randbytes(32),
+            hello[: rng.randrange(1, 64)],
+            hello + rng.randbytes(32),
             hello + hello,
             b"",
         ]
     )
 
 
-def frames_of(draw: random.Random, templates: Sequence[Message]) -> bytes:
-    """A frame of one who knows the secret; `templates` are honest messages of the service."""
-    return draw.choice(_FRAMES)(draw, templates)
+def frames_of(rng: random.Random, templates: Sequence[Message]) -> bytes:
+    """Return a frame of a client that knows the secret. `templates` are honest messages of the service."""
+    return rng.choice(_FRAMES)(rng, templates)
 
 
 def _frame(head: bytes, body: bytes = b"") -> bytes:
     return HEADER.pack(b"DSCF", len(head), len(body)) + head + body
 
 
-def _noise(draw: random.Random, templates: Sequence[Message]) -> bytes:
-    return draw.randbytes(draw.randrange(1, 200))
+def _noise(rng: random.Random, templates: Sequence[Message]) -> bytes:
+    return rng.randbytes(rng.randrange(1, 200))
 
 
-def _huge(draw: random.Random, templates: Sequence[Message]) -> bytes:
-    return HEADER.pack(b"DSCF", draw.choice([0, 10, 2**32 - 1]), draw.choice([0, 2**40, 2**64 - 1])) + b"{}" * 5
+def _huge(rng: random.Random, templates: Sequence[Message]) -> bytes:
+    return HEADER.pack(b"DSCF", rng.choice([0, 10, 2**32 - 1]), rng.choice([0, 2**40, 2**64 - 1])) + b"{}" * 5
 
 
-def _truncated(draw: random.Random, templates: Sequence[Message]) -> bytes:
-    whole = _frame(json.dumps(draw.choice(templates)).encode())
-    return whole[: draw.randrange(1, len(whole))]
+def _truncated(rng: random.Random, templates: Sequence[Message]) -> bytes:
+    whole = _frame(json.dumps(rng.choice(templates)).encode())
+    return whole[: rng.randrange(1, len(whole))]
 
 
-def _nested(draw: random.Random, templates: Sequence[Message]) -> bytes:
-    levels = draw.choice([17, 900, 50_000])
-    return _frame(draw.choice([b'{"kind":"join","a":' + b"[" * levels + b"]" * levels + b"}", b'{"kind":' * levels]))
+def _nested(rng: random.Random, templates: Sequence[Message]) -> bytes:
+    levels = rng.choice([17, 900, 50_000])
+    return _frame(rng.choice([b'{"kind":"join","a":' + b"[" * levels + b"]" * levels + b"}", b'{"kind":' * levels]))
 
 
-def _not_a_head(draw: random.Random, templates: Sequence[Message]) -> bytes:
+def _not_a_head(rng: random.Random, templates: Sequence[Message]) -> bytes:
     heads = [b"", b"null", b"[]", b"{}", b'{"kind":1}', b'{"kind":"join"', b'{"kind":"\xff"}', b'{"kind":"\\udc00"}']
-    numbers = [b'{"kind":"join","n":' + b"1" * 5000 + b"}", b'{"kind":"join","n":NaN}', draw.randbytes(50)]
-    return _frame(draw.choice([*heads, *numbers]))
+    numbers = [b'{"kind":"join","n":' + b"1" * 5000 + b"}", b'{"kind":"join","n":NaN}', rng.randbytes(50)]
+    return _frame(rng.choice([*heads, *numbers]))
 
 
-def _wrong_types(draw: random.Random, templates: Sequence[Message]) -> bytes:
-    """An honest message with one or two odd fields, or without one."""
-    found = copy.deepcopy(dict(draw.choice(templates)))
-    for _ in range(draw.randrange(1, 3)):
-        name = draw.choice(list(found))
-        if draw.random() < 0.2 and name != "kind":
+def _wrong_types(rng: random.Random, templates: Sequence[Message]) -> bytes:
+    """Return an honest message with one or two changed or missing fields."""
+    found = copy.deepcopy(dict(rng.choice(templates)))
+    for _ in range(rng.randrange(1, 3)):
+        name = rng.choice(list(found))
+        if rng.random() < 0.2 and name != "kind":
             del found[name]
-        elif isinstance(found[name], dict) and found[name] and draw.random() < 0.5:
-            found[name][draw.choice(list(found[name]))] = copy.deepcopy(draw.choice(ODD))
+        elif isinstance(found[name], dict) and found[name] and rng.random() < 0.5:
+            found[name][rng.choice(list(found[name]))] = copy.deepcopy(rng.choice(ODD))
         else:
-            found[name] = copy.deepcopy(draw.choice(ODD))
+            found[name] = copy.deepcopy(rng.choice(ODD))
     return _frame(json.dumps(found).encode())
 
 
-def _unknown(draw: random.Random, templates: Sequence[Message]) -> bytes:
-    kind = draw.choice(["", "status", "enter", "welcome", "over", "refused", "x" * 500, "__class__"])
-    return _frame(json.dumps({**draw.choice(templates), "kind": kind}).encode())
+def _unknown(rng: random.Random, templates: Sequence[Message]) -> bytes:
+    kind = rng.choice(["", "status", "enter", "welcome", "over", "refused", "x" * 500, "__class__"])
+    return _frame(json.dumps({**rng.choice(templates), "kind": kind}).encode())
 
 
-def _replayed(draw: random.Random, templates: Sequence[Message]) -> bytes:
-    return _frame(json.dumps(draw.choice(templates)).encode()) * draw.randrange(1, 5)
+def _replayed(rng: random.Random, templates: Sequence[Message]) -> bytes:
+    return _frame(json.dumps(rng.choice(templates)).encode()) * rng.randrange(1, 5)
 
 
-def _with_body(draw: random.Random, templates: Sequence[Message]) -> bytes:
-    return _frame(json.dumps(draw.choice(templates)).encode(), draw.randbytes(100))
+def _with_body(rng: random.Random, templates: Sequence[Message]) -> bytes:
+    return _frame(json.dumps(rng.choice(templates)).encode(), rng.randbytes(100))
 
 
 _FRAMES: Sequence[Callable[[random.Random, Sequence[Message]], bytes]] = (
@@ -113,19 +114,19 @@ _FRAMES: Sequence[Callable[[random.Random, Sequence[Message]], bytes]] = (
 
 
 def attack_unauthenticated(address: str, count: int, seed: int) -> int:
-    """Send `count` openings to `address`, some of which stay open for a while. Return how many were taken."""
-    draw, kept, taken = random.Random(seed), [], 0
+    """Open `count` connections to `address`, some of which stay open for a while. Return how many were accepted."""
+    rng, open_, accepted = random.Random(seed), [], 0
     for _ in range(count):
         with contextlib.suppress(OSError):
             there = socket.create_connection(parse_address(address), timeout=5)
-            kept.append(there)
-            there.sendall(raw_bytes(draw))
-            taken += 1
-        if len(kept) > 40:
-            kept.pop(draw.randrange(len(kept))).close()
-    for there in kept:
+            open_.append(there)
+            there.sendall(raw_bytes(rng))
+            accepted += 1
+        if len(open_) > 40:
+            open_.pop(rng.randrange(len(open_))).close()
+    for there in open_:
         there.close()
-    return taken
+    return accepted
 
 
 def attack_authenticated(
@@ -136,16 +137,21 @@ def attack_authenticated(
     count: int,
     seed: int,
 ) -> int:
-    """Send `count` hostile frames, over as many connections as it takes, and read no answer. Return how many were sent.
+    """Send `count` hostile frames over several connections, without reading answers. Return how many were sent.
 
     Args:
-        templates: honest messages for the connection of that number, such as with a name of its own.
+        address: address of the server.
+        service: name of the service.
+        credentials: used to prove knowledge of the secret.
+        templates: function of the number of a connection that returns honest messages for it.
+        count: number of frames.
+        seed: seed of the random numbers.
     """
-    draw, sent, number = random.Random(seed), 0, 0
+    rng, sent, number = random.Random(seed), 0, 0
     while sent < count:
         number += 1
         with contextlib.suppress(OSError), _connected(address, service, credentials) as there:
-            for message in _series(draw, templates(number), count - sent):
+            for message in _series(rng, templates(number), count - sent):
                 sent += 1
                 there.send_encoded(message)
     return sent
@@ -155,16 +161,16 @@ def _connected(address: str, service: str, credentials: Credentials) -> Connecti
     return connect(address, service, credentials, 5.0, Limits(patience=5.0))
 
 
-def _series(draw: random.Random, templates: Sequence[Message], most: int) -> Iterator[bytes]:
-    """Some honest messages, so that the service is in many states, and then hostile ones while it hears them."""
-    for template in templates[: draw.randrange(len(templates))]:
+def _series(rng: random.Random, templates: Sequence[Message], most: int) -> Iterator[bytes]:
+    """Yield some honest messages, so that the service reaches many states, followed by hostile ones."""
+    for template in templates[: rng.randrange(len(templates))]:
         yield _frame(json.dumps(template).encode())
-    for _ in range(min(most, draw.randrange(1, 20))):
-        yield frames_of(draw, templates)
+    for _ in range(min(most, rng.randrange(1, 20))):
+        yield frames_of(rng, templates)
 
 
 def flood(connection: Connection, frame: bytes, seconds: float) -> int:
-    """Send `frame` as fast as the other side reads, and read nothing, for `seconds`. Return how many were sent."""
+    """Send `frame` for `seconds` as fast as possible, without reading answers. Return how many were sent."""
     end, sent = time.monotonic() + seconds, 0
     with contextlib.suppress(OSError):
         while time.monotonic() < end:

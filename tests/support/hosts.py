@@ -1,4 +1,4 @@
-"""Whether hosts can be emulated here."""
+"""Marks of tests that need emulated hosts."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -9,7 +9,7 @@ from deepspeed_compress.tools.bench.links import ClusterError, check_machine
 
 
 def obstacle() -> str | None:
-    """Why there can be no hosts here."""
+    """Return the reason why hosts cannot be emulated on this machine, or None if they can."""
     try:
         check_machine()
     except ClusterError as error:
@@ -22,10 +22,10 @@ Test = TypeVar("Test", bound=Callable[..., None])
 
 
 def needs_hosts(test: Test) -> Test:
-    """Others may have hosts at the same time: their names hold the process that made them."""
+    """Mark a test that needs emulated hosts. Several processes may have hosts at the same time."""
     return pytest.mark.skipif(FOUND is not None, reason=str(FOUND))(test)
 
 
 def measures_links(test: Test) -> Test:
-    """On emulated hosts, with nothing beside it that slows what it measures."""
+    """Mark a test that measures emulated links, and therefore runs alone."""
     return needs_hosts(pytest.mark.serial(test))

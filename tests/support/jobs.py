@@ -1,5 +1,6 @@
-"""What ranks do in tests of the engine: train a small model with DeepSpeed, with and without compression."""
+"""Training of a small model with DeepSpeed, with and without compression, for tests of the engine."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,12 +19,12 @@ from deepspeed_compress.config import SECTION
 WIDTH = 12
 BATCH = 3
 MUON: Mapping[str, Any] = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}
-"""DeepSpeed gives matrices to Muon, and biases to Adam."""
+"""Configuration with Muon. DeepSpeed uses it for matrices, and Adam for biases."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One training run. `section` None is DeepSpeed without us; `extra` is merged into the ds_config."""
+    """One training run. If `section` is None, DeepSpeed runs alone. `extra` is merged into the ds_config."""
 
     stage: int = 0
     section: Mapping[str, Any] | None = None
@@ -33,9 +34,9 @@ class Job:
     accumulation: int = 1
     stages: int = 1
     poison: tuple[int, int] | None = None
-    """(step, rank) of a batch that holds a NaN."""
+    """(step, rank) of a batch that contains a NaN."""
     skip: tuple[int, ...] = ()
-    """Steps whose batches are left out."""
+    """Steps whose batches are omitted."""
     seed: int = 0
     """Seed of the data and, unless the model is a pipeline, of its first weights."""
 
@@ -59,7 +60,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank saw: the loss of every micro-step and all parameters at the end, as float lists."""
+    """Result of a rank: the loss of every micro-step, and all parameters at the end, as lists of floats."""
 
     losses: list[float]
     parameters: dict[str, list[float]]
@@ -67,7 +68,7 @@ class Outcome:
 
 
 def network(seed: int = 0) -> nn.Sequential:
-    """Sizes that neither 2 nor any block size divides, some parameters smaller than the number of ranks."""
+    """Return a model with sizes that are not divisible by 2 or block sizes, and some with fewer elements than ranks."""
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Linear(WIDTH, 31), nn.ReLU(), nn.Linear(31, 17), nn.ReLU(), nn.Linear(17, 3), nn.Linear(3, 1, bias=False)
@@ -75,7 +76,7 @@ def network(seed: int = 0) -> nn.Sequential:
 
 
 def data(rank: int, job: Job) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The micro-batches of a rank."""
+    """Return the micro-batches of a rank."""
     generator = torch.Generator().manual_seed(100 + rank + 1000 * job.seed)
     batches = []
     for step in range(job.steps):
@@ -90,16 +91,16 @@ def data(rank: int, job: Job) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def steady_data(rank: int, job: Job) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return all of the rank's data for every micro-step, so that only what is compared tells runs apart."""
+    """Return all of the rank's data for every micro-step, so that the order of batches does not matter."""
     batches = data(rank, job)
     x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
     return [(x, y)] * len(batches)
 
 
 def start(job: Job) -> Any:
-    """An engine for the job's model."""
+    """Return an engine for the job's model."""
     if "fp16" in job.extra:
-        # Any CPU can compute it; DeepSpeed asks for one that is fast at it.
+        # Every CPU supports fp16, but DeepSpeed accepts only those that are fast at it.
         get_accelerator().is_fp16_supported = lambda: True
     if job.stages > 1:
         deepspeed.init_distributed("gloo")
@@ -109,7 +110,7 @@ def start(job: Job) -> Any:
 
 
 def run(engine: Any, batches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
-    """Train on `batches`; the losses."""
+    """Train on `batches`, and return the losses."""
     losses = []
     for x, y in batches:
         output = engine(x.to(next(engine.module.parameters()).dtype))
@@ -127,13 +128,13 @@ def run_pipeline(engine: Any, batches: Sequence[tuple[torch.Tensor, torch.Tensor
 
 
 def moments(engine: Any) -> dict[str, list[float]]:
-    """Second moments of Adam, by the name of the parameter, of what it steps on this rank."""
+    """Return Adam's second moments of the elements that this rank updates, by name of the parameter."""
     states = [(one, engine.basic_optimizer.state.get(one.home, {})) for one in find_masters(engine).stepped]
     return {one.parameter: one.within(state["exp_avg_sq"]).tolist() for one, state in states if "exp_avg_sq" in state}
 
 
 def weights(engine: Any) -> dict[str, list[float]]:
-    """All parameters of the rank, gathered where ZeRO 3 has them in pieces."""
+    """Return all parameters of the rank, gathered under ZeRO 3."""
     found = {}
     for name, parameter in engine.module.named_parameters():
         gathered = [parameter] if hasattr(parameter, "ds_id") else []
@@ -155,7 +156,7 @@ def train(rank: int, *jobs: Job) -> list[Outcome]:
 
 
 class Tied(nn.Module):
-    """A matrix that the first and the last stage hold."""
+    """A matrix that the first and the last stage share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,11 +181,9 @@ def pipeline(stages: int) -> PipelineModule:
 
 
 def with_engine(rank: int, job: Job, work: Callable[[Any, int, Job], Any]) -> Any:
-    """`work(engine, rank, job)` with an engine that exists."""
+    """Return `work(engine, rank, job)` with a new engine."""
     return work(start(job), rank, job)
 
 
 def statistics_lines(directory: Path) -> list[dict[str, Any]]:
-    import json
-
     return [json.loads(line) for line in (directory / "compression.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""What a job leaves on the machine, and its removal: DeepSpeed keeps 66 MiB of shared memory a rank for ever."""
+"""Removal of shared memory: DeepSpeed leaves 66 MiB per rank on the machine after a job."""
 
 import contextlib
 import socket
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def own_port() -> Iterator[int]:
-    """A port for the ranks of a job to meet at; what they shared under its number is removed afterwards."""
+    """Yield a free port for the ranks of a job. The shared memory with its number is removed afterwards."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])

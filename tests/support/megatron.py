@@ -1,4 +1,4 @@
-"""Small models for megatron-core, on the CPU."""
+"""Small models for megatron-core on the CPU."""
 
 import multiprocessing
 import warnings
@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from deepspeed_compress.models.megatron import without_cuda
 
-_FOR_EVER = ExitStack()
+_NEVER_CLOSED = ExitStack()
 
 
 def on_cpu() -> None:
-    """From now on this process has CUDA tensors on the CPU, as far as Megatron asks."""
-    _FOR_EVER.enter_context(without_cuda())
+    """Make Megatron use the CPU in place of CUDA for the rest of this process."""
+    _NEVER_CLOSED.enter_context(without_cuda())
 
 
 def checkpointing() -> Any:
-    """Megatron's checkpoints, whose writer makes processes, which ranks of the tests may not have."""
+    """Return Megatron's module of checkpoints. Its writer starts processes, which daemonic ranks may not do."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     from megatron.core import dist_checkpointing
 
@@ -30,7 +30,7 @@ def checkpointing() -> Any:
 
 
 def start(**sizes: Any) -> None:
-    """Join the ranks of a job, divided as `initialize_model_parallel` is told."""
+    """Join the ranks of a job, with `sizes` for `initialize_model_parallel`."""
     on_cpu()
     dist.init_process_group("gloo")
     warnings.simplefilter("ignore")
@@ -42,7 +42,7 @@ def start(**sizes: Any) -> None:
 
 @dataclass(frozen=True)
 class Options:
-    """How Megatron trains. `ddp`, `optimizer`: further options of its configurations."""
+    """Options of Megatron. `ddp` and `optimizer` are further options of its configurations."""
 
     distributed: bool = True
     overlap: bool = True
@@ -52,7 +52,7 @@ class Options:
     optimizer: Mapping[str, Any] = field(default_factory=dict)
 
     def config(self, **more: Any) -> Any:
-        """Of a small transformer."""
+        """Return the configuration of a small transformer."""
         from megatron.core.transformer import TransformerConfig
 
         given = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, **more}
@@ -69,7 +69,7 @@ class Options:
         )
 
     def wrap(self, modules: list[nn.Module], config: Any) -> tuple[list[Any], Any]:
-        """`modules` under Megatron's DDP, and their optimizer."""
+        """Return `modules` wrapped in Megatron's DDP, and their optimizer."""
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -103,8 +103,14 @@ SEQUENCE, WORDS = 16, 64
 
 
 class Gpt:
-    """megatron-core's GPTModel, trained by its own schedules. `layout`: further options of its configuration, with the
-    sizes of the groups that `start` was told. Every rank of a data-parallel group reads other tokens of `text`."""
+    """GPTModel of megatron-core, trained with Megatron's schedules.
+
+    Args:
+        options: options of Megatron.
+        text: tokens; every rank of a data-parallel group reads different ones.
+        micro_batches: number of micro-batches per step.
+        layout: further options of the configuration. The sizes of groups are those passed to `start`.
+    """
 
     def __init__(self, options: Options, text: Tensor, micro_batches: int = 2, **layout: Any) -> None:
         from megatron.core import parallel_state
@@ -147,7 +153,7 @@ class Gpt:
         return Float16Module(config, module) if config.bf16 else module
 
     def step(self, step: int) -> float:
-        """One optimizer step: the mean loss of this rank's data-parallel share, or 0 where it does not come to it."""
+        """Do one optimizer step, and return the mean loss of this rank's share, or 0 on stages without a loss."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         for chunk in self.chunks:
@@ -181,7 +187,7 @@ class Gpt:
         return output, _sum if chunk.config.calculate_per_token_loss else _mean
 
     def gathered(self) -> None:
-        """The weights of all ranks, also where forward would gather them."""
+        """Gather the weights of all ranks, even if the next forward pass would do it."""
         for chunk in self.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
@@ -201,6 +207,6 @@ def _mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def _sum(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Megatron divides by the number of tokens, when gradients have been reduced."""
+    """Return the sum of the losses. Megatron divides by the number of tokens after the reduction of gradients."""
     loss = losses.float()
     return loss.sum(), torch.tensor(loss.numel()), {"loss": loss.mean().detach()}

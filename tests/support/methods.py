@@ -1,4 +1,4 @@
-"""Every method with settings that suit the small model of `jobs`: what stands under `gradients`."""
+"""Settings of `gradients` for every method, suitable for the small model of `jobs`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -46,16 +46,16 @@ WITHOUT_MOMENTUM: Mapping[str, dict[str, Any]] = {
     "dgc": {"method": "dgc", "density": 0.1, "block_size": 64, "density_warmup_steps": 8},
     "demo": {"method": "demo", "density": 0.1, "tile": 16, "momentum": 0.9},
 }
-"""Methods that give gradients a momentum, to be used with an optimizer without one."""
+"""Methods that apply a momentum to gradients, for use with an optimizer without momentum."""
 
 NO_MOMENTUM: Mapping[str, Any] = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.0, 0.95], "torch_adam": True}}
 }
-"""A part of the ds_config."""
+"""Part of the ds_config with an optimizer without momentum."""
 
 
 def by_stage(names: Sequence[str]) -> list[Any]:
-    """Parameters (ZeRO stage, those of `names` that it takes): each at one of the stages, and slowly all at all."""
+    """Return test parameters (ZeRO stage, its share of `names`). Slow tests run all names in all stages."""
     return [
         pytest.param(stage, taken, id=f"{stage}-{label}", marks=marks)
         for label, step, marks in (("share", 4, ()), ("all", 1, pytest.mark.slow))

@@ -1,13 +1,13 @@
-"""What DeepSpeed compiles on its first use on a machine, a minute or more each; later, seconds in each process.
+"""DeepSpeed's compiled operations. Compiling takes more than a minute each, and loading takes seconds per process.
 
-`python -m tests.support.operations` compiles what is missing.
+`python -m tests.support.operations` compiles the missing ones.
 """
 
 BUILDERS = ("ShareMemCommBuilder", "CPUAdamBuilder", "FusedAdamBuilder")
 
 
 def load_operations() -> None:
-    """Into this process and its forks, those for which the machine has what it takes."""
+    """Load all operations that this machine supports into this process, for its forks."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops import __compatible_ops__
 

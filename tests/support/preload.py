@@ -1,6 +1,6 @@
-"""Imported once by the fork server: what every rank would do anew otherwise, for seconds, is done here.
+"""Module that the fork server imports once, to do what would otherwise take seconds in every rank.
 
-No thread may be started here, for a fork takes none along.
+It must not start threads, because forked processes do not inherit them.
 """
 
 import atexit
@@ -40,14 +40,14 @@ def _prepare() -> None:
     deepspeed = sys.modules["deepspeed"]
     deepspeed.utils.logger.setLevel(logging.ERROR)
     load_operations()
-    # The first section builds the models that read it.
+    # Parsing a first section builds the pydantic models.
     config = sys.modules["deepspeed_compress.config"]
     config.parse_section({config.SECTION: {}})
 
 
 _prepare()
-# Nothing of this is garbage: a collection, and DeepSpeed makes many, takes no time then.
+# These objects are not garbage. Without them, the many collections that DeepSpeed runs take no time.
 gc.collect()
 gc.freeze()
-# Triton's bindings print what they leaked when an interpreter ends, below the summary of the tests.
+# At exit, Triton's bindings would print leaked objects below the summary of the tests.
 atexit.register(os._exit, 0)

@@ -1,4 +1,4 @@
-"""Directories as runs leave them behind, for tests of what reads them."""
+"""Directories of runs, for tests of the tools that read them."""
 
 import json
 import math
@@ -18,7 +18,7 @@ def write_lines(file: Path, lines: Iterable[Mapping[str, Any]]) -> None:
 
 
 def small_run(directory: Path, loss: float, sent: int | None, **kinds: int | None) -> Path:
-    """Three steps of launch/train_gpt.py, finished. `kinds`: other bytes of every step; `sent` None: not measured."""
+    """Write a finished run of three steps. `kinds`: other bytes of each step. If `sent` is None, none are measured."""
     metrics: list[dict[str, Any]] = [
         {"step": step, "train_loss": loss + 1 / step, "step_time_s": 0.1} for step in (1, 2, 3)
     ]
@@ -32,7 +32,7 @@ def small_run(directory: Path, loss: float, sent: int | None, **kinds: int | Non
 
 
 def long_run(directory: Path, compressed: bool) -> Path:
-    """400 steps, finished, with everything that a run may leave behind."""
+    """Write a finished run of 400 steps with files of all kinds."""
     steps, loss = range(1, 401), {step: 5 + 3 * math.exp(-step / 90) for step in range(1, 401)}
     metrics = [{"step": step, "train_loss": loss[step], "step_time_s": 0.2 + step % 7 / 100} for step in steps]
     held_out = [{"step": step, "eval_loss": loss[step]} for step in steps[49::50]]
@@ -57,7 +57,7 @@ def _measured(step: int, compressed: bool) -> dict[str, Any]:
 
 
 def trainer_run(directory: Path, place: str = ".", last: int = 20) -> Path:
-    """Trainer's log of `last` of 20 steps, in the directory `place` of `directory`."""
+    """Write Trainer's log of the first `last` of 20 steps to the directory `place` in `directory`."""
     log: list[dict[str, Any]] = [
         {
             "step": step,

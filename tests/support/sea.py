@@ -1,4 +1,4 @@
-"""Islands of one rank each as processes that come and go, and links between them that may be cut."""
+"""Islands of one rank each as processes that join and leave, and links between them that can be cut."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ PAUSE = 0.01
 LONGEST = 90.0
 ENVIRONMENT = {"MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
 STANDSTILL = 5.0
-"""Seconds that an island may stand still because of another one."""
+"""Maximum number of seconds for which an island may delay another one."""
 
 
 def section(address: str, **elastic: Any) -> Mapping[str, Any]:
@@ -41,19 +41,19 @@ def section(address: str, **elastic: Any) -> Mapping[str, Any]:
 
 @dataclass
 class Sea:
-    """Islands of one rank each, that come and go until there are so many `versions` of the anchor."""
+    """Islands of one rank each, which train until the anchor has version `versions`."""
 
     address: str
     directory: Path
     versions: int
     islands: list[BaseProcess] = field(default_factory=list)
     elastic: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of the section of all."""
+    """Keys of `elastic` for all islands."""
 
     def come(
         self, pause: float = PAUSE, address: str | None = None, leaves: int | None = None, **elastic: Any
     ) -> BaseProcess:
-        """A new island, which ends with version `leaves`; None: with all others."""
+        """Start an island, which ends with version `leaves` of the anchor, or with all others if that is None."""
         context = multiprocessing.get_context("forkserver")
         with own_port() as port:
             log = str(self.directory / f"{len(self.islands)}.jsonl")
@@ -73,13 +73,13 @@ class Sea:
         return process
 
     def wait(self) -> None:
-        """Until all have ended by themselves, or were killed."""
+        """Wait until all islands have ended or were killed."""
         for process in self.islands:
             process.join(LONGEST)
             assert not process.is_alive(), "an island hangs"
 
     def lines(self, number: int | None = None) -> list[dict[str, Any]]:
-        """What was logged, of the process `number` or of all; a line that was cut off by a death is none."""
+        """Return the complete lines of the logs, of process `number` or of all processes."""
         files = [
             self.directory / f"{one}.jsonl" for one in ([number] if number is not None else range(len(self.islands)))
         ]
@@ -89,7 +89,7 @@ class Sea:
         return [json.loads(line) for line in texts]
 
     def standstill(self, besides: int | None = None) -> float:
-        """The longest exchange, in seconds, but for those of the process `besides`."""
+        """Return the seconds of the longest exchange, except for those of process `besides`."""
         others = [one for number in range(len(self.islands)) if number != besides for one in self.lines(number)]
         return max(one["seconds"] for one in others if "seconds" in one)
 
@@ -99,12 +99,12 @@ class Sea:
         return f"{dict(kinds)}; seconds of an exchange: median {seconds[len(seconds) // 2]:.3f}, most {seconds[-1]:.3f}"
 
     def loss(self) -> float:
-        """The least of the islands' at the end: all have come from nearly the same anchor."""
+        """Return the lowest final loss of the islands. All started from nearly the same anchor."""
         return min(loss_of(one["weights"]) for one in self.lines() if one["kind"] == "end")
 
 
 class _Silent:
-    """Of results that nobody waits for; what goes wrong is seen on standard error."""
+    """Receiver of results that are not used. Errors are written to standard error."""
 
     def send(self, result: Any) -> None:
         if not result[0]:
@@ -113,7 +113,7 @@ class _Silent:
 
 @contextmanager
 def sea(directory: Path, versions: int, islands: int = 3, asynchronous: bool = False) -> Iterator[Sea]:
-    """`islands` have come, and all have ended at the end of the block."""
+    """Start `islands` islands, and wait at the end of the block until all have ended."""
     forks.warm_up()
     directory.mkdir(exist_ok=True)
     with served(directory / "state", asynchronous) as address:
@@ -133,7 +133,7 @@ def sea(directory: Path, versions: int, islands: int = 3, asynchronous: bool = F
 
 @contextmanager
 def served(state: Path, asynchronous: bool) -> Iterator[str]:
-    """The address of what serves islands."""
+    """Run a coordinator or parameter server, and yield its address."""
     if not asynchronous:
         with coordinator(state) as address:
             yield address
@@ -143,10 +143,10 @@ def served(state: Path, asynchronous: bool) -> Iterator[str]:
 
 
 def came(found: Sea, count: int) -> None:
-    """Wait until as many islands train."""
+    """Wait until `count` islands train."""
     deadline = time.time() + 30
     while sum(one["kind"] == "came" for one in found.lines()) < count:
-        assert time.time() < deadline, "islands do not come"
+        assert time.time() < deadline, "islands do not join"
         time.sleep(0.05)
 
 
@@ -166,7 +166,7 @@ def wait_for(found: Sea, island: int, kind: str) -> list[dict[str, Any]]:
 
 
 class Cable:
-    """A way to `address` that may be cut and mended: whoever goes by it is cut off meanwhile, and after the block."""
+    """Proxy for `address` that can be cut and mended. While it is cut and after the block, connections are closed."""
 
     def __init__(self, address: str) -> None:
         host, _, port = address.rpartition(":")

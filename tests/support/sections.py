@@ -1,4 +1,4 @@
-"""Sections that have every method at every place, each with all of its keys at values that are not the default."""
+"""Sections with every method at every place, each with all of its keys at values other than the defaults."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 Keys = dict[str, dict[str, Any]]
-"""By method: its keys but `method`."""
+"""Keys of each method, except `method`."""
 
 QUANTIZERS: Keys = {
     "bf16": {},
@@ -57,7 +57,7 @@ OF_WEIGHTS: Keys = {
 
 
 def each(name: str, table: Keys, place: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[Any]:
-    """Parameters of a test: for every method of `table` the section that has it, with its keys, at `place`."""
+    """Yield test parameters: for every method of `table`, the section with its keys at `place`."""
     for method, keys in table.items():
         yield pytest.param(place({"method": method, **keys}), id=f"{name}-{method}")
 
@@ -72,4 +72,4 @@ EVERY_METHOD = [
     *each("rotation", ROTATIONS, lambda found: {"gradients": {"rotation": found}}),
     *each("weights", OF_WEIGHTS, lambda found: {"weights": found}),
 ]
-"""The section for every method at every place that it may have."""
+"""A section for every method at every place where it is allowed."""

@@ -15,7 +15,7 @@ PROCESSORS: Mapping[str, Mapping[str, str]] = {
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "DS_COMPRESS_MARCH": "x86-64-v3"},
     "default": {"ATEN_CPU_CAPABILITY": "default"},
 }
-"""Environment under which torch and our kernels compute as on another processor, whose rounding is another one."""
+"""Environment under which torch and our kernels compute as on another processor, whose rounding differs."""
 
 
 def head() -> str:

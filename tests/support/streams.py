@@ -1,8 +1,8 @@
-"""A GPU's streams on a machine without one: what each reads, writes and frees, and whether it waited for the others.
+"""Detection of races between the streams of a GPU, on a machine without one.
 
-Operations run at once, on CPU, and are written down as work of the stream that is current. Each stream has a vector
-clock: how much of every stream's work is over when its next one begins (Fidge 1988). Memory is told apart by storages;
-views cost nothing, and C++ kernels are not seen, so that plain torch is to be used.
+Operations run at once on the CPU, and are recorded as work of the current stream: what it reads, writes and frees. Each
+stream has a vector clock, which says how much of every stream's work is done when its next operation begins (Fidge
+1988). Memory is identified by storages. C++ kernels are not visible, so plain torch must be used.
 """
 
 import weakref
@@ -19,14 +19,14 @@ Clock = dict["Stream", int]
 
 
 class Stream:
-    """What DeepSpeed and we use of `torch.cuda.Stream`."""
+    """Stand-in for `torch.cuda.Stream`, with the methods that DeepSpeed and this package use."""
 
     def __init__(self, device: "Device", name: str) -> None:
         self.device = device
         self.name = name
         self.clock: Clock = {self: 0}
         self.freed: list[_Memory] = []
-        """What its next allocation may be given."""
+        """Freed memory that the next allocation may reuse."""
 
     def __repr__(self) -> str:
         return self.name
@@ -45,7 +45,7 @@ class Stream:
 
 
 class Event:
-    """What DeepSpeed and we use of `torch.cuda.Event`."""
+    """Stand-in for `torch.cuda.Event`, with the methods that DeepSpeed and this package use."""
 
     def __init__(self, device: "Device", **_: object) -> None:
         self.device = device
@@ -66,7 +66,7 @@ class Event:
 
 @dataclass(eq=False)
 class _Memory:
-    """A storage that was allocated on `home`: the last use of it by every stream."""
+    """A storage that was allocated on stream `home`, with its last use by every stream."""
 
     home: Stream
     made_by: str
@@ -74,11 +74,11 @@ class _Memory:
     writes: Clock = field(default_factory=dict)
     recorded: set[Stream] = field(default_factory=set)
     awaited: Clock = field(default_factory=dict)
-    """What the allocator waits for when it is freed."""
+    """Work for which the allocator waits when the storage is freed."""
 
 
 class Device(TorchDispatchMode):
-    """While it is entered, all operations of this thread are its work. `problems`: races, in words, each once."""
+    """Context that records all operations of this thread. `problems` are the races, each described once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,14 +102,14 @@ class Device(TorchDispatchMode):
             self.current = before
 
     def host_waits(self, clock: Clock | None = None) -> None:
-        """For work up to `clock`, or for all: what the host starts from now on comes after it."""
+        """Make everything that the host starts from now on wait for work up to `clock`, or for all work."""
         over = [clock] if clock is not None else [stream.clock for stream in self.streams]
         for stream in self.streams:
             for one in over:
                 stream.wait_clock(dict(one))
 
     def record(self, tensor: Tensor, stream: Stream) -> None:
-        """`Tensor.record_stream`: what `stream` has to do until memory is freed is over before it is used again."""
+        """Act as `Tensor.record_stream`: memory is reused only after all work that `stream` has when it is freed."""
         self._memory(tensor).recorded.add(stream)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -127,7 +127,7 @@ class Device(TorchDispatchMode):
         self.work(str(func), _tensors(read), writes, _tensors(result))
 
     def work(self, name: str, reads: Iterable[Tensor], writes: Iterable[Tensor], made: Iterable[Tensor] = ()) -> None:
-        """An operation on the stream that is current."""
+        """Record an operation on the current stream."""
         stream, clock = self.current, self.current.clock
         clock[stream] += 1
         outputs = list(made)
@@ -141,8 +141,8 @@ class Device(TorchDispatchMode):
             self._memory(tensor, stream, name)
         for tensor in _filled((*writes, *outputs)):
             memory = self._memory(tensor)
-            self._check(f"{name} writes over", memory.writes, stream)
-            self._check(f"{name} writes over what is read", memory.reads, stream)
+            self._check(f"{name} overwrites", memory.writes, stream)
+            self._check(f"{name} overwrites data being read", memory.reads, stream)
             memory.writes[stream] = clock[stream]
 
     def _check(self, what: str, uses: Clock, stream: Stream) -> None:
@@ -150,7 +150,7 @@ class Device(TorchDispatchMode):
             if stream.clock.get(other, 0) < count:
                 self.problems[f"{what} on {stream}, which does not wait for {other}"] = None
 
-    def _memory(self, tensor: Tensor, home: Stream | None = None, made_by: str = "what was there before") -> _Memory:
+    def _memory(self, tensor: Tensor, home: Stream | None = None, made_by: str = "an earlier operation") -> _Memory:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._memories:
@@ -165,11 +165,11 @@ class Device(TorchDispatchMode):
         memory.home.freed.append(memory)
 
     def _reuse(self, home: Stream) -> None:
-        """The allocator gives freed memory to whoever next asks for some on the same stream, at once."""
+        """Check the freed memory of `home`, which the allocator gives to the next allocation on the same stream."""
         for memory in home.freed:
             for stream, count in (*memory.reads.items(), *memory.writes.items()):
                 if max(home.clock.get(stream, 0), memory.awaited.get(stream, 0)) < count:
-                    self.problems[f"memory of {memory.made_by} on {home} is given away while {stream} uses it"] = None
+                    self.problems[f"memory of {memory.made_by} on {home} is reused while {stream} uses it"] = None
         home.freed.clear()
 
 

@@ -1,4 +1,4 @@
-"""Ranks as threads of this process, each with a gloo group over a common store: set up in milliseconds."""
+"""Ranks as threads of this process, with gloo groups over a common store. They start within milliseconds."""
 
 import threading
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def run_nodes(
     Args:
         nodes: number of nodes.
         locals_: number of ranks on each node.
-        work: receives the group of all ranks, that of the node, and that of the ranks of equal place on all nodes.
+        work: receives the group of all ranks, that of the node, and that of the ranks with the same local rank.
 
     Returns:
         The results in rank order.

@@ -1,4 +1,4 @@
-"""Servers of the transport in a thread, and what is needed to talk to them badly."""
+"""Servers of the transport in threads, connections to them, and certificates."""
 
 import contextlib
 import socket
@@ -33,10 +33,10 @@ def serving(
     credentials: Credentials = CREDENTIALS,
     limits: Limits = DEFAULT_LIMITS,
     bounds: Bounds = DEFAULT_BOUNDS,
-    told: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Server]:
-    """A server that runs in a thread, and has to end within two seconds."""
-    server = Server(SERVICE, serve, "127.0.0.1", 0, credentials, limits, bounds, told)
+    """Run a server in a thread. At the end, it must stop within two seconds."""
+    server = Server(SERVICE, serve, "127.0.0.1", 0, credentials, limits, bounds, log)
     ready = threading.Event()
     thread = threading.Thread(target=server.run, args=(ready.set,), daemon=True)
     thread.start()
@@ -47,7 +47,7 @@ def serving(
         begun = time.monotonic()
         server.stop()
         thread.join(10)
-        assert time.monotonic() - begun < 2, "the server waits for others at its end"
+        assert time.monotonic() - begun < 2, "the server does not stop in time"
 
 
 def connected(
@@ -56,20 +56,20 @@ def connected(
     return connect(f"127.0.0.1:{server.port}", SERVICE, credentials, timeout, limits)
 
 
-def plain(server: Server) -> socket.socket:
-    """A connection that has proved nothing."""
+def unauthenticated(server: Server) -> socket.socket:
+    """Return an unauthenticated connection."""
     return socket.create_connection(("127.0.0.1", server.port), timeout=5)
 
 
-def until(true: Callable[[], bool], seconds: float = 5.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
     deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"not in {seconds} s"
+    while not condition():
+        assert time.monotonic() < deadline, f"the condition was not met within {seconds} s"
         time.sleep(0.01)
 
 
 def make_certificates(directory: Path) -> dict[str, str]:
-    """PEM files, by name: two authorities, and a certificate with its key that each has signed."""
+    """Return paths of PEM files by name: two authorities, and a certificate with its key signed by each."""
     found = {}
     for authority, member in (("authority", "member"), ("other_authority", "stranger")):
         ca, key = directory / f"{authority}.pem", directory / f"{authority}.key"

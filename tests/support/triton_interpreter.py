@@ -1,4 +1,4 @@
-"""Triton kernels on machines without a GPU: interpreted, or only compiled, each in a process of its own."""
+"""Triton kernels on machines without a GPU: interpreted or only compiled, in a separate process."""
 
 import importlib.util
 import os
@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 Runner = Callable[..., Any]
-"""`run(work, *args)` returns `work(*args)`, or raises what it raised. All must be picklable."""
+"""Function `run(work, *args)` that returns `work(*args)`, or raises its error. All arguments must be picklable."""
 
 
 @contextmanager
 def process_with(environment: dict[str, str]) -> Iterator[Runner]:
-    """A process that does not have the modules of this one; Triton reads `environment` when it is imported."""
+    """Start a process with `environment`, which Triton reads when it is imported. It inherits no modules."""
     before = {name: os.environ.get(name) for name in environment}
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         os.environ |= environment
@@ -36,7 +36,7 @@ def process_with(environment: dict[str, str]) -> Iterator[Runner]:
 
 @contextmanager
 def gpu_or_interpreter() -> Iterator[Runner]:
-    """`run(work, *args)` returns `work(device, *args)`: on the GPU if there is one, else interpreted on CPU."""
+    """Yield `run(work, *args)`: it returns `work(device, *args)`, on the GPU if there is one, else interpreted."""
     if torch.cuda.is_available():
         yield lambda work, *args: work(torch.device("cuda"), *args)
         return
@@ -45,7 +45,7 @@ def gpu_or_interpreter() -> Iterator[Runner]:
 
 
 class _NoDriver:
-    """What Triton asks of a driver in order to compile: the GPU to compile for, in place of one that is there."""
+    """Driver that names the GPU to compile for, in place of an existing one."""
 
     def __init__(self, capability: int) -> None:
         self._capability = capability
@@ -64,7 +64,15 @@ class _NoDriver:
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """What `ptxas` made of a Triton program. `warps`: of a program. `shared`: bytes of shared memory of a program."""
+    """A compiled Triton program.
+
+    Attributes:
+        name: name of the kernel.
+        ptx: PTX code.
+        cubin: output of `ptxas`.
+        warps: warps per program.
+        shared: bytes of shared memory per program.
+    """
 
     name: str
     ptx: str
@@ -74,37 +82,38 @@ class CompiledKernel:
 
     @cached_property
     def sass(self) -> str:
-        """Machine code."""
+        """Return the machine code."""
         return _tool("nvdisasm", "--print-code", self.cubin)
 
     @cached_property
     def registers(self) -> int:
-        """Of a thread."""
+        """Return the number of registers per thread."""
         found = re.search(r"REG:(\d+)", _tool("cuobjdump", "--dump-resource-usage", self.cubin))
         assert found is not None
         return int(found[1])
 
     @property
     def uses_local_memory(self) -> bool:
-        """Whether registers are spilled, or arrays kept outside of them."""
+        """Return True if registers are spilled, or arrays are stored outside registers."""
         return re.search(r"\b(LDL|STL)\b", self.sass) is not None
 
     @property
     def warps_at_once(self) -> int:
-        """Warps of this program that a multiprocessor of capability 8.0 or 9.0 holds at once, of 64.
+        """Return how many of the 64 warps of a multiprocessor (capability 8.0 or 9.0) this program can use.
 
-        65536 registers, in units of 8 a thread; 164 KB of shared memory, 1 KB of it for each program; 32 programs.
+        A multiprocessor has 65536 registers, in units of 8 per thread, 164 KB of shared memory, of which each program
+        needs an additional 1 KB, and at most 32 programs.
         """
         by_registers = 65536 // (-(-self.registers // 8) * 8 * 32 * self.warps)
         return self.warps * min(by_registers, (164 << 10) // (self.shared + 1024), 32, 64 // self.warps)
 
     def accesses(self, operation: str, bits: int) -> bool:
-        """Whether there is an `operation`, LDG or STG, of so many bits a thread."""
+        """Return True if there is an `operation` (LDG or STG) of `bits` bits per thread."""
         return re.search(rf"\b{operation}\.E\.{bits}\b", self.sass) is not None
 
 
 def _tool(name: str, option: str, cubin: bytes) -> str:
-    """What a program that comes with Triton says of `cubin`."""
+    """Return the output of a program of Triton's distribution for `cubin`."""
     spec = importlib.util.find_spec("triton")
     assert spec is not None
     assert spec.origin is not None
@@ -116,9 +125,9 @@ def _tool(name: str, option: str, cubin: bytes) -> str:
 
 
 def compiled(work: Callable[[], None], capability: int) -> list[CompiledKernel]:
-    """The kernels that `work` starts with CPU tensors: compiled for `capability`, not run.
+    """Return the kernels that `work` launches with CPU tensors, compiled for `capability` but not run.
 
-    To be called in a process of `process_with`, where kernels are not interpreted.
+    Must be called in a process of `process_with` in which kernels are not interpreted.
     """
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -141,5 +150,5 @@ def compiled(work: Callable[[], None], capability: int) -> list[CompiledKernel]:
 
 
 def inexact(ptx: str) -> set[str]:
-    """The instructions of `ptx` whose results are not those of IEEE 754, one rounding an operation."""
+    """Return the instructions of `ptx` that do not round every operation as IEEE 754 requires."""
     return set(re.findall(r"\b[a-z]\w*\S*\.(?:ftz|approx|full)\S*|\bfma\.\S*|\b(?:div|sqrt)\.r[zmp]\S*", ptx))

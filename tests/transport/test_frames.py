@@ -1,4 +1,4 @@
-"""What a head may be, and sizes that are checked before anything is allocated."""
+"""Heads of frames: valid and malformed ones, and limits of their sizes."""
 
 import json
 import random
@@ -56,12 +56,12 @@ def nested(levels: int) -> bytes:
     ],
     ids=lambda text: repr(text[:30]),
 )
-def test_a_malformed_head_is_one_error(text: bytes) -> None:
+def test_a_malformed_head_raises_a_protocol_error(text: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode(text)
 
 
-def test_what_is_sent_is_what_is_read() -> None:
+def test_a_decoded_head_equals_the_encoded_one() -> None:
     head = {"kind": "x", "a": [1, -2.5, None, True, "ü \\ud800 \U0001f600"], "b": {"c": {}}, "n": (1 << 63) - 1}
     text = encode(head, 7)
     assert sizes(text[: HEADER.size], 1000, 7) == (len(text) - HEADER.size, 7)
@@ -71,7 +71,7 @@ def test_what_is_sent_is_what_is_read() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), "\ud800", float("inf")])
-def test_what_would_be_refused_is_not_sent(value: object) -> None:
+def test_a_head_that_the_receiver_would_refuse_is_not_sent(value: object) -> None:
     with pytest.raises(ValueError, match=r"Out of range|surrogates not allowed"):
         encode({"kind": "x", "a": value})
 
@@ -82,7 +82,7 @@ def test_sizes_above_the_limits_are_refused(head: int, body: int) -> None:
         sizes(HEADER.pack(b"DSCF", head, body), 10, 20)
 
 
-def test_random_bytes_never_raise_anything_else() -> None:
+def test_random_bytes_raise_only_protocol_errors() -> None:
     draw = random.Random(0)
     for _ in range(5000):
         text = "".join(draw.choices('{}[]":,\\u0d8kind1eE+-.' + string.ascii_letters, k=draw.randrange(60)))
@@ -106,7 +106,7 @@ TABLE = {
 GOOD = {"kind": "join", "name": "n", "slots": [0, 9], "silent": 1.5, "terms": {}, "ok": False}
 
 
-def test_a_message_that_fits_its_table_passes() -> None:
+def test_a_message_that_its_table_allows_passes() -> None:
     check_message(GOOD, TABLE)
     check_message({**GOOD, "silent": None, "slots": [], "more": 1}, TABLE)
     check_message({"kind": "beat"}, TABLE)
@@ -133,11 +133,11 @@ def test_a_message_that_fits_its_table_passes() -> None:
         ("ok", 1),
     ],
 )
-def test_a_field_that_does_not_fit_is_named(name: str, value: object) -> None:
+def test_an_invalid_field_is_named(name: str, value: object) -> None:
     with pytest.raises(ProtocolError, match=name):
         check_message({**GOOD, name: value}, TABLE)
 
 
 def test_json_has_no_other_way_to_write_a_surrogate() -> None:
-    """`decode` looks for escapes alone."""
+    """`decode` only checks escapes."""
     assert b"\\u" in json.dumps("\ud800").encode()

@@ -1,4 +1,4 @@
-"""Both sides prove that they know the secret; a proof that was seen before, or comes back, is of no use."""
+"""Both sides prove that they know the secret. A proof cannot be replayed or reflected."""
 
 import pytest
 
@@ -14,23 +14,23 @@ from deepspeed_compress.transport.handshake import Steps, client_steps, server_s
 KEY = b"0123456789abcdef"
 
 
-class Recorded:
-    """Runs both sides against each other, and keeps what each has sent."""
+class Handshake:
+    """A handshake between both sides, with the bytes that they sent and their errors."""
 
     def __init__(self, client: Steps, server: Steps) -> None:
         self.sent: list[bytes] = []
         self.errors: dict[str, Exception] = {}
         next(server)
-        said, server_is_next = next(client).out, True
-        while said:
-            self.sent.append(said)
-            said = self._send("server" if server_is_next else "client", server if server_is_next else client, said)
+        data, server_is_next = next(client).out, True
+        while data:
+            self.sent.append(data)
+            data = self._send("server" if server_is_next else "client", server if server_is_next else client, data)
             server_is_next = not server_is_next
         self._finish("server", server)
 
-    def _send(self, name: str, steps: Steps, said: bytes) -> bytes:
+    def _send(self, name: str, steps: Steps, data: bytes) -> bytes:
         try:
-            return steps.send(said).out
+            return steps.send(data).out
         except StopIteration:
             return b""
         except OSError as error:
@@ -45,44 +45,44 @@ class Recorded:
 
 
 def test_sides_with_the_same_secret_accept_each_other() -> None:
-    met = Recorded(client_steps(KEY, "echo"), server_steps(KEY, "echo", lambda: True))
-    assert met.errors == {}
-    assert [len(one) for one in met.sent] == [64, 64, 32, 55]
-    assert not any(KEY in one for one in met.sent)
+    result = Handshake(client_steps(KEY, "echo"), server_steps(KEY, "echo", lambda: True))
+    assert result.errors == {}
+    assert [len(one) for one in result.sent] == [64, 64, 32, 55]
+    assert not any(KEY in one for one in result.sent)
 
 
 def test_every_handshake_differs() -> None:
-    sent = [Recorded(client_steps(KEY, "echo"), server_steps(KEY, "echo", lambda: True)).sent for _ in range(2)]
+    sent = [Handshake(client_steps(KEY, "echo"), server_steps(KEY, "echo", lambda: True)).sent for _ in range(2)]
     assert all(first != second for first, second in zip(*sent, strict=True))
 
 
-def test_another_secret_is_refused_on_both_sides() -> None:
-    met = Recorded(client_steps(b"another secret!!", "echo"), server_steps(KEY, "echo", lambda: True))
-    assert isinstance(met.errors["client"], AuthenticationError)
-    assert isinstance(met.errors["server"], AuthenticationError)
-    assert met.sent[-1] == b"\x01" + bytes(54), "it learns nothing of the server"
+def test_different_secrets_are_refused_on_both_sides() -> None:
+    result = Handshake(client_steps(b"another secret!!", "echo"), server_steps(KEY, "echo", lambda: True))
+    assert isinstance(result.errors["client"], AuthenticationError)
+    assert isinstance(result.errors["server"], AuthenticationError)
+    assert result.sent[-1] == b"\x01" + bytes(54), "the client learns nothing about the server"
 
 
 def test_a_replayed_proof_is_refused() -> None:
-    met = Recorded(client_steps(KEY, "echo"), server_steps(KEY, "echo", lambda: True))
+    result = Handshake(client_steps(KEY, "echo"), server_steps(KEY, "echo", lambda: True))
     server = server_steps(KEY, "echo", lambda: True)
     next(server)
-    server.send(met.sent[0])
-    assert server.send(met.sent[2]).out[0] == 1
+    server.send(result.sent[0])
+    assert server.send(result.sent[2]).out[0] == 1
     with pytest.raises(AuthenticationError):
         next(server)
 
 
-def test_a_replayed_server_is_refused() -> None:
-    met = Recorded(client_steps(KEY, "echo"), server_steps(KEY, "echo", lambda: True))
+def test_a_replayed_server_verdict_is_refused() -> None:
+    result = Handshake(client_steps(KEY, "echo"), server_steps(KEY, "echo", lambda: True))
     client = client_steps(KEY, "echo")
     next(client)
-    client.send(met.sent[1])
+    client.send(result.sent[1])
     with pytest.raises(AuthenticationError, match="does not know the secret"):
-        client.send(met.sent[3])
+        client.send(result.sent[3])
 
 
-def test_a_server_that_reflects_is_refused() -> None:
+def test_a_server_that_reflects_messages_is_refused() -> None:
     client = client_steps(KEY, "echo")
     with pytest.raises(AuthenticationError, match="repeats"):
         client.send(next(client).out)
@@ -94,8 +94,8 @@ def test_a_server_that_reflects_is_refused() -> None:
         client.send(b"\0" + b"echo".ljust(22, b"\0") + proof)
 
 
-def test_a_verdict_that_was_changed_is_refused() -> None:
-    """So that nobody on the way can say that the server is busy, or of another service."""
+def test_a_modified_verdict_is_refused() -> None:
+    """An attacker in the middle cannot claim that the server is busy or runs another service."""
     for code in (2, 3):
         client, server = client_steps(KEY, "echo"), server_steps(KEY, "echo", lambda: True)
         next(server)
@@ -104,20 +104,22 @@ def test_a_verdict_that_was_changed_is_refused() -> None:
             client.send(bytes([code]) + verdict[1:])
 
 
-def test_another_service_is_named_to_those_who_know_the_secret() -> None:
-    met = Recorded(client_steps(KEY, "coordinator"), server_steps(KEY, "parameter server", lambda: True))
-    error = met.errors["client"]
+def test_the_service_is_named_to_clients_that_know_the_secret() -> None:
+    result = Handshake(client_steps(KEY, "coordinator"), server_steps(KEY, "parameter server", lambda: True))
+    error = result.errors["client"]
     assert isinstance(error, OtherServiceError)
     assert error.service == "parameter server"
     assert str(error) == "the server is a parameter server, not a coordinator"
 
 
-def test_a_full_server_says_so() -> None:
-    met = Recorded(client_steps(KEY, "echo"), server_steps(KEY, "echo", lambda: False))
-    assert {name: type(one) for name, one in met.errors.items()} == dict.fromkeys(("client", "server"), ServerBusyError)
+def test_a_full_server_raises_server_busy() -> None:
+    result = Handshake(client_steps(KEY, "echo"), server_steps(KEY, "echo", lambda: False))
+    assert {name: type(one) for name, one in result.errors.items()} == dict.fromkeys(
+        ("client", "server"), ServerBusyError
+    )
 
 
-def test_another_version_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_versions_are_named_if_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     client, server = client_steps(KEY, "echo"), server_steps(KEY, "echo", lambda: True)
     next(server)
     hello = bytearray(next(client).out)
@@ -132,8 +134,8 @@ def test_another_version_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
         client.send(answer)
 
 
-def test_what_is_not_of_this_protocol_is_named() -> None:
+def test_another_protocol_is_named() -> None:
     server = server_steps(KEY, "echo", lambda: True)
     next(server)
-    with pytest.raises(ProtocolError, match="something else runs there"):
+    with pytest.raises(ProtocolError, match="it is a different program"):
         server.send(b"GET / HTTP/1.1\r\n".ljust(64))

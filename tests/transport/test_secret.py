@@ -1,4 +1,4 @@
-"""Where the secret comes from, and which files are refused."""
+"""Sources of the secret, and files that are refused."""
 
 import ast
 import os
@@ -41,7 +41,7 @@ def test_the_first_process_creates_the_file_and_all_others_find_it(home: Path) -
     assert [one.name for one in file.parent.iterdir()] == ["secret"]
 
 
-def test_many_processes_at_once_create_one_secret(home: Path) -> None:
+def test_concurrent_threads_create_one_secret(home: Path) -> None:
     found: list[bytes] = []
     threads = [threading.Thread(target=lambda: found.append(find_secret().key)) for _ in range(16)]
     for thread in threads:
@@ -52,7 +52,7 @@ def test_many_processes_at_once_create_one_secret(home: Path) -> None:
     assert len(set(found)) == 1
 
 
-def test_the_variable_is_taken_before_the_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_has_priority_over_the_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SECRET_FILE, str(write(home / "other", "fedcba9876543210\n")))
     assert find_secret().key == b"fedcba9876543210"
     monkeypatch.setenv(SECRET, " 00112233445566778899 ")
@@ -61,14 +61,16 @@ def test_the_variable_is_taken_before_the_file(home: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o610])
-def test_a_file_that_others_can_use_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch, mode: int) -> None:
+def test_a_file_that_other_users_can_access_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch, mode: int) -> None:
     monkeypatch.setenv(SECRET_FILE, str(write(home / "file", mode=mode)))
-    with pytest.raises(ConfigError, match=rf"other users can use the secret \(mode 0{mode:o}\); run `chmod 600"):
+    with pytest.raises(ConfigError, match=rf"other users can access the secret \(mode 0{mode:o}\); run `chmod 600"):
         find_secret()
 
 
 @pytest.mark.parametrize("text", ["", "\n", "short"])
-def test_a_short_secret_is_refused_wherever_it_is(home: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_a_short_secret_is_refused_in_a_file_and_a_variable(
+    home: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
     monkeypatch.setenv(SECRET_FILE, str(write(home / "file", text)))
     with pytest.raises(ConfigError, match=r"allowed: at least 16"):
         find_secret()
@@ -80,7 +82,7 @@ def test_a_short_secret_is_refused_wherever_it_is(home: Path, monkeypatch: pytes
 def test_a_file_of_another_user_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SECRET_FILE, str(write(home / "file")))
     monkeypatch.setattr("os.geteuid", lambda: 12345)
-    with pytest.raises(ConfigError, match=r"belongs to user \d+, not to this one \(12345\)"):
+    with pytest.raises(ConfigError, match=r"belongs to user \d+, not to this user \(12345\)"):
         find_secret()
 
 
@@ -91,7 +93,7 @@ def test_a_named_file_that_is_missing_is_not_created(home: Path, monkeypatch: py
     assert list(home.iterdir()) == []
 
 
-def test_a_home_where_nothing_can_be_written_is_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_home_directory_is_an_error(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/proc/self")
     with pytest.raises(ConfigError, match=f"cannot be created .* set {SECRET}"):
         find_secret()
@@ -100,7 +102,7 @@ def test_a_home_where_nothing_can_be_written_is_named(home: Path, monkeypatch: p
     assert environment == {}, "only a program that needs the secret fails"
 
 
-def test_children_get_the_path_and_not_the_secret(home: Path) -> None:
+def test_child_processes_get_the_path_instead_of_the_secret(home: Path) -> None:
     environment = {"HOME": str(home)}
     pass_on(environment)
     assert environment[SECRET_FILE] == str(home / ".deepspeed_compress" / "secret")
@@ -110,7 +112,7 @@ def test_children_get_the_path_and_not_the_secret(home: Path) -> None:
     assert chosen == {SECRET: "0011223344556677"}
 
 
-def test_a_secret_does_not_show(home: Path) -> None:
+def test_the_repr_hides_the_secret(home: Path) -> None:
     assert find_secret().key.decode() not in repr(find_secret())
 
 
@@ -120,7 +122,7 @@ print({name: os.environ.get(name) for name in sorted(os.environ) if name.startsw
 """
 
 
-def test_run_hands_the_path_and_certificates_to_its_program(home: Path) -> None:
+def test_run_passes_the_path_and_certificates_to_its_program(home: Path) -> None:
     program, files = home / "program.py", make_certificates(home)
     program.write_text(PROGRAM)
     options = ["--launcher", "none", "--tls-certificate", files["member"], "--tls-authority", files["authority"]]

@@ -1,4 +1,4 @@
-"""Connections over sockets: frames both ways, limits, deadlines, floods, and ends that wait for nobody."""
+"""Connections over sockets: frames in both directions, limits, deadlines, floods, and shutdown."""
 
 import os
 import random
@@ -22,18 +22,18 @@ from deepspeed_compress.transport.errors import (
     ServerBusyError,
 )
 from deepspeed_compress.transport.frames import HEADER, Limits, encode
-from deepspeed_compress.transport.outgoing import Outgoing
 from deepspeed_compress.transport.pending import PendingLimits
 from deepspeed_compress.transport.secret import Secret
+from deepspeed_compress.transport.send_queue import SendQueue
 from deepspeed_compress.transport.server import Bounds, Server
 from deepspeed_compress.transport.tls import Tls
-from tests.support.transport import CREDENTIALS, SERVICE, connected, make_certificates, plain, serving, until
+from tests.support.transport import CREDENTIALS, SERVICE, connected, make_certificates, serving, unauthenticated, until
 
 MEGABYTE = 1 << 20
 ENDED = "closed|reset|Broken pipe"
 
 
-def test_frames_travel_both_ways_whole() -> None:
+def test_frames_arrive_complete_in_both_directions() -> None:
     draw = random.Random(0)
     limits = Limits(body=4 * MEGABYTE)
     with serving(limits=limits) as server, connected(server, limits=limits) as there:
@@ -49,17 +49,17 @@ def test_frames_travel_both_ways_whole() -> None:
         there.read_into(memory)
         assert (memory, there.left) == (b"abcd", 2)
         there.send({"kind": "z"})
-        assert there.receive(5) == {"kind": "z"}, "what is left of a body is dropped"
+        assert there.receive(5) == {"kind": "z"}, "the unread rest of a body is dropped"
 
 
-def test_nothing_comes_in_time_and_the_connection_lives_on() -> None:
+def test_a_connection_survives_a_receive_timeout() -> None:
     with serving() as server, connected(server) as there:
         assert there.receive(0.05) is None
         there.send({"kind": "x"})
         assert there.receive(5) == {"kind": "x"}
 
 
-def test_arrived_messages_come_together() -> None:
+def test_arrived_returns_all_waiting_messages() -> None:
     with serving() as server, connected(server) as there:
         assert there.arrived(0.01) == []
         for number in range(3):
@@ -70,7 +70,7 @@ def test_arrived_messages_come_together() -> None:
 
 
 @pytest.mark.parametrize("tampered", [b"GET / HTTP/1.1\r\n\r\n", HEADER.pack(b"DSCF", 2**32 - 1, 0), b"\0" * 500])
-def test_what_is_not_a_frame_ends_its_connection_alone(tampered: bytes) -> None:
+def test_an_invalid_frame_ends_only_its_connection(tampered: bytes) -> None:
     with serving() as server, connected(server) as there, connected(server) as other:
         there._channel.write(memoryview(tampered), time.monotonic() + 5)
         with pytest.raises(OSError, match=ENDED):
@@ -79,7 +79,7 @@ def test_what_is_not_a_frame_ends_its_connection_alone(tampered: bytes) -> None:
         assert other.receive(5) == {"kind": "x"}
 
 
-def test_a_body_that_is_only_announced_allocates_nothing() -> None:
+def test_an_announced_body_allocates_no_memory() -> None:
     limits = Limits(head=frames.DEFAULT_LIMITS.head, body=1 << 40)
     with serving(limits=limits) as server:
         tracemalloc.start()
@@ -95,7 +95,7 @@ def test_a_body_that_is_only_announced_allocates_nothing() -> None:
             tracemalloc.stop()
 
 
-def test_a_frame_that_has_begun_must_end() -> None:
+def test_an_incomplete_frame_times_out() -> None:
     with serving(limits=Limits(patience=0.3)) as server:
         there = connected(server)
         there._channel.write(memoryview(encode({"kind": "x"})[:-1]), time.monotonic() + 5)
@@ -106,7 +106,7 @@ def test_a_frame_that_has_begun_must_end() -> None:
         there.close()
 
 
-def test_a_trickle_of_bytes_does_not_renew_the_deadline_of_a_head() -> None:
+def test_a_trickle_of_bytes_does_not_extend_the_deadline_of_a_head() -> None:
     with serving(limits=Limits(patience=0.5)) as server:
         there = connected(server)
         begun, frame = time.monotonic(), encode({"kind": "x" * 500})
@@ -122,7 +122,7 @@ def trickle(connection: Connection, data: bytes) -> None:
         time.sleep(0.05)
 
 
-def test_a_write_that_nobody_reads_ends_in_time() -> None:
+def test_a_write_times_out_if_the_other_side_does_not_read() -> None:
     silent = threading.Event()
     with serving(lambda connection: bool(silent.wait(10)) or None) as server:
         there = connected(server, limits=Limits(patience=0.3))
@@ -134,28 +134,31 @@ def test_a_write_that_nobody_reads_ends_in_time() -> None:
 
 
 @pytest.mark.parametrize("size", [5, 7])
-def test_pieces_of_another_length_end_the_connection(size: int) -> None:
+def test_pieces_of_the_wrong_size_end_the_connection(size: int) -> None:
     with serving(limits=Limits(body=10)) as server, connected(server) as there:
-        with pytest.raises(ValueError, match="not as long as was announced"):
+        with pytest.raises(ValueError, match="do not add up to the announced size"):
             there.send_pieces({"kind": "x"}, 6, [bytes(size)])
         assert not there.is_open
 
 
-def test_a_wrong_secret_says_which_file_to_copy() -> None:
-    told: list[str] = []
+def test_the_error_of_a_wrong_secret_names_the_file_to_copy() -> None:
+    log: list[str] = []
     wrong = Credentials(Secret(b"another secret of somebody else", "/home/me/.deepspeed_compress/secret"))
-    with serving(told=told.append) as server:
+    with serving(log=log.append) as server:
         with pytest.raises(AuthenticationError) as caught:
             connected(server, wrong)
-        assert "has another secret" in str(caught.value)
+        assert "has a different secret" in str(caught.value)
         assert "/home/me/.deepspeed_compress/secret" in str(caught.value)
         assert "DS_COMPRESS_SECRET_FILE" in str(caught.value)
-        until(lambda: len(told) == 1)
-        assert "refused a connection from 127.0.0.1: it has another secret (the secret here is from the tests)" in told
+        until(lambda: len(log) == 1)
+        assert log == [
+            "refused a connection from 127.0.0.1: the client has a different secret (the secret of this server is from "
+            "the tests)"
+        ]
         assert server.connections == 0
 
 
-def test_another_service_and_a_full_server_are_told() -> None:
+def test_clients_learn_of_another_service_and_of_a_full_server() -> None:
     with serving(bounds=Bounds(connections=1)) as server:
         with pytest.raises(OtherServiceError):
             connect(f"127.0.0.1:{server.port}", "other", CREDENTIALS)
@@ -165,7 +168,7 @@ def test_another_service_and_a_full_server_are_told() -> None:
         connected(server).close()
 
 
-def test_something_else_that_listens_is_an_error_in_time() -> None:
+def test_connecting_to_a_silent_listener_times_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
         begun = time.monotonic()
@@ -174,10 +177,10 @@ def test_something_else_that_listens_is_an_error_in_time() -> None:
         assert time.monotonic() - begun < 3
 
 
-def test_unauthenticated_connections_are_few_and_short_lived() -> None:
+def test_unauthenticated_connections_are_limited_in_number_and_time() -> None:
     before = threading.active_count()
     with serving(bounds=Bounds(pending=PendingLimits(8, 3.0))) as server:
-        flood = [plain(server) for _ in range(30)]
+        flood = [unauthenticated(server) for _ in range(30)]
         with connected(server) as there:
             there.send({"kind": "x"})
             assert there.receive(5) == {"kind": "x"}
@@ -198,12 +201,12 @@ def is_closed(there: socket.socket) -> bool:
         return True
 
 
-def test_a_flooder_does_not_lock_an_honest_client_out() -> None:
-    """It opens connections as fast as it can, says half a hello on some, and random bytes on others."""
+def test_a_flood_does_not_lock_out_an_honest_client() -> None:
+    """The flood opens connections as fast as it can, and sends partial hellos or random bytes."""
     bounds, end = Bounds(pending=PendingLimits(32, 2.0)), threading.Event()
     with serving(bounds=bounds) as server:
-        flooders = [threading.Thread(target=flood, args=(server, end, seed)) for seed in range(2)]
-        for one in flooders:
+        threads = [threading.Thread(target=flood, args=(server, end, seed)) for seed in range(2)]
+        for one in threads:
             one.start()
         try:
             for _ in range(20):
@@ -212,27 +215,27 @@ def test_a_flooder_does_not_lock_an_honest_client_out() -> None:
                     assert there.receive(5) == {"kind": "x"}
         finally:
             end.set()
-            for one in flooders:
+            for one in threads:
                 one.join()
 
 
 def flood(server: Server, end: threading.Event, seed: int) -> None:
-    draw, kept = random.Random(seed), []
+    draw, connections = random.Random(seed), []
     while not end.is_set():
         try:
-            one = plain(server)
+            one = unauthenticated(server)
             one.sendall(draw.choice([b"", b"DSCOMPR\n\0\1", draw.randbytes(64), draw.randbytes(5000)]))
         except OSError:
             continue
-        kept.append(one)
-        if len(kept) > 50:
-            kept.pop(0).close()
-    for one in kept:
+        connections.append(one)
+        if len(connections) > 50:
+            connections.pop(0).close()
+    for one in connections:
         one.close()
 
 
-def test_an_end_waits_for_nobody() -> None:
-    """`serving` checks that: one that has proved nothing, one that is silent, one that does not read."""
+def test_a_shutdown_does_not_wait_for_clients() -> None:
+    """`serving` checks the time. One client is unauthenticated, one is silent, and one does not read."""
     held: list[Connection] = []
 
     def answer(connection: Connection) -> None:
@@ -240,7 +243,7 @@ def test_an_end_waits_for_nobody() -> None:
         connection.send({"kind": "x"}, bytes(64 * MEGABYTE))
 
     with serving(answer) as server:
-        silent, unread = plain(server), connected(server)
+        silent, unread = unauthenticated(server), connected(server)
         held.extend([connected(server), unread])
         unread.send({"kind": "x"})
         time.sleep(0.2)
@@ -249,7 +252,7 @@ def test_an_end_waits_for_nobody() -> None:
         one.close()
 
 
-def test_an_end_lets_a_call_finish_that_has_begun() -> None:
+def test_a_shutdown_with_drain_lets_running_calls_finish() -> None:
     begun, ended = threading.Event(), []
 
     def slow(connection: Connection) -> None:
@@ -271,30 +274,30 @@ def test_an_end_lets_a_call_finish_that_has_begun() -> None:
     assert not thread.is_alive()
     assert len(ended) == 1
     with pytest.raises(ConnectionRefusedError):
-        plain(server)
+        unauthenticated(server)
 
 
-def test_an_error_of_a_service_ends_one_connection_and_is_told() -> None:
-    told: list[str] = []
+def test_an_error_in_the_service_ends_one_connection_and_is_logged() -> None:
+    log: list[str] = []
 
     def fail(connection: Connection) -> None:
         head = connection.receive()
         assert head is not None
         connection.send({"kind": head["missing"]})
 
-    with serving(fail, told=told.append) as server:
+    with serving(fail, log=log.append) as server:
         with connected(server) as there:
             there.send({"kind": "x"})
             with pytest.raises(OSError, match=ENDED):
                 there.receive(5)
-        until(lambda: told != [])
-        assert told[0].endswith("was closed: KeyError: 'missing'")
+        until(lambda: log != [])
+        assert log[0].endswith("was closed: KeyError: 'missing'")
         with connected(server) as there:
             there.send({"kind": "x", "missing": "y"})
             assert there.receive(5) == {"kind": "y"}
 
 
-def test_one_that_floods_is_slowed_down() -> None:
+def test_a_client_above_the_rate_limit_is_slowed_down() -> None:
     with serving(limits=Limits(rate=100.0, burst=20)) as server, connected(server) as there:
         begun = time.monotonic()
         for _ in range(60):
@@ -304,24 +307,24 @@ def test_one_that_floods_is_slowed_down() -> None:
         assert 0.3 < time.monotonic() - begun < 3
 
 
-def test_a_client_that_reads_nothing_is_disconnected_before_memory_fills() -> None:
-    kept: list[Outgoing] = []
+def test_a_client_that_does_not_read_is_disconnected_before_memory_fills() -> None:
+    queues: list[SendQueue] = []
 
     def talk(connection: Connection) -> None:
-        kept.append(Outgoing(connection, count=10_000, size=MEGABYTE))
-        while kept[0].put({"kind": "x", "text": "y" * 10_000}):
+        queues.append(SendQueue(connection, count=10_000, size=MEGABYTE))
+        while queues[0].put({"kind": "x", "text": "y" * 10_000}):
             pass
         assert connection.receive() is None
 
     with serving(talk) as server, connected(server) as there:
-        until(lambda: bool(kept) and server.connections == 0)
-        assert kept[0]._bytes <= MEGABYTE + 20_000
+        until(lambda: bool(queues) and server.connections == 0)
+        assert queues[0]._bytes <= MEGABYTE + 20_000
         assert there.is_open
 
 
-def test_queued_messages_are_written_in_order_before_a_flush_ends() -> None:
+def test_a_flush_returns_after_all_queued_messages_are_written_in_order() -> None:
     def talk(connection: Connection) -> None:
-        queue = Outgoing(connection)
+        queue = SendQueue(connection)
         for number in range(100):
             assert queue.put({"kind": "x", "number": number})
         queue.flush(5.0)
@@ -335,7 +338,7 @@ def test_queued_messages_are_written_in_order_before_a_flush_ends() -> None:
 
 @pytest.fixture
 def many_descriptors() -> Iterator[list[int]]:
-    """Takes all descriptors below 1,100."""
+    """Occupy all file descriptors below 1,100."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(2000, before[1]), before[1]))
     taken = [os.open(os.devnull, os.O_RDONLY)]
@@ -347,7 +350,7 @@ def many_descriptors() -> Iterator[list[int]]:
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_descriptors_of_any_number_work(many_descriptors: list[int]) -> None:
+def test_large_descriptor_numbers_work(many_descriptors: list[int]) -> None:
     with serving() as server, connected(server) as there:
         assert there._channel.socket.fileno() > 1023
         there.send({"kind": "x"})
@@ -356,7 +359,7 @@ def test_descriptors_of_any_number_work(many_descriptors: list[int]) -> None:
     assert there.has_hung_up()
 
 
-def test_a_server_without_descriptors_lets_others_in_again(many_descriptors: list[int]) -> None:
+def test_a_server_recovers_after_running_out_of_descriptors(many_descriptors: list[int]) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     with serving() as server:
         waiting = socket.socket()
@@ -364,7 +367,7 @@ def test_a_server_without_descriptors_lets_others_in_again(many_descriptors: lis
         waiting.connect(("127.0.0.1", server.port))
         used = time.process_time()
         time.sleep(0.5)
-        assert time.process_time() - used < 0.3, "it does not spin"
+        assert time.process_time() - used < 0.3, "the server spins"
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
         with connected(server) as there:
             there.send({"kind": "x"})
@@ -376,17 +379,17 @@ def test_a_server_without_descriptors_lets_others_in_again(many_descriptors: lis
     ("address", "expected"),
     [("localhost:1", ("localhost", 1)), ("10.0.0.1:65535", ("10.0.0.1", 65535)), ("[::1]:7", ("::1", 7))],
 )
-def test_addresses(address: str, expected: tuple[str, int]) -> None:
+def test_valid_addresses_are_parsed(address: str, expected: tuple[str, int]) -> None:
     assert parse_address(address) == expected
 
 
 @pytest.mark.parametrize("address", ["", "here", "here:", ":1", "here:65536", "::1:7", "a b:1", "here:-1"])
-def test_what_is_no_address_is_named(address: str) -> None:
+def test_invalid_addresses_are_named(address: str) -> None:
     with pytest.raises(ValueError, match="is not an address"):
         parse_address(address)
 
 
-def test_certificates_of_one_authority_are_accepted_and_no_others(tmp_path) -> None:
+def test_only_certificates_of_the_same_authority_are_accepted(tmp_path) -> None:
     files = make_certificates(tmp_path)
     member = Credentials(CREDENTIALS.secret, Tls.load(files["member"], files["authority"]))
     stranger = Credentials(CREDENTIALS.secret, Tls.load(files["stranger"], files["authority"]))
@@ -397,7 +400,7 @@ def test_certificates_of_one_authority_are_accepted_and_no_others(tmp_path) -> N
     with serving(credentials=member, limits=limits) as server:
         with connected(server, member, limits) as there:
             sender = threading.Thread(target=there.send, args=({"kind": "x"}, body))
-            # Both ways at once, which OpenSSL by itself does not allow.
+            # Both directions at once, which OpenSSL alone does not allow.
             sender.start()
             assert there.receive(5) == {"kind": "x"}
             assert there.read_body() == body
@@ -406,7 +409,7 @@ def test_certificates_of_one_authority_are_accepted_and_no_others(tmp_path) -> N
             with pytest.raises(AuthenticationError):
                 connected(server, other)
         for unknown in (stranger, CREDENTIALS):
-            # The reason, which the server sends in TLS 1.3 after the client has begun to talk, may be lost.
+            # In TLS 1.3 the server sends the reason after the client has begun to send, so it may be lost.
             with pytest.raises(OSError, match=r"only one side uses TLS, or|TLS failed"):
                 connected(server, unknown)
         with connected(server, member) as there:
@@ -416,8 +419,8 @@ def test_certificates_of_one_authority_are_accepted_and_no_others(tmp_path) -> N
         connected(server, member)
 
 
-def test_an_authority_is_asked_for_by_both_sides(tmp_path) -> None:
-    """A client does not talk to a server of another authority either."""
+def test_both_sides_check_the_authority(tmp_path) -> None:
+    """A client refuses a server whose certificate is from another authority."""
     files = make_certificates(tmp_path)
     elsewhere = Credentials(CREDENTIALS.secret, Tls.load(files["stranger"], files["other_authority"]))
     member = Credentials(CREDENTIALS.secret, Tls.load(files["member"], files["authority"]))

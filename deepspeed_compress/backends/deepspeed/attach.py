@@ -50,7 +50,7 @@ from deepspeed_compress.errors import CompressWarning, ConfigError, UnsupportedE
 from deepspeed_compress.local_sgd.deepspeed.divided import attach_islands, stay_apart
 from deepspeed_compress.local_sgd.deepspeed.elastic import attach_elastic
 from deepspeed_compress.monitor import Journal, Meter, write_configuration
-from deepspeed_compress.policy import Available, Policy
+from deepspeed_compress.policy import AllowedChoices, Policy
 from deepspeed_compress.session.beside import Watch
 from deepspeed_compress.session.exact import attach_exact
 from deepspeed_compress.session.machines import equal_machines
@@ -320,15 +320,15 @@ def _session(
     )
 
 
-def _available(engine: Any, config: CompressConfig) -> Available:
+def _available(engine: Any, config: CompressConfig) -> AllowedChoices:
     """Return the settings that an adaptive policy may choose from.
 
     Under ZeRO 3 no rank keeps the weights that it gathers, so weight settings are not among them.
     """
     if config.adaptive is None:
-        return Available()
+        return AllowedChoices()
     alike = equal_machines(engine.device, deciding_group(engine))
-    return Available(low_rank=alike, weights=engine_kind(engine) != "zero_3")
+    return AllowedChoices(low_rank=alike, weights=engine_kind(engine) != "zero_3")
 
 
 def _watch(engine: Any, policy: Policy, parameters: Parameters, patches: Patches) -> Watch | None:

@@ -75,7 +75,7 @@ def _load(engine: Any, session: Session, load: Callable[..., Any], *args: Any, *
         if states:
             load_state(engine, Path(path).parent)
         session.renew_weights()
-        session.journal.go_on(engine.global_steps)
+        session.journal.continue_from(engine.global_steps)
         session.begin(engine.global_steps, loss_scale(engine))
     return path, client_state
 

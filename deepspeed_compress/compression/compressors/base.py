@@ -52,7 +52,7 @@ class Compressor(Protocol):
 class FusedFeedback(Protocol):
     """A compressor that applies error feedback in the same pass."""
 
-    def compress_with_feedback(self, x: Tensor, out: Tensor, key: int, memory: ResidualBuffers) -> None:
+    def compress_with_feedback(self, x: Tensor, out: Tensor, key: int, residual: ResidualBuffers) -> None:
         """Encode `x` + decay * before into `out`, as `compress` does, and store the error in `after`."""
 
 

@@ -88,16 +88,16 @@ class FormQuantizer(BlockQuantizer):
     def compress(self, x: Tensor, out: Tensor, key: int) -> None:
         self._encode(x, out, key, None)
 
-    def compress_with_feedback(self, x: Tensor, out: Tensor, key: int, memory: ResidualBuffers) -> None:
+    def compress_with_feedback(self, x: Tensor, out: Tensor, key: int, residual: ResidualBuffers) -> None:
         """See `FusedFeedback`."""
-        self._encode(x, out, key, memory)
+        self._encode(x, out, key, residual)
 
-    def _encode(self, x: Tensor, out: Tensor, key: int, memory: ResidualBuffers | None) -> None:
+    def _encode(self, x: Tensor, out: Tensor, key: int, residual: ResidualBuffers | None) -> None:
         number_field, code_field = self._split(out, x.numel())
         self._clear_padding(number_field, x.numel())
         numbers = self._numbers(number_field, x.numel()).view(-1)
         kernels, seed = for_device(x.device), key if self.stochastic else None
-        kernels.quantize_blocks(x, self.form, numbers, code_field, seed, memory)
+        kernels.quantize_blocks(x, self.form, numbers, code_field, seed, residual)
 
     def decompress_add(self, payload: Tensor, out: Tensor, scale: float) -> None:
         self.decompress_sum([payload], out, scale, add=True)

@@ -61,14 +61,14 @@ class Selection:
         found = [select(x[part].view(shape), kept).view(-1) for part, shape, kept in self._rows()]
         return torch.cat(found or [x.new_empty(0, dtype=torch.int64)])
 
-    def columns_of_sum(self, x: Tensor, memory: ResidualBuffers) -> tuple[Tensor, Tensor]:
+    def columns_of_sum(self, x: Tensor, residual: ResidualBuffers) -> tuple[Tensor, Tensor]:
         """Return the block-relative indices of the largest elements of the sum `x` + decay * before, and their values.
 
         The whole sum is written to `after`. Indices are int64 [kept], values fp32 [kept].
         """
         found = [(x.new_empty(0, dtype=torch.int64), x.new_empty(0))]
         for part, shape, kept in self._rows():
-            inside = ResidualBuffers(memory.before[part], memory.decay, memory.after[part])
+            inside = ResidualBuffers(residual.before[part], residual.decay, residual.after[part])
             columns, values = for_device(x.device).top_k_rows_of_sum(x[part].view(shape), kept, inside)
             found.append((columns.view(-1), values.view(-1)))
         columns, values = zip(*found, strict=True)

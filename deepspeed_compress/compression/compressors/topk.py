@@ -60,17 +60,17 @@ class TopK:
         selection.pack(columns, out[: selection.index_bytes])
         self._send(x[selection.positions(columns)], out[selection.index_bytes :], key)
 
-    def compress_with_feedback(self, x: Tensor, out: Tensor, key: int, memory: ResidualBuffers) -> None:
+    def compress_with_feedback(self, x: Tensor, out: Tensor, key: int, residual: ResidualBuffers) -> None:
         """See `FusedFeedback`. The residual is written once, and again at the positions that were sent."""
         selection = self._selection(x.numel())
-        columns, values = selection.columns_of_sum(x, memory)
+        columns, values = selection.columns_of_sum(x, residual)
         selection.pack(columns, out[: selection.index_bytes])
         payload = out[selection.index_bytes :]
         self._send(values, payload, key)
         self.values.decompress_add(payload, values, -1.0)
-        left = torch.empty(values.numel(), dtype=memory.after.dtype, device=x.device)
+        left = torch.empty(values.numel(), dtype=residual.after.dtype, device=x.device)
         for_device(x.device).cast(values, left)
-        memory.after.index_copy_(0, selection.positions(columns), left)
+        residual.after.index_copy_(0, selection.positions(columns), left)
 
     def _send(self, values: Tensor, out: Tensor, key: int) -> None:
         """Encode the kept `values` into `out`, with those below `min_magnitude` set to zero."""

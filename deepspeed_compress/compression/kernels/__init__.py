@@ -51,7 +51,7 @@ def _implementation(device_type: str) -> ModuleType:
         reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
         warnings.warn(
             f"compression runs on plain torch, several times slower than its own kernels for {device_type} tensors: "
-            f"{reason[0]}; {_MISSING[device_type]}. {SWITCH}=torch in the environment silences this",
+            f"{reason[0]}; {_MISSING[device_type]}. Set {SWITCH}=torch to use plain torch without this warning",
             CompressWarning,
             stacklevel=3,
         )

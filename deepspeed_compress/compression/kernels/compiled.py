@@ -26,7 +26,7 @@ __all__ = ["MARCH", "load_library"]
 MARCH = "DS_COMPRESS_MARCH"
 """Environment variable with the instruction set of the kernels (the compiler's `-march`). Default: this processor's."""
 _EXTENSIONS = "TORCH_EXTENSIONS_DIR"
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cpp")))
 _HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
 _FLAGS = (
@@ -40,14 +40,14 @@ def load_library() -> ctypes.CDLL:
     """Return the library from the cache, or build it now (a few seconds; processes of one machine wait for each other).
 
     It is stored under `TORCH_EXTENSIONS_DIR`, by default ~/.cache/torch_extensions. A library runs with this user's
-    rights, so a directory that others may write is not used; a private one replaces it, with a warning.
+    rights, so a directory that other users can write is replaced by a private one, with a warning.
 
     Raises:
         RuntimeError, OSError: the library cannot be built. The message is the compiler's.
     """
     path = _directory() / _library_name()
     if not _is_trusted(path):
-        with _alone(path.with_suffix(".lock")):
+        with _exclusive_lock(path.with_suffix(".lock")):
             if not _is_trusted(path):
                 _build(path)
     return ctypes.CDLL(str(path))
@@ -59,7 +59,8 @@ def _directory() -> Path:
     chosen = next(filter(_is_usable, candidates), None)
     if chosen is None:
         raise OSError(
-            f"no directory for compiled kernels is this user's alone, tried {', '.join(map(str, candidates))}"
+            "found no directory for compiled kernels that only this user can write, tried "
+            f"{', '.join(map(str, candidates))}"
         )
     named = os.environ.get(_EXTENSIONS)
     if named and chosen != candidates[0] and os.environ.get("LOCAL_RANK", "0") == "0":
@@ -94,7 +95,7 @@ def _is_trusted(path: Path) -> bool:
         found = path.stat()
     except OSError:
         return False
-    return found.st_uid in (0, os.geteuid()) and not found.st_mode & _OTHERS_WRITE
+    return found.st_uid in (0, os.geteuid()) and not found.st_mode & _WRITABLE_BY_OTHERS
 
 
 def _refusal(named: Path, chosen: Path) -> str:
@@ -105,9 +106,9 @@ def _refusal(named: Path, chosen: Path) -> str:
     except OSError as error:
         state = str(error)
     return (
-        f"{_EXTENSIONS}={named}: compression kernels are not loaded from there ({state}; allowed: a directory of this "
-        f"user or of root that nobody else may write), and {chosen} is used. Run chmod go-w {named}, or set "
-        f"{_EXTENSIONS} to a directory of your own"
+        f"{_EXTENSIONS}={named}: compression kernels are not loaded from this directory ({state}; allowed: a directory "
+        f"that only this user or root can write), but from {chosen}. Run chmod go-w {named}, or set {_EXTENSIONS} to a "
+        "directory of your own"
     )
 
 
@@ -134,7 +135,7 @@ def _processor_features() -> str:
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
+def _exclusive_lock(path: Path) -> Iterator[None]:
     """Hold an exclusive file lock. The kernel releases it if the process dies."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

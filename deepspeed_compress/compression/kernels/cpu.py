@@ -50,11 +50,11 @@ _POINTERS = ctypes.POINTER(_POINTER)
 _KINDS: Mapping[str, int] = MappingProxyType({"absmax": 0, "norm": 1, "mean": 2, "lloyd": 3, "eight": 4, "ternary": 5})
 _TYPES: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 1, torch.bfloat16: 2, torch.float16: 3})
 _FP32 = torch.float32
-_MOST = 1 << 53
+_MAX_NUMEL = 1 << 53
 """Upper bound on the number of elements of a tensor."""
-_WIDEST = 56
+_MAX_WIDTH = 56
 """Maximum width of a packed integer in bits. With up to seven bits of the previous one, it fits into 64 bits."""
-_NO_MEMORY = (0, None, 0.0, None)
+_NO_RESIDUAL = (0, None, 0.0, None)
 _STRIDES = ctypes.c_int64 * 3
 _DCT_TILE = 64
 """Maximum side of a tile of the C++ DCT."""
@@ -103,13 +103,13 @@ def _at(tensor: Tensor, numel: int, *dtypes: torch.dtype) -> int:
         ValueError: `tensor` is too small, not contiguous, not on the CPU, or not of one of `dtypes`.
     """
     if tensor.numel() < numel or tensor.dtype not in dtypes:
-        raise ValueError(f"expected {numel} elements of {' or '.join(map(str, dtypes))}, got {_what(tensor)}")
+        raise ValueError(f"expected {numel} elements of {' or '.join(map(str, dtypes))}, got {_describe(tensor)}")
     if not tensor.is_contiguous() or tensor.device.type != "cpu":
-        raise ValueError(f"expected a contiguous tensor on the CPU, got {_what(tensor)}")
+        raise ValueError(f"expected a contiguous tensor on the CPU, got {_describe(tensor)}")
     return tensor.data_ptr()
 
 
-def _what(tensor: Tensor) -> str:
+def _describe(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())} on {tensor.device}"
 
 
@@ -123,13 +123,13 @@ def _check_range(name: str, value: int, lowest: int, highest: int) -> None:
 
 
 def _check_form(form: BlockFormat) -> None:
-    _check_range("block_size", form.block_size, 1, _MOST)
+    _check_range("block_size", form.block_size, 1, _MAX_NUMEL)
     _check_range("bits", form.bits, 1, 8)
 
 
 def uniform(count: int, key: int | Tensor, device: torch.device) -> Tensor:
     """See `reference.uniform`."""
-    _check_range("count", count, 0, _MOST)
+    _check_range("count", count, 0, _MAX_NUMEL)
     out = torch.empty(count)
     _LIBRARY.compress_uniform(count, int(key), _at(out, count, _FP32), torch.get_num_threads())
     return out
@@ -166,7 +166,7 @@ def quantize_blocks(
     numbers: Tensor,
     codes: Tensor,
     key: int | None = None,
-    memory: ResidualBuffers | None = None,
+    residual: ResidualBuffers | None = None,
 ) -> None:
     """See `reference.quantize_blocks`. Makes one pass over `x` and the residual."""
     _check_form(form)
@@ -178,14 +178,14 @@ def quantize_blocks(
         *(scale_limit(numbers.dtype, factor), _at(numbers, blocks, *_TYPES), _TYPES[numbers.dtype]),
         *(_at(codes, form.code_bytes(numel), torch.uint8), codes.numel()),
         *(key is not None, key or 0),
-        *(_NO_MEMORY if memory is None else _memory(memory, numel)),
+        *(_NO_RESIDUAL if residual is None else _residual_arguments(residual, numel)),
         torch.get_num_threads(),
     )
 
 
-def _memory(memory: ResidualBuffers, numel: int) -> tuple[int, int, float, int]:
-    before, dtype = _at(memory.before, numel, torch.float32, torch.bfloat16), memory.before.dtype
-    return _TYPES[dtype], before, memory.decay, _at(memory.after, numel, dtype)
+def _residual_arguments(residual: ResidualBuffers, numel: int) -> tuple[int, int, float, int]:
+    before, dtype = _at(residual.before, numel, torch.float32, torch.bfloat16), residual.before.dtype
+    return _TYPES[dtype], before, residual.decay, _at(residual.after, numel, dtype)
 
 
 def dequantize_blocks_add(numbers: Tensor, codes: Tensor, form: BlockFormat, out: Tensor, scale: float) -> None:
@@ -221,12 +221,12 @@ def top_k_rows(rows: Tensor, k: int) -> Tensor:
     return columns
 
 
-def top_k_rows_of_sum(rows: Tensor, k: int, memory: ResidualBuffers) -> tuple[Tensor, Tensor]:
+def top_k_rows_of_sum(rows: Tensor, k: int, residual: ResidualBuffers) -> tuple[Tensor, Tensor]:
     """See `reference.top_k_rows_of_sum`. Makes one pass over `rows` and the residual."""
     _check_range("k", k, 1, rows.shape[1])
     columns, values = torch.empty(len(rows), k, dtype=torch.int64), torch.empty(len(rows), k)
     _LIBRARY.compress_top_k_of_sum(
-        *(_at(rows, rows.numel(), _FP32), len(rows), rows.shape[1], k, *_memory(memory, rows.numel())),
+        *(_at(rows, rows.numel(), _FP32), len(rows), rows.shape[1], k, *_residual_arguments(residual, rows.numel())),
         *(columns.data_ptr(), values.data_ptr(), torch.get_num_threads()),
     )
     return columns, values
@@ -238,7 +238,7 @@ top_k_sampled = top_k_rows
 
 def pack_bits(values: Tensor, width: int, out: Tensor) -> None:
     """See `reference.pack_bits`. `width` may be at most 56."""
-    _check_range("width", width, 0, _WIDEST)
+    _check_range("width", width, 0, _MAX_WIDTH)
     needed = -(-values.numel() * width // 8)
     _LIBRARY.compress_pack_bits(
         *(_at(values, values.numel(), torch.int64), values.numel(), width, _at(out, needed, torch.uint8), out.numel())
@@ -247,8 +247,8 @@ def pack_bits(values: Tensor, width: int, out: Tensor) -> None:
 
 def unpack_bits(packed: Tensor, width: int, count: int) -> Tensor:
     """See `reference.unpack_bits`."""
-    _check_range("width", width, 0, _WIDEST)
-    _check_range("count", count, 0, _MOST)
+    _check_range("width", width, 0, _MAX_WIDTH)
+    _check_range("count", count, 0, _MAX_NUMEL)
     # Checked before memory is allocated for values that do not exist.
     address = _at(packed, -(-count * width // 8), torch.uint8)
     values = torch.empty(count, dtype=torch.int64)
@@ -276,9 +276,9 @@ def _check_view(view: Tensor, shape: torch.Size) -> None:
     Raises:
         ValueError: it is not.
     """
-    one_beside_the_other = view.stride(3) == 1 or view.shape[3] == 1
-    if view.dtype != _FP32 or view.device.type != "cpu" or view.shape != shape or not one_beside_the_other:
-        raise ValueError(f"expected fp32 tiles {list(shape)}, rows contiguous, got {_what(view)}")
+    has_contiguous_rows = view.stride(3) == 1 or view.shape[3] == 1
+    if view.dtype != _FP32 or view.device.type != "cpu" or view.shape != shape or not has_contiguous_rows:
+        raise ValueError(f"expected fp32 tiles {list(shape)} with contiguous rows, got {_describe(view)}")
 
 
 def hadamard_tiles(tiles: Tensor, out: Tensor, inverse: bool) -> None:

@@ -46,21 +46,18 @@ __all__ = [
 square_norm = reference.square_norm
 top_k_sampled = top_k_rows
 """Same result. With a sample, the host would have to wait for the number of survivors."""
-_TOGETHER = 8
+_MESSAGES_PER_PASS = 8
 """Number of messages that a program adds at once, with all their codes in registers."""
-_LONGEST_BLOCK = 4096
+_MAX_BLOCK = 4096
 _KINDS = frozenset({"absmax", "norm", "mean", "lloyd"})
-_WIDEST = 16
+_MAX_WIDTH = 16
 
 
 def _covers(form: BlockFormat) -> bool:
     """Return True if blocks of `form` are encoded here: power-of-two sizes up to 4096 whose codes fill whole bytes."""
     size = form.block_size
     return (
-        form.kind in _KINDS
-        and 8 % form.bits == 0
-        and size & (size - 1) == 0
-        and 8 // form.bits <= size <= _LONGEST_BLOCK
+        form.kind in _KINDS and 8 % form.bits == 0 and size & (size - 1) == 0 and 8 // form.bits <= size <= _MAX_BLOCK
     )
 
 
@@ -95,18 +92,18 @@ def add_cast(values: Tensor, out: Tensor, scale: float) -> None:
     return None
 
 
-def top_k_rows_of_sum(rows: Tensor, k: int, memory: ResidualBuffers) -> tuple[Tensor, Tensor]:
+def top_k_rows_of_sum(rows: Tensor, k: int, residual: ResidualBuffers) -> tuple[Tensor, Tensor]:
     """See `reference.top_k_rows_of_sum`. Uses three programs, because a row may be too long for one program."""
     total = rows.clone()
-    add_cast(memory.before, total.view(-1), memory.decay)
+    add_cast(residual.before, total.view(-1), residual.decay)
     columns = top_k_rows(total, k)
-    cast(total.view(-1), memory.after)
+    cast(total.view(-1), residual.after)
     return columns, total.gather(1, columns)
 
 
 def pack_bits(values: Tensor, width: int, out: Tensor) -> None:
     """See `reference.pack_bits`."""
-    if not 0 < width <= _WIDEST or not flat(values, out):
+    if not 0 < width <= _MAX_WIDTH or not flat(values, out):
         return reference.pack_bits(values, width, out)
     with torch.cuda.device(out.get_device()):
         gpu_bits.pack[programs(out.numel(), TILE)](
@@ -133,7 +130,7 @@ def unpack_codes(packed: Tensor, width: int, count: int) -> Tensor:
 
 
 def _unpacked(packed: Tensor, width: int, out: Tensor) -> Tensor:
-    if not 0 < width <= _WIDEST or not flat(packed):
+    if not 0 < width <= _MAX_WIDTH or not flat(packed):
         return out.copy_(reference.unpack_bits(packed, width, out.numel()))
     with torch.cuda.device(out.get_device()):
         gpu_bits.unpack[programs(out.numel(), TILE)](
@@ -148,13 +145,13 @@ def quantize_blocks(
     numbers: Tensor,
     codes: Tensor,
     key: int | None = None,
-    memory: ResidualBuffers | None = None,
+    residual: ResidualBuffers | None = None,
 ) -> None:
     """See `reference.quantize_blocks`."""
     # Without a residual, x takes its place in the launch arguments; it is not written then.
-    before, after, decay = (memory.before, memory.after, memory.decay) if memory is not None else (x, x, 0.0)
+    before, after, decay = (residual.before, residual.after, residual.decay) if residual is not None else (x, x, 0.0)
     if not _covers(form) or not flat(x, numbers, codes, before, after):
-        return reference.quantize_blocks(x, form, numbers, codes, key, memory)
+        return reference.quantize_blocks(x, form, numbers, codes, key, residual)
     group, tile = _group(form)
     grid = programs(x.numel(), tile)
     with torch.cuda.device(x.get_device()):
@@ -162,7 +159,7 @@ def quantize_blocks(
             x, bits(before), bits(after), bits(numbers), codes, x.numel(), codes.numel(), decay, *halves(key or 0),
             kind=form.kind, levels=form.levels, bits=form.bits, block=form.block_size, group=group,
             limit=scale_limit(numbers.dtype, form.levels), after_limit=torch.finfo(after.dtype).max,
-            remember=memory is not None, stochastic=key is not None, alignment=alignment([codes]),
+            has_residual=residual is not None, stochastic=key is not None, alignment=alignment([codes]),
             num_warps=warps(tile), enable_fp_fusion=False,
         )  # fmt: skip
     # The programs clear only the padding that they reach.
@@ -185,8 +182,8 @@ def dequantize_blocks_sum(
     if not add:
         out.zero_()
     group, tile = _group(form)
-    for begin in range(0, len(messages), _TOGETHER):
-        numbers, codes = zip(*messages[begin : begin + _TOGETHER], strict=True)
+    for begin in range(0, len(messages), _MESSAGES_PER_PASS):
+        numbers, codes = zip(*messages[begin : begin + _MESSAGES_PER_PASS], strict=True)
         with torch.cuda.device(out.get_device()):
             gpu_blocks.decode[programs(out.numel(), tile)](
                 tuple(map(bits, numbers)), codes, out, out.numel(), scale,

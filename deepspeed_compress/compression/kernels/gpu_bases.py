@@ -18,7 +18,7 @@ __all__ = ["dct_tiles", "hadamard_tiles"]
 
 _WARP_TILE = 1024
 """Elements of a program with one warp: 32 registers per thread."""
-_LONGEST_BLOCK = 8192
+_MAX_BLOCK = 8192
 _DCT_TILE = 64
 
 
@@ -40,7 +40,7 @@ def hadamard_tiles(tiles: Tensor, out: Tensor, inverse: bool) -> None:
     """See `reference.hadamard_tiles`. Tiles of more than 8192 elements use the reference."""
     rows, columns, height, width = tiles.shape
     size = height * width
-    if size > _LONGEST_BLOCK or not flat(tiles, out):
+    if size > _MAX_BLOCK or not flat(tiles, out):
         return reference.hadamard_tiles(tiles, out, inverse)
     # A program of one warp exchanges elements without shared memory.
     group = max(1, _WARP_TILE // size)

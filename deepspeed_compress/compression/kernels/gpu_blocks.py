@@ -104,27 +104,27 @@ def _signed(codes, kind: tl.constexpr, bits: tl.constexpr):
 def encode(
     x, before, after, numbers, codes, numel, code_bytes, decay, key_low, key_high,
     kind: tl.constexpr, levels: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, group: tl.constexpr,
-    limit: tl.constexpr, after_limit: tl.constexpr, remember: tl.constexpr, stochastic: tl.constexpr,
+    limit: tl.constexpr, after_limit: tl.constexpr, has_residual: tl.constexpr, stochastic: tl.constexpr,
     alignment: tl.constexpr,
 ):  # fmt: skip
     """Quantize like `reference.quantize_blocks`, with `group` blocks per program.
 
     `limit` is `forms.scale_limit`. `after_limit` is the largest finite number of `after`. `before` and `after` are used
-    only if `remember`, and the key only if `stochastic`. `alignment` is a number of bytes that divides the address of
-    the codes.
+    only if `has_residual`, and the key only if `stochastic`. `alignment` is a number of bytes that divides the address
+    of the codes.
     """
     first = tl.program_id(0).to(tl.int64) * (group * block)
     if numel - first >= group * block:
         # Same call with a constant: comparison with a multiple of 16 keeps 16-byte loads intact.
         _encode(
             x, before, after, numbers, codes, first, group * block, group * block // (8 // bits),
-            decay, key_low, key_high, kind, levels, bits, block, group, limit, after_limit, remember, stochastic,
+            decay, key_low, key_high, kind, levels, bits, block, group, limit, after_limit, has_residual, stochastic,
             alignment,
         )  # fmt: skip
     else:
         _encode(
             x, before, after, numbers, codes, first, (numel - first).to(tl.int32), code_bytes - first // (8 // bits),
-            decay, key_low, key_high, kind, levels, bits, block, group, limit, after_limit, remember, stochastic,
+            decay, key_low, key_high, kind, levels, bits, block, group, limit, after_limit, has_residual, stochastic,
             alignment,
         )  # fmt: skip
 
@@ -133,7 +133,7 @@ def encode(
 def _encode(
     x, before, after, numbers, codes, first, left, room, decay, key_low, key_high,
     kind: tl.constexpr, levels: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, group: tl.constexpr,
-    limit: tl.constexpr, after_limit: tl.constexpr, remember: tl.constexpr, stochastic: tl.constexpr,
+    limit: tl.constexpr, after_limit: tl.constexpr, has_residual: tl.constexpr, stochastic: tl.constexpr,
     alignment: tl.constexpr,
 ):  # fmt: skip
     """Encode the blocks from element `first` on, given `left` remaining elements and `room` bytes for codes."""
@@ -141,7 +141,7 @@ def _encode(
     place = row[:, None] * block + tl.arange(0, block)[None, :]
     inside = place < left
     message = tl.load(x + first + place, mask=inside, other=0.0)
-    if remember:
+    if has_residual:
         message += as_fp32(tl.load(before + first + place, mask=inside, other=0)) * decay
 
     widths = tl.minimum(tl.maximum(left - row * block, 1), block).to(tl.float64)
@@ -152,7 +152,7 @@ def _encode(
     values = _codes(message, scales, (first + place).to(tl.uint32), key_low, key_high, kind, levels, stochastic)
     values = tl.where(inside, values & ((1 << bits) - 1), 0)
     _store_packed(values, place, tl.multiple_of(codes + first // (8 // bits), alignment), room, bits)
-    if remember:
+    if has_residual:
         rest = message + (-scales)[:, None] * _signed(values, kind, bits).to(tl.float32)
         tl.store(after + first + place, saturated(rest, after.dtype.element_ty, after_limit), mask=inside)
 

@@ -18,7 +18,7 @@ from deepspeed_compress.compression.kernels.gpu_launch import TILE, flat, power_
 
 __all__ = ["top_k_rows"]
 
-_LONGEST_ROW = 8192
+_MAX_ROW = 8192
 _SHARE, _SHARE_TILE = 32768, 2048
 """Elements of a longer row per program, and the number of them that it processes at a time."""
 _DIGITS = ((20, 11), (10, 10), (0, 10))
@@ -32,7 +32,7 @@ def top_k_rows(rows: Tensor, k: int) -> Tensor:
     if not k <= width or not flat(rows):
         return reference.top_k_rows(rows, k)
     out = torch.empty(count, k, dtype=torch.int64, device=rows.device)
-    if width > _LONGEST_ROW:
+    if width > _MAX_ROW:
         return _top_k_long(rows, out)
     columns = power_of_two(width, 1)
     group = max(1, TILE // columns)
@@ -112,7 +112,7 @@ def _chosen(counts, wanted):
 
 @triton.jit
 def _by_bits(magnitudes, k):
-    """Return the `k`-th largest of each row of `magnitudes`. For rows that are shorter than a histogram."""
+    """Return the `k`-th largest of each row of `magnitudes`. Used for rows that are shorter than a histogram."""
     threshold = tl.zeros([magnitudes.shape[0]], tl.int32)
     for step in range(31):
         trial = threshold | (1 << (30 - step))

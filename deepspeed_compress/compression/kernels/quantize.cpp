@@ -145,7 +145,7 @@ void make_signed(const Form& form, uint8_t* codes, int64_t n) {
 }
 
 template <typename M>
-void remember(const float* x, int64_t n, const int8_t* codes, float scale, typename M::Stored* after) {
+void store_residual(const float* x, int64_t n, const int8_t* codes, float scale, typename M::Stored* after) {
     const float factor = -scale;
     for (int64_t i = 0; i < n; i++) {
         const float product = float(codes[i]) * factor;
@@ -154,11 +154,11 @@ void remember(const float* x, int64_t n, const int8_t* codes, float scale, typen
 }
 
 // Quantizes one block. `sum` and `codes` are work space of block_size elements.
-template <typename M, bool REMEMBERS>
+template <typename M, bool HAS_RESIDUAL>
 void quantize_block(const Job& job, int64_t block, float* sum, int8_t* codes) {
     const int64_t first = block * job.form.block_size, n = std::min(job.form.block_size, job.n - first);
     const float* x = job.x + first;
-    if (REMEMBERS) {
+    if (HAS_RESIDUAL) {
         const auto* before = static_cast<const typename M::Stored*>(job.before) + first;
         for (int64_t i = 0; i < n; i++) {
             const float product = M::load(before[i]) * job.decay;
@@ -173,21 +173,21 @@ void quantize_block(const Job& job, int64_t block, float* sum, int8_t* codes) {
         std::memcpy(job.codes + first, bytes, n);
     else
         pack(bytes, n, job.form, job.codes + code_bytes(job.form, first));
-    if (REMEMBERS) {
+    if (HAS_RESIDUAL) {
         if (job.form.kind >= MEAN) make_signed(job.form, bytes, n);
-        remember<M>(x, n, codes, scale, static_cast<typename M::Stored*>(job.after) + first);
+        store_residual<M>(x, n, codes, scale, static_cast<typename M::Stored*>(job.after) + first);
     }
 }
 
-template <typename M, bool REMEMBERS>
+template <typename M, bool HAS_RESIDUAL>
 void quantize_all(const Job& job, int threads) {
     const int64_t blocks = (job.n + job.form.block_size - 1) / job.form.block_size;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        std::vector<float> sum(REMEMBERS ? job.form.block_size : 0);
+        std::vector<float> sum(HAS_RESIDUAL ? job.form.block_size : 0);
         std::vector<int8_t> codes(job.form.block_size);
 #pragma omp for schedule(static)
-        for (int64_t block = 0; block < blocks; block++) quantize_block<M, REMEMBERS>(job, block, sum.data(), codes.data());
+        for (int64_t block = 0; block < blocks; block++) quantize_block<M, HAS_RESIDUAL>(job, block, sum.data(), codes.data());
     }
 }
 
@@ -205,7 +205,7 @@ void add_block(const Form& form, const uint8_t* packed, float scale, float* out,
     add_signed(codes, scale, out, n);
 }
 
-// Adds a message whose blocks do not fill whole bytes.
+// Adds a message in which bytes contain codes of two blocks.
 void add_straddling(const Form& form, const void* numbers, int number_type, const uint8_t* packed, int64_t n,
                     float* out, float scale, int threads) {
     std::vector<uint8_t> codes(n);
@@ -224,19 +224,19 @@ void add_straddling(const Form& form, const void* numbers, int number_type, cons
 
 extern "C" {
 
-// Types are those of `enum Type`; without error feedback, memory_type is NONE. Blocks that do not fill whole bytes are
-// first coded into `spare`, with one byte per element.
+// Types are those of `enum Type`; without error feedback, residual_type is NONE. Codes of blocks that do not fill whole
+// bytes are first written to `spare`, with one byte per element.
 void compress_quantize(const float* x, int64_t n, int kind, int levels, int bits, int64_t block_size, double limit,
                        void* numbers, int number_type, uint8_t* codes, int64_t code_bytes, int stochastic, uint64_t key,
-                       int memory_type, const void* before, float decay, void* after, int threads) {
+                       int residual_type, const void* before, float decay, void* after, int threads) {
     const Form form{kind, levels, bits, block_size};
     const bool whole_bytes = fills_bytes(form);
     std::vector<uint8_t> spare(whole_bytes ? 0 : n);
     const Job job{x, n, form, limit, numbers, number_type,
                   whole_bytes ? codes : spare.data(), !whole_bytes, stochastic != 0, key, before, decay, after};
-    if (memory_type == NONE) quantize_all<Fp32, false>(job, threads);
-    if (memory_type == FP32) quantize_all<Fp32, true>(job, threads);
-    if (memory_type == BF16) quantize_all<Bf16, true>(job, threads);
+    if (residual_type == NONE) quantize_all<Fp32, false>(job, threads);
+    if (residual_type == FP32) quantize_all<Fp32, true>(job, threads);
+    if (residual_type == BF16) quantize_all<Bf16, true>(job, threads);
     if (!whole_bytes) pack(spare.data(), n, form, codes);
     const int64_t used = ::code_bytes(form, n);
     if (code_bytes > used) std::memset(codes + used, 0, code_bytes - used);

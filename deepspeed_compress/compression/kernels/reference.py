@@ -131,7 +131,7 @@ def top_k_rows(rows: Tensor, k: int) -> Tensor:
     return _largest(magnitudes.gather(1, columns), columns, k).sort(dim=1).values
 
 
-def top_k_rows_of_sum(rows: Tensor, k: int, memory: ResidualBuffers) -> tuple[Tensor, Tensor]:
+def top_k_rows_of_sum(rows: Tensor, k: int, residual: ResidualBuffers) -> tuple[Tensor, Tensor]:
     """Return `top_k_rows` of `rows` plus the decayed residual, and the values there.
 
     The sum is rows + decay * before, with product and sum rounded separately. It is stored in `after`, where it is
@@ -141,9 +141,9 @@ def top_k_rows_of_sum(rows: Tensor, k: int, memory: ResidualBuffers) -> tuple[Te
         Columns, int64 [r, k], and the sum at these columns, fp32 [r, k].
     """
     total = rows.clone()
-    add_cast(memory.before, total.view(-1), memory.decay)
+    add_cast(residual.before, total.view(-1), residual.decay)
     columns = top_k_rows(total, k)
-    cast(total.view(-1), memory.after)
+    cast(total.view(-1), residual.after)
     return columns, total.gather(1, columns)
 
 
@@ -204,7 +204,7 @@ def quantize_blocks(
     numbers: Tensor,
     codes: Tensor,
     key: int | None = None,
-    memory: ResidualBuffers | None = None,
+    residual: ResidualBuffers | None = None,
 ) -> None:
     """Quantize the blocks of `x`.
 
@@ -216,11 +216,11 @@ def quantize_blocks(
         numbers: output for the scales, fp32, bf16 or fp16 [blocks].
         codes: output for the packed codes, uint8. Unused bytes become 0.
         key: key of stochastic rounding.
-        memory: error feedback: x + decay * before is encoded, and the quantization error is stored in `after` (finite
-            if the fp32 value is).
+        residual: error-feedback buffers. x + decay * before is encoded, and the quantization error is stored in
+            `after` (finite if the fp32 value is).
     """
-    if memory is not None:
-        x = x + memory.before.to(torch.float32) * memory.decay
+    if residual is not None:
+        x = x + residual.before.to(torch.float32) * residual.decay
     kind, values = _KINDS[form.kind], torch.empty(x.numel(), dtype=torch.uint8, device=x.device)
     noise = uniform(x.numel(), key, x.device) if key is not None else None
     for blocks, elements, shape in _blocks(x.numel(), form.block_size):
@@ -230,9 +230,9 @@ def quantize_blocks(
         row_noise = None if noise is None else noise[elements].view(shape)
         values[elements].view(shape).copy_(kind.codes(rows, scales, form.levels, row_noise).view(torch.uint8))
     _pack(values, form, codes)
-    if memory is not None:
+    if residual is not None:
         dequantize_blocks_add(numbers, codes, form, x, -1.0)
-        cast(x, memory.after)
+        cast(x, residual.after)
 
 
 def dequantize_blocks_add(numbers: Tensor, codes: Tensor, form: BlockFormat, out: Tensor, scale: float) -> None:

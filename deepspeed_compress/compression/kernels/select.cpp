@@ -139,10 +139,10 @@ void compress_top_k(const float* rows, int64_t count, int64_t n, int64_t k, int6
     }
 }
 
-void compress_top_k_of_sum(const float* rows, int64_t count, int64_t n, int64_t k, int memory_type, const void* before,
+void compress_top_k_of_sum(const float* rows, int64_t count, int64_t n, int64_t k, int residual_type, const void* before,
                            float decay, void* after, int64_t* columns, float* values, int threads) {
     const SumJob job{rows, count, n, k, before, decay, after, columns, values};
-    if (memory_type == FP32) top_k_of_sum<Fp32>(job, threads);
-    if (memory_type == BF16) top_k_of_sum<Bf16>(job, threads);
+    if (residual_type == FP32) top_k_of_sum<Fp32>(job, threads);
+    if (residual_type == BF16) top_k_of_sum<Bf16>(job, threads);
 }
 }

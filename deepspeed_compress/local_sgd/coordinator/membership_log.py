@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from deepspeed_compress.local_sgd.coordinator.wire import Message
-from deepspeed_compress.transport.notices import Notices
+from deepspeed_compress.transport.rate_limited_log import RateLimitedLog
 
 __all__ = ["MembershipLog"]
 
@@ -19,7 +19,7 @@ class MembershipLog:
     def __init__(self, tell: Callable[[str], None], member: str) -> None:
         self._tell, self._member = tell, member
         # Any client that has the secret can be refused as often as it likes.
-        self._tell_refusal = Notices(tell)
+        self._tell_refusal = RateLimitedLog(tell)
         self._there: dict[str, str] = {}
         self._round: tuple[int, bool] | None = None
         self._answered: Mapping[str, Callable[[str, str, Message], None]] = {

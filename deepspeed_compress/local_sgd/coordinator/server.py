@@ -21,8 +21,8 @@ from deepspeed_compress.transport.connection import Connection
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.errors import ProtocolError
 from deepspeed_compress.transport.frames import Limits
-from deepspeed_compress.transport.notices import Notices, ignore
-from deepspeed_compress.transport.outgoing import Outgoing, flush_all
+from deepspeed_compress.transport.rate_limited_log import RateLimitedLog, ignore
+from deepspeed_compress.transport.send_queue import SendQueue, flush_all
 from deepspeed_compress.transport.server import Server as TransportServer
 
 __all__ = ["Machine", "Server", "Service", "StateFile", "hold", "island_server", "put_in_place"]
@@ -161,7 +161,7 @@ class _Client:
     """Connection of a client, with the name under which it has joined ("" before it has)."""
 
     connection: Connection
-    outgoing: Outgoing
+    outgoing: SendQueue
     name: str = ""
 
 
@@ -195,8 +195,8 @@ class Server:
         credentials: Credentials,
     ) -> None:
         self._machine, self._service, self._file = machine, service, file
-        self._log, self._notices = MembershipLog(told, service.member), Notices(told)
-        self._transport = TransportServer(service.name, self._attend, host, port, credentials, _LIMITS, told=told)
+        self._log, self._notices = MembershipLog(told, service.member), RateLimitedLog(told)
+        self._transport = TransportServer(service.name, self._attend, host, port, credentials, _LIMITS, log=told)
         self.port = self._transport.port
         self._lock = threading.Lock()
         self._clients: dict[str, _Client] = {}
@@ -249,7 +249,7 @@ class Server:
 
     def _attend(self, connection: Connection) -> None:
         """Serve one connection until it ends. A malformed message ends it."""
-        client = _Client(connection, Outgoing(connection))
+        client = _Client(connection, SendQueue(connection))
         why = "lost its connection"
         try:
             while (head := connection.receive(None if client.name else STRANGER)) is not None:

@@ -15,7 +15,7 @@ from deepspeed_compress.local_sgd.parameter_server.service import Service
 from deepspeed_compress.transport.connection import Connection
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.frames import Limits
-from deepspeed_compress.transport.notices import ignore
+from deepspeed_compress.transport.rate_limited_log import ignore
 from deepspeed_compress.transport.server import DEFAULT_BOUNDS, Bounds
 from deepspeed_compress.transport.server import Server as TransportServer
 

@@ -62,7 +62,7 @@ def _quantize(
     kept = torch.zeros(x.numel(), dtype=memory, device=x.device) if memory is not None else None
     feedback = ResidualBuffers(kept, 1.0, kept) if kept is not None else None
     key = KEY if stochastic else None
-    return lambda: kernels.quantize_blocks(x, form, numbers, codes, key=key, memory=feedback)
+    return lambda: kernels.quantize_blocks(x, form, numbers, codes, key=key, residual=feedback)
 
 
 def _dequantize(form: BlockFormat, kernels: Kernels, x: Tensor) -> Callable[[], object]:

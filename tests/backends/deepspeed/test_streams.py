@@ -91,9 +91,9 @@ def unfinished() -> Any:
 @pytest.mark.parametrize(
     ("fault", "found"),
     [
-        (unrecorded, "memory of aten.mm.default on default is given away while side uses it"),
+        (unrecorded, "memory of aten.mm.default on default is reused while side uses it"),
         (unawaited, "aten.copy_.default reads on default, which does not wait for side"),
-        (freed, "memory of aten.empty.memory_format on side is given away while NCCL uses it"),
+        (freed, "memory of aten.empty.memory_format on side is reused while NCCL uses it"),
         (unfinished, "aten.mul.Tensor reads on side, which does not wait for NCCL"),
     ],
 )
@@ -137,7 +137,7 @@ def copies_in_turn(rank: int) -> list[dict[str, None]]:
 def test_what_is_being_copied_may_be_changed_at_once() -> None:
     [[ours, unheld]] = run_forks(1, copies_in_turn)
     assert not ours
-    assert any("writes over what is read on default, which does not wait for side" in problem for problem in unheld)
+    assert any("overwrites data being read on default, which does not wait for side" in problem for problem in unheld)
 
 
 UNMEASURED = {"every": 100, "announce": False}

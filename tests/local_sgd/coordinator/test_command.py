@@ -70,7 +70,7 @@ def test_status_says_which_secret_to_copy(
     with serving(tmp_path / "state.json") as address:
         monkeypatch.setenv(SECRET, "another secret than the server")
         assert main(["islands", "status", address]) == 1
-    assert f"has another secret. The secret of this side is from {SECRET}" in capsys.readouterr().err
+    assert f"has a different secret. The secret here is from {SECRET}" in capsys.readouterr().err
 
 
 def test_it_listens_on_this_host_alone_unless_it_is_told_otherwise(tmp_path: Path) -> None:

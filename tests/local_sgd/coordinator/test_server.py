@@ -62,7 +62,10 @@ def test_an_address_is_of_one_server() -> None:
 
 def test_an_island_with_another_secret_ends_at_once_with_an_error_that_names_the_file() -> None:
     wrong = Credentials(Secret(b"the secret of another account", "/home/me/.deepspeed_compress/secret"))
-    with coordinator() as address, pytest.raises(ConfigError, match=r"another secret.*/home/me/.deepspeed_compress/s"):
+    with (
+        coordinator() as address,
+        pytest.raises(ConfigError, match=r"a different secret.*/home/me/.deepspeed_compress/s"),
+    ):
         Client(address, 1.0, 60.0, {"timeout": 1.0}, "host:1", ["host:2"], credentials=wrong)
 
 

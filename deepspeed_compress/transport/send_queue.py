@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from deepspeed_compress.transport.connection import Connection
 from deepspeed_compress.transport.frames import Head, encode
 
-__all__ = ["Outgoing", "flush_all"]
+__all__ = ["SendQueue", "flush_all"]
 
 
-class Outgoing:
-    """Queue that sends heads over `connection`, in order, without ever blocking the caller.
+class SendQueue:
+    """Queue that sends heads over `connection`, in order, without blocking the caller.
 
     A client that does not read is disconnected once the queue is full, so its answers never fill memory.
 
@@ -74,7 +74,7 @@ class Outgoing:
             return None if self._ended else self._waiting.popleft()
 
 
-def flush_all(queues: Iterable[Outgoing], seconds: float) -> None:
+def flush_all(queues: Iterable[SendQueue], seconds: float) -> None:
     """Flush all of `queues` within `seconds` together."""
     deadline = time.monotonic() + seconds
     for queue in queues:
