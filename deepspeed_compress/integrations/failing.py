@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from deepspeed_compress.errors import ConfigError, SeamError, UnsupportedError
-from deepspeed_compress.launcher.failures import PERMANENT
+from deepspeed_compress.launcher.failures import EXIT_PERMANENT
 from deepspeed_compress.launcher.heartbeat import AGENT
 
 __all__ = ["report_failures"]
@@ -44,7 +44,7 @@ def report_failures() -> Iterator[None]:
         if AGENT not in os.environ:
             raise
         _report_permanent(error)
-        raise SystemExit(PERMANENT) from error
+        raise SystemExit(EXIT_PERMANENT) from error
     except Exception as error:
         if AGENT not in os.environ or not _has_lost_a_peer(error):
             raise

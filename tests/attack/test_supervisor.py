@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from deepspeed_compress.launcher.messages import FROM_AGENTS, FROM_SUPERVISOR, SUPERVISOR
-from deepspeed_compress.launcher.supervisor import Supervisor, Terms
+from deepspeed_compress.launcher.supervisor import JobOptions, Supervisor
 from deepspeed_compress.local_sgd.coordinator.server import Server, Service
 from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.connection import Connection
@@ -78,7 +78,7 @@ class Agent:
 @contextmanager
 def supervised(tell: Callable[[str], None] = lambda text: None) -> Iterator[str]:
     """The address of a supervisor for one host of two ranks."""
-    machine = Supervisor(Terms(JOB, 1, 2, 3, 60.0, 60.0), lambda ranks: "", tell)
+    machine = Supervisor(JobOptions(JOB, 1, 2, 3, 60.0, 60.0), lambda ranks: "", tell)
     service = Service(SUPERVISOR, "agent", partial(check_message, table=FROM_AGENTS))
     server = Server(service, machine, None, "127.0.0.1", 0, tell, Credentials.find())
     with serving(server):
@@ -162,7 +162,7 @@ def listen(there: Connection) -> None:
 def test_the_name_of_the_job_is_told_to_no_stranger() -> None:
     with supervised() as address, joined(address, 2) as there:
         answer = there.receive(5)
-        assert answer == {"kind": "refused", "why": "it is of another job"}
+        assert answer == {"kind": "refused", "why": "another job uses this address"}
         there.send({"kind": "status"})
         assert JOB not in json.dumps(there.receive(5))
 

@@ -87,7 +87,7 @@ TOP = '"""A program."""\nimport os, sys\nfrom pathlib import Path\nimport torch\
 def test_only_the_first_imports_of_a_program_are_preloaded(text: str, imported: list[str], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(text)
     body = fork_server._statements(str(tmp_path / "train.py"))
-    assert [module for module, _ in fork_server._imported_first(body)] == imported
+    assert [module for module, _ in fork_server._leading_imports(body)] == imported
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 from deepspeed_compress import ConfigError, UnsupportedError
 from deepspeed_compress.backends.deepspeed.restarts import _continuing
 from deepspeed_compress.integrations.failing import report_failures
-from deepspeed_compress.launcher.failures import PERMANENT
-from deepspeed_compress.launcher.heartbeat import AGENT, Signs
+from deepspeed_compress.launcher.failures import EXIT_PERMANENT
+from deepspeed_compress.launcher.heartbeat import AGENT, HeartbeatWriter
 
 
 def fail(error: Exception) -> None:
@@ -25,7 +25,7 @@ def test_a_configuration_error_is_one_line(
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit) as stop:
         fail(error)
-    assert stop.value.code == PERMANENT
+    assert stop.value.code == EXIT_PERMANENT
     assert capsys.readouterr().err == f"ds-compress: error: rank 0: {error}\n"
     monkeypatch.delenv(AGENT)
     with pytest.raises(type(error)):
@@ -61,10 +61,10 @@ def test_other_errors_keep_their_tracebacks(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_restart_reports_its_checkpoint_and_repeated_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "signs_1").mkdir()
-    (tmp_path / "signs_2").mkdir()
-    Signs(tmp_path / "signs_1", 0).stepped(474)
-    monkeypatch.setenv(AGENT, str(tmp_path / "signs_2"))
+    (tmp_path / "heartbeats_1").mkdir()
+    (tmp_path / "heartbeats_2").mkdir()
+    HeartbeatWriter(tmp_path / "heartbeats_1", 0).stepped(474)
+    monkeypatch.setenv(AGENT, str(tmp_path / "heartbeats_2"))
     checkpoints = tmp_path / "checkpoints"
     for name in ("global_step460", "epoch/1"):
         tag = checkpoints / name

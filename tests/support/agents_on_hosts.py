@@ -1,4 +1,4 @@
-"""Jobs whose agents are each on an emulated host, with a memory of its own: links are cut, what follows is timed."""
+"""Jobs whose agents run on emulated hosts with their own shared memory, and whose links can be cut."""
 
 import json
 import time
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepspeed_compress.tools.bench.hosts import Cluster
-from tests.support.agents import Job, begun, command, steps, told, until
+from tests.support.agents import Job, command, records, starts, steps, until
 
 PORT = 29400
 STARTING = 400.0
-"""Seconds for the agents of all hosts to import on the cores of one machine, which does other things too."""
+"""Time limit in seconds for the agents of all hosts to import on the cores of one busy machine."""
 OWN_MEMORY = ("sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh")
-"""Has a command find nothing of others in /dev/shm, nor they anything of it."""
+"""Prefix of a command that gives it its own empty /dev/shm."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """At `time` links were cut, when rank 0 had made step `made`; at `ended` all ranks behind them were gone."""
+    """Cut of links at `time`, when rank 0 had made step `made`. At `ended`, all ranks behind them had ended."""
 
     time: float
     made: int
@@ -28,8 +28,14 @@ class Cut:
 
 @dataclass(frozen=True)
 class Standstill:
-    """Seconds since links were cut, until: `ended`, all ranks behind them are gone; `begun`, the next start has begun;
-    `ready`, its engines have loaded; `step`, it has made one that had not been made."""
+    """Seconds from the cut until events of the recovery.
+
+    Attributes:
+        ended: all ranks behind the cut links have ended.
+        begun: the next start has begun.
+        ready: its engines have loaded.
+        step: it has made a new step.
+    """
 
     ended: float
     begun: float
@@ -41,8 +47,10 @@ class Standstill:
 
 
 class HostsJob:
-    """A job in `directory`, of one rank on each of `hosts` hosts and with spare ones. Host 0 has the supervisor. Use as
-    a context: nothing of it is left at the end."""
+    """Job in `directory` with one rank on each of `hosts` hosts, and with spare hosts. Host 0 has the supervisor.
+
+    At the end of the context, all agents are killed.
+    """
 
     def __init__(self, directory: Path, hosts: int, spares: int, *options: str, last: int, hold: int = 0) -> None:
         self.directory = directory
@@ -69,38 +77,38 @@ class HostsJob:
 
     @property
     def log(self) -> str:
-        """What all agents have said."""
+        """Return the output of all agents."""
         return "".join(f"--- host {host}\n{agent.log}" for host, agent in enumerate(self.agents))
 
     def hosts(self) -> list[int]:
-        """On which host each rank of the newest start is."""
-        addresses = json.loads(begun(self.directory, 0)[-1]["env"]["DS_COMPRESS_HOSTS"])
+        """Return the host of each rank of the newest start."""
+        addresses = json.loads(starts(self.directory, 0)[-1]["env"]["DS_COMPRESS_HOSTS"])
         every = [self.cluster.address(host) for host in range(self.cluster.hosts)]
         return [every.index(address) for address in addresses]
 
     def others(self) -> list[int]:
-        """Hosts that have ranks and not the supervisor. Each is followed by the one that has copies of its files."""
+        """Return the hosts with ranks but without the supervisor, each followed by the host that has its copies."""
         hosts = self.hosts()
         first = hosts.index(0) if 0 in hosts else 0
         return [host for host in hosts[first:] + hosts[:first] if host]
 
     def end(self) -> list[int]:
-        """The exit codes of the agents whose hosts have ranks, once the job has ended."""
+        """Wait for the end of the job, and return the exit codes of the agents whose hosts have ranks."""
         return [self.agents[host].wait() for host in sorted({0, *self.hosts()})]
 
     def until_saved(self, step: int) -> None:
-        """There is a whole checkpoint of `step` or a later one on disk."""
+        """Wait until a complete checkpoint of `step` or a later step is on disk."""
         latest = self.directory / "checkpoints" / "latest"
         until(lambda: latest.is_file() and _number(latest.read_text()) >= step, self.agents[0], STARTING)
 
     def until_joined(self, host: int) -> None:
-        """Its agent has a connection to the supervisor."""
+        """Wait until the agent of `host` is connected to the supervisor."""
         table, connected = Path(f"/proc/{self.agents[host].process.pid}/net/tcp"), f":{PORT:04X} 01 "
         until(lambda: connected in table.read_text(), self.agents[0])
 
     def cut(self, hosts: Sequence[int]) -> Cut:
         """Cut `hosts` off, and wait until their ranks have ended."""
-        pids = [begun(self.directory, self.hosts().index(host))[-1]["pid"] for host in hosts]
+        pids = [starts(self.directory, self.hosts().index(host))[-1]["pid"] for host in hosts]
         cut, made = time.time(), steps(self.directory, 0)[-1]["step"]
         for host in hosts:
             self.cluster.cut(host)
@@ -108,7 +116,7 @@ class HostsJob:
         return Cut(cut, made, time.time())
 
     def resumed(self, cut: Cut) -> Standstill:
-        """Once rank 0 has made a step that had not been made. One may have ended while links were being cut."""
+        """Wait until rank 0 has made a new step, and return the times. One step may end while links are being cut."""
         until(lambda: self._since(cut, "pid"), self.agents[0])
         until(lambda: steps(self.directory, 0)[-1]["step"] > cut.made + 1, self.agents[0])
         step = next(one["time"] for one in self._since(cut, "loss") if one["step"] > cut.made + 1)
@@ -116,8 +124,8 @@ class HostsJob:
         return Standstill(*(instant - cut.time for instant in instants))
 
     def _since(self, cut: Cut, key: str) -> list[dict]:
-        """What rank 0 has told of `key`."""
-        return [one for one in told(self.directory) if one["rank"] == 0 and key in one and one["time"] > cut.time]
+        """Return the records of rank 0 with `key` after the cut."""
+        return [one for one in records(self.directory) if one["rank"] == 0 and key in one and one["time"] > cut.time]
 
 
 def _number(tag: str) -> int:
@@ -125,7 +133,7 @@ def _number(tag: str) -> int:
 
 
 def _lives(pid: int) -> bool:
-    """One that nobody has waited for yet does nothing any more."""
+    """Return True if the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
