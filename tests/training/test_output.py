@@ -89,7 +89,7 @@ def test_a_line_truncated_by_a_crash_is_ignored(tmp_path: Path) -> None:
 
 
 def test_a_summary_is_read_back_and_damage_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"holds no summary\.json"):
+    with pytest.raises(DataError, match=r"contains no summary\.json"):
         read_summary(tmp_path)
     write_json(tmp_path / "summary.json", {"steps": 3})
     assert read_summary(tmp_path) == {"steps": 3}

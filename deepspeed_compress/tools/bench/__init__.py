@@ -2,12 +2,12 @@
 
 options                    the command line
 links, hosts               emulated hosts
-step, step_rank            training steps: the command, and the program of its processes
-step_results               their tables and bars
+step, step_rank            training steps: the command, and the program of its ranks
+step_results               tables and bars of training steps
 workload, systems          the systems that are compared
 peers, torch_loop, megatron
                            training without DeepSpeed
-comm, comm_rank            messages
-kernels                    kernels
-rows, gauges               shared parts
+comm, comm_rank            collectives: the command, and the program of its ranks
+kernels                    compression kernels
+rows, gauges               shared helpers
 """

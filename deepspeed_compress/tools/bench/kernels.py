@@ -184,11 +184,11 @@ def measure(numel: int, device: torch.device, repeats: int, only: re.Pattern[str
     chosen = [operation for operation in OPERATIONS if only is None or only.search(operation.name)]
     if not chosen:
         names = ", ".join(operation.name for operation in OPERATIONS)
-        raise ConfigError(f"--only {only.pattern if only else ''}: is found in none of {names}; write a part of one")
+        raise ConfigError(f"--only {only.pattern if only else ''}: matches none of {names}; write a part of one")
     if numel < TOP_K_BLOCK:
-        raise ConfigError(f"--numel {numel}: write at least {TOP_K_BLOCK}, a block of top-k")
+        raise ConfigError(f"--numel {numel}: is too small; write at least {TOP_K_BLOCK}, the block of top-k")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedError("--device cuda: torch finds no GPU here; write --device cpu")
+        raise UnsupportedError("--device cuda: torch finds no GPU; write --device cpu")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -251,7 +251,7 @@ def _name(device: torch.device) -> str:
 
 
 def _table(heading: str, rows: list[Row]) -> Table:
-    caption = "GB/s of input: 4 bytes an element, whatever else is read and written; of copying the same memory"
+    caption = "GB/s of input, with 4 bytes per element; / copy: relative to copying the same memory"
     table = Table(title=heading, caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("operation", "implementation", "ms", "GB/s", "/ copy"):
         table.add_column(name, justify="left" if name in ("operation", "implementation") else "right", no_wrap=True)
