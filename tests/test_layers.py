@@ -133,12 +133,20 @@ TABLE = {
         lazily="__init__",
     ),
     "training.data": allow("errors", "numpy tokenizers"),
-    "integrations": allow(
-        "launcher.heartbeat checkpointing.completeness config local_sgd.deepspeed.elastic errors monitor session",
-        "accelerate deepspeed torch transformers",
-    ),
+    "integrations": allow("config errors monitor", "accelerate transformers"),
     "integrations.install": allow("integrations", lazily="deepspeed backends.deepspeed.initialize"),
     "integrations.run": allow("config errors foreign_warnings integrations", lazily="session"),
+    "integrations.launch": allow("errors", lazily="accelerate deepspeed torch"),
+    "integrations.early": allow("config errors integrations.importing integrations.replacing", "accelerate"),
+    "integrations.trainers": allow(
+        "checkpointing.completeness config errors integrations.early integrations.replacing "
+        "integrations.trainer_callback launcher.heartbeat",
+        "deepspeed torch transformers",
+    ),
+    "integrations.trainer_callback": allow(
+        "config errors integrations.trainer_logs local_sgd.deepspeed.elastic monitor session",
+        "accelerate deepspeed transformers",
+    ),
     "integrations.failing": allow("errors launcher.failures launcher.heartbeat"),
     "integrations.at_exit": allow("errors"),
     "integrations.importing": allow(),

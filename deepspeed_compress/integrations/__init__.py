@@ -1,6 +1,6 @@
-"""Compression in unchanged training code: Hugging Face Trainer, Accelerate, TRL, and the launchers.
+"""Compression of unmodified training code: Hugging Face Trainer, Accelerate, TRL, and the launchers.
 
-Importing this is light: transformers and accelerate are imported when a program does so, or when `hf` is imported.
+Importing this package does not import transformers or accelerate; importing `integrations.hf` does.
 """
 
 from deepspeed_compress.integrations.install import install

@@ -1,7 +1,7 @@
-"""Check at the end of a program for engines with the section that nothing has attached to.
+"""Check at the end of a program for engines whose configuration has the section but which were never compressed.
 
-`import deepspeed_compress` alone compresses nothing, and DeepSpeed ignores sections that it does not know. To notice an
-engine when it is made, DeepSpeed would have to be imported and changed; at the end, engines can be found at no cost.
+`import deepspeed_compress` alone compresses nothing, and DeepSpeed ignores sections that it does not know. Noticing an
+engine when it is made would require importing and patching DeepSpeed. At exit, engines can be found at no cost.
 """
 
 import atexit
@@ -14,25 +14,25 @@ from deepspeed_compress.errors import CompressWarning
 __all__ = ["warn_at_exit"]
 
 SECTION = "deepspeed_compress"
-"""Same as `config.SECTION`, which need not be imported for this."""
+"""Same as `config.SECTION`, repeated here so that `config` need not be imported."""
 
 
 def warn_at_exit() -> None:
-    """Issue a CompressWarning at exit if engines have the section, but no entry point of ours was ever used."""
-    atexit.register(_look)
+    """Issue a CompressWarning at exit if engines have the section but the program never used an entry point."""
+    atexit.register(_check_engines)
 
 
-def _look() -> None:
+def _check_engines() -> None:
     made = vars(sys.modules.get("deepspeed.runtime.engine", object)).get("DeepSpeedEngine")
     # If this module is loaded, the program has used an entry point, which reports its own problems.
     if made is None or "deepspeed_compress.backends.deepspeed" in sys.modules:
         return
-    # Not isinstance, which asks an object for its class: some objects import modules then.
+    # Not isinstance, which reads `__class__`: some objects import modules when it is read.
     engines = [one for one in gc.get_objects() if issubclass(type(one), made)]
     if any(SECTION in getattr(vars(engine).get("_config"), "_param_dict", ()) for engine in engines):
         text = (
-            f'nothing was compressed: an engine was made with "{SECTION}" in its configuration, but without this '
-            "package. Call deepspeed_compress.install() before, or deepspeed_compress.initialize in place of "
-            "deepspeed.initialize, or start the program by ds-compress run"
+            f'nothing was compressed: an engine was made with "{SECTION}" in its configuration, but not by this '
+            "package. Call deepspeed_compress.install() first, call deepspeed_compress.initialize in place of "
+            "deepspeed.initialize, or start the program with ds-compress run"
         )
         warnings.warn(text, CompressWarning, stacklevel=1)

@@ -1,8 +1,7 @@
-"""Messages of an agent's ranks when their program fails, arranged so that the actual reason stays visible.
+"""Error reports of ranks that an agent has started, arranged so that the actual cause stays visible.
 
-When one rank fails, all others lose their connections to it, and each raises an error of its own. Such tracebacks go to
-a file, so that the reason is not lost among them. An error of the configuration, which no restart can help, is one
-line.
+When one rank fails, all others lose their connections to it, and each raises an error of its own. These tracebacks go
+to files, so that they do not bury the cause. A configuration error, which no restart can cure, is one line.
 """
 
 import os
@@ -15,12 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from deepspeed_compress.errors import ConfigError, SeamError, UnsupportedError
-from deepspeed_compress.launcher.failures import PERMANENT
+from deepspeed_compress.launcher.failures import EXIT_PERMANENT
 from deepspeed_compress.launcher.heartbeat import AGENT
 
-__all__ = ["tell_failures"]
+__all__ = ["report_failures"]
 
-_LOST = (
+_LOST_PEER = (
     "connection closed by peer",
     "connection reset by peer",
     "connection refused",
@@ -28,14 +27,14 @@ _LOST = (
     "socket closed",
     "remote process exited",
 )
-"""Texts in messages of gloo, NCCL and torch's store, on a rank whose peer has gone."""
+"""Texts in the errors of gloo, NCCL and torch's store on a rank that has lost a peer."""
 _AFTER_FIRST = 1.0
 """Seconds that other ranks wait for rank 0 to print first."""
 
 
 @contextmanager
-def tell_failures() -> Iterator[None]:
-    """Report on standard error why the program in this context has failed, if an agent has started it.
+def report_failures() -> Iterator[None]:
+    """Report configuration errors and lost peers on standard error, and exit, if an agent has started this process.
 
     All other exceptions are passed on.
     """
@@ -44,16 +43,16 @@ def tell_failures() -> Iterator[None]:
     except (ConfigError, SeamError, UnsupportedError) as error:
         if AGENT not in os.environ:
             raise
-        _tell_permanent(error)
-        raise SystemExit(PERMANENT) from error
+        _report_permanent(error)
+        raise SystemExit(EXIT_PERMANENT) from error
     except Exception as error:
         if AGENT not in os.environ or not _has_lost_a_peer(error):
             raise
-        _tell_lost(error)
+        _report_lost_peer(error)
         raise SystemExit(1) from error
 
 
-def _tell_permanent(error: Exception) -> None:
+def _report_permanent(error: Exception) -> None:
     if _rank() != "0":
         time.sleep(_AFTER_FIRST)
     print(f"ds-compress: error: rank {_rank()}: {error}", file=sys.stderr, flush=True)
@@ -61,10 +60,10 @@ def _tell_permanent(error: Exception) -> None:
 
 def _has_lost_a_peer(error: BaseException) -> bool:
     text = str(error).lower()
-    return isinstance(error, RuntimeError | OSError) and any(sign in text for sign in _LOST)
+    return isinstance(error, RuntimeError | OSError) and any(sign in text for sign in _LOST_PEER)
 
 
-def _tell_lost(error: BaseException) -> None:
+def _report_lost_peer(error: BaseException) -> None:
     file = Path(tempfile.gettempdir(), f"ds_compress_rank_{_rank()}_{os.getpid()}.txt")
     file.write_text("".join(traceback.format_exception(error)), encoding="utf-8", errors="backslashreplace")
     print(f"ds-compress: rank {_rank()} has lost another rank; its traceback is in {file}", file=sys.stderr, flush=True)

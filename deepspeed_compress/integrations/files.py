@@ -11,13 +11,13 @@ from deepspeed_compress.errors import CompressWarning, ConfigError
 __all__ = ["check_configurations", "find_configurations", "find_uncompressed"]
 
 OPTIONS = ("--deepspeed", "--deepspeed_config", "--deepspeed_config_file", "--deepspeed-config")
-"""Options with which scripts and launchers receive the file."""
+"""Options that pass a DeepSpeed configuration to scripts and launchers."""
 
 
 def find_uncompressed(arguments: Sequence[str]) -> list[str]:
     """Return a message for each DeepSpeed configuration in `arguments` that has no section.
 
-    Arguments that are not files, or cannot be read, are left for the program itself to report.
+    Files that are missing or cannot be read are left for the program itself to report.
     """
     missing = ((file, find_missing(ds_config)) for file, ds_config in _read(arguments))
     return [f"{file}: nothing will be compressed: {problem}" for file, problem in missing if problem is not None]
@@ -26,24 +26,24 @@ def find_uncompressed(arguments: Sequence[str]) -> list[str]:
 def check_configurations(arguments: Sequence[str], allow_uncompressed: bool) -> None:
     """Check the sections of the DeepSpeed configurations that `arguments` name.
 
-    A file without anything like a section is accepted.
+    A file with nothing like a section is accepted.
 
     Raises:
-        ConfigError: for an invalid section, and, unless `allow_uncompressed`, for a file whose section seems to be
-            misspelled, which would train uncompressed.
+        ConfigError: if a section is invalid, or seems to be misspelled, so that training would not be compressed. With
+            `allow_uncompressed`, a misspelled section is accepted.
     """
     for file, ds_config in _read(arguments):
         if SECTION in ds_config:
             _check_section(file, ds_config)
         elif is_misspelled(ds_config) and not allow_uncompressed:
-            what = f"{file}: nothing would be compressed: {find_missing(ds_config)}"
-            raise ConfigError(f"{what} Or go on as it is, by --allow-uncompressed.")
+            problem = f"{file}: nothing would be compressed: {find_missing(ds_config)}"
+            raise ConfigError(f"{problem} Or pass --allow-uncompressed to train without compression.")
 
 
 def _check_section(file: Path, ds_config: dict[str, Any]) -> None:
     try:
         with warnings.catch_warnings():
-            # The ranks report settings without effect.
+            # The ranks report settings that have no effect.
             warnings.simplefilter("ignore", CompressWarning)
             parse_section(ds_config)
     except ConfigError as error:

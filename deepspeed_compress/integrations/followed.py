@@ -1,12 +1,12 @@
-"""Models without DeepSpeed that are attached to when they are trained, and their state in Hugging Face checkpoints.
+"""Models trained without DeepSpeed: attaching to them, and saving their state in Hugging Face checkpoints.
 
-A model does not know which optimizer steps it and which scaler scales its loss, so optimizers and scalers are recorded
-when they are made. A model is attached to at its first forward pass in training, when all of them exist.
+A model does not know which optimizer steps it or which scaler scales its loss, so optimizers and scalers are recorded
+when they are made. Compression attaches to a model at its first forward pass in training, when all of them exist.
 """
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,14 +31,14 @@ _FOLDER = "deepspeed_compress"
 
 @dataclass(frozen=True)
 class _Kind:
-    """Engine: the name of its models, and the function that attaches to them."""
+    """Data-parallel wrapper: the description of its models, and the function that attaches to them."""
 
     name: str
     attach: "Callable[[Any, Config, Optimizer, Any], Attached]"
     call: str
 
 
-# Backends import much of torch, which must not happen before a program has set its environment.
+# Backends are imported late: they import much of torch, and a program may have to set its environment first.
 
 
 def _attach_ddp(model: Any, config: "Config", optimizer: Optimizer, scaler: Any) -> "Attached":
@@ -53,13 +53,13 @@ def _attach_fsdp2(model: Any, config: "Config", optimizer: Optimizer, scaler: An
     return fsdp2.attach(model, config, optimizer, scaler)
 
 
-_OF_DDP = _Kind("a DistributedDataParallel model", _attach_ddp, "deepspeed_compress.ddp.attach")
-_OF_FSDP2 = _Kind("a model of fully_shard", _attach_fsdp2, "deepspeed_compress.fsdp2.attach")
+_DDP = _Kind("a DistributedDataParallel model", _attach_ddp, "deepspeed_compress.ddp.attach")
+_FSDP2 = _Kind("a fully_shard model", _attach_fsdp2, "deepspeed_compress.fsdp2.attach")
 
 
 @dataclass(frozen=True, eq=False)
 class _Followed:
-    """Model that its `hook` will attach to."""
+    """Model, with the hook that will attach to it."""
 
     kind: _Kind
     model: "weakref.ref[nn.Module]"
@@ -70,8 +70,8 @@ class _Followed:
 class FirstForward:
     """Forward pre-hook that attaches to its model.
 
-    With `copied`, the model is a copy, such as one of averages. It need not be trained, and is left alone until an
-    optimizer steps it.
+    With `copied`, the model is a copy, such as an average of weights. It may never be trained, so it is left alone
+    until an optimizer steps it.
     """
 
     models: "Models"
@@ -92,32 +92,35 @@ class Models:
         self._models: list[_Followed] = []
         self._attached: weakref.WeakKeyDictionary[nn.Module, Attached] = weakref.WeakKeyDictionary()
         self._to_load: weakref.WeakKeyDictionary[nn.Module, Path] = weakref.WeakKeyDictionary()
-        """Folders from which models load their state once they are attached to."""
+        """Folder from which each model will load its state once compression attaches to it."""
 
-    def follow(self, model: nn.Module, kind: _Kind = _OF_DDP, copied: bool = False) -> None:
+    def follow(self, model: nn.Module, kind: _Kind = _DDP, copied: bool = False) -> None:
         """Attach to `model` when it is trained."""
-        # Before hooks of the engine, which may gather its weights.
+        # Before the wrapper's own hooks, which may gather the weights.
         hook = model.register_forward_pre_hook(FirstForward(self, kind, copied), prepend=True)
         self._models.append(_Followed(kind, weakref.ref(model), hook))
-        if kind is _OF_DDP:
-            # Modules of fully_shard cannot be copied.
+        if kind is _DDP:
+            # FSDP2 modules cannot be copied.
             leave_out_of_copies(model)
 
     def follow_copy(self, model: nn.Module) -> None:
-        """Attach to `model`, a copy of another one, when it is trained."""
+        """Attach to `model`, a copy of another model, when it is trained."""
         self.follow(model, copied=True)
 
-    def follow_divided(self, modules: Sequence[nn.Module]) -> None:
-        """Attach to the outermost of the modules that `fully_shard` divides, which comes last: the model."""
+    def follow_sharded(self, modules: Sequence[nn.Module]) -> None:
+        """Attach to `modules`, which `fully_shard` has just sharded, in place of the modules inside them.
+
+        `fully_shard` is called for the whole model last, so in the end only the model itself is followed.
+        """
         inside = {id(one) for module in modules for one in module.modules()}
-        for followed in [one for one in self._models if one.kind is _OF_FSDP2 and id(one.model()) in inside]:
+        for followed in [one for one in self._models if one.kind is _FSDP2 and id(one.model()) in inside]:
             followed.hook.remove()
             self._models.remove(followed)
         for module in modules:
-            self.follow(module, _OF_FSDP2)
+            self.follow(module, _FSDP2)
 
     def follow_accelerator(self, accelerator: Any) -> None:
-        """Include residuals and momenta of its models in the checkpoints of `accelerator`."""
+        """Include the residuals and momenta of the models of `accelerator` in its checkpoints."""
         accelerator.register_save_state_pre_hook(
             lambda models, weights, directory: self.save(accelerator._models, Path(directory))
         )
@@ -133,7 +136,7 @@ class Models:
             self.load([trainer.model_wrapped], Path(directory))
 
     def save(self, models: Sequence[nn.Module], directory: Path) -> None:
-        """Write the residuals and momenta of `models`. Collective, between steps."""
+        """Save the residuals and momenta of `models`. Collective; call it between steps."""
         for number, model in enumerate(self._followed(models)):
             if model in self._attached:
                 self._attached[model].save(_folder(directory, number))
@@ -141,23 +144,22 @@ class Models:
     def load(self, models: Sequence[nn.Module], directory: Path) -> None:
         """Load the residuals and momenta of `models`.
 
-        Models that have not been trained yet load them when they are, after their optimizers.
+        Models that have not been trained yet load them at their first training pass, after their optimizers.
         """
         found = self._followed(models)
-        for model, folder in zip(found, _saved(directory, len(found)), strict=True):
+        for model, folder in zip(found, _saved_folders(directory, len(found)), strict=True):
             if model in self._attached:
                 self._attached[model].load(folder)
             else:
                 self._to_load[model] = folder
 
     def _followed(self, models: Sequence[nn.Module]) -> list[nn.Module]:
-        """Return the followed models that `models` are, or are wrapped in.
+        """Return the followed model for each of `models`, which may be the model itself or the module inside it.
 
-        Accelerate lists the models that a program has passed to it. If there are several around one module, the newest
-        is returned.
+        Accelerate lists the models that a program has passed to it. If several wrap the same module, the newest counts.
         """
         living = [model for followed in reversed(self._models) if (model := followed.model()) is not None]
-        found = (next((one for one in living if _inside(model) & _inside(one)), None) for model in models)
+        found = (next((one for one in living if _module_ids(model) & _module_ids(one)), None) for model in models)
         return [one for one in found if one is not None]
 
     def before_forward(self, kind: _Kind, copied: bool, model: nn.Module, inputs: object) -> None:
@@ -166,52 +168,52 @@ class Models:
             return
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return
-        if copied and not self._stepping(model):
+        if copied and not self._optimizers_of(model):
             return
         known = set(model._forward_pre_hooks)
         attached = self._attached[model] = self._attach(kind, model)
         object.__setattr__(model, "compression", attached)
         for number, hook in list(model._forward_pre_hooks.items()):
             if number not in known:
-                # This pass has begun, and does not call new hooks.
+                # This forward pass has already begun, so it does not call new hooks.
                 hook(model, inputs)
         if model in self._to_load:
             attached.load(self._to_load.pop(model))
 
-    def _stepping(self, model: nn.Module) -> list[Optimizer]:
-        """Return the optimizers that step parameters of `model`, without those that another of them calls."""
-        parameters = _identities(model)
-        found = [one for one in self.optimizers if parameters & _stepped(one)]
-        called = {id(vars(one).get(name)) for one in found for name in ("optim", "optimizer")}
-        return [one for one in found if id(one) not in called]
+    def _optimizers_of(self, model: nn.Module) -> list[Optimizer]:
+        """Return the optimizers that step parameters of `model`, except those inside a wrapping optimizer."""
+        parameters = _parameter_ids(model)
+        found = [one for one in self.optimizers if parameters & _stepped_ids(one)]
+        wrapped = {id(vars(one).get(name)) for one in found for name in ("optim", "optimizer")}
+        return [one for one in found if id(one) not in wrapped]
 
     def _attach(self, kind: _Kind, model: nn.Module) -> "Attached":
-        if kind is _OF_FSDP2:
-            _divide_again(model)
-        if len(self._stepping(model)) > 1 or len(self._scaling()) > 1:
-            # Optimizers of a finished training, such as the previous fold, may not have been collected yet.
+        if kind is _FSDP2:
+            _reshard(model)
+        if len(self._optimizers_of(model)) > 1 or len(self._enabled_scalers()) > 1:
+            # Optimizers of an earlier training, such as the previous fold, may not have been garbage-collected yet.
             gc.collect()
-        optimizer = _only(
-            self._stepping(model), kind, "optimizers step its parameters", "one optimizer, with several groups"
+        optimizer = _single(
+            self._optimizers_of(model), kind, "optimizers step its parameters", "one optimizer with parameter groups"
         )
-        scaling = self._scaling()
-        scaler = _only(scaling, kind, "scalers of a loss are there", "one GradScaler") if scaling else None
-        if kind is _OF_FSDP2:
-            self._check_whole(model, optimizer)
+        scalers = self._enabled_scalers()
+        scaler = _single(scalers, kind, "gradient scalers exist", "one GradScaler") if scalers else None
+        if kind is _FSDP2:
+            self._check_single_root(model, optimizer)
         return kind.attach(model, self._config, optimizer, scaler)
 
-    def _scaling(self) -> list[GradScaler]:
+    def _enabled_scalers(self) -> list[GradScaler]:
         return [one for one in self.scalers if one.is_enabled()]
 
-    def _check_whole(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Raise UnsupportedError if `model` is one of several parts that are trained together."""
-        stepped = _stepped(optimizer)
-        divided = [one.model() for one in self._models if one.kind is _OF_FSDP2]
-        parts = [one for one in divided if one is not None and _identities(one) & stepped]
-        if len(parts) > 1:
+    def _check_single_root(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Raise UnsupportedError if `optimizer` steps other sharded modules besides `model`."""
+        stepped = _stepped_ids(optimizer)
+        sharded = [one.model() for one in self._models if one.kind is _FSDP2]
+        roots = [one for one in sharded if one is not None and _parameter_ids(one) & stepped]
+        if len(roots) > 1:
             raise UnsupportedError(
-                f"one optimizer steps {len(parts)} modules of fully_shard, and no module that holds them is divided "
-                f"(allowed: 1). Call fully_shard for the whole model last, or {_OF_FSDP2.call} with it"
+                f"one optimizer steps {len(roots)} separate fully_shard modules, and no sharded module contains them "
+                f"all (allowed: 1). Call fully_shard for the whole model last, or call {_FSDP2.call} with it"
             )
 
 
@@ -219,28 +221,27 @@ def _folder(directory: Path, number: int) -> Path:
     return directory / _FOLDER / f"model_{number}"
 
 
-def _inside(model: nn.Module) -> set[int]:
-    """Return the identities of `model`, and of the modules that it only wraps."""
+def _module_ids(model: nn.Module) -> set[int]:
+    """Return the ids of `model` and of the modules that it wraps."""
     found = {id(model)}
     for name in ("_orig_mod", "module", "_orig_mod"):
-        # Attributes of torch.compile, of DistributedDataParallel, and of torch.compile inside that.
+        # Attributes of torch.compile, of DistributedDataParallel, and of torch.compile inside DistributedDataParallel.
         model = getattr(model, name, model)
         found.add(id(model))
     return found
 
 
-def _saved(directory: Path, count: int) -> list[Path]:
+def _saved_folders(directory: Path, count: int) -> list[Path]:
     """Return the folders of `count` models.
 
-    In the first version of this package, a program that had made other models before wrote a number above 0 for its
-    only one.
+    The first version of this package numbered models by their creation, so the only saved model may have any number.
     """
     found = list((directory / _FOLDER).glob("model_*"))
     return found if len(found) == count == 1 else [_folder(directory, number) for number in range(count)]
 
 
-def _divide_again(model: nn.Module) -> None:
-    """Reshard the weights of FSDP2, which may be whole after an evaluation: the optimizer steps the shards."""
+def _reshard(model: nn.Module) -> None:
+    """Reshard the weights, which FSDP2 may have left gathered after an evaluation: the optimizer steps the shards."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -248,20 +249,19 @@ def _divide_again(model: nn.Module) -> None:
             module.reshard()
 
 
-def _identities(model: nn.Module) -> set[int]:
+def _parameter_ids(model: nn.Module) -> set[int]:
     return {id(parameter) for parameter in model.parameters()}
 
 
-def _stepped(optimizer: Optimizer) -> set[int]:
+def _stepped_ids(optimizer: Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def _only(found: Iterable[Any], kind: _Kind, what: str, instead: str) -> Any:
+def _single(found: Sequence[Any], kind: _Kind, what: str, instead: str) -> Any:
     """Return the only element of `found`. Raises UnsupportedError if there are several, or none."""
-    every = list(found)
-    if len(every) != 1:
+    if len(found) != 1:
         raise UnsupportedError(
-            f"{kind.name} cannot be compressed without being told more: {len(every)} {what} (allowed: 1). Use "
-            f"{instead}, or call {kind.call} for each model"
+            f"{kind.name} cannot be compressed automatically: {len(found)} {what} (allowed: 1). Use {instead}, or call "
+            f"{kind.call} for each model"
         )
-    return every[0]
+    return found[0]

@@ -1,8 +1,8 @@
 """Actions that run when a program imports a library.
 
-A library that is imported before a program begins reads its environment too early: HF_HOME, HF_HUB_OFFLINE and
-CUDA_VISIBLE_DEVICES are often set in the first lines of a script. So nothing is imported for the sake of a patch: a
-finder in front of `sys.meta_path` waits until the program itself imports the module.
+A library that is imported before the program begins reads its environment too early: scripts often set HF_HOME,
+HF_HUB_OFFLINE and CUDA_VISIBLE_DEVICES in their first lines. So a patch never imports the library that it changes.
+Instead, a finder at the front of `sys.meta_path` waits until the program itself imports the module.
 """
 
 import sys
@@ -17,11 +17,11 @@ Undo = Callable[[], None]
 
 
 def after_import(name: str, action: Callable[[], Undo]) -> Undo:
-    """Run `action` when the module `name` has been imported, or at once if it already has been.
+    """Run `action` after the module `name` has been imported, or at once if it already has been.
 
     Returns:
-        A function that undoes it: it drops an action that still waits, and calls the function that a completed one
-            returned.
+        A function that undoes this. It drops an action that is still waiting, and calls the function that a completed
+            action has returned.
     """
     hook = _Hook(name, action)
     if name in sys.modules:
@@ -32,14 +32,14 @@ def after_import(name: str, action: Callable[[], Undo]) -> Undo:
 
 
 def is_waiting(kind: type) -> bool:
-    """Return True if an action of the class `kind` waits for its module."""
+    """Return True if an action of class `kind` is waiting for its module."""
     return any(isinstance(finder, _Hook) and isinstance(finder.action, kind) for finder in sys.meta_path)
 
 
 class _Hook(MetaPathFinder):
     """Finder that waits for one module.
 
-    It is in `sys.meta_path` until the module has been executed, or it is undone.
+    It stays in `sys.meta_path` until the module has been executed or the hook is undone.
     """
 
     def __init__(self, name: str, action: Callable[[], Undo]) -> None:
@@ -52,7 +52,7 @@ class _Hook(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != self._name:
             return None
-        # The finders before this one have not found it, or are asking this one.
+        # The finders before this one either did not find the module or are hooks that have called this one.
         others = sys.meta_path[sys.meta_path.index(self) + 1 :]
         found = (finder.find_spec(fullname, path, target) for finder in others)
         spec = next((one for one in found if one is not None), None)
@@ -85,7 +85,7 @@ class _Loader(Loader):
         return self._wrapped.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # The module, and code that looks for its source or data, sees its original loader.
+        # The module, and code that looks for its source or data, must see the original loader.
         module.__loader__ = self._wrapped
         if module.__spec__ is not None:
             module.__spec__.loader = self._wrapped

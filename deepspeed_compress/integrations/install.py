@@ -1,8 +1,9 @@
 """`install`: attach to all later engines, and make Hugging Face libraries check the section early.
 
-Nothing is imported here before the program imports it, so that libraries read the environment that the program sets.
+No library is imported here before the program imports it, so that libraries read the environment that the program sets.
 """
 
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.util import find_spec
@@ -19,20 +20,20 @@ __all__ = ["install"]
 def install(section: str | Path | dict[str, Any] | None = None) -> Callable[[], None]:
     """Attach to every engine that `deepspeed.initialize` makes from now on, if its configuration has the section.
 
-    For code that calls DeepSpeed itself: HF Trainer, Accelerate, TRL, and scripts that cannot be edited. Configurations
-    without the section are passed to DeepSpeed unchanged, and engines without an optimizer, which have no gradients,
-    are left alone. If Accelerate is installed, the section is checked when the configuration is read, before there is a
-    model, and Trainers log compression figures (`integrations.hf`). A second call changes nothing. This imports no
-    library: each is changed when the program imports it.
+    Use it for code that calls DeepSpeed itself: HF Trainer, Accelerate, TRL, and scripts that cannot be edited.
+    Configurations without the section are passed to DeepSpeed unchanged, and engines without an optimizer, which have
+    no gradients, are left alone. If Accelerate is installed, the section is checked when the configuration is read,
+    before a model is loaded, and Trainers log compression figures (`integrations.hf`). A second call changes nothing.
+    `install` imports no library: each is changed when the program imports it.
 
     Args:
         section: a file or a dict with the section, for programs without DeepSpeed. Compression is attached to every
-            model of `DistributedDataParallel` or `fully_shard` (FSDP2) at its first forward pass in training
-            (`ddp.attach`, `fsdp2.attach`), and its residuals and momenta are saved in the checkpoints of Trainer and
+            `DistributedDataParallel` or `fully_shard` (FSDP2) model at its first forward pass in training
+            (`ddp.attach`, `fsdp2.attach`). Its residuals and momenta are saved in the checkpoints of Trainer and
             Accelerate. None leaves such models alone.
 
     Returns:
-        A function that undoes all of it, for engines made later.
+        A function that undoes the installation. Engines that exist by then stay compressed.
 
     Examples:
         >>> uninstall = deepspeed_compress.install()
@@ -55,7 +56,7 @@ def _follow_deepspeed() -> Undo:
 
 def _attaching(original: Callable[..., Any]) -> Callable[..., Any]:
     def initialize(*args: Any, **options: Any) -> Any:
-        # This imports torch's compiler, which reads its environment, so it must not run before the program gets here.
+        # This imports torch's compiler, which reads its environment, so it has to wait until the program gets here.
         from deepspeed_compress.backends.deepspeed.initialize import initialize_if_asked
 
         return initialize_if_asked(original, args, options)
@@ -66,13 +67,22 @@ def _attaching(original: Callable[..., Any]) -> Callable[..., Any]:
 def _check_early() -> Undo:
     from deepspeed_compress.integrations.early import check_early
 
-    return check_early()
+    return check_early(_follow_trainers)
+
+
+def _follow_trainers() -> Undo:
+    """Follow Trainers if the program has imported them. Other programs need not wait for that import."""
+    if "transformers.training_args" not in sys.modules:
+        return lambda: None
+    from deepspeed_compress.integrations.trainers import follow_trainers
+
+    return follow_trainers()
 
 
 def _warn_of_inexact() -> Undo:
-    from deepspeed_compress.integrations.saving import warn_of_inexact
+    from deepspeed_compress.integrations.saving import warn_of_inexact_weights
 
-    return warn_of_inexact()
+    return warn_of_inexact_weights()
 
 
 _ACTIONS: tuple[tuple[str, Callable[[], Undo]], ...] = (
@@ -80,4 +90,4 @@ _ACTIONS: tuple[tuple[str, Callable[[], Undo]], ...] = (
     ("accelerate.utils.deepspeed", _check_early),
     ("accelerate.accelerator", _warn_of_inexact),
 )
-"""Modules, and the action after a program has imported each."""
+"""Modules, each with the action that runs after the program has imported it."""

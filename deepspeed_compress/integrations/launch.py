@@ -1,4 +1,4 @@
-"""Command that `ds-compress run` starts: a launcher's own, with our runner in front of the script."""
+"""Command that `ds-compress run` starts: a launcher's own command, with our runner in front of the script."""
 
 import argparse
 import sys
@@ -21,10 +21,10 @@ class Launcher:
     """Launcher of training processes.
 
     Attributes:
-        module: module that is started; "" for the script itself.
-        parse: separates the launcher's options from those of the script.
-        script: name that its parser gives to the script.
-        rest: name that its parser gives to the script's arguments.
+        module: module that is started; "" if the script is started directly.
+        parse: function that separates the launcher's options from those of the script.
+        script: attribute of the parsed options that holds the script.
+        rest: attribute of the parsed options that holds the script's arguments.
     """
 
     module: str
@@ -70,7 +70,7 @@ LAUNCHERS: Mapping[str, Launcher] = MappingProxyType(
 
 
 def _starts_here(parsed: Any) -> bool:
-    """Return False if DeepSpeed's launcher has a hostfile: its hosts may have other files than this one."""
+    """Return False if DeepSpeed's launcher has a hostfile: its hosts may not have the same files as this one."""
     return not Path(getattr(parsed, "hostfile", None) or "").is_file()
 
 
@@ -80,7 +80,7 @@ _MODULE_SWITCHES = ("-m", "--module")
 def launch_command(launcher: str, arguments: Sequence[str], runner: str = RUNNER, own: Sequence[str] = ()) -> list[str]:
     """Return the command for `arguments` of `launcher`, a key of `LAUNCHERS`.
 
-    Everything is passed on unchanged, except the launcher's switch for modules, which ours replaces.
+    Everything is passed on unchanged, except the launcher's `--module`, which the runner takes instead.
 
     Args:
         launcher: key of `LAUNCHERS`.
@@ -89,20 +89,22 @@ def launch_command(launcher: str, arguments: Sequence[str], runner: str = RUNNER
         own: options of the runner.
 
     Raises:
-        ConfigError: if the launcher or the script is missing, or the program is not a Python program.
-        SystemExit: if the launcher's own parser refuses the arguments.
+        ConfigError: if the launcher or the script is missing, or the program is not written in Python.
+        SystemExit: if the launcher's own parser rejects the arguments.
     """
     chosen = LAUNCHERS[launcher]
     if chosen.module and find_spec(chosen.module.partition(".")[0]) is None:
-        raise ConfigError(f"--launcher {launcher}: is not installed; write pip install {launcher}, or another launcher")
+        raise ConfigError(
+            f"--launcher {launcher}: {launcher} is not installed; install it with pip, or choose another launcher"
+        )
     parsed = chosen.parse(arguments)
     if getattr(parsed, "no_python", False):
-        raise ConfigError("--no_python: compression is installed in a Python program; start one, without this option")
+        raise ConfigError("--no_python: only Python programs can be compressed; start one, without this option")
     script = getattr(parsed, chosen.script)
     if not parsed.module and _starts_here(parsed) and not Path(script).is_file():
-        raise ConfigError(f"{script}: no such file (allowed: a Python script, or -m and a module); write its path")
+        raise ConfigError(f"{script}: no such file; write the path of a Python script, or -m and a module")
     begin = len(arguments) - len(getattr(parsed, chosen.rest)) - 1
-    # argparse removes a "--" that comes right after the script.
+    # argparse removes a "--" right after the script.
     begin -= arguments[begin] != script
     options = [option for option in arguments[:begin] if option not in _MODULE_SWITCHES]
     start = ["-m", chosen.module, *options, "--module", runner] if chosen.module else ["-m", runner]

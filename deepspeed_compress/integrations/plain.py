@@ -1,6 +1,6 @@
 """Compression of programs without DeepSpeed, as if they called `ddp.attach` or `fsdp2.attach` for every model.
 
-Models of `DistributedDataParallel` and `fully_shard` are tracked here when they are made; `followed` attaches to them.
+`DistributedDataParallel` and `fully_shard` models are recorded here when they are made; `followed` attaches to them.
 Each library is changed after the program has imported it.
 """
 
@@ -24,28 +24,28 @@ __all__ = ["attach_to_all"]
 
 
 def attach_to_all(config: "Config") -> Undo:
-    """Compress every model of `DistributedDataParallel` or `fully_shard` from now on, by the section in `config`.
+    """Compress every `DistributedDataParallel` or `fully_shard` model made from now on, with the section in `config`.
 
-    Checkpoints of Trainer and of `Accelerator.save_state` include residuals and momenta; other programs call `save` and
-    `load` of `model.compression`, which exists from the first forward pass in training on.
+    Checkpoints of Trainer and of `Accelerator.save_state` include residuals and momenta. Other programs call `save` and
+    `load` of `model.compression`, which exists after the first forward pass in training.
 
     Returns:
-        A function that undoes it, for models made later.
+        A function that undoes this. Models that exist by then stay compressed.
 
     Raises:
-        ConfigError: if it was called before, with its own section.
+        ConfigError: if an earlier call is still in effect.
     """
     if is_waiting(_FollowTorch):
         raise ConfigError(_TWICE)
     return after_import("torch", _FollowTorch(config))
 
 
-_TWICE = "install has a section already (allowed: one); undo the first install, or pass none"
+_TWICE = "section: install() has a section already (allowed: one); undo the first install(), or pass no section"
 
 
 @dataclass(frozen=True)
 class _FollowTorch:
-    """Action after the import of torch: tracks what a program makes of torch, and of libraries that are built on it."""
+    """Action after the import of torch that records the optimizers, scalers and models that the program makes."""
 
     config: "Config"
 
@@ -67,7 +67,7 @@ class _FollowTorch:
                 (DistributedDataParallel, "__setstate__", models.follow_copy),
             ):
                 undo.callback(replace_method(owner, name, partial(_following, follow)))
-            for module, action in _LATER:
+            for module, action in _AFTER_TORCH:
                 undo.callback(after_import(module, partial(action, models)))
             return undo.pop_all().close
 
@@ -75,8 +75,8 @@ class _FollowTorch:
 def _follow_fsdp2(models: "Models") -> Undo:
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-    # A program may have imported `fully_shard` by name, so a function that it calls is replaced.
-    return replace_method(FSDPState, "init", partial(_dividing, models.follow_divided))
+    # The program may have imported `fully_shard` by name, so a method that `fully_shard` calls is replaced instead.
+    return replace_method(FSDPState, "init", partial(_sharding, models.follow_sharded))
 
 
 def _follow_accelerate(models: "Models") -> Undo:
@@ -98,26 +98,26 @@ def _follow_trainer(models: "Models") -> Undo:
         return undo.pop_all().close
 
 
-def _leave_uncompiled(models: "Models") -> Undo:
+def _exclude_from_compile(models: "Models") -> Undo:
     import torch._dynamo
 
     from deepspeed_compress.integrations.followed import FirstForward
 
-    # torch.compile of a model includes its hooks, but attaching to a model must not be compiled.
+    # torch.compile also compiles a model's hooks, but attaching to a model must not be compiled.
     return replace_method(FirstForward, "__call__", torch._dynamo.disable)
 
 
-_LATER: tuple[tuple[str, Callable[["Models"], Undo]], ...] = (
+_AFTER_TORCH: tuple[tuple[str, Callable[["Models"], Undo]], ...] = (
     ("torch.distributed.fsdp._fully_shard._fsdp_state", _follow_fsdp2),
-    ("torch._dynamo", _leave_uncompiled),
+    ("torch._dynamo", _exclude_from_compile),
     ("accelerate.accelerator", _follow_accelerate),
     ("transformers.trainer", _follow_trainer),
 )
-"""Modules that are imported after torch, and the action after each import."""
+"""Modules that are imported after torch, each with the action after its import."""
 
 
 def _following(follow: Callable[[Any], object], original: Callable[..., None]) -> Callable[..., None]:
-    """Return a constructor, or its substitute for copies, that passes the new object to `follow`."""
+    """Return a constructor (or `__setstate__`, for copies) that passes the new object to `follow`."""
 
     def __init__(self: Any, *args: Any, **options: Any) -> None:  # noqa: N807  (put into a class)
         original(self, *args, **options)
@@ -126,8 +126,8 @@ def _following(follow: Callable[[Any], object], original: Callable[..., None]) -
     return __init__
 
 
-def _dividing(follow: Callable[[Sequence["nn.Module"]], object], original: Callable[..., None]) -> Callable[..., None]:
-    """Return the function that `fully_shard` calls once for its modules, which then passes them to `follow`."""
+def _sharding(follow: Callable[[Sequence["nn.Module"]], object], original: Callable[..., None]) -> Callable[..., None]:
+    """Return an `FSDPState.init`, which `fully_shard` calls once, that passes its modules to `follow`."""
 
     def init(self: Any, modules: Sequence["nn.Module"], *args: Any, **options: Any) -> None:
         original(self, modules, *args, **options)
@@ -137,7 +137,7 @@ def _dividing(follow: Callable[[Sequence["nn.Module"]], object], original: Calla
 
 
 def _before(action: Callable[[Any, Any], object], original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method with one argument that first passes the object and the argument to `action`."""
+    """Return a method that first passes the object and the method's first argument to `action`."""
 
     def method(self: Any, argument: Any, *args: Any, **options: Any) -> Any:
         action(self, argument)

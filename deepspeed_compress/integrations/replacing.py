@@ -1,4 +1,4 @@
-"""Wrapping of one method of a foreign class, or one function of a foreign module, in a way that can be undone."""
+"""Reversible wrapping of a method of another library's class, or of a function of its module."""
 
 import functools
 import warnings
@@ -14,17 +14,19 @@ _OURS = "_compress_original"
 
 
 def is_replaced(owner: type | ModuleType, name: str) -> bool:
-    """Return True if `replace_method` has wrapped it, and that has not been undone."""
+    """Return True if `replace_method` has wrapped the method and that has not been undone."""
     return hasattr(getattr(owner, name), _OURS)
 
 
 def replace_method(
     owner: type | ModuleType, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[[], None]:
-    """Replace the method `name` of `owner` by `wrap(method)`, once, keeping its signature.
+    """Replace the method `name` of `owner` by `wrap(method)`, which keeps its signature.
+
+    If the method is already replaced, nothing changes.
 
     Returns:
-        A function that undoes it.
+        A function that undoes the replacement.
     """
     original = getattr(owner, name)
     if is_replaced(owner, name):
@@ -37,7 +39,7 @@ def replace_method(
         if getattr(owner, name) is wrapper:
             setattr(owner, name, original)
         else:
-            text = f"{owner.__name__}.{name} was replaced after install(); left as it is"
+            text = f"{owner.__name__}.{name}: other code has replaced it since install(), so it is left as it is"
             warnings.warn(text, CompressWarning, stacklevel=2)
 
     return undo

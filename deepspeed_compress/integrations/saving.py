@@ -1,4 +1,4 @@
-"""Warning about inexact weights in what Accelerate saves, if weights are compressed."""
+"""Warning about inexact weights in the state dicts of Accelerate, if weights are compressed."""
 
 import warnings
 from collections.abc import Callable
@@ -10,22 +10,24 @@ from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.integrations.replacing import replace_method
 
-__all__ = ["warn_of_inexact"]
+__all__ = ["warn_of_inexact_weights"]
 
 
-def warn_of_inexact() -> Callable[[], None]:
-    """Make `get_state_dict`, which a single rank may call, warn if weights lag behind.
+def warn_of_inexact_weights() -> Callable[[], None]:
+    """Make `Accelerator.get_state_dict` warn if the compressed weights are behind the optimizer's weights.
 
-    Returns a function that undoes it.
-    Nothing in Accelerate makes them exact automatically: a program may have placed other weights in the model, such as
-    averages, and intend to save those.
+    They are not made exact automatically: a single rank may call this method, and a program may have put other weights
+    into the model, such as averages, in order to save those.
+
+    Returns:
+        A function that undoes this.
     """
     return replace_method(Accelerator, "get_state_dict", _warning)
 
 
 def _warning(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_state_dict(self: Any, model: Any, *args: Any, **options: Any) -> Any:
-        # The engine forwards unknown attributes to the model, so getattr would be ambiguous.
+        # Not getattr: the engine forwards unknown attributes to the model.
         session = vars(model).get("compression")
         if session is not None and session.exact is not None and session.exact.behind:
             text = (

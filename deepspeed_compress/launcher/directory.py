@@ -1,4 +1,4 @@
-"""Directory of a job on a host: in memory, for its user alone, and removed when the job ends."""
+"""Directory of a job on a host. It is in memory, readable only by its user, and removed when the job ends."""
 
 import contextlib
 import fcntl
@@ -11,38 +11,38 @@ from pathlib import Path
 __all__ = ["JobDirectory", "job_directory"]
 
 _SHARED = Path("/dev/shm")
-_PREFIX, _MADE = "ds_compress_", ".ds_compress_"
-"""Prefixes of directories, and of those under construction, which are never taken for abandoned."""
+_PREFIX, _UNFINISHED_PREFIX = "ds_compress_", ".ds_compress_"
+"""Prefixes of finished directories, and of those under construction, which are never considered abandoned."""
 _LOCK = "lock"
 
 
 class JobDirectory:
-    """Directory `path`, with mode 0700. `memory` outlives starts: it is kept until the job ends."""
+    """Directory `path`, with mode 0700. Its subdirectory `memory` survives restarts, until the job ends."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.memory = path / "memory"
         self.memory.mkdir(mode=0o700)
 
-    def signs(self, start: int) -> Path:
-        """Create and return the directory for the signs of life of the ranks of a start."""
-        place = self.path / f"signs_{start}"
-        place.mkdir(mode=0o700, exist_ok=True)
-        return place
+    def heartbeats(self, start: int) -> Path:
+        """Create and return the directory for the heartbeats of the ranks of a start."""
+        directory = self.path / f"heartbeats_{start}"
+        directory.mkdir(mode=0o700, exist_ok=True)
+        return directory
 
 
 @contextlib.contextmanager
 def job_directory() -> Iterator[JobDirectory]:
-    """Create a job directory, which is removed at the end.
+    """Create a job directory, and remove it at the end.
 
     Directories that killed agents left behind are removed first.
     """
     base = _SHARED if _SHARED.is_dir() and os.access(_SHARED, os.W_OK) else Path(tempfile.gettempdir())
     _remove_abandoned(base)
-    made = Path(tempfile.mkdtemp(prefix=_MADE, dir=base))
-    with (made / _LOCK).open("w") as lock:
+    unfinished = Path(tempfile.mkdtemp(prefix=_UNFINISHED_PREFIX, dir=base))
+    with (unfinished / _LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        path = made.rename(base / made.name.removeprefix("."))
+        path = unfinished.rename(base / unfinished.name.removeprefix("."))
         try:
             yield JobDirectory(path)
         finally:
@@ -50,7 +50,7 @@ def job_directory() -> Iterator[JobDirectory]:
 
 
 def _remove_abandoned(base: Path) -> None:
-    """Remove directories of dead agents. A living one holds a lock; a directory without the file is being removed."""
+    """Remove directories of dead agents. A living agent holds the lock; without the file, removal has begun already."""
     for path in base.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             if path.is_symlink() or path.stat().st_uid != os.getuid():

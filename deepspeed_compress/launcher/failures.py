@@ -1,18 +1,18 @@
-"""Reasons for the failures of starts, and conclusions from several failures in a row."""
+"""Failures of starts, and conclusions from several failures in a row."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deepspeed_compress.launcher.placement import Host
 
-__all__ = ["EARLY", "HOPELESS", "PERMANENT", "Failure", "hopeless", "lost_slot"]
+__all__ = ["EARLY_FAILURES", "EQUAL_FAILURES", "EXIT_PERMANENT", "Failure", "failing_slot", "is_permanent"]
 
-EARLY = 3
-"""Number of consecutive starts that fail in a slot before their first step, after which that slot is dropped."""
-PERMANENT = 78
-"""Exit code of a rank whose configuration is wrong, so that no restart can help (EX_CONFIG of sysexits.h)."""
-HOPELESS = 3
-"""Number of consecutive starts that fail alike without a new step, after which there is no other restart."""
+EARLY_FAILURES = 3
+"""Number of consecutive failures in one slot, each before the first step, after which that slot is dropped."""
+EXIT_PERMANENT = 78
+"""Exit code of a rank whose configuration is invalid, so that no restart can help (EX_CONFIG of sysexits.h)."""
+EQUAL_FAILURES = 3
+"""Number of consecutive equal failures without a new step, after which there is no further restart."""
 
 
 @dataclass
@@ -21,10 +21,10 @@ class Failure:
 
     Attributes:
         why: reason.
-        slot: host and slot of the rank that failed, if it was one rank.
-        code: exit code of a rank that ended without a signal; None if a signal or a lost host may be the cause.
-        early: True if it failed before any rank made a step.
-        steps: largest number of steps of any start by then.
+        slot: host and slot of the rank that failed; None if a whole host was lost.
+        code: exit code of the rank; None if a signal or a lost host may be the cause.
+        early: True if the start failed before any rank made a step.
+        steps: largest number of steps of any start so far.
         hosts: connected hosts.
     """
 
@@ -36,20 +36,20 @@ class Failure:
     hosts: tuple[Host, ...] = ()
 
 
-def lost_slot(failures: Sequence[Failure]) -> tuple[str, int] | None:
-    """Return the slot in which start after start has failed before its first step; None if there is none."""
-    last = failures[-EARLY:]
-    alike = len(last) == EARLY and all(one.early and one.slot == last[0].slot for one in last)
-    return last[0].slot if alike else None
+def failing_slot(failures: Sequence[Failure]) -> tuple[str, int] | None:
+    """Return the slot in which the last starts have all failed before their first step; None if there is none."""
+    last = failures[-EARLY_FAILURES:]
+    same = len(last) == EARLY_FAILURES and all(one.early and one.slot == last[0].slot for one in last)
+    return last[0].slot if same else None
 
 
-def hopeless(failures: Sequence[Failure]) -> bool:
+def is_permanent(failures: Sequence[Failure]) -> bool:
     """Return True if no restart can help.
 
-    A rank reports this by its exit code; or else the last starts have ended with one exit code, at the same step and on
-    the same hosts. The rank is not compared, because an error in all ranks may be seen in any of them first.
+    Either a rank reports this by its exit code, or the last starts have ended with the same exit code, at the same step
+    and on the same hosts. Ranks are not compared, because any rank may be the first to report an error of all ranks.
     """
-    if failures and failures[-1].code == PERMANENT:
+    if failures and failures[-1].code == EXIT_PERMANENT:
         return True
-    last = [(one.code, one.steps, one.hosts) for one in failures[-HOPELESS:]]
-    return len(last) == HOPELESS and last[0][0] is not None and all(one == last[0] for one in last)
+    last = [(one.code, one.steps, one.hosts) for one in failures[-EQUAL_FAILURES:]]
+    return len(last) == EQUAL_FAILURES and last[0][0] is not None and all(one == last[0] for one in last)

@@ -1,9 +1,9 @@
 """`python -m deepspeed_compress.launcher.fork_server DESCRIPTOR WARM [SCRIPT]`: fork server for ranks.
 
-It imports what the program imports before it does anything else, which is most of the startup time: no thread, no
-device, no file. A fork of it is a new process that need not import again. Later imports are left to the program,
-because libraries read the environment that it may have set by then (HF_HOME, HF_HUB_OFFLINE). This process is the
-parent of the ranks: it ends with its agent, and they end with it.
+It makes the imports with which the program begins, which take most of the startup time, and starts no thread, uses no
+device and opens no file. Its forks are new processes that need not import again. Later imports are left to the program,
+because it may first set environment variables that libraries read, such as HF_HOME. This process is the parent of the
+ranks: it ends with its agent, and they end with it.
 """
 
 import ast
@@ -21,59 +21,69 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from deepspeed_compress.launcher.fork_server_messages import Lines
+from deepspeed_compress.launcher.fork_server_messages import LineConnection
 
 __all__ = ["main"]
 
 RUNNER = "deepspeed_compress.integrations.run"
-_KNOWN = ("accelerate", "datasets", "deepspeed", "deepspeed_compress", "numpy", "peft", "torch", "transformers", "trl")
-"""Libraries that a program imports before it does anything; importing them has no other effect."""
-_LATE = (
+_PRELOADED = (
+    "accelerate",
+    "datasets",
+    "deepspeed",
+    "deepspeed_compress",
+    "numpy",
+    "peft",
+    "torch",
+    "transformers",
+    "trl",
+)
+"""Libraries that the server imports if the program begins with them. Importing them has no other effect."""
+_INITIALIZE_IMPORTS = (
     "deepspeed_compress.backends.deepspeed.initialize",
     "deepspeed.module_inject.auto_ep_config",
     "deepspeed.runtime.zero.muon.muon_optimizer",
 )
-"""Modules that deepspeed.initialize imports, and with them the compiler of PyTorch, which reads the environment."""
-_CHANGES = frozenset({"clear", "pop", "putenv", "setdefault", "update"})
-"""Methods and functions that change an environment."""
-_LOOK_EVERY = 0.05
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_DIE_WITH_PARENT = 1
-"""PR_SET_PDEATHSIG of prctl(2)."""
+"""Modules that deepspeed.initialize imports. They import the compiler of PyTorch, which reads the environment."""
+_CHANGING_CALLS = frozenset({"clear", "pop", "putenv", "setdefault", "update"})
+"""Methods of os.environ, and functions, that change the environment."""
+_POLL_INTERVAL = 0.05
+_FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PR_SET_PDEATHSIG = 1
+"""Operation of prctl(2) that sends a signal to a process when its parent dies."""
 
 
 def main(descriptor: int, warm: bool, script: str) -> None:
-    """Fork ranks as the agent requests. In a rank, run its program, and return when that has ended."""
-    for number in _PASSED_ON:
-        # They are meant for the ranks; the agent passes them on.
+    """Fork ranks at the agent's request. In a rank, run its program, and return when it has ended."""
+    for number in _FORWARDED_SIGNALS:
+        # These signals are for the ranks, and the agent forwards them.
         signal.signal(number, signal.SIG_IGN)
-    warm = warm and _imports(script)
-    agent = Lines(socket.socket(fileno=descriptor))
-    agent.say({"kind": "ready", "warm": warm})
+    warm = warm and _preload(script)
+    agent = LineConnection(socket.socket(fileno=descriptor))
+    agent.send({"kind": "ready", "warm": warm})
     started = _Children(agent).serve()
     if started is None:
-        # None of the imported modules has anything to clean up.
+        # Exit at once: none of the imported modules has to clean up.
         os._exit(0)
-    _become(started, warm)
+    _run_rank(started, warm)
 
 
-def _imports(script: str) -> bool:
-    """Import what ranks import. Return True if it is safe to fork now."""
+def _preload(script: str) -> bool:
+    """Make the imports of the ranks. Return True if it is safe to fork after that."""
     from deepspeed_compress.config import SECTION, parse_section
     from deepspeed_compress.integrations import run
 
     assert run
-    # Parsing a first section builds the pydantic models.
+    # Parsing the first section builds the pydantic models, which takes time.
     parse_section({SECTION: {}})
     body = _statements(script)
-    for module, names in _imported_first(body):
+    for module, names in _leading_imports(body):
         _import(module, names)
     if "deepspeed" in sys.modules and not any(map(_sets_environment, body)):
-        for module in _LATE:
+        for module in _INITIALIZE_IMPORTS:
             _import(module)
     gc.collect()
     gc.freeze()
-    return "torch" not in sys.modules or _may_fork()
+    return "torch" not in sys.modules or _is_safe_to_fork()
 
 
 def _import(module: str, names: Sequence[str] = ()) -> None:
@@ -91,17 +101,17 @@ def _statements(script: str) -> list[ast.stmt]:
     return []
 
 
-def _imported_first(body: Sequence[ast.stmt]) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield (module, names) for the imports of known libraries with which a program begins, in order.
+def _leading_imports(body: Sequence[ast.stmt]) -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield (module, names) for each preloaded library that the program imports before it does anything else.
 
-    They end at the first statement that does anything else, such as an import of the program's own modules, which may
-    set the environment.
+    The imports end at the first other statement, even an import of the program's own modules, which may set the
+    environment.
     """
     for node in body[1 if _is_docstring(body[:1]) else 0 :]:
         found = list(_modules(node))
-        if not found or not all(_is_known(module) or _is_standard(module) for module, _ in found):
+        if not found or not all(_is_preloaded(module) or _is_standard(module) for module, _ in found):
             return
-        yield from (one for one in found if _is_known(one[0]))
+        yield from (one for one in found if _is_preloaded(one[0]))
 
 
 def _is_docstring(body: Sequence[ast.stmt]) -> bool:
@@ -116,12 +126,12 @@ def _modules(node: ast.stmt) -> Iterator[tuple[str, Sequence[str]]]:
 
 
 def _sets_environment(node: ast.AST) -> bool:
-    """Return True if something in `node` writes to `os.environ`."""
+    """Return True if any code in `node` writes to `os.environ`."""
     for one in ast.walk(node):
         if isinstance(one, ast.Subscript) and not isinstance(one.ctx, ast.Load) and _is_environment(one.value):
             return True
         if isinstance(one, ast.Attribute) and (
-            one.attr == "putenv" or (one.attr in _CHANGES and _is_environment(one.value))
+            one.attr == "putenv" or (one.attr in _CHANGING_CALLS and _is_environment(one.value))
         ):
             return True
     return False
@@ -131,18 +141,18 @@ def _is_environment(node: ast.expr) -> bool:
     return ast.unparse(node).rpartition(".")[2] == "environ"
 
 
-def _is_known(module: str) -> bool:
-    return module.partition(".")[0] in _KNOWN
+def _is_preloaded(module: str) -> bool:
+    return module.partition(".")[0] in _PRELOADED
 
 
 def _is_standard(module: str) -> bool:
     return module.partition(".")[0] in sys.stdlib_module_names
 
 
-def _may_fork() -> bool:
-    """Return True if nothing has begun to use CUDA.
+def _is_safe_to_fork() -> bool:
+    """Return True if this process has not used CUDA.
 
-    A fork of a process that has used CUDA may not use it, and only the fork can find out.
+    A fork of a process that has used CUDA cannot use it, and only the fork itself can tell.
     """
     import torch
 
@@ -153,17 +163,17 @@ def _may_fork() -> bool:
 
 
 class _Children:
-    """Living ranks, by process id, which is also the id of their process group."""
+    """Living ranks by process id, which is also the id of the rank's process group."""
 
-    def __init__(self, agent: Lines) -> None:
+    def __init__(self, agent: LineConnection) -> None:
         self._agent = agent
         self._living: dict[int, int] = {}
 
     def serve(self) -> Mapping[str, Any] | None:
-        """Serve until the agent is gone, and return None. In a forked rank, return its start message."""
+        """Serve until the agent is gone, and return None. In a forked rank, return the message that started it."""
         while True:
             try:
-                messages = self._agent.hear(_LOOK_EVERY)
+                messages = self._agent.receive(_POLL_INTERVAL)
             except EOFError:
                 self._signal(signal.SIGKILL)
                 return None
@@ -177,23 +187,23 @@ class _Children:
     def _start(self, message: Mapping[str, Any]) -> bool:
         """Fork a rank. Return True in the new process."""
         parent = os.getpid()
-        # Signals that arrive before the new process has its default handlers are held back until then.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
+        # Block signals until the new process has its default handlers.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED_SIGNALS)
         child = os.fork()
         if child:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED_SIGNALS)
             self._living[child] = message["rank"]
-            self._agent.say({"kind": "started", "rank": message["rank"], "pid": child})
+            self._agent.send({"kind": "started", "rank": message["rank"], "pid": child})
             return False
         self._agent.close()
-        _leave(parent)
+        _detach(parent)
         return True
 
     def _signal(self, number: int, ranks: Sequence[int] | None = None) -> None:
         """Send signal `number` to `ranks`, or to all if None.
 
-        SIGKILL also goes to the processes that a rank has started. Other signals go to the rank alone, which may still
-        need those.
+        SIGKILL also goes to the processes that a rank has started. Other signals go only to the rank, which may still
+        need these processes to end properly.
         """
         send = os.killpg if number == signal.SIGKILL else os.kill
         for child, rank in self._living.items():
@@ -207,29 +217,29 @@ class _Children:
             if not child:
                 return
             with suppress(OSError):
-                # Processes that it left behind, such as data loader workers.
+                # The rank may leave processes behind, such as data loader workers.
                 os.killpg(child, signal.SIGKILL)
             rank = self._living.pop(child)
-            self._agent.say({"kind": "ended", "rank": rank, "status": os.waitstatus_to_exitcode(status)})
+            self._agent.send({"kind": "ended", "rank": rank, "status": os.waitstatus_to_exitcode(status)})
 
 
-def _leave(parent: int) -> None:
-    """Become a session of its own with default signal handlers, and die with the parent however it ends."""
+def _detach(parent: int) -> None:
+    """Start a new session with default signal handlers, in a process that dies with its parent."""
     os.setsid()
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    for number in _PASSED_ON:
+    for number in _FORWARDED_SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED_SIGNALS)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
 
 
-def _become(started: Mapping[str, Any], warm: bool) -> None:
-    """Become the rank: set its environment and arguments, and run its program."""
+def _run_rank(started: Mapping[str, Any], warm: bool) -> None:
+    """Set the environment of the rank, and run its program."""
     os.environ.update(started["environment"])
     arguments = list(started["arguments"])
     if not warm:
@@ -238,7 +248,7 @@ def _become(started: Mapping[str, Any], warm: bool) -> None:
     atexit.register(gc.unfreeze)
     random.seed()
     if "numpy" in sys.modules:
-        # A new process would have its own random state.
+        # Every new process has its own random state, so a fork must not share one.
         sys.modules["numpy"].random.seed()
     from deepspeed_compress.integrations import run
 

@@ -1,4 +1,4 @@
-"""Messages between an agent and its fork server over a private pair of sockets: one JSON object per line."""
+"""Messages between an agent and its fork server over a private socket pair: one JSON object per line."""
 
 import json
 import select
@@ -6,13 +6,13 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["Lines"]
+__all__ = ["LineConnection"]
 
-_PIECE = 1 << 16
+_CHUNK = 1 << 16
 
 
-class Lines:
-    """One end of the pair. Not thread-safe."""
+class LineConnection:
+    """One end of the socket pair. Not thread-safe."""
 
     def __init__(self, connected: socket.socket) -> None:
         self.socket = connected
@@ -20,11 +20,11 @@ class Lines:
         self._poll = select.poll()
         self._poll.register(connected, select.POLLIN)
 
-    def say(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Mapping[str, Any]) -> None:
         """Send `message`. Raises OSError if the other end is gone."""
         self.socket.sendall(json.dumps(message).encode() + b"\n")
 
-    def hear(self, wait: float) -> list[dict[str, Any]]:
+    def receive(self, wait: float) -> list[dict[str, Any]]:
         """Return the messages that have arrived, waiting at most `wait` seconds.
 
         Raises:
@@ -33,11 +33,11 @@ class Lines:
         if not self._poll.poll(wait * 1000):
             return []
         try:
-            found = self.socket.recv(_PIECE)
+            found = self.socket.recv(_CHUNK)
         except OSError as error:
             raise EOFError(str(error)) from error
         if not found:
-            raise EOFError("it has closed the connection")
+            raise EOFError("the other end has closed the connection")
         *lines, self._rest = (self._rest + found).split(b"\n")
         return [json.loads(line) for line in lines]
 

@@ -1,7 +1,7 @@
-"""Signs of life of a rank: a few numbers in a file of its own, in a directory of its agent.
+"""Heartbeats of ranks: each rank writes a few numbers into its own file in a directory of its agent.
 
-The rank writes them after each step and before each forward pass; the agent reads them. Writing takes one system call
-on memory, and a failure to write stops nothing.
+The rank writes them after each step and before each forward pass, and the agent reads them. Writing takes one system
+call on memory, and a failure to write is ignored.
 """
 
 import contextlib
@@ -11,10 +11,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["AGENT", "HOSTS", "MEMORY", "RESUME", "Sign", "Signs", "read_sign"]
+__all__ = ["AGENT", "HOSTS", "MEMORY", "RESUME", "Heartbeat", "HeartbeatWriter", "read_heartbeat"]
 
 AGENT = "DS_COMPRESS_AGENT"
-"""Environment variable of ranks that an agent has started: the directory of their signs."""
+"""Environment variable of ranks that an agent has started: the directory of their heartbeats."""
 RESUME = "DS_COMPRESS_RESUME"
 """Environment variable: "1" makes a program resume from its newest checkpoint."""
 MEMORY = "DS_COMPRESS_MEMORY_DIR"
@@ -25,11 +25,11 @@ _FORMAT = struct.Struct("<dqq")
 
 
 @dataclass(frozen=True)
-class Sign:
-    """Sign of life of a rank.
+class Heartbeat:
+    """Heartbeat of a rank.
 
     Attributes:
-        time: time on the host's monotonic clock, in seconds; 0 for none yet.
+        time: time on the host's monotonic clock, in seconds; 0 if there is none yet.
         steps: optimizer steps of the engine.
         saves: True if the rank saves on SIGTERM before it ends.
     """
@@ -39,8 +39,8 @@ class Sign:
     saves: bool
 
 
-class Signs:
-    """Writer of the signs of rank `rank` into the agent's `directory`."""
+class HeartbeatWriter:
+    """Writer of the heartbeats of `rank` into the agent's `directory`."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         self._steps, self._saves = 0, False
@@ -51,14 +51,14 @@ class Signs:
     def stepped(self, steps: int) -> None:
         """Record that `steps` optimizer steps have been made."""
         self._steps = steps
-        self.give()
+        self.beat()
 
     def saves(self, saves: bool) -> None:
         """Record whether this rank saves on SIGTERM from now on."""
         self._saves = saves
         self._write(0.0)
 
-    def give(self) -> None:
+    def beat(self) -> None:
         """Record that this rank is alive."""
         self._write(time.monotonic())
 
@@ -73,13 +73,13 @@ class Signs:
             self._descriptor = None
 
 
-def read_sign(directory: Path, rank: int) -> Sign | None:
-    """Return the newest sign of `rank`; None before its first one."""
+def read_heartbeat(directory: Path, rank: int) -> Heartbeat | None:
+    """Return the latest heartbeat of `rank`; None before its first one."""
     try:
         now, steps, saves = _FORMAT.unpack(_file(directory, rank).read_bytes())
     except (OSError, struct.error):
         return None
-    return Sign(now, steps, bool(saves))
+    return Heartbeat(now, steps, bool(saves))
 
 
 def _file(directory: Path, rank: int) -> Path:

@@ -1,4 +1,4 @@
-"""Fields of the messages between agents and their supervisor. `supervisor` explains each kind."""
+"""Fields of the messages between agents and their supervisor. The module `supervisor` explains each kind."""
 
 import signal
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ __all__ = ["FROM_AGENTS", "FROM_SUPERVISOR", "SUPERVISOR", "Message"]
 
 Message = Mapping[str, Any]
 SUPERVISOR = "supervisor"
-"""Name of the service."""
+"""Name of the service that the supervisor runs."""
 _SLOTS = 1 << 12
 """Largest slot number of a host."""
 _RANKS = 1 << 20

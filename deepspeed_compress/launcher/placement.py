@@ -8,7 +8,7 @@ __all__ = ["Host", "Placement", "place"]
 
 @dataclass(frozen=True)
 class Host:
-    """Connected host. `slots` are the numbers of its usable places for ranks, such as those of GPUs."""
+    """Connected host. `slots` are the numbers of its usable slots for ranks, such as GPUs."""
 
     name: str
     slots: tuple[int, ...]
@@ -33,15 +33,15 @@ class Placement:
 def place(
     hosts: Sequence[Host], nodes: int, ranks: int, fits: Callable[[int], bool], former: Placement | None = None
 ) -> Placement | None:
-    """Return the largest placement on at most `nodes` of `hosts`, with equally many ranks on each, at most `ranks`.
+    """Return the largest placement on at most `nodes` of `hosts`, with the same number of ranks on each.
 
-    Hosts of the `former` placement are preferred, at their former node ranks, so that others take over for lost ones.
+    Hosts of the `former` placement are preferred and keep their node ranks. New hosts take the places of lost ones.
 
     Args:
         hosts: the connected hosts.
         nodes: largest number of hosts.
         ranks: largest number of ranks on each host.
-        fits: returns True if so many ranks in total may train; `nodes` x `ranks` always may.
+        fits: returns True if this total number of ranks may train. `nodes` x `ranks` always may.
         former: the previous placement.
 
     Returns:
@@ -57,13 +57,13 @@ def place(
 
 
 def _shapes(nodes: int, ranks: int) -> Iterator[tuple[int, int]]:
-    """Yield (hosts, ranks on each): most ranks first, and among equal ones most hosts first."""
+    """Yield (hosts, ranks on each), in the order of decreasing total ranks, and then of decreasing hosts."""
     shapes = [(count, each) for count in range(1, nodes + 1) for each in range(1, ranks + 1)]
     yield from sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape[0]), reverse=True)
 
 
 def _in_former_order(chosen: Sequence[Host], before: Sequence[str]) -> tuple[Host, ...]:
-    """Order `chosen` by former node ranks. New hosts fill gaps if the number of hosts is the same, else come last."""
+    """Order `chosen` by former node ranks. New hosts fill the gaps if the number of hosts is the same, or come last."""
     if len(before) != len(chosen):
         return tuple(sorted(chosen, key=lambda host: before.index(host.name) if host.name in before else len(before)))
     known = {host.name: host for host in chosen}

@@ -1,4 +1,4 @@
-"""Check of the numbers of ranks that train the same batches, by the rules of DeepSpeed's runtime/config.py."""
+"""Check whether a number of ranks can train the same batches, by the rules of DeepSpeed's runtime/config.py."""
 
 import math
 from collections.abc import Mapping
@@ -6,31 +6,31 @@ from typing import Any
 
 from deepspeed_compress.config import SECTION, Parallelism, parse_section, tensor_size
 
-__all__ = ["why_not"]
+__all__ = ["size_problem"]
 
 BATCH, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
-def why_not(ds_config: Mapping[str, Any] | None, ranks: int) -> str:
-    """Return why `ranks` ranks would not train the batches that `ds_config` specifies; "" if they would.
+def size_problem(ds_config: Mapping[str, Any] | None, ranks: int) -> str:
+    """Return why `ranks` ranks cannot train the batches that `ds_config` specifies; "" if they can.
 
     `ds_config` is None if it is unknown.
     """
     if ds_config is None:
-        return f"no DeepSpeed configuration with {BATCH} is among the arguments of the program"
+        return f"the program's arguments contain no DeepSpeed configuration with {BATCH}"
     batch = ds_config.get(BATCH)
     if not isinstance(batch, int):
-        return f"/{BATCH} is {batch!r}, so another number of ranks would train other batches; write a number there"
+        return f"/{BATCH} is {batch!r}, so another number of ranks would train other batches; write a number"
     copies, rest = divmod(ranks, _ranks_of_a_copy(ds_config))
     if rest or not copies:
-        return f"{ranks} ranks are no multiple of tensor x pipeline, {_ranks_of_a_copy(ds_config)}"
+        return f"{ranks} ranks are not a multiple of tensor x pipeline = {_ranks_of_a_copy(ds_config)}"
     given = {key: ds_config[key] for key in (MICRO, STEPS) if isinstance(ds_config.get(key), int)}
     product = copies * math.prod(given.values())
     if batch % product == 0 and (len(given) < 2 or batch == product):
         return ""
-    said = " x ".join(f"{key} {value}" for key, value in given.items()) or "1"
+    factors = " x ".join(f"{key} {value}" for key, value in given.items()) or "1"
     advice = f"; leave out {STEPS}" if len(given) == 2 else ""
-    return f"/{BATCH} {batch} cannot be divided over {copies} replicas with {said}{advice}"
+    return f"/{BATCH} {batch} is not divisible by {copies} replicas x {factors}{advice}"
 
 
 def _ranks_of_a_copy(ds_config: Mapping[str, Any]) -> int:

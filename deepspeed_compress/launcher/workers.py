@@ -1,4 +1,4 @@
-"""Ranks of a host, as seen by their agent."""
+"""Rank processes of a host, started and watched by its agent."""
 
 import os
 import signal
@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from deepspeed_compress.launcher.fork_server_messages import Lines
+from deepspeed_compress.launcher.fork_server_messages import LineConnection
 
-__all__ = ["Ended", "Workers", "how_ended"]
+__all__ = ["Ended", "Workers", "describe_end"]
 
-NURSERY = "deepspeed_compress.launcher.fork_server"
-_PATIENCE = 5.0
+FORK_SERVER = "deepspeed_compress.launcher.fork_server"
+_CLOSE_TIMEOUT = 5.0
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Ended:
     status: int
 
 
-def how_ended(status: int) -> str:
-    """Describe how a process has ended."""
-    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"has ended with exit code {status}"
+def describe_end(status: int) -> str:
+    """Describe how a process ended."""
+    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with code {status}"
 
 
 class Workers:
@@ -35,62 +35,62 @@ class Workers:
 
     Args:
         arguments: arguments of `integrations.run`: a program and its own arguments.
-        script: the file of the program, whose imports are made once for all ranks; "" for a module.
-        warm: fork ranks from a process that has made the imports; otherwise, each rank imports them itself.
+        script: file of the program, whose leading imports are made once for all ranks; "" for a module.
+        warm: fork ranks from a process that has made the imports. Otherwise, each rank makes them itself.
     """
 
     def __init__(self, arguments: Sequence[str], script: str, warm: bool) -> None:
         self.living: set[int] = set()
         self._arguments, self._script, self._warm = list(arguments), script, warm
-        self._nursery, self._process = self._begin()
+        self._server, self._process = self._start_server()
 
-    def _begin(self) -> tuple[Lines, "subprocess.Popen[bytes]"]:
+    def _start_server(self) -> tuple[LineConnection, "subprocess.Popen[bytes]"]:
         ours, theirs = socket.socketpair()
-        # torch then asks the driver instead of the CUDA runtime, which a fork could not use any more.
+        # With this variable, torch asks the driver instead of the CUDA runtime, which a fork could no longer use.
         environment = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **os.environ}
-        how = "warm" if self._warm else "cold"
-        command = [sys.executable, "-m", NURSERY, str(theirs.fileno()), how, self._script]
+        mode = "warm" if self._warm else "cold"
+        command = [sys.executable, "-m", FORK_SERVER, str(theirs.fileno()), mode, self._script]
         with theirs:
             process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
-        return Lines(ours), process
+        return LineConnection(ours), process
 
     def start(self, ranks: Mapping[int, Mapping[str, str]]) -> None:
         """Start ranks, each with its own environment in addition to that of the agent."""
         for rank, environment in ranks.items():
             self.living.add(rank)
-            told = {"rank": rank, "arguments": self._arguments, "environment": dict(environment)}
-            self._say({"kind": "start", **told})
+            message = {"rank": rank, "arguments": self._arguments, "environment": dict(environment)}
+            self._send({"kind": "start", **message})
 
     def signal(self, number: int, ranks: Sequence[int] | None = None) -> None:
         """Send signal `number` to `ranks`, or to all if None."""
-        self._say({"kind": "signal", "number": int(number), "ranks": None if ranks is None else list(ranks)})
+        self._send({"kind": "signal", "number": int(number), "ranks": None if ranks is None else list(ranks)})
 
     def ended(self) -> list[Ended]:
         """Return the ranks that have ended since the last call."""
         try:
-            messages = self._nursery.hear(0)
+            messages = self._server.receive(0)
         except EOFError:
-            return self._begin_anew()
+            return self._restart_server()
         found = [Ended(one["rank"], one["status"]) for one in messages if one["kind"] == "ended"]
         self.living -= {one.rank for one in found}
         return found
 
     def close(self) -> None:
-        """Kill all ranks that still run."""
-        self._nursery.close()
+        """Kill all ranks that are still running."""
+        self._server.close()
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_PATIENCE)
+            self._process.wait(_CLOSE_TIMEOUT)
         self._process.kill()
         self._process.wait()
 
-    def _begin_anew(self) -> list[Ended]:
+    def _restart_server(self) -> list[Ended]:
         """Start a new fork server after the old one has died, and return its ranks, which died with it."""
         self.close()
         lost, self.living = self.living, set()
-        self._nursery, self._process = self._begin()
+        self._server, self._process = self._start_server()
         return [Ended(rank, -signal.SIGKILL) for rank in sorted(lost)]
 
-    def _say(self, message: Mapping[str, object]) -> None:
-        # If the fork server is gone, the next read reports it.
+    def _send(self, message: Mapping[str, object]) -> None:
+        # If the fork server is gone, the next `ended` notices it.
         with suppress(OSError):
-            self._nursery.say(message)
+            self._server.send(message)

@@ -15,16 +15,16 @@ Partition = Callable[[Sequence[Any], int], list[int]]
 """Function of (layers, stages) to stages + 1 bounds; stage i has the layers in range(bounds[i], bounds[i + 1])."""
 
 LOOKUP = 0.1
-"""Relative cost of a weight in a lookup table, which is only reduced and updated, not multiplied with."""
+"""Relative cost of a weight in a lookup table, which is reduced and updated but not used in a matrix multiplication."""
 
 
 def partition_by(method: str | tuple[int, ...]) -> Partition:
     """Return the partition for "balanced", "parameters", "uniform", or the number of decoder layers per stage."""
-    return _METHODS[method] if isinstance(method, str) else _given(method)
+    return _METHODS[method] if isinstance(method, str) else _by_counts(method)
 
 
 def _balanced(layers: Sequence[Any], stages: int) -> list[int]:
-    """Balance multiplications: the head costs as much as its weight is large, the embedding almost nothing."""
+    """Balance the multiplications: the head costs as much as its weight, and the embedding almost nothing."""
     costs = [_parameters(layer) * (LOOKUP if _is_lookup(layer) else 1.0) for layer in layers]
     return _cut(costs, stages)
 
@@ -40,7 +40,7 @@ def _uniform(layers: Sequence[Any], stages: int) -> list[int]:
 _METHODS = {"balanced": _balanced, "parameters": _by_parameters, "uniform": _uniform}
 
 
-def _given(counts: tuple[int, ...]) -> Partition:
+def _by_counts(counts: tuple[int, ...]) -> Partition:
     """Return a partition with `counts` decoder layers per stage.
 
     The first stage also gets everything before the decoder layers and the last stage everything after them, so only
@@ -62,7 +62,7 @@ def _given(counts: tuple[int, ...]) -> Partition:
 
 
 def _cut(costs: Sequence[float], stages: int) -> list[int]:
-    # DeepSpeed's search wants integers.
+    # DeepSpeed's search needs integers.
     return [int(bound) for bound in partition_balanced([round(cost * 10) for cost in costs], stages)]
 
 

@@ -1,4 +1,4 @@
-"""A model for `deepspeed.initialize` in any layout of pipeline, tensor and data parallelism."""
+"""Building of a model for `deepspeed.initialize` in any layout of pipeline, tensor and data parallelism."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +23,12 @@ from deepspeed_compress.models.vocabulary import split_vocabulary, use_split_los
 
 __all__ = ["Layout", "build_parallel", "check_layout"]
 
-WHERE = "/deepspeed_compress/parallelism"
+KEY = "/deepspeed_compress/parallelism"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a model.
+    """Layout of a model.
 
     Attributes:
         tensor: number of ranks that share each layer.
@@ -51,7 +51,8 @@ def build_parallel(path: Path, config: PretrainedConfig, seed: int, layout: Layo
     does not split them again.
 
     Raises:
-        ConfigError, UnsupportedError: see `check_layout` and `open_source`.
+        ConfigError: if the layout does not fit the model or the job, or the saved weights are damaged.
+        UnsupportedError: if the model cannot be split like this.
     """
     whole = layout.tensor == layout.pipeline == 1
     model: Any = build_model(path, config, seed) if whole else build_skeleton(config)
@@ -61,10 +62,10 @@ def build_parallel(path: Path, config: PretrainedConfig, seed: int, layout: Layo
         return model  # type: ignore[no-any-return]  # a PreTrainedModel
     check_layout(config, layout)
     _check_world(layout)
-    return _divided(model, open_source(path, model, seed), layout)
+    return _build_part(model, open_source(path, model, seed), layout)
 
 
-def _divided(model: Any, source: Source, layout: Layout) -> nn.Module:
+def _build_part(model: Any, source: Source, layout: Layout) -> nn.Module:
     family = family_of(model.config)
     if layout.tensor > 1:
         linear_layers(model)
@@ -99,20 +100,20 @@ def _split_and_fill(module: nn.Module, model: Any, family: Family, source: Sourc
 
 
 def _check_world(layout: Layout) -> None:
-    world_size, divided = dist.get_world_size(), layout.tensor * layout.pipeline
-    if world_size % divided:
+    world_size, needed = dist.get_world_size(), layout.tensor * layout.pipeline
+    if world_size % needed:
         raise ConfigError(
-            f"{WHERE}: tensor {layout.tensor} x pipeline {layout.pipeline} = {divided} ranks do not divide the "
-            f"{world_size} of this job (allowed: divisors of it). Write other values, or start a multiple of {divided}."
+            f"{KEY}: tensor {layout.tensor} x pipeline {layout.pipeline} = {needed} ranks do not divide the world size "
+            f"{world_size} (allowed: its divisors). Write other values, or start a multiple of {needed} ranks."
         )
 
 
 def check_layout(config: PretrainedConfig, layout: Layout) -> None:
-    """Check that a model of `config` can be divided by `layout`.
+    """Check that a model of `config` can be split by `layout`.
 
     Raises:
-        UnsupportedError: the family cannot be divided, or there are more stages than layers.
-        ConfigError: the head counts are not divisible by `layout.tensor`.
+        UnsupportedError: if the family cannot be split, or there are more stages than layers.
+        ConfigError: if the head counts are not divisible by `layout.tensor`.
     """
     if layout.tensor == layout.pipeline == 1:
         return
@@ -121,11 +122,11 @@ def check_layout(config: PretrainedConfig, layout: Layout) -> None:
     for name, count in heads.items():
         if count is not None and count % layout.tensor:
             raise ConfigError(
-                f"{WHERE}/tensor: {layout.tensor} does not divide the model's {name} {count} (allowed: its divisors). "
+                f"{KEY}/tensor: {layout.tensor} does not divide the model's {name} {count} (allowed: its divisors). "
                 "Write one of them."
             )
     if config.num_hidden_layers < layout.pipeline:
         raise UnsupportedError(
-            f"{WHERE}/pipeline: {layout.pipeline}, but the model has {config.num_hidden_layers} layers (allowed: at "
-            "most that many). Write fewer stages."
+            f"{KEY}/pipeline: {layout.pipeline} stages are more than the model's {config.num_hidden_layers} layers "
+            "(allowed: at most that many). Write fewer stages."
         )

@@ -26,12 +26,12 @@ FILE_BYTES = 5 * 2**30
 
 
 def save_pretrained(engine: Any, config: PretrainedConfig, directory: Path) -> None:
-    """Write the weights of `engine` and `config` as transformers' save_pretrained does. All ranks must call it.
+    """Write the weights of `engine` and `config` as transformers' save_pretrained does. Collective.
 
     The weights are those that the model computes with, in their dtype. They are sent one at a time to rank 0, which
     writes all files. `config` is the one that the model was built from.
     """
-    # The engine forwards unknown attribute names to the model, so getattr would be misleading.
+    # Not hasattr: the engine forwards unknown attributes to the model.
     if "compression" in vars(engine):
         engine.compression.synchronise()
     like = next(engine.module.parameters())
@@ -45,7 +45,7 @@ def write_pretrained(
     directory: Path,
     like: Tensor,
 ) -> None:
-    """Write the `weights` of all ranks into `directory`. All ranks must call it.
+    """Write the `weights` of all ranks into `directory`. Collective.
 
     Args:
         weights: (name, whole tensor) of this rank. Iterating over it may be collective.
@@ -130,7 +130,7 @@ def _receive(writer: "_Writer", leader: int, device: torch.device) -> None:
 
 
 class _Writer:
-    """Collects tensors and writes them in files of at most FILE_BYTES; old files stay until `finish`."""
+    """Writer of tensors into files of at most FILE_BYTES. Old files stay until `finish`."""
 
     def __init__(self, directory: Path, config: PretrainedConfig) -> None:
         directory.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Model families that can be cut into stages and split between ranks: the names of their parts and the split matrices.
+"""Model families that can be split into stages and between ranks: names of their modules and of the split matrices.
 
 To add a family, add a row to FAMILIES. Its decoder layers must take hidden states, `attention_mask`, `position_ids` and
 (with a rotary module) `position_embeddings`, and return hidden states, as those of transformers do. Then add it to the
@@ -27,7 +27,7 @@ def _narrow_gpt2(attention: Any, tensor: int) -> None:
 
 
 def _narrow_phi3(attention: Any, tensor: int) -> None:
-    """Divide the number of query heads in the config; AutoTP divides the attribute that counts key-value heads."""
+    """Divide the number of query heads in the config. AutoTP itself divides the number of key-value heads."""
     attention.config = copy.copy(attention.config)
     attention.config.num_attention_heads //= tensor
 
@@ -136,14 +136,14 @@ def family_of(config: Any) -> Family:
     """Return the family of `config`.
 
     Raises:
-        UnsupportedError: FAMILIES has no row for this `model_type`.
+        UnsupportedError: if FAMILIES has no row for this `model_type`.
     """
     found = FAMILIES.get(config.model_type)
     if found is None:
         known = ", ".join(f'"{name}"' for name in FAMILIES)
         raise UnsupportedError(
-            f'model_type "{config.model_type}" cannot be divided by /deepspeed_compress/parallelism/tensor or '
-            "/pipeline: deepspeed_compress.models.families has no row that names its layers and the matrices that can "
-            f"be split (there are rows for {known}). Write 1 for both, or add a row."
+            f'/deepspeed_compress/parallelism: model_type "{config.model_type}" does not support tensor or pipeline '
+            f"parallelism (allowed: {known}). Write 1 for both, or add a row for it to "
+            "deepspeed_compress/models/families.py."
         )
     return found

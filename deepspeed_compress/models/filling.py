@@ -14,7 +14,7 @@ __all__ = ["fill"]
 
 
 def fill(module: nn.Module, source: Source) -> None:
-    """Give every parameter of `module` that is on the meta device its weight.
+    """Load the weight of every parameter of `module` that is on the meta device.
 
     In addition to the filled parameters, at most one whole matrix is in memory at a time: this rank's part of a split
     layer is cut out at once. Shared parameters stay shared.

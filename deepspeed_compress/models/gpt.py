@@ -17,8 +17,7 @@ def read_model_config(path: Path) -> PretrainedConfig:
     """Read a model's config from its JSON file or from a directory with a config.json.
 
     Raises:
-        ConfigError: the file cannot be read, has no `model_type` that transformers knows, or has a value that the model
-            family rejects.
+        ConfigError: if the file cannot be read, or its `model_type` or another value is invalid.
     """
     file = path / "config.json" if path.is_dir() else path
     values = _read_json(file)
@@ -29,7 +28,7 @@ def read_model_config(path: Path) -> PretrainedConfig:
         return AutoConfig.for_model(name, **values)
     except Exception as error:  # transformers raises many types, some of huggingface_hub
         reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"--model {file}: transformers rejects it: {reason}") from None
+        raise ConfigError(f"--model {file}: transformers rejects this config: {reason}") from None
 
 
 def build_model(path: Path, config: PretrainedConfig, seed: int) -> PreTrainedModel:
@@ -38,7 +37,7 @@ def build_model(path: Path, config: PretrainedConfig, seed: int) -> PreTrainedMo
     The same seed gives the same weights on every rank.
 
     Raises:
-        ConfigError: transformers has no causal language model of this family, or cannot load the weights.
+        ConfigError: if transformers has no causal language model of this family, or cannot load the weights.
     """
     torch.manual_seed(seed)
     try:
@@ -57,7 +56,7 @@ def has_weights(path: Path) -> bool:
     """Return True if `path` is a directory with saved weights in the safetensors format.
 
     Raises:
-        ConfigError: the directory has weights that would be ignored: in another format, or without their index.
+        ConfigError: if the directory has weights that would be ignored, in another format or without their index.
     """
     if any((path / name).is_file() for name in WEIGHT_FILES):
         return True
@@ -79,7 +78,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"--model {file}: not valid JSON ({error}); {hint}") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"--model {file}: a JSON {type(values).__name__}, expected an object; {hint}")
+        raise ConfigError(f"--model {file}: expected a JSON object, got {type(values).__name__}; {hint}")
     return values
 
 

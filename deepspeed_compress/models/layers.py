@@ -16,22 +16,22 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 __all__ = ["DecoderLayer", "Embedding", "Head", "Prologue", "next_token_loss", "project_with"]
 
-Flow = Tensor | tuple[Tensor, Tensor]
+StageInput = Tensor | tuple[Tensor, Tensor]
 
 
-class _Mapped(nn.Module):
-    """A layer that changes the hidden states and passes a mask on unchanged."""
+class _HiddenLayer(nn.Module):
+    """Layer that changes the hidden states and passes a mask on unchanged."""
 
     def transform(self, hidden: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def forward(self, flow: Flow) -> Flow:
-        if isinstance(flow, tuple):
-            return self.transform(flow[0]), flow[1]
-        return self.transform(flow)
+    def forward(self, inputs: StageInput) -> StageInput:
+        if isinstance(inputs, tuple):
+            return self.transform(inputs[0]), inputs[1]
+        return self.transform(inputs)
 
 
-class Embedding(_Mapped):
+class Embedding(_HiddenLayer):
     """Layer that maps token ids to hidden states."""
 
     def __init__(self, tokens: nn.Module) -> None:
@@ -43,7 +43,7 @@ class Embedding(_Mapped):
         return embedded
 
 
-class Prologue(_Mapped):
+class Prologue(_HiddenLayer):
     """Layer between the embedding and the first decoder layer: adds learned positions, or applies dropout."""
 
     def __init__(self, module: nn.Module, positions: bool) -> None:
@@ -59,15 +59,15 @@ class Prologue(_Mapped):
 
 
 class DecoderLayer(nn.Module):
-    """A decoder layer of transformers, together with the mask and the rotary embedding that its model would pass."""
+    """Decoder layer of transformers that computes the mask and the rotary embedding its model would pass to it."""
 
     def __init__(self, layer: nn.Module, index: int, config: Any, rotary: nn.Module | None) -> None:
         super().__init__()
         self.layer, self.rotary, self.config = layer, rotary, config
         self.make_mask = _mask_of(config, index)
 
-    def forward(self, flow: Flow) -> Flow:
-        hidden, padding = flow if isinstance(flow, tuple) else (flow, None)
+    def forward(self, inputs: StageInput) -> StageInput:
+        hidden, padding = inputs if isinstance(inputs, tuple) else (inputs, None)
         positions = _positions(hidden)
         mask = self.make_mask(
             config=self.config,
@@ -82,14 +82,14 @@ class DecoderLayer(nn.Module):
 
 
 class Head(nn.Module):
-    """The final norm and, unless another layer projects, the projection to logits (batch, length, vocabulary)."""
+    """Final norm and, unless another layer projects, the projection to logits (batch, length, vocabulary)."""
 
     def __init__(self, norm: nn.Module, projection: nn.Module | None, config: Any) -> None:
         super().__init__()
         self.norm, self.projection, self.config = norm, projection, config
 
-    def forward(self, flow: Flow) -> Tensor:
-        hidden = self.norm(flow[0] if isinstance(flow, tuple) else flow)
+    def forward(self, inputs: StageInput) -> Tensor:
+        hidden = self.norm(inputs[0] if isinstance(inputs, tuple) else inputs)
         return hidden if self.projection is None else _cap(self.projection(hidden), self.config)
 
 

@@ -14,14 +14,14 @@ from deepspeed_compress.models.layers import DecoderLayer, Embedding, Head, Prol
 __all__ = ["CausalLMPipeline", "make_topology", "pipeline_layers"]
 
 TIED = "embedding"
-"""Key of the weight that the first and the last stage share."""
+"""Key of the tied weight that the first and the last stage share."""
 
 Layer = Any
-"""A module or a TiedLayerSpec."""
+"""Module or TiedLayerSpec."""
 
 
 def make_topology(pipeline: int, tensor: int, world_size: int) -> Any:
-    """Return a topology in which adjacent ranks share layers, since they communicate most, and stages are apart."""
+    """Return a topology in which the ranks that share layers are adjacent, because they communicate most."""
     data = world_size // (pipeline * tensor)
     if tensor == 1:
         return PipeDataParallelTopology(num_pp=pipeline, num_dp=data)
@@ -29,7 +29,7 @@ def make_topology(pipeline: int, tensor: int, world_size: int) -> Any:
 
 
 class CausalLMPipeline(PipelineModule):  # type: ignore[misc]  # DeepSpeed has no types
-    """A pipeline of `layers` (from `pipeline_layers`, on the meta device), cut by `partition`.
+    """Pipeline of `layers` (from `pipeline_layers`, on the meta device), split into stages by `partition`.
 
     `finish` splits and fills the stage of this rank. torch.distributed must be initialized.
     """
@@ -37,7 +37,7 @@ class CausalLMPipeline(PipelineModule):  # type: ignore[misc]  # DeepSpeed has n
     def __init__(
         self, layers: Sequence[Layer], topology: Any, partition: Partition, finish: Callable[["CausalLMPipeline"], None]
     ) -> None:
-        # DeepSpeed's constructor calls both.
+        # DeepSpeed's constructor calls the methods that use these.
         self._partition, self._finish = partition, finish
         super().__init__(layers, topology=topology, loss_fn=next_token_loss)
 

@@ -21,7 +21,7 @@ Source = Callable[[str], Tensor]
 """Function from the name of a parameter in the transformers causal LM to its whole tensor, in fp32 on the CPU."""
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_SAVED: Mapping[str, tuple[str, str]] = MappingProxyType({"gpt_neox": ("lm_head.", "embed_out.")})
+_SAVED_PREFIXES: Mapping[str, tuple[str, str]] = MappingProxyType({"gpt_neox": ("lm_head.", "embed_out.")})
 """Prefixes that differ between a model and its files, by model_type: (prefix in the model, prefix in files)."""
 
 
@@ -32,8 +32,8 @@ def open_source(path: Path, skeleton: Any, seed: int) -> Source:
     every rank until the source is deleted.
 
     Raises:
-        ConfigError: a file or a tensor is missing or has another shape. It is raised on all ranks, whichever tensors
-            each will ask for, so that no rank waits for another one that has failed.
+        ConfigError: if a file or a tensor is missing or has another shape. All ranks check all tensors and raise
+            together, so that none waits for a rank that has failed.
     """
     if has_weights(path):
         shapes = {name: tuple(parameter.shape) for name, parameter in skeleton.named_parameters()}
@@ -71,15 +71,15 @@ class _Saved:
 def _check_shape(directory: Path, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
     if found != wanted:
         raise ConfigError(
-            f"--model {directory}: the weight {name} has the shape {found}, but the config says {wanted}; use the "
-            "config.json that was saved with it"
+            f"--model {directory}: the weight {name} has shape {found}, but the config implies {wanted}; use the "
+            "config.json that was saved with the weights"
         )
 
 
 def saved_name(name: str, config: PretrainedConfig) -> str:
     """Return the name that transformers uses in files for the parameter `name` of a model of `config`."""
-    now, once = _SAVED.get(config.model_type, ("", ""))
-    return once + name.removeprefix(now) if name.startswith(now) else name
+    in_model, in_files = _SAVED_PREFIXES.get(config.model_type, ("", ""))
+    return in_files + name.removeprefix(in_model) if name.startswith(in_model) else name
 
 
 def _files(directory: Path) -> dict[str, Path]:

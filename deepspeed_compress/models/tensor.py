@@ -48,7 +48,7 @@ def split_layers(module: nn.Module, config: PretrainedConfig, family: Family, gr
 
 
 def finish_split(splitter: AutoTP, module: Any) -> None:
-    """Register the hooks that sum the gradients of replicated norms; call it once the weights are filled in."""
+    """Register the hooks that sum the gradients of replicated norms. Call this after the weights are filled in."""
     splitter.register_replicated_grad_hooks(module)
     # Tell DeepSpeed not to split the module again.
     module.ds_autotp_parsed = True

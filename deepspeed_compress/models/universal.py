@@ -17,18 +17,18 @@ TIED = r"^tied_modules\."
 def describe_parts(module: nn.Module) -> None:
     """Record on `module` how the weights of all stages are split, because the converter reads only the first stage.
 
-    This is a collective call of all ranks, before there are weights.
+    Collective over all ranks. It needs no weights.
     """
     described: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(described, collect_autotp_universal_checkpoint_info(module))
-    whole = functools.reduce(_merged, described)
+    whole = functools.reduce(_merge, described)
     setattr(module, UNIVERSAL_CHECKPOINT_INFO, whole | {PIPELINE_REPLICATED_PARAMETER_PATTERNS: [TIED]})
 
 
-def _merged(one: Any, other: Any) -> Any:
+def _merge(one: Any, other: Any) -> Any:
     if isinstance(one, dict) and isinstance(other, dict):
         both = one.keys() & other.keys()
-        return one | other | {key: _merged(one[key], other[key]) for key in both}
+        return one | other | {key: _merge(one[key], other[key]) for key in both}
     if isinstance(one, list):
         return one + [item for item in other if item not in one]
     return one

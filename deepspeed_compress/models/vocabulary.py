@@ -21,7 +21,7 @@ __all__ = ["split_vocabulary", "use_split_loss", "vocabulary_weights", "whole_lo
 
 
 def vocabulary_weights(model: Any) -> frozenset[str]:
-    """Return the names of the weights of the token embedding and the head, or none if they must stay whole.
+    """Return the weight names of the token embedding and the head, or an empty set if they must stay whole.
 
     DeepSpeed cannot split an embedding that does more than a lookup (Gemma 2 scales the result).
     """
@@ -71,7 +71,7 @@ def use_split_loss(module: Any, head: Any) -> None:
 
 @contextmanager
 def whole_logits(model: nn.Module) -> Iterator[None]:
-    """Make a model with a split head return the logits of all tokens on every rank; no loss can be computed inside."""
+    """Make a model with a split head return the logits of all tokens on every rank. No loss can be computed inside."""
     heads = [module for module in model.modules() if isinstance(module, VocabParallelLinear)]
     for head in heads:
         head.gather_output = True

@@ -1,1 +1,1 @@
-"""Programs other than training, each imported when its command is called: `ds-compress lint`, `doctor`, `tune` etc."""
+"""Command-line tools, each imported when its command is called: `ds-compress lint`, `doctor`, `tune`, and so on."""

@@ -10,7 +10,7 @@ __all__ = ["epilog", "integer_from", "port", "positive_integer", "positive_numbe
 
 
 def epilog(examples: Sequence[str], more: str = "") -> dict[str, Any]:
-    """Return arguments of a parser whose help ends with `examples`, each without "ds-compress ", and with `more`."""
+    """Return arguments for a parser whose help ends with `examples` (given without "ds-compress ") and `more`."""
     lines = "".join(f"\n  ds-compress {example}" for example in examples)
     return {"epilog": f"examples:{lines}{more}", "formatter_class": argparse.RawDescriptionHelpFormatter}
 
@@ -72,5 +72,5 @@ def rate(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no rate such as 100mbit or 10gbit")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rate such as 100mbit or 10gbit")
     return value

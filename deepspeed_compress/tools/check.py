@@ -1,4 +1,4 @@
-"""`ds-compress check`: print every error of the section, or how the section is interpreted."""
+"""`ds-compress check`: print every error of the section, or the section with its defaults."""
 
 import argparse
 import json
@@ -40,7 +40,7 @@ def _print_resolved(ds_config: dict[str, Any], world_size: int | None) -> None:
         warnings.simplefilter("always")
         section = parse_section(ds_config)
         ranks = check_world(section, world_size, ds_config) if world_size is not None else None
-    table = Table("key", "value", "", title=f"{SECTION}, as it is understood")
+    table = Table("key", "value", "", title=f"{SECTION}, with defaults")
     written = dict(_leaves(ds_config[SECTION]))
     for key, value in _leaves(section.model_dump(mode="json")):
         table.add_row(key, escape(json.dumps(value)), "" if key in written else "default")

@@ -29,7 +29,9 @@ def _found(directory: Path) -> list[Checkpoint]:
     """
     found = files.checkpoints(directory) if directory.is_dir() else []
     if not found:
-        raise DataError(f"{directory} has no checkpoints: no directory in it holds files *_states.pt")
+        raise DataError(
+            f"{directory}: contains no checkpoints (directories with *_states.pt); choose another directory"
+        )
     return found
 
 
@@ -67,18 +69,18 @@ def _shown(number: int | None) -> str:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    """Verify the checkpoints. Return exit code 1 if something is wrong, else 0."""
+    """Verify the checkpoints. Return exit code 1 if any is damaged, else 0."""
     from rich.console import Console
     from rich.progress import track
 
     wanted = [one for one in _found(options.directory) if options.tag in (None, one.tag)]
     if not wanted:
-        raise DataError(f"{options.directory} has no checkpoint {options.tag}")
+        raise DataError(f"--tag {options.tag}: {options.directory} has no such checkpoint; choose one that list shows")
     problems: list[str] = []
     for one in track(wanted, "reading", console=Console(stderr=True), transient=True):
         found = list(files.find_problems(one.place))
         problems += found
-        known = "not listed, so only DeepSpeed could tell" if one.world is None and not found else "whole"
+        known = "complete" if one.world is not None or found else "has no digests, so only DeepSpeed can check it"
         print(f"{printable(one.tag)}: {'damaged' if found else f'{known}; loads on {loads_on(one.place)}'}")
     for problem in problems:
         print(f"error: {printable(problem)}")
@@ -97,7 +99,7 @@ def _convert(options: argparse.Namespace) -> int:
     from deepspeed_compress.tools.universal import convert
 
     place = convert(options.directory, options.tag, options.output, options.tensor, options.workers)
-    print(f'{place}: write "checkpoint": {{"load_universal": true}} into the configuration of the run that loads it')
+    print(f'{place}: to load it, write "checkpoint": {{"load_universal": true}} into the configuration of the run')
     return 0
 
 

@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _serve(options: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM."""
-    # Only the user may read the server's state, which includes weights, whichever library writes it.
+    # Only the user may read the server's state, which includes weights. This holds for files of any library.
     os.umask(0o077)
     set_tls(os.environ, options.tls_certificate, options.tls_authority)
     server = _parameter_server(options) if options.parameter_server else _coordinator(options)
@@ -55,17 +55,17 @@ def _tell(text: str) -> None:
 
 
 def _log(text: str) -> None:
-    """Print a line. A closed output must not stop the server."""
+    """Print a line. If standard output is closed, the server continues."""
     with contextlib.suppress(OSError):
         _tell(text)
 
 
 def _listening(options: argparse.Namespace, port: int) -> str:
-    """Return the first line of a server's output, which states how other hosts reach it."""
+    """Return the first line of a server's output, which says how islands can connect."""
     line = f"islands may connect to port {port} of {options.host or 'all addresses'}; state in {options.state}"
     if options.host not in _OWN_HOST:
         return line
-    return f"{line}. Only this host can connect: write --host 0.0.0.0, or one address, for islands on others"
+    return f"{line}. Only this host can connect; for islands on other hosts, pass --host 0.0.0.0 or one address"
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -75,17 +75,17 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _forget(options: argparse.Namespace) -> int:
-    """Declare islands as permanently gone."""
+    """Declare that islands are permanently gone."""
     before = _asked(options, status)
     for state, advice in (
-        ("islands", "end it first, or leave it alone"),
-        ("missing", "nothing has to be done for it"),
+        ("islands", "end it first, or do not forget it"),
+        ("missing", "you need not forget it"),
     ):
         numbers = {one["number"] for one in before.get(state, ())}
         wrong = [one for one in options.numbers if (one in numbers) == (state == "islands")]
         if wrong:
-            is_what = "is connected" if state == "islands" else "is not missing"
-            raise ConfigError(f"N: island {wrong[0]} {is_what} (allowed: {_numbers_missing(before)}); {advice}")
+            problem = "is connected" if state == "islands" else "is not missing"
+            raise ConfigError(f"N: island {wrong[0]} {problem} (allowed: {_numbers_missing(before)}); {advice}")
     _show(options, _asked(options, partial(forget, numbers=options.numbers)))
     return 0
 
@@ -113,9 +113,9 @@ def _asked(options: argparse.Namespace, ask: Callable[[str], dict[str, Any]]) ->
     except AuthenticationError as error:
         raise ConfigError(str(error)) from error
     except OSError as error:
-        where = f"no coordinator answers at {rendezvous} ({error})"
         raise IslandError(
-            f"{where}; start one with ds-compress islands serve, or look whether the port is open"
+            f"no coordinator answers at {rendezvous} ({error}); start one with ds-compress islands serve, or check "
+            "whether the port is open"
         ) from error
 
 
@@ -133,7 +133,7 @@ def _table(found: Mapping[str, Any]) -> str:
     rows = [[_COLUMNS[name] for name in names], *([str(island.get(name, "")) for name in names] for island in islands)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return "\n".join([first, *(lines if islands else ["no island is there"])])
+    return "\n".join([first, *(lines if islands else ["no island is connected"])])
 
 
 _OWN_HOST = ("127.0.0.1", "localhost", "::1")

@@ -1,7 +1,7 @@
 """Reference page of all configuration keys, generated from the JSON Schema of the section.
 
-Each object of the configuration has a table of its keys. Objects whose keys depend on `method` have a column that says
-which methods have the key. An object that occurs in several places is shown once, and other places link to it.
+Each object of the configuration has a table of its keys. If the keys of an object depend on `method`, a column says
+which methods have each key. An object that occurs in several places is shown once, and other places link to it.
 """
 
 import json
@@ -184,7 +184,7 @@ def _methods(variants: Variants) -> Iterator[str]:
 
 
 def _listed(having: Iterable[str | None], variants: Variants) -> str:
-    """Return the methods that have a key, by the shorter list."""
+    """Return the methods that have a key, as the shorter of two lists: those that have it, or "all but" the others."""
     known = set(having)
     lacking = [f"`{method}`" for method in variants if method not in known]
     if not lacking:

@@ -1,7 +1,7 @@
 """Reading of the .jsonl files of a run. Every line is checked, and memory use does not grow with the file.
 
-A file is read twice. The first pass checks all lines and keeps a few numbers for each (`LineIndex`), which tell the
-lines that belong to the run. The second pass loads these lines, or a sample of them if there are many.
+A file is read twice. The first pass checks all lines and keeps a few numbers for each (`LineIndex`), which identify
+the lines of the run. The second pass loads these lines, or a sample of them if there are many.
 """
 
 import json
@@ -21,11 +21,11 @@ __all__ = ["SAMPLE", "Check", "LineIndex", "Part", "index_lines", "loads", "read
 SAMPLE = 20_000
 """Number of lines of a file that are kept in memory if the caller asks for a sample."""
 LONGEST = 1 << 16
-"""Maximum bytes of a line. The longest lines that the package writes have a few hundred."""
+"""Maximum bytes of a line. The longest lines that the package writes have a few hundred bytes."""
 _BUDGET = 1 << 26
 """Maximum bytes of the lines of a sample."""
 _LARGE = 1 << 26
-"""Bytes from which a file takes so long that its reading is shown."""
+"""Size in bytes from which reading a file shows a progress bar."""
 _BLOCK = 64
 """Lines that a sample keeps together, because some figures compare a step with the next one."""
 _GROUPS = 64
@@ -170,7 +170,7 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def loads(text: bytes) -> Any:
-    """Return the JSON value in `text`, with None for NaN and infinity.
+    """Parse JSON, with None in place of NaN and infinity.
 
     Raises:
         ValueError: `text` is not JSON.
@@ -206,7 +206,7 @@ def _lines(file: Path, stream: BinaryIO) -> Iterator[tuple[int, int, Any]]:
 def _general_problem(line: Any) -> str:
     """Return what is wrong with `line` as a line of any of these files, or ""."""
     if not isinstance(line, dict) or type(line.get("step")) is not int or not 0 <= line["step"] < 2**53:
-        return 'no "step" (allowed: an object with one, an integer from 0)'
+        return '"step" is missing or invalid (allowed: an object with "step", an integer from 0)'
     run = line.get("run")
     if run is None:
         return ""

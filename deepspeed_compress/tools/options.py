@@ -19,22 +19,25 @@ __all__ = [
     "own_run_options",
 ]
 
-CLEAR_LOCKS = "remove locks that killed builds of DeepSpeed's operators have left, which programs would wait for"
+CLEAR_LOCKS = "remove locks that killed builds of DeepSpeed operators have left; otherwise programs wait for them"
 
 
 _CHECKPOINT: Mapping[str, tuple[str, Sequence[str]]] = MappingProxyType(
     {
-        "list": ("tags, steps, sizes, and which are complete", ["checkpoint list checkpoints"]),
+        "list": (
+            "list tags, steps and sizes, and show which checkpoints are complete",
+            ["checkpoint list checkpoints"],
+        ),
         "verify": (
-            "compare every file with its digest; the exit code is 1 where one does not fit",
+            "compare every file with its digest; the exit code is 1 if one differs",
             ["checkpoint verify checkpoints", "checkpoint verify checkpoints --tag global_step400"],
         ),
         "convert": (
-            "write a universal checkpoint, which loads on other tensor and pipeline sizes",
+            "write a universal checkpoint, which loads with other tensor and pipeline sizes",
             ["checkpoint convert checkpoints --tag global_step400 --tensor 2"],
         ),
         "prune": (
-            "remove complete checkpoints but the newest ones and the one that `latest` names",
+            "remove all complete checkpoints except the newest ones and the one that `latest` names",
             ["checkpoint prune checkpoints --keep 3 --dry-run", "checkpoint prune checkpoints --keep 3"],
         ),
     }
@@ -50,7 +53,7 @@ def _add(subparsers: Any, name: str, summary: str, examples: Sequence[str]) -> a
 
 def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="DeepSpeed configuration, such as ds_config.json")
-    parser.add_argument("--world-size", type=int, metavar="N", help="ranks in all, to check the parallelism against")
+    parser.add_argument("--world-size", type=int, metavar="N", help="number of ranks, to check the parallelism")
 
 
 def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,16 +61,19 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     parsers = {name: _add(subjects, name, *row) for name, row in _CHECKPOINT.items()}
     for name, subparser in parsers.items():
         subparser.set_defaults(subject=name)
-        subparser.add_argument("directory", type=Path, metavar="DIR", help="as given to save_checkpoint")
-    parsers["verify"].add_argument("--tag", help="of one checkpoint (default: all)")
+        subparser.add_argument(
+            "directory", type=Path, metavar="DIR", help="directory that was passed to save_checkpoint"
+        )
+    parsers["verify"].add_argument("--tag", help="tag of one checkpoint (default: all)")
     convert = parsers["convert"]
-    convert.add_argument("--tag", help="of the checkpoint (default: the one that `latest` names)")
-    convert.add_argument("--output", metavar="TAG", help="tag of the universal one (default: TAG_universal)")
-    what = "of the run that will load it, which GPT-2 stores the other way round above 1 (default: as it was saved)"
+    convert.add_argument("--tag", help="tag of the checkpoint (default: the one that `latest` names)")
+    convert.add_argument("--output", metavar="TAG", help="tag of the universal checkpoint (default: TAG_universal)")
+    what = "tensor-parallel size of the run that will load it; needed only for GPT-2 (default: as it was saved)"
     convert.add_argument("--tensor", type=positive_integer, metavar="N", help=what)
     convert.add_argument("--workers", type=positive_integer, default=1, metavar="N", help="processes (default: 1)")
-    parsers["prune"].add_argument("--keep", type=positive_integer, required=True, metavar="N", help="how many stay")
-    parsers["prune"].add_argument("--dry-run", action="store_true", help="only tell what would be removed")
+    what = "number of checkpoints to keep"
+    parsers["prune"].add_argument("--keep", type=positive_integer, required=True, metavar="N", help=what)
+    parsers["prune"].add_argument("--dry-run", action="store_true", help="only print what would be removed")
 
 
 def add_islands_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,32 +81,30 @@ def add_islands_arguments(parser: argparse.ArgumentParser) -> None:
     serve = _add(
         actions,
         "serve",
-        "be the coordinator, until interrupted",
+        "run the coordinator until it is interrupted",
         [
             "islands serve --port 29400 --state islands.json",
             "islands serve --host 10.0.0.1 --port 29400 --state islands.json --parameter-server",
         ],
     )
     serve.set_defaults(action="serve")
-    serve.add_argument(
-        "--port", type=port, required=True, metavar="N", help="that islands connect to; 0 takes a free one"
-    )
-    what = "address to listen at, such as 0.0.0.0 for all (default: %(default)s, for islands of this host alone)"
+    serve.add_argument("--port", type=port, required=True, metavar="N", help="port to listen on; 0 takes a free one")
+    what = "address to listen on; 0.0.0.0 for all (default: %(default)s, for islands on this host only)"
     serve.add_argument("--host", default="127.0.0.1", metavar="HOST", help=what)
-    what = "file that it goes on from when it is started again"
+    what = "file for the state, from which a restarted coordinator continues"
     serve.add_argument("--state", type=Path, required=True, metavar="FILE", help=what)
-    what = "be the parameter server of asynchronous islands in its place; needs the memory of two to four models"
+    what = "run the parameter server of asynchronous islands instead; it needs the memory of two to four models"
     serve.add_argument("--parameter-server", action="store_true", help=what)
-    what = "print which islands are connected, and which are missing"
+    what = "print the islands that are connected and those that are missing"
     status = _add(actions, "status", what, ["islands status localhost:29400", "islands status 10.0.0.1:29400 --json"])
     status.set_defaults(action="status")
     status.add_argument("rendezvous", metavar="HOST:PORT", help="address of the coordinator")
     status.add_argument("--json", action="store_true", help="print JSON, for programs")
-    what = "go on without islands that have died and never left"
+    what = "continue without islands that have died"
     forget = _add(actions, "forget", what, ["islands forget localhost:29400 2", "islands forget 10.0.0.1:29400 2 5"])
     forget.set_defaults(action="forget")
     forget.add_argument("rendezvous", metavar="HOST:PORT", help="address of the coordinator")
-    what = "numbers of islands, as status prints them below missing"
+    what = "numbers of missing islands, as status prints them"
     forget.add_argument(
         "numbers", type=integer_from(0, "islands are numbered from 0"), nargs="+", metavar="N", help=what
     )
@@ -110,9 +114,9 @@ def add_islands_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_tls_arguments(parser: argparse.ArgumentParser) -> None:
-    what = "PEM file with the certificate of this side and its key: connections use TLS (docs/security.md)"
+    what = "PEM file with the certificate and key of this side; connections then use TLS (docs/security.md)"
     parser.add_argument("--tls-certificate", metavar="FILE", help=what)
-    what = "PEM file with the authority that has signed the certificates of both sides; needed with the former"
+    what = "PEM file of the authority that signed both sides' certificates; required with --tls-certificate"
     parser.add_argument("--tls-authority", metavar="FILE", help=what)
 
 
@@ -121,37 +125,37 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     schedule = _add(
         subjects,
         "schedule",
-        "what is in force in which step",
+        "show which settings apply at which step",
         ["plan schedule ds_config.json", "plan schedule ds_config.json --steps 10000 --output schedule.png"],
     )
     schedule.set_defaults(subject="schedule")
     schedule.add_argument("config", metavar="CONFIG", help="DeepSpeed configuration, such as ds_config.json")
-    schedule.add_argument("--steps", type=positive_integer, metavar="N", help="optimizer steps of the whole training")
-    schedule.add_argument("--output", type=Path, metavar="PNG", help="draw it as well")
+    schedule.add_argument("--steps", type=positive_integer, metavar="N", help="total optimizer steps of the training")
+    schedule.add_argument("--output", type=Path, metavar="PNG", help="also draw the schedule")
     islands = _add(
         subjects,
         "islands",
-        "what exchanges between islands take, and how often they may be",
+        "estimate the cost of exchanges between islands, and how often to exchange",
         ["plan islands ds_config.json --model 124M --hosts 4 --bandwidth 100mbit --step 0.5"],
     )
     islands.set_defaults(subject="islands")
     islands.add_argument("config", metavar="CONFIG", help="DeepSpeed configuration with islands")
-    what = "number of parameters such as 124M, or config.json of a model"
+    what = "number of parameters, such as 124M, or a model's config.json"
     islands.add_argument("--model", required=True, metavar="N|FILE", help=what)
-    what = "of the link of an island, such as 100mbit"
+    what = "rate of an island's link, such as 100mbit"
     islands.add_argument("--bandwidth", type=rate, required=True, metavar="RATE", help=what)
-    several = integer_from(2, "one island alone exchanges nothing")
-    islands.add_argument("--hosts", type=several, required=True, metavar="N", help="islands, from 2 up")
-    what = "seconds of an optimizer step without exchanges (default: 1)"
+    several = integer_from(2, "a single island exchanges nothing")
+    islands.add_argument("--hosts", type=several, required=True, metavar="N", help="number of islands, from 2 up")
+    what = "duration of an optimizer step without exchanges (default: 1)"
     islands.add_argument("--step", type=positive_number, default=1.0, metavar="SECONDS", help=what)
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
-    what = "output directory of launch/train_gpt.py or Trainer, finished or not, or the monitor.path of a program"
-    baseline = "the run to compare with, such as an uncompressed one"
+    what = "output directory of launch/train_gpt.py or Trainer, or the monitor.path of a program; it may still run"
+    baseline = "run to compare with, such as an uncompressed one"
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help=what)
     parser.add_argument("--baseline", type=Path, metavar="RUN_DIR", help=baseline)
-    output = "where to write report.html and .png (default: RUN_DIR)"
+    output = "directory for report.html and report.png (default: RUN_DIR)"
     parser.add_argument("--output", type=Path, metavar="DIR", help=output)
 
 
@@ -160,39 +164,41 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "--launcher",
         choices=("deepspeed", "torchrun", "accelerate", "none"),
         default="deepspeed",
-        help="what starts the processes (default: deepspeed); none runs the script in this one. Comes first",
+        help="launcher that starts the processes (default: deepspeed); with none, the script runs in this process",
     )
-    _add_agent_arguments(parser.add_argument_group("to start again what is lost, in place of a launcher"))
+    _add_agent_arguments(parser.add_argument_group("restarts of lost ranks and hosts, in place of a launcher"))
     parser.add_argument("--clear-locks", action="store_true", help=CLEAR_LOCKS)
-    what = "go on although a DeepSpeed configuration seems to have a misspelled section, and would not be compressed"
+    what = "start even if the section of a DeepSpeed configuration seems misspelled, so that nothing is compressed"
     parser.add_argument("--allow-uncompressed", action="store_true", help=what)
-    section = "file with the section, for programs with DistributedDataParallel or fully_shard, and no DeepSpeed"
+    section = "file with the section, for programs that use DistributedDataParallel or fully_shard without DeepSpeed"
     parser.add_argument("--section", type=Path, metavar="FILE", help=section)
     _add_tls_arguments(parser)
     parser.add_argument(
         "arguments",
         nargs=argparse.REMAINDER,
         metavar="...",
-        help="options of the launcher, SCRIPT, arguments of SCRIPT",
+        help="options of the launcher, then SCRIPT and its arguments",
     )
 
 
 def _add_agent_arguments(group: argparse._ArgumentGroup) -> None:
-    what = "start the ranks of this host, and again when one or a host is lost, at most N times (docs/faults.md)"
+    what = "start this host's ranks, and restart all ranks up to N times if a rank or a host is lost (docs/faults.md)"
     group.add_argument("--restarts", type=integer_from(0), metavar="N", help=what)
-    group.add_argument("--ranks", type=positive_integer, metavar="N", help="on each host; needed")
-    group.add_argument("--hosts", type=positive_integer, default=1, metavar="N", help="that train (default: 1)")
-    what = "more that take the place of what is lost: hosts with --rendezvous, else GPUs (default: 0)"
+    what = "number of ranks on each host; required with --restarts"
+    group.add_argument("--ranks", type=positive_integer, metavar="N", help=what)
+    what = "number of hosts that train (default: 1)"
+    group.add_argument("--hosts", type=positive_integer, default=1, metavar="N", help=what)
+    what = "number of spare hosts (with --rendezvous) or spare GPUs of this host (default: 0)"
     group.add_argument("--spares", type=integer_from(0), default=0, metavar="N", help=what)
-    what = "where the agents of several hosts meet: an address of one of them. The same command runs on each"
+    what = "address of one of the hosts, where the agents of all hosts meet; run the same command on each host"
     group.add_argument("--rendezvous", metavar="HOST:PORT", help=what)
-    what = "without a step or forward pass of any rank, after which all are started again (default: %(default)s)"
+    what = "time without a step or forward pass of any rank, after which all ranks restart (default: %(default)s)"
     group.add_argument("--hang", default="10 min", metavar="TIME", help=what)
-    what = "that ranks have to end when they are asked to (default: %(default)s)"
+    what = "time that ranks have to end before they are killed (default: %(default)s)"
     group.add_argument("--grace", default="30 s", metavar="TIME", help=what)
-    what = "for hosts to come, before an error (default: %(default)s)"
+    what = "time to wait for hosts (default: %(default)s)"
     group.add_argument("--wait", default="10 min", metavar="TIME", help=what)
-    what = "let each rank import by itself, and not be forked from a process that has"
+    what = "start each rank as a new process, which makes its own imports, instead of a fork"
     group.add_argument("--cold", action="store_true", help=what)
 
 

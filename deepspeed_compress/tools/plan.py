@@ -1,4 +1,4 @@
-"""``ds-compress plan`` and ``plan schedule``: show what a configuration does at which step, before it is run."""
+"""``ds-compress plan`` and ``plan schedule``: show which settings of a configuration apply at which step."""
 
 import argparse
 import itertools
@@ -59,7 +59,9 @@ def intervals(ds_config: dict[str, Any], steps: int | None) -> list[Interval]:
     section = parse_section(ds_config)
     total = steps or total_steps(ds_config, section.schedule)
     if section.schedule.phases and total is None:
-        raise ConfigError("--steps: needed, because the configuration has phases and does not say how long training is")
+        raise ConfigError(
+            "--steps: is missing; the configuration has phases, but does not say how long training is; write --steps N"
+        )
     found = timeline(SettingsSchedule(section, total))
     ends: Sequence[int | None] = [*(first - 1 for first, *_ in found[1:]), total - 1 if total else None]
     halves = (ds_config.get(key) for key in ("bf16", "bfloat16", "fp16"))
@@ -113,7 +115,7 @@ def run(options: argparse.Namespace) -> int:
 def draw(found: Sequence[Interval], file: Path) -> None:
     """Plot bits per element over optimizer steps as a PNG.
 
-    An endless last interval is drawn for an additional tenth of the steps before it.
+    A last interval without an end is drawn for an additional tenth of the steps before it.
     """
     check_plotting("--output", file)
     from matplotlib.figure import Figure

@@ -26,11 +26,11 @@ __all__ = ["Plan", "fitting", "plans", "run"]
 _OWN, _SIZE = "/deepspeed_compress/islands/own", "/deepspeed_compress/islands/size"
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 CANDIDATES = (1, 2, 5, 10, 20, 30, 50, 100, 200, 500, 1000)
-_MEASURED: Mapping[str, tuple[float, float]] = MappingProxyType(
+_MEASURED_RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
     {"parameters": (2.2e6, 10.5e6), "islands": (2, 4), "bit/s": (1e7, 1e9), "steps": (1, 30)}
 )
 """Smallest and largest measured values, by unit. `steps` are those between two exchanges."""
-LOST = 0.05
+MAX_COST = 0.05
 """Fraction of the step time that exchanges may cost on average."""
 
 
@@ -66,7 +66,7 @@ def plans(settings: Islands, islands: int, parameters: int, bandwidth: float, st
     """
     if islands < 2:
         raise ConfigError(
-            f"--hosts {islands}: one island alone exchanges nothing (allowed: from 2 up); write 2, or more"
+            f"--hosts {islands}: a single island exchanges nothing (allowed: from 2 up); write 2, or more"
         )
     vector = parameters * (_bits(settings) + _bits_of_moments(settings)) / 8
     intervals = sorted({*CANDIDATES, written_steps(settings, step_seconds)})
@@ -88,8 +88,7 @@ def _pushes(vector: float, islands: int, bandwidth: float, step: float, interval
     """Return the plans for pushes to a parameter server.
 
     A push is sent and an answer returns, without blocking training. The link of the server carries the messages of all
-    islands. If it is saturated, pushes become rarer and steps do
-    not take longer; `step_ratio` then states by which factor.
+    islands. If it is saturated, steps do not take longer, but pushes become rarer; `step_ratio` is then that factor.
     """
     seconds, busy = 2 * 8 * vector / bandwidth, islands * 8 * vector / bandwidth
     return [Plan(every, vector / every, seconds, max(1.0, max(seconds, busy) / (every * step))) for every in intervals]
@@ -101,8 +100,8 @@ def _bits(settings: Islands) -> float:
         return 32.0
     if not isinstance(exchange, MethodConfig):
         raise ConfigError(
-            f'/deepspeed_compress/islands/exchange/method: "{exchange.method}" sends what depends on shapes, '
-            'which is not planned (allowed: other methods); write {"method": "blockwise", "bits": 4}'
+            f'/deepspeed_compress/islands/exchange/method: the bytes of "{exchange.method}" depend on shapes, so they '
+            'cannot be planned (allowed: other methods); write {"method": "blockwise", "bits": 4}'
         )
     return exchange.bits_per_element()
 
@@ -125,7 +124,7 @@ def _ratio(settings: Islands, every: int, seconds: float, step: float) -> float:
 
 def fitting(found: Sequence[Plan]) -> Plan | None:
     """Return the most frequent exchange that costs little, or None if none does."""
-    return next((plan for plan in found if plan.step_ratio <= 1 + LOST), None)
+    return next((plan for plan in found if plan.step_ratio <= 1 + MAX_COST), None)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -163,19 +162,19 @@ def run(options: argparse.Namespace) -> int:
     print(
         f"sync_every {best.sync_every} costs {100 * (best.step_ratio - 1):.1f} % of the time"
         if best
-        else "no interval costs less than 5 % of the time: send less, or write a delay"
+        else "every interval costs more than 5 % of the time; send fewer bits, or set a delay"
     )
     # Only the recommended interval is judged, because the table always has longer ones.
     steps = None if best is None else best.sync_every
     outside = list(unmeasured({"parameters": parameters, "islands": options.hosts, "bit/s": rate, "steps": steps}))
     if outside:
-        print(f"not measured: {'; '.join(outside)}. The times are arithmetic, and nothing is known of the loss there")
+        print(f"not measured: {'; '.join(outside)}. The times are calculated, and the effect on the loss is unknown")
     return 0
 
 
 def unmeasured(figures: Mapping[str, float | None]) -> Iterator[str]:
     """Yield those of `figures`, by unit, that are outside the runs reported in docs/islands.md."""
-    for unit, (least, most) in _MEASURED.items():
+    for unit, (least, most) in _MEASURED_RANGES.items():
         figure = figures.get(unit)
         if figure is not None and not least <= figure <= most:
             yield f"{short(figure)} {unit} (measured: {short(least)} to {short(most)})"
@@ -207,9 +206,8 @@ def _check_batch(ds_config: Mapping[str, Any], settings: Islands, hosts: int) ->
     ranks = batch / (micro * steps)
     if ranks != settings.size * hosts:
         raise ConfigError(
-            f"{_SIZE}: {settings.size}, of a batch that is written for {ranks:g} ranks ({', '.join(_BATCH)}), with "
-            f"--hosts {hosts} (allowed: size times hosts are those ranks); write another size, or --hosts with the "
-            "islands that there are, from 2 up"
+            f"{_SIZE}: {settings.size} x --hosts {hosts} differs from the {ranks:g} ranks that the batch implies "
+            f"({', '.join(_BATCH)}); write another size, or the number of islands as --hosts"
         )
 
 
@@ -229,9 +227,8 @@ def _parameters(model: str, own: Sequence[str]) -> int:
     if match and not Path(model).exists():
         if own:
             raise ConfigError(
-                f"{_OWN}: {list(own)} names parameters, and --model {model} does not tell how many there are of them "
-                "(allowed with it: config.json of a model); write --model config.json, or the number of the others "
-                "and no own"
+                f"{_OWN}: {list(own)} excludes parameters by name, but --model {model} has no names; write --model "
+                "config.json, or remove own and write the number of the other parameters"
             )
         return _positive(round(float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}[match[2]]), model)
     from deepspeed_compress.models import read_model_config
@@ -244,8 +241,8 @@ def _parameters(model: str, own: Sequence[str]) -> int:
 def _positive(parameters: int, model: str) -> int:
     if not parameters:
         raise ConfigError(
-            f"--model {model}: no parameters, so nothing is exchanged (allowed: a number from 1 up, or config.json of "
-            "a model); write --model 124M, for instance"
+            f"--model {model}: has no parameters to exchange (allowed: a number from 1 up, or a model's config.json); "
+            "write --model 124M, for example"
         )
     return parameters
 
@@ -259,7 +256,7 @@ def _shared(sizes: Mapping[str, int], own: Sequence[str]) -> int:
     found = sum(size for name, size in sizes.items() if not any(re.search(pattern, name) for pattern in own))
     if not found:
         raise ConfigError(
-            f"{_OWN}: {list(own)} names all {len(sizes)} parameters, so nothing is exchanged (allowed: some of them, "
-            f"for example {next(iter(sizes))!r}); name fewer, or remove islands"
+            f"{_OWN}: {list(own)} matches all {len(sizes)} parameters, so nothing is exchanged (allowed: some of them, "
+            f"for example {next(iter(sizes))!r}); match fewer, or remove islands"
         )
     return found

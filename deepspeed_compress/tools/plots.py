@@ -1,4 +1,4 @@
-"""Shared parts of all pictures: optional matplotlib, a common style of axes, and labels that do not overlap."""
+"""Shared plotting helpers: the check for matplotlib, a common style of axes, and labels that do not overlap."""
 
 import importlib.util
 import math
@@ -37,7 +37,9 @@ def check_plotting(option: str, file: Path | None = None) -> None:
 
     if file is not None and file.suffix.removeprefix(".").lower() not in FigureCanvasBase.filetypes:
         kinds = ", ".join(sorted(f".{kind}" for kind in FigureCanvasBase.filetypes))
-        raise UnsupportedError(f"{option} {file}: no picture (allowed: {kinds}); write {file.with_suffix('.png')}")
+        raise UnsupportedError(
+            f"{option} {file}: is not a picture file (allowed: {kinds}); write {file.with_suffix('.png')}"
+        )
 
 
 def style_axes(axes: Any, title: str = "", grid: str | None = GRID) -> None:
@@ -72,7 +74,7 @@ BarChart = Mapping[str, Mapping[str, float]]
 
 
 def plot_bars(charts: Sequence[tuple[str, BarChart]], axis: str, file: Path) -> None:
-    """Write horizontal bars with their values to the PNG `file`: charts with titles, one below another."""
+    """Draw titled charts of horizontal bars with their values, one below another, into the PNG `file`."""
     from matplotlib.figure import Figure
 
     heights = [len(_groups(chart)) * (len(chart) * BAR + GAP) + 1.0 for _, chart in charts]

@@ -20,13 +20,13 @@ def run(options: argparse.Namespace) -> int:
     """Replace this process by the launcher, or run the agent of this host and return the job's exit code.
 
     Raises:
-        ConfigError: Neither accepts the command.
+        ConfigError: An option, the section or the script is invalid.
     """
     own = [] if options.section is None else [f"--section={options.section.resolve()}"]
     if options.section is not None:
-        # Report an invalid section once here, and not in every process.
+        # Report an invalid section only once, not in every process.
         parse_section(read_ds_config(options.section))
-    agent = supervise.is_asked_for(options)
+    agent = supervise.uses_agent(options)
     set_tls(os.environ, options.tls_certificate, options.tls_authority)
     pass_on(os.environ)
     command = launch_command("none" if agent else options.launcher, options.arguments[1:], own=own)
@@ -34,9 +34,9 @@ def run(options: argparse.Namespace) -> int:
     for text in find_uncompressed(options.arguments[1:]):
         print(f"ds-compress: warning: {text}", file=sys.stderr, flush=True)
     print_locks(options.clear_locks)
-    return supervise.run(options, command) if agent else _become(command)
+    return supervise.run(options, command) if agent else _exec(command)
 
 
-def _become(command: list[str]) -> NoReturn:
+def _exec(command: list[str]) -> NoReturn:
     """Replace this process by the launcher, so that signals and exit codes need not be forwarded."""
     os.execv(command[0], command)

@@ -42,7 +42,7 @@ def _is_log(value: Any) -> bool:
 
 
 _NUMBER: Field = ("a number", is_number)
-_TEXT: Field = ("a text", _is_text)
+_TEXT: Field = ("a string", _is_text)
 _COUNT: Field = ("an integer", _is_count)
 _FLAG: Field = ("true or false", _is_flag)
 _ANYTHING: Field = ("anything", lambda value: True)
@@ -50,7 +50,7 @@ _ANYTHING: Field = ("anything", lambda value: True)
 STATISTIC_FIELDS: Mapping[str, Field] = MappingProxyType({"method": _TEXT, "settings": _TEXT, "run": _ANYTHING})
 EVENT_FIELDS: Mapping[str, Field] = MappingProxyType(
     {
-        "kind": ("a text", lambda value: isinstance(value, str)),
+        "kind": ("a string", lambda value: isinstance(value, str)),
         "reason": _TEXT,
         "before": _TEXT,
         "after": _TEXT,

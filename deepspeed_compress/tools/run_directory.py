@@ -1,9 +1,9 @@
-"""Files that a run leaves in its directories, read in the same way by all commands that look at runs.
+"""Reading of the files that a run leaves in its directories, shared by all commands that read runs.
 
-Several runs may have written into a directory, and so may several processes of one run that was resumed. The last run
-is used, or the one that summary.json names. If a process continued from a checkpoint, earlier lines about steps after
-that checkpoint are abandoned. Lines name their part of a run in "run" (`monitor.Part`). Lines of older versions do not,
-so only their order is known.
+Several runs may have written into a directory, and so may several processes of one resumed run. The last run is used,
+or the one that summary.json names. If a process continued from a checkpoint, earlier lines about steps after that
+checkpoint are dropped. Lines name their part of a run in "run" (`monitor.Part`). Lines of older versions do not, so
+only their order is known.
 """
 
 from array import array
@@ -110,14 +110,14 @@ def read_directory(directory: Path, config: Line | None = None) -> RunDirectory:
     parts = _parts_of(run, [index, *events])
     positions = _in_order(index, _standing(index, parts, run))
     statistics = tuple(index.load(index.sample(positions)))
-    # The file is created with the first event, so a run that records its settings but has no file had no event.
-    told = (monitor / EVENTS).is_file() or any("settings" in line for line in statistics)
+    # The file is created with the first event. Without it, a version that records settings has had no event.
+    has_events = (monitor / EVENTS).is_file() or any("settings" in line for line in statistics)
     return RunDirectory(
         directory,
         monitor,
         statistics,
         len(positions),
-        tuple(line for file in events for line in _sample(file, _standing(file, parts, run))) if told else None,
+        tuple(line for file in events for line in _sample(file, _standing(file, parts, run))) if has_events else None,
         read_metrics(directory, sample=True),
         summary,
         ds_config or _object(monitor / CONFIGURATION),
@@ -192,7 +192,7 @@ def _repeats(index: LineIndex, kept: Sequence[int], position: int, figures: Sequ
 
 
 def _standing(index: LineIndex, parts: Sequence[Part], run: str | None) -> "array[int]":
-    """Return the positions of the lines of `run` that no later one of its `parts` has abandoned."""
+    """Return the positions of the lines of `run` whose steps no later one of its `parts` has repeated."""
     last = [_last_step(part, parts, run) for part in index.all_parts]
     pairs = enumerate(zip(index.steps, index.parts, strict=True))
     return array("q", (position for position, (step, part) in pairs if step <= last[part]))
@@ -286,5 +286,5 @@ def read_summary(directory: Path) -> dict[str, Any]:
     """
     found = _object(directory / SUMMARY, SUMMARY_FIELDS)
     if found is None:
-        raise DataError(f"{directory}: holds no {SUMMARY}; give the --output-dir of a finished run")
+        raise DataError(f"{directory}: contains no {SUMMARY}; pass the --output-dir of a finished run")
     return found

@@ -21,37 +21,37 @@ from deepspeed_compress.integrations.files import find_configurations
 from deepspeed_compress.launcher.directory import job_directory
 from deepspeed_compress.launcher.host import Agent, Slots
 from deepspeed_compress.launcher.messages import FROM_AGENTS, SUPERVISOR
-from deepspeed_compress.launcher.sizes import why_not
-from deepspeed_compress.launcher.supervisor import Supervisor, Terms
+from deepspeed_compress.launcher.sizes import size_problem
+from deepspeed_compress.launcher.supervisor import JobOptions, Supervisor
 from deepspeed_compress.launcher.workers import Workers
 from deepspeed_compress.local_sgd.coordinator.server import Server, Service
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.fields import check_message
 
-__all__ = ["is_asked_for", "run"]
+__all__ = ["run", "uses_agent"]
 
-_ALONE = ("127.0.0.1", 0)
+_LOCAL_ONLY = ("127.0.0.1", 0)
 _SERVICE = Service(SUPERVISOR, "agent", partial(check_message, table=FROM_AGENTS))
-_OTHERS = ("ranks", "hosts", "spares", "rendezvous", "hang", "grace", "wait", "cold")
+_AGENT_OPTIONS = ("ranks", "hosts", "spares", "rendezvous", "hang", "grace", "wait", "cold")
 
 
-def is_asked_for(options: argparse.Namespace) -> bool:
-    """Return True if `--restarts` is given.
+def uses_agent(options: argparse.Namespace) -> bool:
+    """Return True if `--restarts` is given, so that an agent starts the ranks.
 
     Raises:
         ConfigError: An option that requires `--restarts` is given without it, or one that it requires is missing.
     """
-    given = [name for name in _OTHERS if getattr(options, name) not in (None, False, _DEFAULTS.get(name))]
+    given = [name for name in _AGENT_OPTIONS if getattr(options, name) not in (None, False, _DEFAULTS.get(name))]
     if options.restarts is None:
         if given:
             raise ConfigError(f"--{given[0]}: has no effect without --restarts; write --restarts N, or leave it out")
         return False
     if options.launcher != "deepspeed":
-        raise ConfigError(f"--launcher {options.launcher}: --restarts starts the ranks itself; leave one of them out")
+        raise ConfigError(f"--launcher {options.launcher}: has no effect with --restarts; leave one of them out")
     if options.ranks is None:
-        raise ConfigError("--ranks: is missing (allowed: a number from 1 up); write how many ranks each host has")
+        raise ConfigError("--ranks: is missing; write the number of ranks on each host")
     if options.rendezvous is None and options.hosts > 1:
-        raise ConfigError(f"--hosts {options.hosts}: where they meet is missing; write --rendezvous HOST:PORT")
+        raise ConfigError(f"--hosts {options.hosts}: several hosts need an address; write --rendezvous HOST:PORT")
     return True
 
 
@@ -62,21 +62,21 @@ def run(options: argparse.Namespace, command: Sequence[str]) -> int:
     """Run the agent and return the exit code of the job. `command` runs the program in one process."""
     arguments = list(command[3:])
     script = "" if "-m" in arguments[:2] else next(one for one in arguments if not one.startswith("--section="))
-    terms = Terms(
-        _job(options, arguments), options.hosts, options.ranks, options.restarts, _time(options, "hang"),
-        _time(options, "wait"),
+    job = JobOptions(
+        _job(options, arguments), options.hosts, options.ranks, options.restarts, _seconds(options, "hang"),
+        _seconds(options, "wait"),
     )  # fmt: skip
-    grace, slots = _time(options, "grace"), _slots(options)
+    grace, slots = _seconds(options, "grace"), _slots(options)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    supervisor = Supervisor(terms, functools.partial(why_not, _configuration(options.arguments)), _tell)
+    supervisor = Supervisor(job, functools.partial(size_problem, _configuration(options.arguments)), _log)
     # A single host communicates only with itself, so it needs no shared secret.
     credentials = Credentials.of_this_process() if options.rendezvous is None else Credentials.find()
     with job_directory() as directory, _served(supervisor, options.rendezvous, credentials) as address:
         workers = Workers(arguments, script, not options.cold)
-        return Agent(address, terms.job, slots, grace, workers, directory, _tell, credentials).run()
+        return Agent(address, job.id, slots, grace, workers, directory, _log, credentials).run()
 
 
-def _time(options: argparse.Namespace, name: str) -> float:
+def _seconds(options: argparse.Namespace, name: str) -> float:
     try:
         return seconds(getattr(options, name))
     except ValueError as error:
@@ -87,8 +87,8 @@ def _job(options: argparse.Namespace, arguments: Sequence[str]) -> str:
     """Return the job's id: on several hosts, the same for the same command; on a single host, a unique one."""
     if options.rendezvous is None:
         return os.urandom(6).hex()
-    said = [options.hosts, options.ranks, options.spares, options.restarts, *arguments]
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:12]
+    identity = [options.hosts, options.ranks, options.spares, options.restarts, *arguments]
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]
 
 
 def _slots(options: argparse.Namespace) -> Slots:
@@ -97,8 +97,8 @@ def _slots(options: argparse.Namespace) -> Slots:
     names = [name for name in visible.split(",") if name]
     if names and len(names) < count and os.environ.get("DS_ACCELERATOR") != "cpu":
         raise ConfigError(
-            f"CUDA_VISIBLE_DEVICES={visible}: has {len(names)} devices for {count} ranks and spares (allowed: at least "
-            "as many); name more, or write less for --ranks and --spares"
+            f"CUDA_VISIBLE_DEVICES={visible}: {len(names)} devices are too few for {count} ranks and spares; add "
+            "devices, or lower --ranks or --spares"
         )
     if len(names) >= count:
         return Slots(count, tuple(names))
@@ -113,7 +113,7 @@ def _configuration(arguments: Sequence[str]) -> dict[str, object] | None:
 
 @contextmanager
 def _served(supervisor: Supervisor, rendezvous: str | None, credentials: Credentials) -> Iterator[tuple[str, int]]:
-    """Yield the address of the supervisor, which runs in this process if the address is this host's and still free."""
+    """Yield the address of the supervisor, and run it in this process if the address is this host's and still free."""
     host, port = _address(rendezvous)
     server = _server(supervisor, host, port, credentials)
     if server is None:
@@ -130,14 +130,14 @@ def _served(supervisor: Supervisor, rendezvous: str | None, credentials: Credent
 
 def _server(supervisor: Supervisor, host: str, port: int, credentials: Credentials) -> Server | None:
     """Return a server, or None if the address belongs to another host or another agent of this host uses it."""
-    listening_at = _listening_at(host)
+    listen_address = _listen_address(host)
     try:
-        return Server(_SERVICE, supervisor, None, listening_at, port, _tell, credentials)
+        return Server(_SERVICE, supervisor, None, listen_address, port, _log, credentials)
     except OSError:
         return None
 
 
-def _listening_at(host: str) -> str:
+def _listen_address(host: str) -> str:
     """Return the address to listen on: `host`, or "" (all) if the host resolves its own name to a loopback address."""
     try:
         known = socket.gethostbyname(host)
@@ -148,12 +148,12 @@ def _listening_at(host: str) -> str:
 
 def _address(rendezvous: str | None) -> tuple[str, int]:
     if rendezvous is None:
-        return _ALONE
+        return _LOCAL_ONLY
     found = re.fullmatch(r"([^:\s]+):([0-9]+)", rendezvous)
     if found is None or int(found[2]) > 65535:
-        raise ConfigError(f"--rendezvous {rendezvous}: no address (allowed: host:port); write 10.0.0.1:29400")
+        raise ConfigError(f"--rendezvous {rendezvous}: is not HOST:PORT; write 10.0.0.1:29400, for example")
     return found[1], int(found[2])
 
 
-def _tell(text: str) -> None:
+def _log(text: str) -> None:
     print(f"ds-compress: {text}", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""Runs next to each other: how long each takes to a held-out loss that all of them reach. A table, and a picture.
+"""Compare the time that runs take to a held-out loss that all of them reach, in a table and a picture.
 
-Seconds are those of training steps, without evaluations, start-up and the first step, which builds what all others use.
-Between two evaluations the loss is interpolated. Bytes are what one rank sends in a step, as the monitor counts them.
+Only the seconds of training steps count, without evaluations, startup and the first step, which is slower. The loss is
+interpolated between evaluations. Bytes are those that one rank sends per step, as the monitor counts them.
 
 examples:
   python -m deepspeed_compress.tools.time_to_loss runs/uncompressed runs/int4
@@ -30,8 +30,8 @@ Point = tuple[float, float]
 COLOURS = ("#8c959f", "#1f6feb", "#2da44e", "#8250df", "#e16f24", "#cf222e", "#bf3989", "#1b7c83", "#9a6700", "#57606a")
 """Colors of the runs. The first run is the reference for the others."""
 INK = "#1f2328"
-MANY, BESIDE = 6, MappingProxyType({"fontsize": 8, "loc": "upper left", "bbox_to_anchor": (1.0, 1.0)})
-"""Placement of a legend for more than this many runs, which would cover the lines otherwise."""
+_MANY_RUNS, _LEGEND_OUTSIDE = 6, MappingProxyType({"fontsize": 8, "loc": "upper left", "bbox_to_anchor": (1.0, 1.0)})
+"""Number of runs above which the legend would cover the lines, and its placement outside the axes then."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def read_run(directory: Path) -> TimedRun:
 def curve(lines: Iterable[Line]) -> list[Point]:
     """Return a point for every evaluation in lines of metrics.jsonl.
 
-    A training line holds the mean time of the steps since the previous one.
+    A training line contains the mean time of the steps since the previous line.
     """
     seconds, last, found = 0.0, 0, []
     for line in lines:
@@ -143,7 +143,7 @@ def draw_panels(
         _draw_runs(axes, runs, goal, dashed)
         _limit(axes, runs, goal, logarithmic)
         style_axes(axes, title)
-        place: dict[str, Any] = dict(BESIDE) if len(runs) > MANY else {}
+        place: dict[str, Any] = dict(_LEGEND_OUTSIDE) if len(runs) > _MANY_RUNS else {}
         axes.legend(frameon=False, title="to the dotted line", alignment="left", **place)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=120)
@@ -182,7 +182,7 @@ def main() -> int:
     parser.add_argument(
         "runs", type=Path, nargs="+", metavar="DIR", help="finished runs; the first one is the baseline"
     )
-    parser.add_argument("--title", default="time to the same loss", help="of the table and of the picture")
+    parser.add_argument("--title", default="time to the same loss", help="title of the table and the picture")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the losses over time into this PNG")
     options = parser.parse_args()
     try:

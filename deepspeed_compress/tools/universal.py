@@ -1,7 +1,7 @@
-"""``ds-compress checkpoint convert``: create a universal checkpoint with DeepSpeed's converter and fix its gaps.
+"""``ds-compress checkpoint convert``: create a universal checkpoint with DeepSpeed's converter, and complete it.
 
-DeepSpeed's `ds_to_universal` needs a flag if the parameters are not described, drops the residuals of compression, and
-copies the matrices of GPT-2 unchanged, which are stored transposed in models that are split.
+DeepSpeed's `ds_to_universal` needs a flag if the checkpoint does not describe its parameters. It drops the residuals of
+compression. It copies the matrices of GPT-2 unchanged, although split models store them transposed.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ LATEST_UNIVERSAL = "latest_universal"
 _CONV1D = re.compile(r"(?:^|\.)(?:attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight$")
 """Pattern of the matrices of GPT-2 in transformers: (inputs, outputs) in a Conv1D."""
 _ATTENTION = re.compile(r"(?:^|\.)attn\.c_attn\.weight$")
-"""Pattern of a matrix with three times as many outputs as inputs, which therefore shows how all are stored."""
+"""Pattern of a matrix with three times as many outputs as inputs, whose shape shows whether it is transposed."""
 
 
 def convert(directory: Path, tag: str | None, output: str | None, tensor: int | None, workers: int = 1) -> Path:
@@ -51,17 +51,17 @@ def convert(directory: Path, tag: str | None, output: str | None, tensor: int | 
     """
     tag = tag or latest_tag(directory)
     if tag is None or not (directory / tag).is_dir():
-        raise DataError(f"{directory} has no checkpoint {tag or 'that `latest` names'}; give another with --tag")
+        raise DataError(f"{directory}: has no checkpoint {tag or 'that `latest` names'}; choose another with --tag")
     place = directory / (output or f"{tag}_universal")
     if place.exists():
-        raise DataError(f"{place} exists already; give another name with --output")
+        raise DataError(f"{place}: exists already; choose another name with --output")
     problems = list(find_problems(directory / tag))
     if problems:
         raise StateError("; ".join(problems))
     try:
         _convert(directory / tag, place, workers)
         if place.parent != directory:
-            # A tag of several parts: DeepSpeed names it in a directory where no run looks for it.
+            # If the tag has several parts, DeepSpeed writes this file where no run looks for it.
             (place.parent / LATEST_UNIVERSAL).unlink()
             replace_text(directory / LATEST_UNIVERSAL, place.relative_to(directory).as_posix())
         if tensor is not None:
@@ -73,8 +73,8 @@ def convert(directory: Path, tag: str | None, output: str | None, tensor: int | 
 
 
 def _convert(source: Path, place: Path, workers: int) -> None:
-    # Parameters are described only in checkpoints that are divided by tensor parallelism or stages.
-    divided = len({file.name.partition("mp_rank_")[2] for file in source.glob("*mp_rank_*_model_states.pt")}) > 1
+    # Only checkpoints with tensor or pipeline parallelism describe their parameters.
+    split = len({file.name.partition("mp_rank_")[2] for file in source.glob("*mp_rank_*_model_states.pt")}) > 1
     options = Namespace(
         input_folder=str(source),
         output_folder=str(place),
@@ -82,13 +82,13 @@ def _convert(source: Path, place: Path, workers: int) -> None:
         num_merge_workers=workers,
         keep_temp_folder=False,
         strict=True,
-        inject_missing_state=not divided,
+        inject_missing_state=not split,
     )
     try:
         with contextlib.redirect_stdout(sys.stderr):
             ds_to_universal.main(options)
     except (AssertionError, KeyError, NotImplementedError, RuntimeError, ValueError) as error:
-        raise StateError(f"{source}: DeepSpeed's converter cannot convert it ({error!r})") from error
+        raise StateError(f"{source}: DeepSpeed's converter fails ({error!r})") from error
     for file in source.glob("deepspeed_compress_rank_*"):
         shutil.copy2(file, place)
 
@@ -111,16 +111,16 @@ def transpose_gpt2(place: Path, linear: bool) -> None:
 
 
 def _weight(file: Path) -> Any:
-    """Return what DeepSpeed saved of one weight, without running code that the file may refer to.
+    """Load DeepSpeed's file of one weight, without running code that the file may refer to.
 
     Raises:
-        StateError: The file holds something else.
+        StateError: The file contains other objects.
     """
     try:
         with torch.serialization.safe_globals([SubparamShape]):
             return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise StateError(f"{file} has more than a weight, and is not read ({error})") from error
+        raise StateError(f"{file}: contains more than a weight, so it is not loaded ({error})") from error
 
 
 def _is_linear(folder: Path) -> bool:

@@ -1,12 +1,12 @@
-"""The training program behind launch/train_gpt.py.
+"""Training program behind launch/train_gpt.py.
 
 options      the command line
-ranks        operations of all processes of a run: agree on errors, do work once per node
-data         text in, token windows out
-setup        data, model and engine from the options
-stepper      one optimizer step, one evaluation: plain and pipeline engines
-loop         steps, evaluations, log lines and checkpoints; exact resuming
-output       metrics.jsonl, summary.json, progress on a terminal
-export       text from the trained model, and the model as a Hugging Face directory
+ranks        operations of all processes of a run: agreeing on errors, doing work once per node
+data         conversion of text into token windows
+setup        data, model and engine, built from the options
+stepper      one optimizer step and one evaluation, on plain and pipeline engines
+loop         steps, evaluations, log lines, checkpoints, and exact resuming
+output       metrics.jsonl, summary.json, and progress on a terminal
+export       sample text from the trained model, and the model as a Hugging Face directory
 main         the whole program
 """

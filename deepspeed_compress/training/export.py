@@ -21,7 +21,7 @@ TOP_K = 40
 def sample_text(engine: Any, tokenizer: Tokenizer, prompt: Tensor, count: int, context: int, seed: int) -> str:
     """Return `prompt` (n,) continued by `count` tokens, as text.
 
-    Every rank must call this with the same arguments, because with ZeRO 3 each forward gathers weights from all. No
+    Collective: with ZeRO 3, each forward pass gathers weights from all ranks, so all must pass the same arguments. No
     key-value cache is used, and the context is at most the last `context` tokens.
     """
     engine.eval()
@@ -44,27 +44,27 @@ def _draw(logits: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def check_export(options: Options) -> None:
-    """Check that the directory of `--export` can be written, and holds no other model.
+    """Check that the directory of `--export` can be written, and that it holds no other model.
 
     Raises:
-        ConfigError: if a model would be overwritten that is not an earlier export of this run, or if nothing can be
-            written there.
+        ConfigError: if the export would overwrite a model that this run has not exported, or the directory cannot be
+            written.
     """
     directory = options.export
     if directory is None:
         return
     if directory.resolve() == options.model.resolve():
-        raise ConfigError(f"--export {directory}: is --model, which would be overwritten; choose another directory")
+        raise ConfigError(f"--export {directory}: would overwrite --model; choose another directory")
     if (directory / "config.json").exists() and not options.resume:
-        raise ConfigError(f"--export {directory}: holds a model already; choose another directory, or remove it")
+        raise ConfigError(f"--export {directory}: already holds a model; choose another directory, or remove it")
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--export {directory}: cannot be made ({error.strerror}); choose another") from None
+        raise ConfigError(f"--export {directory}: cannot be created ({error.strerror}); choose another") from None
 
 
 def export_model(engine: Any, config: PretrainedConfig, tokenizer: Path, directory: Path) -> None:
-    """Write weights, `config` and the tokenizer of the directory `tokenizer`. All ranks must call it."""
+    """Write the weights, `config`, and the tokenizer in the directory `tokenizer`. Collective."""
     save_pretrained(engine, config, directory)
     if dist.get_rank() == 0:
         read_tokenizer(tokenizer).save_pretrained(directory)

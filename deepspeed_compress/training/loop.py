@@ -1,8 +1,8 @@
-"""Training loop: steps, evaluations, log lines and checkpoints until the last step; and exact resuming.
+"""Training loop with evaluations, log lines and checkpoints, and exact resuming.
 
 DeepSpeed's checkpoint holds weights, optimizer and schedule; deepspeed_compress adds its residuals. The program itself
-only needs the step number, because (seed, step) determine what is read; the rest of its state is saved to refuse a
-resume that could not be exact.
+only needs the step number, because (seed, step) determine which data a step reads. It saves its other settings only in
+order to refuse a resume that could not be exact.
 """
 
 import math
@@ -29,7 +29,7 @@ DIRECTORY = "checkpoints"
 
 @dataclass(frozen=True)
 class Identity:
-    """Settings that must not change between the parts of one run; names are those of the command line."""
+    """Settings that a resumed run must not change, named as on the command line."""
 
     seed: int
     seq_len: int
@@ -38,23 +38,23 @@ class Identity:
     train_batch_size: int
 
 
-def give_state(engine: Any, identity: Identity) -> None:
-    """Add the program's state to checkpoints that are saved automatically, so that they can be resumed too."""
+def add_program_state(engine: Any, identity: Identity) -> None:
+    """Add the program's state to checkpoints that are saved automatically, so that the program can resume from them."""
     session = vars(engine).get("compression")
     if session is not None and session.saving is not None:
         session.saving.client_state = lambda: {STATE: vars(identity)}
 
 
 def save(engine: Any, output_dir: Path, identity: Identity) -> None:
-    """Write checkpoint `global_step<N>` below `output_dir`. Every rank must call this."""
+    """Write checkpoint `global_step<N>` below `output_dir`. Collective."""
     engine.save_checkpoint(str(output_dir / DIRECTORY), client_state={STATE: vars(identity)})
 
 
 def first_step(engine: Any, output_dir: Path, identity: Identity, ranks: Ranks, resuming: bool) -> int:
     """Return the step after which this run continues.
 
-    It is that of the checkpoint that the engine loaded when it was made, or else the newest checkpoint of the program.
-    Raises ConfigError as `resume` does.
+    It is the step of the checkpoint that the engine loaded when it was made, or else of the newest checkpoint of the
+    program. Raises ConfigError as `resume` does.
     """
     session = vars(engine).get("compression")
     resumed = None if session is None else session.resumed
@@ -81,14 +81,14 @@ def _check(saved: dict[str, Any] | None, identity: Identity) -> None:
     if saved is None:
         raise ConfigError("--resume: the checkpoint was not written by this program; choose another --output-dir")
     changed = [
-        f"{name} was {saved[name]}, is {value}" for name, value in vars(identity).items() if saved[name] != value
+        f"{name} was {saved[name]} and is {value}" for name, value in vars(identity).items() if saved[name] != value
     ]
     if changed:
-        raise ConfigError(f"--resume cannot go on exactly: {'; '.join(changed)}; restore it, or start a new run")
+        raise ConfigError(f"--resume: {'; '.join(changed)}; restore the old value, or start a new run")
 
 
 @dataclass
-class Since:
+class LogInterval:
     """Losses and seconds of the steps since the last log line."""
 
     losses: list[Tensor] = field(default_factory=list)
@@ -121,14 +121,14 @@ class Loop:
         Raises:
             StateError: if the loss is not finite.
         """
-        options, since, latest = self.options, Since(), math.nan
+        options, interval, latest = self.options, LogInterval(), math.nan
         for step in range(first + 1, options.steps + 1):
             rate = self._learning_rate()
-            with since.timed():
-                since.losses.append(self._step(step))
+            with interval.timed():
+                interval.losses.append(self._step(step))
             if step % options.log_every == 0 or step == options.steps:
-                self._log(step, since, rate)
-                since = Since()
+                self._log(step, interval, rate)
+                interval = LogInterval()
             if options.eval_every and step % options.eval_every == 0:
                 latest = self._evaluate(step)
             if options.save_every and (step % options.save_every == 0 or step == options.steps):
@@ -143,8 +143,8 @@ class Loop:
         rates = self.engine.get_lr()
         return float(rates[0]) if rates else None
 
-    def _log(self, step: int, since: Since, rate: float | None) -> None:
-        loss, seconds = mean_over_ranks(since.losses, self.share), since.seconds / len(since.losses)
+    def _log(self, step: int, interval: LogInterval, rate: float | None) -> None:
+        loss, seconds = mean_over_ranks(interval.losses, self.share), interval.seconds / len(interval.losses)
         self.metrics.add(step=step, train_loss=loss, step_time_s=seconds, lr=rate)
         self.display.show(step, self.options.steps, f"loss {loss:.4f}  {seconds:.3f} s/step")
         if not math.isfinite(loss):

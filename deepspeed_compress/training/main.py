@@ -1,4 +1,4 @@
-"""The whole training program: from the command line to summary.json."""
+"""Training program, from the command line to summary.json."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ from deepspeed_compress.tools.files import write_json
 from deepspeed_compress.tools.run_directory import SUMMARY
 from deepspeed_compress.training.data.tokenizer import load_tokenizer
 from deepspeed_compress.training.export import check_export, export_model, sample_text
-from deepspeed_compress.training.loop import Identity, Loop, first_step, give_state
+from deepspeed_compress.training.loop import Identity, Loop, add_program_state, first_step
 from deepspeed_compress.training.options import Options, parse_options
 from deepspeed_compress.training.output import Metrics, check_new, display, final_figures
 from deepspeed_compress.training.ranks import AgreedError, Ranks, end_ranks, start_ranks
@@ -28,7 +28,7 @@ PROMPT_TOKENS = 16
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train. Return the exit status: 0, or 2 after one line on stderr if the user has something to correct."""
+    """Train, and return the exit status: 0, or 2 after one line on stderr if the user has to correct something."""
     options = parse_options(argv)
     hide_foreign_warnings()
     print_locks(options.clear_locks)
@@ -53,7 +53,7 @@ def _train(options: Options, ranks: Ranks) -> None:
     training = start_training(options, config)
     share = share_of(training.engine)
     identity = Identity(options.seed, options.seq_len, options.held_out, data.key, share.batch_size)
-    give_state(training.engine, identity)
+    add_program_state(training.engine, identity)
     first = first_step(training.engine, options.output_dir, identity, ranks, resuming)
     metrics = Metrics(options.output_dir, ranks.is_first)
     metrics.begin(first)
@@ -63,13 +63,13 @@ def _train(options: Options, ranks: Ranks) -> None:
         loop = Loop(options, training.engine, stepper, share, data, identity, metrics, shown)
         loss = loop.run(first)
     _finish(options, config, training, data, ranks, share.batch_size, loss)
-    # The engine holds process groups, and hooks of its parameters keep it alive.
+    # The engine holds process groups, and its parameters' hooks keep the engine alive.
     training.engine.destroy()
 
 
 def _headline(options: Options, ranks: Ranks, parameters: int, first: int) -> str:
     begin = f"resuming after step {first}" if first else "starting at step 0"
-    missing = " (no checkpoint there to resume)" if options.resume and not first else ""
+    missing = " (--resume found no checkpoint)" if options.resume and not first else ""
     return f"{parameters:,} parameters on {ranks.world_size} ranks, {begin}{missing}, to step {options.steps}"
 
 
@@ -135,12 +135,12 @@ def _last_lines(options: Options, summary: dict[str, Any]) -> str:
 
 def _why_no_sample(options: Options) -> str:
     """Return why there is no sample text; "" if none was requested."""
-    able = f"the model in {options.export}" if options.export else "a model written with --export DIR"
-    return f"no sample text: the pipeline engine cannot generate, {able} can" if options.sample_tokens else ""
+    model = f"load the model in {options.export}" if options.export else "export the model with --export DIR"
+    return f"no sample text: the pipeline engine cannot generate; {model} to do so" if options.sample_tokens else ""
 
 
 def _report(error: CompressError, ranks: Ranks) -> None:
-    """Print the error: on rank 0 if all ranks agree, else on each rank, unless the launcher ends it first."""
+    """Print the error, only on rank 0 if all ranks raise it. Otherwise each rank prints it, rank 0 first."""
     if ranks.is_first:
         print(f"error: {error}", file=sys.stderr, flush=True)
     elif not isinstance(error, AgreedError):

@@ -1,4 +1,4 @@
-"""The command line of the training program."""
+"""Command line of the training program."""
 
 import argparse
 import dataclasses
@@ -9,27 +9,27 @@ from deepspeed_compress.tools.arguments import integer_from, share
 
 EXAMPLES = """
 examples:
-  two processes on this machine's CPU (DS_ACCELERATOR=cpu) or two GPUs:
+  train with two processes on this machine's CPU (DS_ACCELERATOR=cpu) or on two GPUs:
     deepspeed --num_gpus 2 launch/train_gpt.py --deepspeed_config configs/zero2_int4.json \\
         --data data/shakespeare --model configs/models/gpt_2m.json --output-dir runs/int4 --steps 300
 
-  go on where the newest checkpoint of runs/int4 ends (same command, and --resume):
+  resume from the newest checkpoint of runs/int4 (the same command with --resume):
     deepspeed --num_gpus 2 launch/train_gpt.py --deepspeed_config configs/zero2_int4.json \\
         --data data/shakespeare --model configs/models/gpt_2m.json --output-dir runs/int4 --steps 600 \\
         --save-every 100 --resume
 
-  four processes as a pipeline of two stages; the trained model as a directory for AutoModelForCausalLM:
+  train a pipeline of two stages with four processes, and export the model for AutoModelForCausalLM:
     deepspeed --num_gpus 4 launch/train_gpt.py --deepspeed_config configs/pipeline2_zero1_int4.json \\
         --data data/shakespeare --output-dir runs/pipeline --steps 300 --export runs/pipeline/model
 
-  one process, without the launcher:
+  train in one process, without a launcher:
     python launch/train_gpt.py --deepspeed_config configs/zero2_none.json --data my.txt --output-dir runs/one
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Values of the command line, by the names that --help shows."""
+    """Values of the command-line options, named as in --help."""
 
     deepspeed_config: str
     data: tuple[Path, ...]
@@ -72,8 +72,8 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_run(parser.add_argument_group("what to train"))
-    _add_length(parser.add_argument_group("how long, and what is written"))
-    _add_launcher(parser.add_argument_group("for the launcher"))
+    _add_length(parser.add_argument_group("length and output"))
+    _add_launcher(parser.add_argument_group("options of launchers"))
     return parser
 
 
@@ -89,7 +89,9 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
         metavar="PATH",
         help="text files or directories: .txt, .jsonl",
     )
-    group.add_argument("--output-dir", type=Path, required=True, metavar="DIR", help="where the run is written")
+    group.add_argument(
+        "--output-dir", type=Path, required=True, metavar="DIR", help="directory for the results of the run"
+    )
     group.add_argument(
         "--model",
         type=Path,
@@ -107,33 +109,33 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
         "--vocab-size",
         type=integer_from(257),
         metavar="N",
-        help="of a tokenizer that is trained (default: the model's)",
+        help="vocabulary size of a tokenizer that is trained (default: the model's)",
     )
     group.add_argument(
         "--cache-dir",
         type=Path,
         metavar="DIR",
-        help="where the encoded text is kept (default TOKENIZER/tokens)",
+        help="directory for the encoded text (default TOKENIZER/tokens)",
     )
     group.add_argument(
         "--held-out",
         type=share,
         default=0.05,
         metavar="SHARE",
-        help="end of each file which is only evaluated on (default %(default)s)",
+        help="share at the end of each file that is used only for evaluation (default %(default)s)",
     )
 
 
 def _add_length(group: argparse._ArgumentGroup) -> None:
     counts = [
-        ("--steps", 300, 0, "optimizer steps in all, those before a resume included"),
+        ("--steps", 300, 0, "total optimizer steps, including those before a resume"),
         ("--seq-len", 128, 2, "tokens in a sequence"),
-        ("--seed", 0, 0, "of the weights, the batches and dropout"),
-        ("--eval-every", 50, 0, "steps between evaluations; 0: only at the end"),
+        ("--seed", 0, 0, "seed of the weights, the batches and dropout"),
+        ("--eval-every", 50, 0, "steps between evaluations; 0 evaluates only at the end"),
         ("--eval-batches", 8, 1, "held-out batches of train_batch_size in an evaluation"),
-        ("--save-every", 0, 0, "steps between checkpoints, and one at the end; 0: none at all"),
+        ("--save-every", 0, 0, "steps between checkpoints, with one at the end; 0 saves none"),
         ("--log-every", 10, 1, "steps between lines of metrics.jsonl"),
-        ("--sample-tokens", 60, 0, "length of the sample text at the end; 0: none"),
+        ("--sample-tokens", 60, 0, "tokens of the sample text at the end; 0 prints none"),
     ]
     for name, default, least, text in counts:
         group.add_argument(
@@ -143,20 +145,20 @@ def _add_length(group: argparse._ArgumentGroup) -> None:
         "--export",
         type=Path,
         metavar="DIR",
-        help="write the trained model and its tokenizer here, as a Hugging Face directory (default: not written)",
+        help="write the trained model and its tokenizer as a Hugging Face directory (default: not written)",
     )
     group.add_argument(
         "--resume",
         action="store_true",
-        help="go on from the newest checkpoint in OUTPUT_DIR; from step 0 without one",
+        help="resume from the newest checkpoint in OUTPUT_DIR, or start at step 0 if there is none",
     )
     group.add_argument(
         "--clear-locks",
         action="store_true",
-        help="remove locks that killed builds of DeepSpeed's operators have left, which this program would wait for",
+        help="remove locks that killed builds of DeepSpeed operators have left; otherwise this program waits for them",
     )
 
 
 def _add_launcher(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--local_rank", "--local-rank", type=int, default=-1, help="set by the deepspeed launcher")
-    group.add_argument("--deepspeed", action="store_true", help="accepted, as other programs need it; always on")
+    group.add_argument("--deepspeed", action="store_true", help="accepted for launchers that pass it; it has no effect")

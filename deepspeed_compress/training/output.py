@@ -24,25 +24,25 @@ def check_new(output_dir: Path) -> None:
     """Check that `output_dir` holds no run yet, so that none is overwritten by accident.
 
     Raises:
-        ConfigError: if it does.
+        ConfigError: if it holds a run.
     """
     if (output_dir / METRICS).is_file():
-        raise ConfigError(f"--output-dir {output_dir}: holds a run already; write --resume to go on, or choose another")
+        raise ConfigError(f"--output-dir {output_dir}: already holds a run; pass --resume, or choose another directory")
 
 
 class Metrics:
-    """Writer of metrics.jsonl on the first rank; it does nothing on others.
+    """Writer of metrics.jsonl on the first rank. On other ranks, it does nothing.
 
-    A line that cannot be written is lost, because other ranks would wait for one that stops. The first such line issues
-    a CompressWarning.
+    A line that cannot be written is dropped, because an error on one rank would leave the others waiting. The first
+    dropped line issues a CompressWarning.
     """
 
     def __init__(self, output_dir: Path, visible: bool) -> None:
         self.file, self.visible = output_dir / METRICS, visible
-        self._told = False
+        self._warned = False
 
     def begin(self, step: int) -> None:
-        """Keep the lines up to `step`, from which the run starts or resumes; later steps are logged again."""
+        """Keep only the lines up to `step`, from which the run starts or resumes."""
         if not self.visible:
             return
         self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -56,13 +56,14 @@ class Metrics:
                 with self.file.open("a", encoding="utf-8") as stream:
                     stream.write(json.dumps(values) + "\n")
         except OSError as error:
-            if not self._told:
-                warnings.warn(f"{self.file} cannot be written ({error.strerror})", CompressWarning, stacklevel=2)
-            self._told = True
+            if not self._warned:
+                text = f"{self.file} cannot be written ({error.strerror}), so log lines are lost"
+                warnings.warn(text, CompressWarning, stacklevel=2)
+            self._warned = True
 
 
 def final_figures(output_dir: Path, monitor_dir: Path, batch_tokens: int, run: str | None = None) -> dict[str, Any]:
-    """Return the figures of summary.json that are computed from what was logged.
+    """Return the figures of summary.json that are computed from the logs.
 
     Step times are medians, because the first steps of a run are slower. The compression figures are means over the
     monitored steps of `run`, or of the last run if it is None, and are left out if there is no compression.jsonl.
@@ -80,10 +81,10 @@ def final_figures(output_dir: Path, monitor_dir: Path, batch_tokens: int, run: s
 
 
 def compression_figures(lines: Sequence[Line]) -> dict[str, float | None]:
-    """Return means of lines of compression.jsonl.
+    """Return means over lines of compression.jsonl.
 
-    They are the bytes that one rank sends in a step, for every kind that all lines have, and the compression ratios of
-    all traffic and of gradients (None if nothing is sent).
+    They are the bytes that one rank sends per step, for every kind of traffic that all lines have, and the compression
+    ratios of all traffic and of gradients (None if nothing was sent).
     """
     if not lines:
         return {}
@@ -91,11 +92,11 @@ def compression_figures(lines: Sequence[Line]) -> dict[str, float | None]:
     kinds = [name for name in kinds if all(line.get(name) is not None for line in lines)]
     means = {f"{name}_per_step": statistics.fmean(line[name] for line in lines) for name in kinds}
     sent, uncompressed = means["bytes_sent_per_step"], means["bytes_uncompressed_per_step"]
-    return {**means, **_total(lines), "compression_ratio": uncompressed / sent if sent else None}
+    return {**means, **_total_ratio(lines), "compression_ratio": uncompressed / sent if sent else None}
 
 
-def _total(lines: Sequence[Line]) -> dict[str, float | None]:
-    """Return the compression ratio of all traffic, weights included; {} if a line does not have it."""
+def _total_ratio(lines: Sequence[Line]) -> dict[str, float | None]:
+    """Return the compression ratio of all traffic, including weights; empty if a line lacks it."""
     if any("total_ratio" not in line for line in lines):
         return {}
     known = [line for line in lines if line["total_ratio"] is not None]
@@ -125,7 +126,7 @@ class Silent:
 
 
 class Lines:
-    """Display for a file or a pipe: one plain line at a time, flushed."""
+    """Display for a file or a pipe: one flushed line at a time."""
 
     def show(self, done: int, total: int, text: str) -> None:
         print(f"{done}/{total}  {text}", flush=True)
@@ -162,7 +163,7 @@ def display(label: str, visible: bool) -> Iterator[Display]:
 
 
 class Throttled:
-    """Progress in bytes, shown as MB every few seconds: short tasks stay silent."""
+    """Progress callback that shows bytes as MB every few seconds, so that short tasks stay silent."""
 
     def __init__(self, target: Display, seconds: float = 3.0) -> None:
         self.target, self.seconds, self.due = target, seconds, time.monotonic() + seconds

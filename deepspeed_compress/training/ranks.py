@@ -1,6 +1,6 @@
 """Operations of all processes of a run.
 
-An error of one process becomes the error of all, so that no process waits for one that has stopped.
+An error on one process is raised on all of them, so that no process waits for one that has stopped.
 """
 
 import gc
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class AgreedError(CompressError):
-    """Error that every rank raises together, so that one of them may report it for all."""
+    """Error that all ranks raise together, so that one of them can report it for all."""
 
 
 @dataclass(frozen=True)
@@ -63,25 +63,25 @@ class Ranks:
 
 
 def start_ranks(local_rank: int) -> Ranks:
-    """Join the processes that the launcher started. Without a launcher, the process is a world of one."""
+    """Join the processes that the launcher has started. Without a launcher, this process is the only rank."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     if "RANK" not in os.environ:
-        os.environ.update(alone | {"MASTER_PORT": str(_free_port())})
+        single = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        os.environ.update(single)
     os.environ.setdefault("LOCAL_RANK", str(max(local_rank, 0)))
-    here = int(os.environ["LOCAL_RANK"])
-    get_accelerator().set_device(here)
+    local_rank = int(os.environ["LOCAL_RANK"])
+    get_accelerator().set_device(local_rank)
     deepspeed.init_distributed()
-    return Ranks(dist.get_rank(), dist.get_world_size(), here)
+    return Ranks(dist.get_rank(), dist.get_world_size(), local_rank)
 
 
 def end_ranks() -> None:
     """Destroy the process groups, including DeepSpeed's references to them.
 
-    A process that ends while threads of a group are alive may be aborted, although it has done its work. Engines that
-    are not destroyed keep their groups alive.
+    If a process ends while the threads of a group are alive, it may abort although its program has succeeded. Engines
+    that are not destroyed keep their groups alive.
     """
     import deepspeed
 

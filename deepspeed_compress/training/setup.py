@@ -1,4 +1,4 @@
-"""Data, model and engine from the options."""
+"""Building of the data, the model and the engine from the options."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +42,7 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class Data:
-    """Windows for training and evaluation; `key` names the cache from which they are read."""
+    """Windows for training and evaluation, and the key of the cache that holds their tokens."""
 
     train: Windows
     held_out: Windows
@@ -51,7 +51,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Training:
-    """Engine that is ready to train, and the number of parameters of the whole model."""
+    """Engine for training, and the number of parameters of the whole model."""
 
     engine: Any
     parameters: int
@@ -65,7 +65,7 @@ def read_run_config(options: Options, ranks: Ranks) -> RunConfig:
         ds_config = _with_monitor_path(ds_config, section, options.output_dir)
     if "optimizer" not in ds_config:
         raise ConfigError(
-            f'{options.deepspeed_config}: /optimizer is missing; write {{"type": "AdamW", "params": ...}}'
+            f'{options.deepspeed_config}: /optimizer is missing; write {{"type": "AdamW", "params": {{}}}}'
         )
     config = RunConfig(
         ds_config,
@@ -77,7 +77,7 @@ def read_run_config(options: Options, ranks: Ranks) -> RunConfig:
 
 
 def prepare_data(options: Options, ranks: Ranks, model_config: PretrainedConfig) -> Data:
-    """Train the tokenizer and encode the text, unless that is done already, then map it. Raises DataError."""
+    """Train the tokenizer and encode the text, unless both exist already, and map the tokens. Raises DataError."""
     files = ranks.agree(lambda: text_files(options.data))
     with display("text", ranks.is_first) as shown:
         progress = Throttled(shown)
@@ -100,7 +100,7 @@ def start_training(options: Options, config: RunConfig) -> Training:
         if isinstance(error, ConfigError | UnsupportedError):
             raise
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"{options.deepspeed_config}: DeepSpeed rejects it: {reason}") from error
+        raise ConfigError(f"{options.deepspeed_config}: DeepSpeed rejects this configuration: {reason}") from error
     return Training(engine, build_skeleton(config.model_config).num_parameters())
 
 
@@ -119,7 +119,7 @@ def _trainable(module: Any) -> list[Any]:
 
 
 def _with_monitor_path(ds_config: dict[str, Any], section: CompressConfig, output_dir: Path) -> dict[str, Any]:
-    """Return `ds_config` with compression.jsonl in the run's own directory, unless it names another one."""
+    """Return `ds_config` with `output_dir` as the directory of compression.jsonl, unless it sets another one."""
     if section.monitor.path is not None:
         return ds_config
     written = ds_config[SECTION]
@@ -139,15 +139,17 @@ def _layout(ds_config: dict[str, Any], section: CompressConfig | None) -> Layout
 
 def _check_run_config(config: RunConfig, options: Options, ranks: Ranks) -> None:
     check_layout(config.model_config, config.layout)
-    divided = config.layout.tensor * config.layout.pipeline
-    if ranks.world_size % divided:
+    needed = config.layout.tensor * config.layout.pipeline
+    if ranks.world_size % needed:
         raise ConfigError(
-            f"tensor {config.layout.tensor} x pipeline {config.layout.pipeline} does not divide {ranks.world_size} "
-            "processes"
+            f"/{SECTION}/parallelism: tensor {config.layout.tensor} x pipeline {config.layout.pipeline} does not "
+            f"divide the {ranks.world_size} processes; start a multiple of {needed}, or write other values"
         )
     positions = getattr(config.model_config, "max_position_embeddings", options.seq_len)
     if options.seq_len > positions:
-        raise ConfigError(f"--seq-len {options.seq_len}: {options.model} has {positions} positions; write that at most")
+        raise ConfigError(
+            f"--seq-len {options.seq_len}: the model {options.model} has only {positions} positions; write at most that"
+        )
 
 
 def _tokenizer(options: Options, files: list[Path], model_config: PretrainedConfig) -> None:
@@ -159,7 +161,7 @@ def _split(options: Options, key: str, model_config: PretrainedConfig) -> Data:
     cache = open_cache(options.cache_dir, key)
     if cache.vocab_size > model_config.vocab_size:
         raise ConfigError(
-            f"--tokenizer {options.tokenizer} has {cache.vocab_size} tokens, /vocab_size of {options.model} "
-            f"{model_config.vocab_size}; write {cache.vocab_size} there, or use a smaller tokenizer"
+            f"--tokenizer {options.tokenizer}: has {cache.vocab_size} tokens, but /vocab_size of {options.model} is "
+            f"{model_config.vocab_size}; write at least {cache.vocab_size} there, or use a smaller tokenizer"
         )
     return Data(*split_windows(cache, options.seq_len, options.held_out), key)

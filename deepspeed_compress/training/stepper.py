@@ -13,7 +13,7 @@ from torch import Tensor
 from deepspeed_compress.training.data import Windows, eval_starts, step_starts
 
 ISLANDS = 2**32
-"""Distance between the seeds of two islands, larger than any seed that users write."""
+"""Distance between the seeds of two islands. It is larger than any seed that users choose."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Share:
         size: number of data-parallel ranks.
         micro_batches: micro-batches in a step.
         micro_size: samples in a micro-batch.
-        group: process group whose mean is the mean over all shares.
+        group: process group over which a mean is the mean over all shares.
         stage: pipeline stage.
-        island: number of an island that is a separate job, and must read other data than the others.
+        island: number of this island if islands are separate jobs, each of which reads other data.
     """
 
     rank: int
@@ -51,8 +51,8 @@ class Share:
 def share_of(engine: Any) -> Share:
     """Return the share of this rank.
 
-    Ranks of one tensor-parallel or pipeline group get the same share: only data-parallel ranks and islands divide a
-    batch. A mean over its `group` is one over the shares.
+    Ranks of one tensor-parallel or pipeline group get the same share: only data-parallel ranks and islands split a
+    batch.
     """
     session = vars(engine).get("compression")
     islands = session is not None and session.islands is not None
@@ -73,7 +73,7 @@ def share_of(engine: Any) -> Share:
 
 
 class Stepper(Protocol):
-    """Steps on one kind of engine.
+    """Interface for steps on one kind of engine.
 
     Both methods take token windows (micro_batches, micro_size, length) and return a loss, ().
     """
@@ -86,7 +86,7 @@ class Stepper(Protocol):
 
 
 class PlainStepper:
-    """Steps with ZeRO 0 to 3, with or without tensor parallelism. The loss is this rank's own."""
+    """Steps with ZeRO 0 to 3, with or without tensor parallelism. The loss is that of this rank."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -145,7 +145,7 @@ def eval_loss(stepper: Stepper, windows: Windows, share: Share, batches: int, de
 
 
 def mean_over_ranks(losses: list[Tensor], share: Share) -> float:
-    """Return the mean of `losses` over the data-parallel ranks, each of which has the same number of them."""
+    """Return the mean of `losses` over the data-parallel ranks, all of which pass the same number of losses."""
     mean = torch.stack(losses).float().mean()
     dist.all_reduce(mean, group=share.group)
     return mean.item() / dist.get_world_size(share.group)

@@ -147,7 +147,7 @@ def finished(file: Path) -> Curve | None:
 def train(job: Job, cache_dir: Path, shown: Display) -> Curve:
     """Train on every rank. The returned curve is the same on all ranks."""
     windows, held_out = split_windows(open_cache(cache_dir, job.data), job.workload.seq_len, HELD_OUT)
-    system = make(job.workload, job.contender, Optimizer.of(job.native), job.start)
+    system = make(job.workload, job.contender, Optimizer.from_config(job.native), job.start)
     curve, losses = Curve(system.dense_steps, (), ()), list[Tensor]()
     seconds, measured = list[float](), list[Any]()
     if system.session is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from deepspeed_compress.launcher.messages import FROM_AGENTS, FROM_SUPERVISOR, SUPERVISOR
-from deepspeed_compress.launcher.supervisor import Supervisor, Terms
+from deepspeed_compress.launcher.supervisor import JobOptions, Supervisor
 from deepspeed_compress.local_sgd.coordinator.server import Server, Service
 from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.connection import Connection
@@ -77,7 +77,7 @@ class Agent:
 @contextmanager
 def supervised(log: Callable[[str], None] = lambda text: None) -> Iterator[str]:
     """Run a supervisor for one host with two ranks, and yield its address."""
-    machine = Supervisor(Terms(JOB, 1, 2, 3, 60.0, 60.0), lambda ranks: "", log)
+    machine = Supervisor(JobOptions(JOB, 1, 2, 3, 60.0, 60.0), lambda ranks: "", log)
     service = Service(SUPERVISOR, "agent", partial(check_message, table=FROM_AGENTS))
     server = Server(service, machine, None, "127.0.0.1", 0, log, Credentials.find())
     with serving(server):
@@ -156,7 +156,7 @@ def receive_all(there: Connection) -> None:
 def test_the_name_of_the_job_is_not_revealed_to_other_agents() -> None:
     with supervised() as address, joined(address, 2) as there:
         answer = there.receive(5)
-        assert answer == {"kind": "refused", "why": "it is of another job"}
+        assert answer == {"kind": "refused", "why": "another job uses this address"}
         there.send({"kind": "status"})
         assert JOB not in json.dumps(there.receive(5))
 

@@ -18,7 +18,7 @@ def test_checkpoints_are_listed_verified_and_pruned(tmp_path, capsys):
 
     assert main(["checkpoint", "verify", str(tmp_path)]) == 1
     shown = capsys.readouterr().out
-    assert "global_step6: whole; loads on any number of replicas" in shown
+    assert "global_step6: complete; loads on any number of replicas" in shown
     assert "error:" in shown
     assert "global_step8: damaged" in shown
     assert main(["checkpoint", "verify", str(tmp_path), "--tag", "global_step4"]) == 0
@@ -43,7 +43,7 @@ def test_a_tag_is_shown_whole_in_a_narrow_window(tmp_path, capsys, monkeypatch):
 
 def test_what_is_not_there_is_said(tmp_path, capsys):
     assert main(["checkpoint", "list", str(tmp_path)]) == 1
-    assert "has no checkpoints" in capsys.readouterr().err
+    assert "contains no checkpoints" in capsys.readouterr().err
     write(save(tmp_path, 2))
     assert main(["checkpoint", "verify", str(tmp_path), "--tag", "other"]) == 1
-    assert "no checkpoint other" in capsys.readouterr().err
+    assert "--tag other: " in capsys.readouterr().err

@@ -1,5 +1,5 @@
-"""What `script.py` imports from beside itself."""
+"""Module that `script.py` imports from its own directory."""
 
 
 def row(start: int) -> list[int]:
-    return [(start + place) % 64 for place in range(16)]
+    return [(start + offset) % 64 for offset in range(16)]

@@ -1,4 +1,4 @@
-"""A training script of somebody who has not heard of this package: DeepSpeed's options, Trainer, JSON at the end.
+"""Training script that does not know this package: it takes DeepSpeed's options, uses Trainer and writes a report.
 
 python script.py OUTPUT [--deepspeed FILE] [--local_rank N]
 """

@@ -1,4 +1,4 @@
-"""A plain Accelerate loop: one call of `install`, and the loop as it was."""
+"""An unmodified Accelerate training loop after one call of `install`."""
 
 import os
 import warnings
@@ -20,9 +20,9 @@ BATCH = 4
 
 
 def loop(rank: int, stage: int, section: dict[str, Any] | None, directory: str = "") -> tuple[list[float], Any, bool]:
-    """Losses and parameters after three epochs of two accumulated batches, and whether compression is attached.
+    """Train three epochs; return the losses, the parameters, and whether compression is attached.
 
-    With `directory` it is saved and loaded after the first.
+    With `directory`, the state is saved and loaded after the first epoch.
     """
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     uninstall = deepspeed_compress.install()
@@ -59,7 +59,7 @@ def loop(rank: int, stage: int, section: dict[str, Any] | None, directory: str =
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_loop(stage: int) -> None:
+def test_none_matches_accelerate_alone_and_four_bits_train(stage: int) -> None:
     alone, none, int4 = (run_forks(2, loop, stage, section) for section in (None, NONE, INT4))
     for rank in range(2):
         assert none[rank][:2] == alone[rank][:2]
@@ -69,15 +69,18 @@ def test_a_loop(stage: int) -> None:
         assert int4[rank][0][-1] < int4[rank][0][0]
 
 
-def test_saving_and_loading(tmp_path: Path) -> None:
-    """`save_state` and `load_state` restore what was forgotten in between."""
-    whole = run_forks(2, loop, 2, INT4)
-    assert run_forks(2, loop, 2, INT4, str(tmp_path)) == whole
+def test_load_state_restores_residuals(tmp_path: Path) -> None:
+    """The loop resets the residuals between `save_state` and `load_state`."""
+    uninterrupted = run_forks(2, loop, 2, INT4)
+    assert run_forks(2, loop, 2, INT4, str(tmp_path)) == uninterrupted
 
 
 def collect(rank: int) -> tuple[bool, list[str], list[str], float]:
-    """A state dict that rank 0 alone collects, before and after all ranks have met: whether they differ, the warnings,
-    and how far the second is from the optimizer's own weights."""
+    """Let rank 0 alone collect a state dict, before and after `synchronise`.
+
+    Returns whether the two differ, the warnings of each, and the largest distance of the weights from the fp32 master
+    weights after `synchronise`.
+    """
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     uninstall = deepspeed_compress.install()
     config = {
@@ -91,26 +94,26 @@ def collect(rank: int) -> tuple[bool, list[str], list[str], float]:
     model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     for _ in range(3):
         accelerator.backward(model(**collate(sentences(BATCH))).loss)
-    told: list[list[str]] = []
-    states = [gathered(accelerator, model, told) if rank == 0 else {}]
+    warned: list[list[str]] = []
+    states = [state_dict(accelerator, model, warned) if rank == 0 else {}]
     model.compression.synchronise()
-    states.append(gathered(accelerator, model, told) if rank == 0 else {})
-    masters = model.optimizer.single_partition_of_fp32_groups[0]
-    held = model.optimizer.parallel_partitioned_bit16_groups[0][rank]
+    states.append(state_dict(accelerator, model, warned) if rank == 0 else {})
+    master = model.optimizer.single_partition_of_fp32_groups[0]
+    weights = model.optimizer.parallel_partitioned_bit16_groups[0][rank]
     uninstall()
     differ = any(not torch.equal(states[0][name], states[1][name]) for name in states[0])
-    return differ, *(told or [[], []]), float((masters - held).abs().max())
+    return differ, *(warned or [[], []]), float((master - weights).abs().max())
 
 
-def gathered(accelerator: Accelerator, model: Any, told: list[list[str]]) -> dict[str, torch.Tensor]:
+def state_dict(accelerator: Accelerator, model: Any, warned: list[list[str]]) -> dict[str, torch.Tensor]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         state = accelerator.get_state_dict(model)
-    told.append([str(one.message) for one in caught if one.category is CompressWarning])
+    warned.append([str(one.message) for one in caught if one.category is CompressWarning])
     return {name: value.clone() for name, value in state.items()}
 
 
-def test_a_state_dict_is_exact_after_all_have_met() -> None:
+def test_state_dict_is_exact_after_synchronise() -> None:
     (differ, before, after, distance), (_, _, _, others) = run_forks(2, collect)
     assert differ
     assert [text.partition(":")[0] for text in before] == [f"/{SECTION}/weights"]

@@ -1,4 +1,4 @@
-"""Programs that import the package, and whose engines nobody has attached to."""
+"""Programs that import the package but do not compress their engines."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ def main(compress, section):
     config = {"train_batch_size": 1, "optimizer": optimizer, **({"deepspeed_compress": {}} if section else {})}
     initialize = deepspeed_compress.initialize if compress else deepspeed.initialize
     initialize(model=model, model_parameters=list(model.parameters()), config=config)
-    # A thread of gloo that still holds a tensor aborts a process whose interpreter has ended (pytorch #190489).
+    # A gloo thread that still holds a tensor aborts the process when its interpreter has ended (pytorch #190489).
     torch.distributed.destroy_process_group()
 warnings.simplefilter("ignore")
 main(COMPRESS, SECTION)
@@ -27,19 +27,19 @@ ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.
 
 
 @pytest.mark.parametrize(
-    ("compress", "section", "told"), [(False, True, True), (False, False, False), (True, True, False)]
+    ("compress", "section", "warns"), [(False, True, True), (False, False, False), (True, True, False)]
 )
-def test_an_engine_that_nobody_attached_to_is_told(compress: bool, section: bool, told: bool) -> None:
+def test_an_uncompressed_engine_with_a_section_warns_at_exit(compress: bool, section: bool, warns: bool) -> None:
     program = PROGRAM.replace("COMPRESS", str(compress)).replace("SECTION", str(section))
     environment = {**os.environ, **ALONE, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert ("CompressWarning: nothing was compressed: an engine was made" in done.stderr) is told
+    assert ("CompressWarning: nothing was compressed: an engine was made" in done.stderr) is warns
 
 
-def test_a_program_without_deepspeed_is_left_alone() -> None:
+def test_importing_the_package_prints_nothing() -> None:
     done = subprocess.run(
         [sys.executable, "-c", "import deepspeed_compress"], cwd=ROOT, capture_output=True, text=True, check=True
     )

@@ -1,6 +1,5 @@
-"""Saving and resuming by Trainer: as if it had not stopped, bit for bit, residuals and all."""
+"""Saving and resuming with Trainer: a resumed run has the same bits as an uninterrupted one, including residuals."""
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,46 +9,39 @@ from safetensors.torch import load_file
 
 import deepspeed_compress
 from deepspeed_compress.checkpointing.completeness import find_problems
-from tests.integrations.trainers import INT4, Job, Outcome, train, trainer_of
+from tests.integrations.trainers import INT4, SAVING, Job, Outcome, keep_checkpoint, train, trainer_of
 from tests.support.forks import run_forks
-
-SAVING = {"save_strategy": "steps", "save_steps": 2}
-
-
-def stop_at(directory: str, step: int) -> None:
-    """Leave only the checkpoint of `step`, as a run that was killed then would."""
-    for path in Path(directory).glob("checkpoint-*"):
-        if path.name != f"checkpoint-{step}":
-            shutil.rmtree(path)
 
 
 def training_logs(outcome: Outcome) -> list[dict[str, float]]:
-    """Without times, and without weights and what they are a part of: ZeRO 3 gathers more until it knows the order of
-    the layers, and compressed weights are brought up to date when they are saved."""
+    """Return the training logs without times, and without bytes of weights and totals that include them.
+
+    ZeRO 3 gathers more weights until it knows the order of the layers, and saving makes compressed weights exact.
+    """
     entries = [entry for entry in outcome.logs if "loss" in entry]
     left_out = {"compression_time_ms", "compression_bytes_weights", "compression_total_ratio"}
     return [{key: value for key, value in entry.items() if key not in left_out} for entry in entries]
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_resuming_is_not_having_stopped(stage: int, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(stage: int, tmp_path: Path) -> None:
     job = Job(str(tmp_path), stage, INT4, {**SAVING, "per_device_train_batch_size": 3})
     whole = [outcomes[0] for outcomes in run_forks(2, train, job)]
-    stop_at(job.directory, 2)
+    keep_checkpoint(job.directory, 2)
     resumed = [outcomes[0] for outcomes in run_forks(2, train, replace(job, resume=True))]
     for one, other in zip(whole, resumed, strict=True):
         assert other.parameters == one.parameters
         assert other.of("loss") == one.of("loss")
     assert len(training_logs(whole[0])) == 4
-    # Residual norms and bytes, too; the first rank alone has them until a checkpoint hands its logs to all.
+    # These include residual norms and bytes, which only rank 0 logs.
     assert training_logs(resumed[0]) == training_logs(whole[0])
 
 
-def test_weights_compressed_too(tmp_path: Path) -> None:
+def test_a_resumed_run_with_compressed_weights_has_the_same_bits(tmp_path: Path) -> None:
     section = {**INT4, "weights": {"method": "blockwise"}}
     job = Job(str(tmp_path), 2, section, SAVING)
     whole = run_forks(2, train, job)[0][0]
-    stop_at(job.directory, 2)
+    keep_checkpoint(job.directory, 2)
     resumed = run_forks(2, train, replace(job, resume=True))[0][0]
     assert resumed.parameters == whole.parameters
     assert training_logs(resumed) == training_logs(whole)
@@ -60,7 +52,7 @@ BEST = {**SAVING, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_best_model_is_loaded_at_the_end(stage: int, tmp_path: Path) -> None:
-    """With a learning rate that spoils the model the first of the two evaluations is the best."""
+    """The learning rate is so large that the first of the two evaluations is the best."""
     constant = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}}
     job = Job(str(tmp_path / "whole"), stage, INT4, {**BEST, "learning_rate": 3.0}, {"scheduler": constant})
     until_best = replace(job, directory=str(tmp_path / "half"), args={**job.args, "max_steps": 2})
@@ -72,7 +64,10 @@ def test_the_best_model_is_loaded_at_the_end(stage: int, tmp_path: Path) -> None
 
 
 def train_and_save(rank: int, job: Job) -> float:
-    """Rank 0 alone saves the model in the end; how far this rank's own weights are from their masters then."""
+    """Train, and let rank 0 alone save the model.
+
+    Returns the largest distance between this rank's weights and its fp32 master weights after that.
+    """
     uninstall = deepspeed_compress.install()
     trainer = trainer_of(job)
     trainer.train()
@@ -81,12 +76,12 @@ def train_and_save(rank: int, job: Job) -> float:
     optimizer = trainer.model_wrapped.optimizer
     uninstall()
     pairs = zip(optimizer.single_partition_of_fp32_groups, optimizer.parallel_partitioned_bit16_groups, strict=True)
-    return max(float((master.detach() - held[rank]).abs().max()) for master, held in pairs)
+    return max(float((master.detach() - weights[rank]).abs().max()) for master, weights in pairs)
 
 
 @pytest.mark.parametrize("saving", ["steps", "no"])
 def test_saved_models_are_exact(saving: str, tmp_path: Path) -> None:
-    """The model of a checkpoint is what DeepSpeed's files beside it have, and the last one what training ended with."""
+    """The model in each checkpoint equals the fp32 weights in DeepSpeed's files next to it."""
     args = {"save_strategy": saving, "save_steps": 2, "max_steps": 4, "logging_steps": 10}
     section = {"weights": {"bits": 4}}
     assert run_forks(2, train_and_save, Job(str(tmp_path), section=section, args=args)) == [0.0, 0.0]
@@ -101,22 +96,22 @@ def test_saved_models_are_exact(saving: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_checkpoints_written_beside_training(stage: int, tmp_path: Path) -> None:
-    """Trainer removes old ones meanwhile, and loads the best in the end."""
+def test_background_checkpoints_match_blocking_ones(stage: int, tmp_path: Path) -> None:
+    """Trainer also removes old checkpoints during training, and loads the best one at the end."""
     section = {**INT4, "checkpointing": {}}
     options = {**BEST, "max_steps": 8, "save_total_limit": 2}
     job = Job(str(tmp_path), stage, section, options)
-    waiting = replace(job, directory=str(tmp_path / "waiting"), section=INT4)
-    for beside, waited in run_forks(2, train, job, waiting):
-        assert beside.parameters == waited.parameters
-        assert beside.of("loss") == waited.of("loss")
-    # One more than asked for: the newest is not whole yet when Trainer removes others.
+    blocking_job = replace(job, directory=str(tmp_path / "blocking"), section=INT4)
+    for background, blocking in run_forks(2, train, job, blocking_job):
+        assert background.parameters == blocking.parameters
+        assert background.of("loss") == blocking.of("loss")
+    # One more than `save_total_limit`: the newest is not complete yet when Trainer removes others.
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-6", "checkpoint-8"}
     assert list(find_problems(tmp_path / "checkpoint-8" / "global_step8")) == []
     longer = replace(job, resume=True, args={**options, "max_steps": 10})
     resumed = run_forks(2, train, longer)
     assert len(resumed[0][0].of("loss")) == 10
-    # As a run leaves it that is killed while the newest is written.
+    # A run that is killed while it writes the newest checkpoint leaves such a directory.
     (tmp_path / "checkpoint-10" / "latest").unlink()
     again = run_forks(2, train, longer)
     assert [outcomes[0].parameters for outcomes in again] == [outcomes[0].parameters for outcomes in resumed]

@@ -1,4 +1,4 @@
-"""What is wrong with the section is said when the configuration is read: before a model is loaded."""
+"""Errors in the section are raised when the configuration is read, before a model is loaded."""
 
 import json
 import re
@@ -24,7 +24,7 @@ READERS = ("TrainingArguments", "DeepSpeedPlugin", "HfDeepSpeedConfig")
 
 
 def read(rank: int, reader: str, config: dict[str, Any] | str, directory: str) -> str:
-    """What reading `config` raises; "" for nothing."""
+    """Return the error that reading `config` raises; "" if there is none."""
     deepspeed_compress.install()
     readers = {
         "TrainingArguments": lambda: TrainingArguments(output_dir=directory, deepspeed=config, use_cpu=True),
@@ -38,7 +38,7 @@ def read(rank: int, reader: str, config: dict[str, Any] | str, directory: str) -
     return ""
 
 
-def told(config: dict[str, Any] | str, tmp_path: Path, reader: str = "TrainingArguments") -> str:
+def error_of(config: dict[str, Any] | str, tmp_path: Path, reader: str = "TrainingArguments") -> str:
     first, second = run_forks(2, read, reader, config, str(tmp_path))
     assert first == second
     return first
@@ -49,23 +49,23 @@ def config(section: object, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_typo_in_the_section(reader: str, tmp_path: Path) -> None:
-    text = told(config({"gradients": {"bit": 4}}), tmp_path, reader)
+def test_a_typo_in_the_section_is_reported(reader: str, tmp_path: Path) -> None:
+    text = error_of(config({"gradients": {"bit": 4}}), tmp_path, reader)
     assert text.startswith("ConfigError: ")
     assert f"/{SECTION}/gradients/bit: unknown key" in text
     assert '"bits", if you meant that' in text
 
 
-def test_a_typo_in_a_file(tmp_path: Path) -> None:
+def test_a_typo_in_a_file_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "ds_config.json"
     file.write_text(json.dumps(config({"gradients": {"methd": "topk"}})))
-    assert f"/{SECTION}/gradients/methd: unknown key" in told(str(file), tmp_path)
+    assert f"/{SECTION}/gradients/methd: unknown key" in error_of(str(file), tmp_path)
 
 
-def test_a_typo_in_the_name_of_the_section(tmp_path: Path) -> None:
+def test_a_typo_in_the_name_of_the_section_is_reported(tmp_path: Path) -> None:
     wrong = config({})
     wrong["deepspeed_compres"] = wrong.pop(SECTION)
-    assert 'found "deepspeed_compres" instead' in told(wrong, tmp_path)
+    assert 'found "deepspeed_compres" instead' in error_of(wrong, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -81,42 +81,41 @@ def test_a_typo_in_the_name_of_the_section(tmp_path: Path) -> None:
         ({"gradients": {"method": "demo"}}, r"ConfigError: .*/gradients/method: \"demo\".*betas"),
     ],
 )
-def test_what_contradicts(section: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_a_contradiction_is_reported(section: dict[str, Any], message: str, tmp_path: Path) -> None:
     zero = {} if section.get("parallelism", {}).get("pipeline") else {"stage": 2}
-    text = told(config(section, zero_optimization=zero), tmp_path)
+    text = error_of(config(section, zero_optimization=zero), tmp_path)
     assert re.search(message, text.replace("\n", " ")), text
 
 
 def without_momentum(rank: int, config: dict[str, Any], directory: str) -> object:
-    """The betas that are filled in where the script is told what the error says."""
+    """Return the betas that are filled in if the script gets the option that the error recommends."""
     deepspeed_compress.install()
     args = TrainingArguments(output_dir=directory, deepspeed=config, use_cpu=True, adam_beta1=0.0)
     return args.hf_deepspeed_config.config["optimizer"]["params"]["betas"]
 
 
-def test_the_way_out_of_a_second_momentum(tmp_path: Path) -> None:
-    """What the error says to write is right for Trainer too."""
+def test_the_remedy_for_a_second_momentum_works_with_trainer(tmp_path: Path) -> None:
     demo = config({"gradients": {"method": "demo"}})
-    assert '"betas": "auto", and pass --adam_beta1 0 to the script' in told(demo, tmp_path)
+    assert '"betas": "auto", and pass --adam_beta1 0 to the script' in error_of(demo, tmp_path)
     assert run_forks(2, without_momentum, demo, str(tmp_path)) == [[0.0, 0.999]] * 2
 
 
 @pytest.mark.parametrize("reader", READERS)
 def test_auto_values_and_other_configurations_pass(reader: str, tmp_path: Path) -> None:
-    assert told(config({"gradients": {"bits": 4}}), tmp_path, reader) == ""
+    assert error_of(config({"gradients": {"bits": 4}}), tmp_path, reader) == ""
     without = config({})
     del without[SECTION]
-    assert told(without, tmp_path, reader) == ""
+    assert error_of(without, tmp_path, reader) == ""
 
 
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.json")), ids=lambda file: file.stem)
 def test_shipped_configurations_pass(file: Path, tmp_path: Path) -> None:
-    assert told(str(file), tmp_path) == ""
+    assert error_of(str(file), tmp_path) == ""
     assert find_problems(json.loads(file.read_text()), 2) == []
 
 
 def stages(rank: int, directory: str) -> list[object]:
-    """The ZeRO stage that HF libraries see of one that stands in the section alone."""
+    """Return the ZeRO stage that Hugging Face libraries see if only the section sets it."""
     deepspeed_compress.install()
     args = TrainingArguments(
         output_dir=directory, deepspeed={**AUTO, SECTION: {"parallelism": {"zero_stage": 3}}}, use_cpu=True
@@ -124,7 +123,7 @@ def stages(rank: int, directory: str) -> list[object]:
     return [args.deepspeed_plugin.zero_stage, args.hf_deepspeed_config.is_zero3()]
 
 
-def test_the_stage_may_stand_in_the_section_alone(tmp_path: Path) -> None:
+def test_the_stage_may_be_set_only_in_the_section(tmp_path: Path) -> None:
     assert run_forks(2, stages, str(tmp_path)) == [[3, True]] * 2
 
 
@@ -139,7 +138,7 @@ def pipeline_in_trainer(rank: int, directory: str) -> str:
     return str(raised.value)
 
 
-def test_a_pipeline_module_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_pipeline_module_is_refused(tmp_path: Path) -> None:
     for text in run_forks(2, pipeline_in_trainer, str(tmp_path)):
         assert "PipelineModule" in text
         assert "build_parallel" in text

@@ -1,4 +1,4 @@
-"""Trainer in islands that are jobs of their own, and the order in which each reads its data."""
+"""Trainer in islands that are separate jobs, and the order in which each reads its data."""
 
 import time
 from dataclasses import replace
@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 import deepspeed_compress
 from deepspeed_compress.config import SECTION, parse_section
 from deepspeed_compress.errors import CompressWarning
-from deepspeed_compress.integrations.hf import read_by_itself
+from deepspeed_compress.integrations.trainer_callback import use_own_data_order
 from tests.integrations.trainers import Job, collate, trainer_of
 from tests.support.coordinators import become_island, coordinator, own_ports
 from tests.support.forks import run_forks
@@ -29,29 +29,29 @@ def session(number: int, islands: Any) -> Any:
 
 
 def orders(number: int, islands: Any) -> list[list[int]]:
-    """Of three epochs."""
+    """Return the order of the data in each of three epochs."""
     sampler = SeedableRandomSampler(DATA, data_seed=5)
-    read_by_itself(session(number, islands), DataLoader(DATA, sampler=sampler, batch_size=4))
+    use_own_data_order(session(number, islands), DataLoader(DATA, sampler=sampler, batch_size=4))
     return [list(sampler) for _ in range(3)]
 
 
-def test_no_order_is_read_twice() -> None:
+def test_every_island_and_epoch_has_its_own_order() -> None:
     found = [order for number in range(3) for order in orders(number, ISLANDS)]
     assert len({tuple(order) for order in found}) == 9
     assert all(sorted(order) == DATA for order in found)
 
 
-def test_ranks_of_one_job_keep_their_order() -> None:
+def test_a_job_without_islands_keeps_its_order() -> None:
     assert orders(3, None) == orders(0, ISLANDS)
 
 
-def test_an_order_that_cannot_be_changed_is_told() -> None:
+def test_an_unsupported_sampler_warns() -> None:
     with pytest.warns(CompressWarning, match="/deepspeed_compress/islands/elastic: all islands may read"):
-        read_by_itself(session(1, ISLANDS), DataLoader(DATA, batch_size=4))
+        use_own_data_order(session(1, ISLANDS), DataLoader(DATA, batch_size=4))
 
 
-class Together(TrainerCallback):
-    """Islands begin when both are there: one that is slow to start would find the other one at its end."""
+class StartTogether(TrainerCallback):
+    """Callback that waits for the other island: if one started slowly, the other would have finished before it."""
 
     def __init__(self, directory: Path, rank: int, resumes: bool) -> None:
         self._directory, self._rank, self._name = directory, rank, f"{'again' if resumes else 'first'}_"
@@ -63,7 +63,7 @@ class Together(TrainerCallback):
 
 
 def trained(rank: int, job: Job, ports: list[int]) -> tuple[list[int], list[str], int]:
-    """First tokens of what was read, what became of exchanges, and steps. In a directory of its own."""
+    """Train one island in its own directory; return the first tokens of its rows, its exchange kinds, and its steps."""
     become_island(rank, 1, ports)
     deepspeed_compress.install()
     trainer, read = trainer_of(replace(job, directory=f"{job.directory}/{rank}")), []
@@ -73,14 +73,14 @@ def trained(rank: int, job: Job, ports: list[int]) -> tuple[list[int], list[str]
         return collate(rows)
 
     trainer.data_collator = keep
-    trainer.add_callback(Together(Path(job.directory), rank, job.resume))
+    trainer.add_callback(StartTogether(Path(job.directory), rank, job.resume))
     trainer.train(resume_from_checkpoint=job.resume or None)
     islands = trainer.model_wrapped.compression.islands
     trainer.model_wrapped.destroy()
-    return read, [met.kind for met in islands.history], trainer.state.global_step
+    return read, [result.kind for result in islands.history], trainer.state.global_step
 
 
-def test_trainer_trains_saves_and_resumes_islands(tmp_path: Path) -> None:
+def test_islands_train_save_and_resume_with_trainer(tmp_path: Path) -> None:
     args = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "dataloader_num_workers": 0}
     with coordinator() as address, own_ports(4) as ports:
         elastic = {"rendezvous": address, "give_up": "20 s"}

@@ -1,4 +1,4 @@
-"""What a program sets in its environment before it imports a library holds under `ds-compress run`, as without it."""
+"""Environment variables that a program sets before it imports a library take effect under `ds-compress run`, too."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.integrations.importing import after_import, is_waiting
-from deepspeed_compress.launcher import fork_server as nursery
+from deepspeed_compress.launcher import fork_server
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -62,8 +62,7 @@ def run(tmp_path: Path, *options: str) -> "subprocess.CompletedProcess[str]":
     ids=["plain", "section", "restarts"],
 )
 def test_libraries_see_the_environment_of_the_program(options: list[str], tmp_path: Path) -> None:
-    given = [str(tmp_path / one) if one == "compress.json" else one for one in options]
-    done = run(tmp_path, *given)
+    done = run(tmp_path, *(str(tmp_path / one) if one == "compress.json" else one for one in options))
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "seen_0.json").read_text())
     assert found == {"loaded": [], "home": "/nowhere/home", "offline": True}
@@ -85,10 +84,10 @@ TOP = '"""A program."""\nimport os, sys\nfrom pathlib import Path\nimport torch\
         ("raise SystemExit(", []),
     ],
 )
-def test_only_what_a_program_begins_with_is_imported_before_it(text: str, imported: list[str], tmp_path: Path) -> None:
+def test_only_the_first_imports_of_a_program_are_preloaded(text: str, imported: list[str], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(text)
-    body = nursery._statements(str(tmp_path / "train.py"))
-    assert [module for module, _ in nursery._imported_first(body)] == imported
+    body = fork_server._statements(str(tmp_path / "train.py"))
+    assert [module for module, _ in fork_server._leading_imports(body)] == imported
 
 
 @pytest.mark.parametrize(
@@ -103,16 +102,16 @@ def test_only_what_a_program_begins_with_is_imported_before_it(text: str, import
         ("os.putenv('A', 'b')", True),
     ],
 )
-def test_what_changes_the_environment(text: str, changes: bool, tmp_path: Path) -> None:
+def test_changes_of_the_environment_are_recognized(text: str, changes: bool, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(text)
-    assert any(map(nursery._sets_environment, nursery._statements(str(tmp_path / "train.py")))) is changes
+    assert any(map(fork_server._sets_environment, fork_server._statements(str(tmp_path / "train.py")))) is changes
 
 
 MODULE = "value = 1\nloader = __spec__.loader\n"
 
 
 class Action:
-    """Counts what is done to a module that was imported."""
+    """Action after an import that counts how often it is in effect."""
 
     def __init__(self, name: str) -> None:
         self.name, self.done = name, 0
@@ -134,7 +133,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "imported_later"
 
 
-def test_an_action_waits_for_the_import_of_its_module(module: str) -> None:
+def test_actions_run_after_the_import_of_their_module(module: str) -> None:
     finders, first, second = list(sys.meta_path), Action(module), Action(module)
     undo = [after_import(module, action) for action in (first, second)]
     assert is_waiting(Action)
@@ -142,7 +141,7 @@ def test_an_action_waits_for_the_import_of_its_module(module: str) -> None:
     __import__(module)
     assert (first.done, second.done) == (1, 1)
     assert sys.meta_path == finders
-    # Tools that look for the source of a module find the loader that wrote it there.
+    # Tools that look for the source of a module find its original loader.
     assert (
         type(sys.modules[module].loader).__name__ == type(sys.modules[module].__loader__).__name__ == "SourceFileLoader"
     )
@@ -154,7 +153,7 @@ def test_an_action_waits_for_the_import_of_its_module(module: str) -> None:
     assert (first.done, second.done) == (0, 0)
 
 
-def test_an_action_that_waits_can_be_undone(module: str) -> None:
+def test_a_waiting_action_can_be_undone(module: str) -> None:
     finders, action = list(sys.meta_path), Action(module)
     after_import(module, action)()
     assert sys.meta_path == finders

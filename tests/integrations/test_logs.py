@@ -1,4 +1,4 @@
-"""What Trainer logs of compression: where, when, and that reporters and the progress bar get it."""
+"""Compression figures in the logs of Trainer, in reporters and in the progress bar."""
 
 import contextlib
 import io
@@ -15,6 +15,7 @@ from transformers.trainer_callback import ProgressCallback
 import deepspeed_compress
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.integrations import hf
+from deepspeed_compress.integrations.trainer_logs import log_entries, to_megabytes
 from deepspeed_compress.monitor import StepStatistics
 from tests.integrations.trainers import INT4, Job, forget_accelerate, train, trainer_of
 from tests.support.forks import run_forks
@@ -46,14 +47,14 @@ def step(**figures: Any) -> StepStatistics:
     return StepStatistics(**{**base, **figures})
 
 
-def test_entries_are_means_and_the_newest_of_what_is_sampled() -> None:
+def test_log_entries_are_means_or_the_newest_sample() -> None:
     measured = [
         step(residual_norm=3.0, cosine=0.5, bytes_weights=10, total_ratio=5.0),
         step(
             bytes_sent=30, bytes_uncompressed=40, residual_norm=2.0, compress_ms=5.0, bytes_tensor=None, total_ratio=1.0
         ),
     ]
-    assert hf.log_entries(measured) == {
+    assert log_entries(measured) == {
         "compression_total_ratio": 2.6,
         "compression_ratio": 2.0,
         "compression_bytes_sent": 20.0,
@@ -64,12 +65,12 @@ def test_entries_are_means_and_the_newest_of_what_is_sampled() -> None:
     }
 
 
-def test_nothing_sent_has_no_ratio() -> None:
-    entries = hf.log_entries([step(bytes_sent=0, bytes_uncompressed=0)])
+def test_steps_that_send_nothing_have_no_ratio() -> None:
+    entries = log_entries([step(bytes_sent=0, bytes_uncompressed=0)])
     assert entries == {"compression_bytes_sent": 0.0, "compression_time_ms": 3.0}
 
 
-def test_people_read_megabytes() -> None:
+def test_printed_bytes_become_megabytes() -> None:
     logs = {
         "loss": "2.5",
         "compression_bytes_sent": 1_234_567.0,
@@ -77,7 +78,7 @@ def test_people_read_megabytes() -> None:
         "compression_bytes_weights": 8e6,
     }
     shown = {"loss": "2.5", "compression_MB_sent": 1.235, "compression_ratio": 4.0, "compression_MB_weights": 8.0}
-    assert hf.readable(logs) == shown
+    assert to_megabytes(logs) == shown
 
 
 def printed(rank: int, job: Job) -> tuple[str, Any]:
@@ -86,29 +87,29 @@ def printed(rank: int, job: Job) -> tuple[str, Any]:
     return written.getvalue(), done
 
 
-def test_what_trainer_prints_has_megabytes(tmp_path: Path) -> None:
+def test_trainer_prints_megabytes(tmp_path: Path) -> None:
     [(text, done), _] = run_forks(2, printed, Job(str(tmp_path), 2, INT4, {"logging_steps": 2}))
     assert "compression_MB_sent" in text
     assert "compression_bytes" not in text
-    # What programs read stays.
+    # Logs that programs read keep bytes.
     assert all(value > 0 for value in done[0].of("compression_bytes_sent"))
 
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "logging_steps": 2, "max_steps": 6}
 
 
-def test_training_logs_have_it_and_others_have_not(tmp_path: Path) -> None:
-    """Every third step is measured and every second one logged: a log without measured steps says nothing."""
+def test_only_training_logs_with_measured_steps_have_figures(tmp_path: Path) -> None:
+    """Every third step is measured, and every second one is logged."""
     section = {**INT4, "monitor": {"every": 3}}
     first, second = (one[0] for one in run_forks(2, train, Job(str(tmp_path), 2, section, EVALUATED)))
-    having = [entry["step"] for entry in first.logs if entry.keys() >= ENTRIES]
-    assert having == [4, 6]
-    assert all(not any("compression" in key for key in entry) for entry in first.logs if entry["step"] not in having)
+    steps = [entry["step"] for entry in first.logs if entry.keys() >= ENTRIES]
+    assert steps == [4, 6]
+    assert all(not any("compression" in key for key in entry) for entry in first.logs if entry["step"] not in steps)
     assert all(not any("compression" in key for key in entry) for entry in first.logs if "loss" not in entry)
     assert not any("compression" in key for entry in second.logs for key in entry)
 
 
-def test_figures_are_those_of_the_statistics_file(tmp_path: Path) -> None:
+def test_logged_figures_match_the_statistics_file(tmp_path: Path) -> None:
     section = {**INT4, "monitor": {"path": str(tmp_path)}}
     first = run_forks(2, train, Job(str(tmp_path), 2, section, {"logging_steps": 2}))[0][0]
     lines = [json.loads(line) for line in (tmp_path / "compression.jsonl").read_text().splitlines()]
@@ -117,8 +118,7 @@ def test_figures_are_those_of_the_statistics_file(tmp_path: Path) -> None:
     assert first.of("compression_ratio") == [pytest.approx(line["ratio"]) for line in lines[1::2]]
 
 
-def test_reporters_get_it(tmp_path: Path) -> None:
-    """TensorBoard by Trainer and CSV by DeepSpeed, of one run."""
+def test_reporters_of_trainer_and_deepspeed_get_the_figures(tmp_path: Path) -> None:
     monitor = {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "run"}
     args = {"report_to": "tensorboard"}
     run_forks(2, train, Job(str(tmp_path), 2, INT4, args, {"csv_monitor": monitor}))
@@ -133,7 +133,7 @@ def test_reporters_get_it(tmp_path: Path) -> None:
 
 
 class Spy(TrainerCallback):  # type: ignore[misc]
-    """A callback that was there before ours."""
+    """Callback that was added before ours."""
 
     def __init__(self) -> None:
         self.seen: list[set[str]] = []
@@ -143,7 +143,7 @@ class Spy(TrainerCallback):  # type: ignore[misc]
 
 
 def by_attach(rank: int, job: Job) -> Any:
-    """`attach` instead of `install`: the same callbacks and the same logs."""
+    """Train after `attach` instead of `install`; return the keys of the logs that another callback sees."""
     trainer, spy = trainer_of(job), Spy()
     trainer.add_callback(spy)
     assert hf.attach(trainer) is trainer
@@ -156,13 +156,13 @@ def by_attach(rank: int, job: Job) -> Any:
     return spy.seen
 
 
-def test_attach(tmp_path: Path) -> None:
+def test_attach_logs_figures_and_adds_one_callback(tmp_path: Path) -> None:
     seen = run_forks(2, by_attach, Job(str(tmp_path), 2, INT4, {"max_steps": 2}))[0]
     assert [names >= ENTRIES for names in seen] == [True, True, False]
 
 
 def progress(rank: int, job: Job) -> list[str]:
-    """Postfixes of the bar, at the end of steps."""
+    """Return the postfix of the progress bar at each log."""
     deepspeed_compress.install()
     trainer = trainer_of(job)
     shown: list[str] = []
@@ -177,17 +177,17 @@ def progress(rank: int, job: Job) -> list[str]:
     return shown
 
 
-def test_the_progress_bar_shows_the_ratio_of_all_traffic_before_that_of_gradients(tmp_path: Path) -> None:
+def test_the_progress_bar_shows_the_total_ratio_before_that_of_gradients(tmp_path: Path) -> None:
     first, second = run_forks(2, progress, Job(str(tmp_path), 2, INT4, {"disable_tqdm": False, "max_steps": 2}))
     total, gradients = (float(part.partition("=")[2].rstrip("x")) for part in first[0].split(", "))
     assert first[0].startswith("compressed=")
-    # Weights go uncompressed: half of what DeepSpeed sends under ZeRO 2 is reduced gradients twice, a third weights.
+    # Uncompressed weights dominate the total: with ZeRO 2, a third of DeepSpeed's traffic is weights.
     assert 2 < total < 3 < 15 < gradients < 16
     assert set(second) == {""}
 
 
-def undone(rank: int, job: Job) -> list[bool]:
-    """Whether a Trainer has our callback: with `install`, and after it is taken back; and without the section."""
+def has_callback(rank: int, job: Job) -> list[bool]:
+    """Return whether a Trainer has our callback: after `install`, without a section, and after undoing `install`."""
     found = []
     for section in (job.section, None):
         uninstall = deepspeed_compress.install()
@@ -200,7 +200,7 @@ def undone(rank: int, job: Job) -> list[bool]:
 
 
 def test_install_can_be_undone(tmp_path: Path) -> None:
-    assert run_forks(1, undone, Job(str(tmp_path), 2, INT4)) == [[True, False, False]]
+    assert run_forks(1, has_callback, Job(str(tmp_path), 2, INT4)) == [[True, False, False]]
 
 
 def test_attach_needs_deepspeed_and_a_section() -> None:

@@ -1,8 +1,7 @@
-"""Programs without DeepSpeed that do not know of this package: PyTorch's DDP, Accelerate, Trainer."""
+"""Unmodified programs without DeepSpeed: PyTorch's DDP, Accelerate and Trainer."""
 
 import copy
 import json
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,7 +17,17 @@ import deepspeed_compress
 from deepspeed_compress import ConfigError, UnsupportedError
 from deepspeed_compress.config import SECTION
 from tests.backends.test_ddp import FOUR_BITS, NONE, Branches, Setting, loss_of, section, start
-from tests.integrations.trainers import Job, collate, forget_accelerate, lines, network, sentences, trainer_of
+from tests.integrations.trainers import (
+    SAVING,
+    Job,
+    collate,
+    forget_accelerate,
+    keep_checkpoint,
+    network,
+    sentences,
+    statistics_lines,
+    trainer_of,
+)
 from tests.support.forks import run_forks
 
 STEPS = 6
@@ -29,7 +38,7 @@ def values(model: torch.nn.Module) -> list[list[float]]:
 
 
 def program(rank: int, steps: int = STEPS) -> list[list[float]]:
-    """A training script: evaluation first, then steps."""
+    """Evaluate once, then train, as a script would."""
     model = DistributedDataParallel(Branches(), bucket_cap_mb=0.001)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with torch.no_grad():
@@ -41,8 +50,8 @@ def program(rank: int, steps: int = STEPS) -> list[list[float]]:
     return values(model)
 
 
-def three_ways(rank: int, settings: dict[str, Any]) -> list[Any]:
-    """The script alone, with `install`, and with a call of `attach`."""
+def variants(rank: int, settings: dict[str, Any]) -> list[Any]:
+    """Return the weights of the script alone, with `install`, alone again, and with `attach`."""
     start()
     alone = program(rank)
     uninstall = deepspeed_compress.install(section(settings))
@@ -58,8 +67,8 @@ def three_ways(rank: int, settings: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("settings", [FOUR_BITS, NONE], ids=["four_bits", "none"])
-def test_a_script_is_compressed_as_if_it_had_called_attach(settings: dict[str, Any]) -> None:
-    for alone, installed, again, attached in run_forks(2, three_ways, settings):
+def test_install_gives_the_same_bits_as_attach(settings: dict[str, Any]) -> None:
+    for alone, installed, again, attached in run_forks(2, variants, settings):
         assert installed == attached
         assert again == alone
         assert (installed == alone) == (settings == NONE)
@@ -75,7 +84,8 @@ def test_a_second_section_is_refused() -> None:
     deepspeed_compress.install(section(NONE))()
 
 
-def refused(rank: int, optimizers: int, scalers: int) -> str:
+def error_with(rank: int, optimizers: int, scalers: int) -> str:
+    """Return the error of a forward pass with so many optimizers and enabled scalers; "" if there is none."""
     start()
     deepspeed_compress.install(section(FOUR_BITS))
     model = DistributedDataParallel(Branches())
@@ -88,15 +98,15 @@ def refused(rank: int, optimizers: int, scalers: int) -> str:
     return ""
 
 
-def test_a_model_that_does_not_tell_who_steps_it_is_refused() -> None:
-    assert "0 optimizers step its parameters" in run_forks(2, refused, 0, 0)[1]
-    assert "2 optimizers step its parameters" in run_forks(2, refused, 2, 0)[1]
-    assert "2 scalers" in run_forks(2, refused, 1, 2)[0]
-    assert run_forks(2, refused, 1, 1) == ["", ""]
+def test_a_model_needs_exactly_one_optimizer_and_at_most_one_scaler() -> None:
+    assert "0 optimizers step its parameters" in run_forks(2, error_with, 0, 0)[1]
+    assert "2 optimizers step its parameters" in run_forks(2, error_with, 2, 0)[1]
+    assert "2 gradient scalers" in run_forks(2, error_with, 1, 2)[0]
+    assert run_forks(2, error_with, 1, 1) == ["", ""]
 
 
 def with_accelerate(rank: int, directory: str, resumed: bool) -> list[list[float]]:
-    """Eight steps, saved after four; or the last four."""
+    """Train eight steps and save after four, or, if `resumed`, train the last four."""
     deepspeed_compress.install(section(FOUR_BITS))
     accelerator = Accelerator(cpu=True)
     model = network("gpt2")
@@ -118,14 +128,14 @@ def with_accelerate(rank: int, directory: str, resumed: bool) -> list[list[float
     return values(model)
 
 
-def test_accelerate_saves_and_loads_what_is_remembered(tmp_path: Path) -> None:
+def test_accelerate_saves_and_loads_residuals(tmp_path: Path) -> None:
     whole = run_forks(2, with_accelerate, str(tmp_path), False)
     assert len(list(tmp_path.glob("deepspeed_compress/model_0/*.safetensors"))) == 2
     assert run_forks(2, with_accelerate, str(tmp_path), True) == whole
 
 
 def with_trainer(rank: int, job: Job) -> list[Any]:
-    """Parameters, losses, and whether the model is compressed."""
+    """Return the parameters, the losses, and whether the model is compressed."""
     if job.section is not None:
         deepspeed_compress.install({SECTION: dict(job.section)})
     trainer = trainer_of(replace(job, args={**job.args, "deepspeed": None}))
@@ -136,20 +146,18 @@ def with_trainer(rank: int, job: Job) -> list[Any]:
     return found
 
 
-def test_trainer_saves_and_resumes_what_is_remembered(tmp_path: Path) -> None:
-    job = Job(str(tmp_path), section=FOUR_BITS, args={"save_strategy": "steps", "save_steps": 2, "max_steps": 6})
+def test_trainer_saves_and_loads_residuals(tmp_path: Path) -> None:
+    job = Job(str(tmp_path), section=FOUR_BITS, args={**SAVING, "max_steps": 6})
     whole = run_forks(2, with_trainer, job)
     assert all(compressed for _, _, compressed in whole)
-    for path in tmp_path.glob("checkpoint-*"):
-        if path.name != "checkpoint-2":
-            shutil.rmtree(path)
+    keep_checkpoint(job.directory, 2)
     assert run_forks(2, with_trainer, replace(job, resume=True)) == whole
     alone = run_forks(2, with_trainer, replace(job, directory=str(tmp_path / "alone"), section=None))
     assert alone[0][0] != whole[0][0]
 
 
 def fold(accelerator: Accelerator, network: torch.nn.Module, directory: Path, load: bool) -> int:
-    """One training of three steps; how many steps have been counted when it ends."""
+    """Train three steps, and return the number of steps that compression has counted."""
     optimizer = torch.optim.SGD(network.parameters(), lr=0.05)
     model, optimizer = accelerator.prepare(network, optimizer)
     if load:
@@ -173,14 +181,13 @@ def folds(rank: int, directory: str, loads: list[bool], same: bool) -> list[int]
 
 
 @pytest.mark.parametrize("same", [False, True], ids=["new", "same"])
-def test_models_are_trained_one_after_the_other(same: bool, tmp_path: Path) -> None:
-    """Each fold of a cross-validation has a model of its own, or wraps the same one again, and loads what it asks for
-    and nothing else."""
+def test_each_fold_loads_only_the_state_that_it_asks_for(same: bool, tmp_path: Path) -> None:
+    """Each fold of a cross-validation has its own model, or wraps the same one again."""
     assert run_forks(2, folds, str(tmp_path), [False, True, False, True], same) == [[3, 6, 3, 6]] * 2
-    assert [place.name for place in (tmp_path / "deepspeed_compress").iterdir()] == ["model_0"]
+    assert [folder.name for folder in (tmp_path / "deepspeed_compress").iterdir()] == ["model_0"]
 
 
-def test_a_checkpoint_of_a_later_model_of_the_first_version_is_found(tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_first_version_with_another_number_is_found(tmp_path: Path) -> None:
     run_forks(2, folds, str(tmp_path), [False], False)
     saved = tmp_path / "deepspeed_compress"
     (saved / "model_0").rename(saved / "model_3")
@@ -188,7 +195,7 @@ def test_a_checkpoint_of_a_later_model_of_the_first_version_is_found(tmp_path: P
 
 
 def compiled(rank: int) -> list[list[list[float]]]:
-    """Weights of a model that was compiled with its DistributedDataParallel, alone and with `install`."""
+    """Return the weights of a compiled DistributedDataParallel model without, with and again without `install`."""
     start()
     found = []
     for settings in (None, FOUR_BITS, None):
@@ -211,13 +218,13 @@ def compiled(rank: int) -> list[list[list[float]]]:
     return found
 
 
-def test_a_model_is_compiled_with_its_hooks() -> None:
+def test_a_compiled_model_is_compressed() -> None:
     for alone, installed, again in run_forks(2, compiled):
         assert alone == again != installed
 
 
 def copied(rank: int) -> list[bool]:
-    """Whether copies of a model, made before and after its first step, are compressed, once they are trained."""
+    """Return whether a model and two copies are compressed before the copies are trained, and the copies after that."""
     start()
     deepspeed_compress.install(section(FOUR_BITS))
     model = DistributedDataParallel(Branches())
@@ -235,7 +242,7 @@ def copied(rank: int) -> list[bool]:
     return found + [hasattr(one, "compression") for one in copies]
 
 
-def test_copies_of_a_model_are_followed_when_they_are_trained() -> None:
+def test_copies_of_a_model_are_compressed_once_they_are_trained() -> None:
     assert run_forks(2, copied) == [[True, False, False, True, True]] * 2
 
 
@@ -253,7 +260,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_the_command_compresses_a_script_of_ddp(tmp_path: Path) -> None:
+def test_ds_compress_run_compresses_a_ddp_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     written = {SECTION: {"gradients": {"bits": 4}, "monitor": {"path": str(tmp_path)}}}
     (tmp_path / "compress.json").write_text(json.dumps(written))
@@ -266,13 +273,13 @@ def test_the_command_compresses_a_script_of_ddp(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    steps = [json.loads(line) for line in lines(str(tmp_path))]
+    steps = [json.loads(line) for line in statistics_lines(str(tmp_path))]
     assert len(steps) == 3
     assert all(step["bytes_uncompressed"] > 7 * step["bytes_sent"] for step in steps)
 
 
 @pytest.mark.slow
-def test_a_wrong_section_ends_the_command_at_once(tmp_path: Path) -> None:
+def test_ds_compress_run_refuses_an_invalid_section(tmp_path: Path) -> None:
     (tmp_path / "compress.json").write_text('{"deepspeed_compress": {"gradients": {"bits": 5}}}')
     command = ["run", "--section", str(tmp_path / "compress.json"), "train.py"]
     done = subprocess.run(

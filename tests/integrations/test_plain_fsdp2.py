@@ -1,4 +1,4 @@
-"""Programs of FSDP2 that do not know of this package: `fully_shard` by itself, and by Accelerate."""
+"""Unmodified FSDP2 programs: `fully_shard` alone, and with Accelerate."""
 
 import json
 import shutil
@@ -20,21 +20,21 @@ from deepspeed_compress import UnsupportedError
 from deepspeed_compress.config import SECTION
 from tests.backends.test_ddp import FOUR_BITS, NONE, Branches, loss_of, section, start
 from tests.backends.test_fsdp2 import WEIGHTS, Setting
-from tests.integrations.trainers import collate, lines, network, sentences
+from tests.integrations.trainers import collate, network, sentences, statistics_lines
 from tests.support.forks import run_forks
 
 STEPS = 5
-BOTH_WAYS = {**FOUR_BITS, "weights": WEIGHTS["weights"]}
+BOTH_DIRECTIONS = {**FOUR_BITS, "weights": WEIGHTS["weights"]}
 
 
 def values(model: nn.Module) -> list[list[float]]:
-    """Of this rank's parts."""
+    """Return this rank's shards."""
     local: list[Any] = [parameter.detach() for parameter in model.parameters()]
     return [one.to_local().flatten().tolist() for one in local]
 
 
 def train(model: Any, optimizer: Any, rank: int) -> list[list[float]]:
-    """Evaluation first, then steps."""
+    """Evaluate once, then train."""
     with torch.no_grad():
         loss_of(model, rank, 1000)
     for step in range(STEPS):
@@ -47,8 +47,8 @@ def train(model: Any, optimizer: Any, rank: int) -> list[list[float]]:
     return values(model)
 
 
-def ways(rank: int, settings: dict[str, Any], mesh: tuple[int, ...]) -> list[Any]:
-    """The script alone, with `install`, alone again, and with a call of `attach`."""
+def variants(rank: int, settings: dict[str, Any], mesh: tuple[int, ...]) -> list[Any]:
+    """Return the weights of the script alone, with `install`, alone again, and with `attach`."""
     start()
     found = [train(*Setting(None, mesh).build()[:2], rank)]
     uninstall = deepspeed_compress.install(section(settings))
@@ -59,27 +59,28 @@ def ways(rank: int, settings: dict[str, Any], mesh: tuple[int, ...]) -> list[Any
 
 @pytest.mark.parametrize(
     ("settings", "mesh"),
-    [(FOUR_BITS, ()), (NONE, ()), (BOTH_WAYS, ()), (FOUR_BITS, (2, 2))],
-    ids=["four_bits", "none", "both_ways", "copies"],
+    [(FOUR_BITS, ()), (NONE, ()), (BOTH_DIRECTIONS, ()), (FOUR_BITS, (2, 2))],
+    ids=["four_bits", "none", "both_directions", "hsdp"],
 )
-def test_a_script_is_compressed_as_if_it_had_called_attach(settings: dict[str, Any], mesh: tuple[int, ...]) -> None:
-    for alone, installed, again, attached in run_forks(4 if mesh else 2, ways, settings, mesh):
+def test_install_gives_the_same_bits_as_attach(settings: dict[str, Any], mesh: tuple[int, ...]) -> None:
+    for alone, installed, again, attached in run_forks(4 if mesh else 2, variants, settings, mesh):
         assert installed == attached
         assert again == alone
         assert (installed == alone) == (settings == NONE)
 
 
-def refused(rank: int, case: str) -> str:
+def error_with(rank: int, case: str) -> str:
+    """Return the error of a forward pass; "" if there is none."""
     start()
     deepspeed_compress.install(section(FOUR_BITS))
     model = Branches()
     for part in (model.left, model.right):
         fully_shard(part)
-    if case != "parts":
+    if case != "no root module":
         fully_shard(model)
-    kept: list[Any] = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2 if case == "two" else 1)]
-    if case == "nobody":
-        kept.clear()
+    count = {"no optimizer": 0, "two optimizers": 2}.get(case, 1)
+    living = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(count)]
+    assert len(living) == count
     try:
         loss_of(model, rank, 0).backward()
     except UnsupportedError as error:
@@ -88,19 +89,19 @@ def refused(rank: int, case: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("case", "told"),
+    ("case", "message"),
     [
-        ("parts", "one optimizer steps 2 modules of fully_shard"),
-        ("nobody", "a model of fully_shard cannot be compressed without being told more: 0 optimizers"),
-        ("two", "2 optimizers step its parameters"),
+        ("no root module", "one optimizer steps 2 separate fully_shard modules"),
+        ("no optimizer", "a fully_shard model cannot be compressed automatically: 0 optimizers"),
+        ("two optimizers", "2 optimizers step its parameters"),
     ],
 )
-def test_what_does_not_tell_enough_is_refused(case: str, told: str) -> None:
-    assert all(told in one for one in run_forks(2, refused, case))
+def test_a_model_needs_one_root_module_and_one_optimizer(case: str, message: str) -> None:
+    assert all(message in error for error in run_forks(2, error_with, case))
 
 
 def with_a_teacher(rank: int) -> tuple[bool, bool, bool]:
-    """A divided model that is not trained, one that is, and one under DDP: who is compressed."""
+    """Return whether each is compressed: a frozen sharded model, a trained sharded model, and a DDP model."""
     start()
     deepspeed_compress.install(section(FOUR_BITS))
     teacher, student, other = Branches().requires_grad_(False), Branches(), Branches()
@@ -116,14 +117,14 @@ def with_a_teacher(rank: int) -> tuple[bool, bool, bool]:
     return tuple(hasattr(one, "compression") for one in (teacher, student, ddp))  # type: ignore[return-value]
 
 
-def test_several_models_of_several_kinds() -> None:
+def test_only_trained_models_are_compressed() -> None:
     assert run_forks(2, with_a_teacher) == [(False, True, True)] * 2
 
 
 def with_accelerate(rank: int, directory: str, resumed: bool) -> list[list[float]]:
-    """Eight steps, saved after four; or the last four."""
+    """Train eight steps and save after four, or, if `resumed`, train the last four."""
     deepspeed_compress.install(section(FOUR_BITS))
-    # Accelerate has FSDP on accelerators alone, so it is told of one.
+    # Accelerate supports FSDP only on accelerators, so pretend that there is one.
     PartialState(cpu=True).distributed_type = DistributedType.MULTI_XPU
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
@@ -148,7 +149,7 @@ def with_accelerate(rank: int, directory: str, resumed: bool) -> list[list[float
     return values(model)
 
 
-def test_accelerate_saves_and_loads_what_is_remembered(tmp_path: Path) -> None:
+def test_accelerate_saves_and_loads_residuals(tmp_path: Path) -> None:
     whole = run_forks(2, with_accelerate, str(tmp_path), False)
     assert len(list(tmp_path.glob("deepspeed_compress/model_*/*.safetensors"))) == 2
     assert run_forks(2, with_accelerate, str(tmp_path), True) == whole
@@ -175,7 +176,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_the_command_compresses_a_script_of_fully_shard(tmp_path: Path) -> None:
+def test_ds_compress_run_compresses_a_fully_shard_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     written: Mapping[str, Any] = {SECTION: {"gradients": {"bits": 4}, "monitor": {"path": str(tmp_path)}}}
     (tmp_path / "compress.json").write_text(json.dumps(written))
@@ -188,6 +189,6 @@ def test_the_command_compresses_a_script_of_fully_shard(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    steps = [json.loads(line) for line in lines(str(tmp_path))]
+    steps = [json.loads(line) for line in statistics_lines(str(tmp_path))]
     assert len(steps) == 3
     assert all(step["bytes_uncompressed"] > 7 * step["bytes_sent"] for step in steps)

@@ -1,4 +1,4 @@
-"""`ds-compress run`: commands of every launcher, and unmodified scripts that they start."""
+"""`ds-compress run`: the command for each launcher, and unmodified scripts that it starts."""
 
 import argparse
 import json
@@ -29,7 +29,7 @@ RUNNER = "--module deepspeed_compress.integrations.run"
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty `train.py` in the working directory."""
+    """Empty `train.py` in the working directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     return tmp_path / "train.py"
@@ -62,7 +62,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 @pytest.mark.usefixtures("script")
-def test_everything_is_passed_on(launcher: str, given: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_arguments_are_passed_on(launcher: str, given: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
 
     def exec_instead(path: str, arguments: list[str]) -> None:
@@ -89,20 +89,20 @@ def test_every_launcher_can_be_chosen() -> None:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_without_a_script(launcher: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_script_argument_is_a_usage_error(launcher: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main(["run", "--launcher", launcher])
     assert stop.value.code == 2
     assert "script" in capsys.readouterr().err.lower()
 
 
-def test_what_is_no_python_is_refused() -> None:
+def test_no_python_is_refused() -> None:
     with pytest.raises(ConfigError, match="--no_python"):
         launch_command("deepspeed", ["--no_python", "train.sh"])
 
 
 def run_here(rank: int, script: str, arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Lines that a script leaves in its file, and warnings of ours."""
+    """Run a script in this process; return the lines that it has written, and our warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         runner.main([*arguments[:1], script, *arguments[1:]])
@@ -110,19 +110,19 @@ def run_here(rank: int, script: str, arguments: list[str]) -> tuple[list[str], l
     return Path(f"{script}.out").read_text().splitlines(), ours
 
 
-def test_a_program_that_compresses_nothing_is_told(tmp_path: Path) -> None:
+def test_a_program_that_compresses_nothing_warns(tmp_path: Path) -> None:
     script = tmp_path / "plain.py"
     script.write_text(
         "import pathlib, sys\n"
         "pathlib.Path(__file__ + '.out').write_text('\\n'.join([__name__, *sys.argv[1:]]))\n"
         "sys.exit(0)\n"
     )
-    [(lines, told)] = run_forks(1, run_here, str(script), ["--local_rank=3", "a b", "--flag"])
+    [(lines, warned)] = run_forks(1, run_here, str(script), ["--local_rank=3", "a b", "--flag"])
     assert lines == ["__main__", "--local_rank=3", "a b", "--flag"]
-    assert [text.partition(":")[0] for text in told] == ["nothing was compressed"]
+    assert [text.partition(":")[0] for text in warned] == ["nothing was compressed"]
 
 
-USING_OURS = """
+CALLS_INITIALIZE = """
 import pathlib, torch, deepspeed_compress
 pathlib.Path(__file__ + ".out").write_text("")
 model = torch.nn.Linear(4, 4)
@@ -132,11 +132,11 @@ deepspeed_compress.initialize(model=model, model_parameters=list(model.parameter
 """
 
 
-def test_a_program_that_calls_initialize_by_itself_is_compressed(tmp_path: Path) -> None:
+def test_a_program_that_calls_initialize_itself_does_not_warn(tmp_path: Path) -> None:
     script = tmp_path / "ours.py"
-    script.write_text(USING_OURS)
-    [(_, told)] = run_forks(1, run_here, str(script), [])
-    assert not any("nothing was compressed" in text for text in told)
+    script.write_text(CALLS_INITIALIZE)
+    [(_, warned)] = run_forks(1, run_here, str(script), [])
+    assert not any("nothing was compressed" in text for text in warned)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_a_program_that_calls_initialize_by_itself_is_compressed(tmp_path: Path)
     ],
 )
 @pytest.mark.usefixtures("script")
-def test_a_file_without_the_section_is_told_at_the_start(
+def test_a_file_without_the_section_warns_before_the_start(
     content: Any,
     options: str,
     text: str,
@@ -162,9 +162,9 @@ def test_a_file_without_the_section_is_told_at_the_start(
     monkeypatch.setattr(os, "execv", lambda *given: sys.exit(0))
     with pytest.raises(SystemExit):
         cli.main(["run", "train.py", *options.format(file).split()])
-    told = capsys.readouterr().err
-    assert text in told
-    assert (f"warning: {file}: nothing will be compressed" in told) is bool(text)
+    stderr = capsys.readouterr().err
+    assert text in stderr
+    assert (f"warning: {file}: nothing will be compressed" in stderr) is bool(text)
 
 
 @pytest.mark.usefixtures("script")
@@ -178,14 +178,14 @@ def test_a_file_without_the_section_is_told_at_the_start(
 def test_a_misspelled_section_is_refused(
     content: Any, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It would train uncompressed. A program without anything like a section may, as before."""
+    """A misspelled section would train uncompressed, which needs --allow-uncompressed."""
     (tmp_path / "ds.json").write_text(json.dumps(content))
     monkeypatch.setattr(os, "execv", lambda *given: sys.exit(0))
     rest = ["train.py", "--deepspeed_config=ds.json"]
     assert cli.main(["run", *rest]) == 1
-    told = capsys.readouterr().err
-    assert text in told
-    assert told.count("\n") == 1
+    stderr = capsys.readouterr().err
+    assert text in stderr
+    assert stderr.count("\n") == 1
     with pytest.raises(SystemExit):
         cli.main(["run", "--allow-uncompressed", *rest])
     assert text in capsys.readouterr().err
@@ -193,20 +193,20 @@ def test_a_misspelled_section_is_refused(
 
 @pytest.mark.usefixtures("script")
 @pytest.mark.parametrize("own", [[], ["--restarts", "3", "--ranks", "2"]])
-def test_a_wrong_section_is_one_line_before_anything_starts(
+def test_an_invalid_section_is_one_line_before_anything_starts(
     own: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "ds.json").write_text(json.dumps({SECTION: {"gradients": {"bit": 4}}}))
     monkeypatch.setattr(os, "execv", lambda *given: pytest.fail("started"))
     monkeypatch.setattr("deepspeed_compress.tools.supervise.run", lambda *given: pytest.fail("started"))
     assert cli.main(["run", *own, "train.py", "--deepspeed", "ds.json"]) == 1
-    told = capsys.readouterr().err
-    assert f"ds.json: /{SECTION}/gradients/bit: unknown key" in told
-    assert told.count("\n") == 1
+    stderr = capsys.readouterr().err
+    assert f"ds.json: /{SECTION}/gradients/bit: unknown key" in stderr
+    assert stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "none"])
-def test_a_missing_script_is_told_before_anything_starts(
+def test_a_missing_script_file_is_reported_before_anything_starts(
     launcher: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "execv", lambda *given: pytest.fail("started"))
@@ -214,14 +214,14 @@ def test_a_missing_script_is_told_before_anything_starts(
     assert capsys.readouterr().err.startswith("ds-compress: error: nowhere/train.py: no such file")
 
 
-def test_hosts_of_a_file_may_have_a_script_that_is_not_here(tmp_path: Path) -> None:
+def test_hosts_of_a_hostfile_may_have_a_script_that_is_missing_here(tmp_path: Path) -> None:
     (tmp_path / "hostfile").write_text("worker-1 slots=4\n")
     command = launch_command("deepspeed", ["--hostfile", str(tmp_path / "hostfile"), "nowhere/train.py"])
     assert command[-1] == "nowhere/train.py"
 
 
 @pytest.mark.usefixtures("script")
-def test_what_is_no_configuration_is_the_programs_business(
+def test_unreadable_configurations_are_left_to_the_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "broken.json").write_text("{")
@@ -232,7 +232,7 @@ def test_what_is_no_configuration_is_the_programs_business(
 
 
 @pytest.mark.parametrize(
-    ("environment", "started"),
+    ("environment", "launched"),
     [
         ({}, False),
         ({"SLURM_STEP_NUM_TASKS": "1", "MASTER_ADDR": "here"}, False),
@@ -241,23 +241,23 @@ def test_what_is_no_configuration_is_the_programs_business(
         ({"RANK": "0"}, True),
     ],
 )
-def test_who_is_started_by_a_launcher(environment: dict[str, str], started: bool) -> None:
-    assert runner._has_launcher(environment) is started
+def test_launchers_are_recognized_by_their_variables(environment: dict[str, str], launched: bool) -> None:
+    assert runner._has_launcher(environment) is launched
 
 
-def test_what_is_set_stays() -> None:
+def test_a_single_rank_keeps_variables_that_are_set() -> None:
     environment = {"MASTER_ADDR": "here"}
-    runner._be_alone(environment)
+    runner._become_single_rank(environment)
     assert int(environment.pop("MASTER_PORT")) > 0
     assert environment == {"MASTER_ADDR": "here", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 
 def test_one_process_needs_neither_launcher_nor_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSpeed asks mpi4py where nobody says which process this is."""
+    """Without these variables, DeepSpeed would ask mpi4py for the rank."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     script = tmp_path / "ours.py"
-    script.write_text("import deepspeed\ndeepspeed.init_distributed()\n" + USING_OURS)
+    script.write_text("import deepspeed\ndeepspeed.init_distributed()\n" + CALLS_INITIALIZE)
     done = start("none", str(script))
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -270,7 +270,7 @@ def start(launcher: str, *arguments: str, timeout: float = 120) -> subprocess.Co
 
 
 def result(started: subprocess.CompletedProcess[str], directory: Path) -> dict[str, Any]:
-    """What `script.py` wrote."""
+    """Return the report that `script.py` has written."""
     assert started.returncode == 0, started.stderr[-3000:]
     found: dict[str, Any] = json.loads((directory / "report.json").read_text())
     return found
@@ -306,8 +306,8 @@ def test_an_unmodified_script_is_compressed(launcher: str, port: str, tmp_path: 
 
 
 @pytest.mark.slow
-def test_an_error_of_the_section_ends_the_script(tmp_path: Path) -> None:
-    """One process, no launcher: the exit code and the error come through."""
+def test_an_invalid_section_ends_the_script(tmp_path: Path) -> None:
+    """Without a launcher, the exit code and the error of the script are passed on."""
     wrong = config_file(tmp_path, {"gradients": {"bit": 4}})
     done = start("none", SCRIPT, str(tmp_path), "--deepspeed", wrong)
     assert done.returncode == 1
@@ -315,8 +315,10 @@ def test_an_error_of_the_section_ends_the_script(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(2)
-def test_accelerate_is_ignoring_deepspeed(port: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With this variable Accelerate trains by DDP: what is configured must not be silently without effect."""
+def test_trainer_refuses_to_train_if_accelerate_ignores_deepspeed(
+    port: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With this variable, Accelerate uses DDP, and the section would silently have no effect."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     options = ["--nproc_per_node", "1", "--master_port", port]
     done = start("torchrun", *options, SCRIPT, str(tmp_path), "--deepspeed", config_file(tmp_path))
@@ -325,8 +327,8 @@ def test_accelerate_is_ignoring_deepspeed(port: str, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow(2)
-def test_a_configuration_given_to_accelerate(port: str, tmp_path: Path) -> None:
-    """The script knows nothing of DeepSpeed: `accelerate launch` has the file."""
+def test_a_configuration_passed_to_accelerate_launch_is_compressed(port: str, tmp_path: Path) -> None:
+    """Only `accelerate launch` gets the configuration; the script does not mention DeepSpeed."""
     options = [*LAUNCHES["accelerate"].split(), port, "--deepspeed_config_file", config_file(tmp_path)]
     done = start("accelerate", *options, SCRIPT, str(tmp_path))
     found = result(done, tmp_path)
@@ -335,8 +337,8 @@ def test_a_configuration_given_to_accelerate(port: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(2)
-def test_the_example(port: str, tmp_path: Path) -> None:
-    """The command of the documentation, on a short text, saved in the middle and continued by the same command."""
+def test_the_trainer_example_trains_saves_and_resumes(port: str, tmp_path: Path) -> None:
+    """The documented command trains on a short text, and the same command resumes it."""
     (tmp_path / "text.txt").write_text("the king said nothing, for who would answer him?\n" * 600)
     sizes = {"vocab_size": 300, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2}
     (tmp_path / "model.json").write_text(

@@ -1,4 +1,4 @@
-"""Hugging Face Trainer as it is, on two ranks: with method "none" bit for bit as without us, and compressed."""
+"""Unmodified Hugging Face Trainer: method "none" gives the same bits as without this package, and 4 bits train."""
 
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,8 @@ def test_none_is_bit_identical_and_compression_trains(stage: int, setting: str, 
         assert losses(compressed)[-1] < losses(compressed)[0]
 
 
-def test_tensor_parallelism(tmp_path: Path) -> None:
-    """Llama, each layer on two ranks, and two of each: asked for in the section alone."""
+def test_tensor_parallelism_of_the_section_matches_deepspeed(tmp_path: Path) -> None:
+    """Llama on two tensor-parallel times two data-parallel ranks, requested only by the section."""
     section = {"parallelism": {"zero_stage": 1, "tensor": 2}}
     fields = {"zero_optimization": {"reduce_bucket_size": "auto"}}
     jobs = (
@@ -65,14 +65,14 @@ def test_tensor_parallelism(tmp_path: Path) -> None:
         assert int4.parameters != alone.parameters
         assert losses(int4)[-1] == pytest.approx(losses(alone)[-1], rel=0.05)
         assert losses(int4)[-1] < losses(int4)[0]
-        # How many layers are split tells the 2 x 2 layout from four data-parallel ranks.
+        # Split layers show that the layout is 2 x 2, not four data-parallel ranks.
         assert len(alone.parameters["model.layers.0.mlp.gate_proj.weight"]) == 32 * 48 // 2
     first = run_forks(4, train, jobs[1])[0][0]
     assert min(first.of("compression_bytes_tensor")) > 0
 
 
 def evaluate(rank: int, *jobs: Job) -> list[float]:
-    """Evaluation alone: DeepSpeed makes an engine without an optimizer, which has no gradients to compress."""
+    """Evaluate without training: DeepSpeed makes an engine without an optimizer, which has no gradients to compress."""
     found = []
     for job in jobs:
         uninstall = deepspeed_compress.install()
@@ -84,13 +84,13 @@ def evaluate(rank: int, *jobs: Job) -> list[float]:
     return found
 
 
-def test_evaluation_without_training(tmp_path: Path) -> None:
+def test_evaluation_without_training_is_unchanged(tmp_path: Path) -> None:
     for alone, int4 in run_forks(2, evaluate, Job(str(tmp_path), 3), Job(str(tmp_path), 3, INT4)):
         assert int4 == alone
 
 
 CONSTANT = {"scheduler": {"type": "WarmupLR", "params": {}}}
-"""Nothing of it is "auto": `evaluate()` fills in steps of training that `train()` refuses later."""
+"""Schedule without "auto" values: `evaluate()` would fill in training steps that `train()` rejects later."""
 
 
 def trainer_again(job: Job, initialized: bool = False) -> Trainer:
@@ -124,8 +124,8 @@ def train_again(rank: int, job: Job, before: str) -> str:
 
 
 @pytest.mark.parametrize(("stage", "before"), [(3, "evaluate"), (3, "predict"), (3, "train"), (2, "train")])
-def test_a_trainer_whose_engine_is_of_an_earlier_use_is_told_so(stage: int, before: str, tmp_path: Path) -> None:
-    """Trainer cannot train it without us either. As soon as it can, the first assertion fails, and we can too."""
+def test_a_trainer_with_an_engine_of_an_earlier_use_is_refused(stage: int, before: str, tmp_path: Path) -> None:
+    """Trainer alone cannot train it either. Once it can, the first assertion fails, and we can support it."""
     alone = Job(str(tmp_path), stage, extra=CONSTANT)
     assert all("backward" in error for error in run_forks(2, train_again, alone, before))
     for error in run_forks(2, train_again, Job(str(tmp_path), stage, INT4, extra=CONSTANT), before):
@@ -133,13 +133,13 @@ def test_a_trainer_whose_engine_is_of_an_earlier_use_is_told_so(stage: int, befo
         assert "eval_on_start=True" in error
 
 
-def train_instead(rank: int, job: Job, before: str, way: str) -> tuple[bool, list[float]]:
-    """Return whether what is trained is compressed, and the losses, of a program that does what the error says."""
+def train_instead(rank: int, job: Job, before: str, remedy: str) -> tuple[bool, list[float]]:
+    """Train as the error recommends; return whether the engine is compressed, and the losses."""
     deepspeed_compress.install()
-    trainer = trainer_again(job, initialized=way == "model_init")
-    if way != "eval_on_start":
+    trainer = trainer_again(job, initialized=remedy == "model_init")
+    if remedy != "eval_on_start":
         use_before(trainer, before)
-    if way == "new":
+    if remedy == "new":
         trainer = trainer_again(job)
     trainer.train()
     return "compression" in vars(trainer.model_wrapped), [
@@ -147,12 +147,12 @@ def train_instead(rank: int, job: Job, before: str, way: str) -> tuple[bool, lis
     ]
 
 
-@pytest.mark.parametrize("way", ["new", "model_init", "eval_on_start"])
+@pytest.mark.parametrize("remedy", ["new", "model_init", "eval_on_start"])
 @pytest.mark.parametrize("before", ["evaluate", "train"])
-def test_ways_out_of_an_earlier_use_are_compressed(way: str, before: str, tmp_path: Path) -> None:
-    """Two Trainers one after the other, and one that makes its model anew."""
-    job = Job(str(tmp_path), 3, INT4, {"eval_on_start": way == "eval_on_start"}, extra=CONSTANT)
-    for compressed, losses in run_forks(2, train_instead, job, before, way):
+def test_remedies_for_an_earlier_use_are_compressed(remedy: str, before: str, tmp_path: Path) -> None:
+    """A second Trainer, a Trainer with `model_init`, and evaluation at the start."""
+    job = Job(str(tmp_path), 3, INT4, {"eval_on_start": remedy == "eval_on_start"}, extra=CONSTANT)
+    for compressed, losses in run_forks(2, train_instead, job, before, remedy):
         assert compressed
         assert len(losses) == 4
         assert losses[-1] < losses[0]

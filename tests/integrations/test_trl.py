@@ -1,4 +1,4 @@
-"""TRL's trainers, which are Trainers: supervised fine-tuning, and policy gradients of GRPO. Needs the extra `trl`."""
+"""Trainers of TRL: supervised fine-tuning and GRPO. They need the extra `trl`."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +15,7 @@ NONE = {"gradients": {"method": "none"}}
 
 
 def tokenizer() -> Any:
-    """One word a number, with a template for chats and tokens for padding and the end."""
+    """Return a tokenizer with one token per number, and tokens for padding and the end."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -54,7 +54,7 @@ def sft(directory: str, section: dict[str, Any] | None) -> Any:
 
 
 def small_numbers(completions: list[str], **_: Any) -> list[float]:
-    """Reward for words below the middle."""
+    """Return the reward of each completion: the share of numbers in the lower half of the vocabulary."""
     return [sum(int(word) < WORDS // 2 for word in text.split() if word.isdigit()) / 8 for text in completions]
 
 
@@ -71,7 +71,7 @@ MAKERS = {"sft": sft, "grpo": grpo}
 
 
 def train(rank: int, kind: str, directory: str) -> list[tuple[list[dict[str, Any]], Any]]:
-    """Logs and parameters of training without us, with method "none", and compressed."""
+    """Return the logs and parameters of training without this package, with method "none", and with 4 bits."""
     outcomes = []
     for section in (None, NONE, INT4):
         uninstall = deepspeed_compress.install() if section is not None else lambda: None
@@ -85,7 +85,7 @@ def train(rank: int, kind: str, directory: str) -> list[tuple[list[dict[str, Any
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_trl_trains(kind: str, tmp_path: Path) -> None:
+def test_none_matches_trl_alone_and_four_bits_train(kind: str, tmp_path: Path) -> None:
     ranks = run_forks(2, train, kind, str(tmp_path))
     for alone, none, int4 in ranks:
         assert none[1] == alone[1]

@@ -1,5 +1,6 @@
-"""What ranks do in tests of Trainer: train a toy model on tokens made from a seed, with and without compression."""
+"""Training of toy models with Hugging Face Trainer, with and without compression, for the tests of integrations."""
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,13 +35,18 @@ AUTO = {
         },
     },
 }
-"""What the documentation of transformers recommends: everything that Trainer knows as well."""
+"""DeepSpeed configuration that transformers recommends: every value that Trainer also knows is "auto"."""
 INT4 = {"gradients": {"bits": 4}, "monitor": {"every": 1}}
+SAVING = {"save_strategy": "steps", "save_steps": 2}
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run. `section` None is Trainer without us; `args` goes to TrainingArguments, `extra` to DeepSpeed."""
+    """One training run.
+
+    With `section` None, Trainer runs without this package. `args` are for TrainingArguments, and `extra` are DeepSpeed
+    keys.
+    """
 
     directory: str
     stage: int = 2
@@ -74,18 +80,18 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank saw: its parameters (of ZeRO 3: gathered) as lists, and the logs of Trainer."""
+    """Results of one rank: its parameters (gathered with ZeRO 3) as lists, and the logs of Trainer."""
 
     parameters: dict[str, list[float]]
     logs: list[dict[str, Any]]
 
     def of(self, key: str) -> list[float]:
-        """The values of `key`, of the logs that have it."""
+        """Return the values of `key` in the logs that have it."""
         return [entry[key] for entry in self.logs if key in entry]
 
 
 def network(kind: str) -> Any:
-    """A toy causal language model with dropout off, the same on every rank."""
+    """Return a toy causal language model without dropout, which is the same on every rank."""
     torch.manual_seed(0)
     if kind == "llama":
         sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -95,26 +101,26 @@ def network(kind: str) -> Any:
 
 
 def sentences(count: int, varied: bool = False) -> list[dict[str, list[int]]]:
-    """Counting sequences, which a model learns fast. `varied`: of several lengths."""
+    """Return counting sequences, which a model learns fast; with `varied`, they have several lengths."""
     generator = torch.Generator().manual_seed(1)
     starts = torch.randint(0, WORDS, (count,), generator=generator).tolist()
     lengths = [LENGTH - 4 * (index % 3) if varied else LENGTH for index in range(count)]
     return [
-        {"input_ids": [(start + place) % WORDS for place in range(length)]}
+        {"input_ids": [(start + offset) % WORDS for offset in range(length)]}
         for start, length in zip(starts, lengths, strict=True)
     ]
 
 
 def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """Right-padded; what is padding has no label."""
+    """Pad the rows on the right. Padding has no labels."""
     longest = max(len(row["input_ids"]) for row in rows)
     ids = torch.tensor([row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in rows])
-    real = torch.tensor([[place < len(row["input_ids"]) for place in range(longest)] for row in rows])
+    real = torch.tensor([[index < len(row["input_ids"]) for index in range(longest)] for row in rows])
     return {"input_ids": ids, "attention_mask": real.long(), "labels": ids.masked_fill(~real, -100)}
 
 
 def trainer_of(job: Job) -> Trainer:
-    """A Trainer, made as a user would make it."""
+    """Return a Trainer, made as a user would make it."""
     args = job.arguments()
     varied = args.train_sampling_strategy == "group_by_length"
     return Trainer(
@@ -127,7 +133,7 @@ def trainer_of(job: Job) -> Trainer:
 
 
 def train(rank: int, *jobs: Job) -> list[Outcome]:
-    """Run the jobs one after the other in this rank, after `install()` where they have a section."""
+    """Run the jobs one after the other in this rank, each after `install()` if it has a section."""
     return [train_one(job) for job in jobs]
 
 
@@ -144,7 +150,7 @@ def train_one(job: Job) -> Outcome:
 
 
 def forget_accelerate() -> None:
-    """The next run of this process is to begin as in a new one."""
+    """Reset Accelerate's global state, so that the next run begins as in a new process."""
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state()
@@ -152,7 +158,7 @@ def forget_accelerate() -> None:
 
 
 def weights(engine: Any) -> dict[str, list[float]]:
-    """All parameters of the rank, gathered where ZeRO 3 has them in pieces."""
+    """Return all parameters of the rank, gathered if ZeRO 3 has partitioned them."""
     found = {}
     for name, parameter in engine.module.named_parameters():
         gathered = [parameter] if hasattr(parameter, "ds_id") else []
@@ -161,6 +167,13 @@ def weights(engine: Any) -> dict[str, list[float]]:
     return found
 
 
-def lines(directory: str) -> list[str]:
-    """Lines of compression.jsonl."""
+def keep_checkpoint(directory: str, step: int) -> None:
+    """Remove all checkpoints except that of `step`, as if the run had been killed after it."""
+    for path in Path(directory).glob("checkpoint-*"):
+        if path.name != f"checkpoint-{step}":
+            shutil.rmtree(path)
+
+
+def statistics_lines(directory: str) -> list[str]:
+    """Return the lines of compression.jsonl."""
     return (Path(directory) / "compression.jsonl").read_text(encoding="utf-8").splitlines()

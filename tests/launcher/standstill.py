@@ -1,4 +1,4 @@
-"""How long a job stands still when a rank is killed, and whether what comes out is the same: by agent, and by torchrun.
+"""Measure how long a job stops when a rank is killed, and whether its result stays the same, with agents or torchrun.
 
 python -m tests.launcher.standstill warm cold torchrun --kills 5
 python -m tests.launcher.standstill random --kills 100
@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from tests.support.agents import PROGRAM, Job, begun, command, kill, result, steps, told, until, write_config
+from tests.support.agents import PROGRAM, Job, command, kill, records, result, starts, steps, until, write_config
 
 EVERY = 3
 IN_MEMORY = 2
@@ -30,7 +30,7 @@ TORCHRUN = [sys.executable, "-m", "deepspeed_compress.cli", "run", "--launcher",
 
 @dataclass(frozen=True)
 class Layout:
-    """What ranks train, and whether they save in memory too."""
+    """Layout of the ranks, and whether they also save in memory."""
 
     stage: int = 1
     ranks: int = 2
@@ -40,11 +40,11 @@ class Layout:
 
     def __str__(self) -> str:
         parts = f", pipeline {self.pipeline} x data {self.ranks // self.pipeline}" if self.pipeline > 1 else ""
-        said = ", compressed weights" * self.weights + ", memory" * self.memory
-        return f"ZeRO {self.stage}, {self.ranks} ranks{parts}{said}"
+        options = ", compressed weights" * self.weights + ", memory" * self.memory
+        return f"ZeRO {self.stage}, {self.ranks} ranks{parts}{options}"
 
     def write(self, directory: Path) -> Path:
-        """A configuration that fewer ranks, of which the bits would be others, may not train."""
+        """Write a configuration that fewer ranks cannot train, because their bits would differ."""
         saving = {"every": EVERY, "directory": str(directory / "checkpoints"), "keep": 3, "resume": True}
         section = {
             "parallelism": {"pipeline": self.pipeline},
@@ -70,26 +70,29 @@ def job(kind: str, directory: Path, last: int, kills: int, layout: Layout = Layo
 
 
 def measure(kind: str, directory: Path, kills: int) -> list[float]:
-    """Seconds from each kill to the first step that had not been made."""
+    """Return the seconds from each kill to the first new step."""
     last, found = 10 * (kills + 1), []
     with Job(job(kind, directory, last, kills), directory.with_suffix(".log"), PAUSE="0.05") as running:
         for number in range(kills):
             until(partial(beyond, directory, 10 * number + 7), running)
             before, now = steps(directory, 1)[-1]["step"], time.time()
-            kill(begun(directory, 1)[-1]["pid"])
-            # One step may end yet.
+            kill(starts(directory, 1)[-1]["pid"])
+            # One more step may end after the kill.
             found.append(until(partial(beyond, directory, before + 1), running)[0]["time"] - now)
         assert running.wait() == 0, running.log
     return found
 
 
 def beyond(directory: Path, step: int) -> list[dict[str, Any]]:
-    """Steps of rank 1 after `step`."""
+    """Return the steps of rank 1 after `step`."""
     return [one for one in steps(directory, 1) if one["step"] > step]
 
 
 def draw(layout: Layout, directory: Path, kills: int, seed: int = 0) -> str:
-    """Kill any rank at any instant, three times of four once steps are made again; a row of the table."""
+    """Kill random ranks at random times, and return a row of the table.
+
+    Three of four kills wait until the job makes steps again.
+    """
     last, draws, killed = 4 * kills, random.Random(seed), set[int]()
     environment = {"STAGES": str(layout.pipeline)}
     with Job(job("warm", directory, last, kills, layout), log_of(directory), PAUSE="0.1", **environment) as running:
@@ -97,7 +100,7 @@ def draw(layout: Layout, directory: Path, kills: int, seed: int = 0) -> str:
             if draws.random() < 0.75:
                 wait_for_steps(directory, layout.ranks, killed, running)
             time.sleep(draws.uniform(0, 1.0))
-            pids = [begun(directory, rank)[-1:] for rank in range(layout.ranks)]
+            pids = [starts(directory, rank)[-1:] for rank in range(layout.ranks)]
             if all(pids):
                 chosen = pids[draws.randrange(layout.ranks)][0]["pid"]
                 kill(chosen)
@@ -110,7 +113,7 @@ def draw(layout: Layout, directory: Path, kills: int, seed: int = 0) -> str:
     found = (
         layout,
         len(killed),
-        len(begun(directory, 0)),
+        len(starts(directory, 0)),
         last,
         equal,
         most_lost(directory),
@@ -120,10 +123,10 @@ def draw(layout: Layout, directory: Path, kills: int, seed: int = 0) -> str:
 
 
 def wait_for_steps(directory: Path, ranks: int, killed: set[int], running: Job) -> None:
-    """Of a start in which nobody was killed yet, or for the end of the job."""
+    """Wait for steps of a start in which no rank has been killed yet, or for the end of the job."""
     while running.process.poll() is None:
-        newest = [one for one in told(directory) if one["rank"] == 0][-1:]
-        living = all(one["pid"] not in killed for rank in range(ranks) for one in begun(directory, rank)[-1:])
+        newest = [one for one in records(directory) if one["rank"] == 0][-1:]
+        living = all(one["pid"] not in killed for rank in range(ranks) for one in starts(directory, rank)[-1:])
         if newest and "loss" in newest[0] and living:
             return
         time.sleep(0.02)
@@ -134,7 +137,7 @@ def log_of(directory: Path) -> Path:
 
 
 def most_lost(directory: Path) -> int:
-    """Steps of one start that another one made again."""
+    """Return the largest number of steps that a later start repeated."""
     made, lost = 0, 0
     for one in steps(directory, 0):
         lost = max(lost, made + 1 - one["step"])
@@ -143,7 +146,7 @@ def most_lost(directory: Path) -> int:
 
 
 def longest(directory: Path) -> float:
-    """Seconds between two steps, of whatever start."""
+    """Return the longest time between two steps, in seconds."""
     times = [one["time"] for one in steps(directory, 0)]
     return max(after - before for before, after in pairwise(times))
 
@@ -156,8 +159,8 @@ def read_options() -> argparse.Namespace:
     random_kills.add_argument("--stage", type=int, nargs="+", default=[1])
     random_kills.add_argument("--ranks", type=int, default=2)
     random_kills.add_argument("--pipeline", type=int, default=1)
-    random_kills.add_argument("--weights", action="store_true", help="compressed too")
-    random_kills.add_argument("--memory", action="store_true", help=f"save there too, every {IN_MEMORY} steps")
+    random_kills.add_argument("--weights", action="store_true", help="compress weights as well")
+    random_kills.add_argument("--memory", action="store_true", help=f"also save in memory, every {IN_MEMORY} steps")
     random_kills.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""Directories of jobs: each has its own, and what was left is removed."""
+"""Job directories: each job has its own, and abandoned ones are removed."""
 
 import multiprocessing
 from pathlib import Path
@@ -18,7 +18,7 @@ def start_often(base: Path) -> None:
             assert job.memory.is_dir()
 
 
-def test_agents_that_start_at_once_leave_each_other_alone(tmp_path: Path) -> None:
+def test_concurrent_agents_do_not_remove_each_others_directories(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     agents = [context.Process(target=start_often, args=(tmp_path,)) for _ in range(AGENTS)]
     for agent in agents:
@@ -29,7 +29,7 @@ def test_agents_that_start_at_once_leave_each_other_alone(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_an_agent_left_that_was_killed_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_directory_of_a_killed_agent_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directory, "_SHARED", tmp_path)
     left = tmp_path / "ds_compress_left"
     left.mkdir()

@@ -1,4 +1,4 @@
-"""Jobs under the agent on emulated hosts: links go down, some come back, and the job goes on as if nothing had been."""
+"""Jobs with agents on emulated hosts: links fail, some return, and the job's result stays the same."""
 
 import functools
 import signal
@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.launcher.standstill import most_lost
-from tests.support.agents import Job, at_step, begun, command, kill, result, steps, told, until, write_config
+from tests.support.agents import Job, at_step, command, kill, records, result, starts, steps, until, write_config
 from tests.support.agents_on_hosts import STARTING, Cut, HostsJob
 from tests.support.hosts import needs_hosts
 
 EVERY = 3
 STEPS = 20
 GOAL = 30.0
-"""Seconds that a job may stand still; ten of them are the silence after which a host counts as lost."""
+"""Longest interruption of a job in seconds. Ten of them are the silence after which a host is considered lost."""
 
 
 def place(directory: Path, every: int = EVERY, memory: dict | None = None, **changes) -> Path:
@@ -30,7 +30,7 @@ def place(directory: Path, every: int = EVERY, memory: dict | None = None, **cha
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """Where a job of so many ranks has ended that nobody disturbed, on one host."""
+    """Function that returns the directory of an undisturbed job with this number of ranks on one host."""
 
     @functools.cache
     def find(ranks: int) -> Path:
@@ -43,14 +43,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Pat
 
 
 def of_starts(directory: Path, key: str) -> list[int]:
-    """What rank 0 has told of each start: the `world`, or the `first` step that was loaded."""
-    return [one[key] for one in told(directory) if key in one and one["rank"] == 0]
+    """Return what rank 0 has recorded of each start: its `world` size, or the `first` step that it loaded."""
+    return [one[key] for one in records(directory) if key in one and one["rank"] == 0]
 
 
 def losses(directory: Path, world: int) -> set[tuple[int, float]]:
-    """(step, loss) of rank 0 in starts of `world` ranks."""
+    """Return (step, loss) of rank 0 in starts with `world` ranks."""
     found, now = set(), 0
-    for one in told(directory):
+    for one in records(directory):
         if one["rank"] == 0:
             now = one.get("world", now)
             found |= {(one["step"], one["loss"])} if "loss" in one and now == world else set()
@@ -58,7 +58,7 @@ def losses(directory: Path, world: int) -> set[tuple[int, float]]:
 
 
 def check(job: HostsJob, cut: Cut) -> None:
-    """Ranks behind a link that was cut have ended before others begin, which would write the same checkpoints."""
+    """Check that cut-off ranks end before others start, because both would write the same checkpoints."""
     took = job.resumed(cut)
     print(f"after the cut: {took}")
     assert took.ended < took.begun, took
@@ -66,7 +66,7 @@ def check(job: HostsJob, cut: Cut) -> None:
 
 
 def check_lost(directory: Path) -> None:
-    print(f"at most {most_lost(directory)} steps made again")
+    print(f"at most {most_lost(directory)} steps repeated")
     assert 0 <= most_lost(directory) <= EVERY
 
 
@@ -78,7 +78,7 @@ def test_a_spare_takes_over_from_a_host_that_is_cut_off(tmp_path, undisturbed):
         job.until_saved(6)
         check(job, job.cut(job.others()[:1]))
         assert job.end() == [0, 0], job.log
-        assert "cannot be reached; after" in job.log
+        assert "cannot be reached, after" in job.log
     assert result(directory) == result(undisturbed(2))
     assert of_starts(directory, "world") == [2, 2]
     check_lost(directory)
@@ -86,12 +86,12 @@ def test_a_spare_takes_over_from_a_host_that_is_cut_off(tmp_path, undisturbed):
 
 @pytest.mark.slow
 @needs_hosts
-def test_a_rank_hangs_then_its_host_is_cut_off_and_fewer_ranks_train_the_same_batches(tmp_path, undisturbed):
+def test_after_a_hang_and_a_lost_host_fewer_ranks_train_the_same_batches(tmp_path, undisturbed):
     directory = place(tmp_path / "job")
     with HostsJob(directory, 2, 0, "--hang", "3 s", last=STEPS) as job:
         job.until_saved(3)
         [host] = job.others()
-        kill(begun(directory, job.hosts().index(host))[-1]["pid"], signal.SIGSTOP)
+        kill(starts(directory, job.hosts().index(host))[-1]["pid"], signal.SIGSTOP)
         stopped = time.time()
         until(lambda: len(of_starts(directory, "world")) == 2, job.agents[0])
         print(f"begun {time.time() - stopped:.1f} s after SIGSTOP")
@@ -106,8 +106,9 @@ def test_a_rank_hangs_then_its_host_is_cut_off_and_fewer_ranks_train_the_same_ba
 
 @pytest.mark.slow
 @needs_hosts
-def test_a_link_that_comes_back(tmp_path, undisturbed):
-    """After 4 s, and after 15 s. Fewer ranks, of which the bits would be others, may not train."""
+def test_a_host_rejoins_after_its_link_returns(tmp_path, undisturbed):
+    """The link is down for 4 s, and later for 15 s."""
+    # Fewer ranks cannot train this configuration, because their bits would differ.
     directory = place(tmp_path / "job", train_micro_batch_size_per_gpu=6, gradient_accumulation_steps=1)
     with HostsJob(directory, 2, 0, last=STEPS) as job:
         job.until_saved(3)
@@ -117,7 +118,9 @@ def test_a_link_that_comes_back(tmp_path, undisturbed):
         time.sleep(4)
         job.cluster.mend(host)
         until(lambda: steps(directory, 0)[-1]["step"] > made + 1, job.agents[0])
-        print(f"after 4 s without a link: step {time.time() - cut:.1f} s, {len(of_starts(directory, 'world'))} starts")
+        print(
+            f"link down for 4 s: next step after {time.time() - cut:.1f} s, {len(of_starts(directory, 'world'))} starts"
+        )
         job.until_saved(9)
         longer = job.cut([host])
         time.sleep(max(0.0, longer.time + 15 - time.time()))
@@ -131,8 +134,8 @@ def test_a_link_that_comes_back(tmp_path, undisturbed):
 
 @pytest.mark.slow
 @needs_hosts
-def test_a_host_is_loaded_from_its_neighbours_memory_and_both_from_the_disk(tmp_path, undisturbed):
-    """The first one that is cut off comes back, and is a spare for the two that are cut off at once."""
+def test_one_lost_host_loads_from_its_neighbors_memory_and_two_load_from_disk(tmp_path, undisturbed):
+    """The first host that is cut off returns as a spare for the two hosts that are cut off together."""
     directory = place(tmp_path / "job", every=15, memory={"every": 2, "copies": 1})
     (directory / "hold").touch()
     with HostsJob(directory, 3, 2, last=STEPS, hold=17) as job:
@@ -151,5 +154,5 @@ def test_a_host_is_loaded_from_its_neighbours_memory_and_both_from_the_disk(tmp_
         assert "global_step16 in memory is left out: no host has the files of ranks" in job.log
     first, second, third = of_starts(directory, "first")
     assert (first, third) == (0, 15)
-    assert second in (6, 8, 10), "nothing is on disk yet"
+    assert second in (6, 8, 10), "these steps exist only in memory"
     assert result(directory) == result(undisturbed(3))

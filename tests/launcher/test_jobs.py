@@ -1,4 +1,4 @@
-"""Jobs under the agent, as users start them: ranks and hosts are killed, and the job goes on as if nothing had been."""
+"""Jobs with agents, as users start them: ranks and hosts are killed, and the job's result stays the same."""
 
 import functools
 import random
@@ -15,7 +15,7 @@ from deepspeed_compress.launcher.directory import job_directory
 from deepspeed_compress.local_sgd.coordinator.client import status
 from tests.launcher.standstill import Layout
 from tests.support import agents
-from tests.support.agents import Job, at_step, begun, command, kill, result, steps, told, until, write_config
+from tests.support.agents import Job, at_step, command, kill, records, result, starts, steps, until, write_config
 from tests.support.leftovers import own_port
 
 EVERY = 3
@@ -24,13 +24,13 @@ SLOWLY = {"PAUSE": "0.05"}
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left(tmp_path: Path) -> Iterator[None]:
-    """An agent removes its directory at the end; that of one that was killed is removed by the next one."""
+def _no_directory_is_left(tmp_path: Path) -> Iterator[None]:
+    """Check that an agent removes its directory at the end, and that of a killed agent at its start."""
     yield
     with job_directory():
         pass
-    begun = [one["env"] for place in tmp_path.glob("*/") for one in told(place) if "env" in one]
-    assert [env for env in begun if Path(env["DS_COMPRESS_MEMORY_DIR"]).exists()] == []
+    environments = [one["env"] for place in tmp_path.glob("*/") for one in records(place) if "env" in one]
+    assert [env for env in environments if Path(env["DS_COMPRESS_MEMORY_DIR"]).exists()] == []
 
 
 def place(directory: Path, stage: int = 1, **changes) -> Path:
@@ -41,7 +41,7 @@ def place(directory: Path, stage: int = 1, **changes) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict]]:
-    """What a job at a ZeRO stage ends with that nobody disturbs, and whose ranks are not forked."""
+    """Function that returns the result of an undisturbed job at a ZeRO stage, whose ranks are not forked."""
 
     @functools.cache
     def find(stage: int) -> list[dict]:
@@ -55,10 +55,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], lis
 
 
 def lost_steps(directory: Path) -> list[int]:
-    """For each start but the first: how many steps that had been made were made again."""
-    firsts = [one for one in told(directory) if one["rank"] == 0 and "first" in one]
+    """Return the number of steps that each start but the first repeated."""
+    firsts = [one for one in records(directory) if one["rank"] == 0 and "first" in one]
     most, found = 0, []
-    for one in told(directory):
+    for one in records(directory):
         if one["rank"] != 0:
             continue
         if one in firsts[1:]:
@@ -69,17 +69,17 @@ def lost_steps(directory: Path) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_killed_rank_costs_one_interval_and_no_bit(tmp_path, undisturbed, stage):
+def test_a_killed_rank_repeats_few_steps_and_changes_no_bit(tmp_path, undisturbed, stage):
     directory = place(tmp_path / "killed", stage)
     with Job(command(directory, steps=STEPS), directory / "log", **SLOWLY) as job:
         kill(until(at_step(directory, 1, 8), job))
         kill(until(at_step(directory, 0, 15), job))
         assert job.wait() == 0, job.log
     assert result(directory) == undisturbed(stage)
-    assert len(begun(directory, 0)) == 3
-    # What was being written when the rank was killed is not whole: the one before is.
+    assert len(starts(directory, 0)) == 3
+    # The checkpoint that was being written may be incomplete, but the one before is complete.
     assert all(0 <= lost <= 2 * EVERY for lost in lost_steps(directory)), lost_steps(directory)
-    assert "was ended by SIGKILL" in job.log
+    assert "was killed by SIGKILL" in job.log
     assert "restart 2 of 5, with 2 ranks" in job.log
 
 
@@ -87,7 +87,7 @@ def test_a_killed_rank_costs_one_interval_and_no_bit(tmp_path, undisturbed, stag
 @pytest.mark.parametrize(
     "layout", [Layout(0, memory=True), Layout(3, weights=True), Layout(1, 4, pipeline=2, weights=True)], ids=str
 )
-def test_layouts_go_on_with_the_same_bits(tmp_path, layout):
+def test_a_restarted_job_has_the_same_bits_in_every_layout(tmp_path, layout):
     places = tmp_path / "killed", tmp_path / "whole"
     stages = {"STAGES": str(layout.pipeline)}
     for directory in places:
@@ -99,20 +99,20 @@ def test_layouts_go_on_with_the_same_bits(tmp_path, layout):
                 kill(until(at_step(directory, layout.ranks - 1, 5), job))
             assert job.wait() == 0, job.log
     assert result(places[0]) == result(places[1])
-    assert [len(begun(directory, 0)) for directory in places] == [2, 1]
+    assert [len(starts(directory, 0)) for directory in places] == [2, 1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
-def test_ranks_that_are_killed_at_any_instant(tmp_path, undisturbed, stage):
-    """Also while they start, save, or are being ended for another one's sake."""
-    # Fewer ranks, of which the bits would be others, may not train.
+def test_ranks_may_be_killed_at_any_time(tmp_path, undisturbed, stage):
+    """Ranks are also killed while they start, save, or are being stopped."""
+    # Fewer ranks cannot train this configuration, because their bits would differ.
     directory = place(tmp_path / "killed", stage, train_micro_batch_size_per_gpu=6, gradient_accumulation_steps=1)
     draw, kills = random.Random(stage), 0
     with Job(command(directory, "--restarts", "40", steps=STEPS), directory / "log", **SLOWLY) as job:
         while kills < 12 and job.process.poll() is None:
             time.sleep(draw.uniform(0, 1.2))
-            pids = [begun(directory, rank)[-1:] for rank in range(2)]
+            pids = [starts(directory, rank)[-1:] for rank in range(2)]
             if all(pids):
                 kill(pids[draw.randrange(2)][0]["pid"])
                 kills += 1
@@ -122,30 +122,30 @@ def test_ranks_that_are_killed_at_any_instant(tmp_path, undisturbed, stage):
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_noticed(tmp_path):
+def test_a_hanging_rank_is_restarted(tmp_path):
     directory = place(tmp_path / "hangs")
     with Job(command(directory, "--hang", "3 s", steps=STEPS), directory / "log", **SLOWLY) as job:
         kill(until(at_step(directory, 1, 5), job), signal.SIGSTOP)
         stopped = time.time()
-        until(lambda: len(begun(directory, 1)) == 2, job)
-        assert begun(directory, 1)[-1]["time"] - stopped < agents.PATIENCE / 2
+        until(lambda: len(starts(directory, 1)) == 2, job)
+        assert starts(directory, 1)[-1]["time"] - stopped < agents.PATIENCE / 2
         assert job.wait() == 0, job.log
-    assert "no rank has given a sign of life for 3 s" in job.log
+    assert "no heartbeat from any rank for 3 s (--hang)" in job.log
 
 
 @pytest.mark.slow
-def test_sigterm_saves_and_ends(tmp_path, undisturbed):
+def test_sigterm_saves_and_the_next_job_resumes(tmp_path, undisturbed):
     directory = place(tmp_path / "ended", deepspeed_compress=section(tmp_path / "ended", resume=True))
     with Job(command(directory, steps=STEPS), directory / "log", **SLOWLY) as job:
         until(at_step(directory, 1, 5), job)
         job.process.send_signal(signal.SIGTERM)
         assert job.wait() == 143, job.log
-    # The step that was saved is made, but the program has not come so far as to say so.
+    # The program ends in the step that is saved, before it records that step.
     last = steps(directory, 0)[-1]["step"] + 1
     assert (directory / "checkpoints" / "latest").read_text() == f"global_step{last}"
     with Job(command(directory, steps=STEPS), directory / "log") as job:
         assert job.wait() == 0, job.log
-    assert [one["first"] for one in told(directory) if "first" in one and one["rank"] == 0] == [0, last]
+    assert [one["first"] for one in records(directory) if "first" in one and one["rank"] == 0] == [0, last]
     assert result(directory) == undisturbed(1)
 
 
@@ -155,8 +155,7 @@ def section(directory: Path, **checkpointing) -> dict:
 
 
 @pytest.mark.slow
-def test_a_killed_rank_goes_on_from_memory(tmp_path, undisturbed):
-    """Where the disk has no checkpoint yet."""
+def test_a_killed_rank_resumes_from_memory_if_the_disk_has_no_checkpoint(tmp_path, undisturbed):
     saving = section(tmp_path / "killed", every=1000, memory={"every": 2})
     directory = place(tmp_path / "killed", deepspeed_compress=saving)
     with Job(command(directory, steps=STEPS), directory / "log", **SLOWLY) as job:
@@ -167,30 +166,30 @@ def test_a_killed_rank_goes_on_from_memory(tmp_path, undisturbed):
 
 
 @pytest.mark.slow
-def test_checkpoints_of_others_are_not_taken_and_no_restart_is_spent_on_that(tmp_path):
+def test_checkpoints_of_another_job_are_refused_without_a_restart(tmp_path):
     directory = place(tmp_path / "job")
     with Job(command(directory, steps=4), directory / "log") as job:
         assert job.wait() == 0, job.log
     with Job(command(directory, "--restarts", "1", steps=8), directory / "log") as job:
         assert job.wait() == 1, job.log
     assert "has checkpoints already" in job.log
-    assert "no restart cures that" in job.log
+    assert "a restart cannot help" in job.log
     assert "restart 1 of 1" not in job.log
-    assert not [one for one in told(directory) if one.get("first")]
+    assert not [one for one in records(directory) if one.get("first")]
 
 
 @pytest.mark.slow
-def test_two_jobs_of_one_user_do_not_meet(tmp_path):
+def test_two_jobs_of_one_user_do_not_interfere(tmp_path):
     directories = [place(tmp_path / name) for name in ("one", "two")]
     jobs = [Job(command(one, steps=STEPS), one / "log", **SLOWLY) for one in directories]
     with jobs[0], jobs[1]:
         kill(until(at_step(directories[0], 1, 5), jobs[0]))
         assert [job.wait() for job in jobs] == [0, 0], "".join(job.log for job in jobs)
-    one, two = (begun(directory, 0)[0]["env"] for directory in directories)
+    one, two = (starts(directory, 0)[0]["env"] for directory in directories)
     for name in ("MASTER_PORT", "DS_COMPRESS_AGENT", "DS_COMPRESS_MEMORY_DIR"):
         assert one[name] != two[name]
     assert result(directories[0]) == result(directories[1])
-    assert len(begun(directories[1], 0)) == 1
+    assert len(starts(directories[1], 0)) == 1
 
 
 def hosts(directory: Path, port: int, *options: str, ranks: int = 1) -> list[str]:
@@ -200,7 +199,7 @@ def hosts(directory: Path, port: int, *options: str, ranks: int = 1) -> list[str
 @pytest.mark.slow
 def test_a_spare_host_takes_over_and_without_one_fewer_ranks_train_the_same_batches(tmp_path):
     directory = place(tmp_path / "hosts")
-    # Until the spare is there.
+    # Wait at this step until the spare has joined.
     (directory / "hold").touch()
     pace = {"PAUSE": "0.1", "HOLD": "5"}
     with own_port() as port:
@@ -208,19 +207,19 @@ def test_a_spare_host_takes_over_and_without_one_fewer_ranks_train_the_same_batc
         with Job(arguments, directory / "log_0", **pace) as first:
             until(lambda: "nothing" if port_is_open(port) else None, first)
             with Job(arguments, directory / "log_1", **pace) as second:
-                until(lambda: begun(directory, 1), second)
+                until(lambda: starts(directory, 1), second)
                 with Job(arguments, directory / "log_2", **pace) as third:
                     until(lambda: len(status(f"127.0.0.1:{port}")["hosts"]) == 3, third)
                     until(at_step(directory, 1, 5), third)
                     (directory / "hold").unlink()
                     second.process.kill()
-                    until(lambda: len(begun(directory, 1)) == 2, third)
+                    until(lambda: len(starts(directory, 1)) == 2, third)
                     until(lambda: [one for one in steps(directory, 1) if one["step"] >= 10], third)
                     third.process.kill()
                     assert first.wait() == 0, first.log
-    worlds = [one["world"] for one in told(directory) if "world" in one and one["rank"] == 0]
+    worlds = [one["world"] for one in records(directory) if "world" in one and one["rank"] == 0]
     assert worlds == [2, 2, 1]
-    assert len(begun(directory, 0)) == 3
+    assert len(starts(directory, 0)) == 3
     assert {one["step"] for one in steps(directory, 0)} == set(range(1, STEPS + 1))
 
 
@@ -239,7 +238,7 @@ sys.exit(int(sys.argv[1]))
 
 
 @pytest.mark.slow
-def test_programs_see_what_torchrun_shows_them_and_their_exit_codes_are_heard(tmp_path):
+def test_programs_get_the_variables_of_torchrun_and_their_exit_codes_count(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     base = [sys.executable, "-m", "deepspeed_compress.cli", "run", "--restarts", "1", "--ranks", "2"]
@@ -248,10 +247,10 @@ def test_programs_see_what_torchrun_shows_them_and_their_exit_codes_are_heard(tm
     assert '1 1 2 ["127.0.0.1"]' in job.log
     with Job([*base, str(program), "3"], tmp_path / "log") as job:
         assert job.wait() == 1
-    assert "has ended with exit code 3, and all 1 restarts are used" in job.log
+    assert "exited with code 3, and no restart is left (--restarts 1)" in job.log
     base[base.index("--restarts") + 1] = "10"
     with Job([*base, str(program), "3"], tmp_path / "log") as job:
         assert job.wait() == 1
-    assert "has ended with exit code 3, as 3 starts in a row have without a new step: no restart cures that" in job.log
+    assert "exited with code 3, like 3 starts in a row without a new step; a restart cannot help" in job.log
     assert "restart 2 of 10" in job.log
     assert "restart 3 of 10" not in job.log

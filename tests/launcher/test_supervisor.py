@@ -1,20 +1,24 @@
-"""The supervisor of a job, without processes: who gets which ranks, and what follows when some are lost."""
+"""The supervisor of a job, without processes: placement of ranks, failures and restarts."""
 
 import pytest
 
-from deepspeed_compress.launcher.failures import HOPELESS, PERMANENT
+from deepspeed_compress.launcher.failures import EQUAL_FAILURES, EXIT_PERMANENT
 from deepspeed_compress.launcher.placement import Host, Placement, place
-from deepspeed_compress.launcher.sizes import why_not
-from deepspeed_compress.launcher.supervisor import LOST_AFTER, Supervisor, Terms
+from deepspeed_compress.launcher.sizes import size_problem
+from deepspeed_compress.launcher.supervisor import LOST_AFTER, JobOptions, Supervisor
 
 
 class Job:
-    """A supervisor, and agents that do at once what they are told. `said`: to each agent, newest last."""
+    """A supervisor with its log, and the messages that it has sent to each agent, the latest last."""
 
-    def __init__(self, hosts: int = 1, ranks: int = 2, restarts: int = 2, why_not=lambda ranks: "", wait: float = 60.0):
-        self.told: list[str] = []
-        self.supervisor = Supervisor(Terms("job", hosts, ranks, restarts, 30.0, wait), why_not, self.told.append)
-        self.said: dict[str, list[dict]] = {}
+    def __init__(
+        self, hosts: int = 1, ranks: int = 2, restarts: int = 2, size_problem=lambda ranks: "", wait: float = 60.0
+    ):
+        self.log: list[str] = []
+        self.supervisor = Supervisor(
+            JobOptions("job", hosts, ranks, restarts, 30.0, wait), size_problem, self.log.append
+        )
+        self.sent: dict[str, list[dict]] = {}
         self.now = 0.0
 
     def join(self, name: str, slots: int = 2, job: str = "job") -> None:
@@ -26,19 +30,19 @@ class Job:
 
     def deliver(self) -> None:
         for name, message in self.supervisor.take():
-            self.said.setdefault(name, []).append(message)
+            self.sent.setdefault(name, []).append(message)
 
     def last(self, name: str) -> dict:
-        return self.said[name][-1]
+        return self.sent[name][-1]
 
     def fail(self, name: str, slot: int = 0, steps: int = 0, code: int | None = None) -> None:
         start = self.last(name)["start"]
         rank = self.last(name)["first"] + slot
-        how = "was ended by SIGKILL" if code is None else f"has ended with exit code {code}"
+        how = "was killed by SIGKILL" if code is None else f"exited with code {code}"
         self.say(name, "failed", start=start, rank=rank, slot=slot, how=how, code=code, steps=steps)
 
     def fail_alone(self, slot: int = 0, steps: int = 0, code: int | None = 1) -> None:
-        """At the only host, whose ranks are gone then."""
+        """Fail a rank of the only host, whose other ranks then stop."""
         self.fail("1", slot, steps, code)
         self.stopped("1", steps=steps)
 
@@ -48,7 +52,7 @@ class Job:
             self.say(name, "stopped", start=self.last(name)["start"], steps=steps, port=2000 + int(name))
 
     def pass_time(self, seconds: float, *alive: str, silent: float | None = None) -> None:
-        """In small parts, in which those that are `alive` beat."""
+        """Advance the time second by second; the agents in `alive` send beats."""
         start = self.supervisor.status(self.now)["restarts"] + 1
         for _ in range(int(seconds)):
             self.now += 1.0
@@ -58,10 +62,10 @@ class Job:
             self.deliver()
 
 
-def test_a_job_that_ends_well():
+def test_a_job_ends_when_all_ranks_are_done():
     job = Job(hosts=2)
     job.join("1")
-    assert "1" not in job.said
+    assert "1" not in job.sent
     job.join("2")
     assert job.last("1") == {
         "kind": "start",
@@ -82,7 +86,7 @@ def test_a_job_that_ends_well():
     assert job.last("1") == job.last("2") == {"kind": "over", "code": 0, "why": ""}
 
 
-def test_a_rank_is_lost_and_all_begin_again_when_all_are_gone():
+def test_all_ranks_restart_after_all_have_stopped():
     job = Job(hosts=2)
     job.join("1")
     job.join("2")
@@ -90,24 +94,24 @@ def test_a_rank_is_lost_and_all_begin_again_when_all_are_gone():
     assert job.last("1")["kind"] == job.last("2")["kind"] == "stop"
     job.stopped("1", steps=7)
     assert job.last("1")["kind"] == "stop"
-    # Those of the past are not listened to.
+    # Messages of earlier starts are ignored.
     job.say("2", "done", start=0)
     job.stopped("2", steps=8)
     assert (job.last("1")["start"], job.last("1")["port"], job.last("1")["resume"]) == (2, 2001, True)
-    assert "rank 2 on 10.0.0.2 was ended by SIGKILL; after 7 steps" in job.told
+    assert "rank 2 on 10.0.0.2 was killed by SIGKILL, after 7 steps" in job.log
 
 
-def test_restarts_come_to_an_end():
+def test_the_number_of_restarts_is_limited():
     job = Job(restarts=1)
     job.join("1")
     for _ in range(2):
         job.fail("1", steps=3)
         job.stopped("1", steps=3)
     assert (job.last("1")["kind"], job.last("1")["code"]) == ("over", 1)
-    assert job.last("1")["why"] == "rank 0 on 10.0.0.1 was ended by SIGKILL, and all 1 restarts are used"
+    assert job.last("1")["why"] == "rank 0 on 10.0.0.1 was killed by SIGKILL, and no restart is left (--restarts 1)"
 
 
-def test_nothing_is_resumed_before_a_step_was_made():
+def test_a_restart_before_the_first_step_does_not_resume():
     job = Job()
     job.join("1")
     job.fail("1")
@@ -115,11 +119,11 @@ def test_nothing_is_resumed_before_a_step_was_made():
     assert job.last("1")["resume"] is False
 
 
-def test_a_spare_host_takes_the_place_of_the_lost():
+def test_a_spare_host_replaces_a_lost_one():
     job = Job(hosts=2)
     for name in "123":
         job.join(name)
-    assert "3" not in job.said
+    assert "3" not in job.sent
     job.supervisor.lost("1", job.now)
     job.deliver()
     job.stopped("2")
@@ -127,19 +131,19 @@ def test_a_spare_host_takes_the_place_of_the_lost():
     assert job.last("2")["hosts"] == ["10.0.0.3", "10.0.0.2"]
 
 
-def test_silence_is_loss():
+def test_a_silent_host_is_lost():
     job = Job(hosts=2)
     job.join("1")
     job.join("2")
     job.pass_time(LOST_AFTER + 2, "1")
     assert job.last("1")["kind"] == "stop"
-    assert "host 10.0.0.2 cannot be reached; after 0 steps" in job.told
+    assert "host 10.0.0.2 cannot be reached, after 0 steps" in job.log
     job.say("2", "beat", start=1, silent=None, steps=0)
     assert job.last("2") == {"kind": "unknown"}
 
 
-def test_smaller_where_the_batch_allows_it():
-    job = Job(hosts=2, why_not=lambda ranks: "" if ranks == 2 else "no")
+def test_fewer_ranks_restart_if_the_batch_allows_it():
+    job = Job(hosts=2, size_problem=lambda ranks: "" if ranks == 2 else "no")
     job.join("1")
     job.join("2")
     job.supervisor.lost("2", job.now)
@@ -148,8 +152,8 @@ def test_smaller_where_the_batch_allows_it():
     assert (job.last("1")["world"], job.last("1")["hosts"]) == (2, ["10.0.0.1"])
 
 
-def test_where_it_does_not_a_spare_is_waited_for():
-    job = Job(hosts=2, why_not=lambda ranks: "12 cannot be divided")
+def test_the_job_waits_for_a_spare_if_fewer_ranks_cannot_train():
+    job = Job(hosts=2, size_problem=lambda ranks: "12 is not divisible")
     job.join("1")
     job.join("2")
     job.supervisor.lost("2", job.now)
@@ -163,35 +167,35 @@ def test_where_it_does_not_a_spare_is_waited_for():
     job.stopped("1")
     job.pass_time(70, "1")
     assert (job.last("1")["kind"], job.last("1")["code"]) == ("over", 1)
-    assert "2 of 4 ranks have a place" in job.last("1")["why"]
-    assert "12 cannot be divided" in job.last("1")["why"]
+    assert "only 2 of 4 ranks have a slot" in job.last("1")["why"]
+    assert "12 is not divisible" in job.last("1")["why"]
 
 
-def test_at_first_all_are_waited_for():
+def test_the_first_start_waits_for_all_hosts():
     job = Job(hosts=2)
     job.join("1")
     job.pass_time(70, "1")
-    assert job.last("1")["why"] == "2 of 4 ranks have a place after 60 s (--wait)"
+    assert job.last("1")["why"] == "after 60 s (--wait), only 2 of 4 ranks have a slot"
 
 
-def test_a_hang_is_silence_of_all_ranks():
+def test_a_job_hangs_if_no_rank_sends_heartbeats():
     job = Job(hosts=2)
     job.join("1")
     job.join("2")
     job.pass_time(40, "1", "2", silent=None)
-    assert job.last("1")["kind"] == "start", "not before all have given a sign of life"
+    assert job.last("1")["kind"] == "start", "a hang before every rank has sent a heartbeat"
     job.say("1", "beat", start=1, silent=29.0, steps=4)
     job.say("2", "beat", start=1, silent=25.0, steps=4)
     job.supervisor.tick(job.now + 4.0)
     job.deliver()
-    assert job.last("1")["kind"] == "start", "one of them was heard of"
+    assert job.last("1")["kind"] == "start", "a hang although one rank has sent a heartbeat"
     job.supervisor.tick(job.now + 6.0)
     job.deliver()
     assert job.last("1")["kind"] == "stop"
-    assert "no rank has given a sign of life for 30 s; after 4 steps" in job.told
+    assert "no heartbeat from any rank for 30 s (--hang), after 4 steps" in job.log
 
 
-def test_who_asks_for_the_end_gets_it():
+def test_a_signal_is_forwarded_and_ends_the_job():
     job = Job(hosts=2)
     job.join("1")
     job.join("2")
@@ -202,7 +206,7 @@ def test_who_asks_for_the_end_gets_it():
     assert job.last("1") == {"kind": "over", "code": 143, "why": ""}
 
 
-def test_an_end_that_crosses_a_failure_starts_nothing_again():
+def test_a_signal_during_a_failure_prevents_the_restart():
     job = Job()
     job.join("1")
     job.fail("1")
@@ -213,8 +217,8 @@ def test_an_end_that_crosses_a_failure_starts_nothing_again():
 
 
 @pytest.mark.parametrize("end", ["asked for", "out of restarts", "done"])
-def test_a_host_that_was_lost_when_the_job_ended_is_told_when_it_comes_back(end):
-    """On a busy machine the only agent may be silent for long, and nobody else is there to hear of the end."""
+def test_a_host_that_was_lost_when_the_job_ended_learns_of_it_when_it_rejoins(end):
+    """On a busy machine, the only agent may be silent for a long time."""
     job = Job(restarts=0)
     job.join("1")
     if end == "asked for":
@@ -223,19 +227,19 @@ def test_a_host_that_was_lost_when_the_job_ended_is_told_when_it_comes_back(end)
         job.say("1", "done", start=1)
     job.pass_time(LOST_AFTER + 2)
     job.join("2")
-    told = job.last("2")
-    assert (told["kind"], told["code"]) == ("over", {"asked for": 143, "out of restarts": 1, "done": 0}[end])
-    assert ("cannot be reached" in told["why"]) == (end == "out of restarts")
+    message = job.last("2")
+    assert (message["kind"], message["code"]) == ("over", {"asked for": 143, "out of restarts": 1, "done": 0}[end])
+    assert ("cannot be reached" in message["why"]) == (end == "out of restarts")
 
 
 def test_agents_of_another_job_are_refused():
     job = Job()
     job.join("1")
     job.join("9", job="other")
-    assert job.last("9") == {"kind": "refused", "why": "it is of another job"}
+    assert job.last("9") == {"kind": "refused", "why": "another job uses this address"}
 
 
-def test_a_slot_that_fails_before_a_step_time_after_time_gives_way_to_a_spare():
+def test_a_slot_that_keeps_failing_before_the_first_step_is_dropped():
     job = Job(restarts=9)
     job.join("1", slots=3)
     for steps in (0, 0, 5, 0, 0, 0):
@@ -246,11 +250,11 @@ def test_a_slot_that_fails_before_a_step_time_after_time_gives_way_to_a_spare():
     for _ in range(3):
         job.fail("1", slot=0)
         job.stopped("1")
-    assert job.last("1")["slots"] == [2], "smaller, since nothing speaks against it"
+    assert job.last("1")["slots"] == [2], "fewer ranks can train, so the job continues with them"
 
 
-def test_a_slot_without_another_place_is_kept():
-    job = Job(restarts=9, why_not=lambda ranks: "no")
+def test_a_failing_slot_is_kept_if_its_rank_fits_nowhere_else():
+    job = Job(restarts=9, size_problem=lambda ranks: "no")
     job.join("1")
     for _ in range(5):
         job.fail("1", slot=1)
@@ -258,8 +262,8 @@ def test_a_slot_without_another_place_is_kept():
     assert job.last("1")["slots"] == [0, 1]
 
 
-def test_what_no_restart_cures_ends_the_job():
-    """Of an error that all ranks run into any of them may be the first that is seen."""
+def test_equal_failures_without_a_new_step_end_the_job():
+    """Any rank may be the first to report an error of all ranks."""
     job = Job(restarts=9)
     job.join("1")
     for slot in (0, 1, 1):
@@ -267,15 +271,15 @@ def test_what_no_restart_cures_ends_the_job():
         job.fail_alone(slot, steps=7)
     assert (job.last("1")["kind"], job.last("1")["code"]) == ("over", 1)
     assert job.last("1")["why"] == (
-        "rank 1 on 10.0.0.1 has ended with exit code 1, as 3 starts in a row have without a new step: no restart cures "
-        "that; see its output above"
+        "rank 1 on 10.0.0.1 exited with code 1, like 3 starts in a row without a new step; a restart cannot help; see "
+        "the output above"
     )
 
 
-def test_it_is_so_before_the_first_step_where_there_is_no_other_place():
-    job = Job(restarts=9, why_not=lambda ranks: "no")
+def test_equal_failures_before_the_first_step_end_the_job_if_no_slot_is_left():
+    job = Job(restarts=9, size_problem=lambda ranks: "no")
     job.join("1")
-    for _ in range(HOPELESS):
+    for _ in range(EQUAL_FAILURES):
         job.fail_alone(slot=1)
     assert job.last("1")["kind"] == "over"
 
@@ -291,7 +295,7 @@ def test_it_is_so_before_the_first_step_where_there_is_no_other_place():
     ],
     ids=["by signals", "a signal in between", "another exit code", "a new step", "new steps"],
 )
-def test_what_a_restart_may_cure_uses_restarts(failures):
+def test_failures_that_differ_use_restarts(failures):
     job = Job(restarts=9)
     job.join("1")
     for steps, code in failures:
@@ -299,21 +303,21 @@ def test_what_a_restart_may_cure_uses_restarts(failures):
         assert job.last("1")["kind"] == "start"
 
 
-def test_a_slot_is_left_out_before_a_job_is_given_up():
+def test_failing_slots_are_dropped_before_the_job_ends():
     job = Job(restarts=9)
     job.join("1", slots=3)
     for slots in ([0, 1], [0, 2]):
         for _ in range(3):
             assert job.last("1")["slots"] == slots
             job.fail_alone(slot=slots[1])
-    assert job.last("1")["slots"] == [0], "fewer, since nothing speaks against it"
+    assert job.last("1")["slots"] == [0], "fewer ranks can train, so the job continues with them"
     for _ in range(3):
         assert job.last("1")["kind"] == "start"
         job.fail_alone()
     assert job.last("1")["kind"] == "over"
 
 
-def test_counting_begins_anew_when_hosts_come_or_go():
+def test_counting_of_equal_failures_restarts_when_hosts_change():
     job = Job(hosts=2, restarts=9)
     job.join("1")
     job.join("2")
@@ -336,8 +340,8 @@ def test_counting_begins_anew_when_hosts_come_or_go():
     assert job.last("1")["kind"] == "over"
 
 
-def test_a_rank_that_raises_because_another_was_killed_is_not_given_up():
-    """Whose end is heard of first is chance."""
+def test_a_rank_that_raises_because_another_was_killed_uses_restarts():
+    """Either rank may be reported first."""
     job = Job(hosts=2, restarts=9)
     job.join("1")
     job.join("2")
@@ -352,7 +356,7 @@ def test_a_rank_that_raises_because_another_was_killed_is_not_given_up():
 HOSTS = [Host(name, (0, 1, 2, 3)) for name in "abc"]
 
 
-def test_hosts_keep_their_ranks():
+def test_hosts_keep_their_node_ranks():
     former = place(HOSTS, 2, 4, lambda ranks: True)
     assert former is not None
     assert [host.name for host in former.hosts] == ["a", "b"]
@@ -363,7 +367,7 @@ def test_hosts_keep_their_ranks():
 
 
 @pytest.mark.parametrize(
-    ("there", "fits", "shape"),
+    ("slots", "fits", "shape"),
     [
         ([4, 4], {8}, (2, 4)),
         ([4, 3], set(), None),
@@ -374,8 +378,8 @@ def test_hosts_keep_their_ranks():
         ([], {1}, None),
     ],
 )
-def test_the_largest_that_fits(there, fits, shape):
-    hosts = [Host(str(number), tuple(range(slots))) for number, slots in enumerate(there)]
+def test_the_largest_placement_that_fits_is_chosen(slots, fits, shape):
+    hosts = [Host(str(number), tuple(range(count))) for number, count in enumerate(slots)]
     found = place(hosts, 2, 4, fits.__contains__)
     assert shape == (found and (len(found.hosts), len(found.hosts[0].slots)))
     assert isinstance(found, Placement | None)
@@ -384,32 +388,36 @@ def test_the_largest_that_fits(there, fits, shape):
 @pytest.mark.parametrize(
     ("config", "ranks", "reason"),
     [
-        (None, 2, "no DeepSpeed configuration"),
+        (None, 2, "contain no DeepSpeed configuration"),
         ({}, 2, "/train_batch_size is None"),
         ({"train_batch_size": "auto"}, 2, "/train_batch_size is 'auto'"),
         ({"train_batch_size": 12}, 3, ""),
-        ({"train_batch_size": 12}, 5, "cannot be divided over 5 replicas"),
+        ({"train_batch_size": 12}, 5, "is not divisible by 5 replicas"),
         ({"train_batch_size": 12, "train_micro_batch_size_per_gpu": 3}, 2, ""),
-        ({"train_batch_size": 12, "train_micro_batch_size_per_gpu": 3}, 3, "cannot be divided over 3"),
+        ({"train_batch_size": 12, "train_micro_batch_size_per_gpu": 3}, 3, "is not divisible by 3"),
         ({"train_batch_size": 12, "gradient_accumulation_steps": 2}, 3, ""),
         (
             {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 1},
             2,
             "leave out gradient_accumulation_steps",
         ),
-        ({"train_batch_size": 12, "deepspeed_compress": {"parallelism": {"pipeline": 2}}}, 3, "no multiple of tensor"),
+        (
+            {"train_batch_size": 12, "deepspeed_compress": {"parallelism": {"pipeline": 2}}},
+            3,
+            "not a multiple of tensor",
+        ),
         ({"train_batch_size": 12, "deepspeed_compress": {"parallelism": {"pipeline": 2}}}, 4, ""),
     ],
 )
-def test_numbers_of_ranks_that_train_the_same_batches(config, ranks, reason):
-    found = why_not(config, ranks)
+def test_only_ranks_that_divide_the_batch_can_train(config, ranks, reason):
+    found = size_problem(config, ranks)
     assert (reason in found) if reason else (found == "")
 
 
-def test_an_error_of_the_configuration_is_not_started_again() -> None:
+def test_a_configuration_error_ends_the_job_without_a_restart() -> None:
     job = Job(restarts=10)
     job.join("1")
-    job.fail_alone(code=PERMANENT)
+    job.fail_alone(code=EXIT_PERMANENT)
     assert job.last("1")["kind"] == "over"
-    assert "no restart cures that" in job.last("1")["why"]
+    assert "a restart cannot help" in job.last("1")["why"]
     assert "starts in a row" not in job.last("1")["why"]

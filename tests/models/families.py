@@ -1,4 +1,4 @@
-"""Models of all families at toy size, and the tokens they are shown."""
+"""Toy models of all families, and tokens for them."""
 
 import json
 from collections.abc import Mapping
@@ -32,18 +32,18 @@ MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "gpt2": _GPT2 | _GPT2_DROPOUT,
         "gpt_neox": _NEOX,
         "llama": _LLAMA | {"attention_bias": True, "mlp_bias": True},
-        # The row of a padding token gets no gradient from where it is looked up.
+        # The embedding of a padding token gets no gradient from its lookup.
         "mistral": _LLAMA | {"sliding_window": 4, "pad_token_id": 60},
         "phi3": _LLAMA,
         "qwen2": _LLAMA | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
         "qwen3": _LLAMA | {"head_dim": 16},
     }
 )
-"""The values of config.json by model_type, but for what all have in common; dropout is off."""
+"""Values of config.json by model_type, without those that all have in common. Dropout is off."""
 
 
 def write_config(directory: Path, family: str, tied: bool = True, **changes: Any) -> Path:
-    """A config.json in `directory`, which is made."""
+    """Make `directory`, and write a config.json into it."""
     common = {
         "model_type": family,
         "vocab_size": VOCABULARY,
@@ -58,10 +58,10 @@ def write_config(directory: Path, family: str, tied: bool = True, **changes: Any
 
 
 def save_model(directory: Path, family: str, tied: bool = True, **changes: Any) -> Path:
-    """A pretrained directory with several files of weights.
+    """Write a pretrained directory with several files of weights.
 
-    Nothing in it is zero or one: what new weights have in biases and norms hides where they are forgotten, added twice
-    or left as they were.
+    No weight is zero or one. New biases are zeros and new norms are ones, which would hide that one is lost, added
+    twice, or not loaded.
     """
     file = write_config(directory / "config", family, tied, **changes)
     model: Any = build_model(file, read_model_config(file), seed=5)
@@ -74,13 +74,13 @@ def save_model(directory: Path, family: str, tied: bool = True, **changes: Any) 
 
 
 def random_tokens(batch: int, length: int = LENGTH, seed: int = 0) -> Tensor:
-    """(batch, length)."""
+    """Return tokens of shape (batch, length)."""
     return torch.randint(0, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
 def padded(side: str, batch: int, length: int = LENGTH) -> Tensor:
-    """Attention mask (batch, length), zero where padding is: more of it in every row, none in the first."""
+    """Return an attention mask (batch, length), with two more padding tokens in each row, and none in the first."""
     counts = torch.arange(batch).unsqueeze(1) * 2
-    places = torch.arange(length).unsqueeze(0)
-    kept = places >= counts if side == "left" else places < length - counts
-    return kept.long()
+    positions = torch.arange(length).unsqueeze(0)
+    real = positions >= counts if side == "left" else positions < length - counts
+    return real.long()

@@ -1,4 +1,4 @@
-"""Peak resident memory of each rank while a saved model is loaded, against what the rank keeps of it.
+"""Peak resident memory of each rank while it loads a saved model, compared with the size of its shard.
 
 python -m tests.models.loading_memory
 """
@@ -29,7 +29,7 @@ MB = 10**6
 
 @dataclass(frozen=True)
 class Loaded:
-    """Bytes: what this rank keeps, and by how much its resident memory was above its start, at most and at the end."""
+    """Bytes of this rank's shard, and the increase of its resident memory, at the peak and after loading."""
 
     shard: int
     peak: int
@@ -37,12 +37,12 @@ class Loaded:
 
 
 def load(rank: int, path: Path, small: Path, layout: Layout) -> Loaded:
-    """`small` is loaded first: what code, groups and buffers of gloo take is there before, and is not counted."""
+    """Load the model at `path`. `small` is loaded first, so that code, groups and gloo's buffers are not counted."""
     deepspeed.init_distributed("gloo")
     build_parallel(small, read_model_config(small), 0, layout)
     config = read_model_config(path)
     gc.collect()
-    # From now on the kernel keeps a new maximum.
+    # This resets the peak that the kernel records.
     Path("/proc/self/clear_refs").write_text("5")
     before = memory("VmRSS")
     module = build_parallel(path, config, 0, layout)

@@ -1,4 +1,4 @@
-"""One model trained in a layout, and by a single process: the same weights, the same global batches."""
+"""Training of one model in a layout and in a single process, with the same weights and global batches."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -21,13 +21,24 @@ from tests.models.families import random_tokens
 
 SEED = 3
 ROWS = 2
-"""Sequences of a micro-batch."""
+"""Sequences in a micro-batch."""
 ADAM: Mapping[str, Any] = {"lr": 3e-3, "weight_decay": 0.1}
 
 
 @dataclass(frozen=True)
 class Run:
-    """`model`: a config or a pretrained directory. `stage`: of ZeRO. `clip`: 0 is off. `extra`: of the ds_config."""
+    """Training run of one model.
+
+    Attributes:
+        model: config file or pretrained directory.
+        layout: layout of the model.
+        stage: ZeRO stage.
+        steps: number of steps.
+        accumulation: gradient accumulation steps.
+        data: number of data-parallel replicas.
+        clip: largest gradient norm; 0 for no clipping.
+        extra: other keys of the DeepSpeed configuration.
+    """
 
     model: Path
     layout: Layout
@@ -60,12 +71,12 @@ class Run:
         }
 
     def batches(self) -> Iterator[Tensor]:
-        """Tokens of a global batch, (batch_size, length), for each step; four of them in turn, so that losses fall."""
+        """Yield the tokens (batch_size, length) of each global batch. Four batches repeat, so that losses fall."""
         return (random_tokens(self.batch_size, seed=step % 4) for step in range(self.steps))
 
 
 def start(run: Run) -> Any:
-    """An engine of this rank for the model of `run`."""
+    """Return this rank's engine for the model of `run`."""
     deepspeed.init_distributed("gloo")
     module = build_parallel(run.model, read_model_config(run.model), SEED, run.layout)
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -78,18 +89,18 @@ def stepper_of(engine: Any, run: Run) -> Stepper:
 
 
 def own_part(batch: Tensor, share: Share) -> Tensor:
-    """Of a global batch, what this rank reads: (micro_batches, ROWS, length)."""
+    """Return this rank's part of a global batch: (micro_batches, ROWS, length)."""
     return batch[torch.from_numpy(share.of(np.arange(len(batch))))]
 
 
 def train(engine: Any, run: Run) -> list[float]:
-    """Mean loss over the global batch, at each step."""
+    """Train, and return the mean loss over the global batch at each step."""
     stepper, share = stepper_of(engine, run), share_of(engine)
     return [mean_over_ranks([stepper.train(own_part(batch, share))], share) for batch in run.batches()]
 
 
 def train_alone(run: Run, dtype: torch.dtype = torch.float32) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms of a single process, without DeepSpeed, that takes each global batch at once."""
+    """Train in a single process without DeepSpeed, a global batch at a time; return the losses and gradient norms."""
     model: Any = build_model(run.model, read_model_config(run.model), SEED).to(dtype).train()
     optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
     losses, norms = [], []
@@ -103,20 +114,20 @@ def train_alone(run: Run, dtype: torch.dtype = torch.float32) -> tuple[list[floa
     return losses, norms
 
 
-def differences(engine: Any, run: Run) -> tuple[set[str], set[str]]:
-    """Names of the weights that this rank has a part of, and of those that differ from a single process' new ones."""
+def weight_names(engine: Any, run: Run) -> tuple[set[str], set[str]]:
+    """Return the names of this rank's weights, and of those that differ from a single process's initial weights."""
     alone = build_model(run.model, read_model_config(run.model), SEED).state_dict()
     found = dict(whole_weights(engine.module))
     return set(found), {name for name, value in found.items() if not torch.equal(value, alone[name])}
 
 
 def expected_names(run: Run) -> set[str]:
-    """Of all weights of the model, tied ones once."""
+    """Return the names of all weights of the model, each tied weight once."""
     model = build_model(run.model, read_model_config(run.model), SEED)
     return {name for name, _ in model.named_parameters()}
 
 
 def finish(engine: Any) -> None:
-    """Of several runs in one process, each must leave its groups."""
+    """Destroy the engine, so that another run in this process can make its own groups."""
     dist.barrier()
     engine.destroy()

@@ -1,4 +1,4 @@
-"""What cannot be trained as it was asked for: one clear error, before any step."""
+"""Invalid layouts and damaged model directories raise one clear error before any step."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ from tests.models.families import save_model, write_config
 from tests.models.runs import SEED
 from tests.support.forks import run_forks
 
-# Layouts that a model does not have
+# Layouts that do not fit the model
 
 
 @pytest.mark.parametrize(
@@ -32,31 +32,31 @@ from tests.support.forks import run_forks
         (Layout(tensor=3), "/parallelism/tensor: 3 does not divide the model's num_attention_heads 4 "),
         (Layout(tensor=4), "/parallelism/tensor: 4 does not divide the model's num_key_value_heads 2 "),
         (Layout(tensor=3, pipeline=9), "/parallelism/tensor: 3 does not divide"),
-        (Layout(pipeline=4), "/parallelism/pipeline: 4, but the model has 3 layers .* fewer stages"),
+        (Layout(pipeline=4), "/parallelism/pipeline: 4 stages are more than the model's 3 layers .* fewer stages"),
     ],
 )
-def test_layouts_that_do_not_fit(layout: Layout, message: str, tmp_path: Path) -> None:
+def test_a_layout_that_does_not_fit_the_model_is_refused(layout: Layout, message: str, tmp_path: Path) -> None:
     config = read_model_config(write_config(tmp_path, "llama"))
     with pytest.raises(CompressError, match=message):
         check_layout(config, layout)
 
 
-def test_heads_of_gpt2_have_another_name(tmp_path: Path) -> None:
+def test_the_head_count_of_gpt2_is_checked(tmp_path: Path) -> None:
     config = read_model_config(write_config(tmp_path, "gpt2"))
     with pytest.raises(ConfigError, match=r"/tensor: 3 does not divide .*heads 4 \(allowed: its divisors\)"):
         check_layout(config, Layout(tensor=3))
 
 
 @pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(pipeline=2)])
-def test_unknown_families_stay_whole(layout: Layout, tmp_path: Path) -> None:
+def test_an_unknown_family_cannot_be_split(layout: Layout, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "opt"}')
     config = read_model_config(tmp_path)
     check_layout(config, Layout())
-    with pytest.raises(UnsupportedError, match=r'"opt" cannot be divided .* rows for "gemma2", .* or add a row'):
+    with pytest.raises(UnsupportedError, match=r'"opt" does not support .*allowed: "gemma2", .* or add a row'):
         check_layout(config, layout)
 
 
-# Jobs that are not large enough, or have the wrong kind of ZeRO
+# Jobs of the wrong size, or with an unsupported ZeRO stage
 
 
 def ds_config(**parallelism: int) -> dict[str, Any]:
@@ -68,14 +68,14 @@ def ds_config(**parallelism: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_stages_do_not_go_with_partitioned_gradients(stage: int) -> None:
+def test_a_pipeline_with_partitioned_gradients_is_refused(stage: int) -> None:
     config = ds_config(pipeline=2)
     for both in (ds_config(pipeline=2, zero_stage=stage), config | {"zero_optimization": {"stage": stage}}):
         with pytest.raises(ConfigError, match=rf"stage.*: {stage} cannot be combined with .*/pipeline: 2 .* 0, 1\)"):
             expand(both, parse_section(both))
 
 
-def test_a_plan_for_more_ranks_than_there_are(tmp_path: Path) -> None:
+def test_a_world_size_that_the_layout_does_not_divide_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(ds_config(tensor=2, pipeline=2)))
     model = write_config(tmp_path, "gpt2")
     text = f"--deepspeed_config {tmp_path / 'ds.json'} --data a --output-dir o --seq-len 16 --model {model}"
@@ -85,32 +85,32 @@ def test_a_plan_for_more_ranks_than_there_are(tmp_path: Path) -> None:
 
 
 def build(rank: int, *jobs: tuple[Path, Layout]) -> list[str]:
-    """What each job says on this rank."""
+    """Return this rank's error for each job."""
     deepspeed.init_distributed("gloo")
-    return [said(path, layout) for path, layout in jobs]
+    return [error_of(path, layout) for path, layout in jobs]
 
 
-def said(path: Path, layout: Layout) -> str:
+def error_of(path: Path, layout: Layout) -> str:
     try:
         build_parallel(path, read_model_config(path), SEED, layout)
     except CompressError as error:
         return str(error)
-    return "fine"
+    return ""
 
 
-def test_ranks_say_it_before_they_wait_for_each_other(tmp_path: Path) -> None:
-    """A tensor that one stage alone needs is missed by all."""
+def test_all_ranks_raise_the_same_error_before_they_communicate(tmp_path: Path) -> None:
+    """All stages report a missing tensor, even if only one stage needs it."""
     model, broken = write_config(tmp_path / "a", "gpt2"), save_model(tmp_path / "b", "gpt2")
     drop_tensor(broken, "transformer.ln_f.weight")
     layouts = Layout(2, 2), Layout(1, 2, (1, 1)), Layout(1, 2, (3,)), Layout(1, 2, (3, 0))
     jobs = [*((model, layout) for layout in layouts), (broken, Layout(1, 2))]
-    for world, total, length, ends, lacking in run_forks(2, build, *jobs):
-        assert "/parallelism: tensor 2 x pipeline 2 = 4 ranks do not divide the 2 of this job" in world
+    for world, total, length, valid, missing in run_forks(2, build, *jobs):
+        assert "/parallelism: tensor 2 x pipeline 2 = 4 ranks do not divide the world size 2" in world
         wanted = "/parallelism/partition: [1, 1] (allowed: 2 numbers, one per stage, with a sum of 3 decoder layers"
         assert wanted in total
         assert "/parallelism/partition: [3] (allowed: 2 numbers" in length
-        assert ends == "fine"
-        assert "no file contains the weight transformer.ln_f.weight" in lacking
+        assert valid == ""
+        assert "no file contains the weight transformer.ln_f.weight" in missing
 
 
 # Files
@@ -135,7 +135,7 @@ def first_file(directory: Path) -> Path:
 
 
 def drop_tensor(directory: Path, name: str = "transformer.h.1.attn.c_attn.weight") -> None:
-    """From its file and the index."""
+    """Remove a tensor from its file and from the index."""
     named = weight_map(directory)
     file = directory / named.pop(name)
     change_index(directory, weight_map=named)
@@ -143,40 +143,40 @@ def drop_tensor(directory: Path, name: str = "transformer.h.1.attn.c_attn.weight
 
 
 def drop_from_file(directory: Path) -> None:
-    """The index still says that it is there."""
+    """Remove a tensor from its file, but keep its entry in the index."""
     named = weight_map(directory)
     drop_tensor(directory)
     change_index(directory, weight_map=named)
 
 
-def cut_short(directory: Path) -> None:
+def truncate(directory: Path) -> None:
     file = first_file(directory)
     file.write_bytes(file.read_bytes()[:-100])
 
 
-def other_sizes(directory: Path) -> None:
+def change_sizes(directory: Path) -> None:
     values = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(values | {"n_positions": 32}))
 
 
-def as_pickles(directory: Path) -> None:
+def save_as_pickle(directory: Path) -> None:
     for file in [*directory.glob("model-*.safetensors"), index_of(directory)]:
         file.unlink()
     torch.save({}, directory / "pytorch_model.bin")
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a file of several is missing": (
+    "one of several files is missing": (
         lambda directory: first_file(directory).unlink(),
         r"model\.safetensors\.index\.json names files that do not exist: model-00001-of-\d+\.safetensors; copy them",
     ),
-    "a file is cut short": (cut_short, r"model-00001-of-\d+\.safetensors: cannot be read \(.*\); copy it again"),
+    "a file is truncated": (truncate, r"model-00001-of-\d+\.safetensors: cannot be read \(.*\); copy it again"),
     "a file is something else": (
         lambda directory: first_file(directory).write_text("404: not found"),
         r"model-00001-of-\d+\.safetensors: cannot be read \(.*\); copy it again",
     ),
     "a tensor is missing": (drop_tensor, r"no file contains the weight transformer\.h\.1\.attn\.c_attn\.weight"),
-    "a tensor is not where the index says": (
+    "a tensor is not in the file that the index names": (
         drop_from_file,
         r"cannot be read \(.*transformer\.h\.1\.attn\.c_attn\.weight.*\); copy it again",
     ),
@@ -184,7 +184,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda directory: index_of(directory).unlink(),
         r"has model-00001-of-\d+\.safetensors, but neither .* nor .*index\.json; copy the index as well",
     ),
-    "the index is cut short": (
+    "the index is truncated": (
         lambda directory: index_of(directory).write_text('{"weight_map": {'),
         r"index\.json: not an index of weights \(.*\); copy it again",
     ),
@@ -193,10 +193,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         r"index\.json: not an index of weights",
     ),
     "the config is of another model": (
-        other_sizes,
-        r"the weight transformer\.wpe\.weight has the shape \(64, 32\), but the config says \(32, 32\); use the config",
+        change_sizes,
+        r"the weight transformer\.wpe\.weight has shape \(64, 32\), but the config implies \(32, 32\); use the config",
     ),
-    "weights in another format": (as_pickles, r"has pytorch_model\.bin, but neither .* in the safetensors format"),
+    "weights in another format": (save_as_pickle, r"has pytorch_model\.bin, but neither .* in the safetensors format"),
 }
 
 
@@ -207,7 +207,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def damaged(request: pytest.FixtureRequest, saved: Path, tmp_path: Path) -> tuple[Path, str]:
-    """A directory that was damaged, and what is said of it."""
+    """Damaged directory, and the message about it."""
     damage, message = DAMAGES[request.param]
     directory = tmp_path / "model"
     shutil.copytree(saved, directory)
@@ -216,7 +216,7 @@ def damaged(request: pytest.FixtureRequest, saved: Path, tmp_path: Path) -> tupl
 
 
 @pytest.mark.parametrize("damaged", DAMAGES, indirect=True)
-def test_directories_that_parts_cannot_be_read_from(damaged: tuple[Path, str]) -> None:
+def test_a_damaged_directory_is_refused_for_a_split_model(damaged: tuple[Path, str]) -> None:
     directory, message = damaged
     config = read_model_config(directory)
     with pytest.raises(ConfigError, match=f"^--model.*{message}"):
@@ -224,8 +224,8 @@ def test_directories_that_parts_cannot_be_read_from(damaged: tuple[Path, str]) -
 
 
 @pytest.mark.parametrize("damaged", DAMAGES, indirect=True)
-def test_directories_that_a_whole_model_cannot_be_read_from(damaged: tuple[Path, str]) -> None:
-    """No weight is drawn anew in silence."""
+def test_a_damaged_directory_is_refused_for_a_whole_model(damaged: tuple[Path, str]) -> None:
+    """Otherwise, transformers might silently initialize weights."""
     directory, _ = damaged
     with pytest.raises(ConfigError, match=f"^--model {directory}"):
         build_model(directory, read_model_config(directory), SEED)

@@ -1,4 +1,4 @@
-"""Which layers each stage gets."""
+"""Partitioning of layers into pipeline stages."""
 
 from collections.abc import Sequence
 from itertools import combinations, pairwise
@@ -20,7 +20,7 @@ from tests.support.properties import properties
 
 WIDTH = 16
 SMALL, LARGE = 100, 20_000
-"""Rows of a vocabulary: a head lighter than a decoder layer of this width, and one as heavy as a hundred of them."""
+"""Vocabulary sizes: the head is lighter than a decoder layer of this width, or as heavy as a hundred of them."""
 
 
 def gpt2(layers: int, vocabulary: int = LARGE, tied: bool = True) -> list[Any]:
@@ -31,7 +31,7 @@ def gpt2(layers: int, vocabulary: int = LARGE, tied: bool = True) -> list[Any]:
 
 
 def decoders(layers: Sequence[Any], bounds: Sequence[int]) -> list[int]:
-    """How many decoder layers each stage has."""
+    """Return the number of decoder layers of each stage."""
     return [sum(isinstance(layer, DecoderLayer) for layer in layers[i:j]) for i, j in pairwise(bounds)]
 
 
@@ -41,7 +41,7 @@ def parameters(layer: Any) -> int:
 
 
 def work(layers: Sequence[Any]) -> list[float]:
-    """What "balanced" makes equal: weights that are multiplied with; embeddings, which stand first, count a tenth."""
+    """Return the costs that "balanced" balances: the size of each layer, or a tenth of it for embeddings."""
     first = next(index for index, layer in enumerate(layers) if isinstance(layer, DecoderLayer))
     return [parameters(layer) * (LOOKUP if index < first else 1.0) for index, layer in enumerate(layers)]
 
@@ -60,12 +60,12 @@ def test_a_heavy_head_leaves_its_stage_fewer_layers(tied: bool) -> None:
     assert decoders(layers, partition_by("balanced")(layers, 2)) == [8, 0]
 
 
-def test_a_light_head_leaves_them_equal() -> None:
+def test_a_light_head_leaves_stages_equal() -> None:
     layers = gpt2(8, SMALL)
     assert decoders(layers, partition_by("balanced")(layers, 2)) == [4, 4]
 
 
-def test_by_parameters_the_embedding_weighs_as_much_as_the_head() -> None:
+def test_partition_by_parameters_counts_the_embedding_as_much_as_the_head() -> None:
     layers = gpt2(8, vocabulary=2000)
     assert decoders(layers, partition_by("parameters")(layers, 3)) == [0, 8, 0]
     assert decoders(layers, partition_by("balanced")(layers, 3)) == [4, 4, 0]
@@ -86,7 +86,7 @@ def test_every_layer_is_in_one_stage(data: st.DataObject, layers: list[Any], met
 
 @properties
 @given(st.data(), models)
-def test_no_other_cut_has_a_lighter_heaviest_stage(data: st.DataObject, layers: list[Any]) -> None:
+def test_balanced_minimizes_the_heaviest_stage(data: st.DataObject, layers: list[Any]) -> None:
     stages = data.draw(st.integers(2, min(4, sum(isinstance(layer, DecoderLayer) for layer in layers))))
     costs, last = work(layers), len(layers)
     cuts = ((0, *inner, last) for inner in combinations(range(1, last), stages - 1))
@@ -96,7 +96,7 @@ def test_no_other_cut_has_a_lighter_heaviest_stage(data: st.DataObject, layers: 
 
 @properties
 @given(st.lists(st.integers(1, 3), max_size=2), st.integers(0, 3), st.integers(0, 3), st.booleans())
-def test_given_counts(inner: list[int], first: int, last: int, tied: bool) -> None:
+def test_explicit_counts_are_used(inner: list[int], first: int, last: int, tied: bool) -> None:
     counts = (first, *inner, last)
     if sum(counts) == 0:
         return
@@ -107,11 +107,11 @@ def test_given_counts(inner: list[int], first: int, last: int, tied: bool) -> No
 
 
 @pytest.mark.parametrize("counts", [(4,), (2, 1, 1), (2, 3), (2, 1), (0, 0)])
-def test_counts_that_do_not_fit(counts: tuple[int, ...]) -> None:
+def test_counts_that_do_not_fit_are_refused(counts: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match=r'partition: \[.*\] \(allowed: 2 numbers.* of 4 decoder .* or "balanced"'):
         partition_by(counts)(gpt2(4, SMALL), 2)
 
 
-def test_a_stage_between_others_without_layers() -> None:
+def test_an_inner_stage_without_layers_is_refused() -> None:
     with pytest.raises(ConfigError, match="only the first and the last stage may have 0"):
         partition_by((2, 0, 2))(gpt2(4, SMALL), 3)

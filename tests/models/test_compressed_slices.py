@@ -1,4 +1,4 @@
-"""Compression beside tensor parallelism: what all slices hold goes uncompressed, and stays equal to the bit."""
+"""Compression with tensor parallelism: replicated parameters are sent uncompressed, and stay bit-identical."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,40 +15,40 @@ from tests.support.forks import run_forks
 
 
 @dataclass(frozen=True)
-class Seen:
-    """Losses; the parameters that all slices hold, by name; the names of those that went uncompressed."""
+class Outcome:
+    """Losses, replicated parameters by name, and names of the parameters that are sent uncompressed."""
 
     losses: list[float]
-    shared: dict[str, list[float]]
-    raw: set[str]
+    replicated: dict[str, list[float]]
+    uncompressed: set[str]
 
 
-def train_all(rank: int, *runs: Run) -> list[Seen]:
+def train_all(rank: int, *runs: Run) -> list[Outcome]:
     return [train_one(run) for run in runs]
 
 
-def train_one(run: Run) -> Seen:
+def train_one(run: Run) -> Outcome:
     engine = start(run)
-    losses, shared = train(engine, run), {}
+    losses, replicated = train(engine, run), {}
     for name, parameter in engine.module.named_parameters():
         if not is_model_parallel_parameter(parameter):
             with deepspeed.zero.GatheredParameters([parameter] if hasattr(parameter, "ds_id") else []):
-                shared[name] = parameter.detach().flatten().tolist()
+                replicated[name] = parameter.detach().flatten().tolist()
     reducer = engine.compression.reducer
-    raw = {name for name in engine.param_names.values() if name not in reducer.messages.channel_of}
+    uncompressed = {name for name in engine.param_names.values() if name not in reducer.messages.channel_of}
     finish(engine)
-    return Seen(losses, shared, raw)
+    return Outcome(losses, replicated, uncompressed)
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_what_slices_share_stays_equal(stage: int, tmp_path: Path) -> None:
+def test_replicated_parameters_stay_equal(stage: int, tmp_path: Path) -> None:
     parallelism = {"zero_stage": stage, "tensor": 2}
     section = {SECTION: {"parallelism": parallelism, "gradients": {"bits": 4, "block_size": 32}}}
     models = [write_config(tmp_path / family, family) for family in ("gpt2", "qwen3")]
     runs = [Run(model, Layout(tensor=2), stage, steps=8, data=2, extra=section) for model in models]
-    for seen in zip(*run_forks(4, train_all, *runs), strict=True):
-        assert seen[0].shared
-        assert seen[0].raw == set(seen[0].shared)
-        assert all(rank.shared == seen[0].shared for rank in seen)
-        # The same four batches come twice.
-        assert all(sum(rank.losses[4:]) < sum(rank.losses[:4]) - 0.3 for rank in seen)
+    for ranks in zip(*run_forks(4, train_all, *runs), strict=True):
+        assert ranks[0].replicated
+        assert ranks[0].uncompressed == set(ranks[0].replicated)
+        assert all(rank.replicated == ranks[0].replicated for rank in ranks)
+        # The same four batches are trained twice.
+        assert all(sum(rank.losses[4:]) < sum(rank.losses[:4]) - 0.3 for rank in ranks)

@@ -1,4 +1,4 @@
-"""From a pretrained directory into any layout, through some steps, and back into one that transformers loads."""
+"""A model is loaded in any layout, trained, and saved as a directory that transformers loads."""
 
 import json
 from dataclasses import dataclass, replace
@@ -28,20 +28,20 @@ Logits = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Seen:
-    """`logits` of the trained model, as far as this rank sees them: some, all or none of the vocabulary."""
+class Outcome:
+    """Replica of this rank, and its part of the trained model's logits; None if it has none."""
 
     replica: int
     logits: Logits | None
 
 
-def train_and_save(rank: int, run: Run, target: Path, file_bytes: int) -> Seen:
+def train_and_save(rank: int, run: Run, target: Path, file_bytes: int) -> Outcome:
     export.FILE_BYTES = file_bytes
     engine = start(run)
     train(engine, run)
     save_pretrained(engine, read_model_config(run.model), target)
-    # Afterwards: saving leaves the model as it was.
-    return Seen(engine.data_parallel_group.rank(), logits_of(engine, run))
+    # The logits are computed last, because saving must not change the model.
+    return Outcome(engine.data_parallel_group.rank(), logits_of(engine, run))
 
 
 def logits_of(engine: Any, run: Run) -> Logits | None:
@@ -56,14 +56,17 @@ def logits_of(engine: Any, run: Run) -> Logits | None:
 
 
 def round_trip(run: Run, target: Path, file_bytes: int = 40_000, timeout: float = 120) -> Logits:
-    """Logits of the model in its layout; what it was saved as is in `target`."""
+    """Train in the layout of `run`, save to `target`, and return the logits."""
     ranks = run_forks(run.ranks, train_and_save, run, target, file_bytes, timeout=timeout)
-    parts = [seen.logits for seen in ranks if seen.replica == 0 and seen.logits is not None]
+    parts = [rank.logits for rank in ranks if rank.replica == 0 and rank.logits is not None]
     return parts[0] if parts[0].shape[-1] == VOCABULARY else np.concatenate(parts, axis=-1)
 
 
 def check(directory: Path, run: Run, logits: Logits, tolerance: float = 1e-5) -> Any:
-    """Logits are about 1 to 10, so 1e-5 is a few of the last of 24 bits: ranks add in another order."""
+    """Check that transformers loads a model with these logits from `directory`.
+
+    Logits are about 1 to 10, so 1e-5 is a few units in the last place: ranks add in another order.
+    """
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
     with torch.no_grad():
         mine = model(input_ids=random_tokens(ROWS, seed=9)).logits.float().numpy()
@@ -91,7 +94,7 @@ def check_generation(model: Any, logits: Logits) -> None:
 
 
 def check_index(directory: Path, model: Any) -> None:
-    """As many files as were needed, and an index that says where everything is."""
+    """Check that the index names the file of every weight, and no other files are left."""
     index = json.loads((directory / "model.safetensors.index.json").read_text())
     files = sorted(file.name for file in directory.glob("*.safetensors"))
     assert sorted(set(index["weight_map"].values())) == files
@@ -104,15 +107,15 @@ def check_index(directory: Path, model: Any) -> None:
 CASES = {
     "zero 3": ("llama", True, Run(Path(), WHOLE, stage=3, data=2)),
     "zero 2, gpt2": ("gpt2", True, Run(Path(), WHOLE, stage=2, data=2)),
-    "slices": ("phi3", False, Run(Path(), SLICES)),
-    "slices, gemma2": ("gemma2", True, Run(Path(), SLICES)),
-    "stages": ("gpt_neox", False, Run(Path(), STAGES, stage=1)),
-    "slices x zero 3": ("gpt2", False, Run(Path(), SLICES, stage=3, data=2)),
+    "tensor": ("phi3", False, Run(Path(), SLICES)),
+    "tensor, gemma2": ("gemma2", True, Run(Path(), SLICES)),
+    "pipeline": ("gpt_neox", False, Run(Path(), STAGES, stage=1)),
+    "tensor x zero 3": ("gpt2", False, Run(Path(), SLICES, stage=3, data=2)),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_round_trip(case: str, tmp_path: Path) -> None:
+def test_a_trained_model_survives_export(case: str, tmp_path: Path) -> None:
     family, tied, run = CASES[case]
     run = replace(run, model=save_model(tmp_path / "before", family, tied))
     logits = round_trip(run, tmp_path / "after")
@@ -124,29 +127,28 @@ def test_round_trip(case: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("gpt2", True)])
-def test_round_trip_of_eight_ranks(family: str, tied: bool, tmp_path: Path) -> None:
+def test_a_model_of_eight_ranks_survives_export(family: str, tied: bool, tmp_path: Path) -> None:
     run = Run(save_model(tmp_path / "before", family, tied), BOTH, stage=1, data=2)
     logits = round_trip(run, tmp_path / "after", timeout=500)
     check_generation(check(tmp_path / "after", run, logits), logits)
 
 
-def test_bf16_to_the_bit(tmp_path: Path) -> None:
-    """Stages compute in bf16 just as the whole model that is loaded in the type that it was saved in."""
+def test_a_bf16_model_survives_export_bit_for_bit(tmp_path: Path) -> None:
+    """Pipeline stages compute the same in bf16 as the whole model that transformers loads."""
     run = Run(save_model(tmp_path / "before", "llama"), STAGES, stage=1, extra=BF16)
     logits = round_trip(run, tmp_path / "after")
     model = check(tmp_path / "after", run, logits, tolerance=0.0)
     assert model.dtype == torch.bfloat16
 
 
-def test_one_file_takes_the_place_of_several(tmp_path: Path) -> None:
-    """Over the directory that the model came from, whose files go."""
+def test_one_file_replaces_several_old_ones(tmp_path: Path) -> None:
     source, target = save_model(tmp_path / "before", "gpt2"), save_model(tmp_path / "after", "gpt2")
     run = Run(source, STAGES, stage=1)
     check(target, run, round_trip(run, target, file_bytes=10**9))
     assert [file.name for file in target.glob("model*")] == ["model.safetensors"]
 
 
-# Directories that others saved
+# Directories saved by transformers
 
 
 def loaded(directory: Path) -> dict[str, torch.Tensor]:
@@ -164,7 +166,7 @@ def check_loaded(directory: Path, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize("head", ["embed_out.weight", "lm_head.weight"])
-def test_both_names_of_the_head_of_gpt_neox(head: str, tmp_path: Path) -> None:
+def test_both_names_of_the_gpt_neox_head_are_loaded(head: str, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(save_model(tmp_path / "files", "gpt_neox", tied=False))
     model.save_pretrained(tmp_path / "one")
     file = tmp_path / "one" / "model.safetensors"
@@ -175,14 +177,14 @@ def test_both_names_of_the_head_of_gpt_neox(head: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neox"])
-def test_a_model_saved_without_its_head(family: str, tmp_path: Path) -> None:
+def test_a_model_saved_without_its_head_is_loaded(family: str, tmp_path: Path) -> None:
     whole = save_model(tmp_path / "whole", family, tied=True)
     AutoModel.from_pretrained(whole).save_pretrained(tmp_path / "backbone")
     assert names(tmp_path / "backbone") != names(whole)
     check_loaded(tmp_path / "backbone", AutoModelForCausalLM.from_pretrained(whole))
 
 
-def test_weights_saved_in_bf16(tmp_path: Path) -> None:
+def test_weights_saved_in_bf16_are_loaded(tmp_path: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(save_model(tmp_path / "a", "gpt2"), dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "b")
     check_loaded(tmp_path / "b", model.float())

@@ -1,4 +1,4 @@
-"""Training in every layout equals training in a single process: the same new weights, the same losses."""
+"""Training in every layout equals training in a single process: the same initial weights and the same losses."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -21,32 +21,32 @@ from tests.models.runs import (
     ROWS,
     SEED,
     Run,
-    differences,
     expected_names,
     finish,
     start,
     stepper_of,
     train,
     train_alone,
+    weight_names,
 )
 from tests.support.forks import run_forks
 
 TOLERANCE = 5e-6
-"""Of losses from 4 to 6, where the last of 24 bits is 4.8e-7: ten of them.
+"""Tolerance of losses: ten units in the last place, which are 4.8e-7 each for losses from 4 to 6.
 
-Ranks add the same products in another order, and every sum rounds; over 20 steps one process in fp32 differs from
-itself in fp64 by two of them. A wrong gradient, norm or weight shows from 1e-4 on.
+Ranks add the same products in another order, and every sum rounds. Over 20 steps, one process in fp32 differs from fp64
+by two units. A wrong gradient, norm or weight makes a difference of at least 1e-4.
 """
 
 TIED = (True, False)
 STAGES, SLICES, BOTH = Layout(pipeline=2), Layout(tensor=2), Layout(tensor=2, pipeline=2)
 MIDDLE = Layout(pipeline=3)
-"""With a stage that has neither embedding nor head."""
+"""Layout with a stage that has neither the embedding nor the head."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank saw. `wrong`: of the weights that it had a part of, those that were not as in a single process."""
+    """Results of one rank. `wrong` names its initial weights that differ from those of a single process."""
 
     losses: list[float]
     weights: set[str]
@@ -60,7 +60,7 @@ def train_all(rank: int, *runs: Run) -> list[Outcome]:
 
 def train_one(run: Run) -> Outcome:
     engine, calls = start(run), []
-    weights, wrong = differences(engine, run)
+    weights, wrong = weight_names(engine, run)
     attention = family_of(read_model_config(run.model)).attention
     for name, module in engine.module.named_modules():
         if name.rpartition(".")[2] == attention:
@@ -71,7 +71,7 @@ def train_one(run: Run) -> Outcome:
 
 
 def check(run: Run, ranks: Iterable[Outcome]) -> None:
-    """The losses are of the mean over the global batch, so every rank has the same."""
+    """Compare all ranks with a single process. All have the same losses: means over the global batch."""
     ranks, (alone, _) = list(ranks), train_alone(run)
     assert set().union(*(rank.weights for rank in ranks)) == expected_names(run)
     assert set().union(*(rank.wrong for rank in ranks)) == set()
@@ -83,10 +83,10 @@ def zero_stage(layout: Layout) -> int:
     return 1 if layout.pipeline > 1 else 0
 
 
-@pytest.mark.parametrize("layout", [STAGES, SLICES], ids=["stages", "slices"])
+@pytest.mark.parametrize("layout", [STAGES, SLICES], ids=["pipeline", "tensor"])
 @pytest.mark.parametrize("family", MODELS)
-def test_two_ranks(family: str, layout: Layout, tmp_path: Path) -> None:
-    """Activation checkpointing makes every attention compute twice, and losses that are equal to the bit."""
+def test_two_ranks_match_a_single_process(family: str, layout: Layout, tmp_path: Path) -> None:
+    """With activation checkpointing, every attention is computed twice, and the losses have the same bits."""
     tied, untied = (Run(write_config(tmp_path / str(tie), family, tie), layout, zero_stage(layout)) for tie in TIED)
     again = replace(tied, layout=replace(layout, recompute=True))
     ranks = run_forks(2, train_all, tied, untied, again)
@@ -98,7 +98,7 @@ def test_two_ranks(family: str, layout: Layout, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_two_slices_of_two_replicas(stage: int, tmp_path: Path) -> None:
+def test_tensor_and_data_parallelism_match_a_single_process(stage: int, tmp_path: Path) -> None:
     models = write_config(tmp_path / "a", "gpt2", tied=True), write_config(tmp_path / "b", "llama", tied=False)
     runs = [Run(model, SLICES, stage, steps=4, accumulation=2, data=2) for model in models]
     ranks = run_forks(4, train_all, *runs)
@@ -108,8 +108,8 @@ def test_two_slices_of_two_replicas(stage: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_eight_ranks_over_twenty_steps(tmp_path: Path) -> None:
-    """Clipping acts in all of them: single processes' gradients are longer than 1 at first."""
+def test_eight_ranks_match_a_single_process_over_twenty_steps(tmp_path: Path) -> None:
+    """Gradients are clipped: their norm is above 1 at first."""
     kinds = [(family, tied) for family in ("gpt2", "llama") for tied in TIED]
     models = [write_config(tmp_path / f"{family}-{tied}", family, tied) for family, tied in kinds]
     runs = [Run(model, BOTH, stage=1, steps=20, accumulation=2, data=2) for model in models]
@@ -121,7 +121,7 @@ def test_eight_ranks_over_twenty_steps(tmp_path: Path) -> None:
         assert losses[-1] < losses[0] - 0.3
 
 
-def test_stages_without_decoder_layers(tmp_path: Path) -> None:
+def test_stages_without_decoder_layers_match_a_single_process(tmp_path: Path) -> None:
     models = write_config(tmp_path / "a", "gpt2", tied=True), write_config(tmp_path / "b", "llama", tied=False)
     uneven = [Layout(pipeline=2, partition=counts) for counts in ((3, 0), (0, 3))]
     runs = [Run(model, layout, stage=1) for model in models for layout in uneven]
@@ -130,7 +130,7 @@ def test_stages_without_decoder_layers(tmp_path: Path) -> None:
         check(run, outcomes)
 
 
-def test_stages_without_zero(tmp_path: Path) -> None:
+def test_a_pipeline_without_zero_matches_a_single_process(tmp_path: Path) -> None:
     run = Run(write_config(tmp_path, "gpt2"), STAGES, stage=0, clip=0.0)
     check(run, [outcome for (outcome,) in run_forks(2, train_all, run)])
 
@@ -139,13 +139,13 @@ def test_stages_without_zero(tmp_path: Path) -> None:
 
 
 def padded_batches() -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Micro-batches of one step: (tokens, mask, labels), with padding left and right."""
+    """Return the micro-batches (tokens, mask, labels) of one step, one padded on the left and one on the right."""
     pairs = [(random_tokens(ROWS, seed=seed), padded(side, ROWS)) for seed, side in enumerate(("left", "right"))]
     return [(tokens, mask, tokens.masked_fill(mask == 0, -100)) for tokens, mask in pairs]
 
 
 def train_padded(rank: int, *runs: Run) -> list[list[float]]:
-    """Of each run, the mean loss of the micro-batches in three steps."""
+    """Return the mean loss of the micro-batches in each step, for each run."""
     return [step_padded(start(run), run) for run in runs]
 
 
@@ -185,9 +185,9 @@ def step_padded_alone(run: Run) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("layout", [MIDDLE, SLICES, BOTH], ids=["stages", "slices", "both"])
-def test_training_with_padding(layout: Layout, tmp_path: Path) -> None:
-    """With stages, each micro-batch is a pair of tokens and mask, and the mask goes from stage to stage."""
+@pytest.mark.parametrize("layout", [MIDDLE, SLICES, BOTH], ids=["pipeline", "tensor", "both"])
+def test_padded_batches_match_a_single_process(layout: Layout, tmp_path: Path) -> None:
+    """In a pipeline, each micro-batch is a pair of tokens and mask, and the mask is passed from stage to stage."""
     runs = [
         Run(write_config(tmp_path / family, family), layout, zero_stage(layout), accumulation=2)
         for family in ("gpt2", "mistral")
@@ -205,7 +205,7 @@ DROPOUT: dict[str, Any] = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 
 
 @dataclass(frozen=True)
 class Dropped:
-    """What a rank saw in training with dropout. `shared`: parameters of layers that are not split."""
+    """Results of one rank trained with dropout. `shared` are the parameters of layers that are not split."""
 
     stage: int
     replica: int
@@ -214,7 +214,7 @@ class Dropped:
 
 
 def same_text() -> Windows:
-    """Every window is the same text, so that losses of data-parallel ranks differ by dropout alone."""
+    """Return windows of the same text, so that losses of data-parallel ranks differ only because of dropout."""
     tokens = random_tokens(1)[0].numpy()
     return Windows(SimpleNamespace(tokens=tokens), ((0, LENGTH),), LENGTH)  # type: ignore[arg-type]
 
@@ -248,19 +248,19 @@ def check_dropped(ranks: Iterable[Dropped], replicas: int) -> None:
     assert len({tuple(rank.losses) for rank in ranks}) == replicas
 
 
-def test_dropout_of_slices_and_replicas(tmp_path: Path) -> None:
-    """Tensor neighbors drop the same, or what they hold in common would part; replicas drop differently."""
+def test_dropout_is_equal_in_tensor_groups_and_different_in_replicas(tmp_path: Path) -> None:
+    """If tensor-parallel ranks dropped different elements, their replicated parameters would diverge."""
     run = Run(write_config(tmp_path, "gpt2", **DROPOUT), SLICES, stage=1, data=2)
     check_dropped([dropped for (dropped,) in run_forks(run.ranks, drop, run)], replicas=2)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_dropout_of_eight_ranks(tmp_path: Path) -> None:
+def test_dropout_of_eight_ranks_survives_recomputation(tmp_path: Path) -> None:
     run = Run(write_config(tmp_path, "gpt2", **DROPOUT), BOTH, stage=1, data=2)
     again = replace(run, layout=replace(BOTH, recompute=True))
     ranks = run_forks(run.ranks, drop, run, again, timeout=500)
     for outcomes in zip(*ranks, strict=True):
         check_dropped(outcomes, replicas=2)
     for plain, recomputed in ranks:
-        assert recomputed.losses == plain.losses, "what is computed again drops the same"
+        assert recomputed.losses == plain.losses, "recomputed activations have another dropout"

@@ -1,4 +1,4 @@
-"""A rank never holds more than what it keeps and one tensor besides."""
+"""Loading needs at most the memory of this rank's shard and one more tensor."""
 
 import gc
 import weakref
@@ -22,11 +22,11 @@ from tests.models.runs import SEED
 from tests.support.forks import run_forks
 
 SMALL = 1024
-"""Bytes of tables of rotations and of numbers that are tensors for a moment."""
+"""Bytes of rotary tables and short-lived scalar tensors."""
 
 
-class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of all tensors on the CPU that operations inside meet, until they are freed."""
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Mode that counts the bytes of all live CPU tensors that operations have used or made."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -34,13 +34,13 @@ class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seen: set[int] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Tensors that are read from files are made outside: they are met when they are used.
-        self._meet((args, kwargs))
+        # Tensors that are read from files are not made by an operation, so they are counted when they are used.
+        self._count_all((args, kwargs))
         result = function(*args, **(kwargs or {}))
-        self._meet(result)
+        self._count_all(result)
         return result
 
-    def _meet(self, values: Any) -> None:
+    def _count_all(self, values: Any) -> None:
         for tensor in tree_leaves(values):
             if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
                 self._count(tensor.untyped_storage())
@@ -58,8 +58,8 @@ class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.bytes -= size
 
 
-def test_the_count_follows_what_is_freed() -> None:
-    with Alive() as alive:
+def test_live_bytes_drop_when_tensors_are_freed() -> None:
+    with LiveBytes() as alive:
         kept = torch.zeros(100)
         dropped = kept + 1
         view = dropped[:3]
@@ -72,7 +72,7 @@ def test_the_count_follows_what_is_freed() -> None:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Bytes that a rank keeps, that are alive after loading, and that were alive at a time, at most."""
+    """Bytes of a rank's shard, live bytes after loading, and peak live bytes."""
 
     shard: int
     after: int
@@ -82,7 +82,7 @@ class Loaded:
 def load(rank: int, path: Path, layout: Layout) -> Loaded:
     deepspeed.init_distributed("gloo")
     config = read_model_config(path)
-    with Alive() as alive:
+    with LiveBytes() as alive:
         module = build_parallel(path, config, SEED, layout)
         gc.collect()
     shard = sum(parameter.untyped_storage().nbytes() for parameter in module.parameters())
@@ -91,10 +91,10 @@ def load(rank: int, path: Path, layout: Layout) -> Loaded:
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize(
-    "layout", [Layout(pipeline=2, partition="uniform"), Layout(tensor=2)], ids=["stages", "slices"]
+    "layout", [Layout(pipeline=2, partition="uniform"), Layout(tensor=2)], ids=["pipeline", "tensor"]
 )
-def test_peak_of_loading(family: str, layout: Layout, tmp_path: Path) -> None:
-    """Embedding and head are the largest tensors, and the head comes last, when all else is there."""
+def test_peak_memory_of_loading_is_the_shard_and_one_tensor(family: str, layout: Layout, tmp_path: Path) -> None:
+    """The embedding and the head are the largest tensors, and the head is loaded last."""
     path = save_model(tmp_path, family, tied=False, vocab_size=600)
     sizes = [parameter.numel() * 4 for parameter in build_skeleton(read_model_config(path)).parameters()]
     for rank in run_forks(2, load, path, layout):
@@ -103,7 +103,7 @@ def test_peak_of_loading(family: str, layout: Layout, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_skeleton_has_the_tables_of_the_model(family: str, tmp_path: Path) -> None:
+def test_a_filled_skeleton_equals_the_model(family: str, tmp_path: Path) -> None:
     check_tables(save_model(tmp_path, family))
 
 
@@ -122,16 +122,16 @@ ROTATIONS = {
 
 
 @pytest.mark.parametrize("kind", ROTATIONS)
-def test_tables_of_stretched_rotations(kind: str, tmp_path: Path) -> None:
+def test_a_filled_skeleton_has_the_scaled_rotary_tables_of_the_model(kind: str, tmp_path: Path) -> None:
     check_tables(save_model(tmp_path, "llama", rope_parameters=ROTATIONS[kind] | {"rope_theta": 1e4}))
 
 
 def check_tables(path: Path) -> None:
-    """Buffers and weights, filled in without any group, are those of the model that transformers loads."""
+    """Check that buffers and weights of a filled skeleton equal those of the model that transformers loads."""
     config = read_model_config(path)
     whole, filled = build_model(path, config, SEED), build_skeleton(config)
     fill(filled, open_source(path, filled, SEED))
     for mine, theirs in ((filled.buffers(), whole.buffers()), (filled.parameters(), whole.parameters())):
-        for made, wanted in zip(mine, theirs, strict=True):
-            assert torch.equal(made, wanted)
-            assert made.dtype == wanted.dtype
+        for found, expected in zip(mine, theirs, strict=True):
+            assert torch.equal(found, expected)
+            assert found.dtype == expected.dtype

@@ -1,4 +1,4 @@
-"""GPT-2 of transformers as megatron-core's GPTModel, and back: the same function, and the same bits."""
+"""Conversion of GPT-2 between transformers and megatron-core's GPTModel keeps its function and its bits."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from tests.models.families import LENGTH, random_tokens, save_model
 from tests.support.forks import run_forks
 from tests.support.megatron import start
 
-# What two ranks can divide.
 EVEN = {"vocab_size": 98, "n_inner": 46}
 FOUR_LAYERS = {**EVEN, "n_layer": 4}
 VIRTUAL = "virtual_pipeline_model_parallel_size"
@@ -31,7 +30,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
 
 
 def make(config: Any, chunk: int | None = None, **layout: Any) -> Any:
-    """This rank's part of GPTModel, or its model chunk, with weights of its own."""
+    """Return this rank's part of GPTModel, or one of its model chunks, with new weights."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -50,7 +49,7 @@ def make(config: Any, chunk: int | None = None, **layout: Any) -> Any:
 
 
 def convert(rank: int, source: Path, target: Path, layout: dict[str, int]) -> Any:
-    """Into this layout and back; logits of the whole model where a stage is one."""
+    """Load the model in this layout and save it again; return its logits if it has no pipeline."""
     start(**layout)
     config = read_model_config(source)
     chunks = [make(config, chunk, **layout) for chunk in (range(layout[VIRTUAL]) if VIRTUAL in layout else (None,))]
@@ -77,7 +76,7 @@ def tensors(directory: Path) -> dict[str, Tensor]:
     ("name", "tied"),
     [("whole", True), ("tensor", False), ("pipeline", False), ("interleaved", True), ("both", True)],
 )
-def test_there_and_back(tmp_path: Path, name: str, tied: bool) -> None:
+def test_a_round_trip_keeps_all_bits_and_logits(tmp_path: Path, name: str, tied: bool) -> None:
     source = save_model(tmp_path / "source", "gpt2", tied, **(FOUR_LAYERS if name == "interleaved" else EVEN))
     target, layout = tmp_path / "target", LAYOUTS[name]
     ranks = max(1, layout.get("tensor_model_parallel_size", 1) * layout.get("pipeline_model_parallel_size", 1))
@@ -89,12 +88,12 @@ def test_there_and_back(tmp_path: Path, name: str, tied: bool) -> None:
     with torch.no_grad():
         theirs = loaded(input_ids=random_tokens(2, seed=9)).logits
     for logits in found:
-        # About 1 to 10: a few of the last of 24 bits.
+        # Logits are about 1 to 10, so this is a few units in the last place.
         assert logits is None or abs(logits - theirs.numpy()).max() <= 1e-5
 
 
 def with_new_weights(rank: int, directory: Path) -> list[tuple[int, ...]]:
-    """Shapes that do not fit, told; then new weights, those of a single process."""
+    """Check that new weights equal those of a single process, and that other shapes and parameters are refused."""
     start()
     config = read_model_config(directory / "config.json")
     model = make(config)
@@ -104,7 +103,7 @@ def with_new_weights(rank: int, directory: Path) -> list[tuple[int, ...]]:
     assert torch.equal(model.embedding.word_embeddings.weight, theirs.transformer.wte.weight)
     config.n_positions = 32
     with pytest.raises(
-        UnsupportedError, match=r"transformer\.wpe\.weight gives \(32, 32\), where GPTModel has \(64, 32"
+        UnsupportedError, match=r"transformer\.wpe\.weight has shape \(32, 32\), but GPTModel expects \(64, 32"
     ):
         load_weights([model], directory / "config.json", config)
     model.decoder.layers[0].extra = torch.nn.Linear(2, 2)
@@ -113,12 +112,12 @@ def with_new_weights(rank: int, directory: Path) -> list[tuple[int, ...]]:
     return []
 
 
-def test_new_weights_and_what_does_not_fit(tmp_path: Path) -> None:
+def test_new_weights_are_loaded_and_mismatches_are_refused(tmp_path: Path) -> None:
     run_forks(1, with_new_weights, save_model(tmp_path, "gpt2", **EVEN))
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "message"),
     [
         (LlamaConfig(), '/model_type is "llama" (allowed: gpt2)'),
         (GPT2Config(activation_function="silu"), '/activation_function is "silu" (allowed: gelu_new, '),
@@ -126,7 +125,7 @@ def test_new_weights_and_what_does_not_fit(tmp_path: Path) -> None:
         (GPT2Config(embd_pdrop=0.0), "/embd_pdrop is 0.0 (allowed: 0.1, as /resid_pdrop)"),
     ],
 )
-def test_what_megatron_would_compute_otherwise_is_refused(config: Any, told: str) -> None:
+def test_a_config_that_megatron_cannot_represent_is_refused(config: Any, message: str) -> None:
     with pytest.raises(UnsupportedError) as raised:
         gpt_options(config)
-    assert told in str(raised.value)
+    assert message in str(raised.value)

@@ -1,4 +1,4 @@
-"""docs/parallelism.md: its program runs, and its tables know all families."""
+"""docs/parallelism.md: its program runs, and its table has all families."""
 
 import os
 import re
@@ -22,7 +22,7 @@ def run_program(rank: int, program: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_program_of_the_page(tmp_path: Path) -> None:
+def test_the_program_of_the_page_runs(tmp_path: Path) -> None:
     (program,) = re.findall(r"^```python\n(.+?)^```", PAGE, re.DOTALL | re.MULTILINE)
     assert OUTPUT in program
     run_forks(8, run_program, program.replace(OUTPUT, str(tmp_path)), timeout=400)

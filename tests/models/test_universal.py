@@ -1,4 +1,4 @@
-"""Checkpoints of models in parts: in the same layout, and what DeepSpeed's universal ones allow across layouts."""
+"""Checkpoints of split models: resuming in the same layout, and in others by DeepSpeed's universal checkpoints."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +17,9 @@ from tests.support.forks import RankError, run_forks
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SAVED = 2
-"""Steps before the checkpoint; as many follow."""
+"""Steps before the checkpoint. The same number of steps follows."""
 ROUNDING = 5e-6
-"""As in test_layouts: sums in another order."""
+"""Tolerance of losses, as in test_layouts."""
 UNIVERSAL = {"checkpoint": {"load_universal": True}}
 SLICES, STAGES, BOTH = Layout(tensor=2), Layout(pipeline=2), Layout(tensor=2, pipeline=2)
 
@@ -31,7 +31,7 @@ def steps(engine: Any, run: Run, first: int, last: int) -> list[float]:
 
 
 def save(rank: int, run: Run, directory: str) -> list[float]:
-    """Losses after the checkpoint."""
+    """Train, save a checkpoint, and return the losses after it."""
     engine = start(run)
     steps(engine, run, 0, SAVED)
     engine.save_checkpoint(directory)
@@ -41,7 +41,7 @@ def save(rank: int, run: Run, directory: str) -> list[float]:
 
 
 def resume(rank: int, run: Run, directory: str) -> list[float]:
-    """The same, of an engine with new weights until it loads the checkpoint."""
+    """Load the checkpoint into a new engine, and return the losses after it."""
     engine = start(run)
     engine.load_checkpoint(directory)
     losses = steps(engine, run, SAVED, run.steps)
@@ -59,8 +59,8 @@ def on_all_ranks(work: Any, run: Run, directory: Path) -> list[float]:
     return results[0]
 
 
-def of_four_sequences(model: Path, layout: Layout, data: int, stage: int = 1) -> Run:
-    """The global batch is the same with one replica and with two."""
+def run_of(model: Path, layout: Layout, data: int, stage: int = 1) -> Run:
+    """Return a run whose global batch is the same with one replica as with two."""
     return Run(model, layout, stage, steps=2 * SAVED, accumulation=2 // data, data=data)
 
 
@@ -73,11 +73,11 @@ def continued(
     tensor: int | None = None,
     **changes: Any,
 ) -> tuple[list[float], list[list[float]]]:
-    """Losses after the checkpoint of the run that goes on, and by way of a universal one, of those that load it."""
+    """Return the losses after the checkpoint: of the run that saved it, and of runs that load it as a universal one."""
     model = write_config(directory / "model", family, tied, **changes)
-    expected = on_all_ranks(save, of_four_sequences(model, *saved), directory)
+    expected = on_all_ranks(save, run_of(model, *saved), directory)
     run_forks(1, convert, str(directory), tensor)
-    runs = [replace(of_four_sequences(model, *found), extra=UNIVERSAL) for found in loaded]
+    runs = [replace(run_of(model, *found), extra=UNIVERSAL) for found in loaded]
     return expected, [on_all_ranks(resume, run, directory) for run in runs]
 
 
@@ -91,19 +91,19 @@ def test_resuming_in_the_same_layout_is_exact(tmp_path: Path) -> None:
     section = {"gradients": {"bits": 4, "block_size": 32}, "weights": {"bits": 4, "block_size": 32}}
     parallelism = {"zero_stage": 1, "tensor": 2, "pipeline": 2}
     model = write_config(tmp_path / "model", "gpt2")
-    run = replace(of_four_sequences(model, BOTH, 2), extra={SECTION: {"parallelism": parallelism, **section}})
+    run = replace(run_of(model, BOTH, 2), extra={SECTION: {"parallelism": parallelism, **section}})
     expected = on_all_ranks(save, run, tmp_path)
     assert on_all_ranks(resume, run, tmp_path) == expected
 
 
-def test_slices_can_be_joined_and_made(tmp_path: Path) -> None:
-    """Another tensor size, another number of replicas, and ZeRO 2 in place of 1."""
+def test_the_tensor_parallel_size_can_change(tmp_path: Path) -> None:
+    """The number of replicas and the ZeRO stage change as well."""
     whole = Layout()
     check(continued("llama", (SLICES, 2), (whole, 2, 1), (SLICES, 1, 2), directory=tmp_path / "joined"))
     check(continued("phi3", (whole, 1), (SLICES, 1, 1), directory=tmp_path / "made"))
 
 
-def test_stages_can_be_more_or_fewer(tmp_path: Path) -> None:
+def test_the_number_of_pipeline_stages_can_change(tmp_path: Path) -> None:
     check(continued("gpt2", (STAGES, 2), (Layout(pipeline=3), 1, 1), directory=tmp_path))
 
 
@@ -119,7 +119,7 @@ def test_stages_can_be_more_or_fewer(tmp_path: Path) -> None:
     ],
     ids=["to-none-from-stages", "to-stages-from-none", "to-zero0", "to-zero3", "gpt2-joined", "gpt2-cut"],
 )
-def test_what_is_refused(
+def test_an_unsupported_change_of_layout_is_refused(
     saved: tuple[Layout, int], loaded: tuple[Layout, int, int], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(RankError, match=f"StateError: .*{message}"):
@@ -127,34 +127,34 @@ def test_what_is_refused(
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_stages_of_slices(tied: bool, tmp_path: Path) -> None:
-    """DeepSpeed asks the first stage alone how weights are split, so it must know of all."""
+def test_a_pipeline_with_tensor_parallelism_can_change(tied: bool, tmp_path: Path) -> None:
+    """DeepSpeed asks only the first stage how weights are split, so that stage must know it for all stages."""
     loaded = [(BOTH, 1, 1), (STAGES, 2, 1), (Layout(pipeline=3), 1, 1)]
     check(continued("llama", (BOTH, 2), *loaded, directory=tmp_path, tied=tied))
 
 
 def test_tied_weights_are_taken_from_one_stage(tmp_path: Path) -> None:
-    """ZeRO cuts both copies at other places, where a stage has nothing else."""
+    """ZeRO partitions the two copies differently if a stage has no other layers."""
     uneven = Layout(pipeline=2, partition=(0, 3))
     check(continued("gpt2", (uneven, 2), (STAGES, 1, 1), directory=tmp_path, tied=True))
 
 
-def test_slices_of_gpt2_can_be_joined_and_made(tmp_path: Path) -> None:
-    """Its matrices are transposed where they are split; the converter is told the size of the run that follows."""
+def test_the_tensor_parallel_size_of_gpt2_can_change(tmp_path: Path) -> None:
+    """Split matrices of GPT-2 are transposed, so the converter needs the size of the run that loads the checkpoint."""
     check(continued("gpt2", (SLICES, 1), (Layout(), 2, 1), directory=tmp_path / "joined", tensor=1))
     check(continued("gpt2", (Layout(), 1), (SLICES, 1, 2), directory=tmp_path / "made", tensor=2))
 
 
-def test_what_compression_remembers_goes_with_it_in_the_same_layout(tmp_path: Path) -> None:
+def test_residuals_are_kept_in_the_same_layout_only(tmp_path: Path) -> None:
     section = {"parallelism": {"zero_stage": 1}, "gradients": {"bits": 4, "block_size": 32}}
     model = write_config(tmp_path / "model", "llama")
-    run = replace(of_four_sequences(model, Layout(), 2), extra={SECTION: section})
+    run = replace(run_of(model, Layout(), 2), extra={SECTION: section})
     expected = on_all_ranks(save, run, tmp_path)
     run_forks(1, convert, str(tmp_path))
     assert on_all_ranks(resume, replace(run, extra=UNIVERSAL | {SECTION: section}), tmp_path) == expected
-    # Of other layouts memories are not known: without them the first of these steps is the same, and no later one.
+    # Residuals of another layout are unknown. Without them, the first step is the same, and later steps are not.
     parallelism = {"parallelism": {"zero_stage": 1, "tensor": 2}}
-    other = of_four_sequences(model, SLICES, 2)
+    other = run_of(model, SLICES, 2)
     with pytest.raises(RankError, match=r'StateError: .*"on_missing_state": "reset"'):
         on_all_ranks(resume, replace(other, extra=UNIVERSAL | {SECTION: section | parallelism}), tmp_path)
     reset = {SECTION: section | parallelism | {"on_missing_state": "reset"}}

@@ -1,9 +1,9 @@
-"""A training program for tests of the agent, written for DeepSpeed alone. It records its steps and its result.
+"""Training program that does not know this package. It records its starts, its steps and its result.
 
 python agent_program.py --deepspeed FILE DIRECTORY STEPS
 
-Environment variables: PAUSE is a number of seconds to wait after each step, STAGES a number of pipeline stages, and
-HOLD a step after which the program waits until DIRECTORY/hold is removed.
+Environment variables: PAUSE, seconds after each step; STAGES, number of pipeline stages; HOLD, a step after which the
+program waits as long as DIRECTORY/hold exists.
 """
 
 import argparse
@@ -31,9 +31,8 @@ HOLD = int(os.environ.get("HOLD", "0"))
 STAGES = int(os.environ.get("STAGES", "1"))
 
 
-def record(**fields: object) -> None:
-    """Append a line with `fields` to the file of this rank."""
-    line = json.dumps({"rank": RANK, "time": time.time(), **fields}) + "\n"
+def record(**what: object) -> None:
+    line = json.dumps({"rank": RANK, "time": time.time(), **what}) + "\n"
     descriptor = os.open(options.directory / f"rank_{RANK}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     os.write(descriptor, line.encode())
     os.close(descriptor)
@@ -47,12 +46,12 @@ torch.manual_seed(0)
 layers = [nn.Linear(12, 31), nn.ReLU(), nn.Linear(31, 17), nn.ReLU(), nn.Linear(17, 1)]
 model = PipelineModule(layers, num_stages=STAGES, loss_fn=nn.MSELoss()) if STAGES > 1 else nn.Sequential(*layers)
 engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=options.deepspeed)
-size, place = BATCH // engine.dp_world_size, dist.get_rank(engine.seq_data_parallel_group)
+size, index = BATCH // engine.dp_world_size, dist.get_rank(engine.seq_data_parallel_group)
 record(first=engine.global_steps, world=engine.dp_world_size)
 
 
 def train(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Train one step, and return the loss."""
+    """Make one step, and return the loss."""
     if STAGES > 1:
         parts = engine.gradient_accumulation_steps()
         return engine.train_batch(zip(x.chunk(parts), y.chunk(parts), strict=True))
@@ -66,7 +65,7 @@ loss = torch.zeros(())
 for step in range(engine.global_steps, options.steps):
     x = torch.randn(BATCH, 12, generator=torch.Generator().manual_seed(step))
     y = x[:, :3].sum(dim=1, keepdim=True)
-    mine = slice(place * size, (place + 1) * size)
+    mine = slice(index * size, (index + 1) * size)
     loss = train(x[mine], y[mine])
     record(step=step + 1, loss=float(loss.detach()))
     time.sleep(PAUSE)

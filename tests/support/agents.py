@@ -1,4 +1,4 @@
-"""Jobs under the agent: their commands, their processes, and the records of their ranks."""
+"""Jobs with agents: their commands, the records that their ranks write, and their processes."""
 
 import contextlib
 import json
@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 PROGRAM = Path(__file__).parent / "agent_program.py"
 PATIENCE = 120.0
-"""Seconds to wait for a job, on a busy machine."""
+"""Time limit in seconds, on a machine that is busy with other things."""
 
 
 def write_config(directory: Path, stage: int = 1, every: int = 3, **changes: Any) -> Path:
-    """Write a configuration that saves checkpoints in `directory`, and return its path."""
+    """Write a configuration that saves checkpoints in `directory`."""
     section = {
         "gradients": {"bits": 4, "block_size": 32},
         "checkpointing": {"every": every, "directory": str(directory / "checkpoints"), "keep": 3},
@@ -37,14 +37,14 @@ def write_config(directory: Path, stage: int = 1, every: int = 3, **changes: Any
 
 
 def command(directory: Path, *options: str, steps: int = 20, ranks: int = 2, program: Path = PROGRAM) -> list[str]:
-    """Return the command of a job in `directory`, for which `write_config` has been called."""
+    """Return the command of a job in `directory`, which has a configuration of `write_config`."""
     own = ["--restarts", "5", "--ranks", str(ranks), "--grace", "10 s", *options]
     args = [str(program), "--deepspeed", str(directory / "ds_config.json"), str(directory), str(steps)]
     return [sys.executable, "-m", "deepspeed_compress.cli", "run", *own, *args]
 
 
 class Job:
-    """A running command with its output in the file `log`. Use it as a context, which kills the command at the end."""
+    """Running command with its output in the file `log`. At the end of the context, it is killed."""
 
     def __init__(self, arguments: Sequence[str], log: Path, **environment: str) -> None:
         self._file = log
@@ -74,21 +74,21 @@ class Job:
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"the job has not ended within {seconds} s:\n{self.log}") from None
+            raise AssertionError(f"the command has not ended in {seconds} s:\n{self.log}") from None
 
 
 def until(find: Callable[[], T | None], job: Job, seconds: float = PATIENCE) -> T:
-    """Wait until `find` returns a true value, and return it."""
+    """Wait until `find` returns a true value, and return that."""
     deadline = time.monotonic() + seconds
     while not (found := find()):
         assert job.process.poll() is None, f"the job has ended:\n{job.log}"
-        assert time.monotonic() < deadline, f"the condition was not met within {seconds} s:\n{job.log}"
+        assert time.monotonic() < deadline, f"nothing was found in {seconds} s:\n{job.log}"
         time.sleep(0.01)
     return found
 
 
-def told(directory: Path) -> list[dict[str, Any]]:
-    """Return the records of all ranks so far, by time: of their start, of a ready engine, and of each step."""
+def records(directory: Path) -> list[dict[str, Any]]:
+    """Return the records of all ranks in order of time: one at each start, one after loading, one for each step."""
     lines = [line for file in directory.glob("rank_*.jsonl") for line in file.read_text().splitlines()]
     found = []
     for line in lines:
@@ -98,24 +98,26 @@ def told(directory: Path) -> list[dict[str, Any]]:
 
 
 def steps(directory: Path, rank: int) -> list[dict[str, Any]]:
-    return [one for one in told(directory) if one["rank"] == rank and "loss" in one]
+    return [one for one in records(directory) if one["rank"] == rank and "loss" in one]
 
 
-def begun(directory: Path, rank: int) -> list[dict[str, Any]]:
-    return [one for one in told(directory) if one["rank"] == rank and "pid" in one]
+def starts(directory: Path, rank: int) -> list[dict[str, Any]]:
+    return [one for one in records(directory) if one["rank"] == rank and "pid" in one]
 
 
 def at_step(directory: Path, rank: int, step: int) -> Callable[[], int | None]:
-    """Return a function that returns the pid of `rank` once it has done `step`, and None before."""
+    """Return a function that returns the pid of `rank` once it has made `step`."""
 
     def find() -> int | None:
-        return begun(directory, rank)[-1]["pid"] if any(one["step"] >= step for one in steps(directory, rank)) else None
+        return (
+            starts(directory, rank)[-1]["pid"] if any(one["step"] >= step for one in steps(directory, rank)) else None
+        )
 
     return find
 
 
 def result(directory: Path) -> list[dict[str, Any]]:
-    """Return the results of all ranks: a digest of the weights, and the loss."""
+    """Return the final result of each rank: a digest of its weights, and its loss."""
     return [json.loads(file.read_text()) for file in sorted(directory.glob("result_*.json"))]
 
 

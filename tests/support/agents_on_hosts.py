@@ -1,4 +1,4 @@
-"""Jobs whose agents run on emulated hosts, each with its own /dev/shm, and times of restarts after links are cut."""
+"""Jobs whose agents run on emulated hosts with their own shared memory, and whose links can be cut."""
 
 import json
 import time
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepspeed_compress.tools.bench.hosts import Cluster
-from tests.support.agents import Job, begun, command, steps, told, until
+from tests.support.agents import Job, command, records, starts, steps, until
 from tests.support.processes import alive
 
 PORT = 29400
 STARTING = 400.0
-"""Maximum number of seconds until all agents have started on the cores of one busy machine."""
+"""Time limit in seconds for the agents of all hosts to import on the cores of one busy machine."""
 OWN_MEMORY = ("sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh")
-"""Prefix of a command that gives it a separate /dev/shm."""
+"""Prefix of a command that gives it its own empty /dev/shm."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A cut of links at `time`, after rank 0 had done step `made`. At `ended`, all ranks behind the links had ended."""
+    """Cut of links at `time`, when rank 0 had made step `made`. At `ended`, all ranks behind them had ended."""
 
     time: float
     made: int
@@ -29,13 +29,13 @@ class Cut:
 
 @dataclass(frozen=True)
 class Standstill:
-    """Seconds from a cut of links to later events.
+    """Seconds from the cut until events of the recovery.
 
     Attributes:
-        ended: all ranks behind the links have ended.
+        ended: all ranks behind the cut links have ended.
         begun: the next start has begun.
         ready: its engines have loaded.
-        step: it has done a step that had not been done before.
+        step: it has made a new step.
     """
 
     ended: float
@@ -48,9 +48,9 @@ class Standstill:
 
 
 class HostsJob:
-    """A job with one rank on each of `hosts` hosts, and with spare hosts. Host 0 runs the supervisor.
+    """Job in `directory` with one rank on each of `hosts` hosts, and with spare hosts. Host 0 has the supervisor.
 
-    Use it as a context, which ends all agents.
+    At the end of the context, all agents are killed.
     """
 
     def __init__(self, directory: Path, hosts: int, spares: int, *options: str, last: int, hold: int = 0) -> None:
@@ -82,13 +82,13 @@ class HostsJob:
         return "".join(f"--- host {host}\n{agent.log}" for host, agent in enumerate(self.agents))
 
     def hosts(self) -> list[int]:
-        """Return the host of each rank of the latest start."""
-        addresses = json.loads(begun(self.directory, 0)[-1]["env"]["DS_COMPRESS_HOSTS"])
+        """Return the host of each rank of the newest start."""
+        addresses = json.loads(starts(self.directory, 0)[-1]["env"]["DS_COMPRESS_HOSTS"])
         every = [self.cluster.address(host) for host in range(self.cluster.hosts)]
         return [every.index(address) for address in addresses]
 
     def others(self) -> list[int]:
-        """Return the hosts with ranks but no supervisor. Each is followed by the host with copies of its files."""
+        """Return the hosts with ranks but without the supervisor, each followed by the host that has its copies."""
         hosts = self.hosts()
         first = hosts.index(0) if 0 in hosts else 0
         return [host for host in hosts[first:] + hosts[:first] if host]
@@ -98,7 +98,7 @@ class HostsJob:
         return [self.agents[host].wait() for host in sorted({0, *self.hosts()})]
 
     def until_saved(self, step: int) -> None:
-        """Wait for a complete checkpoint of `step` or a later step on disk."""
+        """Wait until a complete checkpoint of `step` or a later step is on disk."""
         latest = self.directory / "checkpoints" / "latest"
         until(lambda: latest.is_file() and _number(latest.read_text()) >= step, self.agents[0], STARTING)
 
@@ -108,8 +108,8 @@ class HostsJob:
         until(lambda: connected in table.read_text(), self.agents[0])
 
     def cut(self, hosts: Sequence[int]) -> Cut:
-        """Cut the links of `hosts`, and wait until their ranks have ended."""
-        pids = [begun(self.directory, self.hosts().index(host))[-1]["pid"] for host in hosts]
+        """Cut `hosts` off, and wait until their ranks have ended."""
+        pids = [starts(self.directory, self.hosts().index(host))[-1]["pid"] for host in hosts]
         cut, made = time.time(), steps(self.directory, 0)[-1]["step"]
         for host in hosts:
             self.cluster.cut(host)
@@ -117,7 +117,7 @@ class HostsJob:
         return Cut(cut, made, time.time())
 
     def resumed(self, cut: Cut) -> Standstill:
-        """Wait until rank 0 has done a new step; return the times since `cut`. One step may end while links are cut."""
+        """Wait until rank 0 has made a new step, and return the times. One step may end while links are being cut."""
         until(lambda: self._since(cut, "pid"), self.agents[0])
         until(lambda: steps(self.directory, 0)[-1]["step"] > cut.made + 1, self.agents[0])
         step = next(one["time"] for one in self._since(cut, "loss") if one["step"] > cut.made + 1)
@@ -125,8 +125,8 @@ class HostsJob:
         return Standstill(*(instant - cut.time for instant in instants))
 
     def _since(self, cut: Cut, key: str) -> list[dict]:
-        """Return the records of rank 0 with `key` since `cut`."""
-        return [one for one in told(self.directory) if one["rank"] == 0 and key in one and one["time"] > cut.time]
+        """Return the records of rank 0 with `key` after the cut."""
+        return [one for one in records(self.directory) if one["rank"] == 0 and key in one and one["time"] > cut.time]
 
 
 def _number(tag: str) -> int:

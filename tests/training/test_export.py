@@ -1,4 +1,4 @@
-"""--export: what it writes is loaded by transformers alone, and says what the trained model says."""
+"""--export: transformers alone loads the exported model, which has the loss of the trained one."""
 
 import argparse
 import contextlib
@@ -33,7 +33,7 @@ MODEL = {
 
 
 def arguments(directory: Path, parallelism: dict[str, int], *more: str) -> list[str]:
-    """Of a run that reads and writes below `directory`."""
+    """Return the arguments of a run that reads and writes below `directory`."""
     ds_config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
@@ -51,21 +51,21 @@ def arguments(directory: Path, parallelism: dict[str, int], *more: str) -> list[
 
 
 def train(rank: int, argv: list[str]) -> tuple[int, str]:
-    """Exit status, and what was printed."""
+    """Run the program; return its exit status and its standard output."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         status = main(argv)
     return status, printed.getvalue()
 
 
 def loaded(directory: Path) -> tuple[Any, Any]:
-    """Model and tokenizer, by the classes that know nothing of this project."""
+    """Return the model and the tokenizer, loaded by transformers alone."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     return AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
 
 
 def held_out_loss(model: Any, directory: Path, summary: dict[str, Any]) -> float:
-    """Of the windows that the run evaluated on, by a model of transformers."""
+    """Return the loss of a transformers model on the windows that the run has evaluated."""
     tokenizer = directory / "run" / "tokenizer"
     cache = open_cache(tokenizer / "tokens", cache_key([directory / "text.txt"], tokenizer))
     windows = split_windows(cache, summary["seq_len"], held_out=0.05)[1]
@@ -76,15 +76,15 @@ def held_out_loss(model: Any, directory: Path, summary: dict[str, Any]) -> float
 
 
 def threads_of_groups(rank: int, argv: list[str]) -> tuple[int, list[str]]:
-    """Exit status, and the names of gloo's threads that outlive the program."""
+    """Run the program; return its exit status and the names of gloo's threads that are still alive."""
     status, _ = train(rank, argv)
     names = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
     return status, [name for name in names if "gloo" in name]
 
 
 @pytest.mark.parametrize("weights", [{}, {"weights": {"method": "sign"}}], ids=["gradients", "weights"])
-def test_no_thread_of_a_group_outlives_the_program(weights: dict[str, Any], tmp_path: Path) -> None:
-    """The process would be aborted now and then, after all that it had to do."""
+def test_no_gloo_thread_outlives_the_program(weights: dict[str, Any], tmp_path: Path) -> None:
+    """A living thread may abort the process at exit, although the program has succeeded."""
     argv = arguments(tmp_path, {"zero_stage": 1})
     file = tmp_path / "ds.json"
     ds_config = json.loads(file.read_text())
@@ -99,24 +99,24 @@ def test_no_thread_of_a_group_outlives_the_program(weights: dict[str, Any], tmp_
     [(2, {"zero_stage": 3}), (4, {"zero_stage": 1, "pipeline": 2}), (4, {"zero_stage": 1, "tensor": 2, "pipeline": 2})],
     ids=["zero3", "pipeline", "pipeline-tensor"],
 )
-def test_transformers_loads_what_was_trained(ranks: int, parallelism: dict[str, int], tmp_path: Path) -> None:
+def test_transformers_loads_the_trained_model(ranks: int, parallelism: dict[str, int], tmp_path: Path) -> None:
     results = run_forks(ranks, train, arguments(tmp_path, parallelism))
     assert [status for status, _ in results] == [0] * ranks
-    said = f"the pipeline engine cannot generate, the model in {tmp_path / 'model'} can"
-    assert (said in results[0][1]) == ("pipeline" in parallelism)
+    note = f"the pipeline engine cannot generate; load the model in {tmp_path / 'model'} to do so"
+    assert (note in results[0][1]) == ("pipeline" in parallelism)
     model, tokenizer = loaded(tmp_path / "model")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["export"] == str(tmp_path / "model")
-    # A new model would say about ln 300 = 5.7.
+    # The loss of a new model is about ln 300 = 5.7.
     assert summary["eval_loss"] < 5
-    # Sums in another order; half of what was trained would be visible in the first digits.
+    # Sums are in another order. A model with lost updates would differ in the first digits.
     assert held_out_loss(model, tmp_path, summary) == pytest.approx(summary["eval_loss"], rel=1e-5)
     assert tokenizer.eos_token == "<|endoftext|>"
     words = model.generate(tokenizer("the king", return_tensors="pt").input_ids, max_new_tokens=4, do_sample=False)
     assert tokenizer.decode(words[0]).startswith("the king")
 
 
-def given(**values: Any) -> Any:
+def options_with(**values: Any) -> Any:
     return argparse.Namespace(**{"export": None, "model": Path("model.json"), "resume": False} | values)
 
 
@@ -133,29 +133,29 @@ def holds_file(directory: Path) -> Path:
 @pytest.mark.parametrize(
     ("prepare", "options", "message"),
     [
-        (holds_model, {}, "holds a model already; choose another directory"),
-        (holds_file, {}, r"cannot be made \(.+\); choose another"),
+        (holds_model, {}, "already holds a model; choose another directory"),
+        (holds_file, {}, r"cannot be created \(.+\); choose another"),
     ],
 )
-def test_what_is_there_is_kept(
+def test_an_export_never_overwrites_other_files(
     prepare: Callable[[Path], Path], options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_export(given(export=prepare(tmp_path), **options))
+        check_export(options_with(export=prepare(tmp_path), **options))
 
 
-def test_a_resumed_run_writes_its_export_again_but_never_its_source(tmp_path: Path) -> None:
-    check_export(given(export=holds_model(tmp_path), resume=True))
-    with pytest.raises(ConfigError, match="is --model, which would be overwritten"):
-        check_export(given(export=tmp_path, model=tmp_path, resume=True))
+def test_a_resumed_run_may_overwrite_its_export_but_not_its_model(tmp_path: Path) -> None:
+    check_export(options_with(export=holds_model(tmp_path), resume=True))
+    with pytest.raises(ConfigError, match="would overwrite --model"):
+        check_export(options_with(export=tmp_path, model=tmp_path, resume=True))
 
 
-def test_without_the_option_nothing_is_made(tmp_path: Path) -> None:
-    check_export(given(model=tmp_path))
+def test_without_the_option_nothing_is_created(tmp_path: Path) -> None:
+    check_export(options_with(model=tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_tokenizer_without_a_configuration_still_ends_documents(tmp_path: Path) -> None:
+def test_a_tokenizer_without_a_configuration_has_an_end_token(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     directory = train_tokenizer([tmp_path / "text.txt"], tmp_path / "tokenizer", 300)
     named = read_tokenizer(directory)

@@ -1,4 +1,4 @@
-"""The program as users start it: by the deepspeed launcher, two ranks on the CPU."""
+"""The training program, started by the deepspeed launcher with two ranks on the CPU."""
 
 import json
 import os
@@ -72,13 +72,13 @@ def launch(port: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without the times, which no two runs share."""
+    """Return the lines of metrics.jsonl without times, which differ between runs."""
     read = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in line.items() if name != "step_time_s"} for line in read]
 
 
 def tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in nested dicts and lists, with its place."""
+    """Yield every tensor in nested dicts and lists, with its path."""
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, dict | list | tuple):
@@ -98,7 +98,7 @@ def checkpoint(run: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow(2)
 @pytest.mark.timeout(600)
-def test_a_resumed_run_equals_one_that_did_not_stop(arguments: list[str], port: str, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(arguments: list[str], port: str, tmp_path: Path) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     process = launch(port, *arguments, "--output-dir", str(whole))
     assert process.returncode == 0, process.stdout + process.stderr
@@ -115,7 +115,7 @@ def test_a_resumed_run_equals_one_that_did_not_stop(arguments: list[str], port: 
 
 
 def stop_after_step_3(whole: Path, stopped: Path) -> None:
-    """Leave in `stopped` what a run killed during its fifth step leaves."""
+    """Make `stopped` the directory of a run that was killed during its fifth step."""
     shutil.copytree(whole, stopped)
     shutil.rmtree(stopped / "checkpoints" / "global_step6")
     (stopped / "checkpoints" / "latest").write_text("global_step3")
@@ -133,10 +133,10 @@ def check_summary(summary: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_missing_corpus_is_one_line_and_status_2(arguments: list[str], port: str, tmp_path: Path) -> None:
+def test_a_missing_corpus_is_a_one_line_error_with_status_2(arguments: list[str], port: str, tmp_path: Path) -> None:
     process = launch(port, *arguments, "--output-dir", str(tmp_path / "run"), "--data", str(tmp_path / "nowhere"))
     assert process.returncode == 2
-    said = process.stdout + process.stderr
-    assert said.count(f"error: --data {tmp_path / 'nowhere'}: no such file or directory") == 1
-    assert "Traceback" not in said
+    output = process.stdout + process.stderr
+    assert output.count(f"error: --data {tmp_path / 'nowhere'}: no such file or directory") == 1
+    assert "Traceback" not in output
     assert not (tmp_path / "run").exists()

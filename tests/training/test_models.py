@@ -1,4 +1,4 @@
-"""Models from files."""
+"""Models built from config files and directories."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ GPT2 = {
 }
 
 
-def written(directory: Path, **changes: Any) -> Path:
+def write_config(directory: Path, **changes: Any) -> Path:
     file = directory / "model.json"
     file.write_text(json.dumps(GPT2 | changes))
     return file
@@ -35,15 +35,15 @@ def build(file: Path, seed: int = 0) -> Any:
     return build_model(file, read_model_config(file), seed)
 
 
-def test_the_seed_decides_the_weights(tmp_path: Path) -> None:
-    file = written(tmp_path)
+def test_the_seed_determines_new_weights(tmp_path: Path) -> None:
+    file = write_config(tmp_path)
     weights = [build(file, seed).state_dict()["transformer.wpe.weight"] for seed in (1, 1, 2)]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
 
 
-def test_a_directory_gives_its_own_weights(tmp_path: Path) -> None:
-    model = build(written(tmp_path), seed=5)
+def test_weights_of_a_directory_are_loaded(tmp_path: Path) -> None:
+    model = build(write_config(tmp_path), seed=5)
     model.save_pretrained(tmp_path / "saved")
     loaded = build(tmp_path / "saved", seed=6)
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
@@ -53,24 +53,24 @@ def test_a_directory_gives_its_own_weights(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("{", "not valid JSON"),
-        ("[]", "a JSON list, expected an object"),
+        ("[]", "expected a JSON object, got list"),
         ("{}", r'/model_type is None; write the family, for example "gpt2"'),
-        ('{"model_type": "gpt9"}', "transformers rejects it"),
-        ('{"model_type": "gpt2", "n_embd": "wide"}', "transformers rejects it"),
+        ('{"model_type": "gpt9"}', "transformers rejects this config"),
+        ('{"model_type": "gpt2", "n_embd": "wide"}', "transformers rejects this config"),
     ],
 )
-def test_configs_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> None:
+def test_an_invalid_config_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "model.json").write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_model_config(tmp_path / "model.json")
 
 
-def test_a_missing_config(tmp_path: Path) -> None:
+def test_a_missing_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere: cannot be read .*; give a model config"):
         read_model_config(tmp_path / "nowhere")
 
 
-def test_a_family_without_a_language_model(tmp_path: Path) -> None:
+def test_a_family_without_a_language_model_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "vit.json"
     file.write_text('{"model_type": "vit"}')
     with pytest.raises(ConfigError, match="no causal language model can be built"):
@@ -80,6 +80,6 @@ def test_a_family_without_a_language_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "parameters"), [("gpt_1m", 1_152_128), ("gpt_2m", 2_243_040), ("gpt_10m", 10_481_152)]
 )
-def test_sizes_of_the_example_models(name: str, parameters: int) -> None:
+def test_the_example_models_have_their_documented_sizes(name: str, parameters: int) -> None:
     file = Path(__file__).parents[2] / "configs" / "models" / f"{name}.json"
     assert build(file).num_parameters() == parameters

@@ -4,18 +4,18 @@ import pytest
 
 from deepspeed_compress.training.options import parse_options
 
-LEAST = ["--deepspeed_config", "ds.json", "--data", "a.txt", "b", "--output-dir", "out"]
+REQUIRED = ["--deepspeed_config", "ds.json", "--data", "a.txt", "b", "--output-dir", "out"]
 
 
 def test_defaults_follow_the_output_directory() -> None:
-    options = parse_options(LEAST)
+    options = parse_options(REQUIRED)
     assert options.data == (Path("a.txt"), Path("b"))
     assert options.tokenizer == Path("out/tokenizer")
     assert options.cache_dir == Path("out/tokenizer/tokens")
 
 
-def test_the_launcher_may_say_which_local_rank() -> None:
-    assert parse_options(["--local_rank=3", "--deepspeed", *LEAST]).local_rank == 3
+def test_the_launcher_may_pass_the_local_rank() -> None:
+    assert parse_options(["--local_rank=3", "--deepspeed", *REQUIRED]).local_rank == 3
 
 
 @pytest.mark.parametrize(
@@ -28,9 +28,9 @@ def test_the_launcher_may_say_which_local_rank() -> None:
         (["--vocab-size", "256"], "from 257 up"),
     ],
 )
-def test_values_out_of_range(extra: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_out_of_range_are_refused(extra: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        parse_options([*LEAST, *extra])
+        parse_options([*REQUIRED, *extra])
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
 
@@ -38,7 +38,7 @@ def test_values_out_of_range(extra: list[str], message: str, capsys: pytest.Capt
 def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_options(["--help"])
-    shown = capsys.readouterr().out
-    assert "--resume" in shown
-    assert "--export runs/pipeline/model" in shown
-    assert "deepspeed --num_gpus 2 launch/train_gpt.py" in shown
+    text = capsys.readouterr().out
+    assert "--resume" in text
+    assert "--export runs/pipeline/model" in text
+    assert "deepspeed --num_gpus 2 launch/train_gpt.py" in text

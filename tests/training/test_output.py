@@ -14,7 +14,7 @@ from deepspeed_compress.training.output import (
 )
 
 
-def test_resuming_drops_the_lines_that_will_come_again(tmp_path: Path) -> None:
+def test_resuming_drops_lines_of_repeated_steps(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path, visible=True)
     metrics.begin(0)
     for step in (1, 2, 3):
@@ -35,8 +35,8 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_line_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
-    """The other ranks would wait for the one that writes."""
+def test_a_line_that_cannot_be_written_only_warns(tmp_path: Path) -> None:
+    """An error on the writing rank would leave the other ranks waiting."""
     metrics = Metrics(tmp_path / "run", visible=True)
     metrics.begin(0)
     (tmp_path / "run" / "metrics.jsonl").unlink()
@@ -49,11 +49,11 @@ def test_a_line_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
 def test_a_run_is_not_overwritten(tmp_path: Path) -> None:
     check_new(tmp_path)
     Metrics(tmp_path, visible=True).begin(0)
-    with pytest.raises(ConfigError, match="holds a run already; write --resume"):
+    with pytest.raises(ConfigError, match="already holds a run; pass --resume"):
         check_new(tmp_path)
 
 
-def test_figures_of_a_run(tmp_path: Path) -> None:
+def test_final_figures_are_medians_and_means(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path, visible=True)
     metrics.begin(0)
     for step, seconds in ((1, 9.0), (2, 2.0), (3, 2.0)):
@@ -71,12 +71,12 @@ def test_figures_of_a_run(tmp_path: Path) -> None:
     }
 
 
-def test_nothing_sent_has_no_ratio(tmp_path: Path) -> None:
+def test_a_run_that_sends_nothing_has_no_ratio(tmp_path: Path) -> None:
     (tmp_path / "compression.jsonl").write_text('{"step": 1, "bytes_sent": 0, "bytes_uncompressed": 0}\n')
     assert final_figures(tmp_path, tmp_path, 1)["compression_ratio"] is None
 
 
-def test_a_line_cut_short_by_a_crash_is_left_out(tmp_path: Path) -> None:
+def test_a_line_truncated_by_a_crash_is_ignored(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1}\n{"st')
     assert read_lines(file) == [{"step": 1}]
@@ -88,8 +88,8 @@ def test_a_line_cut_short_by_a_crash_is_left_out(tmp_path: Path) -> None:
             read_lines(file)
 
 
-def test_summaries(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"holds no summary\.json"):
+def test_a_summary_is_read_back_and_damage_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"contains no summary\.json"):
         read_summary(tmp_path)
     write_json(tmp_path / "summary.json", {"steps": 3})
     assert read_summary(tmp_path) == {"steps": 3}
@@ -99,8 +99,8 @@ def test_summaries(tmp_path: Path) -> None:
         read_summary(tmp_path)
 
 
-def test_abandoned_steps_are_in_no_figure(tmp_path: Path) -> None:
-    """Whoever resumes cuts the file; a program that was killed before it could has not."""
+def test_steps_before_a_resume_that_were_repeated_do_not_count(tmp_path: Path) -> None:
+    """A resumed program drops these lines itself, unless it is killed before it can."""
     times = [(1, 1.0), (2, 1.0), (3, 90.0), (4, 90.0), (3, 2.0)]
     lines = [{"step": step, "step_time_s": seconds} for step, seconds in times]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

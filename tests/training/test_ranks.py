@@ -1,4 +1,4 @@
-"""Errors of one rank reach all, with the text of the first."""
+"""An error on one rank is raised on all ranks."""
 
 import deepspeed
 
@@ -8,7 +8,7 @@ from tests.support.forks import run_forks
 
 
 def fail_on(rank: int, bad: int, method: str) -> str:
-    """What the call says on this rank when it fails on rank `bad`."""
+    """Return the result or the error on this rank of a call that fails on rank `bad`."""
     deepspeed.init_distributed("gloo")
     ranks = Ranks(rank, 2, rank)
 

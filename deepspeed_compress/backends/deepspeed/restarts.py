@@ -1,4 +1,4 @@
-"""Duties of ranks that an agent has started: they give signs of life, and continue from the newest checkpoint."""
+"""Duties of ranks that an agent has started: they send heartbeats, and continue from the newest checkpoint."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from deepspeed_compress.checkpointing.completeness import LATEST
 from deepspeed_compress.checkpointing.deepspeed.universal import universal_if_newest
 from deepspeed_compress.errors import CompressWarning, ConfigError
-from deepspeed_compress.launcher.heartbeat import AGENT, RESUME, Signs, read_sign
+from deepspeed_compress.launcher.heartbeat import AGENT, RESUME, HeartbeatWriter, read_heartbeat
 from deepspeed_compress.session.beside import Saving
 from deepspeed_compress.session.session import Session
 
@@ -21,20 +21,20 @@ __all__ = ["give_signs", "go_on"]
 
 
 def give_signs(engine: Any, session: Session) -> None:
-    """Give signs of life after each optimizer step and before each forward pass, if an agent has started this rank.
+    """Send a heartbeat after each optimizer step and before each forward pass, if an agent has started this rank.
 
     From now on this rank saves on SIGTERM, and the agent is told so. Otherwise it would wait for a rank that waits for
     a lost one.
     """
     directory = os.environ.get(AGENT)
-    signs = None if directory is None else Signs(Path(directory), engine.global_rank)
+    heartbeat = None if directory is None else HeartbeatWriter(Path(directory), engine.global_rank)
     if session.saving is not None:
-        session.saving.listen(_tell_nobody if signs is None else signs.saves)
-    if signs is None:
+        session.saving.listen(_tell_nobody if heartbeat is None else heartbeat.saves)
+    if heartbeat is None:
         return
-    session.patches.on_undo(signs.close)
-    session.patches.wrap(engine, "_take_model_step", partial(_step, engine, signs))
-    handle = engine.module.register_forward_pre_hook(lambda module, inputs: signs.give())
+    session.patches.on_undo(heartbeat.close)
+    session.patches.wrap(engine, "_take_model_step", partial(_step, engine, heartbeat))
+    handle = engine.module.register_forward_pre_hook(lambda module, inputs: heartbeat.beat())
     session.patches.on_undo(handle.remove)
 
 
@@ -42,10 +42,10 @@ def _tell_nobody(saves: bool) -> None:
     """Do nothing, because no agent has started this rank."""
 
 
-def _step(engine: Any, signs: Signs, take: Callable[..., Any], *args: Any, **options: Any) -> None:
-    signs.give()
+def _step(engine: Any, heartbeat: HeartbeatWriter, take: Callable[..., Any], *args: Any, **options: Any) -> None:
+    heartbeat.beat()
     take(*args, **options)
-    signs.stepped(int(engine.global_steps))
+    heartbeat.stepped(int(engine.global_steps))
 
 
 def go_on(engine: Any, session: Session) -> None:
@@ -86,8 +86,8 @@ def _load_newest(engine: Any, saving: Saving, directory: str) -> Any:
 def _continuing(path: Path, directory: Path, steps: int) -> str:
     """Return the line that says from which checkpoint this start continues, and how many steps it repeats."""
     ranks = Path(os.environ[AGENT]).parent.glob("*/rank_*")
-    made = (read_sign(file.parent, int(file.name.removeprefix("rank_"))) for file in ranks)
-    repeated = max(0, max((sign.steps for sign in made if sign is not None), default=0) - steps)
+    last = (read_heartbeat(file.parent, int(file.name.removeprefix("rank_"))) for file in ranks)
+    repeated = max(0, max((one.steps for one in last if one is not None), default=0) - steps)
     place = path.parent if path.is_file() else path
     # In the memory of hosts there are only checkpoints of `every`, whose tags have one part.
     tag = place.relative_to(directory).as_posix() if place.is_relative_to(directory) else place.name

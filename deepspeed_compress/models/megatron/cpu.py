@@ -1,4 +1,4 @@
-"""Megatron-core on machines without CUDA: its CUDA calls are replaced by CPU equivalents inside a context."""
+"""CPU replacements for the CUDA calls of megatron-core, for machines without CUDA."""
 
 import functools
 import logging
@@ -18,16 +18,16 @@ __all__ = ["without_cuda"]
 def without_cuda() -> Iterator[None]:
     """Allow Megatron models to be imported, built and trained on the CPU inside this context.
 
-    With CUDA, it does nothing. Run other code outside of it, because tensors claim to be CUDA tensors inside.
+    With CUDA, this does nothing. Run other code outside of it, because tensors claim to be CUDA tensors inside.
     """
     with ExitStack() as stack:
-        for owner, name, stand_in in () if torch.cuda.is_available() else _stand_ins():
-            stack.enter_context(mock.patch.object(owner, name, stand_in))
+        for owner, name, replacement in () if torch.cuda.is_available() else _replacements():
+            stack.enter_context(mock.patch.object(owner, name, replacement))
         yield
 
 
 @functools.cache
-def _stand_ins() -> tuple[tuple[Any, str, Any], ...]:
+def _replacements() -> tuple[tuple[Any, str, Any], ...]:
     with warnings.catch_warnings():
         # Megatron warns that Transformer Engine and Apex are not installed.
         warnings.simplefilter("ignore")
@@ -37,13 +37,13 @@ def _stand_ins() -> tuple[tuple[Any, str, Any], ...]:
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
     makers = ("tensor", "zeros", "empty", "arange", "full")
     return (
-        *((torch, name, _there(getattr(torch, name))) for name in makers),
+        *((torch, name, _on_cpu(getattr(torch, name))) for name in makers),
         (torch.cuda, "current_device", lambda: torch.device("cpu")),
         (torch.cuda, "synchronize", lambda *args: None),
         (torch.cuda, "manual_seed", torch.manual_seed),
         (torch.cuda, "get_rng_state", torch.get_rng_state),
         (torch.Tensor, "cuda", lambda tensor, *args, **options: tensor),
-        (torch.Tensor, "type", _named(torch.Tensor.type)),
+        (torch.Tensor, "type", _as_cuda_type(torch.Tensor.type)),
         # The CPU has a single random state; Megatron would log this in every layer.
         (logging.getLogger(random.__name__), "disabled", True),
         (random, "_set_cuda_rng_state", lambda state, *args, **options: torch.set_rng_state(state)),
@@ -51,7 +51,7 @@ def _stand_ins() -> tuple[tuple[Any, str, Any], ...]:
     )
 
 
-def _there(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(make)
     def made(*args: Any, **options: Any) -> Tensor:
         return make(*args, **{**options, "device": "cpu"} if options.get("device") == "cuda" else options)
@@ -59,7 +59,7 @@ def _there(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return made
 
 
-def _named(kind: Callable[..., Any]) -> Callable[..., Any]:
+def _as_cuda_type(kind: Callable[..., Any]) -> Callable[..., Any]:
     return lambda tensor, *args, **options: (
         kind(tensor, *args, **options) if args or options else kind(tensor).replace("torch.", "torch.cuda.")
     )

@@ -27,7 +27,7 @@ _ALLOWED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "add_cross_attention": (False,),
     }
 )
-"""Keys of a config, and the values that GPTModel supports."""
+"""Keys of a config, each with the values that GPTModel supports."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def gpt_options(config: PretrainedConfig) -> GPTOptions:
     """Return the options for a model of `config`.
 
     Raises:
-        UnsupportedError: megatron-core would compute another function.
+        UnsupportedError: if megatron-core would compute another function.
     """
     problems = [
         f'/{key} is "{getattr(config, key)}" (allowed: {", ".join(map(str, allowed))})'
@@ -56,7 +56,7 @@ def gpt_options(config: PretrainedConfig) -> GPTOptions:
         problems.append(f"/embd_pdrop is {config.embd_pdrop} (allowed: {config.resid_pdrop}, as /resid_pdrop)")
     if problems:
         text = "; ".join(problems)
-        raise UnsupportedError(f"megatron-core's GPTModel cannot represent config.json: {text}. Use another model")
+        raise UnsupportedError(f"config.json: megatron-core's GPTModel does not support {text}. Use another model")
     return GPTOptions(
         {
             "num_layers": config.n_layer,

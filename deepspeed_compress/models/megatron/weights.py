@@ -26,11 +26,11 @@ from deepspeed_compress.models.sources import open_source
 __all__ = ["load_weights", "save_pretrained"]
 
 
-def _same(value: Tensor, heads: int) -> Tensor:
+def _identity(value: Tensor, heads: int) -> Tensor:
     return value
 
 
-def _turned(value: Tensor, heads: int) -> Tensor:
+def _transpose(value: Tensor, heads: int) -> Tensor:
     return value.t()
 
 
@@ -45,15 +45,15 @@ def _by_kind(value: Tensor, heads: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Form:
-    """Conversions of a tensor to Megatron and back; both functions also take the number of heads."""
+class Conversion:
+    """Conversion of a tensor to Megatron's layout and back. Both functions also take the number of heads."""
 
-    there: Callable[[Tensor, int], Tensor] = _same
-    back: Callable[[Tensor, int], Tensor] = _same
+    to_megatron: Callable[[Tensor, int], Tensor] = _identity
+    to_transformers: Callable[[Tensor, int], Tensor] = _identity
 
 
-_PLAIN, _MATRIX, _HEADS = Form(), Form(_turned, _turned), Form(_by_head, _by_kind)
-_HEAD_MATRIX = Form(
+_PLAIN, _MATRIX, _HEADS = Conversion(), Conversion(_transpose, _transpose), Conversion(_by_head, _by_kind)
+_HEAD_MATRIX = Conversion(
     lambda value, heads: _by_head(value.t(), heads),
     lambda value, heads: _by_kind(value, heads).t(),
 )
@@ -65,8 +65,8 @@ _OUTSIDE: Mapping[str, str] = MappingProxyType(
         "decoder.final_layernorm.bias": "transformer.ln_f.bias",
     }
 )
-"""Names of parameters outside of layers: Megatron's name to that of transformers."""
-_IN_LAYER: Mapping[str, tuple[str, Form, Form]] = MappingProxyType(
+"""Names of parameters outside of layers: Megatron's name to the name in transformers."""
+_IN_LAYER: Mapping[str, tuple[str, Conversion, Conversion]] = MappingProxyType(
     {
         "input_layernorm": ("ln_1", _PLAIN, _PLAIN),
         "self_attention.linear_qkv": ("attn.c_attn", _HEAD_MATRIX, _HEADS),
@@ -76,39 +76,39 @@ _IN_LAYER: Mapping[str, tuple[str, Form, Form]] = MappingProxyType(
         "mlp.linear_fc2": ("mlp.c_proj", _MATRIX, _PLAIN),
     }
 )
-"""Modules of a layer: Megatron's name to (name in transformers, form of the weight, form of the bias)."""
+"""Modules of a layer: Megatron's name to (name in transformers, conversion of the weight, conversion of the bias)."""
 
 
 @dataclass(frozen=True)
 class _Weight:
-    """A parameter of this rank, with its `name` in the transformers model."""
+    """Parameter of this rank, with its `name` in the transformers model."""
 
     parameter: Parameter
     name: str
-    form: Form
+    conversion: Conversion
     group: ProcessGroup
 
     @property
-    def cut_by(self) -> int | None:
-        """Return the dimension that tensor parallelism divides; None if the parameter is replicated."""
+    def split_dim(self) -> int | None:
+        """Return the dimension that tensor parallelism splits; None if the parameter is replicated."""
         if not getattr(self.parameter, "tensor_model_parallel", False):
             return None
         return int(self.parameter.partition_dim)  # type: ignore[attr-defined]
 
     def part_of(self, whole: Tensor) -> Tensor:
         """Return this rank's part of `whole`."""
-        if self.cut_by is None:
+        if self.split_dim is None:
             return whole
-        return whole.tensor_split(self.group.size(), self.cut_by)[self.group.rank()]
+        return whole.tensor_split(self.group.size(), self.split_dim)[self.group.rank()]
 
     def whole(self) -> Tensor:
-        """Return the whole parameter. This is a collective call in the tensor-parallel group."""
+        """Return the whole parameter. Collective in the tensor-parallel group."""
         own = self.parameter.detach()
-        if self.cut_by is None or self.group.size() == 1:
+        if self.split_dim is None or self.group.size() == 1:
             return own
         parts = [torch.empty_like(own) for _ in range(self.group.size())]
         dist.all_gather(parts, own.contiguous(), group=self.group)
-        return torch.cat(parts, self.cut_by)
+        return torch.cat(parts, self.split_dim)
 
 
 @torch.no_grad()
@@ -123,21 +123,23 @@ def load_weights(chunks: Sequence[Any], path: Path, config: PretrainedConfig, se
         seed: seed of new weights if `path` has none; they equal those of a single process.
 
     Raises:
-        ConfigError: a file or a tensor is missing or does not match the config.
-        UnsupportedError: the model is not a GPTModel of this config.
+        ConfigError: if a file or a tensor is missing or does not match the config.
+        UnsupportedError: if the model is not a GPTModel of this config.
     """
     gpt_options(config)
     source = open_source(path, build_skeleton(config), seed)
     for weight in _weights(chunks, config):
-        part = weight.part_of(weight.form.there(source(weight.name), config.n_head))
+        part = weight.part_of(weight.conversion.to_megatron(source(weight.name), config.n_head))
         if part.shape != weight.parameter.shape:
-            what = f"{weight.name} gives {tuple(part.shape)}, where GPTModel has {tuple(weight.parameter.shape)}"
-            raise UnsupportedError(f"{what}; make it with gpt_options, and sizes that the tensor-parallel size divides")
+            raise UnsupportedError(
+                f"{weight.name} has shape {tuple(part.shape)}, but GPTModel expects {tuple(weight.parameter.shape)}; "
+                "make it with gpt_options, and with sizes that the tensor-parallel size divides"
+            )
         weight.parameter.copy_(part)
 
 
 def save_pretrained(chunks: Sequence[Any], config: PretrainedConfig, directory: Path) -> None:
-    """Write the weights of GPTModel and `config` as transformers' save_pretrained does. All ranks must call it.
+    """Write the weights of GPTModel and `config` as transformers' save_pretrained does. Collective.
 
     The weights are those that the model computes with, in their dtype. If they are gathered late or compressed, call
     `start_param_sync(force_sync=True)` on each chunk and `compression.synchronise()` first.
@@ -148,26 +150,26 @@ def save_pretrained(chunks: Sequence[Any], config: PretrainedConfig, directory: 
     leads = [False] * dist.get_world_size()
     dist.all_gather_object(leads, first and parallel_state.get_tensor_model_parallel_rank() == 0)
     leaders = [rank for rank, lead in enumerate(leads) if lead]
-    like = next(_bare(chunks[0]).parameters())
+    like = next(_unwrap(chunks[0]).parameters())
     write_pretrained(_whole_weights(chunks, config), leaders, config, directory, like)
 
 
 @torch.no_grad()
 def _whole_weights(chunks: Sequence[Any], config: PretrainedConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, whole tensor) of this stage's weights. This is a collective call in the tensor-parallel group."""
+    """Yield (name, whole tensor) of this stage's weights. Collective in the tensor-parallel group."""
     for weight in _weights(chunks, config):
-        yield weight.name, weight.form.back(weight.whole(), config.n_head)
+        yield weight.name, weight.conversion.to_transformers(weight.whole(), config.n_head)
 
 
 def _weights(chunks: Sequence[Any], config: PretrainedConfig) -> Iterator[_Weight]:
-    for model in map(_bare, chunks):
-        numbers = {str(place): layer.layer_number - 1 for place, layer in enumerate(model.decoder.layers)}
+    for model in map(_unwrap, chunks):
+        numbers = {str(index): layer.layer_number - 1 for index, layer in enumerate(model.decoder.layers)}
         for name, parameter in model.named_parameters():
-            yield _Weight(parameter, *_found(name, numbers, config), model.pg_collection.tp)
+            yield _Weight(parameter, *_find(name, numbers, config), model.pg_collection.tp)
 
 
-def _found(name: str, numbers: Mapping[str, int], config: PretrainedConfig) -> tuple[str, Form]:
-    """Return the name in transformers of Megatron's parameter `name`, and its form.
+def _find(name: str, numbers: Mapping[str, int], config: PretrainedConfig) -> tuple[str, Conversion]:
+    """Return the name in transformers of Megatron's parameter `name`, and its conversion.
 
     `numbers` maps the index of a layer in this chunk to its index in the whole model.
     """
@@ -176,18 +178,18 @@ def _found(name: str, numbers: Mapping[str, int], config: PretrainedConfig) -> t
     if name == "output_layer.weight":
         # The last stage has its own copy of a tied embedding.
         return ("transformer.wte.weight" if config.tie_word_embeddings else "lm_head.weight"), _PLAIN
-    place, _, rest = name.removeprefix("decoder.layers.").partition(".")
+    index, _, rest = name.removeprefix("decoder.layers.").partition(".")
     module, _, kind = rest.rpartition(".")
-    if place not in numbers or module not in _IN_LAYER or kind not in ("weight", "bias"):
+    if index not in numbers or module not in _IN_LAYER or kind not in ("weight", "bias"):
         known = ", ".join((*_OUTSIDE, *(f"decoder.layers.N.{one}" for one in _IN_LAYER)))
         raise UnsupportedError(
             f"{name}: GPT-2 has no such parameter (allowed: {known}); build GPTModel with get_gpt_layer_local_spec"
         )
-    called, weight, bias = _IN_LAYER[module]
-    return f"transformer.h.{numbers[place]}.{called}.{kind}", weight if kind == "weight" else bias
+    module_name, weight, bias = _IN_LAYER[module]
+    return f"transformer.h.{numbers[index]}.{module_name}.{kind}", weight if kind == "weight" else bias
 
 
-def _bare(chunk: Any) -> Any:
+def _unwrap(chunk: Any) -> Any:
     """Return the GPTModel inside the wrappers of `chunk`."""
     while not hasattr(chunk, "decoder"):
         chunk = chunk.module

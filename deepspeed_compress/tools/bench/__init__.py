@@ -2,14 +2,14 @@
 
 options                    the command line
 links, hosts               emulated hosts
-step, step_rank            training steps: the command, and the program of its processes
-step_results               their tables and bars
+step, step_rank            training steps: the command, and the program of its ranks
+step_results               tables and bars of training steps
 workload, systems          the systems that are compared
 peers, torch_loop, megatron
                            training without DeepSpeed
-traces                     traces of steps
+traces                     traces of steps under a profiler
 mirror                     a process group whose other ranks mirror this one
-comm, comm_rank            messages
-kernels, moved_bytes       kernels
-rows, gauges               shared parts
+comm, comm_rank            collectives: the command, and the program of its ranks
+kernels, moved_bytes       compression kernels
+rows, gauges               shared helpers
 """

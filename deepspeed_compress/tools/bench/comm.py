@@ -20,7 +20,7 @@ from deepspeed_compress.tools.plots import COLOURS, WIDTH, check_plotting, style
 __all__ = ["plot_comm", "run", "table_of"]
 
 RANK_PROGRAM = "deepspeed_compress.tools.bench.comm_rank"
-CAPTION = "bus: the least bytes that a rank must send / time; link: of what it carries"
+CAPTION = "bus: minimum bytes that a rank must send, per second; link: fraction of the link's rate"
 
 
 def run(options: argparse.Namespace) -> int:
@@ -28,7 +28,9 @@ def run(options: argparse.Namespace) -> int:
     if options.plot:
         check_plotting("--plot")
     if len(set(options.sizes)) < 2:
-        raise ConfigError(f"--sizes {options.sizes}: a latency and a bandwidth need two different sizes; write more")
+        raise ConfigError(
+            f"--sizes {options.sizes}: latency and bandwidth need at least two different sizes; write another one"
+        )
     rows, failed = _emulated(options) if options.emulate else _on_cluster(options)
     if rows:
         _show(rows, options)
@@ -117,7 +119,7 @@ def plot_comm(rows: Sequence[Row], heading: str, file: Path) -> None:
             axes.plot(row["sizes"], [line.seconds(size) for size in row["sizes"]], color=colour, linewidth=1)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.set_xlabel("bytes of the whole buffer of a rank", fontsize=9)
+        axes.set_xlabel("bytes of a rank's buffer", fontsize=9)
         axes.set_ylabel("seconds", fontsize=9)
         style_axes(axes, f"{heading}{f' at {rate}' if rate else ''}")
     file.parent.mkdir(parents=True, exist_ok=True)

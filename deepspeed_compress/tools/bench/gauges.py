@@ -123,7 +123,7 @@ class Peak:
     """
 
     def __init__(self) -> None:
-        self._held = self.begin()
+        self._baseline = self.begin()
 
     def begin(self) -> int:
         """Release unused memory, start a new peak at the memory now in use, and return the latter in bytes."""
@@ -141,7 +141,7 @@ class Peak:
     def bytes(self) -> int | None:
         """Return the peak in bytes, or None if it is not available here."""
         peak = torch.cuda.max_memory_allocated() if device().type == "cuda" else _resident("VmHWM")
-        return peak - self._held if peak else None
+        return peak - self._baseline if peak else None
 
 
 def _resident(name: str) -> int:

@@ -1,9 +1,9 @@
-"""Hosts of a slow network on one Linux machine: network namespaces on a bridge, every link really limited.
+"""Emulated hosts of a slow network on one Linux machine: network namespaces on a bridge, with rate-limited links.
 
-Each host has an interface eth0; what it sends and what it receives each pass a token-bucket filter of the same rate,
-so a link is full duplex. One process runs on each host, with the environment that the deepspeed launcher sets.
-Everything is taken down at the end, also after errors and signals. Needs Linux, iproute2, procps and util-linux, and
-root; the program makes do with a user namespace of its own, where the kernel allows users to have one.
+Each host has an interface eth0. A token-bucket filter limits each direction to the same rate, so a link is full duplex.
+One process runs on each host, with the environment that the deepspeed launcher sets. Everything is removed at the end,
+also after errors and signals. This needs Linux, iproute2, procps and util-linux, and either root or a kernel that
+allows user namespaces.
 
 From Python:
 
@@ -128,8 +128,7 @@ class Cluster:
     ) -> Run:
         """Run `command` on every host, each process pinned to one core, until all have ended.
 
-        If a process fails or `timeout` seconds have passed, all are ended. `on_line` receives each line that host 0
-        prints.
+        If a process fails, or after `timeout` seconds, all are ended. `on_line` receives each line that host 0 prints.
         """
         begin = time.monotonic()
         processes: list[subprocess.Popen[str]] = []
@@ -215,7 +214,7 @@ def _wait(processes: Sequence[subprocess.Popen[str]], timeout: float | None) -> 
     deadline = time.monotonic() + (timeout or float("inf"))
     while any(process.poll() is None for process in processes):
         if failed := [host for host, process in enumerate(processes) if process.poll()]:
-            time.sleep(2)  # the others may be about to print more about it
+            time.sleep(2)  # the others may still print related errors
             return f"host {failed[0]} ended with {processes[failed[0]].returncode}"
         if time.monotonic() > deadline:
             return f"not finished after {timeout:.0f} s"
@@ -247,9 +246,9 @@ def _add_namespace(name: str, undo: contextlib.ExitStack) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--rate", default=UNLIMITED, help="of every link, such as 100mbit (default: no limit)")
+    parser.add_argument("--rate", default=UNLIMITED, help="rate of every link, such as 100mbit (default: no limit)")
     parser.add_argument("--timeout", type=float, metavar="SECONDS")
-    parser.add_argument("--clean", action="store_true", help="delete what killed runs have left, and end")
+    parser.add_argument("--clean", action="store_true", help="delete the namespaces that killed runs have left")
     parser.add_argument("command", nargs="*", help="program and arguments, after --")
     options = parser.parse_args()
     enter_user_namespace([sys.executable, "-m", __spec__.name, *sys.argv[1:]])

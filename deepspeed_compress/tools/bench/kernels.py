@@ -189,11 +189,11 @@ def measure(
     chosen = [operation for operation in OPERATIONS if only is None or only.search(operation.name)]
     if not chosen:
         names = ", ".join(operation.name for operation in OPERATIONS)
-        raise ConfigError(f"--only {only.pattern if only else ''}: is found in none of {names}; write a part of one")
+        raise ConfigError(f"--only {only.pattern if only else ''}: matches none of {names}; write a part of one")
     if numel < TOP_K_BLOCK:
-        raise ConfigError(f"--numel {numel}: write at least {TOP_K_BLOCK}, a block of top-k")
+        raise ConfigError(f"--numel {numel}: is too small; write at least {TOP_K_BLOCK}, the block of top-k")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedError("--device cuda: torch finds no GPU here; write --device cpu")
+        raise UnsupportedError("--device cuda: torch finds no GPU; write --device cpu")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

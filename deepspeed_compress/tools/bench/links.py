@@ -50,7 +50,7 @@ class ClusterError(CompressError):
 def check_machine() -> None:
     """Raise ClusterError unless hosts can be created on this machine."""
     if sys.platform != "linux":
-        raise ClusterError(f"emulated hosts need Linux (network namespaces), this is {sys.platform}")
+        raise ClusterError(f"emulated hosts need network namespaces, which only Linux has, not {sys.platform}")
     missing = [f"{tool} (package {package})" for tool, package in TOOLS.items() if shutil.which(tool) is None]
     if missing:
         raise ClusterError(
@@ -58,8 +58,8 @@ def check_machine() -> None:
         )
     if lacking := _lacking():
         raise ClusterError(
-            f"making network namespaces needs root ({' and '.join(lacking)}), or a kernel that lets users have user "
-            "namespaces; run the command again with sudo, in a container with --privileged"
+            f"network namespaces need root ({' and '.join(lacking)}), or a kernel that allows user namespaces; run the "
+            "command with sudo, or in a container with --privileged"
         )
 
 
@@ -67,7 +67,7 @@ def enter_user_namespace(program: Sequence[str]) -> None:
     """Restart `program` as root of a user namespace that may create hosts, if this process is not root.
 
     The namespace has its own /run, so the kernel removes the hosts together with its last process. Returns without a
-    restart if nothing would be gained: for root, and if the kernel or a missing tool does not allow it.
+    restart if this process is root, or if the kernel or a missing tool does not allow it.
     """
     unshare = ("unshare", "--user", "--map-root-user", "--mount", "--net")
     if shutil.which("unshare") is None or not _lacking():
@@ -105,7 +105,7 @@ def set_rate(namespace: str, device: str, rate: str) -> None:
 
 
 def set_own_rate(rate: str) -> None:
-    """Change the rate of this host's link in both directions. For a running process that a Cluster started."""
+    """Change the rate of this host's link in both directions, from a process that a Cluster has started."""
     prefix, host = os.environ[HOSTS_VARIABLE], os.environ["RANK"]
     set_rate(f"{prefix}-{host}", DEVICE, rate)
     set_rate(f"{prefix}-bridge", f"port{host}", rate)

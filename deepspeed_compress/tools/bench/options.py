@@ -64,64 +64,68 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _step_arguments(parser: argparse.ArgumentParser) -> None:
-    what = parser.add_argument_group("what is measured")
+    what = parser.add_argument_group("measurement")
     what.add_argument("--config", nargs="+", required=True, metavar="FILE", help="DeepSpeed configurations")
     model = "config of a Hugging Face causal LM, or a directory (default: configs/models/gpt_10m.json)"
     what.add_argument("--model", nargs="+", default=["configs/models/gpt_10m.json"], metavar="PATH", help=model)
-    peers = f"what else to measure, of {', '.join(PEERS)}; deepspeed is each file without its section (default)"
+    peers = f"other systems to measure: {', '.join(PEERS)} (default: deepspeed, which is each file without its section)"
     what.add_argument("--peers", nargs="*", choices=PEERS, default=["deepspeed"], metavar="PEER", help=peers)
-    micro = "sequences of a micro-batch (default: as in the file)"
+    micro = "sequences in a micro-batch (default: as in the file)"
     what.add_argument("--micro-batch", type=positive_integer, metavar="N", help=micro)
     what.add_argument(
-        "--seq-len", type=positive_integer, default=64, metavar="N", help="tokens of a sequence (default: 64)"
+        "--seq-len", type=positive_integer, default=64, metavar="N", help="tokens in a sequence (default: 64)"
     )
     what.add_argument("--seed", type=int, default=0, metavar="N")
-    steps = "measured steps: one number, or one a rate (default: 7, or 3 below 500 Mbit/s)"
+    steps = "measured steps: one number, or one per rate (default: 7, or 3 below 500 Mbit/s)"
     what.add_argument("--steps", type=positive_integer, nargs="+", metavar="N", help=steps)
     mirror = "measure one rank of N on this machine, whose messages come back at once: a network that costs no time"
     _add_where(parser).add_argument("--mirror", type=integer_from(2), metavar="N", help=mirror)
     output = parser.add_argument_group("output")
-    kept = "where rows go after every run; what it holds is not measured again"
+    kept = "file for the rows; rows that it already has are not measured again"
     output.add_argument("--output", type=Path, required=True, metavar="FILE.json", help=kept)
-    output.add_argument("--plot", type=Path, metavar="FILE.png", help="bars of the ratio to compute-only")
-    traces = "of each measurement, trace another step under torch's profiler, for https://ui.perfetto.dev"
+    plot = "draw bars of the step time relative to pure computation"
+    output.add_argument("--plot", type=Path, metavar="FILE.png", help=plot)
+    traces = "trace one more step of each measurement under torch's profiler, for https://ui.perfetto.dev"
     output.add_argument("--traces", type=Path, metavar="DIR", help=traces)
 
 
 def _comm_arguments(parser: argparse.ArgumentParser) -> None:
-    sizes = f"bytes of the whole buffer of a rank, such as 64K or 4M (default: {' '.join(SIZES)})"
+    sizes = f"bytes of a rank's buffer, such as 64K or 4M (default: {' '.join(SIZES)})"
     default = [size(text) for text in SIZES]
     parser.add_argument("--sizes", type=size, nargs="+", default=default, metavar="SIZE", help=sizes)
     _add_where(parser)
-    _add_output(parser, "time against size, and the fits")
+    _add_output(parser, "draw time over size, with the fits")
 
 
 def _kernels_arguments(parser: argparse.ArgumentParser) -> None:
-    numel = "elements of the input (default: 100M)"
+    numel = "number of input elements (default: 100M)"
     parser.add_argument("--numel", type=count, default=count("100M"), metavar="N", help=numel)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--repeats", type=positive_integer, default=5, metavar="N", help="of which the median counts")
-    parser.add_argument("--only", metavar="PATTERN", type=re.compile, help="operations whose name it is found in")
-    in_use = "only the implementation that training uses here, without plain PyTorch, which needs much memory"
+    repeats = "number of timed calls, of which the median counts (default: 5)"
+    parser.add_argument("--repeats", type=positive_integer, default=5, metavar="N", help=repeats)
+    parser.add_argument("--only", metavar="PATTERN", type=re.compile, help="measure operations whose name matches")
+    in_use = "measure only the implementation that training uses here, without plain PyTorch, which needs much memory"
     parser.add_argument("--in-use", action="store_true", help=in_use)
-    _add_output(parser, "bars of the throughput")
+    _add_output(parser, "draw bars of the throughput")
 
 
 def _add_where(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
     """Add where to measure. Return the group of the options of which only one can be given."""
-    where = parser.add_argument_group("where")
-    emulate = "make HOSTS hosts on this machine, one process each, whose links carry RATE, such as 2,none,1gbit,100mbit"
-    chosen = where.add_mutually_exclusive_group()
-    chosen.add_argument(
-        "--emulate", type=emulation, metavar="HOSTS,RATE[,RATE...]", help=f"{emulate} (else: the launcher's processes)"
+    where = parser.add_argument_group("hosts")
+    emulate = (
+        "emulate HOSTS hosts on this machine, with one process each and links of each RATE, such as "
+        "2,none,1gbit,100mbit (default: use the processes of a launcher)"
     )
-    where.add_argument("--timeout", type=float, default=1800, metavar="SECONDS", help="of one emulated run")
+    chosen = where.add_mutually_exclusive_group()
+    chosen.add_argument("--emulate", type=emulation, metavar="HOSTS,RATE[,RATE...]", help=emulate)
+    timeout = "time limit of one emulated run (default: 1800)"
+    where.add_argument("--timeout", type=float, default=1800, metavar="SECONDS", help=timeout)
     return chosen
 
 
 def _add_output(parser: argparse.ArgumentParser, drawn: str) -> None:
     output = parser.add_argument_group("output")
-    output.add_argument("--json", type=Path, metavar="FILE.json", help="every figure")
+    output.add_argument("--json", type=Path, metavar="FILE.json", help="write all figures")
     output.add_argument("--plot", type=Path, metavar="FILE.png", help=drawn)
 
 
@@ -169,7 +173,7 @@ def _number(text: str, units: dict[str, int], example: str) -> int:
 
 BENCHMARKS = {
     "step": Benchmark(
-        "Training steps: your configuration against DeepSpeed without it, against compute alone, and against peers.",
+        "Measure training steps of your configuration, of DeepSpeed without it, of pure computation, and of peers.",
         (
             "--config ds_config.json --emulate 2,1gbit,100mbit --output step.json --plot step.png",
             "--config configs/zero[0-3]_int4.json --peers deepspeed ddp fsdp2 --emulate 4,1gbit --output step.json",
@@ -178,12 +182,12 @@ BENCHMARKS = {
         _step_arguments,
     ),
     "comm": Benchmark(
-        "Messages of many sizes: latency and bandwidth of the collectives, and of the exchange used here.",
+        "Measure the latency and bandwidth of collectives, and of the exchange that carries compressed messages.",
         ("--emulate 2,1gbit --json comm.json --plot comm.png", "--emulate 4,100mbit --sizes 16K 1M"),
         _comm_arguments,
     ),
     "kernels": Benchmark(
-        "The operations of compression on one core or GPU: GB/s of input, beside copying the same memory.",
+        "Measure the compression kernels on one core or GPU, compared with copying the same memory.",
         ("--numel 100M --json kernels.json", "--device cuda --in-use", "--only int4 --numel 10M"),
         _kernels_arguments,
     ),

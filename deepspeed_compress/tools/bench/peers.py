@@ -1,4 +1,4 @@
-"""PyTorch's own methods to compare with, and Megatron: DDP, its communication hooks, FSDP2 and local SGD."""
+"""Peers to compare with: PyTorch's DDP, its communication hooks, FSDP2 and local SGD, and Megatron."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,14 +26,14 @@ from deepspeed_compress.tools.bench.workload import Workload
 
 __all__ = ["PEERS", "Peer"]
 
-WARMED_UP = 2
+POWERSGD_START = 2
 """First optimizer step at which PowerSGD's hook accepts a warm start with error feedback."""
 ONE_BUCKET_MB = 2**30
 """Bucket size in MB, larger than any model. With more than one bucket, PowerSGD aborts on gloo."""
 
 
 def _ddp(model: Any, start: int) -> Wrapped:
-    return _of_ddp(_distributed(model))
+    return _wrapped_ddp(_distributed(model))
 
 
 def _ddp_compressed(model: Any, start: int, section: Mapping[str, Any]) -> Wrapped:
@@ -45,7 +45,7 @@ def _ddp_compressed(model: Any, start: int, section: Mapping[str, Any]) -> Wrapp
 def _ddp_bf16(model: Any, start: int) -> Wrapped:
     wrapped = _distributed(model)
     wrapped.register_comm_hook(None, _compressed_to_bf16)
-    return _of_ddp(wrapped)
+    return _wrapped_ddp(wrapped)
 
 
 def _powersgd(model: Any, start: int, rank: int) -> Wrapped:
@@ -53,7 +53,7 @@ def _powersgd(model: Any, start: int, rank: int) -> Wrapped:
     wrapped = DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET_MB)
     state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=start)
     wrapped.register_comm_hook(state, powerSGD_hook)
-    return _of_ddp(wrapped)
+    return _wrapped_ddp(wrapped)
 
 
 def _post_local(model: Any, start: int, every: int) -> Wrapped:
@@ -66,10 +66,10 @@ def _post_local(model: Any, start: int, every: int) -> Wrapped:
     def average() -> None:
         averager.average_parameters(wrapped.parameters())
 
-    return _of_ddp(wrapped, average, partial(_averaged, wrapped))
+    return _wrapped_ddp(wrapped, average, partial(_with_averaged_weights, wrapped))
 
 
-def _of_ddp(
+def _wrapped_ddp(
     model: DistributedDataParallel,
     stepped: Callable[[], object] = lambda: None,
     evaluating: Callable[[], AbstractContextManager[object]] = nullcontext,
@@ -92,7 +92,7 @@ def _compressed_to_bf16(state: Any, bucket: dist.GradBucket) -> torch.futures.Fu
 
 
 @contextmanager
-def _averaged(model: Any) -> Iterator[None]:
+def _with_averaged_weights(model: Any) -> Iterator[None]:
     """Replace each rank's weights by their mean over all ranks within the context."""
     parameters = list(model.parameters())
     own = [parameter.detach().clone() for parameter in parameters]
@@ -157,7 +157,7 @@ class Peer:
     period: int = 1
 
 
-def _of_torch(wrap: Callable[..., Wrapped], least_start: int | None = None, period: int = 1, **options: Any) -> Peer:
+def _torch_peer(wrap: Callable[..., Wrapped], least_start: int | None = None, period: int = 1, **options: Any) -> Peer:
     return Peer(partial(_torch, wrap=partial(wrap, **options)), least_start, period)
 
 
@@ -165,14 +165,14 @@ _INT4: Mapping[str, Any] = MappingProxyType({"gradients": {"method": "blockwise"
 _INT4_WEIGHTS: Mapping[str, Any] = MappingProxyType({**_INT4, "weights": {"bits": 4}})
 PEERS: Mapping[str, Peer] = MappingProxyType(
     {
-        "ddp": _of_torch(_ddp),
-        "ddp-int4": _of_torch(_ddp_compressed, section=_INT4),
-        "ddp-bf16": _of_torch(_ddp_bf16),
-        **{f"ddp-powersgd{rank}": _of_torch(_powersgd, WARMED_UP, rank=rank) for rank in (1, 2, 4, 8)},
-        **{f"ddp-post-local{steps}": _of_torch(_post_local, 0, steps, every=steps) for steps in (4, 8)},
-        "fsdp2": _of_torch(_fsdp2),
-        "fsdp2-int4": _of_torch(_fsdp2_compressed, section=_INT4),
-        "fsdp2-int4-weights": _of_torch(_fsdp2_compressed, section=_INT4_WEIGHTS),
+        "ddp": _torch_peer(_ddp),
+        "ddp-int4": _torch_peer(_ddp_compressed, section=_INT4),
+        "ddp-bf16": _torch_peer(_ddp_bf16),
+        **{f"ddp-powersgd{rank}": _torch_peer(_powersgd, POWERSGD_START, rank=rank) for rank in (1, 2, 4, 8)},
+        **{f"ddp-post-local{steps}": _torch_peer(_post_local, 0, steps, every=steps) for steps in (4, 8)},
+        "fsdp2": _torch_peer(_fsdp2),
+        "fsdp2-int4": _torch_peer(_fsdp2_compressed, section=_INT4),
+        "fsdp2-int4-weights": _torch_peer(_fsdp2_compressed, section=_INT4_WEIGHTS),
         "megatron": Peer(_megatron),
         "megatron-int4": Peer(partial(_megatron, section=_INT4)),
     }

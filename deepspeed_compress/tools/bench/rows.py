@@ -1,4 +1,4 @@
-"""Rows of a benchmark, written by ranks on emulated hosts or of a launcher, and stored in a JSON file."""
+"""Rows of a benchmark, which ranks write on emulated hosts or under a launcher, stored in a JSON file."""
 
 import json
 import os
@@ -67,7 +67,7 @@ def read_document(path: Path) -> Row:
     except (ValueError, KeyError, TypeError):
         complete = False
     if not complete:
-        raise ConfigError(f"--output {path}: holds no measurements of steps; name another file")
+        raise ConfigError(f"--output {path}: contains no measurements of steps; choose another file")
     return document
 
 
@@ -92,8 +92,8 @@ def check_launched() -> None:
     """
     if "RANK" not in os.environ:
         raise ConfigError(
-            "there is one process only: write --emulate HOSTS,RATE, such as --emulate 2,1gbit, or start with "
-            "torchrun --no-python --nproc-per-node N ds-compress bench ..."
+            "a single process has nothing to communicate with; write --emulate HOSTS,RATE, such as --emulate 2,1gbit, "
+            "or start it with torchrun --no-python --nproc-per-node N ds-compress bench ..."
         )
 
 
@@ -145,4 +145,4 @@ def _report_failure(run: Run) -> None:
         return
     for host, output in enumerate(run.outputs):
         print(f"--- host {host}, last lines\n{output[-2000:]}", file=sys.stderr)
-    print(f"error: {run.failure} after {run.seconds:.0f} s; what it measured before is kept", file=sys.stderr)
+    print(f"error: {run.failure} after {run.seconds:.0f} s; earlier measurements are kept", file=sys.stderr)

@@ -39,7 +39,7 @@ Steps = dict[str | None, int]
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, write, print and draw. Return exit code 1 if a run failed, else 0."""
+    """Measure, save, print and draw. Return exit code 1 if a run failed, else 0."""
     if options.plot:
         check_plotting("--plot")
     return _emulated(options) if options.emulate else _in_this_process(options)
@@ -53,7 +53,7 @@ def _emulated(options: argparse.Namespace) -> int:
         for number, group in enumerate(groups, 1):
             label = f"[{number}/{len(groups)}, {time.monotonic() - begin:.0f} s] {_title(group, options.emulate.hosts)}"
             missing = missing_rates(document["rows"], group, options.emulate.hosts, steps)
-            print(f"{label}: {', '.join(map(str, missing)) or f'in {options.output} already'}", flush=True)
+            print(f"{label}: {', '.join(map(str, missing)) or f'already in {options.output}'}", flush=True)
             if missing:
                 job = {
                     "group": group.to_json(),
@@ -84,7 +84,7 @@ def _in_this_process(options: argparse.Namespace) -> int:
     groups, steps = _groups(options, ranks.world_size), steps_at(options, (None,))
     if len({(group.workload.tensor, group.workload.pipeline) for group in groups}) > 1:
         raise ConfigError(
-            "--config: the files divide the ranks differently, which one run cannot; give them one by one"
+            "--config: the files have different layouts, which one job cannot measure; pass them one by one"
         )
     document = ranks.first_only(partial(read_document, options.output))
     for group in groups:
@@ -118,7 +118,9 @@ def _check_mirrored(groups: Sequence[Group]) -> None:
 def _groups(options: argparse.Namespace, ranks: int) -> list[Group]:
     stems = [Path(file).stem for file in options.config]
     if len(set(stems)) < len(stems):
-        raise ConfigError(f"--config: {', '.join(options.config)}: rows are named by the file; give each another name")
+        raise ConfigError(
+            f"--config {' '.join(options.config)}: files with the same name have the same rows; rename them"
+        )
     sizes = {name: getattr(options, name) for name in ("micro_batch", "seq_len", "seed")}
     groups = [
         group
@@ -146,7 +148,7 @@ def steps_at(options: argparse.Namespace, rates: Sequence[str | None]) -> Steps:
 def _title(group: Group, ranks: int) -> str:
     work = group.workload
     layout = f", tensor {work.tensor} x pipeline {work.pipeline}" if work.tensor * work.pipeline > 1 else ""
-    return f"{Path(work.model).stem} on {ranks} ranks{layout}, {len(group.contenders)} ways to train"
+    return f"{Path(work.model).stem} on {ranks} ranks{layout}, {len(group.contenders)} systems"
 
 
 def missing_rates(rows: Sequence[Row], group: Group, ranks: int, steps: Steps, mirror: bool = False) -> Steps:

@@ -109,7 +109,7 @@ def plot_steps(rows: Sequence[Row], file: Path) -> None:
     """Plot the ratio to pure computation: one chart per workload, one group of bars per method, one color per rate."""
     charts = [[row for row in rows if same_work(row) == work] for work in dict.fromkeys(map(same_work, rows))]
     bars = [(title(chart[0]), _ratios(chart)) for chart in charts]
-    plot_bars(bars, "step time / compute alone (1 = a free network)", file)
+    plot_bars(bars, "step time / pure computation (1 = the network costs nothing)", file)
 
 
 def _ratios(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
@@ -128,13 +128,13 @@ PHASES = ("compute", "compress", "communicate", "decompress")
 SENT = ("interface", "headers", "payload", "predicted")
 FORMS = (
     Form(
-        "seconds of a step: median and range; its ratio to compute alone, DeepSpeed alone over it; its parts in ms",
+        "step time in seconds (median and range), relative to pure computation, speed-up over DeepSpeed, parts in ms",
         ("seconds", "min", "max", "/ compute", "speed-up", "compute", "compress", "wait", "decompress"),
         _time_cells,
         _compute_only_times,
     ),
     Form(
-        "MB that a host sends in a step; payload against prediction in %; MB of memory",
+        "MB that a host sends per step; diff: payload compared with the prediction, in %; memory in MB",
         (*SENT, "diff", "peak", "residuals"),
         _size_cells,
         _compute_only_sizes,

@@ -22,7 +22,7 @@ from deepspeed_compress.training.stepper import PipelineStepper, PlainStepper, S
 
 __all__ = ["System", "compute_only", "make", "tokens"]
 
-AT_ONCE = Optimizer()
+CONSTANT_RATE = Optimizer()
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def tokens(workload: Workload, share: Share) -> Tensor:
     return torch.randint(vocabulary, size, generator=generator).to(device())
 
 
-def make(workload: Workload, contender: Contender, optimizer: Optimizer = AT_ONCE, start: int = 0) -> System:
+def make(workload: Workload, contender: Contender, optimizer: Optimizer = CONSTANT_RATE, start: int = 0) -> System:
     """Create the contender on this rank.
 
     Args:
@@ -81,7 +81,7 @@ def make(workload: Workload, contender: Contender, optimizer: Optimizer = AT_ONC
 
 def compute_only(workload: Workload) -> System:
     """Return the whole model on one process with its share of the sequences, without communication."""
-    return System(TorchStepper(Wrapped(bare_model(workload)), workload, AT_ONCE), _whole(workload))
+    return System(TorchStepper(Wrapped(bare_model(workload)), workload, CONSTANT_RATE), _whole(workload))
 
 
 def _whole(workload: Workload) -> Share:

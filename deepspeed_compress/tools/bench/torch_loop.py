@@ -1,4 +1,4 @@
-"""PyTorch's training loop around a model, and the settings that all peers share."""
+"""Plain PyTorch training loop, and the settings that all peers share."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -36,7 +36,7 @@ class Optimizer:
     schedule: Mapping[str, Any] | None = None
 
     @classmethod
-    def of(cls, ds_config: Mapping[str, Any]) -> "Optimizer":
+    def from_config(cls, ds_config: Mapping[str, Any]) -> "Optimizer":
         """Return the settings that DeepSpeed uses for `ds_config`, whose optimizer is AdamW with `torch_adam`."""
         params = {name: value for name, value in ds_config["optimizer"]["params"].items() if name != "torch_adam"}
         return cls(params, ds_config.get("scheduler"))
@@ -53,8 +53,8 @@ class Wrapped:
 
     Attributes:
         model: Model to call.
-        synchronised: Function that returns the context of a micro-batch. Its argument states whether the micro-batch is
-            the last one of the step.
+        synchronised: Function that returns the context of a micro-batch. Its argument is True for the last micro-batch
+            of a step.
         stepped: Function to call after each optimizer step.
         evaluating: Function that returns a context in which all ranks have the weights that the method trains.
         attach: Function to call with the optimizer before the first step. Its result has a session, or is None.

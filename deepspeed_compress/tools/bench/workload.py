@@ -46,22 +46,22 @@ class Workload:
         """Return the micro-batches, and the sequences in each, of one process if all of them divide a batch equally.
 
         Raises:
-            ConfigError: The batch cannot be divided equally.
+            ConfigError: The batch cannot be needed equally.
         """
-        sequences, divided = self.micro_batch * self.accumulation, self.tensor * self.pipeline
-        if sequences % divided:
+        sequences, needed = self.micro_batch * self.accumulation, self.tensor * self.pipeline
+        if sequences % needed:
             raise ConfigError(
-                f"{self.micro_batch} sequences x {self.accumulation} micro-batches are not a multiple of the {divided} "
-                "ranks that share them, so there is no equal share to compute alone; write another --micro-batch"
+                f"--micro-batch: {self.micro_batch} sequences x {self.accumulation} micro-batches are not a multiple "
+                f"of the {needed} ranks of a replica, so a single process has no equal share; write another one"
             )
-        share = sequences // divided
+        share = sequences // needed
         size = self.micro_batch if share % self.micro_batch == 0 else share
         return share // size, size
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to train.
+    """System that is compared with others.
 
     Attributes:
         name: Name to display.
@@ -111,7 +111,7 @@ def group_contenders(
         workload = _workload(file, ds_config, model, sizes, ranks)
         _, contenders = groups.setdefault(repr(workload), (workload, []))
         given = _effective(ds_config, workload)
-        found = [Contender(Path(file).stem, OURS, given), *_alone(given, peers)]
+        found = [Contender(Path(file).stem, OURS, given), *_deepspeed_contenders(given, peers)]
         contenders += [contender for contender in found if contender not in contenders]
     others = [Contender(peer, peer) for peer in peers if peer not in _OTHER_KEYS]
     return [Group(workload, (*_sorted(contenders), *others)) for workload, contenders in groups.values()]
@@ -136,7 +136,9 @@ def without_section(ds_config: Mapping[str, Any]) -> dict[str, Any]:
 def _read(file: str) -> dict[str, Any]:
     ds_config = read_file(file)
     if SECTION not in ds_config:
-        raise ConfigError(f'--config {file}: has no /{SECTION}, so nothing is to be compared; write "{SECTION}": {{}}')
+        raise ConfigError(
+            f'--config {file}: has no /{SECTION}, so there is nothing to compare; write "{SECTION}": {{}}'
+        )
     return ds_config
 
 
@@ -179,7 +181,7 @@ def _batch(file: str, ds_config: Mapping[str, Any], micro_batch: int | None, rep
     if isinstance(whole, int):
         steps = steps if isinstance(steps, int) else 1
         return max(1, whole // (steps * replicas)), steps
-    raise ConfigError(f"--config {file}: /{names[1]} is {micro!r}; write a number there, or --micro-batch N")
+    raise ConfigError(f"--config {file}: /{names[1]} is {micro!r}; write a number, or pass --micro-batch N")
 
 
 def _effective(ds_config: Mapping[str, Any], workload: Workload) -> dict[str, Any]:
@@ -206,7 +208,7 @@ def _steady(value: Any) -> Any:
     return {key: _steady(item) for key, item in value.items() if key not in _RAMPS}
 
 
-def _alone(given: Mapping[str, Any], peers: Iterable[str]) -> list[Contender]:
+def _deepspeed_contenders(given: Mapping[str, Any], peers: Iterable[str]) -> list[Contender]:
     """Return contenders for those of `peers` that are DeepSpeed without the package."""
     plain = without_section(given)
     return [Contender(peer, DEEPSPEED, plain | dict(_OTHER_KEYS[peer])) for peer in peers if peer in _OTHER_KEYS]

@@ -2,7 +2,7 @@
 
 run         files that a run has left in its directories
 case        the run as rules see it: medians, shares, configuration
-thresholds  values from which figures are meaningful, each with its reason
+thresholds  thresholds of the rules, each with its reason
 trends      statistics of noisy series
 rule        definition of a rule
 rules       the rules, grouped by what they check

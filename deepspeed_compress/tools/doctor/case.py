@@ -1,4 +1,4 @@
-"""A run as rules see it: medians and shares of the measurements taken while compression was in force."""
+"""Case of a run for the rules: medians and shares of the measurements taken while compression was in force."""
 
 import statistics
 from collections import Counter
@@ -121,8 +121,8 @@ class Case:
         The busy times of all ranks in a step are reported with the measured step that follows it.
         """
         pairs = pairwise(self.run.steps)
-        told = [(line["step"], line.get("busy_ms"), after.get("busy_ms_max")) for line, after in pairs]
-        return {step: slowest - own for step, own, slowest in told if own is not None and slowest is not None}
+        reported = [(line["step"], line.get("busy_ms"), after.get("busy_ms_max")) for line, after in pairs]
+        return {step: slowest - own for step, own, slowest in reported if own is not None and slowest is not None}
 
     @cached_property
     def slowest(self) -> "Slowest | None":

@@ -1,4 +1,4 @@
-"""The command `ds-compress doctor`."""
+"""Command `ds-compress doctor`."""
 
 import argparse
 import json
@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     if options.apply is not None and options.apply.exists():
-        raise ConfigError(f"--apply {options.apply}: exists already. Write the name of a new file.")
+        raise ConfigError(f"--apply {options.apply}: exists already; write the name of a new file")
     baseline = read_run(options.baseline) if options.baseline is not None else None
     diagnosis = diagnose(Case(read_run(options.run_dir, options.config), baseline))
     if options.json:
@@ -44,16 +44,16 @@ def _run(options: argparse.Namespace) -> int:
 def _apply(diagnosis: Diagnosis, file: Path) -> None:
     """Write the patched configuration to `file` and report on stderr which findings it covers."""
     if diagnosis.diagnostics and diagnosis.case.run.config is None:
-        raise ConfigError(f"--apply {file}: the run left no ds_config.json. Write --config FILE to say what it was.")
+        raise ConfigError(f"--apply {file}: the run has no ds_config.json to change; pass it with --config FILE")
     config, taken, left = patched(diagnosis)
     if not taken:
-        print(f"{file}: not written, because nothing found is changed by a setting", file=sys.stderr)
+        print(f"{file}: not written, because no setting remedies these findings", file=sys.stderr)
         return
     with file.open("x", encoding="utf-8") as stream:
         stream.write(json.dumps(config, indent=2) + "\n")
-    print(f"{file}: {_names(taken)}", file=sys.stderr)
+    print(f"{file}: written with changes for {_names(taken)}", file=sys.stderr)
     if MASK in json.dumps(config):
-        print(f'{file}: write secrets in place of "{MASK}", or give --config the file that has them', file=sys.stderr)
+        print(f'{file}: replace "{MASK}" by your secrets, or pass the file that has them as --config', file=sys.stderr)
     if left:
         print(f"left out, because they change the same settings: {_names(left)}", file=sys.stderr)
 

@@ -1,4 +1,4 @@
-"""Apply all rules to a run: findings, most severe first, the rules that were checked, and those that could not be."""
+"""Application of all rules to a run: the findings, the rules that were checked, and those that lack data."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

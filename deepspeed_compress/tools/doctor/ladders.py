@@ -29,7 +29,7 @@ def forgets(gradients: GradientsConfig) -> bool:
 
 
 def softer(gradients: GradientsConfig) -> Patch | None:
-    """Return the keys to change for a smaller loss, or None for method `none`."""
+    """Return the keys to change so that more of the gradient is sent, or None for method `none`."""
     if isinstance(gradients, NoneGradients):
         return None
     patch: Patch | None = gradients.softer()

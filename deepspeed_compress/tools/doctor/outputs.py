@@ -34,19 +34,19 @@ def as_json(diagnosis: Diagnosis) -> str:
 
 
 def print_text(diagnosis: Diagnosis, console: Console | None = None) -> None:
-    """Print the findings with their remedies, then the checks without findings and those that could not be made."""
+    """Print the findings with their remedies, then the checks without findings and those that lacked data."""
     console = console or Console(soft_wrap=False)
     console.print(escape(printable(_head(diagnosis.case))), highlight=False)
     for number, one in enumerate(diagnosis.diagnostics, start=1):
         _print_finding(console, number, one, diagnosis.obstacles.get(one.name, ""))
     console.print()
     if not diagnosis.diagnostics:
-        console.print("[green]Nothing found.[/green]")
+        console.print("[green]No problems found.[/green]")
     named = {one.name for one in diagnosis.diagnostics}
-    _print_list(console, "Looked at, and in order:", [r.summary for r in diagnosis.checked if r.name not in named])
-    few = f"below {diagnosis.case.limits.lines} measured steps"
+    _print_list(console, "Checked, without a finding:", [r.summary for r in diagnosis.checked if r.name not in named])
+    few = f"fewer than {diagnosis.case.limits.lines} measured steps"
     lines = [f"{rule.summary} (needs {', '.join(needs)})" for rule, needs in diagnosis.unchecked]
-    _print_list(console, f"Not looked at, because it was not recorded, or too seldom ({few}):", lines)
+    _print_list(console, f"Not checked, because data is missing or there are {few}:", lines)
 
 
 def _head(case: Case) -> str:
@@ -71,7 +71,7 @@ def _print_finding(console: Console, number: int, one: Diagnostic, obstacle: str
     if one.patch is not None:
         body += ["Merge into ds_config.json:", json.dumps(one.patch, indent=2)]
     if obstacle:
-        body.append(f"No patch, because it would not be valid: {obstacle}")
+        body.append(f"There is no patch, because the patched configuration would be invalid: {obstacle}")
     for line in [*body, f"More: {page(one)}"]:
         console.print(Padding(escape(line), (0, 0, 0, 3)), highlight=False)
 

@@ -1,4 +1,4 @@
-"""Files that a run has left in its directories, as far as they exist."""
+"""Run to diagnose, read from the files that it has left in its directories."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -59,12 +59,12 @@ def read_run(directory: Path, config: Path | None = None) -> Run:
         ConfigError: `config` cannot be read.
     """
     if not directory.is_dir():
-        raise DataError(f"{directory}: no such directory; give the output directory of a run, or its monitor.path")
+        raise DataError(f"{directory}: no such directory; pass the output directory of a run, or its monitor.path")
     found = read_directory(directory, None if config is None else read_ds_config(config))
     if not found.statistics:
         raise DataError(
-            f"{found.monitor / STATISTICS}: no statistics; set monitor.path of the section, or give the directory "
-            f"that holds {STATISTICS}"
+            f"{found.monitor / STATISTICS}: contains no statistics; set monitor.path in the section, or pass the "
+            f"directory that contains {STATISTICS}"
         )
     logged = (found.metrics, "train_loss"), (found.statistics, "loss"), (found.trainer_log, "loss")
     return Run(

@@ -1,4 +1,4 @@
-"""Values from which figures of a run are meaningful. Each has its reason, and none is fitted to a run."""
+"""Thresholds of the rules. Each has its reason, and none is fitted to a run."""
 
 from dataclasses import dataclass
 
@@ -12,12 +12,12 @@ class Thresholds:
     lines: int = 16
     """Minimum number of measured steps for a rule.
 
-    Two or three slow steps would shift the median of fewer. Also, the same rank is the slowest in nine of ten of them
-    by chance only once in a thousand runs.
+    With fewer, two or three slow steps would shift the median. With 16, the same rank is the slowest in nine of ten
+    steps by chance only once in a thousand runs.
     """
 
     wait: float = 0.25
-    """Time spent waiting for messages. Without it, a step would take a quarter less. Below it, other causes matter."""
+    """Time spent waiting for messages. Below it, other causes matter more."""
     cost: float = 0.15
     """Time for encoding and decoding.
 
@@ -38,7 +38,7 @@ class Thresholds:
     """Bytes per step that 1 Gbit/s carries in 8 ms. A longer wait for fewer bytes is due to latency, not bandwidth."""
 
     raw: float = 0.9
-    """Uncompressed fraction of the gradient bytes sent. Compressing the rest to nothing would save at most a tenth."""
+    """Uncompressed fraction of the gradient bytes sent. Stronger compression of the rest saves at most a tenth."""
     no_ratio: float = 1.25
     """Compression ratio relative to that of the ZeRO stage without compression. Below it, under a fifth is saved."""
     most: float = 0.75

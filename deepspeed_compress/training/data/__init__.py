@@ -1,14 +1,22 @@
-"""Text in, token windows out: the corpus, the tokenizer, the token cache, and the data of each step.
+"""Conversion of text into token windows: the corpus, the tokenizer, the token cache, and the data of each step.
 
 corpus      the example text, the text files of a run, and the documents in them
 tokenizer   trains and loads a byte-level BPE tokenizer directory
-tokens      encodes a corpus once into a memory-mapped file, and selects the windows of it that a step reads
+tokens      encodes a corpus once into a memory-mapped file, and selects the windows that a step reads
 """
 
 from deepspeed_compress.training.data.corpus import fetch_corpus, text_files
 from deepspeed_compress.training.data.tokenizer import load_tokenizer, train_tokenizer
-from deepspeed_compress.training.data.tokens import TokenCache, build_cache, cache_key, open_cache
-from deepspeed_compress.training.data.tokens import Windows, eval_starts, split_windows, step_starts
+from deepspeed_compress.training.data.tokens import (
+    TokenCache,
+    Windows,
+    build_cache,
+    cache_key,
+    eval_starts,
+    open_cache,
+    split_windows,
+    step_starts,
+)
 
 __all__ = [
     "TokenCache",

@@ -4,8 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from deepspeed_compress.training.data.corpus import fetch_corpus
 from deepspeed_compress.errors import DataError
+from deepspeed_compress.training.data.corpus import fetch_corpus
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -13,7 +13,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m deepspeed_compress.training.data",
         description="Fetch the works of Shakespeare (5 MB, public domain) as text files to train on.",
     )
-    parser.add_argument("directory", type=Path, help="where the text files go, for example data/shakespeare")
+    parser.add_argument("directory", type=Path, help="directory for the text files, for example data/shakespeare")
     directory = parser.parse_args(argv).directory
     try:
         files = fetch_corpus(directory)

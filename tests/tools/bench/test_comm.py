@@ -1,4 +1,4 @@
-"""`bench comm`: what the collectives do, and the rows, table and picture of their times."""
+"""`bench comm`: the collectives, and the rows, table and picture of their times."""
 
 import json
 from pathlib import Path
@@ -22,14 +22,14 @@ SIZES = [1000, 4096, 65536]
 def measured(rank: int) -> tuple[list[dict[str, Any]], list[str]]:
     join()
     rows: list[dict[str, Any]] = []
-    said: list[str] = []
-    measure_messages([None], SIZES, rows.append, said.append)
+    progress: list[str] = []
+    measure_messages([None], SIZES, rows.append, progress.append)
     dist.destroy_process_group()
-    return rows, said
+    return rows, progress
 
 
 def called(rank: int) -> dict[str, list[int]]:
-    """The buffer of each collective after one call; it was filled with the rank's number + 1."""
+    """Return the buffer of each collective after one call. It was filled with the rank + 1."""
     join()
     found = {}
     for name, collective in COLLECTIVES.items():
@@ -40,7 +40,7 @@ def called(rank: int) -> dict[str, list[int]]:
     return found
 
 
-def test_collectives_move_what_they_say() -> None:
+def test_collectives_move_the_expected_elements() -> None:
     first, second, _ = run_forks(3, called)
     assert first["all_reduce"] == second["all_reduce"] == [6] * 6
     assert first["all_gather_into_tensor"] == [0] * 6
@@ -49,9 +49,9 @@ def test_collectives_move_what_they_say() -> None:
 
 
 def test_every_collective_is_fitted() -> None:
-    (rows, said), (nothing, silence) = run_forks(2, measured)
-    assert (nothing, silence) == ([], [])
-    assert [row["collective"] for row in rows] == said == list(COLLECTIVES)
+    (rows, progress), (nothing, no_progress) = run_forks(2, measured)
+    assert (nothing, no_progress) == ([], [])
+    assert [row["collective"] for row in rows] == progress == list(COLLECTIVES)
     for row in rows:
         assert row["sizes"] == SIZES
         assert min(row["seconds"]) > 0
@@ -61,14 +61,14 @@ def test_every_collective_is_fitted() -> None:
             assert row["fitted_bus_bytes_per_s"] == pytest.approx(rounds * 0.5 / row["fit"]["seconds_per_byte"])
 
 
-def test_bytes_of_a_ring() -> None:
+def test_sent_bytes_are_those_of_a_ring() -> None:
     once, twice = Collective(lambda buffer: lambda: None), Collective(lambda buffer: lambda: None, rounds=2)
     assert once.sent(1000, 4) == 750
     assert twice.sent(1000, 4) == 1500
 
 
 def line(collective: str, rate: str | None) -> dict[str, Any]:
-    """Of a link of 100 Mbit/s that is used to 80 %, by 2 ranks."""
+    """Return a row of 2 ranks that use 80 % of a link of 100 Mbit/s."""
     fit = {"latency": 1e-3, "seconds_per_byte": 0.5 / 1e7, "error": 0.02}
     seconds = [fit["latency"] + size * fit["seconds_per_byte"] for size in (4096, 2**20)]
     common = {"collective": collective, "ranks": 2, "rate": rate, "sizes": [4096, 2**20], "seconds": seconds}
@@ -76,7 +76,7 @@ def line(collective: str, rate: str | None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("rate", "link"), [("100mbit", "0.80"), (None, "-")])
-def test_the_table(rate: str | None, link: str) -> None:
+def test_the_table_shows_fits_and_use_of_the_link(rate: str | None, link: str) -> None:
     console = Console(width=120)
     with console.capture() as capture:
         console.print(table_of("two ranks", [line("exchange", rate)]))
@@ -104,10 +104,10 @@ def test_the_exchange_fills_an_emulated_link(tmp_path: Path) -> None:
     rows = {row["collective"]: row for row in document["rows"]}
     assert list(rows) == list(COLLECTIVES)
     assert 0.8 < rows["exchange"]["fitted_bus_bytes_per_s"] / (100e6 / 8) < 1.1
-    # gloo all-reduces to reduce-scatter, which sends all of it twice.
+    # gloo implements reduce-scatter with an all-reduce, which sends twice as much.
     assert 0.4 < rows["reduce_scatter_tensor"]["fitted_bus_bytes_per_s"] / (100e6 / 8) < 0.6
 
 
-def test_one_size_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_size_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "comm", "--sizes", "4K", "4096"]) == 1
-    assert "--sizes [4096, 4096]: a latency and a bandwidth need two different sizes" in capsys.readouterr().err
+    assert "--sizes [4096, 4096]: latency and bandwidth need at least two different sizes" in capsys.readouterr().err

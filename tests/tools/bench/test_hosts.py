@@ -1,4 +1,4 @@
-"""Rate-limited hosts: what is limited, and that nothing stays behind."""
+"""Emulated hosts: their rates are limited, and nothing of them is left behind."""
 
 import math
 import os
@@ -40,12 +40,12 @@ def _own_namespaces(process: int) -> list[str]:
 @pytest.mark.parametrize(
     ("rate", "bits"), [("100mbit", 1e8), ("1.5gbit", 1.5e9), ("64kbit", 64e3), ("8bit", 8), ("none", math.inf)]
 )
-def test_rates_are_read_as_tc_reads_them(rate: str, bits: float) -> None:
+def test_rates_are_parsed_as_tc_does(rate: str, bits: float) -> None:
     assert bits_per_second(rate) == bits
 
 
 @pytest.mark.parametrize("rate", ["100", "100mb", "0gbit", "-1mbit", ""])
-def test_a_wrong_rate_says_what_to_write(rate: str) -> None:
+def test_an_invalid_rate_is_refused_with_an_example(rate: str) -> None:
     with pytest.raises(ClusterError, match='such as "100mbit"'):
         bits_per_second(rate)
 
@@ -56,8 +56,8 @@ def test_a_missing_tool_is_named_with_its_package(monkeypatch: pytest.MonkeyPatc
         check_machine()
 
 
-def test_hosts_say_nothing_that_only_an_agent_says() -> None:
-    """Checkpoints in memory read from these where copies go."""
+def test_hosts_do_not_set_variables_of_agents() -> None:
+    """Checkpoints in memory use these variables to place copies."""
     assert {AGENT, HOSTS, MEMORY, RESUME}.isdisjoint(Cluster(2).environment(0))
 
 
@@ -68,7 +68,7 @@ CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], 5000), tim
 
 
 @needs_hosts
-def test_a_link_that_is_cut_carries_nothing_until_it_is_mended() -> None:
+def test_a_cut_link_carries_nothing_until_it_is_mended() -> None:
     with Cluster(2) as cluster:
         reach = cluster.on(0, [sys.executable, "-c", CONNECT, cluster.address(1)])
         with subprocess.Popen(cluster.on(1, [sys.executable, "-c", LISTEN]), stdout=subprocess.PIPE) as listening:
@@ -86,12 +86,12 @@ def test_a_link_carries_its_rate() -> None:
     with Cluster(2, "20mbit") as cluster:
         run = cluster.run([sys.executable, "-c", TRANSFER], timeout=60)
     assert run.failure is None, run.outputs
-    # 2.5 MB are 20 Mbit; headers, and the burst that passes at once, take a few per cent.
+    # 2.5 MB are 20 Mbit. Headers and the initial burst change the time by a few percent.
     assert float(run.outputs[0]) == pytest.approx(1.0, rel=0.25)
 
 
 @measures_links
-def test_a_host_that_fails_ends_the_others_and_nothing_stays() -> None:
+def test_a_failing_host_ends_the_others_and_leaves_nothing() -> None:
     with Cluster(2) as cluster:
         run = cluster.run(["sh", "-c", "if [ $RANK = 0 ]; then sleep 60; else echo so; exit 3; fi"], timeout=30)
     assert run.failure == "host 1 ended with 3"
@@ -101,18 +101,18 @@ def test_a_host_that_fails_ends_the_others_and_nothing_stays() -> None:
 
 
 @needs_hosts
-def test_an_error_while_hosts_are_made_leaves_nothing() -> None:
+def test_an_error_during_setup_leaves_nothing() -> None:
     with pytest.raises(ClusterError, match="rate '5 monkeys'"), Cluster(1, "5 monkeys"):
         pass
     assert not _own_namespaces(os.getpid())
 
 
 ORDINARY = ("unshare", "--user", "--map-user=1000", "--map-group=1000")
-"""Starts a command as a user who is not root, and may read what this one may."""
+"""Prefix of a command that runs it as a user without root, with the same files readable."""
 
 
 def _as_program(before: Sequence[str], *command: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """What the program did, and the namespaces that it has left."""
+    """Run the program; return its result, and the namespaces that it has left behind."""
     program = [*before, sys.executable, "-m", "deepspeed_compress.tools.bench.hosts", "--rate", "20mbit", "--"]
     with subprocess.Popen([*program, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         output, errors = process.communicate(timeout=120)
@@ -121,7 +121,7 @@ def _as_program(before: Sequence[str], *command: str) -> tuple[subprocess.Comple
 
 
 @measures_links
-def test_an_ordinary_user_has_hosts_in_a_user_namespace() -> None:
+def test_an_ordinary_user_gets_hosts_in_a_user_namespace() -> None:
     if subprocess.run([*ORDINARY, *ORDINARY, "true"], capture_output=True).returncode:
         pytest.skip("users may not have user namespaces here")
     run, left = _as_program(ORDINARY, sys.executable, "-c", TRANSFER)
@@ -131,9 +131,9 @@ def test_an_ordinary_user_has_hosts_in_a_user_namespace() -> None:
 
 
 @needs_hosts
-def test_without_root_and_user_namespaces_it_is_said_what_is_missing() -> None:
+def test_missing_permissions_are_reported() -> None:
     closed = ["unshare", "--user", "--map-root-user", "sh", "-c"]
     closed += ['echo 0 >/proc/sys/user/max_user_namespaces && exec setpriv --bounding-set=-all "$@"', "sh"]
     run, left = _as_program(closed, "true")
     assert (run.returncode, left) == (1, [])
-    assert "needs root (CAP_NET_ADMIN and CAP_SYS_ADMIN), or a kernel that lets users" in run.stderr
+    assert "need root (CAP_NET_ADMIN and CAP_SYS_ADMIN), or a kernel that allows" in run.stderr

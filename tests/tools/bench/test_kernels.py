@@ -1,4 +1,4 @@
-"""`bench kernels`, on few elements: every operation of every implementation, its table, file and picture."""
+"""`bench kernels` with few elements: all operations of all implementations, the table, the file and the picture."""
 
 import json
 import re
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 NUMEL = 3 * 4096 + 5
 
 
-def test_every_operation_is_measured_beside_a_copy() -> None:
+def test_every_operation_is_compared_with_a_copy() -> None:
     threads = torch.get_num_threads()
     rows = measure(NUMEL, CPU, 3)
     copy, *others = rows
@@ -39,26 +39,26 @@ def test_every_operation_is_measured_beside_a_copy() -> None:
     assert torch.get_num_threads() == threads
 
 
-def test_operations_ask_for_what_their_names_say() -> None:
-    """Of an implementation that only writes down how it is called."""
-    asked: dict[str, tuple[Any, ...]] = {}
+def test_operations_call_the_kernels_that_their_names_say() -> None:
+    """The implementation only records its calls."""
+    calls: dict[str, tuple[Any, ...]] = {}
 
     def quantize(
         x: Tensor, form: BlockFormat, numbers: Tensor, codes: Tensor, key: Any = None, memory: Any = None
     ) -> None:
-        asked["quantize"] = form.kind, form.bits, codes.numel(), key is not None, memory and memory.after.dtype
+        calls["quantize"] = form.kind, form.bits, codes.numel(), key is not None, memory and memory.after.dtype
 
     def dequantize(numbers: Tensor, codes: Tensor, form: BlockFormat, out: Tensor, scale: float) -> None:
-        asked["decode"] = form.kind, form.bits, out.dtype
+        calls["decode"] = form.kind, form.bits, out.dtype
 
     def top_k(rows: Tensor, k: int) -> None:
-        asked["top-k"] = tuple(rows.shape), k
+        calls["top-k"] = tuple(rows.shape), k
 
     def dequantize_sum(messages: list[Any], form: BlockFormat, out: Tensor, scale: float) -> None:
-        asked["sum"] = form.kind, form.bits, len(messages)
+        calls["sum"] = form.kind, form.bits, len(messages)
 
     def note(name: str) -> Any:
-        return lambda tensor, *others: asked.update({name: tuple(tensor.shape)})
+        return lambda tensor, *others: calls.update({name: tuple(tensor.shape)})
 
     module = SimpleNamespace(
         quantize_blocks=quantize,
@@ -79,9 +79,9 @@ def test_operations_ask_for_what_their_names_say() -> None:
     found: dict[str, Any] = {}
     for operation in OPERATIONS:
         call = operation.prepare(module, torch.ones(3 * 4096 + 4))
-        asked.clear()
+        calls.clear()
         call()
-        found |= {operation.name: dict(asked)}
+        found |= {operation.name: dict(calls)}
     assert found == {
         "quantize int8": {"quantize": ("absmax", 8, 12292, False, None)},
         "quantize int4": {"quantize": ("absmax", 4, 6146, False, None)},
@@ -103,7 +103,7 @@ def test_operations_ask_for_what_their_names_say() -> None:
     }
 
 
-def test_one_operation_alone() -> None:
+def test_only_selects_operations() -> None:
     rows = measure(NUMEL, CPU, 1, re.compile("block top-k"))
     assert {row["operation"] for row in rows} == {"copy", "block top-k 1 % of 4096"}
 
@@ -143,16 +143,16 @@ def test_torch_and_rich_are_all_that_is_loaded() -> None:
     assert not {"deepspeed", "pydantic", "hjson", "transformers", "yaml"} & set(done.stdout.split())
 
 
-def test_wrong_arguments_say_what_to_write() -> None:
-    with pytest.raises(ConfigError, match=r"--only int3: is found in none of quantize int8, .*; write a part of one"):
+def test_invalid_arguments_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--only int3: matches none of quantize int8, .*; write a part of one"):
         measure(NUMEL, CPU, 1, re.compile("int3"))
-    with pytest.raises(ConfigError, match="--numel 100: write at least 4096"):
+    with pytest.raises(ConfigError, match="--numel 100: is too small; write at least 4096"):
         measure(100, CPU, 1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_missing_gpu_is_said() -> None:
-    with pytest.raises(UnsupportedError, match="--device cuda: torch finds no GPU here"):
+def test_a_missing_gpu_is_reported() -> None:
+    with pytest.raises(UnsupportedError, match="--device cuda: torch finds no GPU"):
         measure(NUMEL, torch.device("cuda"), 1)
 
 
@@ -162,7 +162,7 @@ def test_a_gpu_is_measured() -> None:
     assert len(measure(NUMEL, device, 2)) == 1 + len(OPERATIONS) * len(implementations(device))
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_kernels_prints_saves_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, picture = tmp_path / "kernels.json", tmp_path / "kernels.png"
     arguments = ["--numel", "8192", "--repeats", "1", "--only", "sign", "--json", str(file), "--plot", str(picture)]
     assert main(["bench", "kernels", *arguments]) == 0

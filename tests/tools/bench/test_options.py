@@ -1,4 +1,4 @@
-"""What may be written after `ds-compress bench`."""
+"""Command-line options of `ds-compress bench`."""
 
 import argparse
 
@@ -6,7 +6,7 @@ import pytest
 
 from deepspeed_compress.cli import main
 from deepspeed_compress.tools.bench.options import BENCHMARKS, PEERS, Emulation, count, emulation, size
-from deepspeed_compress.tools.bench.peers import PEERS as MADE
+from deepspeed_compress.tools.bench.peers import PEERS as IMPLEMENTED
 
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS)
@@ -17,27 +17,27 @@ def test_help_shows_examples(benchmark: str, capsys: pytest.CaptureFixture[str])
     assert f"examples:\n  ds-compress bench {benchmark} " in capsys.readouterr().out
 
 
-def test_every_peer_can_be_made() -> None:
-    assert {peer for peer in PEERS if not peer.startswith("deepspeed")} == set(MADE)
+def test_every_peer_is_implemented() -> None:
+    assert {peer for peer in PEERS if not peer.startswith("deepspeed")} == set(IMPLEMENTED)
 
 
-def test_hosts_and_rates() -> None:
+def test_hosts_and_rates_are_parsed() -> None:
     assert emulation("4,none,1gbit,100mbit") == Emulation(4, ("none", "1gbit", "100mbit"))
 
 
 @pytest.mark.parametrize("text", ["2", "1,1gbit", "x,1gbit", "2,", "2,fast", "2,1gbit,0mbit", "1000,1gbit"])
-def test_wrong_hosts_say_what_to_write(text: str) -> None:
+def test_invalid_hosts_are_refused_with_an_example(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="such as"):
         emulation(text)
 
 
-def test_sizes_count_in_binary_and_elements_in_decimal() -> None:
+def test_sizes_are_binary_and_counts_are_decimal() -> None:
     assert (size("4K"), size("16M"), size("1000")) == (4096, 16 * 2**20, 1000)
     assert (count("4K"), count("100M"), count("17")) == (4000, 10**8, 17)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1.5M", "1T", ""])
-def test_a_wrong_number_says_what_to_write(text: str) -> None:
+def test_an_invalid_size_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="such as"):
         size(text)
 
@@ -53,14 +53,14 @@ def test_a_wrong_number_says_what_to_write(text: str) -> None:
         ["bench", "kernels", "--device", "tpu"],
     ],
 )
-def test_wrong_usage(arguments: list[str]) -> None:
+def test_usage_errors_exit_with_status_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     assert stop.value.code == 2
 
 
 @pytest.mark.parametrize("arguments", [["step", "--config", "a.json", "--output", "x.json"], ["comm"]])
-def test_one_process_has_nothing_to_communicate_with(
+def test_one_process_is_refused(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)

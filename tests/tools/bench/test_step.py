@@ -1,4 +1,4 @@
-"""`bench step`: rows of a file, ratios within a run, tables and pictures, and whole runs on two hosts."""
+"""`bench step`: rows of its file, ratios, tables, pictures, and whole runs on two emulated hosts."""
 
 import argparse
 import importlib.util
@@ -49,7 +49,7 @@ PACKET = 66
 
 
 def row(contender: int, rate: str | None, seconds: float, payload: float = 1000.0) -> dict[str, Any]:
-    """A row as a rank writes it, of 2 ranks; `payload` bytes in one packet. What was predicted is 1,000 bytes."""
+    """Return a row of 2 ranks that have sent `payload` bytes in one packet, where 1,000 bytes were predicted."""
     ours = GROUP.contenders[contender].kind == OURS
     counted = {"predicted": 1000.0, "predicted_uncompressed": 4000.0} if ours else {}
     sent = {"interface": payload + PACKET, "packets": 1.0, "segments": 2.0} if rate else {}
@@ -79,7 +79,7 @@ def by_name(document: dict[str, Any], rate: str | None = "1gbit") -> dict[str, d
     return {found["contender"]["name"]: found for found in document["rows"] if found["rate"] == rate}
 
 
-def test_ratios_and_bytes() -> None:
+def test_merged_rows_have_ratios_and_bytes() -> None:
     document = new_document()
     merge(document, run_rows())
     found = by_name(document)
@@ -98,8 +98,8 @@ def test_ratios_and_bytes() -> None:
 
 
 @pytest.mark.parametrize("section", [{"weights": {"method": "sign"}}, {"islands": {"size": 1}}])
-def test_a_row_that_sends_other_things_says_nothing_of_deepspeed(section: dict[str, Any]) -> None:
-    """Compressed weights, or what islands have moved."""
+def test_bytes_of_deepspeed_are_predicted_only_by_comparable_rows(section: dict[str, Any]) -> None:
+    """Rows with compressed weights or with islands send other things than DeepSpeed."""
     rows = run_rows()
     rows[1]["contender"]["ds_config"][SECTION] = section
     document = new_document()
@@ -109,7 +109,7 @@ def test_a_row_that_sends_other_things_says_nothing_of_deepspeed(section: dict[s
     assert "predicted" not in found["deepspeed"]["bytes"]
 
 
-def test_ratios_are_of_one_run_and_rows_are_replaced() -> None:
+def test_newer_rows_replace_older_ones_and_their_ratios() -> None:
     document = new_document()
     merge(document, run_rows())
     merge(document, run_rows(slower=2.0)[:1])
@@ -119,7 +119,7 @@ def test_ratios_are_of_one_run_and_rows_are_replaced() -> None:
     assert found["zero1_int8"]["speedup"] == pytest.approx(2.0)
 
 
-def test_only_rates_with_something_missing_are_measured() -> None:
+def test_only_rates_with_missing_rows_are_measured() -> None:
     document = new_document()
     merge(document, run_rows())
     merge(document, run_rows("100mbit")[:2])
@@ -139,7 +139,7 @@ def test_a_mirror_does_not_stand_for_a_network() -> None:
     assert {same_work(one) for one in document["rows"]} == {same_work(mirrored[0]), same_work(run_rows(None)[0])}
 
 
-def test_a_file_is_kept_and_read_again(tmp_path: Path) -> None:
+def test_a_saved_file_is_read_back(tmp_path: Path) -> None:
     document, file = new_document(), tmp_path / "new" / "rows.json"
     merge(document, run_rows())
     save_document(document, file)
@@ -150,10 +150,10 @@ def test_a_file_is_kept_and_read_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": [{"hosts": 2}]}'])
-def test_a_file_of_something_else_is_not_overwritten(tmp_path: Path, text: str) -> None:
+def test_an_unrelated_file_is_not_overwritten(tmp_path: Path, text: str) -> None:
     file = tmp_path / "rows.json"
     file.write_text(text)
-    with pytest.raises(ConfigError, match=r"rows\.json: holds no measurements of steps; name another"):
+    with pytest.raises(ConfigError, match=r"rows\.json: contains no measurements of steps; choose another"):
         read_document(file)
 
 
@@ -166,7 +166,7 @@ def test_fast_links_get_more_steps() -> None:
 
 
 @pytest.mark.parametrize("rate", ["1gbit", None])
-def test_tables_have_every_row_and_compute_only(rate: str | None) -> None:
+def test_tables_have_all_rows_and_compute_only(rate: str | None) -> None:
     document = new_document()
     merge(document, run_rows(rate))
     console = Console(width=150)
@@ -212,7 +212,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def torchrun(port: str) -> tuple[str, ...]:
-    """How to start two processes with a launcher."""
+    """Arguments of Python that start two processes with torchrun."""
     return "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port
 
 
@@ -229,7 +229,7 @@ def bench(
 @measures_links
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_interface_counts_what_the_statistics_say(tmp_path: Path) -> None:
+def test_bytes_on_the_interface_match_the_statistics(tmp_path: Path) -> None:
     output, picture = tmp_path / "bench.json", tmp_path / "bench.png"
     peers = ("--peers", "deepspeed", "ddp", "ddp-bf16", "ddp-powersgd1", "fsdp2")
     arguments = ("--config", "configs/zero2_int4.json", *peers, "--emulate", "2,200mbit", "--plot", str(picture))
@@ -248,13 +248,13 @@ def test_interface_counts_what_the_statistics_say(tmp_path: Path) -> None:
     assert sum(split.values()) == pytest.approx(1e3 * rows["zero2_int4"]["step_s"]["median"], rel=0.3)
     assert picture.is_file()
     again = bench(output, *arguments)
-    assert f"in {output} already" in again.stdout
+    assert f"already in {output}" in again.stdout
 
 
 @needs_hosts
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_that_fails_says_why_and_the_next_one_goes_on(tmp_path: Path) -> None:
+def test_a_failing_configuration_is_reported_and_the_next_is_measured(tmp_path: Path) -> None:
     wrong, good, output = (tmp_path / f"{name}.json" for name in ("wrong", "good", "bench"))
     common = {"train_micro_batch_size_per_gpu": 3, SECTION: {}}
     adamw = {"type": "AdamW", "params": {"torch_adam": True}}
@@ -278,7 +278,7 @@ def test_the_processes_of_a_launcher_are_measured(tmp_path: Path, torchrun: tupl
     two_layouts = ("configs/zero2_int4.json", "configs/pipeline2_zero1_int4.json")
     second = bench(output, "--config", *two_layouts, launcher=torchrun)
     assert second.returncode != 0
-    assert "the files divide the ranks differently" in second.stderr
+    assert "the files have different layouts" in second.stderr
 
 
 TOY = {"model_type": "gpt2", "vocab_size": 128, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2}

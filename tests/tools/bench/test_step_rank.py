@@ -1,4 +1,4 @@
-"""The program of a rank: every way to train, on two ranks of a toy model."""
+"""The rank program of `bench step`: all contenders, on two ranks with a toy model."""
 
 import json
 import sys
@@ -36,21 +36,21 @@ def group(directory: Path, section: dict[str, Any], peers: tuple[str, ...]) -> G
 def measured(rank: int, found: Group) -> tuple[list[dict[str, Any]], list[str]]:
     join()
     rows: list[dict[str, Any]] = []
-    said: list[str] = []
-    measure_group(found, STEPS, rows.append, said.append)
+    progress: list[str] = []
+    measure_group(found, STEPS, rows.append, progress.append)
     dist.destroy_process_group()
-    return rows, said
+    return rows, progress
 
 
 @pytest.mark.slow
-def test_every_peer_is_measured_by_all_and_told_by_rank_0(tmp_path: Path) -> None:
+def test_all_contenders_are_measured_and_rank_0_reports_them(tmp_path: Path) -> None:
     section = {"parallelism": {"zero_stage": 1}, "gradients": {"bits": 4}, "schedule": {"warmup_steps": 100}}
     found = group(tmp_path, section, PEERS)
-    (rows, said), others = run_forks(2, measured, found, timeout=200)
+    (rows, progress), others = run_forks(2, measured, found, timeout=200)
     assert others == ([], [])
     names = ["deepspeed", "deepspeed-bf16", "zero1", *PEERS[2:]]
     assert [row["contender"]["name"] for row in rows] == names
-    assert said == ["compute only", *names]
+    assert progress == ["compute only", *names]
     for row in rows:
         assert row["ranks"] == 2
         assert 0 < row["step_s"]["min"] <= row["step_s"]["median"] <= row["step_s"]["max"]
@@ -58,7 +58,7 @@ def test_every_peer_is_measured_by_all_and_told_by_rank_0(tmp_path: Path) -> Non
         assert min(row["peak_bytes"]) >= 0
     ours = rows[names.index("zero1")]
     sizes = ours["traffic"][0]
-    # Of the gradients in fp32 DeepSpeed sends all, and this package a half at 4 bits with a scale for 256 elements.
+    # DeepSpeed sends twice as many elements, in fp32. This package sends 4 bits, and a scale for 256 elements.
     assert sizes["bytes_uncompressed"] / sizes["bytes_sent"] == pytest.approx(2 * 32 / 4.125, rel=0.05)
     assert sizes["predicted"] == sizes["bytes_sent"] + sizes["bytes_weights"]
     assert sizes["predicted_uncompressed"] == sizes["bytes_uncompressed"] + sizes["bytes_weights"]
@@ -75,8 +75,8 @@ def test_stages_of_a_pipeline_are_measured(tmp_path: Path) -> None:
     assert all(rank["bytes_pipeline"] > 0 for rank in rows[1]["traffic"])
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="nobody counts the peak of memory here")
-def test_a_peak_is_above_what_was_held_and_begins_anew() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is known only on Linux")
+def test_peak_counts_new_memory_and_can_be_reset() -> None:
     kept = torch.ones(10_000_000)
     peak = Peak()
     block = torch.ones(25_000_000)

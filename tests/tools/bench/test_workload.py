@@ -1,4 +1,4 @@
-"""Which configurations are measured side by side, and what DeepSpeed is told for each."""
+"""Groups of configurations that `bench step` compares, and the DeepSpeed configuration of each."""
 
 import json
 from collections.abc import Callable
@@ -25,7 +25,7 @@ Write = Callable[..., str]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Write a configuration NAME.json with a micro-batch of 2; its path."""
+    """Function that writes a configuration NAME.json with a micro-batch of 2, and returns its path."""
 
     def save(name: str, section: Any, **native: Any) -> str:
         path = tmp_path / f"{name}.json"
@@ -39,7 +39,7 @@ def groups(files: list[str], *peers: str, ranks: int = 4, **sizes: Any) -> list[
     return group_contenders(files, "model.json", peers, SIZES | sizes, ranks)
 
 
-def test_stages_of_one_layout_are_a_group_with_deepspeed_first_and_once(write: Write) -> None:
+def test_zero_stages_of_one_layout_form_a_group(write: Write) -> None:
     files = [
         write("zero2_int4", {"parallelism": {"zero_stage": 2}, "gradients": {"bits": 4}}),
         write("zero0_int4", {"gradients": {"bits": 4}}),
@@ -56,7 +56,7 @@ def test_stages_of_one_layout_are_a_group_with_deepspeed_first_and_once(write: W
     ]
 
 
-def test_layouts_and_batches_make_groups(write: Write) -> None:
+def test_different_layouts_and_batches_form_groups(write: Write) -> None:
     files = [
         write("plain", {}),
         write("stages", {"parallelism": {"pipeline": 2}}, gradient_accumulation_steps=4),
@@ -72,7 +72,7 @@ def test_layouts_and_batches_make_groups(write: Write) -> None:
     ]
 
 
-def test_deepspeed_keeps_the_parallelism_and_nothing_else_of_the_section(write: Write) -> None:
+def test_plain_deepspeed_keeps_only_the_parallelism_of_the_section(write: Write) -> None:
     file = write("all", {"parallelism": {"zero_stage": 1}}, optimizer={"type": "AdamW"})
     [group] = groups([file], "deepspeed", "deepspeed-bf16")
     alone, in_bf16, ours = (contender.ds_config for contender in group.contenders)
@@ -83,7 +83,7 @@ def test_deepspeed_keeps_the_parallelism_and_nothing_else_of_the_section(write: 
     assert in_bf16 == alone | {"communication_data_type": "bf16"}
 
 
-def test_steps_are_measured_without_warm_ups_and_nothing_is_written(write: Write) -> None:
+def test_warmups_and_monitors_are_removed(write: Write) -> None:
     gradients = {"method": "topk", "density": 0.01, "density_warmup_steps": 10}
     section = {"gradients": gradients, "schedule": {"warmup_steps": 5}, "monitor": {"path": "somewhere"}}
     file = write("warm", section, tensorboard={"enabled": True}, train_batch_size=8)
@@ -107,22 +107,22 @@ def test_steps_are_measured_without_warm_ups_and_nothing_is_written(write: Write
         ({"train_batch_size": 32, "gradient_accumulation_steps": 2}, 3, (3, 2)),
     ],
 )
-def test_the_batch_is_deepspeeds_or_the_option(
+def test_the_batch_follows_the_configuration_or_the_option(
     write: Write, native: dict[str, Any], option: int | None, expected: tuple[int, int]
 ) -> None:
     [group] = groups([write("batch", {}, **native)], micro_batch=option)
     assert (group.workload.micro_batch, group.workload.accumulation) == expected
 
 
-def test_a_file_that_does_not_say_its_batch_is_an_error(write: Write) -> None:
+def test_a_file_without_a_batch_is_refused(write: Write) -> None:
     with pytest.raises(ConfigError, match=r"train_micro_batch_size_per_gpu is 'auto'; .*--micro-batch N"):
         groups([write("auto", {}, train_micro_batch_size_per_gpu="auto")])
 
 
-def test_a_file_without_the_section_is_an_error(tmp_path: Path) -> None:
+def test_a_file_without_the_section_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plain.json"
     path.write_text('{"train_micro_batch_size_per_gpu": 2}')
-    with pytest.raises(ConfigError, match=f'has no /{SECTION}, .* write "{SECTION}": {{}}'):
+    with pytest.raises(ConfigError, match=f'has no /{SECTION}, .* add "{SECTION}": {{}}'):
         groups([str(path)])
 
 
@@ -140,7 +140,7 @@ def test_each_process_computes_an_equal_share(
     assert count * size * pipeline == micro_batch * accumulation
 
 
-def test_a_share_that_is_not_whole_is_an_error(write: Write) -> None:
+def test_a_batch_that_ranks_cannot_share_is_refused(write: Write) -> None:
     [group] = groups([write("plain", {})])
     with pytest.raises(ConfigError, match="3 sequences x 1 micro-batches are not a multiple of the 2 ranks"):
         _ = replace(group.workload, micro_batch=3, pipeline=2).share

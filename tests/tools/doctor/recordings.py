@@ -1,7 +1,7 @@
-"""Short real runs with a known cause that holds them back, and healthy ones: what the doctor is tested with.
+"""Short real runs that test the doctor: some with a known fault, some healthy.
 
-`python -m tests.tools.doctor.recordings [NAME ...]` makes those of `RECORDINGS` again, each in 10 to 60 seconds on two
-cores, and writes it into tests/tools/doctor/runs/NAME. Those with a `rate` need root and iproute2, for slow links.
+`python -m tests.tools.doctor.recordings [NAME ...]` repeats runs of `RECORDINGS`, each in 10 to 60 seconds on two
+cores, and records them in tests/tools/doctor/runs/NAME. Runs with a `rate` need root and iproute2, to slow down links.
 """
 
 import argparse
@@ -20,37 +20,38 @@ from typing import Any
 
 RUNS = Path(__file__).parent / "runs"
 DIGITS = 4
-"""Significant digits that are kept of figures."""
+"""Number of significant digits in recorded figures."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """A run of a few ranks. `finds`: what the doctor must name first; None for a healthy one."""
+    """A run of a few ranks."""
 
     finds: str | None
+    """Name of the finding that the doctor must report first; None for a healthy run."""
     section: Mapping[str, Any]
     stage: int = 2
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Merged into the ds_config."""
+    """Keys that are merged into the ds_config."""
     width: int = 512
     batch: int = 256
     steps: int = 60
     lr: float = 1e-3
     ranks: int = 2
     rate: str | None = None
-    """Of the links of emulated hosts, such as 100mbit; None for processes of one machine."""
+    """Rate of the links between emulated hosts, such as 100mbit; None for processes on one machine."""
     environment: Mapping[str, str] = field(default_factory=dict)
     every: int = 2
     step: Callable[[int, int, list[Any]], None] = lambda rank, step, kept: None
-    """What rank does at a step besides; `kept` lives as long as the run."""
+    """Called by each rank before each step; the list `kept` lives as long as the run."""
     scale: Callable[[int], float] = lambda step: 1.0
-    """Factor of the inputs at a step."""
+    """Factor for the inputs of a step."""
     baseline: str | None = None
-    """Name of the run that it is compared with."""
+    """Name of the run to compare with."""
     apart: bool = False
-    """Whether ranks learn different functions."""
+    """True if ranks learn different functions."""
     jobs: bool = False
-    """Whether each rank is a job of its own, and the two are islands that meet; the later one is recorded."""
+    """True if each of the two ranks is a separate job and an island; the later island is recorded."""
 
     def config(self, directory: str) -> dict[str, Any]:
         return {
@@ -81,7 +82,7 @@ def _sleeps_by_turns(rank: int, step: int, kept: list[Any]) -> None:
         time.sleep(0.1)
 
 
-def _keeps(rank: int, step: int, kept: list[Any]) -> None:
+def _leaks(rank: int, step: int, kept: list[Any]) -> None:
     kept.append(bytearray(os.urandom(1)) * 4_000_000)
 
 
@@ -217,7 +218,7 @@ RECORDINGS: Mapping[str, Recording] = {
         steps=56,
         scale=lambda step: math.inf if step % 9 == 8 else 1.0,
     ),
-    "leak": Recording("memory-grows", {"gradients": INT4}, step=_keeps),
+    "leak": Recording("memory-grows", {"gradients": INT4}, step=_leaks),
     "dense": Recording(None, {"gradients": {"method": "none"}}, stage=0, width=1024, batch=64, steps=40),
     "healthy-default": Recording(None, {}, batch=1024),
     "healthy-zero0-int4-guard": Recording(None, {"gradients": INT4, "guard": {}}, stage=0, batch=1024),
@@ -233,9 +234,9 @@ RECORDINGS: Mapping[str, Recording] = {
 
 
 def train(rank: int, name: str, directory: str, until: Path | None = None) -> list[float]:
-    """What a rank does: regression on a fixed network, with AdamW unless the recording says otherwise; its losses.
+    """Train as one rank and return its losses: regression on a fixed function.
 
-    `until`: a file; steps are made as long as it is not there, however many that are.
+    With `until`, train until that file exists, for any number of steps.
     """
     recording = RECORDINGS[name]
     os.environ |= recording.environment
@@ -267,7 +268,7 @@ def train(rank: int, name: str, directory: str, until: Path | None = None) -> li
 
 
 def train_island(rank: int, name: str, directory: str, ports: list[int]) -> list[float]:
-    """What a job of one rank does. The earlier one goes on until the one that is recorded has ended."""
+    """Train as a job of one rank. The earlier job continues until the recorded one has ended."""
     from tests.support.coordinators import become_island
 
     become_island(rank, 1, ports)
@@ -278,7 +279,7 @@ def train_island(rank: int, name: str, directory: str, ports: list[int]) -> list
 
 
 def make(name: str) -> None:
-    """Train the recording `name`, and record what it leaves."""
+    """Run the recording `name` and store its files."""
     with tempfile.TemporaryDirectory() as scratch:
         recording = RECORDINGS[name]
         source = Path(scratch) / "1" if recording.jobs else Path(scratch)
@@ -306,7 +307,7 @@ def _as_jobs(name: str, recording: Recording, directory: Path) -> None:
 def _on_hosts(name: str, recording: Recording, directory: Path) -> None:
     from deepspeed_compress.tools.bench.hosts import Cluster, signals_as_exceptions
 
-    assert recording.rate is not None, "a recording on hosts has the rate of their links"
+    assert recording.rate is not None, "a recording on hosts needs the rate of their links"
     command = [sys.executable, "-m", "tests.tools.doctor.recordings", "--rank-of", name, "--directory", str(directory)]
     with signals_as_exceptions(), Cluster(recording.ranks, recording.rate) as cluster:
         run = cluster.run(command, recording.environment, timeout=300)
@@ -315,7 +316,7 @@ def _on_hosts(name: str, recording: Recording, directory: Path) -> None:
 
 
 def _write_metrics(directory: Path, recording: Recording, losses: list[float]) -> None:
-    """As the training program does: the loss of every measured step, and a summary at the end."""
+    """Write the loss of every measured step and a final summary, as the training program does."""
     micro = len(losses) // recording.steps
     lines = [
         json.dumps({"step": step, "train_loss": losses[step * micro - 1]})
@@ -327,7 +328,7 @@ def _write_metrics(directory: Path, recording: Recording, losses: list[float]) -
 
 
 def _record(source: Path, target: Path, recording: Recording) -> None:
-    """Copy what a run left, with figures of a few digits and no path of this machine."""
+    """Copy the files of a run, with rounded figures and without paths of this machine."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     for file in sorted(source.glob("*.jsonl")):
@@ -347,7 +348,7 @@ def _rounded(value: Any) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(RECORDINGS)} (default: all)")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(RECORDINGS)} (default: all)")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     parser.add_argument("--directory", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Runs made of figures: a healthy one, and what a test changes in it."""
+"""Made-up runs: a healthy one, and changes to it."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -51,7 +51,7 @@ CONFIG: Mapping[str, Any] = {
 def config(
     gradients: Mapping[str, Any] = GRADIENTS, extra: Mapping[str, Any] | None = None, **section: Any
 ) -> dict[str, Any]:
-    """A ds_config with these settings; weights of 4 bits, unless `section` says otherwise."""
+    """Return a ds_config with these settings. Weights have 4 bits unless `section` overrides them."""
     parts = {"gradients": dict(gradients), "weights": {"bits": 4}, **section}
     return {**CONFIG, **(extra or {}), SECTION: {key: value for key, value in parts.items() if value is not None}}
 
@@ -61,7 +61,7 @@ def losses(of: Callable[[int], float] = lambda step: 2 + 8 / step) -> tuple[tupl
 
 
 def run(change: Change = MappingProxyType({}), ds_config: Any = None, steps: int = STEPS, **more: Any) -> Run:
-    """A healthy run with `change`, of one step or of all, and other fields of Run."""
+    """Return a healthy run with `change` applied to every step, and with `more` fields of Run."""
     ds_config = config() if ds_config is None else ds_config
     section = CompressConfig.model_validate(ds_config[SECTION])
     own = {"method": section.gradients.method, "settings": brief(section.gradients)}
@@ -78,5 +78,5 @@ def examine(found: Run, baseline: Run | None = None) -> Diagnosis:
 
 
 def names(found: Run, baseline: Run | None = None) -> list[str]:
-    """What the doctor finds, worst first."""
+    """Return the names of the doctor's findings, worst first."""
     return [one.name for one in examine(found, baseline).diagnostics]

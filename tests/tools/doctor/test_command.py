@@ -1,4 +1,4 @@
-"""`ds-compress doctor`: exit codes, text, JSON, --apply."""
+"""Exit codes, text and JSON of `ds-compress doctor`, and its --apply."""
 
 import json
 import shutil
@@ -17,27 +17,27 @@ from tests.tools.doctor.recordings import RUNS
 PAGE = Path(__file__).parents[3] / "docs/doctor.md"
 
 
-def test_a_healthy_run_says_what_was_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_of_a_healthy_run_lists_all_checks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(RUNS / "healthy-default")]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "Nothing found." in out
+    assert "No problems found." in out
     assert all(f"- {rule.summary}" in out for rule in RULES)
 
 
-def test_a_short_run_says_that_it_is_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_of_a_short_run_says_what_was_not_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = (RUNS / "healthy-default" / "compression.jsonl").read_text(encoding="utf-8").splitlines()
     (tmp_path / "compression.jsonl").write_text("\n".join(lines[:10]), encoding="utf-8")
     main(["doctor", str(tmp_path)])
     out = " ".join(capsys.readouterr().out.split())
-    assert "Not looked at, because it was not recorded, or too seldom (below 16 measured steps):" in out
+    assert "Not checked, because data is missing or there are fewer than 16 measured steps:" in out
 
 
-def test_a_finding_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_explains_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(RUNS / "exempt")]) == 1
     out = " ".join(capsys.readouterr().out.split())
     for words in (
         "1. nothing-compressed (serious)",
-        "- of these uncompressed: ",
+        "- of these, uncompressed: ",
         "Remedy: Remove gradients.min_numel",
         '"min_numel": null',
         "docs/doctor.md#nothing-compressed",
@@ -56,14 +56,14 @@ def test_findings_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_apply_writes_a_valid_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two findings want other settings of gradients: those of the worse one are written."""
+    """If two findings change the same settings, the patch of the more severe one is written."""
     file = tmp_path / "better.json"
     assert main(["doctor", str(RUNS / "half-dense"), "--apply", str(file)]) == 1
     written = json.loads(file.read_text())
     assert written["deepspeed_compress"]["gradients"] == {"method": "blockwise", "bits": 8}
     assert find_problems(written) == []
     err = capsys.readouterr().err
-    assert f"{file}: no-ratio" in err
+    assert f"{file}: written with changes for no-ratio" in err
     assert "left out, because they change the same settings: compression-bound" in err
 
 
@@ -71,44 +71,41 @@ def test_apply_does_not_overwrite(tmp_path: Path, capsys: pytest.CaptureFixture[
     file = tmp_path / "mine.json"
     file.write_text("mine")
     assert main(["doctor", str(RUNS / "exempt"), "--apply", str(file)]) == 2
-    assert "exists already. Write the name of a new file." in capsys.readouterr().err
+    assert "exists already; write the name of a new file" in capsys.readouterr().err
     assert file.read_text() == "mine"
 
 
 def test_apply_without_a_patch_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(RUNS / "leak"), "--apply", str(tmp_path / "new.json")]) == 1
-    assert "not written, because nothing found is changed by a setting" in capsys.readouterr().err
+    assert "not written, because no setting remedies these findings" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_of_an_older_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It left no configuration: --config says what it was."""
+def test_apply_needs_config_if_the_run_recorded_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     older = shutil.copytree(RUNS / "exempt", tmp_path / "older")
     config = (older / "ds_config.json").rename(tmp_path / "config.json")
     new = str(tmp_path / "new.json")
     assert main(["doctor", str(older), "--apply", new]) == 2
-    assert "Write --config FILE" in capsys.readouterr().err
+    assert "pass it with --config FILE" in capsys.readouterr().err
     assert main(["doctor", str(older), "--config", str(config), "--apply", new]) == 1
     assert "min_numel" not in Path(new).read_text()
 
 
-def test_a_written_configuration_says_that_its_secrets_are_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_apply_warns_of_missing_secrets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = shutil.copytree(RUNS / "exempt", tmp_path / "run")
     config = json.loads((run / "ds_config.json").read_text())
     (run / "ds_config.json").write_text(json.dumps({**config, "comet": {"api_key": "***"}}))
     assert main(["doctor", str(run), "--apply", str(tmp_path / "new.json")]) == 1
-    assert 'write secrets in place of "***"' in capsys.readouterr().err
+    assert 'replace "***" by your secrets' in capsys.readouterr().err
 
 
-def test_what_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_directories_exit_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(tmp_path)]) == 2
-    assert "no statistics; set monitor.path" in capsys.readouterr().err
+    assert "contains no statistics; set monitor.path" in capsys.readouterr().err
     assert main(["doctor", str(RUNS / "exempt"), "--baseline", str(tmp_path / "none")]) == 2
 
 
-def test_it_loads_no_torch() -> None:
+def test_doctor_imports_no_torch() -> None:
     program = (
         "import sys; from deepspeed_compress.cli import main\n"
         f"code = main(['doctor', {str(RUNS / 'exempt')!r}])\n"
@@ -119,7 +116,7 @@ def test_it_loads_no_torch() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_every_finding_is_explained(rule: DoctorRule) -> None:
+def test_page_explains_every_finding(rule: DoctorRule) -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert f"\n### {rule.name}\n" in text
     assert f"| [`{rule.name}`](#{rule.name}) |" in text

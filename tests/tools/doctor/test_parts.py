@@ -1,4 +1,4 @@
-"""Trends, merge patches, and softer settings."""
+"""Trends, merge patches, and ladders of settings."""
 
 import math
 from typing import Any
@@ -22,13 +22,13 @@ OBJECTS = st.dictionaries(
 
 
 @given(OBJECTS, OBJECTS)
-def test_a_difference_makes_the_new_of_the_old(old: dict[str, Any], new: dict[str, Any]) -> None:
+def test_applying_a_difference_yields_the_new_configuration(old: dict[str, Any], new: dict[str, Any]) -> None:
     assert apply(old, difference(old, new)) == new
     assert difference(new, new) == {}
 
 
-def test_the_examples_of_the_standard() -> None:
-    """RFC 7396, appendix A."""
+def test_apply_agrees_with_the_examples_of_rfc_7396() -> None:
+    """Appendix A of RFC 7396."""
     cases: list[tuple[Any, Any, Any]] = [
         ({"a": "b"}, {"a": "c"}, {"a": "c"}),
         ({"a": "b", "b": "c"}, {"a": None}, {"b": "c"}),
@@ -57,7 +57,7 @@ def test_softer_and_stronger_settings_are_valid_from_every_method(method: str, s
     assert step is stronger or patch is not None
 
 
-def test_softer_settings_end() -> None:
+def test_softer_settings_end_with_method_none() -> None:
     now, seen = config({"method": "demo", "density": 0.001}, {"optimizer": {"type": "SGD"}}), []
     while (patch := softer(CompressConfig.model_validate(now[SECTION]).gradients)) is not None:
         now = with_gradients(now, patch)
@@ -67,21 +67,21 @@ def test_softer_settings_end() -> None:
     assert seen[-1]["method"] == "none"
 
 
-def test_the_optimizer_gets_its_momentum_back() -> None:
+def test_leaving_demo_restores_the_momentum_of_the_optimizer() -> None:
     demo = config({"method": "demo"}, {"optimizer": {"type": "AdamW", "params": {"betas": [0.0, 0.95]}}})
     after = with_gradients(demo, {"method": "blockwise", "bits": 4})
     assert after["optimizer"]["params"]["betas"] == [0.9, 0.95]
     assert demo["optimizer"]["params"]["betas"] == [0.0, 0.95]
 
 
-def test_error_feedback_that_is_off_stays_off_in_a_patch() -> None:
+def test_patch_keeps_error_feedback_off() -> None:
     before = config({"bits": 4, "error_feedback": None})
     after = with_gradients(before, {"bits": 8})
     assert difference(before, after) == {SECTION: {"gradients": {"bits": 8}}}
     assert apply(before, difference(before, after)) == after
 
 
-def test_the_stage_changes_wherever_it_is_written() -> None:
+def test_stage_changes_in_both_places() -> None:
     both = config(extra={"zero_optimization": {"stage": 2}}, parallelism={"zero_stage": 2})
     after = with_stage(both, 1)
     assert (after["zero_optimization"]["stage"], after[SECTION]["parallelism"]["zero_stage"]) == (1, 1)
@@ -98,12 +98,12 @@ def test_the_stage_changes_wherever_it_is_written() -> None:
         ),
     ],
 )
-def test_accumulating_twice_as_much(batch: dict[str, Any], patch: dict[str, Any]) -> None:
+def test_accumulation_doubles(batch: dict[str, Any], patch: dict[str, Any]) -> None:
     assert accumulated(batch) == {**batch, **patch}
     assert accumulated({**batch, "gradient_accumulation_steps": "auto"}) is None
 
 
-def test_half_the_learning_rate_wherever_it_is_written() -> None:
+def test_slower_halves_the_learning_rate_in_all_places() -> None:
     before = {"optimizer": {"params": {"lr": 0.2}}, "scheduler": {"params": {"warmup_max_lr": 0.4}}}
     assert slower(before) == {"optimizer": {"params": {"lr": 0.1}}, "scheduler": {"params": {"warmup_max_lr": 0.2}}}
     assert slower({"optimizer": {"params": {"lr": "auto"}}}) is None
@@ -115,7 +115,7 @@ def test_quarters_and_noise() -> None:
     assert noise([1.0]) == 0
 
 
-def test_where_a_series_turns() -> None:
+def test_turn_finds_the_lowest_point_of_a_series() -> None:
     found = turn([10 - step for step in range(10)] + [2 + step for step in range(10)])
     assert (found.lowest, found.last, found.rise) == (1.5, 10.5, 9.0)
     assert found.lowest_at in (9, 10)

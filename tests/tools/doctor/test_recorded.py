@@ -1,4 +1,4 @@
-"""Recorded runs (`recordings.py`): the doctor names what was planted, first, and is silent where nothing was."""
+"""Findings for recorded runs (`recordings.py`): the planted fault comes first, and a healthy run has none."""
 
 import json
 from pathlib import Path
@@ -22,14 +22,14 @@ def look(name: str) -> Diagnosis:
     return diagnose(Case(read_run(RUNS / name), read_run(RUNS / other) if other else None))
 
 
-def test_every_plant_is_recorded_and_nothing_else() -> None:
+def test_exactly_the_listed_runs_are_recorded() -> None:
     assert sorted(path.name for path in RUNS.iterdir()) == sorted(RECORDINGS)
     assert len(FAULTY) >= 10
     assert len(HEALTHY) >= 5
 
 
 @pytest.mark.parametrize("name", FAULTY)
-def test_the_planted_cause_is_found_first(name: str) -> None:
+def test_planted_fault_is_the_first_finding(name: str) -> None:
     diagnosis = look(name)
     assert [one.name for one in diagnosis.diagnostics][:1] == [RECORDINGS[name].finds]
     [first, *_] = diagnosis.diagnostics
@@ -39,7 +39,7 @@ def test_the_planted_cause_is_found_first(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-def test_a_healthy_run_is_left_in_peace(name: str) -> None:
+def test_healthy_run_has_no_findings(name: str) -> None:
     assert [(one.name, one.message) for one in look(name).diagnostics] == []
 
 
@@ -51,21 +51,21 @@ def test_every_patch_is_valid(name: str) -> None:
         assert one.patch is None or find_problems(apply(diagnosis.case.run.config, one.patch)) == []
 
 
-WITHOUT = {"slow-kernels", "straggler", "uneven-ranks", "memory-grows"}
-"""No setting helps there."""
+NO_PATCH = {"slow-kernels", "straggler", "uneven-ranks", "memory-grows"}
+"""Findings that no setting remedies."""
 
 
 @pytest.mark.parametrize("name", FAULTY)
-def test_a_cause_that_a_setting_cures_comes_with_a_patch(name: str) -> None:
-    assert (look(name).diagnostics[0].patch is None) == (RECORDINGS[name].finds in WITHOUT)
+def test_finding_has_a_patch_if_a_setting_helps(name: str) -> None:
+    assert (look(name).diagnostics[0].patch is None) == (RECORDINGS[name].finds in NO_PATCH)
 
 
-def test_causes_of_every_kind_are_recorded() -> None:
+def test_every_rule_has_a_recorded_run() -> None:
     assert {rule.name for rule in RULES} == {recording.finds for recording in RECORDINGS.values() if recording.finds}
 
 
 @pytest.mark.parametrize("name", sorted(RECORDINGS))
-def test_recorded_runs_are_small_and_name_no_place(name: str) -> None:
+def test_recorded_runs_are_small_and_contain_no_temporary_paths(name: str) -> None:
     files = list((RUNS / name).iterdir())
     assert sum(file.stat().st_size for file in files) < 25_000
     assert all("/tmp" not in file.read_text() for file in files)

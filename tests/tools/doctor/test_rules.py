@@ -1,4 +1,4 @@
-"""Each rule on both sides of its threshold, on made-up figures of a run that is healthy in all else."""
+"""Each rule on both sides of its threshold, with made-up figures of an otherwise healthy run."""
 
 import math
 from collections.abc import Callable
@@ -33,19 +33,19 @@ PUSHING = {"sync_every": 4, "elastic": {**ELASTIC, "parameter_server": {}}}
 
 
 def exchanging(cosine: float, every: int = 4) -> Callable[[int], dict[str, Any]]:
-    """What a step says after an exchange in the step before."""
+    """Return changes for the steps that follow an exchange: traffic of islands, and their cosine."""
     return lambda step: (
         {"bytes_islands": 10_000, "islands_cosine": cosine} if step > 1 and (step - 1) % every == 0 else {}
     )
 
 
 def sawtooth(rise: float) -> Callable[[int], float]:
-    """Losses about 3 that fall for four steps, and rise where islands exchange."""
+    """Return losses near 3 that fall for four steps and rise at each exchange between islands."""
     return lambda step: 3 + rise * (1 - ((step - 1) % 4) / 3)
 
 
 def climbing(step: int) -> float:
-    """Losses that rise more where islands exchange than they fall between."""
+    """Return a loss that rises more at exchanges than it falls between them."""
     return sawtooth(0.4)(step) + max(0, step - 20) // 4 * 0.3
 
 
@@ -140,7 +140,7 @@ FAULTY: dict[str, list[tuple[Run, Any]]] = {
         (run(exchanging(0.5, every=20), config(islands=PUSHING), events=late(3, "islands_renewed")), None),
     ],
 }
-"""By rule: runs that it must find, and the settings of gradients in its patch, None where there are none."""
+"""By rule: runs that it must report, each with the gradient settings of its patch, or None."""
 
 NEAR: dict[str, list[Run]] = {
     "compression-too-strong": [
@@ -162,11 +162,11 @@ NEAR: dict[str, list[Run]] = {
     "guard-fires-often": [
         run(events=events(2, 1)),
         run(events=events(3, 60), steps=400),
-        # In dense steps nothing is compressed that could be at fault.
+        # Nothing is compressed in dense steps, so compression cannot be at fault.
         run(events=events(5, 2), ds_config=config(schedule={"warmup_steps": 9})),
     ],
     "skipped-steps": [
-        # What is known of a loss when the next step is over, which is not skipped for it.
+        # A loss that is not finite is known only after the next step, which is not skipped.
         run(events=(*events(2, 50, "grad_norm not finite"), *events(7, 9, "loss not finite")), steps=100),
         run(events=events(4, 4, "grad_norm not finite"), steps=100),
         run(events=events(2, 19, "grad_norm not finite")),
@@ -218,12 +218,12 @@ NEAR: dict[str, list[Run]] = {
     ],
     "islands-drift-apart": [
         run(exchanging(0.06), config(islands=ISLANDS)),
-        # Only the later half counts.
+        # The rule uses only the later half of the run.
         run(lambda step: exchanging(0.0 if step < 20 else 0.3)(step), config(islands=ISLANDS)),
     ],
     "sync-every-too-long": [
         run(exchanging(0.5), config(islands=ISLANDS), losses=losses(sawtooth(0.1))),
-        # It rises as much between exchanges.
+        # The loss rises as much between exchanges.
         run(exchanging(0.5, every=5), config(islands=ISLANDS), losses=losses(sawtooth(0.4))),
     ],
     "late-island": [
@@ -231,7 +231,7 @@ NEAR: dict[str, list[Run]] = {
         run(exchanging(0.5), config(islands=ISLANDS), events=late(8)),
     ],
 }
-"""By rule: runs that it must just not find."""
+"""By rule: runs that stay just below its threshold."""
 
 FOUND = [
     pytest.param(rule, *pair, id=f"{rule}-{index}")
@@ -241,7 +241,7 @@ FOUND = [
 
 
 @pytest.mark.parametrize(("rule", "found", "gradients"), FOUND)
-def test_a_rule_finds_what_it_is_for(rule: str, found: Run, gradients: Any) -> None:
+def test_rule_reports_its_fault(rule: str, found: Run, gradients: Any) -> None:
     diagnosis = examine(found)
     assert [one.name for one in diagnosis.diagnostics][:1] == [rule]
     patch = diagnosis.diagnostics[0].patch or {}
@@ -249,7 +249,7 @@ def test_a_rule_finds_what_it_is_for(rule: str, found: Run, gradients: Any) -> N
 
 
 @pytest.mark.parametrize(("rule", "found", "gradients"), FOUND)
-def test_every_patch_is_valid_and_cures(rule: str, found: Run, gradients: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_patch_is_valid_and_exact(rule: str, found: Run, gradients: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(case, "difference", exact_difference)
     diagnosis = examine(found)
     assert diagnosis.obstacles == {}
@@ -258,7 +258,7 @@ def test_every_patch_is_valid_and_cures(rule: str, found: Run, gradients: Any, m
 
 
 def exact_difference(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """A patch that changes something, and makes of the configuration what the rule wants."""
+    """Return `difference(old, new)` after checking that it is not empty and yields `new`."""
     patch = difference(old, new)
     assert patch
     assert apply(old, patch) == new
@@ -269,7 +269,7 @@ def exact_difference(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]
     ("rule", "found"),
     [pytest.param(rule, one, id=f"{rule}-{index}") for rule, runs in NEAR.items() for index, one in enumerate(runs)],
 )
-def test_a_rule_is_silent_just_below_its_threshold(rule: str, found: Run) -> None:
+def test_rule_is_silent_just_below_its_threshold(rule: str, found: Run) -> None:
     diagnosis = examine(found)
     assert rule in [checked.name for checked in diagnosis.checked]
     assert rule not in [one.name for one in diagnosis.diagnostics]
@@ -279,20 +279,20 @@ def test_every_rule_is_tested_on_both_sides() -> None:
     assert list(FAULTY) == [rule.name for rule in RULES] == list(NEAR)
 
 
-def test_a_healthy_run_has_no_findings_and_nothing_is_left_unchecked() -> None:
+def test_healthy_run_has_no_findings_and_every_rule_is_checked() -> None:
     diagnosis = examine(run())
     assert diagnosis.diagnostics == ()
     assert diagnosis.unchecked == ()
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_a_rule_without_its_figures_is_not_checked(rule: Any) -> None:
+def test_rule_without_its_data_is_unchecked(rule: Any) -> None:
     bare = Run(run().directory, tuple({"step": step, "method": "none"} for step in range(1, 41)))
     unchecked = {one.name: needs for one, needs in examine(bare).unchecked}
     assert unchecked[rule.name]
 
 
-def test_loss_beside_the_baseline() -> None:
+def test_severity_grows_with_the_loss_above_the_baseline() -> None:
     better = run(losses=losses(lambda step: 2 + 7.0 / step))
     slightly = run(losses=losses(lambda step: 1.02 * (2 + 7.0 / step)))
     much = run(losses=losses(lambda step: 1.06 * (2 + 7.0 / step)))
@@ -302,13 +302,13 @@ def test_loss_beside_the_baseline() -> None:
     assert names(slightly, better) == ["compression-too-strong"]
 
 
-def test_waiting_for_a_straggler_is_not_waiting_for_the_network() -> None:
+def test_straggler_is_not_reported_as_a_slow_network() -> None:
     late = {"communicate_ms": 120.0, "busy_ms": 130.0, "busy_ms_median": 185.0, "busy_ms_max": 240.0, "slowest_rank": 1}
     assert names(run(late)) == ["straggler"]
 
 
-def test_waiting_for_ranks_that_are_late_by_turns_is_not_waiting_for_the_network() -> None:
-    """What a step says of other ranks is of the measured step before; the first says nothing."""
+def test_alternating_stragglers_are_not_reported_as_a_slow_network() -> None:
+    """Figures about other ranks describe the previous measured step; the first step has none."""
 
     def turns(step: int) -> dict[str, Any]:
         waits = {"communicate_ms": 150.0, "busy_ms": 100.0} if step % 2 else {"communicate_ms": 10.0, "busy_ms": 240.0}
@@ -321,7 +321,7 @@ def test_waiting_for_ranks_that_are_late_by_turns_is_not_waiting_for_the_network
 OTHERS = ("busy_ms_median", "busy_ms_max", "slowest_rank")
 
 
-def test_a_straggler_is_found_where_the_first_step_knows_of_no_other_rank() -> None:
+def test_straggler_is_reported_although_the_first_step_lacks_figures_of_other_ranks() -> None:
     late = {"communicate_ms": 120.0, "busy_ms": 130.0, "busy_ms_median": 185.0, "busy_ms_max": 240.0, "slowest_rank": 1}
     assert names(run(lambda step: {**late, **(dict.fromkeys(OTHERS) if step == 1 else {})})) == ["straggler"]
 
@@ -331,14 +331,14 @@ def test_a_straggler_is_found_where_the_first_step_knows_of_no_other_rank() -> N
     [(ISLANDS, {"sync_every": 2}), (MOMENTUM, {"outer": {"lr": 0.35}}), (OVERSHOOT, {"outer": {"lr": 1.0}})],
 )
 @pytest.mark.parametrize(("course", "severity"), [(sawtooth(0.4), "warning"), (climbing, "error")])
-def test_steps_of_islands_that_go_too_far(section: Any, islands: Any, course: Any, severity: str) -> None:
-    """Also where the loss rises for good: then it is not the optimizer's rate that is too high."""
+def test_patch_for_drifting_islands(section: Any, islands: Any, course: Any, severity: str) -> None:
+    """This also holds if the loss keeps rising: the optimizer's learning rate is not the cause."""
     [one] = examine(run(exchanging(0.5), config(islands=section), losses=losses(course))).diagnostics
     assert (one.name, one.severity) == ("sync-every-too-long", severity)
     assert one.patch == {"deepspeed_compress": {"islands": islands}}
 
 
-def test_a_loss_that_is_not_finite_is_told_whatever_islands_do() -> None:
+def test_nonfinite_loss_is_the_first_finding_despite_islands() -> None:
     ended = losses(lambda step: math.nan if step > 38 else climbing(step))
     found = names(run(exchanging(0.5), config(islands=MOMENTUM), losses=ended))
     assert found[0] == "diverging"
@@ -348,12 +348,12 @@ def test_a_loss_that_is_not_finite_is_told_whatever_islands_do() -> None:
     ("section", "islands"),
     [(IN_FULL, {"exchange": {"method": "blockwise", "bits": 4}}), (ISLANDS, {"sync_every": 8})],
 )
-def test_what_islands_send_is_their_own_to_make_less(section: Any, islands: Any) -> None:
+def test_patch_for_traffic_of_islands_changes_only_islands(section: Any, islands: Any) -> None:
     [one] = examine(run({"bytes_islands": 100_000_000}, config(islands=section))).diagnostics
     assert one.patch == {"deepspeed_compress": {"islands": islands}}
 
 
-def test_other_remedies_for_the_network() -> None:
+def test_remedy_for_a_slow_network_depends_on_the_configuration() -> None:
     slow = {"communicate_ms": 90.0}
     often = run(slow, config(extra={"gradient_accumulation_steps": 4}))
     assert examine(often).diagnostics[0].patch == {"zero_optimization": {"stage": 1}}
@@ -363,29 +363,29 @@ def test_other_remedies_for_the_network() -> None:
     assert "latency" in examine(small).diagnostics[0].remedy
 
 
-def test_slower_than_the_baseline() -> None:
+def test_run_slower_than_its_baseline_is_reported() -> None:
     slow = run({"step_ms": 280.0, "communicate_ms": 40.0})
     dense = run({"method": "none", "step_ms": 240.0}, config({"method": "none"}, weights=None))
     assert names(slow, dense) == ["compression-does-not-pay"]
     assert names(run({"step_ms": 260.0, "communicate_ms": 40.0}), dense) == []
 
 
-def test_memory_of_own_elements_counts_where_it_is_kept() -> None:
-    """Of two ranks: samples say how many there are."""
+def test_residuals_of_demo_cover_the_elements_of_all_ranks() -> None:
+    """The number of samples per step tells the number of ranks."""
     demo = config({"method": "demo", "memory": {"dtype": "fp32"}}, {"optimizer": {"type": "SGD"}})
     peak = {"memory_bytes": 300_000_000}
     assert names(run(peak, demo)) == []
     assert names(run(lambda step: {**peak, "samples": 8 * step}, demo)) == ["large-residuals"]
 
 
-def test_the_default_type_of_residuals_is_a_notice() -> None:
+def test_large_residuals_are_only_a_notice_with_the_default_dtype() -> None:
     bf16, fp32 = (config({"error_feedback": {"dtype": dtype}}) for dtype in ("bf16", "fp32"))
     found = [examine(run({"memory_bytes": 90_000_000}, one)).diagnostics[0].severity for one in (bf16, fp32)]
     assert found == ["info", "warning"]
 
 
-def test_an_event_near_the_beginning_of_a_divergence_is_told() -> None:
+def test_divergence_lists_the_events_near_its_start() -> None:
     [one] = examine(run(losses=losses(rising), events=events(1, 1))).diagnostics
-    assert one.evidence["events around it"] == ["step 3: anomaly, gradient norm 9 is 30 times the running median"]
-    assert 22 <= one.evidence["first sign at step"] <= 32
+    assert one.evidence["events nearby"] == ["step 3: anomaly, gradient norm 9 is 30 times the running median"]
+    assert 22 <= one.evidence["first symptom at step"] <= 32
     assert one.patch == {"optimizer": {"params": {"lr": 0.0005}}}

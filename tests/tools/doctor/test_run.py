@@ -1,4 +1,4 @@
-"""Reading what runs leave: older and unfinished ones, resumed ones, those of Trainer, damaged ones."""
+"""Reading the files of runs: old, unfinished, resumed and damaged ones, and those of Trainer."""
 
 import json
 import math
@@ -23,7 +23,7 @@ def measured(steps: Sequence[int], **more: Any) -> list[dict[str, Any]]:
     return [{"step": step, **HEALTHY, **more} for step in steps]
 
 
-def test_what_is_missing_is_not_known(tmp_path: Path) -> None:
+def test_missing_files_leave_fields_empty(tmp_path: Path) -> None:
     write(tmp_path / "compression.jsonl", [{"step": 1, "method": "blockwise", "bytes_sent": 3}])
     run = read_run(tmp_path)
     assert (run.config, run.section, run.events, run.summary) == (None, None, None, None)
@@ -31,7 +31,7 @@ def test_what_is_missing_is_not_known(tmp_path: Path) -> None:
     assert Case(run).lacks("config")
 
 
-def test_everything_that_a_run_of_the_training_program_leaves(tmp_path: Path) -> None:
+def test_all_files_of_the_training_program_are_read(tmp_path: Path) -> None:
     write(tmp_path / "compression.jsonl", measured(range(1, 5), loss=None))
     write(tmp_path / "events.jsonl", [{"step": 2, "kind": "schedule", "reason": ""}])
     lines = [{"step": 2, "train_loss": 3.0, "step_time_s": 0.5}, {"step": 2, "eval_loss": 3.5}]
@@ -47,19 +47,19 @@ def test_everything_that_a_run_of_the_training_program_leaves(tmp_path: Path) ->
     assert [event["kind"] for event in run.events] == ["schedule"]
 
 
-def test_no_events_is_not_the_same_as_none_recorded(tmp_path: Path) -> None:
+def test_run_without_events_has_an_empty_tuple(tmp_path: Path) -> None:
     write(tmp_path / "compression.jsonl", measured([1], settings="blockwise bits=4"))
     assert read_run(tmp_path).events == ()
 
 
-def test_a_resumed_run_counts_its_steps_once(tmp_path: Path) -> None:
+def test_resumed_run_counts_each_step_once(tmp_path: Path) -> None:
     write(tmp_path / "compression.jsonl", [*measured(range(1, 8), bytes_sent=1), *measured(range(5, 10), bytes_sent=2)])
     run = read_run(tmp_path)
     assert [line["step"] for line in run.steps] == list(range(1, 10))
     assert [line["bytes_sent"] for line in run.steps] == [1] * 4 + [2] * 5
 
 
-def test_statistics_in_another_directory(tmp_path: Path) -> None:
+def test_summary_points_to_statistics_in_another_directory(tmp_path: Path) -> None:
     write(tmp_path / "statistics/compression.jsonl", measured([1]))
     (tmp_path / "statistics/ds_config.json").write_text(json.dumps(config()))
     (tmp_path / "run").mkdir()
@@ -69,7 +69,7 @@ def test_statistics_in_another_directory(tmp_path: Path) -> None:
     assert run.config == config()
 
 
-def test_statistics_where_the_configuration_says(tmp_path: Path) -> None:
+def test_configuration_points_to_statistics_in_another_directory(tmp_path: Path) -> None:
     write(tmp_path / "statistics/compression.jsonl", measured([1]))
     (tmp_path / "run").mkdir()
     given = config(monitor={"path": str(tmp_path / "statistics")})
@@ -77,7 +77,7 @@ def test_statistics_where_the_configuration_says(tmp_path: Path) -> None:
     assert len(read_run(tmp_path / "run", tmp_path / "config.json").steps) == 1
 
 
-def test_losses_of_trainer_come_from_its_newest_checkpoint(tmp_path: Path) -> None:
+def test_losses_of_trainer_are_read_from_the_newest_checkpoint(tmp_path: Path) -> None:
     write(tmp_path / "compression.jsonl", measured([1], loss=None))
     for step in (10, 20):
         history = [{"step": at, "loss": float(at)} for at in range(5, step + 1, 5)]
@@ -89,7 +89,7 @@ def test_losses_of_trainer_come_from_its_newest_checkpoint(tmp_path: Path) -> No
     assert run.held_out == ((20, 9.0),)
 
 
-def test_a_loss_that_stops_being_known_is_not_finite(tmp_path: Path) -> None:
+def test_loss_that_becomes_null_is_nan(tmp_path: Path) -> None:
     lines = [{"step": step, **HEALTHY, "loss": loss} for step, loss in enumerate([None, 3.0, None], start=1)]
     write(tmp_path / "compression.jsonl", lines)
     [(first, loss), (second, lost)] = read_run(tmp_path).losses
@@ -97,7 +97,7 @@ def test_a_loss_that_stops_being_known_is_not_finite(tmp_path: Path) -> None:
     assert math.isnan(lost)
 
 
-def test_a_section_of_another_version_is_not_known(tmp_path: Path) -> None:
+def test_section_with_an_unknown_method_is_ignored(tmp_path: Path) -> None:
     write(tmp_path / "compression.jsonl", measured([1]))
     (tmp_path / "ds_config.json").write_text('{"deepspeed_compress": {"gradients": {"method": "telepathy"}}}')
     run = read_run(tmp_path)
@@ -108,8 +108,8 @@ def test_a_section_of_another_version_is_not_known(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({}, "no statistics; set monitor.path"),
-        ({"compression.jsonl": "{}\n{}\n"}, 'compression.jsonl:1: no "step"'),
+        ({}, "contains no statistics; set monitor.path in the section"),
+        ({"compression.jsonl": "{}\n{}\n"}, 'compression.jsonl:1: "step" is missing'),
         ({"compression.jsonl": "?\n{}\n"}, "compression.jsonl:1: not JSON"),
         ({"compression.jsonl": '{"step": 1}\n', "ds_config.json": "{"}, "ds_config.json: not JSON"),
         (
@@ -118,15 +118,15 @@ def test_a_section_of_another_version_is_not_known(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_damaged_run_is_an_error_that_says_where(files: dict[str, str], message: str, tmp_path: Path) -> None:
+def test_error_names_the_damaged_file(files: dict[str, str], message: str, tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=message):
         read_run(tmp_path)
 
 
-def test_a_missing_directory_and_a_missing_configuration(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no such directory; give the output directory"):
+def test_missing_directory_or_configuration_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such directory; pass the output directory"):
         read_run(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="no such file"):
         read_run(tmp_path, tmp_path / "none.json")

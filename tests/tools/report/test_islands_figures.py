@@ -1,4 +1,4 @@
-"""Reports of runs of islands, and of runs next to a plain Trainer run."""
+"""Reports of runs with islands, and of runs compared with a plain Trainer run."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ EXCHANGED = 4_000_000
 
 
 def islands_run(directory: Path, elastic: bool = False) -> Path:
-    """Write 40 steps of a rank that is an island of its own and exchanges every 10th step."""
+    """Write 41 steps of a rank that is its own island and exchanges after every 10 steps."""
     lines = [measured(step, exchanged=step % 10 == 1 and step > 1) for step in range(1, 42)]
     write_lines(directory / "compression.jsonl", lines)
     events = [
@@ -35,7 +35,7 @@ def figures(directory: Path) -> dict[str, str]:
     return {title: cells[0] for title, *cells in table_rows(load_runs(directory, None))}
 
 
-def test_exchanges_are_shown_and_what_has_no_effect_is_not(tmp_path: Path) -> None:
+def test_exchanges_are_shown_and_gradient_traffic_is_not(tmp_path: Path) -> None:
     found = figures(islands_run(tmp_path))
     assert found["exchanges between islands"] == "4"
     assert found["sent per rank and exchange"] == "4.000 MB"
@@ -50,21 +50,21 @@ def test_exchanges_are_shown_and_what_has_no_effect_is_not(tmp_path: Path) -> No
     assert "Gradients sent" not in page(runs)
 
 
-def test_elastic_islands_tell_how_long_they_waited(tmp_path: Path) -> None:
+def test_elastic_islands_show_discarded_exchanges_and_waiting_time(tmp_path: Path) -> None:
     found = figures(islands_run(tmp_path, elastic=True))
     assert found["exchanges between islands"] == "2"
     assert found["exchanges discarded"] == "1"
     assert found["time spent waiting in exchanges"] == "1.5 s"
 
 
-def test_runs_without_islands_say_nothing_of_them(tmp_path: Path) -> None:
+def test_runs_without_islands_do_not_mention_them(tmp_path: Path) -> None:
     found = figures(trainer_run(tmp_path))
     assert not [title for title in found if "exchange" in title]
     assert not [one for one in missing(load_runs(tmp_path, None)) if "islands" in one.title]
 
 
 def test_a_plain_trainer_run_is_a_baseline(tmp_path: Path) -> None:
-    """Only the figures of the whole run are there: no log, no statistics."""
+    """The plain run has only figures of the whole run, without a log and statistics."""
     plain = tmp_path / "plain"
     plain.mkdir()
     state = {"global_step": 20, "max_steps": 20, "log_history": []}

@@ -48,7 +48,7 @@ def titles(*runs: Run) -> list[str]:
     return [chart.title for chart in charts([*runs])]
 
 
-def test_page_and_picture(runs: tuple[Path, Path], tmp_path: Path) -> None:
+def test_report_writes_a_page_and_a_picture(runs: tuple[Path, Path], tmp_path: Path) -> None:
     written, picture = write_report(load_runs(*runs), tmp_path / "report")
     text = written.read_text(encoding="utf-8")
     assert "int4 against dense" in text
@@ -58,14 +58,14 @@ def test_page_and_picture(runs: tuple[Path, Path], tmp_path: Path) -> None:
     assert picture.stat().st_size > 10_000
 
 
-def test_the_page_needs_nothing_else(runs: tuple[Path, Path]) -> None:
+def test_the_page_needs_no_other_files(runs: tuple[Path, Path]) -> None:
     text = page(load_runs(*runs))
     assert not re.findall(r"https?:|src=|<link|url\(|@import", text)
     assert len(text) < 100_000
 
 
 def test_the_page_shows_no_secrets(tmp_path: Path) -> None:
-    """Not even those of a run that was started by an older version, which copied them."""
+    """Older versions copied secrets into the run's configuration."""
     run = small_run(tmp_path / "run", 2.0, None)
     (run / "ds_config.json").write_text(json.dumps({"comet": {"api_key": "abcdef"}}))
     text = page([alone(run)])
@@ -90,18 +90,18 @@ def test_the_ratio_of_all_traffic_comes_before_that_of_gradients(tmp_path: Path)
     shown = [(title, value) for title, value, _ in tiles([alone(run)]) if "ratio" in title]
     assert shown == [("compression ratio of all traffic", "1.60"), ("compression ratio of gradients", "1.90")]
     assert compression_figures(lines)["compression_total_ratio"] == pytest.approx(1.6)
-    # A step in which islands exchanged.
+    # In this step, islands exchanged.
     lines.append({"step": 3, "bytes_sent": 1000, "bytes_uncompressed": 1000, "total_ratio": None, "ratio": 1.0})
     assert compression_figures(lines)["compression_total_ratio"] == pytest.approx(1.6)
 
 
-def test_a_run_alone_has_no_change(tmp_path: Path) -> None:
+def test_a_single_run_has_no_changes(tmp_path: Path) -> None:
     run = alone(small_run(tmp_path / "run", 2.0, None))
     assert figures(run)["held-out loss"] == ["2.0000"]
     assert "change" not in page([run])
 
 
-def test_changes_are_told_only_where_they_mean_something(runs: tuple[Path, Path]) -> None:
+def test_changes_are_shown_only_for_comparable_figures(runs: tuple[Path, Path]) -> None:
     rows = figures(*load_runs(*runs))
     assert rows["held-out loss"] == ["2.0000", "2.0200", "+1.00%"]
     assert rows["gradients sent per rank and step"] == ["8.000 MB", "1.000 MB", "-87.50%"]
@@ -110,12 +110,12 @@ def test_changes_are_told_only_where_they_mean_something(runs: tuple[Path, Path]
     assert rows["parameters"] == ["1,234", "1,234", ""]
 
 
-def test_the_first_figures_are_those_of_the_run(runs: tuple[Path, Path]) -> None:
+def test_tiles_show_the_run_before_the_baseline(runs: tuple[Path, Path]) -> None:
     assert tiles(load_runs(*runs))[0] == ("held-out loss", "2.0200", "2.0000 dense (+1.00%)")
     assert tiles(load_runs(runs[0], None))[0] == ("held-out loss", "2.0200", "")
 
 
-LEFT = {
+OTHER_BYTES = {
     "bytes_raw": 250_000,
     "bytes_weights": 0,
     "bytes_pipeline": 2_000_000,
@@ -125,8 +125,8 @@ LEFT = {
 
 
 def test_traffic_is_stacked_by_kind(tmp_path: Path) -> None:
-    run = small_run(tmp_path / "int4", 2.0, 1_000_000, **LEFT)
-    dense = small_run(tmp_path / "dense", 2.0, 8_000_000, **LEFT | {"bytes_raw": 8_000_000})
+    run = small_run(tmp_path / "int4", 2.0, 1_000_000, **OTHER_BYTES)
+    dense = small_run(tmp_path / "dense", 2.0, 8_000_000, **OTHER_BYTES | {"bytes_raw": 8_000_000})
     [traffic] = bars(load_runs(run, dense))
     assert traffic.runs == ("dense", "int4")
     assert {title: sizes for title, _, sizes in traffic.parts} == {
@@ -138,14 +138,14 @@ def test_traffic_is_stacked_by_kind(tmp_path: Path) -> None:
 
 
 def test_kinds_without_traffic_have_no_row(tmp_path: Path) -> None:
-    rows = figures(alone(small_run(tmp_path / "a", 2.0, 1_000_000, **LEFT)))
+    rows = figures(alone(small_run(tmp_path / "a", 2.0, 1_000_000, **OTHER_BYTES)))
     assert rows["sent: activations between stages"] == ["2.000 MB"]
     assert rows["sent: gradients, uncompressed"] == ["0.250 MB"]
     assert not any("weights" in title for title in rows)
 
 
-def test_what_could_not_be_counted_is_not_zero(tmp_path: Path) -> None:
-    rows = figures(alone(small_run(tmp_path / "a", 2.0, 1_000_000, **LEFT | {"bytes_tensor": None})))
+def test_uncounted_bytes_are_not_shown_as_zero(tmp_path: Path) -> None:
+    rows = figures(alone(small_run(tmp_path / "a", 2.0, 1_000_000, **OTHER_BYTES | {"bytes_tensor": None})))
     assert "sent: tensor parallelism" not in rows
 
 
@@ -160,7 +160,7 @@ def test_the_time_of_a_step_is_split(tmp_path: Path) -> None:
     assert "weights" in [title for title, _, _ in traffic.parts]
 
 
-def test_a_summary_has_the_kinds_that_every_line_has() -> None:
+def test_summary_figures_need_kinds_in_every_line() -> None:
     pairs = ((10, 5), (30, None))
     lines = [{"bytes_sent": a, "bytes_uncompressed": 80, "bytes_tied": 3 * a, "bytes_tensor": b} for a, b in pairs]
     assert compression_figures(lines) == {
@@ -171,14 +171,14 @@ def test_a_summary_has_the_kinds_that_every_line_has() -> None:
     }
 
 
-def test_everything_is_shown(tmp_path: Path) -> None:
+def test_a_complete_run_has_all_charts(tmp_path: Path) -> None:
     run = alone(long_run(tmp_path / "run", compressed=True))
     assert missing([run]) == []
     assert len(titles(run)) == 9
     assert "Left out" not in page([run])
 
 
-def test_what_is_left_out_is_told(runs: tuple[Path, Path]) -> None:
+def test_missing_charts_are_listed_with_their_sources(runs: tuple[Path, Path]) -> None:
     [run] = found = load_runs(runs[0], None)
     assert titles(run) == [
         "Loss: held-out, and training (faint)",
@@ -186,10 +186,10 @@ def test_what_is_left_out_is_told(runs: tuple[Path, Path]) -> None:
         "Gradients sent per rank and step, MB",
         "Compression ratio of gradients",
     ]
-    told = {one.title: one.source for one in missing(found)}
-    assert told["Norm of the residuals"] == "compression.jsonl, written to monitor.path"
-    assert told.keys() >= {"Peak memory of a rank, GiB", "Sent by one rank in a step, MB", "Settings in force"}
-    assert not told.keys() & set(titles(run))
+    listed = {one.title: one.source for one in missing(found)}
+    assert listed["Norm of the residuals"] == "compression.jsonl, written to monitor.path"
+    assert listed.keys() >= {"Peak memory of a rank, GiB", "Sent by one rank in a step, MB", "Settings in force"}
+    assert not listed.keys() & set(titles(run))
     assert "Peak memory of a rank, GiB (needs compression.jsonl of this version)" in page(found)
 
 
@@ -200,7 +200,7 @@ def test_without_held_out_loss_the_training_loss_is_not_faint(tmp_path: Path) ->
     assert [line.faint for line in loss.lines] == [False]
 
 
-def test_what_deepspeed_alone_would_send_is_drawn_once(runs: tuple[Path, Path]) -> None:
+def test_the_traffic_of_deepspeed_alone_is_drawn_once(runs: tuple[Path, Path]) -> None:
     chart = next(chart for chart in charts(load_runs(*runs)) if chart.title.startswith("Gradients sent"))
     assert [(line.name, line.dashed) for line in chart.lines] == [
         ("dense", False),
@@ -209,7 +209,7 @@ def test_what_deepspeed_alone_would_send_is_drawn_once(runs: tuple[Path, Path]) 
     ]
 
 
-def test_a_run_that_goes_on(tmp_path: Path) -> None:
+def test_an_unfinished_run_is_still_running(tmp_path: Path) -> None:
     run = small_run(tmp_path / "run", 2.0, 1_000_000)
     assert alone(run).status == "finished, 3 steps"
     (run / "summary.json").unlink()
@@ -219,8 +219,8 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
     assert "run: still running: 3 steps so far" in page([alone(run)])
 
 
-def test_statistics_alone(tmp_path: Path) -> None:
-    """The monitor.path of a program that writes nothing else that is known here."""
+def test_a_report_needs_only_statistics(tmp_path: Path) -> None:
+    """The directory is the monitor.path of a program that writes no other known files."""
     run = small_run(tmp_path / "run", 2.0, 1_000_000)
     for name in ("metrics.jsonl", "summary.json"):
         (run / name).unlink()
@@ -228,7 +228,7 @@ def test_statistics_alone(tmp_path: Path) -> None:
     assert titles(alone(run)) == ["Gradients sent per rank and step, MB", "Compression ratio of gradients"]
 
 
-def test_a_directory_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 1
     shown = capsys.readouterr().err
     assert f"{tmp_path}: holds no run" in shown
@@ -237,7 +237,7 @@ def test_a_directory_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("name", ["summary.json", "trainer_state.json", "ds_config.json"])
-def test_a_damaged_file(name: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_refused(name: str, tmp_path: Path) -> None:
     run = small_run(tmp_path / "run", 2.0, None)
     (run / name).write_text("{")
     with pytest.raises(DataError, match=f"{name}: not JSON"):
@@ -251,7 +251,7 @@ def test_the_command_prints_the_table(runs: tuple[Path, Path], capsys: pytest.Ca
     assert shown.splitlines()[-2:] == [str(runs[0] / "report.html"), str(runs[0] / "report.png")]
 
 
-def test_without_matplotlib_there_is_a_page_alone(
+def test_without_matplotlib_only_the_page_is_written(
     runs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -260,12 +260,12 @@ def test_without_matplotlib_there_is_a_page_alone(
     assert not (tmp_path / "report.png").exists()
 
 
-def test_runs_of_one_name_are_told_apart() -> None:
+def test_runs_with_equal_names_get_distinct_names() -> None:
     assert _distinct_names(Path("/runs/none/seed0"), Path("/runs/int4/seed0")) == ("none/seed0", "int4/seed0")
     assert _distinct_names(Path("/runs/dense"), Path("/runs/int4")) == ("dense", "int4")
 
 
-def test_a_finished_trainer(tmp_path: Path) -> None:
+def test_a_finished_trainer_run_is_shown(tmp_path: Path) -> None:
     run = alone(trainer_run(tmp_path / "run"))
     assert run.status == "finished, 20 steps"
     assert titles(run) == [
@@ -281,21 +281,21 @@ def test_a_finished_trainer(tmp_path: Path) -> None:
     assert rows["time per step, including evaluation and saving"] == ["300.0 ms"]
 
 
-def test_a_trainer_that_goes_on(tmp_path: Path) -> None:
-    """The newest checkpoint counts, by number and not by name."""
+def test_an_unfinished_trainer_run_shows_its_newest_checkpoint(tmp_path: Path) -> None:
+    """The newest checkpoint has the largest number."""
     for last in (5, 10):
         trainer_run(tmp_path / "run", f"checkpoint-{last}", last)
     assert alone(tmp_path / "run").status == "still running: step 10 of 20"
 
 
-def test_statistics_of_every_step_come_before_means_of_trainer(tmp_path: Path) -> None:
+def test_statistics_are_preferred_to_means_of_trainer(tmp_path: Path) -> None:
     run = small_run(trainer_run(tmp_path / "run"), 2.0, 1_000_000)
     assert set(alone(run).column("bytes_sent")) == {1, 2, 3}
     assert set(alone(run).column("grad_norm")) == {5, 10, 15, 20}
 
 
-def test_of_the_loss_what_the_program_logs_comes_first(tmp_path: Path) -> None:
-    """A guard knows the loss of single steps, and the norm of the gradient better than Trainer does."""
+def test_logs_are_preferred_for_the_loss_and_statistics_for_the_gradient_norm(tmp_path: Path) -> None:
+    """The statistics have the loss of single steps, and the gradient norm of every step."""
     run, lines = tmp_path / "run", [{"step": step, "loss": 5.0, "grad_norm": 2.0} for step in (1, 2)]
     write_lines(run / "compression.jsonl", lines)
     assert alone(run).column("train_loss") == {1: 5.0, 2: 5.0}
@@ -305,7 +305,7 @@ def test_of_the_loss_what_the_program_logs_comes_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("named_in", ["summary.json", "ds_config.json"])
-def test_statistics_in_another_directory(named_in: str, tmp_path: Path) -> None:
+def test_statistics_in_another_directory_are_found(named_in: str, tmp_path: Path) -> None:
     run, elsewhere = small_run(tmp_path / "run", 2.0, 1_000_000), tmp_path / "elsewhere"
     elsewhere.mkdir()
     shutil.move(run / "compression.jsonl", elsewhere)
@@ -317,15 +317,15 @@ def test_statistics_in_another_directory(named_in: str, tmp_path: Path) -> None:
     assert len(alone(run).events) == 1
 
 
-def test_a_run_that_moved_with_its_statistics(tmp_path: Path) -> None:
+def test_statistics_that_moved_with_the_run_are_found(tmp_path: Path) -> None:
     run = small_run(tmp_path / "run", 2.0, 1_000_000)
     (run / "summary.json").write_text(json.dumps({"monitor_path": str(tmp_path / "before")}))
     assert set(alone(run).column("bytes_sent")) == {1, 2, 3}
 
 
 @pytest.mark.parametrize("place", ["csv", "csv/job", "."])
-def test_the_csv_monitor_of_deepspeed(place: str, tmp_path: Path) -> None:
-    """By samples seen, eight a step; a second start of the program writes its heading again."""
+def test_the_csv_monitor_of_deepspeed_is_read(place: str, tmp_path: Path) -> None:
+    """Rows count samples, eight per step. A second start of the program repeats the heading."""
     directory = tmp_path / "run" / place
     directory.mkdir(parents=True)
     for name, rows in {"lr": "8,1\n16,1\n24,1\nstep,lr\n32,1\n", "train_loss": "16,5.5\n32,4.5\n"}.items():
@@ -336,7 +336,7 @@ def test_the_csv_monitor_of_deepspeed(place: str, tmp_path: Path) -> None:
     assert run.column("bytes_sent") == {2: 1_000_000}
 
 
-def test_the_csv_monitor_where_the_configuration_has_it(tmp_path: Path) -> None:
+def test_the_csv_monitor_in_a_configured_directory_is_found(tmp_path: Path) -> None:
     elsewhere, run = tmp_path / "elsewhere/job", tmp_path / "run"
     elsewhere.mkdir(parents=True)
     (elsewhere / "Train_Samples_train_loss.csv").write_text("step,train_loss\n8,5.5\n")
@@ -346,7 +346,7 @@ def test_the_csv_monitor_where_the_configuration_has_it(tmp_path: Path) -> None:
     assert alone(run).column("train_loss") == {1: 5.5}
 
 
-def test_a_resumed_run_counts_a_step_once_and_none_that_was_abandoned(tmp_path: Path) -> None:
+def test_a_resumed_run_counts_each_step_once(tmp_path: Path) -> None:
     run = small_run(tmp_path / "run", 2.0, None)
     write_lines(run / "compression.jsonl", [{"step": step, "bytes_sent": step} for step in (1, 2, 3)])
     with (run / "compression.jsonl").open("a") as stream:
@@ -354,7 +354,7 @@ def test_a_resumed_run_counts_a_step_once_and_none_that_was_abandoned(tmp_path: 
     assert alone(run).column("bytes_sent") == {1: 1, 2: 20}
 
 
-def test_what_is_not_finite_is_not_drawn(tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_not_drawn(tmp_path: Path) -> None:
     run = small_run(tmp_path / "run", 2.0, None)
     write_lines(run / "metrics.jsonl", [{"step": 1, "train_loss": 3.0}, {"step": 2, "train_loss": float("nan")}])
     assert alone(run).column("train_loss") == {1: 3.0}
@@ -370,7 +370,7 @@ def test_long_lines_are_thinned_and_keep_their_spikes(tmp_path: Path) -> None:
     assert list(line.steps) == sorted(set(line.steps))
 
 
-def test_an_explosion_is_drawn_in_decades(tmp_path: Path) -> None:
+def test_an_exploding_norm_has_a_logarithmic_axis(tmp_path: Path) -> None:
     found = {chart.title: chart for chart in charts([alone(long_run(tmp_path / "run", compressed=True))])}
     assert {title for title, chart in found.items() if chart.decades} == {"Norm of the gradient"}
     scale = value_scale(found["Norm of the gradient"])
@@ -389,7 +389,7 @@ def test_lines_lie_within_their_axes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, 5.0, -3.0])
-def test_a_flat_line_has_room(value: float, tmp_path: Path) -> None:
+def test_a_flat_line_has_space_above_and_below(value: float, tmp_path: Path) -> None:
     run = small_run(tmp_path / "run", 2.0, None)
     write_lines(run / "metrics.jsonl", [{"step": 7, "train_loss": value}])
     [chart] = charts([alone(run)])
@@ -415,7 +415,7 @@ def test_events_are_marked_and_listed(tmp_path: Path) -> None:
     assert "<td>checkpoint rollback</td>" in text
 
 
-def test_anomalies_rollbacks_and_full_synchronisation_look_different() -> None:
+def test_markers_of_different_events_look_different() -> None:
     looks = [(symbol.colour, symbol.outline, symbol.marker) for symbol in set(SYMBOLS.values())]
     assert len(set(looks)) == len({symbol.title for symbol in SYMBOLS.values()})
     kinds = ("anomaly", "rollback", "full_sync")
@@ -437,14 +437,14 @@ def test_only_the_last_of_many_events_are_listed(tmp_path: Path) -> None:
 
 
 def settings_run(directory: Path, settings: str) -> Run:
-    """One measured step a letter."""
+    """Write a run with one measured step per letter of `settings`."""
     run = small_run(directory, 2.0, None)
     names: dict[str, Any] = {"n": "none", "a": "blockwise bits=4", "b": "sign"}
     write_lines(run / "compression.jsonl", [{"step": 2 * i, "settings": names[x]} for i, x in enumerate(settings, 1)])
     return alone(run)
 
 
-def test_settings_over_the_steps(tmp_path: Path) -> None:
+def test_settings_are_shown_as_intervals_of_steps(tmp_path: Path) -> None:
     run = settings_run(tmp_path / "run", "nnaabaa")
     [timeline] = settings_timelines([run])
     assert [(one.setting, one.first, one.last) for one in timeline.intervals] == [
@@ -458,17 +458,17 @@ def test_settings_over_the_steps(tmp_path: Path) -> None:
     assert "blockwise bits=4: steps 6 to 8, 12 to 14" in page([run])
 
 
-def test_a_setting_has_one_colour_in_both_runs(tmp_path: Path) -> None:
+def test_a_setting_has_the_same_color_in_both_runs(tmp_path: Path) -> None:
     shown = settings_timelines([settings_run(tmp_path / "baseline", "nb"), settings_run(tmp_path / "run", "ab")])
     assert setting_colours(shown) == {"none": "baseline", "blockwise bits=4": "run", "sign": "purple"}
 
 
-def test_a_setting_that_comes_and_goes_is_told_in_short(tmp_path: Path) -> None:
+def test_many_intervals_of_a_setting_are_abbreviated(tmp_path: Path) -> None:
     [timeline] = settings_timelines([settings_run(tmp_path / "run", "na" * 10)])
     assert steps_by_setting(timeline)["none"] == "steps 2, 6, 10, 14, 18, 22, and 4 more times"
 
 
-def test_runs_of_before_have_their_method_as_setting(tmp_path: Path) -> None:
+def test_runs_of_older_versions_show_their_method_as_setting(tmp_path: Path) -> None:
     run = small_run(tmp_path / "run", 2.0, None)
     write_lines(run / "compression.jsonl", [{"step": 1, "method": "topk"}])
     assert [interval.setting for interval in settings_timelines([alone(run)])[0].intervals] == ["topk"]

@@ -1,4 +1,4 @@
-"""The page of a report in a real browser, as wide as a phone and as a desktop."""
+"""The page of a report in a real browser, with the widths of a phone and of a desktop."""
 
 from typing import Any
 
@@ -64,7 +64,7 @@ def browser() -> str:
 
 @pytest.fixture(scope="module", params=SIZES)
 def seen(request: pytest.FixtureRequest, browser: str, written: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What the browser measured, and `console`."""
+    """Measurements of the browser, and the messages on its console."""
     found, console = look_at(browser, written, MEASURE, SIZES[request.param], tmp_path_factory.mktemp("browser"))
     assert found["inner"] == SIZES[request.param][0]
     return {**found, "console": console}
@@ -95,8 +95,7 @@ def test_every_bar_is_drawn(seen: Any) -> None:
     assert min(seen["bars"]) > 10
 
 
-def test_texts_can_be_read(seen: Any) -> None:
-    """Pixels; and no two of them are in one place, nor a heading or a legend on a chart."""
+def test_texts_are_large_enough_and_do_not_overlap(seen: Any) -> None:
     assert min(chart["text"] for chart in seen["charts"]) > 9.5
     assert seen["clashes"] == []
     assert seen["covered"] == []

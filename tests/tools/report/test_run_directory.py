@@ -1,4 +1,4 @@
-"""Run directories as everybody reads them: several runs in one, resumed ones, abandoned steps."""
+"""Reading of run directories: several runs in one, resumed runs, and repeated steps."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.tools.doctor.synthetic import HEALTHY
 
 
 class Process:
-    """A process of the run `run` that writes into `directory`, and was started at second `started`."""
+    """Process of the run `run` that was started at second `started`, and writes into `directory`."""
 
     def __init__(self, directory: Path, run: str, started: int, since: int = 0) -> None:
         self.journal = Journal(str(directory), run, since)
@@ -27,13 +27,13 @@ class Process:
         for step in steps:
             self.journal.add("compression.jsonl", {"step": step, **HEALTHY, **more})
 
-    def tell(self, step: int, kind: str, **more: Any) -> None:
+    def add_event(self, step: int, kind: str, **more: Any) -> None:
         file = "island_0001/events.jsonl" if more.get("island") else "events.jsonl"
         self.journal.add(file, {"step": step, "kind": kind, "reason": "", **more})
 
 
 def steps(directory: Path) -> list[int]:
-    """Measured steps, on which report, doctor and tune agree."""
+    """Return the measured steps, which report, doctor and tune read alike."""
     [run] = load_runs(directory, None)
     found = [line["step"] for line in read_run(directory).steps]
     assert found == list(run.column("bytes_sent")) == [line["step"] for line in read_statistics(directory)]
@@ -48,74 +48,74 @@ def kinds(directory: Path) -> list[str]:
     return [event["kind"] for event in events]
 
 
-def test_a_shorter_second_run_is_its_own(tmp_path: Path) -> None:
+def test_a_shorter_second_run_hides_the_first(tmp_path: Path) -> None:
     first, second = Process(tmp_path, "a", 0), Process(tmp_path, "b", 10)
     first.measure(*range(1, 101), bytes_sent=1)
-    first.tell(30, "anomaly")
-    # Measured less often: what is in the way of its lines alone would leave steps of the first.
+    first.add_event(30, "anomaly")
+    # The second run is measured less often, so its steps alone do not replace all steps of the first.
     second.measure(10, 20, bytes_sent=2)
-    second.tell(15, "schedule")
+    second.add_event(15, "schedule")
     assert steps(tmp_path) == [10, 20]
     assert kinds(tmp_path) == ["schedule"]
 
 
-def test_a_run_that_was_resumed_is_one_without_what_it_abandoned(tmp_path: Path) -> None:
+def test_a_resumed_run_has_no_repeated_steps(tmp_path: Path) -> None:
     killed, resumed = Process(tmp_path, "a", 0), Process(tmp_path, "a", 10, since=20)
     killed.measure(*range(1, 31))
-    killed.tell(10, "full_sync")
-    killed.tell(25, "anomaly")
+    killed.add_event(10, "full_sync")
+    killed.add_event(25, "anomaly")
     resumed.measure(30, 40)
     assert steps(tmp_path) == [*range(1, 21), 30, 40]
     assert kinds(tmp_path) == ["full_sync"]
 
 
-def test_events_of_islands_are_those_of_the_run(tmp_path: Path) -> None:
-    """The report shows all of them; the doctor judges by the figures of the first island, and by its events."""
+def test_a_resumed_run_has_no_repeated_events_of_islands(tmp_path: Path) -> None:
+    """The report shows the events of all islands, and the doctor only those of the first."""
     killed, resumed = Process(tmp_path, "a", 0), Process(tmp_path, "a", 10, since=20)
     killed.measure(*range(1, 31))
-    killed.tell(15, "return", island=0)
+    killed.add_event(15, "return", island=0)
     for step in (12, 25):
-        killed.tell(step, "anomaly", island=1)
+        killed.add_event(step, "anomaly", island=1)
     resumed.measure(30)
     [run] = load_runs(tmp_path, None)
     assert [row[:2] for row in event_rows(run)] == [["12", "island 1: anomaly"], ["15", "island 0: return"]]
     assert [event["step"] for event in read_run(tmp_path).events or ()] == [15]
 
 
-def test_two_processes_from_one_checkpoint(tmp_path: Path) -> None:
+def test_of_two_processes_from_one_checkpoint_the_last_counts(tmp_path: Path) -> None:
     for started, since, last in ((0, 0, 30), (10, 20, 26), (20, 20, 24)):
         process = Process(tmp_path, "a", started, since)
         process.measure(*range(since + 1, last + 1), bytes_sent=started)
-        process.tell(last, f"event of {started}")
+        process.add_event(last, f"event of {started}")
     assert steps(tmp_path) == list(range(1, 25))
     assert kinds(tmp_path) == ["event of 20"]
 
 
-def test_a_resumed_process_that_has_measured_nothing_yet(tmp_path: Path) -> None:
+def test_a_resumed_process_without_measurements_keeps_earlier_steps(tmp_path: Path) -> None:
     Process(tmp_path, "a", 0).measure(*range(1, 31))
-    Process(tmp_path, "a", 10, since=20).tell(22, "anomaly")
+    Process(tmp_path, "a", 10, since=20).add_event(22, "anomaly")
     assert steps(tmp_path) == list(range(1, 21))
     assert kinds(tmp_path) == ["anomaly"]
 
 
-def test_a_run_that_another_came_between(tmp_path: Path) -> None:
+def test_a_run_interrupted_by_another_is_read_whole(tmp_path: Path) -> None:
     Process(tmp_path, "a", 0).measure(*range(1, 11))
     Process(tmp_path, "b", 10).measure(*range(1, 16))
     Process(tmp_path, "a", 20, since=10).measure(11, 12)
     assert steps(tmp_path) == list(range(1, 13))
 
 
-def test_going_back_in_one_process_keeps_what_was_decided(tmp_path: Path) -> None:
+def test_a_rollback_in_one_process_keeps_its_event(tmp_path: Path) -> None:
     process = Process(tmp_path, "a", 0)
     process.measure(*range(1, 31))
-    process.tell(30, "checkpoint_rollback")
+    process.add_event(30, "checkpoint_rollback")
     process.journal.continue_from(20)
     process.measure(21, 22)
     assert steps(tmp_path) == list(range(1, 23))
     assert kinds(tmp_path) == ["checkpoint_rollback"]
 
 
-def test_a_summary_says_which_run_it_is_of(tmp_path: Path) -> None:
+def test_the_summary_names_the_run(tmp_path: Path) -> None:
     statistics, output = tmp_path / "statistics", tmp_path / "output"
     output.mkdir()
     Process(statistics, "a", 0).measure(1, 2, 3)
@@ -125,7 +125,7 @@ def test_a_summary_says_which_run_it_is_of(tmp_path: Path) -> None:
     assert list(load_runs(output, None)[0].column("bytes_sent")) == [1, 2, 3]
 
 
-def test_checkpoints_of_a_longer_run_are_not_of_this_one(tmp_path: Path) -> None:
+def test_checkpoints_of_an_older_longer_run_are_ignored(tmp_path: Path) -> None:
     trainer_run(tmp_path)
     for last in (5, 10, 15):
         trainer_run(tmp_path, f"checkpoint-{last}", last)
@@ -146,13 +146,13 @@ def test_steps_after_the_last_measured_one_belong_to_the_run(tmp_path: Path) -> 
     assert trainer["global_step"] == 14
 
 
-def test_a_trial_is_as_far_as_its_last_process(tmp_path: Path) -> None:
+def test_steps_of_a_trial_are_those_of_its_last_process(tmp_path: Path) -> None:
     Process(tmp_path / MONITOR, "a", 0).measure(5, 10, 15)
     Process(tmp_path / MONITOR, "b", 10).measure(5)
     assert steps_done(tmp_path) == 5
 
 
-def test_the_csv_monitor_of_a_shorter_second_run(tmp_path: Path) -> None:
+def test_the_csv_monitor_shows_only_a_shorter_second_run(tmp_path: Path) -> None:
     heading = "step,train_loss\n"
     text = heading + "8,5\n16,4\n24,3\n32,2\n" + heading + "8,9\n16,8\n"
     (tmp_path / "Train_Samples_train_loss.csv").write_text(text)
@@ -160,6 +160,6 @@ def test_the_csv_monitor_of_a_shorter_second_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reader", [read_run, lambda directory: load_runs(directory, None)])
-def test_lines_of_before_are_read_by_their_order(reader: Any, tmp_path: Path) -> None:
+def test_lines_of_older_versions_are_read_by_their_order(reader: Any, tmp_path: Path) -> None:
     write_lines(tmp_path / "compression.jsonl", [{"step": step, **HEALTHY} for step in (1, 2, 3, 2)])
     assert steps(tmp_path) == [1, 2]

@@ -1,4 +1,4 @@
-"""Time to the same loss: what is made of the figures of a run, the table, the picture, what is refused."""
+"""Time to the same loss: the calculation, the table, the picture, and runs that are refused."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ def write_run(directory: Path, lines: Lines, summary: Mapping[str, Any] | None =
 
 
 def lines_of(seconds: float, losses: Sequence[float]) -> Lines:
-    """Steps of so many seconds, each followed by an evaluation."""
+    """Return lines of steps that take `seconds`, each followed by an evaluation."""
     pairs = (
         ({"step": step, "train_loss": loss, "step_time_s": seconds}, {"step": step, "eval_loss": loss})
         for step, loss in enumerate(losses, 1)
@@ -32,7 +32,7 @@ def lines_of(seconds: float, losses: Sequence[float]) -> Lines:
     return [line for pair in pairs for line in pair]
 
 
-def test_time_is_that_of_steps_but_the_first(tmp_path: Path) -> None:
+def test_time_counts_all_steps_but_the_first(tmp_path: Path) -> None:
     lines = [
         {"step": 1, "train_loss": 9.0, "step_time_s": 30.0},
         {"step": 2, "train_loss": 8.0, "step_time_s": 1.0},
@@ -48,7 +48,7 @@ def test_a_line_of_several_steps_counts_them_all() -> None:
     assert curve([*lines, {"step": 14, "eval_loss": 7.0}]) == [(5.0, 8.0), (9.0, 7.0)]
 
 
-def test_the_time_to_a_loss_lies_between_evaluations() -> None:
+def test_the_time_to_a_loss_is_interpolated_between_evaluations() -> None:
     points = [(1.0, 8.0), (3.0, 7.0), (4.0, 7.5), (5.0, 6.0)]
     assert time_to(7.5, points) == 2.0
     assert time_to(8.0, points) == 1.0
@@ -63,7 +63,9 @@ def test_the_goal_is_a_loss_that_all_reach(tmp_path: Path) -> None:
     assert (slow.sent, slow.step_seconds, fast.step_seconds) == (None, 4.0, 1.0)
 
 
-def test_table_and_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_table_and_draws_a_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("matplotlib")
     slow = write_run(tmp_path / "slow", lines_of(4.0, [8, 7, 6]), SENT)
     fast = write_run(tmp_path / "fast", lines_of(1.0, [8, 7, 6]), {"bytes_sent_per_step": 5e5})
@@ -83,7 +85,7 @@ def test_table_and_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     ("lines", "summary", "message"),
     [(lines_of(1.0, [8.0]), None, "no summary.json"), ([{"step": 1, "step_time_s": 1.0}], {}, "--eval-every")],
 )
-def test_what_cannot_be_compared_is_said(
+def test_runs_that_cannot_be_compared_are_refused(
     lines: Lines,
     summary: Mapping[str, Any] | None,
     message: str,

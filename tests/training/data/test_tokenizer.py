@@ -3,12 +3,12 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed_compress.errors import DataError
 from deepspeed_compress.training.data import load_tokenizer, train_tokenizer
 from deepspeed_compress.training.data.tokenizer import END_OF_TEXT, end_token
-from deepspeed_compress.errors import DataError
 
 
-def test_transformers_loads_it(tokenizer: Path) -> None:
+def test_transformers_loads_the_tokenizer(tokenizer: Path) -> None:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     text = "the king said\n\n  'tis \u2014 na\u00efve \U0001f451"
@@ -29,7 +29,7 @@ def test_training_is_deterministic(corpus: list[Path], tokenizer: Path, tmp_path
 
 
 def test_a_vocabulary_needs_all_bytes(corpus: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="vocab_size 256 is too small"):
+    with pytest.raises(DataError, match="vocab_size: 256 is too small"):
         train_tokenizer(corpus, tmp_path / "t", 256)
 
 
@@ -41,8 +41,8 @@ def test_a_directory_with_other_files_is_left_alone(corpus: list[Path], tmp_path
     assert [file.name for file in tmp_path.iterdir()] == ["taken"]
 
 
-def test_unreadable_tokenizers(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"holds no tokenizer\.json"):
+def test_an_unreadable_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"contains no tokenizer\.json"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="cannot be read"):
@@ -50,13 +50,13 @@ def test_unreadable_tokenizers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("eos", "name"), [("a", "a"), ({"content": "b"}, "b"), (None, END_OF_TEXT)])
-def test_the_token_that_ends_a_document(tokenizer: Path, tmp_path: Path, eos: object, name: str) -> None:
+def test_the_end_token_is_read_from_the_configuration(tokenizer: Path, tmp_path: Path, eos: object, name: str) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
     loaded = load_tokenizer(tokenizer)
     assert end_token(tmp_path, loaded) == loaded.token_to_id(name)
 
 
-def test_an_end_token_outside_the_vocabulary(tokenizer: Path, tmp_path: Path) -> None:
+def test_an_end_token_outside_the_vocabulary_is_refused(tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<none>"}')
-    with pytest.raises(DataError, match="no '<none>'"):
+    with pytest.raises(DataError, match="no token '<none>'"):
         end_token(tmp_path, load_tokenizer(tokenizer))

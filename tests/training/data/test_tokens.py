@@ -7,22 +7,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepspeed_compress.errors import DataError
 from deepspeed_compress.training.data import build_cache, cache_key, load_tokenizer, open_cache, train_tokenizer
 from deepspeed_compress.training.data.corpus import documents, split_at_words
 from deepspeed_compress.training.data.tokenizer import END_OF_TEXT
 from deepspeed_compress.training.data.tokens import TokenCache
-from deepspeed_compress.errors import DataError
 from tests.support.properties import properties
 
 
-def cached(files: list[Path], tokenizer: Path, directory: Path, chunk_chars: int = 1 << 20) -> TokenCache:
+def build_and_open(files: list[Path], tokenizer: Path, directory: Path, chunk_chars: int = 1 << 20) -> TokenCache:
     key = cache_key(files, tokenizer)
     build_cache(files, tokenizer, directory, key, chunk_chars=chunk_chars)
     return open_cache(directory, key)
 
 
-def test_round_trip(corpus: list[Path], tokenizer: Path, tmp_path: Path) -> None:
-    cache = cached(corpus, tokenizer, tmp_path)
+def test_a_cache_holds_the_tokens_of_the_corpus(corpus: list[Path], tokenizer: Path, tmp_path: Path) -> None:
+    cache = build_and_open(corpus, tokenizer, tmp_path)
     text = load_tokenizer(tokenizer).decode(cache.tokens.tolist(), skip_special_tokens=False)
     assert text == "".join(file.read_text(encoding="utf-8") + END_OF_TEXT for file in corpus)
     assert cache.tokens.dtype == np.uint16
@@ -35,8 +35,8 @@ def test_round_trip(corpus: list[Path], tokenizer: Path, tmp_path: Path) -> None
 def test_reading_in_chunks_changes_nothing(
     corpus: list[Path], tokenizer: Path, tmp_path: Path, chunk_chars: int
 ) -> None:
-    whole = cached(corpus, tokenizer, tmp_path / "whole")
-    parts = cached(corpus, tokenizer, tmp_path / "parts", chunk_chars)
+    whole = build_and_open(corpus, tokenizer, tmp_path / "whole")
+    parts = build_and_open(corpus, tokenizer, tmp_path / "parts", chunk_chars)
     assert np.array_equal(whole.tokens, parts.tokens)
     assert whole.bounds == parts.bounds
 
@@ -60,7 +60,7 @@ def test_text_without_spaces_is_cut_at_the_limit() -> None:
     assert "".join(pieces) == "x" * 100
 
 
-def test_the_key_follows_texts_order_and_tokenizer(corpus: list[Path], tokenizer: Path, tmp_path: Path) -> None:
+def test_the_key_depends_on_texts_order_and_tokenizer(corpus: list[Path], tokenizer: Path, tmp_path: Path) -> None:
     copy = tmp_path / "a.txt"
     copy.write_bytes(corpus[0].read_bytes())
     key = cache_key(corpus, tokenizer)
@@ -73,13 +73,13 @@ def test_the_key_follows_texts_order_and_tokenizer(corpus: list[Path], tokenizer
 
 
 def test_a_built_cache_is_not_built_again(corpus: list[Path], tokenizer: Path, tmp_path: Path) -> None:
-    cached(corpus, tokenizer, tmp_path)
+    build_and_open(corpus, tokenizer, tmp_path)
     stamps = {file: file.stat().st_mtime_ns for file in tmp_path.iterdir()}
-    cached(corpus, tokenizer, tmp_path)
+    build_and_open(corpus, tokenizer, tmp_path)
     assert {file: file.stat().st_mtime_ns for file in tmp_path.iterdir()} == stamps
 
 
-def test_builders_at_the_same_time(corpus: list[Path], tokenizer: Path, tmp_path: Path) -> None:
+def test_concurrent_builds_leave_one_cache(corpus: list[Path], tokenizer: Path, tmp_path: Path) -> None:
     key = cache_key(corpus, tokenizer)
     threads = [threading.Thread(target=build_cache, args=(corpus, tokenizer, tmp_path, key)) for _ in range(4)]
     for thread in threads:
@@ -94,7 +94,7 @@ def test_a_failed_build_leaves_nothing(corpus: list[Path], tokenizer: Path, tmp_
     latin = tmp_path / "latin.txt"
     latin.write_bytes(b"caf\xe9 au lait")
     with pytest.raises(DataError, match=r"latin\.txt: not UTF-8 .* iconv"):
-        cached([corpus[0], latin], tokenizer, tmp_path / "cache")
+        build_and_open([corpus[0], latin], tokenizer, tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -104,7 +104,7 @@ def test_damaged_caches_are_refused(corpus: list[Path], tokenizer: Path, tmp_pat
         open_cache(tmp_path, key)
     build_cache(corpus, tokenizer, tmp_path, key)
     (tmp_path / f"{key}.bin").write_bytes((tmp_path / f"{key}.bin").read_bytes()[:-2])
-    with pytest.raises(DataError, match="cut short; delete it"):
+    with pytest.raises(DataError, match="truncated; delete it"):
         open_cache(tmp_path, key)
 
 
@@ -112,20 +112,20 @@ def test_each_json_line_is_a_document(tmp_path: Path, tokenizer: Path) -> None:
     file = tmp_path / "d.jsonl"
     file.write_text('{"text": "one"}\n\n{"text": "two", "id": 2}\n')
     assert ["".join(document) for document in documents(file)] == ["one", "two"]
-    cache = cached([file], tokenizer, tmp_path / "cache")
+    cache = build_and_open([file], tokenizer, tmp_path / "cache")
     end = load_tokenizer(tokenizer).token_to_id(END_OF_TEXT)
     assert cache.tokens.tolist().count(end) == 2
 
 
 @pytest.mark.parametrize("line", ["[1]", "{}", '{"text": 3}', "{"])
-def test_json_lines_without_text(tmp_path: Path, line: str) -> None:
+def test_a_json_line_without_text_is_refused(tmp_path: Path, line: str) -> None:
     file = tmp_path / "d.jsonl"
     file.write_text('{"text": "one"}\n' + line + "\n")
     with pytest.raises(DataError, match=r'd\.jsonl:2: expected a JSON object with a string "text"'):
         [list(document) for document in documents(file)]
 
 
-def test_progress_ends_at_the_whole(tokenizer: Path, tmp_path: Path) -> None:
+def test_progress_ends_at_the_total(tokenizer: Path, tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text("word " * 100)
     seen: list[tuple[str, int, int]] = []

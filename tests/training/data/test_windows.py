@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
+from deepspeed_compress.errors import DataError
 from deepspeed_compress.training.data import Windows, eval_starts, split_windows, step_starts
 from deepspeed_compress.training.data.tokens import TokenCache
-from deepspeed_compress.errors import DataError
 
 CACHE = TokenCache(np.arange(1000, dtype=np.uint16), (0, 600, 605, 1000), 1000)
 
@@ -21,14 +21,14 @@ def test_no_held_out_token_is_ever_trained_on() -> None:
     assert evaluated.size == np.unique(evaluated).size
 
 
-def test_windows_stay_inside_a_file_and_use_all_of_it() -> None:
+def test_windows_cover_each_file_and_never_cross_files() -> None:
     train, _ = windows(length=10)
     starts = step_starts(train, 20_000, 3, 1)
     allowed = {*range(480 - 10 + 1), *range(605, 921 - 10 + 1)}
     assert set(starts.tolist()) == allowed
 
 
-def test_a_step_reads_the_same_whenever_it_is_asked() -> None:
+def test_seed_and_step_determine_the_windows() -> None:
     train, _ = windows()
     first = step_starts(train, 16, seed=1, step=7)
     step_starts(train, 16, seed=1, step=8)
@@ -37,23 +37,23 @@ def test_a_step_reads_the_same_whenever_it_is_asked() -> None:
     assert not np.array_equal(first, step_starts(train, 16, seed=2, step=7))
 
 
-def test_evaluation_batches() -> None:
+def test_evaluation_windows_are_fixed_and_limited_by_the_text() -> None:
     _, held_out = windows()
     assert eval_starts(held_out, 2, 4).shape == (2, 4)
     assert eval_starts(held_out, 99, 4).shape == (4, 4)
     assert np.array_equal(eval_starts(held_out, 2, 4), eval_starts(held_out, 2, 4))
 
 
-def test_too_little_text() -> None:
-    with pytest.raises(DataError, match=r"held-out text: 200 tokens, no file with 150 together \(--seq-len\)"):
+def test_too_little_text_is_refused() -> None:
+    with pytest.raises(DataError, match=r"no file has 150 held-out tokens \(--seq-len\); all have 200 together"):
         split_windows(CACHE, 150, 0.2)
-    with pytest.raises(DataError, match="train text"):
+    with pytest.raises(DataError, match="no file has 500 train tokens"):
         split_windows(CACHE, 500, 0.2)
-    with pytest.raises(DataError, match="19 windows, one batch needs 20"):
+    with pytest.raises(DataError, match="19 windows, but a batch needs 20"):
         eval_starts(windows()[1], 1, 20)
 
 
-def test_read_gives_signed_tokens_for_an_embedding() -> None:
+def test_windows_are_read_as_int64() -> None:
     read = windows()[0].read(np.array([0, 605]))
     assert read.dtype == np.int64
     assert read.tolist() == [list(range(10)), list(range(605, 615))]

@@ -13,7 +13,7 @@ from deepspeed_compress.tools.doctor.rule import rule
 @rule(
     name="nothing-compressed",
     severity="warning",
-    summary="how much of the gradients is exempt",
+    summary="how much of the gradients is excluded from compression",
     needs=("bytes_raw",),
 )
 def nothing_compressed(case: Case) -> Iterator[Diagnostic]:
@@ -21,32 +21,32 @@ def nothing_compressed(case: Case) -> Iterator[Diagnostic]:
     share = sorted(parts)[len(parts) // 2] if parts else 0.0
     if share < case.limits.raw:
         return
-    remedy, patch = _exempt(case)
+    remedy, patch = _include_more(case)
     yield Diagnostic(
         at_steps(*case.span),
-        f"Nearly nothing is compressed: {share:.0%} of the gradient bytes sent are of parameters that are exempt",
+        f"Almost nothing is compressed: {share:.0%} of the gradient bytes sent belong to excluded parameters",
         remedy,
         patch=patch,
-        evidence={"bytes sent": case.median("bytes_sent"), "of these uncompressed": case.median("bytes_raw")},
+        evidence={"bytes sent": case.median("bytes_sent"), "of these, uncompressed": case.median("bytes_raw")},
         weight=share,
     )
 
 
-def _exempt(case: Case) -> tuple[str, dict[str, Any] | None]:
+def _include_more(case: Case) -> tuple[str, dict[str, Any] | None]:
     """Return a remedy for parameters excluded from compression, and its patch, for the first cause that applies."""
     section, config = case.run.section, case.run.config
     if config is None or section is None:
-        return "Look at gradients.min_numel and gradients.overrides.", None
+        return "Check gradients.min_numel and gradients.overrides.", None
     gradients = section.gradients
     if isinstance(gradients, CompressedGradients) and gradients.min_numel:
-        what = f"Remove gradients.min_numel: {gradients.min_numel} exempts every smaller parameter."
+        what = f"Remove gradients.min_numel: {gradients.min_numel} excludes every smaller parameter."
         return what, case.patch(with_gradients, {"min_numel": None})
     if isinstance(gradients, CompressedGradients) and any(one.method == "none" for one in gradients.overrides):
         pairs = zip(config[SECTION]["gradients"]["overrides"], gradients.overrides, strict=True)
         kept = [written for written, override in pairs if override.method != "none"]
         what = "Remove the overrides with method none, or make their patterns narrower."
         return what, case.patch(with_gradients, {"overrides": kept or None})
-    return "These are parameters that stages or tensor-parallel ranks share, which no setting compresses.", None
+    return "Stages or tensor-parallel ranks share these parameters, and no setting compresses them.", None
 
 
 @rule(
@@ -65,8 +65,8 @@ def never_in_force(case: Case) -> Iterator[Diagnostic]:
     what, patch = _schedule(case, last)
     yield Diagnostic(
         at_steps(case.run.steps[0]["step"], last),
-        f'The chosen "{brief(section.gradients)}" was in force in none of the {last:,} steps{_so_far(case)}: {what}',
-        "Let the schedule end within a tenth of the run.",
+        f'The chosen "{brief(section.gradients)}" was not in force in any of the {last:,} steps{_so_far(case)}: {what}',
+        "Make the schedule end within the first tenth of the run.",
         patch=None if patch is None else case.patch(with_section, {"schedule": patch}),
         evidence={"last step": last, "in force": case.run.steps[-1].get("settings") or case.run.steps[-1]["method"]},
         severity="warning" if case.run.summary is not None else "info",
@@ -90,11 +90,11 @@ def _schedule(case: Case, last: int) -> tuple[str, dict[str, Any] | None]:
     assert case.run.section is not None
     schedule = case.run.section.schedule
     if schedule.warmup_steps >= last:
-        what = f"schedule.warmup_steps {schedule.warmup_steps:,} takes all of them"
+        what = f"schedule.warmup_steps {schedule.warmup_steps:,} covers all of them"
         return what, {"warmup_steps": last // 10}
     if schedule.ramp is not None:
-        return f"schedule.ramp.steps {schedule.ramp.steps:,} takes the rest", {"ramp": {"steps": max(1, last // 10)}}
-    return "the schedule never comes to it", None
+        return f"schedule.ramp.steps {schedule.ramp.steps:,} covers the rest", {"ramp": {"steps": max(1, last // 10)}}
+    return "the schedule never reaches it", None
 
 
 @rule(
@@ -119,9 +119,9 @@ def no_ratio(case: Case) -> Iterator[Diagnostic]:
         return
     yield Diagnostic(
         at_steps(*case.span),
-        f"The chosen settings save nothing: DeepSpeed alone would send {ratio:.2f} times the bytes, of which "
-        f"{base:.0f} come with ZeRO {case.stage} without compression",
-        "Send fewer bits: blockwise with 8 bits costs no accuracy that could be measured.",
+        f"The chosen settings save nothing: the compression ratio is {ratio:.2f}, but ZeRO {case.stage} reaches "
+        f"{base:.0f} without compression",
+        "Send fewer bits: blockwise with 8 bits has no measurable cost in accuracy.",
         patch=case.patch(with_gradients, {"method": "blockwise", "bits": 8}),
         evidence={
             "ratio": ratio,

@@ -20,7 +20,7 @@ _BOUNDS = ("exploding", "loss_spike", "residual_growth")
 @rule(
     name="guard-fires-often",
     severity="warning",
-    summary="how often the guard fired, and whether settings came back",
+    summary="how often the guard fired, and whether the settings returned",
     needs=("events",),
 )
 def guard_fires_often(case: Case) -> Iterator[Diagnostic]:
@@ -40,13 +40,13 @@ def guard_fires_often(case: Case) -> Iterator[Diagnostic]:
     remedy, patch = _calmer(case)
     yield Diagnostic(
         at_steps(first, anomalies[-1]["step"]),
-        f"The guard fires every {between:.0f} steps, and the chosen settings are out of force for {away:.0%} of the "
-        "steps since the first time",
+        f"The guard fires every {between:.0f} steps, and since the first time, the chosen settings have not been in "
+        f"force for {away:.0%} of the steps",
         remedy,
         patch=patch,
         evidence={
             "anomalies": len(anomalies),
-            "part of the steps since without the settings": away,
+            "part of the steps since then without the settings": away,
             "reasons": _reasons(anomalies),
         },
         weight=max(away, min(1.0, _cooldown(case) / between / 2)),
@@ -74,12 +74,11 @@ def _calmer(case: Case) -> tuple[str, Mapping[str, Any] | None]:
     tight = _tighter(section.guard) if section is not None and section.guard is not None else []
     if config is not None and tight:
         keys = ", ".join(f"guard.{key}" for key in tight)
-        what = f"Leave out {keys}: their defaults take only for an anomaly what no healthy run does."
+        what = f"Leave out {keys}: with the defaults, no healthy run has anomalies."
         return what, case.patch(with_section, {"guard": dict.fromkeys(tight)})
     change = softer(section.gradients) if section is not None else None
     return (
-        "Send more of the gradient, so that compression stays within what training bears; if gradients explode without "
-        "compression too, lower the learning rate.",
+        "Send more of the gradient. If gradients also explode without compression, lower the learning rate.",
         None if change is None else case.patch(with_gradients, change),
     )
 
@@ -115,7 +114,7 @@ def skipped_steps(case: Case) -> Iterator[Diagnostic]:
         f"{share:.0%} of the steps were skipped, because their gradients were not finite",
         remedy,
         patch=patch,
-        evidence={"skipped steps seen": len(steps), "the first of them": steps[:_SHOWN]},
+        evidence={"skipped steps": len(steps), "first skipped steps": steps[:_SHOWN]},
         weight=min(1.0, share),
     )
 
@@ -138,9 +137,9 @@ def _finite_again(case: Case) -> tuple[str, Mapping[str, Any] | None]:
         return "Use bf16 in place of fp16, or a lower learning rate.", None
     fp16 = config.get("fp16")
     if isinstance(fp16, Mapping) and fp16.get("enabled"):
-        what = "Use bf16, which needs no loss scale, where the hardware has it; else lower the learning rate."
+        what = "Use bf16, which needs no loss scale, if the hardware supports it; otherwise lower the learning rate."
         return what, case.patch(_in_bf16)
-    what = "Halve the learning rate, and look for bad data: without fp16 no loss scale explains it."
+    what = "Halve the learning rate, and look for bad data: without fp16, a loss scale cannot be the cause."
     return what, case.patch(slower)
 
 

@@ -11,35 +11,38 @@ from deepspeed_compress.tools.doctor.patches import with_section
 from deepspeed_compress.tools.doctor.rule import rule
 from deepspeed_compress.tools.doctor.rules.learning import risen
 
-_LATE = frozenset({"islands_left_out", "islands_renewed"})
+_MISSED = frozenset({"islands_left_out", "islands_renewed"})
 
 
 @rule(
     name="islands-drift-apart",
     severity="warning",
-    summary="whether islands move alike",
+    summary="whether islands move in similar directions",
     needs=("islands",),
 )
 def islands_drift_apart(case: Case) -> Iterator[Diagnostic]:
-    """Report a low cosine between islands in the later half of the exchanges. At the start all islands move alike."""
+    """Report a low cosine between islands in the later half of the exchanges.
+
+    At the start, all islands move in similar directions.
+    """
     cosines = case.values("islands_cosine", case.run.steps)
     late = cosines[len(cosines) // 2 :]
     if len(cosines) < SAMPLES or statistics.median(late) >= case.limits.alike:
         return
     yield Diagnostic(
         at_steps(*case.span),
-        f"Islands drift apart: the cosine between what this one has moved and what the others have is "
-        f"{statistics.median(late):.2f}, so their mean is nearly nothing of what each has found",
-        "Give all islands data of the same kind, shuffled together; exchange more often.",
+        f"Islands drift apart: the cosine between the movement of this island and those of the others is "
+        f"{statistics.median(late):.2f}, so their mean keeps almost nothing of what each has learned",
+        "Give all islands the same kind of data, shuffled together, and exchange more often.",
         patch=_more_often(case),
-        evidence={"cosine to the others, later half": statistics.median(late), "exchanges": len(cosines)},
+        evidence={"cosine with the others, later half": statistics.median(late), "exchanges": len(cosines)},
     )
 
 
 @rule(
     name="sync-every-too-long",
     severity=None,
-    summary="whether the loss rises where islands exchange",
+    summary="whether the loss rises at exchanges between islands",
     needs=("islands", "losses"),
 )
 def sync_every_too_long(case: Case) -> Iterator[Diagnostic]:
@@ -52,13 +55,13 @@ def sync_every_too_long(case: Case) -> Iterator[Diagnostic]:
         return
     yield Diagnostic(
         at_steps(*case.span),
-        f"The loss rises by {rise.mean:.3g} where islands exchange: they have gone too far for a good mean",
-        "Exchange more often, or halve the learning rate: islands drift by about the product of the two. Where outer "
-        "goes beyond their mean, by a momentum or an lr above 1, halve its lr first.",
+        f"The loss rises by {rise.mean:.3g} at exchanges between islands: they have drifted too far apart to average",
+        "Exchange more often, or halve the learning rate: islands drift by about the product of the two. If outer has "
+        "momentum or an lr above 1, and so steps beyond the mean, halve its lr first.",
         patch=_smaller_steps(case) or _more_often(case),
         evidence={
             "rise of the loss at an exchange": rise.mean,
-            "loss before": rise.before,
+            "loss before the exchange": rise.before,
             "exchanges": rise.exchanges,
         },
         severity="warning" if risen(case) is None else "error",
@@ -73,18 +76,18 @@ def sync_every_too_long(case: Case) -> Iterator[Diagnostic]:
     needs=("events",),
 )
 def late_island(case: Case) -> Iterator[Diagnostic]:
-    late = [event for event in case.run.events or () if event["kind"] in _LATE]
+    late = [event for event in case.run.events or () if event["kind"] in _MISSED]
     every = case.run.section.monitor.every if case.run.section is not None else 1
     taken = every * len(after_exchanges(case))
     if len(late) < case.limits.anomalies or len(late) < case.limits.late * (len(late) + taken):
         return
     yield Diagnostic(
         at_steps(late[0]["step"], late[-1]["step"]),
-        f"This island is late: it was left out of {len(late)} exchanges, and in {taken}",
-        "Look at its machines and its link. If it is only slower, wait longer for it (timeout: more than its longest "
-        "step), exchange by time (sync_every), or let islands be asynchronous.",
-        patch=case.patch(with_section, {"islands": {"elastic": change}}) if (change := _patience(case)) else None,
-        evidence={"left out, or too old": len(late), "exchanges with it": taken},
+        f"This island is late: it missed {len(late)} exchanges and took part in {taken}",
+        "Check its machines and its link. If it is only slower, wait longer for it (timeout above its longest step), "
+        "exchange by time (sync_every), or make islands asynchronous.",
+        patch=case.patch(with_section, {"islands": {"elastic": change}}) if (change := _longer_timeout(case)) else None,
+        evidence={"exchanges missed": len(late), "exchanges with this island": taken},
     )
 
 
@@ -104,8 +107,8 @@ def _smaller_steps(case: Case) -> dict[str, Any] | None:
     return case.patch(with_section, {"islands": {"outer": {"lr": islands.outer.lr / 2}}})
 
 
-def _patience(case: Case) -> dict[str, Any] | None:
-    """Return twice the patience of elastic islands, or None if the section sets none or the result is not allowed."""
+def _longer_timeout(case: Case) -> dict[str, Any] | None:
+    """Return twice the timeout of elastic islands, or None if the section has none or the result is not allowed."""
     islands = case.run.section.islands if case.run.section is not None else None
     if islands is None or islands.elastic is None:
         return None

@@ -22,8 +22,8 @@ _NEAR = 5
 
 
 @dataclass(frozen=True)
-class Sign:
-    """One sign that too little of the gradient arrives."""
+class Symptom:
+    """Symptom of too little of the gradient being sent."""
 
     text: str
     figures: Mapping[str, Any] = field(default_factory=dict)
@@ -33,25 +33,25 @@ class Sign:
 @rule(
     name="compression-too-strong",
     severity=None,
-    summary="what is withheld of the gradients, their cosine, the loss beside the baseline",
+    summary="the size of residuals, the cosine of gradients, and the loss compared with the baseline",
     needs=("config", "residual_norm|cosine|baseline"),
 )
 def compression_too_strong(case: Case) -> Iterator[Diagnostic]:
     section = case.run.section
     if section is None or section.gradients.method == "none":
         return
-    signs = [sign for find in _SIGNS for sign in find(case, section.gradients)]
-    if not signs:
+    symptoms = [symptom for find in _SYMPTOMS for symptom in find(case, section.gradients)]
+    if not symptoms:
         return
     change = softer(section.gradients)
     yield Diagnostic(
         at_steps(*case.span),
-        f"Compression is too strong for the model to learn well: {signs[0].text}",
-        "Send more of the gradient, and feed back what is not sent; if that is not enough, begin with dense steps "
+        f"Compression is too strong for the model to learn well: {symptoms[0].text}",
+        "Send more of the gradient, with error feedback. If that is not enough, begin with uncompressed steps "
         "(schedule.warmup_steps).",
         patch=None if change is None else case.patch(with_gradients, change),
-        evidence={key: value for sign in signs for key, value in sign.figures.items()} | _settings(case),
-        severity=signs[0].severity,
+        evidence={key: value for symptom in symptoms for key, value in symptom.figures.items()} | _settings(case),
+        severity=symptoms[0].severity,
     )
 
 
@@ -60,17 +60,17 @@ def _settings(case: Case) -> dict[str, Any]:
     return {"settings": shown} if shown else {}
 
 
-def _lost_for_ever(case: Case, gradients: GradientsConfig) -> Iterator[Sign]:
+def _discarded(case: Case, gradients: GradientsConfig) -> Iterator[Symptom]:
     if forgets(gradients) and case.compressed:
         share = f"{100 - 100 * gradients.density:.6g} %" if isinstance(gradients, SparseConfig) else "most"
-        yield Sign(
-            f"{gradients.method} without error feedback, so that {share} of each gradient is lost for ever",
-            {"gradients sent, times fewer bytes": case.median("ratio")},
+        yield Symptom(
+            f"{gradients.method} without error feedback discards {share} of each gradient for good",
+            {"compression ratio of gradients": case.median("ratio")},
         )
 
 
-def _withheld(case: Case, gradients: GradientsConfig) -> Iterator[Sign]:
-    """Yield a sign if residuals hold the gradients of many steps. Intended delays (`every`) are allowed for."""
+def _withheld(case: Case, gradients: GradientsConfig) -> Iterator[Symptom]:
+    """Yield a symptom if residuals hold the gradients of many steps. Intended delays (`every`) are allowed for."""
     if gradients.method in OWN_MOMENTUM:
         return
     lines = [line for line in case.compressed if line.get("residual_norm") and line.get("grad_norm")]
@@ -78,47 +78,49 @@ def _withheld(case: Case, gradients: GradientsConfig) -> Iterator[Sign]:
     limit = case.limits.delay + max((one.every for one in overrides), default=1) - 1
     late = [line["residual_norm"] / line["grad_norm"] for line in lines][len(lines) // 2 :]
     if len(lines) >= case.limits.lines and statistics.median(late) >= limit:
-        yield Sign(
-            f"what waits to be sent is {statistics.median(late):.0f} times a gradient, so gradients arrive about so "
+        yield Symptom(
+            f"residuals are {statistics.median(late):.0f} times as large as a gradient, so gradients arrive about that "
             "many steps late",
             {"residual norm / gradient norm": statistics.median(late)},
         )
 
 
-def _growing(case: Case, gradients: GradientsConfig) -> Iterator[Sign]:
+def _growing(case: Case, gradients: GradientsConfig) -> Iterator[Symptom]:
     residuals = case.values("residual_norm")
     if gradients.method in OWN_MOMENTUM or len(residuals) < case.limits.lines or not all(residuals):
         return
     growth, norms = _late_growth(residuals), case.values("grad_norm")
     if growth >= case.limits.growth * max(1.0, _late_growth(norms) if len(norms) >= case.limits.lines else 1.0):
-        yield Sign(
-            f"residuals grow with every step, {growth:.1f} times from the second quarter to the last",
+        yield Symptom(
+            f"residuals keep growing, by a factor of {growth:.1f} from the second quarter to the last",
             {"residual norm, last quarter / second quarter": growth},
         )
 
 
 def _late_growth(values: list[float]) -> float:
-    """Return the last quarter's median divided by the second's. Residuals are still filling up in the first quarter."""
+    """Return the last quarter's median divided by that of the second. In the first quarter, residuals still fill up."""
     _, second, _, last = quarters(values)
     return last / second if second else 1.0
 
 
-def _unlike(case: Case, gradients: GradientsConfig) -> Iterator[Sign]:
+def _low_cosine(case: Case, gradients: GradientsConfig) -> Iterator[Symptom]:
     cosines = case.values("cosine")
     if gradients.method in OWN_MOMENTUM or len(cosines) < 4:
         return
     middle = statistics.median(cosines)
     if middle < case.limits.cosine:
-        yield Sign(
+        yield Symptom(
             f"the gradient that the step follows has a cosine of {middle:.2f} with the true one", {"cosine": middle}
         )
 
 
-def _behind(case: Case, gradients: GradientsConfig) -> Iterator[Sign]:
+def _behind(case: Case, gradients: GradientsConfig) -> Iterator[Symptom]:
     gap = _loss_gap(case)
     if gap is not None and gap > case.limits.loss_gap:
         severity: Severity = "error" if gap > 5 * case.limits.loss_gap else "warning"
-        yield Sign(f"the loss is {gap:.1%} above that of the baseline", {"loss above baseline": f"{gap:.2%}"}, severity)
+        yield Symptom(
+            f"the loss is {gap:.1%} above that of the baseline", {"loss above baseline": f"{gap:.2%}"}, severity
+        )
 
 
 def _loss_gap(case: Case) -> float | None:
@@ -144,7 +146,7 @@ def _beyond_noise(gaps: list[float]) -> bool:
     return len(gaps) >= 4 and abs(statistics.fmean(gaps)) > 3 * statistics.stdev(gaps) / math.sqrt(len(gaps))
 
 
-_SIGNS = (_lost_for_ever, _withheld, _growing, _unlike, _behind)
+_SYMPTOMS = (_discarded, _withheld, _growing, _low_cosine, _behind)
 
 
 @rule(
@@ -165,11 +167,11 @@ def diverging(case: Case) -> Iterator[Diagnostic]:
     began, what, figures = found
     yield Diagnostic(
         at_steps(began, case.run.losses[-1][0]),
-        f"The loss {what}, from step {began} on",
-        "Halve the learning rate, or lengthen its warm-up; if an uncompressed run with the same one is stable, send "
-        "more of the gradient instead.",
+        f"The loss {what}, starting at step {began}",
+        "Halve the learning rate, or lengthen its warmup. If an uncompressed run with the same learning rate is "
+        "stable, send more of the gradient instead.",
         patch=case.patch(slower),
-        evidence={"first sign at step": began, **figures, **_events_around(case, began)},
+        evidence={"first symptom at step": began, **figures, **_events_around(case, began)},
     )
 
 
@@ -206,4 +208,4 @@ def _events_around(case: Case, began: int) -> dict[str, Any]:
     nearest = sorted(case.run.events or (), key=lambda event: abs(event["step"] - began))[:_NEAR]
     nearest.sort(key=lambda event: event["step"])
     shown = [f"step {event['step']}: {event['kind']}, {event.get('reason', '')}" for event in nearest]
-    return {"events around it": shown} if shown else {}
+    return {"events nearby": shown} if shown else {}

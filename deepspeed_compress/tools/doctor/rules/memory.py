@@ -18,7 +18,7 @@ _SMALLER = {"fp32": "bf16", "bf16": "int8"}
 @rule(
     name="large-residuals",
     severity=None,
-    summary="what part of the memory residuals take",
+    summary="how much of the memory residuals take",
     needs=("memory_bytes", "config"),
 )
 def large_residuals(case: Case) -> Iterator[Diagnostic]:
@@ -38,14 +38,14 @@ def large_residuals(case: Case) -> Iterator[Diagnostic]:
         at_steps(*case.span),
         f"Residuals take about {size / peak:.0%} of the memory, in {kept.dtype}",
         f"Keep them in {smaller}." if smaller else "Keep them in host memory.",
-        patch=case.patch(_with_memory, key, change),
+        patch=case.patch(_with_residuals, key, change),
         evidence={"residuals, bytes": size, "peak memory, bytes": peak, f"gradients.{key}.dtype": kept.dtype},
         weight=size / peak,
         severity="warning" if kept.dtype == "fp32" else "info",
     )
 
 
-def _with_memory(config: Mapping[str, Any], key: str, change: Mapping[str, str]) -> dict[str, Any]:
+def _with_residuals(config: Mapping[str, Any], key: str, change: Mapping[str, str]) -> dict[str, Any]:
     written = config[SECTION].get("gradients", {}).get(key) or {}
     return with_gradients(config, {key: {**written, **change}})
 
@@ -77,8 +77,8 @@ def memory_grows(case: Case) -> Iterator[Diagnostic]:
         first, last = case.run.steps[len(case.run.steps) // 4]["step"], case.run.steps[-1]["step"]
         yield Diagnostic(
             at_steps(first, last),
-            f"Peak memory grows all the time, by {ends[-1] / ends[0] - 1:.0%} from step {first} to step {last}",
-            "Look for what keeps tensors of every step: losses collected without .item(), outputs, growing caches. "
+            f"Peak memory keeps growing, by {ends[-1] / ends[0] - 1:.0%} from step {first} to step {last}",
+            "Look for code that keeps tensors of every step: losses without .item(), outputs, growing caches. "
             "This package allocates nothing after the first compressed step.",
             evidence={
                 f"peak memory, bytes, after {part} quarters": end for part, end in zip((1, 2, 3, 4), ends, strict=True)

@@ -20,15 +20,15 @@ def straggler(case: Case) -> Iterator[Diagnostic]:
         return
     figures = {
         "slowest rank": slowest.rank,
-        "part of the steps in which it is": slowest.share,
+        "part of the steps in which it is the slowest": slowest.share,
         "busy, ms, median rank": statistics.median(line["busy_ms_median"] for line in slowest.lines),
         "busy, ms, slowest rank": statistics.median(line["busy_ms_max"] for line in slowest.lines),
     }
     yield Diagnostic(
         at_steps(*_span(slowest)),
-        f"Rank {slowest.rank} is a straggler: it is {slowest.behind:.0%} of a step behind, and others wait",
-        f"Look at what rank {slowest.rank} does besides (logging, loading data), at its input, which may be longer, "
-        "and at its machine (clock, temperature, neighbours). No setting makes up for it.",
+        f"Rank {slowest.rank} is a straggler: it is {slowest.behind:.0%} of a step behind, and the others wait for it",
+        f"Check what else rank {slowest.rank} does (logging, loading data), whether its input is longer, and its "
+        "machine (clock, temperature, other jobs). No setting helps.",
         evidence=figures,
         weight=min(1.0, slowest.behind),
     )
@@ -37,7 +37,7 @@ def straggler(case: Case) -> Iterator[Diagnostic]:
 @rule(
     name="uneven-ranks",
     severity="info",
-    summary="whether ranks are late by turns",
+    summary="whether different ranks are late in different steps",
     needs=("ranks",),
 )
 def uneven_ranks(case: Case) -> Iterator[Diagnostic]:
@@ -46,8 +46,8 @@ def uneven_ranks(case: Case) -> Iterator[Diagnostic]:
         return
     yield Diagnostic(
         at_steps(*_span(slowest)),
-        f"Now one rank is late and now another, by {slowest.behind:.0%} of a step",
-        "Give ranks cores and machines of their own, and batches of equal length.",
+        f"Different ranks are late in different steps, by {slowest.behind:.0%} of a step",
+        "Give each rank its own cores, and batches of equal length.",
         evidence={"slowest rank, steps": {str(rank): count for rank, count in sorted(slowest.counts.items())}},
         weight=min(1.0, slowest.behind),
     )

@@ -18,22 +18,22 @@ Remedy = tuple[str, dict[str, Any] | None]
 @rule(
     name="communication-bound",
     severity="warning",
-    summary="how much of a step is waiting for messages",
+    summary="how much of a step is spent waiting for messages",
     needs=("times", "config"),
 )
 def communication_bound(case: Case) -> Iterator[Diagnostic]:
     times = case.times
     assert times is not None, "the rule needs times"
     share = times.wait / times.step
-    if share > case.limits.wait and not _wasted(case):
+    if share > case.limits.wait and not _lost_share(case):
         remedy, patch = _less_communication(case)
         figures = {"waiting, ms of a step": times.wait, "step, ms": times.step, "waiting, part of a step": share}
         yield Diagnostic(
             at_steps(*case.span),
-            f"Communication holds the run back: {share:.0%} of a step is waiting for messages",
+            f"Communication slows the run down: {share:.0%} of a step is spent waiting for messages",
             remedy,
             patch=patch,
-            evidence={**figures, "bytes a rank sends in a step": sum(case.traffic.values())},
+            evidence={**figures, "bytes that a rank sends per step": sum(case.traffic.values())},
             weight=share,
         )
 
@@ -43,31 +43,30 @@ def _less_communication(case: Case) -> Remedy:
     section = case.run.section
     if section is None:
         return (
-            "Compress more, accumulate more micro-batches, or sum inside each node first (gradients.hierarchy).",
+            "Compress more, accumulate more micro-batches, or sum within each node first (gradients.hierarchy).",
             None,
         )
     change, small = stronger(section.gradients), case.waited_bytes < case.limits.small_message
     if case.stage == 2 and case.accumulation > 1:
-        return "Use ZeRO 1, which reduces gradients once a step, where ZeRO 2 does in every micro-batch.", case.patch(
-            with_stage, 1
-        )
+        text = "Use ZeRO 1, which reduces gradients once per step, while ZeRO 2 does so in every micro-batch."
+        return text, case.patch(with_stage, 1)
     if change is not None and not small:
         return (
-            "Compress gradients more; where several ranks share a node, gradients.hierarchy saves as much again.",
+            "Compress gradients more. If several ranks share a node, gradients.hierarchy saves about as much again.",
             case.patch(with_gradients, change),
         )
-    why = "These messages are so small that they wait for latency, not for bytes." if small else ""
+    why = "The messages are so small that latency dominates." if small else ""
     return _less_often(case, why)
 
 
 def _less_often(case: Case, why: str) -> Remedy:
-    where = "gradients.hierarchy, where several ranks share a node, or a method that sends less (docs/methods.md)"
+    other = "use gradients.hierarchy if several ranks share a node, or a method that sends less (docs/methods.md)"
     if case.stage < 2:
         text = (
-            f"{why} Accumulate twice as many micro-batches, so that a step waits half as often for the same tokens; or "
+            f"{why} Accumulate twice as many micro-batches, so that steps wait half as often for the same tokens; or "
         )
-        return f"{text}{where}.".strip(), case.patch(accumulated)
-    return f"{why} Use larger micro-batches, or {where}.".strip(), None
+        return f"{text}{other}.".strip(), case.patch(accumulated)
+    return f"{why} Use larger micro-batches; or {other}.".strip(), None
 
 
 @rule(
@@ -82,12 +81,12 @@ def slow_kernels(case: Case) -> Iterator[Diagnostic]:
     if rate is not None and times is not None:
         yield Diagnostic(
             at_steps(*case.span),
-            f"Compression runs without compiled kernels: it encodes {rate / 1e9:.2f} GB/s, where C++ reaches several",
-            "Install g++ (or set CXX) and ninja, and do not set DEEPSPEED_COMPRESS_KERNELS=torch. No key of the "
-            "configuration changes this.",
+            f"Compression runs without compiled kernels: it encodes {rate / 1e9:.2f} GB/s, C++ reaches several GB/s",
+            "Install g++ (or set CXX) and ninja, and do not set DEEPSPEED_COMPRESS_KERNELS=torch. No configuration key "
+            "changes this.",
             evidence={
                 "encoding, ms of a step": times.compress,
-                "bytes encoded in a second": rate,
+                "bytes encoded per second": rate,
                 **_cost_figures(times),
             },
             weight=times.cost / times.step,
@@ -112,7 +111,7 @@ def _cost_figures(times: Times) -> dict[str, Any]:
 @rule(
     name="compression-bound",
     severity="warning",
-    summary="how much of a step is encoding and decoding",
+    summary="how much of a step is spent encoding and decoding",
     needs=("times",),
 )
 def compression_bound(case: Case) -> Iterator[Diagnostic]:
@@ -120,12 +119,12 @@ def compression_bound(case: Case) -> Iterator[Diagnostic]:
     times, section = case.times, case.run.section
     assert times is not None, "the rule needs times"
     share = times.cost / times.step
-    if share <= case.limits.cost or _slow_rate(case) is not None or _wasted(case):
+    if share <= case.limits.cost or _slow_rate(case) is not None or _lost_share(case):
         return
     remedy, change = _cheaper(section.gradients if section is not None else None)
     yield Diagnostic(
         at_steps(*case.span),
-        f"Compression itself holds the run back: {share:.0%} of a step is encoding and decoding",
+        f"Compression itself slows the run down: {share:.0%} of a step is spent encoding and decoding",
         remedy,
         patch=None if change is None else case.patch(with_gradients, change),
         evidence={**_cost_figures(times), "step, ms": times.step},
@@ -136,12 +135,13 @@ def compression_bound(case: Case) -> Iterator[Diagnostic]:
 def _cheaper(gradients: GradientsConfig | None) -> tuple[str, dict[str, Any] | None]:
     """Return the remedy that removes the most expensive part of encoding, and its change of the gradient settings."""
     if gradients is None or gradients.method not in BLOCKS:
-        return "Use a method that goes through memory once: blockwise, 4 bits.", {"method": "blockwise", "bits": 4}
+        text = "Use a method that needs a single pass over memory: blockwise with 4 bits."
+        return text, {"method": "blockwise", "bits": 4}
     if isinstance(gradients, FeedbackGradients) and gradients.rotation is not None:
         return "Leave the rotation out.", {"rotation": None}
     if isinstance(gradients, BlockwiseConfig | PercentileConfig) and gradients.rounding == "stochastic":
-        return "Round to nearest; error feedback keeps what is lost.", {"rounding": "nearest"}
-    return "Give each rank more cores, or larger micro-batches, so that a step computes longer.", None
+        return "Round to nearest: error feedback corrects the rounding errors.", {"rounding": "nearest"}
+    return "Give each rank more cores, or use larger micro-batches, so that a step has more computation.", None
 
 
 def _loss_of_time(case: Case) -> float | None:
@@ -160,7 +160,7 @@ def _loss_of_time(case: Case) -> float | None:
     return times.cost - fewer / case.waited_bytes * times.wait
 
 
-def _wasted(case: Case) -> float:
+def _lost_share(case: Case) -> float:
     """Return the fraction of a step that is lost by compressing, from this run's figures or compared with the baseline.
 
     Returns 0 if the loss is too small to matter or unknown. Slow kernels are not attributed to the method.
@@ -177,27 +177,27 @@ def _wasted(case: Case) -> float:
 @rule(
     name="compression-does-not-pay",
     severity="warning",
-    summary="whether fewer bytes save what encoding takes",
+    summary="whether fewer bytes save more time than encoding takes",
     needs=("times",),
 )
 def compression_does_not_pay(case: Case) -> Iterator[Diagnostic]:
-    times, section, wasted = case.times, case.run.section, _wasted(case)
-    if times is None or not wasted:
+    times, section, lost = case.times, case.run.section, _lost_share(case)
+    if times is None or not lost:
         return
     heavy = section is not None and section.gradients.method not in BLOCKS
     change = {"method": "blockwise", "bits": 8} if heavy else {"method": "none"}
     slower = _slower_than_baseline(case)
     yield Diagnostic(
         at_steps(*case.span),
-        "Compression does not pay: encoding and decoding take longer than fewer bytes save on this network",
-        "Use blockwise with 8 bits, which takes least." if heavy else "Do not compress gradients on this network.",
+        "Compression does not pay off: encoding and decoding take longer than fewer bytes save on this network",
+        "Use blockwise with 8 bits, which is the fastest." if heavy else "Do not compress gradients on this network.",
         patch=None if section is None else case.patch(with_gradients, change),
         evidence={
             **_cost_figures(times),
             "step, ms": times.step,
-            **({"step beside the baseline": 1 + slower} if slower else {}),
+            **({"step time relative to the baseline": 1 + slower} if slower else {}),
         },
-        weight=min(1.0, wasted),
+        weight=min(1.0, lost),
     )
 
 

@@ -21,7 +21,7 @@ _TITLES = {
 @rule(
     name="weights-uncompressed",
     severity="warning",
-    summary="whether weights outweigh compressed gradients",
+    summary="whether uncompressed weights dominate the traffic",
     needs=("times", "config"),
 )
 def weights_uncompressed(case: Case) -> Iterator[Diagnostic]:
@@ -33,9 +33,9 @@ def weights_uncompressed(case: Case) -> Iterator[Diagnostic]:
     bits = 8 if case.stage == 3 else 4
     yield Diagnostic(
         at_steps(*case.span),
-        f"Uncompressed weights are {share:.0%} of what a rank sends; at the rate of the gradients they take about "
-        f"{taken:.0%} of a step",
-        f"Compress weights too: {bits} bits cost next to nothing in accuracy.",
+        f"Uncompressed weights are {share:.0%} of the bytes that a rank sends; at the rate of the gradients, they take "
+        f"about {taken:.0%} of a step",
+        f"Compress weights as well: {bits} bits cost almost no accuracy.",
         patch=None if case.stage == 0 else case.patch(with_section, {"weights": {"bits": bits}}),
         evidence={**_sizes(case), "time for weights, part of a step": taken},
         weight=taken,
@@ -45,7 +45,7 @@ def weights_uncompressed(case: Case) -> Iterator[Diagnostic]:
 @rule(
     name="other-traffic",
     severity="info",
-    summary="whether other traffic outweighs gradients and weights",
+    summary="whether other traffic than gradients and weights dominates",
     needs=("times",),
 )
 def other_traffic(case: Case) -> Iterator[Diagnostic]:
@@ -55,10 +55,11 @@ def other_traffic(case: Case) -> Iterator[Diagnostic]:
         remedy, patch = _less_of_it(case)
         yield Diagnostic(
             at_steps(*case.span),
-            f"{share:.0%} of what a rank sends is neither gradients nor weights, so compressing these more is no help",
+            f"{share:.0%} of the bytes that a rank sends are neither gradients nor weights, so compressing these more "
+            "does not help",
             remedy,
             patch=patch,
-            evidence={**_sizes(case), "time for it at the rate of the gradients, part of a step": taken},
+            evidence={**_sizes(case), "time for these at the rate of the gradients, part of a step": taken},
             weight=taken,
         )
 
@@ -69,15 +70,15 @@ def _less_of_it(case: Case) -> tuple[str, dict[str, Any] | None]:
     sizes = {kind: case.traffic.get(kind, 0.0) for kind in OTHER_KINDS}
     if islands is None or max(sizes, key=sizes.__getitem__) != "bytes_islands":
         return (
-            "Put ranks that share layers on one node, or divide the model among fewer: parallelism.tensor and "
-            "parallelism.pipeline smaller, ZeRO in their place.",
+            "Put ranks that share layers on one node, or split the model between fewer ranks: lower parallelism.tensor "
+            "and parallelism.pipeline, and use ZeRO instead.",
             None,
         )
     if islands.exchange.method == "none":
-        what = "Let islands exchange 4 bits of each element, which costs no accuracy that could be measured, or rarely."
+        what = "Let islands exchange 4 bits per element, which has no measurable cost in accuracy, or exchange rarely."
         return what, case.patch(with_section, {"islands": {"exchange": {"method": "blockwise", "bits": 4}}})
     rarely = None if islands.sync_steps is None else {"islands": {"sync_every": 2 * islands.sync_steps}}
-    return "Let islands exchange half as often.", None if rarely is None else case.patch(with_section, rarely)
+    return "Exchange between islands half as often.", None if rarely is None else case.patch(with_section, rarely)
 
 
 def _part_of_step(case: Case, kinds: tuple[str, ...]) -> float:

@@ -1,4 +1,4 @@
-"""Programs of Trainer that are ended by SIGTERM, and go on from what it saved, without knowing of either."""
+"""Unmodified Trainer programs that SIGTERM ends, and that resume from the checkpoint that was saved then."""
 
 import os
 import signal
@@ -15,26 +15,26 @@ from tests.support.forks import run_forks
 
 
 def saving(tmp_path: Path) -> dict[str, Any]:
-    """Trainer's own directory is the one that is written to."""
+    """Return a section that saves on SIGTERM. Checkpoints go to Trainer's output directory, not to `directory`."""
     return {**INT4, "checkpointing": {"directory": str(tmp_path / "unused"), "save_on_sigterm": True}}
 
 
-class Ended(TrainerCallback):
-    """SIGTERM comes to one rank after step 3."""
+class SendSigterm(TrainerCallback):
+    """Callback that sends SIGTERM to rank 1 after step 3."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == 3 and dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def train(rank: int, job: Job, ended: bool, again: bool) -> tuple[int, Outcome]:
-    """The exit code, and what came out."""
-    if again:
+def train(rank: int, job: Job, sigterm: bool, resume: bool) -> tuple[int, Outcome]:
+    """Return the exit code and the outcome of a run."""
+    if resume:
         os.environ["DS_COMPRESS_RESUME"] = "1"
     deepspeed_compress.install()
     trainer, code = trainer_of(job), 0
-    if ended:
-        trainer.add_callback(Ended())
+    if sigterm:
+        trainer.add_callback(SendSigterm())
     try:
         trainer.train()
     except SystemExit as stop:
@@ -44,7 +44,7 @@ def train(rank: int, job: Job, ended: bool, again: bool) -> tuple[int, Outcome]:
     return code, outcome
 
 
-def test_trainer_saves_on_sigterm_and_goes_on(tmp_path):
+def test_trainer_saves_on_sigterm_and_resumes_with_the_same_bits(tmp_path):
     job = Job(str(tmp_path / "whole"), section=saving(tmp_path), args={"max_steps": 8, "save_strategy": "no"})
     whole = run_forks(2, train, job, False, False)
     job = replace(job, directory=str(tmp_path / "parts"))

@@ -1,0 +1,189 @@
+"""`CompressionCallback`: compression figures in the logs and the progress bar of Hugging Face Trainer."""
+
+import functools
+import signal
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from accelerate.data_loader import SeedableRandomSampler, get_sampler
+from deepspeed.runtime.engine import DeepSpeedEngine
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
+
+from deepspeed_compress.config import SECTION
+from deepspeed_compress.errors import CompressWarning, UnsupportedError
+from deepspeed_compress.integrations.trainer_logs import log_entries, to_megabytes
+from deepspeed_compress.local_sgd.deepspeed.elastic import SEEDS
+from deepspeed_compress.monitor import StepStatistics
+from deepspeed_compress.session.beside import Saving
+from deepspeed_compress.session.session import Session
+
+__all__ = ["CompressionCallback", "use_own_data_order"]
+
+
+def _check_engine(trainer: Trainer) -> None:
+    """Raise UnsupportedError unless `trainer` is about to train a compressed engine that Accelerate knows."""
+    model = trainer.model_wrapped
+    if not isinstance(model, DeepSpeedEngine):
+        raise UnsupportedError(
+            f"/{SECTION}: has no effect, because Trainer does not train a DeepSpeed engine: expected a "
+            f"DeepSpeedEngine, got {type(model).__name__}. On the CPU, write TrainingArguments(use_cpu=True) and do "
+            "not set ACCELERATE_USE_CPU or --cpu, which make Accelerate ignore DeepSpeed"
+        )
+    if trainer.accelerator.deepspeed_engine_wrapped is None:
+        raise UnsupportedError(
+            f"/{SECTION}: train() would reuse the DeepSpeed engine of an earlier evaluate(), predict() or train() "
+            "of this Trainer. Accelerate has dropped that engine, so backward() would fail, even without this section "
+            "(allowed: one train() for each Trainer, before evaluate() and predict()). Make a new Trainer, or pass "
+            "model_init instead of model. To evaluate before the first step, write "
+            "TrainingArguments(eval_on_start=True)"
+        )
+    # Not hasattr: the engine forwards unknown attributes to the model.
+    if "compression" not in vars(model):
+        raise UnsupportedError(
+            f"/{SECTION}: has no effect, because the DeepSpeed engine of this Trainer was made before "
+            "deepspeed_compress.install(), or has no optimizer (allowed: an engine made for training, after "
+            "install()). Call install() before the engine is made"
+        )
+
+
+class CompressionCallback(TrainerCallback):  # type: ignore[misc]
+    """Callback that adds `compression_*` to the training logs of `trainer`.
+
+    The values are means over the steps measured since the previous log. The names are those of DeepSpeed's monitors
+    (`monitor.writer`); reporters prefix them with `train/`. The section's `monitor.every` sets how often steps are
+    measured. Only rank 0 receives figures, and only rank 0 reports them.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._session: Session | None = None
+        self._measured: list[StepStatistics] = []
+        self._stops = False
+
+    def exit_if_requested(self) -> None:
+        """Raise SystemExit if SIGTERM has ended training, once all checkpoints are written. Collective."""
+        if self._stops and self._session is not None and self._session.saving is not None:
+            self._session.saving.wait()
+            raise SystemExit(128 + signal.SIGTERM)
+
+    def _stop(self) -> None:
+        self._stops = True
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Save and stop training if all ranks have agreed to in this step."""
+        if self._stops:
+            control.should_save = control.should_training_stop = True
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Follow the engine that Trainer is about to train. Any checkpoint has been loaded by now.
+
+        Raises:
+            UnsupportedError: if Trainer has no engine that can be trained and compressed.
+        """
+        _check_engine(self._trainer)
+        session = self._trainer.model_wrapped.compression
+        if session is not self._session:
+            use_own_data_order(session, self._trainer.callback_handler.train_dataloader)
+            session.subscribe(self._measured.append)
+            if session.saving is not None:
+                session.saving.leave_by(self._stop)
+            if self._session is None:
+                self._trainer._save_checkpoint = self._saving_exact_weights(self._trainer._save_checkpoint)
+            # Only the newest engine matters: every trial of a hyperparameter search has its own.
+            self._session = session
+        self._print_megabytes()
+
+    def _saving_exact_weights(self, save: Callable[..., None]) -> Callable[..., None]:
+        """Return a `save` that first makes the weights exact. Collective.
+
+        Trainer collects the weights before DeepSpeed saves, which would be too late.
+        """
+
+        @functools.wraps(save)
+        def save_exactly(*args: Any, **options: Any) -> None:
+            assert self._session is not None
+            self._session.synchronise()
+            with self._keep_one_more(self._session.saving):
+                save(*args, **options)
+
+        return save_exactly
+
+    @contextmanager
+    def _keep_one_more(self, saving: Saving | None) -> Iterator[None]:
+        """Make Trainer keep one more checkpoint than `save_total_limit` if checkpoints are written in the background.
+
+        Trainer removes old checkpoints at once, when the newest one is not complete yet.
+        """
+        args = self._trainer.args
+        limit = args.save_total_limit
+        if saving is None or not limit:
+            yield
+            return
+        # All earlier checkpoints are complete after this, however slow the disk is.
+        saving.wait()
+        args.save_total_limit = limit + 1
+        try:
+            yield
+        finally:
+            args.save_total_limit = limit
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Make the weights exact, so that any rank may save them from now on. Collective."""
+        if self._session is not None:
+            self._session.synchronise()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+        """Add the figures to training logs, which are the only ones with a `loss`."""
+        if "loss" not in logs or not self._measured:
+            return
+        figures = log_entries(self._measured)
+        self._measured.clear()
+        logs.update(figures)
+        state.log_history[-1].update(figures)
+        self._show(figures)
+
+    def _print_megabytes(self) -> None:
+        """Make callbacks that print logs show megabytes. Reporters and `trainer_state.json` still get bytes."""
+        for one in self._trainer.callback_handler.callbacks:
+            if isinstance(one, PrinterCallback | ProgressCallback) and "on_log" not in vars(one):
+                one.on_log = partial(_log_megabytes, one.on_log)
+
+    def _show(self, figures: Mapping[str, float]) -> None:
+        shown = {label: f"{figures[key]:.1f}x" for label, key in _PROGRESS_BAR.items() if key in figures}
+        for one in self._trainer.callback_handler.callbacks:
+            if isinstance(one, ProgressCallback) and one.training_bar is not None:
+                one.training_bar.set_postfix(shown, refresh=False)
+
+
+def use_own_data_order(session: Session, loader: Any) -> None:
+    """Give an island that is a separate job its own order of the training data.
+
+    Issues a CompressWarning if the type of `loader`'s sampler is not supported.
+    """
+    islands = session.config.islands
+    if islands is None or islands.elastic is None or session.islands is None:
+        return
+    sampler = get_sampler(loader)
+    if isinstance(sampler, SeedableRandomSampler):
+        sampler.initial_seed += SEEDS * session.islands.number
+        return
+    text = (
+        f"/{SECTION}/islands/elastic: all islands may read the data in the same order, because the sampler is a "
+        f"{type(sampler).__name__} (allowed: Accelerate's SeedableRandomSampler, which Trainer uses for data sets that "
+        "have a length); make its order depend on engine.compression.islands.number"
+    )
+    warnings.warn(text, CompressWarning, stacklevel=2)
+
+
+_PROGRESS_BAR: Mapping[str, str] = MappingProxyType(
+    {"compressed": "compression_total_ratio", "gradients": "compression_ratio"}
+)
+"""Log entry behind each label of the progress bar. All traffic comes first: uncompressed weights may be most of it."""
+
+
+def _log_megabytes(on_log: Callable[..., Any], *args: Any, logs: Mapping[str, Any], **options: Any) -> Any:
+    return on_log(*args, logs=to_megabytes(logs), **options)
