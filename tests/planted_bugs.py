@@ -299,14 +299,14 @@ BUGS: Mapping[str, Bug] = {
         ("local_sgd/coordinator/test_coordinator.py",),
     ),
     "a coordinator that comes back waits for nobody": Bug(
-        "local_sgd/coordinator/known.py",
+        "local_sgd/coordinator/known_islands.py",
         "self._missing = set(saved.members) if came_back else set()",
         "self._missing: set[int] = set()",
         ("local_sgd/coordinator/test_coordinator.py",),
     ),
     "an island that diverged sends what it has kept back": Bug(
         "local_sgd/exchange.py",
-        "return (reducer if counts else reducer.without_feedback()).start_all_reduce(",
+        "return (reducer if contributes else reducer.without_feedback()).start_all_reduce(",
         "return reducer.start_all_reduce(",
         ("local_sgd/deepspeed/test_islands.py", "local_sgd/test_elastic.py"),
     ),

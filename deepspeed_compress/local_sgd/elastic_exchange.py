@@ -24,22 +24,22 @@ from torch.distributed import ProcessGroup
 from deepspeed_compress.collectives.reduction import Groups, Site
 from deepspeed_compress.config import Islands
 from deepspeed_compress.errors import IslandError
-from deepspeed_compress.local_sgd.anchors import AnchorCopy, Handed, fetch_anchor
+from deepspeed_compress.local_sgd.anchors import AnchorCopy, VersionedAnchor, fetch_anchor
 from deepspeed_compress.local_sgd.coordinator.wire import Anchor, Outcome, Round
-from deepspeed_compress.local_sgd.exchange import ANCHOR, MOMENTUM, Agreed, Masters, Peers, likeness
-from deepspeed_compress.local_sgd.island_ranks import Cadence, Team
-from deepspeed_compress.local_sgd.moments import Moments, Shared
+from deepspeed_compress.local_sgd.exchange import ANCHOR, MOMENTUM, AnchorState, MasterWeights, Peers, cosine_to_others
+from deepspeed_compress.local_sgd.island_ranks import IslandRanks, SyncInterval
+from deepspeed_compress.local_sgd.moments import PendingMoments, SecondMoments
 
-__all__ = ["ElasticExchange", "Met", "Rendezvous", "group_of_one", "make_groups"]
+__all__ = ["ElasticExchange", "ExchangeResult", "Rendezvous", "group_of_one", "make_groups"]
 
 T = TypeVar("T")
 
-VAIN = 5
+MAX_VOID_ROUNDS = 5
 """Number of consecutive void rounds that indicates a network problem rather than failed islands."""
 
 
 class Rendezvous(Protocol):
-    """Interface of rank 0 of an island to the coordinator; see `rendezvous.client.Client`."""
+    """Interface of rank 0 of an island to the coordinator; see `rendezvous.client.CoordinatorClient`."""
 
     run: str | None
     number: int
@@ -53,7 +53,7 @@ class Rendezvous(Protocol):
 
 
 @dataclass(frozen=True)
-class Met:
+class ExchangeResult:
     """Outcome of one exchange.
 
     Attributes:
@@ -112,7 +112,7 @@ def make_groups(round_: Round, place: int, number: int, timeout: float) -> Group
 
 
 @dataclass
-class _Standing:
+class _RoundPeers:
     """Groups of the islands `numbers` that were last used in round `round`."""
 
     peers: Peers
@@ -121,7 +121,7 @@ class _Standing:
 
 
 @dataclass
-class _Patience:
+class _MessageTimeout:
     """Adaptive timeout in seconds for a message of an exchange, between `least` and `most`.
 
     A slow link may need longer for one message than the islands' liveness timeout, which is not known in advance. A
@@ -139,11 +139,11 @@ class _Patience:
 
 
 @dataclass(frozen=True)
-class _Mean:
+class _RoundMeans:
     """Means over the islands of a round: of the updates (`moved`) and, if exchanged, of second moments."""
 
     moved: Tensor
-    moments: Shared | None
+    moments: PendingMoments | None
 
 
 class ElasticExchange:
@@ -151,9 +151,9 @@ class ElasticExchange:
 
     Args:
         settings: the section's `islands`, with `elastic`.
-        masters: fp32 master weights of this rank.
+        master_weights: fp32 master weights of this rank.
         site: returns the residual stores and counters for given groups.
-        team: the ranks of this island.
+        ranks: the ranks of this island.
         rendezvous: connection to the coordinator on the first rank; None on the others.
         groups: creates the groups of a round.
         about: returns metadata that is sent along with an anchor.
@@ -164,13 +164,13 @@ class ElasticExchange:
     def __init__(
         self,
         settings: Islands,
-        masters: Masters,
+        master_weights: MasterWeights,
         site: Callable[[Groups], Site],
-        team: Team,
+        ranks: IslandRanks,
         rendezvous: Rendezvous | None,
         groups: Callable[[Round, int, int, float], Groups] = make_groups,
         about: Callable[[], Mapping[str, Any]] = dict,
-        moments: Moments | None = None,
+        moments: SecondMoments | None = None,
         diverged: Callable[[], object] = lambda: None,
     ) -> None:
         assert settings.elastic is not None, "made for elastic islands"
@@ -183,27 +183,27 @@ class ElasticExchange:
         """Unique id of this island. Ids are never reused."""
         self.run = ""
         """Run of the coordinator."""
-        self._masters, self._site, self._team = masters, site, team
+        self._weights, self._site, self._ranks = master_weights, site, ranks
         self._rendezvous, self._make_groups, self._about = rendezvous, groups, about
         self._moments, self._diverged = moments, diverged
-        self._segments = tuple(masters.segments)
-        self._agreed = Agreed(self.stores)
-        self._handed = {ANCHOR: self._agreed.anchor}
+        self._segments = tuple(master_weights.segments)
+        self._state = AnchorState(self.stores)
+        self._shared_stores = {ANCHOR: self._state.anchor}
         if settings.outer.optimizer == "nesterov":
-            self._handed[MOMENTUM] = self._agreed.momentum
+            self._shared_stores[MOMENTUM] = self._state.momentum
         # Create all residual stores before a state is loaded.
         Peers(settings, self._segments, alone)
-        self._standing: _Standing | None = None
+        self._last_round: _RoundPeers | None = None
         self._copy: weakref.ref[AnchorCopy] | None = None
         """Copy of the anchor that is being served, shared by all requests."""
         self._unreachable = "others have gone on between two ranks that asked"
         """Reason why the last attempt to fetch the anchor failed."""
         self._change = Condition()
-        self._in_vain: list[float] = []
-        self._cadence = Cadence(settings.sync_steps, settings.sync_seconds)
-        self._patience = _Patience(self.elastic.timeout_seconds, self.elastic.give_up_seconds)
+        self._void_rounds: list[float] = []
+        self._interval = SyncInterval(settings.sync_steps, settings.sync_seconds)
+        self._message_timeout = _MessageTimeout(self.elastic.timeout_seconds, self.elastic.give_up_seconds)
 
-    def copy(self, version: int) -> Handed | None:
+    def copy(self, version: int) -> VersionedAnchor | None:
         """Return the state that a joining island needs, once the anchor is at least of `version`. Thread-safe.
 
         Returns None if that version is not reached within the timeout.
@@ -214,7 +214,9 @@ class ElasticExchange:
             found = self._copy() if self._copy is not None else None
             if found is None:
                 device = torch.device("cpu")
-                found = AnchorCopy({name: one.read(self._segments, device) for name, one in self._handed.items()})
+                found = AnchorCopy(
+                    {name: one.read(self._segments, device) for name, one in self._shared_stores.items()}
+                )
                 self._copy = weakref.ref(found)
             return self.version, {**self._about(), "run": self.run}, found
 
@@ -223,16 +225,18 @@ class ElasticExchange:
 
         Returns the metadata that came with the anchor, else an empty mapping. Collective in the island.
         """
-        self.number, self.run = self._team.share(lambda: (self._asked.number, self._asked.run or ""))
-        return self._renew(self._team.share(lambda: self._asked.sources()), own_is_new=True)
+        self.number, self.run = self._ranks.run_on_first(lambda: (self._asked.number, self._asked.run or ""))
+        return self._adopt_anchor(self._ranks.run_on_first(lambda: self._asked.sources()), use_own_weights=True)
 
-    def resume(self, run: str, number: int, version: int, own_is_new: bool) -> Mapping[str, Any]:
+    def resume(self, run: str, number: int, version: int, use_own_weights: bool) -> Mapping[str, Any]:
         """Start with an anchor that island `number` of `run` saved at `version`. Collective in the island.
 
-        All islands start with the newest saved anchor, unless other islands have continued meanwhile. `own_is_new`: the
-        anchor is this island's own weights. Returns the same as `start`.
+        All islands start with the newest saved anchor, unless other islands have continued meanwhile. With
+        `use_own_weights`, the anchor is this island's own weights. Returns the same as `start`.
         """
-        return self._renew(self._team.share(lambda: self._asked.claim(run, number, version)), own_is_new)
+        return self._adopt_anchor(
+            self._ranks.run_on_first(lambda: self._asked.claim(run, number, version)), use_own_weights
+        )
 
     def withdraw(self) -> None:
         """Stop serving copies until `resume`, because the anchor is about to be replaced."""
@@ -241,45 +245,47 @@ class ElasticExchange:
 
     def due(self) -> bool:
         """Count a finished step, and return True if an exchange is due. On the first rank only."""
-        return self._cadence.step() or self._asked.opened
+        return self._interval.count_step() or self._asked.opened
 
-    def exchange(self, samples: int) -> Met:
+    def exchange(self, samples: int) -> ExchangeResult:
         """Exchange this island's update, made from `samples` samples since the last exchange. Collective in the island.
 
         Raises:
             IslandError: the coordinator is unreachable for `give_up`, or no exchange succeeds for as long.
         """
         begun = time.monotonic()
-        sent = self._masters.read(self._segments)
-        healthy = self._team.all(bool(torch.isfinite(sent).all()))
-        found = self._team.share(lambda: self._asked.arrive(samples if healthy else 0))
-        self._cadence.restart()
-        met = self._meet(found, sent, healthy, begun)
-        if not healthy and met.kind in ("exchange", "renewed"):
+        sent = self._weights.read(self._segments)
+        healthy = self._ranks.all_true(bool(torch.isfinite(sent).all()))
+        found = self._ranks.run_on_first(lambda: self._asked.arrive(samples if healthy else 0))
+        self._interval.restart()
+        result = self._meet(found, sent, healthy, begun)
+        if not healthy and result.kind in ("exchange", "renewed"):
             self._diverged()
-        return met
+        return result
 
-    def _meet(self, found: Round | Anchor | None, sent: Tensor, healthy: bool, begun: float) -> Met:
+    def _meet(self, found: Round | Anchor | None, sent: Tensor, healthy: bool, begun: float) -> ExchangeResult:
         if isinstance(found, Anchor):
-            about = self._renew(found, own_is_new=False)
+            about = self._adopt_anchor(found, use_own_weights=False)
             if not self.version:
-                return Met("left_out", time.monotonic() - begun, reason="the others have loaded checkpoints, and wait")
+                return ExchangeResult(
+                    "left_out", time.monotonic() - begun, reason="the others have loaded checkpoints, and wait"
+                )
             reason = "what it had is of another beginning"
-            return Met("renewed", time.monotonic() - begun, reason=reason, about=about)
+            return ExchangeResult("renewed", time.monotonic() - begun, reason=reason, about=about)
         if found is None:
-            return Met("left_out", time.monotonic() - begun, reason="too late for a round")
+            return ExchangeResult("left_out", time.monotonic() - begun, reason="too late for a round")
         together = time.monotonic()
         mean, problem = self._attempt(found, sent, healthy)
         kind = self._conclude(found, mean, problem)
-        self._patience.learn(kind != "void", time.monotonic() - together)
-        return Met(kind, time.monotonic() - begun, found.id, len(found.partners), problem)
+        self._message_timeout.learn(kind != "void", time.monotonic() - together)
+        return ExchangeResult(kind, time.monotonic() - begun, found.id, len(found.partners), problem)
 
     @property
     def _asked(self) -> Rendezvous:
         assert self._rendezvous is not None, "the first rank alone speaks for its island"
         return self._rendezvous
 
-    def _attempt(self, round_: Round, sent: Tensor, healthy: bool) -> tuple[_Mean | None, str]:
+    def _attempt(self, round_: Round, sent: Tensor, healthy: bool) -> tuple[_RoundMeans | None, str]:
         """Return the weighted means over the islands, or None and the reason if the exchange failed."""
         try:
             return self._mean(round_, sent, healthy), ""
@@ -287,27 +293,27 @@ class ElasticExchange:
             # This includes errors of this rank: a round is committed only if all ranks completed it.
             return None, _short(error)
 
-    def _mean(self, round_: Round, sent: Tensor, healthy: bool) -> _Mean:
-        anchor = self._agreed.anchor.read(self._segments, sent.device)
+    def _mean(self, round_: Round, sent: Tensor, healthy: bool) -> _RoundMeans:
+        anchor = self._state.anchor.read(self._segments, sent.device)
         # An island that diverged sends zeros and continues with the result of the others.
         moved = (sent - anchor).mul_(round_.weight(self.number)) if healthy else torch.zeros_like(sent)
         self._clock.begin(round_.id)
         peers = self._peers(round_)
         moments = self._share_moments(peers, round_, healthy)
-        pending = peers.start(moved, peers.fragments[0], round_.id, counts=healthy, plain=self._uncompressed)
+        pending = peers.start(moved, peers.fragments[0], round_.id, contributes=healthy, plain=self._uncompressed)
         if pending is not None:
             pending.scale = 1.0 / len(round_.partners)
             pending.finish(moved)
             own = (sent - anchor).mul_(round_.weight(self.number))
-            self._meter.islands_cosine = likeness(own, moved, pending.scale)
+            self._meter.islands_cosine = cosine_to_others(own, moved, pending.scale)
         if moments is not None:
             moments.wait()
-        return _Mean(moved, moments)
+        return _RoundMeans(moved, moments)
 
-    def _share_moments(self, peers: Peers, round_: Round, healthy: bool) -> Shared | None:
+    def _share_moments(self, peers: Peers, round_: Round, healthy: bool) -> PendingMoments | None:
         if self._moments is None:
             return None
-        return self._moments.start(peers.add_up, round_.weight(self.number) if healthy else 0.0)
+        return self._moments.start(peers.start_sum, round_.weight(self.number) if healthy else 0.0)
 
     @property
     def _uncompressed(self) -> bool:
@@ -315,23 +321,23 @@ class ElasticExchange:
 
     def _peers(self, round_: Round) -> Peers:
         """Return the last round's group if all islands took part in it, else a new one. All decide alike."""
-        numbers, last = tuple(one.number for one in round_.partners), self._standing
+        numbers, last = tuple(one.number for one in round_.partners), self._last_round
         same = all(one.version == round_.base for one in round_.partners)
         if last is None or not same or last.numbers != numbers or last.round != round_.base:
-            self._standing = None
-            groups = self._make_groups(round_, self._team.place, self.number, self._patience.seconds)
-            last = _Standing(Peers(self.settings, self._segments, self._site(groups)), numbers, round_.base)
+            self._last_round = None
+            groups = self._make_groups(round_, self._ranks.place, self.number, self._message_timeout.seconds)
+            last = _RoundPeers(Peers(self.settings, self._segments, self._site(groups)), numbers, round_.base)
         last.round = round_.id
-        self._standing = last
+        self._last_round = last
         return last.peers
 
-    def _conclude(self, round_: Round, mean: _Mean | None, problem: str) -> str:
-        ok = self._team.all(mean is not None)
-        outcome = self._team.share(partial(self._vote, round_.id, ok, problem))
+    def _conclude(self, round_: Round, mean: _RoundMeans | None, problem: str) -> str:
+        ok = self._ranks.all_true(mean is not None)
+        outcome = self._ranks.run_on_first(partial(self._vote, round_.id, ok, problem))
         for store in self.stores.by_name.values():
             store.commit() if outcome.committed else store.rollback()
         if not outcome.committed:
-            self._standing = None
+            self._last_round = None
             return "void"
         assert mean is not None, "it counts only where all have seen it through"
         if mean.moments is not None:
@@ -339,43 +345,46 @@ class ElasticExchange:
         if self.version == round_.base:
             self._move(round_.id, mean.moved)
             return "exchange"
-        self._renew(self._team.share(lambda: self._asked.sources()), own_is_new=False)
+        self._adopt_anchor(self._ranks.run_on_first(lambda: self._asked.sources()), use_own_weights=False)
         return "renewed"
 
     def _vote(self, id_: int, ok: bool, problem: str) -> Outcome:
         outcome = self._asked.vote(id_, ok)
-        self._in_vain = [] if outcome.committed else [*self._in_vain, time.monotonic()]
-        if len(self._in_vain) > VAIN and self._in_vain[-1] - self._in_vain[0] > self.elastic.give_up_seconds:
+        self._void_rounds = [] if outcome.committed else [*self._void_rounds, time.monotonic()]
+        if (
+            len(self._void_rounds) > MAX_VOID_ROUNDS
+            and self._void_rounds[-1] - self._void_rounds[0] > self.elastic.give_up_seconds
+        ):
             raise IslandError(
-                f"/deepspeed_compress/islands/elastic/give_up: nothing has come of {len(self._in_vain)} exchanges in "
-                f"{self.elastic.give_up} ({problem or 'others have failed'}). Islands must reach each other, not the "
-                "coordinator alone: free the ports between them, or set GLOO_SOCKET_IFNAME. Where they do, and time "
-                "out, the link is too slow for one exchange in that time: write a longer give_up, or fewer bits"
+                f"/deepspeed_compress/islands/elastic/give_up: {len(self._void_rounds)} exchanges in a row failed within "
+                f"{self.elastic.give_up} ({problem or 'other islands failed'}). Islands must reach each other, not only "
+                "the coordinator: open the ports between them, or set GLOO_SOCKET_IFNAME. If they do, and exchanges time "
+                "out, the link is too slow: write a longer give_up, or fewer bits"
             )
         return outcome
 
     def _move(self, version: int, mean: Tensor) -> None:
         with self._change:
-            target = self._agreed.move(self._segments, mean, self.settings.outer)
+            target = self._state.move(self._segments, mean, self.settings.outer)
             self.version, self._copy = version, None
             self._change.notify_all()
-        if self._team.place == 0:
+        if self._ranks.place == 0:
             self._asked.ready(version)
-        self._masters.write(self._segments, target)
-        self._masters.publish()
+        self._weights.write(self._segments, target)
+        self._weights.publish()
 
-    def _renew(self, anchor: Anchor, own_is_new: bool) -> Mapping[str, Any]:
+    def _adopt_anchor(self, anchor: Anchor, use_own_weights: bool) -> Mapping[str, Any]:
         """Take `anchor`, or a newer one, from an island that has it. Collective in the island."""
         deadline = time.monotonic() + self.elastic.give_up_seconds
         while anchor.sources:
             found = self._fetched(anchor)
             # A source may have moved on between the requests of two ranks.
-            if self._team.same(0 if found is None else found[0]) and found is not None:
+            if self._ranks.all_equal(0 if found is None else found[0]) and found is not None:
                 self._take(*found)
                 # The source trains on during the requests, so ranks may have received metadata of different steps.
-                return self._team.share(partial(dict, found[1]))
-            anchor = self._team.share(partial(self._next_anchor, anchor, deadline))
-        self._keep(anchor.version, own_is_new)
+                return self._ranks.run_on_first(partial(dict, found[1]))
+            anchor = self._ranks.run_on_first(partial(self._next_anchor, anchor, deadline))
+        self._keep(anchor.version, use_own_weights)
         return {}
 
     def _next_anchor(self, anchor: Anchor, deadline: float) -> Anchor:
@@ -387,39 +396,39 @@ class ElasticExchange:
             )
         return self._asked.sources()
 
-    def _fetched(self, anchor: Anchor) -> Handed | None:
+    def _fetched(self, anchor: Anchor) -> VersionedAnchor | None:
         """Try one source after another, starting at a different one for each island."""
         count, numel = len(anchor.sources), sum(segment.numel for segment in self._segments)
-        sizes, timeout = dict.fromkeys(self._handed, numel), self.elastic.timeout_seconds
+        sizes, timeout = dict.fromkeys(self._shared_stores, numel), self.elastic.timeout_seconds
         for turn in range(count):
             addresses = anchor.sources[(self.number + turn) % count]
             try:
-                return fetch_anchor(addresses[self._team.place], anchor.version, timeout, sizes, self.run)
+                return fetch_anchor(addresses[self._ranks.place], anchor.version, timeout, sizes, self.run)
             except OSError as error:
                 self._unreachable = str(error) or type(error).__name__
         return None
 
     def _take(self, version: int, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        anchor = tensors[ANCHOR].to(self._masters.device)
+        anchor = tensors[ANCHOR].to(self._weights.device)
         with self._change:
-            for name, store in self._handed.items():
-                store.write(self._segments, tensors[name].to(self._masters.device))
+            for name, store in self._shared_stores.items():
+                store.write(self._segments, tensors[name].to(self._weights.device))
             self._have(version)
-        self._masters.write(self._segments, anchor)
-        self._masters.publish()
+        self._weights.write(self._segments, anchor)
+        self._weights.publish()
 
-    def _keep(self, version: int, own_is_new: bool) -> None:
-        """Use the anchor that this island has. `own_is_new`: it is this island's own weights, without residuals."""
-        weights = self._masters.read(self._segments)
+    def _keep(self, version: int, use_own_weights: bool) -> None:
+        """Keep the anchor of this island; with `use_own_weights`, its own weights become the anchor."""
+        weights = self._weights.read(self._segments)
         with self._change:
-            if own_is_new:
+            if use_own_weights:
                 for store in self.stores.by_name.values():
                     store.clear()
-                self._agreed.anchor.write(self._segments, weights)
+                self._state.anchor.write(self._segments, weights)
             self._have(version)
 
     def _have(self, version: int) -> None:
         self.version, self._copy = version, None
         self._change.notify_all()
-        if self._team.place == 0:
+        if self._ranks.place == 0:
             self._asked.ready(version)

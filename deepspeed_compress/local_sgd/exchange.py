@@ -23,9 +23,18 @@ from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.config import CompressedGradients, Islands, Outer
 from deepspeed_compress.config.places import BlockwiseGradients
-from deepspeed_compress.local_sgd.moments import Moments, Shared
+from deepspeed_compress.local_sgd.moments import PendingMoments, SecondMoments
 
-__all__ = ["ANCHOR", "MOMENTUM", "Agreed", "IslandExchange", "Masters", "Peers", "likeness", "move_anchor"]
+__all__ = [
+    "ANCHOR",
+    "MOMENTUM",
+    "AnchorState",
+    "IslandExchange",
+    "MasterWeights",
+    "Peers",
+    "cosine_to_others",
+    "move_anchor",
+]
 
 ANCHOR, MOMENTUM = "anchor", "outer_momentum"
 """Names of the fp32 stores that are equal on all islands."""
@@ -33,7 +42,7 @@ _PLAIN = BlockwiseGradients()
 """Placeholder settings, of which only the uncompressed reducer is used."""
 
 
-class Masters(Protocol):
+class MasterWeights(Protocol):
     """Interface to the fp32 master weights that this rank updates, as one flat vector."""
 
     @property
@@ -55,7 +64,7 @@ class Masters(Protocol):
 
 
 @dataclass
-class _Flight:
+class PendingExchange:
     """A fragment in progress.
 
     Attributes:
@@ -64,7 +73,7 @@ class _Flight:
         sent: master weights at that step.
         moved: the update that was sent, or the master weights if `plain`; later, the mean.
         healthy: number of islands whose master weights are finite.
-        counts: True if this island is one of them.
+        contributes: True if this island is one of them.
         count: handle of the sum that computes `healthy`.
         means: handle of the exchange; None if there is no other island.
         plain: True if master weights were sent, uncompressed, instead of updates.
@@ -76,11 +85,11 @@ class _Flight:
     sent: Tensor
     moved: Tensor
     healthy: Tensor
-    counts: bool
+    contributes: bool
     count: dist.Work | None
     means: PendingMeans | None
     plain: bool
-    moments: Shared | None
+    moments: PendingMoments | None
 
     def send_back(self) -> None:
         """Start the second half of the exchange."""
@@ -115,7 +124,7 @@ class Peers:
         # Create all residual stores before a state is loaded.
         self._reducer(0, plain=False)
 
-    def add_up(self, values: Tensor) -> dist.Work | None:
+    def start_sum(self, values: Tensor) -> dist.Work | None:
         """Start to sum `values` over the ranks, in place and uncompressed. Return None if there is only one rank."""
         ranks = self.group.size()
         if ranks == 1:
@@ -126,16 +135,16 @@ class Peers:
         return self.group.allreduce([values])
 
     def start(
-        self, moved: Tensor, fragment: Partition, step: int, plain: bool = False, counts: bool = True
+        self, moved: Tensor, fragment: Partition, step: int, plain: bool = False, contributes: bool = True
     ) -> PendingMeans | None:
         """Start to sum `moved` over the ranks. Return None if there is only one rank.
 
-        If not `counts`, `moved` must be zeros, and the residuals of earlier exchanges stay unchanged.
+        If not `contributes`, `moved` must be zeros, and the residuals of earlier exchanges stay unchanged.
         """
         if self.group.size() == 1:
             return None
         reducer = self._reducer(step, plain)
-        return (reducer if counts else reducer.without_feedback()).start_all_reduce(moved, fragment, 1.0)
+        return (reducer if contributes else reducer.without_feedback()).start_all_reduce(moved, fragment, 1.0)
 
     def _reducer(self, step: int, plain: bool) -> PayloadReducer:
         reduction = self._reductions.at(self._settings, step)
@@ -144,7 +153,7 @@ class Peers:
         return reducer
 
 
-class Agreed:
+class AnchorState:
     """State that is equal on all islands: the anchor and the outer optimizer's momentum. Writes take effect at once."""
 
     def __init__(self, stores: ResidualStores) -> None:
@@ -169,7 +178,7 @@ class IslandExchange:
 
     Args:
         settings: the section's `islands`.
-        masters: fp32 master weights of this rank.
+        master_weights: fp32 master weights of this rank.
         site: the group of ranks of equal place, the residual stores and the counters.
         island: the ranks of this island.
         number: number of this island.
@@ -180,24 +189,24 @@ class IslandExchange:
     def __init__(
         self,
         settings: Islands,
-        masters: Masters,
+        master_weights: MasterWeights,
         site: Site,
         island: ProcessGroup,
         number: int,
-        moments: Moments | None = None,
+        moments: SecondMoments | None = None,
         diverged: Callable[[], object] = lambda: None,
     ) -> None:
         self.settings, self.number = settings, number
         self._diverged = diverged
         self.stores: ResidualStores = site.stores
-        self._masters, self._moments = masters, moments
+        self._weights, self._moments = master_weights, moments
         self._island = island
         self._clock: StepClock = site.run.clock
         self._meter = site.run.meter
-        self._agreed = Agreed(self.stores)
-        self._peers = Peers(settings, masters.segments, site)
+        self._state = AnchorState(self.stores)
+        self._peers = Peers(settings, master_weights.segments, site)
         self._group, self._fragments = self._peers.group, self._peers.fragments
-        self._flights: list[_Flight] = []
+        self._pending: list[PendingExchange] = []
 
     def start(self) -> None:
         """Start all islands from the master weights of the first one, with empty residuals. Collective."""
@@ -210,53 +219,53 @@ class IslandExchange:
 
         A checkpoint lacks it if that part was not exchanged at the time of saving.
         """
-        holds = self._agreed.anchor.holds
+        holds = self._state.anchor.holds
         missing = [[one for one in fragment.segments if not holds([one])] for fragment in self._fragments]
-        some = torch.tensor(float(any(missing)), device=self._masters.device)
+        some = torch.tensor(float(any(missing)), device=self._weights.device)
         dist.all_reduce(some, op=dist.ReduceOp.MAX, group=self._island)
         if some:
             self._begin(missing)
 
     def _begin(self, parts: Sequence[Sequence[Segment]]) -> None:
         for segments in parts:
-            weights = self._masters.read(segments)
+            weights = self._weights.read(segments)
             if self._group.size() > 1 and segments:
                 dist.broadcast(weights, dist.get_global_rank(self._group, 0), group=self._group)
-            self._masters.write(segments, weights)
-            self._agreed.anchor.write(segments, weights)
+            self._weights.write(segments, weights)
+            self._state.anchor.write(segments, weights)
         self._settle()
-        self._masters.publish()
+        self._weights.publish()
 
     def step_ended(self, step: int) -> None:
         """Send what is due after optimizer step `step` (counted from 1), and apply what has arrived."""
         self._clock.begin(step)
         warm, delay = step <= self.settings.warmup_steps, self.settings.delay
         for fragment in self._fragments if warm else self._due(step):
-            self._flights.append(self._send(fragment, step, plain=warm or self._uncompressed))
-        for flight in self._flights:
-            if flight.begun + (delay + 1) // 2 <= step:
-                flight.send_back()
-        self._land([flight for flight in self._flights if warm or flight.begun + delay <= step])
+            self._pending.append(self._send(fragment, step, plain=warm or self._uncompressed))
+        for pending in self._pending:
+            if pending.begun + (delay + 1) // 2 <= step:
+                pending.send_back()
+        self._land([pending for pending in self._pending if warm or pending.begun + delay <= step])
 
     def finish(self) -> None:
         """Wait for the exchanges in progress and apply them, as before saving. Collective."""
-        self._land(list(self._flights))
+        self._land(list(self._pending))
 
     def forget(self) -> None:
         """Wait for the exchanges in progress and discard them, as before loading. Collective."""
-        for flight in self._flights:
-            flight.mean()
-            if flight.moments is not None:
-                flight.moments.wait()
-        self._flights.clear()
+        for pending in self._pending:
+            pending.mean()
+            if pending.moments is not None:
+                pending.moments.wait()
+        self._pending.clear()
 
-    def keep_owned(self) -> None:
+    def discard_unowned_means(self) -> None:
         """Discard the residuals of means that this rank does not own, after those of all owners were loaded."""
         means, rank = self.stores.by_name.get("means"), self._group.rank()
         if means is None:
             return
         own = [fragment.owned_by(rank) for fragment in self._fragments]
-        values = [means.read(segments, self._masters.device) for segments in own]
+        values = [means.read(segments, self._weights.device) for segments in own]
         means.clear()
         for segments, kept in zip(own, values, strict=True):
             means.write(segments, kept)
@@ -272,20 +281,20 @@ class IslandExchange:
         assert every is not None, "a time is of elastic islands"
         return [one for turn, one in enumerate(self._fragments) if step % every == turn * every // count]
 
-    def _send(self, fragment: Partition, step: int, plain: bool) -> _Flight:
-        sent = self._masters.read(fragment.segments)
-        moved = sent.clone() if plain else sent - self._agreed.anchor.read(fragment.segments, sent.device)
+    def _send(self, fragment: Partition, step: int, plain: bool) -> PendingExchange:
+        sent = self._weights.read(fragment.segments)
+        moved = sent.clone() if plain else sent - self._state.anchor.read(fragment.segments, sent.device)
         healthy = self._is_healthy(sent)
         if not healthy:
             # An island that diverged sends zeros and continues with the result of the others.
             moved.zero_()
-        counts = bool(healthy)
+        contributes = bool(healthy)
         count = dist.all_reduce(healthy, group=self._group, async_op=True) if self._group.size() > 1 else None
-        means = self._peers.start(moved, fragment, step, plain, counts)
+        means = self._peers.start(moved, fragment, step, plain, contributes)
         # They are small compared to a fragment, so all of them are sent with the first one.
         sharing = self._moments if fragment is self._fragments[0] else None
-        moments = sharing.start(self._peers.add_up, float(counts)) if sharing is not None else None
-        return _Flight(fragment, step, sent, moved, healthy, counts, count, means, plain, moments)
+        moments = sharing.start(self._peers.start_sum, float(contributes)) if sharing is not None else None
+        return PendingExchange(fragment, step, sent, moved, healthy, contributes, count, means, plain, moments)
 
     def _is_healthy(self, weights: Tensor) -> Tensor:
         """Return 1.0 if all master weights of the island are finite, else 0.0. Equal on all its ranks."""
@@ -294,29 +303,29 @@ class IslandExchange:
             dist.all_reduce(healthy, op=dist.ReduceOp.MIN, group=self._island)
         return healthy
 
-    def _land(self, flights: Sequence[_Flight]) -> None:
-        for flight in flights:
-            self._take(flight)
-            self._flights.remove(flight)
-        if flights:
+    def _land(self, exchanges: Sequence[PendingExchange]) -> None:
+        for pending in exchanges:
+            self._take(pending)
+            self._pending.remove(pending)
+        if exchanges:
             self._settle()
-            self._masters.publish()
+            self._weights.publish()
 
-    def _take(self, flight: _Flight) -> None:
+    def _take(self, pending: PendingExchange) -> None:
         """Update the anchor. The master weights become the anchor plus their updates since the fragment was sent."""
-        segments, mean = flight.partition.segments, flight.mean()
-        if flight.moments is not None:
-            flight.moments.wait()
-        if not flight.healthy:
+        segments, mean = pending.partition.segments, pending.mean()
+        if pending.moments is not None:
+            pending.moments.wait()
+        if not pending.healthy:
             return
-        if flight.moments is not None:
-            flight.moments.apply()
-        target = self._target(flight, mean)
-        now = self._masters.read(segments)
-        since = now.sub_(flight.sent)
+        if pending.moments is not None:
+            pending.moments.apply()
+        target = self._target(pending, mean)
+        now = self._weights.read(segments)
+        since = now.sub_(pending.sent)
         # Exactly the target if there was no update since then, and also if master weights are not finite.
-        self._masters.write(segments, torch.where(torch.isfinite(since), since, 0.0).add_(target))
-        if not flight.counts:
+        self._weights.write(segments, torch.where(torch.isfinite(since), since, 0.0).add_(target))
+        if not pending.contributes:
             self._heal()
 
     def _heal(self) -> None:
@@ -325,25 +334,25 @@ class IslandExchange:
         A single non-finite weight would spoil the others again in the next step.
         """
         for fragment in self._fragments:
-            now = self._masters.read(fragment.segments)
-            anchor = self._agreed.anchor.read(fragment.segments, now.device)
-            self._masters.write(fragment.segments, torch.where(torch.isfinite(now), now, anchor))
+            now = self._weights.read(fragment.segments)
+            anchor = self._state.anchor.read(fragment.segments, now.device)
+            self._weights.write(fragment.segments, torch.where(torch.isfinite(now), now, anchor))
         self._diverged()
 
-    def _target(self, flight: _Flight, mean: Tensor) -> Tensor:
+    def _target(self, pending: PendingExchange, mean: Tensor) -> Tensor:
         """Return the new anchor. A mean of master weights is used as it is if possible, which avoids rounding."""
-        outer, segments = self._outer(flight), flight.partition.segments
-        moved = mean - self._agreed.anchor.read(segments, mean.device) if flight.plain else mean
-        if flight.healthy > 1:
-            own = flight.sent - self._agreed.anchor.read(segments, mean.device)
-            self._meter.islands_cosine = likeness(own, moved, 1 / float(flight.healthy))
-        if flight.plain and outer.optimizer == "average" and outer.lr == 1.0:
-            self._agreed.anchor.write(segments, mean)
+        outer, segments = self._outer(pending), pending.partition.segments
+        moved = mean - self._state.anchor.read(segments, mean.device) if pending.plain else mean
+        if pending.healthy > 1:
+            own = pending.sent - self._state.anchor.read(segments, mean.device)
+            self._meter.islands_cosine = cosine_to_others(own, moved, 1 / float(pending.healthy))
+        if pending.plain and outer.optimizer == "average" and outer.lr == 1.0:
+            self._state.anchor.write(segments, mean)
             return mean
-        return self._agreed.move(segments, moved, outer)
+        return self._state.move(segments, moved, outer)
 
-    def _outer(self, flight: _Flight) -> Outer:
-        warm = flight.begun <= self.settings.warmup_steps
+    def _outer(self, pending: PendingExchange) -> Outer:
+        warm = pending.begun <= self.settings.warmup_steps
         return Outer() if warm else self.settings.outer
 
     def _settle(self) -> None:
@@ -351,7 +360,7 @@ class IslandExchange:
             store.commit()
 
 
-def likeness(own: Tensor, mean: Tensor, share: float) -> Callable[[], float]:
+def cosine_to_others(own: Tensor, mean: Tensor, share: float) -> Callable[[], float]:
     """Return a function that computes the cosine of this rank's update `own` and the mean update of the other islands.
 
     `mean` includes `own` with weight `share`.

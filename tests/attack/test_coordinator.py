@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_compress.local_sgd.coordinator.client import Client, status
+from deepspeed_compress.local_sgd.coordinator.client import CoordinatorClient, status
 from deepspeed_compress.local_sgd.coordinator.wire import COORDINATOR
 from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.credentials import Credentials
@@ -42,7 +42,7 @@ class Islands:
         self._thread = threading.Thread(target=self._exchange, daemon=True)
         self._thread.start()
 
-    def _all(self, call: Callable[[Client], object]) -> list:
+    def _all(self, call: Callable[[CoordinatorClient], object]) -> list:
         with ThreadPoolExecutor() as pool:
             return list(pool.map(call, self.clients))
 
@@ -62,11 +62,11 @@ class Islands:
             one.leave()
 
 
-def partial_client(address: str) -> Callable[[int], Client]:
-    return lambda number: Client(address, TIMEOUT, 30.0, TERMS, f"host{number}:1", [f"host{number}:2"])
+def partial_client(address: str) -> Callable[[int], CoordinatorClient]:
+    return lambda number: CoordinatorClient(address, TIMEOUT, 30.0, TERMS, f"host{number}:1", [f"host{number}:2"])
 
 
-def one_round(client: Client) -> tuple[int, bool]:
+def one_round(client: CoordinatorClient) -> tuple[int, bool]:
     round_ = client.arrive(10)
     assert round_ is not None
     outcome = client.vote(round_.id, True)

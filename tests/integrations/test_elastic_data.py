@@ -77,7 +77,7 @@ def trained(rank: int, job: Job, ports: list[int]) -> tuple[list[int], list[str]
     trainer.train(resume_from_checkpoint=job.resume or None)
     islands = trainer.model_wrapped.compression.islands
     trainer.model_wrapped.destroy()
-    return read, [met.kind for met in islands.history], trainer.state.global_step
+    return read, [result.kind for result in islands.history], trainer.state.global_step
 
 
 def test_trainer_trains_saves_and_resumes_islands(tmp_path: Path) -> None:

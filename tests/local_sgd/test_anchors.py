@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_compress.local_sgd.anchors import ANCHOR, AnchorServer, Handed, Turns, fetch_anchor
+from deepspeed_compress.local_sgd.anchors import ANCHOR, AnchorServer, Turns, VersionedAnchor, fetch_anchor
 from deepspeed_compress.transport.client import connect, parse_address
 from deepspeed_compress.transport.connection import Connection
 from deepspeed_compress.transport.credentials import Credentials
@@ -26,13 +26,13 @@ OWN = Credentials(Secret(b"a secret of islands of the tests", "the tests"))
 OTHER = Credentials(Secret(b"another secret of other islands", "the tests"))
 
 
-def handed(version: int, numel: int = NUMEL) -> Handed:
+def handed(version: int, numel: int = NUMEL) -> VersionedAnchor:
     return max(version, 1), {"run": "mine", "step": 3}, {name: torch.arange(float(numel)) for name in SIZES}
 
 
 @contextlib.contextmanager
 def handing_out(
-    copy: Callable[[int], Handed | None] = handed, turns: Turns | None = None, timeout: float = 1.0
+    copy: Callable[[int], VersionedAnchor | None] = handed, turns: Turns | None = None, timeout: float = 1.0
 ) -> Iterator[str]:
     """The address of a rank that has an anchor."""
     server = AnchorServer("127.0.0.1", copy, timeout, OWN, turns or Turns())

@@ -23,10 +23,10 @@ from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import Islands, Outer
 from deepspeed_compress.errors import ConfigError, IslandError
 from deepspeed_compress.local_sgd.asynchronous_exchange import AsynchronousExchange
-from deepspeed_compress.local_sgd.coordinator.client import Client
-from deepspeed_compress.local_sgd.elastic_exchange import Met
+from deepspeed_compress.local_sgd.coordinator.client import CoordinatorClient
+from deepspeed_compress.local_sgd.elastic_exchange import ExchangeResult
 from deepspeed_compress.local_sgd.exchange import move_anchor
-from deepspeed_compress.local_sgd.island_ranks import Team
+from deepspeed_compress.local_sgd.island_ranks import IslandRanks
 from deepspeed_compress.local_sgd.parameter_server.client import PARAMETER_SERVER, PushClient
 from deepspeed_compress.local_sgd.parameter_server.entries import read_entry
 from deepspeed_compress.local_sgd.parameter_server.membership import Room
@@ -92,7 +92,7 @@ class Island:
             "ranks": 1,
             "max_staleness": elastic.parameter_server.max_staleness,
         }
-        self.exchange = AsynchronousExchange(self.settings, self.weights, site, Team(), self.client, terms)
+        self.exchange = AsynchronousExchange(self.settings, self.weights, site, IslandRanks(), self.client, terms)
         self.exchange.start()
 
     def move(self) -> None:
@@ -103,12 +103,12 @@ class Island:
     def push(self) -> None:
         assert self.exchange.step_ended(self.samples) is None
 
-    def pull(self) -> Met:
-        met = self.exchange.finish(30)
-        assert met is not None, "no answer"
-        return met
+    def pull(self) -> ExchangeResult:
+        result = self.exchange.finish(30)
+        assert result is not None, "no answer"
+        return result
 
-    def step(self) -> Met:
+    def step(self) -> ExchangeResult:
         """Of training, with a push whose answer is waited for."""
         self.move()
         self.push()
@@ -141,8 +141,8 @@ def test_an_island_alone_moves_the_anchor_as_local_sgd_does(server: Server) -> N
     island = Island(section(server.port), goal=3.0)
     for _ in range(4):
         expected = island.weights.values + 0.5 * (3.0 - island.weights.values)
-        met = island.step()
-        assert (met.kind, met.weight) == ("exchange", 1.0)
+        result = island.step()
+        assert (result.kind, result.weight) == ("exchange", 1.0)
         torch.testing.assert_close(island.weights.values, expected)
         assert torch.equal(island.exchange.anchor(), island.weights.values)
 
@@ -210,8 +210,8 @@ def test_what_is_too_old_is_dropped_and_the_anchor_taken(server: Server) -> None
     for _ in range(4):
         fast.step()
     before = server.service.store.places[0].anchor.clone()
-    met = slow.step()
-    assert (met.kind, met.weight) == ("renewed", 0.0)
+    result = slow.step()
+    assert (result.kind, result.weight) == ("renewed", 0.0)
     assert torch.equal(server.service.store.places[0].anchor, before)
     assert torch.equal(slow.weights.values, before)
     assert torch.equal(slow.residual, kept)
@@ -494,10 +494,10 @@ def test_a_log_is_whole_after_a_disk_was_full(tmp_path: Path) -> None:
     again.close()
 
 
-class Disagreeing(Team):
+class Disagreeing(IslandRanks):
     """A rank beside which another one has heard something else."""
 
-    def all(self, fine: bool) -> bool:
+    def all_true(self, value: bool) -> bool:
         return False
 
 
@@ -571,11 +571,11 @@ def test_ranks_that_heard_different_answers_go_on_alike(server: Server, monkeypa
     for the other, which has something to propose."""
     island, asked = Island(section(server.port)), []
     ask = island.exchange._ask
-    monkeypatch.setattr(island.exchange, "_team", Disagreeing())
+    monkeypatch.setattr(island.exchange, "_ranks", Disagreeing())
     monkeypatch.setattr(
         island.exchange, "_ask", lambda kind, *given, **more: asked.append(kind) or ask(kind, *given, **more)
     )
-    island.exchange._renew(claim=None)
+    island.exchange._adopt_anchor(claim=None)
     assert asked == ["fresh", "seed"]
 
 
@@ -658,6 +658,6 @@ def test_others_are_refused(server: Server, address: str) -> None:
     with pytest.raises(ConfigError, match=r"max_staleness is 9, that of the others 64"):
         Island(section(server.port, max_staleness=9))
     with pytest.raises(ConfigError, match=r'the server is a parameter server.*write "parameter_server": {}'):
-        Client(f"127.0.0.1:{server.port}", 1.0, 5.0, {"timeout": 1.0}, "127.0.0.1:1", ["127.0.0.1:1"])
+        CoordinatorClient(f"127.0.0.1:{server.port}", 1.0, 5.0, {"timeout": 1.0}, "127.0.0.1:1", ["127.0.0.1:1"])
     with pytest.raises(ConfigError, match=r"settles rounds.*start it with --parameter-server"):
         Island(section(int(address.rpartition(":")[2])))

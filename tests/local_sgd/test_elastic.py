@@ -18,11 +18,11 @@ from deepspeed_compress.compression.residuals import Residuals, ResidualStores
 from deepspeed_compress.config import Islands
 from deepspeed_compress.errors import ConfigError, IslandError
 from deepspeed_compress.local_sgd.anchors import AnchorServer
-from deepspeed_compress.local_sgd.coordinator.client import Client, status
+from deepspeed_compress.local_sgd.coordinator.client import CoordinatorClient, status
 from deepspeed_compress.local_sgd.coordinator.server import Server, StateFile, island_server
 from deepspeed_compress.local_sgd.coordinator.wire import Anchor
-from deepspeed_compress.local_sgd.elastic_exchange import ElasticExchange, Met, make_groups
-from deepspeed_compress.local_sgd.island_ranks import Team
+from deepspeed_compress.local_sgd.elastic_exchange import ElasticExchange, ExchangeResult, make_groups
+from deepspeed_compress.local_sgd.island_ranks import IslandRanks
 from deepspeed_compress.monitor import Meter
 from tests.support.islands import EXACT, INT4, NUMEL, Weights
 
@@ -38,7 +38,7 @@ class Doomed:
     """What the coordinator says, to an island that dies at `instant` ("before arrive", "after vote" ...) of its
     `round`-th exchange, from 1."""
 
-    client: Client
+    client: CoordinatorClient
     instant: str = ""
     round: int = 0
     taken: int = 0
@@ -87,7 +87,7 @@ class Island:
     instant: str = ""
     round: int = 0
     weights: Weights = field(default_factory=lambda: Weights(torch.randn(NUMEL)))
-    mets: list[Met] = field(default_factory=list)
+    results: list[ExchangeResult] = field(default_factory=list)
     anchors: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -96,7 +96,7 @@ class Island:
         elastic = self.settings.elastic
         assert elastic is not None
         terms = {"timeout": elastic.timeout_seconds, "minimum": elastic.minimum}
-        self.client = Client(
+        self.client = CoordinatorClient(
             elastic.rendezvous,
             elastic.timeout_seconds,
             elastic.give_up_seconds,
@@ -113,7 +113,7 @@ class Island:
             run=Run(StepClock(), Meter()),
         )
         self.exchange = ElasticExchange(
-            self.settings, self.weights, lambda groups: site(groups), Team(), doomed, doomed.groups
+            self.settings, self.weights, lambda groups: site(groups), IslandRanks(), doomed, doomed.groups
         )
 
     def start(self) -> None:
@@ -133,7 +133,7 @@ class Island:
                 if until():
                     break
                 self.weights.values.add_(self.goal - self.weights.values, alpha=0.5)
-                self.mets.append(self.exchange.exchange(samples))
+                self.results.append(self.exchange.exchange(samples))
                 self.anchors[self.exchange.version] = self.anchor
         except Killed:
             self.end()
@@ -145,7 +145,7 @@ class Island:
         connection = self.client._connection
         if connection is not None:
             connection.end()
-        self.exchange._standing = None
+        self.exchange._last_round = None
         self.server.close()
 
     @property
@@ -181,7 +181,7 @@ def test_islands_agree_after_every_round(address: str, exchange: dict[str, Any])
     islands = at_once(*(lambda goal=goal: Island(settings, goal).train(3) for goal in (0.0, 1.0, 5.0)))
     assert sorted(one.exchange.number for one in islands) == [0, 1, 2]
     for one in islands:
-        assert [met.kind for met in one.mets] == ["exchange"] * 3
+        assert [result.kind for result in one.results] == ["exchange"] * 3
         assert torch.equal(one.anchor, islands[0].anchor)
         assert torch.equal(one.weights.values, one.anchor)
     if exchange is EXACT:
@@ -216,9 +216,9 @@ def test_a_death_at_any_instant_leaves_the_others_alike(address: str, instant: s
     assert len(common) >= 3
     assert all(torch.equal(islands[0].anchors[version], islands[1].anchors[version]) for version in common)
     for one in islands:
-        assert sum(met.kind == "exchange" for met in one.mets) >= 3
+        assert sum(result.kind == "exchange" for result in one.results) >= 3
         # A void round, and nobody is waited for twice.
-        assert max(met.seconds for met in one.mets) < 3 * 0.7
+        assert max(result.seconds for result in one.results) < 3 * 0.7
         one.end()
 
 
@@ -234,8 +234,8 @@ def test_a_link_that_needs_longer_than_the_timeout_is_waited_for(address: str) -
     islands[1].exchange._make_groups = slow
     at_once(*(partial(one.train, 6) for one in islands))
     for one in islands:
-        assert [met.kind for met in one.mets][-2:] == ["exchange", "exchange"]
-        assert one.mets[0].kind == "void"
+        assert [result.kind for result in one.results][-2:] == ["exchange", "exchange"]
+        assert one.results[0].kind == "void"
         assert torch.equal(one.anchor, islands[0].anchor)
         one.end()
 
@@ -260,7 +260,7 @@ def test_a_round_that_is_void_leaves_no_trace(address: str) -> None:
 
     before = [kept(one) for one in islands]
     at_once(*(partial(one.train, 1) for one in [*islands, doomed]))
-    assert [one.mets[-1].kind for one in islands] == ["void", "void"]
+    assert [one.results[-1].kind for one in islands] == ["void", "void"]
     for one, former in zip(islands, before, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(kept(one), former, strict=True))
         one.end()
@@ -277,16 +277,16 @@ def test_one_that_comes_takes_the_anchor_and_is_in_at_the_next_exchange(address:
     ]
     assert torch.equal(*momentum)
     at_once(partial(first.train, 1), partial(late.train, 1))
-    assert [one.mets[-1].kind for one in (first, late)] == ["exchange", "exchange"]
+    assert [one.results[-1].kind for one in (first, late)] == ["exchange", "exchange"]
     assert torch.equal(late.anchor, first.anchor)
 
 
 def test_one_of_another_beginning_takes_the_anchor_and_hears_where_the_others_are(address: str) -> None:
     first, other = Island(section(address), 1.0).train(2), Island(section(address), 0.0)
     other.exchange.run = first.exchange.run
-    met = other.exchange.exchange(8)
-    assert met.kind == "renewed"
-    assert met.about["run"] == first.client.run
+    result = other.exchange.exchange(8)
+    assert result.kind == "renewed"
+    assert result.about["run"] == first.client.run
     assert torch.equal(other.weights.values, first.anchor)
 
 
@@ -297,21 +297,21 @@ def test_one_that_was_away_adds_what_it_has_moved_and_takes_the_anchor(address: 
         one.weights.values.zero_()
     at_once(*(one.exchange.start for one in islands))
     at_once(*(partial(one.train, 1) for one in islands[:2]))
-    assert islands[0].mets[-1].islands == 2
+    assert islands[0].results[-1].islands == 2
 
     # Too late, but it has been heard of, and is waited for again.
     islands[2].train(1)
-    assert islands[2].mets[-1].kind == "left_out"
+    assert islands[2].results[-1].kind == "left_out"
 
     def come_back() -> None:
-        while islands[2].mets[-1].kind == "left_out":
+        while islands[2].results[-1].kind == "left_out":
             time.sleep(0.02)
-            islands[2].mets.append(islands[2].exchange.exchange(8))
+            islands[2].results.append(islands[2].exchange.exchange(8))
 
     at_once(*(partial(one.train, 1) for one in islands[:2]), come_back)
-    assert [one.mets[-1].kind for one in islands] == ["exchange", "exchange", "renewed"]
+    assert [one.results[-1].kind for one in islands] == ["exchange", "exchange", "renewed"]
     assert torch.equal(islands[2].anchor, islands[0].anchor)
-    # It has moved by 4 from where it left, the others by -0.125 and 0.375 from where they met.
+    # It has moved by 4 from where it left, the others by -0.125 and 0.375 from their common anchor.
     assert torch.allclose(islands[0].anchor, torch.full((NUMEL,), 0.25 + (4 - 0.125 + 0.375) / 3))
 
 
@@ -371,7 +371,7 @@ def test_a_coordinator_that_comes_back_goes_on(tmp_path: Any) -> None:
         server, thread = serve(server.port)
 
     at_once(later, *(partial(one.train, 2) for one in islands))
-    assert [met.kind for met in islands[0].mets] == ["exchange"] * 4
+    assert [result.kind for result in islands[0].results] == ["exchange"] * 4
     assert torch.equal(islands[0].anchor, islands[1].anchor)
     assert status(address)["version"] == islands[0].exchange.version
     server.stop()
@@ -415,6 +415,6 @@ def test_nobody_gets_an_anchor_while_a_checkpoint_is_loaded(address: str) -> Non
     assert island.exchange.copy(1) is not None
     island.exchange.withdraw()
     assert island.exchange.copy(1) is None
-    island.exchange.resume("other", 3, 40, own_is_new=False)
+    island.exchange.resume("other", 3, 40, use_own_weights=False)
     assert island.exchange.copy(1) is not None
     island.end()

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed_compress.local_sgd.moments import Moment, Moments
+from deepspeed_compress.local_sgd.moments import SecondMoment, SecondMoments
 
 HOST = torch.device("cpu")
 
 
-def moments(views: list[Tensor], block_size: int = 4, correction: float = 1.0) -> Moments:
-    return Moments(lambda: [Moment(view, correction) for view in views], block_size, HOST)
+def moments(views: list[Tensor], block_size: int = 4, correction: float = 1.0) -> SecondMoments:
+    return SecondMoments(lambda: [SecondMoment(view, correction) for view in views], block_size, HOST)
 
 
 def with_others(*others: tuple[Tensor, float]) -> Callable[[Tensor], Any]:
@@ -23,12 +23,12 @@ def with_others(*others: tuple[Tensor, float]) -> Callable[[Tensor], Any]:
         def wait(self) -> None:
             pass
 
-    def add_up(total: Tensor) -> Work:
+    def start_sum(total: Tensor) -> Work:
         for sums, weight in others:
             total += torch.cat([sums * weight, torch.tensor([weight])])
         return Work()
 
-    return add_up
+    return start_sum
 
 
 def test_blocks_end_with_their_view() -> None:

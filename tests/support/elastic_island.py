@@ -99,7 +99,7 @@ def train(engine: Any, plan: Plan, log: TextIO) -> None:
         time.sleep(plan.pause)
         engine.backward((engine(x) - y).square().mean())
         engine.step()
-        for met in list(islands.history)[done:]:
+        for result in list(islands.history)[done:]:
             where = {"number": islands.number, "version": islands.exchange.version, "step": engine.global_steps}
-            log.write(json.dumps({**asdict(met), **where}) + "\n")
+            log.write(json.dumps({**asdict(result), **where}) + "\n")
         done = len(islands.history)

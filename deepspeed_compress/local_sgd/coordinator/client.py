@@ -18,7 +18,7 @@ from deepspeed_compress.transport.errors import AuthenticationError, OtherServic
 from deepspeed_compress.transport.fields import check_message
 from deepspeed_compress.transport.frames import Limits
 
-__all__ = ["Client", "forget", "status"]
+__all__ = ["CoordinatorClient", "forget", "status"]
 
 _ANSWERS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -40,8 +40,8 @@ _HEAD = 1 << 24
 """Largest size in bytes of a message: a round, or an anchor, of thousands of ranks."""
 
 
-class Client:
-    """Client that joins as a new island when it is made. Call it from one thread.
+class CoordinatorClient:
+    """CoordinatorClient that joins as a new island when it is made. Call it from one thread.
 
     Every request is repeated if a connection was lost in the meantime, so callers need not retry.
 

@@ -32,7 +32,8 @@ from dataclasses import asdict
 from typing import Any
 
 from deepspeed_compress.local_sgd.coordinator import requests
-from deepspeed_compress.local_sgd.coordinator.explained import (
+from deepspeed_compress.local_sgd.coordinator.known_islands import KnownIslands
+from deepspeed_compress.local_sgd.coordinator.reasons import (
     few,
     lacking,
     more_to_load,
@@ -41,7 +42,6 @@ from deepspeed_compress.local_sgd.coordinator.explained import (
     older_file,
     voting,
 )
-from deepspeed_compress.local_sgd.coordinator.known import Known
 from deepspeed_compress.local_sgd.coordinator.records import Holder, Island, Running, Saved
 from deepspeed_compress.local_sgd.coordinator.requests import Request, read_request
 from deepspeed_compress.local_sgd.coordinator.wire import Message, Outcome, Partner, Round
@@ -65,7 +65,7 @@ class Coordinator:
 
     def __init__(self, saved: Saved, came_back: bool = False) -> None:
         self.saved = saved
-        self._known = Known(saved, came_back)
+        self._known = KnownIslands(saved, came_back)
         self._islands: dict[str, Island] = {}
         self._running: Running | None = None
         self._deadline: float | None = None

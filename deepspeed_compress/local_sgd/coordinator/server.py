@@ -157,7 +157,7 @@ class Service:
 
 
 @dataclass
-class _Client:
+class _ConnectedClient:
     """Connection of a client, with the name under which it has joined ("" before it has)."""
 
     connection: Connection
@@ -199,7 +199,7 @@ class Server:
         self._transport = TransportServer(service.name, self._attend, host, port, credentials, _LIMITS, told=told)
         self.port = self._transport.port
         self._lock = threading.Lock()
-        self._clients: dict[str, _Client] = {}
+        self._clients: dict[str, _ConnectedClient] = {}
         self._written = ""
         self._ended = threading.Event()
         self._broken: BaseException | None = None
@@ -249,7 +249,7 @@ class Server:
 
     def _attend(self, connection: Connection) -> None:
         """Serve one connection until it ends. A malformed message ends it."""
-        client = _Client(connection, Outgoing(connection))
+        client = _ConnectedClient(connection, Outgoing(connection))
         why = "lost its connection"
         try:
             while (head := connection.receive(None if client.name else STRANGER)) is not None:
@@ -267,7 +267,7 @@ class Server:
             with self._lock:
                 self._lose(client, why)
 
-    def _hear(self, client: _Client, head: Message) -> None:
+    def _hear(self, client: _ConnectedClient, head: Message) -> None:
         now = time.monotonic()
         if head["kind"] == "status":
             client.outgoing.put({"kind": "status", **self._machine.status(now)})
@@ -285,7 +285,7 @@ class Server:
             self._log.left(client.name, "left")
         self._deliver()
 
-    def _join(self, client: _Client, name: str) -> None:
+    def _join(self, client: _ConnectedClient, name: str) -> None:
         if not name:
             raise ProtocolError("a client joins without a name")
         if client.name not in ("", name):
@@ -295,7 +295,7 @@ class Server:
             former.connection.end()
         client.name, self._clients[name] = name, client
 
-    def _lose(self, client: _Client, why: str) -> None:
+    def _lose(self, client: _ConnectedClient, why: str) -> None:
         if self._clients.get(client.name) is not client:
             # It never joined, or has connected again in the meantime.
             return

@@ -6,7 +6,7 @@ from typing import Any
 from deepspeed_compress.collectives.reduction import Groups
 from deepspeed_compress.local_sgd.asynchronous_exchange import AsynchronousExchange
 from deepspeed_compress.local_sgd.deepspeed.strategy import Given
-from deepspeed_compress.local_sgd.elastic_exchange import Met, group_of_one
+from deepspeed_compress.local_sgd.elastic_exchange import ExchangeResult, group_of_one
 from deepspeed_compress.local_sgd.parameter_server.client import PushClient
 
 __all__ = ["Pushes"]
@@ -24,9 +24,9 @@ class Pushes:
         terms = {**given.terms, "max_staleness": elastic.parameter_server.max_staleness}
         self.exchange = AsynchronousExchange(
             given.settings,
-            given.masters,
+            given.master_weights,
             site,
-            given.team,
+            given.ranks,
             self._client,
             terms,
             lambda: given.rates.step,
@@ -36,7 +36,7 @@ class Pushes:
     def start(self, samples: int) -> Mapping[str, Any]:
         return self.exchange.start(samples)
 
-    def step_ended(self, samples: int) -> Met | None:
+    def step_ended(self, samples: int) -> ExchangeResult | None:
         return self.exchange.step_ended(samples)
 
     def before_saving(self) -> None:

@@ -30,16 +30,16 @@ from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import CompressConfig, masked
 from deepspeed_compress.config.islands import island_directory
 from deepspeed_compress.errors import CompressWarning, StateError
-from deepspeed_compress.local_sgd.deepspeed.alike import (
-    check_masters_alike,
-    fixed_parameters,
-    forget_not_finite,
-    share_fixed,
+from deepspeed_compress.local_sgd.deepspeed.consistency import (
+    check_equal_layouts,
+    copy_untrained_weights,
+    recover_from_divergence,
+    untrained_parameters,
 )
-from deepspeed_compress.local_sgd.deepspeed.exchanged import exchanged
-from deepspeed_compress.local_sgd.deepspeed.moments import find_moments
+from deepspeed_compress.local_sgd.deepspeed.exchanged_parameters import select_exchanged
+from deepspeed_compress.local_sgd.deepspeed.moments import find_second_moments
 from deepspeed_compress.local_sgd.deepspeed.rates import rates_of, warn_of_unequal_rates
-from deepspeed_compress.local_sgd.deepspeed.replicated import check_cut_alike, handed_on
+from deepspeed_compress.local_sgd.deepspeed.replicated import check_equal_blocks, divide_replicated
 from deepspeed_compress.local_sgd.deepspeed.tags import ISLAND, check_tag, tag_of_file
 from deepspeed_compress.local_sgd.exchange import IslandExchange
 from deepspeed_compress.session.memories import check_owners, on_all_ranks
@@ -56,20 +56,26 @@ def attach_islands(engine: Any, unit: IslandUnit, parameters: Parameters, sessio
     assert settings is not None, "attached for a section without islands"
     stores = ResidualStores(transactional=False)
     trained = find_masters(engine)
-    masters, shared = exchanged(settings.own, trained, parameters)
-    moments = find_moments(engine, settings, masters)
+    master_weights, shared = select_exchanged(settings.own, trained, parameters)
+    moments = find_second_moments(engine, settings, master_weights)
     if unit.tensor > 1 and moments is not None:
-        check_cut_alike(masters, parameters, unit)
+        check_equal_blocks(master_weights, parameters, unit)
     if unit.tensor > 1:
-        masters = handed_on(masters, parameters, unit)
-    check_masters_alike(masters, unit)
+        master_weights = divide_replicated(master_weights, parameters, unit)
+    check_equal_layouts(master_weights, unit)
     _warn_of_unequal_rates(engine)
     names: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(names, [one.parameter for one in trained.stretches])
-    share_fixed(fixed_parameters(engine, {*chain(*names)}, settings.own), engine, unit)
+    copy_untrained_weights(untrained_parameters(engine, {*chain(*names)}, settings.own), engine, unit)
     site = Site(Groups(unit.peers, downward=unit.downward), shared, stores, run, traffic="bytes_islands")
     exchange = IslandExchange(
-        settings, masters, site, unit.whole, unit.number, moments, partial(forget_not_finite, engine, masters, session)
+        settings,
+        master_weights,
+        site,
+        unit.whole,
+        unit.number,
+        moments,
+        partial(recover_from_divergence, engine, master_weights, session),
     )
     session.patches.wrap(engine, "deepspeed_io", partial(_over_all_ranks, engine, unit))
     files = _Files(engine, unit, exchange, session.config)
@@ -269,7 +275,7 @@ class _Files:
         check_owners(found[0][1], self.config)
         stores, device = self.exchange.stores.by_name, self.engine.device
         if not state.restore(stores, found, self.position, 1.0, device):
-            self.exchange.keep_owned()
+            self.exchange.discard_unowned_means()
 
 
 _STEM = "deepspeed_compress_islands"

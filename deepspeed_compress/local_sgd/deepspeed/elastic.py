@@ -31,16 +31,20 @@ from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import Elastic, Islands, masked
 from deepspeed_compress.errors import CompressWarning, ConfigError, StateError, UnsupportedError
 from deepspeed_compress.local_sgd.coordinator.client import status
-from deepspeed_compress.local_sgd.deepspeed.alike import digest_of, fixed_parameters, forget_not_finite
 from deepspeed_compress.local_sgd.deepspeed.asynchronous import Pushes
-from deepspeed_compress.local_sgd.deepspeed.exchanged import exchanged
-from deepspeed_compress.local_sgd.deepspeed.moments import find_moments
-from deepspeed_compress.local_sgd.deepspeed.rates import Rates
+from deepspeed_compress.local_sgd.deepspeed.consistency import (
+    digest_parameters,
+    recover_from_divergence,
+    untrained_parameters,
+)
+from deepspeed_compress.local_sgd.deepspeed.exchanged_parameters import select_exchanged
+from deepspeed_compress.local_sgd.deepspeed.moments import find_second_moments
+from deepspeed_compress.local_sgd.deepspeed.rates import LearningRates
 from deepspeed_compress.local_sgd.deepspeed.rounds import Rounds
 from deepspeed_compress.local_sgd.deepspeed.strategy import Given, Way
 from deepspeed_compress.local_sgd.deepspeed.tags import check_tag
-from deepspeed_compress.local_sgd.elastic_exchange import Met
-from deepspeed_compress.local_sgd.island_ranks import Team
+from deepspeed_compress.local_sgd.elastic_exchange import ExchangeResult
+from deepspeed_compress.local_sgd.island_ranks import IslandRanks
 from deepspeed_compress.monitor import Event
 from deepspeed_compress.session.memories import check_owners, on_all_ranks, save_on_all
 from deepspeed_compress.session.session import Session
@@ -109,14 +113,16 @@ class ElasticIsland:
     def __init__(self, engine: Any, settings: Islands, parameters: Parameters, session: Session) -> None:
         assert settings.elastic is not None, "attached for elastic islands"
         self._engine, self._session, self._settings = engine, session, settings
-        self._rates, self._told = Rates(engine), 0
-        self._team = Team(dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None)
-        self.history: deque[Met] = deque(maxlen=KEPT)
+        self._learning_rates, self._told = LearningRates(engine), 0
+        self._ranks = IslandRanks(dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None)
+        self.history: deque[ExchangeResult] = deque(maxlen=KEPT)
         self._gone = False
         trained = find_masters(engine)
-        masters, shared = exchanged(settings.own, trained, parameters)
-        names = chain(*self._team.gather([one.parameter for one in trained.stretches]))
-        terms = self._terms(settings, settings.elastic, masters, fixed_parameters(engine, {*names}, settings.own))
+        master_weights, shared = select_exchanged(settings.own, trained, parameters)
+        names = chain(*self._ranks.gather([one.parameter for one in trained.stretches]))
+        terms = self._terms(
+            settings, settings.elastic, master_weights, untrained_parameters(engine, {*names}, settings.own)
+        )
         site = partial(
             Site,
             parameters=shared,
@@ -125,9 +131,11 @@ class ElasticIsland:
             traffic="bytes_islands",
         )
         kind: Callable[[Given], Way] = Rounds if settings.elastic.parameter_server is None else Pushes
-        moments = find_moments(engine, settings, masters)
-        diverged = partial(forget_not_finite, engine, masters, session)
-        self.way = kind(Given(settings, masters, site, self._team, terms, self._rates, moments, diverged))
+        moments = find_second_moments(engine, settings, master_weights)
+        diverged = partial(recover_from_divergence, engine, master_weights, session)
+        self.way = kind(
+            Given(settings, master_weights, site, self._ranks, terms, self._learning_rates, moments, diverged)
+        )
 
     @property
     def exchange(self) -> Any:
@@ -141,16 +149,16 @@ class ElasticIsland:
 
     def step_ended(self, step: int) -> None:
         """Exchange after an optimizer step, if it is time or others are waiting. Collective in the island."""
-        self._rates.note()
-        met = self.way.step_ended(int(self._engine.global_samples))
-        if met is None:
+        self._learning_rates.note()
+        result = self.way.step_ended(int(self._engine.global_samples))
+        if result is None:
             return
-        self.history.append(met)
-        if met.about:
-            self.follow(met.about)
-        if met.kind != "exchange" or met.islands != self._told:
-            self._record(step, met)
-        self._told = met.islands
+        self.history.append(result)
+        if result.about:
+            self.follow(result.about)
+        if result.kind != "exchange" or result.islands != self._told:
+            self._record(step, result)
+        self._told = result.islands
 
     def leave(self) -> None:
         """Leave the other islands, so that they do not wait for this one."""
@@ -160,7 +168,7 @@ class ElasticIsland:
 
     def follow(self, about: Mapping[str, Any]) -> None:
         """Advance the learning rates to those of the other islands, which published `about`."""
-        self._rates.follow(about)
+        self._learning_rates.follow(about)
 
     def deepspeed_io(self, original: Callable[..., Any], dataset: Any, *args: Any, **options: Any) -> Any:
         """Call DeepSpeed's `deepspeed_io` with training data in an order that no other island has."""
@@ -178,7 +186,7 @@ class ElasticIsland:
             tag = tag_of(self._engine, given.get("tag"))
             check_tag(tag)
             self.way.before_saving()
-            self._team.share(partial(self._take_directory, Path(given["save_dir"])))
+            self._ranks.run_on_first(partial(self._take_directory, Path(given["save_dir"])))
             save_on_all(partial(self._save_state, Path(given["save_dir"]) / tag))
         return original(**given)
 
@@ -189,7 +197,7 @@ class ElasticIsland:
         the island, and with the others if all start again.
         """
         given = inspect.signature(original).bind(*args, **options).arguments
-        scheduled = self._rates.step
+        scheduled = self._learning_rates.step
         found = original(**given)
         if found[0] is None:
             return found
@@ -197,21 +205,21 @@ class ElasticIsland:
         self.way.before_loading()
         saved = self._load_state(directory) if more and given.get("load_optimizer_states", True) else None
         if more and given.get("load_lr_scheduler_states", True):
-            self._rates.ahead = self._saved_ahead(directory)
+            self._learning_rates.ahead = self._saved_ahead(directory)
         else:
-            self._rates.ahead = scheduled - int(self._engine.global_steps)
+            self._learning_rates.ahead = scheduled - int(self._engine.global_steps)
         about = self.way.resume(saved, int(self._engine.global_steps), int(self._engine.global_samples))
         self.follow(about)
         return found
 
     def _terms(
-        self, settings: Islands, elastic: Elastic, masters: FlatMasters, fixed: Sequence[Parameter]
+        self, settings: Islands, elastic: Elastic, master_weights: FlatMasters, fixed: Sequence[Parameter]
     ) -> dict[str, Any]:
         """Return the settings that must be equal in all islands. Collective in the island.
 
         They include a digest of `fixed` weights, which no anchor contains.
         """
-        layout = repr([(one.parameter, one.begin, one.numel) for one in masters.segments])
+        layout = repr([(one.parameter, one.begin, one.numel) for one in master_weights.segments])
         return {
             "minimum": elastic.minimum,
             "exchange": settings.exchange.model_dump(mode="json"),
@@ -220,18 +228,18 @@ class ElasticIsland:
             "ranks": dist.get_world_size(),
             "zero_stage": int(self._engine.zero_optimization_stage()),
             "parameters": self._digest(layout),
-            "weights that are not trained": self._digest(digest_of(fixed)),
+            "weights that are not trained": self._digest(digest_parameters(fixed)),
         }
 
     def _digest(self, text: str) -> str:
         """Return a digest of the texts of all ranks. Collective in the island."""
-        return hashlib.sha256("".join(self._team.gather(text)).encode()).hexdigest()[:16]
+        return hashlib.sha256("".join(self._ranks.gather(text)).encode()).hexdigest()[:16]
 
-    def _record(self, step: int, met: Met) -> None:
-        before, after = (f"{count} islands" for count in (self._told, met.islands))
-        evidence = {"round": float(met.round), "seconds": met.seconds}
-        reason = met.reason or ("taking part again" if met.kind == "renewed" else "islands have come or gone")
-        self._session.record(Event(step, f"islands_{met.kind}", reason, evidence, before, after))
+    def _record(self, step: int, result: ExchangeResult) -> None:
+        before, after = (f"{count} islands" for count in (self._told, result.islands))
+        evidence = {"round": float(result.round), "seconds": result.seconds}
+        reason = result.reason or ("taking part again" if result.kind == "renewed" else "islands have come or gone")
+        self._session.record(Event(step, f"islands_{result.kind}", reason, evidence, before, after))
 
     def _take_directory(self, directory: Path) -> None:
         """Reserve `directory` for the checkpoints of this island.
@@ -252,7 +260,7 @@ class ElasticIsland:
             self._engine.global_steps,
             1.0,
             masked(self._session.config.model_dump(mode="json")),
-            {**self.way.described(), _AHEAD: self._rates.ahead},
+            {**self.way.described(), _AHEAD: self._learning_rates.ahead},
         )
         state.write(kept, state.state_file(directory, dist.get_rank(), _STEM))
 
@@ -271,7 +279,7 @@ class ElasticIsland:
             StateError: the state is damaged or missing on some rank, and `on_missing_state` is "error".
         """
         first = state.state_file(directory, 0, _STEM)
-        if not self._team.share(first.exists):
+        if not self._ranks.run_on_first(first.exists):
             return None
         problems = on_all_ranks(partial(self._restore, directory))
         config = self._session.config
@@ -283,7 +291,7 @@ class ElasticIsland:
         if problems:
             warnings.warn(f"the island begins with the weights alone: {problems}", CompressWarning, stacklevel=3)
             return None
-        saved: Mapping[str, Any] = self._team.share(lambda: state.read_description(first).decisions)
+        saved: Mapping[str, Any] = self._ranks.run_on_first(lambda: state.read_description(first).decisions)
         if "run" in saved:
             return saved
         warnings.warn(
@@ -296,7 +304,7 @@ class ElasticIsland:
     def _saved_ahead(self, directory: Path) -> int:
         """Return the steps by which the schedule was ahead of the engine's; 0 if the checkpoint is not of an island."""
         file = state.state_file(directory, 0, _STEM)
-        return self._team.share(lambda: _ahead_in(file))
+        return self._ranks.run_on_first(lambda: _ahead_in(file))
 
     def _restore(self, directory: Path) -> None:
         found = state.sources(directory, dist.get_rank(), self._position, _STEM)

@@ -14,7 +14,7 @@ from typing import Any
 
 from deepspeed_compress.errors import CompressWarning, UnsupportedError
 
-__all__ = ["Rates", "rates_of", "warn_of_unequal_rates"]
+__all__ = ["LearningRates", "rates_of", "warn_of_unequal_rates"]
 
 _POINTER = "/deepspeed_compress/islands"
 _PROGRESS = frozenset(
@@ -39,7 +39,7 @@ def warn_of_unequal_rates(own: Sequence[float], theirs: Sequence[float], whose: 
     warnings.warn(text, CompressWarning, stacklevel=2)
 
 
-class Rates:
+class LearningRates:
     """The learning rates and the schedule of one engine.
 
     Attributes:

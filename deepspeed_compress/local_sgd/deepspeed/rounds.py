@@ -11,10 +11,10 @@ from torch._C._distributed_c10d import TCPStore
 
 from deepspeed_compress.config import Elastic
 from deepspeed_compress.local_sgd.anchors import AnchorServer
-from deepspeed_compress.local_sgd.coordinator.client import Client
+from deepspeed_compress.local_sgd.coordinator.client import CoordinatorClient
 from deepspeed_compress.local_sgd.deepspeed.strategy import Given
-from deepspeed_compress.local_sgd.elastic_exchange import ElasticExchange, Met
-from deepspeed_compress.local_sgd.island_ranks import Word
+from deepspeed_compress.local_sgd.elastic_exchange import ElasticExchange, ExchangeResult
+from deepspeed_compress.local_sgd.island_ranks import LeaderDecision
 
 __all__ = ["Rounds"]
 
@@ -23,9 +23,9 @@ class Rounds:
     """Exchange in rounds; see `way.Way`."""
 
     def __init__(self, given: Given) -> None:
-        team, elastic = given.team, given.elastic
-        self._team, self._word = team, Word(team)
-        self.client: Client | None = None
+        ranks, elastic = given.ranks, given.elastic
+        self._ranks, self._decision = ranks, LeaderDecision(ranks)
+        self.client: CoordinatorClient | None = None
         self._samples = 0
         host = _own_host(elastic)
         self._server: AnchorServer | None = AnchorServer(host, self._copy, elastic.timeout_seconds)
@@ -37,13 +37,13 @@ class Rounds:
             raise
 
     def _meet(self, given: Given, elastic: Elastic, host: str, address: str) -> ElasticExchange:
-        team, terms = given.team, {**given.terms, "timeout": elastic.timeout_seconds}
-        team.share(partial(self._join, elastic, host, team.gather(address), terms))
+        ranks, terms = given.ranks, {**given.terms, "timeout": elastic.timeout_seconds}
+        ranks.run_on_first(partial(self._join, elastic, host, ranks.gather(address), terms))
         return ElasticExchange(
             given.settings,
-            given.masters,
+            given.master_weights,
             given.site,
-            team,
+            ranks,
             self.client,
             about=given.rates.told,
             moments=given.moments,
@@ -54,13 +54,13 @@ class Rounds:
         self._samples = samples
         return self.exchange.start()
 
-    def step_ended(self, samples: int) -> Met | None:
-        if not self._word.heard(self._team.place == 0 and self.exchange.due()):
+    def step_ended(self, samples: int) -> ExchangeResult | None:
+        if not self._decision.follow(self._ranks.place == 0 and self.exchange.due()):
             return None
-        met = self.exchange.exchange(samples - self._samples)
-        if met.kind in ("exchange", "renewed"):
+        result = self.exchange.exchange(samples - self._samples)
+        if result.kind in ("exchange", "renewed"):
             self._samples = samples
-        return met
+        return result
 
     def before_saving(self) -> None:
         """Do nothing: no exchange is pending after a step."""
@@ -76,14 +76,14 @@ class Rounds:
     def resume(self, saved: Mapping[str, Any] | None, steps: int, samples: int) -> Mapping[str, Any]:
         self._samples = samples
         if saved is not None:
-            about = self.exchange.resume(saved["run"], saved["number"], saved["version"], own_is_new=False)
+            about = self.exchange.resume(saved["run"], saved["number"], saved["version"], use_own_weights=False)
             if self.exchange.version == saved["version"]:
                 # Its samples since its last exchange are still to be counted.
                 self._samples = saved.get("samples", samples)
             return about
         # These weights were never agreed upon, so the island that has trained longest provides the first anchor.
-        name = self._team.share(lambda: uuid.uuid4().hex)
-        return self.exchange.resume(name, -1, max(1, steps), own_is_new=True)
+        name = self._ranks.run_on_first(lambda: uuid.uuid4().hex)
+        return self.exchange.resume(name, -1, max(1, steps), use_own_weights=True)
 
     def leave(self) -> None:
         if self.client is not None:
@@ -98,7 +98,7 @@ class Rounds:
         timeout, give_up = elastic.timeout_seconds, elastic.give_up_seconds
         process = f"{socket.gethostname()}:{uuid.getnode():x}:{os.getpid()}"
         store = f"{host}:{self._store.port}"
-        self.client = Client(elastic.rendezvous, timeout, give_up, terms, store, addresses, process)
+        self.client = CoordinatorClient(elastic.rendezvous, timeout, give_up, terms, store, addresses, process)
 
     def _copy(self, version: int) -> Any:
         """Return a copy of the anchor `version`; None if another island asks before this one is ready."""

@@ -6,11 +6,11 @@ from typing import Any, Protocol
 
 from deepspeed_compress.collectives.reduction import Groups, Site
 from deepspeed_compress.config import Elastic, Islands
-from deepspeed_compress.local_sgd.deepspeed.rates import Rates
-from deepspeed_compress.local_sgd.elastic_exchange import Met
-from deepspeed_compress.local_sgd.exchange import Masters
-from deepspeed_compress.local_sgd.island_ranks import Team
-from deepspeed_compress.local_sgd.moments import Moments
+from deepspeed_compress.local_sgd.deepspeed.rates import LearningRates
+from deepspeed_compress.local_sgd.elastic_exchange import ExchangeResult
+from deepspeed_compress.local_sgd.exchange import MasterWeights
+from deepspeed_compress.local_sgd.island_ranks import IslandRanks
+from deepspeed_compress.local_sgd.moments import SecondMoments
 
 __all__ = ["Given", "Way"]
 
@@ -21,9 +21,9 @@ class Given:
 
     Attributes:
         settings: the section's `islands`, with `elastic`.
-        masters: the master weights of this rank.
+        master_weights: the master weights of this rank.
         site: returns the site of exchanges over given groups.
-        team: the ranks of the island.
+        ranks: the ranks of the island.
         terms: the settings that must be equal in all islands.
         rates: the learning rates of this island.
         moments: the optimizer's second moments; None if they are not exchanged.
@@ -31,12 +31,12 @@ class Given:
     """
 
     settings: Islands
-    masters: Masters
+    master_weights: MasterWeights
     site: Callable[[Groups], Site]
-    team: Team
+    ranks: IslandRanks
     terms: Mapping[str, Any]
-    rates: Rates
-    moments: Moments | None
+    rates: LearningRates
+    moments: SecondMoments | None
     diverged: Callable[[], object]
 
     @property
@@ -62,7 +62,7 @@ class Way(Protocol):
             The information published with the anchor.
         """
 
-    def step_ended(self, samples: int) -> Met | None:
+    def step_ended(self, samples: int) -> ExchangeResult | None:
         """Exchange after a step if it is time, and return the result of an exchange that ended, or None. Collective.
 
         Args:

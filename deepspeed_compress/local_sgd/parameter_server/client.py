@@ -81,7 +81,7 @@ class PushClient:
         return found
 
     def close(self, last: Head | None = None) -> None:
-        """Abandon all calls in flight. `last` is a final message, sent if the server answers soon."""
+        """Abandon all calls in pending. `last` is a final message, sent if the server answers soon."""
         self._closed = True
         connection = self._connection
         if connection is not None:

@@ -37,7 +37,7 @@ STEPS = (
     "backends.deepspeed.attach._replace_collectives",
     "backends.deepspeed.attach.attach_checkpoint",
     "backends.deepspeed.attach.attach_islands",
-    "local_sgd.deepspeed.divided.share_fixed",
+    "local_sgd.deepspeed.divided.copy_untrained_weights",
     "local_sgd.deepspeed.divided.IslandExchange",
     "backends.deepspeed.attach.follow_steps",
     "backends.deepspeed.attach.give_signs",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress.cli import main
-from deepspeed_compress.local_sgd.coordinator.client import Client
+from deepspeed_compress.local_sgd.coordinator.client import CoordinatorClient
 from deepspeed_compress.local_sgd.parameter_server.client import PushClient
 from deepspeed_compress.transport.secret import SECRET
 from deepspeed_compress.transport.tls import TLS_AUTHORITY, TLS_CERTIFICATE
@@ -42,7 +42,7 @@ def test_it_serves_until_it_is_ended_and_goes_on_from_its_file(
     state, runs = tmp_path / "state.json", []
     for number in range(2):
         with serving(state) as address:
-            client = Client(address, 2.0, 5.0, {"timeout": 2.0, "minimum": 1}, "host:1", ["host:2"])
+            client = CoordinatorClient(address, 2.0, 5.0, {"timeout": 2.0, "minimum": 1}, "host:1", ["host:2"])
             assert client.number == number
             assert main(["islands", "status", address, "--json"]) == 0
             runs.append(json.loads(capsys.readouterr().out))
@@ -55,7 +55,7 @@ def test_status_prints_a_table_for_people(tmp_path: Path, capsys: pytest.Capture
     with serving(tmp_path / "state.json") as address:
         assert main(["islands", "status", address]) == 0
         assert capsys.readouterr().out.endswith("no island is there\n")
-        client = Client(address, 2.0, 5.0, {"timeout": 2.0, "minimum": 1}, "10.0.0.7:1", ["10.0.0.7:2"])
+        client = CoordinatorClient(address, 2.0, 5.0, {"timeout": 2.0, "minimum": 1}, "10.0.0.7:1", ["10.0.0.7:2"])
         assert main(["islands", "status", address]) == 0
         client.leave()
     about, titles, row = capsys.readouterr().out.splitlines()
@@ -127,7 +127,7 @@ def test_what_it_keeps_is_for_its_user_alone(tmp_path: Path, more: list[str]) ->
 def numbers_given(address: str, asynchronous: bool) -> list[int]:
     """To two islands."""
     if not asynchronous:
-        return [Client(address, 2.0, 5.0, {"timeout": 2.0}, "host:1", ["host:2"]).number for _ in range(2)]
+        return [CoordinatorClient(address, 2.0, 5.0, {"timeout": 2.0}, "host:1", ["host:2"]).number for _ in range(2)]
     terms = {"exchange": {"method": "none"}, "outer": {}, "ranks": 1, "max_staleness": 1}
     client = PushClient(address, 1.0, 5.0)
     found = [client.ask({"kind": "enter", "terms": terms})[0]["number"] for _ in range(2)]
@@ -166,7 +166,9 @@ def test_who_does_not_answer_is_told(address: str, text: str, capsys: pytest.Cap
 
 def test_islands_that_died_are_given_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serving(tmp_path / "state.json") as address:
-        lost, there = (Client(address, 2.0, 5.0, {"timeout": 2.0}, f"host{n}:1", ["host:2"]) for n in range(2))
+        lost, there = (
+            CoordinatorClient(address, 2.0, 5.0, {"timeout": 2.0}, f"host{n}:1", ["host:2"]) for n in range(2)
+        )
         for one in (lost, there):
             assert one.sources().version == 1
             one.ready(1)

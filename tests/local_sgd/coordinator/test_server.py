@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.local_sgd.coordinator.client import Client, status
+from deepspeed_compress.local_sgd.coordinator.client import CoordinatorClient, status
 from deepspeed_compress.local_sgd.coordinator.server import StateFile, island_server
 from deepspeed_compress.local_sgd.coordinator.wire import COORDINATOR
 from deepspeed_compress.transport.client import connect
@@ -40,7 +40,7 @@ def test_a_malformed_message_ends_its_connection_alone(message: dict) -> None:
             with pytest.raises(ConnectionError):
                 there.receive(5)
         assert status(address)["islands"] == []
-        client = Client(address, 1.0, 5.0, {"timeout": 1.0}, "host:1", ["host:2"])
+        client = CoordinatorClient(address, 1.0, 5.0, {"timeout": 1.0}, "host:1", ["host:2"])
         assert client.number == 0
         client.leave()
 
@@ -63,12 +63,12 @@ def test_an_address_is_of_one_server() -> None:
 def test_an_island_with_another_secret_ends_at_once_with_an_error_that_names_the_file() -> None:
     wrong = Credentials(Secret(b"the secret of another account", "/home/me/.deepspeed_compress/secret"))
     with coordinator() as address, pytest.raises(ConfigError, match=r"another secret.*/home/me/.deepspeed_compress/s"):
-        Client(address, 1.0, 60.0, {"timeout": 1.0}, "host:1", ["host:2"], credentials=wrong)
+        CoordinatorClient(address, 1.0, 60.0, {"timeout": 1.0}, "host:1", ["host:2"], credentials=wrong)
 
 
 def test_an_island_that_leaves_is_not_there_any_more_when_it_has_left() -> None:
     with coordinator() as address:
-        client = Client(address, 1.0, 5.0, {"timeout": 1.0}, "host:1", ["host:2"])
+        client = CoordinatorClient(address, 1.0, 5.0, {"timeout": 1.0}, "host:1", ["host:2"])
         client.leave()
         assert status(address)["islands"] == []
 
@@ -78,11 +78,11 @@ def test_who_joins_and_leaves_is_told_with_the_reason() -> None:
     server = island_server(None, "127.0.0.1", 0, told.append)
     with serving(server):
         address, terms = f"127.0.0.1:{server.port}", {"timeout": 1.0}
-        client = Client(address, 1.0, 5.0, terms, "host:1", ["host:2"])
+        client = CoordinatorClient(address, 1.0, 5.0, terms, "host:1", ["host:2"])
         client.leave()
-        other = Client(address, 1.0, 5.0, terms, "host:1", ["host:2"])
+        other = CoordinatorClient(address, 1.0, 5.0, terms, "host:1", ["host:2"])
         with pytest.raises(ConfigError, match="timeout is 2"):
-            Client(address, 2.0, 5.0, {"timeout": 2.0}, "host:1", ["host:2"])
+            CoordinatorClient(address, 2.0, 5.0, {"timeout": 2.0}, "host:1", ["host:2"])
         with connect(address, COORDINATOR, Credentials.find()) as there:
             there.send(JOIN)
             assert there.receive(5)["kind"] == "welcome"
@@ -113,7 +113,7 @@ def test_a_standstill_of_the_coordinator_is_no_silence_of_the_islands() -> None:
     told: list[str] = []
     server = island_server(None, "127.0.0.1", 0, told.append)
     with serving(server):
-        client = Client(f"127.0.0.1:{server.port}", 1.0, 20.0, {"timeout": 1.0}, "host:1", ["host:2"])
+        client = CoordinatorClient(f"127.0.0.1:{server.port}", 1.0, 20.0, {"timeout": 1.0}, "host:1", ["host:2"])
         for _ in range(3):
             with server._lock:
                 # The clock waits first, so it would be the first to go on.
@@ -125,7 +125,7 @@ def test_a_standstill_of_the_coordinator_is_no_silence_of_the_islands() -> None:
 
 def test_others_who_are_ready_again_at_once_are_heard_of() -> None:
     """ "open" comes with the answer, before whoever has asked has woken up."""
-    client = object.__new__(Client)
+    client = object.__new__(CoordinatorClient)
     client._change = _Unshared()
     client.opened, client.version, client._pending = True, 1, {"kind": "arrive"}
     client._hear({"kind": "over"})

@@ -44,7 +44,7 @@ def apart(rank: int, job: Job, size: int, ports: list[int]) -> tuple[int, list[f
         waited.append(islands.exchange.finish(30))
     run(engine, batches[12:])
     islands.exchange.finish(30)
-    found = islands.number, anchor_of(engine), {met.kind for met in (*waited, *islands.history)}
+    found = islands.number, anchor_of(engine), {result.kind for result in (*waited, *islands.history)}
     assert all(torch.isfinite(torch.tensor(values)).all() for values in weights(engine).values())
     engine.destroy()
     return found

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import (
 
 import deepspeed_compress
 from deepspeed_compress.errors import CompressWarning, UnsupportedError
-from deepspeed_compress.local_sgd.deepspeed.rates import Rates, rates_of
+from deepspeed_compress.local_sgd.deepspeed.rates import LearningRates, rates_of
 from tests.local_sgd.deepspeed.test_elastic import section, wait_for
 from tests.support.coordinators import become_island, coordinator, own_ports
 from tests.support.forks import run_forks
@@ -35,7 +35,7 @@ def made(make: Make | None, lr: float = 0.1) -> Any:
     return SimpleNamespace(optimizer=optimizer, global_steps=0, lr_scheduler=make and make(optimizer))
 
 
-def train(engine: Any, rates: Rates, steps: int, *metric: float) -> None:
+def train(engine: Any, rates: LearningRates, steps: int, *metric: float) -> None:
     for _ in range(steps):
         engine.optimizer.step()
         if engine.lr_scheduler is not None:
@@ -47,7 +47,7 @@ def train(engine: Any, rates: Rates, steps: int, *metric: float) -> None:
 def late(first: Make | None, second: Make | None, *metric: float, lr: float = 0.1) -> tuple[Any, Any, list[str]]:
     """Return the engine of an island after 7 steps, that of one that comes then, and what it was warned of."""
     engine, other = made(first), made(second, lr)
-    rates, follower = Rates(engine), Rates(other)
+    rates, follower = LearningRates(engine), LearningRates(other)
     train(engine, rates, 7, *metric)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", CompressWarning)
@@ -103,18 +103,18 @@ def test_other_rates_are_told_with_both(second: Make | None, lr: float, text: st
 
 def test_a_schedule_of_another_length_is_told_before_rates_differ() -> None:
     longer = made(lambda optimizer: OneCycleLR(optimizer, max_lr=1.0, total_steps=500))
-    rates = Rates(made(SCHEDULES["one cycle"]))
+    rates = LearningRates(made(SCHEDULES["one cycle"]))
     with pytest.warns(CompressWarning, match="total_steps 500 where that of the others has 50"):
-        Rates(longer).follow(rates.told())
+        LearningRates(longer).follow(rates.told())
 
 
 def test_an_edited_rate_is_told() -> None:
     engine, other = made(None), made(None)
-    rates = Rates(engine)
+    rates = LearningRates(engine)
     engine.optimizer.param_groups[0]["lr"] = 0.7
     rates.note()
     with pytest.warns(CompressWarning, match=r"are \[0.1\], and those of the others \[0.7\]"):
-        Rates(other).follow(rates.told())
+        LearningRates(other).follow(rates.told())
 
 
 def comes_late(rank: int, job: Job, ports: list[int], marks: Any) -> list[float]:

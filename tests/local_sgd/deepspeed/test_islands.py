@@ -63,7 +63,7 @@ def largest(one: Mapping[str, list[float]], other: Mapping[str, list[float]]) ->
 
 @pytest.mark.parametrize(
     ("stage", "extra"),
-    # Without ZeRO masters in fp32 alone are known.
+    # Without ZeRO, only fp32 master weights are supported.
     [*product(STAGES, ({}, MUON)), *product(STAGES[1:], (BF16,))],
 )
 def test_one_island_that_averages_every_step_is_deepspeed_alone(stage: int, extra: Mapping[str, Any]) -> None:
@@ -329,7 +329,7 @@ def test_warm_up_steps_end_with_the_mean() -> None:
 
 
 def broken(rank: int, job: Job) -> tuple[bool, bool]:
-    """Whether masters are finite, before and after islands meet: those of the second one are spoilt."""
+    """Whether master weights are finite, before and after islands meet: those of the second one are spoilt."""
     engine = start(job)
     batches = data(rank, job)
     run(engine, batches[:1])
@@ -347,7 +347,7 @@ def test_an_island_that_diverged_counts_for_nothing() -> None:
 
 
 def kept_back(rank: int, job: Job) -> list[list[float]]:
-    """What error feedback keeps, before and after islands meet: the masters of the second one are spoilt."""
+    """What error feedback keeps, before and after islands meet: the master weights of the second one are spoilt."""
     engine = start(job)
     run(engine, data(rank, job))
     islands = engine.compression.islands

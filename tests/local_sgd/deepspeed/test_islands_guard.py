@@ -62,7 +62,7 @@ def test_the_island_with_the_fault_acts_and_the_other_does_not(
     assert first.settings[-1] == "blockwise bits=4"
     for other in (third, fourth):
         assert (other.events, other.skipped, set(other.settings)) == ([], 0, {"blockwise bits=4"})
-    # They have met after the last step.
+    # They exchanged after the last step.
     assert len({story.final for story in (first, same, third, fourth)}) == 1
     assert math.isfinite(first.final)
     assert told(tmp_path) == first.events

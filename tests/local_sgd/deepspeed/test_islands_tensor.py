@@ -17,7 +17,7 @@ from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMas
 from deepspeed_compress.collectives.reduction import Parameters
 from deepspeed_compress.config import find_problems, parse_section
 from deepspeed_compress.errors import ConfigError, UnsupportedError
-from deepspeed_compress.local_sgd.deepspeed.replicated import check_cut_alike
+from deepspeed_compress.local_sgd.deepspeed.replicated import check_equal_blocks
 from deepspeed_compress.tools.plan_islands import plans
 from tests.local_sgd.deepspeed.test_islands import SGD, largest, section
 from tests.support.forks import run_forks
@@ -157,11 +157,11 @@ def cut(rank: int, numels: list[int]) -> str:
     deepspeed.init_distributed("gloo")
     norm = Stretch("norm.weight", 0, torch.zeros(8), 0, numels[rank])
     split = Stretch("split.weight", 0, torch.zeros(8), 0, 1 + rank)
-    masters = FlatMasters([norm, split], torch.device("cpu"), publish=list, stepped=[norm, split])
+    master_weights = FlatMasters([norm, split], torch.device("cpu"), publish=list, stepped=[norm, split])
     parameters = Parameters({"norm.weight": (8,), "split.weight": (8,)}, [], exempt=frozenset({"norm.weight"}))
     unit = SimpleNamespace(ranks=(0, 1), tensor=2, whole=dist.group.WORLD)
     try:
-        check_cut_alike(masters, parameters, unit)
+        check_equal_blocks(master_weights, parameters, unit)
     except UnsupportedError as error:
         return str(error)
     return ""

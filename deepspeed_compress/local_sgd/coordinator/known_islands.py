@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterable, Iterator
 
 from deepspeed_compress.local_sgd.coordinator.records import Holder, Island, Saved
 
-__all__ = ["Known"]
+__all__ = ["KnownIslands"]
 
 
-class Known:
+class KnownIslands:
     """Holders of anchors in `saved`, and the time for which each has been absent.
 
     `came_back` is True if `saved` is from an earlier process.

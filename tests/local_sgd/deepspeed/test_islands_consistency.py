@@ -16,7 +16,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 import deepspeed_compress
 from deepspeed_compress.errors import CompressWarning, ConfigError, UnsupportedError
-from deepspeed_compress.local_sgd.deepspeed.alike import clear_not_finite, digest_of, fingerprint
+from deepspeed_compress.local_sgd.deepspeed.consistency import clear_non_finite, digest_parameters, fingerprint
 from tests.local_sgd.deepspeed.test_islands import HEAD, SGD, largest, section, train
 from tests.support.forks import run_forks
 from tests.support.jobs import WIDTH, Job, data, network, run, start, weights
@@ -332,7 +332,7 @@ def test_a_fingerprint_tells_orders_and_zeros_apart() -> None:
 def test_a_digest_tells_types_apart() -> None:
     bits = of_bytes(torch.float16, 64)
     digests = {
-        digest_of([torch.nn.Parameter(bits.view(dtype), requires_grad=False)])
+        digest_parameters([torch.nn.Parameter(bits.view(dtype), requires_grad=False)])
         for dtype in (torch.float16, torch.bfloat16, torch.int16)
     }
     assert len(digests) == 3
@@ -341,7 +341,7 @@ def test_a_digest_tells_types_apart() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
 def test_what_is_not_finite_is_cleared_and_the_rest_stays(dtype: torch.dtype) -> None:
     values = torch.tensor([1.0, torch.nan, -2.0]).to(dtype)
-    clear_not_finite(values)
+    clear_non_finite(values)
     assert values.float().tolist() == [1.0, 0.0, -2.0]
 
 
