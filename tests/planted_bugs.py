@@ -293,7 +293,7 @@ BUGS: Mapping[str, Bug] = {
         ("local_sgd/test_elastic.py",),
     ),
     "a round of islands counts before all have voted": Bug(
-        "local_sgd/coordinator/coordinator.py",
+        "local_sgd/coordinator/rounds.py",
         "elif all(running.votes.values()):",
         "elif any(running.votes.values()):",
         ("local_sgd/coordinator/test_coordinator.py",),

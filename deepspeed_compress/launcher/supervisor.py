@@ -97,8 +97,8 @@ class _State:
 class Supervisor:
     """State machine of a job.
 
-    Pass it messages (`hear`), lost connections (`lost`) and the time (`tick`), in seconds of any clock; then send the
-    messages that `take` returns.
+    Pass it messages (`handle`), lost connections (`disconnect`) and the time (`tick`), in seconds of any clock; then
+    send the messages that `take_messages` returns.
 
     Args:
         terms: parameters of the job.
@@ -120,7 +120,7 @@ class Supervisor:
             "end": self._end,
         }
 
-    def take(self) -> list[tuple[str, Message]]:
+    def take_messages(self) -> list[tuple[str, Message]]:
         """Return the messages to send, in order, each with the name of its agent."""
         found, self._outbox = self._outbox, []
         return found
@@ -138,7 +138,7 @@ class Supervisor:
         state = self._state
         return {"phase": state.phase, "restarts": state.restarts, "steps": state.steps, "hosts": hosts}
 
-    def hear(self, name: str, message: Message, now: float) -> None:
+    def handle(self, name: str, message: Message, now: float) -> None:
         """Handle `message` of the agent `name`. Raises ValueError if its kind is unknown."""
         handler = self._heard.get(message["kind"])
         if handler is None:
@@ -152,7 +152,7 @@ class Supervisor:
         handler(name, message, now)
         self._settle(now)
 
-    def lost(self, name: str, now: float) -> None:
+    def disconnect(self, name: str, now: float) -> None:
         """Handle the end of the connection to `name`."""
         member = self._members.pop(name, None)
         if member is not None:
@@ -162,7 +162,7 @@ class Supervisor:
 
     def tick(self, now: float) -> None:
         for name in [name for name, one in self._members.items() if now - one.heard > LOST_AFTER]:
-            self.lost(name, now)
+            self.disconnect(name, now)
         if self._state.phase == "running" and self._silent(now) > self._terms.hang:
             self._stop(Failure(f"no rank has given a sign of life for {self._terms.hang:g} s"))
         self._settle(now)

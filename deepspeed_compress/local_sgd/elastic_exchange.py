@@ -43,7 +43,7 @@ class Rendezvous(Protocol):
 
     run: str | None
     number: int
-    opened: bool
+    is_awaited: bool
 
     def sources(self) -> Anchor: ...
     def claim(self, run: str, number: int, version: int) -> Anchor: ...
@@ -245,7 +245,7 @@ class ElasticExchange:
 
     def due(self) -> bool:
         """Count a finished step, and return True if an exchange is due. On the first rank only."""
-        return self._interval.count_step() or self._asked.opened
+        return self._interval.count_step() or self._asked.is_awaited
 
     def exchange(self, samples: int) -> ExchangeResult:
         """Exchange this island's update, made from `samples` samples since the last exchange. Collective in the island.
@@ -356,10 +356,10 @@ class ElasticExchange:
             and self._void_rounds[-1] - self._void_rounds[0] > self.elastic.give_up_seconds
         ):
             raise IslandError(
-                f"/deepspeed_compress/islands/elastic/give_up: {len(self._void_rounds)} exchanges in a row failed within "
-                f"{self.elastic.give_up} ({problem or 'other islands failed'}). Islands must reach each other, not only "
-                "the coordinator: open the ports between them, or set GLOO_SOCKET_IFNAME. If they do, and exchanges time "
-                "out, the link is too slow: write a longer give_up, or fewer bits"
+                f"/deepspeed_compress/islands/elastic/give_up: {len(self._void_rounds)} exchanges in a row failed "
+                f"within {self.elastic.give_up} ({problem or 'other islands failed'}). Islands must reach each other, "
+                "not only the coordinator: open the ports between them, or set GLOO_SOCKET_IFNAME. If they do, and "
+                "exchanges time out, the link is too slow: write a longer give_up, or fewer bits"
             )
         return outcome
 

@@ -321,7 +321,7 @@ def test_who_does_not_reach_the_coordinator_stops_with_an_error(address: str) ->
     at_once(*(one.exchange.start for one in islands))
     islands[1].end()
     with pytest.raises(
-        IslandError, match=r"/deepspeed_compress/islands/elastic/rendezvous: .* at least 2 islands must be there"
+        IslandError, match=r"/deepspeed_compress/islands/elastic/rendezvous: .* at least 2 islands must be connected"
     ):
         islands[0].train(1)
 
@@ -380,7 +380,7 @@ def test_a_coordinator_that_comes_back_goes_on(tmp_path: Any) -> None:
 
 def test_two_coordinators_do_not_share_a_file(tmp_path: Any) -> None:
     held = StateFile(tmp_path / "other.json")
-    with pytest.raises(ConfigError, match="another coordinator has it"):
+    with pytest.raises(ConfigError, match="another coordinator uses this file"):
         StateFile(tmp_path / "other.json")
     held.close()
 

@@ -141,13 +141,13 @@ def test_one_file_is_of_one_coordinator(tmp_path: Path) -> None:
             [*SERVE, "--state", str(tmp_path / "state.json")], capture_output=True, text=True, timeout=20
         )
     assert again.returncode == 1
-    assert "another coordinator has it" in again.stderr
+    assert "another coordinator uses this file" in again.stderr
 
 
 def test_a_file_that_is_no_state_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "state.json").write_text("{")
     assert main(["islands", "serve", "--port", "0", "--state", str(tmp_path / "state.json")]) == 1
-    assert "damaged or not of a coordinator" in capsys.readouterr().err
+    assert "damaged, or was not written by a coordinator" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

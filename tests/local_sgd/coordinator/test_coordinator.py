@@ -168,7 +168,7 @@ def test_a_coordinator_that_was_started_again_waits_for_most_of_the_last_round()
     again.arrive("a")
     again.wait(3 * TIMEOUT, "a")
     assert again.count("a", "round") == 0
-    assert "of the 3 islands of the last exchange 1 have come back" in again.last("a", "waiting")["why"]
+    assert "1 of the 3 islands of the last exchange have returned" in again.last("a", "waiting")["why"]
     again.join("b", number=1, version=2, run=saved.run)
     again.arrive("b")
     again.wait(TIMEOUT, "a", "b")
@@ -293,9 +293,7 @@ def test_fewer_than_the_minimum_do_not_exchange() -> None:
     world.arrive("a")
     world.wait(2 * TIMEOUT, "a")
     assert world.count("a", "round") == 0
-    assert (
-        "at least 2 islands must be there (minimum), and 1 of them is (island 0)" in world.last("a", "waiting")["why"]
-    )
+    assert "at least 2 islands must be connected (minimum), and 1 is (island 0)" in world.last("a", "waiting")["why"]
     world.begin("c")
     world.arrive("c")
     assert world.partners("a") == [0, 2]
@@ -320,7 +318,7 @@ def test_a_process_is_one_island() -> None:
     world = World()
     world.join("a", process="host:1")
     world.join("b", process="host:1")
-    assert "process host:1 is an island already" in world.last("b", "refused")["why"]
+    assert "process host:1 already is an island" in world.last("b", "refused")["why"]
     world.join("a", process="host:1")
     assert world.count("a", "refused") == 0
     world.lose("a")
@@ -331,7 +329,7 @@ def test_a_process_is_one_island() -> None:
 def test_an_island_of_another_run_is_refused() -> None:
     world = World()
     world.join("a", run="other", number=3, version=4)
-    assert "the island of run other" in world.last("a", "refused")["why"]
+    assert "the island belongs to run other" in world.last("a", "refused")["why"]
 
 
 def test_after_rounds_in_vain_each_is_left_out_in_turn() -> None:

@@ -279,13 +279,13 @@ def test_who_waits_is_told_which_islands_it_waits_for() -> None:
     world = World(minimum=2)
     world.join("a")
     world.say("a", "sources")
-    assert world.last("a", "waiting")["why"].endswith("1 of them is (island 0); start 1 more")
+    assert world.last("a", "waiting")["why"].endswith("1 is (island 0); start 1 more")
     world.begin("b")
     world.say("a", "ready", version=1)
     world.arrive("a", "b")
     world.vote("a")
     world.wait(TIMEOUT, "a", "b")
-    assert world.last("a", "waiting")["why"] == "the exchange of round 2 is not over for island 1 (b)"
+    assert world.last("a", "waiting")["why"] == "the exchange of round 2 has not ended for island 1 (b)"
     assert world.count("b", "waiting") == 0
     world.vote("b")
     world.restart()

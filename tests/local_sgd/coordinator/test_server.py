@@ -86,12 +86,12 @@ def test_who_joins_and_leaves_is_told_with_the_reason() -> None:
         with connect(address, COORDINATOR, Credentials.find()) as there:
             there.send(JOIN)
             assert there.receive(5)["kind"] == "welcome"
-            until(lambda: "island 2 (127.0.0.1) was silent for longer than `timeout`; 1 are left" in told)
+            until(lambda: "island 2 (127.0.0.1) was silent for longer than `timeout`; 1 connected" in told)
             there.send(JOIN)
             until(lambda: (there.receive(5) or {}).get("kind") == "welcome")
         until(lambda: any("island 3 (127.0.0.1) lost its connection" in one for one in told))
         other.leave()
-    assert told[:2] == ["island 0 (127.0.0.1) joined; 1 are here", "island 0 (127.0.0.1) left; 0 are left"]
+    assert told[:2] == ["island 0 (127.0.0.1) joined; 1 connected", "island 0 (127.0.0.1) left; 0 connected"]
     assert "an island at 127.0.0.1 was refused: timeout is 2.0, that of the others 1.0" in told
 
 
@@ -127,13 +127,13 @@ def test_others_who_are_ready_again_at_once_are_heard_of() -> None:
     """ "open" comes with the answer, before whoever has asked has woken up."""
     client = object.__new__(CoordinatorClient)
     client._change = _Unshared()
-    client.opened, client.version, client._pending = True, 1, {"kind": "arrive"}
-    client._hear({"kind": "over"})
-    assert not client.opened
-    client._hear({"kind": "open"})
+    client.is_awaited, client.version, client._pending = True, 1, {"kind": "arrive"}
+    client._handle({"kind": "over"})
+    assert not client.is_awaited
+    client._handle({"kind": "open"})
     client._ask = lambda message: {"kind": "over"}  # type: ignore[method-assign]
     assert client.arrive(1) is None
-    assert client.opened
+    assert client.is_awaited
 
 
 class _Unshared:
