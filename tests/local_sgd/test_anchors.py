@@ -87,12 +87,12 @@ def test_an_anchor_arrives_bit_for_bit() -> None:
         ({}, 8 * NUMEL + 4),
     ],
 )
-def test_what_listens_where_an_island_was_hands_out_no_anchor(more: Mapping[str, Any], size: int) -> None:
+def test_another_service_at_the_address_gives_no_anchor(more: Mapping[str, Any], size: int) -> None:
     with listening({**RIGHT, **more}, bytes(size)) as address, pytest.raises(OSError, match=r"\w"):
         fetch_anchor(address, 1, 5.0, SIZES, "mine", OWN)
 
 
-def test_a_stranger_gets_no_anchor_and_no_copy_is_made() -> None:
+def test_an_unauthenticated_client_gets_no_anchor_and_no_copy_is_made() -> None:
     asked: list[int] = []
     with handing_out(lambda version: asked.append(version) or handed(version)) as address:
         with pytest.raises(AuthenticationError, match="another secret"):
@@ -109,7 +109,7 @@ def test_a_stranger_gets_no_anchor_and_no_copy_is_made() -> None:
 @pytest.mark.parametrize(
     "head", [{}, {"version": -1}, {"version": True}, {"version": "1"}, {"version": 1, "timeout": "x"}]
 )
-def test_a_request_that_is_malformed_gets_no_anchor(head: Mapping[str, Any]) -> None:
+def test_a_malformed_request_gets_no_anchor(head: Mapping[str, Any]) -> None:
     with handing_out() as address, connect(address, ANCHOR, OWN, limits=Limits(body=1 << 20)) as connection:
         connection.send({"kind": ANCHOR, **head})
         with pytest.raises(ConnectionError):

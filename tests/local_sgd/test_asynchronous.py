@@ -137,7 +137,7 @@ def ended() -> Iterator[None]:
         Island.all.pop().client.close()
 
 
-def test_an_island_alone_moves_the_anchor_as_local_sgd_does(server: Server) -> None:
+def test_a_single_island_moves_the_anchor_as_local_sgd_does(server: Server) -> None:
     island = Island(section(server.port), goal=3.0)
     for _ in range(4):
         expected = island.weights.values + 0.5 * (3.0 - island.weights.values)
@@ -147,7 +147,7 @@ def test_an_island_alone_moves_the_anchor_as_local_sgd_does(server: Server) -> N
         assert torch.equal(island.exchange.anchor(), island.weights.values)
 
 
-def test_an_island_alone_with_momentum_is_nesterov(server: Server) -> None:
+def test_a_single_island_with_momentum_equals_nesterov(server: Server) -> None:
     outer = Outer(optimizer="nesterov", lr=0.7, momentum=0.9)
     island = Island(section(server.port, outer=outer.model_dump(exclude_unset=True)), goal=3.0)
     anchor, momentum = island.weights.values.clone(), torch.zeros(NUMEL)
@@ -157,7 +157,7 @@ def test_an_island_alone_with_momentum_is_nesterov(server: Server) -> None:
         torch.testing.assert_close(island.weights.values, anchor)
 
 
-def test_pushes_at_the_same_time_make_the_mean_of_both(server: Server) -> None:
+def test_simultaneous_pushes_are_averaged(server: Server) -> None:
     """The first counts fully, the second by a half: its samples among those that the anchor has got meanwhile."""
     first, second = (Island(section(server.port), goal) for goal in (0.0, 8.0))
     begin = first.weights.values.clone()
@@ -171,7 +171,7 @@ def test_pushes_at_the_same_time_make_the_mean_of_both(server: Server) -> None:
     torch.testing.assert_close(second.weights.values, begin + 0.5 * (0.0 - begin) + 0.25 * (8.0 - begin))
 
 
-def test_who_is_four_times_slower_counts_by_a_fifth(server: Server) -> None:
+def test_an_island_four_times_slower_has_a_fifth_of_the_weight(server: Server) -> None:
     fast, slow = (Island(section(server.port), goal) for goal in (0.0, 8.0))
     weights = [fast.step().weight for _ in range(4)]
     assert weights == [1.0] * 4
@@ -191,7 +191,7 @@ def test_momentum_waits_for_a_whole_mean(server: Server) -> None:
         assert torch.equal(server.service.store.places[0].momentum, before) == (turn % 2 == 1)
 
 
-def test_what_moves_while_a_push_travels_is_kept(server: Server) -> None:
+def test_updates_made_while_a_push_is_in_flight_are_kept(server: Server) -> None:
     island = Island(section(server.port), goal=2.0)
     island.move()
     island.push()
@@ -203,7 +203,7 @@ def test_what_moves_while_a_push_travels_is_kept(server: Server) -> None:
     torch.testing.assert_close(island.exchange.anchor(), sent)
 
 
-def test_what_is_too_old_is_dropped_and_the_anchor_taken(server: Server) -> None:
+def test_a_stale_push_is_dropped_and_the_anchor_is_adopted(server: Server) -> None:
     fast, slow = (Island(section(server.port, max_staleness=3, exchange=INT4), goal) for goal in (0.0, 8.0))
     slow.step()
     kept = slow.residual
@@ -218,7 +218,7 @@ def test_what_is_too_old_is_dropped_and_the_anchor_taken(server: Server) -> None
     assert slow.step().kind == "exchange"
 
 
-def test_error_feedback_conserves_what_was_moved(server: Server) -> None:
+def test_error_feedback_conserves_the_sum_of_updates(server: Server) -> None:
     """Of an island alone: what the anchor has got and what is kept is what was sent, both ways."""
     exchange = {**INT4, "error_feedback": {"dtype": "fp32"}}
     island = Island(section(server.port, exchange=exchange), goal=4.0)
@@ -252,7 +252,7 @@ def test_answers_and_pushes_are_compressed(server: Server) -> None:
     assert "exact" not in head
 
 
-def test_an_island_that_diverged_counts_for_nothing(server: Server) -> None:
+def test_an_island_that_diverged_is_excluded(server: Server) -> None:
     healthy, broken = (Island(section(server.port), goal) for goal in (0.0, 1.0))
     healthy.step()
     before = healthy.weights.values.clone()
@@ -264,7 +264,7 @@ def test_an_island_that_diverged_counts_for_nothing(server: Server) -> None:
     assert torch.equal(server.service.store.places[0].anchor, before)
 
 
-def test_one_that_is_gone_costs_nobody_anything(server: Server) -> None:
+def test_a_dead_island_does_not_delay_the_others(server: Server) -> None:
     islands = [Island(section(server.port), goal) for goal in (0.0, 1.0)]
     for one in islands:
         one.step()
@@ -286,7 +286,7 @@ def until(done: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("exchange", [EXACT, INT4])
-def test_a_server_that_was_killed_has_what_it_had(tmp_path: Path, exchange: dict[str, Any]) -> None:
+def test_a_killed_server_restores_its_exact_state(tmp_path: Path, exchange: dict[str, Any]) -> None:
     """Its file is that of the beginning; all since is in the log, to which a crash has left half a call."""
     outer = {"optimizer": "nesterov"}
     path, copy = tmp_path / "state", tmp_path / "copy"
@@ -310,7 +310,7 @@ def test_a_server_that_was_killed_has_what_it_had(tmp_path: Path, exchange: dict
         assert torch.equal(islands[0].weights.values, again.service.store.places[0].anchor)
 
 
-def test_training_goes_on_while_the_server_is_away(tmp_path: Path) -> None:
+def test_training_continues_while_the_server_is_down(tmp_path: Path) -> None:
     with parameter_server(tmp_path / "state") as server:
         island = Island(section(server.port), goal=1.0)
         island.step()
@@ -326,7 +326,7 @@ def test_training_goes_on_while_the_server_is_away(tmp_path: Path) -> None:
         assert island.step().weight == 1.0
 
 
-def test_an_answer_that_was_lost_is_not_a_second_push(server: Server) -> None:
+def test_a_call_repeated_after_a_lost_answer_has_one_effect(server: Server) -> None:
     """The call is said again after its connection was lost, also to a server that was started again meanwhile."""
     island = Island(section(server.port), goal=1.0)
     island.move()
@@ -361,7 +361,7 @@ def wrong_calls(island: Island) -> dict[str, tuple[dict[str, Any], bytes]]:
     }
 
 
-def test_what_is_no_call_leaves_no_trace(tmp_path: Path) -> None:
+def test_an_invalid_call_leaves_no_trace(tmp_path: Path) -> None:
     """Nor in the log: the server would not start again."""
     state = tmp_path / "state"
     with parameter_server(state) as server:
@@ -380,7 +380,7 @@ def test_what_is_no_call_leaves_no_trace(tmp_path: Path) -> None:
         assert island.step().kind == "exchange"
 
 
-def test_a_first_island_without_terms_is_none(server: Server) -> None:
+def test_a_first_island_without_terms_is_refused(server: Server) -> None:
     for terms in ({}, {"exchange": {"method": "telepathy"}, "outer": {}, "ranks": 1, "max_staleness": 1}):
         client = PushClient(f"127.0.0.1:{server.port}", 1.0, 0.5)
         with pytest.raises(ConfigError, match="refuses this island"):
@@ -389,7 +389,7 @@ def test_a_first_island_without_terms_is_none(server: Server) -> None:
     assert Island(section(server.port)).exchange.number == 0
 
 
-def test_what_is_not_finite_is_dropped(server: Server) -> None:
+def test_a_non_finite_push_is_dropped(server: Server) -> None:
     island = Island(section(server.port))
     island.step()
     before = server.service.store.places[0].anchor.clone()
@@ -399,7 +399,7 @@ def test_what_is_not_finite_is_dropped(server: Server) -> None:
     assert torch.equal(server.service.store.places[0].anchor, before)
 
 
-def test_a_push_whose_answer_failed_is_not_a_second_one(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_whose_answer_failed_is_applied_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     island, answer, failed = Island(section(server.port), goal=1.0), server.service.store.answer, []
 
     def failing(*given: Any) -> Any:
@@ -415,7 +415,7 @@ def test_a_push_whose_answer_failed_is_not_a_second_one(server: Server, monkeypa
     assert server.service.store.records.version == version + 1
 
 
-def test_an_island_that_lives_is_remembered_however_many_come() -> None:
+def test_a_connected_island_is_remembered_however_many_join() -> None:
     with parameter_server(room=Room(islands=3, quiet=0.0)) as server:
         first = Island(section(server.port), goal=1.0)
         first.step()
@@ -430,7 +430,7 @@ def test_an_island_that_lives_is_remembered_however_many_come() -> None:
         assert first.step().kind == "exchange"
 
 
-def test_too_many_islands_are_refused_by_name_and_those_that_have_left_make_room() -> None:
+def test_too_many_islands_are_refused_until_one_leaves() -> None:
     with parameter_server(room=Room(islands=2)) as server:
         islands = [Island(section(server.port)) for _ in range(2)]
         # Not connected, but known: it has not left, and may be back.
@@ -460,7 +460,7 @@ def test_a_process_whose_island_was_resumed_by_another_is_refused(server: Server
     assert second.step().kind == "exchange"
 
 
-def test_one_that_dies_between_its_parts_leaves_nothing(server: Server) -> None:
+def test_an_island_that_dies_during_a_call_leaves_no_trace(server: Server) -> None:
     terms = {"exchange": EXACT, "outer": {}, "ranks": 2, "max_staleness": 1}
     client = PushClient(f"127.0.0.1:{server.port}", 1.0, 5.0)
     head, _ = client.ask({"kind": "enter", "terms": terms})
@@ -472,7 +472,7 @@ def test_one_that_dies_between_its_parts_leaves_nothing(server: Server) -> None:
     until(lambda: not server.service._calls)
 
 
-def test_a_log_is_whole_after_a_disk_was_full(tmp_path: Path) -> None:
+def test_a_push_log_stays_intact_after_the_disk_was_full(tmp_path: Path) -> None:
     log = PushLog(tmp_path / "state")
     log.write(Store(Records("run")))
     log.append([{"kind": "push", "call": 1}], [b"a" * 10])
@@ -517,7 +517,7 @@ def two_ranks(server: Server) -> list[PushClient]:
     return clients
 
 
-def test_ranks_wait_for_each_other_whatever_number_their_connection_has(server: Server) -> None:
+def test_ranks_wait_for_each_other_with_file_descriptors_above_1023(server: Server) -> None:
     """Above 1,023 select(2) fails."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
@@ -530,7 +530,7 @@ def test_ranks_wait_for_each_other_whatever_number_their_connection_has(server: 
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_the_end_of_a_server_waits_for_nobody() -> None:
+def test_stopping_a_server_does_not_wait_for_clients() -> None:
     with parameter_server() as server, contextlib.ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
@@ -549,7 +549,7 @@ def transport(server: Server) -> Connection:
     return connect(f"127.0.0.1:{server.port}", PARAMETER_SERVER, Credentials.find())
 
 
-def test_a_body_that_no_layout_allows_ends_the_connection_before_it_is_read(server: Server) -> None:
+def test_an_oversized_body_closes_the_connection_before_it_is_read(server: Server) -> None:
     """It is neither waited for nor has room."""
     island = Island(section(server.port))
     for size in (1 << 30, 1 << 62):
@@ -566,7 +566,7 @@ def test_a_body_that_no_layout_allows_ends_the_connection_before_it_is_read(serv
     assert island.step().kind == "exchange"
 
 
-def test_ranks_that_heard_different_answers_go_on_alike(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_received_different_answers_agree(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server was started again between two ranks, and has got an anchor meanwhile: one that hears of it also waits
     for the other, which has something to propose."""
     island, asked = Island(section(server.port)), []
@@ -579,7 +579,7 @@ def test_ranks_that_heard_different_answers_go_on_alike(server: Server, monkeypa
     assert asked == ["fresh", "seed"]
 
 
-def test_what_is_announced_takes_no_room() -> None:
+def test_an_announced_body_allocates_no_memory() -> None:
     stream = io.BytesIO(b'{"kind": "push", "bytes": 1000000000000}\nabc')
     tracemalloc.start()
     with pytest.raises(EOFError):
@@ -588,7 +588,7 @@ def test_what_is_announced_takes_no_room() -> None:
     tracemalloc.stop()
 
 
-def test_pushes_keep_to_the_rate(server: Server) -> None:
+def test_pushes_respect_max_rate(server: Server) -> None:
     island, waited = Island(section(server.port, exchange=INT4)), []
     client = PushClient(f"127.0.0.1:{server.port}", 1.0, 5.0, waited.append)
     island.exchange._calls = client
@@ -597,7 +597,7 @@ def test_pushes_keep_to_the_rate(server: Server) -> None:
     assert waited == [island.meter.bytes_islands]
 
 
-def test_who_hears_nothing_for_give_up_ends_with_an_error(tmp_path: Path) -> None:
+def test_an_island_without_an_answer_for_give_up_raises(tmp_path: Path) -> None:
     with parameter_server(tmp_path / "state") as server:
         island = Island(section(server.port, give_up="1 s"))
     island.move()
@@ -606,7 +606,7 @@ def test_who_hears_nothing_for_give_up_ends_with_an_error(tmp_path: Path) -> Non
         island.pull()
 
 
-def test_a_checkpoint_goes_on_where_it_was_saved_or_with_the_newest_anchor(server: Server) -> None:
+def test_a_checkpoint_resumes_where_it_was_saved_or_from_the_newest_anchor(server: Server) -> None:
     island = Island(section(server.port), goal=1.0)
     island.step()
     island.move()
@@ -633,7 +633,7 @@ def test_a_checkpoint_goes_on_where_it_was_saved_or_with_the_newest_anchor(serve
     assert torch.equal(later.weights.values, server.service.store.places[0].anchor)
 
 
-def test_a_new_server_begins_with_the_newest_checkpoint() -> None:
+def test_a_new_server_starts_from_the_newest_checkpoint() -> None:
     with parameter_server() as server:
         islands = [Island(section(server.port), goal) for goal in (0.0, 1.0)]
         for one in islands:
@@ -653,7 +653,7 @@ def test_a_new_server_begins_with_the_newest_checkpoint() -> None:
         assert torch.equal(again[0].weights.values, saved[1][1])
 
 
-def test_others_are_refused(server: Server, address: str) -> None:
+def test_islands_with_other_settings_or_services_are_refused(server: Server, address: str) -> None:
     Island(section(server.port))
     with pytest.raises(ConfigError, match=r"max_staleness is 9, that of the others 64"):
         Island(section(server.port, max_staleness=9))

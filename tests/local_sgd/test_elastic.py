@@ -192,7 +192,7 @@ def test_islands_agree_after_every_round(address: str, exchange: dict[str, Any])
         one.end()
 
 
-def test_contributions_count_by_samples(address: str) -> None:
+def test_updates_are_weighted_by_samples(address: str) -> None:
     settings = section(address, minimum=2, exchange=EXACT)
     islands = [Island(settings, goal) for goal in (0.0, 8.0)]
     for one in islands:
@@ -205,7 +205,7 @@ def test_contributions_count_by_samples(address: str) -> None:
     ("instant", "which"),
     [*((instant, 1) for instant in INSTANTS), *((instant, 2) for instant in INSTANTS if "groups" not in instant)],
 )
-def test_a_death_at_any_instant_leaves_the_others_alike(address: str, instant: str, which: int) -> None:
+def test_the_others_stay_equal_if_an_island_dies_at_any_instant(address: str, instant: str, which: int) -> None:
     """Of the first exchange, for which groups are made, and of the second one, which uses them again."""
     islands = [Island(section(address), goal) for goal in (0.0, 1.0)]
     doomed = Island(section(address), 5.0, instant, which)
@@ -222,7 +222,7 @@ def test_a_death_at_any_instant_leaves_the_others_alike(address: str, instant: s
         one.end()
 
 
-def test_a_link_that_needs_longer_than_the_timeout_is_waited_for(address: str) -> None:
+def test_a_link_slower_than_the_timeout_gets_more_time(address: str) -> None:
     """Twice as long after each round that is void for it, as long as exchanges need no more."""
 
     def slow(*args: Any) -> Groups:
@@ -247,7 +247,7 @@ def whole(store: Residuals) -> Tensor:
     return values
 
 
-def test_a_round_that_is_void_leaves_no_trace(address: str) -> None:
+def test_a_void_round_leaves_no_trace(address: str) -> None:
     settings = section(address, minimum=2)
     islands = [Island(settings, goal) for goal in (0.0, 1.0)]
     at_once(*(partial(one.train, 2) for one in islands))
@@ -266,7 +266,7 @@ def test_a_round_that_is_void_leaves_no_trace(address: str) -> None:
         one.end()
 
 
-def test_one_that_comes_takes_the_anchor_and_is_in_at_the_next_exchange(address: str) -> None:
+def test_a_joining_island_adopts_the_anchor_and_takes_part_in_the_next_exchange(address: str) -> None:
     settings = section(address, outer={"optimizer": "nesterov"})
     first = Island(settings, 1.0).train(3)
     late = Island(settings, 0.0)
@@ -281,7 +281,7 @@ def test_one_that_comes_takes_the_anchor_and_is_in_at_the_next_exchange(address:
     assert torch.equal(late.anchor, first.anchor)
 
 
-def test_one_of_another_beginning_takes_the_anchor_and_hears_where_the_others_are(address: str) -> None:
+def test_an_island_of_another_beginning_adopts_the_anchor_and_its_metadata(address: str) -> None:
     first, other = Island(section(address), 1.0).train(2), Island(section(address), 0.0)
     other.exchange.run = first.exchange.run
     result = other.exchange.exchange(8)
@@ -290,7 +290,7 @@ def test_one_of_another_beginning_takes_the_anchor_and_hears_where_the_others_ar
     assert torch.equal(other.weights.values, first.anchor)
 
 
-def test_one_that_was_away_adds_what_it_has_moved_and_takes_the_anchor(address: str) -> None:
+def test_an_outdated_island_contributes_its_update_and_adopts_the_anchor(address: str) -> None:
     settings = section(address, minimum=2, exchange=EXACT)
     islands = [Island(settings, goal) for goal in (0.0, 1.0, 8.0)]
     for one in islands:
@@ -315,7 +315,7 @@ def test_one_that_was_away_adds_what_it_has_moved_and_takes_the_anchor(address: 
     assert torch.allclose(islands[0].anchor, torch.full((NUMEL,), 0.25 + (4 - 0.125 + 0.375) / 3))
 
 
-def test_who_does_not_reach_the_coordinator_stops_with_an_error(address: str) -> None:
+def test_an_island_that_cannot_reach_the_coordinator_raises(address: str) -> None:
     settings = section(address, minimum=2, give_up="1500 ms")
     islands = [Island(settings, goal) for goal in (0.0, 1.0)]
     at_once(*(one.exchange.start for one in islands))
@@ -326,14 +326,14 @@ def test_who_does_not_reach_the_coordinator_stops_with_an_error(address: str) ->
         islands[0].train(1)
 
 
-def test_another_section_is_refused(address: str) -> None:
+def test_an_island_with_other_settings_is_refused(address: str) -> None:
     first = Island(section(address), 0.0)
     with pytest.raises(ConfigError, match="minimum is 2, that of the others 1"):
         Island(section(address, minimum=2), 0.0)
     first.end()
 
 
-def test_an_island_that_diverged_counts_for_nothing_and_keeps_its_residual(address: str) -> None:
+def test_an_island_that_diverged_is_excluded_and_keeps_its_residual(address: str) -> None:
     settings = section(address, minimum=2, exchange={"method": "blockwise", "bits": 8})
     islands = [Island(settings, goal) for goal in (0.0, 1.0)]
     at_once(*(partial(one.train, 3) for one in islands))
@@ -350,7 +350,7 @@ def test_an_island_that_diverged_counts_for_nothing_and_keeps_its_residual(addre
     assert float((moved - 0.5 * (1.0 - before)).abs().max()) < 0.02 * float(moved.abs().max())
 
 
-def test_a_coordinator_that_comes_back_goes_on(tmp_path: Any) -> None:
+def test_a_restarted_coordinator_continues(tmp_path: Any) -> None:
     def serve(port: int) -> tuple[Server, threading.Thread]:
         server, ready = island_server(StateFile(tmp_path / "state.json"), "127.0.0.1", port), threading.Event()
         thread = threading.Thread(target=server.run, args=(ready.set,), daemon=True)
@@ -378,7 +378,7 @@ def test_a_coordinator_that_comes_back_goes_on(tmp_path: Any) -> None:
     thread.join(5)
 
 
-def test_two_coordinators_do_not_share_a_file(tmp_path: Any) -> None:
+def test_two_coordinators_cannot_share_a_file(tmp_path: Any) -> None:
     held = StateFile(tmp_path / "other.json")
     with pytest.raises(ConfigError, match="another coordinator uses this file"):
         StateFile(tmp_path / "other.json")
@@ -386,7 +386,7 @@ def test_two_coordinators_do_not_share_a_file(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(("outer", "sent"), [("average", {"anchor"}), ("nesterov", {"anchor", "outer_momentum"})])
-def test_a_momentum_is_handed_out_where_there_is_one(address: str, outer: str, sent: set[str]) -> None:
+def test_the_outer_momentum_is_served_only_with_nesterov(address: str, outer: str, sent: set[str]) -> None:
     island = Island(section(address, outer={"optimizer": outer}), 1.0).train(1)
     found, again = island.exchange.copy(1), island.exchange.copy(1)
     assert found is not None
@@ -401,7 +401,7 @@ def test_a_momentum_is_handed_out_where_there_is_one(address: str, outer: str, s
     island.end()
 
 
-def test_an_anchor_that_cannot_be_fetched_says_why(address: str) -> None:
+def test_an_anchor_that_cannot_be_fetched_raises_with_the_cause(address: str) -> None:
     island = Island(section(address), 1.0).train(1)
     nobody = Anchor(9, [["127.0.0.1:1"]])
     assert island.exchange._fetched(nobody) is None
@@ -410,7 +410,7 @@ def test_an_anchor_that_cannot_be_fetched_says_why(address: str) -> None:
     island.end()
 
 
-def test_nobody_gets_an_anchor_while_a_checkpoint_is_loaded(address: str) -> None:
+def test_no_anchor_is_served_while_a_checkpoint_is_loaded(address: str) -> None:
     island = Island(section(address), 1.0).train(1)
     assert island.exchange.copy(1) is not None
     island.exchange.withdraw()

@@ -218,7 +218,7 @@ def _copied(directory: Path) -> Path:
     return directory / "copy"
 
 
-def test_an_index_beyond_the_tensor_is_refused_before_it_is_logged(directory: Path) -> None:
+def test_an_index_beyond_the_tensor_is_refused_before_logging(directory: Path) -> None:
     """Six bits of index tell the 64 elements of a block apart, and the last block has 32."""
     service = Service(PushLog(directory / "state"), lambda text: None)
     rank = Rank(service, terms())
@@ -251,7 +251,7 @@ def test_finite_pushes_that_make_the_anchor_infinite_are_dropped_with_a_reason(o
     assert rank.push(moved(1))[0]["kind"] == "taken"
 
 
-def test_a_difference_beyond_fp32_is_answered_by_the_anchor() -> None:
+def test_a_difference_beyond_fp32_is_answered_with_the_whole_anchor() -> None:
     """Between anchors that are finite both."""
     service = Service(None, lambda text: None)
     # Pushes of the fast island alone.
@@ -270,7 +270,7 @@ def test_a_difference_beyond_fp32_is_answered_by_the_anchor() -> None:
     assert bytes(body) == anchor.numpy().tobytes()
 
 
-def test_weights_that_are_not_finite_are_no_seed() -> None:
+def test_non_finite_weights_are_refused_as_a_seed() -> None:
     service = Service(None, lambda text: None)
     rank = Rank(service, terms())
     with pytest.raises(AssertionError, match="not finite"):
@@ -288,7 +288,7 @@ def test_weights_that_are_not_finite_are_no_seed() -> None:
         *(None, 5, "terms", [], {}, [["ranks", 1]]),
     ],
 )
-def test_terms_that_are_none_are_refused(given: Any) -> None:
+def test_invalid_terms_are_refused(given: Any) -> None:
     service = Service(None, lambda text: None)
     answer, _ = service.hear({"kind": "enter", "terms": given}, b"", Connected())
     assert answer["kind"] == "refused"
@@ -298,7 +298,7 @@ def test_terms_that_are_none_are_refused(given: Any) -> None:
     assert answer["kind"] == "refused"
 
 
-def test_parts_that_do_not_fit_each_other_refuse_the_call_of_all_ranks(directory: Path) -> None:
+def test_inconsistent_parts_refuse_the_call_of_all_ranks(directory: Path) -> None:
     """A shape that two ranks tell differently is found when both have come."""
     service = Service(PushLog(directory / "state"), lambda text: None)
     rank = Rank(service, terms(ranks=2))
@@ -335,7 +335,7 @@ def trained(directory: Path) -> Path:
     return path
 
 
-def test_an_entry_that_cannot_be_applied_is_left_out_and_named(directory: Path) -> None:
+def test_a_log_entry_that_cannot_be_applied_is_skipped_and_reported(directory: Path) -> None:
     path = trained(directory)
     log = PushLog(path)
     store = log.read()
@@ -407,7 +407,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_file_that_is_damaged_is_refused_by_name(directory: Path, damage: str) -> None:
+def test_a_damaged_file_is_refused_by_name(directory: Path, damage: str) -> None:
     path = trained(directory)
     DAMAGES[damage](path)
     with pytest.raises(StateError, match=r"copy is damaged or does not belong to a parameter server"):
@@ -416,7 +416,7 @@ def test_a_file_that_is_damaged_is_refused_by_name(directory: Path, damage: str)
     PushLog(path).close()
 
 
-def test_records_of_any_types_are_read_or_refused_by_name(directory: Path) -> None:
+def test_records_of_wrong_types_are_refused_by_name(directory: Path) -> None:
     path = trained(directory)
     (directory / "copy.log").unlink()
     whole, chosen, refused = path.read_bytes(), random.Random(7), []
@@ -443,7 +443,7 @@ def test_records_of_any_types_are_read_or_refused_by_name(directory: Path) -> No
     assert all("copy is damaged" in line for line in refused)
 
 
-def test_a_damaged_log_is_refused_or_left_out_by_name(directory: Path) -> None:
+def test_a_damaged_log_is_refused_or_skipped_by_name(directory: Path) -> None:
     path, chosen = trained(directory), random.Random(3)
     log, whole = (directory / "copy.log").read_bytes(), path.read_bytes()
     found, refusals = {"refused": 0, "named": 0, "cut": 0}, []

@@ -126,7 +126,7 @@ def test_an_unknown_kind_is_refused(kind: object) -> None:
         (0, 2, "island 0 is already connected from another process"),
     ],
 )
-def test_an_island_that_cannot_be_is_told_why(number: int, version: int, text: str) -> None:
+def test_an_island_that_cannot_join_is_told_why(number: int, version: int, text: str) -> None:
     world = exchanging()
     saved = world.coordinator.to_save()
     world.join("c", number=number, version=version, run=world.coordinator.saved.run)
@@ -135,7 +135,7 @@ def test_an_island_that_cannot_be_is_told_why(number: int, version: int, text: s
     assert "c" not in world.coordinator.membership.connected
 
 
-def test_a_claim_does_not_poison_the_rounds_to_come() -> None:
+def test_a_claim_does_not_break_later_rounds() -> None:
     world = World()
     world.join("a")
     world.say("a", "claim", run="former", number=3, version=2**40)
@@ -146,7 +146,7 @@ def test_a_claim_does_not_poison_the_rounds_to_come() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_thousands_of_mutated_messages_change_nothing_or_are_right(seed: int) -> None:
+def test_mutated_messages_are_refused_without_a_change_or_are_valid(seed: int) -> None:
     random_, world = random.Random(seed), exchanging()
     found = {True: 0, False: 0}
     for _ in range(500):
@@ -177,7 +177,7 @@ def mutate(random_: random.Random, value: Any) -> None:
         value[0] = random_.choice(NEVER)
 
 
-def test_a_message_is_what_its_kind_says() -> None:
+def test_a_message_has_the_fields_of_its_kind() -> None:
     for kind, fields in RIGHT.items():
         found = read_request({"kind": kind, **fields, "run": "other"})
         assert found.kind == kind

@@ -80,7 +80,7 @@ def one_island(rank: int, alone: Job, ours: Job, ports: list[int]) -> list[dict[
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_an_island_alone_trains_as_deepspeed_does(stage: int) -> None:
+def test_a_single_island_trains_as_deepspeed_does(stage: int) -> None:
     with parameter_server() as server, own_ports(1) as ports:
         alone = Job(stage, steps=8)
         ours = replace(alone, section=section(server.port, exchange={"method": "none"}))
@@ -163,7 +163,7 @@ def test_bytes_are_those_of_islands() -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(elastic: Mapping[str, Any], more: Mapping[str, Any], text: str) -> None:
+def test_invalid_settings_are_refused_by_name(elastic: Mapping[str, Any], more: Mapping[str, Any], text: str) -> None:
     islands = {"elastic": {"rendezvous": "head:1", **elastic}, **more}
     with pytest.raises(ConfigError, match=text):
         deepspeed_compress.config.parse_section({"deepspeed_compress": {"islands": islands}})

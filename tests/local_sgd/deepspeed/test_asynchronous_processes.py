@@ -30,7 +30,7 @@ def pushes(found: Sea, island: int) -> int:
     return sum(one["kind"] == "exchange" for one in found.lines(island))
 
 
-def test_islands_are_killed_at_random_instants_and_come_again(tmp_path: Path, undisturbed: Sea) -> None:
+def test_islands_killed_at_random_instants_can_join_again(tmp_path: Path, undisturbed: Sea) -> None:
     random_, kills = random.Random(3), 6
     with sea(tmp_path, VERSIONS, asynchronous=True) as found:
         came(found, 3)
