@@ -22,10 +22,11 @@ from torch import Tensor
 from deepspeed_compress.collectives.reduction import Groups, Reductions, Site
 from deepspeed_compress.config import Islands
 from deepspeed_compress.errors import CompressError
-from deepspeed_compress.local_sgd.elastic_exchange import ExchangeResult, group_of_one
-from deepspeed_compress.local_sgd.exchange import ANCHOR, MasterWeights, cosine_to_others
+from deepspeed_compress.local_sgd.exchange import ANCHOR, MasterWeights, cosine_to_others, write_anchor
 from deepspeed_compress.local_sgd.framed_messages import FramedMessages, as_bytes, read_bytes
 from deepspeed_compress.local_sgd.island_ranks import IslandRanks, LeaderDecision, SyncInterval
+from deepspeed_compress.local_sgd.round_peers import group_of_one
+from deepspeed_compress.local_sgd.strategy import ExchangeResult
 
 __all__ = ["AsynchronousExchange", "ServerCalls"]
 
@@ -71,10 +72,10 @@ class AsynchronousExchange:
         master_weights: fp32 master weights of this rank.
         site: returns the residual stores and counters for given groups.
         ranks: the ranks of this island.
-        calls: this rank's connection to the server.
+        calls: connection of this rank to the server.
         terms: settings that must be equal on all islands.
         step: returns the step of the island's schedule.
-        diverged: called when the master weights equal the anchor again after some were not finite.
+        on_divergence: called when the master weights equal the anchor again after some were not finite.
     """
 
     def __init__(
@@ -86,10 +87,12 @@ class AsynchronousExchange:
         calls: ServerCalls,
         terms: Mapping[str, Any],
         step: Callable[[], int] = lambda: 0,
-        diverged: Callable[[], object] = lambda: None,
+        on_divergence: Callable[[], object] = lambda: None,
     ) -> None:
+        assert settings.elastic is not None, "made for elastic islands"
         self.settings, self._weights, self._ranks = settings, master_weights, ranks
-        self._calls, self._terms, self._step, self._diverged = calls, terms, step, diverged
+        self._timeout = settings.elastic.timeout_seconds
+        self._calls, self._terms, self._step, self._on_divergence = calls, terms, step, on_divergence
         alone = site(Groups(group_of_one()))
         self.stores, self._meter, self._parameters = alone.stores, alone.run.meter, alone.parameters
         self._segments = tuple(master_weights.segments)
@@ -119,12 +122,12 @@ class AsynchronousExchange:
         The master weights and the anchor must be loaded already. Collective in the island.
 
         Args:
-            saved: result of `described` at the time of saving; None for a checkpoint of weights only.
+            saved: result of `describe` at the time of saving; None for a checkpoint of weights only.
             steps: number of steps of the checkpoint.
             samples: total number of samples so far.
         """
         if self._pending is not None:
-            self._heard(self._pending.answer)
+            self._await_reply(self._pending.answer)
             self._call += 1
         self._pending, self._samples = None, samples
         own = {"number": self.number, "token": self._token}
@@ -143,7 +146,7 @@ class AsynchronousExchange:
             return self._adopt_anchor(claim=None)
         return self._adopt_anchor(claim=max(1, steps) if saved is None else saved["version"], loaded=saved is not None)
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Return the state that `resume` needs."""
         about = {"run": self.run, "number": self.number, "call": self._call}
         return {**about, "version": self.version, "samples": self._samples}
@@ -154,10 +157,10 @@ class AsynchronousExchange:
         Called after an optimizer step. Collective in the island. `samples` is the total number of samples so far.
         Raises IslandError if the server has not replied for `give_up`.
         """
-        if not self._decision.follow(self._ranks.place == 0 and self._wants()):
+        if not self._decision.follow(self._ranks.place == 0 and self._is_due()):
             return None
         if self._pending is not None:
-            return self._land(self._pending)
+            return self._apply_reply(self._pending)
         self._push(samples)
         return None
 
@@ -172,7 +175,14 @@ class AsynchronousExchange:
         deadline = time.monotonic() + patience
         while not pending.answer.done() and time.monotonic() < deadline:
             time.sleep(0.01)
-        return self._land(pending) if self._ranks.all_true(pending.answer.done()) else None
+        return self._apply_reply(pending) if self._ranks.all_true(pending.answer.done()) else None
+
+    def prepare_save(self) -> None:
+        """Wait up to `timeout` for a pending push. If it is still pending, it is saved as if it had not been sent."""
+        self.finish(self._timeout)
+
+    def prepare_load(self) -> None:
+        """Do nothing: loading does not change the server's state."""
 
     def leave(self) -> None:
         """Announce that the island leaves, and end all calls. Does not wait for an unresponsive server."""
@@ -184,7 +194,7 @@ class AsynchronousExchange:
         """Return a copy of the anchor that this rank started from, as flat fp32."""
         return self._anchor.read(self._segments, self._weights.device)
 
-    def _wants(self) -> bool:
+    def _is_due(self) -> bool:
         due = self._interval.count_step()
         return self._pending.answer.done() if self._pending is not None else due
 
@@ -195,8 +205,8 @@ class AsynchronousExchange:
         self._interval.restart()
         # An island that diverged reports so, and receives the anchor.
         head = self._head("push", samples=samples - self._samples if healthy else 0)
-        moved = sent - self.anchor()
-        payload = self._messages.encode(moved, self._call + 1, self.number, remember=True) if healthy else moved[:0]
+        update = sent - self.anchor()
+        payload = self._messages.encode(update, self._call + 1, self.number, remember=True) if healthy else update[:0]
         body = as_bytes(payload.cpu())
         self._meter.count("bytes_islands", len(body))
         self._pending = PendingPush(self._calls.start(head, body), sent, healthy, samples, time.monotonic() - begun)
@@ -205,28 +215,28 @@ class AsynchronousExchange:
         about = {"run": self.run, "number": self.number, "place": self._ranks.place, "call": self._call + 1}
         return {"kind": kind, **about, "token": self._token, "step": self._step(), **more}
 
-    def _land(self, pending: PendingPush) -> ExchangeResult:
+    def _apply_reply(self, pending: PendingPush) -> ExchangeResult:
         begun = time.monotonic()
-        head, body = self._heard(pending.answer)
+        head, body = self._await_reply(pending.answer)
         self._call += 1
-        self._pending, taken = None, head["kind"] == "taken"
+        self._pending, is_taken = None, head["kind"] == "taken"
         for store in self.stores.by_name.values():
-            store.commit() if taken else store.rollback()
+            store.commit() if is_taken else store.rollback()
         self._samples = pending.samples
         if not self._ranks.all_equal(head["version"]):
             # The server was restarted between the calls of two ranks.
             self._adopt_anchor(claim=None)
         else:
-            self._set_out(head, body, pending.sent)
+            self._start_from(head, body, pending.sent)
         if not pending.healthy:
-            self._diverged()
-        reason = "" if taken else head.get("reason", "what it had moved was too old, or not finite")
-        kind, weight = ("exchange" if taken else "renewed"), float(head.get("weight", 1.0))
+            self._on_divergence()
+        reason = "" if is_taken else head.get("reason", "its push was too old, or not finite")
+        kind, weight = ("exchange" if is_taken else "renewed"), float(head.get("weight", 1.0))
         return ExchangeResult(
             kind, pending.seconds + time.monotonic() - begun, self.version, reason=reason, weight=weight
         )
 
-    def _heard(self, answer: "Future[Reply]") -> Reply:
+    def _await_reply(self, answer: "Future[Reply]") -> Reply:
         """Return the reply. An error on one rank is raised on all ranks of the island."""
         error = answer.exception()
         texts = [text for text in self._ranks.gather(None if error is None else f"{error}") if text]
@@ -236,7 +246,7 @@ class AsynchronousExchange:
             raise CompressError(texts[0])
         return answer.result()
 
-    def _set_out(self, head: Mapping[str, Any], body: Any, sent: Tensor | None) -> None:
+    def _start_from(self, head: Mapping[str, Any], body: Any, sent: Tensor | None) -> None:
         """Continue from the anchor in the reply; with `sent`, keep later updates of the master weights."""
         if not head.get("exact"):
             payload = read_bytes(body, torch.uint8).to(self._weights.device)
@@ -247,9 +257,9 @@ class AsynchronousExchange:
             self._compare(sent, anchor, float(head["weight"]))
         self._anchor.write(self._segments, anchor)
         if sent is not None:
-            since = self._weights.read(self._segments).sub_(sent)
-            anchor = torch.where(torch.isfinite(since), since, 0.0).add_(anchor)
-        self._weights.write(self._segments, anchor)
+            write_anchor(self._weights, self._segments, anchor, sent)
+        else:
+            self._weights.write(self._segments, anchor)
         self._weights.publish()
         self.version = head["version"]
 
@@ -280,13 +290,13 @@ class AsynchronousExchange:
                 more = {"claim": claim or 0, "layout": layout, "shapes": shapes}
                 head, body = self._ask("seed", as_bytes(proposed.cpu()), **more)
             if self._ranks.all_equal(head["version"]):
-                self._set_out(head, body, None)
+                self._start_from(head, body, None)
                 return head
             # The server was restarted between the calls of two ranks, and may still be starting.
             time.sleep(_PAUSE)
 
     def _ask(self, kind: str, body: Any = b"", **more: Any) -> Reply:
         """Send a request and wait for the reply on all ranks."""
-        found = self._heard(self._calls.start(self._head(kind, **more), body))
+        found = self._await_reply(self._calls.start(self._head(kind, **more), body))
         self._call += 1
         return found

@@ -24,7 +24,6 @@ from deepspeed_compress.config import Islands, Outer
 from deepspeed_compress.errors import ConfigError, IslandError
 from deepspeed_compress.local_sgd.asynchronous_exchange import AsynchronousExchange
 from deepspeed_compress.local_sgd.coordinator.client import CoordinatorClient
-from deepspeed_compress.local_sgd.elastic_exchange import ExchangeResult
 from deepspeed_compress.local_sgd.exchange import move_anchor
 from deepspeed_compress.local_sgd.island_ranks import IslandRanks
 from deepspeed_compress.local_sgd.parameter_server.client import PARAMETER_SERVER, PushClient
@@ -34,6 +33,7 @@ from deepspeed_compress.local_sgd.parameter_server.push_log import PushLog
 from deepspeed_compress.local_sgd.parameter_server.records import Records
 from deepspeed_compress.local_sgd.parameter_server.server import Server
 from deepspeed_compress.local_sgd.parameter_server.store import Store
+from deepspeed_compress.local_sgd.strategy import ExchangeResult
 from deepspeed_compress.monitor import Meter
 from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.connection import Connection
@@ -447,7 +447,7 @@ def test_a_process_whose_island_was_resumed_by_another_is_refused(server: Server
     """Two processes never act as one island."""
     first = Island(section(server.port), goal=1.0)
     first.step()
-    saved = first.exchange.described()
+    saved = first.exchange.describe()
     first.client._hang_up()
     until(lambda: not connected(server))
     second = Island(section(server.port))
@@ -610,7 +610,7 @@ def test_a_checkpoint_resumes_where_it_was_saved_or_from_the_newest_anchor(serve
     island = Island(section(server.port), goal=1.0)
     island.step()
     island.move()
-    saved, weights, anchor = island.exchange.described(), island.weights.values.clone(), island.exchange.anchor()
+    saved, weights, anchor = island.exchange.describe(), island.weights.values.clone(), island.exchange.anchor()
     island.client.close()
     until(lambda: not connected(server))
 
@@ -638,7 +638,7 @@ def test_a_new_server_starts_from_the_newest_checkpoint() -> None:
         islands = [Island(section(server.port), goal) for goal in (0.0, 1.0)]
         for one in islands:
             one.step()
-        saved = [(one.exchange.described(), one.exchange.anchor()) for one in islands]
+        saved = [(one.exchange.describe(), one.exchange.anchor()) for one in islands]
     with parameter_server() as server:
         again = [Island(section(server.port)) for _ in saved]
         for one, (described, anchor) in zip(again, saved, strict=True):

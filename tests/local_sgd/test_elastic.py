@@ -20,9 +20,13 @@ from deepspeed_compress.errors import ConfigError, IslandError
 from deepspeed_compress.local_sgd.anchors import AnchorServer
 from deepspeed_compress.local_sgd.coordinator.client import CoordinatorClient, status
 from deepspeed_compress.local_sgd.coordinator.server import Server, StateFile, island_server
-from deepspeed_compress.local_sgd.coordinator.wire import Anchor
-from deepspeed_compress.local_sgd.elastic_exchange import ElasticExchange, ExchangeResult, make_groups
+from deepspeed_compress.local_sgd.coordinator.wire import AnchorSources
+from deepspeed_compress.local_sgd.elastic_exchange import ElasticExchange
+from deepspeed_compress.local_sgd.exchange import AnchorState
 from deepspeed_compress.local_sgd.island_ranks import IslandRanks
+from deepspeed_compress.local_sgd.round_peers import make_groups
+from deepspeed_compress.local_sgd.shared_anchor import SharedAnchor
+from deepspeed_compress.local_sgd.strategy import ExchangeResult
 from deepspeed_compress.monitor import Meter
 from tests.support.islands import EXACT, INT4, NUMEL, Weights
 
@@ -92,7 +96,9 @@ class Island:
 
     def __post_init__(self) -> None:
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.server = AnchorServer("127.0.0.1", lambda version: self.exchange.copy(version))
+        self.stores = ResidualStores(transactional=True)
+        anchor = SharedAnchor(self.settings, self.weights.segments, AnchorState(self.stores), dict)
+        self.server = AnchorServer("127.0.0.1", anchor.copy)
         elastic = self.settings.elastic
         assert elastic is not None
         terms = {"timeout": elastic.timeout_seconds, "minimum": elastic.minimum}
@@ -105,16 +111,13 @@ class Island:
             [self.server.address],
         )
         doomed = Doomed(self.client, self.instant, self.round)
-        self.stores = ResidualStores(transactional=True)
         site = partial(
             Site,
             parameters=Parameters({"w": (NUMEL,)}, ["w"]),
             stores=self.stores,
             run=Run(StepClock(), Meter()),
         )
-        self.exchange = ElasticExchange(
-            self.settings, self.weights, lambda groups: site(groups), IslandRanks(), doomed, doomed.groups
-        )
+        self.exchange = ElasticExchange(self.settings, self.weights, site, IslandRanks(), anchor, doomed, doomed.groups)
 
     def start(self) -> None:
         """Join, and return once the coordinator waits for this island in every round."""
@@ -145,7 +148,7 @@ class Island:
         connection = self.client._connection
         if connection is not None:
             connection.end()
-        self.exchange._last_round = None
+        self.exchange.peers.disconnect()
         self.server.close()
 
     @property
@@ -231,7 +234,7 @@ def test_a_link_slower_than_the_timeout_gets_more_time(address: str) -> None:
         return made
 
     islands = [Island(section(address, minimum=2), goal) for goal in (0.0, 1.0)]
-    islands[1].exchange._make_groups = slow
+    islands[1].exchange.peers._make = slow
     at_once(*(partial(one.train, 6) for one in islands))
     for one in islands:
         assert [result.kind for result in one.results][-2:] == ["exchange", "exchange"]
@@ -283,10 +286,10 @@ def test_a_joining_island_adopts_the_anchor_and_takes_part_in_the_next_exchange(
 
 def test_an_island_of_another_beginning_adopts_the_anchor_and_its_metadata(address: str) -> None:
     first, other = Island(section(address), 1.0).train(2), Island(section(address), 0.0)
-    other.exchange.run = first.exchange.run
+    other.exchange.shared_anchor.run = first.exchange.shared_anchor.run
     result = other.exchange.exchange(8)
     assert result.kind == "renewed"
-    assert result.about["run"] == first.client.run
+    assert result.metadata["run"] == first.client.run
     assert torch.equal(other.weights.values, first.anchor)
 
 
@@ -388,14 +391,14 @@ def test_two_coordinators_cannot_share_a_file(tmp_path: Any) -> None:
 @pytest.mark.parametrize(("outer", "sent"), [("average", {"anchor"}), ("nesterov", {"anchor", "outer_momentum"})])
 def test_the_outer_momentum_is_served_only_with_nesterov(address: str, outer: str, sent: set[str]) -> None:
     island = Island(section(address, outer={"optimizer": outer}), 1.0).train(1)
-    found, again = island.exchange.copy(1), island.exchange.copy(1)
+    found, again = island.exchange.shared_anchor.copy(1), island.exchange.shared_anchor.copy(1)
     assert found is not None
     assert again is not None
     assert found[2].keys() == sent
     # One copy, however many islands ask for it; and another one of another version.
     assert found[2] is again[2]
     island.train(1)
-    newer = island.exchange.copy(2)
+    newer = island.exchange.shared_anchor.copy(2)
     assert newer is not None
     assert newer[2] is not found[2]
     island.end()
@@ -403,18 +406,18 @@ def test_the_outer_momentum_is_served_only_with_nesterov(address: str, outer: st
 
 def test_an_anchor_that_cannot_be_fetched_raises_with_the_cause(address: str) -> None:
     island = Island(section(address), 1.0).train(1)
-    nobody = Anchor(9, [["127.0.0.1:1"]])
-    assert island.exchange._fetched(nobody) is None
-    with pytest.raises(IslandError, match=r"could not be taken from any of 1 islands .*Connection refused"):
-        island.exchange._next_anchor(nobody, deadline=0.0)
+    nobody = AnchorSources(9, [["127.0.0.1:1"]])
+    assert island.exchange.shared_anchor.fetch(nobody, 0, 0) is None
+    with pytest.raises(IslandError, match=r"none of 1 islands provided the anchor .*Connection refused"):
+        island.exchange._find_sources_again(nobody, deadline=0.0)
     island.end()
 
 
 def test_no_anchor_is_served_while_a_checkpoint_is_loaded(address: str) -> None:
     island = Island(section(address), 1.0).train(1)
-    assert island.exchange.copy(1) is not None
-    island.exchange.withdraw()
-    assert island.exchange.copy(1) is None
-    island.exchange.resume("other", 3, 40, use_own_weights=False)
-    assert island.exchange.copy(1) is not None
+    assert island.exchange.shared_anchor.copy(1) is not None
+    island.exchange.prepare_load()
+    assert island.exchange.shared_anchor.copy(1) is None
+    island.exchange.resume({"run": "other", "number": 3, "version": 40}, 1, 8)
+    assert island.exchange.shared_anchor.copy(1) is not None
     island.end()

@@ -10,7 +10,7 @@ from typing import Any
 
 from deepspeed_compress.errors import ConfigError, IslandError
 from deepspeed_compress.local_sgd.coordinator.messages import FROM_COORDINATOR
-from deepspeed_compress.local_sgd.coordinator.wire import COORDINATOR, Anchor, Message, Outcome, Round
+from deepspeed_compress.local_sgd.coordinator.wire import COORDINATOR, AnchorSources, Message, Outcome, Round
 from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.connection import Connection
 from deepspeed_compress.transport.credentials import Credentials
@@ -99,33 +99,33 @@ class CoordinatorClient:
             self.leave()
             raise
 
-    def sources(self) -> Anchor:
+    def sources(self) -> AnchorSources:
         """Return the islands that hold the newest anchor. Blocks until `minimum` islands have joined."""
-        return _anchor(self._ask({"kind": "sources"}))
+        return _read_sources(self._ask({"kind": "sources"}))
 
-    def claim(self, run: str, number: int, version: int) -> Anchor:
+    def claim(self, run: str, number: int, version: int) -> AnchorSources:
         """Report that this island has loaded the anchor that island `number` of `run` saved.
 
         Returns:
             The anchor to use, without sources if all islands begin with the loaded one.
         """
-        return _anchor(self._ask({"kind": "claim", "run": run, "number": number, "version": version}))
+        return _read_sources(self._ask({"kind": "claim", "run": run, "number": number, "version": version}))
 
     def ready(self, version: int) -> None:
         """Report that this island has the anchor of `version`, and must be waited for from now on."""
         self.version = version
         self._send({"kind": "ready", "version": version})
 
-    def arrive(self, samples: int) -> Round | Anchor | None:
+    def arrive(self, samples: int) -> Round | AnchorSources | None:
         """Request to exchange the weight changes of `samples` samples.
 
         Returns:
-            The round; None if it is too late for one, so that the island continues to train; or an Anchor if the
-                island's own anchor no longer belongs to this run.
+            The round; None if it is too late for one, so that the island continues to train; or AnchorSources if
+                the anchor of this island no longer belongs to this run.
         """
         found = self._ask({"kind": "arrive", "version": self.version, "samples": samples})
         if found["kind"] == "anchor":
-            return _anchor(found)
+            return _read_sources(found)
         return Round.of(found) if found["kind"] == "round" else None
 
     def vote(self, round_: int, ok: bool) -> Outcome:
@@ -250,8 +250,8 @@ class CoordinatorClient:
             self._change.notify_all()
 
 
-def _anchor(message: Message) -> Anchor:
-    return Anchor(message["version"], message["sources"])
+def _read_sources(message: Message) -> AnchorSources:
+    return AnchorSources(message["version"], message["sources"])
 
 
 def status(address: str, timeout: float = 5.0, credentials: Credentials | None = None) -> dict[str, Any]:

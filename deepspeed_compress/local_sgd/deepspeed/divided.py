@@ -41,7 +41,7 @@ from deepspeed_compress.local_sgd.deepspeed.moments import find_second_moments
 from deepspeed_compress.local_sgd.deepspeed.rates import rates_of, warn_of_unequal_rates
 from deepspeed_compress.local_sgd.deepspeed.replicated import check_equal_blocks, divide_replicated
 from deepspeed_compress.local_sgd.deepspeed.tags import ISLAND, check_tag, tag_of_file
-from deepspeed_compress.local_sgd.exchange import IslandExchange
+from deepspeed_compress.local_sgd.fixed_exchange import FixedExchange
 from deepspeed_compress.session.memories import check_owners, on_all_ranks
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import Session
@@ -49,7 +49,7 @@ from deepspeed_compress.session.session import Session
 __all__ = ["attach_islands", "stay_apart"]
 
 
-def attach_islands(engine: Any, unit: IslandUnit, parameters: Parameters, session: Session) -> IslandExchange:
+def attach_islands(engine: Any, unit: IslandUnit, parameters: Parameters, session: Session) -> FixedExchange:
     """Exchange after steps of `engine` (made from a `divide_call`), and keep the files of islands apart. Collective."""
     run = Run(StepClock(), session.meter, session.config.seed, session.pace)
     settings = session.config.islands
@@ -68,7 +68,7 @@ def attach_islands(engine: Any, unit: IslandUnit, parameters: Parameters, sessio
     dist.all_gather_object(names, [one.parameter for one in trained.stretches])
     copy_untrained_weights(untrained_parameters(engine, {*chain(*names)}, settings.own), engine, unit)
     site = Site(Groups(unit.peers, downward=unit.downward), shared, stores, run, traffic="bytes_islands")
-    exchange = IslandExchange(
+    exchange = FixedExchange(
         settings,
         master_weights,
         site,
@@ -122,13 +122,13 @@ def _in_its_directory(unit: IslandUnit, key: str, original: Callable[..., Any], 
     return original(**given)
 
 
-def _end(exchange: "weakref.ref[IslandExchange]") -> None:
+def _end(exchange: "weakref.ref[FixedExchange]") -> None:
     """Wait for pending exchanges, since a slower island cannot receive messages from a process that has exited."""
     found = exchange()
     if found is not None:
         # Other islands may have failed; they report that themselves.
         with suppress(RuntimeError):
-            found.forget()
+            found.discard()
 
 
 def _over_all_ranks(
@@ -157,7 +157,7 @@ class _Files:
 
     engine: Any
     unit: IslandUnit
-    exchange: IslandExchange
+    exchange: FixedExchange
     config: CompressConfig
 
     @property
@@ -202,7 +202,7 @@ class _Files:
             StateError: islands loaded different checkpoints, or the exchange state cannot be restored.
         """
         given = inspect.signature(original).bind(*args, **options).arguments
-        self.exchange.forget()
+        self.exchange.discard()
         base = _base(given["load_dir"])
         tag = _latest(base) if given.get("tag") is None else str(given["tag"])
         islands = 1 if tag is None else _saved_islands(base / tag)
@@ -229,7 +229,8 @@ class _Files:
         if len(set(tags)) > 1:
             found = ", ".join(sorted({str(tag) for tag in tags}))
             raise StateError(
-                f"islands have loaded {found} (allowed: one checkpoint for all); give load_checkpoint a tag"
+                f"islands loaded different checkpoints: {found} (allowed: one for all islands); give load_checkpoint "
+                "a tag"
             )
 
     def _save_state(self, directory: Path) -> None:
@@ -260,16 +261,17 @@ class _Files:
         if self.config.on_missing_state == "error":
             raise StateError(
                 f'{problems}. Restore the file, or write "on_missing_state": "reset" into deepspeed_compress (allowed: '
-                '"error", "reset"): all islands then begin with the weights of the first one'
+                '"error", "reset"): all islands then start from the weights of the first one'
             )
-        warnings.warn(f"islands begin with the weights of the first one: {problems}", CompressWarning, stacklevel=3)
+        warnings.warn(f"islands start from the weights of the first one: {problems}", CompressWarning, stacklevel=3)
         self.exchange.start()
 
     def _restore(self, directory: Path) -> None:
         ranks = state.read_description(state.state_file(directory, 0, _STEM)).position.groups
         if ranks != self.position.groups:
             raise StateError(
-                f"{directory}: saved by islands of {ranks} ranks, these have {self.position.groups} (allowed: as many)"
+                f"{directory} was saved by islands of {ranks} ranks, and these have {self.position.groups} (allowed: "
+                "the same number); start islands of that size"
             )
         found = state.sources(directory, dist.get_rank(), self.position, _STEM)
         check_owners(found[0][1], self.config)

@@ -16,9 +16,9 @@ from deepspeed_compress.collectives.reduction import Groups, Parameters, Reducti
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.config import Islands, Outer
-from deepspeed_compress.local_sgd.elastic_exchange import group_of_one
 from deepspeed_compress.local_sgd.framed_messages import FramedMessages
 from deepspeed_compress.local_sgd.parameter_server.calls import Slice
+from deepspeed_compress.local_sgd.round_peers import group_of_one
 from deepspeed_compress.monitor import Meter
 
 __all__ = ["NAMES", "Place", "make_messages", "make_place", "read_place", "unfit_refused"]

@@ -14,7 +14,7 @@ import torch
 
 import deepspeed_compress
 from deepspeed_compress.errors import CompressWarning, ConfigError, IslandError, StateError
-from deepspeed_compress.local_sgd import elastic_exchange as rounds
+from deepspeed_compress.local_sgd import shared_anchor
 from deepspeed_compress.local_sgd.coordinator.client import status
 from deepspeed_compress.local_sgd.deepspeed import elastic
 from tests.support.coordinators import become_island, coordinator, own_ports, parameter_server
@@ -126,7 +126,7 @@ def saved(rank: int, job: Job, ports: list[int], directories: list[str]) -> tupl
     exchange = engine.compression.islands.exchange
     run_until(engine, batches, 2 + rank)
     engine.save_checkpoint(directories[rank], tag=0)
-    version, anchor = exchange.version, exchange.copy(1)[2]["anchor"].tolist()
+    version, anchor = exchange.version, exchange.shared_anchor.copy(1)[2]["anchor"].tolist()
     run_until(engine, batches, 1 + len(directories))
     engine.destroy()
     return version, {"anchor": anchor}
@@ -138,7 +138,7 @@ def resumed(rank: int, job: Job, ports: list[int], directories: list[str]) -> tu
     path, _ = engine.load_checkpoint(directories[rank])
     assert path is not None
     exchange = engine.compression.islands.exchange
-    version, anchor = exchange.version, exchange.copy(1)[2]["anchor"].tolist()
+    version, anchor = exchange.version, exchange.shared_anchor.copy(1)[2]["anchor"].tolist()
     run(engine, data(rank + 7, job))
     engine.destroy()
     return version, {"anchor": anchor}, float(engine.global_steps)
@@ -162,8 +162,8 @@ def test_all_islands_restart_from_the_newest_checkpoint(tmp_path: Path, more: Ma
 def resumed_late(rank: int, *args: Any) -> tuple[int, dict[str, list[float]], float]:
     """The second island takes the anchor of the first one when that has begun to load its checkpoint."""
     if rank:
-        original = rounds.fetch_anchor
-        rounds.fetch_anchor = lambda *given: (time.sleep(1.0), original(*given))[1]
+        original = shared_anchor.fetch_anchor
+        shared_anchor.fetch_anchor = lambda *given: (time.sleep(1.0), original(*given))[1]
     return resumed(rank, *args)
 
 
@@ -184,13 +184,13 @@ def follows(rank: int, job: Job, size: int, ports: list[int], directory: str) ->
     place, begun = become_island(rank, size, ports), Path(directory, "begun")
     if rank >= size:
         wait_for(begun.parent, begun.name)
-        original = rounds.fetch_anchor
+        original = shared_anchor.fetch_anchor
 
         def heard(*given: Any) -> Any:
             version, about, tensors = original(*given)
             return version, {**about, "step": about["step"] + place}, tensors
 
-        rounds.fetch_anchor = heard
+        shared_anchor.fetch_anchor = heard
     engine = start(job)
     if rank < size:
         run(engine, data(place, job)[:5])
@@ -239,7 +239,7 @@ def goes_on(
 
 def remember(exchange: Any, seen: dict[int, list[float]]) -> None:
     """Who had to go on with its own weights has no anchor before its first exchange."""
-    seen[exchange.version] = exchange.copy(1)[2]["anchor"].tolist() if exchange.version else []
+    seen[exchange.version] = exchange.shared_anchor.copy(1)[2]["anchor"].tolist() if exchange.version else []
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 3), (2, 4)])
@@ -255,8 +255,8 @@ def goes_on_alone(rank: int, job: Job, ports: list[int], directories: list[str],
     if rank == 2:
         while not status(job.section["islands"]["elastic"]["rendezvous"])["islands"]:
             time.sleep(0.02)
-        original = rounds.fetch_anchor
-        rounds.fetch_anchor = lambda *given: (time.sleep(1.0), original(*given))[1]
+        original = shared_anchor.fetch_anchor
+        shared_anchor.fetch_anchor = lambda *given: (time.sleep(1.0), original(*given))[1]
     return goes_on(rank, job, ports, directories, version, marks)
 
 
@@ -361,7 +361,7 @@ def comes_late(
     if rank == 0:
         rates.append(engine.get_lr()[0])
         done.touch()
-        while engine.compression.islands.way.client.version and not Path(directory, "joined").exists():
+        while engine.compression.islands.exchange.rendezvous.version and not Path(directory, "joined").exists():
             time.sleep(0.02)
     loaded = {} if rank == 0 else rates_after_loading(engine, f"{directory}/saved")
     Path(directory, "joined").touch()
@@ -449,7 +449,7 @@ def refused(rank: int, job: Job, ports: list[int]) -> str:
     except ConfigError as error:
         return str(error)
     # Until the other one has come.
-    while engine.compression.islands.way.client.version and time.monotonic() - begun < 3:
+    while engine.compression.islands.exchange.rendezvous.version and time.monotonic() - begun < 3:
         time.sleep(0.1)
     return ""
 
@@ -541,7 +541,7 @@ def counted(rank: int, job: Job, ports: list[int], directory: str, load: bool) -
     else:
         run(engine, data(rank, job))
         engine.save_checkpoint(directory)
-    kept = int(engine.global_samples) - engine.compression.islands.way.described()["samples"]
+    kept = int(engine.global_samples) - engine.compression.islands.exchange.describe()["samples"]
     engine.destroy()
     return kept
 

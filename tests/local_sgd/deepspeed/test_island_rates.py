@@ -41,7 +41,7 @@ def train(engine: Any, rates: LearningRates, steps: int, *metric: float) -> None
         if engine.lr_scheduler is not None:
             engine.lr_scheduler.step(*metric)
         engine.global_steps += 1
-        rates.note()
+        rates.update_snapshot()
 
 
 def late(first: Make | None, second: Make | None, *metric: float, lr: float = 0.1) -> tuple[Any, Any, list[str]]:
@@ -51,7 +51,7 @@ def late(first: Make | None, second: Make | None, *metric: float, lr: float = 0.
     train(engine, rates, 7, *metric)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", CompressWarning)
-        follower.follow(json.loads(json.dumps(rates.told())))
+        follower.catch_up(json.loads(json.dumps(rates.published())))
     return engine, other, [str(one.message) for one in caught if issubclass(one.category, CompressWarning)]
 
 
@@ -104,17 +104,17 @@ def test_a_warning_shows_both_learning_rates_if_they_differ(second: Make | None,
 def test_a_schedule_of_another_length_is_reported_before_rates_differ() -> None:
     longer = made(lambda optimizer: OneCycleLR(optimizer, max_lr=1.0, total_steps=500))
     rates = LearningRates(made(SCHEDULES["one cycle"]))
-    with pytest.warns(CompressWarning, match="total_steps 500 where that of the others has 50"):
-        LearningRates(longer).follow(rates.told())
+    with pytest.warns(CompressWarning, match="total_steps 500, and that of the others 50"):
+        LearningRates(longer).catch_up(rates.published())
 
 
 def test_an_edited_learning_rate_is_reported() -> None:
     engine, other = made(None), made(None)
     rates = LearningRates(engine)
     engine.optimizer.param_groups[0]["lr"] = 0.7
-    rates.note()
+    rates.update_snapshot()
     with pytest.warns(CompressWarning, match=r"are \[0.1\], and those of the others \[0.7\]"):
-        LearningRates(other).follow(rates.told())
+        LearningRates(other).catch_up(rates.published())
 
 
 def comes_late(rank: int, job: Job, ports: list[int], marks: Any) -> list[float]:
