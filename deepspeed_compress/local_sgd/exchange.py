@@ -199,7 +199,7 @@ class AnchorState:
 
 
 class LocalSGDExchange:
-    """One exchange of Local SGD and DiLoCo: send an update, receive the mean, move the anchor.
+    """One exchange of Local SGD and DiLoCo, with error feedback: send an update, receive the mean, move the anchor.
 
     Args:
         stores: residuals, anchor and momentum of this rank.

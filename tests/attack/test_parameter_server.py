@@ -133,7 +133,7 @@ class _Connected:
 def undisturbed() -> Tensor:
     """The anchor after the same pushes to a server that nobody attacks, nor reaches."""
     service = Service(None, lambda text: None)
-    island = Island(lambda head, body: service.hear(head, bytearray(body), _Connected()))
+    island = Island(lambda head, body: service.handle(head, bytearray(body), _Connected()))
     for seed in range(PUSHES):
         island.push(seed)
     return service.store.places[0].anchor

@@ -236,7 +236,7 @@ def test_error_feedback_conserves_the_sum_of_updates(server: Server) -> None:
         torch.testing.assert_close(anchor - before + island.residual, moved + kept)
     # What the way back leaves out comes with the next answer.
     assert float((island.exchange.anchor() - anchor).abs().max()) < 0.05 * float((anchor - 4.0).abs().max() + 1)
-    assert torch.equal(island.exchange.anchor(), server.service.store._held[0][0])
+    assert torch.equal(island.exchange.anchor(), server.service.store._anchors_held[0][0])
 
 
 def test_answers_and_pushes_are_compressed(server: Server) -> None:
@@ -246,7 +246,7 @@ def test_answers_and_pushes_are_compressed(server: Server) -> None:
     assert 0 < size < NUMEL
     # The answer, once more: as long as the push.
     store, held = server.service.store, island.exchange.anchor()
-    store._held[0] = {0: held}
+    store._anchors_held[0] = {0: held}
     head, body = store.answer(0, 0, "taken", 9)
     assert len(body) == size
     assert "exact" not in head
@@ -435,7 +435,7 @@ def test_too_many_islands_are_refused_until_one_leaves() -> None:
         islands = [Island(section(server.port)) for _ in range(2)]
         # Not connected, but known: it has not left, and may be back.
         islands[0].client._hang_up()
-        with pytest.raises(ConfigError, match=r"there are 2 islands \(allowed: 2\); end some of them"):
+        with pytest.raises(ConfigError, match=r"there are 2 islands \(allowed: 2\); stop some of them"):
             Island(section(server.port))
         islands[1].exchange.leave()
         assert Island(section(server.port)).exchange.number == 2
@@ -454,7 +454,7 @@ def test_a_process_whose_island_was_resumed_by_another_is_refused(server: Server
     second.exchange._anchor.write(second.weights.segments, first.exchange.anchor())
     second.exchange.resume(saved, 1, SAMPLES)
     assert second.exchange.number == first.exchange.number
-    with pytest.raises(ConfigError, match="island 0 is another process"):
+    with pytest.raises(ConfigError, match="another process has entered or resumed island 0"):
         first.step()
     second.samples = SAMPLES
     assert second.step().kind == "exchange"
@@ -659,5 +659,5 @@ def test_islands_with_other_settings_or_services_are_refused(server: Server, add
         Island(section(server.port, max_staleness=9))
     with pytest.raises(ConfigError, match=r'the server is a parameter server.*write "parameter_server": {}'):
         CoordinatorClient(f"127.0.0.1:{server.port}", 1.0, 5.0, {"timeout": 1.0}, "127.0.0.1:1", ["127.0.0.1:1"])
-    with pytest.raises(ConfigError, match=r"settles rounds.*start it with --parameter-server"):
+    with pytest.raises(ConfigError, match=r"coordinator of rounds.*start the server with --parameter-server"):
         Island(section(int(address.rpartition(":")[2])))

@@ -67,7 +67,7 @@ class Rank:
 
     def __init__(self, service: Service, given: Mapping[str, Any]) -> None:
         self.service, self.calls = service, 0
-        answer, _ = service.hear({"kind": "enter", "terms": given}, b"", Connected())
+        answer, _ = service.handle({"kind": "enter", "terms": given}, b"", Connected())
         assert answer["kind"] == "welcome", answer
         self.own = {name: answer[name] for name in ("run", "number", "token")}
 
@@ -75,7 +75,7 @@ class Rank:
         return {"kind": kind, **self.own, "place": 0, "call": self.calls + 1, "step": self.calls, **more}
 
     def ask(self, kind: str, body: bytes = b"", **more: Any) -> Answer:
-        found = self.service.hear(self.head(kind, **more), bytearray(body), Connected())
+        found = self.service.handle(self.head(kind, **more), bytearray(body), Connected())
         assert found[0]["kind"] != "refused", found[0]
         self.calls += 1
         return found
@@ -162,7 +162,7 @@ def test_a_mutated_call_is_refused_or_applied_and_can_be_replayed(
         if heard is None:
             continue
         before = state(service)
-        answer, _ = service.hear(heard, bytearray(body), Connected())
+        answer, _ = service.handle(heard, bytearray(body), Connected())
         if answer["kind"] == "refused":
             refused += 1
             assert same(before, state(service)), (heard, answer)
@@ -224,7 +224,7 @@ def test_an_index_beyond_the_tensor_is_refused_before_logging(directory: Path) -
     rank = Rank(service, terms())
     rank.seed(moved(0))
     before, log = state(service), (directory / "state.log").read_bytes()
-    answer, _ = service.hear(
+    answer, _ = service.handle(
         rank.head("push", samples=8), bytearray(b"\xff" * len(rank.encoded(moved(1)))), Connected()
     )
     assert answer["kind"] == "refused"
@@ -246,7 +246,7 @@ def test_finite_pushes_that_make_the_anchor_infinite_are_dropped_with_a_reason(o
     answers = [rank.push(huge)[0] for _ in range(3)]
     dropped = [one for one in answers if one["kind"] == "dropped"]
     assert dropped
-    assert {one["reason"] for one in dropped} == {"the anchor would not be finite any more"}
+    assert {one["reason"] for one in dropped} == {"the anchor would become non-finite"}
     assert all(bool(torch.isfinite(one).all()) for one in service.store.tensors().values())
     assert rank.push(moved(1))[0]["kind"] == "taken"
 
@@ -290,11 +290,11 @@ def test_non_finite_weights_are_refused_as_a_seed() -> None:
 )
 def test_invalid_terms_are_refused(given: Any) -> None:
     service = Service(None, lambda text: None)
-    answer, _ = service.hear({"kind": "enter", "terms": given}, b"", Connected())
+    answer, _ = service.handle({"kind": "enter", "terms": given}, b"", Connected())
     assert answer["kind"] == "refused"
     assert service.store.records.terms is None
     Rank(service, terms())
-    answer, _ = service.hear({"kind": "enter", "terms": given}, b"", Connected())
+    answer, _ = service.handle({"kind": "enter", "terms": given}, b"", Connected())
     assert answer["kind"] == "refused"
 
 
@@ -307,7 +307,7 @@ def test_inconsistent_parts_refuse_the_call_of_all_ranks(directory: Path) -> Non
     ]
     answers: list[Answer] = []
     threads = [
-        threading.Thread(target=lambda head=head: answers.append(service.hear(head, bytearray(16), Connected())))
+        threading.Thread(target=lambda head=head: answers.append(service.handle(head, bytearray(16), Connected())))
         for head in heads
     ]
     for thread in threads:
@@ -351,9 +351,7 @@ def test_a_log_entry_that_cannot_be_applied_is_skipped_and_reported(directory: P
     log.close()
     told: list[str] = []
     again = Service(PushLog(path), told.append)
-    assert told == [
-        "entry 2 of the log is left out: samples is '8' (allowed: an integer from 0 to 9223372036854775807)"
-    ]
+    assert told == ["entry 2 of the log is skipped: samples is '8' (allowed: an integer from 0 to 9223372036854775807)"]
     assert again.store.records.pushes == 2
     again.close()
 
@@ -459,7 +457,7 @@ def test_a_damaged_log_is_refused_or_skipped_by_name(directory: Path) -> None:
         try:
             Service(PushLog(path), told.append).close()
             found["named" if told else "cut"] += 1
-            assert all("of the log is left out" in line for line in told)
+            assert all("of the log is skipped" in line for line in told)
         except StateError as error:
             found["refused"] += 1
             refusals.append(f"{error}")

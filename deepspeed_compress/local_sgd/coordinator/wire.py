@@ -2,7 +2,7 @@
 
 An island sends `join`, `beat`, `ready` (it has an anchor), `claim` (it has loaded one from a checkpoint), `arrive` (it
 requests an exchange), `vote` (whether its exchange succeeded), `sources` (it requests the islands that hold the newest
-anchor), and `leave`. A user sends `forget` (islands that are gone for good). The coordinator answers `welcome`,
+anchor), and `leave`. A user sends `forget` (islands to remove for good). The coordinator answers `welcome`,
 `refused`, `anchor`, `round`, `over`, `outcome`, `waiting`, and sends `open` unasked. An island that has lost its
 connection sends `join` again and repeats unanswered requests, so every message may arrive twice.
 """

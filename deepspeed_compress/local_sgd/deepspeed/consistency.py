@@ -156,5 +156,5 @@ def recover_from_divergence(engine: Any, master_weights: FlatMasters, session: S
         for kept in engine.basic_optimizer.state.get(home, {}).values():
             if isinstance(kept, Tensor) and kept.is_floating_point():
                 clear_non_finite(kept)
-    text = "this island has diverged: it goes on with the others' weights, its optimizer without what is not finite"
+    text = "this island has diverged: it continues with the weights of the others; non-finite optimizer states are 0"
     warnings.warn(text, CompressWarning, stacklevel=2)

@@ -61,8 +61,8 @@ def check_equal_blocks(master_weights: FlatMasters, parameters: Parameters, unit
     dist.all_gather_object(every, cuts, group=unit.whole)
     if any(one != every[place - place % unit.tensor] for place, one in enumerate(every)):
         raise UnsupportedError(
-            "/deepspeed_compress/islands/second_moments: the tensor ranks have unequal parts of layers, so they cut "
-            "what is alike on them in different places (allowed with it: heads and widths that they divide); write "
+            "/deepspeed_compress/islands/second_moments: the tensor ranks hold unequal parts of layers, so they "
+            "cut replicated weights at different places (allowed: heads and widths divisible by them); write "
             '"second_moments": null, or another number of tensor ranks'
         )
 
