@@ -34,7 +34,7 @@ def handed(version: int, numel: int = NUMEL) -> VersionedAnchor:
 def handing_out(
     copy: Callable[[int], VersionedAnchor | None] = handed, turns: Turns | None = None, timeout: float = 1.0
 ) -> Iterator[str]:
-    """The address of a rank that has an anchor."""
+    """Yield the address of a rank that serves an anchor."""
     server = AnchorServer("127.0.0.1", copy, timeout, OWN, turns or Turns())
     try:
         yield server.address
@@ -46,7 +46,7 @@ def handing_out(
 
 @contextlib.contextmanager
 def listening(head: Mapping[str, Any], body: bytes) -> Iterator[str]:
-    """The address of something else that knows the secret, and answers this."""
+    """Yield the address of another service that knows the secret and gives this answer."""
 
     def serve(connection: Connection) -> None:
         connection.receive(5)
@@ -117,7 +117,7 @@ def test_a_malformed_request_gets_no_anchor(head: Mapping[str, Any]) -> None:
 
 
 def test_islands_that_join_together_take_turns() -> None:
-    """One that does not read takes one of two turns, and all others get their anchor by the other one."""
+    """A client that does not read occupies one of two turns, and all others are served in the other one."""
     with handing_out(lambda version: handed(version, 1 << 21), Turns(transfers=2), 60.0) as address:
         limits, sizes = Limits(body=1 << 26), dict.fromkeys(SIZES, 1 << 21)
         with connect(address, ANCHOR, OWN, limits=limits) as silent, ThreadPoolExecutor(6) as pool:

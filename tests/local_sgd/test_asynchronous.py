@@ -96,7 +96,7 @@ class Island:
         self.exchange.start()
 
     def move(self) -> None:
-        """A step of training."""
+        """Take a step of training."""
         self.weights.values.add_(self.goal - self.weights.values, alpha=0.5)
         self.samples += SAMPLES
 
@@ -109,7 +109,7 @@ class Island:
         return result
 
     def step(self) -> ExchangeResult:
-        """Of training, with a push whose answer is waited for."""
+        """Take a step of training, push, and wait for the answer."""
         self.move()
         self.push()
         return self.pull()
@@ -123,7 +123,7 @@ class Island:
 
 
 def connected(server: Server) -> list[int]:
-    """The islands that are connected."""
+    """Return the numbers of the connected islands."""
     client = PushClient(f"127.0.0.1:{server.port}", 1.0, 5.0)
     found, _ = client.ask({"kind": "status"})
     client.close()
@@ -158,7 +158,7 @@ def test_a_single_island_with_momentum_equals_nesterov(server: Server) -> None:
 
 
 def test_simultaneous_pushes_are_averaged(server: Server) -> None:
-    """The first counts fully, the second by a half: its samples among those that the anchor has got meanwhile."""
+    """The first has weight 1 and the second 1/2: its share of the samples that the anchor has received."""
     first, second = (Island(section(server.port), goal) for goal in (0.0, 8.0))
     begin = first.weights.values.clone()
     assert torch.equal(second.weights.values, begin)
@@ -181,7 +181,7 @@ def test_an_island_four_times_slower_has_a_fifth_of_the_weight(server: Server) -
 
 
 def test_momentum_waits_for_a_whole_mean(server: Server) -> None:
-    """Delayed Nesterov: of pushes that count by a half each, every second one renews it."""
+    """With delayed Nesterov and pushes of weight 1/2, every second push updates the momentum."""
     outer = {"optimizer": "nesterov", "lr": 1.0, "momentum": 0.5}
     islands = [Island(section(server.port, outer=outer)) for _ in range(2)]
     islands[0].step()
@@ -219,7 +219,7 @@ def test_a_stale_push_is_dropped_and_the_anchor_is_adopted(server: Server) -> No
 
 
 def test_error_feedback_conserves_the_sum_of_updates(server: Server) -> None:
-    """Of an island alone: what the anchor has got and what is kept is what was sent, both ways."""
+    """Change of the anchor plus new residual equals update plus old residual, in both directions."""
     exchange = {**INT4, "error_feedback": {"dtype": "fp32"}}
     island = Island(section(server.port, exchange=exchange), goal=4.0)
     for _ in range(5):
@@ -287,7 +287,7 @@ def until(done: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("exchange", [EXACT, INT4])
 def test_a_killed_server_restores_its_exact_state(tmp_path: Path, exchange: dict[str, Any]) -> None:
-    """Its file is that of the beginning; all since is in the log, to which a crash has left half a call."""
+    """The file holds the initial state and the log everything since, including a truncated call."""
     outer = {"optimizer": "nesterov"}
     path, copy = tmp_path / "state", tmp_path / "copy"
     with parameter_server(path) as server:
@@ -327,7 +327,7 @@ def test_training_continues_while_the_server_is_down(tmp_path: Path) -> None:
 
 
 def test_a_call_repeated_after_a_lost_answer_has_one_effect(server: Server) -> None:
-    """The call is said again after its connection was lost, also to a server that was started again meanwhile."""
+    """The call is repeated after its connection was lost, also to a server that was restarted meanwhile."""
     island = Island(section(server.port), goal=1.0)
     island.move()
     head = island.exchange._head("push", samples=SAMPLES)
@@ -362,7 +362,7 @@ def wrong_calls(island: Island) -> dict[str, tuple[dict[str, Any], bytes]]:
 
 
 def test_an_invalid_call_leaves_no_trace(tmp_path: Path) -> None:
-    """Nor in the log: the server would not start again."""
+    """It is not in the log either, or the server would not restart."""
     state = tmp_path / "state"
     with parameter_server(state) as server:
         island = Island(section(server.port), goal=1.0)
@@ -444,7 +444,7 @@ def test_too_many_islands_are_refused_until_one_leaves() -> None:
 
 
 def test_a_process_whose_island_was_resumed_by_another_is_refused(server: Server) -> None:
-    """Two processes never act as one island."""
+    """Two processes can never act as one island."""
     first = Island(section(server.port), goal=1.0)
     first.step()
     saved = first.exchange.describe()
@@ -495,14 +495,14 @@ def test_a_push_log_stays_intact_after_the_disk_was_full(tmp_path: Path) -> None
 
 
 class Disagreeing(IslandRanks):
-    """A rank beside which another one has heard something else."""
+    """Ranks of which another one has received a different answer."""
 
     def all_true(self, value: bool) -> bool:
         return False
 
 
 def two_ranks(server: Server) -> list[PushClient]:
-    """The ranks of an island of two, which have made a call together."""
+    """Return the clients of an island of two ranks, which have made a call together."""
     clients = [PushClient(f"127.0.0.1:{server.port}", 1.0, 10.0) for _ in range(2)]
     head, _ = clients[0].ask(
         {"kind": "enter", "terms": {"exchange": EXACT, "outer": {}, "ranks": 2, "max_staleness": 1}}
@@ -518,7 +518,7 @@ def two_ranks(server: Server) -> list[PushClient]:
 
 
 def test_ranks_wait_for_each_other_with_file_descriptors_above_1023(server: Server) -> None:
-    """Above 1,023 select(2) fails."""
+    """For file descriptors above 1,023, select(2) fails."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
     with socket.socket() as some, contextlib.ExitStack() as stack:
@@ -550,7 +550,7 @@ def transport(server: Server) -> Connection:
 
 
 def test_an_oversized_body_closes_the_connection_before_it_is_read(server: Server) -> None:
-    """It is neither waited for nor has room."""
+    """The server neither waits for the body nor allocates memory for it."""
     island = Island(section(server.port))
     for size in (1 << 30, 1 << 62):
         with transport(server) as connection:

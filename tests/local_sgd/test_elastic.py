@@ -34,7 +34,7 @@ TIMEOUT = "700 ms"
 
 
 class Killed(BaseException):
-    """What a process that is killed does not survive."""
+    """Exception that stands for the death of a process."""
 
 
 @dataclass
@@ -84,7 +84,7 @@ def section(address: str, give_up: str = "10 s", **keys: Any) -> Islands:
 
 @dataclass
 class Island:
-    """An island of one rank: `train` moves its weights towards `goal`."""
+    """An island of one rank, whose `train` moves its weights towards `goal`."""
 
     settings: Islands
     goal: float
@@ -143,7 +143,7 @@ class Island:
         return self
 
     def end(self) -> None:
-        """As the kernel does it for a process that is gone."""
+        """Close all connections, as the kernel does for a process that died."""
         self.client._closed = True
         connection = self.client._connection
         if connection is not None:
@@ -157,7 +157,7 @@ class Island:
 
 
 def at_once(*works: Callable[[], Any], timeout: float = 30) -> list[Any]:
-    """The results of `works` in threads of their own, or the first error."""
+    """Run `works` in threads, and return their results, or raise the first error."""
     results: list[Any] = [None] * len(works)
     errors: list[BaseException] = []
 
@@ -209,7 +209,7 @@ def test_updates_are_weighted_by_samples(address: str) -> None:
     [*((instant, 1) for instant in INSTANTS), *((instant, 2) for instant in INSTANTS if "groups" not in instant)],
 )
 def test_the_others_stay_equal_if_an_island_dies_at_any_instant(address: str, instant: str, which: int) -> None:
-    """Of the first exchange, for which groups are made, and of the second one, which uses them again."""
+    """The first exchange creates groups, and the second one reuses them."""
     islands = [Island(section(address), goal) for goal in (0.0, 1.0)]
     doomed = Island(section(address), 5.0, instant, which)
     for one in (*islands, doomed):
@@ -226,7 +226,7 @@ def test_the_others_stay_equal_if_an_island_dies_at_any_instant(address: str, in
 
 
 def test_a_link_slower_than_the_timeout_gets_more_time(address: str) -> None:
-    """Twice as long after each round that is void for it, as long as exchanges need no more."""
+    """The time limit doubles after each void round."""
 
     def slow(*args: Any) -> Groups:
         made = make_groups(*args)
@@ -258,7 +258,7 @@ def test_a_void_round_leaves_no_trace(address: str) -> None:
     doomed.start()
 
     def kept(one: Island) -> list[Tensor]:
-        """Whatever messages it is kept for: those of three are others than those of two."""
+        """Return all stores as whole vectors, because messages among three islands are cut differently."""
         return [whole(one.stores.by_name[name]) for name in sorted(one.stores.by_name)]
 
     before = [kept(one) for one in islands]

@@ -17,7 +17,7 @@ def moments(views: list[Tensor], block_size: int = 4, correction: float = 1.0) -
 
 
 def with_others(*others: tuple[Tensor, float]) -> Callable[[Tensor], Any]:
-    """Adds the sums of others, and their weights."""
+    """Handle that adds the sums and weights of other islands."""
 
     class Work:
         def wait(self) -> None:
@@ -78,7 +78,7 @@ def test_blocks_that_are_zero_in_all_islands_stay_zero() -> None:
 
 
 def test_small_changes_of_the_mean_are_applied() -> None:
-    """beta2 of 0.999 moves a moment by a thousandth; in every exchange it would be rounded away."""
+    """A beta2 of 0.999 changes a moment by a thousandth, which rounding would lose in every exchange."""
     view = torch.zeros(1)
     for _ in range(3000):
         view.mul_(0.999).add_(0.001)

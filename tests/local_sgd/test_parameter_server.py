@@ -39,12 +39,12 @@ WRONG: tuple[Any, ...] = (
 
 
 def restarted(path: Path, told: Callable[[str], None] = print) -> closing[Service]:
-    """A server that starts from the files at `path`."""
+    """Return a server that starts from the files at `path`."""
     return closing(Service(PushLog(path), told))
 
 
 class Connected:
-    """A rank whose connection stands."""
+    """Connection of a rank that stays open."""
 
     def has_hung_up(self) -> bool:
         return False
@@ -52,7 +52,7 @@ class Connected:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Iterator[Path]:
-    """A directory in memory if there is one: each call is synced to the disk."""
+    """Yield a directory, in memory if possible, because each call is synced to disk."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as found:
         yield Path(found)
@@ -63,7 +63,7 @@ def terms(exchange: Mapping[str, Any] = TOPK, ranks: int = 1, **outer: Any) -> d
 
 
 class Rank:
-    """A rank of an island that speaks without a socket, from a thread of its own if there are two."""
+    """Rank of an island that calls the service directly, from its own thread if there are two."""
 
     def __init__(self, service: Service, given: Mapping[str, Any]) -> None:
         self.service, self.calls = service, 0
@@ -105,7 +105,7 @@ def same(before: tuple[Records, list[Tensor]], after: tuple[Records, list[Tensor
 
 
 def places_in(found: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The paths of all values in a head."""
+    """Yield the paths of all values in a head."""
     if path:
         yield path
     children = found.items() if isinstance(found, dict) else enumerate(found) if isinstance(found, list) else ()
@@ -114,7 +114,7 @@ def places_in(found: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...
 
 
 def mutated(head: Mapping[str, Any], body: bytes, chosen: random.Random) -> tuple[dict[str, Any], bytes]:
-    """A head and a body of which something is different, missing, or added."""
+    """Return a head and a body with a changed, missing or additional part."""
     found, bytes_ = copy.deepcopy(dict(head)), bytearray(body)
     if chosen.random() < 0.7:
         *way, last = chosen.choice([path for path in places_in(found) if path != ("kind",)])
@@ -136,7 +136,7 @@ def mutated(head: Mapping[str, Any], body: bytes, chosen: random.Random) -> tupl
 
 
 def sent(head: Mapping[str, Any]) -> dict[str, Any] | None:
-    """As it arrives; None if JSON does not carry it."""
+    """Return the head as it arrives; None if it cannot be represented in JSON."""
     try:
         return json.loads(json.dumps(head))
     except ValueError:
@@ -212,14 +212,14 @@ def _call(rank: Rank, kind: str, number: int, exchange: Mapping[str, Any]) -> tu
 
 
 def _copied(directory: Path) -> Path:
-    """The files as they would be if the server were killed now."""
+    """Copy the files as they would be if the server were killed now."""
     for suffix in ("", ".log"):
         (directory / f"copy{suffix}").write_bytes((directory / f"state{suffix}").read_bytes())
     return directory / "copy"
 
 
 def test_an_index_beyond_the_tensor_is_refused_before_logging(directory: Path) -> None:
-    """Six bits of index tell the 64 elements of a block apart, and the last block has 32."""
+    """An index has six bits for the 64 elements of a block, and the last block has 32 elements."""
     service = Service(PushLog(directory / "state"), lambda text: None)
     rank = Rank(service, terms())
     rank.seed(moved(0))
@@ -252,7 +252,7 @@ def test_finite_pushes_that_make_the_anchor_infinite_are_dropped_with_a_reason(o
 
 
 def test_a_difference_beyond_fp32_is_answered_with_the_whole_anchor() -> None:
-    """Between anchors that are finite both."""
+    """Both anchors are finite."""
     service = Service(None, lambda text: None)
     # Pushes of the fast island alone.
     exchange = {"method": "blockwise", "bits": 8}
@@ -299,7 +299,7 @@ def test_invalid_terms_are_refused(given: Any) -> None:
 
 
 def test_inconsistent_parts_refuse_the_call_of_all_ranks(directory: Path) -> None:
-    """A shape that two ranks tell differently is found when both have come."""
+    """Different shapes from two ranks are detected when both parts have arrived."""
     service = Service(PushLog(directory / "state"), lambda text: None)
     rank = Rank(service, terms(ranks=2))
     heads = [
@@ -323,7 +323,7 @@ def test_inconsistent_parts_refuse_the_call_of_all_ranks(directory: Path) -> Non
 
 
 def trained(directory: Path) -> Path:
-    """The file of a server that has served an island, with pushes in its log."""
+    """Return the file of a server with pushes of an island in its log."""
     service = Service(PushLog(directory / "state"), lambda text: None)
     rank = Rank(service, terms(optimizer="nesterov"))
     rank.seed(moved(0))
@@ -357,7 +357,7 @@ def test_a_log_entry_that_cannot_be_applied_is_skipped_and_reported(directory: P
 
 
 def records_with(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    """A file whose records are changed."""
+    """Write a file with changed records."""
 
     def damage(path: Path) -> None:
         tensors, about = load_file(path), _about(path)
@@ -375,7 +375,7 @@ def _about(path: Path) -> dict[str, str]:
 
 
 def tensors_with(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
-    """A file whose tensors are changed."""
+    """Write a file with changed tensors."""
 
     def damage(path: Path) -> None:
         tensors, about = load_file(path), _about(path)

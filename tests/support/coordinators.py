@@ -15,7 +15,7 @@ from tests.support.leftovers import own_port
 
 @contextlib.contextmanager
 def coordinator(state: Path | None = None, port: int = 0) -> Iterator[str]:
-    """Its address, "host:port"."""
+    """Run a coordinator, and yield its address, "host:port"."""
     server = island_server(StateFile(state) if state is not None else None, "127.0.0.1", port)
     with serving(server):
         yield f"127.0.0.1:{server.port}"
@@ -23,7 +23,7 @@ def coordinator(state: Path | None = None, port: int = 0) -> Iterator[str]:
 
 @contextlib.contextmanager
 def parameter_server(state: Path | None = None, port: int = 0, room: Room = DEFAULT_ROOM) -> Iterator[ParameterServer]:
-    """The server of asynchronous islands."""
+    """Run a parameter server, and yield it."""
     server = ParameterServer(PushLog(state) if state is not None else None, "127.0.0.1", port, room=room)
     with serving(server):
         yield server
@@ -31,7 +31,7 @@ def parameter_server(state: Path | None = None, port: int = 0, room: Room = DEFA
 
 @contextlib.contextmanager
 def serving(server: Server | ParameterServer) -> Iterator[None]:
-    """It runs in a thread."""
+    """Run `server` in a thread."""
     ready = threading.Event()
     thread = threading.Thread(target=server.run, args=(ready.set,), daemon=True)
     thread.start()
@@ -46,13 +46,13 @@ def serving(server: Server | ParameterServer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_ports(count: int) -> Iterator[list[int]]:
-    """For as many jobs."""
+    """Yield a port for each of `count` jobs."""
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(own_port()) for _ in range(count)]
 
 
 def become_island(rank: int, size: int, ports: list[int]) -> int:
-    """This forked rank is one of an island of `size` ranks, which is a job of its own; returns its rank there."""
+    """Make this forked rank part of an island of `size` ranks, which is a separate job, and return its rank there."""
     os.environ |= {
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),

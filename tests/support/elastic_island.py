@@ -48,7 +48,7 @@ def batch(seed: int, size: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def loss_of(weights: Mapping[str, list[float]]) -> float:
-    """On 4096 samples that no island has seen."""
+    """Return the loss on 4096 samples that no island has seen."""
     model = network()
     model.load_state_dict(
         {name: torch.tensor(weights[name]).view_as(kept) for name, kept in model.state_dict().items()}
@@ -92,7 +92,7 @@ def live(rank: int, plan: Plan) -> None:
 
 
 def train(engine: Any, plan: Plan, log: TextIO) -> None:
-    """A line for every exchange."""
+    """Train, and write a line for every exchange."""
     islands, done = engine.compression.islands, 0
     while islands.exchange.version < plan.versions:
         x, y = batch(1_000_000 * islands.number + engine.global_steps)

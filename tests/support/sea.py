@@ -41,19 +41,19 @@ def section(address: str, **elastic: Any) -> Mapping[str, Any]:
 
 @dataclass
 class Sea:
-    """Islands of one rank each, that come and go until there are so many `versions` of the anchor."""
+    """Islands of one rank each that join and leave until the anchor has reached `versions` versions."""
 
     address: str
     directory: Path
     versions: int
     islands: list[BaseProcess] = field(default_factory=list)
     elastic: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of the section of all."""
+    """Keys of the section of all islands."""
 
     def come(
         self, pause: float = PAUSE, address: str | None = None, leaves: int | None = None, **elastic: Any
     ) -> BaseProcess:
-        """A new island, which ends with version `leaves`; None: with all others."""
+        """Start a new island, which leaves at version `leaves`, or with all others if None."""
         context = multiprocessing.get_context("forkserver")
         with own_port() as port:
             log = str(self.directory / f"{len(self.islands)}.jsonl")
@@ -73,13 +73,13 @@ class Sea:
         return process
 
     def wait(self) -> None:
-        """Until all have ended by themselves, or were killed."""
+        """Wait until all islands have ended or were killed."""
         for process in self.islands:
             process.join(LONGEST)
             assert not process.is_alive(), "an island hangs"
 
     def lines(self, number: int | None = None) -> list[dict[str, Any]]:
-        """What was logged, of the process `number` or of all; a line that was cut off by a death is none."""
+        """Return the log lines of process `number` or of all, without lines truncated by a death."""
         files = [
             self.directory / f"{one}.jsonl" for one in ([number] if number is not None else range(len(self.islands)))
         ]
@@ -89,7 +89,7 @@ class Sea:
         return [json.loads(line) for line in texts]
 
     def standstill(self, besides: int | None = None) -> float:
-        """The longest exchange, in seconds, but for those of the process `besides`."""
+        """Return the longest exchange in seconds, except those of the process `besides`."""
         others = [one for number in range(len(self.islands)) if number != besides for one in self.lines(number)]
         return max(one["seconds"] for one in others if "seconds" in one)
 
@@ -99,7 +99,7 @@ class Sea:
         return f"{dict(kinds)}; seconds of an exchange: median {seconds[len(seconds) // 2]:.3f}, most {seconds[-1]:.3f}"
 
     def loss(self) -> float:
-        """The least of the islands' at the end: all have come from nearly the same anchor."""
+        """Return the least final loss of the islands, which end near the same anchor."""
         return min(loss_of(one["weights"]) for one in self.lines() if one["kind"] == "end")
 
 
@@ -113,7 +113,7 @@ class _Silent:
 
 @contextmanager
 def sea(directory: Path, versions: int, islands: int = 3, asynchronous: bool = False) -> Iterator[Sea]:
-    """`islands` have come, and all have ended at the end of the block."""
+    """Yield a `Sea` with `islands` islands; all have ended at the end of the block."""
     forks.warm_up()
     directory.mkdir(exist_ok=True)
     with served(directory / "state", asynchronous) as address:
@@ -133,7 +133,7 @@ def sea(directory: Path, versions: int, islands: int = 3, asynchronous: bool = F
 
 @contextmanager
 def served(state: Path, asynchronous: bool) -> Iterator[str]:
-    """The address of what serves islands."""
+    """Return the address of the server of the islands."""
     if not asynchronous:
         with coordinator(state) as address:
             yield address

@@ -23,7 +23,7 @@ SERVE = [sys.executable, "-m", "deepspeed_compress.cli", "islands", "serve", "--
 
 @contextmanager
 def serving(state: Path, *more: str) -> Iterator[str]:
-    """Its address."""
+    """Yield the address of the command."""
     process = subprocess.Popen([*SERVE, "--state", str(state), *more], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     port = re.search(r"port (\d+)", process.stdout.readline())
@@ -125,7 +125,7 @@ def test_state_files_are_readable_only_by_their_user(tmp_path: Path, more: list[
 
 
 def numbers_given(address: str, asynchronous: bool) -> list[int]:
-    """To two islands."""
+    """Rounds of two islands are logged."""
     if not asynchronous:
         return [CoordinatorClient(address, 2.0, 5.0, {"timeout": 2.0}, "host:1", ["host:2"]).number for _ in range(2)]
     terms = {"exchange": {"method": "none"}, "outer": {}, "ranks": 1, "max_staleness": 1}

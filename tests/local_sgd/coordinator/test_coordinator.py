@@ -220,7 +220,7 @@ def test_all_islands_start_from_the_newest_checkpoint_under_a_new_coordinator() 
 
 @pytest.mark.parametrize("has_one", [True, False])
 def test_an_island_that_arrives_too_late_for_an_anchor_loads_its_checkpoint(has_one: bool) -> None:
-    """a, which b was sent to, has begun to load its own before b could take the anchor."""
+    """Island a begins to load its own checkpoint before b, which was sent to it, has fetched the anchor."""
     world = World(minimum=2)
     for name in "ab":
         world.join(name)
@@ -246,7 +246,7 @@ def test_an_island_that_arrives_too_late_for_an_anchor_loads_its_checkpoint(has_
 
 
 def test_an_island_that_joins_while_others_wait_with_checkpoints_loads_its_own() -> None:
-    """None of them has an anchor: it would wait for them, and they for its checkpoint."""
+    """No island has an anchor: the new one would wait for the others, and they for its checkpoint."""
     world = World(minimum=2)
     world.join("a")
     world.say("a", "claim", run="former", number=0, version=7)
@@ -333,7 +333,7 @@ def test_an_island_of_another_run_is_refused() -> None:
 
 
 def test_after_void_rounds_each_island_is_left_out_in_turn() -> None:
-    """A broken link between a and b: every round with both is void."""
+    """The link between a and b is broken, so every round with both is void."""
     world = World()
     world.begin("a", "b", "c")
     counted = set()
@@ -373,7 +373,7 @@ def test_messages_of_unknown_islands_change_nothing(wrong: Mapping[str, Any]) ->
 
 
 def test_a_version_lost_with_its_holders_is_not_in_the_lineage() -> None:
-    """The others have gone on from before, so what is moved from there must not be added."""
+    """The others have continued from an older version, so updates from the lost one must not be added."""
     world = World()
     world.begin("a", "b", "c")
     world.arrive("a", "b")

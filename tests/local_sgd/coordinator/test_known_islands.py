@@ -179,7 +179,7 @@ def test_terms_follow_the_islands_that_have_not_left() -> None:
 @pytest.mark.parametrize("restarted", [False, True])
 @pytest.mark.parametrize("asks", [False, True])
 def test_all_islands_start_from_the_newest_checkpoint_after_a_power_cut(restarted: bool, asks: bool) -> None:
-    """Each asks for the others' anchor first, when its engine is made, and then loads its checkpoint."""
+    """Each island first requests an anchor, when its engine is made, and then loads its checkpoint."""
     world = trained("a", "b", "c", minimum=2, rounds=12)
     for name in "abc":
         world.lose(name)
@@ -217,7 +217,7 @@ def test_a_checkpoint_waits_for_trained_islands_that_are_cut_off() -> None:
 
 
 def test_a_checkpoint_of_the_lineage_is_used_if_all_other_islands_are_older() -> None:
-    """c was cut off in the first round; the others were killed, and have saved since."""
+    """Island c was cut off in the first round; the others were killed after they had saved."""
     world = trained("a", "b", "c")
     world.lose("c")
     for _ in range(8):
@@ -297,13 +297,13 @@ def test_a_waiting_island_is_told_which_islands_are_missing() -> None:
 
 @dataclass
 class Process:
-    """An island as it really is, whatever the coordinator knows of it."""
+    """Actual state of an island, independent of what the coordinator knows."""
 
     name: str
     connected: bool = True
     version: int = 0
     heard: int = 0
-    """Number of messages that it has read."""
+    """Number of messages that the island has read."""
 
 
 @dataclass
@@ -408,7 +408,7 @@ class Chaos:
                 self.world.say(one.name, "vote", round=id_, ok=True)
 
     def read(self) -> None:
-        """The islands hear what they were told: anchors, and outcomes."""
+        """Let the islands read their messages: anchors and outcomes."""
         for one in self.connected():
             told = self.world.told[one.name][one.heard :]
             one.heard += len(told)
@@ -431,7 +431,7 @@ class Chaos:
             assert not [name for name in holding if after.claimed is None], "trained islands are not dropped"
 
     def mend(self) -> None:
-        """The network is whole again, dead islands are declared gone, and all do what they should."""
+        """Restore the network, remove dead islands, and let the others act as they should."""
         for one in self.cut_off():
             one.connected = True
             self.back(one)

@@ -109,7 +109,7 @@ def test_a_state_that_cannot_be_written_is_reported_and_delays_all_answers(tmp_p
 
 
 def test_a_stall_of_the_coordinator_does_not_lose_islands() -> None:
-    """As when its disk, or its host, stops for a while: what has arrived is heard before anybody is declared dead."""
+    """After its disk or host has stalled, pending messages are handled before any island is lost."""
     told: list[str] = []
     server = island_server(None, "127.0.0.1", 0, told.append)
     with serving(server):
@@ -124,7 +124,7 @@ def test_a_stall_of_the_coordinator_does_not_lose_islands() -> None:
 
 
 def test_a_round_that_opens_right_after_an_answer_is_noticed() -> None:
-    """ "open" comes with the answer, before whoever has asked has woken up."""
+    """The message "open" arrives with the answer, before the calling thread has woken up."""
     client = object.__new__(CoordinatorClient)
     client._change = _Unshared()
     client.is_awaited, client.version, client._pending = True, 1, {"kind": "arrive"}

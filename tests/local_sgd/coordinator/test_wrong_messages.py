@@ -170,7 +170,7 @@ def test_mutated_messages_are_refused_without_a_change_or_are_valid(seed: int) -
 
 
 def mutate(random_: random.Random, value: Any) -> None:
-    """Change a part of `value` in place, where it has one."""
+    """Change a part of `value` in place, if it has any."""
     if isinstance(value, dict) and value:
         value[random_.choice([*value])] = random_.choice(NEVER)
     elif isinstance(value, list) and value:

@@ -31,7 +31,7 @@ def anchor_of(engine: Any) -> list[float]:
 
 
 def apart(rank: int, job: Job, size: int, ports: list[int]) -> tuple[int, list[float], set[str]]:
-    """The number of the island, its anchor after a last pull, and what became of exchanges."""
+    """Return the number of the island, its anchor after a last pull, and the kinds of results."""
     place = become_island(rank, size, ports)
     engine = start(job)
     islands = engine.compression.islands
@@ -52,7 +52,7 @@ def apart(rank: int, job: Job, size: int, ports: list[int]) -> tuple[int, list[f
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_islands_of_two_ranks_have_the_anchor_of_the_server(stage: int) -> None:
-    """The same parts of it: each island the newest one when it pulled last."""
+    """Ranks of equal place hold the anchor that was newest when they last pulled."""
     with parameter_server() as server, own_ports(2) as ports:
         job = Job(stage, section=section(server.port, exchange={"method": "none"}), steps=20)
         islands = run_forks(4, apart, job, 2, ports)
@@ -110,7 +110,7 @@ def resumed(rank: int, job: Job, ports: list[int], directory: str) -> tuple[int,
 
 
 def test_an_island_that_comes_back_goes_on_where_it_saved(tmp_path: Path) -> None:
-    """Also under a server that was started again."""
+    """The same holds with a restarted server."""
     state, directory = tmp_path / "state", str(tmp_path / "saved")
     with own_ports(1) as ports:
         with parameter_server(state) as server:

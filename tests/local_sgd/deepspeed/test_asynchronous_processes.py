@@ -65,7 +65,7 @@ def test_nobody_waits_for_one_that_is_slow_or_cut_off(tmp_path: Path, undisturbe
 
 @contextmanager
 def serving(state: Path, port: int) -> Iterator[subprocess.Popen[str]]:
-    """The command, from when it listens."""
+    """Yield the process of the command once it listens."""
     program = [sys.executable, "-m", "deepspeed_compress.cli", "islands", "serve", "--parameter-server"]
     options = ["--host", "127.0.0.1", "--port", str(port), "--state", str(state)]
     server = subprocess.Popen([*program, *options], stdout=subprocess.PIPE, text=True)

@@ -60,7 +60,7 @@ def test_islands_have_the_same_weights_at_every_version(stage: int) -> None:
 
 
 def corrected(engine: Any) -> dict[str, list[float]]:
-    """Second moments as Adam steps with them: those of islands of unequal age are alike when corrected."""
+    """Return bias-corrected second moments, which are equal in islands of unequal age."""
     # DeepSpeed's FusedAdam counts in one state alone.
     steps = max(float(state.get("step", 0)) for state in engine.basic_optimizer.state.values())
     [beta] = {group["betas"][1] for group in engine.basic_optimizer.param_groups if "betas" in group}
@@ -83,7 +83,7 @@ def test_islands_have_the_same_second_moments_at_every_version(stage: int, extra
 
 
 def test_an_island_keeps_parameters_of_its_own() -> None:
-    """At every version, also the one that it began with."""
+    """They are local at every version, including the first."""
     with coordinator() as address, own_ports(2) as ports:
         job = Job(1, section=elastic_section(address, own=[r"^4\."]), steps=40)
         first, _, third, _ = run_forks(4, apart, job, 2, ports)
@@ -114,13 +114,13 @@ def test_a_single_island_trains_as_deepspeed_does(stage: int) -> None:
 
 
 def run_until(engine: Any, batches: Iterator[tuple[torch.Tensor, torch.Tensor]], version: int) -> None:
-    """Islands exchange as soon as one of them is due: which step that is differs from run to run."""
+    """Train until `version`. The step of an exchange differs from run to run."""
     while engine.compression.islands.exchange.version < version:
         run(engine, [next(batches)])
 
 
 def saved(rank: int, job: Job, ports: list[int], directories: list[str]) -> tuple[int, dict[str, list[float]]]:
-    """The second island saves later than the first one. The tag is a number."""
+    """Train and save, the second island later than the first one. The tag is a number."""
     become_island(rank, 1, ports)
     engine, batches = start(job), cycle(data(rank, job))
     exchange = engine.compression.islands.exchange
@@ -160,7 +160,7 @@ def test_all_islands_restart_from_the_newest_checkpoint(tmp_path: Path, more: Ma
 
 
 def resumed_late(rank: int, *args: Any) -> tuple[int, dict[str, list[float]], float]:
-    """The second island takes the anchor of the first one when that has begun to load its checkpoint."""
+    """Resume; the second island fetches its anchor after the first one has begun to load its checkpoint."""
     if rank:
         original = shared_anchor.fetch_anchor
         shared_anchor.fetch_anchor = lambda *given: (time.sleep(1.0), original(*given))[1]
@@ -238,7 +238,7 @@ def goes_on(
 
 
 def remember(exchange: Any, seen: dict[int, list[float]]) -> None:
-    """Who had to go on with its own weights has no anchor before its first exchange."""
+    """Record the anchor; an island that continued with its own weights has none before its first exchange."""
     seen[exchange.version] = exchange.shared_anchor.copy(1)[2]["anchor"].tolist() if exchange.version else []
 
 
@@ -266,7 +266,7 @@ def test_an_island_without_checkpoint_or_anchor_joins_the_others_later(tmp_path:
 
 
 def come_back(work: Any, before: int, after: int, tmp_path: Path, timeout: str = "5 s") -> list[dict[int, list[float]]]:
-    """With the newest of the checkpoints that are loaded; who has none comes to the others. What `work` gives."""
+    """Restart all islands, and return the results of `work`. Islands without a checkpoint join the others."""
     directories = [str(tmp_path / f"{rank}") for rank in range(before)]
     with coordinator() as address, own_ports(before) as ports:
         # Who is left out of the last round goes on alone.
@@ -305,7 +305,7 @@ def saved_together(rank: int, job: Job, ports: list[int], directory: str) -> str
 
 
 def saved_at_once(rank: int, job: Job, ports: list[int], directory: str) -> list[str]:
-    """What saving was refused for, in one directory after the other."""
+    """Return the errors of saving in one directory after the other."""
     become_island(rank, 1, ports)
     engine, texts = start(job), []
     for number in range(5):
@@ -481,7 +481,7 @@ def test_an_interval_in_seconds_requires_elastic_islands() -> None:
 
 
 def diverges(rank: int, job: Job, ports: list[int]) -> list[bool]:
-    """After every step whether the weights are finite; one batch of the second island is not."""
+    """Return for every step whether the weights are finite; one batch of the second island is NaN."""
     become_island(rank, 1, ports)
     engine, seen = start(job), []
     for inputs, labels in data(rank, job):
@@ -495,7 +495,7 @@ def diverges(rank: int, job: Job, ports: list[int]) -> list[bool]:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_an_island_that_diverged_continues_with_the_weights_of_the_others(asynchronous: bool) -> None:
-    """Without ZeRO nothing keeps DeepSpeed from a step that is not finite, and its optimizer remembers it."""
+    """Without ZeRO, DeepSpeed takes non-finite steps, and its optimizer keeps them in its state."""
     served = parameter_server() if asynchronous else coordinator()
     with served as there, own_ports(2) as ports:
         address = f"127.0.0.1:{there.port}" if asynchronous else there
@@ -511,7 +511,7 @@ def test_an_island_that_diverged_continues_with_the_weights_of_the_others(asynch
 
 
 def with_a_fixed_layer(rank: int, job: Job, ports: list[int]) -> str:
-    """What an island is refused for whose frozen layer is its own; an empty text where it is not."""
+    """Return the error for an island whose frozen layer differs; empty if it joins."""
     become_island(rank, 1, ports)
     model = network()
     model[0].requires_grad_(False)
@@ -533,7 +533,7 @@ def test_islands_with_other_frozen_weights_are_refused() -> None:
 
 
 def counted(rank: int, job: Job, ports: list[int], directory: str, load: bool) -> int:
-    """Samples that an island has yet to tell of: four steps after its last exchange, saved, or loaded."""
+    """Return the samples since the last exchange, four steps after it, when saving or loading."""
     become_island(rank, 1, ports)
     engine = start(job)
     if load:

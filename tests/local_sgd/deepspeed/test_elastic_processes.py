@@ -17,7 +17,7 @@ STANDSTILL = 5.0
 
 
 def agree(found: Sea) -> None:
-    """No version has come of two rounds: nobody has gone on as a second majority."""
+    """Check that no version resulted from two rounds, as with a second majority."""
     rounds: dict[int, set[int]] = {}
     for one in found.lines():
         if one["kind"] == "exchange":
@@ -90,7 +90,7 @@ def test_an_island_that_is_cut_off_stops_and_the_others_continue(tmp_path: Path)
 
 
 def test_an_island_that_was_cut_off_for_a_while_returns_to_the_others(tmp_path: Path) -> None:
-    """Two against one: what the one has moved meanwhile counts once it is back."""
+    """Two islands continue, and the update of the third one contributes once it is back."""
     with sea(tmp_path, 60, islands=2) as found, Cable(found.address) as cable:
         found.come(address=cable.address)
         came(found, 3)
@@ -108,7 +108,7 @@ def test_an_island_that_was_cut_off_for_a_while_returns_to_the_others(tmp_path: 
 
 
 def test_an_island_leaves_and_another_takes_its_place(tmp_path: Path) -> None:
-    """Who leaves by itself is not waited for."""
+    """An island that leaves on its own is not awaited."""
     with sea(tmp_path, 50, islands=2) as found:
         found.come(leaves=15)
         wait_for(found, 2, "end")

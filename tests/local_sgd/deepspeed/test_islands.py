@@ -31,7 +31,7 @@ STAGES = (0, 1, 2, 3)
 
 
 def apart(rank: int, job: Job) -> list[dict[str, list[float]]]:
-    """The weights after every step."""
+    """Return the weights after every step."""
     engine, seen = start(job), []
     for batch in data(rank, job):
         run(engine, [batch])
@@ -53,7 +53,7 @@ def test_one_island_that_averages_every_step_equals_deepspeed(stage: int, extra:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_islands_that_average_every_step_equal_data_parallelism(stage: int) -> None:
-    """With SGD the mean of the steps is the step of the mean."""
+    """With SGD, the mean of the steps equals the step of the mean."""
     whole = Job(stage, extra=SGD)
     divided = replace(whole, section=section(size=2, sync_every=1, exchange={"method": "none"}))
     for plain, ours in run_forks(4, train, whole, divided):
@@ -72,7 +72,7 @@ def test_islands_agree_only_after_an_exchange(stage: int) -> None:
 
 
 def with_heads(rank: int, job: Job) -> list[dict[str, list[float]]]:
-    """Weights before and after being attached, and after every step, of models that all differ at first."""
+    """Return weights of initially different models before and after attach, and after every step."""
     model = network()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -93,7 +93,7 @@ def names_apart(one: Mapping[str, list[float]], other: Mapping[str, list[float]]
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_island_keeps_parameters_of_its_own(stage: int) -> None:
-    """From the first weights on; the others are agreed upon as ever."""
+    """They are local from the first step on; the other parameters agree after exchanges."""
     job = Job(stage, section=section(size=2, sync_every=2, own=[HEAD], exchange={"method": "none"}), steps=2)
     first, same, second, _ = run_forks(4, with_heads, job)
     assert first == same
@@ -104,7 +104,7 @@ def test_an_island_keeps_parameters_of_its_own(stage: int) -> None:
 
 
 def test_a_rank_can_have_nothing_to_exchange() -> None:
-    """Of two ranks under ZeRO 1 the second one has the later layers, all of which are the island's own."""
+    """Under ZeRO 1, the second of two ranks has only the later layers, which are all local."""
     job = Job(1, section=section(size=2, sync_every=1, own=[r"^[245]\."]), steps=2)
     first, _, second, _ = run_forks(4, with_heads, job)
     assert names_apart(first[-1], second[-1]) == {name for name in first[0] if not name.startswith("0.")}
@@ -158,7 +158,7 @@ def of_matrices_alone(rank: int, job: Job) -> str:
 
 @pytest.mark.parametrize(("delay", "fragments"), [(0, 1), (1, 1), (1, 2)])
 def test_second_moments_are_scaled_to_the_mean_of_their_sums(delay: int, fragments: int) -> None:
-    """Against what two ranks do that never meet: at the first exchange their moments are still their own."""
+    """Compared with two ranks that never exchange, whose moments equal those before the first exchange."""
     job = Job(1, section=section(size=1, sync_every=2, delay=delay, fragments=fragments), steps=2 + delay)
     shared = {**job.section["islands"], "second_moments": {"block_size": 10**6}}
     own = run_forks(2, moments_by_step, job)
@@ -176,7 +176,7 @@ def test_second_moments_are_scaled_to_the_mean_of_their_sums(delay: int, fragmen
 
 
 def words_of_a_rare_row(rank: int, stage: int, delay: int) -> list[float]:
-    """The largest weight after every step, where a word is first seen while moments travel."""
+    """Return the largest weight after every step; a word is first seen while moments are in flight."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Flatten(), torch.nn.Linear(8, 1))
     job = Job(stage, section=section(size=1, sync_every=4, delay=delay, second_moments={"block_size": 4}))
@@ -201,7 +201,7 @@ def test_a_row_first_seen_while_moments_are_in_flight_takes_normal_steps(stage: 
 
 
 def with_optimizer(rank: int, kind: str, options: Mapping[str, Any]) -> str:
-    """What is said of an optimizer that the program brings, at once or when moments are first exchanged."""
+    """Return the error for an optimizer of the program, at the start or at the first exchange of moments."""
     deepspeed.init_distributed("gloo")
     model = network()
     job = Job(
@@ -247,7 +247,7 @@ def test_a_configuration_without_second_moments_is_refused() -> None:
 
 
 def drift(rank: int, *jobs: Job) -> list[list[list[float]]]:
-    """Weights [steps, 12] after every step of a model whose gradient does not depend on them."""
+    """Return weights [steps, 12] after every step of a model whose gradient does not depend on them."""
     found = []
     for job in jobs:
         torch.manual_seed(0)
@@ -266,7 +266,7 @@ def drift(rank: int, *jobs: Job) -> list[list[list[float]]]:
 
 
 def test_a_delayed_fragment_is_applied_without_losing_updates() -> None:
-    """What islands move adds up whenever they exchange: their mean goes the same way."""
+    """Updates add up whenever they are exchanged, so the mean takes the same path."""
     settings = {"size": 1, "sync_every": 4, "exchange": {"method": "none"}}
     jobs = [Job(1, extra=SGD, steps=8, section=section(**settings, fragments=2, delay=delay)) for delay in (0, 1)]
     first, second = (torch.tensor(rank) for rank in run_forks(2, drift, *jobs))
@@ -278,7 +278,7 @@ def test_a_delayed_fragment_is_applied_without_losing_updates() -> None:
 
 
 def gradients(rank: int, job: Job) -> list[tuple[int, int]]:
-    """Bytes of gradients that were sent and what they take uncompressed, by step."""
+    """Return the bytes of gradients by step, as sent and uncompressed."""
     engine, found = start(job), []
     engine.compression.subscribe(lambda figures: found.append((figures.bytes_sent, figures.bytes_uncompressed)))
     run(engine, data(rank, job))
@@ -287,7 +287,7 @@ def gradients(rank: int, job: Job) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_gradient_traffic_inside_an_island_equals_that_of_a_job_of_its_size(stage: int) -> None:
-    """Each of two islands sends what a job of its size does, and compresses it."""
+    """Each of two islands sends as many bytes as a job of its size, compressed."""
     methods = {"gradients": {"bits": 4}, "monitor": {"announce": False}}
     alone = Job(stage, section=methods, steps=3)
     divided = replace(alone, section={**methods, "islands": {"size": 2, "sync_every": 100}})
@@ -303,7 +303,7 @@ def test_warm_up_steps_end_with_the_mean() -> None:
 
 
 def broken(rank: int, job: Job) -> tuple[bool, bool]:
-    """Whether master weights are finite, before and after islands meet: those of the second one are spoilt."""
+    """Return whether weights are finite before and after an exchange; the second island's are set to NaN."""
     engine = start(job)
     batches = data(rank, job)
     run(engine, batches[:1])
@@ -321,7 +321,7 @@ def test_an_island_that_diverged_is_excluded() -> None:
 
 
 def kept_back(rank: int, job: Job) -> list[list[float]]:
-    """What error feedback keeps, before and after islands meet: the master weights of the second one are spoilt."""
+    """Return residuals before and after an exchange; the second island's master weights are set to NaN."""
     engine = start(job)
     run(engine, data(rank, job))
     islands = engine.compression.islands
@@ -336,7 +336,7 @@ def kept_back(rank: int, job: Job) -> list[list[float]]:
 
 
 def test_residuals_of_an_island_that_diverged_are_not_sent() -> None:
-    """The mean is over the others, and would weigh it too much."""
+    """The mean is over the other islands, and would give such a residual too much weight."""
     job = Job(1, section=section(size=1, sync_every=2, exchange={"method": "topk", "density": 0.05}))
     (before, after), (spoilt_before, spoilt_after) = run_forks(2, kept_back, job)
     assert any(spoilt_before)
@@ -374,7 +374,7 @@ def test_a_resumed_run_continues_bit_for_bit(stage: int, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_resumed_run_with_muon_continues_up_to_rounding(stage: int, tmp_path: Path) -> None:
-    """DeepSpeed's own Muon does not go on bit for bit either."""
+    """DeepSpeed's own Muon does not resume bit for bit either."""
     outer = {"optimizer": "nesterov", "lr": 0.7}
     islands = section(size=1, sync_every=4, outer=outer, exchange={"method": "none"}, second_moments={})
     job = Job(stage, section=islands, steps=9, extra=MUON)
@@ -424,7 +424,7 @@ def resume_from(rank: int, job: Job, directory: str, tag: str | None, first: int
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("tag", ["epoch/1", "a.b", "run.tmp", "epoch/1/step.7", "e p", "./x"])
 def test_a_tag_may_be_a_path(tag: str, named: bool, tmp_path: Path) -> None:
-    """Anchors, momentum and residuals are loaded with it."""
+    """Anchors, momentum and residuals are loaded from the same tag."""
     islands = section(size=1, preset="diloco", sync_every=4, fragments=2, delay=1)
     job = Job(1, section=islands, steps=9)
     straight = run_forks(2, save_under, job, str(tmp_path), tag, 5)
@@ -454,7 +454,7 @@ def test_a_tag_with_which_islands_would_overwrite_each_other_is_refused(detached
 
 
 def be_slower(rank: int, job: Job, ending: str) -> int:
-    """Each island by itself: the second one takes longer, and both end with an exchange on its way."""
+    """Train islands of which the second one is slower; both end with an exchange in flight."""
     ends: list[Any] = []
     atexit.register = lambda work, *given: ends.append(work)  # type: ignore[assignment]
     engine = start(job)
@@ -482,7 +482,7 @@ def test_an_island_that_ends_first_waits_for_pending_exchanges(ending: str) -> N
 
 
 def from_plain(rank: int, alone: Job, divided: Job, directory: str) -> list[dict[str, list[float]]]:
-    """Weights that a job without islands saved, and those that every island begins with."""
+    """Return the weights that a job without islands saved, and those from which every island starts."""
     engine = start(alone)
     run(engine, data(0, alone))
     engine.save_checkpoint(directory)
@@ -602,7 +602,7 @@ def test_the_division_remains_for_the_second_of_two_engines(first_ends: int) -> 
 
 
 def ratios(rank: int, job: Job) -> list[float | None]:
-    """Of all traffic, in every step."""
+    """Return the ratio of all traffic in every step."""
     engine, found = start(job), []
     engine.compression.subscribe(lambda figures: found.append(figures.total_ratio))
     run(engine, data(rank, job))
@@ -610,14 +610,14 @@ def ratios(rank: int, job: Job) -> list[float | None]:
 
 
 def test_steps_with_an_exchange_report_no_ratio() -> None:
-    """DeepSpeed alone does not send it: the ratio of a step with an exchange would be 0."""
+    """DeepSpeed has no such traffic, so the ratio of a step with an exchange would be 0."""
     job = Job(1, section={**section(size=2, sync_every=2), "monitor": {"announce": False, "every": 1}}, steps=5)
     first, *_ = run_forks(4, ratios, job)
     assert first == [1.0, 1.0, None, 1.0, None]
 
 
 def bytes_by_step(rank: int, job: Job) -> list[tuple[int, int, bool]]:
-    """Of islands and of gradients, and whether islands were compared."""
+    """Return the bytes of islands and of gradients by step, and whether islands were compared."""
     engine, found = start(job), []
     meter = engine.compression.meter
     for batch in data(rank, job):
@@ -627,7 +627,7 @@ def bytes_by_step(rank: int, job: Job) -> list[tuple[int, int, bool]]:
 
 
 def test_bytes_of_islands_are_counted_separately_and_match_the_plan() -> None:
-    """After every second step, by what the step that follows reports."""
+    """Exchanges after every second step are reported by the step that follows."""
     exchange = {"method": "blockwise", "bits": 4}
     job = Job(1, section=section(size=1, sync_every=2, exchange=exchange, second_moments={"block_size": 8}), steps=6)
     settings = parse_section(job.config()).islands

@@ -71,7 +71,7 @@ def test_parameters_divided_over_the_whole_job_are_refused(work: Any, text: str)
 
 
 def collected(rank: int, job: Job) -> tuple[int, int]:
-    """Ranks of the group of a second engine, during the making of which the garbage collector ends the first one."""
+    """Return the group of a second engine; the garbage collector destroys the first one meanwhile."""
     gc.disable()
     engine = start(job)
     run(engine, data(rank, job)[:2])
@@ -95,7 +95,7 @@ def test_an_engine_that_is_collected_late_keeps_the_division_of_the_next_one(sta
 
 
 def phase(rank: int, job: Job, directory: str, first: int, tag: str | None) -> tuple[int, dict[str, list[float]]]:
-    """What is loaded, at step `first`, and the weights four steps later, when they are saved."""
+    """Return what is loaded at step `first`, and the weights that are saved four steps later."""
     engine = start(job)
     if first:
         engine.load_checkpoint(directory, tag=tag)
@@ -125,7 +125,7 @@ def test_islands_load_a_later_checkpoint_of_a_job_without_islands(tmp_path: Path
 
 
 def own_and_not(rank: int, mine: Job, shared: Job, directory: str) -> list[float]:
-    """Norms of a parameter that islands no longer keep for themselves, when it is loaded and after each exchange."""
+    """Return norms of a parameter that is no longer local, after loading and after each exchange."""
     engine = start(mine)
     run(engine, data(rank, mine))
     engine.save_checkpoint(directory)
@@ -175,7 +175,7 @@ def test_untrained_weights_are_equal_in_all_islands(stage: int, threshold: int, 
 
 
 def healed(rank: int, job: Job) -> tuple[list[bool], list[str]]:
-    """After every step whether the weights are finite, and what is warned of."""
+    """Return for every step whether the weights are finite, and the warnings."""
     engine, seen = start(job), []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", CompressWarning)
@@ -212,7 +212,7 @@ COMPRESSED: Mapping[str, Any] = {"method": "topk", "density": 0.1}
     ],
 )
 def test_an_island_that_diverged_recovers_completely(shared: Mapping[str, Any], gradients: Any) -> None:
-    """All fragments at once, and what is remembered inside: what is not finite in one spoils the others again."""
+    """All fragments and optimizer states recover at once: one non-finite element would spoil the others again."""
     inside = {"method": gradients} if isinstance(gradients, str) else gradients
     job = Job(0, section={**section(**shared), "gradients": inside}, steps=16, extra={"gradient_clipping": 0.0})
     for seen, _ in run_forks(4, healed, replace(job, poison=(1, 2))):
@@ -220,7 +220,7 @@ def test_an_island_that_diverged_recovers_completely(shared: Mapping[str, Any], 
 
 
 def loaded(rank: int, job: Job, directory: str, how: Mapping[str, Any]) -> list[float]:
-    """After loading weights alone in a run that has gone on: what is remembered of its exchanges."""
+    """Return the state of exchanges after only weights were loaded in a run that has continued."""
     engine, batches = start(job), data(rank, job)
     engine.save_checkpoint(directory)
     run(engine, batches)
@@ -260,7 +260,7 @@ def test_islands_agree_if_the_state_of_one_was_damaged(tmp_path: Path) -> None:
 
 
 def detached(rank: int, job: Job, directory: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Weights that an engine has saved after `detach`, and those that it loads."""
+    """Return the weights that an engine saves after `detach`, and those that it loads."""
     engine, batches = start(job), data(rank, job)
     run(engine, batches[:5])
     deepspeed_compress.detach(engine)
@@ -346,7 +346,7 @@ def test_only_non_finite_elements_are_cleared(dtype: torch.dtype) -> None:
 
 
 class Frozen(torch.nn.Module):
-    """A network beside weights of `dtype` that nobody trains, as of a quantized base model."""
+    """Return a network with additional untrained weights of `dtype`, as in a quantized base model."""
 
     def __init__(self, dtype: torch.dtype, seed: int) -> None:
         super().__init__()

@@ -50,7 +50,7 @@ def told(directory: Path) -> list[str]:
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize(("fault", "second"), [(not_a_number, "return"), (poison, "residuals_cleared")])
 def test_only_the_island_with_the_fault_reacts(stage: int, fault: Disturb, second: str, tmp_path: Path) -> None:
-    """The fault is of rank 1. Whoever acts writes it where its island has its files."""
+    """Rank 1 has the fault. The island that reacts writes its events into its own directory."""
     monitor = {"announce": False, "path": str(tmp_path)}
     first, same, third, fourth = run_forks(4, live, Job(stage, section(monitor=monitor), steps=STEPS), fault)
     assert (first.events, first.settings, first.skipped) == (same.events, same.settings, same.skipped)
@@ -102,7 +102,7 @@ def rest(engine: Any, batches: Any) -> Told:
 
 
 def save(rank: int, job: Job, directory: str) -> Told:
-    """The fault is of rank 1; saved while settings come back."""
+    """Rank 1 has the fault; the checkpoint is saved while settings recover."""
     engine, half = start(job), FAULT + 3
     batches = data(rank, job)
     for step, (x, y) in enumerate(batches[:half]):
@@ -135,7 +135,7 @@ def test_islands_without_a_saved_state_decide_as_the_first_ones(tmp_path: Path) 
 
 
 def live_elastic(rank: int, job: Job, ports: list[int]) -> tuple[list[str], list[tuple[int, dict[str, list[float]]]]]:
-    """What the guard did, and version and weights after every exchange. The loss of rank 3 is none in one step."""
+    """Return events of the guard, and weights after every exchange. The loss of rank 3 is NaN in one step."""
     place = become_island(rank, 2, ports)
     engine, seen = start(job), []
     islands = engine.compression.islands
@@ -160,7 +160,7 @@ def test_elastic_islands_decide_independently() -> None:
 
 
 def live_split(rank: int, job: Job) -> tuple[list[str], int, dict[str, list[float]]]:
-    """Ranks share layers in twos. The loss of rank 3 alone is none in one step."""
+    """Pairs of ranks share layers. Only the loss of rank 3 is NaN in one step."""
     engine = start_tensor(job)
     forward = engine.forward
 

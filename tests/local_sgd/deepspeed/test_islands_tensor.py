@@ -42,7 +42,7 @@ class Run:
 
 
 def train(rank: int, *jobs: Job) -> list[Run]:
-    """One after the other in one process: the division ends with its engine."""
+    """Run the jobs one after the other in one process, since the division ends with its engine."""
     found = []
     for job in jobs:
         engine, run = start_tensor(job), Run()
@@ -75,7 +75,7 @@ def test_an_uncompressed_exchange_every_step_equals_data_parallelism(stage: int)
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_replicated_weights_stay_equal_and_are_sent_once(stage: int) -> None:
-    """Of four bits, whose rounding depends on what lies beside an element."""
+    """With four bits, the rounding of an element depends on its neighbors."""
     exchange = {"method": "blockwise", "bits": 4, "block_size": 32}
     job = Job(stage, extra=AUTO_TP, section=section(size=1, sync_every=2, exchange=exchange), steps=4)
     ranks = [run for [run] in run_forks(4, train, job, timeout=400)]
@@ -101,7 +101,7 @@ def test_replicated_weights_stay_equal_and_are_sent_once(stage: int) -> None:
 
 
 def copies(rank: int, job: Job, heads: int) -> list[dict[str, list[float]]]:
-    """After every step."""
+    """Return the second moments after every step."""
     model = llama(heads)
     engine = deepspeed_compress.initialize(model=model, model_parameters=list(model.parameters()), config=job.config())[
         0
@@ -115,7 +115,7 @@ def copies(rank: int, job: Job, heads: int) -> list[dict[str, list[float]]]:
 
 @pytest.mark.parametrize(("stage", "heads"), [(0, 3), (2, 6)])
 def test_replicated_weights_have_the_same_second_moments(stage: int, heads: int) -> None:
-    """Or they would not stay equal between exchanges."""
+    """Otherwise they would not stay equal between exchanges."""
     job = Job(stage, extra=AUTO_TP, section=section(size=1, sync_every=2, second_moments={}), steps=4)
     first, second, third, fourth = run_forks(4, copies, job, heads, timeout=400)
     assert first == second
@@ -124,7 +124,7 @@ def test_replicated_weights_have_the_same_second_moments(stage: int, heads: int)
 
 
 def cut(rank: int, numels: list[int]) -> str:
-    """What is said where this tensor rank has so many elements of a norm, and the other one as many of its own."""
+    """Return the error if the tensor ranks hold `numels` elements of a norm."""
     deepspeed.init_distributed("gloo")
     norm = Stretch("norm.weight", 0, torch.zeros(8), 0, numels[rank])
     split = Stretch("split.weight", 0, torch.zeros(8), 0, 1 + rank)
@@ -180,7 +180,7 @@ def sampled(rank: int, job: Job) -> tuple[list[int], int]:
 
 
 def test_ranks_that_share_layers_read_the_same_data_and_islands_do_not() -> None:
-    """DeepSpeed counts them in a batch."""
+    """DeepSpeed counts ranks that share layers as parts of a batch."""
     extra = {**AUTO_TP, "train_batch_size": 4 * BATCH}
     ranks = run_forks(4, sampled, Job(1, extra=extra, section=section(size=1)), timeout=400)
     assert ranks[0] == ranks[1]
