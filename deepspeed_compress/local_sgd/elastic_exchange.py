@@ -216,8 +216,8 @@ class ElasticExchange:
         if self.version != round_.base:
             self._adopt_anchor(self._ranks.run_on_first(self._find_sources), use_own_weights=False)
             return "renewed"
-        outer = self.settings.outer
-        anchor = self.shared_anchor.replace(round_.id, self._exchange.apply, pending, update, outer)
+        with self.shared_anchor.replacing(round_.id):
+            anchor = self._exchange.apply(pending, update, self.settings.outer)
         self._report_ready()
         self._weights.write(self._segments, anchor)
         self._weights.publish()
@@ -251,13 +251,15 @@ class ElasticExchange:
                 # The source trains on during the requests, so ranks may have received metadata of different steps.
                 return self._ranks.run_on_first(dict, fetched[1])
             sources = self._ranks.run_on_first(self._find_sources_again, sources, deadline)
-        self.shared_anchor.replace(sources.version, self._keep_anchor, use_own_weights)
+        with self.shared_anchor.replacing(sources.version):
+            self._keep_anchor(use_own_weights)
         self._report_ready()
         return {}
 
     def _write_fetched(self, fetched: VersionedAnchor) -> None:
         version, _, tensors = fetched
-        anchor = self.shared_anchor.replace(version, self.shared_anchor.write, tensors, self._weights.device)
+        with self.shared_anchor.replacing(version):
+            anchor = self.shared_anchor.write(tensors, self._weights.device)
         self._report_ready()
         self._weights.write(self._segments, anchor)
         self._weights.publish()

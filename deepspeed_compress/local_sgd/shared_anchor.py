@@ -5,7 +5,8 @@ Only the joining island waits. The others serve a copy of their anchor from a th
 
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from threading import Condition
 from typing import Any
 
@@ -75,13 +76,13 @@ class SharedAnchor:
         with self._change:
             self.version, self._copy = 0, None
 
-    def replace(self, version: int, change: Callable[..., Any], *args: Any) -> Any:
-        """Call `change(*args)`, which writes the anchor of `version`, while no copy is made. Return its result."""
+    @contextmanager
+    def replacing(self, version: int) -> Iterator[None]:
+        """Make no copy while the caller writes the anchor of `version`."""
         with self._change:
-            result = change(*args)
+            yield
             self.version, self._copy = version, None
             self._change.notify_all()
-        return result
 
     def write(self, tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
         """Store the tensors of a fetched anchor, and return the anchor on `device`."""

@@ -84,7 +84,7 @@ def test_a_metric_schedule_takes_over_the_state_of_the_others() -> None:
 
 @pytest.mark.parametrize("name", ["none", "lambda"])
 def test_a_metric_schedule_that_cannot_follow_is_refused(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=r"ReduceLROnPlateau is stepped by a metric.*write such a one"):
+    with pytest.raises(UnsupportedError, match=r"ReduceLROnPlateau is stepped by a metric.*write one of these"):
         late(SCHEDULES[name], SCHEDULES["plateau"])
 
 
