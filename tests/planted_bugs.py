@@ -292,21 +292,21 @@ BUGS: Mapping[str, Bug] = {
         "store.commit()",
         ("local_sgd/test_elastic.py",),
     ),
-    "a round of islands counts before all have voted": Bug(
-        "local_sgd/coordinator/coordinator.py",
+    "a round of islands is committed before all have voted": Bug(
+        "local_sgd/coordinator/rounds.py",
         "elif all(running.votes.values()):",
         "elif any(running.votes.values()):",
         ("local_sgd/coordinator/test_coordinator.py",),
     ),
-    "a coordinator that comes back waits for nobody": Bug(
-        "local_sgd/coordinator/known.py",
+    "a restarted coordinator waits for no island": Bug(
+        "local_sgd/coordinator/known_islands.py",
         "self._missing = set(saved.members) if came_back else set()",
         "self._missing: set[int] = set()",
         ("local_sgd/coordinator/test_coordinator.py",),
     ),
-    "an island that diverged sends what it has kept back": Bug(
+    "an island that diverged sends its residuals": Bug(
         "local_sgd/exchange.py",
-        "return (reducer if counts else reducer.without_feedback()).start_all_reduce(",
+        "return (reducer if contributes else reducer.without_feedback()).start_all_reduce(",
         "return reducer.start_all_reduce(",
         ("local_sgd/deepspeed/test_islands.py", "local_sgd/test_elastic.py"),
     ),
@@ -330,7 +330,7 @@ BUGS: Mapping[str, Bug] = {
     ),
     "an exchange of islands counts as waiting for gradients": Bug(
         "session/session.py",
-        '["communicate"] - self._met_ms',
+        '["communicate"] - self._exchange_ms',
         '["communicate"]',
         ("local_sgd/deepspeed/test_islands_adaptive.py",),
     ),

@@ -106,7 +106,7 @@ TABLE = {
     ),
     "checkpointing.deepspeed.agreement": allow("", "torch"),
     "checkpointing.deepspeed.exclusive": allow("checkpointing session.memories errors", "torch"),
-    "local_sgd": allow("collectives compression config errors", "torch"),
+    "local_sgd": allow("collectives compression config errors monitor", "torch"),
     "local_sgd.anchors": allow("transport", "torch"),
     "local_sgd.island_ranks": allow("errors", "torch"),
     "local_sgd.moments": allow("", "torch"),

@@ -104,8 +104,8 @@ class _State:
 class Supervisor:
     """State machine of a job.
 
-    Pass it messages (`hear`), lost connections (`lost`) and the time (`tick`), in seconds of any clock. Then send the
-    messages that `take` returns.
+    Pass it messages (`handle`), lost connections (`disconnect`) and the time (`tick`), in seconds of any clock; then
+    send the messages that `take_messages` returns.
 
     Args:
         options: parameters of the job.
@@ -127,7 +127,7 @@ class Supervisor:
             "end": self._end,
         }
 
-    def take(self) -> list[tuple[str, Message]]:
+    def take_messages(self) -> list[tuple[str, Message]]:
         """Return the messages to send, in order, each with the name of its agent."""
         found, self._outbox = self._outbox, []
         return found
@@ -145,7 +145,7 @@ class Supervisor:
         state = self._state
         return {"phase": state.phase, "restarts": state.restarts, "steps": state.steps, "hosts": hosts}
 
-    def hear(self, name: str, message: Message, now: float) -> None:
+    def handle(self, name: str, message: Message, now: float) -> None:
         """Handle `message` of the agent `name`. Raises ValueError if its kind is unknown."""
         handler = self._handlers.get(message["kind"])
         if handler is None:
@@ -159,7 +159,7 @@ class Supervisor:
         handler(name, message, now)
         self._advance(now)
 
-    def lost(self, name: str, now: float) -> None:
+    def disconnect(self, name: str, now: float) -> None:
         """Handle the end of the connection to `name`."""
         agent = self._agents.pop(name, None)
         if agent is not None:
@@ -169,7 +169,7 @@ class Supervisor:
 
     def tick(self, now: float) -> None:
         for name in [name for name, one in self._agents.items() if now - one.heard > LOST_AFTER]:
-            self.lost(name, now)
+            self.disconnect(name, now)
         if self._state.phase == "running" and self._silence(now) > self._options.hang:
             self._stop(Failure(f"no heartbeat from any rank for {self._options.hang:g} s (--hang)"))
         self._advance(now)

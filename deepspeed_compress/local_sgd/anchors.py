@@ -20,9 +20,9 @@ from deepspeed_compress.transport.fields import Table, a_mapping, a_number, an_i
 from deepspeed_compress.transport.frames import Limits
 from deepspeed_compress.transport.server import Bounds, Server
 
-__all__ = ["AnchorCopy", "AnchorServer", "Handed", "fetch_anchor"]
+__all__ = ["AnchorCopy", "AnchorServer", "VersionedAnchor", "fetch_anchor"]
 
-Handed = tuple[int, Mapping[str, Any], Mapping[str, Tensor]]
+VersionedAnchor = tuple[int, Mapping[str, Any], Mapping[str, Tensor]]
 """Version, metadata, and flat fp32 tensors on the host by name."""
 ANCHOR = "anchor"
 """Name of the service."""
@@ -78,7 +78,7 @@ class AnchorServer:
     def __init__(
         self,
         host: str,
-        copy: Callable[[int], Handed | None],
+        copy: Callable[[int], VersionedAnchor | None],
         timeout: float = SLOWEST,
         credentials: Credentials | None = None,
         turns: Turns = DEFAULT_TURNS,
@@ -109,7 +109,7 @@ class AnchorServer:
         finally:
             self._turns.release()
 
-    def _hand_out(self, connection: Connection, found: Handed | None) -> None:
+    def _hand_out(self, connection: Connection, found: VersionedAnchor | None) -> None:
         if found is None:
             connection.send({"kind": "none"})
             return
@@ -126,7 +126,7 @@ def fetch_anchor(
     sizes: Mapping[str, int],
     run: str,
     credentials: Credentials | None = None,
-) -> Handed:
+) -> VersionedAnchor:
     """Return the anchor of the rank at `address`, once its version is at least `version`.
 
     Args:

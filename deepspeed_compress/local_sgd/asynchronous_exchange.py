@@ -22,30 +22,31 @@ from torch import Tensor
 from deepspeed_compress.collectives.reduction import Groups, Reductions, Site
 from deepspeed_compress.config import Islands
 from deepspeed_compress.errors import CompressError
-from deepspeed_compress.local_sgd.elastic_exchange import Met, group_of_one
-from deepspeed_compress.local_sgd.exchange import ANCHOR, Masters, likeness
+from deepspeed_compress.local_sgd.exchange import ANCHOR, MasterWeights, cosine_to_others, write_anchor
 from deepspeed_compress.local_sgd.framed_messages import FramedMessages, as_bytes, read_bytes
-from deepspeed_compress.local_sgd.island_ranks import Cadence, Team, Word
+from deepspeed_compress.local_sgd.island_ranks import IslandRanks, LeaderDecision, SyncInterval
+from deepspeed_compress.local_sgd.round_peers import group_of_one
+from deepspeed_compress.local_sgd.strategy import ExchangeResult
 
-__all__ = ["AsynchronousExchange", "Calls"]
+__all__ = ["AsynchronousExchange", "ServerCalls"]
 
 _PAUSE = 0.1
 """Seconds to wait before ranks that received different versions ask again."""
 
-Said = tuple[Mapping[str, Any], bytes | bytearray | memoryview]
+Reply = tuple[Mapping[str, Any], bytes | bytearray | memoryview]
 """Head of a message, and the bytes of its body."""
 
 
-class Calls(Protocol):
+class ServerCalls(Protocol):
     """Client interface; see `parameter_server.client.PushClient`."""
 
-    def start(self, head: Mapping[str, Any], body: Any = b"") -> "Future[Said]": ...
-    def ask(self, head: Mapping[str, Any], body: Any = b"") -> Said: ...
+    def start(self, head: Mapping[str, Any], body: Any = b"") -> "Future[Reply]": ...
+    def ask(self, head: Mapping[str, Any], body: Any = b"") -> Reply: ...
     def close(self, last: Mapping[str, Any] | None = None) -> None: ...
 
 
 @dataclass(frozen=True)
-class _Flight:
+class PendingPush:
     """A push in progress.
 
     Attributes:
@@ -56,7 +57,7 @@ class _Flight:
         seconds: time that it took to send.
     """
 
-    answer: "Future[Said]"
+    answer: "Future[Reply]"
     sent: Tensor
     healthy: bool
     samples: int
@@ -68,40 +69,42 @@ class AsynchronousExchange:
 
     Args:
         settings: the section's `islands`, with `elastic.parameter_server`.
-        masters: fp32 master weights of this rank.
+        master_weights: fp32 master weights of this rank.
         site: returns the residual stores and counters for given groups.
-        team: the ranks of this island.
-        calls: this rank's connection to the server.
+        ranks: the ranks of this island.
+        calls: connection of this rank to the server.
         terms: settings that must be equal on all islands.
         step: returns the step of the island's schedule.
-        diverged: called when the master weights equal the anchor again after some were not finite.
+        on_divergence: called when the master weights equal the anchor again after some were not finite.
     """
 
     def __init__(
         self,
         settings: Islands,
-        masters: Masters,
+        master_weights: MasterWeights,
         site: Callable[[Groups], Site],
-        team: Team,
-        calls: Calls,
+        ranks: IslandRanks,
+        calls: ServerCalls,
         terms: Mapping[str, Any],
         step: Callable[[], int] = lambda: 0,
-        diverged: Callable[[], object] = lambda: None,
+        on_divergence: Callable[[], object] = lambda: None,
     ) -> None:
-        self.settings, self._masters, self._team = settings, masters, team
-        self._calls, self._terms, self._step, self._diverged = calls, terms, step, diverged
+        assert settings.elastic is not None, "made for elastic islands"
+        self.settings, self._weights, self._ranks = settings, master_weights, ranks
+        self._timeout = settings.elastic.timeout_seconds
+        self._calls, self._terms, self._step, self._on_divergence = calls, terms, step, on_divergence
         alone = site(Groups(group_of_one()))
         self.stores, self._meter, self._parameters = alone.stores, alone.run.meter, alone.parameters
-        self._segments = tuple(masters.segments)
+        self._segments = tuple(master_weights.segments)
         self._messages = FramedMessages(settings.exchange, self._segments, Reductions(alone))
         self._anchor = self.stores.get(ANCHOR, "fp32", scaled=False, transactional=False)
         self.run, self.number, self.version = "", -1, 0
         """The server's run, the number of this island, and the version of the anchor that it started from."""
         self._token = ""
         self._call, self._samples = 0, 0
-        self._flight: _Flight | None = None
-        self._word = Word(team)
-        self._cadence = Cadence(settings.sync_steps, settings.sync_seconds)
+        self._pending: PendingPush | None = None
+        self._decision = LeaderDecision(ranks)
+        self._interval = SyncInterval(settings.sync_steps, settings.sync_seconds)
 
     def start(self, samples: int = 0) -> Mapping[str, Any]:
         """Take the anchor, or propose this island's weights if there is none, and return the head of the reply.
@@ -109,9 +112,9 @@ class AsynchronousExchange:
         `samples` is the total number of samples so far. Collective in the island.
         """
         self._samples = samples
-        head, _ = self._team.share(partial(self._calls.ask, {"kind": "enter", "terms": dict(self._terms)}))
+        head, _ = self._ranks.run_on_first(partial(self._calls.ask, {"kind": "enter", "terms": dict(self._terms)}))
         self.run, self.number, self._token = head["run"], head["number"], head["token"]
-        return self._renew(claim=0)
+        return self._adopt_anchor(claim=0)
 
     def resume(self, saved: Mapping[str, Any] | None, steps: int, samples: int) -> Mapping[str, Any]:
         """Resume after a checkpoint was loaded, and return the head of the reply (empty if the server knew the island).
@@ -119,17 +122,17 @@ class AsynchronousExchange:
         The master weights and the anchor must be loaded already. Collective in the island.
 
         Args:
-            saved: result of `described` at the time of saving; None for a checkpoint of weights only.
+            saved: result of `describe` at the time of saving; None for a checkpoint of weights only.
             steps: number of steps of the checkpoint.
             samples: total number of samples so far.
         """
-        if self._flight is not None:
-            self._heard(self._flight.answer)
+        if self._pending is not None:
+            self._await_reply(self._pending.answer)
             self._call += 1
-        self._flight, self._samples = None, samples
+        self._pending, self._samples = None, samples
         own = {"number": self.number, "token": self._token}
         head = {"kind": "resume", **own, "saved": saved or {"run": "", "number": -1}}
-        answer, _ = self._team.share(partial(self._calls.ask, head))
+        answer, _ = self._ranks.run_on_first(partial(self._calls.ask, head))
         kind = answer["kind"]
         if kind == "resumed" and saved is not None:
             self.number, self._call, self.version = saved["number"], saved["call"], saved["version"]
@@ -140,115 +143,124 @@ class AsynchronousExchange:
             if name != ANCHOR:
                 store.clear()
         if kind == "newest":
-            return self._renew(claim=None)
-        return self._renew(claim=max(1, steps) if saved is None else saved["version"], loaded=saved is not None)
+            return self._adopt_anchor(claim=None)
+        return self._adopt_anchor(claim=max(1, steps) if saved is None else saved["version"], loaded=saved is not None)
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Return the state that `resume` needs."""
         about = {"run": self.run, "number": self.number, "call": self._call}
         return {**about, "version": self.version, "samples": self._samples}
 
-    def step_ended(self, samples: int) -> Met | None:
+    def step_ended(self, samples: int) -> ExchangeResult | None:
         """Push if it is time, or apply a reply that has arrived.
 
         Called after an optimizer step. Collective in the island. `samples` is the total number of samples so far.
         Raises IslandError if the server has not replied for `give_up`.
         """
-        if not self._word.heard(self._team.place == 0 and self._wants()):
+        if not self._decision.follow(self._ranks.place == 0 and self._is_due()):
             return None
-        if self._flight is not None:
-            return self._land(self._flight)
+        if self._pending is not None:
+            return self._apply_reply(self._pending)
         self._push(samples)
         return None
 
-    def finish(self, patience: float) -> Met | None:
+    def finish(self, patience: float) -> ExchangeResult | None:
         """Apply a pending reply if it arrives within `patience` seconds, as before saving.
 
         Collective in the island.
         """
-        flight = self._flight
-        if flight is None:
+        pending = self._pending
+        if pending is None:
             return None
         deadline = time.monotonic() + patience
-        while not flight.answer.done() and time.monotonic() < deadline:
+        while not pending.answer.done() and time.monotonic() < deadline:
             time.sleep(0.01)
-        return self._land(flight) if self._team.all(flight.answer.done()) else None
+        return self._apply_reply(pending) if self._ranks.all_true(pending.answer.done()) else None
+
+    def prepare_save(self) -> None:
+        """Wait up to `timeout` for a pending push. If it is still pending, it is saved as if it had not been sent."""
+        self.finish(self._timeout)
+
+    def prepare_load(self) -> None:
+        """Do nothing: loading does not change the server's state."""
 
     def leave(self) -> None:
         """Announce that the island leaves, and end all calls. Does not wait for an unresponsive server."""
-        entered = self._token and self._team.place == 0
+        entered = self._token and self._ranks.place == 0
         own = {"kind": "leave", "number": self.number, "token": self._token}
         self._calls.close(own if entered else None)
 
     def anchor(self) -> Tensor:
         """Return a copy of the anchor that this rank started from, as flat fp32."""
-        return self._anchor.read(self._segments, self._masters.device)
+        return self._anchor.read(self._segments, self._weights.device)
 
-    def _wants(self) -> bool:
-        due = self._cadence.step()
-        return self._flight.answer.done() if self._flight is not None else due
+    def _is_due(self) -> bool:
+        due = self._interval.count_step()
+        return self._pending.answer.done() if self._pending is not None else due
 
     def _push(self, samples: int) -> None:
         begun = time.monotonic()
-        sent = self._masters.read(self._segments)
-        healthy = self._team.all(bool(torch.isfinite(sent).all()))
-        self._cadence.restart()
+        sent = self._weights.read(self._segments)
+        healthy = self._ranks.all_true(bool(torch.isfinite(sent).all()))
+        self._interval.restart()
         # An island that diverged reports so, and receives the anchor.
         head = self._head("push", samples=samples - self._samples if healthy else 0)
-        moved = sent - self.anchor()
-        payload = self._messages.encode(moved, self._call + 1, self.number, remember=True) if healthy else moved[:0]
+        update = sent - self.anchor()
+        payload = self._messages.encode(update, self._call + 1, self.number, remember=True) if healthy else update[:0]
         body = as_bytes(payload.cpu())
         self._meter.count("bytes_islands", len(body))
-        self._flight = _Flight(self._calls.start(head, body), sent, healthy, samples, time.monotonic() - begun)
+        self._pending = PendingPush(self._calls.start(head, body), sent, healthy, samples, time.monotonic() - begun)
 
     def _head(self, kind: str, **more: Any) -> dict[str, Any]:
-        about = {"run": self.run, "number": self.number, "place": self._team.place, "call": self._call + 1}
+        about = {"run": self.run, "number": self.number, "place": self._ranks.place, "call": self._call + 1}
         return {"kind": kind, **about, "token": self._token, "step": self._step(), **more}
 
-    def _land(self, flight: _Flight) -> Met:
+    def _apply_reply(self, pending: PendingPush) -> ExchangeResult:
         begun = time.monotonic()
-        head, body = self._heard(flight.answer)
+        head, body = self._await_reply(pending.answer)
         self._call += 1
-        self._flight, taken = None, head["kind"] == "taken"
+        self._pending, is_taken = None, head["kind"] == "taken"
         for store in self.stores.by_name.values():
-            store.commit() if taken else store.rollback()
-        self._samples = flight.samples
-        if not self._team.same(head["version"]):
+            store.commit() if is_taken else store.rollback()
+        self._samples = pending.samples
+        if not self._ranks.all_equal(head["version"]):
             # The server was restarted between the calls of two ranks.
-            self._renew(claim=None)
+            self._adopt_anchor(claim=None)
         else:
-            self._set_out(head, body, flight.sent)
-        if not flight.healthy:
-            self._diverged()
-        reason = "" if taken else head.get("reason", "what it had moved was too old, or not finite")
-        kind, weight = ("exchange" if taken else "renewed"), float(head.get("weight", 1.0))
-        return Met(kind, flight.seconds + time.monotonic() - begun, self.version, reason=reason, weight=weight)
+            self._start_from(head, body, pending.sent)
+        if not pending.healthy:
+            self._on_divergence()
+        reason = "" if is_taken else head.get("reason", "its push was too old, or not finite")
+        kind, weight = ("exchange" if is_taken else "renewed"), float(head.get("weight", 1.0))
+        return ExchangeResult(
+            kind, pending.seconds + time.monotonic() - begun, self.version, reason=reason, weight=weight
+        )
 
-    def _heard(self, answer: "Future[Said]") -> Said:
+    def _await_reply(self, answer: "Future[Reply]") -> Reply:
         """Return the reply. An error on one rank is raised on all ranks of the island."""
         error = answer.exception()
-        texts = [text for text in self._team.gather(None if error is None else f"{error}") if text]
+        texts = [text for text in self._ranks.gather(None if error is None else f"{error}") if text]
         if error is not None:
             raise error
         if texts:
             raise CompressError(texts[0])
         return answer.result()
 
-    def _set_out(self, head: Mapping[str, Any], body: Any, sent: Tensor | None) -> None:
+    def _start_from(self, head: Mapping[str, Any], body: Any, sent: Tensor | None) -> None:
         """Continue from the anchor in the reply; with `sent`, keep later updates of the master weights."""
         if not head.get("exact"):
-            payload = read_bytes(body, torch.uint8).to(self._masters.device)
+            payload = read_bytes(body, torch.uint8).to(self._weights.device)
             anchor = self.anchor().add_(self._messages.decode(payload, self._call))
         else:
-            anchor = read_bytes(body, torch.float32).to(self._masters.device, copy=True)
+            anchor = read_bytes(body, torch.float32).to(self._weights.device, copy=True)
         if sent is not None:
             self._compare(sent, anchor, float(head["weight"]))
         self._anchor.write(self._segments, anchor)
         if sent is not None:
-            since = self._masters.read(self._segments).sub_(sent)
-            anchor = torch.where(torch.isfinite(since), since, 0.0).add_(anchor)
-        self._masters.write(self._segments, anchor)
-        self._masters.publish()
+            write_anchor(self._weights, self._segments, anchor, sent)
+        else:
+            self._weights.write(self._segments, anchor)
+        self._weights.publish()
         self.version = head["version"]
 
     def _compare(self, sent: Tensor, anchor: Tensor, weight: float) -> None:
@@ -258,9 +270,9 @@ class AsynchronousExchange:
         """
         outer, before = self.settings.outer, self.anchor()
         if 0 < weight < 1 and outer.optimizer == "average":
-            self._meter.islands_cosine = likeness(sent - before, anchor - before, weight * outer.lr)
+            self._meter.islands_cosine = cosine_to_others(sent - before, anchor - before, weight * outer.lr)
 
-    def _renew(self, claim: int | None, loaded: bool = False) -> Mapping[str, Any]:
+    def _adopt_anchor(self, claim: int | None, loaded: bool = False) -> Mapping[str, Any]:
         """Take the anchor as it is.
 
         Args:
@@ -270,21 +282,21 @@ class AsynchronousExchange:
         while True:
             head, body = self._ask("fresh")
             # Only some ranks have no anchor if the server was restarted between their calls.
-            found = not self._team.all(head["kind"] != "found")
+            found = not self._ranks.all_true(head["kind"] != "found")
             if found or claim:
-                proposed = self.anchor() if loaded else self._masters.read(self._segments)
+                proposed = self.anchor() if loaded else self._weights.read(self._segments)
                 layout = [(one.parameter, one.begin, one.numel) for one in self._segments]
                 shapes = {name: list(self._parameters.shapes[name]) for name, _, _ in layout}
                 more = {"claim": claim or 0, "layout": layout, "shapes": shapes}
                 head, body = self._ask("seed", as_bytes(proposed.cpu()), **more)
-            if self._team.same(head["version"]):
-                self._set_out(head, body, None)
+            if self._ranks.all_equal(head["version"]):
+                self._start_from(head, body, None)
                 return head
             # The server was restarted between the calls of two ranks, and may still be starting.
             time.sleep(_PAUSE)
 
-    def _ask(self, kind: str, body: Any = b"", **more: Any) -> Said:
+    def _ask(self, kind: str, body: Any = b"", **more: Any) -> Reply:
         """Send a request and wait for the reply on all ranks."""
-        found = self._heard(self._calls.start(self._head(kind, **more), body))
+        found = self._await_reply(self._calls.start(self._head(kind, **more), body))
         self._call += 1
         return found

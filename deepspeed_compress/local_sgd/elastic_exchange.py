@@ -1,425 +1,331 @@
 """Exchanges between islands that join and leave: each round has its own participants, and is committed by all or none.
 
-An island is a separate job. In a round, every rank communicates with the ranks of equal place in the other islands, in
-a group that is created for the round and reused as long as the participants stay the same. An exchange changes only
-residual stores, which can be rolled back. Once all have voted and the coordinator has committed the round, every island
-moves its anchor. An island that was away fetches the anchor from an island that has it.
+An island is a separate job. In a round, every rank communicates with the ranks of equal place in the other islands
+(`round_peers`). An exchange changes only residual stores, which can be rolled back. Once all have voted and the
+coordinator has committed the round, every island moves its anchor. An island that was away fetches the anchor from an
+island that has it (`shared_anchor`).
 """
 
 import re
 import time
-import weakref
+import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from datetime import timedelta
-from functools import partial
-from threading import Condition
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo, Store, TCPStore
-from torch.distributed import ProcessGroup
 
 from deepspeed_compress.collectives.reduction import Groups, Site
 from deepspeed_compress.config import Islands
 from deepspeed_compress.errors import IslandError
-from deepspeed_compress.local_sgd.anchors import AnchorCopy, Handed, fetch_anchor
-from deepspeed_compress.local_sgd.coordinator.wire import Anchor, Outcome, Round
-from deepspeed_compress.local_sgd.exchange import ANCHOR, MOMENTUM, Agreed, Masters, Peers, likeness
-from deepspeed_compress.local_sgd.island_ranks import Cadence, Team
-from deepspeed_compress.local_sgd.moments import Moments, Shared
+from deepspeed_compress.local_sgd.anchors import VersionedAnchor
+from deepspeed_compress.local_sgd.coordinator.wire import AnchorSources, Outcome, Round
+from deepspeed_compress.local_sgd.exchange import LocalSGDExchange, MasterWeights, Peers, PendingExchange, Share
+from deepspeed_compress.local_sgd.island_ranks import IslandRanks, LeaderDecision, SyncInterval
+from deepspeed_compress.local_sgd.moments import SecondMoments
+from deepspeed_compress.local_sgd.round_peers import MakeGroups, RoundPeers, group_of_one, make_groups
+from deepspeed_compress.local_sgd.shared_anchor import SharedAnchor
+from deepspeed_compress.local_sgd.strategy import ExchangeResult
 
-__all__ = ["ElasticExchange", "Met", "Rendezvous", "group_of_one", "make_groups"]
+__all__ = ["ElasticExchange", "Rendezvous"]
 
-T = TypeVar("T")
-
-VAIN = 5
+MAX_VOID_ROUNDS = 5
 """Number of consecutive void rounds that indicates a network problem rather than failed islands."""
 
 
 class Rendezvous(Protocol):
-    """Interface of rank 0 of an island to the coordinator; see `rendezvous.client.Client`."""
+    """Connection of the first rank of an island to the coordinator; see `coordinator.client.CoordinatorClient`."""
 
     run: str | None
     number: int
-    opened: bool
+    is_awaited: bool
 
-    def sources(self) -> Anchor: ...
-    def claim(self, run: str, number: int, version: int) -> Anchor: ...
+    def sources(self) -> AnchorSources: ...
+    def claim(self, run: str, number: int, version: int) -> AnchorSources: ...
     def ready(self, version: int) -> None: ...
-    def arrive(self, samples: int) -> Round | Anchor | None: ...
+    def arrive(self, samples: int) -> Round | AnchorSources | None: ...
     def vote(self, round_: int, ok: bool) -> Outcome: ...
 
 
-@dataclass(frozen=True)
-class Met:
-    """Outcome of one exchange.
-
-    Attributes:
-        kind: "exchange", "renewed" (the island was away and now has the newest anchor), "void" or "left_out".
-        seconds: time for which training was blocked.
-        round: number of the round; 0 if there was none.
-        islands: number of islands in the round; 0 if there was none.
-        reason: explanation if the outcome is not "exchange".
-        weight: weight of this island's update relative to that of a single island; only for asynchronous exchanges.
-        about: metadata that came with the anchor of another run.
-    """
-
-    kind: str
-    seconds: float
-    round: int = 0
-    islands: int = 0
-    reason: str = ""
-    weight: float = 1.0
-    about: Mapping[str, Any] = field(default_factory=dict)
-
-
-def group_of_one() -> ProcessGroup:
-    """Return a process group of one rank, which sends nothing."""
-    return _gloo(HashStore(), 0, 1, 1.0)
-
-
-def _gloo(store: Store, rank: int, size: int, timeout: float) -> ProcessGroup:
-    """Return a group that torch.distributed does not register, so that it may end at any time.
-
-    It supports everything that exchanges use.
-    """
-    return cast(ProcessGroup, ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout)))
-
-
-def _short(error: Exception) -> str:
-    """Return gloo's error message without its source location and advice."""
-    text = re.sub(r"^\[[^\]]*\] ", "", str(error).partition("\n")[0]).partition(". ")[0]
-    return text or type(error).__name__
-
-
-def make_groups(round_: Round, place: int, number: int, timeout: float) -> Groups:
-    """Return the groups of the ranks at `place` in the islands of `round_`.
-
-    Raises:
-        RuntimeError: a rank is missing for `timeout` seconds.
-    """
-    rank, size = round_.place(number), len(round_.partners)
-    if size == 1:
-        return Groups(group_of_one())
-    host, _, port = round_.partners[0].store.rpartition(":")
-    store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout))
-    up, down = (
-        _gloo(PrefixStore(f"{round_.fresh}/{place}/{way}", store), rank, size, timeout) for way in ("up", "down")
-    )
-    return Groups(up, downward=down)
-
-
-@dataclass
-class _Standing:
-    """Groups of the islands `numbers` that were last used in round `round`."""
-
-    peers: Peers
-    numbers: tuple[int, ...]
-    round: int
-
-
-@dataclass
-class _Patience:
-    """Adaptive timeout in seconds for a message of an exchange, between `least` and `most`.
-
-    A slow link may need longer for one message than the islands' liveness timeout, which is not known in advance. A
-    void round doubles the timeout. A committed round sets it to twice the time that the round took.
-    """
-
-    least: float
-    most: float
-
-    def __post_init__(self) -> None:
-        self.seconds = self.least
-
-    def learn(self, committed: bool, took: float) -> None:
-        self.seconds = min(max(self.least, 2 * took) if committed else 2 * self.seconds, self.most)
-
-
-@dataclass(frozen=True)
-class _Mean:
-    """Means over the islands of a round: of the updates (`moved`) and, if exchanged, of second moments."""
-
-    moved: Tensor
-    moments: Shared | None
-
-
 class ElasticExchange:
-    """The exchanges of one rank with a changing set of islands.
+    """The exchanges of one rank with a changing set of islands; an `ExchangeStrategy`.
 
     Args:
         settings: the section's `islands`, with `elastic`.
-        masters: fp32 master weights of this rank.
+        master_weights: fp32 master weights of this rank.
         site: returns the residual stores and counters for given groups.
-        team: the ranks of this island.
+        ranks: the ranks of this island.
+        shared_anchor: the anchor of this rank, which other islands can fetch.
         rendezvous: connection to the coordinator on the first rank; None on the others.
         groups: creates the groups of a round.
-        about: returns metadata that is sent along with an anchor.
         moments: second moments of the optimizer, if they are exchanged.
-        diverged: called when the master weights equal the anchor again after some were not finite.
+        on_divergence: called when the master weights equal the anchor again after some were not finite.
+        on_leave: called when the island leaves, to end its connections.
     """
 
     def __init__(
         self,
         settings: Islands,
-        masters: Masters,
+        master_weights: MasterWeights,
         site: Callable[[Groups], Site],
-        team: Team,
+        ranks: IslandRanks,
+        shared_anchor: SharedAnchor,
         rendezvous: Rendezvous | None,
-        groups: Callable[[Round, int, int, float], Groups] = make_groups,
-        about: Callable[[], Mapping[str, Any]] = dict,
-        moments: Moments | None = None,
-        diverged: Callable[[], object] = lambda: None,
+        groups: MakeGroups = make_groups,
+        moments: SecondMoments | None = None,
+        on_divergence: Callable[[], object] = lambda: None,
+        on_leave: Callable[[], object] = lambda: None,
     ) -> None:
         assert settings.elastic is not None, "made for elastic islands"
         self.settings, self.elastic = settings, settings.elastic
         alone = site(Groups(group_of_one()))
-        self.stores, self._clock, self._meter = alone.stores, alone.run.clock, alone.run.meter
-        self.version = 0
-        """Version of the anchor that this island has; 0 if it has none."""
+        self.stores, self._clock = alone.stores, alone.run.clock
         self.number = -1
-        """Unique id of this island. Ids are never reused."""
-        self.run = ""
-        """Run of the coordinator."""
-        self._masters, self._site, self._team = masters, site, team
-        self._rendezvous, self._make_groups, self._about = rendezvous, groups, about
-        self._moments, self._diverged = moments, diverged
-        self._segments = tuple(masters.segments)
-        self._agreed = Agreed(self.stores)
-        self._handed = {ANCHOR: self._agreed.anchor}
-        if settings.outer.optimizer == "nesterov":
-            self._handed[MOMENTUM] = self._agreed.momentum
+        self.shared_anchor, self.rendezvous = shared_anchor, rendezvous
+        self._weights, self._ranks, self._moments = master_weights, ranks, moments
+        self._on_divergence, self._on_leave = on_divergence, on_leave
+        self._segments = tuple(master_weights.segments)
+        self._exchange = LocalSGDExchange(alone.stores, alone.run.meter)
         # Create all residual stores before a state is loaded.
         Peers(settings, self._segments, alone)
-        self._standing: _Standing | None = None
-        self._copy: weakref.ref[AnchorCopy] | None = None
-        """Copy of the anchor that is being served, shared by all requests."""
-        self._unreachable = "others have gone on between two ranks that asked"
-        """Reason why the last attempt to fetch the anchor failed."""
-        self._change = Condition()
-        self._in_vain: list[float] = []
-        self._cadence = Cadence(settings.sync_steps, settings.sync_seconds)
-        self._patience = _Patience(self.elastic.timeout_seconds, self.elastic.give_up_seconds)
+        self.peers = RoundPeers(settings, self._segments, site, groups)
+        self._decision = LeaderDecision(ranks)
+        self._interval = SyncInterval(settings.sync_steps, settings.sync_seconds)
+        self._samples = 0
+        """Samples at the last exchange."""
+        self._void_rounds: list[float] = []
+        """Times of the last consecutive void rounds, in seconds."""
 
-    def copy(self, version: int) -> Handed | None:
-        """Return the state that a joining island needs, once the anchor is at least of `version`. Thread-safe.
+    @property
+    def version(self) -> int:
+        """Return the version of the anchor that this island has; 0 if it has none."""
+        return self.shared_anchor.version
 
-        Returns None if that version is not reached within the timeout.
-        """
-        with self._change:
-            if not self._change.wait_for(lambda: self.version >= max(1, version), self.elastic.timeout_seconds):
-                return None
-            found = self._copy() if self._copy is not None else None
-            if found is None:
-                device = torch.device("cpu")
-                found = AnchorCopy({name: one.read(self._segments, device) for name, one in self._handed.items()})
-                self._copy = weakref.ref(found)
-            return self.version, {**self._about(), "run": self.run}, found
-
-    def start(self) -> Mapping[str, Any]:
+    def start(self, samples: int = 0) -> Mapping[str, Any]:
         """Fetch the anchor from another island, or propose this island's weights if there is none.
 
-        Returns the metadata that came with the anchor, else an empty mapping. Collective in the island.
+        See `ExchangeStrategy.start`.
         """
-        self.number, self.run = self._team.share(lambda: (self._asked.number, self._asked.run or ""))
-        return self._renew(self._team.share(lambda: self._asked.sources()), own_is_new=True)
+        self._samples = samples
+        self.number, self.shared_anchor.run = self._ranks.run_on_first(self._identity)
+        return self._adopt_anchor(self._ranks.run_on_first(self._find_sources), use_own_weights=True)
 
-    def resume(self, run: str, number: int, version: int, own_is_new: bool) -> Mapping[str, Any]:
-        """Start with an anchor that island `number` of `run` saved at `version`. Collective in the island.
+    def step_ended(self, samples: int) -> ExchangeResult | None:
+        """Exchange after a step if it is time; see `ExchangeStrategy.step_ended`."""
+        if not self._decision.follow(self._ranks.place == 0 and self._is_due()):
+            return None
+        result = self.exchange(samples - self._samples)
+        if result.kind in ("exchange", "renewed"):
+            self._samples = samples
+        return result
 
-        All islands start with the newest saved anchor, unless other islands have continued meanwhile. `own_is_new`: the
-        anchor is this island's own weights. Returns the same as `start`.
-        """
-        return self._renew(self._team.share(lambda: self._asked.claim(run, number, version)), own_is_new)
+    def prepare_save(self) -> None:
+        """Do nothing: no exchange is pending after a step."""
 
-    def withdraw(self) -> None:
+    def prepare_load(self) -> None:
         """Stop serving copies until `resume`, because the anchor is about to be replaced."""
-        with self._change:
-            self.version, self._copy = 0, None
+        self.shared_anchor.withdraw()
 
-    def due(self) -> bool:
-        """Count a finished step, and return True if an exchange is due. On the first rank only."""
-        return self._cadence.step() or self._asked.opened
+    def describe(self) -> dict[str, Any]:
+        """Return what `resume` must know about a checkpoint that is saved now."""
+        run = None if self.rendezvous is None else self.rendezvous.run
+        return {"version": self.version, "number": self.number, "run": run, "samples": self._samples}
 
-    def exchange(self, samples: int) -> Met:
+    def resume(self, saved: Mapping[str, Any] | None, steps: int, samples: int) -> Mapping[str, Any]:
+        """Continue from a loaded checkpoint; see `ExchangeStrategy.resume`.
+
+        All islands start with the newest saved anchor, unless other islands have continued meanwhile.
+        """
+        self._samples = samples
+        if saved is None:
+            # These weights were never agreed upon, so the island that has trained longest provides the first anchor.
+            run = self._ranks.run_on_first(_new_run)
+            return self._claim(run, -1, max(1, steps), use_own_weights=True)
+        metadata = self._claim(saved["run"], saved["number"], saved["version"], use_own_weights=False)
+        if self.version == saved["version"]:
+            # Its samples since its last exchange have not been reported yet.
+            self._samples = saved.get("samples", samples)
+        return metadata
+
+    def leave(self) -> None:
+        """Leave for good; the other islands do not wait for this one."""
+        self.rendezvous = None
+        self._on_leave()
+
+    def exchange(self, samples: int) -> ExchangeResult:
         """Exchange this island's update, made from `samples` samples since the last exchange. Collective in the island.
 
         Raises:
             IslandError: the coordinator is unreachable for `give_up`, or no exchange succeeds for as long.
         """
         begun = time.monotonic()
-        sent = self._masters.read(self._segments)
-        healthy = self._team.all(bool(torch.isfinite(sent).all()))
-        found = self._team.share(lambda: self._asked.arrive(samples if healthy else 0))
-        self._cadence.restart()
-        met = self._meet(found, sent, healthy, begun)
-        if not healthy and met.kind in ("exchange", "renewed"):
-            self._diverged()
-        return met
+        sent = self._weights.read(self._segments)
+        is_healthy = self._ranks.all_true(bool(torch.isfinite(sent).all()))
+        answer = self._ranks.run_on_first(self._arrive, samples if is_healthy else 0)
+        self._interval.restart()
+        if isinstance(answer, Round):
+            result = self._take_part(answer, sent, is_healthy, begun)
+        elif answer is not None:
+            result = self._start_again(answer, begun)
+        else:
+            result = ExchangeResult("left_out", time.monotonic() - begun, reason="too late for a round")
+        if not is_healthy and result.kind in ("exchange", "renewed"):
+            self._on_divergence()
+        return result
 
-    def _meet(self, found: Round | Anchor | None, sent: Tensor, healthy: bool, begun: float) -> Met:
-        if isinstance(found, Anchor):
-            about = self._renew(found, own_is_new=False)
-            if not self.version:
-                return Met("left_out", time.monotonic() - begun, reason="the others have loaded checkpoints, and wait")
-            reason = "what it had is of another beginning"
-            return Met("renewed", time.monotonic() - begun, reason=reason, about=about)
-        if found is None:
-            return Met("left_out", time.monotonic() - begun, reason="too late for a round")
-        together = time.monotonic()
-        mean, problem = self._attempt(found, sent, healthy)
-        kind = self._conclude(found, mean, problem)
-        self._patience.learn(kind != "void", time.monotonic() - together)
-        return Met(kind, time.monotonic() - begun, found.id, len(found.partners), problem)
-
-    @property
-    def _asked(self) -> Rendezvous:
-        assert self._rendezvous is not None, "the first rank alone speaks for its island"
-        return self._rendezvous
-
-    def _attempt(self, round_: Round, sent: Tensor, healthy: bool) -> tuple[_Mean | None, str]:
-        """Return the weighted means over the islands, or None and the reason if the exchange failed."""
+    def _take_part(self, round_: Round, sent: Tensor, is_healthy: bool, begun: float) -> ExchangeResult:
+        """Exchange in `round_`, and apply the result if all islands have received it."""
+        round_begun, problem = time.monotonic(), ""
+        pending: PendingExchange | None = None
+        update: Tensor | None = None
         try:
-            return self._mean(round_, sent, healthy), ""
+            pending = self._send(round_, sent, is_healthy)
+            update = self._exchange.receive(pending)
         except (RuntimeError, OSError) as error:
             # This includes errors of this rank: a round is committed only if all ranks completed it.
-            return None, _short(error)
-
-    def _mean(self, round_: Round, sent: Tensor, healthy: bool) -> _Mean:
-        anchor = self._agreed.anchor.read(self._segments, sent.device)
-        # An island that diverged sends zeros and continues with the result of the others.
-        moved = (sent - anchor).mul_(round_.weight(self.number)) if healthy else torch.zeros_like(sent)
-        self._clock.begin(round_.id)
-        peers = self._peers(round_)
-        moments = self._share_moments(peers, round_, healthy)
-        pending = peers.start(moved, peers.fragments[0], round_.id, counts=healthy, plain=self._uncompressed)
-        if pending is not None:
-            pending.scale = 1.0 / len(round_.partners)
-            pending.finish(moved)
-            own = (sent - anchor).mul_(round_.weight(self.number))
-            self._meter.islands_cosine = likeness(own, moved, pending.scale)
-        if moments is not None:
-            moments.wait()
-        return _Mean(moved, moments)
-
-    def _share_moments(self, peers: Peers, round_: Round, healthy: bool) -> Shared | None:
-        if self._moments is None:
-            return None
-        return self._moments.start(peers.add_up, round_.weight(self.number) if healthy else 0.0)
-
-    @property
-    def _uncompressed(self) -> bool:
-        return self.settings.exchange.method == "none"
-
-    def _peers(self, round_: Round) -> Peers:
-        """Return the last round's group if all islands took part in it, else a new one. All decide alike."""
-        numbers, last = tuple(one.number for one in round_.partners), self._standing
-        same = all(one.version == round_.base for one in round_.partners)
-        if last is None or not same or last.numbers != numbers or last.round != round_.base:
-            self._standing = None
-            groups = self._make_groups(round_, self._team.place, self.number, self._patience.seconds)
-            last = _Standing(Peers(self.settings, self._segments, self._site(groups)), numbers, round_.base)
-        last.round = round_.id
-        self._standing = last
-        return last.peers
-
-    def _conclude(self, round_: Round, mean: _Mean | None, problem: str) -> str:
-        ok = self._team.all(mean is not None)
-        outcome = self._team.share(partial(self._vote, round_.id, ok, problem))
+            problem = _shorten(error)
+        ok = self._ranks.all_true(update is not None)
+        outcome = self._ranks.run_on_first(self._vote, round_.id, ok, problem)
         for store in self.stores.by_name.values():
             store.commit() if outcome.committed else store.rollback()
-        if not outcome.committed:
-            self._standing = None
-            return "void"
-        assert mean is not None, "it counts only where all have seen it through"
-        if mean.moments is not None:
-            mean.moments.apply()
-        if self.version == round_.base:
-            self._move(round_.id, mean.moved)
-            return "exchange"
-        self._renew(self._team.share(lambda: self._asked.sources()), own_is_new=False)
-        return "renewed"
+        kind = "void"
+        if outcome.committed:
+            assert pending is not None, "a committed round was completed by all ranks"
+            assert update is not None, "a committed round was completed by all ranks"
+            kind = self._apply(round_, pending, update)
+        self.peers.round_ended(outcome.committed, time.monotonic() - round_begun)
+        return ExchangeResult(kind, time.monotonic() - begun, round_.id, len(round_.partners), problem)
+
+    def _send(self, round_: Round, sent: Tensor, is_healthy: bool) -> PendingExchange:
+        """Send the update of this island, weighted by its samples, to the other islands of `round_`."""
+        share = Share(is_healthy, round_.weight(self.number), torch.tensor(float(len(round_.partners))))
+        self._clock.begin(round_.id)
+        peers = self.peers.connect(round_, self._ranks.place, self.number)
+        moments = None
+        if self._moments is not None:
+            moments = self._moments.start(peers.start_sum, share.weight if is_healthy else 0.0)
+        plain = self.settings.exchange.method == "none"
+        return self._exchange.send(
+            peers, peers.fragments[0], self._segments, round_.id, sent, share, plain, has_weights=False, moments=moments
+        )
+
+    def _apply(self, round_: Round, pending: PendingExchange, update: Tensor) -> str:
+        """Move the anchor by the mean `update` of a committed round, and return the kind of the result."""
+        if pending.moments is not None:
+            pending.moments.apply()
+        if self.version != round_.base:
+            self._adopt_anchor(self._ranks.run_on_first(self._find_sources), use_own_weights=False)
+            return "renewed"
+        with self.shared_anchor.replacing(round_.id):
+            anchor = self._exchange.apply(pending, update, self.settings.outer)
+        self._report_ready()
+        self._weights.write(self._segments, anchor)
+        self._weights.publish()
+        return "exchange"
+
+    def _start_again(self, sources: AnchorSources, begun: float) -> ExchangeResult:
+        """Adopt the anchor of the others, to which the anchor of this island does not belong."""
+        metadata = self._adopt_anchor(sources, use_own_weights=False)
+        if not self.version:
+            reason = "the other islands have loaded checkpoints, and wait"
+            return ExchangeResult("left_out", time.monotonic() - begun, reason=reason)
+        reason = "its anchor belongs to another beginning of the run"
+        return ExchangeResult("renewed", time.monotonic() - begun, reason=reason, metadata=metadata)
+
+    def _claim(self, run: str, number: int, version: int, use_own_weights: bool) -> Mapping[str, Any]:
+        """Start with an anchor that island `number` of `run` saved at `version`. Collective in the island."""
+        sources = self._ranks.run_on_first(self._report_claim, run, number, version)
+        return self._adopt_anchor(sources, use_own_weights)
+
+    def _adopt_anchor(self, sources: AnchorSources, use_own_weights: bool) -> Mapping[str, Any]:
+        """Take the anchor of `sources`, or a newer one, and return its metadata. Collective in the island.
+
+        If there are no sources, keep the anchor of this island; with `use_own_weights`, its weights become the anchor.
+        """
+        deadline = time.monotonic() + self.elastic.give_up_seconds
+        while sources.addresses:
+            fetched = self.shared_anchor.fetch(sources, self._ranks.place, self.number)
+            # A source may have moved on between the requests of two ranks.
+            if self._ranks.all_equal(0 if fetched is None else fetched[0]) and fetched is not None:
+                self._write_fetched(fetched)
+                # The source trains on during the requests, so ranks may have received metadata of different steps.
+                return self._ranks.run_on_first(dict, fetched[1])
+            sources = self._ranks.run_on_first(self._find_sources_again, sources, deadline)
+        with self.shared_anchor.replacing(sources.version):
+            self._keep_anchor(use_own_weights)
+        self._report_ready()
+        return {}
+
+    def _write_fetched(self, fetched: VersionedAnchor) -> None:
+        version, _, tensors = fetched
+        with self.shared_anchor.replacing(version):
+            anchor = self.shared_anchor.write(tensors, self._weights.device)
+        self._report_ready()
+        self._weights.write(self._segments, anchor)
+        self._weights.publish()
+
+    def _keep_anchor(self, use_own_weights: bool) -> None:
+        """Keep the anchor of this island; with `use_own_weights`, its own weights become the anchor."""
+        if use_own_weights:
+            for store in self.stores.by_name.values():
+                store.clear()
+            self._exchange.state.anchor.write(self._segments, self._weights.read(self._segments))
+
+    # Requests to the coordinator, on the first rank only.
+
+    @property
+    def _coordinator(self) -> Rendezvous:
+        assert self.rendezvous is not None, "only the first rank communicates with the coordinator"
+        return self.rendezvous
+
+    def _identity(self) -> tuple[int, str]:
+        return self._coordinator.number, self._coordinator.run or ""
+
+    def _is_due(self) -> bool:
+        """Count a finished step, and return True if an exchange is due."""
+        return self._interval.count_step() or self._coordinator.is_awaited
+
+    def _arrive(self, samples: int) -> Round | AnchorSources | None:
+        return self._coordinator.arrive(samples)
+
+    def _find_sources(self) -> AnchorSources:
+        return self._coordinator.sources()
+
+    def _find_sources_again(self, sources: AnchorSources, deadline: float) -> AnchorSources:
+        self.shared_anchor.check_deadline(deadline, sources)
+        return self._coordinator.sources()
+
+    def _report_claim(self, run: str, number: int, version: int) -> AnchorSources:
+        return self._coordinator.claim(run, number, version)
+
+    def _report_ready(self) -> None:
+        if self._ranks.place == 0:
+            self._coordinator.ready(self.version)
 
     def _vote(self, id_: int, ok: bool, problem: str) -> Outcome:
-        outcome = self._asked.vote(id_, ok)
-        self._in_vain = [] if outcome.committed else [*self._in_vain, time.monotonic()]
-        if len(self._in_vain) > VAIN and self._in_vain[-1] - self._in_vain[0] > self.elastic.give_up_seconds:
+        """Vote on round `id_`, and return its outcome.
+
+        Raises:
+            IslandError: no exchange has succeeded for `give_up`.
+        """
+        outcome = self._coordinator.vote(id_, ok)
+        self._void_rounds = [] if outcome.committed else [*self._void_rounds, time.monotonic()]
+        count = len(self._void_rounds)
+        if count > MAX_VOID_ROUNDS and self._void_rounds[-1] - self._void_rounds[0] > self.elastic.give_up_seconds:
             raise IslandError(
-                f"/deepspeed_compress/islands/elastic/give_up: nothing has come of {len(self._in_vain)} exchanges in "
-                f"{self.elastic.give_up} ({problem or 'others have failed'}). Islands must reach each other, not the "
-                "coordinator alone: free the ports between them, or set GLOO_SOCKET_IFNAME. Where they do, and time "
-                "out, the link is too slow for one exchange in that time: write a longer give_up, or fewer bits"
+                f"/deepspeed_compress/islands/elastic/give_up: {count} exchanges in a row failed within "
+                f"{self.elastic.give_up} ({problem or 'other islands failed'}). Islands must reach each other, not "
+                "only the coordinator: open the ports between them, or set GLOO_SOCKET_IFNAME. If they do, and "
+                "exchanges time out, the link is too slow: write a longer give_up, or fewer bits"
             )
         return outcome
 
-    def _move(self, version: int, mean: Tensor) -> None:
-        with self._change:
-            target = self._agreed.move(self._segments, mean, self.settings.outer)
-            self.version, self._copy = version, None
-            self._change.notify_all()
-        if self._team.place == 0:
-            self._asked.ready(version)
-        self._masters.write(self._segments, target)
-        self._masters.publish()
 
-    def _renew(self, anchor: Anchor, own_is_new: bool) -> Mapping[str, Any]:
-        """Take `anchor`, or a newer one, from an island that has it. Collective in the island."""
-        deadline = time.monotonic() + self.elastic.give_up_seconds
-        while anchor.sources:
-            found = self._fetched(anchor)
-            # A source may have moved on between the requests of two ranks.
-            if self._team.same(0 if found is None else found[0]) and found is not None:
-                self._take(*found)
-                # The source trains on during the requests, so ranks may have received metadata of different steps.
-                return self._team.share(partial(dict, found[1]))
-            anchor = self._team.share(partial(self._next_anchor, anchor, deadline))
-        self._keep(anchor.version, own_is_new)
-        return {}
+def _new_run() -> str:
+    return uuid.uuid4().hex
 
-    def _next_anchor(self, anchor: Anchor, deadline: float) -> Anchor:
-        if time.monotonic() > deadline:
-            raise IslandError(
-                f"/deepspeed_compress/islands/elastic/give_up: the anchor could not be taken from any of "
-                f"{len(anchor.sources)} islands within {self.elastic.give_up} ({self._unreachable}); they must reach "
-                "each other, not the coordinator alone"
-            )
-        return self._asked.sources()
 
-    def _fetched(self, anchor: Anchor) -> Handed | None:
-        """Try one source after another, starting at a different one for each island."""
-        count, numel = len(anchor.sources), sum(segment.numel for segment in self._segments)
-        sizes, timeout = dict.fromkeys(self._handed, numel), self.elastic.timeout_seconds
-        for turn in range(count):
-            addresses = anchor.sources[(self.number + turn) % count]
-            try:
-                return fetch_anchor(addresses[self._team.place], anchor.version, timeout, sizes, self.run)
-            except OSError as error:
-                self._unreachable = str(error) or type(error).__name__
-        return None
-
-    def _take(self, version: int, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        anchor = tensors[ANCHOR].to(self._masters.device)
-        with self._change:
-            for name, store in self._handed.items():
-                store.write(self._segments, tensors[name].to(self._masters.device))
-            self._have(version)
-        self._masters.write(self._segments, anchor)
-        self._masters.publish()
-
-    def _keep(self, version: int, own_is_new: bool) -> None:
-        """Use the anchor that this island has. `own_is_new`: it is this island's own weights, without residuals."""
-        weights = self._masters.read(self._segments)
-        with self._change:
-            if own_is_new:
-                for store in self.stores.by_name.values():
-                    store.clear()
-                self._agreed.anchor.write(self._segments, weights)
-            self._have(version)
-
-    def _have(self, version: int) -> None:
-        self.version, self._copy = version, None
-        self._change.notify_all()
-        if self._team.place == 0:
-            self._asked.ready(version)
+def _shorten(error: Exception) -> str:
+    """Return gloo's error message without its source location and advice."""
+    text = re.sub(r"^\[[^\]]*\] ", "", str(error).partition("\n")[0]).partition(". ")[0]
+    return text or type(error).__name__

@@ -1,9 +1,10 @@
-"""Exchange between islands: each sends the update of its fp32 master weights, and all apply the mean.
+"""One exchange between islands: each sends the update of its fp32 master weights, and all apply the mean.
 
 Every rank exchanges its own share of the master weights with the ranks of equal place in the other islands. All islands
 hold the same `anchor`, the weights of their last agreement, and a rank sends the difference of its master weights to
-it. The mean is a pseudo-gradient for the anchor (Local SGD, arXiv:1805.09767; DiLoCo, arXiv:2311.08105, algorithm 1;
-with several fragments and a delay, Streaming DiLoCo, arXiv:2501.18512). This module is independent of DeepSpeed.
+it, compressed and with error feedback. The mean is a pseudo-gradient for the anchor (Local SGD, arXiv:1805.09767;
+DiLoCo, arXiv:2311.08105, algorithm 1). This module knows neither DeepSpeed nor which islands take part: a fixed set
+(`fixed_exchange`), or those of a round (`elastic_exchange`).
 """
 
 from collections.abc import Callable, Sequence
@@ -17,15 +18,27 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_compress.collectives.buckets import Partition, cut
 from deepspeed_compress.collectives.payload import PayloadReducer, PendingMeans
-from deepspeed_compress.collectives.reducer import StepClock
 from deepspeed_compress.collectives.reduction import Reductions, Site
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.config import CompressedGradients, Islands, Outer
 from deepspeed_compress.config.places import BlockwiseGradients
-from deepspeed_compress.local_sgd.moments import Moments, Shared
+from deepspeed_compress.local_sgd.moments import PendingMoments
+from deepspeed_compress.monitor import Meter
 
-__all__ = ["ANCHOR", "MOMENTUM", "Agreed", "IslandExchange", "Masters", "Peers", "likeness", "move_anchor"]
+__all__ = [
+    "ANCHOR",
+    "MOMENTUM",
+    "AnchorState",
+    "LocalSGDExchange",
+    "MasterWeights",
+    "Peers",
+    "PendingExchange",
+    "Share",
+    "cosine_to_others",
+    "move_anchor",
+    "write_anchor",
+]
 
 ANCHOR, MOMENTUM = "anchor", "outer_momentum"
 """Names of the fp32 stores that are equal on all islands."""
@@ -33,7 +46,7 @@ _PLAIN = BlockwiseGradients()
 """Placeholder settings, of which only the uncompressed reducer is used."""
 
 
-class Masters(Protocol):
+class MasterWeights(Protocol):
     """Interface to the fp32 master weights that this rank updates, as one flat vector."""
 
     @property
@@ -54,56 +67,72 @@ class Masters(Protocol):
         """Update the model's weights on all ranks of the island from the master weights. Collective in the island."""
 
 
-@dataclass
-class _Flight:
-    """A fragment in progress.
+@dataclass(frozen=True)
+class Share:
+    """Part that this island has in an exchange.
 
     Attributes:
-        partition: the fragment.
-        begun: step at which it was sent.
+        is_healthy: True if its master weights are finite. Otherwise it sends zeros and takes the result of the others.
+        weight: factor of its update, 1 on average.
+        islands: number of islands whose updates are averaged, as a float tensor; valid once `count` has ended.
+        count: handle of the sum that computes `islands`; None if the number is known already.
+    """
+
+    is_healthy: bool
+    weight: float
+    islands: Tensor
+    count: dist.Work | None = None
+
+
+@dataclass(eq=False)
+class PendingExchange:
+    """An exchange in progress.
+
+    Attributes:
+        segments: the part of the master weights that is exchanged, as the anchor stores it.
+        step: step at which it was sent.
         sent: master weights at that step.
-        moved: the update that was sent, or the master weights if `plain`; later, the mean.
-        healthy: number of islands whose master weights are finite.
-        counts: True if this island is one of them.
-        count: handle of the sum that computes `healthy`.
+        values: what was sent, the weighted update or the master weights themselves; after `wait`, the mean.
+        share: the part of this island.
         means: handle of the exchange; None if there is no other island.
-        plain: True if master weights were sent, uncompressed, instead of updates.
+        has_weights: True if master weights were sent, uncompressed, instead of updates.
         moments: handle of the exchange of second moments, if any.
     """
 
-    partition: Partition
-    begun: int
+    segments: Sequence[Segment]
+    step: int
     sent: Tensor
-    moved: Tensor
-    healthy: Tensor
-    counts: bool
-    count: dist.Work | None
+    values: Tensor
+    share: Share
     means: PendingMeans | None
-    plain: bool
-    moments: Shared | None
+    has_weights: bool
+    moments: PendingMoments | None
 
     def send_back(self) -> None:
         """Start the second half of the exchange."""
-        if self.count is not None:
-            self.count.wait()
-            self.count = None
+        if self.share.count is not None:
+            self.share.count.wait()
         if self.means is not None:
             # Avoid a division by zero if no island is healthy.
-            self.means.scale = 1.0 / max(1.0, float(self.healthy))
+            self.means.scale = 1.0 / max(1.0, float(self.share.islands))
             self.means.send_back()
 
-    def mean(self) -> Tensor:
-        """Return the mean over the healthy islands: of master weights if `plain`, else of updates."""
+    def wait(self) -> Tensor:
+        """Wait for the exchange, and return the mean: of master weights if `has_weights`, else of updates."""
         self.send_back()
         if self.means is not None:
-            self.means.finish(self.moved)
-        return self.moved
+            self.means.finish(self.values)
+        if self.moments is not None:
+            self.moments.wait()
+        return self.values
 
 
 class Peers:
     """The ranks of equal place in the participating islands, which form the group of `site`, and their reducers.
 
-    `fragments`: parts of `segments`, each partitioned over the ranks.
+    Attributes:
+        group: the process group of these ranks.
+        fragments: the parts of `segments` that are exchanged in turn, each partitioned over the ranks.
     """
 
     def __init__(self, settings: Islands, segments: Sequence[Segment], site: Site) -> None:
@@ -115,7 +144,7 @@ class Peers:
         # Create all residual stores before a state is loaded.
         self._reducer(0, plain=False)
 
-    def add_up(self, values: Tensor) -> dist.Work | None:
+    def start_sum(self, values: Tensor) -> dist.Work | None:
         """Start to sum `values` over the ranks, in place and uncompressed. Return None if there is only one rank."""
         ranks = self.group.size()
         if ranks == 1:
@@ -126,16 +155,21 @@ class Peers:
         return self.group.allreduce([values])
 
     def start(
-        self, moved: Tensor, fragment: Partition, step: int, plain: bool = False, counts: bool = True
+        self, values: Tensor, fragment: Partition, step: int, plain: bool = False, contributes: bool = True
     ) -> PendingMeans | None:
-        """Start to sum `moved` over the ranks. Return None if there is only one rank.
+        """Start to sum `values` over the ranks. Return None if there is only one rank.
 
-        If not `counts`, `moved` must be zeros, and the residuals of earlier exchanges stay unchanged.
+        Args:
+            values: flat fp32 vector of `fragment`; zeros unless this island `contributes`.
+            fragment: the part of the master weights.
+            step: number of the exchange.
+            plain: send uncompressed.
+            contributes: add the residuals of earlier exchanges and store new ones.
         """
         if self.group.size() == 1:
             return None
         reducer = self._reducer(step, plain)
-        return (reducer if counts else reducer.without_feedback()).start_all_reduce(moved, fragment, 1.0)
+        return (reducer if contributes else reducer.without_feedback()).start_all_reduce(values, fragment, 1.0)
 
     def _reducer(self, step: int, plain: bool) -> PayloadReducer:
         reduction = self._reductions.at(self._settings, step)
@@ -144,214 +178,104 @@ class Peers:
         return reducer
 
 
-class Agreed:
+class AnchorState:
     """State that is equal on all islands: the anchor and the outer optimizer's momentum. Writes take effect at once."""
 
     def __init__(self, stores: ResidualStores) -> None:
         self.anchor = stores.get(ANCHOR, "fp32", scaled=False, transactional=False)
         self.momentum = stores.get(MOMENTUM, "fp32", scaled=False, transactional=False)
 
-    def move(self, segments: Sequence[Segment], moved: Tensor, outer: Outer) -> Tensor:
-        """Apply the `outer` optimizer to the mean update `moved`, store the new anchor, and return it."""
-        anchor = self.anchor.read(segments, moved.device)
+    def move(self, segments: Sequence[Segment], update: Tensor, outer: Outer) -> Tensor:
+        """Apply the `outer` optimizer to the mean `update`, store the new anchor, and return it."""
+        anchor = self.anchor.read(segments, update.device)
         if outer.optimizer == "average":
-            anchor.add_(moved, alpha=outer.lr)
+            anchor.add_(update, alpha=outer.lr)
         else:
-            momentum = self.momentum.read(segments, moved.device)
-            move_anchor(anchor, moved, momentum, outer)
+            momentum = self.momentum.read(segments, update.device)
+            move_anchor(anchor, update, momentum, outer)
             self.momentum.write(segments, momentum)
         self.anchor.write(segments, anchor)
         return anchor
 
 
-class IslandExchange:
-    """Exchanges of one rank with a fixed set of islands.
+class LocalSGDExchange:
+    """One exchange of Local SGD and DiLoCo, with error feedback: send an update, receive the mean, move the anchor.
 
     Args:
-        settings: the section's `islands`.
-        masters: fp32 master weights of this rank.
-        site: the group of ranks of equal place, the residual stores and the counters.
-        island: the ranks of this island.
-        number: number of this island.
-        moments: second moments of the optimizer, if they are exchanged.
-        diverged: called when the master weights were reset to the anchor because some were not finite.
+        stores: residuals, anchor and momentum of this rank.
+        meter: receives the similarity of the islands' updates.
     """
 
-    def __init__(
+    def __init__(self, stores: ResidualStores, meter: Meter) -> None:
+        self.stores, self.state, self._meter = stores, AnchorState(stores), meter
+
+    def send(
         self,
-        settings: Islands,
-        masters: Masters,
-        site: Site,
-        island: ProcessGroup,
-        number: int,
-        moments: Moments | None = None,
-        diverged: Callable[[], object] = lambda: None,
-    ) -> None:
-        self.settings, self.number = settings, number
-        self._diverged = diverged
-        self.stores: ResidualStores = site.stores
-        self._masters, self._moments = masters, moments
-        self._island = island
-        self._clock: StepClock = site.run.clock
-        self._meter = site.run.meter
-        self._agreed = Agreed(self.stores)
-        self._peers = Peers(settings, masters.segments, site)
-        self._group, self._fragments = self._peers.group, self._peers.fragments
-        self._flights: list[_Flight] = []
+        peers: Peers,
+        fragment: Partition,
+        segments: Sequence[Segment],
+        step: int,
+        sent: Tensor,
+        share: Share,
+        plain: bool,
+        has_weights: bool,
+        moments: PendingMoments | None = None,
+    ) -> PendingExchange:
+        """Start to exchange `sent`, the master weights of `fragment`, with `peers`.
 
-    def start(self) -> None:
-        """Start all islands from the master weights of the first one, with empty residuals. Collective."""
-        for store in self.stores.by_name.values():
-            store.clear()
-        self._begin([fragment.segments for fragment in self._fragments])
-
-    def complete(self) -> None:
-        """Initialize the state that a loaded checkpoint lacks from the master weights of the first island. Collective.
-
-        A checkpoint lacks it if that part was not exchanged at the time of saving.
+        Args:
+            peers: the ranks of the participating islands.
+            fragment: the part of the master weights, partitioned over `peers`.
+            segments: the same part, as the anchor stores it.
+            step: number of the exchange.
+            sent: master weights, flat fp32.
+            share: the part of this island.
+            plain: send uncompressed.
+            has_weights: send the master weights themselves, whose mean needs no rounding, instead of their update.
+            moments: an exchange of second moments that belongs to this one.
         """
-        holds = self._agreed.anchor.holds
-        missing = [[one for one in fragment.segments if not holds([one])] for fragment in self._fragments]
-        some = torch.tensor(float(any(missing)), device=self._masters.device)
-        dist.all_reduce(some, op=dist.ReduceOp.MAX, group=self._island)
-        if some:
-            self._begin(missing)
-
-    def _begin(self, parts: Sequence[Sequence[Segment]]) -> None:
-        for segments in parts:
-            weights = self._masters.read(segments)
-            if self._group.size() > 1 and segments:
-                dist.broadcast(weights, dist.get_global_rank(self._group, 0), group=self._group)
-            self._masters.write(segments, weights)
-            self._agreed.anchor.write(segments, weights)
-        self._settle()
-        self._masters.publish()
-
-    def step_ended(self, step: int) -> None:
-        """Send what is due after optimizer step `step` (counted from 1), and apply what has arrived."""
-        self._clock.begin(step)
-        warm, delay = step <= self.settings.warmup_steps, self.settings.delay
-        for fragment in self._fragments if warm else self._due(step):
-            self._flights.append(self._send(fragment, step, plain=warm or self._uncompressed))
-        for flight in self._flights:
-            if flight.begun + (delay + 1) // 2 <= step:
-                flight.send_back()
-        self._land([flight for flight in self._flights if warm or flight.begun + delay <= step])
-
-    def finish(self) -> None:
-        """Wait for the exchanges in progress and apply them, as before saving. Collective."""
-        self._land(list(self._flights))
-
-    def forget(self) -> None:
-        """Wait for the exchanges in progress and discard them, as before loading. Collective."""
-        for flight in self._flights:
-            flight.mean()
-            if flight.moments is not None:
-                flight.moments.wait()
-        self._flights.clear()
-
-    def keep_owned(self) -> None:
-        """Discard the residuals of means that this rank does not own, after those of all owners were loaded."""
-        means, rank = self.stores.by_name.get("means"), self._group.rank()
-        if means is None:
-            return
-        own = [fragment.owned_by(rank) for fragment in self._fragments]
-        values = [means.read(segments, self._masters.device) for segments in own]
-        means.clear()
-        for segments, kept in zip(own, values, strict=True):
-            means.write(segments, kept)
-        self._settle()
-
-    @property
-    def _uncompressed(self) -> bool:
-        return self.settings.exchange.method == "none"
-
-    def _due(self, step: int) -> list[Partition]:
-        """Return the fragments that are due at `step`."""
-        every, count = self.settings.sync_steps, len(self._fragments)
-        assert every is not None, "a time is of elastic islands"
-        return [one for turn, one in enumerate(self._fragments) if step % every == turn * every // count]
-
-    def _send(self, fragment: Partition, step: int, plain: bool) -> _Flight:
-        sent = self._masters.read(fragment.segments)
-        moved = sent.clone() if plain else sent - self._agreed.anchor.read(fragment.segments, sent.device)
-        healthy = self._is_healthy(sent)
-        if not healthy:
+        values = sent.clone() if has_weights else self._update(sent, segments, share)
+        if not share.is_healthy:
             # An island that diverged sends zeros and continues with the result of the others.
-            moved.zero_()
-        counts = bool(healthy)
-        count = dist.all_reduce(healthy, group=self._group, async_op=True) if self._group.size() > 1 else None
-        means = self._peers.start(moved, fragment, step, plain, counts)
-        # They are small compared to a fragment, so all of them are sent with the first one.
-        sharing = self._moments if fragment is self._fragments[0] else None
-        moments = sharing.start(self._peers.add_up, float(counts)) if sharing is not None else None
-        return _Flight(fragment, step, sent, moved, healthy, counts, count, means, plain, moments)
+            values.zero_()
+        means = peers.start(values, fragment, step, plain, share.is_healthy)
+        return PendingExchange(segments, step, sent, values, share, means, has_weights, moments)
 
-    def _is_healthy(self, weights: Tensor) -> Tensor:
-        """Return 1.0 if all master weights of the island are finite, else 0.0. Equal on all its ranks."""
-        healthy = torch.isfinite(weights).all().to(torch.float32)
-        if self._island.size() > 1:
-            dist.all_reduce(healthy, op=dist.ReduceOp.MIN, group=self._island)
-        return healthy
+    def receive(self, pending: PendingExchange) -> Tensor:
+        """Wait for the islands, and return their mean update, flat fp32."""
+        mean, share = pending.wait(), pending.share
+        if pending.has_weights:
+            mean = mean - self.state.anchor.read(pending.segments, mean.device)
+        if share.islands > 1:
+            own = self._update(pending.sent, pending.segments, share)
+            self._meter.islands_cosine = cosine_to_others(own, mean, 1 / float(share.islands))
+        return mean
 
-    def _land(self, flights: Sequence[_Flight]) -> None:
-        for flight in flights:
-            self._take(flight)
-            self._flights.remove(flight)
-        if flights:
-            self._settle()
-            self._masters.publish()
+    def apply(self, pending: PendingExchange, update: Tensor, outer: Outer) -> Tensor:
+        """Move the anchor by the mean `update`, and return it. A mean of master weights is used as it is if possible.
 
-    def _take(self, flight: _Flight) -> None:
-        """Update the anchor. The master weights become the anchor plus their updates since the fragment was sent."""
-        segments, mean = flight.partition.segments, flight.mean()
-        if flight.moments is not None:
-            flight.moments.wait()
-        if not flight.healthy:
-            return
-        if flight.moments is not None:
-            flight.moments.apply()
-        target = self._target(flight, mean)
-        now = self._masters.read(segments)
-        since = now.sub_(flight.sent)
-        # Exactly the target if there was no update since then, and also if master weights are not finite.
-        self._masters.write(segments, torch.where(torch.isfinite(since), since, 0.0).add_(target))
-        if not flight.counts:
-            self._heal()
-
-    def _heal(self) -> None:
-        """Replace non-finite master weights by the anchor in all fragments.
-
-        A single non-finite weight would spoil the others again in the next step.
+        Using it as it is avoids rounding.
         """
-        for fragment in self._fragments:
-            now = self._masters.read(fragment.segments)
-            anchor = self._agreed.anchor.read(fragment.segments, now.device)
-            self._masters.write(fragment.segments, torch.where(torch.isfinite(now), now, anchor))
-        self._diverged()
+        if pending.has_weights and outer.optimizer == "average" and outer.lr == 1.0:
+            self.state.anchor.write(pending.segments, pending.values)
+            return pending.values
+        return self.state.move(pending.segments, update, outer)
 
-    def _target(self, flight: _Flight, mean: Tensor) -> Tensor:
-        """Return the new anchor. A mean of master weights is used as it is if possible, which avoids rounding."""
-        outer, segments = self._outer(flight), flight.partition.segments
-        moved = mean - self._agreed.anchor.read(segments, mean.device) if flight.plain else mean
-        if flight.healthy > 1:
-            own = flight.sent - self._agreed.anchor.read(segments, mean.device)
-            self._meter.islands_cosine = likeness(own, moved, 1 / float(flight.healthy))
-        if flight.plain and outer.optimizer == "average" and outer.lr == 1.0:
-            self._agreed.anchor.write(segments, mean)
-            return mean
-        return self._agreed.move(segments, moved, outer)
-
-    def _outer(self, flight: _Flight) -> Outer:
-        warm = flight.begun <= self.settings.warmup_steps
-        return Outer() if warm else self.settings.outer
-
-    def _settle(self) -> None:
-        for store in self.stores.by_name.values():
-            store.commit()
+    def _update(self, sent: Tensor, segments: Sequence[Segment], share: Share) -> Tensor:
+        update = sent - self.state.anchor.read(segments, sent.device)
+        return update if share.weight == 1.0 else update.mul_(share.weight)
 
 
-def likeness(own: Tensor, mean: Tensor, share: float) -> Callable[[], float]:
+def write_anchor(weights: MasterWeights, segments: Sequence[Segment], anchor: Tensor, sent: Tensor) -> None:
+    """Replace master weights by `anchor` plus the updates that were made since they were `sent`.
+
+    They become exactly `anchor` if there was no update since then, and also if they are not finite.
+    """
+    since = weights.read(segments).sub_(sent)
+    weights.write(segments, torch.where(torch.isfinite(since), since, 0.0).add_(anchor))
+
+
+def cosine_to_others(own: Tensor, mean: Tensor, share: float) -> Callable[[], float]:
     """Return a function that computes the cosine of this rank's update `own` and the mean update of the other islands.
 
     `mean` includes `own` with weight `share`.
@@ -360,13 +284,13 @@ def likeness(own: Tensor, mean: Tensor, share: float) -> Callable[[], float]:
     return lambda: float(found)
 
 
-def move_anchor(anchor: Tensor, moved: Tensor, momentum: Tensor, outer: Outer) -> Tensor:
-    """Move `anchor` by Nesterov momentum of the mean update `moved`, and return it. Updates `momentum` too.
+def move_anchor(anchor: Tensor, update: Tensor, momentum: Tensor, outer: Outer) -> Tensor:
+    """Move `anchor` by Nesterov momentum of the mean `update`, and return it. Changes `momentum` too.
 
-    As in torch.optim.SGD with `nesterov`: momentum = m momentum + moved, anchor += lr (moved + m momentum).
+    As in torch.optim.SGD with `nesterov`: momentum = m momentum + update, anchor += lr (update + m momentum).
     """
-    momentum.mul_(outer.momentum).add_(moved)
-    return anchor.add_(moved.add(momentum, alpha=outer.momentum), alpha=outer.lr)
+    momentum.mul_(outer.momentum).add_(update)
+    return anchor.add_(update.add(momentum, alpha=outer.momentum), alpha=outer.lr)
 
 
 def _partition(segments: Sequence[Segment], islands: int) -> Partition:

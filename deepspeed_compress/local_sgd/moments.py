@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Moment", "Moments", "Shared"]
+__all__ = ["PendingMoments", "SecondMoment", "SecondMoments"]
 
 
 @dataclass(frozen=True)
-class Moment:
+class SecondMoment:
     """Second moments of neighboring weights.
 
     Attributes:
@@ -31,7 +31,7 @@ class Moment:
     correction: float = 1.0
 
 
-class Moments:
+class SecondMoments:
     """The second moments of one rank.
 
     Args:
@@ -41,16 +41,16 @@ class Moments:
         device: device of the exchange.
     """
 
-    def __init__(self, find: Callable[[], Sequence[Moment]], block_size: int, device: torch.device) -> None:
+    def __init__(self, find: Callable[[], Sequence[SecondMoment]], block_size: int, device: torch.device) -> None:
         self._find, self._block_size, self._device = find, block_size, device
 
-    def start(self, add_up: Callable[[Tensor], Any], weight: float) -> "Shared":
+    def start(self, start_sum: Callable[[Tensor], Any], weight: float) -> "PendingMoments":
         """Start to compute the mean of the block sums over the islands.
 
         This island has weight `weight`, or 0 if a moment is not finite or the optimizer has not taken a step.
 
         Args:
-            add_up: starts to sum a tensor in place over the ranks of equal place, and returns a handle, or None if
+            start_sum: starts to sum a tensor in place over the ranks of equal place, and returns a handle, or None if
                 there is no other rank.
             weight: weight of this island.
         """
@@ -59,7 +59,7 @@ class Moments:
         # fp32: 16-bit rounding in every exchange would lose small changes.
         total = torch.cat([torch.where(finite & stepped, own / corrections, 0.0), own.new_ones(1)])
         total *= weight * finite.all() * stepped.any()
-        return Shared(self, own, corrections, total, add_up(total))
+        return PendingMoments(self, own, corrections, total, start_sum(total))
 
     def sums(self) -> tuple[Tensor, Tensor]:
         """Return the sum and the correction of every block of every view, each fp32 [blocks]."""
@@ -107,7 +107,7 @@ def _scale(part: Tensor, before: Tensor, mean: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Shared:
+class PendingMoments:
     """Handle of an exchange of sums in progress.
 
     Attributes:
@@ -118,7 +118,7 @@ class Shared:
         work: handle of the exchange; None if there is no other island.
     """
 
-    moments: Moments
+    moments: SecondMoments
     own: Tensor
     corrections: Tensor
     total: Tensor

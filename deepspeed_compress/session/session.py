@@ -92,7 +92,7 @@ class Session:
         self.remembered = Remembered(stores, config)
         """Residuals and momenta."""
         self._plan = StepPlan(config.gradients, config.weights)
-        self._met_ms = 0.0
+        self._exchange_ms = 0.0
         """Milliseconds that a measured step has waited for other islands."""
         self._scale: float | None = None
         """Scale of the sums that all ranks receive, from the latest reduction."""
@@ -321,14 +321,14 @@ class Session:
         self.begin(step, finished.scale_after)
         return actions.load_checkpoint
 
-    def meet(self, step: int) -> None:
+    def exchange_with_islands(self, step: int) -> None:
         """Exchange with other islands after optimizer step `step` (1-based), if an exchange is due."""
         if self.islands is None:
             return
         self.islands.step_ended(step)
         if self._plan.probe:
             # The meter has begun the next step, whose gradients have not been waited for yet.
-            self._met_ms = self.meter.milliseconds()["communicate"]
+            self._exchange_ms = self.meter.milliseconds()["communicate"]
 
     def _adapt(self, prober: Prober, finished: FinishedStep, step_ms: float | None) -> None:
         """Let the policy choose by this step.
@@ -338,7 +338,7 @@ class Session:
         if step_ms is None or not finished.applied:
             prober.forget()
             return
-        waited = self.meter.milliseconds()["communicate"] - self._met_ms
+        waited = self.meter.milliseconds()["communicate"] - self._exchange_ms
         self.policy.adapt(finished.step, prober.measure(self.reducer.group, waited / 1e3, step_ms / 1e3))
         # The measurement is not part of any step's time.
         self._records.reporter.step_ended()
@@ -380,7 +380,7 @@ class Session:
         if self._plan.changed and isinstance(self._plan.settings, PowerSGDGradients) and self._scale is not None:
             self.remembered.hand_over_means(self._scale)
         self._reducer = self._in_force(step)
-        self._met_ms = 0.0
+        self._exchange_ms = 0.0
         self.meter.reset(timed=self._plan.probe or self._records.reporter.due(step + 1))
 
     def _in_force(self, step: int) -> Reducer | None:

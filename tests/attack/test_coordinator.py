@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_compress.local_sgd.coordinator.client import Client, status
+from deepspeed_compress.local_sgd.coordinator.client import CoordinatorClient, status
 from deepspeed_compress.local_sgd.coordinator.wire import COORDINATOR
 from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.credentials import Credentials
@@ -39,7 +39,7 @@ class Islands:
         self._thread = threading.Thread(target=self._exchange, daemon=True)
         self._thread.start()
 
-    def _all(self, call: Callable[[Client], object]) -> list:
+    def _all(self, call: Callable[[CoordinatorClient], object]) -> list:
         with ThreadPoolExecutor() as pool:
             return list(pool.map(call, self.clients))
 
@@ -59,11 +59,11 @@ class Islands:
             one.leave()
 
 
-def client_factory(address: str) -> Callable[[int], Client]:
-    return lambda number: Client(address, TIMEOUT, 30.0, TERMS, f"host{number}:1", [f"host{number}:2"])
+def client_factory(address: str) -> Callable[[int], CoordinatorClient]:
+    return lambda number: CoordinatorClient(address, TIMEOUT, 30.0, TERMS, f"host{number}:1", [f"host{number}:2"])
 
 
-def exchange_once(client: Client) -> tuple[int, bool]:
+def exchange_once(client: CoordinatorClient) -> tuple[int, bool]:
     round_ = client.arrive(10)
     assert round_ is not None
     outcome = client.vote(round_.id, True)

@@ -108,7 +108,7 @@ class _Connected:
 def undisturbed() -> Tensor:
     """Return the anchor after the same pushes to a service without a network."""
     service = Service(None, lambda text: None)
-    island = Island(lambda head, body: service.hear(head, bytearray(body), _Connected()))
+    island = Island(lambda head, body: service.handle(head, bytearray(body), _Connected()))
     for seed in range(PUSHES):
         island.push(seed)
     return service.store.places[0].anchor

@@ -25,11 +25,11 @@ class Job:
         self.say(name, "join", job=job, address=f"10.0.0.{name}", slots=list(range(slots)), port=1000 + int(name))
 
     def say(self, name: str, kind: str, **message) -> None:
-        self.supervisor.hear(name, {"kind": kind, **message}, self.now)
+        self.supervisor.handle(name, {"kind": kind, **message}, self.now)
         self.deliver()
 
     def deliver(self) -> None:
-        for name, message in self.supervisor.take():
+        for name, message in self.supervisor.take_messages():
             self.sent.setdefault(name, []).append(message)
 
     def last(self, name: str) -> dict:
@@ -124,7 +124,7 @@ def test_a_spare_host_replaces_a_lost_one():
     for name in "123":
         job.join(name)
     assert "3" not in job.sent
-    job.supervisor.lost("1", job.now)
+    job.supervisor.disconnect("1", job.now)
     job.deliver()
     job.stopped("2")
     assert (job.last("3")["node"], job.last("2")["node"]) == (0, 1)
@@ -146,7 +146,7 @@ def test_fewer_ranks_restart_if_the_batch_allows_it():
     job = Job(hosts=2, size_problem=lambda ranks: "" if ranks == 2 else "no")
     job.join("1")
     job.join("2")
-    job.supervisor.lost("2", job.now)
+    job.supervisor.disconnect("2", job.now)
     job.deliver()
     job.stopped("1")
     assert (job.last("1")["world"], job.last("1")["hosts"]) == (2, ["10.0.0.1"])
@@ -156,13 +156,13 @@ def test_the_job_waits_for_a_spare_if_fewer_ranks_cannot_train():
     job = Job(hosts=2, size_problem=lambda ranks: "12 is not divisible")
     job.join("1")
     job.join("2")
-    job.supervisor.lost("2", job.now)
+    job.supervisor.disconnect("2", job.now)
     job.deliver()
     job.stopped("1")
     assert job.last("1")["kind"] == "stop"
     job.join("3")
     assert job.last("3")["node"] == 1
-    job.supervisor.lost("3", job.now)
+    job.supervisor.disconnect("3", job.now)
     job.deliver()
     job.stopped("1")
     job.pass_time(70, "1")
@@ -210,8 +210,8 @@ def test_a_signal_during_a_failure_prevents_the_restart():
     job = Job()
     job.join("1")
     job.fail("1")
-    job.supervisor.hear("1", {"kind": "end", "number": 15}, job.now)
-    job.supervisor.hear("1", {"kind": "stopped", "start": 1, "steps": 0, "port": 1}, job.now)
+    job.supervisor.handle("1", {"kind": "end", "number": 15}, job.now)
+    job.supervisor.handle("1", {"kind": "stopped", "start": 1, "steps": 0, "port": 1}, job.now)
     job.deliver()
     assert job.last("1") == {"kind": "over", "code": 143, "why": ""}
 
@@ -331,7 +331,7 @@ def test_counting_of_equal_failures_restarts_when_hosts_change():
     job.join("3")
     fail()
     assert job.last("1")["kind"] == "start"
-    job.supervisor.lost("3", job.now)
+    job.supervisor.disconnect("3", job.now)
     fail()
     assert job.last("1")["kind"] == "start"
     fail()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_compress.local_sgd.anchors import ANCHOR, AnchorServer, Handed, Turns, fetch_anchor
+from deepspeed_compress.local_sgd.anchors import ANCHOR, AnchorServer, Turns, VersionedAnchor, fetch_anchor
 from deepspeed_compress.transport.client import connect, parse_address
 from deepspeed_compress.transport.connection import Connection
 from deepspeed_compress.transport.credentials import Credentials
@@ -26,15 +26,15 @@ OWN = Credentials(Secret(b"a secret of islands of the tests", "the tests"))
 OTHER = Credentials(Secret(b"another secret of other islands", "the tests"))
 
 
-def handed(version: int, numel: int = NUMEL) -> Handed:
+def handed(version: int, numel: int = NUMEL) -> VersionedAnchor:
     return max(version, 1), {"run": "mine", "step": 3}, {name: torch.arange(float(numel)) for name in SIZES}
 
 
 @contextlib.contextmanager
 def handing_out(
-    copy: Callable[[int], Handed | None] = handed, turns: Turns | None = None, timeout: float = 1.0
+    copy: Callable[[int], VersionedAnchor | None] = handed, turns: Turns | None = None, timeout: float = 1.0
 ) -> Iterator[str]:
-    """The address of a rank that has an anchor."""
+    """Yield the address of a rank that serves an anchor."""
     server = AnchorServer("127.0.0.1", copy, timeout, OWN, turns or Turns())
     try:
         yield server.address
@@ -46,7 +46,7 @@ def handing_out(
 
 @contextlib.contextmanager
 def listening(head: Mapping[str, Any], body: bytes) -> Iterator[str]:
-    """The address of something else that knows the secret, and answers this."""
+    """Yield the address of another service that knows the secret and gives this answer."""
 
     def serve(connection: Connection) -> None:
         connection.receive(5)
@@ -87,12 +87,12 @@ def test_an_anchor_arrives_bit_for_bit() -> None:
         ({}, 8 * NUMEL + 4),
     ],
 )
-def test_what_listens_where_an_island_was_hands_out_no_anchor(more: Mapping[str, Any], size: int) -> None:
+def test_another_service_at_the_address_gives_no_anchor(more: Mapping[str, Any], size: int) -> None:
     with listening({**RIGHT, **more}, bytes(size)) as address, pytest.raises(OSError, match=r"\w"):
         fetch_anchor(address, 1, 5.0, SIZES, "mine", OWN)
 
 
-def test_a_stranger_gets_no_anchor_and_no_copy_is_made() -> None:
+def test_an_unauthenticated_client_gets_no_anchor_and_no_copy_is_made() -> None:
     asked: list[int] = []
     with handing_out(lambda version: asked.append(version) or handed(version)) as address:
         with pytest.raises(AuthenticationError, match="a different secret"):
@@ -109,7 +109,7 @@ def test_a_stranger_gets_no_anchor_and_no_copy_is_made() -> None:
 @pytest.mark.parametrize(
     "head", [{}, {"version": -1}, {"version": True}, {"version": "1"}, {"version": 1, "timeout": "x"}]
 )
-def test_a_request_that_is_malformed_gets_no_anchor(head: Mapping[str, Any]) -> None:
+def test_a_malformed_request_gets_no_anchor(head: Mapping[str, Any]) -> None:
     with handing_out() as address, connect(address, ANCHOR, OWN, limits=Limits(body=1 << 20)) as connection:
         connection.send({"kind": ANCHOR, **head})
         with pytest.raises(ConnectionError):
@@ -117,7 +117,7 @@ def test_a_request_that_is_malformed_gets_no_anchor(head: Mapping[str, Any]) -> 
 
 
 def test_islands_that_join_together_take_turns() -> None:
-    """One that does not read takes one of two turns, and all others get their anchor by the other one."""
+    """A client that does not read occupies one of two turns, and all others are served in the other one."""
     with handing_out(lambda version: handed(version, 1 << 21), Turns(transfers=2), 60.0) as address:
         limits, sizes = Limits(body=1 << 26), dict.fromkeys(SIZES, 1 << 21)
         with connect(address, ANCHOR, OWN, limits=limits) as silent, ThreadPoolExecutor(6) as pool:

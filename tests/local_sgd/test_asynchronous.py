@@ -23,10 +23,9 @@ from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import Islands, Outer
 from deepspeed_compress.errors import ConfigError, IslandError
 from deepspeed_compress.local_sgd.asynchronous_exchange import AsynchronousExchange
-from deepspeed_compress.local_sgd.coordinator.client import Client
-from deepspeed_compress.local_sgd.elastic_exchange import Met
+from deepspeed_compress.local_sgd.coordinator.client import CoordinatorClient
 from deepspeed_compress.local_sgd.exchange import move_anchor
-from deepspeed_compress.local_sgd.island_ranks import Team
+from deepspeed_compress.local_sgd.island_ranks import IslandRanks
 from deepspeed_compress.local_sgd.parameter_server.client import PARAMETER_SERVER, PushClient
 from deepspeed_compress.local_sgd.parameter_server.entries import read_entry
 from deepspeed_compress.local_sgd.parameter_server.membership import Room
@@ -34,6 +33,7 @@ from deepspeed_compress.local_sgd.parameter_server.push_log import PushLog
 from deepspeed_compress.local_sgd.parameter_server.records import Records
 from deepspeed_compress.local_sgd.parameter_server.server import Server
 from deepspeed_compress.local_sgd.parameter_server.store import Store
+from deepspeed_compress.local_sgd.strategy import ExchangeResult
 from deepspeed_compress.monitor import Meter
 from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.connection import Connection
@@ -92,24 +92,24 @@ class Island:
             "ranks": 1,
             "max_staleness": elastic.parameter_server.max_staleness,
         }
-        self.exchange = AsynchronousExchange(self.settings, self.weights, site, Team(), self.client, terms)
+        self.exchange = AsynchronousExchange(self.settings, self.weights, site, IslandRanks(), self.client, terms)
         self.exchange.start()
 
     def move(self) -> None:
-        """A step of training."""
+        """Take a step of training."""
         self.weights.values.add_(self.goal - self.weights.values, alpha=0.5)
         self.samples += SAMPLES
 
     def push(self) -> None:
         assert self.exchange.step_ended(self.samples) is None
 
-    def pull(self) -> Met:
-        met = self.exchange.finish(30)
-        assert met is not None, "no answer"
-        return met
+    def pull(self) -> ExchangeResult:
+        result = self.exchange.finish(30)
+        assert result is not None, "no answer"
+        return result
 
-    def step(self) -> Met:
-        """Of training, with a push whose answer is waited for."""
+    def step(self) -> ExchangeResult:
+        """Take a step of training, push, and wait for the answer."""
         self.move()
         self.push()
         return self.pull()
@@ -123,7 +123,7 @@ class Island:
 
 
 def connected(server: Server) -> list[int]:
-    """The islands that are connected."""
+    """Return the numbers of the connected islands."""
     client = PushClient(f"127.0.0.1:{server.port}", 1.0, 5.0)
     found, _ = client.ask({"kind": "status"})
     client.close()
@@ -137,17 +137,17 @@ def ended() -> Iterator[None]:
         Island.all.pop().client.close()
 
 
-def test_an_island_alone_moves_the_anchor_as_local_sgd_does(server: Server) -> None:
+def test_a_single_island_moves_the_anchor_as_local_sgd_does(server: Server) -> None:
     island = Island(section(server.port), goal=3.0)
     for _ in range(4):
         expected = island.weights.values + 0.5 * (3.0 - island.weights.values)
-        met = island.step()
-        assert (met.kind, met.weight) == ("exchange", 1.0)
+        result = island.step()
+        assert (result.kind, result.weight) == ("exchange", 1.0)
         torch.testing.assert_close(island.weights.values, expected)
         assert torch.equal(island.exchange.anchor(), island.weights.values)
 
 
-def test_an_island_alone_with_momentum_is_nesterov(server: Server) -> None:
+def test_a_single_island_with_momentum_equals_nesterov(server: Server) -> None:
     outer = Outer(optimizer="nesterov", lr=0.7, momentum=0.9)
     island = Island(section(server.port, outer=outer.model_dump(exclude_unset=True)), goal=3.0)
     anchor, momentum = island.weights.values.clone(), torch.zeros(NUMEL)
@@ -157,8 +157,8 @@ def test_an_island_alone_with_momentum_is_nesterov(server: Server) -> None:
         torch.testing.assert_close(island.weights.values, anchor)
 
 
-def test_pushes_at_the_same_time_make_the_mean_of_both(server: Server) -> None:
-    """The first counts fully, the second by a half: its samples among those that the anchor has got meanwhile."""
+def test_simultaneous_pushes_are_averaged(server: Server) -> None:
+    """The first has weight 1 and the second 1/2: its share of the samples that the anchor has received."""
     first, second = (Island(section(server.port), goal) for goal in (0.0, 8.0))
     begin = first.weights.values.clone()
     assert torch.equal(second.weights.values, begin)
@@ -171,7 +171,7 @@ def test_pushes_at_the_same_time_make_the_mean_of_both(server: Server) -> None:
     torch.testing.assert_close(second.weights.values, begin + 0.5 * (0.0 - begin) + 0.25 * (8.0 - begin))
 
 
-def test_who_is_four_times_slower_counts_by_a_fifth(server: Server) -> None:
+def test_an_island_four_times_slower_has_a_fifth_of_the_weight(server: Server) -> None:
     fast, slow = (Island(section(server.port), goal) for goal in (0.0, 8.0))
     weights = [fast.step().weight for _ in range(4)]
     assert weights == [1.0] * 4
@@ -181,7 +181,7 @@ def test_who_is_four_times_slower_counts_by_a_fifth(server: Server) -> None:
 
 
 def test_momentum_waits_for_a_whole_mean(server: Server) -> None:
-    """Delayed Nesterov: of pushes that count by a half each, every second one renews it."""
+    """With delayed Nesterov and pushes of weight 1/2, every second push updates the momentum."""
     outer = {"optimizer": "nesterov", "lr": 1.0, "momentum": 0.5}
     islands = [Island(section(server.port, outer=outer)) for _ in range(2)]
     islands[0].step()
@@ -191,7 +191,7 @@ def test_momentum_waits_for_a_whole_mean(server: Server) -> None:
         assert torch.equal(server.service.store.places[0].momentum, before) == (turn % 2 == 1)
 
 
-def test_what_moves_while_a_push_travels_is_kept(server: Server) -> None:
+def test_updates_made_while_a_push_is_in_flight_are_kept(server: Server) -> None:
     island = Island(section(server.port), goal=2.0)
     island.move()
     island.push()
@@ -203,23 +203,23 @@ def test_what_moves_while_a_push_travels_is_kept(server: Server) -> None:
     torch.testing.assert_close(island.exchange.anchor(), sent)
 
 
-def test_what_is_too_old_is_dropped_and_the_anchor_taken(server: Server) -> None:
+def test_a_stale_push_is_dropped_and_the_anchor_is_adopted(server: Server) -> None:
     fast, slow = (Island(section(server.port, max_staleness=3, exchange=INT4), goal) for goal in (0.0, 8.0))
     slow.step()
     kept = slow.residual
     for _ in range(4):
         fast.step()
     before = server.service.store.places[0].anchor.clone()
-    met = slow.step()
-    assert (met.kind, met.weight) == ("renewed", 0.0)
+    result = slow.step()
+    assert (result.kind, result.weight) == ("renewed", 0.0)
     assert torch.equal(server.service.store.places[0].anchor, before)
     assert torch.equal(slow.weights.values, before)
     assert torch.equal(slow.residual, kept)
     assert slow.step().kind == "exchange"
 
 
-def test_error_feedback_conserves_what_was_moved(server: Server) -> None:
-    """Of an island alone: what the anchor has got and what is kept is what was sent, both ways."""
+def test_error_feedback_conserves_the_sum_of_updates(server: Server) -> None:
+    """Change of the anchor plus new residual equals update plus old residual, in both directions."""
     exchange = {**INT4, "error_feedback": {"dtype": "fp32"}}
     island = Island(section(server.port, exchange=exchange), goal=4.0)
     for _ in range(5):
@@ -236,7 +236,7 @@ def test_error_feedback_conserves_what_was_moved(server: Server) -> None:
         torch.testing.assert_close(anchor - before + island.residual, moved + kept)
     # What the way back leaves out comes with the next answer.
     assert float((island.exchange.anchor() - anchor).abs().max()) < 0.05 * float((anchor - 4.0).abs().max() + 1)
-    assert torch.equal(island.exchange.anchor(), server.service.store._held[0][0])
+    assert torch.equal(island.exchange.anchor(), server.service.store._anchors_held[0][0])
 
 
 def test_answers_and_pushes_are_compressed(server: Server) -> None:
@@ -246,13 +246,13 @@ def test_answers_and_pushes_are_compressed(server: Server) -> None:
     assert 0 < size < NUMEL
     # The answer, once more: as long as the push.
     store, held = server.service.store, island.exchange.anchor()
-    store._held[0] = {0: held}
+    store._anchors_held[0] = {0: held}
     head, body = store.answer(0, 0, "taken", 9)
     assert len(body) == size
     assert "exact" not in head
 
 
-def test_an_island_that_diverged_counts_for_nothing(server: Server) -> None:
+def test_an_island_that_diverged_is_excluded(server: Server) -> None:
     healthy, broken = (Island(section(server.port), goal) for goal in (0.0, 1.0))
     healthy.step()
     before = healthy.weights.values.clone()
@@ -264,7 +264,7 @@ def test_an_island_that_diverged_counts_for_nothing(server: Server) -> None:
     assert torch.equal(server.service.store.places[0].anchor, before)
 
 
-def test_one_that_is_gone_costs_nobody_anything(server: Server) -> None:
+def test_a_dead_island_does_not_delay_the_others(server: Server) -> None:
     islands = [Island(section(server.port), goal) for goal in (0.0, 1.0)]
     for one in islands:
         one.step()
@@ -286,8 +286,8 @@ def until(done: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("exchange", [EXACT, INT4])
-def test_a_server_that_was_killed_has_what_it_had(tmp_path: Path, exchange: dict[str, Any]) -> None:
-    """Its file is that of the beginning; all since is in the log, to which a crash has left half a call."""
+def test_a_killed_server_restores_its_exact_state(tmp_path: Path, exchange: dict[str, Any]) -> None:
+    """The file holds the initial state and the log everything since, including a truncated call."""
     outer = {"optimizer": "nesterov"}
     path, copy = tmp_path / "state", tmp_path / "copy"
     with parameter_server(path) as server:
@@ -310,7 +310,7 @@ def test_a_server_that_was_killed_has_what_it_had(tmp_path: Path, exchange: dict
         assert torch.equal(islands[0].weights.values, again.service.store.places[0].anchor)
 
 
-def test_training_goes_on_while_the_server_is_away(tmp_path: Path) -> None:
+def test_training_continues_while_the_server_is_down(tmp_path: Path) -> None:
     with parameter_server(tmp_path / "state") as server:
         island = Island(section(server.port), goal=1.0)
         island.step()
@@ -326,8 +326,8 @@ def test_training_goes_on_while_the_server_is_away(tmp_path: Path) -> None:
         assert island.step().weight == 1.0
 
 
-def test_an_answer_that_was_lost_is_not_a_second_push(server: Server) -> None:
-    """The call is said again after its connection was lost, also to a server that was started again meanwhile."""
+def test_a_call_repeated_after_a_lost_answer_has_one_effect(server: Server) -> None:
+    """The call is repeated after its connection was lost, also to a server that was restarted meanwhile."""
     island = Island(section(server.port), goal=1.0)
     island.move()
     head = island.exchange._head("push", samples=SAMPLES)
@@ -361,8 +361,8 @@ def wrong_calls(island: Island) -> dict[str, tuple[dict[str, Any], bytes]]:
     }
 
 
-def test_what_is_no_call_leaves_no_trace(tmp_path: Path) -> None:
-    """Nor in the log: the server would not start again."""
+def test_an_invalid_call_leaves_no_trace(tmp_path: Path) -> None:
+    """It is not in the log either, or the server would not restart."""
     state = tmp_path / "state"
     with parameter_server(state) as server:
         island = Island(section(server.port), goal=1.0)
@@ -380,7 +380,7 @@ def test_what_is_no_call_leaves_no_trace(tmp_path: Path) -> None:
         assert island.step().kind == "exchange"
 
 
-def test_a_first_island_without_terms_is_none(server: Server) -> None:
+def test_a_first_island_without_terms_is_refused(server: Server) -> None:
     for terms in ({}, {"exchange": {"method": "telepathy"}, "outer": {}, "ranks": 1, "max_staleness": 1}):
         client = PushClient(f"127.0.0.1:{server.port}", 1.0, 0.5)
         with pytest.raises(ConfigError, match="refuses this island"):
@@ -389,7 +389,7 @@ def test_a_first_island_without_terms_is_none(server: Server) -> None:
     assert Island(section(server.port)).exchange.number == 0
 
 
-def test_what_is_not_finite_is_dropped(server: Server) -> None:
+def test_a_non_finite_push_is_dropped(server: Server) -> None:
     island = Island(section(server.port))
     island.step()
     before = server.service.store.places[0].anchor.clone()
@@ -399,7 +399,7 @@ def test_what_is_not_finite_is_dropped(server: Server) -> None:
     assert torch.equal(server.service.store.places[0].anchor, before)
 
 
-def test_a_push_whose_answer_failed_is_not_a_second_one(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_whose_answer_failed_is_applied_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     island, answer, failed = Island(section(server.port), goal=1.0), server.service.store.answer, []
 
     def failing(*given: Any) -> Any:
@@ -415,7 +415,7 @@ def test_a_push_whose_answer_failed_is_not_a_second_one(server: Server, monkeypa
     assert server.service.store.records.version == version + 1
 
 
-def test_an_island_that_lives_is_remembered_however_many_come() -> None:
+def test_a_connected_island_is_remembered_however_many_join() -> None:
     with parameter_server(room=Room(islands=3, quiet=0.0)) as server:
         first = Island(section(server.port), goal=1.0)
         first.step()
@@ -430,12 +430,12 @@ def test_an_island_that_lives_is_remembered_however_many_come() -> None:
         assert first.step().kind == "exchange"
 
 
-def test_too_many_islands_are_refused_by_name_and_those_that_have_left_make_room() -> None:
+def test_too_many_islands_are_refused_until_one_leaves() -> None:
     with parameter_server(room=Room(islands=2)) as server:
         islands = [Island(section(server.port)) for _ in range(2)]
         # Not connected, but known: it has not left, and may be back.
         islands[0].client._hang_up()
-        with pytest.raises(ConfigError, match=r"there are 2 islands \(allowed: 2\); end some of them"):
+        with pytest.raises(ConfigError, match=r"there are 2 islands \(allowed: 2\); stop some of them"):
             Island(section(server.port))
         islands[1].exchange.leave()
         assert Island(section(server.port)).exchange.number == 2
@@ -444,23 +444,23 @@ def test_too_many_islands_are_refused_by_name_and_those_that_have_left_make_room
 
 
 def test_a_process_whose_island_was_resumed_by_another_is_refused(server: Server) -> None:
-    """Two processes never act as one island."""
+    """Two processes can never act as one island."""
     first = Island(section(server.port), goal=1.0)
     first.step()
-    saved = first.exchange.described()
+    saved = first.exchange.describe()
     first.client._hang_up()
     until(lambda: not connected(server))
     second = Island(section(server.port))
     second.exchange._anchor.write(second.weights.segments, first.exchange.anchor())
     second.exchange.resume(saved, 1, SAMPLES)
     assert second.exchange.number == first.exchange.number
-    with pytest.raises(ConfigError, match="island 0 is another process"):
+    with pytest.raises(ConfigError, match="another process has entered or resumed island 0"):
         first.step()
     second.samples = SAMPLES
     assert second.step().kind == "exchange"
 
 
-def test_one_that_dies_between_its_parts_leaves_nothing(server: Server) -> None:
+def test_an_island_that_dies_during_a_call_leaves_no_trace(server: Server) -> None:
     terms = {"exchange": EXACT, "outer": {}, "ranks": 2, "max_staleness": 1}
     client = PushClient(f"127.0.0.1:{server.port}", 1.0, 5.0)
     head, _ = client.ask({"kind": "enter", "terms": terms})
@@ -472,7 +472,7 @@ def test_one_that_dies_between_its_parts_leaves_nothing(server: Server) -> None:
     until(lambda: not server.service._calls)
 
 
-def test_a_log_is_whole_after_a_disk_was_full(tmp_path: Path) -> None:
+def test_a_push_log_stays_intact_after_the_disk_was_full(tmp_path: Path) -> None:
     log = PushLog(tmp_path / "state")
     log.write(Store(Records("run")))
     log.append([{"kind": "push", "call": 1}], [b"a" * 10])
@@ -494,15 +494,15 @@ def test_a_log_is_whole_after_a_disk_was_full(tmp_path: Path) -> None:
     again.close()
 
 
-class Disagreeing(Team):
-    """A rank beside which another one has heard something else."""
+class Disagreeing(IslandRanks):
+    """Ranks of which another one has received a different answer."""
 
-    def all(self, fine: bool) -> bool:
+    def all_true(self, value: bool) -> bool:
         return False
 
 
 def two_ranks(server: Server) -> list[PushClient]:
-    """The ranks of an island of two, which have made a call together."""
+    """Return the clients of an island of two ranks, which have made a call together."""
     clients = [PushClient(f"127.0.0.1:{server.port}", 1.0, 10.0) for _ in range(2)]
     head, _ = clients[0].ask(
         {"kind": "enter", "terms": {"exchange": EXACT, "outer": {}, "ranks": 2, "max_staleness": 1}}
@@ -517,8 +517,8 @@ def two_ranks(server: Server) -> list[PushClient]:
     return clients
 
 
-def test_ranks_wait_for_each_other_whatever_number_their_connection_has(server: Server) -> None:
-    """Above 1,023 select(2) fails."""
+def test_ranks_wait_for_each_other_with_file_descriptors_above_1023(server: Server) -> None:
+    """For file descriptors above 1,023, select(2) fails."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
     with socket.socket() as some, contextlib.ExitStack() as stack:
@@ -530,7 +530,7 @@ def test_ranks_wait_for_each_other_whatever_number_their_connection_has(server: 
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_the_end_of_a_server_waits_for_nobody() -> None:
+def test_stopping_a_server_does_not_wait_for_clients() -> None:
     with parameter_server() as server, contextlib.ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
@@ -549,8 +549,8 @@ def transport(server: Server) -> Connection:
     return connect(f"127.0.0.1:{server.port}", PARAMETER_SERVER, Credentials.find())
 
 
-def test_a_body_that_no_layout_allows_ends_the_connection_before_it_is_read(server: Server) -> None:
-    """It is neither waited for nor has room."""
+def test_an_oversized_body_closes_the_connection_before_it_is_read(server: Server) -> None:
+    """The server neither waits for the body nor allocates memory for it."""
     island = Island(section(server.port))
     for size in (1 << 30, 1 << 62):
         with transport(server) as connection:
@@ -566,20 +566,20 @@ def test_a_body_that_no_layout_allows_ends_the_connection_before_it_is_read(serv
     assert island.step().kind == "exchange"
 
 
-def test_ranks_that_heard_different_answers_go_on_alike(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_received_different_answers_agree(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server was started again between two ranks, and has got an anchor meanwhile: one that hears of it also waits
     for the other, which has something to propose."""
     island, asked = Island(section(server.port)), []
     ask = island.exchange._ask
-    monkeypatch.setattr(island.exchange, "_team", Disagreeing())
+    monkeypatch.setattr(island.exchange, "_ranks", Disagreeing())
     monkeypatch.setattr(
         island.exchange, "_ask", lambda kind, *given, **more: asked.append(kind) or ask(kind, *given, **more)
     )
-    island.exchange._renew(claim=None)
+    island.exchange._adopt_anchor(claim=None)
     assert asked == ["fresh", "seed"]
 
 
-def test_what_is_announced_takes_no_room() -> None:
+def test_an_announced_body_allocates_no_memory() -> None:
     stream = io.BytesIO(b'{"kind": "push", "bytes": 1000000000000}\nabc')
     tracemalloc.start()
     with pytest.raises(EOFError):
@@ -588,7 +588,7 @@ def test_what_is_announced_takes_no_room() -> None:
     tracemalloc.stop()
 
 
-def test_pushes_keep_to_the_rate(server: Server) -> None:
+def test_pushes_respect_max_rate(server: Server) -> None:
     island, waited = Island(section(server.port, exchange=INT4)), []
     client = PushClient(f"127.0.0.1:{server.port}", 1.0, 5.0, waited.append)
     island.exchange._calls = client
@@ -597,7 +597,7 @@ def test_pushes_keep_to_the_rate(server: Server) -> None:
     assert waited == [island.meter.bytes_islands]
 
 
-def test_who_hears_nothing_for_give_up_ends_with_an_error(tmp_path: Path) -> None:
+def test_an_island_without_an_answer_for_give_up_raises(tmp_path: Path) -> None:
     with parameter_server(tmp_path / "state") as server:
         island = Island(section(server.port, give_up="1 s"))
     island.move()
@@ -606,11 +606,11 @@ def test_who_hears_nothing_for_give_up_ends_with_an_error(tmp_path: Path) -> Non
         island.pull()
 
 
-def test_a_checkpoint_goes_on_where_it_was_saved_or_with_the_newest_anchor(server: Server) -> None:
+def test_a_checkpoint_resumes_where_it_was_saved_or_from_the_newest_anchor(server: Server) -> None:
     island = Island(section(server.port), goal=1.0)
     island.step()
     island.move()
-    saved, weights, anchor = island.exchange.described(), island.weights.values.clone(), island.exchange.anchor()
+    saved, weights, anchor = island.exchange.describe(), island.weights.values.clone(), island.exchange.anchor()
     island.client.close()
     until(lambda: not connected(server))
 
@@ -633,12 +633,12 @@ def test_a_checkpoint_goes_on_where_it_was_saved_or_with_the_newest_anchor(serve
     assert torch.equal(later.weights.values, server.service.store.places[0].anchor)
 
 
-def test_a_new_server_begins_with_the_newest_checkpoint() -> None:
+def test_a_new_server_starts_from_the_newest_checkpoint() -> None:
     with parameter_server() as server:
         islands = [Island(section(server.port), goal) for goal in (0.0, 1.0)]
         for one in islands:
             one.step()
-        saved = [(one.exchange.described(), one.exchange.anchor()) for one in islands]
+        saved = [(one.exchange.describe(), one.exchange.anchor()) for one in islands]
     with parameter_server() as server:
         again = [Island(section(server.port)) for _ in saved]
         for one, (described, anchor) in zip(again, saved, strict=True):
@@ -653,11 +653,11 @@ def test_a_new_server_begins_with_the_newest_checkpoint() -> None:
         assert torch.equal(again[0].weights.values, saved[1][1])
 
 
-def test_others_are_refused(server: Server, address: str) -> None:
+def test_islands_with_other_settings_or_services_are_refused(server: Server, address: str) -> None:
     Island(section(server.port))
     with pytest.raises(ConfigError, match=r"max_staleness is 9, that of the others 64"):
         Island(section(server.port, max_staleness=9))
     with pytest.raises(ConfigError, match=r'the server is a parameter server.*write "parameter_server": {}'):
-        Client(f"127.0.0.1:{server.port}", 1.0, 5.0, {"timeout": 1.0}, "127.0.0.1:1", ["127.0.0.1:1"])
-    with pytest.raises(ConfigError, match=r"settles rounds.*start it with --parameter-server"):
+        CoordinatorClient(f"127.0.0.1:{server.port}", 1.0, 5.0, {"timeout": 1.0}, "127.0.0.1:1", ["127.0.0.1:1"])
+    with pytest.raises(ConfigError, match=r"coordinator of rounds.*start the server with --parameter-server"):
         Island(section(int(address.rpartition(":")[2])))

@@ -18,11 +18,15 @@ from deepspeed_compress.compression.residuals import Residuals, ResidualStores
 from deepspeed_compress.config import Islands
 from deepspeed_compress.errors import ConfigError, IslandError
 from deepspeed_compress.local_sgd.anchors import AnchorServer
-from deepspeed_compress.local_sgd.coordinator.client import Client, status
+from deepspeed_compress.local_sgd.coordinator.client import CoordinatorClient, status
 from deepspeed_compress.local_sgd.coordinator.server import Server, StateFile, island_server
-from deepspeed_compress.local_sgd.coordinator.wire import Anchor
-from deepspeed_compress.local_sgd.elastic_exchange import ElasticExchange, Met, make_groups
-from deepspeed_compress.local_sgd.island_ranks import Team
+from deepspeed_compress.local_sgd.coordinator.wire import AnchorSources
+from deepspeed_compress.local_sgd.elastic_exchange import ElasticExchange
+from deepspeed_compress.local_sgd.exchange import AnchorState
+from deepspeed_compress.local_sgd.island_ranks import IslandRanks
+from deepspeed_compress.local_sgd.round_peers import make_groups
+from deepspeed_compress.local_sgd.shared_anchor import SharedAnchor
+from deepspeed_compress.local_sgd.strategy import ExchangeResult
 from deepspeed_compress.monitor import Meter
 from tests.support.islands import EXACT, INT4, NUMEL, Weights
 
@@ -30,7 +34,7 @@ TIMEOUT = "700 ms"
 
 
 class Killed(BaseException):
-    """What a process that is killed does not survive."""
+    """Exception that stands for the death of a process."""
 
 
 @dataclass
@@ -38,7 +42,7 @@ class Doomed:
     """What the coordinator says, to an island that dies at `instant` ("before arrive", "after vote" ...) of its
     `round`-th exchange, from 1."""
 
-    client: Client
+    client: CoordinatorClient
     instant: str = ""
     round: int = 0
     taken: int = 0
@@ -80,23 +84,25 @@ def section(address: str, give_up: str = "10 s", **keys: Any) -> Islands:
 
 @dataclass
 class Island:
-    """An island of one rank: `train` moves its weights towards `goal`."""
+    """An island of one rank, whose `train` moves its weights towards `goal`."""
 
     settings: Islands
     goal: float
     instant: str = ""
     round: int = 0
     weights: Weights = field(default_factory=lambda: Weights(torch.randn(NUMEL)))
-    mets: list[Met] = field(default_factory=list)
+    results: list[ExchangeResult] = field(default_factory=list)
     anchors: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.server = AnchorServer("127.0.0.1", lambda version: self.exchange.copy(version))
+        self.stores = ResidualStores(transactional=True)
+        anchor = SharedAnchor(self.settings, self.weights.segments, AnchorState(self.stores), dict)
+        self.server = AnchorServer("127.0.0.1", anchor.copy)
         elastic = self.settings.elastic
         assert elastic is not None
         terms = {"timeout": elastic.timeout_seconds, "minimum": elastic.minimum}
-        self.client = Client(
+        self.client = CoordinatorClient(
             elastic.rendezvous,
             elastic.timeout_seconds,
             elastic.give_up_seconds,
@@ -105,16 +111,13 @@ class Island:
             [self.server.address],
         )
         doomed = Doomed(self.client, self.instant, self.round)
-        self.stores = ResidualStores(transactional=True)
         site = partial(
             Site,
             parameters=Parameters({"w": (NUMEL,)}, ["w"]),
             stores=self.stores,
             run=Run(StepClock(), Meter()),
         )
-        self.exchange = ElasticExchange(
-            self.settings, self.weights, lambda groups: site(groups), Team(), doomed, doomed.groups
-        )
+        self.exchange = ElasticExchange(self.settings, self.weights, site, IslandRanks(), anchor, doomed, doomed.groups)
 
     def start(self) -> None:
         """Join, and return once the coordinator waits for this island in every round."""
@@ -133,19 +136,19 @@ class Island:
                 if until():
                     break
                 self.weights.values.add_(self.goal - self.weights.values, alpha=0.5)
-                self.mets.append(self.exchange.exchange(samples))
+                self.results.append(self.exchange.exchange(samples))
                 self.anchors[self.exchange.version] = self.anchor
         except Killed:
             self.end()
         return self
 
     def end(self) -> None:
-        """As the kernel does it for a process that is gone."""
+        """Close all connections, as the kernel does for a process that died."""
         self.client._closed = True
         connection = self.client._connection
         if connection is not None:
             connection.end()
-        self.exchange._standing = None
+        self.exchange.peers.disconnect()
         self.server.close()
 
     @property
@@ -154,7 +157,7 @@ class Island:
 
 
 def at_once(*works: Callable[[], Any], timeout: float = 30) -> list[Any]:
-    """The results of `works` in threads of their own, or the first error."""
+    """Run `works` in threads, and return their results, or raise the first error."""
     results: list[Any] = [None] * len(works)
     errors: list[BaseException] = []
 
@@ -181,7 +184,7 @@ def test_islands_agree_after_every_round(address: str, exchange: dict[str, Any])
     islands = at_once(*(lambda goal=goal: Island(settings, goal).train(3) for goal in (0.0, 1.0, 5.0)))
     assert sorted(one.exchange.number for one in islands) == [0, 1, 2]
     for one in islands:
-        assert [met.kind for met in one.mets] == ["exchange"] * 3
+        assert [result.kind for result in one.results] == ["exchange"] * 3
         assert torch.equal(one.anchor, islands[0].anchor)
         assert torch.equal(one.weights.values, one.anchor)
     if exchange is EXACT:
@@ -192,7 +195,7 @@ def test_islands_agree_after_every_round(address: str, exchange: dict[str, Any])
         one.end()
 
 
-def test_contributions_count_by_samples(address: str) -> None:
+def test_updates_are_weighted_by_samples(address: str) -> None:
     settings = section(address, minimum=2, exchange=EXACT)
     islands = [Island(settings, goal) for goal in (0.0, 8.0)]
     for one in islands:
@@ -205,8 +208,8 @@ def test_contributions_count_by_samples(address: str) -> None:
     ("instant", "which"),
     [*((instant, 1) for instant in INSTANTS), *((instant, 2) for instant in INSTANTS if "groups" not in instant)],
 )
-def test_a_death_at_any_instant_leaves_the_others_alike(address: str, instant: str, which: int) -> None:
-    """Of the first exchange, for which groups are made, and of the second one, which uses them again."""
+def test_the_others_stay_equal_if_an_island_dies_at_any_instant(address: str, instant: str, which: int) -> None:
+    """The first exchange creates groups, and the second one reuses them."""
     islands = [Island(section(address), goal) for goal in (0.0, 1.0)]
     doomed = Island(section(address), 5.0, instant, which)
     for one in (*islands, doomed):
@@ -216,14 +219,14 @@ def test_a_death_at_any_instant_leaves_the_others_alike(address: str, instant: s
     assert len(common) >= 3
     assert all(torch.equal(islands[0].anchors[version], islands[1].anchors[version]) for version in common)
     for one in islands:
-        assert sum(met.kind == "exchange" for met in one.mets) >= 3
+        assert sum(result.kind == "exchange" for result in one.results) >= 3
         # A void round, and nobody is waited for twice.
-        assert max(met.seconds for met in one.mets) < 3 * 0.7
+        assert max(result.seconds for result in one.results) < 3 * 0.7
         one.end()
 
 
-def test_a_link_that_needs_longer_than_the_timeout_is_waited_for(address: str) -> None:
-    """Twice as long after each round that is void for it, as long as exchanges need no more."""
+def test_a_link_slower_than_the_timeout_gets_more_time(address: str) -> None:
+    """The time limit doubles after each void round."""
 
     def slow(*args: Any) -> Groups:
         made = make_groups(*args)
@@ -231,11 +234,11 @@ def test_a_link_that_needs_longer_than_the_timeout_is_waited_for(address: str) -
         return made
 
     islands = [Island(section(address, minimum=2), goal) for goal in (0.0, 1.0)]
-    islands[1].exchange._make_groups = slow
+    islands[1].exchange.peers._make = slow
     at_once(*(partial(one.train, 6) for one in islands))
     for one in islands:
-        assert [met.kind for met in one.mets][-2:] == ["exchange", "exchange"]
-        assert one.mets[0].kind == "void"
+        assert [result.kind for result in one.results][-2:] == ["exchange", "exchange"]
+        assert one.results[0].kind == "void"
         assert torch.equal(one.anchor, islands[0].anchor)
         one.end()
 
@@ -247,7 +250,7 @@ def whole(store: Residuals) -> Tensor:
     return values
 
 
-def test_a_round_that_is_void_leaves_no_trace(address: str) -> None:
+def test_a_void_round_leaves_no_trace(address: str) -> None:
     settings = section(address, minimum=2)
     islands = [Island(settings, goal) for goal in (0.0, 1.0)]
     at_once(*(partial(one.train, 2) for one in islands))
@@ -255,18 +258,18 @@ def test_a_round_that_is_void_leaves_no_trace(address: str) -> None:
     doomed.start()
 
     def kept(one: Island) -> list[Tensor]:
-        """Whatever messages it is kept for: those of three are others than those of two."""
+        """Return all stores as whole vectors, because messages among three islands are cut differently."""
         return [whole(one.stores.by_name[name]) for name in sorted(one.stores.by_name)]
 
     before = [kept(one) for one in islands]
     at_once(*(partial(one.train, 1) for one in [*islands, doomed]))
-    assert [one.mets[-1].kind for one in islands] == ["void", "void"]
+    assert [one.results[-1].kind for one in islands] == ["void", "void"]
     for one, former in zip(islands, before, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(kept(one), former, strict=True))
         one.end()
 
 
-def test_one_that_comes_takes_the_anchor_and_is_in_at_the_next_exchange(address: str) -> None:
+def test_a_joining_island_adopts_the_anchor_and_takes_part_in_the_next_exchange(address: str) -> None:
     settings = section(address, outer={"optimizer": "nesterov"})
     first = Island(settings, 1.0).train(3)
     late = Island(settings, 0.0)
@@ -277,63 +280,63 @@ def test_one_that_comes_takes_the_anchor_and_is_in_at_the_next_exchange(address:
     ]
     assert torch.equal(*momentum)
     at_once(partial(first.train, 1), partial(late.train, 1))
-    assert [one.mets[-1].kind for one in (first, late)] == ["exchange", "exchange"]
+    assert [one.results[-1].kind for one in (first, late)] == ["exchange", "exchange"]
     assert torch.equal(late.anchor, first.anchor)
 
 
-def test_one_of_another_beginning_takes_the_anchor_and_hears_where_the_others_are(address: str) -> None:
+def test_an_island_of_another_beginning_adopts_the_anchor_and_its_metadata(address: str) -> None:
     first, other = Island(section(address), 1.0).train(2), Island(section(address), 0.0)
-    other.exchange.run = first.exchange.run
-    met = other.exchange.exchange(8)
-    assert met.kind == "renewed"
-    assert met.about["run"] == first.client.run
+    other.exchange.shared_anchor.run = first.exchange.shared_anchor.run
+    result = other.exchange.exchange(8)
+    assert result.kind == "renewed"
+    assert result.metadata["run"] == first.client.run
     assert torch.equal(other.weights.values, first.anchor)
 
 
-def test_one_that_was_away_adds_what_it_has_moved_and_takes_the_anchor(address: str) -> None:
+def test_an_outdated_island_contributes_its_update_and_adopts_the_anchor(address: str) -> None:
     settings = section(address, minimum=2, exchange=EXACT)
     islands = [Island(settings, goal) for goal in (0.0, 1.0, 8.0)]
     for one in islands:
         one.weights.values.zero_()
     at_once(*(one.exchange.start for one in islands))
     at_once(*(partial(one.train, 1) for one in islands[:2]))
-    assert islands[0].mets[-1].islands == 2
+    assert islands[0].results[-1].islands == 2
 
     # Too late, but it has been heard of, and is waited for again.
     islands[2].train(1)
-    assert islands[2].mets[-1].kind == "left_out"
+    assert islands[2].results[-1].kind == "left_out"
 
     def come_back() -> None:
-        while islands[2].mets[-1].kind == "left_out":
+        while islands[2].results[-1].kind == "left_out":
             time.sleep(0.02)
-            islands[2].mets.append(islands[2].exchange.exchange(8))
+            islands[2].results.append(islands[2].exchange.exchange(8))
 
     at_once(*(partial(one.train, 1) for one in islands[:2]), come_back)
-    assert [one.mets[-1].kind for one in islands] == ["exchange", "exchange", "renewed"]
+    assert [one.results[-1].kind for one in islands] == ["exchange", "exchange", "renewed"]
     assert torch.equal(islands[2].anchor, islands[0].anchor)
-    # It has moved by 4 from where it left, the others by -0.125 and 0.375 from where they met.
+    # It has moved by 4 from where it left, the others by -0.125 and 0.375 from their common anchor.
     assert torch.allclose(islands[0].anchor, torch.full((NUMEL,), 0.25 + (4 - 0.125 + 0.375) / 3))
 
 
-def test_who_does_not_reach_the_coordinator_stops_with_an_error(address: str) -> None:
+def test_an_island_that_cannot_reach_the_coordinator_raises(address: str) -> None:
     settings = section(address, minimum=2, give_up="1500 ms")
     islands = [Island(settings, goal) for goal in (0.0, 1.0)]
     at_once(*(one.exchange.start for one in islands))
     islands[1].end()
     with pytest.raises(
-        IslandError, match=r"/deepspeed_compress/islands/elastic/rendezvous: .* at least 2 islands must be there"
+        IslandError, match=r"/deepspeed_compress/islands/elastic/rendezvous: .* at least 2 islands must be connected"
     ):
         islands[0].train(1)
 
 
-def test_another_section_is_refused(address: str) -> None:
+def test_an_island_with_other_settings_is_refused(address: str) -> None:
     first = Island(section(address), 0.0)
     with pytest.raises(ConfigError, match="minimum is 2, that of the others 1"):
         Island(section(address, minimum=2), 0.0)
     first.end()
 
 
-def test_an_island_that_diverged_counts_for_nothing_and_keeps_its_residual(address: str) -> None:
+def test_an_island_that_diverged_is_excluded_and_keeps_its_residual(address: str) -> None:
     settings = section(address, minimum=2, exchange={"method": "blockwise", "bits": 8})
     islands = [Island(settings, goal) for goal in (0.0, 1.0)]
     at_once(*(partial(one.train, 3) for one in islands))
@@ -350,7 +353,7 @@ def test_an_island_that_diverged_counts_for_nothing_and_keeps_its_residual(addre
     assert float((moved - 0.5 * (1.0 - before)).abs().max()) < 0.02 * float(moved.abs().max())
 
 
-def test_a_coordinator_that_comes_back_goes_on(tmp_path: Any) -> None:
+def test_a_restarted_coordinator_continues(tmp_path: Any) -> None:
     def serve(port: int) -> tuple[Server, threading.Thread]:
         server, ready = island_server(StateFile(tmp_path / "state.json"), "127.0.0.1", port), threading.Event()
         thread = threading.Thread(target=server.run, args=(ready.set,), daemon=True)
@@ -371,50 +374,50 @@ def test_a_coordinator_that_comes_back_goes_on(tmp_path: Any) -> None:
         server, thread = serve(server.port)
 
     at_once(later, *(partial(one.train, 2) for one in islands))
-    assert [met.kind for met in islands[0].mets] == ["exchange"] * 4
+    assert [result.kind for result in islands[0].results] == ["exchange"] * 4
     assert torch.equal(islands[0].anchor, islands[1].anchor)
     assert status(address)["version"] == islands[0].exchange.version
     server.stop()
     thread.join(5)
 
 
-def test_two_coordinators_do_not_share_a_file(tmp_path: Any) -> None:
+def test_two_coordinators_cannot_share_a_file(tmp_path: Any) -> None:
     held = StateFile(tmp_path / "other.json")
-    with pytest.raises(ConfigError, match="another coordinator has it"):
+    with pytest.raises(ConfigError, match="another coordinator uses this file"):
         StateFile(tmp_path / "other.json")
     held.close()
 
 
 @pytest.mark.parametrize(("outer", "sent"), [("average", {"anchor"}), ("nesterov", {"anchor", "outer_momentum"})])
-def test_a_momentum_is_handed_out_where_there_is_one(address: str, outer: str, sent: set[str]) -> None:
+def test_the_outer_momentum_is_served_only_with_nesterov(address: str, outer: str, sent: set[str]) -> None:
     island = Island(section(address, outer={"optimizer": outer}), 1.0).train(1)
-    found, again = island.exchange.copy(1), island.exchange.copy(1)
+    found, again = island.exchange.shared_anchor.copy(1), island.exchange.shared_anchor.copy(1)
     assert found is not None
     assert again is not None
     assert found[2].keys() == sent
     # One copy, however many islands ask for it; and another one of another version.
     assert found[2] is again[2]
     island.train(1)
-    newer = island.exchange.copy(2)
+    newer = island.exchange.shared_anchor.copy(2)
     assert newer is not None
     assert newer[2] is not found[2]
     island.end()
 
 
-def test_an_anchor_that_cannot_be_fetched_says_why(address: str) -> None:
+def test_an_anchor_that_cannot_be_fetched_raises_with_the_cause(address: str) -> None:
     island = Island(section(address), 1.0).train(1)
-    nobody = Anchor(9, [["127.0.0.1:1"]])
-    assert island.exchange._fetched(nobody) is None
-    with pytest.raises(IslandError, match=r"could not be taken from any of 1 islands .*Connection refused"):
-        island.exchange._next_anchor(nobody, deadline=0.0)
+    nobody = AnchorSources(9, [["127.0.0.1:1"]])
+    assert island.exchange.shared_anchor.fetch(nobody, 0, 0) is None
+    with pytest.raises(IslandError, match=r"none of 1 islands provided the anchor .*Connection refused"):
+        island.exchange._find_sources_again(nobody, deadline=0.0)
     island.end()
 
 
-def test_nobody_gets_an_anchor_while_a_checkpoint_is_loaded(address: str) -> None:
+def test_no_anchor_is_served_while_a_checkpoint_is_loaded(address: str) -> None:
     island = Island(section(address), 1.0).train(1)
-    assert island.exchange.copy(1) is not None
-    island.exchange.withdraw()
-    assert island.exchange.copy(1) is None
-    island.exchange.resume("other", 3, 40, own_is_new=False)
-    assert island.exchange.copy(1) is not None
+    assert island.exchange.shared_anchor.copy(1) is not None
+    island.exchange.prepare_load()
+    assert island.exchange.shared_anchor.copy(1) is None
+    island.exchange.resume({"run": "other", "number": 3, "version": 40}, 1, 8)
+    assert island.exchange.shared_anchor.copy(1) is not None
     island.end()

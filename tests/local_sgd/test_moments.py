@@ -7,36 +7,36 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed_compress.local_sgd.moments import Moment, Moments
+from deepspeed_compress.local_sgd.moments import SecondMoment, SecondMoments
 
 HOST = torch.device("cpu")
 
 
-def moments(views: list[Tensor], block_size: int = 4, correction: float = 1.0) -> Moments:
-    return Moments(lambda: [Moment(view, correction) for view in views], block_size, HOST)
+def moments(views: list[Tensor], block_size: int = 4, correction: float = 1.0) -> SecondMoments:
+    return SecondMoments(lambda: [SecondMoment(view, correction) for view in views], block_size, HOST)
 
 
 def with_others(*others: tuple[Tensor, float]) -> Callable[[Tensor], Any]:
-    """Adds the sums of others, and their weights."""
+    """Handle that adds the sums and weights of other islands."""
 
     class Work:
         def wait(self) -> None:
             pass
 
-    def add_up(total: Tensor) -> Work:
+    def start_sum(total: Tensor) -> Work:
         for sums, weight in others:
             total += torch.cat([sums * weight, torch.tensor([weight])])
         return Work()
 
-    return add_up
+    return start_sum
 
 
-def test_blocks_end_with_their_view() -> None:
+def test_blocks_do_not_cross_views() -> None:
     views = [torch.arange(6.0), torch.ones(4), torch.full((1,), 7.0)]
     assert moments(views).sums()[0].tolist() == [6.0, 9.0, 4.0, 7.0]
 
 
-def test_a_block_keeps_its_shape_and_gets_the_mean_of_the_sums() -> None:
+def test_a_block_keeps_its_proportions_and_gets_the_mean_sum() -> None:
     view = torch.tensor([1.0, 3.0, 0.0, 4.0, 2.0, 2.0])
     shared = moments([view]).start(with_others((torch.tensor([24.0, 0.0]), 1.0)), 1.0)
     shared.apply()
@@ -51,18 +51,18 @@ def test_blocks_of_one_become_the_mean() -> None:
 
 
 @pytest.mark.parametrize("nothing", [0.0, float("nan"), float("inf")])
-def test_what_is_nothing_or_not_finite_gets_the_mean_evenly(nothing: float) -> None:
+def test_a_zero_or_non_finite_block_is_filled_evenly(nothing: float) -> None:
     view = torch.full((6,), nothing)
     moments([view]).start(with_others((torch.tensor([8.0, 2.0]), 1.0)), 0.0).apply()
     assert view.tolist() == [2.0, 2.0, 2.0, 2.0, 1.0, 1.0]
 
 
-def test_one_with_a_moment_that_is_not_finite_counts_for_nothing() -> None:
+def test_an_island_with_a_non_finite_moment_is_excluded() -> None:
     shared = moments([torch.tensor([float("nan"), 1.0])], 1).start(with_others(), 1.0)
     assert shared.total.tolist() == [0.0, 0.0, 0.0]
 
 
-def test_what_has_come_meanwhile_is_kept() -> None:
+def test_updates_made_during_the_exchange_are_kept() -> None:
     """Where there was nothing anywhere, and where there was little of its own; what decayed meanwhile adds nothing."""
     view = torch.tensor([0.0, 0.0, 1e-12, 0.0, 4.0, 0.0])
     shared = moments([view], 2).start(with_others((torch.tensor([0.0, 2.0, 8.0]), 1.0)), 1.0)
@@ -71,14 +71,14 @@ def test_what_has_come_meanwhile_is_kept() -> None:
     torch.testing.assert_close(view, torch.tensor([3.0, 1.0, 1.0, 1.0, 4.0, 2.0]))
 
 
-def test_nothing_anywhere_stays_as_it_is() -> None:
+def test_blocks_that_are_zero_in_all_islands_stay_zero() -> None:
     view = torch.tensor([0.0, 5.0])
     moments([view], 1).start(with_others((torch.tensor([0.0, 0.0]), 1.0)), 0.0).apply()
     assert view.tolist() == [0.0, 5.0]
 
 
-def test_small_changes_of_a_mean_are_followed() -> None:
-    """beta2 of 0.999 moves a moment by a thousandth; in every exchange it would be rounded away."""
+def test_small_changes_of_the_mean_are_applied() -> None:
+    """A beta2 of 0.999 changes a moment by a thousandth, which rounding would lose in every exchange."""
     view = torch.zeros(1)
     for _ in range(3000):
         view.mul_(0.999).add_(0.001)
@@ -86,7 +86,7 @@ def test_small_changes_of_a_mean_are_followed() -> None:
     assert float(view) == pytest.approx(1 - 0.999**3000, rel=1e-4)
 
 
-def test_who_has_taken_fewer_steps_gets_what_its_own_correction_makes_right() -> None:
+def test_sums_are_converted_to_the_bias_correction_of_each_island() -> None:
     old, new = torch.ones(4), torch.full((4,), 0.01)
     both = [moments([old], 4), moments([new], 4, correction=0.01)]
     sums = [own / corrections for own, corrections in (one.sums() for one in both)]
@@ -97,7 +97,7 @@ def test_who_has_taken_fewer_steps_gets_what_its_own_correction_makes_right() ->
 
 
 @pytest.mark.parametrize("weight", [0.0, 1.0])
-def test_alone_nothing_changes(weight: float) -> None:
+def test_a_single_island_changes_nothing(weight: float) -> None:
     view = torch.rand(9)
     before = view.clone()
     shared = moments([view]).start(lambda total: None, weight)
@@ -106,14 +106,14 @@ def test_alone_nothing_changes(weight: float) -> None:
     assert torch.equal(view, before)
 
 
-def test_where_nobody_counts_nothing_changes() -> None:
+def test_nothing_changes_if_no_island_contributes() -> None:
     view = torch.rand(9)
     before = view.clone()
     moments([view]).start(with_others((torch.zeros(3), 0.0)), 0.0).apply()
     assert torch.equal(view, before)
 
 
-def test_equal_islands_change_nothing_but_the_last_bit() -> None:
+def test_equal_islands_change_at_most_the_last_bit() -> None:
     view = torch.rand(1000) * 1e-12
     before = view.clone()
     own = moments([view], 128)
@@ -121,14 +121,14 @@ def test_equal_islands_change_nothing_but_the_last_bit() -> None:
     torch.testing.assert_close(view, before, rtol=3e-7, atol=0.0)
 
 
-def test_sixteen_bits_and_nothing_at_all() -> None:
+def test_moments_in_16_bits_and_empty_moments_are_supported() -> None:
     view = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
     moments([view, torch.zeros(0)]).start(with_others((torch.tensor([9.0]), 1.0)), 1.0).apply()
     assert view.tolist() == [2.0, 4.0]
     assert moments([]).sums()[0].numel() == 0
 
 
-def test_one_that_has_not_stepped_yet_counts_for_nothing() -> None:
+def test_an_island_that_has_not_stepped_yet_is_excluded() -> None:
     view, other = torch.zeros(4), torch.full((1,), 8.0)
     shared = moments([view], correction=0.0).start(with_others((other, 1.0)), 1.0)
     assert shared.total.tolist() == [8.0, 1.0]

@@ -39,12 +39,12 @@ WRONG: tuple[Any, ...] = (
 
 
 def restarted(path: Path, told: Callable[[str], None] = print) -> closing[Service]:
-    """A server that starts from the files at `path`."""
+    """Return a server that starts from the files at `path`."""
     return closing(Service(PushLog(path), told))
 
 
 class Connected:
-    """A rank whose connection stands."""
+    """Connection of a rank that stays open."""
 
     def has_hung_up(self) -> bool:
         return False
@@ -52,7 +52,7 @@ class Connected:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Iterator[Path]:
-    """A directory in memory if there is one: each call is synced to the disk."""
+    """Yield a directory, in memory if possible, because each call is synced to disk."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as found:
         yield Path(found)
@@ -63,11 +63,11 @@ def terms(exchange: Mapping[str, Any] = TOPK, ranks: int = 1, **outer: Any) -> d
 
 
 class Rank:
-    """A rank of an island that speaks without a socket, from a thread of its own if there are two."""
+    """Rank of an island that calls the service directly, from its own thread if there are two."""
 
     def __init__(self, service: Service, given: Mapping[str, Any]) -> None:
         self.service, self.calls = service, 0
-        answer, _ = service.hear({"kind": "enter", "terms": given}, b"", Connected())
+        answer, _ = service.handle({"kind": "enter", "terms": given}, b"", Connected())
         assert answer["kind"] == "welcome", answer
         self.own = {name: answer[name] for name in ("run", "number", "token")}
 
@@ -75,7 +75,7 @@ class Rank:
         return {"kind": kind, **self.own, "place": 0, "call": self.calls + 1, "step": self.calls, **more}
 
     def ask(self, kind: str, body: bytes = b"", **more: Any) -> Answer:
-        found = self.service.hear(self.head(kind, **more), bytearray(body), Connected())
+        found = self.service.handle(self.head(kind, **more), bytearray(body), Connected())
         assert found[0]["kind"] != "refused", found[0]
         self.calls += 1
         return found
@@ -105,7 +105,7 @@ def same(before: tuple[Records, list[Tensor]], after: tuple[Records, list[Tensor
 
 
 def places_in(found: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The paths of all values in a head."""
+    """Yield the paths of all values in a head."""
     if path:
         yield path
     children = found.items() if isinstance(found, dict) else enumerate(found) if isinstance(found, list) else ()
@@ -114,7 +114,7 @@ def places_in(found: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...
 
 
 def mutated(head: Mapping[str, Any], body: bytes, chosen: random.Random) -> tuple[dict[str, Any], bytes]:
-    """A head and a body of which something is different, missing, or added."""
+    """Return a head and a body with a changed, missing or additional part."""
     found, bytes_ = copy.deepcopy(dict(head)), bytearray(body)
     if chosen.random() < 0.7:
         *way, last = chosen.choice([path for path in places_in(found) if path != ("kind",)])
@@ -136,7 +136,7 @@ def mutated(head: Mapping[str, Any], body: bytes, chosen: random.Random) -> tupl
 
 
 def sent(head: Mapping[str, Any]) -> dict[str, Any] | None:
-    """As it arrives; None if JSON does not carry it."""
+    """Return the head as it arrives; None if it cannot be represented in JSON."""
     try:
         return json.loads(json.dumps(head))
     except ValueError:
@@ -162,7 +162,7 @@ def test_a_mutated_call_is_refused_or_applied_and_can_be_replayed(
         if heard is None:
             continue
         before = state(service)
-        answer, _ = service.hear(heard, bytearray(body), Connected())
+        answer, _ = service.handle(heard, bytearray(body), Connected())
         if answer["kind"] == "refused":
             refused += 1
             assert same(before, state(service)), (heard, answer)
@@ -188,7 +188,7 @@ def test_a_mutated_call_is_refused_or_applied_and_can_be_replayed(
     assert honest.ask("fresh")[0]["kind"] == "exact"
     answer, _ = honest.push(moved(2))
     # Numbers as they are may have come near the end of fp32.
-    assert answer["kind"] == "taken" or "not be finite" in answer["reason"]
+    assert answer["kind"] == "taken" or "become non-finite" in answer["reason"]
     again.close()
     service.close()
 
@@ -212,19 +212,19 @@ def _call(rank: Rank, kind: str, number: int, exchange: Mapping[str, Any]) -> tu
 
 
 def _copied(directory: Path) -> Path:
-    """The files as they would be if the server were killed now."""
+    """Copy the files as they would be if the server were killed now."""
     for suffix in ("", ".log"):
         (directory / f"copy{suffix}").write_bytes((directory / f"state{suffix}").read_bytes())
     return directory / "copy"
 
 
-def test_an_index_beyond_the_tensor_is_refused_before_it_is_logged(directory: Path) -> None:
-    """Six bits of index tell the 64 elements of a block apart, and the last block has 32."""
+def test_an_index_beyond_the_tensor_is_refused_before_logging(directory: Path) -> None:
+    """An index has six bits for the 64 elements of a block, and the last block has 32 elements."""
     service = Service(PushLog(directory / "state"), lambda text: None)
     rank = Rank(service, terms())
     rank.seed(moved(0))
     before, log = state(service), (directory / "state.log").read_bytes()
-    answer, _ = service.hear(
+    answer, _ = service.handle(
         rank.head("push", samples=8), bytearray(b"\xff" * len(rank.encoded(moved(1)))), Connected()
     )
     assert answer["kind"] == "refused"
@@ -246,13 +246,13 @@ def test_finite_pushes_that_make_the_anchor_infinite_are_dropped_with_a_reason(o
     answers = [rank.push(huge)[0] for _ in range(3)]
     dropped = [one for one in answers if one["kind"] == "dropped"]
     assert dropped
-    assert {one["reason"] for one in dropped} == {"the anchor would not be finite any more"}
+    assert {one["reason"] for one in dropped} == {"the anchor would become non-finite"}
     assert all(bool(torch.isfinite(one).all()) for one in service.store.tensors().values())
     assert rank.push(moved(1))[0]["kind"] == "taken"
 
 
-def test_a_difference_beyond_fp32_is_answered_by_the_anchor() -> None:
-    """Between anchors that are finite both."""
+def test_a_difference_beyond_fp32_is_answered_with_the_whole_anchor() -> None:
+    """Both anchors are finite."""
     service = Service(None, lambda text: None)
     # Pushes of the fast island alone.
     exchange = {"method": "blockwise", "bits": 8}
@@ -270,7 +270,7 @@ def test_a_difference_beyond_fp32_is_answered_by_the_anchor() -> None:
     assert bytes(body) == anchor.numpy().tobytes()
 
 
-def test_weights_that_are_not_finite_are_no_seed() -> None:
+def test_non_finite_weights_are_refused_as_a_seed() -> None:
     service = Service(None, lambda text: None)
     rank = Rank(service, terms())
     with pytest.raises(AssertionError, match="not finite"):
@@ -288,18 +288,18 @@ def test_weights_that_are_not_finite_are_no_seed() -> None:
         *(None, 5, "terms", [], {}, [["ranks", 1]]),
     ],
 )
-def test_terms_that_are_none_are_refused(given: Any) -> None:
+def test_invalid_terms_are_refused(given: Any) -> None:
     service = Service(None, lambda text: None)
-    answer, _ = service.hear({"kind": "enter", "terms": given}, b"", Connected())
+    answer, _ = service.handle({"kind": "enter", "terms": given}, b"", Connected())
     assert answer["kind"] == "refused"
     assert service.store.records.terms is None
     Rank(service, terms())
-    answer, _ = service.hear({"kind": "enter", "terms": given}, b"", Connected())
+    answer, _ = service.handle({"kind": "enter", "terms": given}, b"", Connected())
     assert answer["kind"] == "refused"
 
 
-def test_parts_that_do_not_fit_each_other_refuse_the_call_of_all_ranks(directory: Path) -> None:
-    """A shape that two ranks tell differently is found when both have come."""
+def test_inconsistent_parts_refuse_the_call_of_all_ranks(directory: Path) -> None:
+    """Different shapes from two ranks are detected when both parts have arrived."""
     service = Service(PushLog(directory / "state"), lambda text: None)
     rank = Rank(service, terms(ranks=2))
     heads = [
@@ -307,7 +307,7 @@ def test_parts_that_do_not_fit_each_other_refuse_the_call_of_all_ranks(directory
     ]
     answers: list[Answer] = []
     threads = [
-        threading.Thread(target=lambda head=head: answers.append(service.hear(head, bytearray(16), Connected())))
+        threading.Thread(target=lambda head=head: answers.append(service.handle(head, bytearray(16), Connected())))
         for head in heads
     ]
     for thread in threads:
@@ -323,7 +323,7 @@ def test_parts_that_do_not_fit_each_other_refuse_the_call_of_all_ranks(directory
 
 
 def trained(directory: Path) -> Path:
-    """The file of a server that has served an island, with pushes in its log."""
+    """Return the file of a server with pushes of an island in its log."""
     service = Service(PushLog(directory / "state"), lambda text: None)
     rank = Rank(service, terms(optimizer="nesterov"))
     rank.seed(moved(0))
@@ -335,7 +335,7 @@ def trained(directory: Path) -> Path:
     return path
 
 
-def test_an_entry_that_cannot_be_applied_is_left_out_and_named(directory: Path) -> None:
+def test_a_log_entry_that_cannot_be_applied_is_skipped_and_reported(directory: Path) -> None:
     path = trained(directory)
     log = PushLog(path)
     store = log.read()
@@ -351,15 +351,13 @@ def test_an_entry_that_cannot_be_applied_is_left_out_and_named(directory: Path) 
     log.close()
     told: list[str] = []
     again = Service(PushLog(path), told.append)
-    assert told == [
-        "entry 2 of the log is left out: samples is '8' (allowed: an integer from 0 to 9223372036854775807)"
-    ]
+    assert told == ["entry 2 of the log is skipped: samples is '8' (allowed: an integer from 0 to 9223372036854775807)"]
     assert again.store.records.pushes == 2
     again.close()
 
 
 def records_with(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    """A file whose records are changed."""
+    """Write a file with changed records."""
 
     def damage(path: Path) -> None:
         tensors, about = load_file(path), _about(path)
@@ -377,7 +375,7 @@ def _about(path: Path) -> dict[str, str]:
 
 
 def tensors_with(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
-    """A file whose tensors are changed."""
+    """Write a file with changed tensors."""
 
     def damage(path: Path) -> None:
         tensors, about = load_file(path), _about(path)
@@ -407,7 +405,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_file_that_is_damaged_is_refused_by_name(directory: Path, damage: str) -> None:
+def test_a_damaged_file_is_refused_by_name(directory: Path, damage: str) -> None:
     path = trained(directory)
     DAMAGES[damage](path)
     with pytest.raises(StateError, match=r"copy is damaged or does not belong to a parameter server"):
@@ -416,7 +414,7 @@ def test_a_file_that_is_damaged_is_refused_by_name(directory: Path, damage: str)
     PushLog(path).close()
 
 
-def test_records_of_any_types_are_read_or_refused_by_name(directory: Path) -> None:
+def test_records_of_wrong_types_are_refused_by_name(directory: Path) -> None:
     path = trained(directory)
     (directory / "copy.log").unlink()
     whole, chosen, refused = path.read_bytes(), random.Random(7), []
@@ -443,7 +441,7 @@ def test_records_of_any_types_are_read_or_refused_by_name(directory: Path) -> No
     assert all("copy is damaged" in line for line in refused)
 
 
-def test_a_damaged_log_is_refused_or_left_out_by_name(directory: Path) -> None:
+def test_a_damaged_log_is_refused_or_skipped_by_name(directory: Path) -> None:
     path, chosen = trained(directory), random.Random(3)
     log, whole = (directory / "copy.log").read_bytes(), path.read_bytes()
     found, refusals = {"refused": 0, "named": 0, "cut": 0}, []
@@ -459,7 +457,7 @@ def test_a_damaged_log_is_refused_or_left_out_by_name(directory: Path) -> None:
         try:
             Service(PushLog(path), told.append).close()
             found["named" if told else "cut"] += 1
-            assert all("of the log is left out" in line for line in told)
+            assert all("of the log is skipped" in line for line in told)
         except StateError as error:
             found["refused"] += 1
             refusals.append(f"{error}")

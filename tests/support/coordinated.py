@@ -26,15 +26,15 @@ class World:
         self.told: dict[str, list[Mapping[str, Any]]] = {}
 
     def say(self, name: str, kind: str, **fields: Any) -> None:
-        self.coordinator.hear(name, {"kind": kind, **fields}, self.now)
+        self.coordinator.handle(name, {"kind": kind, **fields}, self.now)
         self.deliver()
 
     def deliver(self) -> None:
-        for name, message in self.coordinator.take():
+        for name, message in self.coordinator.take_messages():
             self.told.setdefault(name, []).append(message)
 
     def lose(self, name: str) -> None:
-        self.coordinator.lost(name, self.now)
+        self.coordinator.disconnect(name, self.now)
         self.deliver()
 
     def wait(self, seconds: float, *alive: str) -> None:
@@ -63,7 +63,7 @@ class World:
             self.say(name, "arrive", version=self.version(name), samples=samples)
 
     def version(self, name: str) -> int:
-        return self.coordinator._islands[name].version
+        return self.coordinator.membership.connected[name].version
 
     def vote(self, *names: str, ok: bool = True) -> None:
         for name in names:

@@ -15,7 +15,7 @@ from tests.support.leftovers import own_port
 
 @contextlib.contextmanager
 def coordinator(state: Path | None = None, port: int = 0) -> Iterator[str]:
-    """Run a coordinator, and yield its address ("host:port")."""
+    """Run a coordinator, and yield its address, "host:port"."""
     server = island_server(StateFile(state) if state is not None else None, "127.0.0.1", port)
     with serving(server):
         yield f"127.0.0.1:{server.port}"
@@ -52,7 +52,7 @@ def own_ports(count: int) -> Iterator[list[int]]:
 
 
 def become_island(rank: int, size: int, ports: list[int]) -> int:
-    """Make this forked rank a rank of an island of `size` ranks, which is a separate job. Return its rank there."""
+    """Make this forked rank part of an island of `size` ranks, which is a separate job, and return its rank there."""
     os.environ |= {
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),

@@ -100,7 +100,7 @@ def live(rank: int, plan: Plan) -> None:
 
 
 def train(engine: Any, plan: Plan, log: TextIO) -> None:
-    """Train, and log a line per exchange."""
+    """Train, and write a line for every exchange."""
     islands, done = engine.compression.islands, 0
     while islands.exchange.version < plan.versions:
         x, y = batch(1_000_000 * islands.number + engine.global_steps)

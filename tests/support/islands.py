@@ -15,7 +15,7 @@ EXACT = {"method": "none"}
 
 @dataclass
 class Weights:
-    """Weights of a rank that an exchange reads and replaces (`Masters`)."""
+    """Weights of a rank that an exchange reads and replaces (`MasterWeights`)."""
 
     values: Tensor
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))

@@ -41,19 +41,19 @@ def section(address: str, **elastic: Any) -> Mapping[str, Any]:
 
 @dataclass
 class Sea:
-    """Islands of one rank each, which train until the anchor has version `versions`."""
+    """Islands of one rank each that join and leave until the anchor has reached `versions` versions."""
 
     address: str
     directory: Path
     versions: int
     islands: list[BaseProcess] = field(default_factory=list)
     elastic: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of `elastic` for all islands."""
+    """Keys of the section of all islands."""
 
     def come(
         self, pause: float = PAUSE, address: str | None = None, leaves: int | None = None, **elastic: Any
     ) -> BaseProcess:
-        """Start an island, which ends with version `leaves` of the anchor, or with all others if that is None."""
+        """Start a new island, which leaves at version `leaves`, or with all others if None."""
         context = multiprocessing.get_context("forkserver")
         with own_port() as port:
             log = str(self.directory / f"{len(self.islands)}.jsonl")
@@ -79,7 +79,7 @@ class Sea:
             assert not process.is_alive(), "an island hangs"
 
     def lines(self, number: int | None = None) -> list[dict[str, Any]]:
-        """Return the complete lines of the logs, of process `number` or of all processes."""
+        """Return the log lines of process `number` or of all, without lines truncated by a death."""
         files = [
             self.directory / f"{one}.jsonl" for one in ([number] if number is not None else range(len(self.islands)))
         ]
@@ -89,7 +89,7 @@ class Sea:
         return [json.loads(line) for line in texts]
 
     def standstill(self, besides: int | None = None) -> float:
-        """Return the seconds of the longest exchange, except for those of process `besides`."""
+        """Return the longest exchange in seconds, except those of the process `besides`."""
         others = [one for number in range(len(self.islands)) if number != besides for one in self.lines(number)]
         return max(one["seconds"] for one in others if "seconds" in one)
 
@@ -99,7 +99,7 @@ class Sea:
         return f"{dict(kinds)}; seconds of an exchange: median {seconds[len(seconds) // 2]:.3f}, most {seconds[-1]:.3f}"
 
     def loss(self) -> float:
-        """Return the lowest final loss of the islands. All started from nearly the same anchor."""
+        """Return the least final loss of the islands, which end near the same anchor."""
         return min(loss_of(one["weights"]) for one in self.lines() if one["kind"] == "end")
 
 
@@ -113,7 +113,7 @@ class _Silent:
 
 @contextmanager
 def sea(directory: Path, versions: int, islands: int = 3, asynchronous: bool = False) -> Iterator[Sea]:
-    """Start `islands` islands, and wait at the end of the block until all have ended."""
+    """Yield a `Sea` with `islands` islands; all have ended at the end of the block."""
     forks.warm_up()
     directory.mkdir(exist_ok=True)
     with served(directory / "state", asynchronous) as address:
@@ -133,7 +133,7 @@ def sea(directory: Path, versions: int, islands: int = 3, asynchronous: bool = F
 
 @contextmanager
 def served(state: Path, asynchronous: bool) -> Iterator[str]:
-    """Run a coordinator or parameter server, and yield its address."""
+    """Return the address of the server of the islands."""
     if not asynchronous:
         with coordinator(state) as address:
             yield address

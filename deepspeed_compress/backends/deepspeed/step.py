@@ -53,7 +53,7 @@ class Steps:
         log_traffic(session, engine.device)
         if session.finish(done):
             load_last(engine)
-        session.meet(engine.global_steps)
+        session.exchange_with_islands(engine.global_steps)
         if session.saving is not None:
             session.saving.step_ended(engine.global_steps, applied)
         self.ended()

@@ -10,7 +10,7 @@ from typing import Any
 
 from deepspeed_compress.errors import ConfigError, IslandError
 from deepspeed_compress.local_sgd.coordinator.messages import FROM_COORDINATOR
-from deepspeed_compress.local_sgd.coordinator.wire import COORDINATOR, Anchor, Message, Outcome, Round
+from deepspeed_compress.local_sgd.coordinator.wire import COORDINATOR, AnchorSources, Message, Outcome, Round
 from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.connection import Connection
 from deepspeed_compress.transport.credentials import Credentials
@@ -18,7 +18,7 @@ from deepspeed_compress.transport.errors import AuthenticationError, OtherServic
 from deepspeed_compress.transport.fields import check_message
 from deepspeed_compress.transport.frames import Limits
 
-__all__ = ["Client", "forget", "status"]
+__all__ = ["CoordinatorClient", "forget", "status"]
 
 _ANSWERS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -32,16 +32,16 @@ BEATS = 4
 """Number of beats in `timeout`."""
 PAUSE = 0.2
 """Seconds between attempts to connect."""
-CONNECTING = 5.0
+LEAST_CONNECT_TIMEOUT = 5.0
 """Least timeout in seconds for connecting: short timeouts are meant for established connections."""
-LEAVING = 1.0
+LEAVE_TIMEOUT = 1.0
 """Longest time in seconds that an ending island waits until the coordinator has received its message."""
 _HEAD = 1 << 24
 """Largest size in bytes of a message: a round, or an anchor, of thousands of ranks."""
 
 
-class Client:
-    """Client that joins as a new island when it is made. Call it from one thread.
+class CoordinatorClient:
+    """CoordinatorClient that joins as a new island when it is made. Call it from one thread.
 
     Every request is repeated if a connection was lost in the meantime, so callers need not retry.
 
@@ -73,7 +73,7 @@ class Client:
     ) -> None:
         self.run: str | None = None
         self.number = -1
-        self.opened = False
+        self.is_awaited = False
         """True if others wait for this island to exchange."""
         self.version = 0
         """Version of this island's anchor, which it reports when it joins again."""
@@ -85,47 +85,47 @@ class Client:
         self._connection: Connection | None = None
         self._pending: Message | None = None
         self._answer: Message | None = None
-        self._why, self._refused = "it has not answered yet", ""
-        self._heard = time.monotonic()
+        self._reason, self._refusal = "it has not answered yet", ""
+        self._last_message = time.monotonic()
         self._closed = False
-        self._talking = threading.Thread(target=self._stay_connected, daemon=True)
-        self._talking.start()
-        threading.Thread(target=self._beat, daemon=True).start()
+        self._connecting = threading.Thread(target=self._stay_connected, daemon=True)
+        self._connecting.start()
+        threading.Thread(target=self._send_beats, daemon=True).start()
         try:
             with self._change:
-                self._await(lambda: self.run is not None, time.monotonic())
+                self._wait_until(lambda: self.run is not None, time.monotonic())
         except BaseException:
             # Its threads would join later, and the others would wait for an island that does not train.
             self.leave()
             raise
 
-    def sources(self) -> Anchor:
+    def sources(self) -> AnchorSources:
         """Return the islands that hold the newest anchor. Blocks until `minimum` islands have joined."""
-        return _anchor(self._ask({"kind": "sources"}))
+        return _read_sources(self._ask({"kind": "sources"}))
 
-    def claim(self, run: str, number: int, version: int) -> Anchor:
+    def claim(self, run: str, number: int, version: int) -> AnchorSources:
         """Report that this island has loaded the anchor that island `number` of `run` saved.
 
         Returns:
             The anchor to use, without sources if all islands begin with the loaded one.
         """
-        return _anchor(self._ask({"kind": "claim", "run": run, "number": number, "version": version}))
+        return _read_sources(self._ask({"kind": "claim", "run": run, "number": number, "version": version}))
 
     def ready(self, version: int) -> None:
         """Report that this island has the anchor of `version`, and must be waited for from now on."""
         self.version = version
         self._send({"kind": "ready", "version": version})
 
-    def arrive(self, samples: int) -> Round | Anchor | None:
+    def arrive(self, samples: int) -> Round | AnchorSources | None:
         """Request to exchange the weight changes of `samples` samples.
 
         Returns:
-            The round; None if it is too late for one, so that the island continues to train; or an Anchor if the
-                island's own anchor no longer belongs to this run.
+            The round; None if it is too late for one, so that the island continues to train; or AnchorSources if
+                the anchor of this island no longer belongs to this run.
         """
         found = self._ask({"kind": "arrive", "version": self.version, "samples": samples})
         if found["kind"] == "anchor":
-            return _anchor(found)
+            return _read_sources(found)
         return Round.of(found) if found["kind"] == "round" else None
 
     def vote(self, round_: int, ok: bool) -> Outcome:
@@ -140,7 +140,7 @@ class Client:
         self._closed = True
         self._send({"kind": "leave"})
         if self._connection is not None:
-            self._talking.join(LEAVING)
+            self._connecting.join(LEAVE_TIMEOUT)
         connection = self._connection
         if connection is not None:
             connection.end()
@@ -150,26 +150,26 @@ class Client:
             self._answer, self._pending = None, message
         self._send(message)
         with self._change:
-            self._await(lambda: self._answer is not None, time.monotonic(), long=message["kind"] == "vote")
+            self._wait_until(lambda: self._answer is not None, time.monotonic(), long=message["kind"] == "vote")
             found, self._answer, self._pending = self._answer, None, None
         assert found is not None
         return found
 
-    def _await(self, done: Any, begun: float, long: bool = False) -> None:
+    def _wait_until(self, done: Any, begun: float, long: bool = False) -> None:
         """Wait until `done`.
 
         With `long`, wait as long as the coordinator is reachable, because other islands may be slow.
         """
         while not done():
-            if self._refused:
-                raise ConfigError(f"/deepspeed_compress/islands/elastic/rendezvous: {self._refused}")
-            left = max(begun, self._heard if long else 0.0) + self._give_up - time.monotonic()
+            if self._refusal:
+                raise ConfigError(f"/deepspeed_compress/islands/elastic/rendezvous: {self._refusal}")
+            left = max(begun, self._last_message if long else 0.0) + self._give_up - time.monotonic()
             if left <= 0:
                 raise IslandError(
-                    f"/deepspeed_compress/islands/elastic/rendezvous: {self._address} has let this island wait for "
-                    f"more than give_up, {self._give_up:g} s: {self._why}. Nothing was exchanged since version "
-                    f"{self.version}, and to train on alone is not allowed; start the coordinator with its --state, or "
-                    "more islands, and this one again"
+                    f"/deepspeed_compress/islands/elastic/rendezvous: this island has waited for {self._address} for "
+                    f"longer than give_up, {self._give_up:g} s: {self._reason}. Its last exchange was version "
+                    f"{self.version}, and an island may not continue alone; restart the coordinator with its --state, "
+                    "or start more islands, and then restart this one"
                 )
             self._change.wait(min(left, 0.5))
 
@@ -180,18 +180,18 @@ class Client:
             with contextlib.suppress(OSError):
                 connection.send(message)
 
-    def _beat(self) -> None:
-        while not self._closed and not self._refused:
+    def _send_beats(self) -> None:
+        while not self._closed and not self._refusal:
             time.sleep(self._timeout / BEATS)
             self._send({"kind": "beat"})
 
     def _stay_connected(self) -> None:
-        while not self._closed and not self._refused:
+        while not self._closed and not self._refusal:
             try:
                 with self._connect() as connection:
-                    self._talk(connection)
+                    self._receive_messages(connection)
             except (OSError, ValueError) as error:
-                self._fail(error)
+                self._record_failure(error)
             finally:
                 self._connection = None
             if not self._closed:
@@ -199,59 +199,59 @@ class Client:
 
     def _connect(self) -> Connection:
         limits = Limits(head=_HEAD, patience=self._timeout)
-        patience = max(self._timeout, CONNECTING)
+        patience = max(self._timeout, LEAST_CONNECT_TIMEOUT)
         return connect(self._address, COORDINATOR, self._credentials, patience, limits, self._timeout)
 
-    def _fail(self, error: OSError | ValueError) -> None:
+    def _record_failure(self, error: OSError | ValueError) -> None:
         """Try again, unless it is the first attempt and cannot succeed. A run that has begun waits for `give_up`."""
-        self._why = f"it cannot be reached ({error or type(error).__name__})"
+        self._reason = f"it cannot be reached ({error or type(error).__name__})"
         if self.run is None and isinstance(error, AuthenticationError | OtherServiceError | ValueError):
             with self._change:
-                self._refused = f"{self._address}: {_ADVICE.get(getattr(error, 'service', ''), error)}"
+                self._refusal = f"{self._address}: {_ADVICE.get(getattr(error, 'service', ''), error)}"
                 self._change.notify_all()
 
-    def _talk(self, connection: Connection) -> None:
+    def _receive_messages(self, connection: Connection) -> None:
         self._connection = connection
-        self._join()
+        self._send_join()
         while (message := connection.receive(self._timeout)) is not None:
             check_message(message, FROM_COORDINATOR)
-            self._hear(message)
-            if self._refused:
+            self._handle(message)
+            if self._refusal:
                 return
         raise TimeoutError(f"it has been silent for {self._timeout:g} s")
 
-    def _join(self) -> None:
+    def _send_join(self) -> None:
         known = {} if self.run is None else {"run": self.run, "number": self.number}
         self._send({**self._joining, "version": self.version, **known})
         pending = self._pending
         if pending is not None:
             self._send(pending)
 
-    def _hear(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         with self._change:
-            self._heard, kind = time.monotonic(), message["kind"]
+            self._last_message, kind = time.monotonic(), message["kind"]
             if kind == "welcome":
                 self.run, self.number = message["run"], message["number"]
             elif kind == "open":
-                self.opened = True
+                self.is_awaited = True
             elif kind == "refused":
-                self._refused = (
+                self._refusal = (
                     f"{self._address} refuses this island: {message['why']} (allowed: the same in all islands); write "
-                    "the same, or name another coordinator"
+                    "the same value in all islands, or name another coordinator"
                 )
             elif kind == "waiting":
-                self._why = message["why"]
+                self._reason = message["why"]
             elif kind == "unknown":
-                self._join()
+                self._send_join()
             elif self._pending is not None and kind in _ANSWERS[self._pending["kind"]]:
                 self._answer = message
                 # Here, because the next round may open before the caller has received the answer.
-                self.opened = self.opened and self._pending["kind"] != "arrive"
+                self.is_awaited = self.is_awaited and self._pending["kind"] != "arrive"
             self._change.notify_all()
 
 
-def _anchor(message: Message) -> Anchor:
-    return Anchor(message["version"], message["sources"])
+def _read_sources(message: Message) -> AnchorSources:
+    return AnchorSources(message["version"], message["sources"])
 
 
 def status(address: str, timeout: float = 5.0, credentials: Credentials | None = None) -> dict[str, Any]:
@@ -270,7 +270,7 @@ def status(address: str, timeout: float = 5.0, credentials: Credentials | None =
 def forget(
     address: str, numbers: Sequence[int], timeout: float = 5.0, credentials: Credentials | None = None
 ) -> dict[str, Any]:
-    """Declare the islands `numbers` gone for good, and return the coordinator's summary after that.
+    """Remove the islands `numbers` for good, and return the coordinator's summary after that.
 
     Raises:
         OSError: if no coordinator answers at `address` in time.
@@ -294,8 +294,8 @@ def _status_after(
 _ADVICE: Mapping[str, str] = MappingProxyType(
     {
         "parameter server": (
-            'the server is a parameter server, and this island meets in rounds; write "parameter_server": {}, or name '
-            "a coordinator"
+            'the server is a parameter server, and this island exchanges in rounds; write "parameter_server": {}, or '
+            "name a coordinator"
         )
     }
 )

@@ -8,7 +8,7 @@ from typing import Any
 from deepspeed_compress.local_sgd.coordinator.requests import Join
 from deepspeed_compress.local_sgd.coordinator.wire import Round
 
-__all__ = ["Holder", "Island", "Running", "Saved"]
+__all__ = ["Holder", "Island", "RunningRound", "Saved"]
 
 KEPT = 1000
 """Number of versions that are remembered: an island that returns after more exchanges is treated as a new one."""
@@ -75,11 +75,11 @@ class Saved:
         self.members = [one.number for one in round_.partners]
         self.holders = {number: one for number, one in self.holders.items() if one.version in self.lineage}
 
-    def give_up(self, numbers: Iterable[int]) -> None:
-        """Remove the islands `numbers`, which are gone for good."""
-        gone = set(numbers)
-        self.members = [number for number in self.members if number not in gone]
-        self.holders = {number: one for number, one in self.holders.items() if number not in gone}
+    def remove(self, numbers: Iterable[int]) -> None:
+        """Remove the islands `numbers` for good."""
+        removed = set(numbers)
+        self.members = [number for number in self.members if number not in removed]
+        self.holders = {number: one for number, one in self.holders.items() if number not in removed}
 
 
 @dataclass
@@ -92,14 +92,14 @@ class Island:
         addresses: "host:port" at which each of its ranks serves its anchor.
         process: identifier of its process; "" if a process may hold several islands.
         patience: seconds of absence after which the others may continue from an older anchor.
-        heard: time of its last message.
+        last_message: time of its last message.
         version: version of its anchor; 0 for none.
         arrived: number of samples with which it waits for a round; None if it does not wait for one.
         waits: kind of the message by which it waits for an anchor; "" if it does not wait for one.
-        asked: time since which it waits for an anchor.
+        waiting_since: time since which it waits for an anchor.
         claim: run and version of the anchor that it has loaded.
         late: True if it made the others wait and has not arrived since.
-        told: reason for waiting that it was given.
+        last_reason: last reason for waiting that it was given.
     """
 
     number: int
@@ -107,18 +107,18 @@ class Island:
     addresses: list[str]
     process: str
     patience: float
-    heard: float
+    last_message: float
     version: int = 0
     arrived: int | None = None
     waits: str = ""
-    asked: float = 0.0
+    waiting_since: float = 0.0
     claim: list[Any] | None = None
     late: bool = False
-    told: str = ""
+    last_reason: str = ""
 
     @classmethod
-    def of(cls, join: Join, number: int, now: float) -> "Island":
-        """Return the island `number`, which has sent `join`."""
+    def from_join(cls, join: Join, number: int, now: float) -> "Island":
+        """Return the island `number` that sent `join`."""
         timeout = float(join.terms.get("timeout", 1.0))
         # Half: the islands that wait for it then outlast it, although they wait no longer than it would.
         patience = PATIENCE * timeout if join.give_up is None else max(timeout, join.give_up / 2)
@@ -126,25 +126,26 @@ class Island:
 
     @property
     def host(self) -> str:
+        """Return the host of the island's first rank."""
         return self.store.rpartition(":")[0]
 
     def wait(self, kind: str, now: float) -> None:
         """Wait for an anchor, by a message of `kind`."""
         if not self.waits:
-            self.asked, self.told = now, ""
+            self.waiting_since, self.last_reason = now, ""
         self.waits = kind
 
 
 @dataclass
-class Running:
+class RunningRound:
     """Round whose exchange is running.
 
     Attributes:
         round: the round.
         votes: vote of each island by name; None until it has voted.
-        told: time at which islands that have voted were last told for which ones they wait.
+        reported: time of the last report to the islands that have voted on the ones that have not.
     """
 
     round: Round
     votes: dict[str, bool | None]
-    told: float
+    reported: float

@@ -140,7 +140,7 @@ class Leave(Request):
 
 
 class Forget(Request):
-    """Declaration of a user that the islands `numbers` are gone for good."""
+    """Request of a user to remove the islands `numbers` for good."""
 
     kind: Literal["forget"]
     numbers: Annotated[list[_Count], Field(max_length=1 << 16)]

@@ -25,7 +25,7 @@ from deepspeed_compress.transport.rate_limited_log import RateLimitedLog, ignore
 from deepspeed_compress.transport.send_queue import SendQueue, flush_all
 from deepspeed_compress.transport.server import Server as TransportServer
 
-__all__ = ["Machine", "Server", "Service", "StateFile", "hold", "island_server", "put_in_place"]
+__all__ = ["Machine", "Server", "Service", "StateFile", "island_server", "lock_file", "rename_durably"]
 
 TICK = 0.1
 """Seconds between ticks of the clock."""
@@ -33,28 +33,30 @@ LATE = 1.0
 """Seconds between two ticks after which this process itself must have stalled. Pending messages are then read first."""
 FLUSH = 0.5
 """Longest time in seconds that an ending server waits until clients have read their messages."""
-STRANGER = 30.0
+JOIN_TIMEOUT = 30.0
 """Seconds that an authenticated client has to join, or to send a request."""
 _LIMITS = Limits(head=1 << 20, patience=10.0, rate=200.0, burst=400)
 
 
-def hold(path: Path) -> TextIO:
+def lock_file(path: Path) -> TextIO:
     """Lock the file `path` until the returned lock file is closed. Its directory is created.
 
     Raises:
         ConfigError: if another process holds it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    held = path.with_suffix(path.suffix + ".lock").open("w")
+    lock = path.with_suffix(path.suffix + ".lock").open("w")
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        held.close()
-        raise ConfigError(f"--state {path}: another coordinator has it; end that one, or give another file") from error
-    return held
+        lock.close()
+        raise ConfigError(
+            f"--state {path}: another coordinator uses this file; stop it, or give another file"
+        ) from error
+    return lock
 
 
-def put_in_place(temporary: Path, path: Path) -> None:
+def rename_durably(temporary: Path, path: Path) -> None:
     """Rename `temporary`, which is on disk, to `path`, in a way that survives a power failure."""
     os.replace(temporary, path)
     directory = os.open(path.parent, os.O_RDONLY)
@@ -72,7 +74,7 @@ class StateFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._held = path, hold(path)
+        self._path, self._lock = path, lock_file(path)
 
     def read(self) -> Saved | None:
         """Return the state that the last coordinator left; None if there is none.
@@ -87,7 +89,8 @@ class StateFile:
         except (OSError, ValueError, TypeError) as error:
             self.close()
             raise StateError(
-                f"{self._path} is damaged or not of a coordinator ({error!r}); give another file"
+                f"--state {self._path}: the file is damaged, or was not written by a coordinator ({error!r}); give "
+                "another file"
             ) from error
 
     def write(self, text: str) -> None:
@@ -97,25 +100,26 @@ class StateFile:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        put_in_place(temporary, self._path)
+        rename_durably(temporary, self._path)
 
     def close(self) -> None:
-        self._held.close()
+        """Release the file for another coordinator."""
+        self._lock.close()
 
 
 class Machine(Protocol):
     """State machine without sockets or a clock, such as `Coordinator`, for `Server` to serve."""
 
-    def hear(self, name: str, message: Message, now: float) -> None:
+    def handle(self, name: str, message: Message, now: float) -> None:
         """Handle `message` of `name`, which fits the table of messages."""
 
-    def lost(self, name: str, now: float) -> None:
+    def disconnect(self, name: str, now: float) -> None:
         """Handle the end of the connection to `name`."""
 
     def tick(self, now: float) -> None:
         """Handle the time `now`, in seconds of any clock."""
 
-    def take(self) -> list[tuple[str, Message]]:
+    def take_messages(self) -> list[tuple[str, Message]]:
         """Return the messages to send, in order, each with its receiver."""
 
     def status(self, now: float) -> Message:
@@ -129,14 +133,14 @@ def island_server(
     file: StateFile | None,
     host: str,
     port: int,
-    told: Callable[[str], None] = ignore,
+    report: Callable[[str], None] = ignore,
     credentials: Credentials | None = None,
 ) -> "Server":
     """Return a server for a coordinator of islands, which continues from the state in `file`, if any."""
     saved = file.read() if file is not None else None
     machine = Coordinator(saved or Saved(), came_back=saved is not None)
     service = Service(COORDINATOR, "island", check_request, frozenset({"forget"}))
-    return Server(service, machine, file, host, port, told, credentials or Credentials.find())
+    return Server(service, machine, file, host, port, report, credentials or Credentials.find())
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,7 @@ class Service:
 
 
 @dataclass
-class _Client:
+class _ConnectedClient:
     """Connection of a client, with the name under which it has joined ("" before it has)."""
 
     connection: Connection
@@ -177,7 +181,7 @@ class Server:
         file: file to which the state is written before any message is sent; None writes nothing.
         host: address to listen at; "" for all.
         port: port to listen at; the attribute `port` has the selected one.
-        told: receives log lines.
+        report: receives log lines.
         credentials: credentials of this side.
 
     Raises:
@@ -191,15 +195,15 @@ class Server:
         file: StateFile | None,
         host: str,
         port: int,
-        told: Callable[[str], None],
+        report: Callable[[str], None],
         credentials: Credentials,
     ) -> None:
         self._machine, self._service, self._file = machine, service, file
-        self._log, self._notices = MembershipLog(told, service.member), RateLimitedLog(told)
-        self._transport = TransportServer(service.name, self._attend, host, port, credentials, _LIMITS, log=told)
+        self._log, self._notices = MembershipLog(report, service.member), RateLimitedLog(report)
+        self._transport = TransportServer(service.name, self._attend, host, port, credentials, _LIMITS, log=report)
         self.port = self._transport.port
         self._lock = threading.Lock()
-        self._clients: dict[str, _Client] = {}
+        self._clients: dict[str, _ConnectedClient] = {}
         self._written = ""
         self._ended = threading.Event()
         self._broken: BaseException | None = None
@@ -249,12 +253,12 @@ class Server:
 
     def _attend(self, connection: Connection) -> None:
         """Serve one connection until it ends. A malformed message ends it."""
-        client = _Client(connection, SendQueue(connection))
+        client = _ConnectedClient(connection, SendQueue(connection))
         why = "lost its connection"
         try:
-            while (head := connection.receive(None if client.name else STRANGER)) is not None:
+            while (head := connection.receive(None if client.name else JOIN_TIMEOUT)) is not None:
                 with self._lock:
-                    self._hear(client, head)
+                    self._handle(client, head)
                 if head["kind"] == "leave":
                     # The client waits for the end of its connection.
                     return
@@ -265,9 +269,9 @@ class Server:
         finally:
             client.outgoing.end()
             with self._lock:
-                self._lose(client, why)
+                self._disconnect(client, why)
 
-    def _hear(self, client: _Client, head: Message) -> None:
+    def _handle(self, client: _ConnectedClient, head: Message) -> None:
         now = time.monotonic()
         if head["kind"] == "status":
             client.outgoing.put({"kind": "status", **self._machine.status(now)})
@@ -280,28 +284,28 @@ class Server:
             return
         if head["kind"] == "beat":
             client.outgoing.put({"kind": "beat"})
-        self._machine.hear(client.name, head, now)
+        self._machine.handle(client.name, head, now)
         if head["kind"] == "leave":
-            self._log.left(client.name, "left")
+            self._log.record_departure(client.name, "left")
         self._deliver()
 
-    def _join(self, client: _Client, name: str) -> None:
+    def _join(self, client: _ConnectedClient, name: str) -> None:
         if not name:
-            raise ProtocolError("a client joins without a name")
+            raise ProtocolError("a client joined without a name")
         if client.name not in ("", name):
-            raise ProtocolError("a connection is of one client, and it joins under a second name")
+            raise ProtocolError("a client joined under a second name over the same connection")
         former = self._clients.get(name)
         if former is not None and former is not client:
             former.connection.end()
         client.name, self._clients[name] = name, client
 
-    def _lose(self, client: _Client, why: str) -> None:
+    def _disconnect(self, client: _ConnectedClient, why: str) -> None:
         if self._clients.get(client.name) is not client:
             # It never joined, or has connected again in the meantime.
             return
         del self._clients[client.name]
-        self._log.left(client.name, why)
-        self._machine.lost(client.name, time.monotonic())
+        self._log.record_departure(client.name, why)
+        self._machine.disconnect(client.name, time.monotonic())
         self._deliver()
 
     def _deliver(self) -> None:
@@ -314,11 +318,11 @@ class Server:
             try:
                 self._file.write(text)
             except OSError as error:
-                self._notices(f"nobody is answered, because the state cannot be written ({error})")
+                self._notices(f"no client is answered, because the state cannot be written ({error})")
                 return
         self._written = text
-        for name, message in self._machine.take():
+        for name, message in self._machine.take_messages():
             client = self._clients.get(name)
-            self._log.answered(name, "" if client is None else client.connection.peer, message)
+            self._log.record(name, "" if client is None else client.connection.peer, message)
             if client is not None:
                 client.outgoing.put(message)

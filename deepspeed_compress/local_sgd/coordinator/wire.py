@@ -2,7 +2,7 @@
 
 An island sends `join`, `beat`, `ready` (it has an anchor), `claim` (it has loaded one from a checkpoint), `arrive` (it
 requests an exchange), `vote` (whether its exchange succeeded), `sources` (it requests the islands that hold the newest
-anchor), and `leave`. A user sends `forget` (islands that are gone for good). The coordinator answers `welcome`,
+anchor), and `leave`. A user sends `forget` (islands to remove for good). The coordinator answers `welcome`,
 `refused`, `anchor`, `round`, `over`, `outcome`, `waiting`, and sends `open` unasked. An island that has lost its
 connection sends `join` again and repeats unanswered requests, so every message may arrive twice.
 """
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["COORDINATOR", "Anchor", "Message", "Outcome", "Partner", "Round"]
+__all__ = ["COORDINATOR", "AnchorSources", "Message", "Outcome", "Partner", "Round"]
 
 Message = Mapping[str, Any]
 COORDINATOR = "coordinator"
@@ -78,12 +78,13 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Anchor:
-    """Islands that hold the anchor of `version`.
+class AnchorSources:
+    """Islands that hold the newest anchor.
 
-    `sources` has, for each such island, an address "host:port" for every rank. Version 0 means that there is none, so
-    the island begins with its own weights.
+    Attributes:
+        version: version of the anchor; 0 if there is none, so that the island begins with its own weights.
+        addresses: for each such island, an address "host:port" for every rank.
     """
 
     version: int
-    sources: Sequence[Sequence[str]]
+    addresses: Sequence[Sequence[str]]

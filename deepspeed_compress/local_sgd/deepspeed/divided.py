@@ -30,18 +30,18 @@ from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import CompressConfig, masked
 from deepspeed_compress.config.islands import island_directory
 from deepspeed_compress.errors import CompressWarning, StateError
-from deepspeed_compress.local_sgd.deepspeed.alike import (
-    check_masters_alike,
-    fixed_parameters,
-    forget_not_finite,
-    share_fixed,
+from deepspeed_compress.local_sgd.deepspeed.consistency import (
+    check_equal_layouts,
+    copy_untrained_weights,
+    recover_from_divergence,
+    untrained_parameters,
 )
-from deepspeed_compress.local_sgd.deepspeed.exchanged import exchanged
-from deepspeed_compress.local_sgd.deepspeed.moments import find_moments
+from deepspeed_compress.local_sgd.deepspeed.exchanged_parameters import select_exchanged
+from deepspeed_compress.local_sgd.deepspeed.moments import find_second_moments
 from deepspeed_compress.local_sgd.deepspeed.rates import rates_of, warn_of_unequal_rates
-from deepspeed_compress.local_sgd.deepspeed.replicated import check_cut_alike, handed_on
+from deepspeed_compress.local_sgd.deepspeed.replicated import check_equal_blocks, divide_replicated
 from deepspeed_compress.local_sgd.deepspeed.tags import ISLAND, check_tag, tag_of_file
-from deepspeed_compress.local_sgd.exchange import IslandExchange
+from deepspeed_compress.local_sgd.fixed_exchange import FixedExchange
 from deepspeed_compress.session.memories import check_owners, on_all_ranks
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import Session
@@ -49,27 +49,33 @@ from deepspeed_compress.session.session import Session
 __all__ = ["attach_islands", "stay_apart"]
 
 
-def attach_islands(engine: Any, unit: IslandUnit, parameters: Parameters, session: Session) -> IslandExchange:
+def attach_islands(engine: Any, unit: IslandUnit, parameters: Parameters, session: Session) -> FixedExchange:
     """Exchange after steps of `engine` (made from a `divide_call`), and keep the files of islands apart. Collective."""
     run = Run(StepClock(), session.meter, session.config.seed, session.pace)
     settings = session.config.islands
     assert settings is not None, "attached for a section without islands"
     stores = ResidualStores(transactional=False)
     trained = find_masters(engine)
-    masters, shared = exchanged(settings.own, trained, parameters)
-    moments = find_moments(engine, settings, masters)
+    master_weights, shared = select_exchanged(settings.own, trained, parameters)
+    moments = find_second_moments(engine, settings, master_weights)
     if unit.tensor > 1 and moments is not None:
-        check_cut_alike(masters, parameters, unit)
+        check_equal_blocks(master_weights, parameters, unit)
     if unit.tensor > 1:
-        masters = handed_on(masters, parameters, unit)
-    check_masters_alike(masters, unit)
+        master_weights = divide_replicated(master_weights, parameters, unit)
+    check_equal_layouts(master_weights, unit)
     _warn_of_unequal_rates(engine)
     names: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(names, [one.parameter for one in trained.stretches])
-    share_fixed(fixed_parameters(engine, {*chain(*names)}, settings.own), engine, unit)
+    copy_untrained_weights(untrained_parameters(engine, {*chain(*names)}, settings.own), engine, unit)
     site = Site(Groups(unit.peers, downward=unit.downward), shared, stores, run, traffic="bytes_islands")
-    exchange = IslandExchange(
-        settings, masters, site, unit.whole, unit.number, moments, partial(forget_not_finite, engine, masters, session)
+    exchange = FixedExchange(
+        settings,
+        master_weights,
+        site,
+        unit.whole,
+        unit.number,
+        moments,
+        partial(recover_from_divergence, engine, master_weights, session),
     )
     session.patches.wrap(engine, "deepspeed_io", partial(_over_all_ranks, engine, unit))
     files = _Files(engine, unit, exchange, session.config)
@@ -116,13 +122,13 @@ def _in_its_directory(unit: IslandUnit, key: str, original: Callable[..., Any], 
     return original(**given)
 
 
-def _end(exchange: "weakref.ref[IslandExchange]") -> None:
+def _end(exchange: "weakref.ref[FixedExchange]") -> None:
     """Wait for pending exchanges, since a slower island cannot receive messages from a process that has exited."""
     found = exchange()
     if found is not None:
         # Other islands may have failed; they report that themselves.
         with suppress(RuntimeError):
-            found.forget()
+            found.discard()
 
 
 def _over_all_ranks(
@@ -151,7 +157,7 @@ class _Files:
 
     engine: Any
     unit: IslandUnit
-    exchange: IslandExchange
+    exchange: FixedExchange
     config: CompressConfig
 
     @property
@@ -196,7 +202,7 @@ class _Files:
             StateError: islands loaded different checkpoints, or the exchange state cannot be restored.
         """
         given = inspect.signature(original).bind(*args, **options).arguments
-        self.exchange.forget()
+        self.exchange.discard()
         base = _base(given["load_dir"])
         tag = _latest(base) if given.get("tag") is None else str(given["tag"])
         islands = 1 if tag is None else _saved_islands(base / tag)
@@ -223,7 +229,8 @@ class _Files:
         if len(set(tags)) > 1:
             found = ", ".join(sorted({str(tag) for tag in tags}))
             raise StateError(
-                f"islands have loaded {found} (allowed: one checkpoint for all); give load_checkpoint a tag"
+                f"islands loaded different checkpoints: {found} (allowed: one for all islands); give load_checkpoint "
+                "a tag"
             )
 
     def _save_state(self, directory: Path) -> None:
@@ -254,22 +261,23 @@ class _Files:
         if self.config.on_missing_state == "error":
             raise StateError(
                 f'{problems}. Restore the file, or write "on_missing_state": "reset" into deepspeed_compress (allowed: '
-                '"error", "reset"): all islands then begin with the weights of the first one'
+                '"error", "reset"): all islands then start from the weights of the first one'
             )
-        warnings.warn(f"islands begin with the weights of the first one: {problems}", CompressWarning, stacklevel=3)
+        warnings.warn(f"islands start from the weights of the first one: {problems}", CompressWarning, stacklevel=3)
         self.exchange.start()
 
     def _restore(self, directory: Path) -> None:
         ranks = state.read_description(state.state_file(directory, 0, _STEM)).position.groups
         if ranks != self.position.groups:
             raise StateError(
-                f"{directory}: saved by islands of {ranks} ranks, these have {self.position.groups} (allowed: as many)"
+                f"{directory} was saved by islands of {ranks} ranks, and these have {self.position.groups} (allowed: "
+                "the same number); start islands of that size"
             )
         found = state.sources(directory, dist.get_rank(), self.position, _STEM)
         check_owners(found[0][1], self.config)
         stores, device = self.exchange.stores.by_name, self.engine.device
         if not state.restore(stores, found, self.position, 1.0, device):
-            self.exchange.keep_owned()
+            self.exchange.discard_unowned_means()
 
 
 _STEM = "deepspeed_compress_islands"

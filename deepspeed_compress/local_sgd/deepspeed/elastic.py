@@ -1,8 +1,8 @@
 """Islands that join and leave under DeepSpeed, each a job of its own.
 
 An island's engine is the same as without islands. This module provides data in an order that no other island has,
-learning-rate schedules that follow the other islands, checkpoints, and a history of exchanges. The exchange itself is a
-`Way`: in rounds, or asynchronous.
+learning-rate schedules that follow the other islands, checkpoints, and a history of exchanges. The exchange itself is
+an `ExchangeStrategy`: in rounds, or asynchronous.
 """
 
 import atexit
@@ -31,16 +31,19 @@ from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import Elastic, Islands, masked
 from deepspeed_compress.errors import CompressWarning, ConfigError, StateError, UnsupportedError
 from deepspeed_compress.local_sgd.coordinator.client import status
-from deepspeed_compress.local_sgd.deepspeed.alike import digest_of, fixed_parameters, forget_not_finite
-from deepspeed_compress.local_sgd.deepspeed.asynchronous import Pushes
-from deepspeed_compress.local_sgd.deepspeed.exchanged import exchanged
-from deepspeed_compress.local_sgd.deepspeed.moments import find_moments
-from deepspeed_compress.local_sgd.deepspeed.rates import Rates
-from deepspeed_compress.local_sgd.deepspeed.rounds import Rounds
-from deepspeed_compress.local_sgd.deepspeed.strategy import Given, Way
+from deepspeed_compress.local_sgd.deepspeed.connecting import connect
+from deepspeed_compress.local_sgd.deepspeed.consistency import (
+    digest_parameters,
+    recover_from_divergence,
+    untrained_parameters,
+)
+from deepspeed_compress.local_sgd.deepspeed.context import ExchangeContext
+from deepspeed_compress.local_sgd.deepspeed.exchanged_parameters import select_exchanged
+from deepspeed_compress.local_sgd.deepspeed.moments import find_second_moments
+from deepspeed_compress.local_sgd.deepspeed.rates import LearningRates
 from deepspeed_compress.local_sgd.deepspeed.tags import check_tag
-from deepspeed_compress.local_sgd.elastic_exchange import Met
-from deepspeed_compress.local_sgd.island_ranks import Team
+from deepspeed_compress.local_sgd.island_ranks import IslandRanks
+from deepspeed_compress.local_sgd.strategy import ExchangeResult
 from deepspeed_compress.monitor import Event
 from deepspeed_compress.session.memories import check_owners, on_all_ranks, save_on_all
 from deepspeed_compress.session.session import Session
@@ -67,7 +70,7 @@ def prepare_call(call: Mapping[str, Any]) -> dict[str, Any]:
     """
     if call.get("mpu") is not None or isinstance(call.get("model"), PipelineModule):
         raise UnsupportedError(
-            f"{_POINTER} is not available beside a pipeline or an mpu (allowed: data parallelism, ZeRO 0 to 3); remove "
+            f"{_POINTER} cannot be combined with a pipeline or an mpu (allowed: data parallelism, ZeRO 0 to 3); remove "
             "the key, or the division of the model"
         )
     return {**call, "training_data": None}
@@ -83,8 +86,9 @@ def attach_elastic(engine: Any, parameters: Parameters, session: Session) -> "El
     assert settings is not None, "attached for a section with islands"
     if engine.training_dataloader is not None:
         raise ConfigError(
-            f"{_POINTER}: attach came after training_data was put in an order that all islands would have (allowed: "
-            "data of deepspeed_compress.initialize); use that, or make the loader by engine.deepspeed_io after attach"
+            f"{_POINTER}: the engine already has a data loader, whose order would be the same in all islands "
+            "(allowed: training_data of deepspeed_compress.initialize); pass the data there, or call "
+            "engine.deepspeed_io after attach"
         )
     island = ElasticIsland(engine, settings, parameters, session)
     session.patches.precede(engine, "destroy", island.leave)
@@ -94,7 +98,7 @@ def attach_elastic(engine: Any, parameters: Parameters, session: Session) -> "El
     session.patches.wrap(engine, "deepspeed_io", island.deepspeed_io)
     session.patches.wrap(engine, "save_checkpoint", island.save)
     session.patches.wrap(engine, "load_checkpoint", island.load)
-    island.follow(island.way.start(int(engine.global_samples)))
+    island.catch_up(island.exchange.start(int(engine.global_samples)))
     return island
 
 
@@ -103,20 +107,22 @@ class ElasticIsland:
 
     Attributes:
         history: the results of the newest exchanges, at most `KEPT`.
-        way: the exchange strategy.
+        exchange: the exchange strategy.
     """
 
     def __init__(self, engine: Any, settings: Islands, parameters: Parameters, session: Session) -> None:
         assert settings.elastic is not None, "attached for elastic islands"
         self._engine, self._session, self._settings = engine, session, settings
-        self._rates, self._told = Rates(engine), 0
-        self._team = Team(dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None)
-        self.history: deque[Met] = deque(maxlen=KEPT)
-        self._gone = False
+        self._learning_rates, self._islands_in_last_round = LearningRates(engine), 0
+        self._ranks = IslandRanks(dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None)
+        self.history: deque[ExchangeResult] = deque(maxlen=KEPT)
+        self._has_left = False
         trained = find_masters(engine)
-        masters, shared = exchanged(settings.own, trained, parameters)
-        names = chain(*self._team.gather([one.parameter for one in trained.stretches]))
-        terms = self._terms(settings, settings.elastic, masters, fixed_parameters(engine, {*names}, settings.own))
+        master_weights, shared = select_exchanged(settings.own, trained, parameters)
+        names = chain(*self._ranks.gather([one.parameter for one in trained.stretches]))
+        terms = self._terms(
+            settings, settings.elastic, master_weights, untrained_parameters(engine, {*names}, settings.own)
+        )
         site = partial(
             Site,
             parameters=shared,
@@ -124,15 +130,12 @@ class ElasticIsland:
             run=Run(StepClock(), session.meter, session.config.seed, session.pace),
             traffic="bytes_islands",
         )
-        kind: Callable[[Given], Way] = Rounds if settings.elastic.parameter_server is None else Pushes
-        moments = find_moments(engine, settings, masters)
-        diverged = partial(forget_not_finite, engine, masters, session)
-        self.way = kind(Given(settings, masters, site, self._team, terms, self._rates, moments, diverged))
-
-    @property
-    def exchange(self) -> Any:
-        """Return the exchange of the strategy."""
-        return self.way.exchange
+        moments = find_second_moments(engine, settings, master_weights)
+        recover = partial(recover_from_divergence, engine, master_weights, session)
+        rates = self._learning_rates
+        self.exchange = connect(
+            ExchangeContext(settings, master_weights, site, self._ranks, terms, rates, moments, recover)
+        )
 
     @property
     def number(self) -> int:
@@ -141,26 +144,26 @@ class ElasticIsland:
 
     def step_ended(self, step: int) -> None:
         """Exchange after an optimizer step, if it is time or others are waiting. Collective in the island."""
-        self._rates.note()
-        met = self.way.step_ended(int(self._engine.global_samples))
-        if met is None:
+        self._learning_rates.update_snapshot()
+        result = self.exchange.step_ended(int(self._engine.global_samples))
+        if result is None:
             return
-        self.history.append(met)
-        if met.about:
-            self.follow(met.about)
-        if met.kind != "exchange" or met.islands != self._told:
-            self._record(step, met)
-        self._told = met.islands
+        self.history.append(result)
+        if result.metadata:
+            self.catch_up(result.metadata)
+        if result.kind != "exchange" or result.islands != self._islands_in_last_round:
+            self._record(step, result)
+        self._islands_in_last_round = result.islands
 
     def leave(self) -> None:
         """Leave the other islands, so that they do not wait for this one."""
         atexit.unregister(self.leave)
-        self._gone = True
-        self.way.leave()
+        self._has_left = True
+        self.exchange.leave()
 
-    def follow(self, about: Mapping[str, Any]) -> None:
-        """Advance the learning rates to those of the other islands, which published `about`."""
-        self._rates.follow(about)
+    def catch_up(self, metadata: Mapping[str, Any]) -> None:
+        """Advance the learning rates to those of the other islands, which published `metadata`."""
+        self._learning_rates.catch_up(metadata)
 
     def deepspeed_io(self, original: Callable[..., Any], dataset: Any, *args: Any, **options: Any) -> Any:
         """Call DeepSpeed's `deepspeed_io` with training data in an order that no other island has."""
@@ -177,8 +180,8 @@ class ElasticIsland:
         if given["save_dir"]:
             tag = tag_of(self._engine, given.get("tag"))
             check_tag(tag)
-            self.way.before_saving()
-            self._team.share(partial(self._take_directory, Path(given["save_dir"])))
+            self.exchange.prepare_save()
+            self._ranks.run_on_first(partial(self._reserve_directory, Path(given["save_dir"])))
             save_on_all(partial(self._save_state, Path(given["save_dir"]) / tag))
         return original(**given)
 
@@ -189,29 +192,29 @@ class ElasticIsland:
         the island, and with the others if all start again.
         """
         given = inspect.signature(original).bind(*args, **options).arguments
-        scheduled = self._rates.step
+        scheduled = self._learning_rates.step
         found = original(**given)
         if found[0] is None:
             return found
         directory, more = Path(found[0]).parent, not given.get("load_module_only", False)
-        self.way.before_loading()
+        self.exchange.prepare_load()
         saved = self._load_state(directory) if more and given.get("load_optimizer_states", True) else None
         if more and given.get("load_lr_scheduler_states", True):
-            self._rates.ahead = self._saved_ahead(directory)
+            self._learning_rates.ahead = self._saved_ahead(directory)
         else:
-            self._rates.ahead = scheduled - int(self._engine.global_steps)
-        about = self.way.resume(saved, int(self._engine.global_steps), int(self._engine.global_samples))
-        self.follow(about)
+            self._learning_rates.ahead = scheduled - int(self._engine.global_steps)
+        metadata = self.exchange.resume(saved, int(self._engine.global_steps), int(self._engine.global_samples))
+        self.catch_up(metadata)
         return found
 
     def _terms(
-        self, settings: Islands, elastic: Elastic, masters: FlatMasters, fixed: Sequence[Parameter]
+        self, settings: Islands, elastic: Elastic, master_weights: FlatMasters, fixed: Sequence[Parameter]
     ) -> dict[str, Any]:
         """Return the settings that must be equal in all islands. Collective in the island.
 
         They include a digest of `fixed` weights, which no anchor contains.
         """
-        layout = repr([(one.parameter, one.begin, one.numel) for one in masters.segments])
+        layout = repr([(one.parameter, one.begin, one.numel) for one in master_weights.segments])
         return {
             "minimum": elastic.minimum,
             "exchange": settings.exchange.model_dump(mode="json"),
@@ -220,29 +223,29 @@ class ElasticIsland:
             "ranks": dist.get_world_size(),
             "zero_stage": int(self._engine.zero_optimization_stage()),
             "parameters": self._digest(layout),
-            "weights that are not trained": self._digest(digest_of(fixed)),
+            "weights that are not trained": self._digest(digest_parameters(fixed)),
         }
 
     def _digest(self, text: str) -> str:
         """Return a digest of the texts of all ranks. Collective in the island."""
-        return hashlib.sha256("".join(self._team.gather(text)).encode()).hexdigest()[:16]
+        return hashlib.sha256("".join(self._ranks.gather(text)).encode()).hexdigest()[:16]
 
-    def _record(self, step: int, met: Met) -> None:
-        before, after = (f"{count} islands" for count in (self._told, met.islands))
-        evidence = {"round": float(met.round), "seconds": met.seconds}
-        reason = met.reason or ("taking part again" if met.kind == "renewed" else "islands have come or gone")
-        self._session.record(Event(step, f"islands_{met.kind}", reason, evidence, before, after))
+    def _record(self, step: int, result: ExchangeResult) -> None:
+        before, after = (f"{count} islands" for count in (self._islands_in_last_round, result.islands))
+        evidence = {"round": float(result.round), "seconds": result.seconds}
+        reason = result.reason or ("taking part again" if result.kind == "renewed" else "islands have joined or left")
+        self._session.record(Event(step, f"islands_{result.kind}", reason, evidence, before, after))
 
-    def _take_directory(self, directory: Path) -> None:
+    def _reserve_directory(self, directory: Path) -> None:
         """Reserve `directory` for the checkpoints of this island.
 
         Raises:
             StateError: another running island saves there. They would overwrite each other's files.
         """
-        elastic, own = self._settings.elastic, self.way.described()
-        assert not self._gone, "an island saves before it leaves"
+        elastic, own = self._settings.elastic, self.exchange.describe()
+        assert not self._has_left, "an island saves before it leaves"
         assert elastic is not None, "attached for elastic islands"
-        take_for_island(directory, own["run"], own["number"], _living(elastic) - {self.number})
+        take_for_island(directory, own["run"], own["number"], _connected_islands(elastic) - {self.number})
 
     def _save_state(self, directory: Path) -> None:
         kept = state.contents(
@@ -252,7 +255,7 @@ class ElasticIsland:
             self._engine.global_steps,
             1.0,
             masked(self._session.config.model_dump(mode="json")),
-            {**self.way.described(), _AHEAD: self._rates.ahead},
+            {**self.exchange.describe(), _AHEAD: self._learning_rates.ahead},
         )
         state.write(kept, state.state_file(directory, dist.get_rank(), _STEM))
 
@@ -261,7 +264,7 @@ class ElasticIsland:
         return state.Position(0, 1, dist.get_rank(), dist.get_world_size())
 
     def _load_state(self, directory: Path) -> Mapping[str, Any] | None:
-        """Restore the residuals of a checkpoint, and return what `Way.resume` needs. Collective.
+        """Restore the residuals of a checkpoint, and return what `ExchangeStrategy.resume` needs. Collective.
 
         Returns:
             The saved description of the island; None (with a CompressWarning unless there is no file) if it cannot be
@@ -271,23 +274,23 @@ class ElasticIsland:
             StateError: the state is damaged or missing on some rank, and `on_missing_state` is "error".
         """
         first = state.state_file(directory, 0, _STEM)
-        if not self._team.share(first.exists):
+        if not self._ranks.run_on_first(first.exists):
             return None
         problems = on_all_ranks(partial(self._restore, directory))
         config = self._session.config
         if problems and config.on_missing_state == "error":
             raise StateError(
                 f'{problems}. Restore the file, or write "on_missing_state": "reset" into deepspeed_compress (allowed: '
-                '"error", "reset"): the island then begins with the weights alone'
+                '"error", "reset"): the island then starts from the weights alone'
             )
         if problems:
-            warnings.warn(f"the island begins with the weights alone: {problems}", CompressWarning, stacklevel=3)
+            warnings.warn(f"the island starts from the weights alone: {problems}", CompressWarning, stacklevel=3)
             return None
-        saved: Mapping[str, Any] = self._team.share(lambda: state.read_description(first).decisions)
+        saved: Mapping[str, Any] = self._ranks.run_on_first(lambda: state.read_description(first).decisions)
         if "run" in saved:
             return saved
         warnings.warn(
-            f"the island begins with the weights alone: {directory} was saved by islands of one job",
+            f"the island starts from the weights alone: {directory} was saved by islands of one job",
             CompressWarning,
             stacklevel=3,
         )
@@ -296,7 +299,7 @@ class ElasticIsland:
     def _saved_ahead(self, directory: Path) -> int:
         """Return the steps by which the schedule was ahead of the engine's; 0 if the checkpoint is not of an island."""
         file = state.state_file(directory, 0, _STEM)
-        return self._team.share(lambda: _ahead_in(file))
+        return self._ranks.run_on_first(lambda: _ahead_in(file))
 
     def _restore(self, directory: Path) -> None:
         found = state.sources(directory, dist.get_rank(), self._position, _STEM)
@@ -312,8 +315,8 @@ def _ahead_in(file: Path) -> int:
         return 0
 
 
-def _living(elastic: Elastic) -> set[int]:
-    """Return the numbers of the islands that the coordinator knows.
+def _connected_islands(elastic: Elastic) -> set[int]:
+    """Return the numbers of the islands that are connected to the coordinator.
 
     Empty if the coordinator is unreachable, so that saving continues without it.
     """

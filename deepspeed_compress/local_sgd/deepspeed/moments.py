@@ -11,16 +11,16 @@ from torch import Tensor
 from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasters, Stretch
 from deepspeed_compress.config import Islands
 from deepspeed_compress.errors import UnsupportedError
-from deepspeed_compress.local_sgd.moments import Moment, Moments
+from deepspeed_compress.local_sgd.moments import SecondMoment, SecondMoments
 
-__all__ = ["find_moments"]
+__all__ = ["find_second_moments"]
 
 _POINTER = "/deepspeed_compress/islands/second_moments"
 _KEY = "exp_avg_sq"
 """Key in the state of torch.optim.Adam, DeepSpeed's FusedAdam and CPUAdam, and optimizers modeled on them."""
 
 
-def find_moments(engine: Any, settings: Islands, masters: FlatMasters) -> Moments | None:
+def find_second_moments(engine: Any, settings: Islands, master_weights: FlatMasters) -> SecondMoments | None:
     """Return the second moments of everything that this rank steps; None if islands do not exchange them.
 
     Raises:
@@ -35,8 +35,8 @@ def find_moments(engine: Any, settings: Islands, masters: FlatMasters) -> Moment
             'with it: 1.0); write that, or "second_moments": null'
         )
     optimizer = engine.basic_optimizer
-    found = _States(optimizer, _group_of_adam(optimizer), _stepped_by_adam(engine, masters))
-    return Moments(found.moments, settings.second_moments.block_size, masters.device)
+    found = _OptimizerStates(optimizer, _group_of_adam(optimizer), _stepped_by_adam(engine, master_weights))
+    return SecondMoments(found.moments, settings.second_moments.block_size, master_weights.device)
 
 
 def _group_of_adam(optimizer: Any) -> Mapping[str, Any]:
@@ -57,23 +57,23 @@ def _group_of_adam(optimizer: Any) -> Mapping[str, Any]:
     return group
 
 
-def _stepped_by_adam(engine: Any, masters: FlatMasters) -> Sequence[Stretch]:
+def _stepped_by_adam(engine: Any, master_weights: FlatMasters) -> Sequence[Stretch]:
     """Return everything that this rank steps except what DeepSpeed's Muon steps, which has momentum only."""
     if not any(group.get("use_muon") for group in engine.basic_optimizer.param_groups):
-        return masters.stepped
+        return master_weights.stepped
     muon = {name for parameter, name in engine.param_names.items() if getattr(parameter, "use_muon", False)}
-    return [one for one in masters.stepped if one.parameter not in muon]
+    return [one for one in master_weights.stepped if one.parameter not in muon]
 
 
 @dataclass(frozen=True)
-class _States:
+class _OptimizerStates:
     """Second moments of the runs `stepped`, which `optimizer` steps with the hyperparameters of `group`."""
 
     optimizer: Any
     group: Mapping[str, Any]
     stepped: Sequence[Stretch]
 
-    def moments(self) -> list[Moment]:
+    def moments(self) -> list[SecondMoment]:
         """Return the second moment of every run.
 
         Raises:
@@ -85,17 +85,17 @@ class _States:
             steps = [max(steps, default=0.0)] * len(steps)
         return [self._moment(*one) for one in zip(self.stepped, states, steps, strict=True)]
 
-    def _moment(self, one: Stretch, state: Mapping[str, Any], steps: float) -> Moment:
+    def _moment(self, one: Stretch, state: Mapping[str, Any], steps: float) -> SecondMoment:
         if not state:
             # Not stepped yet.
-            return Moment(torch.zeros(one.numel, device=one.home.device), 0.0)
+            return SecondMoment(torch.zeros(one.numel, device=one.home.device), 0.0)
         moments = state.get(_KEY)
         if not isinstance(moments, Tensor) or moments.numel() != one.home.numel():
             raise UnsupportedError(
                 f"{_POINTER}: the state of {type(self.optimizer).__name__} has {sorted(state)}, and no {_KEY} of every "
                 'weight in memory (allowed: the family of Adam, not on NVMe); write "second_moments": null'
             )
-        return Moment(one.within(moments), self._correction(steps))
+        return SecondMoment(one.within(moments), self._correction(steps))
 
     def _correction(self, steps: float) -> float:
         """Return Adam's bias correction 1 - beta2^steps (arXiv:1412.6980, algorithm 1).

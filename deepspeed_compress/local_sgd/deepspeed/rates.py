@@ -14,7 +14,7 @@ from typing import Any
 
 from deepspeed_compress.errors import CompressWarning, UnsupportedError
 
-__all__ = ["Rates", "rates_of", "warn_of_unequal_rates"]
+__all__ = ["LearningRates", "rates_of", "warn_of_unequal_rates"]
 
 _POINTER = "/deepspeed_compress/islands"
 _PROGRESS = frozenset(
@@ -39,7 +39,7 @@ def warn_of_unequal_rates(own: Sequence[float], theirs: Sequence[float], whose: 
     warnings.warn(text, CompressWarning, stacklevel=2)
 
 
-class Rates:
+class LearningRates:
     """The learning rates and the schedule of one engine.
 
     Attributes:
@@ -48,66 +48,66 @@ class Rates:
 
     def __init__(self, engine: Any) -> None:
         self._engine, self.ahead = engine, 0
-        self.note()
+        self.update_snapshot()
 
     @property
     def step(self) -> int:
         """Return the step of the schedule."""
         return int(self._engine.global_steps) + self.ahead
 
-    def note(self) -> None:
-        """Update the snapshot that `told` returns; a thread serves it, possibly in the middle of a step."""
+    def update_snapshot(self) -> None:
+        """Update the snapshot that `published` returns; a thread serves it, possibly in the middle of a step."""
         scheduler = self._engine.lr_scheduler
-        self._told = {
+        self._published = {
             "step": self.step,
             "rates": rates_of(self._engine),
             "schedule": type(scheduler).__name__,
             "state": None if scheduler is None else _as_text(scheduler),
         }
 
-    def told(self) -> Mapping[str, Any]:
+    def published(self) -> Mapping[str, Any]:
         """Return the state that a joining island needs to have the same rates."""
-        return self._told
+        return self._published
 
-    def follow(self, about: Mapping[str, Any]) -> None:
-        """Advance the schedule to the step of the other islands, which published `about`.
+    def catch_up(self, metadata: Mapping[str, Any]) -> None:
+        """Advance the schedule to the step of the other islands, which published `metadata`.
 
         Raises:
             UnsupportedError: the schedule is stepped by a metric, and the others do not have the same one.
         """
-        ahead, scheduler = int(about.get("step", 0)) - int(self._engine.global_steps), self._engine.lr_scheduler
+        ahead, scheduler = int(metadata.get("step", 0)) - int(self._engine.global_steps), self._engine.lr_scheduler
         if scheduler is not None and ahead > self.ahead and _needs_metric(scheduler):
-            self._take_over(scheduler, about)
+            self._take_over(scheduler, metadata)
         elif scheduler is not None:
             _step(scheduler, ahead - self.ahead)
         level = ahead >= self.ahead
         self.ahead = max(self.ahead, ahead)
-        if "rates" in about and level:
-            warn_of_unequal_rates(rates_of(self._engine), about["rates"], "the others")
-            self._warn_of_another_schedule(about)
-        self.note()
+        if "rates" in metadata and level:
+            warn_of_unequal_rates(rates_of(self._engine), metadata["rates"], "the others")
+            self._warn_of_another_schedule(metadata)
+        self.update_snapshot()
 
-    def _take_over(self, scheduler: Any, about: Mapping[str, Any]) -> None:
-        kind, state, rates = type(scheduler).__name__, _from_text(about.get("state")), about.get("rates", [])
+    def _take_over(self, scheduler: Any, metadata: Mapping[str, Any]) -> None:
+        kind, state, rates = type(scheduler).__name__, _from_text(metadata.get("state")), metadata.get("rates", [])
         groups = self._engine.optimizer.param_groups
-        if about.get("schedule") != kind or state is None or len(rates) != len(groups):
+        if metadata.get("schedule") != kind or state is None or len(rates) != len(groups):
             raise UnsupportedError(
-                f"{_POINTER}/elastic: the schedule {kind} is stepped by a metric, so an island that comes late cannot "
-                f"follow the others, who have {about.get('schedule', 'said nothing of theirs')} (allowed: the same in "
-                "all islands that meet in rounds, or a schedule of steps); write such a one"
+                f"{_POINTER}/elastic: the schedule {kind} is stepped by a metric, so an island that joins late cannot "
+                f"follow the others, which have {metadata.get('schedule', 'published no schedule')} (allowed: the same "
+                "schedule in all islands that exchange in rounds, or a schedule of steps); write one of these"
             )
         scheduler.load_state_dict(state)
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
 
-    def _warn_of_another_schedule(self, about: Mapping[str, Any]) -> None:
-        own, theirs = self._engine.lr_scheduler, _from_text(about.get("state")) or {}
-        kinds = (type(own).__name__, about.get("schedule"))
+    def _warn_of_another_schedule(self, metadata: Mapping[str, Any]) -> None:
+        own, theirs = self._engine.lr_scheduler, _from_text(metadata.get("state")) or {}
+        kinds = (type(own).__name__, metadata.get("schedule"))
         if own is None or not theirs or kinds[0] != kinds[1]:
             return
         texts = list(_differences(_from_text(_as_text(own)) or {}, theirs))
         if texts:
-            text = f"{_POINTER}: {kinds[0]} of this island has {', '.join(texts)}; write the same into all islands"
+            text = f"{_POINTER}: {kinds[0]} of this island has {', '.join(texts)}; write the same in all islands"
             warnings.warn(text, CompressWarning, stacklevel=2)
 
 
@@ -115,7 +115,7 @@ def _differences(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[
     """Yield the settings of two schedules that differ."""
     for key in sorted({*own} & {*theirs} - _PROGRESS):
         if not key.startswith("_") and own[key] != theirs[key]:
-            yield f"{key} {own[key]!r} where that of the others has {theirs[key]!r}"
+            yield f"{key} {own[key]!r}, and that of the others {theirs[key]!r}"
 
 
 def _as_text(scheduler: Any) -> str | None:

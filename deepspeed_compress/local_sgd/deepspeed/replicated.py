@@ -16,19 +16,19 @@ from deepspeed_compress.collectives.reduction import Parameters
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.errors import UnsupportedError
 
-__all__ = ["check_cut_alike", "handed_on"]
+__all__ = ["check_equal_blocks", "divide_replicated"]
 
 _Range = tuple[str, int, int]
 """A parameter, its first element, and the end (exclusive)."""
 
 
-def handed_on(masters: FlatMasters, parameters: Parameters, unit: IslandUnit) -> FlatMasters:
-    """Return `masters` without the elements that other ranks of the island exchange. Collective.
+def divide_replicated(master_weights: FlatMasters, parameters: Parameters, unit: IslandUnit) -> FlatMasters:
+    """Return `master_weights` without the elements that other ranks of the island exchange. Collective.
 
     Their `publish` also broadcasts this rank's part within the island.
 
     Args:
-        masters: the master weights of this rank.
+        master_weights: the master weights of this rank.
         parameters: the parameters; `exempt` names those that are replicated on ranks sharing layers.
         unit: this rank's island.
     """
@@ -36,15 +36,17 @@ def handed_on(masters: FlatMasters, parameters: Parameters, unit: IslandUnit) ->
     sizes = {name: torch.Size(shape).numel() for name, shape in parameters.shapes.items()}
     tensor, rank = unit.tensor, unit.get_model_parallel_rank()
     parts = {name: (sizes[name] * rank // tensor, sizes[name] * (rank + 1) // tensor) for name in shared}
-    kept = [part for one in masters.stretches for part in _within(one, parts.get(one.parameter))]
+    kept = [part for one in master_weights.stretches for part in _within(one, parts.get(one.parameter))]
     mine = [(one.parameter, one.begin, one.begin + one.numel) for one in kept if one.parameter in shared]
     every: list[list[_Range]] = [[] for _ in unit.ranks]
     dist.all_gather_object(every, mine, group=unit.whole)
-    parts_of_ranks = [_Part.of(masters, ranges) for ranges in every]
-    return replace(masters, stretches=kept, publish=_Handing(masters, parts_of_ranks, unit).publish)
+    parts_of_ranks = [_Part.of(master_weights, ranges) for ranges in every]
+    return replace(
+        master_weights, stretches=kept, publish=_ReplicaBroadcast(master_weights, parts_of_ranks, unit).publish
+    )
 
 
-def check_cut_alike(masters: FlatMasters, parameters: Parameters, unit: IslandUnit) -> None:
+def check_equal_blocks(master_weights: FlatMasters, parameters: Parameters, unit: IslandUnit) -> None:
     """Check that ranks that share layers divide their replicated weights at the same places. Collective in the island.
 
     Each of these ranks exchanges second moments, whose blocks would otherwise differ.
@@ -52,13 +54,15 @@ def check_cut_alike(masters: FlatMasters, parameters: Parameters, unit: IslandUn
     Raises:
         UnsupportedError: they do not.
     """
-    cuts = [(one.parameter, one.begin, one.numel) for one in masters.stepped if one.parameter in parameters.exempt]
+    cuts = [
+        (one.parameter, one.begin, one.numel) for one in master_weights.stepped if one.parameter in parameters.exempt
+    ]
     every: list[Sequence[tuple[str, int, int]]] = [[] for _ in unit.ranks]
     dist.all_gather_object(every, cuts, group=unit.whole)
     if any(one != every[place - place % unit.tensor] for place, one in enumerate(every)):
         raise UnsupportedError(
-            "/deepspeed_compress/islands/second_moments: the tensor ranks have unequal parts of layers, so they cut "
-            "what is alike on them in different places (allowed with it: heads and widths that they divide); write "
+            "/deepspeed_compress/islands/second_moments: the tensor ranks hold unequal parts of layers, so they "
+            "cut replicated weights at different places (allowed: heads and widths divisible by them); write "
             '"second_moments": null, or another number of tensor ranks'
         )
 
@@ -85,11 +89,11 @@ class _Part:
     held: Sequence[tuple[Segment, int]]
 
     @classmethod
-    def of(cls, masters: FlatMasters, ranges: Sequence[_Range]) -> "_Part":
-        """Return the part that consists of `ranges`, with the segments of it that `masters` has."""
+    def of(cls, master_weights: FlatMasters, ranges: Sequence[_Range]) -> "_Part":
+        """Return the part that consists of `ranges`, with the segments of it that `master_weights` has."""
         held, offset = [], 0
         for name, first, last in ranges:
-            for one in (home for home in masters.stretches if home.parameter == name):
+            for one in (home for home in master_weights.stretches if home.parameter == name):
                 same = _within(one, (first, last))
                 held += [(_segment(found), offset + found.begin - first) for found in same]
             offset += last - first
@@ -102,16 +106,16 @@ def _segment(one: Stretch) -> Segment:
 
 
 @dataclass(frozen=True)
-class _Handing:
+class _ReplicaBroadcast:
     """Broadcast of each rank's part of the replicated weights to the rest of the island.
 
     Attributes:
-        masters: all master weights of this rank.
+        master_weights: all master weights of this rank.
         parts: the part of each rank, by place in the island.
         unit: this rank's island.
     """
 
-    masters: FlatMasters
+    master_weights: FlatMasters
     parts: Sequence[_Part]
     unit: IslandUnit
 
@@ -120,13 +124,15 @@ class _Handing:
         for place, part in enumerate(self.parts):
             if part.numel:
                 self._tell(place, part)
-        self.masters.publish()
+        self.master_weights.publish()
 
     def _tell(self, place: int, part: _Part) -> None:
         segments = [segment for segment, _ in part.held]
         own = place == self.unit.place
-        values = self.masters.read(segments) if own else torch.empty(part.numel, device=self.masters.device)
+        values = (
+            self.master_weights.read(segments) if own else torch.empty(part.numel, device=self.master_weights.device)
+        )
         dist.broadcast(values, self.unit.ranks[place], group=self.unit.whole)
         if segments and not own:
             found = [values.narrow(0, begin, segment.numel) for segment, begin in part.held]
-            self.masters.write(segments, torch.cat(found))
+            self.master_weights.write(segments, torch.cat(found))

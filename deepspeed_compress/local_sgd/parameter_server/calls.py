@@ -1,4 +1,4 @@
-"""Calls of islands, validated strictly: a call that passes here and in `Store.prepare` can be applied and replayed.
+"""Strict validation of calls: a call that passes here and in `Store.prepare` can be applied and replayed.
 
 Numbers are exact integers below 2**63: `True`, `1.0` and `"1"` are not.
 """

@@ -21,9 +21,9 @@ LARGEST_BODY = 1 << 36
 """Largest size in bytes of the weights of one rank."""
 PAUSE = 0.2
 """Seconds between attempts to connect."""
-GOODBYE = 1.0
+LEAVE_TIMEOUT = 1.0
 """Longest time in seconds that the end of a rank waits for the server."""
-CONNECTING = 5.0
+LEAST_CONNECT_TIMEOUT = 5.0
 """Least timeout in seconds for connecting: short timeouts are meant for established connections."""
 _KEY = "/deepspeed_compress/islands/elastic/rendezvous"
 
@@ -60,7 +60,7 @@ class PushClient:
         """Begin a call. `body` must not change until it is answered."""
         answer: Future[tuple[Head, Buffer]] = Future()
         # A process waits at its end for threads of executors, but not for daemon threads.
-        threading.Thread(target=self._work, args=(answer, head, body), daemon=True).start()
+        threading.Thread(target=self._run_call, args=(answer, head, body), daemon=True).start()
         return answer
 
     def ask(self, head: Head, body: Buffer = b"") -> tuple[Head, Buffer]:
@@ -71,34 +71,37 @@ class PushClient:
             IslandError: if there is no answer for `give_up` seconds.
         """
         deadline = time.monotonic() + self._give_up
-        while (found := self._tried(head, body, deadline)) is None:
+        while (found := self._try_once(head, body, deadline)) is None:
             time.sleep(PAUSE)
         if found[0]["kind"] == "refused":
             raise ConfigError(
-                f"{_KEY}: {self._address} refuses this island: {found[0].get('why')}. Write what the other islands "
-                "have, or name another server"
+                f"{_KEY}: {self._address} refuses this island: {found[0].get('why')}. Write the settings of the other "
+                "islands, or name another server"
             )
         return found
 
     def close(self, last: Head | None = None) -> None:
-        """Abandon all calls in flight. `last` is a final message, sent if the server answers soon."""
+        """Abandon all calls in pending. `last` is a final message, sent if the server answers soon."""
         self._closed = True
         connection = self._connection
         if connection is not None:
             # A thread that waits for an answer gets an error at once, and closes the connection.
             connection.end()
-        if self._calling.acquire(timeout=GOODBYE):
+        if self._calling.acquire(timeout=LEAVE_TIMEOUT):
             self._hang_up()
             self._calling.release()
         if last is not None:
-            with contextlib.suppress(OSError, ValueError), self._connected(GOODBYE, GOODBYE) as connection:
+            with (
+                contextlib.suppress(OSError, ValueError),
+                self._open_connection(LEAVE_TIMEOUT, LEAVE_TIMEOUT) as connection,
+            ):
                 connection.send(last)
-                connection.receive(GOODBYE)
+                connection.receive(LEAVE_TIMEOUT)
 
-    def _tried(self, head: Head, body: Buffer, deadline: float) -> tuple[Head, Buffer] | None:
+    def _try_once(self, head: Head, body: Buffer, deadline: float) -> tuple[Head, Buffer] | None:
         """Return the answer; None if it is worth trying again."""
         try:
-            return self._once(head, body)
+            return self._call(head, body)
         except (OSError, ValueError) as error:
             hopeless = isinstance(error, AuthenticationError | OtherServiceError | ValueError)
             if hopeless and not self._has_answered:
@@ -107,42 +110,42 @@ class PushClient:
                 return None
             raise IslandError(
                 f"{_KEY}: {self._address} has not answered for more than give_up, {self._give_up:g} s "
-                f"({error or type(error).__name__}). To train on alone is not allowed; start the server with its "
-                "--state, and this island again"
+                f"({error or type(error).__name__}). An island may not continue alone; restart the server with its "
+                "--state, and then this island"
             ) from error
 
-    def _work(self, answer: "Future[tuple[Head, Buffer]]", head: Head, body: Buffer) -> None:
+    def _run_call(self, answer: "Future[tuple[Head, Buffer]]", head: Head, body: Buffer) -> None:
         try:
             answer.set_result(self.ask(head, body))
         except BaseException as error:
             answer.set_exception(error)
 
-    def _once(self, head: Head, body: Buffer) -> tuple[Head, Buffer]:
+    def _call(self, head: Head, body: Buffer) -> tuple[Head, Buffer]:
         with self._calling:
             try:
-                return self._exchanged(self._established(), head, body)
+                return self._send_and_receive(self._connect(), head, body)
             except BaseException:
                 self._hang_up()
                 raise
 
-    def _exchanged(self, connection: Connection, head: Head, body: Buffer) -> tuple[Head, Buffer]:
+    def _send_and_receive(self, connection: Connection, head: Head, body: Buffer) -> tuple[Head, Buffer]:
         self._pace(len(body))
         connection.send(head, body)
         answer = connection.receive(self._give_up)
         if answer is None:
-            raise TimeoutError("it is silent")
+            raise TimeoutError("it has been silent")
         self._has_answered = True
         return answer, connection.read_body()
 
-    def _established(self) -> Connection:
+    def _connect(self) -> Connection:
         if self._closed:
-            raise ConnectionAbortedError("this island ends")
+            raise ConnectionAbortedError("this island is ending")
         if self._connection is None:
             # The server may be busy for long; the kernel checks whether it can be reached.
-            self._connection = self._connected(max(self._timeout, CONNECTING), self._give_up)
+            self._connection = self._open_connection(max(self._timeout, LEAST_CONNECT_TIMEOUT), self._give_up)
         return self._connection
 
-    def _connected(self, timeout: float, patience: float) -> Connection:
+    def _open_connection(self, timeout: float, patience: float) -> Connection:
         limits = Limits(body=LARGEST_BODY, patience=patience)
         return connect(self._address, PARAMETER_SERVER, self._credentials, timeout, limits, self._timeout)
 
@@ -155,7 +158,7 @@ class PushClient:
 def _advice(error: OSError | ValueError) -> str:
     if isinstance(error, OtherServiceError) and error.service == "coordinator":
         return (
-            "the server is a coordinator, which settles rounds, and this island is asynchronous; start it with "
+            "the server is a coordinator of rounds, and this island is asynchronous; start the server with "
             "--parameter-server"
         )
     return f"{error}"

@@ -42,7 +42,7 @@ class Membership:
         self._heard: dict[int, float] = {}
         self._begun = time.monotonic()
 
-    def hear(self, number: int, caller: Caller) -> None:
+    def record_call(self, number: int, caller: Caller) -> None:
         """Record a call of island `number`."""
         self._connected[number], self._heard[number] = caller, time.monotonic()
 
@@ -58,7 +58,7 @@ class Membership:
         return found
 
     def disconnect(self, number: int) -> None:
-        """Record that an island is not connected any more."""
+        """Record that an island has disconnected."""
         self._connected.pop(number, None)
         self._heard[number] = time.monotonic()
 
@@ -81,8 +81,8 @@ class Membership:
         dead = [number for number in longest_ago if islands[number].has_left or not self._is_alive(number)][:excess]
         if len(dead) < excess:
             raise ValueError(
-                f"there are {len(islands)} islands (allowed: {self._room.islands}); end some of them, or wait "
-                f"{self._room.quiet:g} s after the last sign of those that have died"
+                f"there are {len(islands)} islands (allowed: {self._room.islands}); stop some of them, or wait "
+                f"{self._room.quiet:g} s after the last call of those that died"
             )
         return dead
 
@@ -97,8 +97,8 @@ def check_holder(records: Records, number: int, token: object) -> None:
     """Raise ValueError unless the sender is the process that entered or resumed island `number` last."""
     island = records.islands.get(number)
     if island is None:
-        raise ValueError(f"it does not know island {number}")
+        raise ValueError(f"island {number} is not known to this server")
     if not isinstance(token, str) or not hmac.compare_digest(token.encode(), island.token.encode()):
-        raise ValueError(f"island {number} is another process, which has entered or resumed it")
+        raise ValueError(f"another process has entered or resumed island {number}")
     if island.has_left:
         raise ValueError(f"island {number} has left")

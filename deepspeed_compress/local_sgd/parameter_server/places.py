@@ -16,12 +16,12 @@ from deepspeed_compress.collectives.reduction import Groups, Parameters, Reducti
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.config import Islands, Outer
-from deepspeed_compress.local_sgd.elastic_exchange import group_of_one
 from deepspeed_compress.local_sgd.framed_messages import FramedMessages
 from deepspeed_compress.local_sgd.parameter_server.calls import Slice
+from deepspeed_compress.local_sgd.round_peers import group_of_one
 from deepspeed_compress.monitor import Meter
 
-__all__ = ["NAMES", "Place", "make_messages", "make_place", "read_place", "unfit_refused"]
+__all__ = ["NAMES", "Place", "make_messages", "make_place", "read_place", "refuse_unfit"]
 
 T = TypeVar("T")
 
@@ -57,20 +57,20 @@ class Place:
         """Return True if all tensors are finite."""
         return all(bool(torch.isfinite(one).all()) for one in self.tensors.values())
 
-    def after(self, moved: Tensor, weight: float, outer: Outer, renews: bool) -> "Place":
-        """Return the place after a push of `moved` (overwritten).
+    def after(self, update: Tensor, weight: float, outer: Outer, is_whole: bool) -> "Place":
+        """Return the place after a push of `update` (overwritten).
 
         Args:
-            moved: weight changes of an island, flat fp32.
+            update: weight changes of an island, flat fp32.
             weight: weight of the push.
             outer: settings of the outer optimizer.
-            renews: True if the weights of pushes add up to a whole mean with this one, so that momentum is updated.
+            is_whole: True if the weights of pushes add up to a whole mean with this one, so that momentum is updated.
         """
-        anchor = self.anchor.add(moved.mul_(weight), alpha=outer.lr)
+        anchor = self.anchor.add(update.mul_(weight), alpha=outer.lr)
         if outer.optimizer != "nesterov":
             return replace(self, anchor=anchor)
-        waiting = self.waiting + moved
-        if not renews:
+        waiting = self.waiting + update
+        if not is_whole:
             return replace(self, anchor=anchor, waiting=waiting)
         momentum = self.momentum.mul(outer.momentum).add_(waiting)
         anchor.add_(momentum, alpha=outer.lr * outer.momentum)
@@ -114,7 +114,7 @@ def make_messages(settings: Islands, layout: Sequence[Slice], shapes: Mapping[st
     )
 
 
-def unfit_refused(work: Callable[[], T]) -> T:
+def refuse_unfit(work: Callable[[], T]) -> T:
     """Return the result of `work`. Raises ValueError if it fails because of what an island has sent."""
     try:
         return work()

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from deepspeed_compress.errors import StateError
-from deepspeed_compress.local_sgd.coordinator.server import hold, put_in_place
+from deepspeed_compress.local_sgd.coordinator.server import lock_file, rename_durably
 from deepspeed_compress.local_sgd.parameter_server.calls import integer
 from deepspeed_compress.local_sgd.parameter_server.entries import read_entry, write_entry
 from deepspeed_compress.local_sgd.parameter_server.records import Records
@@ -45,7 +45,7 @@ class PushLog:
 
     def __init__(self, path: Path) -> None:
         self._path, self._log_path = path, path.with_suffix(path.suffix + ".log")
-        self._held = hold(path)
+        self._lock = lock_file(path)
         self._serial = 0
         self._log: FileIO | None = None
 
@@ -89,7 +89,7 @@ class PushLog:
         about = {_RECORDS: json.dumps(store.records.as_json()), _SERIAL: str(self._serial)}
         save_file(store.tensors(), temporary, metadata=about)
         _sync(temporary)
-        put_in_place(temporary, self._path)
+        rename_durably(temporary, self._path)
         if self._log is not None:
             self._log.close()
         # Unbuffered: a buffer would keep what a full disk has refused, and write it later.
@@ -106,7 +106,7 @@ class PushLog:
         """Close the files, and release them for another server."""
         if self._log is not None:
             self._log.close()
-        self._held.close()
+        self._lock.close()
 
     def _append(self, head: Head, body: Buffer) -> None:
         assert self._log is not None, "the store was written first"

@@ -1,9 +1,9 @@
 """Parameter server at a port. A body is read only after its head was checked, and only as long as that allows.
 
 An island sends `enter` (a new island), `resume` (from a checkpoint), and `leave`. Each of its ranks sends its part of
-`fresh` (request the whole anchor), `seed` (weights that nobody has trained yet) and `push`. The server answers
+`fresh` (request the whole anchor), `seed` (weights that have not been trained yet) and `push`. The server answers
 `welcome`, `left`, `resumed`, `newest`, `untrained`, `found` (there is no anchor), `exact`, `taken`, `dropped` and
-`refused`. Calls are numbered by their island, so they may be sent twice.
+`refused`. ServerCalls are numbered by their island, so they may be sent twice.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ class Server:
         log: persistent log of the state; None keeps it in memory only.
         host: address to listen at.
         port: port to listen at.
-        told: receives log lines.
+        report: receives log lines.
         room: limit on the number of islands.
         credentials: credentials of this side; None for those that the environment and the user's files name.
         bounds: limits on the number of connections.
@@ -48,16 +48,16 @@ class Server:
         log: PushLog | None,
         host: str,
         port: int,
-        told: Callable[[str], None] = ignore,
+        report: Callable[[str], None] = ignore,
         room: Room = DEFAULT_ROOM,
         credentials: Credentials | None = None,
         bounds: Bounds = DEFAULT_BOUNDS,
     ) -> None:
         own = credentials or Credentials.find()
-        self._server = TransportServer(PARAMETER_SERVER, self._serve, host, port, own, LIMITS, bounds, told)
+        self._server = TransportServer(PARAMETER_SERVER, self._serve, host, port, own, LIMITS, bounds, report)
         self.port = self._server.port
         try:
-            self.service = Service(log, told, room)
+            self.service = Service(log, report, room)
         except BaseException:
             self._server.close()
             raise
@@ -78,6 +78,6 @@ class Server:
         try:
             while (head := connection.receive(body=self.service.largest_body)) is not None:
                 refused = self.service.refusal(head, connection.left)
-                connection.send(*(refused or self.service.hear(head, connection.read_body(), connection)))
+                connection.send(*(refused or self.service.handle(head, connection.read_body(), connection)))
         finally:
-            self.service.gone(connection)
+            self.service.disconnect(connection)

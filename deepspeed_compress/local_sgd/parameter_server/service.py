@@ -25,9 +25,9 @@ from deepspeed_compress.transport.frames import Head
 __all__ = ["Answer", "Service"]
 
 Answer = tuple[Head, Buffer]
-LOOK = 0.5
+CHECK_INTERVAL = 0.5
 """Seconds between checks whether a rank that waits for others is still connected."""
-SPARE = 1 << 20
+LEAST_LOG = 1 << 20
 """Bytes that the log may always have."""
 
 
@@ -45,25 +45,25 @@ class Service:
 
     Args:
         log: persistent log of the store; None keeps it in memory only.
-        told: receives log lines.
+        report: receives log lines.
         room: limit on the number of islands.
 
     Raises:
         StateError: if the files of `log` are damaged.
     """
 
-    def __init__(self, log: PushLog | None, told: Callable[[str], None], room: Room = DEFAULT_ROOM) -> None:
-        self._log, self._told = log, told
-        self.store = _restored(log, told)
+    def __init__(self, log: PushLog | None, report: Callable[[str], None], room: Room = DEFAULT_ROOM) -> None:
+        self._log, self._report = log, report
+        self.store = _restore(log, report)
         self._change = threading.Condition()
         self._calls: dict[int, _Call] = {}
         self._members = Membership(room)
 
-    def hear(self, head: Head, body: Buffer, caller: Caller) -> Answer:
+    def handle(self, head: Head, body: Buffer, caller: Caller) -> Answer:
         """Return the answer to a message of a rank. An invalid message is refused, and changes nothing.
 
         Raises:
-            ConnectionError: if nobody waits for the answer any more.
+            ConnectionError: if no rank waits for the answer anymore.
         """
         simple = _SIMPLE.get(head["kind"])
         try:
@@ -81,7 +81,7 @@ class Service:
         Payloads may exceed tiny vectors; weights are bounded once there are any.
         """
         places = self.store.places
-        return max(SPARE + 4 * one.anchor.numel() for one in places) if places else LARGEST_BODY
+        return max(LEAST_LOG + 4 * one.anchor.numel() for one in places) if places else LARGEST_BODY
 
     def refusal(self, head: Head, size: int) -> Answer | None:
         """Return the refusal of a message whose body of `size` bytes was not read yet; None if it may be read."""
@@ -97,7 +97,7 @@ class Service:
             return _refused(f"{error}"), b""
         return None
 
-    def gone(self, caller: Caller) -> None:
+    def disconnect(self, caller: Caller) -> None:
         """Record that a connection has ended. Its island gets the whole anchor when it calls again."""
         with self._change:
             for number in self._members.lose(caller):
@@ -117,7 +117,7 @@ class Service:
         if self._log is not None:
             self._log.append(heads, bodies)
         self.store.commit(change)
-        if self._log is not None and self._log.logged > self._large:
+        if self._log is not None and self._log.logged > self._largest_log:
             self._save()
         return change
 
@@ -136,8 +136,8 @@ class Service:
         for forgotten in entry["forgotten"]:
             self._members.forget(forgotten)
             self._calls.pop(forgotten, None)
-        self._members.hear(number, caller)
-        self._told(f"island {number} has come")
+        self._members.record_call(number, caller)
+        self._report(f"island {number} joined")
         return {"kind": "welcome", "run": self.store.records.run, "number": number, "token": token}
 
     def _resume(self, head: Head, caller: Caller) -> Head:
@@ -154,8 +154,8 @@ class Service:
             return {"kind": "newest" if records.pushes else "untrained"}
         token = secrets.token_hex(16)
         self._carry_out([{"kind": "resume", "number": number, "token": token}], [b""])
-        self._members.hear(number, caller)
-        if self._holds(head) and head["number"] != number:
+        self._members.record_call(number, caller)
+        if self._is_holder(head) and head["number"] != number:
             # The number that its process got when it started.
             self._leave(head, caller)
         return {"kind": "resumed", "token": token}
@@ -177,7 +177,7 @@ class Service:
         self._members.disconnect(number)
         self._calls.pop(number, None)
         self._change.notify_all()
-        self._told(f"island {number} has left")
+        self._report(f"island {number} left")
         return {"kind": "left"}
 
     def _status(self, head: Head, caller: Caller) -> Head:
@@ -190,7 +190,7 @@ class Service:
         about = {"run": records.run, "version": records.version, "samples": records.samples, "islands": there}
         return {"kind": "status", **about}
 
-    def _holds(self, head: Head) -> bool:
+    def _is_holder(self, head: Head) -> bool:
         """Return True if `head` is from the process that entered or resumed its island last."""
         try:
             check_holder(self.store.records, integer(head.get("number"), "number"), head.get("token"))
@@ -201,13 +201,13 @@ class Service:
     def _part(self, head: Head, body: Buffer, caller: Caller) -> Answer:
         run = self.store.records.run
         if head.get("run") != run:
-            return _refused(f"it is of run {run}, and the island of run {shown(head.get('run'))}"), b""
+            return _refused(f"the server holds run {run}, and the island belongs to run {shown(head.get('run'))}"), b""
         part = read_part(head, body)
         with self._change:
             check_holder(self.store.records, part.number, part.token)
             integer(part.place, "place", most=self.store.terms.ranks - 1)
             if part.place == 0:
-                self._members.hear(part.number, caller)
+                self._members.record_call(part.number, caller)
             call = self._calls.get(part.number)
             if call is None or call.first.call != part.call:
                 if self.store.records.islands[part.number].call >= part.call:
@@ -229,9 +229,9 @@ class Service:
         call.parts[part.place] = head, part
         self._change.notify_all()
         if len(call.parts) == self.store.terms.ranks:
-            self._conclude(part.number, call)
+            self._complete(part.number, call)
 
-    def _conclude(self, number: int, call: _Call) -> None:
+    def _complete(self, number: int, call: _Call) -> None:
         parts = [call.parts[place] for place in sorted(call.parts)]
         call.parts.clear()
         # Whatever fails from here on, the call is not carried out a second time.
@@ -244,7 +244,7 @@ class Service:
             return
         call.answers = {part.place: self._answer(part, change) for _, part in parts}
         self._calls[number] = call
-        self._tell(number, change)
+        self._report_change(number, change)
 
     def _answer(self, part: Part, change: Change) -> Answer:
         return self.store.answer(part.number, part.place, change.kind, part.call, change.reason)
@@ -252,26 +252,26 @@ class Service:
     def _wait(self, call: _Call, part: Part, caller: Caller) -> None:
         """Wait until the other ranks of the island have sent their parts."""
         while call.answers is None:
-            self._change.wait(LOOK)
+            self._change.wait(CHECK_INTERVAL)
             lost = self._calls.get(part.number) is not call
             if call.answers is None and (lost or caller.has_hung_up()):
                 self._withdraw(call, part)
-                raise ConnectionError("the island has gone on, or is gone")
+                raise ConnectionError("the island has made another call, or has disconnected")
 
     def _withdraw(self, call: _Call, part: Part) -> None:
-        """Remove the part of a rank that nobody waits for any more, unless the rank has sent it again."""
+        """Remove the part of a rank that no longer waits for an answer, unless the rank has sent it again."""
         if part.place in call.parts and call.parts[part.place][1] is part:
             del call.parts[part.place]
         if not call.parts and self._calls.get(part.number) is call:
             del self._calls[part.number]
 
-    def _tell(self, number: int, change: Change) -> None:
+    def _report_change(self, number: int, change: Change) -> None:
         weight, why = change.records.islands[number].weight, f" ({change.reason})" if change.reason else ""
-        self._told(f"island {number}: {change.kind}{why}, weight {weight:.2f}, version {change.records.version}")
+        self._report(f"island {number}: {change.kind}{why}, weight {weight:.2f}, version {change.records.version}")
 
     @property
-    def _large(self) -> int:
-        return SPARE + 2 * sum(one.nbytes for one in self.store.tensors().values())
+    def _largest_log(self) -> int:
+        return LEAST_LOG + 2 * sum(one.nbytes for one in self.store.tensors().values())
 
     def _save(self) -> None:
         if self._log is not None:
@@ -290,20 +290,20 @@ def _refused(why: str) -> Head:
     return {"kind": "refused", "why": why}
 
 
-def _restored(log: PushLog | None, told: Callable[[str], None]) -> Store:
+def _restore(log: PushLog | None, report: Callable[[str], None]) -> Store:
     """Return the store as it was left, with a new log."""
     found = None if log is None else log.read()
     store = Store(Records(uuid.uuid4().hex[:12])) if found is None else found
     if log is not None:
         for number, entry in enumerate(log.entries() if found is not None else (), 1):
-            problem = _replayed(store, entry)
+            problem = _replay(store, entry)
             if problem:
-                told(f"entry {number} of the log is left out: {problem}")
+                report(f"entry {number} of the log is skipped: {problem}")
         log.write(store)
     return store
 
 
-def _replayed(store: Store, entry: Entry | ValueError) -> str:
+def _replay(store: Store, entry: Entry | ValueError) -> str:
     """Carry out an entry of the log. Return why it cannot be carried out; "" on success."""
     try:
         if isinstance(entry, ValueError):

@@ -24,7 +24,7 @@ from deepspeed_compress.local_sgd.parameter_server.places import (
     make_messages,
     make_place,
     read_place,
-    unfit_refused,
+    refuse_unfit,
 )
 from deepspeed_compress.local_sgd.parameter_server.records import Island, Records
 from deepspeed_compress.transport.connection import Buffer
@@ -72,9 +72,9 @@ class Store:
         self.records = records
         self.places: Sequence[Place] = ()
         self._terms = None if records.terms is None else Terms.read(records.terms)
-        self._held: dict[int, dict[int, Tensor]] = {}
+        self._anchors_held: dict[int, dict[int, Tensor]] = {}
         if records.version:
-            self.places = unfit_refused(lambda: self._read_places(tensors or {}))
+            self.places = refuse_unfit(lambda: self._read_places(tensors or {}))
 
     @property
     def terms(self) -> Terms:
@@ -90,9 +90,9 @@ class Store:
 
     def problem(self, terms: Any) -> str:
         """Return why an island with `terms` may not enter; "" if it may. Raises ValueError if they are not terms."""
-        own, found = self.records.terms, unfit_refused(lambda: Terms.read(terms))
+        own, found = self.records.terms, refuse_unfit(lambda: Terms.read(terms))
         if own is None:
-            unfit_refused(lambda: make_messages(found.settings, (), {}).size(1))
+            refuse_unfit(lambda: make_messages(found.settings, (), {}).size(1))
             return ""
         different = [key for key in dict.fromkeys([*terms, *own]) if own.get(key) != terms.get(key)]
         return "; ".join(
@@ -110,7 +110,7 @@ class Store:
             return
         if not self.places:
             raise ValueError("there is no anchor to push to")
-        expected = unfit_refused(lambda: self.places[part.place].messages.size(part.call))
+        expected = refuse_unfit(lambda: self.places[part.place].messages.size(part.call))
         if part.size != expected:
             raise ValueError(f"the body of a push has {part.size} bytes (allowed: {expected})")
 
@@ -124,8 +124,8 @@ class Store:
             raise ValueError(f"an entry has {len(heads)} heads and {len(bodies)} bodies")
         simple = _SIMPLE.get(heads[0].get("kind"))
         if simple is not None:
-            return unfit_refused(lambda: simple(self, heads[0]))
-        return unfit_refused(lambda: self._prepare_call([read_part(*one) for one in zip(heads, bodies, strict=True)]))
+            return refuse_unfit(lambda: simple(self, heads[0]))
+        return refuse_unfit(lambda: self._prepare_call([read_part(*one) for one in zip(heads, bodies, strict=True)]))
 
     def commit(self, change: Change) -> None:
         """Apply `change`."""
@@ -145,7 +145,7 @@ class Store:
         head = {"kind": kind, **about, **({"reason": reason} if reason else {})}
         if kind == "found":
             return head, b""
-        one, held = self.places[place], self._held.setdefault(number, {})
+        one, held = self.places[place], self._anchors_held.setdefault(number, {})
         if kind == "taken" and place in held and not one.messages.exact:
             payload = one.messages.encode(one.anchor - held[place], call, number, remember=False)
             reached = held[place] + one.messages.decode(payload, call)
@@ -166,7 +166,7 @@ class Store:
 
     def forget(self, number: int) -> None:
         """Forget what island `number` holds: its next answer is the whole anchor."""
-        self._held.pop(number, None)
+        self._anchors_held.pop(number, None)
 
     def _read_places(self, tensors: Mapping[str, Tensor]) -> tuple[Place, ...]:
         records, settings = self.records, self.terms.settings
@@ -179,12 +179,12 @@ class Store:
         records, problem = self.records, self.problem(head.get("terms"))
         if problem:
             raise ValueError(problem)
-        gone = {integer(number, "forgotten") for number in head.get("forgotten", [])}
-        islands = {number: one for number, one in records.islands.items() if number not in gone}
+        removed = {integer(number, "forgotten") for number in head.get("forgotten", [])}
+        islands = {number: one for number, one in records.islands.items() if number not in removed}
         islands[records.next_number] = Island(token=text(head.get("token", ""), "token"))
         next_number, terms = records.next_number + 1, records.terms or head["terms"]
         after = replace(records, next_number=next_number, terms=terms, islands=islands)
-        return Change("welcome", after, self.places, forgotten=tuple(gone))
+        return Change("welcome", after, self.places, forgotten=tuple(removed))
 
     def _resume(self, head: Head) -> Change:
         number = integer(head.get("number"), "number")
@@ -219,9 +219,9 @@ class Store:
         if first.call <= island.call:
             raise ValueError(f"call {first.call} of island {first.number} was carried out already")
         change = _CALLS[first.kind](self, island, parts)
-        return self._concluded(change, first)
+        return self._complete(change, first)
 
-    def _concluded(self, change: Change, first: Part) -> Change:
+    def _complete(self, change: Change, first: Part) -> Change:
         """Return `change` with the updates that every call makes to the records."""
         records = replace(change.records, step=max(change.records.step, first.step))
         weight = records.islands[first.number].weight
@@ -235,17 +235,17 @@ class Store:
         return Change("exact" if self.records.version else "found", self.records, self.places)
 
     def _seed(self, island: Island, parts: Sequence[Part]) -> Change:
-        """Take the weights of an island if there are none, or only older ones that nobody has trained."""
+        """Take the weights of an island if there are none, or only older ones that have not been trained."""
         records, claim = self.records, parts[0].claim
         if records.version and (records.pushes or claim <= records.claimed):
             return Change("exact", records, self.places)
         shapes = _merged([part.shapes for part in parts])
         layouts, version = tuple(part.layout for part in parts), max(records.version + 1, claim)
-        places = tuple(self._seeded(part, shapes) for part in parts)
+        places = tuple(self._seed_place(part, shapes) for part in parts)
         seeded = replace(records, layouts=layouts, shapes=shapes, version=version, claimed=claim, seeded=version)
         return Change("exact", seeded, places)
 
-    def _seeded(self, part: Part, shapes: Mapping[str, tuple[int, ...]]) -> Place:
+    def _seed_place(self, part: Part, shapes: Mapping[str, tuple[int, ...]]) -> Place:
         anchor = read_bytes(part.body, torch.float32).clone()
         place = make_place(self.terms.settings, anchor, part.layout, shapes)
         if not place.is_finite:
@@ -259,27 +259,29 @@ class Store:
         records, first = self.records, parts[0]
         late = island.version < records.seeded or records.version - island.version > self.terms.max_staleness
         if not first.samples or late:
-            return self._dropped(island, first, "it is too old" if late else "the island has diverged")
-        moved = [
+            return self._drop(island, first, "it is too old" if late else "the island has diverged")
+        updates = [
             self.places[part.place].messages.decode(read_bytes(part.body, torch.uint8), part.call) for part in parts
         ]
-        if not all(bool(torch.isfinite(one).all()) for one in moved):
-            return self._dropped(island, first, "what the island has moved is not finite")
+        if not all(bool(torch.isfinite(one).all()) for one in updates):
+            return self._drop(island, first, "the update of the island is not finite")
         weight = first.samples / (first.samples + records.samples - island.samples)
-        renews, outer = records.pending + weight >= WHOLE, self.terms.settings.outer
-        places = tuple(place.after(by, weight, outer, renews) for place, by in zip(self.places, moved, strict=True))
+        is_whole, outer = records.pending + weight >= WHOLE, self.terms.settings.outer
+        places = tuple(
+            place.after(update, weight, outer, is_whole) for place, update in zip(self.places, updates, strict=True)
+        )
         if not all(place.is_finite for place in places):
-            return self._dropped(island, first, "the anchor would not be finite any more")
+            return self._drop(island, first, "the anchor would become non-finite")
         after = replace(
             self._with_island(first.number, replace(island, weight=weight)),
             version=records.version + 1,
             pushes=records.pushes + 1,
             samples=records.samples + first.samples,
-            pending=0.0 if renews else records.pending + weight,
+            pending=0.0 if is_whole else records.pending + weight,
         )
         return Change("taken", after, places)
 
-    def _dropped(self, island: Island, first: Part, reason: str) -> Change:
+    def _drop(self, island: Island, first: Part, reason: str) -> Change:
         after = self._with_island(first.number, replace(island, weight=0.0))
         return Change("dropped", after, self.places, reason)
 

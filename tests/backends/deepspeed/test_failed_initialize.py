@@ -37,8 +37,8 @@ STEPS = (
     "backends.deepspeed.attach._replace_collectives",
     "backends.deepspeed.attach.attach_checkpoint",
     "backends.deepspeed.attach.attach_islands",
-    "local_sgd.deepspeed.divided.share_fixed",
-    "local_sgd.deepspeed.divided.IslandExchange",
+    "local_sgd.deepspeed.divided.copy_untrained_weights",
+    "local_sgd.deepspeed.divided.FixedExchange",
     "backends.deepspeed.attach.follow_steps",
     "backends.deepspeed.attach.give_signs",
     "backends.deepspeed.attach.announce",
@@ -189,8 +189,8 @@ def elastic_fails(rank: int, job: Job, ports: list[int], name: str) -> list[Any]
 @pytest.mark.parametrize(
     "step",
     [
-        "local_sgd.deepspeed.rounds.ElasticExchange",
-        "local_sgd.deepspeed.rounds.Rounds.start",
+        "local_sgd.deepspeed.connecting.ElasticExchange",
+        "local_sgd.elastic_exchange.ElasticExchange.start",
         "backends.deepspeed.attach.announce",
     ],
 )

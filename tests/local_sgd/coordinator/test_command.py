@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress.cli import main
-from deepspeed_compress.local_sgd.coordinator.client import Client
+from deepspeed_compress.local_sgd.coordinator.client import CoordinatorClient
 from deepspeed_compress.local_sgd.parameter_server.client import PushClient
 from deepspeed_compress.transport.secret import SECRET
 from deepspeed_compress.transport.tls import TLS_AUTHORITY, TLS_CERTIFICATE
@@ -23,7 +23,7 @@ SERVE = [sys.executable, "-m", "deepspeed_compress.cli", "islands", "serve", "--
 
 @contextmanager
 def serving(state: Path, *more: str) -> Iterator[str]:
-    """Its address."""
+    """Yield the address of the command."""
     process = subprocess.Popen([*SERVE, "--state", str(state), *more], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     port = re.search(r"port (\d+)", process.stdout.readline())
@@ -36,13 +36,13 @@ def serving(state: Path, *more: str) -> Iterator[str]:
         process.stdout.close()
 
 
-def test_it_serves_until_it_is_ended_and_goes_on_from_its_file(
+def test_the_command_serves_until_stopped_and_resumes_from_its_state_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state, runs = tmp_path / "state.json", []
     for number in range(2):
         with serving(state) as address:
-            client = Client(address, 2.0, 5.0, {"timeout": 2.0, "minimum": 1}, "host:1", ["host:2"])
+            client = CoordinatorClient(address, 2.0, 5.0, {"timeout": 2.0, "minimum": 1}, "host:1", ["host:2"])
             assert client.number == number
             assert main(["islands", "status", address, "--json"]) == 0
             runs.append(json.loads(capsys.readouterr().out))
@@ -51,11 +51,11 @@ def test_it_serves_until_it_is_ended_and_goes_on_from_its_file(
     assert [one["number"] for one in runs[1]["islands"]] == [1]
 
 
-def test_status_prints_a_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_prints_a_readable_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serving(tmp_path / "state.json") as address:
         assert main(["islands", "status", address]) == 0
         assert capsys.readouterr().out.endswith("no island is connected\n")
-        client = Client(address, 2.0, 5.0, {"timeout": 2.0, "minimum": 1}, "10.0.0.7:1", ["10.0.0.7:2"])
+        client = CoordinatorClient(address, 2.0, 5.0, {"timeout": 2.0, "minimum": 1}, "10.0.0.7:1", ["10.0.0.7:2"])
         assert main(["islands", "status", address]) == 0
         client.leave()
     about, titles, row = capsys.readouterr().out.splitlines()
@@ -64,7 +64,7 @@ def test_status_prints_a_table_for_people(tmp_path: Path, capsys: pytest.Capture
     assert re.fullmatch(r"0\s+10\.0\.0\.7\s+0\s+False\s+0\.\d", row)
 
 
-def test_status_says_which_secret_to_copy(
+def test_status_names_the_secret_to_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with serving(tmp_path / "state.json") as address:
@@ -73,7 +73,7 @@ def test_status_says_which_secret_to_copy(
     assert f"has a different secret. The secret here is from {SECRET}" in capsys.readouterr().err
 
 
-def test_it_listens_on_this_host_alone_unless_it_is_told_otherwise(tmp_path: Path) -> None:
+def test_the_command_listens_only_locally_by_default(tmp_path: Path) -> None:
     command = [one for one in SERVE if one not in ("--host", "127.0.0.1")]
     for more, text in (([], "for islands on other hosts, pass --host 0.0.0.0"), (["--host", "0.0.0.0"], "of 0.0.0.0")):
         arguments = [*command, "--state", str(tmp_path / "state"), *more]
@@ -85,7 +85,7 @@ def test_it_listens_on_this_host_alone_unless_it_is_told_otherwise(tmp_path: Pat
         assert ("Only this host" in line) == (not more)
 
 
-def test_certificates_are_asked_for_on_both_sides(
+def test_both_sides_require_certificates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = make_certificates(tmp_path)
@@ -101,7 +101,7 @@ def test_certificates_are_asked_for_on_both_sides(
 
 
 @pytest.mark.parametrize("more", [[], ["--parameter-server"]])
-def test_it_goes_on_when_nobody_reads_what_it_tells(tmp_path: Path, more: list[str]) -> None:
+def test_the_command_continues_if_its_output_is_closed(tmp_path: Path, more: list[str]) -> None:
     command = [*SERVE, "--state", str(tmp_path / "state"), *more]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
@@ -115,7 +115,7 @@ def test_it_goes_on_when_nobody_reads_what_it_tells(tmp_path: Path, more: list[s
 
 
 @pytest.mark.parametrize("more", [[], ["--parameter-server"]])
-def test_what_it_keeps_is_for_its_user_alone(tmp_path: Path, more: list[str]) -> None:
+def test_state_files_are_readable_only_by_their_user(tmp_path: Path, more: list[str]) -> None:
     place = tmp_path / "made"
     with serving(place / "state", *more) as address:
         numbers_given(address, bool(more))
@@ -125,9 +125,9 @@ def test_what_it_keeps_is_for_its_user_alone(tmp_path: Path, more: list[str]) ->
 
 
 def numbers_given(address: str, asynchronous: bool) -> list[int]:
-    """To two islands."""
+    """Rounds of two islands are logged."""
     if not asynchronous:
-        return [Client(address, 2.0, 5.0, {"timeout": 2.0}, "host:1", ["host:2"]).number for _ in range(2)]
+        return [CoordinatorClient(address, 2.0, 5.0, {"timeout": 2.0}, "host:1", ["host:2"]).number for _ in range(2)]
     terms = {"exchange": {"method": "none"}, "outer": {}, "ranks": 1, "max_staleness": 1}
     client = PushClient(address, 1.0, 5.0)
     found = [client.ask({"kind": "enter", "terms": terms})[0]["number"] for _ in range(2)]
@@ -135,19 +135,19 @@ def numbers_given(address: str, asynchronous: bool) -> list[int]:
     return found
 
 
-def test_one_file_is_of_one_coordinator(tmp_path: Path) -> None:
+def test_two_coordinators_cannot_use_one_state_file(tmp_path: Path) -> None:
     with serving(tmp_path / "state.json"):
         again = subprocess.run(
             [*SERVE, "--state", str(tmp_path / "state.json")], capture_output=True, text=True, timeout=20
         )
     assert again.returncode == 1
-    assert "another coordinator has it" in again.stderr
+    assert "another coordinator uses this file" in again.stderr
 
 
-def test_a_file_that_is_no_state_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_not_a_state_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "state.json").write_text("{")
     assert main(["islands", "serve", "--port", "0", "--state", str(tmp_path / "state.json")]) == 1
-    assert "damaged or not of a coordinator" in capsys.readouterr().err
+    assert "damaged, or was not written by a coordinator" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -159,14 +159,16 @@ def test_a_file_that_is_no_state_is_refused(tmp_path: Path, capsys: pytest.Captu
         ("127.0.0.1:1", "refused"),
     ],
 )
-def test_who_does_not_answer_is_told(address: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_reports_an_unreachable_address(address: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["islands", "status", address]) == 1
     assert text in capsys.readouterr().err
 
 
-def test_islands_that_died_are_given_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_forget_removes_dead_islands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serving(tmp_path / "state.json") as address:
-        lost, there = (Client(address, 2.0, 5.0, {"timeout": 2.0}, f"host{n}:1", ["host:2"]) for n in range(2))
+        lost, there = (
+            CoordinatorClient(address, 2.0, 5.0, {"timeout": 2.0}, f"host{n}:1", ["host:2"]) for n in range(2)
+        )
         for one in (lost, there):
             assert one.sources().version == 1
             one.ready(1)

@@ -11,7 +11,7 @@ from deepspeed_compress.local_sgd.coordinator.records import Saved
 from tests.support.coordinated import PATIENCE, TIMEOUT, World, terms
 
 
-def test_the_first_island_founds_and_others_take_its_anchor() -> None:
+def test_the_first_island_provides_the_anchor_for_the_others() -> None:
     world = World(minimum=2)
     world.join("a")
     world.say("a", "sources")
@@ -26,7 +26,7 @@ def test_the_first_island_founds_and_others_take_its_anchor() -> None:
     assert [world.last(name, "welcome")["number"] for name in "ab"] == [0, 1]
 
 
-def test_a_round_begins_when_all_are_here_and_counts_when_all_have_voted() -> None:
+def test_a_round_begins_when_all_have_arrived_and_is_committed_when_all_have_voted() -> None:
     world = World()
     world.begin("a", "b")
     world.arrive("a")
@@ -42,7 +42,7 @@ def test_a_round_begins_when_all_are_here_and_counts_when_all_have_voted() -> No
     assert world.version("a") == world.version("b") == world.coordinator.saved.version == world.last("a", "round")["id"]
 
 
-def test_nobody_is_waited_for_longer_than_timeout() -> None:
+def test_no_island_is_awaited_longer_than_the_timeout() -> None:
     world = World()
     world.begin("a", "b", "c")
     world.arrive("a", "b")
@@ -61,7 +61,7 @@ def test_nobody_is_waited_for_longer_than_timeout() -> None:
     assert [one["version"] for one in world.last("c", "round")["partners"]] == [2, 2, 1]
 
 
-def test_one_that_is_busy_for_long_is_waited_for_once() -> None:
+def test_a_busy_island_is_awaited_once() -> None:
     world = World()
     world.begin("a", "b", "c")
     world.arrive("a", "b")
@@ -78,7 +78,7 @@ def test_one_that_is_busy_for_long_is_waited_for_once() -> None:
     assert world.partners("c") == [0, 1, 2]
 
 
-def test_one_whose_connection_ends_is_waited_for_no_longer() -> None:
+def test_a_disconnected_island_is_not_awaited() -> None:
     world = World()
     world.begin("a", "b", "c")
     world.arrive("a", "b")
@@ -86,7 +86,7 @@ def test_one_whose_connection_ends_is_waited_for_no_longer() -> None:
     assert world.partners("a") == [0, 1]
 
 
-def test_one_that_is_silent_for_timeout_is_dead() -> None:
+def test_an_island_that_is_silent_for_the_timeout_is_lost() -> None:
     world = World()
     world.begin("a", "b", "c")
     world.wait(TIMEOUT + 1, "a", "b")
@@ -126,7 +126,7 @@ def test_a_death_after_the_vote_changes_nothing() -> None:
     assert world.last("c", "outcome")["committed"]
 
 
-def test_those_who_have_the_newest_anchor_die_and_the_next_newest_goes_on() -> None:
+def test_the_run_continues_from_the_next_newest_anchor_if_the_newest_is_lost() -> None:
     world = World()
     world.begin("a", "b")
     world.arrive("a")
@@ -143,7 +143,7 @@ def test_those_who_have_the_newest_anchor_die_and_the_next_newest_goes_on() -> N
     assert world.last("b", "round")["id"] == 3
 
 
-def test_what_nobody_could_add_to_the_newest_anchor_is_not_exchanged() -> None:
+def test_a_round_without_the_newest_anchor_does_not_take_place() -> None:
     world = World()
     world.begin("a", "b", "c")
     world.arrive("a", "c")
@@ -157,7 +157,7 @@ def test_what_nobody_could_add_to_the_newest_anchor_is_not_exchanged() -> None:
     assert world.last("b", "over")
 
 
-def test_a_coordinator_that_was_started_again_waits_for_most_of_the_last_round() -> None:
+def test_a_restarted_coordinator_waits_for_a_majority_of_the_last_round() -> None:
     world = World()
     world.begin("a", "b", "c")
     world.arrive("a", "b", "c")
@@ -168,7 +168,7 @@ def test_a_coordinator_that_was_started_again_waits_for_most_of_the_last_round()
     again.arrive("a")
     again.wait(3 * TIMEOUT, "a")
     assert again.count("a", "round") == 0
-    assert "of the 3 islands of the last exchange 1 have come back" in again.last("a", "waiting")["why"]
+    assert "1 of the 3 islands of the last exchange have returned" in again.last("a", "waiting")["why"]
     again.join("b", number=1, version=2, run=saved.run)
     again.arrive("b")
     again.wait(TIMEOUT, "a", "b")
@@ -178,7 +178,7 @@ def test_a_coordinator_that_was_started_again_waits_for_most_of_the_last_round()
     assert again.last("b", "outcome") == {"kind": "outcome", "id": 2, "committed": True}
 
 
-def test_two_coordinators_of_one_file_do_not_both_go_on() -> None:
+def test_two_coordinators_with_copies_of_one_state_do_not_both_continue() -> None:
     world = World()
     names = "abcde"
     world.begin(*names)
@@ -195,7 +195,7 @@ def test_two_coordinators_of_one_file_do_not_both_go_on() -> None:
     assert rounds == [0, 1]
 
 
-def test_a_checkpoint_counts_for_those_that_were_lost() -> None:
+def test_a_loaded_checkpoint_replaces_a_lost_island() -> None:
     saved = Saved(run="x", version=14, lineage=[12, 13, 14], next_round=15, next_number=3, members=[0, 1, 2])
     world = World(minimum=2, saved=saved, came_back=True)
     for number, name in enumerate("ab"):
@@ -205,7 +205,7 @@ def test_a_checkpoint_counts_for_those_that_were_lost() -> None:
     assert world.last("a", "anchor") == {"kind": "anchor", "version": 13, "sources": [["b:2"]]}
 
 
-def test_all_begin_with_the_newest_checkpoint_also_under_a_new_coordinator() -> None:
+def test_all_islands_start_from_the_newest_checkpoint_under_a_new_coordinator() -> None:
     world = World(minimum=3)
     world.begin("a", "b", "c")
     for name, version in zip("abc", (7, 9, 9), strict=True):
@@ -219,8 +219,8 @@ def test_all_begin_with_the_newest_checkpoint_also_under_a_new_coordinator() -> 
 
 
 @pytest.mark.parametrize("has_one", [True, False])
-def test_who_comes_too_late_for_an_anchor_loads_its_checkpoint(has_one: bool) -> None:
-    """a, which b was sent to, has begun to load its own before b could take the anchor."""
+def test_an_island_that_arrives_too_late_for_an_anchor_loads_its_checkpoint(has_one: bool) -> None:
+    """Island a begins to load its own checkpoint before b, which was sent to it, has fetched the anchor."""
     world = World(minimum=2)
     for name in "ab":
         world.join(name)
@@ -245,8 +245,8 @@ def test_who_comes_too_late_for_an_anchor_loads_its_checkpoint(has_one: bool) ->
         assert world.last("b", "anchor") == {"kind": "anchor", "version": 8, "sources": [["c:2"]]}
 
 
-def test_who_comes_while_others_wait_with_checkpoints_loads_its_own() -> None:
-    """None of them has an anchor: it would wait for them, and they for its checkpoint."""
+def test_an_island_that_joins_while_others_wait_with_checkpoints_loads_its_own() -> None:
+    """No island has an anchor: the new one would wait for the others, and they for its checkpoint."""
     world = World(minimum=2)
     world.join("a")
     world.say("a", "claim", run="former", number=0, version=7)
@@ -265,7 +265,7 @@ def test_who_comes_while_others_wait_with_checkpoints_loads_its_own() -> None:
     assert [world.last(name, "anchor")["sources"] for name in "abc"] == [[["b:2"]], [], [["b:2"]]]
 
 
-def test_a_checkpoint_is_no_anchor_where_others_have_gone_on() -> None:
+def test_a_checkpoint_is_not_an_anchor_if_others_have_continued() -> None:
     world = World()
     world.begin("a")
     world.arrive("a")
@@ -275,7 +275,7 @@ def test_a_checkpoint_is_no_anchor_where_others_have_gone_on() -> None:
     assert world.last("b", "anchor") == {"kind": "anchor", "version": 2, "sources": [["a:2"]]}
 
 
-def test_what_comes_of_another_beginning_is_not_added() -> None:
+def test_updates_from_another_beginning_are_not_added() -> None:
     world = World()
     world.begin("a")
     world.say("a", "claim", run="former", number=0, version=9)
@@ -293,15 +293,13 @@ def test_fewer_than_the_minimum_do_not_exchange() -> None:
     world.arrive("a")
     world.wait(2 * TIMEOUT, "a")
     assert world.count("a", "round") == 0
-    assert (
-        "at least 2 islands must be there (minimum), and 1 of them is (island 0)" in world.last("a", "waiting")["why"]
-    )
+    assert "at least 2 islands must be connected (minimum), and 1 is (island 0)" in world.last("a", "waiting")["why"]
     world.begin("c")
     world.arrive("c")
     assert world.partners("a") == [0, 2]
 
 
-def test_terms_are_those_of_who_is_there() -> None:
+def test_terms_are_those_of_the_connected_islands() -> None:
     world = World()
     world.begin("a")
     message = {"terms": {**terms(), "outer": "nesterov"}, "store": "b:1", "addresses": []}
@@ -316,11 +314,11 @@ def test_terms_are_those_of_who_is_there() -> None:
     assert world.last("b", "welcome")
 
 
-def test_a_process_is_one_island() -> None:
+def test_a_process_can_be_only_one_island() -> None:
     world = World()
     world.join("a", process="host:1")
     world.join("b", process="host:1")
-    assert "process host:1 is an island already" in world.last("b", "refused")["why"]
+    assert "process host:1 already is an island" in world.last("b", "refused")["why"]
     world.join("a", process="host:1")
     assert world.count("a", "refused") == 0
     world.lose("a")
@@ -331,11 +329,11 @@ def test_a_process_is_one_island() -> None:
 def test_an_island_of_another_run_is_refused() -> None:
     world = World()
     world.join("a", run="other", number=3, version=4)
-    assert "the island of run other" in world.last("a", "refused")["why"]
+    assert "the island belongs to run other" in world.last("a", "refused")["why"]
 
 
-def test_after_rounds_in_vain_each_is_left_out_in_turn() -> None:
-    """A broken link between a and b: every round with both is void."""
+def test_after_void_rounds_each_island_is_left_out_in_turn() -> None:
+    """The link between a and b is broken, so every round with both is void."""
     world = World()
     world.begin("a", "b", "c")
     counted = set()
@@ -363,7 +361,7 @@ def test_after_rounds_in_vain_each_is_left_out_in_turn() -> None:
         {"version": [1]},
     ],
 )
-def test_what_is_no_island_changes_nothing(wrong: Mapping[str, Any]) -> None:
+def test_messages_of_unknown_islands_change_nothing(wrong: Mapping[str, Any]) -> None:
     world = World()
     before = world.coordinator.to_save()
     with pytest.raises((ValueError, KeyError, TypeError)):
@@ -374,8 +372,8 @@ def test_what_is_no_island_changes_nothing(wrong: Mapping[str, Any]) -> None:
     assert world.last("b", "welcome")["number"] == 0
 
 
-def test_what_was_lost_with_those_who_had_it_is_no_ancestor() -> None:
-    """The others have gone on from before, so what is moved from there must not be added."""
+def test_a_version_lost_with_its_holders_is_not_in_the_lineage() -> None:
+    """The others have continued from an older version, so updates from the lost one must not be added."""
     world = World()
     world.begin("a", "b", "c")
     world.arrive("a", "b")

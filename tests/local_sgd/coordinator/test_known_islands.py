@@ -32,7 +32,7 @@ def join_again(world: World, name: str, number: int, version: int) -> None:
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_newcomer_does_not_begin_anew_while_trained_islands_are_cut_off(restarted: bool) -> None:
+def test_a_new_island_does_not_restart_the_run_while_trained_islands_are_cut_off(restarted: bool) -> None:
     world = trained("a", "b")
     if restarted:
         world.restart()
@@ -55,7 +55,7 @@ def test_a_newcomer_does_not_begin_anew_while_trained_islands_are_cut_off(restar
     assert world.last("c", "anchor") == {"kind": "anchor", "version": 2, "sources": [["a:2"]]}
 
 
-def test_an_island_that_is_behind_does_not_go_on_while_the_newest_are_cut_off() -> None:
+def test_an_outdated_island_does_not_continue_while_the_newest_ones_are_cut_off() -> None:
     world = trained("a", "b", "c")
     world.lose("c")
     for _ in range(5):
@@ -71,7 +71,7 @@ def test_an_island_that_is_behind_does_not_go_on_while_the_newest_are_cut_off() 
     assert world.last("a", "round")["base"] == 7
 
 
-def test_a_newcomer_waits_for_the_newest_anchor_and_not_for_an_older_one() -> None:
+def test_a_new_island_waits_for_the_newest_anchor() -> None:
     world = trained("a", "b")
     world.lose("b")
     exchange(world, "a")
@@ -87,7 +87,7 @@ def test_a_newcomer_waits_for_the_newest_anchor_and_not_for_an_older_one() -> No
     assert world.last("c", "anchor") == {"kind": "anchor", "version": 2, "sources": [["b:2"]]}
 
 
-def test_islands_that_left_are_not_waited_for() -> None:
+def test_islands_that_left_are_not_awaited() -> None:
     world = trained("a", "b")
     world.say("a", "leave")
     world.say("b", "leave")
@@ -97,7 +97,7 @@ def test_islands_that_left_are_not_waited_for() -> None:
     assert world.partners("c") == [2]
 
 
-def test_one_that_died_is_not_waited_for_by_those_who_have_the_newest_anchor() -> None:
+def test_islands_with_the_newest_anchor_do_not_wait_for_a_dead_one() -> None:
     world = trained("a", "b")
     world.lose("a")
     world.arrive("b")
@@ -107,7 +107,7 @@ def test_one_that_died_is_not_waited_for_by_those_who_have_the_newest_anchor() -
     assert world.last("c", "anchor")["sources"] == [["b:2"]]
 
 
-def test_one_that_died_long_ago_does_not_outlive_those_that_went_on() -> None:
+def test_an_island_that_died_long_ago_does_not_replace_those_that_continued() -> None:
     world = trained("a", "b")
     world.lose("a")
     world.wait(PATIENCE + 0.5, "b")
@@ -118,7 +118,7 @@ def test_one_that_died_long_ago_does_not_outlive_those_that_went_on() -> None:
 
 
 @pytest.mark.parametrize("minimum", [1, 2])
-def test_islands_that_died_before_any_exchange_are_waited_for_as_long_as_their_patience(minimum: int) -> None:
+def test_islands_that_died_before_any_exchange_are_awaited_for_their_patience(minimum: int) -> None:
     world = World(minimum=minimum)
     world.begin(*"ab"[:minimum])
     for name in "ab"[:minimum]:
@@ -138,7 +138,7 @@ def test_islands_that_died_before_any_exchange_are_waited_for_as_long_as_their_p
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_user_declares_islands_gone(restarted: bool) -> None:
+def test_a_user_can_remove_dead_islands(restarted: bool) -> None:
     world = trained("a", "b")
     for name in "ab":
         world.lose(name)
@@ -162,7 +162,7 @@ def test_a_user_declares_islands_gone(restarted: bool) -> None:
     assert world.last("a", "anchor") == {"kind": "anchor", "version": 3, "sources": [["c:2"]]}
 
 
-def test_terms_are_those_of_islands_that_have_not_left() -> None:
+def test_terms_follow_the_islands_that_have_not_left() -> None:
     world = trained("a")
     world.lose("a")
     other = {**terms(), "outer": "nesterov"}
@@ -178,8 +178,8 @@ def test_terms_are_those_of_islands_that_have_not_left() -> None:
 
 @pytest.mark.parametrize("restarted", [False, True])
 @pytest.mark.parametrize("asks", [False, True])
-def test_all_begin_with_the_newest_checkpoint_after_a_power_cut(restarted: bool, asks: bool) -> None:
-    """Each asks for the others' anchor first, when its engine is made, and then loads its checkpoint."""
+def test_all_islands_start_from_the_newest_checkpoint_after_a_power_cut(restarted: bool, asks: bool) -> None:
+    """Each island first requests an anchor, when its engine is made, and then loads its checkpoint."""
     world = trained("a", "b", "c", minimum=2, rounds=12)
     for name in "abc":
         world.lose(name)
@@ -216,8 +216,8 @@ def test_a_checkpoint_waits_for_trained_islands_that_are_cut_off() -> None:
     assert world.last("c", "anchor") == {"kind": "anchor", "version": 10, "sources": [["b:2"]]}
 
 
-def test_a_checkpoint_of_the_lineage_is_taken_where_others_are_behind() -> None:
-    """c was cut off in the first round; the others were killed, and have saved since."""
+def test_a_checkpoint_of_the_lineage_is_used_if_all_other_islands_are_older() -> None:
+    """Island c was cut off in the first round; the others were killed after they had saved."""
     world = trained("a", "b", "c")
     world.lose("c")
     for _ in range(8):
@@ -236,7 +236,7 @@ def test_a_checkpoint_of_the_lineage_is_taken_where_others_are_behind() -> None:
     assert world.last("c", "round")["base"] == 9
 
 
-def test_a_checkpoint_of_another_run_does_not_replace_islands_that_have_not_left() -> None:
+def test_a_checkpoint_of_another_run_does_not_replace_known_anchors() -> None:
     world = trained("a")
     world.lose("a")
     world.join("c")
@@ -247,7 +247,7 @@ def test_a_checkpoint_of_another_run_does_not_replace_islands_that_have_not_left
     assert world.last("c", "anchor") == {"kind": "anchor", "version": 400, "sources": []}
 
 
-def test_a_coordinator_that_comes_back_after_a_new_beginning_waits_for_those_who_agreed_to_it() -> None:
+def test_a_restarted_coordinator_waits_for_the_islands_that_agreed_to_a_new_beginning() -> None:
     world = trained("a", "b", minimum=2, rounds=3)
     for name in "ab":
         world.lose(name)
@@ -262,7 +262,7 @@ def test_a_coordinator_that_comes_back_after_a_new_beginning_waits_for_those_who
     assert world.partners("c") == [2, 3]
 
 
-def test_the_file_of_an_earlier_release_knows_the_islands_of_the_last_round() -> None:
+def test_the_state_file_of_an_earlier_release_restores_the_islands_of_the_last_round() -> None:
     world = trained("a", "b")
     saved = json.loads(world.coordinator.to_save())
     del saved["holders"]
@@ -275,17 +275,17 @@ def test_the_file_of_an_earlier_release_knows_the_islands_of_the_last_round() ->
     assert world.coordinator.saved.version == 2
 
 
-def test_who_waits_is_told_which_islands_it_waits_for() -> None:
+def test_a_waiting_island_is_told_which_islands_are_missing() -> None:
     world = World(minimum=2)
     world.join("a")
     world.say("a", "sources")
-    assert world.last("a", "waiting")["why"].endswith("1 of them is (island 0); start 1 more")
+    assert world.last("a", "waiting")["why"].endswith("1 is (island 0); start 1 more")
     world.begin("b")
     world.say("a", "ready", version=1)
     world.arrive("a", "b")
     world.vote("a")
     world.wait(TIMEOUT, "a", "b")
-    assert world.last("a", "waiting")["why"] == "the exchange of round 2 is not over for island 1 (b)"
+    assert world.last("a", "waiting")["why"] == "the exchange of round 2 has not ended for island 1 (b)"
     assert world.count("b", "waiting") == 0
     world.vote("b")
     world.restart()
@@ -297,13 +297,13 @@ def test_who_waits_is_told_which_islands_it_waits_for() -> None:
 
 @dataclass
 class Process:
-    """An island as it really is, whatever the coordinator knows of it."""
+    """Actual state of an island, independent of what the coordinator knows."""
 
     name: str
     connected: bool = True
     version: int = 0
     heard: int = 0
-    """Number of messages that it has read."""
+    """Number of messages that the island has read."""
 
 
 @dataclass
@@ -408,7 +408,7 @@ class Chaos:
                 self.world.say(one.name, "vote", round=id_, ok=True)
 
     def read(self) -> None:
-        """The islands hear what they were told: anchors, and outcomes."""
+        """Let the islands read their messages: anchors and outcomes."""
         for one in self.connected():
             told = self.world.told[one.name][one.heard :]
             one.heard += len(told)
@@ -431,7 +431,7 @@ class Chaos:
             assert not [name for name in holding if after.claimed is None], "trained islands are not dropped"
 
     def mend(self) -> None:
-        """The network is whole again, dead islands are declared gone, and all do what they should."""
+        """Restore the network, remove dead islands, and let the others act as they should."""
         for one in self.cut_off():
             one.connected = True
             self.back(one)
@@ -452,7 +452,7 @@ class Chaos:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_whatever_happens_nothing_trained_is_dropped_and_nobody_waits_for_ever(seed: int) -> None:
+def test_random_histories_lose_no_trained_weights_and_block_no_island_forever(seed: int) -> None:
     chaos = Chaos(random.Random(seed))
     for _ in range(100):
         chaos.act()

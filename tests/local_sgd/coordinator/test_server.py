@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.local_sgd.coordinator.client import Client, status
+from deepspeed_compress.local_sgd.coordinator.client import CoordinatorClient, status
 from deepspeed_compress.local_sgd.coordinator.server import StateFile, island_server
 from deepspeed_compress.local_sgd.coordinator.wire import COORDINATOR
 from deepspeed_compress.transport.client import connect
@@ -40,12 +40,12 @@ def test_a_malformed_message_ends_its_connection_alone(message: dict) -> None:
             with pytest.raises(ConnectionError):
                 there.receive(5)
         assert status(address)["islands"] == []
-        client = Client(address, 1.0, 5.0, {"timeout": 1.0}, "host:1", ["host:2"])
+        client = CoordinatorClient(address, 1.0, 5.0, {"timeout": 1.0}, "host:1", ["host:2"])
         assert client.number == 0
         client.leave()
 
 
-def test_a_connection_is_of_one_island() -> None:
+def test_a_connection_serves_only_one_island() -> None:
     with coordinator() as address, connect(address, COORDINATOR, Credentials.find()) as there:
         there.send(JOIN)
         assert there.receive(5)["kind"] == "welcome"
@@ -55,50 +55,50 @@ def test_a_connection_is_of_one_island() -> None:
         until(lambda: status(address)["islands"] == [])
 
 
-def test_an_address_is_of_one_server() -> None:
+def test_an_address_serves_only_one_server() -> None:
     with coordinator() as address, pytest.raises(OSError, match="in use"):
         island_server(None, "127.0.0.1", int(address.rpartition(":")[2]))
 
 
-def test_an_island_with_another_secret_ends_at_once_with_an_error_that_names_the_file() -> None:
+def test_an_island_with_another_secret_fails_at_once_and_the_error_names_the_file() -> None:
     wrong = Credentials(Secret(b"the secret of another account", "/home/me/.deepspeed_compress/secret"))
     with (
         coordinator() as address,
         pytest.raises(ConfigError, match=r"a different secret.*/home/me/.deepspeed_compress/s"),
     ):
-        Client(address, 1.0, 60.0, {"timeout": 1.0}, "host:1", ["host:2"], credentials=wrong)
+        CoordinatorClient(address, 1.0, 60.0, {"timeout": 1.0}, "host:1", ["host:2"], credentials=wrong)
 
 
-def test_an_island_that_leaves_is_not_there_any_more_when_it_has_left() -> None:
+def test_leave_returns_after_the_coordinator_has_removed_the_island() -> None:
     with coordinator() as address:
-        client = Client(address, 1.0, 5.0, {"timeout": 1.0}, "host:1", ["host:2"])
+        client = CoordinatorClient(address, 1.0, 5.0, {"timeout": 1.0}, "host:1", ["host:2"])
         client.leave()
         assert status(address)["islands"] == []
 
 
-def test_who_joins_and_leaves_is_told_with_the_reason() -> None:
+def test_the_log_reports_islands_that_join_and_leave_with_reasons() -> None:
     told: list[str] = []
     server = island_server(None, "127.0.0.1", 0, told.append)
     with serving(server):
         address, terms = f"127.0.0.1:{server.port}", {"timeout": 1.0}
-        client = Client(address, 1.0, 5.0, terms, "host:1", ["host:2"])
+        client = CoordinatorClient(address, 1.0, 5.0, terms, "host:1", ["host:2"])
         client.leave()
-        other = Client(address, 1.0, 5.0, terms, "host:1", ["host:2"])
+        other = CoordinatorClient(address, 1.0, 5.0, terms, "host:1", ["host:2"])
         with pytest.raises(ConfigError, match="timeout is 2"):
-            Client(address, 2.0, 5.0, {"timeout": 2.0}, "host:1", ["host:2"])
+            CoordinatorClient(address, 2.0, 5.0, {"timeout": 2.0}, "host:1", ["host:2"])
         with connect(address, COORDINATOR, Credentials.find()) as there:
             there.send(JOIN)
             assert there.receive(5)["kind"] == "welcome"
-            until(lambda: "island 2 (127.0.0.1) was silent for longer than `timeout`; 1 are left" in told)
+            until(lambda: "island 2 (127.0.0.1) was silent for longer than `timeout`; 1 connected" in told)
             there.send(JOIN)
             until(lambda: (there.receive(5) or {}).get("kind") == "welcome")
         until(lambda: any("island 3 (127.0.0.1) lost its connection" in one for one in told))
         other.leave()
-    assert told[:2] == ["island 0 (127.0.0.1) joined; 1 are here", "island 0 (127.0.0.1) left; 0 are left"]
+    assert told[:2] == ["island 0 (127.0.0.1) joined; 1 connected", "island 0 (127.0.0.1) left; 0 connected"]
     assert "an island at 127.0.0.1 was refused: timeout is 2.0, that of the others 1.0" in told
 
 
-def test_a_state_that_cannot_be_written_is_told_and_nobody_is_answered_until_it_can(tmp_path: Path) -> None:
+def test_a_state_that_cannot_be_written_is_reported_and_delays_all_answers(tmp_path: Path) -> None:
     told: list[str] = []
     file = StateFile(tmp_path / "here" / "state.json")
     server = island_server(file, "127.0.0.1", 0, told.append)
@@ -111,12 +111,12 @@ def test_a_state_that_cannot_be_written_is_told_and_nobody_is_answered_until_it_
         assert there.receive(5)["kind"] == "welcome"
 
 
-def test_a_standstill_of_the_coordinator_is_no_silence_of_the_islands() -> None:
-    """As when its disk, or its host, stops for a while: what has arrived is heard before anybody is declared dead."""
+def test_a_stall_of_the_coordinator_does_not_lose_islands() -> None:
+    """After its disk or host has stalled, pending messages are handled before any island is lost."""
     told: list[str] = []
     server = island_server(None, "127.0.0.1", 0, told.append)
     with serving(server):
-        client = Client(f"127.0.0.1:{server.port}", 1.0, 20.0, {"timeout": 1.0}, "host:1", ["host:2"])
+        client = CoordinatorClient(f"127.0.0.1:{server.port}", 1.0, 20.0, {"timeout": 1.0}, "host:1", ["host:2"])
         for _ in range(3):
             with server._lock:
                 # The clock waits first, so it would be the first to go on.
@@ -126,17 +126,17 @@ def test_a_standstill_of_the_coordinator_is_no_silence_of_the_islands() -> None:
     assert [one for one in told if "was silent" in one] == []
 
 
-def test_others_who_are_ready_again_at_once_are_heard_of() -> None:
-    """ "open" comes with the answer, before whoever has asked has woken up."""
-    client = object.__new__(Client)
+def test_a_round_that_opens_right_after_an_answer_is_noticed() -> None:
+    """The message "open" arrives with the answer, before the calling thread has woken up."""
+    client = object.__new__(CoordinatorClient)
     client._change = _Unshared()
-    client.opened, client.version, client._pending = True, 1, {"kind": "arrive"}
-    client._hear({"kind": "over"})
-    assert not client.opened
-    client._hear({"kind": "open"})
+    client.is_awaited, client.version, client._pending = True, 1, {"kind": "arrive"}
+    client._handle({"kind": "over"})
+    assert not client.is_awaited
+    client._handle({"kind": "open"})
     client._ask = lambda message: {"kind": "over"}  # type: ignore[method-assign]
     assert client.arrive(1) is None
-    assert client.opened
+    assert client.is_awaited
 
 
 class _Unshared:
@@ -147,7 +147,7 @@ class _Unshared:
     def notify_all(self) -> None: ...
 
 
-def test_a_state_is_on_the_disk_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_file_and_its_name_are_synced_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[bool] = []
     sync = os.fsync
 

@@ -52,16 +52,17 @@ def exchanging() -> World:
 
 def state(world: World) -> Any:
     """Return all that the coordinator knows."""
-    coordinator = world.coordinator
-    parts = [coordinator.to_save(), coordinator._islands, coordinator._running, coordinator._known.__dict__]
-    return copy.deepcopy([*parts, coordinator._deadline, coordinator._outbox, coordinator._void, coordinator._turn])
+    membership, rounds = world.coordinator.membership, world.coordinator._rounds
+    own = [(one.__dict__.keys() - {"known", "_membership"}, one.__dict__) for one in (membership, rounds)]
+    parts = [{name: values[name] for name in sorted(names)} for names, values in own]
+    return copy.deepcopy([world.coordinator.to_save(), membership.known.__dict__, *parts])
 
 
 def refused(world: World, name: str, message: Mapping[str, Any]) -> bool:
     """Return True if `message` is refused as no message, and then nothing has changed."""
     before = state(world)
     try:
-        world.coordinator.hear(name, message, world.now + 1.0)
+        world.coordinator.handle(name, message, world.now + 1.0)
     except ValueError:
         assert state(world) == before
         return True
@@ -122,19 +123,19 @@ def test_an_unknown_kind_is_refused(kind: object) -> None:
     [
         (7, 1, "island 7 with version 1 is not known to run"),
         (0, 99, "island 0 with version 99 is not known to run"),
-        (0, 2, "island 0 is connected already, by another process"),
+        (0, 2, "island 0 is already connected from another process"),
     ],
 )
-def test_an_island_that_cannot_be_is_told_why(number: int, version: int, text: str) -> None:
+def test_an_island_that_cannot_join_is_told_why(number: int, version: int, text: str) -> None:
     world = exchanging()
     saved = world.coordinator.to_save()
     world.join("c", number=number, version=version, run=world.coordinator.saved.run)
     assert text in world.last("c", "refused")["why"]
     assert world.coordinator.to_save() == saved
-    assert "c" not in world.coordinator._islands
+    assert "c" not in world.coordinator.membership.connected
 
 
-def test_a_claim_does_not_poison_the_rounds_to_come() -> None:
+def test_a_claim_does_not_break_later_rounds() -> None:
     world = World()
     world.join("a")
     world.say("a", "claim", run="former", number=3, version=2**40)
@@ -145,7 +146,7 @@ def test_a_claim_does_not_poison_the_rounds_to_come() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_thousands_of_mutated_messages_change_nothing_or_are_right(seed: int) -> None:
+def test_mutated_messages_are_refused_without_a_change_or_are_valid(seed: int) -> None:
     random_, world = random.Random(seed), exchanging()
     found = {True: 0, False: 0}
     for _ in range(500):
@@ -161,7 +162,7 @@ def test_thousands_of_mutated_messages_change_nothing_or_are_right(seed: int) ->
                 mutate(random_, message[inner])
         found[refused(world, random_.choice("ab"), message)] += 1
         json.loads(world.coordinator.to_save())
-        json.dumps(world.coordinator.take(), allow_nan=False).encode()
+        json.dumps(world.coordinator.take_messages(), allow_nan=False).encode()
         if random_.random() < 0.05:
             world = exchanging()
     assert found[True] > 200
@@ -169,14 +170,14 @@ def test_thousands_of_mutated_messages_change_nothing_or_are_right(seed: int) ->
 
 
 def mutate(random_: random.Random, value: Any) -> None:
-    """Change a part of `value` in place, where it has one."""
+    """Change a part of `value` in place, if it has any."""
     if isinstance(value, dict) and value:
         value[random_.choice([*value])] = random_.choice(NEVER)
     elif isinstance(value, list) and value:
         value[0] = random_.choice(NEVER)
 
 
-def test_a_message_is_what_its_kind_says() -> None:
+def test_a_message_has_the_fields_of_its_kind() -> None:
     for kind, fields in RIGHT.items():
         found = read_request({"kind": kind, **fields, "run": "other"})
         assert found.kind == kind

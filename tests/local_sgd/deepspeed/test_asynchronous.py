@@ -31,7 +31,7 @@ def anchor_of(engine: Any) -> list[float]:
 
 
 def apart(rank: int, job: Job, size: int, ports: list[int]) -> tuple[int, list[float], set[str]]:
-    """The number of the island, its anchor after a last pull, and what became of exchanges."""
+    """Return the number of the island, its anchor after a last pull, and the kinds of results."""
     place = become_island(rank, size, ports)
     engine = start(job)
     islands = engine.compression.islands
@@ -44,7 +44,7 @@ def apart(rank: int, job: Job, size: int, ports: list[int]) -> tuple[int, list[f
         waited.append(islands.exchange.finish(30))
     run(engine, batches[12:])
     islands.exchange.finish(30)
-    found = islands.number, anchor_of(engine), {met.kind for met in (*waited, *islands.history)}
+    found = islands.number, anchor_of(engine), {result.kind for result in (*waited, *islands.history)}
     assert all(torch.isfinite(torch.tensor(values)).all() for values in weights(engine).values())
     engine.destroy()
     return found
@@ -52,7 +52,7 @@ def apart(rank: int, job: Job, size: int, ports: list[int]) -> tuple[int, list[f
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_islands_of_two_ranks_have_the_anchor_of_the_server(stage: int) -> None:
-    """The same parts of it: each island the newest one when it pulled last."""
+    """Ranks of equal place hold the anchor that was newest when they last pulled."""
     with parameter_server() as server, own_ports(2) as ports:
         job = Job(stage, section=section(server.port, exchange={"method": "none"}), steps=20)
         islands = run_forks(4, apart, job, 2, ports)
@@ -80,7 +80,7 @@ def one_island(rank: int, alone: Job, ours: Job, ports: list[int]) -> list[dict[
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_an_island_alone_trains_as_deepspeed_does(stage: int) -> None:
+def test_a_single_island_trains_as_deepspeed_does(stage: int) -> None:
     with parameter_server() as server, own_ports(1) as ports:
         alone = Job(stage, steps=8)
         ours = replace(alone, section=section(server.port, exchange={"method": "none"}))
@@ -110,7 +110,7 @@ def resumed(rank: int, job: Job, ports: list[int], directory: str) -> tuple[int,
 
 
 def test_an_island_that_comes_back_goes_on_where_it_saved(tmp_path: Path) -> None:
-    """Also under a server that was started again."""
+    """The same holds with a restarted server."""
     state, directory = tmp_path / "state", str(tmp_path / "saved")
     with own_ports(1) as ports:
         with parameter_server(state) as server:
@@ -163,7 +163,7 @@ def test_bytes_are_those_of_islands() -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(elastic: Mapping[str, Any], more: Mapping[str, Any], text: str) -> None:
+def test_invalid_settings_are_refused_by_name(elastic: Mapping[str, Any], more: Mapping[str, Any], text: str) -> None:
     islands = {"elastic": {"rendezvous": "head:1", **elastic}, **more}
     with pytest.raises(ConfigError, match=text):
         deepspeed_compress.config.parse_section({"deepspeed_compress": {"islands": islands}})

@@ -30,7 +30,7 @@ def pushes(found: Sea, island: int) -> int:
     return sum(one["kind"] == "exchange" for one in found.lines(island))
 
 
-def test_islands_are_killed_at_random_instants_and_come_again(tmp_path: Path, undisturbed: Sea) -> None:
+def test_islands_killed_at_random_instants_can_join_again(tmp_path: Path, undisturbed: Sea) -> None:
     random_, kills = random.Random(3), 6
     with sea(tmp_path, VERSIONS, asynchronous=True) as found:
         came(found, 3)
@@ -65,7 +65,7 @@ def test_nobody_waits_for_one_that_is_slow_or_cut_off(tmp_path: Path, undisturbe
 
 @contextmanager
 def serving(state: Path, port: int) -> Iterator[subprocess.Popen[str]]:
-    """The command, from when it listens."""
+    """Yield the process of the command once it listens."""
     program = [sys.executable, "-m", "deepspeed_compress.cli", "islands", "serve", "--parameter-server"]
     options = ["--host", "127.0.0.1", "--port", str(port), "--state", str(state)]
     server = subprocess.Popen([*program, *options], stdout=subprocess.PIPE, text=True)

@@ -14,28 +14,17 @@ import torch
 
 import deepspeed_compress
 from deepspeed_compress.errors import CompressWarning, ConfigError, IslandError, StateError
-from deepspeed_compress.local_sgd import elastic_exchange as rounds
+from deepspeed_compress.local_sgd import shared_anchor
 from deepspeed_compress.local_sgd.coordinator.client import status
 from deepspeed_compress.local_sgd.deepspeed import elastic
 from tests.support.coordinators import become_island, coordinator, own_ports, parameter_server
 from tests.support.forks import run_forks
+from tests.support.island_jobs import elastic_section, wait_for
 from tests.support.jobs import MUON, Job, data, moments, network, run, start, weights
 
 STAGES = (0, 1, 2, 3)
 FUSED: Mapping[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
 """DeepSpeed's own AdamW."""
-
-
-def section(
-    address: str, minimum: int = 2, give_up: str = "20 s", timeout: str = "5 s", **islands: Any
-) -> Mapping[str, Any]:
-    elastic = {"rendezvous": address, "timeout": timeout, "minimum": minimum, "give_up": give_up}
-    exchange = {"method": "blockwise", "bits": 4}
-    return {
-        "gradients": {"method": "none"},
-        "monitor": {"announce": False},
-        "islands": {"sync_every": 3, "exchange": exchange, **islands, "elastic": elastic},
-    }
 
 
 Seen = tuple[int, dict[str, list[float]]]
@@ -61,7 +50,7 @@ def apart(rank: int, job: Job, size: int, ports: list[int], seen_of: Any = weigh
 @pytest.mark.parametrize("stage", STAGES)
 def test_islands_have_the_same_weights_at_every_version(stage: int) -> None:
     with coordinator() as address, own_ports(2) as ports:
-        job = Job(stage, section=section(address), steps=40)
+        job = Job(stage, section=elastic_section(address), steps=40)
         first, second, third, fourth = run_forks(4, apart, job, 2, ports)
     assert first == second
     assert third == fourth
@@ -71,7 +60,7 @@ def test_islands_have_the_same_weights_at_every_version(stage: int) -> None:
 
 
 def corrected(engine: Any) -> dict[str, list[float]]:
-    """Second moments as Adam steps with them: those of islands of unequal age are alike when corrected."""
+    """Return bias-corrected second moments, which are equal in islands of unequal age."""
     # DeepSpeed's FusedAdam counts in one state alone.
     steps = max(float(state.get("step", 0)) for state in engine.basic_optimizer.state.values())
     [beta] = {group["betas"][1] for group in engine.basic_optimizer.param_groups if "betas" in group}
@@ -83,7 +72,7 @@ def corrected(engine: Any) -> dict[str, list[float]]:
 @pytest.mark.parametrize(("stage", "extra"), [(0, {}), (1, {}), (0, FUSED), (0, MUON)])
 def test_islands_have_the_same_second_moments_at_every_version(stage: int, extra: Mapping[str, Any]) -> None:
     with coordinator() as address, own_ports(2) as ports:
-        job = Job(stage, section=section(address, second_moments={"block_size": 1}), extra=extra, steps=40)
+        job = Job(stage, section=elastic_section(address, second_moments={"block_size": 1}), extra=extra, steps=40)
         first, second, third, fourth = run_forks(4, apart, job, 2, ports, corrected, 0.2)
     assert [seen["steps"] for _, seen in first] != [seen["steps"] for _, seen in third]
     for (version, mine), (same, others) in zip(first + second, third + fourth, strict=True):
@@ -94,9 +83,9 @@ def test_islands_have_the_same_second_moments_at_every_version(stage: int, extra
 
 
 def test_an_island_keeps_parameters_of_its_own() -> None:
-    """At every version, also the one that it began with."""
+    """They are local at every version, including the first."""
     with coordinator() as address, own_ports(2) as ports:
-        job = Job(1, section=section(address, own=[r"^4\."]), steps=40)
+        job = Job(1, section=elastic_section(address, own=[r"^4\."]), steps=40)
         first, _, third, _ = run_forks(4, apart, job, 2, ports)
     for (version, mine), (same, others) in zip(first, third, strict=True):
         assert version == same
@@ -115,29 +104,29 @@ def one_island(rank: int, alone: Job, elastic: Job, ports: list[int]) -> list[di
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_an_island_alone_trains_as_deepspeed_does(stage: int) -> None:
+def test_a_single_island_trains_as_deepspeed_does(stage: int) -> None:
     with coordinator() as address, own_ports(1) as ports:
         alone = Job(stage, steps=6)
-        elastic = replace(alone, section=section(address, minimum=1, exchange={"method": "none"}))
+        elastic = replace(alone, section=elastic_section(address, minimum=1, exchange={"method": "none"}))
         ((plain, ours),) = run_forks(1, one_island, alone, elastic, ports)
     for name in plain:
         torch.testing.assert_close(torch.tensor(ours[name]), torch.tensor(plain[name]), atol=1e-6, rtol=1e-5)
 
 
 def run_until(engine: Any, batches: Iterator[tuple[torch.Tensor, torch.Tensor]], version: int) -> None:
-    """Islands exchange as soon as one of them is due: which step that is differs from run to run."""
+    """Train until `version`. The step of an exchange differs from run to run."""
     while engine.compression.islands.exchange.version < version:
         run(engine, [next(batches)])
 
 
 def saved(rank: int, job: Job, ports: list[int], directories: list[str]) -> tuple[int, dict[str, list[float]]]:
-    """The second island saves later than the first one. The tag is a number."""
+    """Train and save, the second island later than the first one. The tag is a number."""
     become_island(rank, 1, ports)
     engine, batches = start(job), cycle(data(rank, job))
     exchange = engine.compression.islands.exchange
     run_until(engine, batches, 2 + rank)
     engine.save_checkpoint(directories[rank], tag=0)
-    version, anchor = exchange.version, exchange.copy(1)[2]["anchor"].tolist()
+    version, anchor = exchange.version, exchange.shared_anchor.copy(1)[2]["anchor"].tolist()
     run_until(engine, batches, 1 + len(directories))
     engine.destroy()
     return version, {"anchor": anchor}
@@ -149,20 +138,20 @@ def resumed(rank: int, job: Job, ports: list[int], directories: list[str]) -> tu
     path, _ = engine.load_checkpoint(directories[rank])
     assert path is not None
     exchange = engine.compression.islands.exchange
-    version, anchor = exchange.version, exchange.copy(1)[2]["anchor"].tolist()
+    version, anchor = exchange.version, exchange.shared_anchor.copy(1)[2]["anchor"].tolist()
     run(engine, data(rank + 7, job))
     engine.destroy()
     return version, {"anchor": anchor}, float(engine.global_steps)
 
 
 @pytest.mark.parametrize("more", [{}, {"checkpointing": {}}], ids=["at once", "in the background"])
-def test_when_all_are_lost_they_begin_with_the_newest_checkpoint(tmp_path: Path, more: Mapping[str, Any]) -> None:
+def test_all_islands_restart_from_the_newest_checkpoint(tmp_path: Path, more: Mapping[str, Any]) -> None:
     directories = [str(tmp_path / name) for name in "ab"]
     with coordinator() as address, own_ports(2) as ports:
-        job = Job(1, section={**section(address), **more}, steps=40)
+        job = Job(1, section={**elastic_section(address), **more}, steps=40)
         before = run_forks(2, saved, job, ports, directories)
     with coordinator() as address, own_ports(2) as ports:
-        job = Job(1, section={**section(address), **more}, steps=3)
+        job = Job(1, section={**elastic_section(address), **more}, steps=3)
         after = run_forks(2, resumed, job, ports, directories)
     newest = max(before, key=lambda one: one[0])
     assert newest == before[1] != before[0]
@@ -171,19 +160,19 @@ def test_when_all_are_lost_they_begin_with_the_newest_checkpoint(tmp_path: Path,
 
 
 def resumed_late(rank: int, *args: Any) -> tuple[int, dict[str, list[float]], float]:
-    """The second island takes the anchor of the first one when that has begun to load its checkpoint."""
+    """Resume; the second island fetches its anchor after the first one has begun to load its checkpoint."""
     if rank:
-        original = rounds.fetch_anchor
-        rounds.fetch_anchor = lambda *given: (time.sleep(1.0), original(*given))[1]
+        original = shared_anchor.fetch_anchor
+        shared_anchor.fetch_anchor = lambda *given: (time.sleep(1.0), original(*given))[1]
     return resumed(rank, *args)
 
 
-def test_an_island_that_is_slow_to_come_back_does_not_stop_the_others(tmp_path: Path) -> None:
+def test_an_island_that_returns_slowly_does_not_stop_the_others(tmp_path: Path) -> None:
     directories = [str(tmp_path / name) for name in "ab"]
     with coordinator() as address, own_ports(2) as ports:
-        before = run_forks(2, saved, Job(1, section=section(address), steps=40), ports, directories)
+        before = run_forks(2, saved, Job(1, section=elastic_section(address), steps=40), ports, directories)
     with coordinator() as address, own_ports(2) as ports:
-        short = section(address, timeout="2 s")
+        short = elastic_section(address, timeout="2 s")
         after = run_forks(2, resumed_late, Job(1, section=short, steps=3), ports, directories)
     assert [one[0] for one in after] == [before[1][0]] * 2
     assert [one[1] for one in after] == [before[1][1]] * 2
@@ -195,13 +184,13 @@ def follows(rank: int, job: Job, size: int, ports: list[int], directory: str) ->
     place, begun = become_island(rank, size, ports), Path(directory, "begun")
     if rank >= size:
         wait_for(begun.parent, begun.name)
-        original = rounds.fetch_anchor
+        original = shared_anchor.fetch_anchor
 
         def heard(*given: Any) -> Any:
             version, about, tensors = original(*given)
             return version, {**about, "step": about["step"] + place}, tensors
 
-        rounds.fetch_anchor = heard
+        shared_anchor.fetch_anchor = heard
     engine = start(job)
     if rank < size:
         run(engine, data(place, job)[:5])
@@ -213,10 +202,10 @@ def follows(rank: int, job: Job, size: int, ports: list[int], directory: str) ->
     return found
 
 
-def test_ranks_of_an_island_that_comes_follow_one_schedule(tmp_path: Path) -> None:
+def test_all_ranks_of_a_joining_island_follow_one_schedule(tmp_path: Path) -> None:
     rates = {"type": "WarmupLR", "params": {"warmup_num_steps": 100, "warmup_max_lr": 0.01, "warmup_type": "linear"}}
     with coordinator() as address, own_ports(2) as ports:
-        job = Job(1, section=section(address, minimum=1), extra={"scheduler": rates})
+        job = Job(1, section=elastic_section(address, minimum=1), extra={"scheduler": rates})
         first, second, third, fourth = run_forks(4, follows, job, 2, ports, str(tmp_path))
     assert first == second == third == fourth > 0
 
@@ -248,18 +237,13 @@ def goes_on(
     return seen
 
 
-def wait_for(marks: Path, name: str, count: int = 1) -> None:
-    while len(list(marks.glob(f"{name}*"))) < count:
-        time.sleep(0.02)
-
-
 def remember(exchange: Any, seen: dict[int, list[float]]) -> None:
-    """Who had to go on with its own weights has no anchor before its first exchange."""
-    seen[exchange.version] = exchange.copy(1)[2]["anchor"].tolist() if exchange.version else []
+    """Record the anchor; an island that continued with its own weights has none before its first exchange."""
+    seen[exchange.version] = exchange.shared_anchor.copy(1)[2]["anchor"].tolist() if exchange.version else []
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 3), (2, 4)])
-def test_islands_may_be_more_or_fewer_when_all_come_back(before: int, after: int, tmp_path: Path) -> None:
+def test_the_number_of_islands_may_change_when_all_restart(before: int, after: int, tmp_path: Path) -> None:
     come_back(goes_on, before, after, tmp_path)
 
 
@@ -271,28 +255,28 @@ def goes_on_alone(rank: int, job: Job, ports: list[int], directories: list[str],
     if rank == 2:
         while not status(job.section["islands"]["elastic"]["rendezvous"])["islands"]:
             time.sleep(0.02)
-        original = rounds.fetch_anchor
-        rounds.fetch_anchor = lambda *given: (time.sleep(1.0), original(*given))[1]
+        original = shared_anchor.fetch_anchor
+        shared_anchor.fetch_anchor = lambda *given: (time.sleep(1.0), original(*given))[1]
     return goes_on(rank, job, ports, directories, version, marks)
 
 
-def test_who_has_no_checkpoint_and_found_no_anchor_comes_to_the_others_later(tmp_path: Path) -> None:
+def test_an_island_without_checkpoint_or_anchor_joins_the_others_later(tmp_path: Path) -> None:
     third = come_back(goes_on_alone, 2, 3, tmp_path, timeout="2 s")[2]
     assert third[0] == []
 
 
 def come_back(work: Any, before: int, after: int, tmp_path: Path, timeout: str = "5 s") -> list[dict[int, list[float]]]:
-    """With the newest of the checkpoints that are loaded; who has none comes to the others. What `work` gives."""
+    """Restart all islands, and return the results of `work`. Islands without a checkpoint join the others."""
     directories = [str(tmp_path / f"{rank}") for rank in range(before)]
     with coordinator() as address, own_ports(before) as ports:
         # Who is left out of the last round goes on alone.
-        job = Job(1, section=section(address, minimum=1), steps=60)
+        job = Job(1, section=elastic_section(address, minimum=1), steps=60)
         kept = run_forks(before, saved, job, ports, directories)
     loaded, marks = min(before, after), tmp_path / "marks"
     marks.mkdir()
     newest, anchor = max(kept[:loaded], key=lambda one: one[0])
     with coordinator() as address, own_ports(after) as ports:
-        job = Job(1, section=section(address, minimum=loaded, timeout=timeout), steps=60)
+        job = Job(1, section=elastic_section(address, minimum=loaded, timeout=timeout), steps=60)
         found = run_forks(after, work, job, ports, directories[:loaded], newest + 3, marks)
     assert [seen[newest] for seen in found[:loaded]] == [anchor["anchor"]] * loaded
     first = found[0]
@@ -321,7 +305,7 @@ def saved_together(rank: int, job: Job, ports: list[int], directory: str) -> str
 
 
 def saved_at_once(rank: int, job: Job, ports: list[int], directory: str) -> list[str]:
-    """What saving was refused for, in one directory after the other."""
+    """Return the errors of saving in one directory after the other."""
     become_island(rank, 1, ports)
     engine, texts = start(job), []
     for number in range(5):
@@ -342,16 +326,16 @@ def saved_at_once(rank: int, job: Job, ports: list[int], directory: str) -> list
     return texts
 
 
-def test_two_islands_do_not_save_in_one_directory(tmp_path: Path) -> None:
+def test_two_islands_cannot_save_in_one_directory(tmp_path: Path) -> None:
     with coordinator() as address, own_ports(2) as ports:
-        first, second = run_forks(2, saved_together, Job(1, section=section(address)), ports, str(tmp_path))
+        first, second = run_forks(2, saved_together, Job(1, section=elastic_section(address)), ports, str(tmp_path))
     assert first == ""
     assert f"{tmp_path} is where island " in second
 
 
-def test_of_two_islands_that_save_in_one_directory_at_once_one_is_refused(tmp_path: Path) -> None:
+def test_one_of_two_islands_that_save_in_one_directory_at_once_is_refused(tmp_path: Path) -> None:
     with coordinator() as address, own_ports(2) as ports:
-        found = run_forks(2, saved_at_once, Job(1, section=section(address)), ports, str(tmp_path))
+        found = run_forks(2, saved_at_once, Job(1, section=elastic_section(address)), ports, str(tmp_path))
     for number, texts in enumerate(zip(*found, strict=True)):
         saved, refused = sorted(texts)
         assert saved == ""
@@ -377,7 +361,7 @@ def comes_late(
     if rank == 0:
         rates.append(engine.get_lr()[0])
         done.touch()
-        while engine.compression.islands.way.client.version and not Path(directory, "joined").exists():
+        while engine.compression.islands.exchange.rendezvous.version and not Path(directory, "joined").exists():
             time.sleep(0.02)
     loaded = {} if rank == 0 else rates_after_loading(engine, f"{directory}/saved")
     Path(directory, "joined").touch()
@@ -410,10 +394,10 @@ LOADED: Mapping[str, Mapping[str, bool]] = {
 }
 
 
-def test_one_that_comes_late_has_the_schedule_of_the_others_and_data_of_its_own(tmp_path: Path) -> None:
+def test_an_island_that_joins_late_follows_the_schedule_and_reads_its_own_data(tmp_path: Path) -> None:
     rates = {"type": "WarmupLR", "params": {"warmup_num_steps": 100, "warmup_max_lr": 0.01, "warmup_type": "linear"}}
     with coordinator() as address, own_ports(2) as ports:
-        job = Job(1, section=section(address, minimum=1), steps=5, extra={"scheduler": rates})
+        job = Job(1, section=elastic_section(address, minimum=1), steps=5, extra={"scheduler": rates})
         monitor = {"announce": False, "path": str(tmp_path / "api_key=hidden")}
         job = replace(job, section={**job.section, "monitor": monitor})
         first, late = run_forks(2, comes_late, job, ports, str(tmp_path))
@@ -446,12 +430,12 @@ def load_of_one_job(rank: int, job: Job, ports: list[int], directory: str) -> tu
     return step, [str(one.message) for one in caught if "islands of one job" in str(one.message)]
 
 
-def test_what_islands_of_one_job_have_saved_is_loaded_without_their_memories(tmp_path: Path) -> None:
-    job = Job(1, section={**section("127.0.0.1:1"), "islands": {"size": 1, "sync_every": 2}})
+def test_a_checkpoint_of_islands_of_one_job_is_loaded_without_its_residuals(tmp_path: Path) -> None:
+    job = Job(1, section={**elastic_section("127.0.0.1:1"), "islands": {"size": 1, "sync_every": 2}})
     run_forks(2, save_as_one_job, job, str(tmp_path))
     with coordinator() as address, own_ports(1) as ports:
         [(step, texts)] = run_forks(
-            1, load_of_one_job, Job(1, section=section(address, minimum=1)), ports, str(tmp_path)
+            1, load_of_one_job, Job(1, section=elastic_section(address, minimum=1)), ports, str(tmp_path)
         )
     assert step == 4
     assert len(texts) == 1
@@ -465,14 +449,14 @@ def refused(rank: int, job: Job, ports: list[int]) -> str:
     except ConfigError as error:
         return str(error)
     # Until the other one has come.
-    while engine.compression.islands.way.client.version and time.monotonic() - begun < 3:
+    while engine.compression.islands.exchange.rendezvous.version and time.monotonic() - begun < 3:
         time.sleep(0.1)
     return ""
 
 
-def test_islands_that_do_not_fit_are_refused() -> None:
+def test_islands_with_different_settings_are_refused() -> None:
     with coordinator() as address, own_ports(2) as ports:
-        job = Job(1, section=section(address, minimum=1), steps=6)
+        job = Job(1, section=elastic_section(address, minimum=1), steps=6)
         texts = run_forks(2, refused, job, ports)
     assert any("zero_stage is" in text for text in texts)
 
@@ -485,19 +469,19 @@ def test_islands_that_do_not_fit_are_refused() -> None:
         ({"sync_every": "30 parsecs"}, "/deepspeed_compress/islands/sync_every"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(islands: Mapping[str, Any], text: str) -> None:
-    found = section("127.0.0.1:1", **islands)
+def test_invalid_settings_are_refused_by_name(islands: Mapping[str, Any], text: str) -> None:
+    found = elastic_section("127.0.0.1:1", **islands)
     with pytest.raises(ConfigError, match=text):
         deepspeed_compress.config.parse_section({"deepspeed_compress": found})
 
 
-def test_a_time_is_of_elastic_islands() -> None:
+def test_an_interval_in_seconds_requires_elastic_islands() -> None:
     with pytest.raises(ConfigError, match='sync_every: "30 s" is a time'):
         deepspeed_compress.config.parse_section({"deepspeed_compress": {"islands": {"size": 1, "sync_every": "30 s"}}})
 
 
 def diverges(rank: int, job: Job, ports: list[int]) -> list[bool]:
-    """After every step whether the weights are finite; one batch of the second island is not."""
+    """Return for every step whether the weights are finite; one batch of the second island is NaN."""
     become_island(rank, 1, ports)
     engine, seen = start(job), []
     for inputs, labels in data(rank, job):
@@ -510,13 +494,13 @@ def diverges(rank: int, job: Job, ports: list[int]) -> list[bool]:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_an_island_that_diverged_goes_on_with_the_others(asynchronous: bool) -> None:
-    """Without ZeRO nothing keeps DeepSpeed from a step that is not finite, and its optimizer remembers it."""
+def test_an_island_that_diverged_continues_with_the_weights_of_the_others(asynchronous: bool) -> None:
+    """Without ZeRO, DeepSpeed takes non-finite steps, and its optimizer keeps them in its state."""
     served = parameter_server() if asynchronous else coordinator()
     with served as there, own_ports(2) as ports:
         address = f"127.0.0.1:{there.port}" if asynchronous else there
         more = {"parameter_server": {}} if asynchronous else {"minimum": 2}
-        shared = section(address)
+        shared = elastic_section(address)
         islands = shared["islands"]
         elastic = {key: value for key, value in islands["elastic"].items() if key != "minimum"} | more
         job = Job(0, section={**shared, "islands": {**islands, "elastic": elastic}}, steps=40)
@@ -527,7 +511,7 @@ def test_an_island_that_diverged_goes_on_with_the_others(asynchronous: bool) -> 
 
 
 def with_a_fixed_layer(rank: int, job: Job, ports: list[int]) -> str:
-    """What an island is refused for whose frozen layer is its own; an empty text where it is not."""
+    """Return the error for an island whose frozen layer differs; empty if it joins."""
     become_island(rank, 1, ports)
     model = network()
     model[0].requires_grad_(False)
@@ -542,14 +526,14 @@ def with_a_fixed_layer(rank: int, job: Job, ports: list[int]) -> str:
 
 def test_islands_with_other_frozen_weights_are_refused() -> None:
     with coordinator() as address, own_ports(2) as ports:
-        texts = run_forks(2, with_a_fixed_layer, Job(1, section=section(address, minimum=1)), ports)
+        texts = run_forks(2, with_a_fixed_layer, Job(1, section=elastic_section(address, minimum=1)), ports)
     refused, joined = sorted(texts, reverse=True)
     assert "weights that are not trained" in refused
     assert joined == ""
 
 
 def counted(rank: int, job: Job, ports: list[int], directory: str, load: bool) -> int:
-    """Samples that an island has yet to tell of: four steps after its last exchange, saved, or loaded."""
+    """Return the samples since the last exchange, four steps after it, when saving or loading."""
     become_island(rank, 1, ports)
     engine = start(job)
     if load:
@@ -557,15 +541,15 @@ def counted(rank: int, job: Job, ports: list[int], directory: str, load: bool) -
     else:
         run(engine, data(rank, job))
         engine.save_checkpoint(directory)
-    kept = int(engine.global_samples) - engine.compression.islands.way.described()["samples"]
+    kept = int(engine.global_samples) - engine.compression.islands.exchange.describe()["samples"]
     engine.destroy()
     return kept
 
 
-def test_what_was_moved_since_the_last_exchange_counts_after_a_resumption(tmp_path: Path) -> None:
+def test_samples_since_the_last_exchange_survive_a_resume(tmp_path: Path) -> None:
     found = []
     for load in (False, True):
         with coordinator() as address, own_ports(1) as ports:
-            job = Job(1, section=section(address, minimum=1, sync_every=5), steps=9)
+            job = Job(1, section=elastic_section(address, minimum=1, sync_every=5), steps=9)
             found += run_forks(1, counted, job, ports, str(tmp_path), load)
     assert found[0] == found[1] > 0

@@ -17,7 +17,7 @@ STANDSTILL = 5.0
 
 
 def agree(found: Sea) -> None:
-    """No version has come of two rounds: nobody has gone on as a second majority."""
+    """Check that no version resulted from two rounds, as with a second majority."""
     rounds: dict[int, set[int]] = {}
     for one in found.lines():
         if one["kind"] == "exchange":
@@ -32,7 +32,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Sea:
     return found
 
 
-def test_islands_are_killed_at_random_instants_and_come_again(tmp_path: Path, undisturbed: Sea) -> None:
+def test_islands_killed_at_random_instants_can_join_again(tmp_path: Path, undisturbed: Sea) -> None:
     random_, kills = random.Random(3), 20
     with sea(tmp_path, VERSIONS) as found:
         came(found, 3)
@@ -51,7 +51,7 @@ def test_islands_are_killed_at_random_instants_and_come_again(tmp_path: Path, un
     assert found.loss() < undisturbed.loss() * 1.005
 
 
-def test_one_is_slow_one_is_stopped_for_a_while_and_one_comes_late(tmp_path: Path, undisturbed: Sea) -> None:
+def test_slow_paused_and_late_islands_reach_the_loss_of_undisturbed_ones(tmp_path: Path, undisturbed: Sea) -> None:
     with sea(tmp_path, VERSIONS, islands=2) as found:
         slow = len(found.islands)
         found.come(pause=4 * PAUSE)
@@ -75,7 +75,7 @@ def test_one_is_slow_one_is_stopped_for_a_while_and_one_comes_late(tmp_path: Pat
     assert found.loss() < undisturbed.loss() * 1.005
 
 
-def test_who_is_cut_off_stops_and_the_others_go_on(tmp_path: Path) -> None:
+def test_an_island_that_is_cut_off_stops_and_the_others_continue(tmp_path: Path) -> None:
     with sea(tmp_path, 40, islands=2) as found:
         with Cable(found.address) as cable:
             found.come(address=cable.address, give_up="3 s")
@@ -89,8 +89,8 @@ def test_who_is_cut_off_stops_and_the_others_go_on(tmp_path: Path) -> None:
     agree(found)
 
 
-def test_who_is_cut_off_for_a_while_comes_back_and_the_others_have_gone_on(tmp_path: Path) -> None:
-    """Two against one: what the one has moved meanwhile counts once it is back."""
+def test_an_island_that_was_cut_off_for_a_while_returns_to_the_others(tmp_path: Path) -> None:
+    """Two islands continue, and the update of the third one contributes once it is back."""
     with sea(tmp_path, 60, islands=2) as found, Cable(found.address) as cable:
         found.come(address=cable.address)
         came(found, 3)
@@ -108,7 +108,7 @@ def test_who_is_cut_off_for_a_while_comes_back_and_the_others_have_gone_on(tmp_p
 
 
 def test_an_island_leaves_and_another_takes_its_place(tmp_path: Path) -> None:
-    """Who leaves by itself is not waited for."""
+    """An island that leaves on its own is not awaited."""
     with sea(tmp_path, 50, islands=2) as found:
         found.come(leaves=15)
         wait_for(found, 2, "end")

@@ -20,10 +20,10 @@ from torch.optim.lr_scheduler import (
 
 import deepspeed_compress
 from deepspeed_compress.errors import CompressWarning, UnsupportedError
-from deepspeed_compress.local_sgd.deepspeed.rates import Rates, rates_of
-from tests.local_sgd.deepspeed.test_elastic import section, wait_for
+from deepspeed_compress.local_sgd.deepspeed.rates import LearningRates, rates_of
 from tests.support.coordinators import become_island, coordinator, own_ports
 from tests.support.forks import run_forks
+from tests.support.island_jobs import elastic_section, wait_for
 from tests.support.jobs import Job, data, network
 
 Make = Callable[[torch.optim.Optimizer], Any]
@@ -35,23 +35,23 @@ def made(make: Make | None, lr: float = 0.1) -> Any:
     return SimpleNamespace(optimizer=optimizer, global_steps=0, lr_scheduler=make and make(optimizer))
 
 
-def train(engine: Any, rates: Rates, steps: int, *metric: float) -> None:
+def train(engine: Any, rates: LearningRates, steps: int, *metric: float) -> None:
     for _ in range(steps):
         engine.optimizer.step()
         if engine.lr_scheduler is not None:
             engine.lr_scheduler.step(*metric)
         engine.global_steps += 1
-        rates.note()
+        rates.update_snapshot()
 
 
 def late(first: Make | None, second: Make | None, *metric: float, lr: float = 0.1) -> tuple[Any, Any, list[str]]:
     """Return the engine of an island after 7 steps, that of one that comes then, and what it was warned of."""
     engine, other = made(first), made(second, lr)
-    rates, follower = Rates(engine), Rates(other)
+    rates, follower = LearningRates(engine), LearningRates(other)
     train(engine, rates, 7, *metric)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", CompressWarning)
-        follower.follow(json.loads(json.dumps(rates.told())))
+        follower.catch_up(json.loads(json.dumps(rates.published())))
     return engine, other, [str(one.message) for one in caught if issubclass(one.category, CompressWarning)]
 
 
@@ -67,7 +67,7 @@ SCHEDULES: Mapping[str, Make | None] = {
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_one_that_comes_late_has_the_rates_of_the_others(name: str) -> None:
+def test_an_island_that_joins_late_has_the_learning_rates_of_the_others(name: str) -> None:
     make = SCHEDULES[name]
     engine, other, warned = late(make, make, *([1.0] if name == "plateau" else []))
     assert rates_of(other) == pytest.approx(rates_of(engine))
@@ -75,7 +75,7 @@ def test_one_that_comes_late_has_the_rates_of_the_others(name: str) -> None:
     assert name == "none" or rates_of(engine) != [0.1]
 
 
-def test_a_schedule_of_a_metric_goes_on_where_the_others_are() -> None:
+def test_a_metric_schedule_takes_over_the_state_of_the_others() -> None:
     make = SCHEDULES["plateau"]
     engine, other, _ = late(make, make, 1.0)
     assert other.lr_scheduler.num_bad_epochs == engine.lr_scheduler.num_bad_epochs
@@ -83,8 +83,8 @@ def test_a_schedule_of_a_metric_goes_on_where_the_others_are() -> None:
 
 
 @pytest.mark.parametrize("name", ["none", "lambda"])
-def test_a_schedule_of_a_metric_that_cannot_follow_is_refused(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=r"ReduceLROnPlateau is stepped by a metric.*write such a one"):
+def test_a_metric_schedule_that_cannot_follow_is_refused(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"ReduceLROnPlateau is stepped by a metric.*write one of these"):
         late(SCHEDULES[name], SCHEDULES["plateau"])
 
 
@@ -96,25 +96,25 @@ def test_a_schedule_of_a_metric_that_cannot_follow_is_refused(name: str) -> None
         (None, 0.1, "learning rates of this island are [0.1], and those of the others [0.0125]"),
     ],
 )
-def test_other_rates_are_told_with_both(second: Make | None, lr: float, text: str) -> None:
+def test_a_warning_shows_both_learning_rates_if_they_differ(second: Make | None, lr: float, text: str) -> None:
     _, _, [warned, *_] = late(SCHEDULES["lambda"], second, lr=lr)
     assert text in warned
 
 
-def test_a_schedule_of_another_length_is_told_before_rates_differ() -> None:
+def test_a_schedule_of_another_length_is_reported_before_rates_differ() -> None:
     longer = made(lambda optimizer: OneCycleLR(optimizer, max_lr=1.0, total_steps=500))
-    rates = Rates(made(SCHEDULES["one cycle"]))
-    with pytest.warns(CompressWarning, match="total_steps 500 where that of the others has 50"):
-        Rates(longer).follow(rates.told())
+    rates = LearningRates(made(SCHEDULES["one cycle"]))
+    with pytest.warns(CompressWarning, match="total_steps 500, and that of the others 50"):
+        LearningRates(longer).catch_up(rates.published())
 
 
-def test_an_edited_rate_is_told() -> None:
+def test_an_edited_learning_rate_is_reported() -> None:
     engine, other = made(None), made(None)
-    rates = Rates(engine)
+    rates = LearningRates(engine)
     engine.optimizer.param_groups[0]["lr"] = 0.7
-    rates.note()
+    rates.update_snapshot()
     with pytest.warns(CompressWarning, match=r"are \[0.1\], and those of the others \[0.7\]"):
-        Rates(other).follow(rates.told())
+        LearningRates(other).catch_up(rates.published())
 
 
 def comes_late(rank: int, job: Job, ports: list[int], marks: Any) -> list[float]:
@@ -139,9 +139,9 @@ def comes_late(rank: int, job: Job, ports: list[int], marks: Any) -> list[float]
     return found
 
 
-def test_an_island_with_a_schedule_of_a_metric_may_come_late(tmp_path: Any) -> None:
+def test_an_island_with_a_metric_schedule_can_join_late(tmp_path: Any) -> None:
     with coordinator() as address, own_ports(2) as ports:
-        job = Job(0, section=section(address, minimum=1, sync_every=100))
+        job = Job(0, section=elastic_section(address, minimum=1, sync_every=100))
         first, second = run_forks(2, comes_late, job, ports, tmp_path)
     assert first == second
     assert first[0] < 0.01
@@ -157,7 +157,7 @@ def of_one_job(rank: int, job: Job) -> list[str]:
     return [str(one.message) for one in caught if "learning rates" in str(one.message)]
 
 
-def test_islands_of_one_job_with_other_rates_are_told() -> None:
+def test_islands_of_one_job_with_different_rates_are_reported() -> None:
     section = {"gradients": {"method": "none"}, "islands": {"size": 1}, "monitor": {"announce": False}}
     first, second = run_forks(2, of_one_job, Job(0, section=section))
     assert first == []

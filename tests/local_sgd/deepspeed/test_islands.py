@@ -2,7 +2,6 @@
 
 import atexit
 import time
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
@@ -17,17 +16,13 @@ from deepspeed.utils import groups
 
 import deepspeed_compress
 from deepspeed_compress.config import SECTION, find_problems, parse_section
-from deepspeed_compress.errors import CompressWarning, ConfigError, UnsupportedError
+from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed import divided
 from deepspeed_compress.tools.plan_islands import plans
 from tests.support.forks import run_forks
-from tests.support.jobs import BATCH, MUON, Job, Outcome, data, moments, network, run, start, weights
+from tests.support.island_jobs import HEAD, SGD, largest, section, train, warned
+from tests.support.jobs import BATCH, MUON, Job, data, moments, network, run, start, weights
 
-SGD: Mapping[str, Any] = {
-    "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
-    "gradient_clipping": 0.0,
-    "zero_allow_untested_optimizer": True,
-}
 OFFLOADED: Mapping[str, Any] = {"zero": {"offload_optimizer": {"device": "cpu"}}, "extra": {}}
 BF16: Mapping[str, Any] = {"bf16": {"enabled": True}}
 WHOLE: Mapping[str, Any] = {"reduce_scatter": False}
@@ -35,21 +30,8 @@ WHOLE: Mapping[str, Any] = {"reduce_scatter": False}
 STAGES = (0, 1, 2, 3)
 
 
-def section(**islands: Any) -> Mapping[str, Any]:
-    return {"gradients": {"method": "none"}, "monitor": {"announce": False}, "islands": islands}
-
-
-def train(rank: int, *jobs: Job) -> list[Outcome]:
-    outcomes = []
-    for job in jobs:
-        engine = start(job)
-        outcomes.append(Outcome(run(engine, data(rank, job)), weights(engine)))
-        engine.destroy()
-    return outcomes
-
-
 def apart(rank: int, job: Job) -> list[dict[str, list[float]]]:
-    """The weights after every step."""
+    """Return the weights after every step."""
     engine, seen = start(job), []
     for batch in data(rank, job):
         run(engine, [batch])
@@ -57,16 +39,12 @@ def apart(rank: int, job: Job) -> list[dict[str, list[float]]]:
     return seen
 
 
-def largest(one: Mapping[str, list[float]], other: Mapping[str, list[float]]) -> float:
-    return max(max(abs(a - b) for a, b in zip(one[name], other[name], strict=True)) for name in one)
-
-
 @pytest.mark.parametrize(
     ("stage", "extra"),
-    # Without ZeRO masters in fp32 alone are known.
+    # Without ZeRO, only fp32 master weights are supported.
     [*product(STAGES, ({}, MUON)), *product(STAGES[1:], (BF16,))],
 )
-def test_one_island_that_averages_every_step_is_deepspeed_alone(stage: int, extra: Mapping[str, Any]) -> None:
+def test_one_island_that_averages_every_step_equals_deepspeed(stage: int, extra: Mapping[str, Any]) -> None:
     alone = Job(stage, extra=extra, zero=WHOLE if extra is MUON else {})
     one = replace(alone, section=section(size=2, sync_every=1, exchange={"method": "none"}, second_moments={}))
     for plain, ours in run_forks(2, train, alone, one):
@@ -74,8 +52,8 @@ def test_one_island_that_averages_every_step_is_deepspeed_alone(stage: int, extr
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_two_islands_that_average_every_step_are_data_parallelism(stage: int) -> None:
-    """With SGD the mean of the steps is the step of the mean."""
+def test_two_islands_that_average_every_step_equal_data_parallelism(stage: int) -> None:
+    """With SGD, the mean of the steps equals the step of the mean."""
     whole = Job(stage, extra=SGD)
     divided = replace(whole, section=section(size=2, sync_every=1, exchange={"method": "none"}))
     for plain, ours in run_forks(4, train, whole, divided):
@@ -84,7 +62,7 @@ def test_two_islands_that_average_every_step_are_data_parallelism(stage: int) ->
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_islands_agree_when_they_meet_and_not_between(stage: int) -> None:
+def test_islands_agree_only_after_an_exchange(stage: int) -> None:
     job = Job(stage, section=section(size=2, sync_every=3, exchange={"method": "blockwise", "bits": 4}), steps=6)
     ranks = run_forks(4, apart, job)
     for step, (first, second, third, fourth) in enumerate(zip(*ranks, strict=True), 1):
@@ -93,12 +71,8 @@ def test_islands_agree_when_they_meet_and_not_between(stage: int) -> None:
         assert (first == third) == (step % 3 == 0), step
 
 
-HEAD = r"^4\."
-"""A layer in the middle: under ZeRO 1 its owner has others too."""
-
-
 def with_heads(rank: int, job: Job) -> list[dict[str, list[float]]]:
-    """Weights before and after being attached, and after every step, of models that all differ at first."""
+    """Return weights of initially different models before and after attach, and after every step."""
     model = network()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -119,7 +93,7 @@ def names_apart(one: Mapping[str, list[float]], other: Mapping[str, list[float]]
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_island_keeps_parameters_of_its_own(stage: int) -> None:
-    """From the first weights on; the others are agreed upon as ever."""
+    """They are local from the first step on; the other parameters agree after exchanges."""
     job = Job(stage, section=section(size=2, sync_every=2, own=[HEAD], exchange={"method": "none"}), steps=2)
     first, same, second, _ = run_forks(4, with_heads, job)
     assert first == same
@@ -129,8 +103,8 @@ def test_an_island_keeps_parameters_of_its_own(stage: int) -> None:
     assert {name: second[1][name] for name in own} == {name: second[0][name] for name in own}
 
 
-def test_a_rank_may_have_nothing_to_exchange() -> None:
-    """Of two ranks under ZeRO 1 the second one has the later layers, all of which are the island's own."""
+def test_a_rank_can_have_nothing_to_exchange() -> None:
+    """Under ZeRO 1, the second of two ranks has only the later layers, which are all local."""
     job = Job(1, section=section(size=2, sync_every=1, own=[r"^[245]\."]), steps=2)
     first, _, second, _ = run_forks(4, with_heads, job)
     assert names_apart(first[-1], second[-1]) == {name for name in first[0] if not name.startswith("0.")}
@@ -146,7 +120,7 @@ def moments_by_step(rank: int, job: Job) -> list[dict[str, list[float]]]:
 
 
 @pytest.mark.parametrize(("stage", "extra"), [(0, {}), (1, {}), (1, BF16), (2, OFFLOADED), (3, {})])
-def test_islands_have_the_same_second_moments_when_they_meet(stage: int, extra: Mapping[str, Any]) -> None:
+def test_islands_have_the_same_second_moments_after_an_exchange(stage: int, extra: Mapping[str, Any]) -> None:
     shared = section(size=2, sync_every=2, second_moments={"block_size": 1})
     job = Job(stage, section=shared, steps=4, extra=extra.get("extra", extra), zero=extra.get("zero", {}))
     first, second, third, fourth = run_forks(4, moments_by_step, job)
@@ -159,7 +133,7 @@ def test_islands_have_the_same_second_moments_when_they_meet(stage: int, extra: 
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_islands_with_muon_inside_share_the_second_moments_of_what_adam_steps(stage: int) -> None:
+def test_islands_with_muon_exchange_second_moments_of_adam_parameters_only(stage: int) -> None:
     shared = section(size=2, sync_every=2, second_moments={"block_size": 1})
     job = Job(stage, section=shared, extra=MUON, zero=WHOLE)
     ranks = run_forks(4, moments_by_step, job)
@@ -169,7 +143,7 @@ def test_islands_with_muon_inside_share_the_second_moments_of_what_adam_steps(st
     assert set().union(*(rank[1] for rank in ranks)) == {"0.bias", "2.bias", "4.bias"}
 
 
-def test_islands_without_anything_that_adam_steps_have_no_second_moments() -> None:
+def test_second_moments_are_refused_if_adam_steps_no_parameter() -> None:
     job = Job(0, section=section(size=1, second_moments={}), extra=MUON)
     for found in run_forks(2, of_matrices_alone, job):
         assert found.startswith("/deepspeed_compress/islands/second_moments: MuonWithAuxAdam has betas []")
@@ -183,8 +157,8 @@ def of_matrices_alone(rank: int, job: Job) -> str:
 
 
 @pytest.mark.parametrize(("delay", "fragments"), [(0, 1), (1, 1), (1, 2)])
-def test_second_moments_get_the_mean_of_their_sums(delay: int, fragments: int) -> None:
-    """Against what two ranks do that never meet: at the first exchange their moments are still their own."""
+def test_second_moments_are_scaled_to_the_mean_of_their_sums(delay: int, fragments: int) -> None:
+    """Compared with two ranks that never exchange, whose moments equal those before the first exchange."""
     job = Job(1, section=section(size=1, sync_every=2, delay=delay, fragments=fragments), steps=2 + delay)
     shared = {**job.section["islands"], "second_moments": {"block_size": 10**6}}
     own = run_forks(2, moments_by_step, job)
@@ -202,7 +176,7 @@ def test_second_moments_get_the_mean_of_their_sums(delay: int, fragments: int) -
 
 
 def words_of_a_rare_row(rank: int, stage: int, delay: int) -> list[float]:
-    """The largest weight after every step, where a word is first seen while moments travel."""
+    """Return the largest weight after every step; a word is first seen while moments are in flight."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Flatten(), torch.nn.Linear(8, 1))
     job = Job(stage, section=section(size=1, sync_every=4, delay=delay, second_moments={"block_size": 4}))
@@ -221,13 +195,13 @@ def words_of_a_rare_row(rank: int, stage: int, delay: int) -> list[float]:
 
 @pytest.mark.parametrize("delay", [0, 2])
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_row_that_is_first_seen_while_moments_travel_takes_steps_as_others_do(stage: int, delay: int) -> None:
+def test_a_row_first_seen_while_moments_are_in_flight_takes_normal_steps(stage: int, delay: int) -> None:
     for largest_by_step in run_forks(2, words_of_a_rare_row, stage, delay):
         assert max(largest_by_step) < largest_by_step[0] + 0.2
 
 
 def with_optimizer(rank: int, kind: str, options: Mapping[str, Any]) -> str:
-    """What is said of an optimizer that the program brings, at once or when moments are first exchanged."""
+    """Return the error for an optimizer of the program, at the start or at the first exchange of moments."""
     deepspeed.init_distributed("gloo")
     model = network()
     job = Job(
@@ -260,12 +234,12 @@ def test_an_optimizer_without_second_moments_is_refused(kind: str, options: Mapp
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", ["AdamW"], {"type": 3}])
-def test_a_file_with_an_optimizer_that_is_none_is_not_for_islands_to_judge(optimizer: Any) -> None:
+def test_an_invalid_optimizer_entry_is_not_reported_by_islands(optimizer: Any) -> None:
     job = Job(1, section=section(size=1, second_moments={}), extra={"optimizer": optimizer})
     assert not [one for one in find_problems(job.config()) if "second_moments" in str(one)]
 
 
-def test_a_file_of_one_is_refused() -> None:
+def test_a_configuration_without_second_moments_is_refused() -> None:
     [found] = find_problems(Job(1, section=section(size=1, second_moments={}), extra=SGD).config())
     assert str(found).startswith(
         '/deepspeed_compress/islands/second_moments: has no effect with optimizer "SGD", which has no second moments'
@@ -273,7 +247,7 @@ def test_a_file_of_one_is_refused() -> None:
 
 
 def drift(rank: int, *jobs: Job) -> list[list[list[float]]]:
-    """Weights [steps, 12] after every step of a model whose gradient does not depend on them."""
+    """Return weights [steps, 12] after every step of a model whose gradient does not depend on them."""
     found = []
     for job in jobs:
         torch.manual_seed(0)
@@ -291,8 +265,8 @@ def drift(rank: int, *jobs: Job) -> list[list[list[float]]]:
     return found
 
 
-def test_a_fragment_is_mixed_in_later_and_nothing_is_lost() -> None:
-    """What islands move adds up whenever they exchange: their mean goes the same way."""
+def test_a_delayed_fragment_is_applied_without_losing_updates() -> None:
+    """Updates add up whenever they are exchanged, so the mean takes the same path."""
     settings = {"size": 1, "sync_every": 4, "exchange": {"method": "none"}}
     jobs = [Job(1, extra=SGD, steps=8, section=section(**settings, fragments=2, delay=delay)) for delay in (0, 1)]
     first, second = (torch.tensor(rank) for rank in run_forks(2, drift, *jobs))
@@ -304,7 +278,7 @@ def test_a_fragment_is_mixed_in_later_and_nothing_is_lost() -> None:
 
 
 def gradients(rank: int, job: Job) -> list[tuple[int, int]]:
-    """Bytes of gradients that were sent and what they take uncompressed, by step."""
+    """Return the bytes of gradients by step, as sent and uncompressed."""
     engine, found = start(job), []
     engine.compression.subscribe(lambda figures: found.append((figures.bytes_sent, figures.bytes_uncompressed)))
     run(engine, data(rank, job))
@@ -312,8 +286,8 @@ def gradients(rank: int, job: Job) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_gradients_inside_an_island_are_as_without(stage: int) -> None:
-    """Each of two islands sends what a job of its size does, and compresses it."""
+def test_gradient_traffic_inside_an_island_equals_that_of_a_job_of_its_size(stage: int) -> None:
+    """Each of two islands sends as many bytes as a job of its size, compressed."""
     methods = {"gradients": {"bits": 4}, "monitor": {"announce": False}}
     alone = Job(stage, section=methods, steps=3)
     divided = replace(alone, section={**methods, "islands": {"size": 2, "sync_every": 100}})
@@ -329,7 +303,7 @@ def test_warm_up_steps_end_with_the_mean() -> None:
 
 
 def broken(rank: int, job: Job) -> tuple[bool, bool]:
-    """Whether masters are finite, before and after islands meet: those of the second one are spoilt."""
+    """Return whether weights are finite before and after an exchange; the second island's are set to NaN."""
     engine = start(job)
     batches = data(rank, job)
     run(engine, batches[:1])
@@ -341,13 +315,13 @@ def broken(rank: int, job: Job) -> tuple[bool, bool]:
     return before, all(torch.isfinite(torch.tensor(one)).all() for one in weights(engine).values())
 
 
-def test_an_island_that_diverged_counts_for_nothing() -> None:
+def test_an_island_that_diverged_is_excluded() -> None:
     job = Job(1, section=section(size=1, sync_every=2))
     assert run_forks(2, broken, job) == [(True, True), (False, True)]
 
 
 def kept_back(rank: int, job: Job) -> list[list[float]]:
-    """What error feedback keeps, before and after islands meet: the masters of the second one are spoilt."""
+    """Return residuals before and after an exchange; the second island's master weights are set to NaN."""
     engine = start(job)
     run(engine, data(rank, job))
     islands = engine.compression.islands
@@ -361,8 +335,8 @@ def kept_back(rank: int, job: Job) -> list[list[float]]:
     return found
 
 
-def test_what_an_island_that_diverged_has_kept_back_is_not_sent() -> None:
-    """The mean is over the others, and would weigh it too much."""
+def test_residuals_of_an_island_that_diverged_are_not_sent() -> None:
+    """The mean is over the other islands, and would give such a residual too much weight."""
     job = Job(1, section=section(size=1, sync_every=2, exchange={"method": "topk", "density": 0.05}))
     (before, after), (spoilt_before, spoilt_after) = run_forks(2, kept_back, job)
     assert any(spoilt_before)
@@ -391,7 +365,7 @@ DILOCO = section(size=2, preset="diloco", sync_every=4, fragments=2, delay=1, ow
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_resumed_run_goes_on_as_the_saved_one(stage: int, tmp_path: Path) -> None:
+def test_a_resumed_run_continues_bit_for_bit(stage: int, tmp_path: Path) -> None:
     job = Job(stage, section=DILOCO, steps=9)
     straight = run_forks(4, save_and_go_on, job, str(tmp_path), 5)
     assert run_forks(4, resume, job, str(tmp_path), 5) == straight
@@ -399,8 +373,8 @@ def test_a_resumed_run_goes_on_as_the_saved_one(stage: int, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_with_muon_inside_a_resumed_run_goes_on_to_rounding(stage: int, tmp_path: Path) -> None:
-    """DeepSpeed's own Muon does not go on bit for bit either."""
+def test_a_resumed_run_with_muon_continues_up_to_rounding(stage: int, tmp_path: Path) -> None:
+    """DeepSpeed's own Muon does not resume bit for bit either."""
     outer = {"optimizer": "nesterov", "lr": 0.7}
     islands = section(size=1, sync_every=4, outer=outer, exchange={"method": "none"}, second_moments={})
     job = Job(stage, section=islands, steps=9, extra=MUON)
@@ -410,7 +384,7 @@ def test_with_muon_inside_a_resumed_run_goes_on_to_rounding(stage: int, tmp_path
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(2, 4), (4, 3)])
-def test_islands_may_be_more_or_fewer_when_resumed(saved: int, loaded: int, tmp_path: Path) -> None:
+def test_the_number_of_islands_may_change_on_resume(saved: int, loaded: int, tmp_path: Path) -> None:
     job = Job(1, section=section(size=1, preset="sparseloco", sync_every=2), steps=8)
     run_forks(saved, save_and_go_on, job, str(tmp_path), 4)
     ranks = run_forks(loaded, resume, job, str(tmp_path), 4)
@@ -450,7 +424,7 @@ def resume_from(rank: int, job: Job, directory: str, tag: str | None, first: int
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("tag", ["epoch/1", "a.b", "run.tmp", "epoch/1/step.7", "e p", "./x"])
 def test_a_tag_may_be_a_path(tag: str, named: bool, tmp_path: Path) -> None:
-    """Anchors, momentum and residuals are loaded with it."""
+    """Anchors, momentum and residuals are loaded from the same tag."""
     islands = section(size=1, preset="diloco", sync_every=4, fragments=2, delay=1)
     job = Job(1, section=islands, steps=9)
     straight = run_forks(2, save_under, job, str(tmp_path), tag, 5)
@@ -471,7 +445,7 @@ def refused_tags(rank: int, job: Job, directory: str, tags: list[str], detached:
 
 
 @pytest.mark.parametrize("detached", [False, True])
-def test_a_tag_by_which_islands_overwrite_each_other_is_refused(detached: bool, tmp_path: Path) -> None:
+def test_a_tag_with_which_islands_would_overwrite_each_other_is_refused(detached: bool, tmp_path: Path) -> None:
     tags = [str(tmp_path / "here"), "../up", "a/../../b", "island_0001", "x/island_0000"]
     for texts in run_forks(2, refused_tags, Job(1, section=section(size=1)), str(tmp_path / "d"), tags, detached):
         for tag, text in zip(tags, texts, strict=True):
@@ -480,7 +454,7 @@ def test_a_tag_by_which_islands_overwrite_each_other_is_refused(detached: bool, 
 
 
 def be_slower(rank: int, job: Job, ending: str) -> int:
-    """Each island by itself: the second one takes longer, and both end with an exchange on its way."""
+    """Train islands of which the second one is slower; both end with an exchange in flight."""
     ends: list[Any] = []
     atexit.register = lambda work, *given: ends.append(work)  # type: ignore[assignment]
     engine = start(job)
@@ -502,13 +476,13 @@ def be_slower(rank: int, job: Job, ending: str) -> int:
 
 
 @pytest.mark.parametrize("ending", ["destroy", "detach", "exit"])
-def test_an_island_that_is_done_first_waits_for_what_is_on_its_way(ending: str) -> None:
+def test_an_island_that_ends_first_waits_for_pending_exchanges(ending: str) -> None:
     job = Job(1, section=section(size=1, sync_every=4, delay=3, exchange={"method": "blockwise", "bits": 4}))
     assert run_forks(2, be_slower, job, ending) == [job.steps] * 2
 
 
 def from_plain(rank: int, alone: Job, divided: Job, directory: str) -> list[dict[str, list[float]]]:
-    """Weights that a job without islands saved, and those that every island begins with."""
+    """Return the weights that a job without islands saved, and those from which every island starts."""
     engine = start(alone)
     run(engine, data(0, alone))
     engine.save_checkpoint(directory)
@@ -535,7 +509,7 @@ def sampled(rank: int, job: Job) -> list[int]:
     return list(loader.data_sampler)
 
 
-def test_data_and_batches_are_those_of_the_whole_job() -> None:
+def test_data_and_batch_size_are_those_of_the_whole_job() -> None:
     ranks = run_forks(4, sampled, Job(1, section=section(size=2)))
     assert sorted(number for rank in ranks for number in rank) == list(range(24))
 
@@ -566,19 +540,12 @@ def refused(rank: int, job: Job) -> str:
         ({"size": 1, "own": ["."]}, "/deepspeed_compress/islands/own: ['.'] names all 7 parameters"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(islands: Mapping[str, Any], text: str) -> None:
+def test_invalid_settings_are_refused_by_name(islands: Mapping[str, Any], text: str) -> None:
     for message in run_forks(3, refused, Job(1, section=section(**islands))):
         assert text in message
 
 
-def warned(rank: int, job: Job) -> list[str]:
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always", CompressWarning)
-        start(job)
-    return [str(one.message) for one in found if issubclass(one.category, CompressWarning)]
-
-
-def test_a_pattern_of_own_without_effect_is_said() -> None:
+def test_a_pattern_of_own_without_effect_is_reported() -> None:
     for [text] in run_forks(2, warned, Job(1, section=section(size=1, own=[HEAD, "heads"]))):
         assert "/deepspeed_compress/islands/own/1: 'heads' matches none of the 7 parameters" in text
 
@@ -595,7 +562,7 @@ def attached_late(rank: int) -> str:
     return ""
 
 
-def test_an_engine_that_is_made_cannot_be_divided() -> None:
+def test_an_existing_engine_cannot_be_divided() -> None:
     assert all("divides ranks before an engine is made" in text for text in run_forks(2, attached_late))
 
 
@@ -627,7 +594,7 @@ def two_at_once(rank: int, divided: Job, whole: Job, first_ends: int) -> list[ob
 
 
 @pytest.mark.parametrize("first_ends", [0, 1])
-def test_the_division_stays_for_the_other_of_two_engines(first_ends: int) -> None:
+def test_the_division_remains_for_the_second_of_two_engines(first_ends: int) -> None:
     divided, whole = Job(1, section=section(size=1)), Job(1, section={})
     for refusal, inside, ranks in run_forks(2, two_at_once, divided, whole, first_ends):
         assert "/deepspeed_compress/islands is missing" in str(refusal)
@@ -635,22 +602,22 @@ def test_the_division_stays_for_the_other_of_two_engines(first_ends: int) -> Non
 
 
 def ratios(rank: int, job: Job) -> list[float | None]:
-    """Of all traffic, in every step."""
+    """Return the ratio of all traffic in every step."""
     engine, found = start(job), []
     engine.compression.subscribe(lambda figures: found.append(figures.total_ratio))
     run(engine, data(rank, job))
     return found
 
 
-def test_what_islands_send_is_compared_with_nothing() -> None:
-    """DeepSpeed alone does not send it: the ratio of a step with an exchange would be 0."""
+def test_steps_with_an_exchange_report_no_ratio() -> None:
+    """DeepSpeed has no such traffic, so the ratio of a step with an exchange would be 0."""
     job = Job(1, section={**section(size=2, sync_every=2), "monitor": {"announce": False, "every": 1}}, steps=5)
     first, *_ = run_forks(4, ratios, job)
     assert first == [1.0, 1.0, None, 1.0, None]
 
 
 def bytes_by_step(rank: int, job: Job) -> list[tuple[int, int, bool]]:
-    """Of islands and of gradients, and whether islands were compared."""
+    """Return the bytes of islands and of gradients by step, and whether islands were compared."""
     engine, found = start(job), []
     meter = engine.compression.meter
     for batch in data(rank, job):
@@ -659,8 +626,8 @@ def bytes_by_step(rank: int, job: Job) -> list[tuple[int, int, bool]]:
     return found
 
 
-def test_bytes_of_islands_are_counted_apart_and_as_planned() -> None:
-    """After every second step, by what the step that follows reports."""
+def test_bytes_of_islands_are_counted_separately_and_match_the_plan() -> None:
+    """Exchanges after every second step are reported by the step that follows."""
     exchange = {"method": "blockwise", "bits": 4}
     job = Job(1, section=section(size=1, sync_every=2, exchange=exchange, second_moments={"block_size": 8}), steps=6)
     settings = parse_section(job.config()).islands

@@ -13,8 +13,8 @@ import torch
 
 import deepspeed_compress.session.probing as probing
 from tests.backends.deepspeed.test_guard import train_one
-from tests.local_sgd.deepspeed.test_islands import warned
 from tests.support.forks import run_forks
+from tests.support.island_jobs import warned
 from tests.support.jobs import Job, data, run, start, weights
 
 STEPS = 24
@@ -52,7 +52,7 @@ def measured_links(rank: int) -> Iterator[None]:
 
 
 def choose(rank: int, job: Job) -> tuple[list[str], list[str], dict[str, list[float]]]:
-    """Settings by step, kinds of events, weights at the end. Islands measure in other steps."""
+    """Return settings by step, kinds of events, and final weights. Islands measure in different steps."""
     engine, settings = start(job), []
     with measured_links(rank):
         for step, (x, y) in enumerate(data(rank, job)):
@@ -77,7 +77,7 @@ def test_islands_choose_by_their_own_links_and_all_finish(stage: int, extra: Map
 
 
 def measured(rank: int, job: Job) -> list[float]:
-    """Seconds that measured steps have waited, where the exchange before the second of them takes another 4 s."""
+    """Return the seconds that measured steps waited; the exchange before the second one takes another 4 s."""
     engine, waited = start(job), []
     meter, exchange = engine.compression.meter, engine.compression.islands
     measure, ended = probing.Prober.measure, exchange.step_ended
@@ -97,7 +97,7 @@ def measured(rank: int, job: Job) -> list[float]:
     return waited
 
 
-def test_what_an_exchange_takes_is_no_time_of_gradients() -> None:
+def test_the_time_of_an_exchange_is_not_counted_as_gradient_time() -> None:
     for waited in run_forks(2, measured, Job(1, section(), steps=12)):
         assert len(waited) == 2
         assert 0 <= min(waited) <= max(waited) < 4
@@ -147,8 +147,8 @@ def on_other_machines(rank: int, job: Job) -> list[str]:
     return warned(rank, job)
 
 
-def test_islands_may_compute_on_machines_of_their_own() -> None:
-    """PowerSGD needs equal bits inside an island alone; ranks of one that differ are told, and no others."""
+def test_islands_can_run_on_different_machines() -> None:
+    """PowerSGD needs equal bits only inside an island, so only ranks of one island are compared."""
     within, across = (run_forks(4, on_other_machines, Job(1, section(islands={"size": size}))) for size in (2, 4))
     assert within == [[]] * 4
     assert all(any("/adaptive: powersgd is left out" in text for text in texts) for texts in across)

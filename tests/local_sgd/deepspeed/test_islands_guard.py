@@ -11,11 +11,11 @@ import pytest
 
 from deepspeed_compress.tools.run_directory import read_directory
 from tests.backends.deepspeed.test_guard import FAULT, GUARD, Disturb, exploding, live, not_a_number, poison, train_one
-from tests.local_sgd.deepspeed import test_islands_tensor as tensor
-from tests.local_sgd.deepspeed.test_elastic import section as elastic
 from tests.support.coordinators import become_island, coordinator, own_ports
 from tests.support.forks import run_forks
+from tests.support.island_jobs import elastic_section
 from tests.support.jobs import Job, data, run, start, train, weights
+from tests.support.tensor_islands import AUTO_TP, start_tensor, take_steps
 
 STEPS = 60
 """The last one ends with an exchange."""
@@ -34,7 +34,7 @@ def test_without_a_fault_a_guard_changes_no_bit(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_one_island_without_compression_is_deepspeed_alone(stage: int) -> None:
+def test_one_island_without_compression_equals_deepspeed(stage: int) -> None:
     alone = Job(stage, steps=22)
     island = {"size": 2, "sync_every": 1, "exchange": {"method": "none"}}
     one = replace(alone, section=section(gradients={"method": "none"}, islands=island))
@@ -49,10 +49,8 @@ def told(directory: Path) -> list[str]:
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize(("fault", "second"), [(not_a_number, "return"), (poison, "residuals_cleared")])
-def test_the_island_with_the_fault_acts_and_the_other_does_not(
-    stage: int, fault: Disturb, second: str, tmp_path: Path
-) -> None:
-    """The fault is of rank 1. Whoever acts writes it where its island has its files."""
+def test_only_the_island_with_the_fault_reacts(stage: int, fault: Disturb, second: str, tmp_path: Path) -> None:
+    """Rank 1 has the fault. The island that reacts writes its events into its own directory."""
     monitor = {"announce": False, "path": str(tmp_path)}
     first, same, third, fourth = run_forks(4, live, Job(stage, section(monitor=monitor), steps=STEPS), fault)
     assert (first.events, first.settings, first.skipped) == (same.events, same.settings, same.skipped)
@@ -62,7 +60,7 @@ def test_the_island_with_the_fault_acts_and_the_other_does_not(
     assert first.settings[-1] == "blockwise bits=4"
     for other in (third, fourth):
         assert (other.events, other.skipped, set(other.settings)) == ([], 0, {"blockwise bits=4"})
-    # They have met after the last step.
+    # They exchanged after the last step.
     assert len({story.final for story in (first, same, third, fourth)}) == 1
     assert math.isfinite(first.final)
     assert told(tmp_path) == first.events
@@ -70,7 +68,7 @@ def test_the_island_with_the_fault_acts_and_the_other_does_not(
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_an_island_of_one_rank_skips_too(stage: int) -> None:
+def test_an_island_of_one_rank_skips_steps(stage: int) -> None:
     islands = {"size": 1, "sync_every": 4, "exchange": {"method": "none"}}
     first, second = run_forks(2, live, Job(stage, section(islands=islands), steps=FAULT + 6), not_a_number)
     assert (first.events, first.skipped, second.skipped) == ([], 0, 1)
@@ -82,7 +80,7 @@ def of_rank_3(engine: Any, rank: int, step: int) -> float:
     return not_a_number(engine, rank - 2, step)
 
 
-def test_decisions_of_all_islands_are_read_with_the_run(tmp_path: Path) -> None:
+def test_events_of_all_islands_are_read_with_the_run(tmp_path: Path) -> None:
     job = Job(1, section(monitor={"announce": False, "path": str(tmp_path), "every": 1}), steps=FAULT + 6)
     *_, last = run_forks(4, live, job, of_rank_3)
     assert told(tmp_path / "island_0001") == last.events != []
@@ -104,7 +102,7 @@ def rest(engine: Any, batches: Any) -> Told:
 
 
 def save(rank: int, job: Job, directory: str) -> Told:
-    """The fault is of rank 1; saved while settings come back."""
+    """Rank 1 has the fault; the checkpoint is saved while settings recover."""
     engine, half = start(job), FAULT + 3
     batches = data(rank, job)
     for step, (x, y) in enumerate(batches[:half]):
@@ -120,7 +118,7 @@ def resume(rank: int, job: Job, directory: str) -> Told:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_resumed_run_decides_in_each_island_as_the_saved_one(stage: int, tmp_path: Path) -> None:
+def test_each_island_of_a_resumed_run_decides_as_the_saved_one(stage: int, tmp_path: Path) -> None:
     job = Job(stage, section(), steps=FAULT + 14)
     straight = run_forks(4, save, job, str(tmp_path))
     assert run_forks(4, resume, job, str(tmp_path)) == straight
@@ -128,7 +126,7 @@ def test_a_resumed_run_decides_in_each_island_as_the_saved_one(stage: int, tmp_p
     assert all(" return: " in event for event in straight[0][1])
 
 
-def test_islands_that_were_not_saved_decide_as_the_first_ones(tmp_path: Path) -> None:
+def test_islands_without_a_saved_state_decide_as_the_first_ones(tmp_path: Path) -> None:
     job = Job(1, section(), steps=FAULT + 14)
     run_forks(2, save, job, str(tmp_path))
     ranks = [events for _, events, _ in run_forks(4, resume, job, str(tmp_path))]
@@ -137,7 +135,7 @@ def test_islands_that_were_not_saved_decide_as_the_first_ones(tmp_path: Path) ->
 
 
 def live_elastic(rank: int, job: Job, ports: list[int]) -> tuple[list[str], list[tuple[int, dict[str, list[float]]]]]:
-    """What the guard did, and version and weights after every exchange. The loss of rank 3 is none in one step."""
+    """Return events of the guard, and weights after every exchange. The loss of rank 3 is NaN in one step."""
     place = become_island(rank, 2, ports)
     engine, seen = start(job), []
     islands = engine.compression.islands
@@ -152,9 +150,9 @@ def live_elastic(rank: int, job: Job, ports: list[int]) -> tuple[list[str], list
     return events, seen
 
 
-def test_islands_that_come_and_go_decide_alone() -> None:
+def test_elastic_islands_decide_independently() -> None:
     with coordinator() as address, own_ports(2) as ports:
-        islands = elastic(address)["islands"]
+        islands = elastic_section(address)["islands"]
         first, second, third, fourth = run_forks(4, live_elastic, Job(1, section(islands=islands), steps=40), ports)
     assert (first[0], second[0]) == ([], [])
     assert third[0] == fourth[0] != []
@@ -162,8 +160,8 @@ def test_islands_that_come_and_go_decide_alone() -> None:
 
 
 def live_split(rank: int, job: Job) -> tuple[list[str], int, dict[str, list[float]]]:
-    """Ranks share layers in twos. The loss of rank 3 alone is none in one step."""
-    engine = tensor.start(job)
+    """Pairs of ranks share layers. Only the loss of rank 3 is NaN in one step."""
+    engine = start_tensor(job)
     forward = engine.forward
 
     def spoilt(*args: Any, **options: Any) -> Any:
@@ -172,7 +170,7 @@ def live_split(rank: int, job: Job) -> tuple[list[str], int, dict[str, list[floa
         return output
 
     engine.forward = spoilt
-    tensor.take(engine, rank, job)
+    take_steps(engine, rank, job)
     events = [f"{event.step} {event.kind}" for event in engine.compression.events]
     return events, engine.skipped_steps, weights(engine)
 
@@ -180,7 +178,7 @@ def live_split(rank: int, job: Job) -> tuple[list[str], int, dict[str, list[floa
 @pytest.mark.parametrize("stage", [0, 1])
 def test_ranks_that_share_layers_decide_alike(stage: int) -> None:
     islands = {"size": 1, "sync_every": 3, "exchange": {"method": "none"}}
-    job = Job(stage, section(islands=islands), extra=tensor.AUTO_TP, steps=6)
+    job = Job(stage, section(islands=islands), extra=AUTO_TP, steps=6)
     first, second, third, fourth = run_forks(4, live_split, job, timeout=400)
     assert (first[:2], second[:2]) == (([], 0), ([], 0))
     assert third[:2] == fourth[:2] != ([], 0)

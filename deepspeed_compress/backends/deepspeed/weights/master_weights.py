@@ -71,7 +71,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class FlatMasters:
-    """Master weights of this rank as one flat vector; see `Masters`.
+    """Master weights of this rank as one flat vector; see `MasterWeights`.
 
     Attributes:
         stretches: the runs that this rank exchanges, without padding.

@@ -14,27 +14,27 @@ from torch.nn import Parameter
 from deepspeed_compress.backends.deepspeed.division import IslandUnit
 from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasters
 from deepspeed_compress.errors import CompressWarning, UnsupportedError
-from deepspeed_compress.local_sgd.deepspeed.exchanged import matches
+from deepspeed_compress.local_sgd.deepspeed.exchanged_parameters import matches
 from deepspeed_compress.session.session import Session
 
 __all__ = [
-    "check_masters_alike",
-    "clear_not_finite",
-    "digest_of",
+    "check_equal_layouts",
+    "clear_non_finite",
+    "copy_untrained_weights",
+    "digest_parameters",
     "fingerprint",
-    "fixed_parameters",
-    "forget_not_finite",
-    "share_fixed",
+    "recover_from_divergence",
+    "untrained_parameters",
 ]
 
 
-def check_masters_alike(masters: FlatMasters, unit: IslandUnit) -> None:
+def check_equal_layouts(master_weights: FlatMasters, unit: IslandUnit) -> None:
     """Check that ranks of equal place in their islands hold the same elements. Collective.
 
     Raises:
         UnsupportedError: they do not. Raised on all ranks.
     """
-    own = (unit.place, tuple((one.parameter, one.begin, one.numel) for one in masters.stretches))
+    own = (unit.place, tuple((one.parameter, one.begin, one.numel) for one in master_weights.stretches))
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, own)
     if len(set(every)) > len({place for place, _ in every}):
@@ -45,7 +45,7 @@ def check_masters_alike(masters: FlatMasters, unit: IslandUnit) -> None:
         )
 
 
-def fixed_parameters(engine: Any, trained: Collection[str], own: Sequence[str]) -> list[Parameter]:
+def untrained_parameters(engine: Any, trained: Collection[str], own: Sequence[str]) -> list[Parameter]:
     """Return the parameters that islands neither train nor keep to themselves.
 
     These are frozen parameters, and those that the optimizer was not given.
@@ -63,7 +63,7 @@ def fixed_parameters(engine: Any, trained: Collection[str], own: Sequence[str]) 
     ]
 
 
-def share_fixed(fixed: Sequence[Parameter], engine: Any, unit: IslandUnit) -> None:
+def copy_untrained_weights(fixed: Sequence[Parameter], engine: Any, unit: IslandUnit) -> None:
     """Copy the untrained weights of the first island to the islands in which they differ. Collective.
 
     No exchange sends untrained weights.
@@ -81,10 +81,10 @@ def share_fixed(fixed: Sequence[Parameter], engine: Any, unit: IslandUnit) -> No
         dist.broadcast(_words(values, torch.uint8), dist.get_global_rank(unit.peers, 0), group=unit.peers)
         _held(parameter).copy_(values)
     # ZeRO 3 also keeps whole copies of small (persistent) parameters, which must be gathered again.
-    _renew([parameter for parameter in changed if getattr(parameter, "ds_persist", False)])
+    _adopt_anchor([parameter for parameter in changed if getattr(parameter, "ds_persist", False)])
 
 
-def digest_of(fixed: Sequence[Parameter]) -> str:
+def digest_parameters(fixed: Sequence[Parameter]) -> str:
     """Return a digest of this rank's part of the parameters `fixed`: exact to the bit, and the same on every device."""
     digest = hashlib.sha256()
     for parameter in fixed:
@@ -130,13 +130,13 @@ def _held(parameter: Parameter) -> Tensor:
     return getattr(parameter, "ds_tensor", parameter).detach()
 
 
-def _renew(parameters: Sequence[Any]) -> None:
+def _adopt_anchor(parameters: Sequence[Any]) -> None:
     if parameters:
         parameters[0].partition(parameters)
         parameters[0].all_gather(parameters)
 
 
-def clear_not_finite(values: Tensor) -> None:
+def clear_non_finite(values: Tensor) -> None:
     """Set elements of `values` that are not finite to 0, in place."""
     # One-byte dtypes do not support arithmetic.
     wide = values.float() if values.element_size() == 1 else values
@@ -144,7 +144,7 @@ def clear_not_finite(values: Tensor) -> None:
         values.copy_(wide.nan_to_num(0.0, 0.0, 0.0))
 
 
-def forget_not_finite(engine: Any, masters: FlatMasters, session: Session) -> None:
+def recover_from_divergence(engine: Any, master_weights: FlatMasters, session: Session) -> None:
     """Recover from a divergence of this island, which gets the weights of the others (CompressWarning).
 
     Without ZeRO, its optimizer has stepped nevertheless, and its state and the residuals inside the island would spoil
@@ -152,9 +152,9 @@ def forget_not_finite(engine: Any, masters: FlatMasters, session: Session) -> No
     The same on all ranks of the island.
     """
     session.reset()
-    for home in {id(one.home): one.home for one in masters.stepped}.values():
+    for home in {id(one.home): one.home for one in master_weights.stepped}.values():
         for kept in engine.basic_optimizer.state.get(home, {}).values():
             if isinstance(kept, Tensor) and kept.is_floating_point():
-                clear_not_finite(kept)
-    text = "this island has diverged: it goes on with the others' weights, its optimizer without what is not finite"
+                clear_non_finite(kept)
+    text = "this island has diverged: it continues with the weights of the others; non-finite optimizer states are 0"
     warnings.warn(text, CompressWarning, stacklevel=2)

@@ -11,19 +11,21 @@ from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMas
 from deepspeed_compress.collectives.reduction import Parameters
 from deepspeed_compress.errors import CompressWarning, ConfigError
 
-__all__ = ["exchanged", "matches"]
+__all__ = ["matches", "select_exchanged"]
 
 _POINTER = "/deepspeed_compress/islands/own"
 
 
-def exchanged(own: Sequence[str], masters: FlatMasters, parameters: Parameters) -> tuple[FlatMasters, Parameters]:
-    """Return `masters` and `parameters` without the parameters that each island keeps to itself.
+def select_exchanged(
+    own: Sequence[str], master_weights: FlatMasters, parameters: Parameters
+) -> tuple[FlatMasters, Parameters]:
+    """Return `master_weights` and `parameters` without the parameters that each island keeps to itself.
 
     Warns (CompressWarning) of each pattern that matches no parameter.
 
     Args:
         own: regular expressions, searched for in the names of parameters. Matching parameters are not exchanged.
-        masters: the master weights of this rank.
+        master_weights: the master weights of this rank.
         parameters: the parameters of the engine.
 
     Returns:
@@ -36,9 +38,11 @@ def exchanged(own: Sequence[str], masters: FlatMasters, parameters: Parameters) 
     _check(own, parameters.everywhere)
     left = {name: shape for name, shape in parameters.shapes.items() if not matches(own, parameters.user_name(name))}
     everywhere = [name for name in parameters.everywhere if not matches(own, name)]
-    kept, stepped = ([one for one in some if one.parameter in left] for some in (masters.stretches, masters.stepped))
+    kept, stepped = (
+        [one for one in some if one.parameter in left] for some in (master_weights.stretches, master_weights.stepped)
+    )
     return (
-        replace(masters, stretches=kept, stepped=stepped),
+        replace(master_weights, stretches=kept, stepped=stepped),
         replace(parameters, shapes=left, everywhere=everywhere, exempt=frozenset(), dtype=torch.float32),
     )
 

@@ -16,14 +16,14 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 import deepspeed_compress
 from deepspeed_compress.errors import CompressWarning, ConfigError, UnsupportedError
-from deepspeed_compress.local_sgd.deepspeed.alike import clear_not_finite, digest_of, fingerprint
-from tests.local_sgd.deepspeed.test_islands import HEAD, SGD, largest, section, train
+from deepspeed_compress.local_sgd.deepspeed.consistency import clear_non_finite, digest_parameters, fingerprint
 from tests.support.forks import run_forks
+from tests.support.island_jobs import HEAD, SGD, largest, section, train
 from tests.support.jobs import WIDTH, Job, data, network, run, start, weights
 
 
 @pytest.mark.parametrize("threshold", [40, 10**5])
-def test_parameters_that_zero_3_keeps_whole_are_those_of_the_mean(threshold: int) -> None:
+def test_persistent_zero_3_parameters_have_the_values_of_the_mean(threshold: int) -> None:
     kept = {"stage3_param_persistence_threshold": threshold}
     whole = Job(3, zero=kept, extra=SGD, steps=4)
     mean = section(size=2, sync_every=1, exchange={"method": "none"})
@@ -65,13 +65,13 @@ def refusal(model: torch.nn.Module, job: Job) -> str:
 @pytest.mark.parametrize(
     ("work", "text"), [(sharded, "zero.Init does over the whole job"), (with_experts, "mixture-of-experts")]
 )
-def test_what_is_divided_over_the_whole_job_is_refused(work: Any, text: str) -> None:
+def test_parameters_divided_over_the_whole_job_are_refused(work: Any, text: str) -> None:
     for message in run_forks(4, work):
         assert text in message
 
 
 def collected(rank: int, job: Job) -> tuple[int, int]:
-    """Ranks of the group of a second engine, during the making of which the garbage collector ends the first one."""
+    """Return the group of a second engine; the garbage collector destroys the first one meanwhile."""
     gc.disable()
     engine = start(job)
     run(engine, data(rank, job)[:2])
@@ -90,12 +90,12 @@ def collected(rank: int, job: Job) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_an_engine_that_is_collected_late_leaves_the_division_of_the_next_one(stage: int) -> None:
+def test_an_engine_that_is_collected_late_keeps_the_division_of_the_next_one(stage: int) -> None:
     assert run_forks(4, collected, Job(stage, section=section(size=2, sync_every=2))) == [(2, 2)] * 4
 
 
 def phase(rank: int, job: Job, directory: str, first: int, tag: str | None) -> tuple[int, dict[str, list[float]]]:
-    """What is loaded, at step `first`, and the weights four steps later, when they are saved."""
+    """Return what is loaded at step `first`, and the weights that are saved four steps later."""
     engine = start(job)
     if first:
         engine.load_checkpoint(directory, tag=tag)
@@ -106,7 +106,7 @@ def phase(rank: int, job: Job, directory: str, first: int, tag: str | None) -> t
 
 
 @pytest.mark.parametrize("tag", [None, "global_step8"])
-def test_directories_of_islands_that_are_no_more_are_not_read(tag: str | None, tmp_path: Path) -> None:
+def test_directories_of_former_islands_are_not_read(tag: str | None, tmp_path: Path) -> None:
     job = Job(1, section=section(size=1, sync_every=4), steps=12)
     run_forks(4, phase, job, str(tmp_path), 0, None)
     run_forks(2, phase, job, str(tmp_path), 4, None)
@@ -115,7 +115,7 @@ def test_directories_of_islands_that_are_no_more_are_not_read(tag: str | None, t
     assert all(one == found[0][1] for _, one in found)
 
 
-def test_islands_come_back_to_what_a_job_without_them_has_saved(tmp_path: Path) -> None:
+def test_islands_load_a_later_checkpoint_of_a_job_without_islands(tmp_path: Path) -> None:
     job = Job(1, section=section(size=1, sync_every=4), steps=12)
     run_forks(2, phase, job, str(tmp_path), 0, None)
     run_forks(1, phase, Job(1, steps=12), str(tmp_path), 4, None)
@@ -125,7 +125,7 @@ def test_islands_come_back_to_what_a_job_without_them_has_saved(tmp_path: Path) 
 
 
 def own_and_not(rank: int, mine: Job, shared: Job, directory: str) -> list[float]:
-    """Norms of a parameter that islands no longer keep for themselves, when it is loaded and after each exchange."""
+    """Return norms of a parameter that is no longer local, after loading and after each exchange."""
     engine = start(mine)
     run(engine, data(rank, mine))
     engine.save_checkpoint(directory)
@@ -144,7 +144,7 @@ def run_and_measure(engine: Any, batch: Any) -> float:
     return length(weights(engine))
 
 
-def test_what_islands_no_longer_keep_for_themselves_begins_with_the_first_one(tmp_path: Path) -> None:
+def test_parameters_that_are_no_longer_local_start_from_the_first_island(tmp_path: Path) -> None:
     shared = {"size": 1, "preset": "diloco", "sync_every": 2}
     jobs = [Job(1, section=section(**shared, **more)) for more in ({"own": [HEAD]}, {})]
     first, second = run_forks(2, own_and_not, *jobs, str(tmp_path))
@@ -168,14 +168,14 @@ def frozen(rank: int, job: Job, requires_grad: bool) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize(("stage", "threshold"), [(0, 0), (1, 0), (3, 0), (3, 10**5)])
-def test_what_is_not_trained_is_alike_too(stage: int, threshold: int, requires_grad: bool) -> None:
+def test_untrained_weights_are_equal_in_all_islands(stage: int, threshold: int, requires_grad: bool) -> None:
     zero = {"stage3_param_persistence_threshold": threshold}
     first, *others = run_forks(4, frozen, Job(stage, section=section(size=2), zero=zero), requires_grad)
     assert all(one == first for one in others)
 
 
 def healed(rank: int, job: Job) -> tuple[list[bool], list[str]]:
-    """After every step whether the weights are finite, and what is warned of."""
+    """Return for every step whether the weights are finite, and the warnings."""
     engine, seen = start(job), []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", CompressWarning)
@@ -187,7 +187,7 @@ def healed(rank: int, job: Job) -> tuple[list[bool], list[str]]:
 
 @pytest.mark.parametrize("moments", [None, {}])
 @pytest.mark.parametrize("stage", [0, 1])
-def test_an_island_that_diverged_goes_on_with_the_others(stage: int, moments: Any) -> None:
+def test_an_island_that_diverged_continues_with_the_weights_of_the_others(stage: int, moments: Any) -> None:
     shared = section(size=2, sync_every=3, second_moments=moments)
     ranks = run_forks(4, healed, Job(stage, section=shared, steps=7, poison=(1, 2), extra={"gradient_clipping": 0.0}))
     for seen, texts in ranks[:2]:
@@ -211,8 +211,8 @@ COMPRESSED: Mapping[str, Any] = {"method": "topk", "density": 0.1}
         ({"size": 2, "sync_every": 4}, COMPRESSED),
     ],
 )
-def test_an_island_that_diverged_is_whole_again(shared: Mapping[str, Any], gradients: Any) -> None:
-    """All fragments at once, and what is remembered inside: what is not finite in one spoils the others again."""
+def test_an_island_that_diverged_recovers_completely(shared: Mapping[str, Any], gradients: Any) -> None:
+    """All fragments and optimizer states recover at once: one non-finite element would spoil the others again."""
     inside = {"method": gradients} if isinstance(gradients, str) else gradients
     job = Job(0, section={**section(**shared), "gradients": inside}, steps=16, extra={"gradient_clipping": 0.0})
     for seen, _ in run_forks(4, healed, replace(job, poison=(1, 2))):
@@ -220,7 +220,7 @@ def test_an_island_that_diverged_is_whole_again(shared: Mapping[str, Any], gradi
 
 
 def loaded(rank: int, job: Job, directory: str, how: Mapping[str, Any]) -> list[float]:
-    """After loading weights alone in a run that has gone on: what is remembered of its exchanges."""
+    """Return the state of exchanges after only weights were loaded in a run that has continued."""
     engine, batches = start(job), data(rank, job)
     engine.save_checkpoint(directory)
     run(engine, batches)
@@ -230,7 +230,7 @@ def loaded(rank: int, job: Job, directory: str, how: Mapping[str, Any]) -> list[
 
 
 @pytest.mark.parametrize("how", [{"load_module_only": True}, {"load_optimizer_states": False}])
-def test_weights_that_are_loaded_alone_are_moved_by_no_former_momentum(how: Mapping[str, Any], tmp_path: Path) -> None:
+def test_weights_loaded_alone_ignore_earlier_momentum(how: Mapping[str, Any], tmp_path: Path) -> None:
     shared = section(size=1, preset="diloco", sync_every=2)
     for sums in run_forks(2, loaded, Job(1, section=shared, steps=4), str(tmp_path), how):
         assert not any(sums)
@@ -249,7 +249,7 @@ def resumed(rank: int, job: Job, directory: str) -> dict[str, list[float]]:
     return weights(engine)
 
 
-def test_islands_agree_where_the_state_of_one_was_damaged(tmp_path: Path) -> None:
+def test_islands_agree_if_the_state_of_one_was_damaged(tmp_path: Path) -> None:
     shared = {**section(size=1, preset="diloco", sync_every=2), "on_missing_state": "reset"}
     job = Job(1, section=shared, steps=8)
     run_forks(2, saved, job, str(tmp_path))
@@ -260,7 +260,7 @@ def test_islands_agree_where_the_state_of_one_was_damaged(tmp_path: Path) -> Non
 
 
 def detached(rank: int, job: Job, directory: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Weights that an engine has saved after `detach`, and those that it loads."""
+    """Return the weights that an engine saves after `detach`, and those that it loads."""
     engine, batches = start(job), data(rank, job)
     run(engine, batches[:5])
     deepspeed_compress.detach(engine)
@@ -272,7 +272,7 @@ def detached(rank: int, job: Job, directory: str) -> tuple[dict[str, list[float]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_islands_do_not_save_over_each_other_after_detach(stage: int, tmp_path: Path) -> None:
+def test_islands_do_not_overwrite_each_other_after_detach(stage: int, tmp_path: Path) -> None:
     ranks = run_forks(4, detached, Job(stage, section=section(size=2, sync_every=4), steps=7), str(tmp_path))
     assert all(kept == found for kept, found in ranks)
     assert ranks[0][0] != ranks[2][0]
@@ -310,7 +310,7 @@ def of_bytes(dtype: torch.dtype, count: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_fingerprint_is_of_bits_in_their_places(dtype: torch.dtype) -> None:
+def test_a_fingerprint_depends_on_bits_and_their_positions(dtype: torch.dtype) -> None:
     values = of_bytes(dtype, 100)
     same = fingerprint(values).tolist()
     assert fingerprint(values.clone().view(10, 10)).tolist() == same
@@ -320,7 +320,7 @@ def test_a_fingerprint_is_of_bits_in_their_places(dtype: torch.dtype) -> None:
     assert fingerprint(values[3]).tolist() == fingerprint(values[3:4]).tolist()
 
 
-def test_a_fingerprint_tells_orders_and_zeros_apart() -> None:
+def test_a_fingerprint_distinguishes_orders_and_signed_zeros() -> None:
     values = torch.arange(3 << 20, dtype=torch.float32)
     swapped = values.clone()
     swapped[[5, 2_000_000]] = swapped[[2_000_000, 5]]
@@ -329,24 +329,24 @@ def test_a_fingerprint_tells_orders_and_zeros_apart() -> None:
     assert fingerprint(torch.tensor([torch.nan])).tolist() == fingerprint(torch.tensor([torch.nan])).tolist()
 
 
-def test_a_digest_tells_types_apart() -> None:
+def test_a_digest_distinguishes_dtypes() -> None:
     bits = of_bytes(torch.float16, 64)
     digests = {
-        digest_of([torch.nn.Parameter(bits.view(dtype), requires_grad=False)])
+        digest_parameters([torch.nn.Parameter(bits.view(dtype), requires_grad=False)])
         for dtype in (torch.float16, torch.bfloat16, torch.int16)
     }
     assert len(digests) == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
-def test_what_is_not_finite_is_cleared_and_the_rest_stays(dtype: torch.dtype) -> None:
+def test_only_non_finite_elements_are_cleared(dtype: torch.dtype) -> None:
     values = torch.tensor([1.0, torch.nan, -2.0]).to(dtype)
-    clear_not_finite(values)
+    clear_non_finite(values)
     assert values.float().tolist() == [1.0, 0.0, -2.0]
 
 
 class Frozen(torch.nn.Module):
-    """A network beside weights of `dtype` that nobody trains, as of a quantized base model."""
+    """Return a network with additional untrained weights of `dtype`, as in a quantized base model."""
 
     def __init__(self, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
@@ -368,6 +368,6 @@ def with_frozen(rank: int, dtype: torch.dtype) -> list[int]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8, torch.bool, torch.int64, torch.complex64])
-def test_frozen_weights_of_any_type_are_those_of_the_first_island(dtype: torch.dtype) -> None:
+def test_frozen_weights_of_any_dtype_are_copied_from_the_first_island(dtype: torch.dtype) -> None:
     expected = of_bytes(dtype, 33, seed=0).view(torch.uint8).tolist()
     assert run_forks(2, with_frozen, dtype) == [expected, expected]

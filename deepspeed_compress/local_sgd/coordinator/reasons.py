@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from deepspeed_compress.local_sgd.coordinator.records import Holder, Saved
 from deepspeed_compress.local_sgd.coordinator.requests import Join
 
-__all__ = ["few", "lacking", "more_to_load", "names_of", "not_back", "older_file", "voting"]
+__all__ = ["absent_holders", "names_of", "not_returned", "older_state", "too_few", "too_few_loaded", "votes_missing"]
 
 _SHOWN = 20
 """Most islands that a reason names."""
@@ -18,41 +18,41 @@ def names_of(islands: Mapping[int, str]) -> str:
     return " and ".join([*([", ".join(shown[:-1])] if shown[:-1] else []), *shown[-1:]])
 
 
-def few(minimum: int, there: Collection[int]) -> str:
+def too_few(minimum: int, connected: Collection[int]) -> str:
     """Return the reason that fewer than `minimum` islands are connected."""
-    names = f" ({names_of(dict.fromkeys(sorted(there), ''))})" if there else ""
+    names = f" ({names_of(dict.fromkeys(sorted(connected), ''))})" if connected else ""
     return (
-        f"at least {minimum} islands must be there (minimum), and {len(there)} of them {_is(len(there))}{names}; start "
-        f"{max(1, minimum - len(there))} more"
+        f"at least {minimum} islands must be connected (minimum), and {len(connected)} {_is(len(connected))}{names}; "
+        f"start {max(1, minimum - len(connected))} more"
     )
 
 
-def more_to_load(minimum: int, claims: int, absent: Mapping[int, Holder]) -> str:
+def too_few_loaded(minimum: int, claims: int, absent: Mapping[int, Holder]) -> str:
     """Return the reason that fewer than `minimum` islands have loaded a checkpoint."""
-    missing = f"; missing: {_named(absent)}" if absent else ""
+    missing = f"; missing: {_names(absent)}" if absent else ""
     return f"at least {minimum} islands must load a checkpoint (minimum), and {claims} {_has(claims)}{missing}"
 
 
-def lacking(absent: Mapping[int, Holder]) -> str:
+def absent_holders(absent: Mapping[int, Holder]) -> str:
     """Return the reason that no connected island has the anchors that the `absent` islands hold."""
-    numbers = " ".join(map(str, absent))
+    numbers, count = " ".join(map(str, absent)), len(absent)
     return (
-        f"{_named(absent)} {_has(len(absent))} the newest weights of this run, {_has(len(absent))} not left it, and "
-        f"{_is(len(absent))} not connected; start {_them(len(absent))} again from a checkpoint, or go on without "
-        f"{_them(len(absent))} by: ds-compress islands forget HOST:PORT {numbers}"
+        f"{_names(absent)} {_has(count)} the newest weights of this run, {_has(count)} not left it, and {_is(count)} "
+        f"not connected; start {_them(count)} again from a checkpoint, or continue without {_them(count)}: "
+        f"ds-compress islands forget HOST:PORT {numbers}"
     )
 
 
-def not_back(missing: Collection[int], members: int) -> str:
+def not_returned(missing: Collection[int], members: int) -> str:
     """Return the reason that too few islands of the last round have returned to a coordinator."""
     return (
-        f"of the {members} islands of the last exchange {members - len(missing)} have come back to the coordinator "
-        f"since it was started again; missing: {names_of(dict.fromkeys(missing, ''))}. Start them again, or go on "
-        f"without them by: ds-compress islands forget HOST:PORT {' '.join(map(str, missing))}"
+        f"since the coordinator was restarted, {members - len(missing)} of the {members} islands of the last exchange "
+        f"have returned; missing: {names_of(dict.fromkeys(missing, ''))}. Start them again, or continue without them: "
+        f"ds-compress islands forget HOST:PORT {' '.join(map(str, missing))}"
     )
 
 
-def older_file(join: Join, saved: Saved) -> str:
+def older_state(join: Join, saved: Saved) -> str:
     """Return the reason that an island knows more of the run than its coordinator."""
     return (
         f"island {join.number} with version {join.version} is not known to run {saved.run}, which has had "
@@ -61,12 +61,12 @@ def older_file(join: Join, saved: Saved) -> str:
     )
 
 
-def voting(round_: int, late: str) -> str:
+def votes_missing(round_: int, late: str) -> str:
     """Return the reason that the outcome of a round is open."""
-    return f"the exchange of round {round_} is not over for {late}"
+    return f"the exchange of round {round_} has not ended for {late}"
 
 
-def _named(absent: Mapping[int, Holder]) -> str:
+def _names(absent: Mapping[int, Holder]) -> str:
     return names_of({number: one.host for number, one in absent.items()})
 
 

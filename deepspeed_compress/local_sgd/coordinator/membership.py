@@ -1,0 +1,126 @@
+"""Membership of a run: which islands are connected or known, which anchors they hold, and the messages to send them."""
+
+from collections.abc import Mapping
+
+from deepspeed_compress.local_sgd.coordinator.known_islands import KnownIslands
+from deepspeed_compress.local_sgd.coordinator.reasons import absent_holders, older_state
+from deepspeed_compress.local_sgd.coordinator.records import Holder, Island, Saved
+from deepspeed_compress.local_sgd.coordinator.requests import Join
+from deepspeed_compress.local_sgd.coordinator.wire import Message
+
+__all__ = ["Membership"]
+
+
+class Membership:
+    """Islands of a run.
+
+    Args:
+        saved: the state that outlives the coordinator.
+        came_back: True if `saved` is from an earlier process.
+
+    Attributes:
+        connected: the connected islands, by the name of their process.
+        known: the islands that hold an anchor and have not left, whether connected or not.
+    """
+
+    def __init__(self, saved: Saved, came_back: bool) -> None:
+        self.saved = saved
+        self.known = KnownIslands(saved, came_back)
+        self.connected: dict[str, Island] = {}
+        self._outbox: list[tuple[str, Message]] = []
+
+    @property
+    def timeout(self) -> float:
+        """Return the seconds of silence after which an island is lost.
+
+        The value has no meaning before the first island has joined.
+        """
+        return float((self.saved.terms or {}).get("timeout", 1.0))
+
+    @property
+    def minimum(self) -> int:
+        """Return the number of islands without which nothing begins and nothing is exchanged."""
+        return int((self.saved.terms or {}).get("minimum", 1))
+
+    def send(self, name: str, message: Message) -> None:
+        """Queue `message` for the island `name`."""
+        self._outbox.append((name, message))
+
+    def take_messages(self) -> list[tuple[str, Message]]:
+        """Remove and return the queued messages, in order, each with the name of its island."""
+        messages, self._outbox = self._outbox, []
+        return messages
+
+    def join(self, name: str, join: Join, now: float) -> None:
+        """Add the island `name`, or refuse it."""
+        problem = self._find_problem(name, join)
+        if problem:
+            self.send(name, {"kind": "refused", "why": problem})
+            return
+        if not self._has_agreed_terms():
+            self.saved.terms = join.terms
+        earlier, number = self.connected.get(name), join.number
+        if earlier is not None:
+            number = earlier.number
+        elif number is None:
+            number, self.saved.next_number = self.saved.next_number, self.saved.next_number + 1
+        self.connected[name] = island = Island.from_join(join, number, now)
+        island.arrived = None if earlier is None else earlier.arrived
+        self.set_version(island, join.version)
+        self.send(name, {"kind": "welcome", "run": self.saved.run, "number": number})
+
+    def set_version(self, island: Island, version: int) -> None:
+        """Record that the connected `island` has the anchor of `version` from now on; 0 for none."""
+        island.version = version
+        self.known.hold(island)
+
+    def numbers(self) -> set[int]:
+        """Return the numbers of the connected islands."""
+        return {one.number for one in self.connected.values()}
+
+    def newest_connected(self) -> int:
+        """Return the newest version of the lineage that a connected island has; 0 for none."""
+        lineage = {*self.saved.lineage}
+        return max((one.version for one in self.connected.values() if one.version in lineage), default=0)
+
+    def newest(self) -> int:
+        """Return the version from which the run continues: the newest one of awaited islands; 0 for none."""
+        return max((self.newest_connected(), *self.known.awaited()))
+
+    def required_absent(self) -> Mapping[int, Holder]:
+        """Return the absent islands without which the run does not continue from what is connected."""
+        absent = self.known.absent(self.numbers(), since=self.newest_connected())
+        return {**{number: Holder(0) for number in self.known.missing}, **absent}
+
+    def all_absent(self) -> Mapping[int, Holder]:
+        """Return all absent islands, as a user may look for them."""
+        absent = self.known.absent(self.numbers(), since=0)
+        return {**dict.fromkeys(self.known.missing, Holder(0)), **absent}
+
+    def _has_agreed_terms(self) -> bool:
+        """Return True if terms have to stay as they are, because an island that has not left has agreed to them."""
+        return self.saved.terms is not None and bool(self.connected or self.saved.holders)
+
+    def _find_problem(self, name: str, join: Join) -> str | None:
+        """Return why the island may not join; None if it may."""
+        saved, others = self.saved, {other: one for other, one in self.connected.items() if other != name}
+        if join.run is not None and join.run != saved.run:
+            return f"the coordinator serves run {saved.run}, and the island belongs to run {join.run}"
+        if (join.number or 0) >= max(1, saved.next_number) or join.version >= saved.next_round:
+            return older_state(join, saved)
+        if any(one.number == join.number for one in others.values()):
+            return f"island {join.number} is already connected from another process"
+        if join.process and any(one.process == join.process for one in others.values()):
+            return f"process {join.process} already is an island with another engine, and would wait for itself"
+        return self._compare_terms(join)
+
+    def _compare_terms(self, join: Join) -> str | None:
+        terms = (self.saved.terms or {}) if self._has_agreed_terms() else join.terms
+        texts = [
+            f"{key} is {join.terms.get(key)!r}, that of the others {terms.get(key)!r}"
+            for key in {**join.terms, **terms}
+            if terms.get(key) != join.terms.get(key)
+        ]
+        if texts and not self.connected:
+            texts.append(absent_holders(self.known.absent((), since=0)))
+        return "; ".join(texts) or None

@@ -1,0 +1,165 @@
+"""Rounds of exchange as a coordinator sees them: opening, participants, votes, and commitment."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+
+from deepspeed_compress.local_sgd.coordinator.membership import Membership
+from deepspeed_compress.local_sgd.coordinator.reasons import names_of, not_returned, too_few, votes_missing
+from deepspeed_compress.local_sgd.coordinator.records import Island, RunningRound
+from deepspeed_compress.local_sgd.coordinator.requests import Arrive, Vote
+from deepspeed_compress.local_sgd.coordinator.wire import Outcome, Partner, Round
+
+__all__ = ["Rounds"]
+
+TRIES = 2
+"""Void rounds in a row after which islands are left out in turn: a link between two may be broken."""
+
+
+class Rounds:
+    """Rounds among the islands of `membership`. At most one round is running at a time."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self.running: RunningRound | None = None
+        self._deadline: float | None = None
+        self._void_rounds = self._turn = 0
+
+    def arrive(self, name: str, request: Arrive, now: float) -> None:
+        """Handle the request of the island `name` to exchange."""
+        membership, island = self._membership, self._membership.connected[name]
+        island.late = False
+        membership.set_version(island, request.version)
+        if island.version not in membership.saved.lineage:
+            # It belongs to another beginning, so its weight changes have no meaning here.
+            membership.set_version(island, 0)
+            island.wait("arrive", now)
+        elif self.running is not None or (self._deadline is None and island.version != membership.newest()):
+            # It is too late for one round, and does not start another.
+            membership.send(name, {"kind": "over"})
+        else:
+            island.arrived = request.samples
+            self._open(name, now)
+
+    def vote(self, name: str, vote: Vote, now: float) -> None:
+        """Record the vote of the island `name`, or repeat the outcome of a round that has ended."""
+        running = self.running
+        if running is None or running.round.id != vote.round or name not in running.votes:
+            self._send_outcome(name, Outcome(vote.round, vote.round in self._membership.saved.lineage))
+        else:
+            running.votes[name] = vote.ok
+
+    def abandon(self, name: str) -> None:
+        """Handle the loss of the island `name`: a round in which it has not voted is void."""
+        running = self.running
+        if running is not None and running.votes.get(name, True) is None:
+            self._end(running, committed=False)
+
+    def decide(self) -> None:
+        """End the running round if one island has failed, or all have voted."""
+        running = self.running
+        if running is None:
+            return
+        if any(vote is False for vote in running.votes.values()):
+            self._void_rounds += 1
+            self._end(running, committed=False)
+        elif all(running.votes.values()):
+            self._void_rounds = 0
+            self._end(running, committed=True)
+
+    def close(self, now: float) -> None:
+        """Begin the exchange when all islands have arrived, or were awaited long enough."""
+        connected = self._membership.connected
+        arrived = {name: one for name, one in connected.items() if one.arrived is not None}
+        if self._deadline is None or not arrived:
+            self._deadline = None
+            return
+        others = [one for name, one in connected.items() if one.version and not one.late and name not in arrived]
+        if others and now < self._deadline:
+            return
+        for one in others:
+            # An island that evaluates or saves is awaited once.
+            one.late = True
+        obstacle = self._find_obstacle(arrived)
+        if obstacle is None:
+            self._deadline = None
+            self._begin(dict(self._choose(arrived)), now)
+        elif now >= self._deadline:
+            self._deadline = now + self._membership.timeout
+            for name in arrived:
+                self._membership.send(name, {"kind": "waiting", "why": obstacle})
+
+    def report_missing_votes(self, now: float) -> None:
+        """Tell the islands that have voted, every `timeout`, which ones have not."""
+        running, connected = self.running, self._membership.connected
+        if running is None or now - running.reported < self._membership.timeout:
+            return
+        running.reported = now
+        missing = {connected[name].number: connected[name].host for name, ok in running.votes.items() if ok is None}
+        for name, ok in running.votes.items():
+            if ok is not None:
+                why = votes_missing(running.round.id, names_of(missing))
+                self._membership.send(name, {"kind": "waiting", "why": why})
+
+    def _open(self, name: str, now: float) -> None:
+        if self._deadline is None:
+            self._deadline = now + self._membership.timeout
+            for other, one in self._membership.connected.items():
+                if other != name and one.version:
+                    self._membership.send(other, {"kind": "open"})
+
+    def _find_obstacle(self, arrived: Mapping[str, Island]) -> str | None:
+        """Return why the islands that have arrived cannot exchange yet; None if they can."""
+        known, minimum = self._membership.known, self._membership.minimum
+        if not known.has_majority():
+            return not_returned(known.missing, len(self._membership.saved.members))
+        if len(arrived) < minimum:
+            return too_few(minimum, {one.number for one in arrived.values()})
+        return None
+
+    def _choose(self, arrived: Mapping[str, Island]) -> Iterator[tuple[str, Island]]:
+        """Yield the islands that take part; the others continue without the round.
+
+        After void rounds one island is left out, each in turn, as long as more than two remain.
+        """
+        names, left_out = sorted(arrived, key=lambda name: arrived[name].number), None
+        if self._void_rounds >= TRIES and len(names) > max(2, self._membership.minimum):
+            left_out = names[self._turn % len(names)]
+            self._turn += 1
+        for name in names:
+            if name == left_out:
+                arrived[name].arrived = None
+                self._membership.send(name, {"kind": "over"})
+            else:
+                yield name, arrived[name]
+
+    def _begin(self, chosen: Mapping[str, Island], now: float) -> None:
+        saved, newest = self._membership.saved, self._membership.newest()
+        if all(one.version != newest for one in chosen.values()):
+            # No island could apply their common result to the newest anchor.
+            for name, one in chosen.items():
+                one.arrived = None
+                self._membership.send(name, {"kind": "over"})
+            return
+        partners = [Partner(one.number, one.arrived or 0, one.version, one.store) for one in chosen.values()]
+        id_ = saved.next_round
+        saved.next_round += 1
+        round_ = Round(id_, newest, f"{saved.run}/{id_}", tuple(partners))
+        self.running = RunningRound(round_, dict.fromkeys(chosen), now)
+        for name, one in chosen.items():
+            one.arrived = None
+            self._membership.send(name, round_.message())
+
+    def _end(self, running: RunningRound, committed: bool) -> None:
+        membership = self._membership
+        self.running = None
+        if committed:
+            membership.saved.commit(running.round)
+            membership.known.commit(membership.numbers())
+        for name in running.votes:
+            one = membership.connected.get(name)
+            if one is not None and committed and one.version == running.round.base:
+                membership.set_version(one, running.round.id)
+            self._send_outcome(name, Outcome(running.round.id, committed))
+
+    def _send_outcome(self, name: str, outcome: Outcome) -> None:
+        self._membership.send(name, {"kind": "outcome", **asdict(outcome)})

@@ -1,0 +1,128 @@
+"""Process groups of the islands in a round, which are reused as long as the participants stay the same."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import cast
+
+from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch.distributed import ProcessGroup
+
+from deepspeed_compress.collectives.reduction import Groups, Site
+from deepspeed_compress.compression.segments import Segment
+from deepspeed_compress.config import Islands
+from deepspeed_compress.local_sgd.coordinator.wire import Round
+from deepspeed_compress.local_sgd.exchange import Peers
+
+__all__ = ["MakeGroups", "RoundPeers", "group_of_one", "make_groups"]
+
+MakeGroups = Callable[[Round, int, int, float], Groups]
+"""Function that creates the groups of a round; see `make_groups`."""
+
+
+def group_of_one() -> ProcessGroup:
+    """Return a process group of one rank, which sends nothing."""
+    return _gloo(HashStore(), 0, 1, 1.0)
+
+
+def make_groups(round_: Round, place: int, number: int, timeout: float) -> Groups:
+    """Return the groups of the ranks at `place` in the islands of `round_`.
+
+    Raises:
+        RuntimeError: a rank is missing for `timeout` seconds.
+    """
+    rank, size = round_.place(number), len(round_.partners)
+    if size == 1:
+        return Groups(group_of_one())
+    host, _, port = round_.partners[0].store.rpartition(":")
+    store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout))
+    up, down = (
+        _gloo(PrefixStore(f"{round_.fresh}/{place}/{way}", store), rank, size, timeout) for way in ("up", "down")
+    )
+    return Groups(up, downward=down)
+
+
+def _gloo(store: Store, rank: int, size: int, timeout: float) -> ProcessGroup:
+    """Return a group that torch.distributed does not register, so that it may end at any time.
+
+    It supports everything that exchanges use.
+    """
+    return cast(ProcessGroup, ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout)))
+
+
+@dataclass
+class _LastRound:
+    """Groups of the islands `numbers` that were last used in round `round`."""
+
+    peers: Peers
+    numbers: tuple[int, ...]
+    round: int
+
+
+@dataclass
+class _MessageTimeout:
+    """Adaptive timeout in seconds for a message of an exchange, between `least` and `most`.
+
+    A slow link may need longer for one message than the islands' liveness timeout, which is not known in advance. A
+    void round doubles the timeout. A committed round sets it to twice the time that the round took.
+    """
+
+    least: float
+    most: float
+
+    def __post_init__(self) -> None:
+        self.seconds = self.least
+
+    def learn(self, committed: bool, took: float) -> None:
+        """Adapt the timeout to a round that `took` so many seconds."""
+        self.seconds = min(max(self.least, 2 * took) if committed else 2 * self.seconds, self.most)
+
+
+class RoundPeers:
+    """The ranks of equal place in the islands of the current round.
+
+    Args:
+        settings: the section's `islands`, with `elastic`.
+        segments: the master weights of this rank.
+        site: returns the residual stores and counters for given groups.
+        make: creates the groups of a round.
+    """
+
+    def __init__(
+        self, settings: Islands, segments: Sequence[Segment], site: Callable[[Groups], Site], make: MakeGroups
+    ) -> None:
+        assert settings.elastic is not None, "rounds are of elastic islands"
+        self._settings, self._segments, self._site, self._make = settings, segments, site, make
+        self._timeout = _MessageTimeout(settings.elastic.timeout_seconds, settings.elastic.give_up_seconds)
+        self._last: _LastRound | None = None
+
+    def connect(self, round_: Round, place: int, number: int) -> Peers:
+        """Return the last round's group if all islands took part in it, else a new one. All decide alike.
+
+        Args:
+            round_: the round.
+            place: place of this rank in its island.
+            number: number of this island.
+
+        Raises:
+            RuntimeError: a rank is missing for too long.
+        """
+        numbers, last = tuple(one.number for one in round_.partners), self._last
+        same = all(one.version == round_.base for one in round_.partners)
+        if last is None or not same or last.numbers != numbers or last.round != round_.base:
+            self._last = None
+            groups = self._make(round_, place, number, self._timeout.seconds)
+            last = _LastRound(Peers(self._settings, self._segments, self._site(groups)), numbers, round_.base)
+        last.round = round_.id
+        self._last = last
+        return last.peers
+
+    def round_ended(self, committed: bool, took: float) -> None:
+        """Keep the group of a committed round, and adapt the timeout to the seconds that the round took."""
+        if not committed:
+            self.disconnect()
+        self._timeout.learn(committed, took)
+
+    def disconnect(self) -> None:
+        """Drop the group: the next round creates a new one."""
+        self._last = None
