@@ -41,9 +41,9 @@ class IslandRanks:
                 result = [(None, error)]
         if self.group is not None:
             dist.broadcast_object_list(result, dist.get_global_rank(self.group, 0), group=self.group)
-        value, error = result[0]
-        if error is not None:
-            raise error
+        value, problem = result[0]
+        if problem is not None:
+            raise problem
         return value  # type: ignore[no-any-return]
 
     def gather(self, value: T) -> list[T]:

@@ -38,12 +38,14 @@ class ExchangeStrategy(Protocol):
     Attributes:
         stores: the residuals and the anchor, which a checkpoint contains.
         number: unique id of this island. Ids are never reused. -1 before `start`.
-        version: version of the anchor of this island; 0 if it has none.
     """
 
     stores: ResidualStores
     number: int
-    version: int
+
+    @property
+    def version(self) -> int:
+        """Return the version of the anchor of this island; 0 if it has none."""
 
     def start(self, samples: int) -> Mapping[str, Any]:
         """Start with the anchor of the islands that exist, or else with this island's own weights. Collective.
