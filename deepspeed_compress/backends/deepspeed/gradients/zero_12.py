@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
+import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions, bucket_size, reduces_now
+from deepspeed_compress.backends.deepspeed.seams import at_least
 from deepspeed_compress.collectives.buckets import LAYOUTS, Partition, partition_by_sizes
 from deepspeed_compress.collectives.reducer import Pending
 from deepspeed_compress.compression.segments import Segment
@@ -52,6 +54,7 @@ def attach_zero_12(engine: Any, session: Session) -> Callable[[], int]:
     patches.replace(optimizer, "reduce_scatter", False)
     patches.replace(optimizer, "gradient_reduction_w_predivide", buckets.reduce)
     patches.replace(optimizer, "buffered_reduce_fallback", buckets.reduce_separate)
+    # Before 0.19.8, DeepSpeed does not call this one.
     patches.replace(optimizer, "_buffered_reduce_fallback_preserving_fp32", buckets.reduce_separate_in_fp32)
     if buckets.later is not None:
         patches.replace(optimizer, "reduce_ipg_grads", buckets.later.reduce_ipg_grads)
@@ -154,10 +157,19 @@ def _may_wait(optimizer: Any) -> bool:
     """Return True if reductions can be deferred until the last bucket is closed.
 
     They can if DeepSpeed reads no reduced bucket before that, and if the device has no streams to overlap them with.
+    Before 0.18.5, the call that closes the last bucket looks like any other.
     """
-    compact = any(optimizer._use_compact_grad_partition_buffer(group) for group in range(len(optimizer.bit16_groups)))
+    if not at_least(deepspeed.__version__, "0.18.5") or _compact(optimizer):
+        return False
     on_host = all(flat.device.type == "cpu" for flat in optimizer.bit16_groups_flat)
-    return on_host and optimizer.contiguous_gradients and not optimizer.cpu_offload and not compact
+    return on_host and optimizer.contiguous_gradients and not optimizer.cpu_offload
+
+
+def _compact(optimizer: Any) -> bool:
+    """Return True if DeepSpeed keeps only this rank's partition of some group's gradients, as it can since 0.19.8."""
+    return at_least(deepspeed.__version__, "0.19.8") and any(
+        optimizer._use_compact_grad_partition_buffer(group) for group in range(len(optimizer.bit16_groups))
+    )
 
 
 def _waits_for_backward(engine: Any) -> bool:
