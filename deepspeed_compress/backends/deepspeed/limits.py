@@ -15,7 +15,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from deepspeed_compress.backends.deepspeed.division import IslandUnit
 from deepspeed_compress.backends.deepspeed.groups import partition_groups
-from deepspeed_compress.backends.deepspeed.seams import at_least
+from deepspeed_compress.backends.deepspeed.versions import skips_invalid_norms
 from deepspeed_compress.compression.kernels import FASTEST
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.errors import UnsupportedError
@@ -217,12 +217,9 @@ def _momentum(engine: Any, config: CompressConfig) -> Iterator[str]:
 
 
 def _unskippable(engine: Any, config: CompressConfig) -> Iterator[str]:
-    """Yield a problem if the guard is to skip steps that this version of DeepSpeed would apply.
-
-    Since 0.19.8, DeepSpeed's own optimizers skip a step whose gradient norm is not finite.
-    """
+    """Yield a problem if the guard is to skip steps that this version of DeepSpeed would apply."""
     own = engine_kind(engine) != "zero_0" or isinstance(engine.optimizer, BF16_Optimizer)
-    if own and config.guard is not None and config.guard.skip_steps and not at_least(deepspeed.__version__, "0.19.8"):
+    if own and config.guard is not None and config.guard.skip_steps and not skips_invalid_norms():
         yield (
             "/deepspeed_compress/guard/skip_steps is true, but the optimizers of DeepSpeed "
             f"{deepspeed.__version__} apply every step; install deepspeed>=0.19.8, or write false"

@@ -12,10 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import deepspeed
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from deepspeed_compress.backends.deepspeed.seams import at_least
+from deepspeed_compress.backends.deepspeed.versions import owns_parameter
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.errors import UnsupportedError
 
@@ -74,17 +73,11 @@ def check_ownership(engine: Any, config: CompressConfig) -> None:
 
 def _deal(group: dict[str, Any], ranks: int) -> list[Any]:
     """Reorder a torch parameter group for `ranks`, and return its trained parameters in the original order."""
-    given = [parameter for parameter in group["params"] if _is_optimized(parameter)]
-    others = [parameter for parameter in group["params"] if not _is_optimized(parameter)]
+    given = [parameter for parameter in group["params"] if owns_parameter(parameter)]
+    others = [parameter for parameter in group["params"] if not owns_parameter(parameter)]
     order = balanced_order([parameter.numel() for parameter in given], ranks)
     group["params"] = [*(given[index] for index in order), *others]
     return given
-
-
-def _is_optimized(parameter: Any) -> bool:
-    """Return True if DeepSpeed's optimizers own `parameter`. Since 0.19.8 they leave out those without elements."""
-    has_elements = parameter.numel() > 0 or not at_least(deepspeed.__version__, "0.19.8")
-    return bool(parameter.requires_grad) and has_elements
 
 
 def balanced_order(numels: Sequence[int], ranks: int) -> list[int]:

@@ -9,7 +9,7 @@ from packaging.version import Version
 
 from deepspeed_compress.errors import SeamError
 
-__all__ = ["SUPPORTED", "Seam", "at_least", "check_seams", "check_version"]
+__all__ = ["SUPPORTED", "Seam", "check_seams", "check_version"]
 
 SUPPORTED = (Version("0.18.0"), Version("0.20.dev0"))
 """Supported DeepSpeed versions: the first one that works, and the first one that is not known to work."""
@@ -36,14 +36,9 @@ class Seam:
 
     def is_in(self, version: str) -> bool:
         """Return True if DeepSpeed `version` has the function in this form."""
-        return (self.since is None or at_least(version, self.since)) and (
-            self.until is None or not at_least(version, self.until)
-        )
-
-
-def at_least(version: str, first: str) -> bool:
-    """Return True if DeepSpeed `version` is `first` or newer. Preview and local versions count as their release."""
-    return Version(version).release >= Version(first).release
+        found = Version(version).release
+        begun = self.since is None or found >= Version(self.since).release
+        return begun and (self.until is None or found < Version(self.until).release)
 
 
 _Z12 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer."

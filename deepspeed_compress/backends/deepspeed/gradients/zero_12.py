@@ -15,14 +15,17 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
-import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions, bucket_size, reduces_now
-from deepspeed_compress.backends.deepspeed.seams import at_least
+from deepspeed_compress.backends.deepspeed.versions import (
+    averages_gradients,
+    closes_last_bucket_visibly,
+    has_compact_gradients,
+)
 from deepspeed_compress.collectives.buckets import LAYOUTS, Partition, partition_by_sizes
 from deepspeed_compress.collectives.reducer import Pending
 from deepspeed_compress.compression.segments import Segment
@@ -81,7 +84,7 @@ class _Buckets:
         self._optimizer = optimizer = engine.optimizer
         self._session = session
         self._ranks: int = optimizer.dp_process_group.size()
-        self._scale = optimizer.sequence_parallel_size / self._ranks if optimizer.gradient_average else 1.0
+        self._scale = optimizer.sequence_parallel_size / self._ranks if averages_gradients(optimizer) else 1.0
         self._partition_of = lru_cache(maxsize=LAYOUTS)(partial(_partition, optimizer, self._ranks))
         self.later = _DeferredReductions(optimizer) if _may_wait(optimizer) else None
         self.early: EarlyReductions | None = None
@@ -157,19 +160,11 @@ def _may_wait(optimizer: Any) -> bool:
     """Return True if reductions can be deferred until the last bucket is closed.
 
     They can if DeepSpeed reads no reduced bucket before that, and if the device has no streams to overlap them with.
-    Before 0.18.5, the call that closes the last bucket looks like any other.
     """
-    if not at_least(deepspeed.__version__, "0.18.5") or _compact(optimizer):
+    if not closes_last_bucket_visibly() or has_compact_gradients(optimizer):
         return False
     on_host = all(flat.device.type == "cpu" for flat in optimizer.bit16_groups_flat)
     return on_host and optimizer.contiguous_gradients and not optimizer.cpu_offload
-
-
-def _compact(optimizer: Any) -> bool:
-    """Return True if DeepSpeed keeps only this rank's partition of some group's gradients, as it can since 0.19.8."""
-    return at_least(deepspeed.__version__, "0.19.8") and any(
-        optimizer._use_compact_grad_partition_buffer(group) for group in range(len(optimizer.bit16_groups))
-    )
 
 
 def _waits_for_backward(engine: Any) -> bool:
