@@ -4,8 +4,10 @@ from collections.abc import Callable, Iterator
 from types import MappingProxyType
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -13,6 +15,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from deepspeed_compress.backends.deepspeed.division import IslandUnit
 from deepspeed_compress.backends.deepspeed.groups import partition_groups
+from deepspeed_compress.backends.deepspeed.versions import skips_invalid_norms
 from deepspeed_compress.compression.kernels import FASTEST
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.errors import UnsupportedError
@@ -44,7 +47,12 @@ def refuse_unsupported(engine: Any, config: CompressConfig) -> None:
     Raises:
         UnsupportedError: the section cannot; names every reason.
     """
-    problems = [*_mismatches(engine, config), *_shared_layers(engine, config), *_momentum(engine, config)]
+    problems = [
+        *_mismatches(engine, config),
+        *_shared_layers(engine, config),
+        *_momentum(engine, config),
+        *_unskippable(engine, config),
+    ]
     if compresses(config):
         problems += find_limits(engine)
     elif config.islands is not None:
@@ -206,6 +214,16 @@ def _shared_layers(engine: Any, config: CompressConfig) -> Iterator[str]:
 
 def _momentum(engine: Any, config: CompressConfig) -> Iterator[str]:
     return find_second_momentum(engine.optimizer.param_groups, config) if has_optimizer(engine) else iter(())
+
+
+def _unskippable(engine: Any, config: CompressConfig) -> Iterator[str]:
+    """Yield a problem if the guard is to skip steps that this version of DeepSpeed would apply."""
+    own = engine_kind(engine) != "zero_0" or isinstance(engine.optimizer, BF16_Optimizer)
+    if own and config.guard is not None and config.guard.skip_steps and not skips_invalid_norms():
+        yield (
+            "/deepspeed_compress/guard/skip_steps is true, but the optimizers of DeepSpeed "
+            f"{deepspeed.__version__} apply every step; install deepspeed>=0.19.8, or write false"
+        )
 
 
 _HOW_TO_GET = MappingProxyType(

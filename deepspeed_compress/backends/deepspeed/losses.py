@@ -13,7 +13,7 @@ from deepspeed_compress.session.patches import Patches
 
 __all__ = ["SEAMS", "follow_losses"]
 
-SEAMS = (Seam("deepspeed.runtime.engine:DeepSpeedEngine.backward", ("args", "kwargs")),)
+SEAMS = (Seam("deepspeed.runtime.engine:DeepSpeedEngine.backward"),)
 
 
 def follow_losses(engine: Any, patches: Patches) -> Losses:

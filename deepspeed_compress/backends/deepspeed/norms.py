@@ -7,7 +7,7 @@ is replaced.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +17,6 @@ import torch.distributed as dist
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.utils import combine_grad_norm_groups
 
 from deepspeed_compress.backends.deepspeed.division import deciding_group
 from deepspeed_compress.backends.deepspeed.limits import engine_kind
@@ -27,8 +26,7 @@ __all__ = ["SEAMS", "Norms", "loss_scale"]
 
 SEAMS = (
     Seam("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.scaled_global_norm", ("self", "norm_type")),
-    Seam("deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._get_norm_groups", ("args", "kwargs")),
-    Seam("deepspeed.runtime.utils:combine_grad_norm_groups", ("norm_groups", "norm_type")),
+    Seam("deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._get_norm_groups"),
     Seam("deepspeed.runtime.engine:clip_grad_norm_", ("parameters", "max_norm", "norm_type", "mpu")),
     Seam("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._update_scale", ("self", "has_overflow")),
     Seam("deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._update_scale", ("self", "has_overflow")),
@@ -141,14 +139,21 @@ def _zero_3(engine: Any, judge: Judge) -> Iterator[None]:
 
     def _get_norm_groups(*args: Any, **options: Any) -> Any:
         groups = original(*args, **options)
-        norm = combine_grad_norm_groups(groups)
+        norm = _combined(groups)
         if not judge(norm):
             return groups
-        scale.stays = math.isfinite(_true(norm, 1.0))
-        return [math.inf]
+        scale.stays = math.isfinite(norm)
+        return [torch.full_like(torch.as_tensor(groups[0]), math.inf)]
 
     with _exchanged(engine.optimizer, "_get_norm_groups", _get_norm_groups), scale.kept():
         yield
+
+
+def _combined(groups: Sequence[Any]) -> float:
+    """Return the L2 norm over the norms of parameter groups; inf if one is invalid, which DeepSpeed marks with -1."""
+    norms = [float(norm) for norm in groups]
+    valid = all(math.isfinite(norm) and norm >= 0 for norm in norms)
+    return math.sqrt(math.fsum(norm * norm for norm in norms)) if valid else math.inf
 
 
 class _Scale:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.utils import is_optimized_parameter
 
+from deepspeed_compress.backends.deepspeed.versions import owns_parameter
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.errors import UnsupportedError
 
@@ -73,8 +73,8 @@ def check_ownership(engine: Any, config: CompressConfig) -> None:
 
 def _deal(group: dict[str, Any], ranks: int) -> list[Any]:
     """Reorder a torch parameter group for `ranks`, and return its trained parameters in the original order."""
-    given = [parameter for parameter in group["params"] if is_optimized_parameter(parameter)]
-    others = [parameter for parameter in group["params"] if not is_optimized_parameter(parameter)]
+    given = [parameter for parameter in group["params"] if owns_parameter(parameter)]
+    others = [parameter for parameter in group["params"] if not owns_parameter(parameter)]
     order = balanced_order([parameter.numel() for parameter in given], ranks)
     group["params"] = [*(given[index] for index in order), *others]
     return given

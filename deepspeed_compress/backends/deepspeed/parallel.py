@@ -31,16 +31,17 @@ from deepspeed_compress.session.traffic import ring_all_gather, ring_all_reduce
 __all__ = ["SEAMS", "count_parallel", "make_byte_report"]
 
 _BACKEND = "deepspeed.comm.torch:TorchBackend."
-_WRAPPED = ("self", "args", "kwargs")
-"""Parameters of most of the backend's methods. Decorators hide the real ones, so only their presence can be checked."""
 
 SEAMS = (
-    Seam("deepspeed.runtime.engine:DeepSpeedEngine._backward_prologue", ("self",)),
+    Seam(
+        "deepspeed.runtime.engine:DeepSpeedEngine._backward_prologue", ("self", "loss", "scale_wrt_gas"), until="0.18.3"
+    ),
+    Seam("deepspeed.runtime.engine:DeepSpeedEngine._backward_prologue", ("self",), since="0.18.3"),
     Seam("deepspeed.runtime.engine:DeepSpeedEngine.destroy", ("self",)),
     Seam("deepspeed.runtime.pipe.engine:PipelineEngine.train_batch", ("self", "data_iter")),
     Seam("deepspeed.runtime.pipe.module:PipelineModule.get_tied_weights_and_groups", ("self",)),
     Seam(_BACKEND + "inference_all_reduce", ("self", "tensor", "op", "group")),
-    *(Seam(_BACKEND + name, _WRAPPED) for name in ("all_reduce", "all_gather_into_tensor", "send", "isend")),
+    *(Seam(_BACKEND + name) for name in ("all_reduce", "all_gather_into_tensor", "send", "isend")),
 )
 
 _STAGES = "stages"

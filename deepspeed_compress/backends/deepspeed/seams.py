@@ -11,7 +11,7 @@ from deepspeed_compress.errors import SeamError
 
 __all__ = ["SUPPORTED", "Seam", "check_seams", "check_version"]
 
-SUPPORTED = (Version("0.19.8"), Version("0.20.dev0"))
+SUPPORTED = (Version("0.18.0"), Version("0.20.dev0"))
 """Supported DeepSpeed versions: the first one that works, and the first one that is not known to work."""
 
 
@@ -19,21 +19,36 @@ SUPPORTED = (Version("0.19.8"), Version("0.20.dev0"))
 class Seam:
     """A DeepSpeed function that this package replaces or calls.
 
+    A function whose parameters changed is listed once for each of its forms.
+
     Attributes:
         target: "module:Class.method" or "module:function".
-        parameters: the names of its parameters, in order.
+        parameters: the names of its parameters, in order; None if decorators hide them, depending on the versions of
+            DeepSpeed and PyTorch, so that only its presence can be checked.
+        since: first version of DeepSpeed with this form; None if all supported versions before `until` have it.
+        until: first version of DeepSpeed without this form; None if the newest supported version has it.
     """
 
     target: str
-    parameters: tuple[str, ...]
+    parameters: tuple[str, ...] | None = None
+    since: str | None = None
+    until: str | None = None
+
+    def is_in(self, version: str) -> bool:
+        """Return True if DeepSpeed `version` has the function in this form."""
+        found = Version(version).release
+        begun = self.since is None or found >= Version(self.since).release
+        return begun and (self.until is None or found < Version(self.until).release)
 
 
 _Z12 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer."
 _Z3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3."
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine."
+_LOAD_MODULE = ("self", "checkpoint", "strict", "custom_load_fn", "fetch_z3_params")
 
 STEP = (
-    Seam(_ENGINE + "_take_model_step", ("self", "lr_kwargs")),
+    Seam(_ENGINE + "_take_model_step", ("self", "lr_kwargs", "block_eigenvalue"), until="0.19.8"),
+    Seam(_ENGINE + "_take_model_step", ("self", "lr_kwargs"), since="0.19.8"),
     Seam(
         _ENGINE + "save_checkpoint",
         ("self", "save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters"),
@@ -58,17 +73,11 @@ STEP = (
         _ENGINE + "_get_mp_rank_zero_checkpoint_names",
         ("self", "load_dir", "tag", "mp_rank", "dp_world_size", "bf16_mode"),
     ),
+    Seam(_ENGINE + "load_module_state_dict", _LOAD_MODULE, until="0.19.3"),
     Seam(
         _ENGINE + "load_module_state_dict",
-        (
-            "self",
-            "checkpoint",
-            "strict",
-            "custom_load_fn",
-            "fetch_z3_params",
-            "z3_params_to_fetch",
-            "allowed_missing_keys",
-        ),
+        (*_LOAD_MODULE, "z3_params_to_fetch", "allowed_missing_keys"),
+        since="0.19.3",
     ),
     Seam(_ENGINE + "_copy_recovery_script", ("self", "save_path")),
 )
@@ -83,10 +92,11 @@ ZERO_12 = (
     ),
     Seam(_Z12 + "average_tensor", ("self", "tensor", "communication_data_type")),
     Seam(_Z12 + "gradient_reduction_w_predivide", ("self", "tensor", "communication_data_type")),
-    Seam(_Z12 + "reduce_ipg_grads", ("self", "comm_dtype")),
+    Seam(_Z12 + "reduce_ipg_grads", ("self",), until="0.18.5"),
+    Seam(_Z12 + "reduce_ipg_grads", ("self", "comm_dtype"), since="0.18.5"),
     Seam(_Z12 + "reduce_gradients", ("self", "pipeline_parallel")),
     Seam(_Z12 + "get_gradient_for_reduction", ("self", "param")),
-    Seam(_Z12 + "_use_compact_grad_partition_buffer", ("self", "group_idx")),
+    Seam(_Z12 + "_use_compact_grad_partition_buffer", ("self", "group_idx"), since="0.19.8"),
     Seam(
         _Z12 + "buffered_reduce_fallback",
         ("self", "rank", "grads", "communication_data_type", "elements_per_buffer", "log"),
@@ -94,6 +104,7 @@ ZERO_12 = (
     Seam(
         _Z12 + "_buffered_reduce_fallback_preserving_fp32",
         ("self", "grads", "grad_params", "communication_data_type", "elements_per_buffer"),
+        since="0.19.8",
     ),
 )
 OWNERSHIP = (
@@ -115,12 +126,11 @@ OWNERSHIP = (
         ),
     ),
 )
-# DeepSpeed wraps these for profiling without keeping their signatures, so only their presence can be checked.
 ZERO_3 = (
-    Seam(_Z3 + "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads", ("args", "kwargs")),
-    Seam(_Z3 + "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads", ("args", "kwargs")),
-    Seam(_Z3 + "independent_gradient_partition_epilogue", ("args", "kwargs")),
-    Seam(_Z3 + "partition_grads", ("args", "kwargs")),
+    Seam(_Z3 + "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"),
+    Seam(_Z3 + "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads"),
+    Seam(_Z3 + "independent_gradient_partition_epilogue"),
+    Seam(_Z3 + "partition_grads"),
 )
 
 _GATHER = (
@@ -141,7 +151,7 @@ WEIGHTS = (
 _COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator."
 WEIGHTS_3 = (
     Seam("deepspeed.runtime.zero.partition_parameters:_dist_allgather_fn", ("input_tensor", "output_tensor", "group")),
-    Seam(_COORDINATOR + "fetch_sub_module", ("args", "kwargs")),
+    Seam(_COORDINATOR + "fetch_sub_module"),
 )
 
 
@@ -158,7 +168,7 @@ def check_version(found: str) -> None:
     if not SUPPORTED[0] <= Version(found) < SUPPORTED[1]:
         raise SeamError(
             f"DeepSpeed {found} is installed, but deepspeed_compress attaches to internals that it knows in "
-            f"{_supported()} only; install one of these: pip install 'deepspeed=={SUPPORTED[0]}'"
+            f"{_supported()} only; install one of these: pip install '{_supported().replace(' ', '')}'"
         )
 
 
@@ -168,9 +178,9 @@ def check_seams(seams: Sequence[Seam], found: str) -> None:
     Raises:
         SeamError: a seam is missing or has other parameters.
     """
-    for seam in seams:
+    for seam in (seam for seam in seams if seam.is_in(found)):
         present = _parameters(seam.target)
-        if present != seam.parameters:
+        if present is None or seam.parameters not in (None, present):
             what = "is missing" if present is None else f"takes {present}, not {seam.parameters}"
             raise SeamError(f"{seam.target} {what} in DeepSpeed {found}; supported: {_supported()}")
 

@@ -32,7 +32,7 @@ class Steps:
     weight_bytes: Callable[[], int]
     ended: Callable[[], None]
 
-    def take(self, original: Callable[[Any], None], lr_kwargs: Any) -> None:
+    def take(self, original: Callable[..., None], *args: Any) -> None:
         """Run DeepSpeed's `_take_model_step`, and finish the step in the session.
 
         DeepSpeed calls it only at accumulation boundaries, however they are decided. It counts a step that the loss
@@ -43,7 +43,7 @@ class Steps:
         if session.saving is not None:
             session.saving.before_step()
         with self.norms.recording() if self.norms is not None else nullcontext():
-            original(lr_kwargs)
+            original(*args)
         applied = engine.skipped_steps == skipped
         session.meter.bytes_weights += self.weight_bytes() if applied else 0
         if session.synchronises:

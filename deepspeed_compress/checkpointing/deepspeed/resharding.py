@@ -22,6 +22,7 @@ from deepspeed.checkpoint.constants import (
 )
 from torch import Tensor
 
+from deepspeed_compress.backends.deepspeed.versions import model_parallel_rank
 from deepspeed_compress.checkpointing.completeness import latest_tag
 from deepspeed_compress.checkpointing.deepspeed.universal import check_universal
 from deepspeed_compress.checkpointing.deepspeed.zero_parts import state_of_zero_3, state_of_zero_12
@@ -206,7 +207,7 @@ class _Cut:
         files = engine._get_mp_rank_zero_checkpoint_names(
             str(self._saved.directory),
             self._saved.tag,
-            engine.checkpoint_mp_rank,
+            model_parallel_rank(engine),
             self._saved.ranks,
             engine.bfloat16_enabled(),
         )

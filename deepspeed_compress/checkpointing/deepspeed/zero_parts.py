@@ -16,7 +16,6 @@ from deepspeed.checkpoint.constants import (
     FP32_FLAT_GROUPS,
     GROUP_PADDINGS,
     OPTIMIZER_STATE_DICT,
-    PARAM_ALIGNMENT_PADDINGS,
     PARTITION_COUNT,
     SINGLE_PARTITION_OF_FP32_GROUPS,
 )
@@ -30,6 +29,8 @@ __all__ = ["state_of_zero_3", "state_of_zero_12"]
 
 MASTER = "fp32"
 """Name of the fp32 master weights among the optimizer's states."""
+_PADDINGS = "param_alignment_paddings"
+"""Key of DeepSpeed's files since 0.19.7 (`PARAM_ALIGNMENT_PADDINGS`)."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +67,15 @@ def state_of_zero_12(
     bf16 = isinstance(optimizer, BF16_Optimizer)
     groups = optimizer.bf16_groups if bf16 else optimizer.round_robin_bit16_groups
     masters = optimizer.fp32_groups_flat_partition if bf16 else optimizer.single_partition_of_fp32_groups
-    paddings = None if bf16 else optimizer.round_robin_bit16_padding
+    # Before 0.19.7, DeepSpeed did not align parameters.
+    paddings = None if bf16 else getattr(optimizer, "round_robin_bit16_padding", None)
     # Not from DeepSpeed's `param_slice_mappings`, which have another order with round_robin_gradients.
     buffers = _buffers([{names[one]: one.numel() for one in group} for group in groups], paddings)
     wanted = [
         (_within(buffer, rank * master.numel(), master.numel()), master.numel())
         for buffer, master in zip(buffers, masters, strict=True)
     ]
-    saved = _buffers(_sizes(shapes), found[0].get(PARAM_ALIGNMENT_PADDINGS))
+    saved = _buffers(_sizes(shapes), found[0].get(_PADDINGS))
     parts = _cut(list(_parts_12(found, saved)), wanted)
     state = {
         **found[0],
@@ -82,7 +84,7 @@ def state_of_zero_12(
         PARTITION_COUNT: optimizer.partition_count,
         GROUP_PADDINGS: [0] * len(parts),
     }
-    return state if bf16 else {**state, PARAM_ALIGNMENT_PADDINGS: paddings}
+    return state if paddings is None else {**state, _PADDINGS: paddings}
 
 
 def state_of_zero_3(

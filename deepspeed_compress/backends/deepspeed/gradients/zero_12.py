@@ -21,6 +21,11 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions, bucket_size, reduces_now
+from deepspeed_compress.backends.deepspeed.versions import (
+    averages_gradients,
+    closes_last_bucket_visibly,
+    has_compact_gradients,
+)
 from deepspeed_compress.collectives.buckets import LAYOUTS, Partition, partition_by_sizes
 from deepspeed_compress.collectives.reducer import Pending
 from deepspeed_compress.compression.segments import Segment
@@ -52,6 +57,7 @@ def attach_zero_12(engine: Any, session: Session) -> Callable[[], int]:
     patches.replace(optimizer, "reduce_scatter", False)
     patches.replace(optimizer, "gradient_reduction_w_predivide", buckets.reduce)
     patches.replace(optimizer, "buffered_reduce_fallback", buckets.reduce_separate)
+    # Before 0.19.8, DeepSpeed does not call this one.
     patches.replace(optimizer, "_buffered_reduce_fallback_preserving_fp32", buckets.reduce_separate_in_fp32)
     if buckets.later is not None:
         patches.replace(optimizer, "reduce_ipg_grads", buckets.later.reduce_ipg_grads)
@@ -78,7 +84,7 @@ class _Buckets:
         self._optimizer = optimizer = engine.optimizer
         self._session = session
         self._ranks: int = optimizer.dp_process_group.size()
-        self._scale = optimizer.sequence_parallel_size / self._ranks if optimizer.gradient_average else 1.0
+        self._scale = optimizer.sequence_parallel_size / self._ranks if averages_gradients(optimizer) else 1.0
         self._partition_of = lru_cache(maxsize=LAYOUTS)(partial(_partition, optimizer, self._ranks))
         self.later = _DeferredReductions(optimizer) if _may_wait(optimizer) else None
         self.early: EarlyReductions | None = None
@@ -155,9 +161,10 @@ def _may_wait(optimizer: Any) -> bool:
 
     They can if DeepSpeed reads no reduced bucket before that, and if the device has no streams to overlap them with.
     """
-    compact = any(optimizer._use_compact_grad_partition_buffer(group) for group in range(len(optimizer.bit16_groups)))
+    if not closes_last_bucket_visibly() or has_compact_gradients(optimizer):
+        return False
     on_host = all(flat.device.type == "cpu" for flat in optimizer.bit16_groups_flat)
-    return on_host and optimizer.contiguous_gradients and not optimizer.cpu_offload and not compact
+    return on_host and optimizer.contiguous_gradients and not optimizer.cpu_offload
 
 
 def _waits_for_backward(engine: Any) -> bool:

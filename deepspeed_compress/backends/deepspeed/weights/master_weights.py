@@ -27,7 +27,6 @@ SEAMS = (
     Seam("deepspeed.runtime.bf16_optimizer:BF16_Optimizer.update_lp_params", ("self",)),
     Seam(
         "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._reassign_or_swap_out_partitioned_parameters",
-        ("args", "kwargs"),
     ),
 )
 """DeepSpeed functions used here. The ZeRO 3 one is wrapped for profiling, so only its presence can be checked."""
