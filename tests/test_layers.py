@@ -90,6 +90,7 @@ TABLE = {
     ),
     "backends.deepspeed.builds": allow("errors"),
     "backends.deepspeed.seams": allow("errors", "packaging"),
+    "backends.deepspeed.versions": allow("", "deepspeed packaging"),
     "backends.deepspeed.attach": allow(
         "backends.deepspeed checkpointing.deepspeed local_sgd.deepspeed collectives compression config errors monitor "
         "policy session",
