@@ -369,6 +369,10 @@ class Session:
         if self._watch is not None:
             self._watch.losses.load(saved["losses"])
 
+    def checkpoint_saved(self, directory: Path) -> None:
+        """Have `guard.rollback` load the checkpoint in the tag directory `directory` from now on."""
+        self.last_saved = directory
+
     def reset(self) -> None:
         """Forget everything that is kept between steps."""
         self.remembered.clear()

@@ -32,7 +32,10 @@ from deepspeed_compress.backends.deepspeed.restarts import give_signs
 from deepspeed_compress.backends.deepspeed.step import Steps, follow_steps
 from deepspeed_compress.backends.deepspeed.weights.zero_3 import attach_weights_3, check_weights_3
 from deepspeed_compress.backends.deepspeed.weights.zero_12 import attach_weights, check_weights
-from deepspeed_compress.checkpointing.deepspeed.checkpoint import attach_checkpoint
+from deepspeed_compress.checkpointing.deepspeed.background import attach_background
+from deepspeed_compress.checkpointing.deepspeed.checkpoint import CompressionState
+from deepspeed_compress.checkpointing.deepspeed.participants import Participant, attach_participants
+from deepspeed_compress.checkpointing.deepspeed.resharding import Resharding
 from deepspeed_compress.collectives.pace import make_pace
 from deepspeed_compress.collectives.reducer import Run, StepClock
 from deepspeed_compress.collectives.reduction import Parameters, Reductions, Site, WeightReduction
@@ -149,11 +152,17 @@ def _attach(engine: Any, config: CompressConfig, unit: IslandUnit | None, kind: 
     weight_bytes = _replace_collectives(engine, kind, session, parameters, run)
     watched = Norms(engine, session.policy.skips) if session.policy.guards else None
     ended = parallel.count_parallel(engine, session.meter, session.patches)
-    attach_checkpoint(engine, session)
+    participants: list[Participant] = [CompressionState(engine, session), Resharding(engine, config)]
+    if config.checkpointing is not None:
+        session.saving = background = attach_background(engine, config.checkpointing, patches)
+        participants.insert(0, background)
     if unit is not None:
-        session.islands = attach_islands(engine, unit, parameters, session)
+        session.islands, files = attach_islands(engine, unit, parameters, session)
+        participants.insert(0, files)
     elif config.islands is not None:
-        session.islands = attach_elastic(engine, parameters, session)
+        session.islands = island = attach_elastic(engine, parameters, session)
+        participants.insert(0, island)
+    attach_participants(engine, participants, patches)
     follow_steps(Steps(engine, session, watched, weight_bytes, ended))
     give_signs(engine, session)
     session.begin(engine.global_steps, loss_scale(engine))

@@ -6,13 +6,12 @@ not write the file `latest`; the writer does so once the files of all ranks exis
 """
 
 import atexit
-import inspect
 import os
 import signal
 import sys
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,10 +28,10 @@ from deepspeed_compress.checkpointing.claim import Claim
 from deepspeed_compress.checkpointing.completeness import Save
 from deepspeed_compress.checkpointing.deepspeed.exclusive import alone_in, start_of_all
 from deepspeed_compress.checkpointing.deepspeed.memory_placement import HostMemory
+from deepspeed_compress.checkpointing.deepspeed.participants import LoadRequest, Participant, SaveRequest
 from deepspeed_compress.checkpointing.deepspeed.progress import Progress
 from deepspeed_compress.checkpointing.deepspeed.recovery import find_newest_step, find_whole
 from deepspeed_compress.checkpointing.deepspeed.side_stream import copies_for_device
-from deepspeed_compress.checkpointing.deepspeed.tags import tag_of
 from deepspeed_compress.checkpointing.deepspeed.writer_queue import Interval, Lane
 from deepspeed_compress.checkpointing.snapshot import NOTHING, Call, Memory, Snapshot
 from deepspeed_compress.checkpointing.writer import Task, write_torch
@@ -40,12 +39,12 @@ from deepspeed_compress.config import Checkpointing
 from deepspeed_compress.config.durations import byte_rate, seconds
 from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.session.observer import new_run
-from deepspeed_compress.session.session import Session
+from deepspeed_compress.session.patches import Patches
 
-__all__ = ["BackgroundSaving", "check_saving"]
+__all__ = ["BackgroundSaving", "attach_background"]
 
 
-def check_saving(engine: Any) -> None:
+def _check_saving(engine: Any) -> None:
     """Check that DeepSpeed saves in a way that can be done in the background.
 
     Raises:
@@ -63,6 +62,21 @@ def check_saving(engine: Any) -> None:
             "/deepspeed_compress/checkpointing: with use_node_local_storage or an optimizer on NVMe, whose files are "
             "not all in one directory (allowed: one directory for all ranks); remove one of the two keys"
         )
+
+
+def attach_background(engine: Any, settings: Checkpointing, patches: Patches) -> "BackgroundSaving":
+    """Have DeepSpeed pass every file of `engine` to the returned `BackgroundSaving`. Collective.
+
+    Raises:
+        UnsupportedError: DeepSpeed saves in a way that cannot be done in the background.
+        ConfigError: another job saves in the directory of the settings.
+    """
+    _check_saving(engine)
+    saving = BackgroundSaving(engine, settings)
+    patches.on_undo(saving.cleanup)
+    patches.replace(engine, "checkpoint_engine", saving)
+    patches.wrap(engine, "_copy_recovery_script", saving.copy_script)
+    return saving
 
 
 def _tried(work: Callable[[], object]) -> str:
@@ -94,11 +108,11 @@ class _Scripts:
     _change_recovery_script_permissions = DeepSpeedEngine._change_recovery_script_permissions
 
 
-class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
+class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc]
     """Background saving of one engine. All ranks of the job call the same methods in the same order.
 
     Args:
-        engine: a DeepSpeed engine, whose `save_checkpoint` is wrapped by `save_checkpoint` here.
+        engine: a DeepSpeed engine.
         settings: the section's `checkpointing`.
     """
 
@@ -144,7 +158,7 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
         return False
 
     def create(self, info: CheckpointCommitInfo) -> None:
-        """Do nothing: `save_checkpoint` has already started the checkpoint."""
+        """Do nothing: `saving` has already started the checkpoint."""
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Make a directory. A failure is ignored here, and reported to all ranks as a failed checkpoint."""
@@ -175,7 +189,7 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
             self._memory.close()
             self._memory = None
 
-    # Methods that this package calls.
+    # Methods that this package calls; those of participants first.
 
     @property
     def memory_directory(self) -> Path | None:
@@ -202,59 +216,70 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
         elif self._lane is self._disk:
             self._open.add(Call(_Scripts()._copy_recovery_script, (save_path,), ()))
 
-    def save_checkpoint(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Call DeepSpeed's `save_checkpoint`, and keep everything for the writer process instead of writing it."""
-        given = inspect.signature(original).bind(*args, **options).arguments
-        if not given["save_dir"]:
-            # DeepSpeed reports the problem.
-            return original(*args, **options)
+    @contextmanager
+    def saving(self, request: SaveRequest) -> Iterator[SaveRequest]:
+        """Keep everything that is saved for the writer process instead of writing it."""
         self._count += 1
         # The writer process keeps the working directory that the program had when it made the engine.
-        directory = Path(given["save_dir"]).absolute()
+        directory = Path(request.directory).absolute()
         save = Save(
             directory=directory,
-            tag=tag_of(self._engine, given.get("tag")),
+            tag=request.tag,
             run=self._run,
             number=self._count,
             step=int(self._engine.global_steps),
             world=self._world,
-            latest=bool(given.get("save_latest", True)),
+            latest=request.save_latest,
             automatic=self._automatic,
         )
-        return self._keep(save, partial(original, **{**given, "save_dir": str(directory)}))
+        self.before_step()
+        in_memory = self._memory is not None and save.directory == self._memory.directory
+        self._lane = self._lanes[-1] if in_memory else self._disk
+        self._claim = self._claimed(save, in_memory)
+        memory = self._lane.take_memory()
+        self._open = Snapshot(memory, self._copies)
+        try:
+            yield replace(request, directory=str(directory), in_memory=in_memory)
+            self._send(save, self._open, memory)
+        except BaseException:
+            self._lane.give_back(memory)
+            raise
+        finally:
+            self._open, self._lane = None, self._disk
+        if not self._settings.asynchronous:
+            self.wait()
 
-    def load_checkpoint(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Call DeepSpeed's `load_checkpoint` with a complete checkpoint. Collective.
+    @contextmanager
+    def loading(self, request: LoadRequest) -> Iterator[LoadRequest | None]:
+        """Request a complete checkpoint. Collective.
 
-        If no tag is given, the newest complete checkpoint is loaded, also from host memory, with a warning about newer
-        ones that are not complete.
+        If no tag is given, that is the newest complete one, also from host memory, with a warning about newer ones that
+        are not complete.
 
         Raises:
             StateError: the requested checkpoint is damaged, or none is complete. Raised on all ranks.
         """
         self.wait()
-        given = inspect.signature(original).bind(*args, **options).arguments
         if self._engine.load_universal_checkpoint():
-            return original(**given)
-        directory, tag = given["load_dir"], given.get("tag")
-        memory = self._memory_of(directory)
-        # DeepSpeed accepts numbers too.
-        named = None if tag is None else str(tag)
-        found = find_whole(Path(directory), named, memory, self._group)
+            yield request
+            return
+        memory = self._memory_of(request.directory)
+        found = find_whole(Path(request.directory), request.tag, memory, self._group)
         if self._memory is not None:
             self._memory.shelf.begin_anew(found.tag if found is not None and found.save is not None else None)
         if found is None:
             # DeepSpeed would log the same, but each rank would look again separately, while a checkpoint may be
             # published.
-            logger.warning(f"{directory} has no file `latest`: no checkpoint is loaded")
-            return None, None
-        return original(**{**given, "load_dir": str(found.directory), "tag": found.tag})
+            logger.warning(f"{request.directory} has no file `latest`: no checkpoint is loaded")
+            yield None
+            return
+        yield replace(request, directory=str(found.directory), tag=found.tag)
 
     def newest_step(self, directory: str) -> int | None:
         """Return the step of the newest checkpoint in `directory`, or of its run in memory; None without any."""
         return find_newest_step(Path(directory), self._memory_of(directory), self._group)
 
-    def _memory_of(self, directory: str) -> HostMemory | None:
+    def _memory_of(self, directory: str | Path) -> HostMemory | None:
         return self._memory if self._memory is not None and self._memory.is_of(directory) else None
 
     def before_step(self) -> None:
@@ -310,25 +335,6 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
         self._lanes.append(Lane(Interval(settings.memory.every), private=True))
         return memory
 
-    def _keep(self, save: Save, original: Callable[[], Any]) -> Any:
-        self.before_step()
-        in_memory = self._memory is not None and save.directory == self._memory.directory
-        self._lane = self._lanes[-1] if in_memory else self._disk
-        self._claim = self._claimed(save, in_memory)
-        memory = self._lane.take_memory()
-        self._open = Snapshot(memory, self._copies)
-        try:
-            saved = original()
-            self._send(save, self._open, memory)
-        except BaseException:
-            self._lane.give_back(memory)
-            raise
-        finally:
-            self._open, self._lane = None, self._disk
-        if not self._settings.asynchronous:
-            self.wait()
-        return saved
-
     def _claimed(self, save: Save, in_memory: bool) -> Claim:
         """Return the claim of a checkpoint.
 
@@ -361,8 +367,6 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
     def _save_automatically(self, lane: Lane) -> None:
         lane.interval.begin()
         self._automatic = True
-        session: Session = self._engine.compression
-        last_saved = session.last_saved
         try:
             if lane is self._disk or self._memory is None:
                 self._saved = int(self._engine.global_steps)
@@ -370,8 +374,6 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
             else:
                 directory = str(self._memory.directory)
                 self._engine.save_checkpoint(directory, client_state=self.client_state(), save_latest=False)
-                # A guard must go back further than the last few steps, so checkpoints in memory do not count.
-                session.last_saved = last_saved
         finally:
             self._automatic = False
 

@@ -96,7 +96,7 @@ class HostMemory:
         """Return True if this rank is the first of its host."""
         return self._rank == self.hosts.ours[0]
 
-    def is_of(self, directory: str) -> bool:
+    def is_of(self, directory: str | Path) -> bool:
         """Return True if the checkpoints in memory belong to the job that saves in `directory`."""
         return Path(directory).resolve() == self._disk
 

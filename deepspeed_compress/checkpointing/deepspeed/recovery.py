@@ -81,7 +81,7 @@ def find_whole(directory: Path, tag: str | None, memory: HostMemory | None, grou
         if not found:
             for problem in problems:
                 text = f"{problem}; {candidate.directory / candidate.tag} is loaded"
-                warnings.warn(text, CompressWarning, stacklevel=5)
+                warnings.warn(text, CompressWarning, stacklevel=6)
             return candidate
         problems += found
     if problems:
@@ -144,7 +144,7 @@ def _in_memory(memory: HostMemory, group: ProcessGroup) -> list[Candidate]:
         else:
             candidates.append(Candidate(memory.directory, save[1], save[0], save))
     for problem in problems:
-        warnings.warn(problem, CompressWarning, stacklevel=6)
+        warnings.warn(problem, CompressWarning, stacklevel=8)
     return candidates
 
 
@@ -176,7 +176,7 @@ def _bring_together(candidate: Candidate, memory: HostMemory, group: ProcessGrou
     failed = _fetch(list(missing), candidate, memory, {r: everything[r] for r in memory.hosts.ours if r not in here})
     failures = _all_of(gathered(failed, group))
     for problem in problems if not failures else ():
-        warnings.warn(f"{problem}; what another host has is taken", CompressWarning, stacklevel=7)
+        warnings.warn(f"{problem}; what another host has is taken", CompressWarning, stacklevel=8)
     return failures
 
 

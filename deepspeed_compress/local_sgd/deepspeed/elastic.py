@@ -10,7 +10,8 @@ import hashlib
 import inspect
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch.utils.data import DistributedSampler
 
 from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasters, find_masters
 from deepspeed_compress.checkpointing.deepspeed.exclusive import take_for_island
-from deepspeed_compress.checkpointing.deepspeed.tags import tag_of
+from deepspeed_compress.checkpointing.deepspeed.participants import LoadRequest, Participant, SaveRequest
 from deepspeed_compress.collectives.reducer import Run, StepClock
 from deepspeed_compress.collectives.reduction import Parameters, Site
 from deepspeed_compress.compression import state
@@ -92,13 +93,11 @@ def attach_elastic(engine: Any, parameters: Parameters, session: Session) -> "El
     # Most programs never destroy the engine, and process exit takes time.
     atexit.register(island.leave)
     session.patches.wrap(engine, "deepspeed_io", island.deepspeed_io)
-    session.patches.wrap(engine, "save_checkpoint", island.save)
-    session.patches.wrap(engine, "load_checkpoint", island.load)
     island.follow(island.way.start(int(engine.global_samples)))
     return island
 
 
-class ElasticIsland:
+class ElasticIsland(Participant):
     """This rank's island among others that join and leave, available as `engine.compression.islands`.
 
     Attributes:
@@ -112,7 +111,7 @@ class ElasticIsland:
         self._rates, self._told = Rates(engine), 0
         self._team = Team(dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None)
         self.history: deque[Met] = deque(maxlen=KEPT)
-        self._gone = False
+        self._gone, self._scheduled = False, 0
         trained = find_masters(engine)
         masters, shared = exchanged(settings.own, trained, parameters)
         names = chain(*self._team.gather([one.parameter for one in trained.stretches]))
@@ -171,38 +170,39 @@ class ElasticIsland:
             given["data_sampler"] = DistributedSampler(dataset, world, rank, seed=SEEDS * self.number)
         return original(**given)
 
-    def save(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Call DeepSpeed's `save_checkpoint`, and save the island's state of exchanges with it."""
-        given = inspect.signature(original).bind(*args, **options).arguments
-        if given["save_dir"]:
-            tag = tag_of(self._engine, given.get("tag"))
-            check_tag(tag)
-            self.way.before_saving()
-            self._team.share(partial(self._take_directory, Path(given["save_dir"])))
-            save_on_all(partial(self._save_state, Path(given["save_dir"]) / tag))
-        return original(**given)
+    @contextmanager
+    def saving(self, request: SaveRequest) -> Iterator[SaveRequest]:
+        """Save the island's state of exchanges next to DeepSpeed's files."""
+        check_tag(request.tag)
+        self.way.before_saving()
+        directory = Path(request.directory)
+        self._team.share(partial(self._take_directory, directory))
+        save_on_all(partial(self._save_state, directory / request.tag))
+        yield request
 
-    def load(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Call DeepSpeed's `load_checkpoint`, then take the newest anchor.
+    @contextmanager
+    def loading(self, request: LoadRequest) -> Iterator[LoadRequest]:
+        """Note the step of the schedule, which a load without schedules keeps."""
+        self._scheduled = self._rates.step
+        yield request
+
+    def loaded(self, request: LoadRequest, file: str | None) -> None:
+        """Take the newest anchor.
 
         That is the anchor of the other islands, or of the newest checkpoint if all islands start again. Collective in
         the island, and with the others if all start again.
         """
-        given = inspect.signature(original).bind(*args, **options).arguments
-        scheduled = self._rates.step
-        found = original(**given)
-        if found[0] is None:
-            return found
-        directory, more = Path(found[0]).parent, not given.get("load_module_only", False)
+        if file is None:
+            return
+        directory = Path(file).parent
         self.way.before_loading()
-        saved = self._load_state(directory) if more and given.get("load_optimizer_states", True) else None
-        if more and given.get("load_lr_scheduler_states", True):
+        saved = self._load_state(directory) if request.loads_states else None
+        if request.load_lr_scheduler_states and not request.load_module_only:
             self._rates.ahead = self._saved_ahead(directory)
         else:
-            self._rates.ahead = scheduled - int(self._engine.global_steps)
+            self._rates.ahead = self._scheduled - int(self._engine.global_steps)
         about = self.way.resume(saved, int(self._engine.global_steps), int(self._engine.global_samples))
         self.follow(about)
-        return found
 
     def _terms(
         self, settings: Islands, elastic: Elastic, masters: FlatMasters, fixed: Sequence[Parameter]
@@ -281,7 +281,7 @@ class ElasticIsland:
                 '"error", "reset"): the island then begins with the weights alone'
             )
         if problems:
-            warnings.warn(f"the island begins with the weights alone: {problems}", CompressWarning, stacklevel=3)
+            warnings.warn(f"the island begins with the weights alone: {problems}", CompressWarning, stacklevel=4)
             return None
         saved: Mapping[str, Any] = self._team.share(lambda: state.read_description(first).decisions)
         if "run" in saved:
@@ -289,7 +289,7 @@ class ElasticIsland:
         warnings.warn(
             f"the island begins with the weights alone: {directory} was saved by islands of one job",
             CompressWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
         return None
 
