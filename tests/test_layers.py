@@ -91,8 +91,8 @@ TABLE = {
     "backends.deepspeed.builds": allow("errors"),
     "backends.deepspeed.seams": allow("errors", "packaging"),
     "backends.deepspeed.attach": allow(
-        "backends.deepspeed checkpointing.deepspeed local_sgd.deepspeed collectives compression config errors monitor "
-        "policy session",
+        "backends.deepspeed checkpointing.deepspeed local_sgd.deepspeed collectives config errors monitor policy "
+        "session",
         "torch deepspeed",
     ),
     "backends.deepspeed.initialize": allow(
@@ -119,10 +119,10 @@ TABLE = {
         "backends.deepspeed checkpointing.deepspeed collectives compression config errors local_sgd monitor session",
         "torch deepspeed",
     ),
-    "backends": allow("collectives compression config diagnostics errors monitor policy session", "torch packaging"),
+    "backends": allow("collectives compression config diagnostics errors monitor session", "torch packaging"),
     "backends.megatron": allow(
         "backends.groups backends.limits backends.sessions backends.steps collectives compression config errors "
-        "session",
+        "monitor session",
         "torch megatron numpy packaging",
     ),
     "models": allow("config.names errors", "torch deepspeed transformers safetensors", lazily="megatron"),

@@ -77,7 +77,7 @@ def load_memories(session: Session, directory: Path, place: Place, loss_scale: f
         check_parameters([description for _, description in found], session.parameters)
         session.remembered.expect(found[0][1].storage)
         same = state.restore(session.stores, found, place.position, loss_scale, place.device)
-        session.remembered.prune_owned = not same
+        session.remembered.restored(same)
         _load_decisions(session, *found[0])
         steps.append(found[0][1].step)
 

@@ -31,37 +31,27 @@ from deepspeed_compress.backends.deepspeed.ownership import check_ownership
 from deepspeed_compress.backends.deepspeed.restarts import give_signs
 from deepspeed_compress.backends.deepspeed.step import Steps, follow_steps
 from deepspeed_compress.backends.deepspeed.weights.zero_3 import attach_weights_3, check_weights_3
-from deepspeed_compress.backends.deepspeed.weights.zero_12 import attach_weights, check_weights
+from deepspeed_compress.backends.deepspeed.weights.zero_12 import Weights, attach_weights, check_weights
 from deepspeed_compress.checkpointing.deepspeed.background import attach_background
 from deepspeed_compress.checkpointing.deepspeed.checkpoint import CompressionState
 from deepspeed_compress.checkpointing.deepspeed.participants import Participant, attach_participants
 from deepspeed_compress.checkpointing.deepspeed.resharding import Resharding
-from deepspeed_compress.collectives.pace import make_pace
-from deepspeed_compress.collectives.reducer import Run, StepClock
-from deepspeed_compress.collectives.reduction import Parameters, Reductions, Site, WeightReduction
-from deepspeed_compress.compression.residuals import ResidualStores
-from deepspeed_compress.config import (
-    SECTION,
-    CompressConfig,
-    CompressedWeights,
-    check_world,
-    parse_section,
-    total_steps,
-)
+from deepspeed_compress.collectives.reducer import Run
+from deepspeed_compress.collectives.reduction import Parameters, WeightReduction
+from deepspeed_compress.config import SECTION, CompressConfig, CompressedWeights, check_world, parse_section
 from deepspeed_compress.config.names import user_name
 from deepspeed_compress.errors import CompressWarning, ConfigError, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed.divided import attach_islands, stay_apart
 from deepspeed_compress.local_sgd.deepspeed.elastic import attach_elastic
-from deepspeed_compress.monitor import Journal, Meter, write_configuration
-from deepspeed_compress.policy import Available, Policy
-from deepspeed_compress.session.beside import Watch
+from deepspeed_compress.monitor import write_configuration
+from deepspeed_compress.policy import Available
+from deepspeed_compress.session.beside import Exchanges, Watch
 from deepspeed_compress.session.exact import attach_exact
 from deepspeed_compress.session.machines import equal_machines
-from deepspeed_compress.session.observer import largest_of_all, new_run, of_first
+from deepspeed_compress.session.observer import largest_of_all
+from deepspeed_compress.session.parts import Attachment, Parts, make_parts
 from deepspeed_compress.session.patches import Patches
-from deepspeed_compress.session.probing import Prober
-from deepspeed_compress.session.records import make_records
-from deepspeed_compress.session.reporting import Reporter
+from deepspeed_compress.session.probing import Prober, WeightTraffic
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.torch_version import check_torch
 
@@ -145,34 +135,30 @@ def attach_section(engine: Any, config: CompressConfig, unit: IslandUnit | None 
 def _attach(engine: Any, config: CompressConfig, unit: IslandUnit | None, kind: str, patches: Patches) -> None:
     parameters = _parameters(engine, kind)
     _warn_of_unheeded_type(engine, config, parameters.dtype)
-    run = Run(StepClock(), Meter(), config.seed, make_pace(config.communication))
-    session = _session(engine, config, parameters, run, patches, None if unit is None else unit.number)
+    parts = make_parts(_attachment(engine, config, parameters, kind, unit), patches)
     if unit is not None:
-        session.patches.on_undo(functools.partial(stay_apart, engine, unit))
-    weight_bytes = _replace_collectives(engine, kind, session, parameters, run)
+        patches.on_undo(functools.partial(stay_apart, engine, unit))
+    differences = _difference_weights(engine, kind, parts, parameters)
+    exact = None if differences is None else attach_exact(engine, differences.synchronise, patches)
+    watch = _watch(engine, parts, parameters, None if differences is None else differences.traffic())
+    saving = None if config.checkpointing is None else attach_background(engine, config.checkpointing, patches)
+    islands, island_files = _attach_islands(engine, unit, parameters, parts)
+    session = Session(parts, watch, exact, saving, islands)
+    weight_bytes = _replace_collectives(engine, kind, session, parameters, parts.run)
     watched = Norms(engine, session.policy.skips) if session.policy.guards else None
-    ended = parallel.count_parallel(engine, session.meter, session.patches)
-    participants: list[Participant] = [CompressionState(engine, session), Resharding(engine, config)]
-    if config.checkpointing is not None:
-        session.saving = background = attach_background(engine, config.checkpointing, patches)
-        participants.insert(0, background)
-    if unit is not None:
-        session.islands, files = attach_islands(engine, unit, parameters, session)
-        participants.insert(0, files)
-    elif config.islands is not None:
-        session.islands = island = attach_elastic(engine, parameters, session)
-        participants.insert(0, island)
-    attach_participants(engine, participants, patches)
+    ended = parallel.count_parallel(engine, session.meter, patches)
+    participants = (island_files, saving, CompressionState(engine, session), Resharding(engine, config))
+    attach_participants(engine, [one for one in participants if one is not None], patches)
     follow_steps(Steps(engine, session, watched, weight_bytes, ended))
     give_signs(engine, session)
     session.begin(engine.global_steps, loss_scale(engine))
-    session.patches.replace(engine, "compression", session)
+    patches.replace(engine, "compression", session)
     if engine.global_rank == 0:
         write_configuration(session.journal, engine.config)
     announce(engine, session, parameters, kind)
     # Last, because it is collective: an earlier failure may have occurred on one rank only.
-    session.patches.on_undo(session.renew_weights)
-    session.patches.on_undo(session.discard_unfinished)
+    patches.on_undo(session.renew_weights)
+    patches.on_undo(session.discard_unfinished)
 
 
 def _checked(engine: Any, config: CompressConfig) -> str:
@@ -191,8 +177,57 @@ def _checked(engine: Any, config: CompressConfig) -> str:
     return kind
 
 
+def _attachment(
+    engine: Any, config: CompressConfig, parameters: Parameters, kind: str, unit: IslandUnit | None
+) -> Attachment:
+    # Without a guard, only DeepSpeed skips steps, and only its own optimizers do.
+    skips = hasattr(engine.optimizer, "overflow") or config.guard is not None
+    return Attachment(
+        config,
+        engine.config,
+        parameters,
+        engine.device,
+        parallel.make_byte_report(engine),
+        # Each island writes its own decisions, under the id of one common run.
+        writes=dist.get_rank(deciding_group(engine)) == 0,
+        make_groups=functools.partial(make_groups, engine, config),
+        transactional=skips or (kind == "zero_0" and may_begin_early(engine)),
+        available=_available(engine, config, kind),
+        step=engine.global_steps,
+        sink=engine.monitor,
+        island=None if unit is None else unit.number,
+        others_listen=comms_log.listens,
+    )
+
+
+def _difference_weights(engine: Any, kind: str, parts: Parts, parameters: Parameters) -> Weights | None:
+    """Compress the weights that the optimizer sends; None if they are not compressed, or gathered as ZeRO 3 does."""
+    written = parts.config.weights
+    if kind == "zero_3" or not isinstance(written, CompressedWeights):
+        return None
+    return attach_weights(
+        engine,
+        lambda settings: WeightReduction(settings, parameters, parts.run).difference_gather,
+        written,
+        lambda: parts.settings.weights,
+        parts.patches,
+    )
+
+
+def _attach_islands(
+    engine: Any, unit: IslandUnit | None, parameters: Parameters, parts: Parts
+) -> tuple[Exchanges | None, Participant | None]:
+    """Return the exchanges with other islands, and their participant in saving and loading; None without islands."""
+    if unit is not None:
+        return attach_islands(engine, unit, parameters, parts)
+    if parts.config.islands is None:
+        return None, None
+    island = attach_elastic(engine, parameters, parts)
+    return island, island
+
+
 def _replace_collectives(engine: Any, kind: str, session: Session, parameters: Parameters, run: Run) -> WeightBytes:
-    """Replace or count the reduction of gradients and the gather of weights.
+    """Replace or count the reduction of gradients, and the gather of weights under ZeRO 3.
 
     Returns:
         A function that returns the bytes of weights that remain to be counted after an optimizer step.
@@ -209,15 +244,6 @@ def _replace_collectives(engine: Any, kind: str, session: Session, parameters: P
     if kind == "zero_3":
         attach_weights_3(engine, WeightReduction(weights, parameters, run), session)
         return weight_bytes
-    held = attach_weights(
-        engine,
-        lambda settings: WeightReduction(settings, parameters, run).difference_gather,
-        weights,
-        lambda: session.weights,
-        session.patches,
-    )
-    session.follow_weights(held.traffic())
-    session.exact = attach_exact(engine, held.synchronise, session.patches)
     return _no_bytes
 
 
@@ -309,57 +335,24 @@ def _shape(parameter: Any) -> torch.Size:
     return getattr(parameter, "ds_shape", parameter.shape)  # type: ignore[no-any-return]
 
 
-def _session(
-    engine: Any, config: CompressConfig, parameters: Parameters, run: Run, patches: Patches, island: int | None
-) -> Session:
-    reporter = Reporter(config.monitor, run.meter, parallel.make_byte_report(engine), engine.device, comms_log.listens)
-    journal = Journal(config.monitor.path, new_run(), engine.global_steps)
-    # Each island writes its own decisions, under the id of one common run.
-    journal.part = of_first(journal.part)
-    records = make_records(reporter, journal, dist.get_rank(deciding_group(engine)) == 0, engine.monitor, island)
-    policy = Policy(config, total_steps(engine.config, config.schedule), records.log.record, _available(engine, config))
-    return Session(
-        config,
-        policy,
-        run,
-        _reductions(engine, config, parameters, run, policy.guards),
-        records,
-        _watch(engine, policy, parameters, patches),
-        patches,
-    )
-
-
-def _available(engine: Any, config: CompressConfig) -> Available:
+def _available(engine: Any, config: CompressConfig, kind: str) -> Available:
     """Return the settings that an adaptive policy may choose from.
 
     Under ZeRO 3 no rank keeps the weights that it gathers, so weight settings are not among them.
     """
     if config.adaptive is None:
         return Available()
-    alike = equal_machines(engine.device, deciding_group(engine))
-    return Available(low_rank=alike, weights=engine_kind(engine) != "zero_3")
+    return Available(low_rank=equal_machines(engine.device, deciding_group(engine)), weights=kind != "zero_3")
 
 
-def _watch(engine: Any, policy: Policy, parameters: Parameters, patches: Patches) -> Watch | None:
-    if not policy.observes:
+def _watch(engine: Any, parts: Parts, parameters: Parameters, weights: WeightTraffic | None) -> Watch | None:
+    if not parts.policy.observes:
         return None
-    prober = None
-    if policy.adaptation is not None:
-        prober = Prober(policy.adaptation.adaptive, parameters, engine.device, deciding_group(engine))
-    largest = functools.partial(largest_of_all, device=engine.device, group=deciding_group(engine))
-    return Watch(follow_losses(engine, patches), largest, prober)
-
-
-def _reductions(
-    engine: Any, config: CompressConfig, parameters: Parameters, run: Run, guards: bool
-) -> Reductions | None:
-    """Return the reducers; None for method "none", which leaves the reduction to DeepSpeed."""
-    if config.gradients.method == "none":
-        return None
-    # Without a guard, only DeepSpeed skips steps, and only its own optimizers do.
-    skips = hasattr(engine.optimizer, "overflow") or guards
-    stores = ResidualStores(transactional=skips or (engine_kind(engine) == "zero_0" and may_begin_early(engine)))
-    return Reductions(Site(make_groups(engine, config), parameters, stores, run))
+    prober, group = None, deciding_group(engine)
+    if parts.policy.adaptation is not None:
+        prober = Prober(parts.policy.adaptation.adaptive, parameters, engine.device, group, weights)
+    largest = functools.partial(largest_of_all, device=engine.device, group=group)
+    return Watch(follow_losses(engine, parts.patches), largest, prober)
 
 
 _RAW_DTYPE: Mapping[str, Callable[[Any], torch.dtype]] = MappingProxyType(

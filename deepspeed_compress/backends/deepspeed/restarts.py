@@ -70,7 +70,8 @@ def go_on(engine: Any, session: Session) -> None:
             print(
                 _continuing(Path(path), Path(settings.directory), int(engine.global_steps)), file=sys.stderr, flush=True
             )
-        session.resumed = None if path is None else client_state or {}
+        if path is not None:
+            session.training_resumed(client_state or {})
     elif settings.resume is None and started:
         _refuse_others(Path(settings.directory))
 

@@ -28,7 +28,7 @@ from deepspeed_compress.checkpointing.deepspeed.participants import (
     SaveRequest,
     attach_participants,
 )
-from deepspeed_compress.collectives.reducer import Run, StepClock
+from deepspeed_compress.collectives.reducer import StepClock
 from deepspeed_compress.collectives.reduction import Groups, Parameters, Site
 from deepspeed_compress.compression import state
 from deepspeed_compress.compression.residuals import ResidualStores
@@ -48,22 +48,21 @@ from deepspeed_compress.local_sgd.deepspeed.replicated import check_cut_alike, h
 from deepspeed_compress.local_sgd.deepspeed.tags import ISLAND, check_tag, tag_of_file
 from deepspeed_compress.local_sgd.exchange import IslandExchange
 from deepspeed_compress.session.memories import check_owners, on_all_ranks
+from deepspeed_compress.session.parts import Parts
 from deepspeed_compress.session.patches import Patches
-from deepspeed_compress.session.session import Session
 
 __all__ = ["attach_islands", "stay_apart"]
 
 
 def attach_islands(
-    engine: Any, unit: IslandUnit, parameters: Parameters, session: Session
+    engine: Any, unit: IslandUnit, parameters: Parameters, parts: Parts
 ) -> tuple[IslandExchange, Participant]:
     """Exchange after steps of `engine`, which was made from a `divide_call`. Collective.
 
     Returns:
         The exchange, and the participant in saving and loading that keeps the files of islands apart.
     """
-    run = Run(StepClock(), session.meter, session.config.seed, session.pace)
-    settings = session.config.islands
+    run, settings, patches = replace(parts.run, clock=StepClock()), parts.config.islands, parts.patches
     assert settings is not None, "attached for a section without islands"
     stores = ResidualStores(transactional=False)
     trained = find_masters(engine)
@@ -80,16 +79,22 @@ def attach_islands(
     share_fixed(fixed_parameters(engine, {*chain(*names)}, settings.own), engine, unit)
     site = Site(Groups(unit.peers, downward=unit.downward), shared, stores, run, traffic="bytes_islands")
     exchange = IslandExchange(
-        settings, masters, site, unit.whole, unit.number, moments, partial(forget_not_finite, engine, masters, session)
+        settings,
+        masters,
+        site,
+        unit.whole,
+        unit.number,
+        moments,
+        partial(forget_not_finite, engine, masters, parts.remembered.clear),
     )
-    session.patches.wrap(engine, "deepspeed_io", partial(_over_all_ranks, engine, unit))
+    patches.wrap(engine, "deepspeed_io", partial(_over_all_ranks, engine, unit))
     exchange.start()
     # Most programs never destroy the engine.
     end = partial(_end, weakref.ref(exchange))
     atexit.register(end)
-    session.patches.precede(engine, "destroy", end)
-    session.patches.on_undo(end)
-    return exchange, _Files(engine, unit, exchange, session.config)
+    patches.precede(engine, "destroy", end)
+    patches.on_undo(end)
+    return exchange, _Files(engine, unit, exchange, parts.config)
 
 
 def _warn_of_unequal_rates(engine: Any) -> None:

@@ -12,6 +12,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -25,7 +26,7 @@ from torch.utils.data import DistributedSampler
 from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasters, find_masters
 from deepspeed_compress.checkpointing.deepspeed.exclusive import take_for_island
 from deepspeed_compress.checkpointing.deepspeed.participants import LoadRequest, Participant, SaveRequest
-from deepspeed_compress.collectives.reducer import Run, StepClock
+from deepspeed_compress.collectives.reducer import StepClock
 from deepspeed_compress.collectives.reduction import Parameters, Site
 from deepspeed_compress.compression import state
 from deepspeed_compress.compression.residuals import ResidualStores
@@ -44,7 +45,7 @@ from deepspeed_compress.local_sgd.elastic_exchange import Met
 from deepspeed_compress.local_sgd.island_ranks import Team
 from deepspeed_compress.monitor import Event
 from deepspeed_compress.session.memories import check_owners, on_all_ranks, save_on_all
-from deepspeed_compress.session.session import Session
+from deepspeed_compress.session.parts import Parts
 
 __all__ = ["SEEDS", "ElasticIsland", "attach_elastic", "prepare_call"]
 
@@ -74,25 +75,25 @@ def prepare_call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "training_data": None}
 
 
-def attach_elastic(engine: Any, parameters: Parameters, session: Session) -> "ElasticIsland":
+def attach_elastic(engine: Any, parameters: Parameters, parts: Parts) -> "ElasticIsland":
     """Join the other islands, take their anchor, and exchange after steps from now on. Collective in the island.
 
     Raises:
         ConfigError: the engine already has a training data loader.
     """
-    settings = session.config.islands
+    settings = parts.config.islands
     assert settings is not None, "attached for a section with islands"
     if engine.training_dataloader is not None:
         raise ConfigError(
             f"{_POINTER}: attach came after training_data was put in an order that all islands would have (allowed: "
             "data of deepspeed_compress.initialize); use that, or make the loader by engine.deepspeed_io after attach"
         )
-    island = ElasticIsland(engine, settings, parameters, session)
-    session.patches.precede(engine, "destroy", island.leave)
-    session.patches.on_undo(island.leave)
+    island = ElasticIsland(engine, settings, parameters, parts)
+    parts.patches.precede(engine, "destroy", island.leave)
+    parts.patches.on_undo(island.leave)
     # Most programs never destroy the engine, and process exit takes time.
     atexit.register(island.leave)
-    session.patches.wrap(engine, "deepspeed_io", island.deepspeed_io)
+    parts.patches.wrap(engine, "deepspeed_io", island.deepspeed_io)
     island.follow(island.way.start(int(engine.global_samples)))
     return island
 
@@ -105,9 +106,9 @@ class ElasticIsland(Participant):
         way: the exchange strategy.
     """
 
-    def __init__(self, engine: Any, settings: Islands, parameters: Parameters, session: Session) -> None:
+    def __init__(self, engine: Any, settings: Islands, parameters: Parameters, parts: Parts) -> None:
         assert settings.elastic is not None, "attached for elastic islands"
-        self._engine, self._session, self._settings = engine, session, settings
+        self._engine, self._parts, self._settings = engine, parts, settings
         self._rates, self._told = Rates(engine), 0
         self._team = Team(dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None)
         self.history: deque[Met] = deque(maxlen=KEPT)
@@ -120,12 +121,12 @@ class ElasticIsland(Participant):
             Site,
             parameters=shared,
             stores=ResidualStores(transactional=True),
-            run=Run(StepClock(), session.meter, session.config.seed, session.pace),
+            run=replace(parts.run, clock=StepClock()),
             traffic="bytes_islands",
         )
         kind: Callable[[Given], Way] = Rounds if settings.elastic.parameter_server is None else Pushes
         moments = find_moments(engine, settings, masters)
-        diverged = partial(forget_not_finite, engine, masters, session)
+        diverged = partial(forget_not_finite, engine, masters, parts.remembered.clear)
         self.way = kind(Given(settings, masters, site, self._team, terms, self._rates, moments, diverged))
 
     @property
@@ -231,7 +232,7 @@ class ElasticIsland(Participant):
         before, after = (f"{count} islands" for count in (self._told, met.islands))
         evidence = {"round": float(met.round), "seconds": met.seconds}
         reason = met.reason or ("taking part again" if met.kind == "renewed" else "islands have come or gone")
-        self._session.record(Event(step, f"islands_{met.kind}", reason, evidence, before, after))
+        self._parts.records.log.record(Event(step, f"islands_{met.kind}", reason, evidence, before, after))
 
     def _take_directory(self, directory: Path) -> None:
         """Reserve `directory` for the checkpoints of this island.
@@ -251,7 +252,7 @@ class ElasticIsland(Participant):
             int(self._engine.zero_optimization_stage()),
             self._engine.global_steps,
             1.0,
-            masked(self._session.config.model_dump(mode="json")),
+            masked(self._parts.config.model_dump(mode="json")),
             {**self.way.described(), _AHEAD: self._rates.ahead},
         )
         state.write(kept, state.state_file(directory, dist.get_rank(), _STEM))
@@ -274,7 +275,7 @@ class ElasticIsland(Participant):
         if not self._team.share(first.exists):
             return None
         problems = on_all_ranks(partial(self._restore, directory))
-        config = self._session.config
+        config = self._parts.config
         if problems and config.on_missing_state == "error":
             raise StateError(
                 f'{problems}. Restore the file, or write "on_missing_state": "reset" into deepspeed_compress (allowed: '
@@ -300,7 +301,7 @@ class ElasticIsland(Participant):
 
     def _restore(self, directory: Path) -> None:
         found = state.sources(directory, dist.get_rank(), self._position, _STEM)
-        check_owners(found[0][1], self._session.config)
+        check_owners(found[0][1], self._parts.config)
         state.restore(self.exchange.stores.by_name, found, self._position, 1.0, self._engine.device)
 
 
