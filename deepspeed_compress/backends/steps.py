@@ -47,6 +47,9 @@ class StepFollower(Protocol):
     def begin(self, step: int) -> None:
         """Begin optimizer step `step` (0-based)."""
 
+    def gradients_reduced(self) -> None:
+        """Note that gradients of the running step have been reduced."""
+
     def forget(self) -> None:
         """Discard the reductions of the running step, if any, because the gradients were cleared."""
 
@@ -86,6 +89,10 @@ class Steps:
         self.count, self.reduced, self._asked, self._applied = step, False, False, False
         self._changes_before = self._changes()
         self._session.begin(step, self.loss_scale)
+
+    def gradients_reduced(self) -> None:
+        """Note that gradients of the running step have been reduced."""
+        self.reduced = True
 
     def forget(self) -> None:
         """Discard the reductions of the running step, if any, because the gradients were cleared."""

@@ -38,6 +38,10 @@ class Shelf:
             self._sent.append((number, tag))
         return send
 
+    def ranks_agreed(self, written: int, copied: int) -> None:
+        """Note an agreement of all ranks on what is written and copied."""
+        self.written, self.copied = written, copied
+
     @property
     def sending(self) -> bool:
         """Return True if a copy is in progress, as far as all ranks know."""

@@ -30,12 +30,12 @@ class Watch:
 class Saving(Protocol):
     """Checkpoints that are written in the background."""
 
-    client_state: Callable[[], dict[str, Any]]
-    """Returns the `client_state` that the program adds to checkpoints saved automatically."""
-
     @property
     def held(self) -> Callable[[], AbstractContextManager[None]]:
         """Context in which the files of the checkpoint that is being saved get their names."""
+
+    def set_client_state(self, client_state: Callable[[], dict[str, Any]]) -> None:
+        """Save what `client_state` returns as the `client_state` of checkpoints that are saved automatically."""
 
     def add(self, call: Call) -> None:
         """Have `call` write files of the checkpoint that is being saved."""

@@ -213,7 +213,7 @@ class _Buckets:
                 f'/{SECTION}/gradients/method: "{method}" gives gradients a momentum, and these were reduced before in '
                 "this optimizer step; reduce once a step: all backward passes but the last in no_sync()"
             )
-        self._steps.reduced = True
+        self._steps.gradients_reduced()
         for left_by_a_pass_that_failed in (self._open, self._sent, self._means):
             left_by_a_pass_that_failed.clear()
 
@@ -227,7 +227,7 @@ class _Buckets:
             self._send(self._open.pop(len(self._sent)))
 
     def _send(self, batch: Batch) -> None:
-        self._session.meter.bytes_uncompressed += ring_all_reduce(batch.flat.nbytes, self._plan.ranks)
+        self._session.meter.count("bytes_uncompressed", ring_all_reduce(batch.flat.nbytes, self._plan.ranks))
         pending = self._session.start_everywhere(batch.flat, batch.partition, 1.0 / self._plan.ranks)
         self._sent.append((batch, pending))
 

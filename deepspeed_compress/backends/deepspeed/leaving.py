@@ -30,12 +30,17 @@ class Leaving:
     def __init__(self) -> None:
         self.asked = False
         self.listens = False
-        self.tell: Callable[[bool], None] = lambda listens: None
+        self._tell: Callable[[bool], None] = lambda listens: None
         """Function called with the new value when `listens` changes."""
         self._former: Leaving | None = None
         """Handler of an earlier engine, to which the signal is forwarded."""
         self._mask: set[int] = set()
         """Signals that were blocked before a fork."""
+
+    def report_to(self, tell: Callable[[bool], None]) -> None:
+        """Call `tell` with the value of `listens`, now and whenever it changes."""
+        self._tell = tell
+        tell(self.listens)
 
     def listen(self) -> None:
         """Keep SIGTERM from ending this process, and record it instead.
@@ -60,7 +65,7 @@ class Leaving:
         os.register_at_fork(
             before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._after_fork_in_child
         )
-        self.tell(True)
+        self._tell(True)
         signal.signal(signal.SIGTERM, self._hear)
 
     def listen_no_more(self) -> None:
@@ -68,7 +73,7 @@ class Leaving:
         if self.listens and _in_main_thread() and signal.getsignal(signal.SIGTERM) == self._hear:
             signal.signal(signal.SIGTERM, self._before())
         self.listens = False
-        self.tell(False)
+        self._tell(False)
 
     def _before(self) -> "signal.Handlers | Callable[[int, FrameType | None], None]":
         """Return the previous handler, or the one before it if that no longer listens."""

@@ -45,7 +45,7 @@ class Steps:
         with self.norms.recording() if self.norms is not None else nullcontext():
             original(lr_kwargs)
         applied = engine.skipped_steps == skipped
-        session.meter.bytes_weights += self.weight_bytes() if applied else 0
+        session.meter.count("bytes_weights", self.weight_bytes() if applied else 0)
         if session.synchronises:
             session.renew_weights()
         norm = self.norms.newest if self.norms is not None else None

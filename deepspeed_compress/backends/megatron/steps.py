@@ -58,6 +58,9 @@ class MegatronSteps:
         for session in self._sessions:
             session.begin(step, self.loss_scale)
 
+    def gradients_reduced(self) -> None:
+        self.reduced = True
+
     def forget(self) -> None:
         if self.reduced:
             self._end(False, None, self._sessions[0].clock.loss_scale)

@@ -144,8 +144,7 @@ class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc
         # Programs may exit without `engine.destroy`. The weak reference lets an unused engine be freed before that.
         self._at_exit = partial(_clean_up, weakref.ref(self), os.getpid())
         atexit.register(self._at_exit)
-        self.client_state: Callable[[], dict[str, Any]] = dict
-        """Function that returns the `client_state` of automatic checkpoints."""
+        self._client_state: Callable[[], dict[str, Any]] = dict
 
     # Methods that DeepSpeed calls.
 
@@ -298,6 +297,10 @@ class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc
             self._leave()
         self._progress.ask_where_needed()
 
+    def set_client_state(self, client_state: Callable[[], dict[str, Any]]) -> None:
+        """Save what `client_state` returns as the `client_state` of automatic checkpoints."""
+        self._client_state = client_state
+
     def leave_by(self, leave: Callable[[], None]) -> None:
         """Have all ranks call `leave` after the same step once SIGTERM has arrived, instead of saving and exiting."""
         self._leave = leave
@@ -310,8 +313,7 @@ class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc
         `tell` is called with True if it does, with False if not, now and whenever that changes.
         """
         if self._leaving is not None:
-            self._leaving.tell = tell
-            tell(self._leaving.listens)
+            self._leaving.report_to(tell)
             if self._settings.directory is not None:
                 self._leaving.listen()
 
@@ -370,10 +372,10 @@ class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc
         try:
             if lane is self._disk or self._memory is None:
                 self._saved = int(self._engine.global_steps)
-                self._engine.save_checkpoint(str(self._directory), client_state=self.client_state())
+                self._engine.save_checkpoint(str(self._directory), client_state=self._client_state())
             else:
                 directory = str(self._memory.directory)
-                self._engine.save_checkpoint(directory, client_state=self.client_state(), save_latest=False)
+                self._engine.save_checkpoint(directory, client_state=self._client_state(), save_latest=False)
         finally:
             self._automatic = False
 

@@ -103,10 +103,9 @@ class Progress:
     def _take(self, leaves: int, failed: int, copied: int, *lanes: int) -> None:
         self.leaves |= bool(leaves)
         for lane, due, ended in zip(self._lanes, lanes[::2], lanes[1::2], strict=True):
-            lane.interval.due |= bool(due)
-            lane.agreed = -ended
+            lane.ranks_agreed(bool(due), -ended)
         if self._memory is not None:
-            self._memory.shelf.written, self._memory.shelf.copied = self._lanes[-1].agreed, -copied
+            self._memory.shelf.ranks_agreed(self._lanes[-1].agreed, -copied)
         if failed:
             self._report()
 

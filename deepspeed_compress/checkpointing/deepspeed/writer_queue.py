@@ -45,6 +45,10 @@ class Interval:
         """
         return isinstance(self.every, int) and step % self.every == 0
 
+    def passed(self) -> None:
+        """Note that the interval has passed, so a checkpoint is due."""
+        self.due = True
+
     def begin(self) -> None:
         """Start a new interval."""
         self.due, self.last = False, time.monotonic()
@@ -93,6 +97,17 @@ class Lane:
     @property
     def failed(self) -> bool:
         return bool(self._failed)
+
+    def ranks_agreed(self, due: bool, ended: int) -> None:
+        """Note an agreement of all ranks.
+
+        Args:
+            due: True if the interval has passed.
+            ended: the number of the last checkpoint that all ranks have written or failed to write.
+        """
+        self.agreed = ended
+        if due:
+            self.interval.passed()
 
     def take_failures(self) -> list[Outcome]:
         """Return the failures since the last call."""

@@ -185,7 +185,7 @@ def test_a_host_without_memory_loses_a_checkpoint_and_trains_on(tmp_path):
 def every(rank: int, directory: str, interval: object, pause: float) -> list:
     one = job(2, steps=12, every=interval, directory=directory, keep=2)
     engine = start(one)
-    engine.compression.saving.client_state = lambda: {"position": engine.global_steps}
+    engine.compression.saving.set_client_state(lambda: {"position": engine.global_steps})
     for batch in data(rank, one):
         run(engine, [batch])
         time.sleep(pause)
@@ -383,7 +383,7 @@ def train_until(rank: int, directory: str, stage: int, resumed: bool, killed: tu
     """
     one = job(stage, steps=STEPS, every=INTERVAL, directory=directory)
     engine = start(one)
-    engine.compression.saving.client_state = lambda: {"done": engine.global_steps}
+    engine.compression.saving.set_client_state(lambda: {"done": engine.global_steps})
     done = (engine.load_checkpoint(directory)[1] or {}).get("done", 0) if resumed else 0
     if killed is not None and killed[0] == rank:
         threading.Timer(killed[1], os.kill, (os.getpid(), signal.SIGKILL)).start()

@@ -59,7 +59,7 @@ class Plan:
         """An engine of `rank`."""
         os.environ["DS_COMPRESS_MEMORY_DIR"] = str(self.directory(rank * self.hosts // self.ranks))
         engine = start(self.job())
-        engine.compression.saving.client_state = lambda: {"done": engine.global_steps}
+        engine.compression.saving.set_client_state(lambda: {"done": engine.global_steps})
         return engine
 
 
