@@ -105,7 +105,7 @@ TABLE = {
         "torch deepspeed",
     ),
     "checkpointing.deepspeed.agreement": allow("", "torch"),
-    "checkpointing.deepspeed.exclusive": allow("checkpointing session.memories errors", "torch"),
+    "checkpointing.deepspeed.exclusive": allow("checkpointing session.state_files errors", "torch"),
     "local_sgd": allow("collectives compression config errors", "torch"),
     "local_sgd.anchors": allow("transport", "torch"),
     "local_sgd.island_ranks": allow("errors", "torch"),

@@ -22,11 +22,11 @@ from deepspeed_compress.config.names import user_name
 from deepspeed_compress.diagnostics import pointer
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor import write_configuration
-from deepspeed_compress.session.memories import Place, load_memories, save_memories, save_on_all
 from deepspeed_compress.session.parts import Attachment, Parts, make_parts
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.reporting import Sizes
 from deepspeed_compress.session.session import Session
+from deepspeed_compress.session.state_files import Place, load_state_files, save_on_all, save_state_files
 from deepspeed_compress.session.torch_version import check_torch
 
 __all__ = ["Attached", "Config", "Exchanged", "Target", "attach_session", "make_session_parts", "read_section"]
@@ -104,7 +104,7 @@ class Attached:
         """
         scale = self.session.clock.loss_scale
         save = partial(
-            save_memories, self.session, Path(directory), self.place, 0, self.steps.count, scale, state.write
+            save_state_files, self.session, Path(directory), self.place, 0, self.steps.count, scale, state.write
         )
         save_on_all(save, self.place.group)
 
@@ -119,9 +119,9 @@ class Attached:
         """
         self.session.reset()
         self.session.journal.adopt(None)
-        step = load_memories(self.session, Path(directory), self.place, self.steps.loss_scale)
+        step = load_state_files(self.session, Path(directory), self.place, self.steps.loss_scale)
         self.steps.begin(self.steps.count if step is None else step)
-        self.session.journal.go_on(self.steps.count)
+        self.session.journal.continue_from(self.steps.count)
 
 
 def read_section(config: Config) -> tuple[CompressConfig, dict[str, Any]]:

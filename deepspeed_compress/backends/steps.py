@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.session.copies import leave_out_of_copies
-from deepspeed_compress.session.remembered import FinishedStep
+from deepspeed_compress.session.residual_state import FinishedStep
 from deepspeed_compress.session.session import Session
 
 __all__ = ["UNKNOWN", "Scaler", "StepFollower", "Steps"]

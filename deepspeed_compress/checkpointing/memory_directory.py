@@ -20,9 +20,9 @@ from deepspeed_compress.errors import StateError
 
 __all__ = [
     "ENVIRONMENT",
-    "Held",
+    "HostSave",
     "Missing",
-    "find_held",
+    "find_host_saves",
     "job_directory",
     "job_name",
     "keep_only",
@@ -83,7 +83,7 @@ def _make_private(place: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Held:
+class HostSave:
     """The lists that a host holds of one save, by rank. The files may still be damaged."""
 
     tag: str
@@ -99,16 +99,16 @@ class Held:
         return (self.step, self.tag, self.run, self.number)
 
 
-def find_held(directory: Path) -> tuple[list[Held], list[str]]:
+def find_host_saves(directory: Path) -> tuple[list[HostSave], list[str]]:
     """Return the saves in `directory`, and the problems of lists that cannot be read."""
-    found: list[Held] = []
+    found: list[HostSave] = []
     problems: list[str] = []
     for place in sorted(place for place in directory.iterdir() if place.is_dir() and not place.is_symlink()):
         lists = sorted(_readable(place, problems), key=lambda one: (one.run, one.number, one.rank))
         for (run, number), some in groupby(lists, key=lambda one: (one.run, one.number)):
             by_rank = {one.rank: one for one in some}
             first = next(iter(by_rank.values()))
-            found.append(Held(place.name, run, number, first.step, first.world, by_rank))
+            found.append(HostSave(place.name, run, number, first.step, first.world, by_rank))
     return found, problems
 
 

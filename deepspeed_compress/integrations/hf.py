@@ -28,7 +28,7 @@ from deepspeed_compress.integrations.replacing import replace_method
 from deepspeed_compress.launcher.heartbeat import RESUME
 from deepspeed_compress.local_sgd.deepspeed.elastic import SEEDS
 from deepspeed_compress.monitor import KINDS, StepStatistics
-from deepspeed_compress.session.beside import Saving
+from deepspeed_compress.session.protocols import BackgroundCheckpoints
 from deepspeed_compress.session.session import Session
 
 __all__ = ["CompressionCallback", "attach", "follow_trainers"]
@@ -261,7 +261,7 @@ class CompressionCallback(TrainerCallback):  # type: ignore[misc]
         return save_exactly
 
     @contextmanager
-    def _one_more(self, saving: Saving | None) -> Iterator[None]:
+    def _one_more(self, saving: BackgroundCheckpoints | None) -> Iterator[None]:
         """Make Trainer keep one more checkpoint than `save_total_limit` if checkpoints are written in the background.
 
         Trainer removes old ones at once, while the newest is not complete yet.

@@ -69,7 +69,7 @@ class Journal:
         found = self._last() if run is None else run
         self.part = replace(self.part, id=found or self.part.id)
 
-    def go_on(self, step: int) -> None:
+    def continue_from(self, step: int) -> None:
         """Declare that the following lines continue from optimizer step `step`."""
         self.part = replace(self.part, since=step)
 

@@ -22,8 +22,8 @@ from deepspeed_compress.policy import Available, Policy
 from deepspeed_compress.session.observer import new_run, of_first
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.records import Records, make_records
-from deepspeed_compress.session.remembered import Remembered
 from deepspeed_compress.session.reporting import ByteReport, Reporter
+from deepspeed_compress.session.residual_state import ResidualState
 from deepspeed_compress.session.step_settings import StepSettings
 
 __all__ = ["Attachment", "Parts", "make_parts"]
@@ -97,10 +97,10 @@ class Parts:
         return StepSettings(self.config, self.policy, self.reductions)
 
     @cached_property
-    def remembered(self) -> Remembered:
+    def residuals(self) -> ResidualState:
         """Return the residuals and momenta."""
         stores = ResidualStores(False) if self.reductions is None else self.reductions.site.stores
-        return Remembered(stores, self.config)
+        return ResidualState(stores, self.config)
 
 
 def make_parts(attachment: Attachment, patches: Patches) -> Parts:

@@ -17,12 +17,12 @@ from deepspeed_compress.compression.segments import gather
 from deepspeed_compress.config import PowerSGDGradients, WeightsConfig
 from deepspeed_compress.monitor import Event, StepStatistics
 from deepspeed_compress.policy import Observation, StepPlan
-from deepspeed_compress.session.beside import Exchanges, Saving, Watch
 from deepspeed_compress.session.exact import ExactWeights
-from deepspeed_compress.session.observer import StepMeans
+from deepspeed_compress.session.observer import PolicyInputs, StepMeans
 from deepspeed_compress.session.parts import Parts
 from deepspeed_compress.session.probing import Prober
-from deepspeed_compress.session.remembered import FinishedStep
+from deepspeed_compress.session.protocols import BackgroundCheckpoints, IslandExchanges
+from deepspeed_compress.session.residual_state import FinishedStep
 
 __all__ = ["Session"]
 
@@ -35,7 +35,7 @@ class Session:
 
     Args:
         parts: the parts that exist before the session.
-        watch: figures of all ranks for the policy; None if the policy observes nothing.
+        inputs: figures of all ranks for the policy; None if the policy observes nothing.
         exact: updater that makes compressed weights exact on every rank; None if weights never lag behind the fp32
             master weights.
         saving: checkpoints that are written in the background; None if saving blocks training.
@@ -52,10 +52,10 @@ class Session:
     def __init__(
         self,
         parts: Parts,
-        watch: Watch | None = None,
+        inputs: PolicyInputs | None = None,
         exact: ExactWeights | None = None,
-        saving: Saving | None = None,
-        islands: Exchanges | None = None,
+        saving: BackgroundCheckpoints | None = None,
+        islands: IslandExchanges | None = None,
     ) -> None:
         self.config = parts.config
         self.policy = parts.policy
@@ -64,7 +64,7 @@ class Session:
         self.pace = parts.run.pace
         self.patches = parts.patches
         self.journal = parts.records.journal
-        self.remembered = parts.remembered
+        self.residuals = parts.residuals
         """Residuals and momenta."""
         self.exact = exact
         self.saving = saving
@@ -74,13 +74,13 @@ class Session:
         self.resumed: Mapping[str, Any] | None = None
         """Client state of the checkpoint from which the engine resumed when it was made; None for a new run."""
         self._settings = parts.settings
-        self._met_ms = 0.0
+        self._exchange_ms = 0.0
         """Milliseconds that a measured step has waited for other islands."""
         self._scale: float | None = None
         """Scale of the sums that all ranks receive, from the latest reduction."""
         self._reductions = parts.reductions
         self._records = parts.records
-        self._watch = watch
+        self._inputs = inputs
         self._discards: list[Callable[[], None]] = []
 
     @property
@@ -91,7 +91,7 @@ class Session:
     @property
     def stores(self) -> Mapping[str, Residuals]:
         """Return residuals and momenta, by what they hold ("gradients", "means", "velocity" ...)."""
-        return self.remembered.by_name
+        return self.residuals.by_name
 
     @property
     def parameters(self) -> Parameters | None:
@@ -162,8 +162,8 @@ class Session:
 
         Call it on all ranks or on one; the mean is used.
         """
-        if self._watch is not None:
-            self._watch.losses.report(value)
+        if self._inputs is not None:
+            self._inputs.losses.report(value)
 
     def reduce(self, bucket: Tensor, partition: Partition, scale: float, everywhere: bool) -> None:
         """Reduce `bucket` in place: to its owners, or to all ranks if `everywhere` (see `PayloadReducer`)."""
@@ -187,14 +187,14 @@ class Session:
         """
         reducer = self.reducer
         alone = not isinstance(reducer, PayloadReducer) or reducer.group.size() == 1
-        if alone or not self.remembered.transactional or self._plan.probe or self._compares():
+        if alone or not self.residuals.transactional or self._plan.probe or self._compares():
             return None
         assert isinstance(reducer, PayloadReducer)
         return reducer
 
     def forget_step(self) -> None:
         """Roll back what the running step has written into error-feedback buffers and momenta."""
-        self.remembered.rollback()
+        self.residuals.rollback()
 
     def on_interruption(self, discard: Callable[[], None]) -> None:
         """Have `discard_unfinished` call `discard`, which drops reductions that were begun and never finished."""
@@ -253,8 +253,8 @@ class Session:
 
     def _sample(self, bucket: Tensor, partition: Partition, everywhere: bool) -> None:
         """Let an adaptive policy measure its candidates on `bucket`."""
-        if self._plan.probe and self._watch is not None and self._watch.prober is not None:
-            self._watch.prober.see(bucket, partition, self.reducer.group.rank(), everywhere)
+        if self._plan.probe and self._inputs is not None and self._inputs.prober is not None:
+            self._inputs.prober.see(bucket, partition, self.reducer.group.rank(), everywhere)
 
     def _count(self, partition: Partition, everywhere: bool) -> None:
         """Count the bytes of parameters that are sent uncompressed: excluded, small, or chosen by an override."""
@@ -276,35 +276,35 @@ class Session:
 
         Returns True if the checkpoint saved last is to be loaded.
         """
-        self.remembered.settle(finished, self.dense)
+        self.residuals.settle(finished, self.dense)
         step, step_ms = finished.step, self._records.reporter.step_ended()
         # A skipped step is shorter than others, so its time says nothing about theirs.
         means = (
-            self._watch.losses.next(step_ms if finished.applied else None) if self._watch is not None else StepMeans()
+            self._inputs.losses.next(step_ms if finished.applied else None) if self._inputs is not None else StepMeans()
         )
         residuals = self._largest_residual(finished) if self.policy.wants_residuals(step) else None
         seen = Observation(step, finished.applied, finished.grad_norm, means.loss, residuals, means.step_ms)
         if self._records.reporter.due(step):
             if self.config.gradients.method == "none":
                 self.meter.bytes_raw = self.meter.bytes_sent
-            norm = functools.partial(self.remembered.residual_norm, finished.scale_after)
+            norm = functools.partial(self.residuals.residual_norm, finished.scale_after)
             self._records.reporter.report(seen, finished.samples, self._plan, step_ms, norm)
         actions = self.policy.observe(seen)
-        if self._plan.probe and self._watch is not None and self._watch.prober is not None:
-            self._adapt(self._watch.prober, finished, step_ms)
+        if self._plan.probe and self._inputs is not None and self._inputs.prober is not None:
+            self._adapt(self._inputs.prober, finished, step_ms)
         if actions.check_residuals:
             self._check_residuals(finished)
         self.begin(step, finished.scale_after)
         return actions.load_checkpoint
 
-    def meet(self, step: int) -> None:
+    def exchange_with_islands(self, step: int) -> None:
         """Exchange with other islands after optimizer step `step` (1-based), if an exchange is due."""
         if self.islands is None:
             return
         self.islands.step_ended(step)
         if self._plan.probe:
             # The meter has begun the next step, whose gradients have not been waited for yet.
-            self._met_ms = self.meter.milliseconds()["communicate"]
+            self._exchange_ms = self.meter.milliseconds()["communicate"]
 
     def _adapt(self, prober: Prober, finished: FinishedStep, step_ms: float | None) -> None:
         """Let the policy choose by this step.
@@ -314,7 +314,7 @@ class Session:
         if step_ms is None or not finished.applied:
             prober.forget()
             return
-        waited = self.meter.milliseconds()["communicate"] - self._met_ms
+        waited = self.meter.milliseconds()["communicate"] - self._exchange_ms
         self.policy.adapt(finished.step, prober.measure(self.reducer.group, waited / 1e3, step_ms / 1e3))
         # The measurement is not part of any step's time.
         self._records.reporter.step_ended()
@@ -323,27 +323,27 @@ class Session:
         """Clear the residuals on all ranks if those of one are damaged, because they would feed the damage back."""
         largest = self._largest_residual(finished)
         if largest is not None and self.policy.damaged(finished.step, largest):
-            self.remembered.clear_residuals()
+            self.residuals.clear_residuals()
 
     def _largest_residual(self, finished: FinishedStep) -> float | None:
         """Return the largest residual norm of all ranks; inf if one is NaN, None if not observed. Collective."""
-        norm = self.remembered.residual_norm(finished.scale_after)
-        return None if self._watch is None or norm is None else self._watch.largest(norm)
+        norm = self.residuals.residual_norm(finished.scale_after)
+        return None if self._inputs is None or norm is None else self._inputs.largest(norm)
 
     def decisions(self) -> dict[str, Any]:
         """Return the state that the next decisions depend on, as JSON values; equal on all ranks."""
         return {
             "run": self.journal.part.id,
             "policy": self.policy.saved(),
-            "losses": self._watch.losses.saved() if self._watch is not None else None,
+            "losses": self._inputs.losses.saved() if self._inputs is not None else None,
         }
 
     def load_decisions(self, saved: Mapping[str, Any]) -> None:
         """Restore the state that `decisions` returned; call `begin` afterwards."""
         self.journal.adopt(saved.get("run"))
         self.policy.load(saved["policy"])
-        if self._watch is not None:
-            self._watch.losses.load(saved["losses"])
+        if self._inputs is not None:
+            self._inputs.losses.load(saved["losses"])
 
     def checkpoint_saved(self, directory: Path) -> None:
         """Have `guard.rollback` load the checkpoint in the tag directory `directory` from now on."""
@@ -355,13 +355,13 @@ class Session:
 
     def reset(self) -> None:
         """Forget everything that is kept between steps."""
-        self.remembered.clear()
+        self.residuals.clear()
 
     def begin(self, step: int, loss_scale: float) -> None:
         """Start optimizer step `step` (0-based), whose gradients carry the factor `loss_scale`."""
         self.clock.begin(step, loss_scale)
         self._settings.begin(step)
         if self._plan.changed and isinstance(self._plan.settings, PowerSGDGradients) and self._scale is not None:
-            self.remembered.hand_over_means(self._scale)
-        self._met_ms = 0.0
+            self.residuals.hand_over_means(self._scale)
+        self._exchange_ms = 0.0
         self.meter.reset(timed=self._plan.probe or self._records.reporter.due(step + 1))

@@ -39,8 +39,8 @@ from deepspeed_compress.policy import Policy
 from deepspeed_compress.session.parts import Parts
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.records import Records
-from deepspeed_compress.session.remembered import FinishedStep
 from deepspeed_compress.session.reporting import Reporter
+from deepspeed_compress.session.residual_state import FinishedStep
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.training.data import Windows, eval_starts, open_cache, split_windows, step_starts
 

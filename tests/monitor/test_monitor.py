@@ -207,7 +207,7 @@ def test_a_line_says_which_run_and_process_it_is_of(tmp_path: Path) -> None:
     journal = Journal(str(tmp_path), "a", 4)
     StatisticsWriter(journal, None).write(STATISTICS)
     assert (run_of(tmp_path)["id"], run_of(tmp_path)["since"]) == ("a", 4)
-    journal.go_on(9)
+    journal.continue_from(9)
     journal.adopt("b")
     StatisticsWriter(journal, None).write(STATISTICS)
     assert (run_of(tmp_path)["id"], run_of(tmp_path)["since"]) == ("b", 9)

@@ -28,7 +28,7 @@ from deepspeed_compress.backends.deepspeed.limits import (
 from deepspeed_compress.backends.deepspeed.losses import follow_losses
 from deepspeed_compress.backends.deepspeed.norms import Norms, loss_scale
 from deepspeed_compress.backends.deepspeed.ownership import check_ownership
-from deepspeed_compress.backends.deepspeed.restarts import give_signs
+from deepspeed_compress.backends.deepspeed.restarts import attach_heartbeat
 from deepspeed_compress.backends.deepspeed.step import Steps, follow_steps
 from deepspeed_compress.backends.deepspeed.weights.zero_3 import attach_weights_3, check_weights_3
 from deepspeed_compress.backends.deepspeed.weights.zero_12 import Weights, attach_weights, check_weights
@@ -45,13 +45,13 @@ from deepspeed_compress.local_sgd.deepspeed.divided import attach_islands, stay_
 from deepspeed_compress.local_sgd.deepspeed.elastic import attach_elastic
 from deepspeed_compress.monitor import write_configuration
 from deepspeed_compress.policy import Available
-from deepspeed_compress.session.beside import Exchanges, Watch
 from deepspeed_compress.session.exact import attach_exact
 from deepspeed_compress.session.machines import equal_machines
-from deepspeed_compress.session.observer import largest_of_all
+from deepspeed_compress.session.observer import PolicyInputs, largest_of_all
 from deepspeed_compress.session.parts import Attachment, Parts, make_parts
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.probing import Prober, WeightTraffic
+from deepspeed_compress.session.protocols import IslandExchanges
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.torch_version import check_torch
 
@@ -125,7 +125,7 @@ def attach_section(engine: Any, config: CompressConfig, unit: IslandUnit | None 
             "deepspeed_compress.initialize or install, or remove the key"
         )
     check_ownership(engine, config)
-    _warn_of_lonely_ranks(config, unit)
+    _warn_of_single_rank_hosts(config, unit)
     patches = Patches()
     with patches.undone_on_failure():
         _attach(engine, config, unit, kind, patches)
@@ -140,17 +140,17 @@ def _attach(engine: Any, config: CompressConfig, unit: IslandUnit | None, kind: 
         patches.on_undo(functools.partial(stay_apart, engine, unit))
     differences = _difference_weights(engine, kind, parts, parameters)
     exact = None if differences is None else attach_exact(engine, differences.synchronise, patches)
-    watch = _watch(engine, parts, parameters, None if differences is None else differences.traffic())
+    inputs = _policy_inputs(engine, parts, parameters, None if differences is None else differences.traffic())
     saving = None if config.checkpointing is None else attach_background(engine, config.checkpointing, patches)
     islands, island_files = _attach_islands(engine, unit, parameters, parts)
-    session = Session(parts, watch, exact, saving, islands)
+    session = Session(parts, inputs, exact, saving, islands)
     weight_bytes = _replace_collectives(engine, kind, session, parameters, parts.run)
     watched = Norms(engine, session.policy.skips) if session.policy.guards else None
     ended = parallel.count_parallel(engine, session.meter, patches)
     participants = (island_files, saving, CompressionState(engine, session), Resharding(engine, config))
     attach_participants(engine, [one for one in participants if one is not None], patches)
     follow_steps(Steps(engine, session, watched, weight_bytes, ended))
-    give_signs(engine, session)
+    attach_heartbeat(engine, session)
     session.begin(engine.global_steps, loss_scale(engine))
     patches.replace(engine, "compression", session)
     if engine.global_rank == 0:
@@ -216,7 +216,7 @@ def _difference_weights(engine: Any, kind: str, parts: Parts, parameters: Parame
 
 def _attach_islands(
     engine: Any, unit: IslandUnit | None, parameters: Parameters, parts: Parts
-) -> tuple[Exchanges | None, Participant | None]:
+) -> tuple[IslandExchanges | None, Participant | None]:
     """Return the exchanges with other islands, and their participant in saving and loading; None without islands."""
     if unit is not None:
         return attach_islands(engine, unit, parameters, parts)
@@ -286,7 +286,7 @@ def _warn_of_unheeded_type(engine: Any, config: CompressConfig, dtype: torch.dty
         warnings.warn(text, CompressWarning, stacklevel=4)
 
 
-def _warn_of_lonely_ranks(config: CompressConfig, unit: IslandUnit | None) -> None:
+def _warn_of_single_rank_hosts(config: CompressConfig, unit: IslandUnit | None) -> None:
     """Warn if adaptive settings have no effect because islands by host have one data-parallel rank each.
 
     For islands of a given size, the warning is raised when the section is read.
@@ -345,14 +345,16 @@ def _available(engine: Any, config: CompressConfig, kind: str) -> Available:
     return Available(low_rank=equal_machines(engine.device, deciding_group(engine)), weights=kind != "zero_3")
 
 
-def _watch(engine: Any, parts: Parts, parameters: Parameters, weights: WeightTraffic | None) -> Watch | None:
+def _policy_inputs(
+    engine: Any, parts: Parts, parameters: Parameters, weights: WeightTraffic | None
+) -> PolicyInputs | None:
     if not parts.policy.observes:
         return None
     prober, group = None, deciding_group(engine)
     if parts.policy.adaptation is not None:
         prober = Prober(parts.policy.adaptation.adaptive, parameters, engine.device, group, weights)
     largest = functools.partial(largest_of_all, device=engine.device, group=group)
-    return Watch(follow_losses(engine, parts.patches), largest, prober)
+    return PolicyInputs(follow_losses(engine, parts.patches), largest, prober)
 
 
 _RAW_DTYPE: Mapping[str, Callable[[Any], torch.dtype]] = MappingProxyType(

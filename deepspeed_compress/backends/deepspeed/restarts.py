@@ -14,13 +14,13 @@ from deepspeed_compress.checkpointing.completeness import LATEST
 from deepspeed_compress.checkpointing.deepspeed.universal import universal_if_newest
 from deepspeed_compress.errors import CompressWarning, ConfigError
 from deepspeed_compress.launcher.heartbeat import AGENT, RESUME, Signs, read_sign
-from deepspeed_compress.session.beside import Saving
+from deepspeed_compress.session.protocols import BackgroundCheckpoints
 from deepspeed_compress.session.session import Session
 
-__all__ = ["give_signs", "go_on"]
+__all__ = ["attach_heartbeat", "resume_newest"]
 
 
-def give_signs(engine: Any, session: Session) -> None:
+def attach_heartbeat(engine: Any, session: Session) -> None:
     """Give signs of life after each optimizer step and before each forward pass, if an agent has started this rank.
 
     From now on this rank saves on SIGTERM, and the agent is told so. Otherwise it would wait for a rank that waits for
@@ -48,7 +48,7 @@ def _step(engine: Any, signs: Signs, take: Callable[..., Any], *args: Any, **opt
     signs.stepped(int(engine.global_steps))
 
 
-def go_on(engine: Any, session: Session) -> None:
+def resume_newest(engine: Any, session: Session) -> None:
     """Load the newest checkpoint into an engine that was just made, if asked for. Collective.
 
     With `checkpoint.load_universal` that is a universal one until the run has saved newer ones.
@@ -76,7 +76,7 @@ def go_on(engine: Any, session: Session) -> None:
         _refuse_others(Path(settings.directory))
 
 
-def _load_newest(engine: Any, saving: Saving, directory: str) -> Any:
+def _load_newest(engine: Any, saving: BackgroundCheckpoints, directory: str) -> Any:
     """Return what `load_checkpoint` returns."""
     if not engine.load_universal_checkpoint():
         return engine.load_checkpoint(directory)

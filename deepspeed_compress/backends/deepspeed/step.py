@@ -8,7 +8,7 @@ from typing import Any
 from deepspeed_compress.backends.deepspeed.comms_log import log_traffic
 from deepspeed_compress.backends.deepspeed.norms import Norms, loss_scale
 from deepspeed_compress.checkpointing.deepspeed.checkpoint import load_last
-from deepspeed_compress.session.remembered import FinishedStep
+from deepspeed_compress.session.residual_state import FinishedStep
 from deepspeed_compress.session.session import Session
 
 __all__ = ["Steps", "follow_steps"]
@@ -53,7 +53,7 @@ class Steps:
         log_traffic(session, engine.device)
         if session.finish(done):
             load_last(engine)
-        session.meet(engine.global_steps)
+        session.exchange_with_islands(engine.global_steps)
         if session.saving is not None:
             session.saving.step_ended(engine.global_steps, applied)
         self.ended()

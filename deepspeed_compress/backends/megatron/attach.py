@@ -23,9 +23,9 @@ from deepspeed_compress.collectives.reduction import Parameters, WeightReduction
 from deepspeed_compress.config import CompressConfig, CompressedWeights
 from deepspeed_compress.errors import StateError
 from deepspeed_compress.session.exact import ExactWeights
-from deepspeed_compress.session.memories import Place, on_all_ranks, save_on_all
 from deepspeed_compress.session.parts import Parts
 from deepspeed_compress.session.session import Session
+from deepspeed_compress.session.state_files import Place, on_all_ranks, save_on_all
 
 __all__ = ["Attached", "attach"]
 
@@ -148,11 +148,11 @@ def attach(ddp_modules: Any, optimizer: Any, config: Config) -> Attached:
     refuse(chunks[0] if chunks else None, _of_all(find_limits(chunks, optimizer, section)))
     check_version(chunks)
     names = {parameter: name for name, parameter in name_parameters(chunks).items()}
-    dense, experts = (_made(Share(chunks, names, experts), section, document) for experts in (False, True))
+    dense, experts = (_attach_share(Share(chunks, names, experts), section, document) for experts in (False, True))
     assert dense is not None, "all ranks reduce parameters that are no experts'"
     present = [one for one in (dense, experts) if one is not None]
     steps = MegatronSteps(
-        [one.session for one in present], optimizer, chunks, [around for one in present for around in one.weights]
+        [one.session for one in present], optimizer, chunks, [hook for one in present for hook in one.weights]
     )
     for one in present:
         one.follow(steps)
@@ -166,7 +166,7 @@ def attach(ddp_modules: Any, optimizer: Any, config: Config) -> Attached:
 
 
 @dataclass(frozen=True)
-class _Made:
+class _AttachedShare:
     """A share of the parameters with its session, the senders of its weights, and its place in checkpoints."""
 
     share: Share
@@ -189,7 +189,7 @@ class _Made:
         return sessions.Attached(self.session, steps, self.place)
 
 
-def _made(share: Share, section: CompressConfig, document: Mapping[str, Any]) -> _Made | None:
+def _attach_share(share: Share, section: CompressConfig, document: Mapping[str, Any]) -> _AttachedShare | None:
     """Return a share with its session, or None if there is nothing to reduce. All ranks of the job must call this."""
     position, parameters = find_place_among(share.whole, section), share.described()
     if position is None or share.whole is None:
@@ -203,7 +203,7 @@ def _made(share: Share, section: CompressConfig, document: Mapping[str, Any]) ->
     weights = list(_weights(share, parts, parameters))
     compressed = next((one for one in weights if isinstance(one, Weights)), None)
     exact = None if compressed is None else ExactWeights(lambda: parts.run.clock.step, compressed.synchronise)
-    return _Made(share, Session(parts, exact=exact), weights, Place(rank, position, share.device))
+    return _AttachedShare(share, Session(parts, exact=exact), weights, Place(rank, position, share.device))
 
 
 def _weights(share: Share, parts: Parts, parameters: Parameters) -> Iterator[PlainWeights | Weights]:

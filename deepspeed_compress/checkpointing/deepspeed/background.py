@@ -23,7 +23,7 @@ from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheck
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import logger
 
-from deepspeed_compress.backends.deepspeed.leaving import Leaving, saves_on_sigterm
+from deepspeed_compress.backends.deepspeed.sigterm import SigtermHandler, saves_on_sigterm
 from deepspeed_compress.checkpointing.claim import Claim
 from deepspeed_compress.checkpointing.completeness import Save
 from deepspeed_compress.checkpointing.deepspeed.exclusive import alone_in, start_of_all
@@ -32,7 +32,7 @@ from deepspeed_compress.checkpointing.deepspeed.participants import LoadRequest,
 from deepspeed_compress.checkpointing.deepspeed.progress import Progress
 from deepspeed_compress.checkpointing.deepspeed.recovery import find_newest_step, find_whole
 from deepspeed_compress.checkpointing.deepspeed.side_stream import copies_for_device
-from deepspeed_compress.checkpointing.deepspeed.writer_queue import Interval, Lane
+from deepspeed_compress.checkpointing.deepspeed.writer_queue import Interval, WriterQueue
 from deepspeed_compress.checkpointing.snapshot import NOTHING, Call, Memory, Snapshot
 from deepspeed_compress.checkpointing.writer import Task, write_torch
 from deepspeed_compress.config import Checkpointing
@@ -126,20 +126,20 @@ class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc
         self._alone = alone_in(settings.directory, self._start)
         self._group = dist.new_group(backend="gloo")
         rate = None if settings.max_rate is None else byte_rate(settings.max_rate)
-        self._lanes = [Lane(Interval(settings.every), rate)]
-        self._memory = self._begin_memory(settings)
+        self._queues = [WriterQueue(Interval(settings.every), rate)]
+        self._memory = self._make_host_memory(settings)
         self._copies = copies_for_device()
         self._open: Snapshot | None = None
-        self._lane = self._disk
+        self._queue = self._disk
         self._claim = Claim(Path(), self._start)
-        """Claim of the checkpoint that is being saved, like `_lane`."""
+        """Claim of the checkpoint that is being saved, like `_queue`."""
         self._copying: Thread | None = None
         self._automatic = False
         self._saved = -1
         """Step of the last automatic checkpoint on disk."""
-        self._leaving = Leaving() if saves_on_sigterm(settings) else None
+        self._sigterm = SigtermHandler() if saves_on_sigterm(settings) else None
         stops = settings.on_error == "stop"
-        self._progress = Progress(self._lanes, self._memory, self._leaving, stops, self._group)
+        self._progress = Progress(self._queues, self._memory, self._sigterm, stops, self._group)
         self._leave: Callable[[], None] = self._save_and_leave
         # Programs may exit without `engine.destroy`. The weak reference lets an unused engine be freed before that.
         self._at_exit = partial(_clean_up, weakref.ref(self), os.getpid())
@@ -167,9 +167,9 @@ class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc
     def save(self, state_dict: Any, path: str) -> None:
         """Keep a file of the current checkpoint; write it immediately if none is being saved (`save_16bit_model`)."""
         if self._open is None:
-            write_torch(state_dict, Path(path), self._lane.rate)
+            write_torch(state_dict, Path(path), self._queue.rate)
             return
-        call = Call(write_torch, (state_dict, Path(path), self._lane.rate, self._claim.held), (Path(path),))
+        call = Call(write_torch, (state_dict, Path(path), self._queue.rate, self._claim.held), (Path(path),))
         self._open.add(call)
 
     def cleanup(self) -> None:
@@ -178,8 +178,8 @@ class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc
         DeepSpeed calls this when the engine is destroyed. A second call does nothing.
         """
         atexit.unregister(self._at_exit)
-        if self._leaving is not None:
-            self._leaving.listen_no_more()
+        if self._sigterm is not None:
+            self._sigterm.stop_listening()
         self.before_step()
         self._progress.close()
         if self._alone is not None:
@@ -212,7 +212,7 @@ class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc
         """Have the writer process run DeepSpeed's `_copy_recovery_script`, for checkpoints on disk only."""
         if self._open is None:
             original(save_path)
-        elif self._lane is self._disk:
+        elif self._queue is self._disk:
             self._open.add(Call(_Scripts()._copy_recovery_script, (save_path,), ()))
 
     @contextmanager
@@ -233,18 +233,18 @@ class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc
         )
         self.before_step()
         in_memory = self._memory is not None and save.directory == self._memory.directory
-        self._lane = self._lanes[-1] if in_memory else self._disk
+        self._queue = self._queues[-1] if in_memory else self._disk
         self._claim = self._claimed(save, in_memory)
-        memory = self._lane.take_memory()
+        memory = self._queue.take_memory()
         self._open = Snapshot(memory, self._copies)
         try:
             yield replace(request, directory=str(directory), in_memory=in_memory)
             self._send(save, self._open, memory)
         except BaseException:
-            self._lane.give_back(memory)
+            self._queue.give_back(memory)
             raise
         finally:
-            self._open, self._lane = None, self._disk
+            self._open, self._queue = None, self._disk
         if not self._settings.asynchronous:
             self.wait()
 
@@ -265,7 +265,7 @@ class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc
         memory = self._memory_of(request.directory)
         found = find_whole(Path(request.directory), request.tag, memory, self._group)
         if self._memory is not None:
-            self._memory.shelf.begin_anew(found.tag if found is not None and found.save is not None else None)
+            self._memory.catalog.restart_from(found.tag if found is not None and found.save is not None else None)
         if found is None:
             # DeepSpeed would log the same, but each rank would look again separately, while a checkpoint may be
             # published.
@@ -289,13 +289,13 @@ class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc
 
     def step_ended(self, step: int, applied: bool) -> None:
         """Process the progress of checkpoints, and save those that are due."""
-        self._progress.hear()
-        for lane in self._lanes:
-            if (applied and lane.interval.says(step)) or (lane.interval.due and not lane.in_flight):
-                self._save_automatically(lane)
-        if self._progress.leaves:
+        self._progress.process_answers()
+        for queue in self._queues:
+            if (applied and queue.interval.is_due_at(step)) or (queue.interval.due and not queue.in_flight):
+                self._save_automatically(queue)
+        if self._progress.is_leaving:
             self._leave()
-        self._progress.ask_where_needed()
+        self._progress.ask_if_needed()
 
     def set_client_state(self, client_state: Callable[[], dict[str, Any]]) -> None:
         """Save what `client_state` returns as the `client_state` of automatic checkpoints."""
@@ -304,18 +304,18 @@ class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc
     def leave_by(self, leave: Callable[[], None]) -> None:
         """Have all ranks call `leave` after the same step once SIGTERM has arrived, instead of saving and exiting."""
         self._leave = leave
-        if self._leaving is not None:
-            self._leaving.listen()
+        if self._sigterm is not None:
+            self._sigterm.listen()
 
     def listen(self, tell: Callable[[bool], None]) -> None:
         """Have this rank save on SIGTERM, if configured.
 
         `tell` is called with True if it does, with False if not, now and whenever that changes.
         """
-        if self._leaving is not None:
-            self._leaving.report_to(tell)
+        if self._sigterm is not None:
+            self._sigterm.report_to(tell)
             if self._settings.directory is not None:
-                self._leaving.listen()
+                self._sigterm.listen()
 
     def wait(self) -> None:
         """Wait until everything that was saved is written on all ranks. Collective.
@@ -324,17 +324,17 @@ class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc
             StateError: something could not be written, and `on_error` is "stop". Raised on all ranks.
         """
         self.before_step()
-        self._progress.settle()
+        self._progress.wait()
 
     @property
-    def _disk(self) -> Lane:
-        return self._lanes[0]
+    def _disk(self) -> WriterQueue:
+        return self._queues[0]
 
-    def _begin_memory(self, settings: Checkpointing) -> HostMemory | None:
+    def _make_host_memory(self, settings: Checkpointing) -> HostMemory | None:
         if settings.memory is None:
             return None
         memory = HostMemory(settings.memory, Path(str(settings.directory)), self._start, self._group)
-        self._lanes.append(Lane(Interval(settings.memory.every), private=True))
+        self._queues.append(WriterQueue(Interval(settings.memory.every), private=True))
         return memory
 
     def _claimed(self, save: Save, in_memory: bool) -> Claim:
@@ -366,11 +366,11 @@ class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc
             print(f"ds-compress: saved global_step{self._saved} in {self._directory}", file=sys.stderr, flush=True)
         raise SystemExit(128 + signal.SIGTERM)
 
-    def _save_automatically(self, lane: Lane) -> None:
-        lane.interval.begin()
+    def _save_automatically(self, queue: WriterQueue) -> None:
+        queue.interval.begin()
         self._automatic = True
         try:
-            if lane is self._disk or self._memory is None:
+            if queue is self._disk or self._memory is None:
                 self._saved = int(self._engine.global_steps)
                 self._engine.save_checkpoint(str(self._directory), client_state=self._client_state())
             else:
@@ -382,8 +382,8 @@ class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc
     def _send(self, save: Save, snapshot: Snapshot, memory: Memory) -> None:
         problem = _tried(snapshot.copy)
         task = self._task(save)
-        self._lane.begin(task, memory)
-        self._copying = Thread(target=_copy_and_send, args=(self._lane, task, snapshot, memory, problem))
+        self._queue.begin(task, memory)
+        self._copying = Thread(target=_copy_and_send, args=(self._queue, task, snapshot, memory, problem))
         self._copying.start()
 
     def _task(self, save: Save) -> Task:
@@ -394,7 +394,7 @@ class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc
         return Task(save, self._rank, self._claim, NOTHING, self._rank == 0, patience, keep)
 
 
-def _copy_and_send(lane: Lane, task: Task, snapshot: Snapshot, memory: Memory, problem: str) -> None:
+def _copy_and_send(queue: WriterQueue, task: Task, snapshot: Snapshot, memory: Memory, problem: str) -> None:
     """Finish the snapshot and send it to the writer, in a thread that the next optimizer step waits for."""
     problem = problem or _tried(snapshot.finish)
-    lane.send(replace(task, kept=NOTHING if problem else snapshot.kept(), problem=problem), memory)
+    queue.send(replace(task, kept=NOTHING if problem else snapshot.kept(), problem=problem), memory)

@@ -17,9 +17,9 @@ from deepspeed_compress.checkpointing.deepspeed.places import find_place
 from deepspeed_compress.checkpointing.snapshot import Call
 from deepspeed_compress.compression import state
 from deepspeed_compress.errors import CompressWarning
-from deepspeed_compress.session.beside import Saving
-from deepspeed_compress.session.memories import Place, load_memories, save_memories, save_on_all
+from deepspeed_compress.session.protocols import BackgroundCheckpoints
 from deepspeed_compress.session.session import Session
+from deepspeed_compress.session.state_files import Place, load_state_files, save_on_all, save_state_files
 
 __all__ = ["CompressionState", "load_last", "load_state"]
 
@@ -57,9 +57,9 @@ class CompressionState(Participant):
         if request.loads_states:
             session.journal.adopt(None)
             if _has_state(session):
-                load_memories(session, Path(file).parent, find_place(engine, session.config), loss_scale(engine))
+                load_state_files(session, Path(file).parent, find_place(engine, session.config), loss_scale(engine))
         session.renew_weights()
-        session.journal.go_on(engine.global_steps)
+        session.journal.continue_from(engine.global_steps)
         session.begin(engine.global_steps, loss_scale(engine))
 
     def _write(self, place: Place, directory: Path) -> None:
@@ -70,7 +70,7 @@ class CompressionState(Participant):
         if _has_state(session):
             stage = int(engine.zero_optimization_stage())
             write = state.write if session.saving is None else partial(_write_later, session.saving)
-            save_memories(session, directory, place, stage, engine.global_steps, loss_scale(engine), write)
+            save_state_files(session, directory, place, stage, engine.global_steps, loss_scale(engine), write)
 
 
 def load_state(engine: Any, directory: Path) -> None:
@@ -92,7 +92,7 @@ def load_state(engine: Any, directory: Path) -> None:
     # In case the checkpoint does not name its run.
     session.journal.adopt(None)
     if _has_state(session):
-        load_memories(session, directory, find_place(engine, session.config), loss_scale(engine))
+        load_state_files(session, directory, find_place(engine, session.config), loss_scale(engine))
 
 
 def load_last(engine: Any) -> None:
@@ -117,5 +117,5 @@ def _has_state(session: Session) -> bool:
     return bool(session.stores) or session.policy.observes
 
 
-def _write_later(saving: Saving, contents: state.Contents, file: Path) -> None:
+def _write_later(saving: BackgroundCheckpoints, contents: state.Contents, file: Path) -> None:
     saving.add(Call(state.write, (contents, file, saving.held), (file, file.with_suffix(".json"))))

@@ -15,7 +15,7 @@ from deepspeed_compress.checkpointing.claim import Claim, this_start
 from deepspeed_compress.checkpointing.completeness import replace_text
 from deepspeed_compress.checkpointing.directory_lock import hold, in_turn
 from deepspeed_compress.errors import ConfigError, StateError
-from deepspeed_compress.session.memories import on_all_ranks
+from deepspeed_compress.session.state_files import on_all_ranks
 
 __all__ = ["alone_in", "start_of_all", "take_for_island"]
 

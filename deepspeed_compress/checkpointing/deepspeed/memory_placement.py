@@ -19,14 +19,14 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.checkpointing.claim import Claim
-from deepspeed_compress.checkpointing.memory_catalog import Shelf
+from deepspeed_compress.checkpointing.memory_catalog import MemoryCatalog
 from deepspeed_compress.checkpointing.memory_copies import Destination, Receiver, own_address
 from deepspeed_compress.checkpointing.memory_directory import ENVIRONMENT, job_directory, job_name
 from deepspeed_compress.checkpointing.writer import Task
 from deepspeed_compress.config import MemoryCheckpoints
 from deepspeed_compress.config.durations import byte_rate
 from deepspeed_compress.errors import CompressWarning, StateError
-from deepspeed_compress.session.memories import on_all_ranks
+from deepspeed_compress.session.state_files import on_all_ranks
 
 __all__ = ["HostMemory", "Hosts"]
 
@@ -84,10 +84,10 @@ class HostMemory:
         self._on_all(lambda: Claim(self.directory, start).take() if self.leads else None)
         self.leaders = dist.new_group(self.hosts.leaders, backend="gloo")
         """Group of the leaders. Other ranks are not in it."""
-        self.shelf = Shelf(copies=bool(settings.copies) and len(self.hosts.ranks) > 1)
+        self.catalog = MemoryCatalog(copies=bool(settings.copies) and len(self.hosts.ranks) > 1)
         self._receiver: Receiver | None = None
-        self._destination = self._begin_receiving(settings) if self.shelf.copies else None
-        if settings.copies and not self.shelf.copies:
+        self._destination = self._begin_receiving(settings) if self.catalog.copies else None
+        if settings.copies and not self.catalog.copies:
             what = f"{settings.copies} has no effect, because all ranks are on one host (allowed: 0)"
             warnings.warn(f"{_KEY}/copies: {what}; remove it", CompressWarning, stacklevel=2)
 
@@ -102,8 +102,8 @@ class HostMemory:
 
     def task(self, task: Task) -> Task:
         """Return `task` with the additional work for memory: the tags to keep, and the destination of a copy."""
-        send = self.shelf.begin(task.save.number, task.save.tag)
-        only = self.shelf.of_use() if self.leads else None
+        send = self.catalog.begin(task.save.number, task.save.tag)
+        only = self.catalog.tags_to_keep() if self.leads else None
         return replace(task, only=only, copy=self._destination if send else None)
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 from deepspeed_compress.backends.deepspeed.division import IslandUnit
 from deepspeed_compress.backends.deepspeed.groups import find_position
 from deepspeed_compress.config import CompressConfig
-from deepspeed_compress.session.memories import Place
+from deepspeed_compress.session.state_files import Place
 
 __all__ = ["find_place"]
 

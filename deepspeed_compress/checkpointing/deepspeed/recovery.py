@@ -25,7 +25,7 @@ from deepspeed_compress.checkpointing.completeness import (
 )
 from deepspeed_compress.checkpointing.deepspeed.memory_placement import HostMemory
 from deepspeed_compress.checkpointing.memory_copies import write_checked
-from deepspeed_compress.checkpointing.memory_directory import Held, Missing, find_held, missing_files
+from deepspeed_compress.checkpointing.memory_directory import HostSave, Missing, find_host_saves, missing_files
 from deepspeed_compress.errors import CompressWarning, StateError
 
 __all__ = ["Candidate", "find_newest_step", "find_whole", "gathered"]
@@ -126,7 +126,7 @@ def _in_memory(memory: HostMemory, group: ProcessGroup) -> list[Candidate]:
 
     Incomplete ones, such as one that was being written when training ended, are left out with a warning.
     """
-    held, problems = find_held(memory.directory) if memory.leads else ([], [])
+    held, problems = find_host_saves(memory.directory) if memory.leads else ([], [])
     everybody = frozenset(range(dist.get_world_size(group)))
     problems += [
         f"{one.tag} in memory is left out: it is of {one.world} ranks, and this job has {len(everybody)}"
@@ -162,7 +162,7 @@ def _all_of(found: list[list[str]]) -> list[str]:
 
 def _bring_together(candidate: Candidate, memory: HostMemory, group: ProcessGroup) -> list[str]:
     """Send every host the files that its ranks need, and return the problems that prevent loading. Collective."""
-    held = [one for one in find_held(memory.directory)[0] if one.save == candidate.save]
+    held = [one for one in find_host_saves(memory.directory)[0] if one.save == candidate.save]
     lists, damage = _look_through(held, candidate.directory / candidate.tag, memory)
     found = gathered((lists, damage), group)
     by_host = [{rank: one for local in ranks for rank, one in found[local][0].items()} for ranks in memory.hosts.ranks]
@@ -180,7 +180,7 @@ def _bring_together(candidate: Candidate, memory: HostMemory, group: ProcessGrou
     return failures
 
 
-def _look_through(held: list[Held], place: Path, memory: HostMemory) -> tuple[Mapping[int, FileList], list[str]]:
+def _look_through(held: list[HostSave], place: Path, memory: HostMemory) -> tuple[Mapping[int, FileList], list[str]]:
     """Check this rank's share of its host's files.
 
     Returns:

@@ -30,8 +30,8 @@ from deepspeed_compress.checkpointing.deepspeed.zero_parts import state_of_zero_
 from deepspeed_compress.checkpointing.parts import Fragments, even_piece
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.errors import CompressWarning, StateError
-from deepspeed_compress.session.memories import on_all_ranks
 from deepspeed_compress.session.patches import Patches
+from deepspeed_compress.session.state_files import on_all_ranks
 
 __all__ = ["Resharding"]
 

@@ -12,7 +12,7 @@ from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META, PARAM, ZERO_STAGE
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 
 from deepspeed_compress.errors import StateError
-from deepspeed_compress.session.memories import on_all_ranks
+from deepspeed_compress.session.state_files import on_all_ranks
 
 __all__ = ["check_universal", "universal_if_newest"]
 

@@ -47,9 +47,9 @@ from deepspeed_compress.local_sgd.deepspeed.rates import rates_of, warn_of_unequ
 from deepspeed_compress.local_sgd.deepspeed.replicated import check_cut_alike, handed_on
 from deepspeed_compress.local_sgd.deepspeed.tags import ISLAND, check_tag, tag_of_file
 from deepspeed_compress.local_sgd.exchange import IslandExchange
-from deepspeed_compress.session.memories import check_owners, on_all_ranks
 from deepspeed_compress.session.parts import Parts
 from deepspeed_compress.session.patches import Patches
+from deepspeed_compress.session.state_files import check_owners, on_all_ranks
 
 __all__ = ["attach_islands", "stay_apart"]
 
@@ -85,7 +85,7 @@ def attach_islands(
         unit.whole,
         unit.number,
         moments,
-        partial(forget_not_finite, engine, masters, parts.remembered.clear),
+        partial(forget_not_finite, engine, masters, parts.residuals.clear),
     )
     patches.wrap(engine, "deepspeed_io", partial(_over_all_ranks, engine, unit))
     exchange.start()

@@ -44,8 +44,8 @@ from deepspeed_compress.local_sgd.deepspeed.tags import check_tag
 from deepspeed_compress.local_sgd.elastic_exchange import Met
 from deepspeed_compress.local_sgd.island_ranks import Team
 from deepspeed_compress.monitor import Event
-from deepspeed_compress.session.memories import check_owners, on_all_ranks, save_on_all
 from deepspeed_compress.session.parts import Parts
+from deepspeed_compress.session.state_files import check_owners, on_all_ranks, save_on_all
 
 __all__ = ["SEEDS", "ElasticIsland", "attach_elastic", "prepare_call"]
 
@@ -126,7 +126,7 @@ class ElasticIsland(Participant):
         )
         kind: Callable[[Given], Way] = Rounds if settings.elastic.parameter_server is None else Pushes
         moments = find_moments(engine, settings, masters)
-        diverged = partial(forget_not_finite, engine, masters, parts.remembered.clear)
+        diverged = partial(forget_not_finite, engine, masters, parts.residuals.clear)
         self.way = kind(Given(settings, masters, site, self._team, terms, self._rates, moments, diverged))
 
     @property

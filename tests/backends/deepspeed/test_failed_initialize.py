@@ -40,9 +40,9 @@ STEPS = (
     "local_sgd.deepspeed.divided.share_fixed",
     "local_sgd.deepspeed.divided.IslandExchange",
     "backends.deepspeed.attach.follow_steps",
-    "backends.deepspeed.attach.give_signs",
+    "backends.deepspeed.attach.attach_heartbeat",
     "backends.deepspeed.attach.announce",
-    "backends.deepspeed.initialize.go_on",
+    "backends.deepspeed.initialize.resume_newest",
     "backends.deepspeed.initialize._with_data",
 )
 DEEPSPEED = (

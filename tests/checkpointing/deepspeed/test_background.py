@@ -136,7 +136,7 @@ def lose_the_writer(rank: int, directory: str) -> tuple:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if rank:
-            os.kill(engine.compression.saving._lanes[0]._writer.process, signal.SIGKILL)
+            os.kill(engine.compression.saving._queues[0]._writer.process, signal.SIGKILL)
         engine.save_checkpoint(directory)
         run(engine, batches[2:6])
         engine.compression.saving.wait()
@@ -158,7 +158,7 @@ def run_out_of_memory(rank: int, directory: str) -> list:
     one = job(1)
     batches, engine = data(rank, one), start(one)
     if rank:
-        engine.compression.saving._lanes[0]._free = [Full(), Full()]
+        engine.compression.saving._queues[0]._free = [Full(), Full()]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run(engine, batches[:2])

@@ -199,7 +199,7 @@ def fill(rank: int, plan: Plan) -> tuple:
     for number, batch in enumerate(batches_of(engine, rank, plan), 1):
         if number in (3, 6) and rank == 1:
             limit = 1000 if number == 3 else resource.RLIM_INFINITY
-            resource.prlimit(saving._lanes[-1]._writer.process, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+            resource.prlimit(saving._queues[-1]._writer.process, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             step(engine, plan, [batch])

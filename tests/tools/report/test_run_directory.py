@@ -109,7 +109,7 @@ def test_going_back_in_one_process_keeps_what_was_decided(tmp_path: Path) -> Non
     process = Process(tmp_path, "a", 0)
     process.measure(*range(1, 31))
     process.tell(30, "checkpoint_rollback")
-    process.journal.go_on(20)
+    process.journal.continue_from(20)
     process.measure(21, 22)
     assert steps(tmp_path) == list(range(1, 23))
     assert kinds(tmp_path) == ["checkpoint_rollback"]

@@ -1,4 +1,4 @@
-"""Saving and loading of a session's residuals, momenta and decisions: on all ranks or on none."""
+"""BackgroundCheckpoints and loading of a session's residuals, momenta and decisions: on all ranks or on none."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +18,7 @@ from deepspeed_compress.config import CompressConfig, masked
 from deepspeed_compress.errors import CompressWarning, StateError
 from deepspeed_compress.session.session import Session
 
-__all__ = ["Place", "Write", "check_owners", "load_memories", "on_all_ranks", "save_memories", "save_on_all"]
+__all__ = ["Place", "Write", "check_owners", "load_state_files", "on_all_ranks", "save_on_all", "save_state_files"]
 
 
 Write = Callable[[state.Contents, Path], None]
@@ -42,7 +42,7 @@ class Place:
     group: ProcessGroup | None = None
 
 
-def save_memories(
+def save_state_files(
     session: Session, directory: Path, place: Place, zero_stage: int, step: int, loss_scale: float, write: Write
 ) -> None:
     """Have `write` write the files of this rank after `step` optimizer steps."""
@@ -58,8 +58,8 @@ def save_on_all(work: Callable[[], None], group: ProcessGroup | None = None) -> 
         raise StateError(f"compression state is not saved: {problems}")
 
 
-def load_memories(session: Session, directory: Path, place: Place, loss_scale: float) -> int | None:
-    """Restore the state that `save_memories` wrote to `directory`, on all ranks or on none. Collective.
+def load_state_files(session: Session, directory: Path, place: Place, loss_scale: float) -> int | None:
+    """Restore the state that `save_state_files` wrote to `directory`, on all ranks or on none. Collective.
 
     Returns:
         The optimizer step at which it was saved; None if every store starts empty.
@@ -75,9 +75,9 @@ def load_memories(session: Session, directory: Path, place: Place, loss_scale: f
         found = state.sources(directory, place.rank, place.position)
         check_owners(found[0][1], session.config)
         check_parameters([description for _, description in found], session.parameters)
-        session.remembered.expect(found[0][1].storage)
+        session.residuals.expect(found[0][1].storage)
         same = state.restore(session.stores, found, place.position, loss_scale, place.device)
-        session.remembered.restored(same)
+        session.residuals.restored(same)
         _load_decisions(session, *found[0])
         steps.append(found[0][1].step)
 

@@ -11,7 +11,7 @@ from deepspeed_compress.compression.state import OWNED
 from deepspeed_compress.config import CompressConfig, CompressedGradients, ErrorFeedbackConfig
 from deepspeed_compress.session.switching import hand_over_means, make_expected
 
-__all__ = ["FinishedStep", "Remembered"]
+__all__ = ["FinishedStep", "ResidualState"]
 
 _RESIDUALS = frozenset({"gradients", "means", "node", "node_means"})
 """Names of the stores that hold residuals; the others hold momenta, factors, and values still to be passed on."""
@@ -38,7 +38,7 @@ class FinishedStep:
     grad_norm: float | None = None
 
 
-class Remembered:
+class ResidualState:
     """All residuals and momenta of a session."""
 
     def __init__(self, stores: ResidualStores, config: CompressConfig) -> None:
