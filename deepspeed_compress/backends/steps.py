@@ -112,9 +112,9 @@ class Steps:
         self._elsewhere += self._changes() != self._changes_before
         if self._elsewhere == SEVERAL:
             warnings.warn(
-                f"parameters change, but not by the {type(self._optimizer).__name__} that was attached: these "
-                "steps count as left out, and error feedback forgets what it kept back. Go on with that optimizer "
-                "(groups can be added to it), or wrap the model anew and attach the one that steps",
+                f"parameters change, but not through the attached {type(self._optimizer).__name__}: these steps are "
+                "treated as skipped, so error feedback discards their residuals. Use the attached optimizer (parameter "
+                "groups can be added to it), or wrap the model again and attach the optimizer that steps",
                 CompressWarning,
                 stacklevel=3,
             )

@@ -52,7 +52,7 @@ def job_name(directory: Path) -> str:
     except OSError as error:
         raise StateError(f"{file}, which names the job, can neither be read nor written: {error}") from error
     if re.fullmatch("[0-9a-f]{32}", found) is None:
-        raise StateError(f"{file} is damaged: remove it, and checkpoints in memory begin anew")
+        raise StateError(f"{file} is damaged: remove it to start checkpoints in memory afresh")
     return found
 
 
@@ -74,10 +74,10 @@ def _make_private(place: Path) -> None:
         place.mkdir(mode=0o700, exist_ok=True)
         found = place.lstat()
     except OSError as error:
-        raise StateError(f"{place}, for checkpoints in memory, cannot be made: {error}") from error
+        raise StateError(f"{place}, for checkpoints in memory, cannot be created: {error}") from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise StateError(
-            f"{place}, for checkpoints in memory, is not this user's alone (allowed: a directory of mode 0700); "
+            f"{place}, for checkpoints in memory, is not private to this user (allowed: a directory of mode 0700); "
             "remove it"
         )
 

@@ -90,9 +90,9 @@ def load_state_files(session: Session, directory: Path, place: Place, loss_scale
     if session.config.on_missing_state == "error":
         raise StateError(
             f'{text}. Restore the file, or write "on_missing_state": "reset" into deepspeed_compress (allowed: '
-            '"error", "reset") to start with empty memories'
+            '"error", "reset") to start with empty residuals'
         )
-    warnings.warn(f"compression starts with empty memories: {text}", CompressWarning, stacklevel=4)
+    warnings.warn(f"compression starts with empty residuals: {text}", CompressWarning, stacklevel=4)
     return None
 
 
@@ -128,8 +128,8 @@ def check_owners(saved: state.Description, config: CompressConfig) -> None:
     kept = sorted(name for name in state.OWNED & saved.layouts.keys() if saved.layouts[name])
     if kept and owners != config.ownership:
         raise StateError(
-            f'/deepspeed_compress/ownership: "{config.ownership}" cannot go on from a checkpoint of '
-            f'"{owners}" whose owners kept {", ".join(kept)} (allowed: the same); write "{owners}"'
+            f'/deepspeed_compress/ownership: "{config.ownership}" cannot continue from a checkpoint with '
+            f'"{owners}", whose owners keep {", ".join(kept)} (allowed: the same ownership); write "{owners}"'
         )
 
 
@@ -147,12 +147,15 @@ def check_parameters(saved: Sequence[state.Description], parameters: Parameters 
     known = sorted(ends.keys() & parameters.shapes.keys())
     if not known:
         raise StateError(
-            f"the memories are those of {_some(ends)}, and this model has {_some(parameters.shapes)}: it is another one"
+            f"the residuals belong to another model: they are those of {_some(ends)}, but this model has "
+            f"{_some(parameters.shapes)}"
         )
     larger = [name for name in known if ends[name] > parameters.numel(name)]
     if larger:
-        sizes = f"{ends[larger[0]]} elements at least were saved, and it has {parameters.numel(larger[0])} now"
-        raise StateError(f"the memories are those of another model: of {_some(larger)}; of {larger[0]} {sizes}")
+        sizes = f"at least {ends[larger[0]]} elements were saved, but it now has {parameters.numel(larger[0])}"
+        raise StateError(
+            f"the residuals belong to another model, with another {_some(larger)}; of {larger[0]}, {sizes}"
+        )
 
 
 def _ranges(saved: Sequence[state.Description]) -> Iterator[Range]:

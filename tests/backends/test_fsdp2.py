@@ -715,11 +715,11 @@ REFUSED: dict[str, tuple[Mapping[str, Any], Setting]] = {
     "dimension": (FOUR_BITS, Setting(units=(), options={"shard_placement_fn": by_columns})),
 }
 SAID = {
-    "guard": "/deepspeed_compress/guard works with DeepSpeed alone",
-    "adaptive": "/deepspeed_compress/adaptive works with DeepSpeed alone",
-    "islands": "/deepspeed_compress/islands works with DeepSpeed alone",
-    "ownership": "/deepspeed_compress/ownership works with DeepSpeed alone",
-    "parallelism": "/deepspeed_compress/parallelism works with DeepSpeed alone",
+    "guard": "/deepspeed_compress/guard works only with DeepSpeed",
+    "adaptive": "/deepspeed_compress/adaptive works only with DeepSpeed",
+    "islands": "/deepspeed_compress/islands works only with DeepSpeed",
+    "ownership": "/deepspeed_compress/ownership works only with DeepSpeed",
+    "parallelism": "/deepspeed_compress/parallelism works only with DeepSpeed",
     "momentum": "/deepspeed_compress/gradients/method demo",
     "weights bits": "/deepspeed_compress/weights: ",
     "weights method": "/deepspeed_compress/weights: ",
@@ -727,9 +727,9 @@ SAID = {
     "powersgd": '/deepspeed_compress/gradients/method: "powersgd" with copies',
     "other nodes": "/deepspeed_compress/gradients/hierarchy/ranks_per_node: 4",
     "cosine": "/deepspeed_compress/monitor/cosine_every: 2",
-    "copies alone": "its mesh divides nothing",
+    "copies alone": "its mesh shards nothing",
     "fp16": "reduced in torch.float16",
-    "dimension": "divided by dimension 1",
+    "dimension": "sharded along dimension 1",
 }
 
 
@@ -863,9 +863,9 @@ def mixed_weights() -> None:
 
 
 LATE = {
-    attach_twice: "attached to it already",
-    foreign_optimizer: "steps none",
-    undivided: "call fully_shard before",
+    attach_twice: "it is already attached",
+    foreign_optimizer: "updates none",
+    undivided: "call fully_shard first",
     tensor_parallel: "tensor parallelism",
     several_meshes: "one mesh for all",
     momentum_twice: "set_requires_gradient_sync(False)",

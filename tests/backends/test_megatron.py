@@ -563,9 +563,9 @@ def test_one_rank() -> None:
 
 WEIGHTS = {"weights": {"method": "blockwise"}}
 REFUSED: dict[str, tuple[Mapping[str, Any], Mapping[str, Any], str]] = {
-    "guard": ({"guard": {}}, {}, "/deepspeed_compress/guard works with DeepSpeed alone"),
-    "islands": ({"islands": {"size": 1}}, {}, "/deepspeed_compress/islands works with DeepSpeed alone"),
-    "ownership": ({"ownership": "balanced"}, {}, "/deepspeed_compress/ownership works with DeepSpeed alone"),
+    "guard": ({"guard": {}}, {}, "/deepspeed_compress/guard works only with DeepSpeed"),
+    "islands": ({"islands": {"size": 1}}, {}, "/deepspeed_compress/islands works only with DeepSpeed"),
+    "ownership": ({"ownership": "balanced"}, {}, "/deepspeed_compress/ownership works only with DeepSpeed"),
     "momentum": ({"gradients": {"method": "demo"}}, {}, "/deepspeed_compress/gradients/method demo"),
     "mxfp8": ({}, {"fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True}, "reuse_grad_buf"),
     "fsdp": ({}, {"use_megatron_fsdp": True}, "use_megatron_fsdp"),
@@ -699,9 +699,9 @@ def test_weights_become_exact_when_they_are_asked_for() -> None:
 
 PHASES = {"total_steps": 10, "phases": [{"until": 0.5, "weights": {"method": "none"}}, {"until": 1.0}]}
 REFUSED_WEIGHTS = [
-    ({**WEIGHTS, "schedule": PHASES}, Options(dtype=torch.bfloat16), "schedule/phases works with DeepSpeed alone"),
+    ({**WEIGHTS, "schedule": PHASES}, Options(dtype=torch.bfloat16), "schedule/phases works only with DeepSpeed"),
     (WEIGHTS, Options(distributed=False, dtype=torch.bfloat16), "no weights are sent"),
-    (WEIGHTS, Options(), "their own masters"),
+    (WEIGHTS, Options(), "no separate master weights"),
     ({"weights": {"method": "blockwise", "overlap": True}}, Options(dtype=torch.bfloat16), "weights/overlap: true"),
 ]
 

@@ -18,7 +18,7 @@ from deepspeed_compress.errors import StateError
 from tests.support.forks import run_forks
 
 OLD, NEW = "0" * 32, "1" * 32
-LATE = "ranks that were started later save there now"
+LATE = "a later start of the job saves there now"
 
 
 def test_the_newest_start_has_the_directory(tmp_path):

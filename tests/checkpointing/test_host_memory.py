@@ -71,7 +71,7 @@ def test_what_is_not_of_the_job_or_does_not_fit_is_refused(tmp_path, receiver):
     with pytest.raises(StateError, match="another job"):
         send_copies(place, one, replace(destination, key=b"x" * 32))
     [name] = one.files
-    with pytest.raises(StateError, match="damaged on its way"):
+    with pytest.raises(StateError, match="damaged in transit"):
         send_copies(place, replace(one, files={name: (3000, "0" * 64)}), destination)
     shutil.copy(place / name, tmp_path)
     with pytest.raises(StateError, match="outside"):
@@ -168,11 +168,11 @@ def test_a_job_is_its_directory_and_memory_is_this_users_alone(tmp_path, monkeyp
     place = job_directory(job)
     assert place.stat().st_mode & 0o777 == 0o700
     place.chmod(0o755)
-    with pytest.raises(StateError, match="this user's alone"):
+    with pytest.raises(StateError, match="not private to this user"):
         job_directory(job)
     place.rmdir()
     os.symlink(tmp_path, place)
-    with pytest.raises(StateError, match="this user's alone"):
+    with pytest.raises(StateError, match="not private to this user"):
         job_directory(job)
     (tmp_path / "disk" / ".deepspeed_compress_job").write_text("../..")
     with pytest.raises(StateError, match="damaged"):

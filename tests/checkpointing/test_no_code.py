@@ -33,9 +33,9 @@ def saved(folder: Path, weight: torch.Tensor, **more: object) -> Path:
 def test_a_weight_that_names_a_function_is_refused_and_nothing_runs(tmp_path: Path) -> None:
     made = tmp_path / "made"
     file = saved(tmp_path / "zero" / "h.0.attn.c_attn.weight", torch.zeros(2, 6), more=Payload(made))
-    with pytest.raises(StateError, match="has more than a weight"):
+    with pytest.raises(StateError, match="contains more than a weight"):
         tools_universal.transpose_gpt2(tmp_path, linear=True)
-    with pytest.raises(StateError, match="has more than a weight"):
+    with pytest.raises(StateError, match="contains more than a weight"):
         list(engine_universal._differences(file, "h.0.attn.c_attn.weight", (2, 6)))
     assert not made.exists()
     torch.load(file, weights_only=False)

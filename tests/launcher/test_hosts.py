@@ -148,7 +148,7 @@ def test_a_host_is_loaded_from_its_neighbours_memory_and_both_from_the_disk(tmp_
         check(job, job.cut(both))
         assert lost in job.hosts()
         assert job.end() == [0, 0, 0], job.log
-        assert "global_step16 in memory is left out: no host has the files of ranks" in job.log
+        assert "global_step16 in memory is ignored: no host has the files of ranks" in job.log
     first, second, third = of_starts(directory, "first")
     assert (first, third) == (0, 15)
     assert second in (6, 8, 10), "nothing is on disk yet"

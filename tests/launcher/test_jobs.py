@@ -173,7 +173,7 @@ def test_checkpoints_of_others_are_not_taken_and_no_restart_is_spent_on_that(tmp
         assert job.wait() == 0, job.log
     with Job(command(directory, "--restarts", "1", steps=8), directory / "log") as job:
         assert job.wait() == 1, job.log
-    assert "has checkpoints already" in job.log
+    assert "already has checkpoints" in job.log
     assert "no restart cures that" in job.log
     assert "restart 1 of 1" not in job.log
     assert not [one for one in told(directory) if one.get("first")]

@@ -93,8 +93,8 @@ def attach(engine: Any) -> Any:
     """
     if not isinstance(engine, DeepSpeedEngine):
         raise UnsupportedError(
-            f"a {type(engine).__name__} is no engine of DeepSpeed: use ddp.attach or fsdp2.attach for a model of "
-            "torch, or initialize for one that has no engine yet"
+            f"expected a DeepSpeedEngine, got {type(engine).__name__}; use ddp.attach or fsdp2.attach for a torch "
+            "model, or initialize for a model without an engine"
         )
     return attach_section(engine, parse_section(engine.config))
 
@@ -117,11 +117,11 @@ def attach_section(engine: Any, config: CompressConfig, unit: IslandUnit | None 
     """
     # The engine forwards unknown names to the user's model, so `hasattr` is not reliable.
     if "compression" in vars(engine):
-        raise ConfigError("attach was called twice for one engine: call it once, or use initialize or install alone")
+        raise ConfigError("the engine is already attached: call attach once, or use only initialize or install")
     kind = _checked(engine, config)
     if config.islands is not None and config.islands.elastic is None and unit is None:
         raise ConfigError(
-            "/deepspeed_compress/islands divides ranks before an engine is made, and this one is made already: use "
+            "/deepspeed_compress/islands divides ranks before an engine is made, but this engine already exists: use "
             "deepspeed_compress.initialize or install, or remove the key"
         )
     check_ownership(engine, config)
@@ -266,7 +266,7 @@ def detach(engine: Any) -> Any:
     """
     session = vars(engine).get("compression")
     if session is None:
-        raise ConfigError("nothing is attached to this engine; detach takes an engine of attach, initialize or install")
+        raise ConfigError("nothing is attached to this engine; pass an engine from attach, initialize or install")
     session.patches.undo()
     return engine
 
@@ -279,8 +279,8 @@ def _warn_of_unheeded_type(engine: Any, config: CompressConfig, dtype: torch.dty
     written = engine.config.get("communication_data_type")
     if config.gradients.method != "none" and written is not None and engine.communication_data_type != dtype:
         text = (
-            f'/communication_data_type: "{written}" has no effect beside compressed gradients: what is not compressed '
-            f"travels in {str(dtype).removeprefix('torch.')}, and sums are made in fp32. Remove the key, or write "
+            f'/communication_data_type: "{written}" has no effect with compressed gradients: uncompressed elements are '
+            f"sent in {str(dtype).removeprefix('torch.')}, and sums are computed in fp32. Remove the key, or write "
             f'"method": "{written}" into {SECTION}.gradients'
         )
         warnings.warn(text, CompressWarning, stacklevel=4)
@@ -294,7 +294,7 @@ def _warn_of_single_rank_hosts(config: CompressConfig, unit: IslandUnit | None) 
     by_host = config.islands is not None and config.islands.by_host
     if config.adaptive is not None and by_host and unit is not None and unit.get_data_parallel_world_size() == 1:
         text = (
-            f"/{SECTION}/adaptive: has no effect, because a host has one data-parallel rank, which sends neither "
+            f"/{SECTION}/adaptive: has no effect, because each host has one data-parallel rank, which sends neither "
             "gradients nor weights (allowed: null); remove the key"
         )
         warnings.warn(text, CompressWarning, stacklevel=4)
@@ -306,7 +306,7 @@ def _warn_uncounted(reasons: Sequence[str]) -> None:
     Only method "none" reaches this point: nothing is replaced, and unknown figures are written as 0 rather than
     estimated.
     """
-    text = f"{SECTION}: bytes of gradients and weights are not counted in this engine, and written as 0: "
+    text = f"{SECTION}: bytes of gradients and weights cannot be counted in this engine, and are reported as 0: "
     warnings.warn(text + "; ".join(reasons), CompressWarning, stacklevel=4)
 
 

@@ -49,19 +49,21 @@ def _step(engine: Any, signs: Signs, take: Callable[..., Any], *args: Any, **opt
 
 
 def resume_newest(engine: Any, session: Session) -> None:
-    """Load the newest checkpoint into an engine that was just made, if asked for. Collective.
+    """Load the newest checkpoint into a new engine, if resuming is requested. Collective.
 
-    With `checkpoint.load_universal` that is a universal one until the run has saved newer ones.
+    With `checkpoint.load_universal`, that is a universal checkpoint until the run has saved newer ones.
 
-    Raises ConfigError where the directory has checkpoints of others, and StateError where none is whole.
+    Raises:
+        ConfigError: the directory has checkpoints of another job.
+        StateError: no checkpoint is complete.
     """
     settings = session.config.checkpointing
     again, started = os.environ.get(RESUME) == "1", AGENT in os.environ
     if settings is None or session.saving is None or settings.directory is None:
         if again and started and (settings is None or settings.resume is None) and engine.global_rank == 0:
             text = (
-                "/deepspeed_compress/checkpointing: nothing is saved without being asked for, so this start begins at "
-                'step 0, unless the program loads what it has saved; write {"every": "10 min", "directory": ...}'
+                "/deepspeed_compress/checkpointing: there are no automatic checkpoints, so training restarts at step 0 "
+                'unless the program loads a checkpoint; write {"every": "10 min", "directory": ...}'
             )
             warnings.warn(text, CompressWarning, stacklevel=3)
     elif settings.resume or (settings.resume is None and again):
@@ -101,6 +103,7 @@ def _refuse_others(directory: Path) -> None:
     dist.broadcast_object_list(found, src=0)
     if found[0]:
         raise ConfigError(
-            f"/deepspeed_compress/checkpointing/directory: {directory} has checkpoints already, and this job would go "
-            'on from them when started again (allowed: a directory without, or "resume": true); write one of the two'
+            f"/deepspeed_compress/checkpointing/directory: {directory} already has checkpoints, and this job would "
+            'continue from them after a restart (allowed: a directory without checkpoints, or "resume": '
+            "true); write one of the two"
         )

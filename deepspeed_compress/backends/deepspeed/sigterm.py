@@ -55,7 +55,7 @@ class SigtermHandler:
         self._former = former if isinstance(former, SigtermHandler) else None
         if (handler is not signal.SIG_DFL and self._former is None) or not _in_main_thread():
             what = (
-                "the program handles SIGTERM itself, or makes its engine in a thread: it saves by itself, or not at all"
+                "the program handles SIGTERM itself, or makes its engine in a thread, so no checkpoint is saved for it"
             )
             warnings.warn(f"/deepspeed_compress/checkpointing/save_on_sigterm: {what}", CompressWarning, stacklevel=3)
             return

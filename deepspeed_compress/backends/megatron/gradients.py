@@ -186,8 +186,9 @@ class Gradients:
         method = self._session.config.gradients.method
         if passes and method in OWN_MOMENTUM:
             raise UnsupportedError(
-                f'/{SECTION}/gradients/method: "{method}" gives gradients a momentum, and these were reduced before in '
-                "this optimizer step; reduce once a step: all micro-batches but the last in no_sync()"
+                f'/{SECTION}/gradients/method: "{method}" applies momentum to gradients, but these were '
+                "reduced before in this optimizer step; reduce once per step: run all micro-batches except the last "
+                "in no_sync()"
             )
         numbers.passes[place] = passes + 1
         return 1 + numbers.firsts[place] + passes * numbers.total

@@ -103,7 +103,9 @@ def load_last(engine: Any) -> None:
     session: Session = engine.compression
     directory, decided = session.last_saved, session.policy.saved()
     if directory is None:
-        warnings.warn("nothing to go back to: this run has saved no checkpoint yet", CompressWarning, stacklevel=2)
+        warnings.warn(
+            "there is no checkpoint to roll back to: this run has not saved one yet", CompressWarning, stacklevel=2
+        )
         return
     engine.load_checkpoint(str(directory.parent), tag=directory.name)
     # The residuals belong to the settings that were in force when it was saved.

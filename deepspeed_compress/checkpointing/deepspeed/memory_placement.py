@@ -163,5 +163,7 @@ class HostMemory:
             return own_address(os.environ.get("MASTER_ADDR", "127.0.0.1"))
         hosts = json.loads(named)
         if len(hosts) != len(self.hosts.ranks):
-            raise StateError(f"{_HOSTS} names {len(hosts)} hosts, and ranks see {len(self.hosts.ranks)} directories")
+            raise StateError(
+                f"{_HOSTS} lists {len(hosts)} hosts, but the ranks see {len(self.hosts.ranks)} directories"
+            )
         return str(hosts[self.hosts.here])

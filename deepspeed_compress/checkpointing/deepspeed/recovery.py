@@ -85,12 +85,12 @@ def find_whole(directory: Path, tag: str | None, memory: HostMemory | None, grou
             return candidate
         problems += found
     if problems:
-        raise StateError(f"no checkpoint is whole: {'; '.join(problems)}")
+        raise StateError(f"no checkpoint is complete: {'; '.join(problems)}")
     return None
 
 
 def find_newest_step(directory: Path, memory: HostMemory | None, group: ProcessGroup) -> int | None:
-    """Return the step of the newest checkpoint that `find_whole` would try, whole or not; None without any."""
+    """Return the step of the newest checkpoint that `find_whole` would try, complete or not; None if there is none."""
     return max((one.step for one in _candidates(directory, None, memory, group)), default=None)
 
 
@@ -129,7 +129,7 @@ def _in_memory(memory: HostMemory, group: ProcessGroup) -> list[Candidate]:
     held, problems = find_host_saves(memory.directory) if memory.leads else ([], [])
     everybody = frozenset(range(dist.get_world_size(group)))
     problems += [
-        f"{one.tag} in memory is left out: it is of {one.world} ranks, and this job has {len(everybody)}"
+        f"{one.tag} in memory is ignored: it was saved by {one.world} ranks, but this job has {len(everybody)}"
         for one in held
         if one.world != len(everybody)
     ]
@@ -140,7 +140,7 @@ def _in_memory(memory: HostMemory, group: ProcessGroup) -> list[Candidate]:
     for save in sorted({save for some, _ in found for save, _ in some}, reverse=True):
         absent = everybody.difference(*(ranks for some, _ in found for other, ranks in some if other == save))
         if absent:
-            problems.append(f"{save[1]} in memory is left out: no host has the files of ranks {sorted(absent)}")
+            problems.append(f"{save[1]} in memory is ignored: no host has the files of ranks {sorted(absent)}")
         else:
             candidates.append(Candidate(memory.directory, save[1], save[0], save))
     for problem in problems:
@@ -176,7 +176,7 @@ def _bring_together(candidate: Candidate, memory: HostMemory, group: ProcessGrou
     failed = _fetch(list(missing), candidate, memory, {r: everything[r] for r in memory.hosts.ours if r not in here})
     failures = _all_of(gathered(failed, group))
     for problem in problems if not failures else ():
-        warnings.warn(f"{problem}; what another host has is taken", CompressWarning, stacklevel=8)
+        warnings.warn(f"{problem}; the files of another host are used instead", CompressWarning, stacklevel=8)
     return failures
 
 

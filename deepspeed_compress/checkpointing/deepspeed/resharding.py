@@ -142,12 +142,12 @@ def _warn_of_batch(engine: Any, saved: _Saved) -> None:
     instead = (
         f'"gradient_accumulation_steps": {steps}'
         if steps and not rest
-        else "sizes whose product with the number of ranks is that"
+        else f"sizes whose product with the number of ranks is {saved.batch}"
     )
     text = (
-        f"/train_batch_size: {now} on {engine.seq_dp_world_size} ranks, but {saved.directory / saved.tag} was saved at "
-        f"{saved.batch} on {saved.ranks}: steps are counted on, so the position in the data and the learning-rate "
-        f"schedule are not those of the samples that were seen. To go on as before write {instead}"
+        f"/train_batch_size: {now} on {engine.seq_dp_world_size} ranks, but {saved.directory / saved.tag} was "
+        f"saved with {saved.batch} on {saved.ranks}: the step count continues, so the position in the data and the "
+        f"learning-rate schedule no longer match the samples seen. To continue as before, write {instead}"
     )
     warnings.warn(text, CompressWarning, stacklevel=6)
 
@@ -174,8 +174,8 @@ def _check(engine: Any, saved: _Saved) -> None:
     }
     for what in (name for name, there in kept.items() if there):
         raise StateError(
-            f"{saved.directory / saved.tag}: saved by {saved.ranks} data-parallel ranks, this run has "
-            f"{engine.seq_dp_world_size}: {what} cannot be divided anew (allowed: the same number)"
+            f"{saved.directory / saved.tag}: saved by {saved.ranks} data-parallel ranks, but this run has "
+            f"{engine.seq_dp_world_size}: {what} cannot be resharded (allowed: the same number)"
         )
 
 

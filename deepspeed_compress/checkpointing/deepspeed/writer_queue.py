@@ -184,7 +184,7 @@ class WriterQueue:
         assert self._writer is not None
         self._writer.close()
         self._writer = Writer(self._private)
-        died = "the process that writes for this rank has died"
+        died = "the writer process of this rank has died"
         lost = [task for task in self._sent if task.save.number <= self.ended]
         self._failed += [Outcome(task.save, died, of_copy=True) for task in lost]
         self._sent = self._sent[len(lost) :]

@@ -202,7 +202,7 @@ def test_ownership_may_change_in_mid_training(tmp_path: Path) -> None:
 def test_what_owners_keep_does_not_change_owners(tmp_path: Path) -> None:
     delayed = {"parameters": "0.weight", "method": "blockwise", "bits": 4, "every": 2, "spread": True}
     contiguous = {"gradients": {"bits": 4, "block_size": 32, "overrides": [delayed]}}
-    with pytest.raises(RankError, match=r"balanced. cannot go on .* of .contiguous. whose owners kept spread \("):
+    with pytest.raises(RankError, match=r"balanced. cannot continue .* with .contiguous., whose owners keep spread \("):
         run_forks(2, changed, str(tmp_path), contiguous, {**contiguous, "ownership": "balanced"})
 
 

@@ -149,7 +149,7 @@ def lose_the_writer(rank: int, directory: str) -> tuple:
 
 def test_a_process_that_dies_costs_one_checkpoint(tmp_path):
     first, second = run_forks(2, lose_the_writer, str(tmp_path))
-    assert any("rank 1: the process that writes for this rank has died" in text for text in first[0])
+    assert any("rank 1: the writer process of this rank has died" in text for text in first[0])
     assert first[0] == second[0]
     assert second[1][-1] == (6, True)
 

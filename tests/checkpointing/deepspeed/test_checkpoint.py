@@ -166,7 +166,7 @@ def test_a_state_that_cannot_be_used_stops_all_ranks_or_none(harm, words, tmp_pa
     results = run_forks(2, load, str(tmp_path), {**INT4, "on_missing_state": "reset"})
     for texts, after in results:
         assert words in texts[0]
-        assert "empty memories" in texts[0]
+        assert "empty residuals" in texts[0]
         assert after == {"gradients": [], "means": []}
 
 

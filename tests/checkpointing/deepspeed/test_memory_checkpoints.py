@@ -264,4 +264,4 @@ def test_another_number_of_ranks_is_told_and_loads_what_is_on_disk(tmp_path):
     fewer = Plan(**{**vars(plan), "ranks": 1})
     [(path, said, _)] = run_forks(1, train, fewer, True)
     assert "disk/global_step4" in path
-    assert any("global_step5 in memory is left out: it is of 2 ranks" in text for text in said)
+    assert any("global_step5 in memory is ignored: it was saved by 2 ranks" in text for text in said)
