@@ -600,7 +600,7 @@ def refusal(given: Mapping[str, Any], changed: Mapping[str, Any]) -> str:
 
 def test_what_cannot_be_right_is_refused_by_name() -> None:
     said = {name: text for name, (_, _, text) in REFUSED.items()}
-    said |= {"twice": "attached already", "another": "it is Linear", "optimizer": "its optimizer is AdamW"}
+    said |= {"twice": "already attached", "another": "it is Linear", "optimizer": "its optimizer is AdamW"}
     for found in run_forks(2, refusals):
         assert found.keys() == said.keys()
         assert [name for name, text in said.items() if text not in found[name]] == []
