@@ -19,7 +19,7 @@ from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.frames import Limits
 from deepspeed_compress.transport.secret import Secret
 from tests.attack.test_coordinator import MEGABYTES, memory
-from tests.checkpointing.test_files import save, write
+from tests.support.file_lists import save, write
 from tests.support.hostile import attack_authenticated, attack_unauthenticated
 
 COUNT = 10_000

@@ -30,7 +30,7 @@ from deepspeed_compress.compression.transforms import Hadamard
 from deepspeed_compress.config import parse_section, read_ds_config
 from deepspeed_compress.errors import CompressError
 from deepspeed_compress.tools.run_directory import read_directory
-from tests.checkpointing.test_files import save, write
+from tests.support.file_lists import save, write
 
 MEMORY = Path("/dev/shm")
 """Where a disk need not be waited for."""

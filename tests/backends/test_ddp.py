@@ -6,8 +6,7 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,77 +21,28 @@ from torch.nn.parallel import DistributedDataParallel
 import deepspeed_compress
 from deepspeed_compress import UnsupportedError
 from deepspeed_compress.backends.sessions import read_section
-from deepspeed_compress.config import SECTION
 from tests.support.forks import run_forks
 from tests.support.methods import METHODS, WITHOUT_MOMENTUM
-from tests.support.seeds import SEEDS, TEXT, Excess
+from tests.support.seeds import SEEDS, Excess
+from tests.support.two_branches import (
+    FOUR_BITS,
+    LOW_RANK,
+    NO_FEEDBACK,
+    NONE,
+    STOCHASTIC,
+    WIDTH,
+    Branches,
+    Setting,
+    bits_of,
+    loss_of,
+    residual_sums,
+    rows_of_text,
+    same_on_all,
+    section,
+    start,
+)
 
 pytestmark = pytest.mark.sampled(3, "deepspeed_compress/backends", "tests/backends/test_ddp.py")
-
-FOUR_BITS = {
-    "gradients": {
-        "method": "blockwise",
-        "bits": 4,
-        "block_size": 32,
-        "error_feedback": {"dtype": "fp32"},
-        "min_numel": 0,
-    }
-}
-NONE = {"gradients": {"method": "none"}}
-QUIET = {"monitor": {"announce": False}}
-WIDTH = 12
-
-
-class Branches(nn.Module):
-    """Two ways, of which a batch takes one or both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(WIDTH, 31)
-        self.left, self.right = nn.Linear(31, 17), nn.Linear(31, 17)
-        self.last = nn.Linear(17, 1)
-
-    def forward(self, x: Tensor, ways: str = "both") -> Tensor:
-        hidden = torch.tanh(self.first(x))
-        taken = [way(hidden) for name, way in (("left", self.left), ("right", self.right)) if ways in (name, "both")]
-        return self.last(torch.tanh(torch.stack(taken).sum(0)))
-
-
-def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1000 * rank + step)
-    x = torch.randn(5, WIDTH, generator=generator)
-    return x, x[:, :3].sum(dim=1, keepdim=True)
-
-
-def start() -> None:
-    dist.init_process_group("gloo")
-
-
-def section(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {SECTION: {**QUIET, **given}}
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A model under DDP. `options`: of DDP; small buckets, so that there are several and they are rebuilt."""
-
-    section: Mapping[str, Any] | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    lr: float = 0.05
-
-    def build(self, scaler: Any = None, group: Any = None) -> tuple[DistributedDataParallel, Any, Any]:
-        model = DistributedDataParallel(Branches(), bucket_cap_mb=0.001, process_group=group, **self.options)
-        optimizer = torch.optim.SGD(model.parameters(), lr=self.lr, momentum=0.0)
-        attached = None
-        if self.section is not None:
-            attached = deepspeed_compress.ddp.attach(model, section(self.section), optimizer, scaler)
-        return model, optimizer, attached
-
-
-def loss_of(model: nn.Module, rank: int, step: int, ways: str = "both") -> Tensor:
-    x, y = batch(rank, step)
-    return (model(x, ways) - y).square().mean()
 
 
 # The programs: each makes the gradients of one optimizer step.
@@ -162,21 +112,6 @@ def run_program(name: str, setting: Setting, rank: int, steps: int) -> tuple[lis
     return seen, model, attached
 
 
-def remembered(attached: Any, names: Any) -> dict[str, Tensor]:
-    """The sum over all memories of this rank, by parameter."""
-    found = {name: torch.zeros(numel) for name, numel in names.items()}
-    for store in attached.session.stores.values():
-        for (name, begin, numel), values in store.items():
-            found[name][begin : begin + numel] += values
-    return found
-
-
-def same_on_all(value: Tensor) -> bool:
-    every = [torch.empty_like(value) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, value.contiguous())
-    return all(torch.equal(every[0].nan_to_num(7.0), one.nan_to_num(7.0)) for one in every)
-
-
 def train_none(rank: int, name: str) -> bool:
     start()
     alone, model, _ = run_program(name, Setting(None), rank, 20)
@@ -201,7 +136,7 @@ def conserve(rank: int, names: list[str]) -> list[str]:
         true, model, _ = run_program(name, Setting(None, lr=0.0), rank, 7)
         seen, _, attached = run_program(name, Setting(FOUR_BITS, lr=0.0), rank, 7)
         sizes = {key: parameter.numel() for key, parameter in model.module.named_parameters()}
-        for key, kept in remembered(attached, sizes).items():
+        for key, kept in residual_sums(attached, sizes).items():
             # What an owner keeps of the mean is in units of the mean.
             means = attached.session.stores["means"]
             of_mean = torch.zeros_like(kept)
@@ -221,16 +156,6 @@ def conserve(rank: int, names: list[str]) -> list[str]:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_what_is_left_out_is_remembered_in_every_program(ranks: int) -> None:
     assert run_forks(ranks, conserve, list(PROGRAMS)) == [[]] * ranks
-
-
-def bits_of(attached: Any) -> dict[str, list[int]]:
-    """Everything that is remembered, applied values alone."""
-    return {
-        f"{name}/{layout}": payload.tolist()
-        for name, store in attached.session.stores.items()
-        for layout, payload in store.payloads()
-        if payload.any()
-    }
 
 
 def overflow(rank: int, scaled: bool) -> dict[str, Any]:
@@ -328,11 +253,6 @@ def test_a_scaler_that_is_updated_for_another_optimizer_ends_no_step() -> None:
         assert found == {"kept": True, "steps": [4, 4], "scales": True}
 
 
-STOCHASTIC = {"gradients": {"method": "stochastic_linear", "bits": 4, "block_size": 32, "min_numel": 0}}
-MEMORYLESS = {"gradients": {"method": "qsgd", "levels": 7, "block_size": 32, "min_numel": 0}}
-LOW_RANK = {"gradients": {"method": "powersgd", "rank": 2}}
-
-
 def resume(rank: int, directory: str, given: Mapping[str, Any]) -> tuple[bool, bool]:
     """Whether a run that goes on and one that is resumed end with the same bits; whether one without its memories does
     not."""
@@ -363,7 +283,9 @@ def go_on(model: Any, optimizer: Any, rank: int) -> list[list[float]]:
     return [parameter.flatten().tolist() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("given", [FOUR_BITS, STOCHASTIC, MEMORYLESS, LOW_RANK], ids=["int4", "random", "none", "rank"])
+@pytest.mark.parametrize(
+    "given", [FOUR_BITS, STOCHASTIC, NO_FEEDBACK, LOW_RANK], ids=["int4", "random", "none", "rank"]
+)
 def test_a_resumed_run_is_as_if_it_had_not_stopped(tmp_path: Path, given: Mapping[str, Any]) -> None:
     assert run_forks(2, resume, str(tmp_path), given) == [(True, True)] * 2
 
@@ -713,14 +635,6 @@ def gpt(rank: int, given: Mapping[str, Any], seed: int, directory: str) -> tuple
         losses.append(loss.item())
     same = all(same_on_all(parameter.detach()) for parameter in model.parameters())
     return sum(losses[-20:]) / 20, [vars(one) for one in figures], same
-
-
-def rows_of_text(seed: int, rank: int, steps: int = 40) -> Iterator[Tensor]:
-    """Yield a rank's batches of four rows of a text."""
-    text = torch.tensor(list(TEXT.read_bytes()[:8192])).clamp(max=127).view(-1, 64)
-    generator = torch.Generator().manual_seed(10 * seed + rank)
-    for _ in range(steps):
-        yield text[torch.randint(len(text), (4,), generator=generator)]
 
 
 def gpts(rank: int, given: Mapping[str, Any], directory: str) -> list[tuple[float, list[dict[str, Any]], bool]]:

@@ -5,7 +5,7 @@ import io
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import Shard
@@ -23,36 +23,32 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import deepspeed_compress
 from deepspeed_compress import UnsupportedError
-from tests.backends.test_ddp import (
+from tests.support.forks import run_forks
+from tests.support.methods import METHODS, WITHOUT_MOMENTUM
+from tests.support.seeds import SEEDS, Excess
+from tests.support.sharded import WEIGHTS, Setting
+from tests.support.two_branches import (
     FOUR_BITS,
     LOW_RANK,
-    MEMORYLESS,
+    NO_FEEDBACK,
     NONE,
     STOCHASTIC,
     WIDTH,
     Branches,
     bits_of,
     loss_of,
-    remembered,
+    residual_sums,
     rows_of_text,
     same_on_all,
     section,
     start,
 )
-from tests.support.forks import run_forks
-from tests.support.methods import METHODS, WITHOUT_MOMENTUM
-from tests.support.seeds import SEEDS, Excess
 
 pytestmark = pytest.mark.sampled(3, "deepspeed_compress/backends", "tests/backends/test_fsdp2.py")
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
 BF16_BOTH = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True)
-WEIGHTS = {"gradients": {"method": "none"}, "weights": {"bits": 4, "block_size": 32}}
 HSDP = (2, 2)
-
-
-def as_given(model: Branches) -> None:
-    pass
 
 
 def tie(model: Branches) -> None:
@@ -65,35 +61,6 @@ def freeze(model: Branches) -> None:
 
 def recompute(model: Branches) -> None:
     model.left, model.right = (checkpoint_wrapper(one) for one in (model.left, model.right))
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A model under FSDP2. `mesh`: sizes of its dimensions. `prepare`: changes the model before. `units`: names of
-    modules that are divided apart, together where they stand in one string. `options`: of fully_shard."""
-
-    section: Mapping[str, Any] | None = None
-    mesh: tuple[int, ...] = ()
-    prepare: Callable[[Branches], None] = as_given
-    units: tuple[str, ...] = ("left", "right")
-    options: Mapping[str, Any] = field(default_factory=dict)
-    lr: float = 0.05
-    momentum: float = 0.0
-
-    def build(self, scaler: Any = None, mesh: DeviceMesh | None = None) -> tuple[Any, Any, Any]:
-        sizes = self.mesh or (dist.get_world_size(),)
-        mesh = mesh or init_device_mesh("cpu", sizes, mesh_dim_names=("copies", "parts")[-len(sizes) :])
-        model = Branches()
-        self.prepare(model)
-        for unit in self.units:
-            modules = [getattr(model, name) for name in unit.split()]
-            fully_shard(modules if len(modules) > 1 else modules[0], mesh=mesh, **self.options)
-        fully_shard(model, mesh=mesh, **self.options)
-        optimizer = torch.optim.SGD(model.parameters(), lr=self.lr, momentum=self.momentum)
-        attached = None
-        if self.section is not None:
-            attached = deepspeed_compress.fsdp2.attach(model, section(self.section), optimizer, scaler)
-        return model, optimizer, attached
 
 
 # The programs: each makes the gradients of one optimizer step.
@@ -268,7 +235,7 @@ def conserve(rank: int, names: list[str]) -> list[str]:
         true, _, _ = run_program(name, {"lr": 0.0}, rank, 7)
         seen, model, attached = run_program(name, {"lr": 0.0, "section": FOUR_BITS}, rank, 7)
         sizes = {key: parameter.numel() for key, parameter in model.named_parameters()}
-        of_means, kept = means(attached, sizes), remembered(attached, sizes)
+        of_means, kept = means(attached, sizes), residual_sums(attached, sizes)
         for key in sizes:
             # Where it reduces by sums, FSDP2 divides them afterwards.
             divided_later = 2 if "factor" in name else 1
@@ -414,7 +381,9 @@ def go_on(model: Any, optimizer: Any, rank: int, steps: range) -> list[list[floa
     return [parameter.full_tensor().flatten().tolist() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("given", [FOUR_BITS, STOCHASTIC, MEMORYLESS, LOW_RANK], ids=["int4", "random", "none", "rank"])
+@pytest.mark.parametrize(
+    "given", [FOUR_BITS, STOCHASTIC, NO_FEEDBACK, LOW_RANK], ids=["int4", "random", "none", "rank"]
+)
 def test_a_resumed_run_is_as_if_it_had_not_stopped(tmp_path: Path, given: Mapping[str, Any]) -> None:
     assert run_forks(2, resume, str(tmp_path), given, Setting()) == [(True, True)] * 2
 

@@ -2,7 +2,7 @@
 
 from deepspeed_compress.checkpointing import completeness as files
 from deepspeed_compress.cli import main
-from tests.checkpointing.test_files import save, write
+from tests.support.file_lists import save, write
 
 
 def test_checkpoints_are_listed_verified_and_pruned(tmp_path, capsys):

@@ -4,7 +4,6 @@ import random
 import shutil
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -18,23 +17,7 @@ from deepspeed_compress.checkpointing.completeness import (
     tags_to_try,
 )
 from deepspeed_compress.errors import StateError
-
-WORLD = 2
-
-
-def save(directory: Path, step: int, **options: object) -> Save:
-    return Save(directory, f"global_step{step}", "run", step, step, WORLD, **options)
-
-
-def write(one: Save, ranks: tuple[int, ...] = (0, 1)) -> Save:
-    """As ranks do."""
-    one.place.mkdir(parents=True, exist_ok=True)
-    for rank in ranks:
-        files.unlist(one, rank)
-        file = one.place / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        file.write_bytes(random.Random(f"{one.number}{rank}").randbytes(3000))
-        files.write_list(one.place, files.listed(one, rank, {file: files.digest(file)}))
-    return one
+from tests.support.file_lists import WORLD, save, write
 
 
 def test_a_checkpoint_is_whole_when_all_ranks_have_listed_their_files(tmp_path):

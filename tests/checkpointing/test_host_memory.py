@@ -30,7 +30,7 @@ from deepspeed_compress.transport.connection import Connection
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.frames import encode
 from deepspeed_compress.transport.secret import Secret
-from tests.checkpointing.test_files import save, write
+from tests.support.file_lists import save, write
 
 KEY = b"k" * 32
 

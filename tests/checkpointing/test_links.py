@@ -16,7 +16,7 @@ from deepspeed_compress.checkpointing.memory_directory import find_host_saves, k
 from deepspeed_compress.checkpointing.writer import Outcome
 from deepspeed_compress.cli import main
 from deepspeed_compress.errors import StateError
-from tests.checkpointing.test_files import save, write
+from tests.support.file_lists import save, write
 
 
 def written(directory: Path, *steps: int) -> None:

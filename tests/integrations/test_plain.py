@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 import deepspeed_compress
 from deepspeed_compress import ConfigError, UnsupportedError
 from deepspeed_compress.config import SECTION
-from tests.backends.test_ddp import FOUR_BITS, NONE, Branches, Setting, loss_of, section, start
 from tests.integrations.trainers import Job, collate, forget_accelerate, lines, network, sentences, trainer_of
 from tests.support.forks import run_forks
+from tests.support.two_branches import FOUR_BITS, NONE, Branches, Setting, loss_of, section, start
 
 STEPS = 6
 

@@ -17,9 +17,9 @@ from torch import nn
 import deepspeed_compress
 from deepspeed_compress import ConfigError, StateError, UnsupportedError
 from deepspeed_compress.backends.deepspeed.ownership import balanced_order
-from tests.checkpointing.deepspeed.test_checkpoint import memories
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, data, network, run, run_pipeline, start, weights
+from tests.support.resuming import residuals_of
 
 RAW = {"gradients": {"method": "bf16", "overrides": [{"parameters": ".+", "method": "none"}]}}
 """Our own exchange, in which nothing is compressed: DeepSpeed's bits."""
@@ -182,10 +182,10 @@ def changed(rank: int, directory: str, *sections: Mapping[str, Any]) -> tuple[bo
     engine = start(first)
     run(engine, data(rank, first))
     engine.save_checkpoint(directory)
-    before = memories(engine)
+    before = residuals_of(engine)
     other = start(second)
     other.load_checkpoint(directory)
-    same = memories(other) == before
+    same = residuals_of(other) == before
     return same, run(other, data(rank, second)), weights(other)
 
 

@@ -25,9 +25,9 @@ from deepspeed_compress.checkpointing.deepspeed.recovery import find_whole
 from deepspeed_compress.checkpointing.directory_lock import hold
 from deepspeed_compress.checkpointing.snapshot import Memory
 from deepspeed_compress.tools.universal import convert
-from tests.checkpointing.deepspeed.test_checkpoint import resume, save_and_go_on
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, data, run, run_pipeline, start, weights
+from tests.support.resuming import resume, save_and_continue
 
 SECTION = {"gradients": {"bits": 4, "block_size": 32}, "checkpointing": {}}
 SLOW = {"max_rate": "100 kB/s"}
@@ -49,7 +49,7 @@ JOBS = {
 
 
 def test_what_is_written_beside_training_is_what_was_there(tmp_path):
-    uninterrupted = run_forks(2, save_and_go_on, JOBS, str(tmp_path))
+    uninterrupted = run_forks(2, save_and_continue, JOBS, str(tmp_path))
     resumed = run_forks(2, resume, JOBS, str(tmp_path))
     for one, other in zip(uninterrupted, resumed, strict=True):
         assert {name for name in one if one[name] != other[name]} == set()
@@ -353,7 +353,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_other_optimizers_and_one_rank(tmp_path, ranks):
-    uninterrupted = run_forks(ranks, save_and_go_on, OTHERS, str(tmp_path))
+    uninterrupted = run_forks(ranks, save_and_continue, OTHERS, str(tmp_path))
     assert uninterrupted == run_forks(ranks, resume, OTHERS, str(tmp_path))
 
 

@@ -11,6 +11,7 @@ from deepspeed_compress import CompressWarning, StateError
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, data, run, start, weights
 from tests.support.methods import METHODS, NO_MOMENTUM, WITHOUT_MOMENTUM, by_stage
+from tests.support.resuming import residuals_of, resume, save_and_continue
 
 pytestmark = pytest.mark.sampled(
     2, "deepspeed_compress/checkpointing/deepspeed", "tests/checkpointing/deepspeed/test_checkpoint.py"
@@ -41,35 +42,9 @@ def jobs(stage: int, names: Sequence[str]) -> dict[str, Job]:
     return found
 
 
-def save_and_go_on(rank: int, all_jobs: dict[str, Job], directory: str) -> dict[str, dict]:
-    """Eight steps; saved, twice, after four. Parameters at the end."""
-    found = {}
-    for name, job in all_jobs.items():
-        batches, engine = data(rank, job), start(job)
-        run(engine, batches[:4])
-        engine.save_checkpoint(f"{directory}/{name}")
-        engine.save_checkpoint(f"{directory}/{name}")
-        run(engine, batches[4:])
-        found[name] = weights(engine)
-        engine.destroy()
-    return found
-
-
-def resume(rank: int, all_jobs: dict[str, Job], directory: str) -> dict[str, dict]:
-    """The last four steps in a new process."""
-    found = {}
-    for name, job in all_jobs.items():
-        engine = start(job)
-        engine.load_checkpoint(f"{directory}/{name}")
-        run(engine, data(rank, job)[4:])
-        found[name] = weights(engine)
-        engine.destroy()
-    return found
-
-
 @pytest.mark.parametrize(("stage", "names"), by_stage(list(EVERY)))
 def test_resuming_is_bit_identical_to_going_on(stage, names, tmp_path):
-    uninterrupted = run_forks(2, save_and_go_on, jobs(stage, names), str(tmp_path))
+    uninterrupted = run_forks(2, save_and_continue, jobs(stage, names), str(tmp_path))
     resumed = run_forks(2, resume, jobs(stage, names), str(tmp_path))
     for one, other in zip(uninterrupted, resumed, strict=True):
         assert {name for name in one if one[name] != other[name]} == set()
@@ -78,7 +53,7 @@ def test_resuming_is_bit_identical_to_going_on(stage, names, tmp_path):
 
 def test_two_levels_resume(tmp_path):
     job = {"levels": Job(2, {"gradients": {"bits": 4, "block_size": 32, "hierarchy": HIERARCHY}}, steps=8)}
-    assert run_forks(4, save_and_go_on, job, str(tmp_path)) == run_forks(4, resume, job, str(tmp_path))
+    assert run_forks(4, save_and_continue, job, str(tmp_path)) == run_forks(4, resume, job, str(tmp_path))
 
 
 def save(rank: int, directory: str, section: dict = INT4, stage: int = 2) -> dict[str, list]:
@@ -87,7 +62,7 @@ def save(rank: int, directory: str, section: dict = INT4, stage: int = 2) -> dic
     engine = start(job)
     run(engine, data(rank, job))
     engine.save_checkpoint(directory)
-    return memories(engine)
+    return residuals_of(engine)
 
 
 def load(rank: int, directory: str, section: dict = INT4, options: dict | None = None, stage: int = 2) -> tuple:
@@ -97,14 +72,7 @@ def load(rank: int, directory: str, section: dict = INT4, options: dict | None =
         warnings.simplefilter("always")
         engine.load_checkpoint(directory, **(options or {}))
     ours = [str(warning.message) for warning in caught if issubclass(warning.category, CompressWarning)]
-    return ours, memories(engine)
-
-
-def memories(engine) -> dict[str, list]:
-    return {
-        name: [(piece, values.tolist()) for piece, values in store.items()]
-        for name, store in engine.compression.stores.items()
-    }
+    return ours, residuals_of(engine)
 
 
 def test_memories_come_back_or_start_empty_when_asked(tmp_path):
@@ -240,7 +208,7 @@ def load_state_alone(rank: int, directory: str, section: dict, stage: int) -> di
     engine = start(Job(stage, section, extra=NO_MOMENTUM))
     [file] = Path(directory).rglob("deepspeed_compress_rank_00000.json")
     load_state(engine, file.parent)
-    return memories(engine)
+    return residuals_of(engine)
 
 
 def train_on_after_load(rank: int, directory: str, section: dict) -> tuple[dict, dict]:
@@ -251,9 +219,9 @@ def train_on_after_load(rank: int, directory: str, section: dict) -> tuple[dict,
     engine = start(job)
     [file] = Path(directory).rglob("deepspeed_compress_rank_00000.json")
     load_state(engine, file.parent)
-    before = memories(engine)
+    before = residuals_of(engine)
     run(engine, data(rank, job))
-    return before, memories(engine)
+    return before, residuals_of(engine)
 
 
 def test_memories_with_owners_go_to_the_new_owners(tmp_path):

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import deepspeed_compress.session.probing as probing
-from tests.backends.deepspeed.test_guard import train_one
 from tests.local_sgd.deepspeed.test_islands import warned
+from tests.support.faults import train_one
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, weights
 
@@ -151,4 +151,6 @@ def test_islands_may_compute_on_machines_of_their_own() -> None:
     """PowerSGD needs equal bits inside an island alone; ranks of one that differ are told, and no others."""
     within, across = (run_forks(4, on_other_machines, Job(1, section(islands={"size": size}))) for size in (2, 4))
     assert within == [[]] * 4
-    assert all(any("/adaptive: powersgd is not among the default candidates" in text for text in texts) for texts in across)
+    assert all(
+        any("/adaptive: powersgd is not among the default candidates" in text for text in texts) for texts in across
+    )

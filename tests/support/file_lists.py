@@ -1,0 +1,27 @@
+"""Small checkpoints on disk, with the lists of their files."""
+
+import random
+from pathlib import Path
+
+from deepspeed_compress.checkpointing import completeness as files
+from deepspeed_compress.checkpointing.completeness import Save
+
+__all__ = ["WORLD", "save", "write"]
+
+WORLD = 2
+
+
+def save(directory: Path, step: int, **options: object) -> Save:
+    """Return the save of optimizer step `step`, whose number in the run is the step too."""
+    return Save(directory, f"global_step{step}", "run", step, step, WORLD, **options)
+
+
+def write(one: Save, ranks: tuple[int, ...] = (0, 1)) -> Save:
+    """Write the files and lists of `ranks`, as ranks do."""
+    one.place.mkdir(parents=True, exist_ok=True)
+    for rank in ranks:
+        files.unlist(one, rank)
+        file = one.place / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        file.write_bytes(random.Random(f"{one.number}{rank}").randbytes(3000))
+        files.write_list(one.place, files.listed(one, rank, {file: files.digest(file)}))
+    return one
