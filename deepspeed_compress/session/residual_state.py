@@ -23,7 +23,7 @@ class FinishedStep:
 
     Attributes:
         step: number of finished steps, this one included.
-        samples: number of samples so far; None if nobody counts them.
+        samples: number of samples so far; None if they are not counted.
         applied: False if the step was skipped for an overflow.
         scale_before: loss scale of the step; 1.0 without loss scaling.
         scale_after: loss scale after the step; 1.0 without loss scaling.

@@ -195,8 +195,8 @@ def _attach_share(share: Share, section: CompressConfig, document: Mapping[str, 
     if position is None or share.whole is None:
         return None
     if share.experts and section.monitor.path is not None:
-        beside = section.monitor.model_copy(update={"path": str(Path(section.monitor.path) / EXPERTS)})
-        section = section.model_copy(update={"monitor": beside})
+        monitor = section.monitor.model_copy(update={"path": str(Path(section.monitor.path) / EXPERTS)})
+        section = section.model_copy(update={"monitor": monitor})
     rank = dist.get_rank()
     exchanged = Exchanged(share.whole, parameters, share.device, position)
     parts = make_session_parts(exchanged, section, document, writes=rank == 0)

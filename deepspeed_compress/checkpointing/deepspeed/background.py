@@ -30,7 +30,7 @@ from deepspeed_compress.checkpointing.deepspeed.exclusive import alone_in, start
 from deepspeed_compress.checkpointing.deepspeed.memory_placement import HostMemory
 from deepspeed_compress.checkpointing.deepspeed.participants import LoadRequest, Participant, SaveRequest
 from deepspeed_compress.checkpointing.deepspeed.progress import Progress
-from deepspeed_compress.checkpointing.deepspeed.recovery import find_newest_step, find_whole
+from deepspeed_compress.checkpointing.deepspeed.recovery import find_complete, find_newest_step
 from deepspeed_compress.checkpointing.deepspeed.side_stream import copies_for_device
 from deepspeed_compress.checkpointing.deepspeed.writer_queue import Interval, WriterQueue
 from deepspeed_compress.checkpointing.snapshot import NOTHING, Call, Memory, Snapshot
@@ -264,7 +264,7 @@ class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc
             yield request
             return
         memory = self._memory_of(request.directory)
-        found = find_whole(Path(request.directory), request.tag, memory, self._group)
+        found = find_complete(Path(request.directory), request.tag, memory, self._group)
         if self._memory is not None:
             self._memory.catalog.restart_from(found.tag if found is not None and found.save is not None else None)
         if found is None:

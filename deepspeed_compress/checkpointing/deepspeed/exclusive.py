@@ -97,7 +97,7 @@ def take_for_island(directory: Path, run: str | None, number: int, others: Colle
 def _island_of(file: Path) -> Mapping[str, Any]:
     """Return the run and number of the island in `file`.
 
-    Empty if the file is missing or unreadable; it is then written anew.
+    Empty if the file is missing or unreadable; it is then rewritten.
     """
     try:
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))

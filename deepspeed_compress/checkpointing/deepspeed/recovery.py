@@ -28,7 +28,7 @@ from deepspeed_compress.checkpointing.memory_copies import write_checked
 from deepspeed_compress.checkpointing.memory_directory import HostSave, Missing, find_host_saves, missing_files
 from deepspeed_compress.errors import CompressWarning, StateError
 
-__all__ = ["Candidate", "find_newest_step", "find_whole", "gathered"]
+__all__ = ["Candidate", "find_complete", "find_newest_step", "gathered"]
 
 T = TypeVar("T")
 _CHUNK = 2**24
@@ -58,7 +58,7 @@ def gathered(one: T, group: ProcessGroup) -> list[T]:
     return found
 
 
-def find_whole(directory: Path, tag: str | None, memory: HostMemory | None, group: ProcessGroup) -> Candidate | None:
+def find_complete(directory: Path, tag: str | None, memory: HostMemory | None, group: ProcessGroup) -> Candidate | None:
     """Return the checkpoint to load: `tag`, or the newest complete one if it is None. Collective.
 
     Warns (CompressWarning) of newer checkpoints that are not complete.
@@ -90,7 +90,7 @@ def find_whole(directory: Path, tag: str | None, memory: HostMemory | None, grou
 
 
 def find_newest_step(directory: Path, memory: HostMemory | None, group: ProcessGroup) -> int | None:
-    """Return the step of the newest checkpoint that `find_whole` would try, complete or not; None if there is none."""
+    """Return the step of the newest checkpoint that `find_complete` would try first; None if there is none."""
     return max((one.step for one in _candidates(directory, None, memory, group)), default=None)
 
 

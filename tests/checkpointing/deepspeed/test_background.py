@@ -21,7 +21,7 @@ from deepspeed_compress import CompressWarning, StateError
 from deepspeed_compress.checkpointing.claim import Claim
 from deepspeed_compress.checkpointing.completeness import checkpoints, find_problems
 from deepspeed_compress.checkpointing.deepspeed import background
-from deepspeed_compress.checkpointing.deepspeed.recovery import find_whole
+from deepspeed_compress.checkpointing.deepspeed.recovery import find_complete
 from deepspeed_compress.checkpointing.directory_lock import hold
 from deepspeed_compress.checkpointing.snapshot import Memory
 from deepspeed_compress.tools.universal import convert
@@ -416,12 +416,12 @@ def begin_while_one_is_published(rank: int, directory: str) -> object:
     """What is loaded by a start that has found nothing, when a process of the former start comes to its end then."""
 
     def find(*args: object) -> object:
-        found = find_whole(*args)
+        found = find_complete(*args)
         if rank == 1:
             (Path(directory) / "latest").write_text("global_step3")
         return found
 
-    background.find_whole = find
+    background.find_complete = find
     engine = start(job(every=100, directory=directory))
     path, _ = engine.load_checkpoint(directory)
     engine.destroy()
