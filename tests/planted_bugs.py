@@ -330,7 +330,7 @@ BUGS: Mapping[str, Bug] = {
     ),
     "an exchange of islands counts as waiting for gradients": Bug(
         "session/session.py",
-        '["communicate"] - self._met_ms',
+        '["communicate"] - self._exchange_ms',
         '["communicate"]',
         ("local_sgd/deepspeed/test_islands_adaptive.py",),
     ),
