@@ -1,4 +1,4 @@
-"""What stays in memory, what goes to another host, and what is refused there."""
+"""Checkpoints that stay in memory, copies that are sent to the next host, and copies that it refuses."""
 
 import contextlib
 import os
@@ -101,7 +101,7 @@ def connected(receiver: Receiver, key: bytes = KEY) -> Connection:
 
 
 def begun(tmp_path: Path, receiver: Receiver) -> Connection:
-    """A copy whose second half does not come."""
+    """Send only the first half of a copy."""
     _, one = listed(tmp_path)
     connection = connected(receiver)
     connection._write(memoryview(encode({"kind": "copy", "tag": "global_step4", "list": one.fields}, 3000)))

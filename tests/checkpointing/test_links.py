@@ -1,4 +1,4 @@
-"""Links in a directory of checkpoints: other names of what they lead to, which nobody counts, follows or removes."""
+"""Links in a directory of checkpoints are neither counted, nor followed, nor removed."""
 
 import json
 import os
@@ -161,7 +161,7 @@ def test_a_damaged_latest_is_refused_by_name(
 
 
 def test_a_removal_that_fails_is_no_failure_of_the_new_checkpoint(tmp_path: Path) -> None:
-    """A queue tells of it apart, so that `on_error: stop` does not stop."""
+    """A queue reports it as a notice, so `on_error: stop` does not stop training."""
     queue = WriterQueue(interval=SimpleNamespace(by_time=False))  # type: ignore[arg-type]
     try:
         queue._writer.outcomes = lambda wait: [Outcome(save(tmp_path, 1), "", notice="busy")]  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Files of weights run no code: a checkpoint of somebody else may name any function."""
+"""Weight files are read without running code, because a foreign checkpoint may name any function."""
 
 import os
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from deepspeed_compress.tools import universal as tools_universal
 
 
 class Payload:
-    """Makes a directory when it is unpickled."""
+    """Object that creates a directory when it is unpickled."""
 
     def __init__(self, made: Path) -> None:
         self._made = made

@@ -1,4 +1,4 @@
-"""Checkpoints in memory outlive ranks and, with copies, a host; what is loaded from them has the same bits."""
+"""Checkpoints in memory outlive ranks and, with copies, a host. They restore the same bits."""
 
 import os
 import random
@@ -26,7 +26,7 @@ GRADIENTS = {"bits": 4, "block_size": 32}
 
 @dataclass(frozen=True)
 class Plan:
-    """A job whose ranks are on `hosts`, each with a directory of its own below `root`."""
+    """A job whose ranks are on `hosts`, each with a separate directory below `root`."""
 
     root: str
     stage: int = 1
@@ -56,7 +56,7 @@ class Plan:
         return Job(self.stage, {**section, **parts}, steps=self.steps, stages=self.stages)
 
     def start(self, rank: int):
-        """An engine of `rank`."""
+        """Return the engine of `rank`."""
         os.environ["DS_COMPRESS_MEMORY_DIR"] = str(self.directory(rank * self.hosts // self.ranks))
         engine = start(self.job())
         engine.compression.saving.set_client_state(lambda: {"done": engine.global_steps})
@@ -76,9 +76,13 @@ def heard(caught: Sequence[warnings.WarningMessage]) -> list[str]:
 
 
 def train(rank: int, plan: Plan, resumed: bool = False, killed: tuple[int, float] | None = None) -> tuple:
-    """To the last step, from the newest checkpoint where `resumed`; `killed`: a rank, and after how many seconds.
+    """Train to the last step, and return what was loaded, the warnings about it, and the parameters.
 
-    What was loaded, the warnings of that, and the parameters.
+    Args:
+        rank: this rank.
+        plan: the job.
+        resumed: True to load the newest checkpoint first.
+        killed: a rank to kill, and the seconds after which it is killed.
     """
     engine = plan.start(rank)
     with warnings.catch_warnings(record=True) as caught:
@@ -192,7 +196,7 @@ def test_what_is_damaged_in_memory_is_refused_and_the_one_before_taken(tmp_path)
 
 
 def fill(rank: int, plan: Plan) -> tuple:
-    """Where nothing more can be written to memory from the third step on, and until the fifth."""
+    """Train while rank 1 cannot write to memory in steps 3 to 5, and return the warnings and the remaining files."""
     engine = plan.start(rank)
     saving, said = engine.compression.saving, []
     job = saving._memory.directory
