@@ -1,4 +1,4 @@
-"""`deepspeed_compress.ddp`: what DDP programs rely on, with and without compression, in the same processes."""
+"""Tests of `deepspeed_compress.ddp`: DDP programs with and without compression, in the same processes."""
 
 import contextlib
 import copy
@@ -62,7 +62,7 @@ def synchronising_twice(model: Any, rank: int, step: int) -> None:
 
 
 def now_and_then(model: Any, rank: int, step: int) -> None:
-    """Ranks take different ways in some steps, and all the same one in others."""
+    """Use different branches on the ranks in some steps, and the same one on all ranks in others."""
     ways = ("both", "left", "right")[step % 3] if step % 2 else ("left", "right")[rank % 2]
     loss_of(model, rank, step, ways).backward()
 
@@ -72,7 +72,7 @@ def one_way(model: Any, rank: int, step: int) -> None:
 
 
 def looking_first(model: Any, rank: int, step: int) -> None:
-    """Gradients that are looked at and thrown away, before those that count."""
+    """Compute gradients that are inspected and discarded before those of the step."""
     loss_of(model, rank, step + 50).backward()
     model.zero_grad()
     loss_of(model, rank, step).backward()
@@ -100,7 +100,7 @@ def gradients(model: DistributedDataParallel) -> dict[str, Tensor]:
 
 
 def run_program(name: str, setting: Setting, rank: int, steps: int) -> tuple[list[dict[str, Tensor]], Any, Any]:
-    """The gradients of every step, the model and what is attached."""
+    """Return the gradients of every step, the model, and the handle of its compression."""
     program, options = PROGRAMS[name]
     model, optimizer, attached = Setting(setting.section, {**options, **setting.options}, setting.lr).build()
     seen = []
@@ -128,7 +128,7 @@ def test_method_none_is_ddp_bit_for_bit(name: str) -> None:
 
 
 def conserve(rank: int, names: list[str]) -> list[str]:
-    """Programs whose gradients, added up over the steps, are not the true ones less what is still remembered."""
+    """Return the programs whose summed gradients differ from the true ones minus the residuals."""
     start()
     wrong = []
     for name in names:
@@ -159,7 +159,7 @@ def test_what_is_left_out_is_remembered_in_every_program(ranks: int) -> None:
 
 
 def overflow(rank: int, scaled: bool) -> dict[str, Any]:
-    """A step with a NaN on rank 1: what it leaves, and what a program sees that leaves such steps out by itself."""
+    """Return the effects of a step with a NaN on rank 1, also in a program that skips such steps itself."""
     start()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100) if scaled else None
     model, optimizer, attached = Setting(FOUR_BITS).build(scaler)
@@ -204,7 +204,7 @@ def test_a_step_that_is_left_out_leaves_no_trace(scaled: bool) -> None:
 
 
 def fused_overflow(rank: int) -> dict[str, Any]:
-    """An optimizer that is called in spite of an overflow, and leaves the weights alone by itself."""
+    """Step a fused optimizer, which the scaler calls despite an overflow and which skips the step itself."""
     start()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     model = DistributedDataParallel(Branches())
@@ -228,7 +228,7 @@ def test_a_fused_optimizer_leaves_steps_out_by_itself() -> None:
 
 
 def two_optimizers(rank: int) -> dict[str, Any]:
-    """One scaler for two models, which is updated after each of them, as in many programs of GANs."""
+    """Use one scaler for two models and update it after each of them, as many GAN programs do."""
     start()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     pairs = [Setting(FOUR_BITS).build(scaler) for _ in range(2)]
@@ -254,8 +254,7 @@ def test_a_scaler_that_is_updated_for_another_optimizer_ends_no_step() -> None:
 
 
 def resume(rank: int, directory: str, given: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Whether a run that goes on and one that is resumed end with the same bits; whether one without its memories does
-    not."""
+    """Return whether a resumed run has the bits of one that continues, and whether one without residuals differs."""
     start()
     model, optimizer, attached = Setting(given).build()
     for step in range(3):
@@ -295,8 +294,10 @@ def interrupt(gradient: Tensor) -> Tensor:
 
 
 def load_after_an_interruption(rank: int, directory: str, given: Mapping[str, Any], interrupted: bool) -> Any:
-    """The weights at the end, and what DDP says of a further pass in the same wrapper: a backward pass has raised when
-    most gradients had been sent, and a new wrapper of the same process group loads."""
+    """Return the final weights and DDP's error about another pass in the same wrapper.
+
+    A backward pass raises after most gradients were sent, and a new wrapper of the same process group loads.
+    """
     start()
     model, optimizer, attached = Setting(given).build()
     go_on(model, optimizer, rank)
@@ -322,7 +323,7 @@ def load_after_an_interruption(rank: int, directory: str, given: Mapping[str, An
 def test_nothing_of_an_interrupted_backward_pass_gets_into_what_is_loaded(
     tmp_path: Path, given: Mapping[str, Any]
 ) -> None:
-    """DDP refuses by itself to go on in the same wrapper, without us too; a new one goes on as if nothing had been."""
+    """DDP itself refuses another pass in the same wrapper. A new wrapper continues as if nothing had happened."""
     alone = run_forks(2, load_after_an_interruption, str(tmp_path), given, False)
     after = run_forks(2, load_after_an_interruption, str(tmp_path), given, True)
     assert [weights for weights, _ in after] == [weights for weights, _ in alone]
@@ -330,7 +331,7 @@ def test_nothing_of_an_interrupted_backward_pass_gets_into_what_is_loaded(
 
 
 def remembered_by(rank: int, directory: str, saves: bool) -> list[float]:
-    """What gradients of each parameter are remembered by this rank, after steps, or loaded."""
+    """Return the sums of this rank's residuals of gradients by parameter, after some steps or after loading."""
     start()
     model, optimizer, attached = Setting(FOUR_BITS).build()
     if saves:
@@ -353,7 +354,7 @@ def test_another_number_of_ranks_takes_over_the_sums(tmp_path: Path) -> None:
 
 
 def load_of_another(rank: int, directory: str) -> list[str]:
-    """What is said where memories of other parameters are loaded, of larger ones of the same names, and of these."""
+    """Return the warnings about loading the residuals of other parameters, of larger ones, and of the same ones."""
     start()
     smaller, found = Branches(), []
     smaller.first = nn.Linear(WIDTH - 1, 31)
@@ -382,7 +383,7 @@ def test_memories_of_another_model_are_refused(tmp_path: Path) -> None:
 
 
 def replaced(rank: int, back: bool) -> list[str]:
-    """What is warned of when the program goes on with an optimizer of its own; `back`: or restores weights, twice."""
+    """Return the warnings if the program steps another optimizer or, with `back`, restores weights twice."""
     start()
     model, optimizer, _ = Setting(FOUR_BITS).build()
     other = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -422,7 +423,7 @@ def test_a_missing_state_is_an_error_or_a_warning(tmp_path: Path) -> None:
 
 
 def train_methods(rank: int, methods: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Methods under which ranks differ, or the loss does not fall."""
+    """Return the methods with which ranks differ or the loss does not decrease."""
     start()
     wrong = []
     for name, gradients_of in methods.items():
@@ -452,7 +453,7 @@ def test_every_method_trains() -> None:
 
 
 def divided(rank: int) -> tuple[bool, bool]:
-    """Two models at once: one of all four ranks, in two levels, and one of each pair."""
+    """Train two models at once: one on all four ranks, in two levels, and one on each pair of ranks."""
     start()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     nodes = {"gradients": {**FOUR_BITS["gradients"], "hierarchy": {"ranks_per_node": 2}}}
@@ -476,7 +477,7 @@ def test_several_models_and_groups() -> None:
 
 
 def one_alone(rank: int) -> bool:
-    """A group of one rank within a larger job: nothing travels, and nothing changes."""
+    """Train in a group of one rank within a larger job, which sends nothing and changes nothing."""
     start()
     groups = [dist.new_group([0]), dist.new_group([1])]
     with pytest.warns(deepspeed_compress.CompressWarning, match="data-parallel size is 1"):
@@ -538,7 +539,7 @@ def test_what_cannot_be_right_is_refused_by_name() -> None:
 
 
 def late_refusals(rank: int) -> list[str]:
-    """What is seen only when it is done: each message, or ""."""
+    """Return the message of each refusal that is raised late, or "" without one."""
     start()
     return [refusal(work) for work in LATE]
 
@@ -603,7 +604,7 @@ LATE: Mapping[Callable[[], None], str] = {
     not_wrapped: "expected a DistributedDataParallel, got",
     to_deepspeed: "expected a DeepSpeedEngine, got",
 }
-"""What is done, and what is said of it."""
+"""Programs, and a part of the message that refuses each."""
 
 
 def test_what_is_seen_late_is_refused_by_name() -> None:
@@ -657,7 +658,7 @@ def test_four_bits_send_an_eighth_and_learn_as_much(tmp_path: Path) -> None:
 
 
 def told(rank: int, monitor: Mapping[str, Any]) -> tuple[str, list[int]]:
-    """What is written to standard error when it is attached, and bytes of a step."""
+    """Return the text on standard error after attaching, and the bytes of a step."""
     start()
     written, figures = io.StringIO(), []
     with contextlib.redirect_stderr(written):
@@ -682,7 +683,7 @@ def test_the_first_rank_tells_what_is_compressed() -> None:
 
 
 def copied(rank: int) -> list[list[float]]:
-    """Weights after a step of: a model, its copy, and what was saved of it, all three from the same ones."""
+    """Return the weights after a step of a model, of its copy, and of its pickle, all from the same initial weights."""
     start()
     model, optimizer, _ = Setting(FOUR_BITS, options={"find_unused_parameters": True}).build()
     loss_of(model, rank, 0).backward()
@@ -713,7 +714,7 @@ def test_copies_and_pickles_leave_out_what_is_attached() -> None:
 
 
 def scaled(rank: int) -> bool:
-    """Whether a copy of a scaler still calls what follows the first one."""
+    """Return whether a copy of a scaler still calls the follower of the original."""
     start()
     model = DistributedDataParallel(Branches())
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.05), torch.amp.GradScaler("cpu")
@@ -762,7 +763,7 @@ def with_wrapped(rank: int, kinds: Sequence[str]) -> list[tuple[list[float], int
 
 
 def test_optimizers_that_wrap_another_one() -> None:
-    """Each steps as the one inside does."""
+    """Every wrapper steps like the optimizer inside."""
     kinds = ("plain", "accelerate", "post_local", "sharded", "scheduled")
     for plain, *others in run_forks(2, with_wrapped, kinds):
         assert plain[1] == 3
@@ -785,7 +786,7 @@ def test_what_cannot_be_followed_is_named() -> None:
 
 
 def failing(rank: int) -> list[list[float]]:
-    """Weights of a model alone, and of one to which attaching has failed at first: alone, and attached again."""
+    """Return the weights without compression, and after attaching failed once: uncompressed, and attached again."""
     start()
     found = []
     for attempts in (0, 1, 2):

@@ -1,4 +1,4 @@
-"""`deepspeed_compress.fsdp2`: what FSDP2 programs rely on, with and without compression, in the same processes."""
+"""Tests of `deepspeed_compress.fsdp2`: FSDP2 programs with and without compression, in the same processes."""
 
 import contextlib
 import io
@@ -105,7 +105,7 @@ def each_its_way(model: Any, rank: int, step: int) -> None:
 
 
 def looking_first(model: Any, rank: int, step: int) -> None:
-    """Gradients that are looked at and thrown away, before those that count."""
+    """Compute gradients that are inspected and discarded before those of the step."""
     plain(model, rank, step + 50)
     model.zero_grad()
     plain(model, rank, step)
@@ -168,13 +168,13 @@ EVERY = {**PROGRAMS, **OF_FOUR, **MIXED}
 
 
 def gradients(model: Any) -> dict[str, Tensor]:
-    """Whole ones, zeros where there is none."""
+    """Return the whole gradients, with zeros for parameters without one."""
     every = model.named_parameters()
     return {n: torch.zeros(p.shape) if p.grad is None else p.grad.full_tensor().clone() for n, p in every}
 
 
 def own_gradients(model: Any) -> dict[str, Tensor]:
-    """This rank's parts, those that there are."""
+    """Return this rank's shards of the existing gradients."""
     return {n: p.grad.to_local().clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
@@ -185,7 +185,7 @@ def run_program(
     steps: int,
     look: Callable[[Any], dict[str, Tensor]] = gradients,
 ) -> tuple[list[dict[str, Tensor]], Any, Any]:
-    """The gradients of every step, the model and what is attached."""
+    """Return the gradients of every step, the model, and the handle of its compression."""
     program, setting = EVERY[name]
     model, optimizer, attached = replace(setting, **change).build()
     seen = []
@@ -198,7 +198,7 @@ def run_program(
 
 
 def train_none(rank: int, names: list[str]) -> list[str]:
-    """Programs that have other bits with method "none"."""
+    """Return the programs whose bits differ with method "none"."""
     start()
     wrong = []
     for name in names:
@@ -227,7 +227,7 @@ def test_method_none_is_fsdp2_bit_for_bit(ranks: int, names: list[str]) -> None:
 
 
 def conserve(rank: int, names: list[str]) -> list[str]:
-    """Programs whose gradients, added up over the steps, are not the true ones less what is still remembered."""
+    """Return the programs whose summed gradients differ from the true ones minus the residuals."""
     start()
     wrong = []
     for name in names:
@@ -250,7 +250,7 @@ def conserve(rank: int, names: list[str]) -> list[str]:
 
 
 def means(attached: Any, sizes: Mapping[str, int]) -> dict[str, Tensor]:
-    """What owners keep of means between copies, which is in units of means."""
+    """Return the residuals of means between copies of the model, which are in units of means."""
     found = {name: torch.zeros(numel) for name, numel in sizes.items()}
     store = attached.session.stores.get("means")
     for (name, begin, numel), values in store.items() if store is not None else ():
@@ -276,7 +276,7 @@ def test_what_is_left_out_is_remembered_between_copies() -> None:
 
 
 def overflow(rank: int, scaled: bool, mesh: tuple[int, ...]) -> dict[str, Any]:
-    """A step with a NaN on rank 1: what it leaves, and what a program sees that leaves such steps out by itself."""
+    """Return the effects of a step with a NaN on rank 1, also in a program that skips such steps itself."""
     start()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100) if scaled else None
     model, optimizer, attached = Setting(FOUR_BITS, mesh).build(scaler)
@@ -322,7 +322,7 @@ def test_a_step_that_is_left_out_leaves_no_trace(scaled: bool, ranks: int, mesh:
 
 
 def resume(rank: int, directory: str, given: Mapping[str, Any], setting: Setting) -> tuple[bool, bool]:
-    """Whether a run that loads goes on with the bits of one that did not stop, and one that does not has others."""
+    """Return whether a resumed run has the bits of one that continues, and whether one that loads nothing differs."""
     start()
     setting = replace(setting, section=given)
     model, optimizer, attached = setting.build()
@@ -346,7 +346,7 @@ def interrupt(module: Any, gradients: Any) -> None:
 
 
 def load_after_an_interruption(rank: int, directory: str, interrupted: bool) -> list[list[float]]:
-    """The weights at the end: a backward pass has raised when two units had been reduced, and a new model loads."""
+    """Return the final weights after a backward pass raised with two units reduced, and a new model loaded."""
     start()
     model, optimizer, attached = Setting(STOCHASTIC).build()
     go_on(model, optimizer, rank, range(3))
@@ -399,7 +399,7 @@ def test_a_resumed_run_of_copies(tmp_path: Path) -> None:
 
 
 def remembered_by(rank: int, directory: str, saves: bool, units: tuple[str, ...]) -> dict[str, float]:
-    """What gradients of each parameter are remembered by this rank, after steps, or loaded."""
+    """Return the sums of this rank's residuals of gradients by parameter, after some steps or after loading."""
     start()
     model, optimizer, attached = Setting(FOUR_BITS, units=units).build()
     if saves:
@@ -439,7 +439,7 @@ def test_copies_cannot_become_other_copies(tmp_path: Path) -> None:
 
 
 def train_methods(rank: int, methods: Mapping[str, Mapping[str, Any]], mesh: tuple[int, ...]) -> list[str]:
-    """Methods under which copies differ, or the loss does not fall."""
+    """Return the methods with which copies differ or the loss does not decrease."""
     start()
     wrong = []
     for name, gradients_of in methods.items():
@@ -473,7 +473,7 @@ METHODS_OF_FSDP2 = {
 }
 INSIDE = {"bits": 4, "hierarchy": {"ranks_per_node": 2, "inside": {"bits": 8}}}
 PATIENCE = 400
-"""Seconds for runs of many steps, on a machine that has other work."""
+"""Timeout in seconds for runs of many steps on a busy machine."""
 
 
 @pytest.mark.timeout(2 * PATIENCE)
@@ -483,7 +483,7 @@ def test_every_method_trains() -> None:
 
 @pytest.mark.timeout(2 * PATIENCE)
 def test_methods_train_in_copies_of_shards() -> None:
-    """One of each kind of message and memory; every method is trained above."""
+    """Check one method of each kind of message and residual; every method is trained above."""
     names = ("int4_stochastic", "sign", "topk_int4", "randomk", "int8_memory", "dgc", "overrides", "clipped")
     methods = {name: METHODS_OF_FSDP2[name] for name in names}
     assert run_forks(4, train_methods, {**methods, "inside": INSIDE}, HSDP, timeout=PATIENCE) == [[]] * 4
@@ -491,7 +491,7 @@ def test_methods_train_in_copies_of_shards() -> None:
 
 
 def sent_between(rank: int, given: Mapping[str, Any], setting: Setting) -> tuple[dict[str, Any], int, int]:
-    """The statistics of a step, the elements of a rank's part, and of the model."""
+    """Return the statistics of a step, and the numbers of elements of a rank's shard and of the model."""
     start()
     model, optimizer, attached = replace(setting, section={**given, "monitor": {"announce": False}}).build()
     figures: list[Any] = []
@@ -514,7 +514,7 @@ def test_between_copies_parts_are_compressed_and_inside_nothing() -> None:
 
 
 def divided(rank: int) -> tuple[bool, bool]:
-    """Two models at once: one of all four ranks, in two levels, and one of each pair, on a part of a mesh."""
+    """Train two models at once: one on all four ranks, in two levels, and one on each pair, on a part of a mesh."""
     start()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "place"))
     nodes = {"gradients": {**FOUR_BITS["gradients"], "hierarchy": {"ranks_per_node": 2}}}
@@ -538,7 +538,7 @@ def test_several_models_and_meshes() -> None:
 
 
 def one_alone(rank: int) -> bool:
-    """A mesh of one rank within a larger job: nothing travels, and nothing changes."""
+    """Train on a mesh of one rank within a larger job, which sends nothing and changes nothing."""
     start()
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"]
     both = {**FOUR_BITS, "weights": {"bits": 4}}
@@ -557,7 +557,7 @@ def test_one_rank() -> None:
 
 
 class Watched(nn.Linear):
-    """Notes its whole weights at every use, forward and backward."""
+    """Layer that records its whole weights at every use, in forward and backward."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -633,7 +633,7 @@ def test_weights_are_rounded_alike_everywhere_in_training_alone(
 
 
 def evaluated(rank: int) -> bool:
-    """Whether evaluation after a forward pass in training, which leaves the weights of the root here, is exact."""
+    """Return whether evaluation is exact after a training forward pass, which keeps the weights of the root."""
     start()
     model, *_ = Setting(WEIGHTS).build()
     alone, *_ = Setting().build()
@@ -709,13 +709,13 @@ def test_what_cannot_be_right_is_refused_by_name() -> None:
 
 
 def late_refusals(rank: int) -> list[str]:
-    """What is seen only when it is done: each message, or ""."""
+    """Return the message of each refusal that is raised late, or "" without one."""
     start()
     return [refusal(work) for work in LATE]
 
 
 def scheduled(rank: int, mesh: tuple[int, ...]) -> tuple[list[bool], list[bool], list[float | None]]:
-    """Of steps with a warm-up: whether gradients are the true ones, whether weights are, and the cosines."""
+    """Return whether gradients and weights are exact in steps with a warm-up, and the cosines."""
     start()
     given = {**FOUR_BITS, "weights": {"bits": 4, "block_size": 32}, "schedule": {"warmup_steps": 2}}
     exact, _, _ = run_sections(None, mesh, rank)
@@ -901,7 +901,7 @@ def test_four_bits_send_an_eighth_and_learn_as_much(tmp_path: Path) -> None:
 
 
 def told(rank: int) -> tuple[str, list[tuple[int, int, int]]]:
-    """What is written to standard error when it is attached, and bytes of a step."""
+    """Return the text on standard error after attaching, and the bytes of a step."""
     start()
     written, figures = io.StringIO(), []
     with contextlib.redirect_stderr(written):
