@@ -27,6 +27,7 @@ from deepspeed_compress.backends.deepspeed.sigterm import SigtermHandler, saves_
 from deepspeed_compress.checkpointing.claim import Claim
 from deepspeed_compress.checkpointing.completeness import Save
 from deepspeed_compress.checkpointing.deepspeed.exclusive import alone_in, start_of_all
+from deepspeed_compress.checkpointing.deepspeed.limits import check_saving
 from deepspeed_compress.checkpointing.deepspeed.memory_placement import HostMemory
 from deepspeed_compress.checkpointing.deepspeed.participants import LoadRequest, Participant, SaveRequest
 from deepspeed_compress.checkpointing.deepspeed.progress import Progress
@@ -37,32 +38,10 @@ from deepspeed_compress.checkpointing.snapshot import NOTHING, Call, Memory, Sna
 from deepspeed_compress.checkpointing.writer import Task, write_torch
 from deepspeed_compress.config import Checkpointing
 from deepspeed_compress.config.durations import byte_rate, seconds
-from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.session.observer import new_run
 from deepspeed_compress.session.patches import Patches
 
 __all__ = ["BackgroundSaving", "attach_background"]
-
-
-def _check_saving(engine: Any) -> None:
-    """Check that DeepSpeed saves in a way that can be done in the background.
-
-    Raises:
-        UnsupportedError: it does not.
-    """
-    if type(engine.checkpoint_engine) is not TorchCheckpointEngine:
-        raise UnsupportedError(
-            f"/deepspeed_compress/checkpointing cannot be combined with {type(engine.checkpoint_engine).__name__} "
-            "(allowed: DeepSpeed's default checkpoint engine); remove the key, or checkpoint.writer and nebula"
-        )
-    if not hasattr(os, "memfd_create"):
-        raise UnsupportedError("/deepspeed_compress/checkpointing requires Linux (memfd_create); remove the key")
-    if engine.use_node_local_storage() or engine.zero_nvme_offload_optimizer():
-        raise UnsupportedError(
-            "/deepspeed_compress/checkpointing cannot be combined with use_node_local_storage or an optimizer on NVMe, "
-            "because their files are not all in one directory (allowed: one directory for all ranks); remove "
-            "one of the two keys"
-        )
 
 
 def attach_background(engine: Any, settings: Checkpointing, patches: Patches) -> "BackgroundSaving":
@@ -72,7 +51,7 @@ def attach_background(engine: Any, settings: Checkpointing, patches: Patches) ->
         UnsupportedError: DeepSpeed saves in a way that cannot be done in the background.
         ConfigError: another job saves in the directory of the settings.
     """
-    _check_saving(engine)
+    check_saving(engine)
     saving = BackgroundSaving(engine, settings)
     patches.on_undo(saving.cleanup)
     patches.replace(engine, "checkpoint_engine", saving)
