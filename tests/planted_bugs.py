@@ -263,9 +263,9 @@ BUGS: Mapping[str, Bug] = {
         ("backends/deepspeed/test_switching.py",),
     ),
     "factors are not in a resumed run": Bug(
-        "session/memories.py",
-        "        session.remembered.expect(found[0][1].storage)",
-        "        session.remembered.expect({})",
+        "session/state_files.py",
+        "        session.residuals.expect(found[0][1].storage)",
+        "        session.residuals.expect({})",
         ("backends/deepspeed/test_switching.py",),
     ),
     "buckets of PowerSGD are a plan for others": Bug(

@@ -92,8 +92,8 @@ TABLE = {
     "backends.deepspeed.seams": allow("errors", "packaging"),
     "backends.deepspeed.versions": allow("", "deepspeed packaging"),
     "backends.deepspeed.attach": allow(
-        "backends.deepspeed checkpointing.deepspeed local_sgd.deepspeed collectives compression config errors monitor "
-        "policy session",
+        "backends.deepspeed checkpointing.deepspeed local_sgd.deepspeed collectives config errors monitor policy "
+        "session",
         "torch deepspeed",
     ),
     "backends.deepspeed.initialize": allow(
@@ -106,8 +106,8 @@ TABLE = {
         "torch deepspeed",
     ),
     "checkpointing.deepspeed.agreement": allow("", "torch"),
-    "checkpointing.deepspeed.exclusive": allow("checkpointing session.memories errors", "torch"),
-    "local_sgd": allow("collectives compression config errors monitor", "torch"),
+    "checkpointing.deepspeed.exclusive": allow("checkpointing session.state_files errors", "torch"),
+    "local_sgd": allow("collectives compression config errors", "torch"),
     "local_sgd.anchors": allow("transport", "torch"),
     "local_sgd.island_ranks": allow("errors", "torch"),
     "local_sgd.moments": allow("", "torch"),
@@ -120,10 +120,10 @@ TABLE = {
         "backends.deepspeed checkpointing.deepspeed collectives compression config errors local_sgd monitor session",
         "torch deepspeed",
     ),
-    "backends": allow("collectives compression config diagnostics errors monitor policy session", "torch packaging"),
+    "backends": allow("collectives compression config diagnostics errors monitor session", "torch packaging"),
     "backends.megatron": allow(
         "backends.groups backends.limits backends.sessions backends.steps collectives compression config errors "
-        "session",
+        "monitor session",
         "torch megatron numpy packaging",
     ),
     "models": allow("config.names errors", "torch deepspeed transformers safetensors", lazily="megatron"),

@@ -39,7 +39,7 @@ def find_common_limits(config: CompressConfig, optimizer: Optimizer, device: tor
     """Yield what is wrong with `config` without DeepSpeed, for this optimizer and device."""
     for key, used, why in _LIMITS:
         if used(config) is not None:
-            yield f"/{SECTION}/{key} works with DeepSpeed alone: {why}; remove the key"
+            yield f"/{SECTION}/{key} works only with DeepSpeed: {why}; remove the key"
     yield from find_second_momentum(optimizer.param_groups, config)
     if device.type not in FASTEST:
         yield f"it is on {device}, for which there are no kernels (allowed: {', '.join(FASTEST)})"
@@ -49,7 +49,7 @@ def find_foreign_optimizer(optimizer: Optimizer, parameters: Iterable[Parameter]
     """Yield a problem if `optimizer` updates none of `parameters`."""
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if not any(id(parameter) in stepped for parameter in parameters):
-        yield "the optimizer steps none of its parameters; pass the one that does"
+        yield "the optimizer updates none of its parameters; pass the optimizer that does"
 
 
 def refuse(engine: Any, problems: Iterable[str]) -> None:

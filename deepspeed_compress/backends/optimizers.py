@@ -24,9 +24,8 @@ def unwrap(optimizer: Optimizer) -> Optimizer:
         found = next((one for one in inside if isinstance(one, Optimizer)), None)
     if found is None:
         raise UnsupportedError(
-            f"optimizer: steps of a {type(optimizer).__name__} cannot be followed (allowed: an optimizer of torch, or "
-            "a wrapper that keeps one as its attribute `optimizer`); pass the optimizer of torch that steps the "
-            "parameters"
+            f"optimizer: expected a torch optimizer, or a wrapper with one in its attribute `optimizer`, got "
+            f"{type(optimizer).__name__}; pass the torch optimizer that updates the parameters"
         )
     return found
 

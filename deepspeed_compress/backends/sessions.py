@@ -15,26 +15,21 @@ from torch.optim import Optimizer
 
 from deepspeed_compress.backends.groups import find_place_in, make_groups
 from deepspeed_compress.backends.steps import Scaler, StepFollower, Steps
-from deepspeed_compress.collectives.pace import make_pace
-from deepspeed_compress.collectives.reducer import Run, StepClock
-from deepspeed_compress.collectives.reduction import Groups, Parameters, Reductions, Site
+from deepspeed_compress.collectives.reduction import Groups, Parameters
 from deepspeed_compress.compression import state
-from deepspeed_compress.compression.residuals import ResidualStores
-from deepspeed_compress.config import SECTION, CompressConfig, check_world, parse_section, read_ds_config, total_steps
+from deepspeed_compress.config import SECTION, CompressConfig, check_world, parse_section, read_ds_config
 from deepspeed_compress.config.names import user_name
 from deepspeed_compress.diagnostics import pointer
 from deepspeed_compress.errors import CompressWarning
-from deepspeed_compress.monitor import Journal, Meter, write_configuration
-from deepspeed_compress.policy import Policy
-from deepspeed_compress.session.memories import Place, load_memories, save_memories, save_on_all
-from deepspeed_compress.session.observer import new_run
+from deepspeed_compress.monitor import write_configuration
+from deepspeed_compress.session.parts import Attachment, Parts, make_parts
 from deepspeed_compress.session.patches import Patches
-from deepspeed_compress.session.records import make_records
-from deepspeed_compress.session.reporting import Reporter, Sizes
+from deepspeed_compress.session.reporting import Sizes
 from deepspeed_compress.session.session import Session
+from deepspeed_compress.session.state_files import Place, load_state_files, save_on_all, save_state_files
 from deepspeed_compress.session.torch_version import check_torch
 
-__all__ = ["Attached", "Config", "Exchanged", "Target", "attach_session", "make_session", "read_section"]
+__all__ = ["Attached", "Config", "Exchanged", "Target", "attach_session", "make_session_parts", "read_section"]
 
 Config = str | Path | dict[str, Any]
 """Path or content of a ds_config.json, of which only the section `deepspeed_compress` is used."""
@@ -109,7 +104,7 @@ class Attached:
         """
         scale = self.session.clock.loss_scale
         save = partial(
-            save_memories, self.session, Path(directory), self.place, 0, self.steps.count, scale, state.write
+            save_state_files, self.session, Path(directory), self.place, 0, self.steps.count, scale, state.write
         )
         save_on_all(save, self.place.group)
 
@@ -124,7 +119,7 @@ class Attached:
         """
         self.session.reset()
         self.session.journal.adopt(None)
-        step = load_memories(self.session, Path(directory), self.place, self.steps.loss_scale)
+        step = load_state_files(self.session, Path(directory), self.place, self.steps.loss_scale)
         self.steps.begin(self.steps.count if step is None else step)
         self.session.journal.continue_from(self.steps.count)
 
@@ -155,36 +150,44 @@ def attach_session(
     All ranks of the group must call this.
     """
     group = exchanged.group
-    session = make_session(exchanged, section, document, writes=group.rank() == 0)
+    session = Session(make_session_parts(exchanged, section, document, writes=group.rank() == 0))
     with session.patches.undone_on_failure():
         steps = Steps(session, optimizer, scaler)
         steps.begin(0)
     return Attached(session, steps, Place(group.rank(), exchanged.position, exchanged.device, group))
 
 
-def make_session(exchanged: Exchanged, section: CompressConfig, document: Mapping[str, Any], writes: bool) -> Session:
-    """Return a session. All ranks of the group of `exchanged` must call this. `writes`: this rank reports."""
+def make_session_parts(
+    exchanged: Exchanged, section: CompressConfig, document: Mapping[str, Any], writes: bool
+) -> Parts:
+    """Return the parts of a session. All ranks of the group of `exchanged` must call this.
+
+    `writes` is True if this rank reports.
+    """
     check_torch(torch.__version__)
     check_world(section, exchanged.group.size())
-    run = Run(StepClock(), Meter(), section.seed, make_pace(section.communication, exchanged.group))
-    told = partial(_first_alone, writes)
-    reporter = Reporter(section.monitor, run.meter, told, exchanged.device, group=exchanged.group)
-    journal = Journal(section.monitor.path, new_run(exchanged.group))
-    records = make_records(reporter, journal, writes)
-    policy = Policy(section, total_steps(document, section.schedule), records.log.record)
+    attachment = Attachment(
+        section,
+        document,
+        exchanged.parameters,
+        exchanged.device,
+        partial(_first_alone, writes),
+        writes,
+        partial(_made_groups, exchanged, section),
+        # Any step may be skipped, by a scaler or by the program.
+        transactional=True,
+        group=exchanged.group,
+    )
+    parts = make_parts(attachment, Patches())
     if writes:
-        write_configuration(journal, document)
-    return Session(section, policy, run, _reductions(section, exchanged, run), records, None, Patches())
+        write_configuration(parts.records.journal, document)
+    return parts
 
 
-def _reductions(section: CompressConfig, exchanged: Exchanged, run: Run) -> Reductions | None:
-    if section.gradients.method == "none":
-        return None
-    # Any step may be skipped, by a scaler or by the program.
-    stores = ResidualStores(transactional=True)
+def _made_groups(exchanged: Exchanged, section: CompressConfig) -> Groups:
     groups = exchanged.make_groups(exchanged.group, section)
     dist.barrier(exchanged.group)
-    return Reductions(Site(groups, exchanged.parameters, stores, run))
+    return groups
 
 
 def _first_alone(first: bool, sizes: Sizes) -> tuple[int, Sizes] | None:

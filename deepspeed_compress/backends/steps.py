@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.session.copies import leave_out_of_copies
-from deepspeed_compress.session.remembered import FinishedStep
+from deepspeed_compress.session.residual_state import FinishedStep
 from deepspeed_compress.session.session import Session
 
 __all__ = ["UNKNOWN", "Scaler", "StepFollower", "Steps"]
@@ -46,6 +46,9 @@ class StepFollower(Protocol):
 
     def begin(self, step: int) -> None:
         """Begin optimizer step `step` (0-based)."""
+
+    def gradients_reduced(self) -> None:
+        """Note that gradients of the running step have been reduced."""
 
     def forget(self) -> None:
         """Discard the reductions of the running step, if any, because the gradients were cleared."""
@@ -87,6 +90,10 @@ class Steps:
         self._changes_before = self._changes()
         self._session.begin(step, self.loss_scale)
 
+    def gradients_reduced(self) -> None:
+        """Note that gradients of the running step have been reduced."""
+        self.reduced = True
+
     def forget(self) -> None:
         """Discard the reductions of the running step, if any, because the gradients were cleared."""
         if self.reduced and not self._asked:
@@ -105,9 +112,9 @@ class Steps:
         self._elsewhere += self._changes() != self._changes_before
         if self._elsewhere == SEVERAL:
             warnings.warn(
-                f"parameters change, but not by the {type(self._optimizer).__name__} that was attached: these "
-                "steps count as left out, and error feedback forgets what it kept back. Go on with that optimizer "
-                "(groups can be added to it), or wrap the model anew and attach the one that steps",
+                f"parameters change, but not through the attached {type(self._optimizer).__name__}: these steps are "
+                "treated as skipped, so error feedback discards their residuals. Use the attached optimizer (parameter "
+                "groups can be added to it), or wrap the model again and attach the optimizer that steps",
                 CompressWarning,
                 stacklevel=3,
             )

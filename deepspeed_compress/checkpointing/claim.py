@@ -66,7 +66,7 @@ class Claim:
         try:
             _lock(descriptor, fcntl.LOCK_SH)
             if not self._is_ours(descriptor):
-                raise StateError(f"{self.place}: ranks that were started later save there now")
+                raise StateError(f"{self.place}: a later start of the job saves there now")
             yield
         finally:
             os.close(descriptor)

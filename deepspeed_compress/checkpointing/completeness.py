@@ -196,7 +196,7 @@ def check_place(save: Save) -> None:
         StateError: it does not exist.
     """
     if not save.place.is_dir():
-        raise StateError(f"{save.place} could not be made, or was removed before all of it was written")
+        raise StateError(f"{save.place} could not be created, or was removed before everything was written")
 
 
 def digest(file: Path) -> str:
@@ -258,12 +258,12 @@ def read_list(file: Path) -> FileList:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         if found.pop("sha256") != _sha256_of(found):
-            raise StateError(f"{file} is damaged: the digest does not fit")
+            raise StateError(f"{file} is damaged: its digest does not match")
         listed = FileList.of(found)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise StateError(f"{file} is damaged ({error!r})") from error
     if listed.version != VERSION:
-        raise StateError(f"{file} has version {listed.version}, this package reads {VERSION}")
+        raise StateError(f"{file} has version {listed.version}, but this package reads version {VERSION}")
     return listed
 
 
@@ -304,7 +304,7 @@ def find_problems(place: Path, part: int = 0, parts: int = 1) -> Iterator[str]:
     if len(names) > 1 or len(worlds) > 1 or len(lists) != lists[0].world:
         yield f"{place}: {len(lists)} of {max(worlds)} ranks have listed their files, of {len(names)} saves"
     yield from (
-        f"{place}: rank {listed.rank} did not write all: {listed.problem}" for listed in lists if listed.problem
+        f"{place}: rank {listed.rank} did not write everything: {listed.problem}" for listed in lists if listed.problem
     )
     for listed in lists[part::parts]:
         yield from find_damaged(place, listed)
@@ -319,7 +319,7 @@ def find_damaged(place: Path, listed: FileList) -> Iterator[str]:
         elif file.stat().st_size != size:
             yield f"{file} has {file.stat().st_size} bytes of {size}"
         elif digest(file) != sha256:
-            yield f"{file} is damaged: the digest does not fit"
+            yield f"{file} is damaged: its digest does not match"
 
 
 @dataclass(frozen=True)
@@ -456,7 +456,7 @@ def latest_tag(directory: Path) -> str | None:
     except (OSError, ValueError) as error:
         raise StateError(f"{latest} is damaged ({error!r})") from error
     if not tag or len(tag.encode()) > _LONGEST_TAG or not tag.isprintable():
-        raise StateError(f"{latest} is damaged: it names {tag[:60]!r} (allowed: the name of a directory beside it)")
+        raise StateError(f"{latest} is damaged: it names {tag[:60]!r} (allowed: the name of a directory next to it)")
     return tag
 
 

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Shelf"]
+__all__ = ["MemoryCatalog"]
 
 _KEPT = 2
 """Number of complete checkpoints to keep, since one may turn out to be damaged."""
 
 
 @dataclass
-class Shelf:
+class MemoryCatalog:
     """Numbers and tags of the checkpoints that were saved in memory, and of those that were also sent to other hosts.
 
     Attributes:
@@ -38,12 +38,16 @@ class Shelf:
             self._sent.append((number, tag))
         return send
 
+    def ranks_agreed(self, written: int, copied: int) -> None:
+        """Note an agreement of all ranks on what is written and copied."""
+        self.written, self.copied = written, copied
+
     @property
     def sending(self) -> bool:
         """Return True if a copy is in progress, as far as all ranks know."""
         return any(number > self.copied for number, _ in self._sent)
 
-    def forget(self, number: int, of_copy: bool) -> bool:
+    def mark_failed(self, number: int, of_copy: bool) -> bool:
         """Remove the checkpoint `number`, whose writing or, if `of_copy`, sending failed. Return True if this is news.
 
         A checkpoint that was not written is not sent either. A failure is not news if another one preceded it and no
@@ -59,12 +63,12 @@ class Shelf:
         self._failed[of_copy] = (number, news)
         return news
 
-    def begin_anew(self, tag: str | None) -> None:
+    def restart_from(self, tag: str | None) -> None:
         """Restart from the checkpoint `tag`, which is complete in memory; None if training resumes from elsewhere."""
         self._saved = [] if tag is None else [(0, tag)]
         self._sent = list(self._saved) if self.copies else []
 
-    def of_use(self) -> frozenset[str]:
+    def tags_to_keep(self) -> frozenset[str]:
         """Return the tags to keep.
 
         These are the newest two complete ones, the newest one whose copies have all arrived, and all that are in

@@ -106,9 +106,9 @@ def send_copies(
         with connect(f"{host}:{destination.port}", COPIES, credentials, limits=limits) as connection:
             answer = _sent(connection, place, listed, _paced(place, listed, destination.max_rate, moves))
     except AuthenticationError as error:
-        raise StateError(f"host {destination.address} takes copies of another job") from error
+        raise StateError(f"host {destination.address} receives the copies of another job") from error
     if answer.get("kind") != "taken":
-        raise StateError(f"host {destination.address} did not take a copy: {answer.get('why')}")
+        raise StateError(f"host {destination.address} did not accept a copy: {answer.get('why')}")
 
 
 def _sent(connection: Connection, place: Path, listed: FileList, pieces: Iterator[bytes]) -> Mapping[str, Any]:
@@ -219,9 +219,9 @@ class _Taker:
         listed = FileList.of({key: value for key, value in head["list"].items() if key != "sha256"})
         for name, (size, sha256) in listed.files.items():
             if not _COUNT(size) or not isinstance(sha256, str) or not name:
-                raise StateError(f"the list has {name!r} of {size!r} bytes")
+                raise StateError(f"the list contains {name!r} of {size!r} bytes")
         if sum(size for size, _ in listed.files.values()) != left:
-            raise StateError(f"the files have {left} bytes, and the list says otherwise")
+            raise StateError(f"the files have {left} bytes, but the list says otherwise")
         if head["tag"] in (".", "..") or Path(head["tag"]).name != head["tag"]:
             raise StateError(f"{head['tag']} is outside of {self._directory}")
         return _inside(self._directory, head["tag"]), listed
@@ -271,7 +271,7 @@ def write_checked(chunks: Iterable[bytes | memoryview], file: Path, sha256: str)
                 digest.update(chunk)
                 target.write(chunk)
         if digest.hexdigest() != sha256:
-            raise StateError(f"{file.name} was damaged on its way")
+            raise StateError(f"{file.name} was damaged in transit")
         os.replace(written, file)
     except BaseException:
         written.unlink(missing_ok=True)

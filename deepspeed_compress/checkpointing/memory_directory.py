@@ -20,9 +20,9 @@ from deepspeed_compress.errors import StateError
 
 __all__ = [
     "ENVIRONMENT",
-    "Held",
+    "HostSave",
     "Missing",
-    "find_held",
+    "find_host_saves",
     "job_directory",
     "job_name",
     "keep_only",
@@ -52,7 +52,7 @@ def job_name(directory: Path) -> str:
     except OSError as error:
         raise StateError(f"{file}, which names the job, can neither be read nor written: {error}") from error
     if re.fullmatch("[0-9a-f]{32}", found) is None:
-        raise StateError(f"{file} is damaged: remove it, and checkpoints in memory begin anew")
+        raise StateError(f"{file} is damaged: remove it to start checkpoints in memory afresh")
     return found
 
 
@@ -74,16 +74,16 @@ def _make_private(place: Path) -> None:
         place.mkdir(mode=0o700, exist_ok=True)
         found = place.lstat()
     except OSError as error:
-        raise StateError(f"{place}, for checkpoints in memory, cannot be made: {error}") from error
+        raise StateError(f"{place}, for checkpoints in memory, cannot be created: {error}") from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise StateError(
-            f"{place}, for checkpoints in memory, is not this user's alone (allowed: a directory of mode 0700); "
+            f"{place}, for checkpoints in memory, is not private to this user (allowed: a directory of mode 0700); "
             "remove it"
         )
 
 
 @dataclass(frozen=True)
-class Held:
+class HostSave:
     """The lists that a host holds of one save, by rank. The files may still be damaged."""
 
     tag: str
@@ -99,16 +99,16 @@ class Held:
         return (self.step, self.tag, self.run, self.number)
 
 
-def find_held(directory: Path) -> tuple[list[Held], list[str]]:
+def find_host_saves(directory: Path) -> tuple[list[HostSave], list[str]]:
     """Return the saves in `directory`, and the problems of lists that cannot be read."""
-    found: list[Held] = []
+    found: list[HostSave] = []
     problems: list[str] = []
     for place in sorted(place for place in directory.iterdir() if place.is_dir() and not place.is_symlink()):
         lists = sorted(_readable(place, problems), key=lambda one: (one.run, one.number, one.rank))
         for (run, number), some in groupby(lists, key=lambda one: (one.run, one.number)):
             by_rank = {one.rank: one for one in some}
             first = next(iter(by_rank.values()))
-            found.append(Held(place.name, run, number, first.step, first.world, by_rank))
+            found.append(HostSave(place.name, run, number, first.step, first.world, by_rank))
     return found, problems
 
 

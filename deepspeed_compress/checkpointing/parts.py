@@ -62,7 +62,7 @@ class Fragments:
             if filled != piece.numel:
                 raise StateError(
                     f"the checkpoint has {filled} of the elements {piece.begin} to {piece.begin + piece.numel} of "
-                    f"{piece.name}: it is of another model, or a file of it is of another save"
+                    f"{piece.name}: it belongs to another model, or one of its files belongs to another save"
                 )
         return part
 

@@ -18,7 +18,7 @@ from deepspeed_compress.errors import CompressWarning, UnsupportedError
 from deepspeed_compress.integrations.trainer_logs import log_entries, to_megabytes
 from deepspeed_compress.local_sgd.deepspeed.elastic import SEEDS
 from deepspeed_compress.monitor import StepStatistics
-from deepspeed_compress.session.beside import Saving
+from deepspeed_compress.session.protocols import BackgroundCheckpoints
 from deepspeed_compress.session.session import Session
 
 __all__ = ["CompressionCallback", "use_own_data_order"]
@@ -113,7 +113,7 @@ class CompressionCallback(TrainerCallback):  # type: ignore[misc]
         return save_exactly
 
     @contextmanager
-    def _keep_one_more(self, saving: Saving | None) -> Iterator[None]:
+    def _keep_one_more(self, saving: BackgroundCheckpoints | None) -> Iterator[None]:
         """Make Trainer keep one more checkpoint than `save_total_limit` if checkpoints are written in the background.
 
         Trainer removes old checkpoints at once, when the newest one is not complete yet.

@@ -1,7 +1,7 @@
 """Statistics of each step: bytes, times and compression quality, and the files they go to. Importing needs no torch."""
 
 from deepspeed_compress.monitor.events import CONFIGURATION, EVENTS, Event, EventLog, write_configuration
-from deepspeed_compress.monitor.journal import STATISTICS, Journal, Part
+from deepspeed_compress.monitor.journal import STATISTICS, Journal, Part, utc_now
 from deepspeed_compress.monitor.memory import peak_memory
 from deepspeed_compress.monitor.meter import KINDS, PHASES, Meter
 from deepspeed_compress.monitor.writer import EventSink, StatisticsWriter, StepStatistics
@@ -21,5 +21,6 @@ __all__ = [
     "StatisticsWriter",
     "StepStatistics",
     "peak_memory",
+    "utc_now",
     "write_configuration",
 ]

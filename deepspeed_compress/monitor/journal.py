@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor.files import make_private, open_private
 
-__all__ = ["STATISTICS", "Journal", "Part"]
+__all__ = ["STATISTICS", "Journal", "Part", "utc_now"]
 
 STATISTICS = "compression.jsonl"
 TAIL_BYTES = 1 << 16
@@ -46,8 +46,8 @@ class Journal:
     must never stop training.
     """
 
-    def __init__(self, directory: str | None, run: str = "", step: int = 0) -> None:
-        self.part = Part(run, datetime.now(UTC).isoformat(timespec="milliseconds"), step)
+    def __init__(self, directory: str | None, run: str = "", step: int = 0, started: str | None = None) -> None:
+        self.part = Part(run, started or utc_now(), step)
         self._directory = None if directory is None else Path(directory)
         self._warned: set[str] = set()
 
@@ -102,6 +102,11 @@ class Journal:
         if kind not in self._warned:
             self._warned.add(kind)
             warnings.warn(f"{what}; training continues, but these lines are lost", CompressWarning, stacklevel=2)
+
+
+def utc_now() -> str:
+    """Return the time in UTC, in ISO format with milliseconds."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def _write(path: Path, text: str) -> None:

@@ -53,6 +53,11 @@ class Meter:
         """Add `size` to the bytes of `kind`, one of `KINDS`."""
         setattr(self, kind, getattr(self, kind) + size)
 
+    def count_engine_reduction(self, size: int) -> None:
+        """Add `size` bytes of gradients that the engine reduces itself: sent, and uncompressed."""
+        self.bytes_uncompressed += size
+        self.bytes_sent = self.bytes_uncompressed
+
     @contextmanager
     def phase(self, name: str, device: "torch.device") -> Iterator[None]:
         """Time a block as `name`, one of `PHASES`, and record it in torch's profiler."""

@@ -21,7 +21,7 @@ def tell(text: Callable[[], str]) -> None:
     try:
         print(f"deepspeed_compress: {text()}", file=sys.stderr, flush=True)
     except Exception as error:  # an informational line must not stop one rank while the others wait for it
-        warnings.warn(f"what is compressed cannot be told: {error!r}", CompressWarning, stacklevel=3)
+        warnings.warn(f"the startup line cannot be written: {error!r}", CompressWarning, stacklevel=3)
 
 
 def joined(config: CompressConfig, where: str, ranks: int, figures: Callable[[], Sequence[str]]) -> str:
@@ -37,7 +37,7 @@ def joined(config: CompressConfig, where: str, ranks: int, figures: Callable[[],
     first = f"{methods}; {where}, {ranks} data-parallel ranks"
     found = [*(figures() if ranks > 1 else ()), *_between_islands(config.islands)]
     if not found:
-        return f"{first}; nothing is {'compressed' if ranks > 1 else 'sent, and so nothing compressed'}"
+        return f"{first}; nothing is {'compressed' if ranks > 1 else 'sent, so nothing is compressed'}"
     warmup = config.schedule.warmup_steps
     last = [f"the first {warmup} steps are uncompressed"] if warmup else []
     return "; ".join([first, *found, *last]) + ' ("monitor": {"announce": false} leaves this line out)'
@@ -69,7 +69,8 @@ def gradient_texts(
     share = 1 - sum(parameters.numel(name) for name in raw) / max(1, total)
     count = len(parameters.shapes)
     return [
-        f"{count - len(raw)} of {count} parameters are compressed ({share:.1%} of the elements), {len(raw)} exempt",
+        f"{count - len(raw)} of {count} parameters are compressed ({share:.1%} of the elements), {len(raw)} "
+        "are excluded",
         f"rank 0 sends about {size(times * found.sent)} of gradients a step, uncompressed {size(alone)}",
         f"residuals take up to {size(found.kept)}",
     ]

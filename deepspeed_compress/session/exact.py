@@ -1,7 +1,7 @@
 """Exact weights before they are read: compressed ones lag behind the fp32 master weights by one compression error.
 
 Bringing them up to date is a collective. It is done in calls that all ranks must make: `save_checkpoint` and
-`load_checkpoint` (`engine.checkpoints.checkpoint`), `save_16bit_model`, `models.save_pretrained`; under Trainer before
+`load_checkpoint` (`checkpointing/deepspeed`), `save_16bit_model`, `models.save_pretrained`; under Trainer before
 each of its checkpoints and when training ends (`integrations`). Reading a state dict must not wait for other ranks,
 because rank 0 may do it alone.
 """
@@ -15,17 +15,22 @@ __all__ = ["ExactWeights", "attach_exact"]
 
 
 class ExactWeights:
-    """Updater of the weights of `engine`, which calls `bring` at most once for each optimizer step."""
+    """Updater of an engine's weights.
 
-    def __init__(self, engine: Any, bring: Callable[[], None]) -> None:
-        self._engine = engine
-        self._bring = bring
-        self._exact_at = engine.global_steps
+    Args:
+        steps_taken: returns the number of optimizer steps that the engine has taken.
+        update: copies the fp32 master weights into the weights of all ranks. Collective.
+    """
+
+    def __init__(self, steps_taken: Callable[[], int], update: Callable[[], None]) -> None:
+        self._steps_taken = steps_taken
+        self._update = update
+        self._exact_at = steps_taken()
 
     @property
     def behind(self) -> bool:
         """Return True if weights may lag behind the fp32 master weights; the same on all ranks."""
-        return bool(self._engine.global_steps != self._exact_at)
+        return self._steps_taken() != self._exact_at
 
     def synchronise(self) -> None:
         """Copy the fp32 master weights into the weights of all ranks if they may lag. All ranks must call it."""
@@ -34,12 +39,12 @@ class ExactWeights:
 
     def renew(self) -> None:
         """Do the same as `synchronise`, even if the weights seem exact, as after loading."""
-        self._bring()
-        self._exact_at = self._engine.global_steps
+        self._update()
+        self._exact_at = self._steps_taken()
 
 
-def attach_exact(engine: Any, bring: Callable[[], None], patches: Patches) -> ExactWeights:
+def attach_exact(engine: Any, update: Callable[[], None], patches: Patches) -> ExactWeights:
     """Return the engine's `ExactWeights`, called before `save_16bit_model`, which all ranks must call."""
-    exact = ExactWeights(engine, bring)
+    exact = ExactWeights(lambda: int(engine.global_steps), update)
     patches.precede(engine, "save_16bit_model", exact.synchronise)
     return exact

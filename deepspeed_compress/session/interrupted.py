@@ -25,8 +25,8 @@ def discard(pending: Sequence[Pending], group: ProcessGroup) -> None:
     begun = [int(count) for count in counts]
     if min(begun) != max(begun):
         raise StateError(
-            f"backward failed at different places: ranks have begun {begun} reductions, and those of one rank wait for "
-            "another one that never began them (allowed: the same number on all ranks); start the job again"
+            f"backward failed at different points: ranks have started {begun} reductions, so some ranks wait "
+            "for others that never started theirs (allowed: the same number on all ranks); restart the job"
         )
     for one in pending:
         one.finish(torch.zeros(sum(segment.numel for segment in one.own)))

@@ -22,8 +22,8 @@ def equal_machines(device: torch.device, group: ProcessGroup | None = None) -> b
     kinds = sorted(set(map(str, found)))
     if len(kinds) > 1:
         warnings.warn(
-            "/deepspeed_compress/adaptive: powersgd is left out of the usual candidates, because ranks compute on "
-            f"different machines ({'; '.join(kinds)}), and it needs the same bits from all of them",
+            "/deepspeed_compress/adaptive: powersgd is not among the default candidates, because the ranks run on "
+            f"different machines ({'; '.join(kinds)}), and powersgd needs the same bits from all ranks",
             CompressWarning,
             stacklevel=2,
         )

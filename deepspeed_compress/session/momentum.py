@@ -17,9 +17,9 @@ def find_second_momentum(param_groups: Iterable[Mapping[str, Any]], config: Comp
     found = {_first_momentum(group) for group in param_groups} - {0.0}
     if found:
         yield (
-            f"/deepspeed_compress/gradients/method {config.gradients.method} gives the gradients a momentum, and the "
-            f"optimizer has one of {max(found)} besides; allowed: none. Write optimizer.params.betas: [0.0, 0.95] for "
-            f"Adam{WITH_TRAINER}; optimizer.params.momentum: 0.0 for SGD"
+            f"/deepspeed_compress/gradients/method {config.gradients.method} applies momentum to the "
+            f"gradients, and the optimizer would apply momentum {max(found)} on top; allowed: none. Write "
+            f"optimizer.params.betas: [0.0, 0.95] for Adam{WITH_TRAINER}; optimizer.params.momentum: 0.0 for SGD"
         )
 
 

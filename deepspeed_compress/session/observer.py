@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-__all__ = ["BusyTimes", "Losses", "StepMeans", "largest_of_all", "new_run", "of_first"]
+from deepspeed_compress.session.probing import Prober
+
+__all__ = ["BusyTimes", "Losses", "PolicyInputs", "StepMeans", "largest_of_all", "new_run", "of_first"]
 
 T = TypeVar("T")
 
@@ -153,6 +155,21 @@ def _wait(waits: list[Callable[[], object]]) -> None:
     with contextlib.suppress(RuntimeError):
         for wait in waits:
             wait()
+
+
+@dataclass(frozen=True)
+class PolicyInputs:
+    """Figures of all ranks that an observing policy needs.
+
+    Attributes:
+        losses: mean losses of all ranks.
+        largest: returns the largest value of all ranks, from this rank's. Collective.
+        prober: measurements of candidates; None if the policy does not adapt.
+    """
+
+    losses: Losses
+    largest: Callable[[float], float]
+    prober: Prober | None = None
 
 
 def largest_of_all(value: float, device: Any, group: ProcessGroup | None = None) -> float:

@@ -82,7 +82,9 @@ class Patches:
                 seen.add((id(patch.owner), patch.name))
                 if not patch.topmost:
                     owner = type(patch.owner).__name__
-                    raise SeamError(f"{owner}.{patch.name} was replaced by other code since; undo that first")
+                    raise SeamError(
+                        f"{owner}.{patch.name} has since been replaced by other code; undo that replacement first"
+                    )
         while self._undo:
             patch = self._undo.pop()
             patch.undo() if isinstance(patch, _Patch) else patch()

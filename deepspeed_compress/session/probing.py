@@ -106,7 +106,12 @@ class WeightTraffic:
 class Prober:
     """Prober that samples the buckets of a step and measures the candidates when it is over.
 
-    `everyone` is the group of ranks that decide alike; None for the whole job.
+    Args:
+        adaptive: the policy's choices.
+        parameters: the model's parameters.
+        device: device of the gradients.
+        everyone: the group of ranks that decide alike; None for the whole job.
+        weights: traffic of the weights whose settings are chosen; None if there are none.
     """
 
     def __init__(
@@ -115,9 +120,9 @@ class Prober:
         parameters: Parameters,
         device: torch.device,
         everyone: ProcessGroup | None = None,
+        weights: WeightTraffic | None = None,
     ) -> None:
-        self.weights = WeightTraffic()
-        """Traffic of the weights whose settings are chosen."""
+        self.weights = weights or WeightTraffic()
         self._adaptive = adaptive
         self._parameters = parameters
         self._device = device

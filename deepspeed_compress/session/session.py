@@ -10,26 +10,19 @@ from torch import Tensor
 from deepspeed_compress.collectives.buckets import Partition
 from deepspeed_compress.collectives.payload import PayloadReducer, PendingMeans
 from deepspeed_compress.collectives.probes import cosine_with_truth, true_sum
-from deepspeed_compress.collectives.reducer import Pending, Reduced, Reducer, Run
-from deepspeed_compress.collectives.reduction import Parameters, Reductions
-from deepspeed_compress.compression.residuals import Residuals, ResidualStores
+from deepspeed_compress.collectives.reducer import Pending, Reduced, Reducer
+from deepspeed_compress.collectives.reduction import Parameters
+from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import gather
-from deepspeed_compress.config import (
-    CompressConfig,
-    CompressedGradients,
-    PowerSGDGradients,
-    WeightsConfig,
-)
-from deepspeed_compress.config.methods import NoCompression
+from deepspeed_compress.config import PowerSGDGradients, WeightsConfig
 from deepspeed_compress.monitor import Event, StepStatistics
-from deepspeed_compress.policy import Observation, Policy, StepPlan
-from deepspeed_compress.session.beside import Exchanges, Saving, Watch
+from deepspeed_compress.policy import Observation, StepPlan
 from deepspeed_compress.session.exact import ExactWeights
-from deepspeed_compress.session.observer import StepMeans
-from deepspeed_compress.session.patches import Patches
-from deepspeed_compress.session.probing import Prober, WeightTraffic
-from deepspeed_compress.session.records import Records
-from deepspeed_compress.session.remembered import FinishedStep, Remembered
+from deepspeed_compress.session.observer import PolicyInputs, StepMeans
+from deepspeed_compress.session.parts import Parts
+from deepspeed_compress.session.probing import Prober
+from deepspeed_compress.session.protocols import BackgroundCheckpoints, IslandExchanges
+from deepspeed_compress.session.residual_state import FinishedStep
 
 __all__ = ["Session"]
 
@@ -41,14 +34,12 @@ class Session:
     settings in force change only in `finish` and `begin`. All ranks call the same methods in the same order.
 
     Args:
-        config: the section.
-        policy: decides at the beginning of every step which settings are in force.
-        run: step clock, meter, seed and pace, shared with all reducers.
-        reductions: the reducers for each choice of gradient settings; None for method "none", which leaves reduction to
-            DeepSpeed.
-        records: statistics and events of the run.
-        watch: figures of all ranks for the policy; None if the policy observes nothing.
-        patches: the attributes that are replaced on the engine; undone by `detach`.
+        parts: the parts that exist before the session.
+        inputs: figures of all ranks for the policy; None if the policy observes nothing.
+        exact: updater that makes compressed weights exact on every rank; None if weights never lag behind the fp32
+            master weights.
+        saving: checkpoints that are written in the background; None if saving blocks training.
+        islands: exchanges with other islands; None if all ranks train as one.
 
     Examples:
         In a training script:
@@ -60,46 +51,36 @@ class Session:
 
     def __init__(
         self,
-        config: CompressConfig,
-        policy: Policy,
-        run: Run,
-        reductions: Reductions | None,
-        records: Records,
-        watch: Watch | None,
-        patches: Patches,
+        parts: Parts,
+        inputs: PolicyInputs | None = None,
+        exact: ExactWeights | None = None,
+        saving: BackgroundCheckpoints | None = None,
+        islands: IslandExchanges | None = None,
     ) -> None:
-        self.config = config
-        self.policy = policy
-        self.meter = run.meter
-        self.clock = run.clock
-        self.pace = run.pace
-        self.patches = patches
+        self.config = parts.config
+        self.policy = parts.policy
+        self.meter = parts.run.meter
+        self.clock = parts.run.clock
+        self.pace = parts.run.pace
+        self.patches = parts.patches
+        self.journal = parts.records.journal
+        self.residuals = parts.residuals
+        """Residuals and momenta."""
+        self.exact = exact
+        self.saving = saving
+        self.islands = islands
         self.last_saved: Path | None = None
         """Directory of the checkpoint that this run saved last; None if it has saved none."""
-        self.saving: Saving | None = None
-        """Checkpoints that are written in the background; None if saving blocks training."""
         self.resumed: Mapping[str, Any] | None = None
         """Client state of the checkpoint from which the engine resumed when it was made; None for a new run."""
-        self.islands: Exchanges | None = None
-        """Exchanges with other islands; None if all ranks train as one."""
-        self.exact: ExactWeights | None = None
-        """Updater that makes compressed weights exact on every rank.
-
-        None if weights never lag behind the fp32 master weights.
-        """
-        self.journal = records.journal
-        stores = ResidualStores(False) if reductions is None else reductions.site.stores
-        self.remembered = Remembered(stores, config)
-        """Residuals and momenta."""
-        self._plan = StepPlan(config.gradients, config.weights)
+        self._settings = parts.settings
         self._exchange_ms = 0.0
         """Milliseconds that a measured step has waited for other islands."""
         self._scale: float | None = None
         """Scale of the sums that all ranks receive, from the latest reduction."""
-        self._reducer: Reducer | None = None
-        self._reductions = reductions
-        self._records = records
-        self._watch = watch
+        self._reductions = parts.reductions
+        self._records = parts.records
+        self._inputs = inputs
         self._discards: list[Callable[[], None]] = []
 
     @property
@@ -110,7 +91,7 @@ class Session:
     @property
     def stores(self) -> Mapping[str, Residuals]:
         """Return residuals and momenta, by what they hold ("gradients", "means", "velocity" ...)."""
-        return self.remembered.by_name
+        return self.residuals.by_name
 
     @property
     def parameters(self) -> Parameters | None:
@@ -120,15 +101,11 @@ class Session:
     @property
     def reducer(self) -> Reducer:
         """Return the reducer of the running step."""
-        assert self._reducer is not None, 'method "none" leaves reduction to DeepSpeed, and others begin with a step'
-        return self._reducer
+        return self._settings.reducer
 
     def chosen_reducer(self, step: int) -> Reducer:
         """Return the reducer of the configured settings in optimizer step `step` (0-based), whatever is in force."""
-        gradients = self.config.gradients
-        assert self._reductions is not None
-        assert isinstance(gradients, CompressedGradients)
-        return self._reductions.at(gradients, step).compressed
+        return self._settings.chosen_reducer(step)
 
     @property
     def settings(self) -> str:
@@ -143,7 +120,11 @@ class Session:
     @property
     def weights(self) -> WeightsConfig:
         """Return the weight settings of the running step; `NoCompression` if nothing is compressed."""
-        return NoCompression() if self.dense else self._plan.weights
+        return self._settings.weights
+
+    @property
+    def _plan(self) -> StepPlan:
+        return self._settings.plan
 
     @property
     def reports(self) -> bool:
@@ -181,13 +162,8 @@ class Session:
 
         Call it on all ranks or on one; the mean is used.
         """
-        if self._watch is not None:
-            self._watch.losses.report(value)
-
-    def follow_weights(self, traffic: WeightTraffic) -> None:
-        """Tell an adaptive policy how many weights are sent whose settings it may choose."""
-        if self._watch is not None and self._watch.prober is not None:
-            self._watch.prober.weights = traffic
+        if self._inputs is not None:
+            self._inputs.losses.report(value)
 
     def reduce(self, bucket: Tensor, partition: Partition, scale: float, everywhere: bool) -> None:
         """Reduce `bucket` in place: to its owners, or to all ranks if `everywhere` (see `PayloadReducer`)."""
@@ -211,14 +187,14 @@ class Session:
         """
         reducer = self.reducer
         alone = not isinstance(reducer, PayloadReducer) or reducer.group.size() == 1
-        if alone or not self.remembered.transactional or self._plan.probe or self._compares():
+        if alone or not self.residuals.transactional or self._plan.probe or self._compares():
             return None
         assert isinstance(reducer, PayloadReducer)
         return reducer
 
     def forget_step(self) -> None:
         """Roll back what the running step has written into error-feedback buffers and momenta."""
-        self.remembered.rollback()
+        self.residuals.rollback()
 
     def on_interruption(self, discard: Callable[[], None]) -> None:
         """Have `discard_unfinished` call `discard`, which drops reductions that were begun and never finished."""
@@ -277,8 +253,8 @@ class Session:
 
     def _sample(self, bucket: Tensor, partition: Partition, everywhere: bool) -> None:
         """Let an adaptive policy measure its candidates on `bucket`."""
-        if self._plan.probe and self._watch is not None and self._watch.prober is not None:
-            self._watch.prober.see(bucket, partition, self.reducer.group.rank(), everywhere)
+        if self._plan.probe and self._inputs is not None and self._inputs.prober is not None:
+            self._inputs.prober.see(bucket, partition, self.reducer.group.rank(), everywhere)
 
     def _count(self, partition: Partition, everywhere: bool) -> None:
         """Count the bytes of parameters that are sent uncompressed: excluded, small, or chosen by an override."""
@@ -300,22 +276,22 @@ class Session:
 
         Returns True if the checkpoint saved last is to be loaded.
         """
-        self.remembered.settle(finished, self.dense)
+        self.residuals.settle(finished, self.dense)
         step, step_ms = finished.step, self._records.reporter.step_ended()
         # A skipped step is shorter than others, so its time says nothing about theirs.
         means = (
-            self._watch.losses.next(step_ms if finished.applied else None) if self._watch is not None else StepMeans()
+            self._inputs.losses.next(step_ms if finished.applied else None) if self._inputs is not None else StepMeans()
         )
         residuals = self._largest_residual(finished) if self.policy.wants_residuals(step) else None
         seen = Observation(step, finished.applied, finished.grad_norm, means.loss, residuals, means.step_ms)
         if self._records.reporter.due(step):
             if self.config.gradients.method == "none":
                 self.meter.bytes_raw = self.meter.bytes_sent
-            norm = functools.partial(self.remembered.residual_norm, finished.scale_after)
+            norm = functools.partial(self.residuals.residual_norm, finished.scale_after)
             self._records.reporter.report(seen, finished.samples, self._plan, step_ms, norm)
         actions = self.policy.observe(seen)
-        if self._plan.probe and self._watch is not None and self._watch.prober is not None:
-            self._adapt(self._watch.prober, finished, step_ms)
+        if self._plan.probe and self._inputs is not None and self._inputs.prober is not None:
+            self._adapt(self._inputs.prober, finished, step_ms)
         if actions.check_residuals:
             self._check_residuals(finished)
         self.begin(step, finished.scale_after)
@@ -347,49 +323,45 @@ class Session:
         """Clear the residuals on all ranks if those of one are damaged, because they would feed the damage back."""
         largest = self._largest_residual(finished)
         if largest is not None and self.policy.damaged(finished.step, largest):
-            self.remembered.clear_residuals()
+            self.residuals.clear_residuals()
 
     def _largest_residual(self, finished: FinishedStep) -> float | None:
         """Return the largest residual norm of all ranks; inf if one is NaN, None if not observed. Collective."""
-        norm = self.remembered.residual_norm(finished.scale_after)
-        return None if self._watch is None or norm is None else self._watch.largest(norm)
+        norm = self.residuals.residual_norm(finished.scale_after)
+        return None if self._inputs is None or norm is None else self._inputs.largest(norm)
 
     def decisions(self) -> dict[str, Any]:
         """Return the state that the next decisions depend on, as JSON values; equal on all ranks."""
         return {
             "run": self.journal.part.id,
             "policy": self.policy.saved(),
-            "losses": self._watch.losses.saved() if self._watch is not None else None,
+            "losses": self._inputs.losses.saved() if self._inputs is not None else None,
         }
 
     def load_decisions(self, saved: Mapping[str, Any]) -> None:
         """Restore the state that `decisions` returned; call `begin` afterwards."""
         self.journal.adopt(saved.get("run"))
         self.policy.load(saved["policy"])
-        if self._watch is not None:
-            self._watch.losses.load(saved["losses"])
+        if self._inputs is not None:
+            self._inputs.losses.load(saved["losses"])
+
+    def checkpoint_saved(self, directory: Path) -> None:
+        """Have `guard.rollback` load the checkpoint in the tag directory `directory` from now on."""
+        self.last_saved = directory
+
+    def training_resumed(self, client_state: Mapping[str, Any]) -> None:
+        """Note that the engine, when it was made, has loaded a checkpoint with `client_state`."""
+        self.resumed = client_state
 
     def reset(self) -> None:
         """Forget everything that is kept between steps."""
-        self.remembered.clear()
+        self.residuals.clear()
 
     def begin(self, step: int, loss_scale: float) -> None:
         """Start optimizer step `step` (0-based), whose gradients carry the factor `loss_scale`."""
         self.clock.begin(step, loss_scale)
-        self._plan = self.policy.begin(step)
+        self._settings.begin(step)
         if self._plan.changed and isinstance(self._plan.settings, PowerSGDGradients) and self._scale is not None:
-            self.remembered.hand_over_means(self._scale)
-        self._reducer = self._in_force(step)
+            self.residuals.hand_over_means(self._scale)
         self._exchange_ms = 0.0
         self.meter.reset(timed=self._plan.probe or self._records.reporter.due(step + 1))
-
-    def _in_force(self, step: int) -> Reducer | None:
-        """Return the reducer of optimizer step `step`, which is resolved once, here."""
-        plan, chosen = self._plan, self.config.gradients
-        settings = chosen if plan.dense else plan.settings
-        if self._reductions is None or not isinstance(settings, CompressedGradients):
-            return None
-        reduction = self._reductions.at(settings, step)
-        if plan.flush:
-            return reduction.flushing
-        return reduction.plain if plan.dense else reduction.compressed

@@ -42,7 +42,7 @@ def add_program_state(engine: Any, identity: Identity) -> None:
     """Add the program's state to checkpoints that are saved automatically, so that the program can resume from them."""
     session = vars(engine).get("compression")
     if session is not None and session.saving is not None:
-        session.saving.client_state = lambda: {STATE: vars(identity)}
+        session.saving.set_client_state(lambda: {STATE: vars(identity)})
 
 
 def save(engine: Any, output_dir: Path, identity: Identity) -> None:

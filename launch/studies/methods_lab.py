@@ -36,10 +36,11 @@ from deepspeed_compress.config import (
 from deepspeed_compress.models import build_model, read_model_config
 from deepspeed_compress.monitor import EventLog, Journal, Meter
 from deepspeed_compress.policy import Policy
+from deepspeed_compress.session.parts import Parts
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.records import Records
-from deepspeed_compress.session.remembered import FinishedStep
 from deepspeed_compress.session.reporting import Reporter
+from deepspeed_compress.session.residual_state import FinishedStep
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.training.data import Windows, eval_starts, open_cache, split_windows, step_starts
 
@@ -194,7 +195,7 @@ def _session(config: CompressConfig, run: Run, reductions: Reductions) -> Sessio
     reporter = Reporter(config.monitor, run.meter, lambda sizes: (0, sizes), torch.device("cpu"))
     compressed = reductions if isinstance(config.gradients, CompressedGradients) else None
     records, policy = Records(reporter, journal, log), Policy(config, None, log.record)
-    return Session(config, policy, run, compressed, records, None, Patches())
+    return Session(Parts(config, policy, run, compressed, records, Patches()))
 
 
 def _compressed(config: CompressConfig) -> tuple[AnyCompressedGradients, CompressedWeights]:

@@ -11,7 +11,7 @@ import torch
 from deepspeed_compress.checkpointing import completeness as files
 from deepspeed_compress.checkpointing.completeness import read_list
 from deepspeed_compress.checkpointing.memory_copies import COPIES, Destination, Receiver, send_copies
-from deepspeed_compress.checkpointing.memory_directory import find_held
+from deepspeed_compress.checkpointing.memory_directory import find_host_saves
 from deepspeed_compress.local_sgd.anchors import ANCHOR, AnchorServer, fetch_anchor
 from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.credentials import Credentials
@@ -104,7 +104,7 @@ def test_hostile_messages_do_not_disturb_the_transfer_of_copies(tmp_path: Path) 
     assert resident_memory(receiver.process) - before < 500 * MEGABYTE
     send_copies(place, listed, Destination("127.0.0.1", receiver.port, KEY))
     receiver.close()
-    held, _ = find_held(tmp_path / "next")
+    held, _ = find_host_saves(tmp_path / "next")
     assert [found.lists for found in held if found.tag == "global_step4"] == [{1: listed}]
     assert list(files.find_damaged(tmp_path / "next" / "global_step4", listed)) == []
     assert not list(tmp_path.rglob("*escaped*"))

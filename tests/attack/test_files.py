@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from deepspeed_compress.checkpointing import completeness as files
 from deepspeed_compress.checkpointing.deepspeed.exclusive import take_for_island
-from deepspeed_compress.checkpointing.memory_directory import find_held
+from deepspeed_compress.checkpointing.memory_directory import find_host_saves
 from deepspeed_compress.compression import state
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import Segment
@@ -197,7 +197,7 @@ def read_list(file: Path) -> None:
     for one in files.checkpoints(directory):
         assert one.complete or one.step is None or one.problem == ""
     list(files.find_problems(file.parent))
-    find_held(directory)
+    find_host_saves(directory)
     files.tags_to_try(directory)
     files.read_list(file)
 

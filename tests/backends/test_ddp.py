@@ -1,4 +1,4 @@
-"""`deepspeed_compress.ddp`: what DDP programs rely on, with and without compression, in the same processes."""
+"""Tests of `deepspeed_compress.ddp`: DDP programs with and without compression, in the same processes."""
 
 import contextlib
 import copy
@@ -6,8 +6,7 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,77 +21,28 @@ from torch.nn.parallel import DistributedDataParallel
 import deepspeed_compress
 from deepspeed_compress import UnsupportedError
 from deepspeed_compress.backends.sessions import read_section
-from deepspeed_compress.config import SECTION
 from tests.support.forks import run_forks
 from tests.support.methods import METHODS, WITHOUT_MOMENTUM
-from tests.support.seeds import SEEDS, TEXT, Excess
+from tests.support.seeds import SEEDS, Excess
+from tests.support.two_branches import (
+    FOUR_BITS,
+    LOW_RANK,
+    NO_FEEDBACK,
+    NONE,
+    STOCHASTIC,
+    WIDTH,
+    Branches,
+    Setting,
+    bits_of,
+    loss_of,
+    residual_sums,
+    rows_of_text,
+    same_on_all,
+    section,
+    start,
+)
 
 pytestmark = pytest.mark.sampled(3, "deepspeed_compress/backends", "tests/backends/test_ddp.py")
-
-FOUR_BITS = {
-    "gradients": {
-        "method": "blockwise",
-        "bits": 4,
-        "block_size": 32,
-        "error_feedback": {"dtype": "fp32"},
-        "min_numel": 0,
-    }
-}
-NONE = {"gradients": {"method": "none"}}
-QUIET = {"monitor": {"announce": False}}
-WIDTH = 12
-
-
-class Branches(nn.Module):
-    """Two ways, of which a batch takes one or both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(WIDTH, 31)
-        self.left, self.right = nn.Linear(31, 17), nn.Linear(31, 17)
-        self.last = nn.Linear(17, 1)
-
-    def forward(self, x: Tensor, ways: str = "both") -> Tensor:
-        hidden = torch.tanh(self.first(x))
-        taken = [way(hidden) for name, way in (("left", self.left), ("right", self.right)) if ways in (name, "both")]
-        return self.last(torch.tanh(torch.stack(taken).sum(0)))
-
-
-def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1000 * rank + step)
-    x = torch.randn(5, WIDTH, generator=generator)
-    return x, x[:, :3].sum(dim=1, keepdim=True)
-
-
-def start() -> None:
-    dist.init_process_group("gloo")
-
-
-def section(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {SECTION: {**QUIET, **given}}
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A model under DDP. `options`: of DDP; small buckets, so that there are several and they are rebuilt."""
-
-    section: Mapping[str, Any] | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    lr: float = 0.05
-
-    def build(self, scaler: Any = None, group: Any = None) -> tuple[DistributedDataParallel, Any, Any]:
-        model = DistributedDataParallel(Branches(), bucket_cap_mb=0.001, process_group=group, **self.options)
-        optimizer = torch.optim.SGD(model.parameters(), lr=self.lr, momentum=0.0)
-        attached = None
-        if self.section is not None:
-            attached = deepspeed_compress.ddp.attach(model, section(self.section), optimizer, scaler)
-        return model, optimizer, attached
-
-
-def loss_of(model: nn.Module, rank: int, step: int, ways: str = "both") -> Tensor:
-    x, y = batch(rank, step)
-    return (model(x, ways) - y).square().mean()
 
 
 # The programs: each makes the gradients of one optimizer step.
@@ -112,7 +62,7 @@ def synchronising_twice(model: Any, rank: int, step: int) -> None:
 
 
 def now_and_then(model: Any, rank: int, step: int) -> None:
-    """Ranks take different ways in some steps, and all the same one in others."""
+    """Use different branches on the ranks in some steps, and the same one on all ranks in others."""
     ways = ("both", "left", "right")[step % 3] if step % 2 else ("left", "right")[rank % 2]
     loss_of(model, rank, step, ways).backward()
 
@@ -122,7 +72,7 @@ def one_way(model: Any, rank: int, step: int) -> None:
 
 
 def looking_first(model: Any, rank: int, step: int) -> None:
-    """Gradients that are looked at and thrown away, before those that count."""
+    """Compute gradients that are inspected and discarded before those of the step."""
     loss_of(model, rank, step + 50).backward()
     model.zero_grad()
     loss_of(model, rank, step).backward()
@@ -150,7 +100,7 @@ def gradients(model: DistributedDataParallel) -> dict[str, Tensor]:
 
 
 def run_program(name: str, setting: Setting, rank: int, steps: int) -> tuple[list[dict[str, Tensor]], Any, Any]:
-    """The gradients of every step, the model and what is attached."""
+    """Return the gradients of every step, the model, and the handle of its compression."""
     program, options = PROGRAMS[name]
     model, optimizer, attached = Setting(setting.section, {**options, **setting.options}, setting.lr).build()
     seen = []
@@ -160,21 +110,6 @@ def run_program(name: str, setting: Setting, rank: int, steps: int) -> tuple[lis
         seen.append(gradients(model))
         optimizer.step()
     return seen, model, attached
-
-
-def remembered(attached: Any, names: Any) -> dict[str, Tensor]:
-    """The sum over all memories of this rank, by parameter."""
-    found = {name: torch.zeros(numel) for name, numel in names.items()}
-    for store in attached.session.stores.values():
-        for (name, begin, numel), values in store.items():
-            found[name][begin : begin + numel] += values
-    return found
-
-
-def same_on_all(value: Tensor) -> bool:
-    every = [torch.empty_like(value) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, value.contiguous())
-    return all(torch.equal(every[0].nan_to_num(7.0), one.nan_to_num(7.0)) for one in every)
 
 
 def train_none(rank: int, name: str) -> bool:
@@ -193,7 +128,7 @@ def test_method_none_is_ddp_bit_for_bit(name: str) -> None:
 
 
 def conserve(rank: int, names: list[str]) -> list[str]:
-    """Programs whose gradients, added up over the steps, are not the true ones less what is still remembered."""
+    """Return the programs whose summed gradients differ from the true ones minus the residuals."""
     start()
     wrong = []
     for name in names:
@@ -201,7 +136,7 @@ def conserve(rank: int, names: list[str]) -> list[str]:
         true, model, _ = run_program(name, Setting(None, lr=0.0), rank, 7)
         seen, _, attached = run_program(name, Setting(FOUR_BITS, lr=0.0), rank, 7)
         sizes = {key: parameter.numel() for key, parameter in model.module.named_parameters()}
-        for key, kept in remembered(attached, sizes).items():
+        for key, kept in residual_sums(attached, sizes).items():
             # What an owner keeps of the mean is in units of the mean.
             means = attached.session.stores["means"]
             of_mean = torch.zeros_like(kept)
@@ -223,18 +158,8 @@ def test_what_is_left_out_is_remembered_in_every_program(ranks: int) -> None:
     assert run_forks(ranks, conserve, list(PROGRAMS)) == [[]] * ranks
 
 
-def bits_of(attached: Any) -> dict[str, list[int]]:
-    """Everything that is remembered, applied values alone."""
-    return {
-        f"{name}/{layout}": payload.tolist()
-        for name, store in attached.session.stores.items()
-        for layout, payload in store.payloads()
-        if payload.any()
-    }
-
-
 def overflow(rank: int, scaled: bool) -> dict[str, Any]:
-    """A step with a NaN on rank 1: what it leaves, and what a program sees that leaves such steps out by itself."""
+    """Return the effects of a step with a NaN on rank 1, also in a program that skips such steps itself."""
     start()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100) if scaled else None
     model, optimizer, attached = Setting(FOUR_BITS).build(scaler)
@@ -279,7 +204,7 @@ def test_a_step_that_is_left_out_leaves_no_trace(scaled: bool) -> None:
 
 
 def fused_overflow(rank: int) -> dict[str, Any]:
-    """An optimizer that is called in spite of an overflow, and leaves the weights alone by itself."""
+    """Step a fused optimizer, which the scaler calls despite an overflow and which skips the step itself."""
     start()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     model = DistributedDataParallel(Branches())
@@ -303,7 +228,7 @@ def test_a_fused_optimizer_leaves_steps_out_by_itself() -> None:
 
 
 def two_optimizers(rank: int) -> dict[str, Any]:
-    """One scaler for two models, which is updated after each of them, as in many programs of GANs."""
+    """Use one scaler for two models and update it after each of them, as many GAN programs do."""
     start()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     pairs = [Setting(FOUR_BITS).build(scaler) for _ in range(2)]
@@ -328,14 +253,8 @@ def test_a_scaler_that_is_updated_for_another_optimizer_ends_no_step() -> None:
         assert found == {"kept": True, "steps": [4, 4], "scales": True}
 
 
-STOCHASTIC = {"gradients": {"method": "stochastic_linear", "bits": 4, "block_size": 32, "min_numel": 0}}
-MEMORYLESS = {"gradients": {"method": "qsgd", "levels": 7, "block_size": 32, "min_numel": 0}}
-LOW_RANK = {"gradients": {"method": "powersgd", "rank": 2}}
-
-
 def resume(rank: int, directory: str, given: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Whether a run that goes on and one that is resumed end with the same bits; whether one without its memories does
-    not."""
+    """Return whether a resumed run has the bits of one that continues, and whether one without residuals differs."""
     start()
     model, optimizer, attached = Setting(given).build()
     for step in range(3):
@@ -363,7 +282,9 @@ def go_on(model: Any, optimizer: Any, rank: int) -> list[list[float]]:
     return [parameter.flatten().tolist() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("given", [FOUR_BITS, STOCHASTIC, MEMORYLESS, LOW_RANK], ids=["int4", "random", "none", "rank"])
+@pytest.mark.parametrize(
+    "given", [FOUR_BITS, STOCHASTIC, NO_FEEDBACK, LOW_RANK], ids=["int4", "random", "none", "rank"]
+)
 def test_a_resumed_run_is_as_if_it_had_not_stopped(tmp_path: Path, given: Mapping[str, Any]) -> None:
     assert run_forks(2, resume, str(tmp_path), given) == [(True, True)] * 2
 
@@ -373,8 +294,10 @@ def interrupt(gradient: Tensor) -> Tensor:
 
 
 def load_after_an_interruption(rank: int, directory: str, given: Mapping[str, Any], interrupted: bool) -> Any:
-    """The weights at the end, and what DDP says of a further pass in the same wrapper: a backward pass has raised when
-    most gradients had been sent, and a new wrapper of the same process group loads."""
+    """Return the final weights and DDP's error about another pass in the same wrapper.
+
+    A backward pass raises after most gradients were sent, and a new wrapper of the same process group loads.
+    """
     start()
     model, optimizer, attached = Setting(given).build()
     go_on(model, optimizer, rank)
@@ -400,7 +323,7 @@ def load_after_an_interruption(rank: int, directory: str, given: Mapping[str, An
 def test_nothing_of_an_interrupted_backward_pass_gets_into_what_is_loaded(
     tmp_path: Path, given: Mapping[str, Any]
 ) -> None:
-    """DDP refuses by itself to go on in the same wrapper, without us too; a new one goes on as if nothing had been."""
+    """DDP itself refuses another pass in the same wrapper. A new wrapper continues as if nothing had happened."""
     alone = run_forks(2, load_after_an_interruption, str(tmp_path), given, False)
     after = run_forks(2, load_after_an_interruption, str(tmp_path), given, True)
     assert [weights for weights, _ in after] == [weights for weights, _ in alone]
@@ -408,7 +331,7 @@ def test_nothing_of_an_interrupted_backward_pass_gets_into_what_is_loaded(
 
 
 def remembered_by(rank: int, directory: str, saves: bool) -> list[float]:
-    """What gradients of each parameter are remembered by this rank, after steps, or loaded."""
+    """Return the sums of this rank's residuals of gradients by parameter, after some steps or after loading."""
     start()
     model, optimizer, attached = Setting(FOUR_BITS).build()
     if saves:
@@ -431,7 +354,7 @@ def test_another_number_of_ranks_takes_over_the_sums(tmp_path: Path) -> None:
 
 
 def load_of_another(rank: int, directory: str) -> list[str]:
-    """What is said where memories of other parameters are loaded, of larger ones of the same names, and of these."""
+    """Return the warnings about loading the residuals of other parameters, of larger ones, and of the same ones."""
     start()
     smaller, found = Branches(), []
     smaller.first = nn.Linear(WIDTH - 1, 31)
@@ -454,13 +377,13 @@ def loading(attached: Any, directory: str) -> str:
 def test_memories_of_another_model_are_refused(tmp_path: Path) -> None:
     run_forks(2, remembered_by, str(tmp_path), True)
     for other, larger, same in run_forks(2, load_of_another, str(tmp_path)):
-        assert "this model has weight, bias: it is another one" in other
-        assert "of another model: of first.weight" in larger
+        assert "this model has weight, bias" in other
+        assert "with another first.weight" in larger
         assert same == ""
 
 
 def replaced(rank: int, back: bool) -> list[str]:
-    """What is warned of when the program goes on with an optimizer of its own; `back`: or restores weights, twice."""
+    """Return the warnings if the program steps another optimizer or, with `back`, restores weights twice."""
     start()
     model, optimizer, _ = Setting(FOUR_BITS).build()
     other = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -471,7 +394,7 @@ def replaced(rank: int, back: bool) -> list[str]:
             stepper = optimizer if step == 0 or (back and step not in (2, 3)) else other
             stepper.step()
             stepper.zero_grad()
-    return [str(one.message) for one in caught if "by the SGD that was attached" in str(one.message)]
+    return [str(one.message) for one in caught if "through the attached SGD" in str(one.message)]
 
 
 @pytest.mark.parametrize(("back", "times"), [(False, 1), (True, 0)])
@@ -495,12 +418,12 @@ def test_a_missing_state_is_an_error_or_a_warning(tmp_path: Path) -> None:
     for text, _ in run_forks(2, load_nothing, str(tmp_path), "error"):
         assert "does not exist" in text
     for text, step in run_forks(2, load_nothing, str(tmp_path), "reset"):
-        assert "starts with empty memories" in text
+        assert "starts with empty residuals" in text
         assert step == 0
 
 
 def train_methods(rank: int, methods: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Methods under which ranks differ, or the loss does not fall."""
+    """Return the methods with which ranks differ or the loss does not decrease."""
     start()
     wrong = []
     for name, gradients_of in methods.items():
@@ -530,7 +453,7 @@ def test_every_method_trains() -> None:
 
 
 def divided(rank: int) -> tuple[bool, bool]:
-    """Two models at once: one of all four ranks, in two levels, and one of each pair."""
+    """Train two models at once: one on all four ranks, in two levels, and one on each pair of ranks."""
     start()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     nodes = {"gradients": {**FOUR_BITS["gradients"], "hierarchy": {"ranks_per_node": 2}}}
@@ -554,7 +477,7 @@ def test_several_models_and_groups() -> None:
 
 
 def one_alone(rank: int) -> bool:
-    """A group of one rank within a larger job: nothing travels, and nothing changes."""
+    """Train in a group of one rank within a larger job, which sends nothing and changes nothing."""
     start()
     groups = [dist.new_group([0]), dist.new_group([1])]
     with pytest.warns(deepspeed_compress.CompressWarning, match="data-parallel size is 1"):
@@ -597,11 +520,11 @@ REFUSED: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "unused hierarchy": ({"gradients": {"hierarchy": {"ranks_per_node": 2}}}, UNUSED),
 }
 SAID = {
-    "guard": "/deepspeed_compress/guard works with DeepSpeed alone",
-    "islands": "/deepspeed_compress/islands works with DeepSpeed alone",
-    "ownership": "/deepspeed_compress/ownership works with DeepSpeed alone",
-    "adaptive": "/deepspeed_compress/adaptive works with DeepSpeed alone",
-    "parallelism": "/deepspeed_compress/parallelism works with DeepSpeed alone",
+    "guard": "/deepspeed_compress/guard works only with DeepSpeed",
+    "islands": "/deepspeed_compress/islands works only with DeepSpeed",
+    "ownership": "/deepspeed_compress/ownership works only with DeepSpeed",
+    "adaptive": "/deepspeed_compress/adaptive works only with DeepSpeed",
+    "parallelism": "/deepspeed_compress/parallelism works only with DeepSpeed",
     "weights": "/deepspeed_compress/weights/method",
     "momentum": "/deepspeed_compress/gradients/method demo",
     "unused powersgd": '/deepspeed_compress/gradients/method: "powersgd" with unused parameters',
@@ -616,7 +539,7 @@ def test_what_cannot_be_right_is_refused_by_name() -> None:
 
 
 def late_refusals(rank: int) -> list[str]:
-    """What is seen only when it is done: each message, or ""."""
+    """Return the message of each refusal that is raised late, or "" without one."""
     start()
     return [refusal(work) for work in LATE]
 
@@ -672,16 +595,16 @@ def to_deepspeed() -> None:
 
 
 LATE: Mapping[Callable[[], None], str] = {
-    attach_twice: "hook already",
-    foreign_optimizer: "steps none",
+    attach_twice: "already has a communication hook",
+    foreign_optimizer: "updates none",
     doubles: "in torch.float64 (allowed",
     sparse: "sparse=False",
     join: "join()",
     momentum_twice: "in no_sync()",
-    not_wrapped: "is no DistributedDataParallel: wrap it",
-    to_deepspeed: "is no engine of DeepSpeed: use ddp.attach",
+    not_wrapped: "expected a DistributedDataParallel, got",
+    to_deepspeed: "expected a DeepSpeedEngine, got",
 }
-"""What is done, and what is said of it."""
+"""Programs, and a part of the message that refuses each."""
 
 
 def test_what_is_seen_late_is_refused_by_name() -> None:
@@ -715,14 +638,6 @@ def gpt(rank: int, given: Mapping[str, Any], seed: int, directory: str) -> tuple
     return sum(losses[-20:]) / 20, [vars(one) for one in figures], same
 
 
-def rows_of_text(seed: int, rank: int, steps: int = 40) -> Iterator[Tensor]:
-    """Yield a rank's batches of four rows of a text."""
-    text = torch.tensor(list(TEXT.read_bytes()[:8192])).clamp(max=127).view(-1, 64)
-    generator = torch.Generator().manual_seed(10 * seed + rank)
-    for _ in range(steps):
-        yield text[torch.randint(len(text), (4,), generator=generator)]
-
-
 def gpts(rank: int, given: Mapping[str, Any], directory: str) -> list[tuple[float, list[dict[str, Any]], bool]]:
     start()
     return [gpt(rank, given, seed, f"{directory}/{seed}") for seed in SEEDS]
@@ -743,7 +658,7 @@ def test_four_bits_send_an_eighth_and_learn_as_much(tmp_path: Path) -> None:
 
 
 def told(rank: int, monitor: Mapping[str, Any]) -> tuple[str, list[int]]:
-    """What is written to standard error when it is attached, and bytes of a step."""
+    """Return the text on standard error after attaching, and the bytes of a step."""
     start()
     written, figures = io.StringIO(), []
     with contextlib.redirect_stderr(written):
@@ -768,7 +683,7 @@ def test_the_first_rank_tells_what_is_compressed() -> None:
 
 
 def copied(rank: int) -> list[list[float]]:
-    """Weights after a step of: a model, its copy, and what was saved of it, all three from the same ones."""
+    """Return the weights after a step of a model, of its copy, and of its pickle, all from the same initial weights."""
     start()
     model, optimizer, _ = Setting(FOUR_BITS, options={"find_unused_parameters": True}).build()
     loss_of(model, rank, 0).backward()
@@ -799,7 +714,7 @@ def test_copies_and_pickles_leave_out_what_is_attached() -> None:
 
 
 def scaled(rank: int) -> bool:
-    """Whether a copy of a scaler still calls what follows the first one."""
+    """Return whether a copy of a scaler still calls the follower of the original."""
     start()
     model = DistributedDataParallel(Branches())
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.05), torch.amp.GradScaler("cpu")
@@ -848,7 +763,7 @@ def with_wrapped(rank: int, kinds: Sequence[str]) -> list[tuple[list[float], int
 
 
 def test_optimizers_that_wrap_another_one() -> None:
-    """Each steps as the one inside does."""
+    """Every wrapper steps like the optimizer inside."""
     kinds = ("plain", "accelerate", "post_local", "sharded", "scheduled")
     for plain, *others in run_forks(2, with_wrapped, kinds):
         assert plain[1] == 3
@@ -866,12 +781,12 @@ def not_an_optimizer(rank: int) -> str:
 
 def test_what_cannot_be_followed_is_named() -> None:
     [told] = run_forks(1, not_an_optimizer)
-    assert "steps of a object cannot be followed" in told
-    assert "pass the optimizer of torch" in told
+    assert "expected a torch optimizer, or a wrapper with one in its attribute `optimizer`, got object" in told
+    assert "pass the torch optimizer" in told
 
 
 def failing(rank: int) -> list[list[float]]:
-    """Weights of a model alone, and of one to which attaching has failed at first: alone, and attached again."""
+    """Return the weights without compression, and after attaching failed once: uncompressed, and attached again."""
     start()
     found = []
     for attempts in (0, 1, 2):

@@ -1,11 +1,11 @@
-"""`deepspeed_compress.fsdp2`: what FSDP2 programs rely on, with and without compression, in the same processes."""
+"""Tests of `deepspeed_compress.fsdp2`: FSDP2 programs with and without compression, in the same processes."""
 
 import contextlib
 import io
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import Shard
@@ -23,36 +23,32 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import deepspeed_compress
 from deepspeed_compress import UnsupportedError
-from tests.backends.test_ddp import (
+from tests.support.forks import run_forks
+from tests.support.methods import METHODS, WITHOUT_MOMENTUM
+from tests.support.seeds import SEEDS, Excess
+from tests.support.sharded import WEIGHTS, Setting
+from tests.support.two_branches import (
     FOUR_BITS,
     LOW_RANK,
-    MEMORYLESS,
+    NO_FEEDBACK,
     NONE,
     STOCHASTIC,
     WIDTH,
     Branches,
     bits_of,
     loss_of,
-    remembered,
+    residual_sums,
     rows_of_text,
     same_on_all,
     section,
     start,
 )
-from tests.support.forks import run_forks
-from tests.support.methods import METHODS, WITHOUT_MOMENTUM
-from tests.support.seeds import SEEDS, Excess
 
 pytestmark = pytest.mark.sampled(3, "deepspeed_compress/backends", "tests/backends/test_fsdp2.py")
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
 BF16_BOTH = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True)
-WEIGHTS = {"gradients": {"method": "none"}, "weights": {"bits": 4, "block_size": 32}}
 HSDP = (2, 2)
-
-
-def as_given(model: Branches) -> None:
-    pass
 
 
 def tie(model: Branches) -> None:
@@ -65,35 +61,6 @@ def freeze(model: Branches) -> None:
 
 def recompute(model: Branches) -> None:
     model.left, model.right = (checkpoint_wrapper(one) for one in (model.left, model.right))
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A model under FSDP2. `mesh`: sizes of its dimensions. `prepare`: changes the model before. `units`: names of
-    modules that are divided apart, together where they stand in one string. `options`: of fully_shard."""
-
-    section: Mapping[str, Any] | None = None
-    mesh: tuple[int, ...] = ()
-    prepare: Callable[[Branches], None] = as_given
-    units: tuple[str, ...] = ("left", "right")
-    options: Mapping[str, Any] = field(default_factory=dict)
-    lr: float = 0.05
-    momentum: float = 0.0
-
-    def build(self, scaler: Any = None, mesh: DeviceMesh | None = None) -> tuple[Any, Any, Any]:
-        sizes = self.mesh or (dist.get_world_size(),)
-        mesh = mesh or init_device_mesh("cpu", sizes, mesh_dim_names=("copies", "parts")[-len(sizes) :])
-        model = Branches()
-        self.prepare(model)
-        for unit in self.units:
-            modules = [getattr(model, name) for name in unit.split()]
-            fully_shard(modules if len(modules) > 1 else modules[0], mesh=mesh, **self.options)
-        fully_shard(model, mesh=mesh, **self.options)
-        optimizer = torch.optim.SGD(model.parameters(), lr=self.lr, momentum=self.momentum)
-        attached = None
-        if self.section is not None:
-            attached = deepspeed_compress.fsdp2.attach(model, section(self.section), optimizer, scaler)
-        return model, optimizer, attached
 
 
 # The programs: each makes the gradients of one optimizer step.
@@ -138,7 +105,7 @@ def each_its_way(model: Any, rank: int, step: int) -> None:
 
 
 def looking_first(model: Any, rank: int, step: int) -> None:
-    """Gradients that are looked at and thrown away, before those that count."""
+    """Compute gradients that are inspected and discarded before those of the step."""
     plain(model, rank, step + 50)
     model.zero_grad()
     plain(model, rank, step)
@@ -201,13 +168,13 @@ EVERY = {**PROGRAMS, **OF_FOUR, **MIXED}
 
 
 def gradients(model: Any) -> dict[str, Tensor]:
-    """Whole ones, zeros where there is none."""
+    """Return the whole gradients, with zeros for parameters without one."""
     every = model.named_parameters()
     return {n: torch.zeros(p.shape) if p.grad is None else p.grad.full_tensor().clone() for n, p in every}
 
 
 def own_gradients(model: Any) -> dict[str, Tensor]:
-    """This rank's parts, those that there are."""
+    """Return this rank's shards of the existing gradients."""
     return {n: p.grad.to_local().clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
@@ -218,7 +185,7 @@ def run_program(
     steps: int,
     look: Callable[[Any], dict[str, Tensor]] = gradients,
 ) -> tuple[list[dict[str, Tensor]], Any, Any]:
-    """The gradients of every step, the model and what is attached."""
+    """Return the gradients of every step, the model, and the handle of its compression."""
     program, setting = EVERY[name]
     model, optimizer, attached = replace(setting, **change).build()
     seen = []
@@ -231,7 +198,7 @@ def run_program(
 
 
 def train_none(rank: int, names: list[str]) -> list[str]:
-    """Programs that have other bits with method "none"."""
+    """Return the programs whose bits differ with method "none"."""
     start()
     wrong = []
     for name in names:
@@ -260,7 +227,7 @@ def test_method_none_is_fsdp2_bit_for_bit(ranks: int, names: list[str]) -> None:
 
 
 def conserve(rank: int, names: list[str]) -> list[str]:
-    """Programs whose gradients, added up over the steps, are not the true ones less what is still remembered."""
+    """Return the programs whose summed gradients differ from the true ones minus the residuals."""
     start()
     wrong = []
     for name in names:
@@ -268,7 +235,7 @@ def conserve(rank: int, names: list[str]) -> list[str]:
         true, _, _ = run_program(name, {"lr": 0.0}, rank, 7)
         seen, model, attached = run_program(name, {"lr": 0.0, "section": FOUR_BITS}, rank, 7)
         sizes = {key: parameter.numel() for key, parameter in model.named_parameters()}
-        of_means, kept = means(attached, sizes), remembered(attached, sizes)
+        of_means, kept = means(attached, sizes), residual_sums(attached, sizes)
         for key in sizes:
             # Where it reduces by sums, FSDP2 divides them afterwards.
             divided_later = 2 if "factor" in name else 1
@@ -283,7 +250,7 @@ def conserve(rank: int, names: list[str]) -> list[str]:
 
 
 def means(attached: Any, sizes: Mapping[str, int]) -> dict[str, Tensor]:
-    """What owners keep of means between copies, which is in units of means."""
+    """Return the residuals of means between copies of the model, which are in units of means."""
     found = {name: torch.zeros(numel) for name, numel in sizes.items()}
     store = attached.session.stores.get("means")
     for (name, begin, numel), values in store.items() if store is not None else ():
@@ -309,7 +276,7 @@ def test_what_is_left_out_is_remembered_between_copies() -> None:
 
 
 def overflow(rank: int, scaled: bool, mesh: tuple[int, ...]) -> dict[str, Any]:
-    """A step with a NaN on rank 1: what it leaves, and what a program sees that leaves such steps out by itself."""
+    """Return the effects of a step with a NaN on rank 1, also in a program that skips such steps itself."""
     start()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100) if scaled else None
     model, optimizer, attached = Setting(FOUR_BITS, mesh).build(scaler)
@@ -355,7 +322,7 @@ def test_a_step_that_is_left_out_leaves_no_trace(scaled: bool, ranks: int, mesh:
 
 
 def resume(rank: int, directory: str, given: Mapping[str, Any], setting: Setting) -> tuple[bool, bool]:
-    """Whether a run that loads goes on with the bits of one that did not stop, and one that does not has others."""
+    """Return whether a resumed run has the bits of one that continues, and whether one that loads nothing differs."""
     start()
     setting = replace(setting, section=given)
     model, optimizer, attached = setting.build()
@@ -379,7 +346,7 @@ def interrupt(module: Any, gradients: Any) -> None:
 
 
 def load_after_an_interruption(rank: int, directory: str, interrupted: bool) -> list[list[float]]:
-    """The weights at the end: a backward pass has raised when two units had been reduced, and a new model loads."""
+    """Return the final weights after a backward pass raised with two units reduced, and a new model loaded."""
     start()
     model, optimizer, attached = Setting(STOCHASTIC).build()
     go_on(model, optimizer, rank, range(3))
@@ -414,7 +381,9 @@ def go_on(model: Any, optimizer: Any, rank: int, steps: range) -> list[list[floa
     return [parameter.full_tensor().flatten().tolist() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("given", [FOUR_BITS, STOCHASTIC, MEMORYLESS, LOW_RANK], ids=["int4", "random", "none", "rank"])
+@pytest.mark.parametrize(
+    "given", [FOUR_BITS, STOCHASTIC, NO_FEEDBACK, LOW_RANK], ids=["int4", "random", "none", "rank"]
+)
 def test_a_resumed_run_is_as_if_it_had_not_stopped(tmp_path: Path, given: Mapping[str, Any]) -> None:
     assert run_forks(2, resume, str(tmp_path), given, Setting()) == [(True, True)] * 2
 
@@ -430,7 +399,7 @@ def test_a_resumed_run_of_copies(tmp_path: Path) -> None:
 
 
 def remembered_by(rank: int, directory: str, saves: bool, units: tuple[str, ...]) -> dict[str, float]:
-    """What gradients of each parameter are remembered by this rank, after steps, or loaded."""
+    """Return the sums of this rank's residuals of gradients by parameter, after some steps or after loading."""
     start()
     model, optimizer, attached = Setting(FOUR_BITS, units=units).build()
     if saves:
@@ -470,7 +439,7 @@ def test_copies_cannot_become_other_copies(tmp_path: Path) -> None:
 
 
 def train_methods(rank: int, methods: Mapping[str, Mapping[str, Any]], mesh: tuple[int, ...]) -> list[str]:
-    """Methods under which copies differ, or the loss does not fall."""
+    """Return the methods with which copies differ or the loss does not decrease."""
     start()
     wrong = []
     for name, gradients_of in methods.items():
@@ -504,7 +473,7 @@ METHODS_OF_FSDP2 = {
 }
 INSIDE = {"bits": 4, "hierarchy": {"ranks_per_node": 2, "inside": {"bits": 8}}}
 PATIENCE = 400
-"""Seconds for runs of many steps, on a machine that has other work."""
+"""Timeout in seconds for runs of many steps on a busy machine."""
 
 
 @pytest.mark.timeout(2 * PATIENCE)
@@ -514,7 +483,7 @@ def test_every_method_trains() -> None:
 
 @pytest.mark.timeout(2 * PATIENCE)
 def test_methods_train_in_copies_of_shards() -> None:
-    """One of each kind of message and memory; every method is trained above."""
+    """Check one method of each kind of message and residual; every method is trained above."""
     names = ("int4_stochastic", "sign", "topk_int4", "randomk", "int8_memory", "dgc", "overrides", "clipped")
     methods = {name: METHODS_OF_FSDP2[name] for name in names}
     assert run_forks(4, train_methods, {**methods, "inside": INSIDE}, HSDP, timeout=PATIENCE) == [[]] * 4
@@ -522,7 +491,7 @@ def test_methods_train_in_copies_of_shards() -> None:
 
 
 def sent_between(rank: int, given: Mapping[str, Any], setting: Setting) -> tuple[dict[str, Any], int, int]:
-    """The statistics of a step, the elements of a rank's part, and of the model."""
+    """Return the statistics of a step, and the numbers of elements of a rank's shard and of the model."""
     start()
     model, optimizer, attached = replace(setting, section={**given, "monitor": {"announce": False}}).build()
     figures: list[Any] = []
@@ -545,7 +514,7 @@ def test_between_copies_parts_are_compressed_and_inside_nothing() -> None:
 
 
 def divided(rank: int) -> tuple[bool, bool]:
-    """Two models at once: one of all four ranks, in two levels, and one of each pair, on a part of a mesh."""
+    """Train two models at once: one on all four ranks, in two levels, and one on each pair, on a part of a mesh."""
     start()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "place"))
     nodes = {"gradients": {**FOUR_BITS["gradients"], "hierarchy": {"ranks_per_node": 2}}}
@@ -569,7 +538,7 @@ def test_several_models_and_meshes() -> None:
 
 
 def one_alone(rank: int) -> bool:
-    """A mesh of one rank within a larger job: nothing travels, and nothing changes."""
+    """Train on a mesh of one rank within a larger job, which sends nothing and changes nothing."""
     start()
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"]
     both = {**FOUR_BITS, "weights": {"bits": 4}}
@@ -588,7 +557,7 @@ def test_one_rank() -> None:
 
 
 class Watched(nn.Linear):
-    """Notes its whole weights at every use, forward and backward."""
+    """Layer that records its whole weights at every use, in forward and backward."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -664,7 +633,7 @@ def test_weights_are_rounded_alike_everywhere_in_training_alone(
 
 
 def evaluated(rank: int) -> bool:
-    """Whether evaluation after a forward pass in training, which leaves the weights of the root here, is exact."""
+    """Return whether evaluation is exact after a training forward pass, which keeps the weights of the root."""
     start()
     model, *_ = Setting(WEIGHTS).build()
     alone, *_ = Setting().build()
@@ -715,11 +684,11 @@ REFUSED: dict[str, tuple[Mapping[str, Any], Setting]] = {
     "dimension": (FOUR_BITS, Setting(units=(), options={"shard_placement_fn": by_columns})),
 }
 SAID = {
-    "guard": "/deepspeed_compress/guard works with DeepSpeed alone",
-    "adaptive": "/deepspeed_compress/adaptive works with DeepSpeed alone",
-    "islands": "/deepspeed_compress/islands works with DeepSpeed alone",
-    "ownership": "/deepspeed_compress/ownership works with DeepSpeed alone",
-    "parallelism": "/deepspeed_compress/parallelism works with DeepSpeed alone",
+    "guard": "/deepspeed_compress/guard works only with DeepSpeed",
+    "adaptive": "/deepspeed_compress/adaptive works only with DeepSpeed",
+    "islands": "/deepspeed_compress/islands works only with DeepSpeed",
+    "ownership": "/deepspeed_compress/ownership works only with DeepSpeed",
+    "parallelism": "/deepspeed_compress/parallelism works only with DeepSpeed",
     "momentum": "/deepspeed_compress/gradients/method demo",
     "weights bits": "/deepspeed_compress/weights: ",
     "weights method": "/deepspeed_compress/weights: ",
@@ -727,9 +696,9 @@ SAID = {
     "powersgd": '/deepspeed_compress/gradients/method: "powersgd" with copies',
     "other nodes": "/deepspeed_compress/gradients/hierarchy/ranks_per_node: 4",
     "cosine": "/deepspeed_compress/monitor/cosine_every: 2",
-    "copies alone": "its mesh divides nothing",
+    "copies alone": "its mesh shards nothing",
     "fp16": "reduced in torch.float16",
-    "dimension": "divided by dimension 1",
+    "dimension": "sharded along dimension 1",
 }
 
 
@@ -740,13 +709,13 @@ def test_what_cannot_be_right_is_refused_by_name() -> None:
 
 
 def late_refusals(rank: int) -> list[str]:
-    """What is seen only when it is done: each message, or ""."""
+    """Return the message of each refusal that is raised late, or "" without one."""
     start()
     return [refusal(work) for work in LATE]
 
 
 def scheduled(rank: int, mesh: tuple[int, ...]) -> tuple[list[bool], list[bool], list[float | None]]:
-    """Of steps with a warm-up: whether gradients are the true ones, whether weights are, and the cosines."""
+    """Return whether gradients and weights are exact in steps with a warm-up, and the cosines."""
     start()
     given = {**FOUR_BITS, "weights": {"bits": 4, "block_size": 32}, "schedule": {"warmup_steps": 2}}
     exact, _, _ = run_sections(None, mesh, rank)
@@ -863,9 +832,9 @@ def mixed_weights() -> None:
 
 
 LATE = {
-    attach_twice: "attached to it already",
-    foreign_optimizer: "steps none",
-    undivided: "call fully_shard before",
+    attach_twice: "it is already attached",
+    foreign_optimizer: "updates none",
+    undivided: "call fully_shard first",
     tensor_parallel: "tensor parallelism",
     several_meshes: "one mesh for all",
     momentum_twice: "set_requires_gradient_sync(False)",
@@ -932,7 +901,7 @@ def test_four_bits_send_an_eighth_and_learn_as_much(tmp_path: Path) -> None:
 
 
 def told(rank: int) -> tuple[str, list[tuple[int, int, int]]]:
-    """What is written to standard error when it is attached, and bytes of a step."""
+    """Return the text on standard error after attaching, and the bytes of a step."""
     start()
     written, figures = io.StringIO(), []
     with contextlib.redirect_stderr(written):

@@ -1,4 +1,4 @@
-"""Where FSDP2 puts the elements of gradients: compared with what torch itself copies."""
+"""Layout of gradients in the buckets of FSDP2, compared with the copies that torch makes."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""`deepspeed_compress.megatron`: what Megatron programs rely on, with and without compression, side by side."""
+"""Tests of `deepspeed_compress.megatron`: Megatron programs with and without compression."""
 
 import math
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ CASES = [(distributed, overlap) for distributed in (False, True) for overlap in 
 
 
 class Net(nn.Module):
-    """Sizes that Megatron pads, and layers that backward does not come to in the order of buckets."""
+    """Model with sizes that Megatron pads, and with layers that backward does not reach in the order of buckets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 
 class Run:
-    """A model that trains: under Megatron alone where `given` is None."""
+    """A training run, under Megatron alone if `given` is None."""
 
     def __init__(self, given: Mapping[str, Any] | None, options: Options, rank: int) -> None:
         self.rank, self.dtype = rank, options.dtype
@@ -64,7 +64,7 @@ class Run:
         self.optimizer.zero_grad()
 
     def backward(self, step: int, factor: float = 1.0) -> float:
-        """One micro-batch that is not synchronised, and one that is."""
+        """Run one micro-batch without synchronization, and one with it."""
         with self.model.no_sync():
             self.optimizer.scale_loss(self.loss(step + 100) / 2).backward()
         loss = self.loss(step) / 2 * factor
@@ -83,12 +83,12 @@ class Run:
         return [parameter.flatten().tolist() for parameter in self.model.parameters()]
 
     def gathered(self) -> None:
-        """The weights of all ranks, also where forward would gather them."""
+        """Return the weights of all ranks, gathered if forward would gather them."""
         if self.model.ddp_config.overlap_param_gather:
             self.model.start_param_sync(force_sync=True)
 
     def own(self) -> dict[str, list[tuple[int, Tensor]]]:
-        """Gradients that this rank's optimizer reads, by parameter: (first element, values)."""
+        """Return the gradients that this rank's optimizer reads, by parameter: (first element, values)."""
         found: dict[str, list[tuple[int, Tensor]]] = {}
         names = {parameter: name for name, parameter in self.model.module.named_parameters()}
         for group in self.model.bucket_groups:
@@ -119,7 +119,7 @@ def options_of(case: tuple[bool, bool], **more: Any) -> Options:
 
 
 def train_none(rank: int, dtype: str) -> list[str]:
-    """Cases in which method "none" is not Megatron to the bit."""
+    """Return the cases in which method "none" differs from Megatron."""
     start()
     wrong = []
     for case in CASES:
@@ -136,7 +136,7 @@ def test_method_none_is_megatron_bit_for_bit(dtype: str) -> None:
 
 
 def conserve(rank: int, ranks: int) -> list[str]:
-    """Cases whose gradients, added up over the steps, are not the true ones less what is still remembered."""
+    """Return the cases whose summed gradients differ from the true ones minus the residuals."""
     start()
     wrong = []
     for case in CASES:
@@ -180,7 +180,7 @@ def test_what_is_left_out_is_remembered(ranks: int) -> None:
 
 
 def bits_of(attached: Any) -> dict[str, list[int]]:
-    """Everything that is remembered, applied values alone."""
+    """Return the bytes of all residual stores, without updates that a skipped step would discard."""
     return {
         f"{name}/{layout}": payload.tolist()
         for name, store in attached.session.stores.items()
@@ -194,7 +194,7 @@ def norms_of(attached: Any) -> dict[str, float]:
 
 
 def overflow(rank: int) -> list[str]:
-    """What is wrong after a step with a NaN on rank 1 alone, by case."""
+    """Return the problems after a step with a NaN on rank 1, by case."""
     start()
     wrong = []
     scale = {"initial_loss_scale": 64.0, "min_loss_scale": 1.0, "loss_scale_window": 3, "hysteresis": 1}
@@ -223,8 +223,7 @@ def test_a_step_that_overflows_leaves_no_trace() -> None:
 
 
 def checks(rank: int) -> list[tuple[str, str]]:
-    """What Megatron says of a gradient that is not finite, when it is told to look before it reduces: alone, and with
-    us."""
+    """Return Megatron's errors about a non-finite gradient if it checks before reducing, without and with us."""
     start()
     options = replace(options_of((True, False)), ddp={"check_for_nan_in_grad": True})
     said = []
@@ -243,7 +242,7 @@ def test_megatron_checks_gradients_before_they_are_reduced() -> None:
 
 
 def clear_in_vain(rank: int) -> list[str]:
-    """Cases in which an iteration that is repeated leaves something behind."""
+    """Return the cases in which a repeated iteration leaves a trace."""
     start()
     wrong = []
     for case in CASES:
@@ -263,8 +262,7 @@ def test_an_iteration_that_is_repeated_leaves_no_trace() -> None:
 
 
 def resume(rank: int, directory: str, given: Mapping[str, Any]) -> list[tuple[bool, bool]]:
-    """By case: whether a run that goes on and one that is resumed end with the same bits; whether one without its
-    memories does not."""
+    """Return, by case, whether resuming equals continuing, and whether resuming without residuals differs."""
     start()
     found = []
     for number, case in enumerate(CASES):
@@ -290,7 +288,7 @@ def resume(rank: int, directory: str, given: Mapping[str, Any]) -> list[tuple[bo
 
 
 def states(optimizer: Any) -> list[dict[str, Any]]:
-    """Copies of what the optimizers of torch hold."""
+    """Return copies of the torch optimizers' states."""
     inner = [one.optimizer for one in optimizer.chained_optimizers]
     return [
         {"params": [p.detach().clone() for group in one.param_groups for p in group["params"]], "state": copied(one)}
@@ -323,7 +321,7 @@ def test_a_resumed_run_is_as_if_it_had_not_stopped(tmp_path: Path, given: Mappin
 
 
 def train_methods(rank: int, methods: Mapping[str, Mapping[str, Any]], case: tuple[bool, bool]) -> list[str]:
-    """Methods under which ranks differ, or the loss does not fall."""
+    """Return the methods with which ranks differ or the loss does not decrease."""
     start()
     wrong = []
     for name, gradients in methods.items():
@@ -346,7 +344,7 @@ def test_every_method_trains(case: tuple[bool, bool]) -> None:
 
 
 def lines(rank: int, directory: str) -> tuple[int, int]:
-    """Bytes that Megatron alone would have sent in a step, by the figures, and by arithmetic."""
+    """Return the bytes that Megatron alone would have sent in a step: reported, and computed."""
     start()
     run = Run({**FOUR_BITS, "monitor": {"path": directory, "announce": False}}, options_of((False, True)), rank)
     figures: list[Any] = []
@@ -373,8 +371,10 @@ def load_by_megatron(run: Run, directory: str) -> None:
 
 
 def remembered(rank: int, directory: str, saves: bool, own: bool) -> dict[str, float]:
-    """What gradients of each parameter are remembered by this rank, after steps, or loaded; `own`: in Megatron's own
-    checkpoints."""
+    """Return the sums of this rank's residuals of gradients by parameter, after some steps or after loading.
+
+    With `own`, they are in Megatron's checkpoints.
+    """
     start()
     run = Run(FOUR_BITS, options_of((True, False)), rank)
     if saves:
@@ -400,7 +400,7 @@ def test_another_number_of_ranks_takes_over_the_sums(tmp_path: Path, own: bool) 
 
 
 def without_memories(rank: int, directory: str) -> str:
-    """What is said of a checkpoint that was written without this package."""
+    """Return the warnings about a checkpoint that was written without this package."""
     start()
     run = Run(FOUR_BITS, options_of((True, False)), rank)
     checkpointing().save({"step": 1}, directory)
@@ -459,7 +459,7 @@ def test_a_reduction_that_is_forced_reaches_all_ranks() -> None:
 
 
 def twice(rank: int) -> tuple[bool, str]:
-    """Two synchronisations in a step: right with error feedback, refused where gradients get a momentum."""
+    """Synchronize twice in a step, which is correct with error feedback and refused for methods with momentum."""
     start()
     run = Run(FOUR_BITS, options_of((False, False)), rank)
     for step in range(3):
@@ -502,7 +502,7 @@ def test_a_hierarchy() -> None:
 
 
 def context(rank: int) -> list[bool]:
-    """Ranks that share sequences are in the group that gradients are reduced over."""
+    """Ranks that share sequences are in the group over which gradients are reduced."""
     start(context_parallel_size=2)
     found = []
     for case in CASES:
@@ -522,7 +522,7 @@ def test_a_group_with_context_parallel_ranks() -> None:
 
 
 def two_models(rank: int) -> bool:
-    """Two models whose messages are under way at once, as in adversarial training, end as each would alone."""
+    """Two models with messages in flight at once, as in adversarial training, end as each would alone."""
     start()
     ends = []
     for together in (True, False):
@@ -546,7 +546,7 @@ def test_two_models_at_once() -> None:
 
 
 def alone(rank: int) -> bool:
-    """One rank: nothing travels, and nothing changes."""
+    """Train on one rank, which sends nothing and changes nothing."""
     start()
     with pytest.warns(deepspeed_compress.CompressWarning, match="data-parallel size is 1"):
         run = Run(FOUR_BITS, options_of((True, True)), rank)
@@ -563,9 +563,9 @@ def test_one_rank() -> None:
 
 WEIGHTS = {"weights": {"method": "blockwise"}}
 REFUSED: dict[str, tuple[Mapping[str, Any], Mapping[str, Any], str]] = {
-    "guard": ({"guard": {}}, {}, "/deepspeed_compress/guard works with DeepSpeed alone"),
-    "islands": ({"islands": {"size": 1}}, {}, "/deepspeed_compress/islands works with DeepSpeed alone"),
-    "ownership": ({"ownership": "balanced"}, {}, "/deepspeed_compress/ownership works with DeepSpeed alone"),
+    "guard": ({"guard": {}}, {}, "/deepspeed_compress/guard works only with DeepSpeed"),
+    "islands": ({"islands": {"size": 1}}, {}, "/deepspeed_compress/islands works only with DeepSpeed"),
+    "ownership": ({"ownership": "balanced"}, {}, "/deepspeed_compress/ownership works only with DeepSpeed"),
     "momentum": ({"gradients": {"method": "demo"}}, {}, "/deepspeed_compress/gradients/method demo"),
     "mxfp8": ({}, {"fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True}, "reuse_grad_buf"),
     "fsdp": ({}, {"use_megatron_fsdp": True}, "use_megatron_fsdp"),
@@ -600,7 +600,7 @@ def refusal(given: Mapping[str, Any], changed: Mapping[str, Any]) -> str:
 
 def test_what_cannot_be_right_is_refused_by_name() -> None:
     said = {name: text for name, (_, _, text) in REFUSED.items()}
-    said |= {"twice": "attached already", "another": "it is Linear", "optimizer": "its optimizer is AdamW"}
+    said |= {"twice": "already attached", "another": "it is Linear", "optimizer": "its optimizer is AdamW"}
     for found in run_forks(2, refusals):
         assert found.keys() == said.keys()
         assert [name for name, text in said.items() if text not in found[name]] == []
@@ -626,7 +626,7 @@ BOTH_WAYS = {**FOUR_BITS, "weights": {"method": "blockwise", "bits": 4, "block_s
 
 
 def resume_weights(rank: int, directory: str) -> list[tuple[bool, bool]]:
-    """As `resume`, with weights in differences; and whether a warm-up is Megatron to the bit."""
+    """Return the same as `resume` with weights sent as differences, and whether a warm-up equals Megatron."""
     start()
     found = []
     for overlap in (False, True):
@@ -656,7 +656,7 @@ def resume_weights(rank: int, directory: str) -> list[tuple[bool, bool]]:
 
 
 def close(one: list[float], other: list[float]) -> bool:
-    """Sums over two ranks are the same in every order."""
+    """Sums over two ranks do not depend on the order."""
     return one == other
 
 
@@ -665,7 +665,7 @@ def test_weights_are_resumed_and_exact_in_a_warm_up(tmp_path: Path) -> None:
 
 
 def exact(rank: int) -> list[bool]:
-    """Whether weights are behind their masters, and not any more when they were synchronised."""
+    """Return whether weights lag behind their master weights, and no longer do after synchronization."""
     start()
     found = []
     for overlap in (False, True):
@@ -679,7 +679,7 @@ def exact(rank: int) -> list[bool]:
 
 
 def as_masters(run: Run) -> list[bool]:
-    """By parameter, whether what this rank has the masters of is those, rounded."""
+    """Return, by parameter, whether the weights equal this rank's rounded master weights."""
     pairs = []
     for group in run.model.bucket_groups:
         for bucket in group.buckets:
@@ -699,9 +699,9 @@ def test_weights_become_exact_when_they_are_asked_for() -> None:
 
 PHASES = {"total_steps": 10, "phases": [{"until": 0.5, "weights": {"method": "none"}}, {"until": 1.0}]}
 REFUSED_WEIGHTS = [
-    ({**WEIGHTS, "schedule": PHASES}, Options(dtype=torch.bfloat16), "schedule/phases works with DeepSpeed alone"),
+    ({**WEIGHTS, "schedule": PHASES}, Options(dtype=torch.bfloat16), "schedule/phases works only with DeepSpeed"),
     (WEIGHTS, Options(distributed=False, dtype=torch.bfloat16), "no weights are sent"),
-    (WEIGHTS, Options(), "their own masters"),
+    (WEIGHTS, Options(), "no separate master weights"),
     ({"weights": {"method": "blockwise", "overlap": True}}, Options(dtype=torch.bfloat16), "weights/overlap: true"),
 ]
 

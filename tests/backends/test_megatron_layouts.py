@@ -85,7 +85,7 @@ def same_on_all(value: torch.Tensor, group: Any) -> bool:
 
 
 def train(rank: int, name: str, distributed: bool, overlap: bool) -> tuple[bool, list[float], list[float], list[str]]:
-    """Whether method "none" is Megatron to the bit; losses of Megatron alone, and with 4 bits; what drifts apart."""
+    """Return whether "none" equals Megatron, the losses of Megatron and of 4 bits, and the copies that differ."""
     sizes, layout = LAYOUTS[name]
     start(**sizes)
     options = options_of(distributed, overlap)
@@ -113,7 +113,7 @@ def test_layouts(name: str, distributed: bool, overlap: bool) -> None:
 
 
 def both_ways(rank: int, name: str, overlap: bool) -> tuple[list[float], list[float], list[str], list[float]]:
-    """Losses of Megatron alone in bf16, and with gradients and weights compressed; what drifts; bytes of both."""
+    """Return the bf16 losses of Megatron and with everything compressed, the copies that differ, and the bytes."""
     sizes, layout = LAYOUTS[name]
     start(**sizes)
     losses, wrong, sent = [], [], []
@@ -142,7 +142,7 @@ def test_weights_in_layouts(name: str, overlap: bool) -> None:
 
 
 def save(model: Gpt, attached: Any, directory: str, own: bool) -> None:
-    """What is remembered, by one call with Megatron's own checkpoint of the model, or beside it."""
+    """Return the residuals after saving them in Megatron's checkpoint of the model, or next to it."""
     if own:
         checkpointing().save({**state_of(model), **attached.sharded_state_dict()}, directory)
     else:
@@ -162,7 +162,7 @@ def state_of(model: Gpt) -> dict[str, Any]:
 
 
 def resume(rank: int, name: str, directory: str, own: bool) -> list[bool]:
-    """Whether memories that are saved are those that are loaded: of dense parameters, and of experts."""
+    """Return whether the loaded residuals equal the saved ones, of dense parameters and of experts."""
     sizes, layout = LAYOUTS[name]
     start(**sizes)
     found = []
@@ -194,7 +194,7 @@ def test_memories_of_all_ranks_are_saved(tmp_path: Path, name: str, own: bool) -
 
 
 def half(rank: int, directory: str) -> tuple[bool, list[str], list[bool]]:
-    """Experts on the second stage alone: whether this rank has some, what drifts apart, what is loaded."""
+    """Train experts on the second stage only; return if this rank has some, which copies differ, and what is loaded."""
     start(pipeline_model_parallel_size=2, expert_model_parallel_size=2)
     from megatron.core import parallel_state
     from megatron.core.models.gpt import gpt_layer_specs

@@ -1,4 +1,4 @@
-"""One job at a time in a directory, and a lock that nobody has to take away."""
+"""One job at a time saves in a directory, and its lock never has to be removed by hand."""
 
 import multiprocessing
 import os
@@ -10,7 +10,7 @@ from deepspeed_compress.checkpointing.directory_lock import LOCK, hold
 
 
 def take(directory: Path, told: Connection, leave_a_child: bool) -> None:
-    """In another process: hold the directory until it is killed, perhaps with a child that outlives it."""
+    """Hold the directory until this process is killed. With `leave_a_child`, leave a child that outlives it."""
     held = hold(directory)
     child = os.fork() if leave_a_child else -1
     if not child:
@@ -20,7 +20,7 @@ def take(directory: Path, told: Connection, leave_a_child: bool) -> None:
 
 
 def other(directory: Path, leave_a_child: bool = False) -> tuple[multiprocessing.Process, bool, int]:
-    """The process, whether it has the lock, and its child."""
+    """Return the process, whether it holds the lock, and its child."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe()
     process = context.Process(target=take, args=(directory, there, leave_a_child), daemon=True)

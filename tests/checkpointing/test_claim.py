@@ -1,4 +1,4 @@
-"""Processes that outlive their ranks and come late: what those who were started after them save stays as it is."""
+"""Writer processes that outlive their ranks never change what a later start of the job has saved."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from deepspeed_compress.errors import StateError
 from tests.support.forks import run_forks
 
 OLD, NEW = "0" * 32, "1" * 32
-LATE = "ranks that were started later save there now"
+LATE = "a later start of the job saves there now"
 
 
 def test_the_newest_start_has_the_directory(tmp_path):
@@ -75,7 +75,7 @@ def test_what_is_late_is_not_written(tmp_path, write: Callable[[Path, Claim], No
 
 
 class Rank:
-    """The process that writes for a rank of the start `start`, and the snapshot of a checkpoint that two ranks save."""
+    """Writer process of a rank of the start `start`, with the snapshot of a checkpoint that two ranks save."""
 
     def __init__(self, directory: Path, start: str, rank: int) -> None:
         save = Save(directory, "global_step3", run=start[:8], number=1, step=3, world=2)
@@ -96,7 +96,7 @@ class Rank:
 
 
 def come_late(rank: int, directory: Path) -> None:
-    """The process of rank 1 of the former start goes on when its successor has written, and rank 0 has not."""
+    """The writer of rank 1 of the former start continues after its successor has written, but before rank 0 has."""
     (directory / "global_step3").mkdir(parents=True)
     former, newer, publishes = Rank(directory, OLD, 1), Rank(directory, NEW, 1), Rank(directory, NEW, 0)
     os.kill(former.writer.process, signal.SIGSTOP)

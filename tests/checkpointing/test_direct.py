@@ -1,4 +1,4 @@
-"""Files past the page cache: the bytes that were written, whatever their number and whatever the file system does."""
+"""Files that bypass the page cache contain the written bytes, for any size and on any file system."""
 
 import errno
 import fcntl
@@ -19,7 +19,7 @@ from deepspeed_compress.checkpointing.direct import DirectFile
 
 PAGE = mmap.PAGESIZE
 BLOCK = 4 * PAGE
-"""Small, so that tests have many."""
+"""Size of a buffer, which is small so that files have many."""
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +91,7 @@ def test_file_systems_that_do_less(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_part_of_a_page_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without O_DIRECT from the beginning: with it, this machine would refuse to."""
+    """Open without O_DIRECT, which this machine refuses."""
     opened, written = os.open, os.write
     monkeypatch.setattr(direct.os, "open", lambda *given: refuses(opened, *given))
     monkeypatch.setattr(direct.os, "write", lambda *given: takes_little(written, *given))

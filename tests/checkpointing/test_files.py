@@ -1,4 +1,4 @@
-"""A checkpoint is whole, or what is wrong with it has a name."""
+"""A checkpoint is complete, or its problems are named."""
 
 import random
 import shutil
@@ -123,7 +123,7 @@ def test_older_ones_are_tried_after_the_latest(tmp_path):
 
 
 def test_files_that_others_write_meanwhile_are_no_problem(tmp_path):
-    """They come and go under temporary names."""
+    """Their files appear and disappear under temporary names."""
     one, over = write(save(tmp_path, 8)), threading.Event()
 
     def write_on():
@@ -179,7 +179,7 @@ def test_a_removal_that_was_interrupted_leaves_no_checkpoint_whatever_the_tag(tm
 
 
 def test_checkpoints_of_another_directory_below_are_not_of_this_one(tmp_path):
-    """Those of islands, and of Trainer: their `latest` says so."""
+    """Directories of islands and of Trainer have their own `latest`."""
     files.publish(write(save(tmp_path / "island_0001", 4)))
     write(save(tmp_path / ".hidden", 4))
     files.publish(write(save(tmp_path, 2)))
@@ -187,7 +187,7 @@ def test_checkpoints_of_another_directory_below_are_not_of_this_one(tmp_path):
 
 
 def test_a_universal_checkpoint_is_listed_and_is_no_way_back(tmp_path):
-    """DeepSpeed loads it in another way."""
+    """DeepSpeed loads universal checkpoints in another way."""
     universal = tmp_path / "global_step8_universal"
     (universal / "zero").mkdir(parents=True)
     (universal / "mp_rank_00_model_states.pt").write_bytes(b"x")

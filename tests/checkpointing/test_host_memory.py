@@ -1,4 +1,4 @@
-"""What stays in memory, what goes to another host, and what is refused there."""
+"""Checkpoints that stay in memory, copies that are sent to the next host, and copies that it refuses."""
 
 import contextlib
 import os
@@ -13,11 +13,11 @@ import pytest
 
 from deepspeed_compress.checkpointing import completeness as files
 from deepspeed_compress.checkpointing.completeness import FileList, read_list
-from deepspeed_compress.checkpointing.memory_catalog import Shelf
+from deepspeed_compress.checkpointing.memory_catalog import MemoryCatalog
 from deepspeed_compress.checkpointing.memory_copies import COPIES, Destination, Receiver, own_address, send_copies
 from deepspeed_compress.checkpointing.memory_directory import (
     ENVIRONMENT,
-    find_held,
+    find_host_saves,
     job_directory,
     job_name,
     keep_only,
@@ -51,7 +51,7 @@ def listed(tmp_path: Path) -> tuple[Path, FileList]:
 def test_files_arrive_with_their_list(tmp_path, receiver):
     place, one = listed(tmp_path)
     send_copies(place, one, Destination("127.0.0.1", receiver.port, KEY))
-    [held], problems = find_held(tmp_path / "next")
+    [held], problems = find_host_saves(tmp_path / "next")
     assert problems == []
     assert (held.tag, held.lists) == ("global_step4", {1: one})
     assert list(files.find_damaged(tmp_path / "next" / held.tag, one)) == []
@@ -71,7 +71,7 @@ def test_what_is_not_of_the_job_or_does_not_fit_is_refused(tmp_path, receiver):
     with pytest.raises(StateError, match="another job"):
         send_copies(place, one, replace(destination, key=b"x" * 32))
     [name] = one.files
-    with pytest.raises(StateError, match="damaged on its way"):
+    with pytest.raises(StateError, match="damaged in transit"):
         send_copies(place, replace(one, files={name: (3000, "0" * 64)}), destination)
     shutil.copy(place / name, tmp_path)
     with pytest.raises(StateError, match="outside"):
@@ -80,7 +80,7 @@ def test_what_is_not_of_the_job_or_does_not_fit_is_refused(tmp_path, receiver):
         garbage.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(64))
         with contextlib.suppress(ConnectionResetError):
             assert garbage.recv(1000) == b""
-    assert find_held(tmp_path / "next") == ([], [])
+    assert find_host_saves(tmp_path / "next") == ([], [])
     assert not list((tmp_path / "next").rglob("*.tmp"))
 
 
@@ -92,7 +92,7 @@ def test_a_copy_stays_below_the_directory(tmp_path, receiver, tag):
         answer = connection.receive(10)
         assert answer is not None
         assert answer["kind"] == "refused"
-    assert find_held(tmp_path / "next") == ([], [])
+    assert find_host_saves(tmp_path / "next") == ([], [])
 
 
 def connected(receiver: Receiver, key: bytes = KEY) -> Connection:
@@ -101,7 +101,7 @@ def connected(receiver: Receiver, key: bytes = KEY) -> Connection:
 
 
 def begun(tmp_path: Path, receiver: Receiver) -> Connection:
-    """A copy whose second half does not come."""
+    """Send only the first half of a copy."""
     _, one = listed(tmp_path)
     connection = connected(receiver)
     connection._write(memoryview(encode({"kind": "copy", "tag": "global_step4", "list": one.fields}, 3000)))
@@ -139,7 +139,7 @@ def test_an_end_waits_for_a_copy_that_moves(tmp_path):
     time.sleep(0.5)
     receiver.close()
     sending.join(20)
-    [held], _ = find_held(tmp_path / "next")
+    [held], _ = find_host_saves(tmp_path / "next")
     assert held.lists == {1: one}
 
 
@@ -168,11 +168,11 @@ def test_a_job_is_its_directory_and_memory_is_this_users_alone(tmp_path, monkeyp
     place = job_directory(job)
     assert place.stat().st_mode & 0o777 == 0o700
     place.chmod(0o755)
-    with pytest.raises(StateError, match="this user's alone"):
+    with pytest.raises(StateError, match="not private to this user"):
         job_directory(job)
     place.rmdir()
     os.symlink(tmp_path, place)
-    with pytest.raises(StateError, match="this user's alone"):
+    with pytest.raises(StateError, match="not private to this user"):
         job_directory(job)
     (tmp_path / "disk" / ".deepspeed_compress_job").write_text("../..")
     with pytest.raises(StateError, match="damaged"):
@@ -187,42 +187,42 @@ def test_all_other_tags_are_removed(tmp_path):
 
 
 def test_the_newest_two_stay_and_what_is_not_at_its_end():
-    shelf = Shelf(copies=False)
+    catalog = MemoryCatalog(copies=False)
     for number in range(1, 6):
-        assert not shelf.begin(number, str(number))
-    shelf.written = 3
-    assert shelf.of_use() == {"2", "3", "4", "5"}
-    shelf.forget(3, of_copy=False)
-    assert shelf.of_use() == {"2", "4", "5"}
-    shelf.written = 5
-    assert shelf.of_use() == {"4", "5"}
-    shelf.begin_anew("4")
-    shelf.begin(6, "6")
-    assert shelf.of_use() == {"4", "6"}
+        assert not catalog.begin(number, str(number))
+    catalog.written = 3
+    assert catalog.tags_to_keep() == {"2", "3", "4", "5"}
+    catalog.mark_failed(3, of_copy=False)
+    assert catalog.tags_to_keep() == {"2", "4", "5"}
+    catalog.written = 5
+    assert catalog.tags_to_keep() == {"4", "5"}
+    catalog.restart_from("4")
+    catalog.begin(6, "6")
+    assert catalog.tags_to_keep() == {"4", "6"}
 
 
 def test_one_copy_is_on_its_way_at_a_time_and_the_last_that_arrived_stays():
-    shelf = Shelf(copies=True)
-    assert [shelf.begin(number, str(number)) for number in (1, 2, 3)] == [True, False, False]
-    shelf.written = 3
-    assert shelf.of_use() == {"1", "2", "3"}
-    shelf.copied = 3
-    assert [shelf.begin(number, str(number)) for number in (4, 5, 6)] == [True, False, False]
-    shelf.written = 6
-    assert shelf.of_use() == {"1", "4", "5", "6"}
-    shelf.forget(4, of_copy=True)
-    assert not shelf.sending
-    assert shelf.of_use() == {"1", "5", "6"}
+    catalog = MemoryCatalog(copies=True)
+    assert [catalog.begin(number, str(number)) for number in (1, 2, 3)] == [True, False, False]
+    catalog.written = 3
+    assert catalog.tags_to_keep() == {"1", "2", "3"}
+    catalog.copied = 3
+    assert [catalog.begin(number, str(number)) for number in (4, 5, 6)] == [True, False, False]
+    catalog.written = 6
+    assert catalog.tags_to_keep() == {"1", "4", "5", "6"}
+    catalog.mark_failed(4, of_copy=True)
+    assert not catalog.sending
+    assert catalog.tags_to_keep() == {"1", "5", "6"}
 
 
 def test_a_failure_is_news_once_and_after_a_success():
-    shelf = Shelf(copies=False)
+    catalog = MemoryCatalog(copies=False)
     for number in range(1, 6):
-        shelf.begin(number, str(number))
-    shelf.written = 2
-    assert [shelf.forget(1, False), shelf.forget(1, False), shelf.forget(2, False)] == [True, True, False]
-    shelf.written = 5
-    assert shelf.forget(5, False)
+        catalog.begin(number, str(number))
+    catalog.written = 2
+    assert [catalog.mark_failed(number, False) for number in (1, 1, 2)] == [True, True, False]
+    catalog.written = 5
+    assert catalog.mark_failed(5, False)
 
 
 def test_hosts_get_what_their_ranks_read_and_no_more(tmp_path):

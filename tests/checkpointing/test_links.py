@@ -1,4 +1,4 @@
-"""Links in a directory of checkpoints: other names of what they lead to, which nobody counts, follows or removes."""
+"""Links in a directory of checkpoints are neither counted, nor followed, nor removed."""
 
 import json
 import os
@@ -10,9 +10,9 @@ import pytest
 
 from deepspeed_compress.checkpointing import completeness as files
 from deepspeed_compress.checkpointing.completeness import checkpoints, find_problems, latest_tag, prune, tags_to_try
-from deepspeed_compress.checkpointing.deepspeed.writer_queue import Lane
+from deepspeed_compress.checkpointing.deepspeed.writer_queue import WriterQueue
 from deepspeed_compress.checkpointing.directory_lock import hold
-from deepspeed_compress.checkpointing.memory_directory import find_held, keep_only
+from deepspeed_compress.checkpointing.memory_directory import find_host_saves, keep_only
 from deepspeed_compress.checkpointing.writer import Outcome
 from deepspeed_compress.cli import main
 from deepspeed_compress.errors import StateError
@@ -64,7 +64,7 @@ def test_links_in_the_memory_of_a_host_are_left_alone(tmp_path: Path) -> None:
     written(memory, 1)
     written(other, 7)
     (memory / "linked").symlink_to(other / "global_step7")
-    assert [one.tag for one in find_held(memory)[0]] == ["global_step1"]
+    assert [one.tag for one in find_host_saves(memory)[0]] == ["global_step1"]
     keep_only(memory, ["global_step1"])
     assert list(find_problems(other / "global_step7")) == []
 
@@ -161,13 +161,13 @@ def test_a_damaged_latest_is_refused_by_name(
 
 
 def test_a_removal_that_fails_is_no_failure_of_the_new_checkpoint(tmp_path: Path) -> None:
-    """A lane tells of it apart, so that `on_error: stop` does not stop."""
-    lane = Lane(interval=SimpleNamespace(by_time=False))  # type: ignore[arg-type]
+    """A queue reports it as a notice, so `on_error: stop` does not stop training."""
+    queue = WriterQueue(interval=SimpleNamespace(by_time=False))  # type: ignore[arg-type]
     try:
-        lane._writer.outcomes = lambda wait: [Outcome(save(tmp_path, 1), "", notice="busy")]  # type: ignore[union-attr]
-        lane._used.append((SimpleNamespace(save=save(tmp_path, 1)), lane.take_memory()))  # type: ignore[arg-type]
-        lane.collect(wait=False)
-        assert (lane.failed, lane.take_notices(), lane.take_notices()) == (False, ["busy"], [])
+        queue._writer.outcomes = lambda wait: [Outcome(save(tmp_path, 1), "", notice="busy")]  # type: ignore[union-attr]
+        queue._used.append((SimpleNamespace(save=save(tmp_path, 1)), queue.take_memory()))  # type: ignore[arg-type]
+        queue.collect(wait=False)
+        assert (queue.failed, queue.take_notices(), queue.take_notices()) == (False, ["busy"], [])
     finally:
-        lane.close()
+        queue.close()
         warnings.resetwarnings()

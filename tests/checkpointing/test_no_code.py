@@ -1,4 +1,4 @@
-"""Files of weights run no code: a checkpoint of somebody else may name any function."""
+"""Weight files are read without running code, because a foreign checkpoint may name any function."""
 
 import os
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from deepspeed_compress.tools import universal as tools_universal
 
 
 class Payload:
-    """Makes a directory when it is unpickled."""
+    """Object that creates a directory when it is unpickled."""
 
     def __init__(self, made: Path) -> None:
         self._made = made
@@ -35,7 +35,7 @@ def test_a_weight_that_names_a_function_is_refused_and_nothing_runs(tmp_path: Pa
     file = saved(tmp_path / "zero" / "h.0.attn.c_attn.weight", torch.zeros(2, 6), more=Payload(made))
     with pytest.raises(StateError, match="contains more than a weight"):
         tools_universal.transpose_gpt2(tmp_path, linear=True)
-    with pytest.raises(StateError, match="has more than a weight"):
+    with pytest.raises(StateError, match="contains more than a weight"):
         list(engine_universal._differences(file, "h.0.attn.c_attn.weight", (2, 6)))
     assert not made.exists()
     torch.load(file, weights_only=False)

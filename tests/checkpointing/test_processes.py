@@ -1,4 +1,4 @@
-"""What a process that outlives its rank keeps of it, and what it lets go."""
+"""Properties that a writer process inherits from its rank, and those that it changes."""
 
 import os
 from multiprocessing import Pipe
@@ -7,7 +7,7 @@ from deepspeed_compress.checkpointing.processes import leave_rank
 
 
 def test_signals_to_the_group_spare_it_and_its_priority_counts_among_those_of_the_rank() -> None:
-    """Linux (sched_autogroup) compares priorities inside a session alone."""
+    """Linux (sched_autogroup) compares priorities only within a session."""
     here, there = Pipe()
     child = os.fork()
     if not child:

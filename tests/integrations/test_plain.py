@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 import deepspeed_compress
 from deepspeed_compress import ConfigError, UnsupportedError
 from deepspeed_compress.config import SECTION
-from tests.backends.test_ddp import FOUR_BITS, NONE, Branches, Setting, loss_of, section, start
 from tests.integrations.trainers import (
     SAVING,
     Job,
@@ -29,6 +28,7 @@ from tests.integrations.trainers import (
     trainer_of,
 )
 from tests.support.forks import run_forks
+from tests.support.two_branches import FOUR_BITS, NONE, Branches, Setting, loss_of, section, start
 
 STEPS = 6
 

@@ -18,10 +18,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 import deepspeed_compress
 from deepspeed_compress import UnsupportedError
 from deepspeed_compress.config import SECTION
-from tests.backends.test_ddp import FOUR_BITS, NONE, Branches, loss_of, section, start
-from tests.backends.test_fsdp2 import WEIGHTS, Setting
 from tests.integrations.trainers import collate, network, sentences, statistics_lines
 from tests.support.forks import run_forks
+from tests.support.sharded import WEIGHTS, Setting
+from tests.support.two_branches import FOUR_BITS, NONE, Branches, loss_of, section, start
 
 STEPS = 5
 BOTH_DIRECTIONS = {**FOUR_BITS, "weights": WEIGHTS["weights"]}

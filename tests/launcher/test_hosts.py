@@ -151,7 +151,7 @@ def test_one_lost_host_loads_from_its_neighbors_memory_and_two_load_from_disk(tm
         check(job, job.cut(both))
         assert lost in job.hosts()
         assert job.end() == [0, 0, 0], job.log
-        assert "global_step16 in memory is left out: no host has the files of ranks" in job.log
+        assert "global_step16 in memory is ignored: no host has the files of ranks" in job.log
     first, second, third = of_starts(directory, "first")
     assert (first, third) == (0, 15)
     assert second in (6, 8, 10), "these steps exist only in memory"

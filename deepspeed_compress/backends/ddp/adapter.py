@@ -35,7 +35,7 @@ from deepspeed_compress.session.traffic import ring_all_reduce
 
 __all__ = ["Attached", "attach"]
 
-_HOOK_TWICE = "it has a communication hook already, of its own mixed precision or of other code; register none"
+_HOOK_TWICE = "it already has a communication hook, from its own mixed precision or from other code; remove that hook"
 
 
 def attach(
@@ -64,14 +64,14 @@ def attach(
     """
     if not isinstance(model, DistributedDataParallel):
         raise UnsupportedError(
-            f"a {type(model).__name__} is no DistributedDataParallel: wrap it, or use fsdp2.attach for what "
-            "fully_shard has divided"
+            f"expected a DistributedDataParallel, got {type(model).__name__}; wrap the model, or use "
+            "fsdp2.attach after fully_shard"
         )
     section, document = read_section(config)
     optimizer = unwrap(optimizer)
     target = Target(_trained(model), model.process_group)
     if not target.parameters:
-        refuse(model, ["nothing of it is trained"])
+        refuse(model, ["no parameter of it is trained"])
     refuse(model, [*find_common_limits(section, optimizer, target.device), *_limits(model, section, target, optimizer)])
     attached = attach_session(target.exchanged(section), optimizer, scaler, section, document)
     with attached.session.patches.undone_on_failure():
@@ -167,7 +167,9 @@ def _before_forward(
 ) -> None:
     if model._join_config.enable:
         # Ranks that have run out of data would take part in reductions, but not in steps.
-        raise UnsupportedError("join() cannot be combined with compressed gradients: give all ranks equally many steps")
+        raise UnsupportedError(
+            "join() cannot be combined with compressed gradients: give all ranks the same number of steps"
+        )
     if attached.steps.reduced and all(parameter.grad is None for parameter in parameters):
         # The module cleared them, not the optimizer.
         attached.steps.forget()
@@ -210,10 +212,11 @@ class _Buckets:
         method = self._session.config.gradients.method
         if self._steps.reduced and method in OWN_MOMENTUM:
             raise UnsupportedError(
-                f'/{SECTION}/gradients/method: "{method}" gives gradients a momentum, and these were reduced before in '
-                "this optimizer step; reduce once a step: all backward passes but the last in no_sync()"
+                f'/{SECTION}/gradients/method: "{method}" applies momentum to gradients, but these were '
+                "reduced before in this optimizer step; reduce once per step: run all backward passes except the last "
+                "in no_sync()"
             )
-        self._steps.reduced = True
+        self._steps.gradients_reduced()
         for left_by_a_pass_that_failed in (self._open, self._sent, self._means):
             left_by_a_pass_that_failed.clear()
 
@@ -227,7 +230,7 @@ class _Buckets:
             self._send(self._open.pop(len(self._sent)))
 
     def _send(self, batch: Batch) -> None:
-        self._session.meter.bytes_uncompressed += ring_all_reduce(batch.flat.nbytes, self._plan.ranks)
+        self._session.meter.count("bytes_uncompressed", ring_all_reduce(batch.flat.nbytes, self._plan.ranks))
         pending = self._session.start_everywhere(batch.flat, batch.partition, 1.0 / self._plan.ranks)
         self._sent.append((batch, pending))
 

@@ -28,37 +28,30 @@ from deepspeed_compress.backends.deepspeed.limits import (
 from deepspeed_compress.backends.deepspeed.losses import follow_losses
 from deepspeed_compress.backends.deepspeed.norms import Norms, loss_scale
 from deepspeed_compress.backends.deepspeed.ownership import check_ownership
-from deepspeed_compress.backends.deepspeed.restarts import give_signs
+from deepspeed_compress.backends.deepspeed.restarts import attach_heartbeat
 from deepspeed_compress.backends.deepspeed.step import Steps, follow_steps
 from deepspeed_compress.backends.deepspeed.weights.zero_3 import attach_weights_3, check_weights_3
-from deepspeed_compress.backends.deepspeed.weights.zero_12 import attach_weights, check_weights
-from deepspeed_compress.checkpointing.deepspeed.checkpoint import attach_checkpoint
-from deepspeed_compress.collectives.pace import make_pace
-from deepspeed_compress.collectives.reducer import Run, StepClock
-from deepspeed_compress.collectives.reduction import Parameters, Reductions, Site, WeightReduction
-from deepspeed_compress.compression.residuals import ResidualStores
-from deepspeed_compress.config import (
-    SECTION,
-    CompressConfig,
-    CompressedWeights,
-    check_world,
-    parse_section,
-    total_steps,
-)
+from deepspeed_compress.backends.deepspeed.weights.zero_12 import Weights, attach_weights, check_weights
+from deepspeed_compress.checkpointing.deepspeed.background import attach_background
+from deepspeed_compress.checkpointing.deepspeed.checkpoint import CompressionState
+from deepspeed_compress.checkpointing.deepspeed.participants import Participant, attach_participants
+from deepspeed_compress.checkpointing.deepspeed.resharding import Resharding
+from deepspeed_compress.collectives.reducer import Run
+from deepspeed_compress.collectives.reduction import Parameters, WeightReduction
+from deepspeed_compress.config import SECTION, CompressConfig, CompressedWeights, check_world, parse_section
 from deepspeed_compress.config.names import user_name
 from deepspeed_compress.errors import CompressWarning, ConfigError, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed.divided import attach_islands, stay_apart
 from deepspeed_compress.local_sgd.deepspeed.elastic import attach_elastic
-from deepspeed_compress.monitor import Journal, Meter, write_configuration
-from deepspeed_compress.policy import AllowedChoices, Policy
-from deepspeed_compress.session.beside import Watch
+from deepspeed_compress.monitor import write_configuration
+from deepspeed_compress.policy import AllowedChoices
 from deepspeed_compress.session.exact import attach_exact
 from deepspeed_compress.session.machines import equal_machines
-from deepspeed_compress.session.observer import largest_of_all, new_run, of_first
+from deepspeed_compress.session.observer import PolicyInputs, largest_of_all
+from deepspeed_compress.session.parts import Attachment, Parts, make_parts
 from deepspeed_compress.session.patches import Patches
-from deepspeed_compress.session.probing import Prober
-from deepspeed_compress.session.records import make_records
-from deepspeed_compress.session.reporting import Reporter
+from deepspeed_compress.session.probing import Prober, WeightTraffic
+from deepspeed_compress.session.protocols import IslandExchanges
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.torch_version import check_torch
 
@@ -100,8 +93,8 @@ def attach(engine: Any) -> Any:
     """
     if not isinstance(engine, DeepSpeedEngine):
         raise UnsupportedError(
-            f"a {type(engine).__name__} is no engine of DeepSpeed: use ddp.attach or fsdp2.attach for a model of "
-            "torch, or initialize for one that has no engine yet"
+            f"expected a DeepSpeedEngine, got {type(engine).__name__}; use ddp.attach or fsdp2.attach for a torch "
+            "model, or initialize for a model without an engine"
         )
     return attach_section(engine, parse_section(engine.config))
 
@@ -124,15 +117,15 @@ def attach_section(engine: Any, config: CompressConfig, unit: IslandUnit | None 
     """
     # The engine forwards unknown names to the user's model, so `hasattr` is not reliable.
     if "compression" in vars(engine):
-        raise ConfigError("attach was called twice for one engine: call it once, or use initialize or install alone")
+        raise ConfigError("the engine is already attached: call attach once, or use only initialize or install")
     kind = _checked(engine, config)
     if config.islands is not None and config.islands.elastic is None and unit is None:
         raise ConfigError(
-            "/deepspeed_compress/islands divides ranks before an engine is made, and this one is made already: use "
+            "/deepspeed_compress/islands divides ranks before an engine is made, but this engine already exists: use "
             "deepspeed_compress.initialize or install, or remove the key"
         )
     check_ownership(engine, config)
-    _warn_of_lonely_ranks(config, unit)
+    _warn_of_single_rank_hosts(config, unit)
     patches = Patches()
     with patches.undone_on_failure():
         _attach(engine, config, unit, kind, patches)
@@ -142,28 +135,30 @@ def attach_section(engine: Any, config: CompressConfig, unit: IslandUnit | None 
 def _attach(engine: Any, config: CompressConfig, unit: IslandUnit | None, kind: str, patches: Patches) -> None:
     parameters = _parameters(engine, kind)
     _warn_of_unheeded_type(engine, config, parameters.dtype)
-    run = Run(StepClock(), Meter(), config.seed, make_pace(config.communication))
-    session = _session(engine, config, parameters, run, patches, None if unit is None else unit.number)
+    parts = make_parts(_attachment(engine, config, parameters, kind, unit), patches)
     if unit is not None:
-        session.patches.on_undo(functools.partial(stay_apart, engine, unit))
-    weight_bytes = _replace_collectives(engine, kind, session, parameters, run)
+        patches.on_undo(functools.partial(stay_apart, engine, unit))
+    differences = _difference_weights(engine, kind, parts, parameters)
+    exact = None if differences is None else attach_exact(engine, differences.synchronise, patches)
+    inputs = _policy_inputs(engine, parts, parameters, None if differences is None else differences.traffic())
+    saving = None if config.checkpointing is None else attach_background(engine, config.checkpointing, patches)
+    islands, island_files = _attach_islands(engine, unit, parameters, parts)
+    session = Session(parts, inputs, exact, saving, islands)
+    weight_bytes = _replace_collectives(engine, kind, session, parameters, parts.run)
     watched = Norms(engine, session.policy.skips) if session.policy.guards else None
-    ended = parallel.count_parallel(engine, session.meter, session.patches)
-    attach_checkpoint(engine, session)
-    if unit is not None:
-        session.islands = attach_islands(engine, unit, parameters, session)
-    elif config.islands is not None:
-        session.islands = attach_elastic(engine, parameters, session)
+    ended = parallel.count_parallel(engine, session.meter, patches)
+    participants = (island_files, saving, CompressionState(engine, session), Resharding(engine, config))
+    attach_participants(engine, [one for one in participants if one is not None], patches)
     follow_steps(Steps(engine, session, watched, weight_bytes, ended))
-    give_signs(engine, session)
+    attach_heartbeat(engine, session)
     session.begin(engine.global_steps, loss_scale(engine))
-    session.patches.replace(engine, "compression", session)
+    patches.replace(engine, "compression", session)
     if engine.global_rank == 0:
         write_configuration(session.journal, engine.config)
     announce(engine, session, parameters, kind)
     # Last, because it is collective: an earlier failure may have occurred on one rank only.
-    session.patches.on_undo(session.renew_weights)
-    session.patches.on_undo(session.discard_unfinished)
+    patches.on_undo(session.renew_weights)
+    patches.on_undo(session.discard_unfinished)
 
 
 def _checked(engine: Any, config: CompressConfig) -> str:
@@ -182,8 +177,57 @@ def _checked(engine: Any, config: CompressConfig) -> str:
     return kind
 
 
+def _attachment(
+    engine: Any, config: CompressConfig, parameters: Parameters, kind: str, unit: IslandUnit | None
+) -> Attachment:
+    # Without a guard, only DeepSpeed skips steps, and only its own optimizers do.
+    skips = hasattr(engine.optimizer, "overflow") or config.guard is not None
+    return Attachment(
+        config,
+        engine.config,
+        parameters,
+        engine.device,
+        parallel.make_byte_report(engine),
+        # Each island writes its own decisions, under the id of one common run.
+        writes=dist.get_rank(deciding_group(engine)) == 0,
+        make_groups=functools.partial(make_groups, engine, config),
+        transactional=skips or (kind == "zero_0" and may_begin_early(engine)),
+        available=_available(engine, config, kind),
+        step=engine.global_steps,
+        sink=engine.monitor,
+        island=None if unit is None else unit.number,
+        others_listen=comms_log.listens,
+    )
+
+
+def _difference_weights(engine: Any, kind: str, parts: Parts, parameters: Parameters) -> Weights | None:
+    """Compress the weights that the optimizer sends; None if they are not compressed, or gathered as ZeRO 3 does."""
+    written = parts.config.weights
+    if kind == "zero_3" or not isinstance(written, CompressedWeights):
+        return None
+    return attach_weights(
+        engine,
+        lambda settings: WeightReduction(settings, parameters, parts.run).difference_gather,
+        written,
+        lambda: parts.settings.weights,
+        parts.patches,
+    )
+
+
+def _attach_islands(
+    engine: Any, unit: IslandUnit | None, parameters: Parameters, parts: Parts
+) -> tuple[IslandExchanges | None, Participant | None]:
+    """Return the exchanges with other islands, and their participant in saving and loading; None without islands."""
+    if unit is not None:
+        return attach_islands(engine, unit, parameters, parts)
+    if parts.config.islands is None:
+        return None, None
+    island = attach_elastic(engine, parameters, parts)
+    return island, island
+
+
 def _replace_collectives(engine: Any, kind: str, session: Session, parameters: Parameters, run: Run) -> WeightBytes:
-    """Replace or count the reduction of gradients and the gather of weights.
+    """Replace or count the reduction of gradients, and the gather of weights under ZeRO 3.
 
     Returns:
         A function that returns the bytes of weights that remain to be counted after an optimizer step.
@@ -200,15 +244,6 @@ def _replace_collectives(engine: Any, kind: str, session: Session, parameters: P
     if kind == "zero_3":
         attach_weights_3(engine, WeightReduction(weights, parameters, run), session)
         return weight_bytes
-    held = attach_weights(
-        engine,
-        lambda settings: WeightReduction(settings, parameters, run).difference_gather,
-        weights,
-        lambda: session.weights,
-        session.patches,
-    )
-    session.follow_weights(held.traffic())
-    session.exact = attach_exact(engine, held.synchronise, session.patches)
     return _no_bytes
 
 
@@ -231,7 +266,7 @@ def detach(engine: Any) -> Any:
     """
     session = vars(engine).get("compression")
     if session is None:
-        raise ConfigError("nothing is attached to this engine; detach takes an engine of attach, initialize or install")
+        raise ConfigError("nothing is attached to this engine; pass an engine from attach, initialize or install")
     session.patches.undo()
     return engine
 
@@ -244,14 +279,14 @@ def _warn_of_unheeded_type(engine: Any, config: CompressConfig, dtype: torch.dty
     written = engine.config.get("communication_data_type")
     if config.gradients.method != "none" and written is not None and engine.communication_data_type != dtype:
         text = (
-            f'/communication_data_type: "{written}" has no effect beside compressed gradients: what is not compressed '
-            f"travels in {str(dtype).removeprefix('torch.')}, and sums are made in fp32. Remove the key, or write "
+            f'/communication_data_type: "{written}" has no effect with compressed gradients: uncompressed elements are '
+            f"sent in {str(dtype).removeprefix('torch.')}, and sums are computed in fp32. Remove the key, or write "
             f'"method": "{written}" into {SECTION}.gradients'
         )
         warnings.warn(text, CompressWarning, stacklevel=4)
 
 
-def _warn_of_lonely_ranks(config: CompressConfig, unit: IslandUnit | None) -> None:
+def _warn_of_single_rank_hosts(config: CompressConfig, unit: IslandUnit | None) -> None:
     """Warn if adaptive settings have no effect because islands by host have one data-parallel rank each.
 
     For islands of a given size, the warning is raised when the section is read.
@@ -259,7 +294,7 @@ def _warn_of_lonely_ranks(config: CompressConfig, unit: IslandUnit | None) -> No
     by_host = config.islands is not None and config.islands.by_host
     if config.adaptive is not None and by_host and unit is not None and unit.get_data_parallel_world_size() == 1:
         text = (
-            f"/{SECTION}/adaptive: has no effect, because a host has one data-parallel rank, which sends neither "
+            f"/{SECTION}/adaptive: has no effect, because each host has one data-parallel rank, which sends neither "
             "gradients nor weights (allowed: null); remove the key"
         )
         warnings.warn(text, CompressWarning, stacklevel=4)
@@ -271,7 +306,7 @@ def _warn_uncounted(reasons: Sequence[str]) -> None:
     Only method "none" reaches this point: nothing is replaced, and unknown figures are written as 0 rather than
     estimated.
     """
-    text = f"{SECTION}: bytes of gradients and weights are not counted in this engine, and written as 0: "
+    text = f"{SECTION}: bytes of gradients and weights cannot be counted in this engine, and are reported as 0: "
     warnings.warn(text + "; ".join(reasons), CompressWarning, stacklevel=4)
 
 
@@ -300,57 +335,26 @@ def _shape(parameter: Any) -> torch.Size:
     return getattr(parameter, "ds_shape", parameter.shape)  # type: ignore[no-any-return]
 
 
-def _session(
-    engine: Any, config: CompressConfig, parameters: Parameters, run: Run, patches: Patches, island: int | None
-) -> Session:
-    reporter = Reporter(config.monitor, run.meter, parallel.make_byte_report(engine), engine.device, comms_log.listens)
-    journal = Journal(config.monitor.path, new_run(), engine.global_steps)
-    # Each island writes its own decisions, under the id of one common run.
-    journal.part = of_first(journal.part)
-    records = make_records(reporter, journal, dist.get_rank(deciding_group(engine)) == 0, engine.monitor, island)
-    policy = Policy(config, total_steps(engine.config, config.schedule), records.log.record, _available(engine, config))
-    return Session(
-        config,
-        policy,
-        run,
-        _reductions(engine, config, parameters, run, policy.guards),
-        records,
-        _watch(engine, policy, parameters, patches),
-        patches,
-    )
-
-
-def _available(engine: Any, config: CompressConfig) -> AllowedChoices:
+def _available(engine: Any, config: CompressConfig, kind: str) -> AllowedChoices:
     """Return the settings that an adaptive policy may choose from.
 
     Under ZeRO 3 no rank keeps the weights that it gathers, so weight settings are not among them.
     """
     if config.adaptive is None:
         return AllowedChoices()
-    alike = equal_machines(engine.device, deciding_group(engine))
-    return AllowedChoices(low_rank=alike, weights=engine_kind(engine) != "zero_3")
+    return AllowedChoices(low_rank=equal_machines(engine.device, deciding_group(engine)), weights=kind != "zero_3")
 
 
-def _watch(engine: Any, policy: Policy, parameters: Parameters, patches: Patches) -> Watch | None:
-    if not policy.observes:
+def _policy_inputs(
+    engine: Any, parts: Parts, parameters: Parameters, weights: WeightTraffic | None
+) -> PolicyInputs | None:
+    if not parts.policy.observes:
         return None
-    prober = None
-    if policy.adaptation is not None:
-        prober = Prober(policy.adaptation.adaptive, parameters, engine.device, deciding_group(engine))
-    largest = functools.partial(largest_of_all, device=engine.device, group=deciding_group(engine))
-    return Watch(follow_losses(engine, patches), largest, prober)
-
-
-def _reductions(
-    engine: Any, config: CompressConfig, parameters: Parameters, run: Run, guards: bool
-) -> Reductions | None:
-    """Return the reducers; None for method "none", which leaves the reduction to DeepSpeed."""
-    if config.gradients.method == "none":
-        return None
-    # Without a guard, only DeepSpeed skips steps, and only its own optimizers do.
-    skips = hasattr(engine.optimizer, "overflow") or guards
-    stores = ResidualStores(transactional=skips or (engine_kind(engine) == "zero_0" and may_begin_early(engine)))
-    return Reductions(Site(make_groups(engine, config), parameters, stores, run))
+    prober, group = None, deciding_group(engine)
+    if parts.policy.adaptation is not None:
+        prober = Prober(parts.policy.adaptation.adaptive, parameters, engine.device, group, weights)
+    largest = functools.partial(largest_of_all, device=engine.device, group=group)
+    return PolicyInputs(follow_losses(engine, parts.patches), largest, prober)
 
 
 _RAW_DTYPE: Mapping[str, Callable[[Any], torch.dtype]] = MappingProxyType(

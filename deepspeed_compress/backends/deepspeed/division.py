@@ -210,8 +210,8 @@ def _ranks_of_island(settings: Islands, tensor: int) -> int:
     size = _ranks_of_host()
     if size % tensor:
         raise ConfigError(
-            f"{_POINTER}/by_host: true, and {tensor} ranks that share each layer do not divide the {size} of a host "
-            "(allowed: divisors); write such a number, or islands of a size in place of by_host"
+            f"{_POINTER}/by_host: true, but {tensor} ranks that share each layer do not divide the {size} "
+            "ranks of a host (allowed: divisors); write such a number, or size instead of by_host"
         )
     return size
 
@@ -240,14 +240,14 @@ def _ranks_of_host() -> int:
     dist.all_gather_object(told, os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE"))
     if None in told:
         raise ConfigError(
-            f"{_POINTER}/by_host: true, and this launcher sets neither LOCAL_WORLD_SIZE nor LOCAL_SIZE (allowed: size "
+            f"{_POINTER}/by_host: true, but this launcher sets neither LOCAL_WORLD_SIZE nor LOCAL_SIZE (allowed: size "
             'in its place); write "size": 8, the ranks of an island'
         )
     sizes = sorted({int(size) for size in told})
     if len(sizes) > 1:
         raise ConfigError(
-            f"{_POINTER}/by_host: true, and hosts have {sizes} ranks (allowed: as many on each); start as many on "
-            "every host, or write islands of a size in place of by_host"
+            f"{_POINTER}/by_host: true, but hosts have {sizes} ranks (allowed: the same number on each); "
+            "start the same number on every host, or write size instead of by_host"
         )
     return sizes[0]
 
@@ -262,8 +262,8 @@ def _tensor_groups(tensor: int) -> tuple[ProcessGroup, ProcessGroup | None]:
     first = dist.get_rank() // tensor * tensor
     if dist.get_process_group_ranks(found) != list(range(first, first + tensor)):
         raise UnsupportedError(
-            f"{_POINTER}: {tensor} ranks are to share each layer, and DeepSpeed has groups of {found.size()} in this "
-            "process (allowed: the same); train with the other number in a process of its own"
+            f"{_POINTER}: {tensor} ranks should share each layer, but DeepSpeed has groups of {found.size()} in this "
+            "process (allowed: the same number); train with the other number in a separate process"
         )
     # While an engine with islands exists, DeepSpeed's data-parallel group is that of the engine's island.
     former = groups.mpu.job if isinstance(groups.mpu, IslandUnit) else None
@@ -287,9 +287,9 @@ def divide_call(unit: IslandUnit, call: Mapping[str, Any], config: Mapping[str, 
     """
     if call.get("mpu") is not None or isinstance(call.get("model"), PipelineModule):
         raise UnsupportedError(
-            f"{_POINTER} divides the ranks by itself, and not beside a pipeline, whose stages DeepSpeed deals out over "
-            "all ranks of the job, or another mpu (allowed: data parallelism, ZeRO 0 to 3, AutoTP); remove the key, or "
-            "the other division"
+            f"{_POINTER} divides the ranks itself, so it cannot be combined with another mpu, or with a "
+            "pipeline, whose stages use all ranks of the job (allowed: data parallelism, ZeRO 0 to 3, AutoTP); remove "
+            "the key, or the other division"
         )
     divided = copy.deepcopy(dict(config))
     batch = divided.get("train_batch_size")
@@ -334,7 +334,7 @@ def _check_tensor(engine: Any, unit: IslandUnit) -> None:
     found = max(1, int(engine.autotp_size()))
     if found != unit.tensor:
         raise UnsupportedError(
-            f"{_POINTER}: tp_model_init was called for {found} ranks that share each layer, and the configuration says "
+            f"{_POINTER}: tp_model_init was called for {found} ranks that share each layer, but the configuration says "
             f'{unit.tensor} (allowed: the same); write "tensor_parallel": {{"autotp_size": {found}}}'
         )
 
@@ -363,6 +363,6 @@ def check_undivided() -> None:
     """
     if isinstance(groups.mpu, IslandUnit):
         raise UnsupportedError(
-            f"{_POINTER} is missing, and an engine of this process has it: DeepSpeed divides the ranks of both alike; "
-            "write the same islands into both, or destroy the first engine"
+            f"{_POINTER} is missing, but another engine of this process has it, and both engines must divide "
+            "the ranks alike; write the same islands into both, or destroy the first engine"
         )

@@ -21,7 +21,7 @@ from deepspeed_compress.backends.deepspeed.division import (
 )
 from deepspeed_compress.backends.deepspeed.limits import has_optimizer
 from deepspeed_compress.backends.deepspeed.ownership import dealing
-from deepspeed_compress.backends.deepspeed.restarts import go_on
+from deepspeed_compress.backends.deepspeed.restarts import resume_newest
 from deepspeed_compress.checkpointing.deepspeed.ownership_files import keep_file_order
 from deepspeed_compress.config import (
     SECTION,
@@ -114,7 +114,7 @@ def _made_and_attached(
         keep_file_order(result[0], given)
         if wanted(result[0]):
             attach_section(result[0], config, unit)
-            go_on(result[0], result[0].compression)
+            resume_newest(result[0], result[0].compression)
         return result if config.islands is None else _with_data(result, training_data)
 
 

@@ -14,13 +14,13 @@ from deepspeed_compress.checkpointing.completeness import LATEST
 from deepspeed_compress.checkpointing.deepspeed.universal import universal_if_newest
 from deepspeed_compress.errors import CompressWarning, ConfigError
 from deepspeed_compress.launcher.heartbeat import AGENT, RESUME, HeartbeatWriter, read_heartbeat
-from deepspeed_compress.session.beside import Saving
+from deepspeed_compress.session.protocols import BackgroundCheckpoints
 from deepspeed_compress.session.session import Session
 
-__all__ = ["give_signs", "go_on"]
+__all__ = ["attach_heartbeat", "resume_newest"]
 
 
-def give_signs(engine: Any, session: Session) -> None:
+def attach_heartbeat(engine: Any, session: Session) -> None:
     """Send a heartbeat after each optimizer step and before each forward pass, if an agent has started this rank.
 
     From now on this rank saves on SIGTERM, and the agent is told so. Otherwise it would wait for a rank that waits for
@@ -48,20 +48,22 @@ def _step(engine: Any, heartbeat: HeartbeatWriter, take: Callable[..., Any], *ar
     heartbeat.stepped(int(engine.global_steps))
 
 
-def go_on(engine: Any, session: Session) -> None:
-    """Load the newest checkpoint into an engine that was just made, if asked for. Collective.
+def resume_newest(engine: Any, session: Session) -> None:
+    """Load the newest checkpoint into a new engine, if resuming is requested. Collective.
 
-    With `checkpoint.load_universal` that is a universal one until the run has saved newer ones.
+    With `checkpoint.load_universal`, that is a universal checkpoint until the run has saved newer ones.
 
-    Raises ConfigError where the directory has checkpoints of others, and StateError where none is whole.
+    Raises:
+        ConfigError: the directory has checkpoints of another job.
+        StateError: no checkpoint is complete.
     """
     settings = session.config.checkpointing
     again, started = os.environ.get(RESUME) == "1", AGENT in os.environ
     if settings is None or session.saving is None or settings.directory is None:
         if again and started and (settings is None or settings.resume is None) and engine.global_rank == 0:
             text = (
-                "/deepspeed_compress/checkpointing: nothing is saved without being asked for, so this start begins at "
-                'step 0, unless the program loads what it has saved; write {"every": "10 min", "directory": ...}'
+                "/deepspeed_compress/checkpointing: there are no automatic checkpoints, so training restarts at step 0 "
+                'unless the program loads a checkpoint; write {"every": "10 min", "directory": ...}'
             )
             warnings.warn(text, CompressWarning, stacklevel=3)
     elif settings.resume or (settings.resume is None and again):
@@ -70,12 +72,13 @@ def go_on(engine: Any, session: Session) -> None:
             print(
                 _continuing(Path(path), Path(settings.directory), int(engine.global_steps)), file=sys.stderr, flush=True
             )
-        session.resumed = None if path is None else client_state or {}
+        if path is not None:
+            session.training_resumed(client_state or {})
     elif settings.resume is None and started:
         _refuse_others(Path(settings.directory))
 
 
-def _load_newest(engine: Any, saving: Saving, directory: str) -> Any:
+def _load_newest(engine: Any, saving: BackgroundCheckpoints, directory: str) -> Any:
     """Return what `load_checkpoint` returns."""
     if not engine.load_universal_checkpoint():
         return engine.load_checkpoint(directory)
@@ -100,6 +103,7 @@ def _refuse_others(directory: Path) -> None:
     dist.broadcast_object_list(found, src=0)
     if found[0]:
         raise ConfigError(
-            f"/deepspeed_compress/checkpointing/directory: {directory} has checkpoints already, and this job would go "
-            'on from them when started again (allowed: a directory without, or "resume": true); write one of the two'
+            f"/deepspeed_compress/checkpointing/directory: {directory} already has checkpoints, and this job would "
+            'continue from them after a restart (allowed: a directory without checkpoints, or "resume": '
+            "true); write one of the two"
         )

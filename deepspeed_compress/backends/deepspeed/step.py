@@ -8,7 +8,7 @@ from typing import Any
 from deepspeed_compress.backends.deepspeed.comms_log import log_traffic
 from deepspeed_compress.backends.deepspeed.norms import Norms, loss_scale
 from deepspeed_compress.checkpointing.deepspeed.checkpoint import load_last
-from deepspeed_compress.session.remembered import FinishedStep
+from deepspeed_compress.session.residual_state import FinishedStep
 from deepspeed_compress.session.session import Session
 
 __all__ = ["Steps", "follow_steps"]
@@ -45,7 +45,7 @@ class Steps:
         with self.norms.recording() if self.norms is not None else nullcontext():
             original(*args)
         applied = engine.skipped_steps == skipped
-        session.meter.bytes_weights += self.weight_bytes() if applied else 0
+        session.meter.count("bytes_weights", self.weight_bytes() if applied else 0)
         if session.synchronises:
             session.renew_weights()
         norm = self.norms.newest if self.norms is not None else None

@@ -99,7 +99,7 @@ class _Divided:
     def of(cls, model: nn.Module) -> "_Divided":
         units = find_units(model)
         if not any(unit.trained() for unit in units):
-            raise UnsupportedError("nothing that is trained is divided in this model; call fully_shard before")
+            raise UnsupportedError("no trained parameter of this model is sharded; call fully_shard first")
         ranks = units[0].ranks()
         whole = (
             ranks.shard
@@ -166,7 +166,7 @@ def _limits(divided: _Divided, section: CompressConfig, optimizer: Optimizer) ->
     units, ranks, weights = divided.units, divided.ranks, section.weights
     yield from find_common_limits(section, optimizer, divided.device)
     if any(is_gathered_by_us(unit) for unit in units):
-        yield "something is attached to it already: call attach once"
+        yield "it is already attached; call attach once"
     yield from find_foreign_optimizer(optimizer, [one for unit in units for one in unit.trained().values()])
     if section.gradients.method != "none" or isinstance(weights, CompressedWeights):
         yield from find_division_limits(units, ranks)

@@ -124,22 +124,22 @@ class _Reduction(ReduceScatter):
     def check(self) -> None:
         if self._unit.theirs._reduce_scatter_comm is not self:
             raise UnsupportedError(
-                f"the reduce-scatter of {self._unit.names[0]} was replaced after fsdp2.attach, so that its gradients "
-                "are not compressed; call set_custom_reduce_scatter and the like before, or not at all"
+                f"the reduce-scatter of {self._unit.names[0]} was replaced after fsdp2.attach, so its gradients are "
+                "not compressed; call set_custom_reduce_scatter and similar methods before attach, or not at all"
             )
 
     def _begin(self) -> None:
         step, method = self._session.clock.begun, self._session.config.gradients.method
         if self._reduced_in == step and method in OWN_MOMENTUM:
             raise UnsupportedError(
-                f'/{SECTION}/gradients/method: "{method}" gives gradients a momentum, and these were reduced before in '
-                "this optimizer step; reduce once a step: all backward passes but the last after "
-                "set_requires_gradient_sync(False)"
+                f'/{SECTION}/gradients/method: "{method}" applies momentum to gradients, but these were '
+                "reduced before in this optimizer step; reduce once per step: run all backward passes except the last "
+                "after set_requires_gradient_sync(False)"
             )
         if self._ranks.replicate is not None and not self._unit.theirs.all_reduce_grads:
             raise UnsupportedError(
                 "set_requires_all_reduce(False) cannot be combined with compressed gradients, which are reduced inside "
-                "hosts and between them at once; write set_requires_gradient_sync(False)"
+                "hosts and between hosts together; write set_requires_gradient_sync(False)"
             )
         self._steps.reduced, self._reduced_in = True, step
 
@@ -147,11 +147,13 @@ class _Reduction(ReduceScatter):
         """Return the layout of the gradients that are about to be reduced."""
         if not self._trained.issuperset(self._coming):
             late = ", ".join(sorted(set(self._coming) - self._trained))
-            raise UnsupportedError(f"{late}: frozen when fsdp2.attach was called, and trained now; attach afterwards")
+            raise UnsupportedError(
+                f"{late}: frozen when fsdp2.attach was called, but trained now; call attach after unfreezing"
+            )
         whole = isinstance(self._session.reducer, ClippingReducer | PowerSGDReducer)
         layout = find_layout(_sizes(self._unit, self._coming), shards, whole)
         if layout.numel != numel:
-            what = f"FSDPParamGroup reduces {numel} elements, where {layout.numel} have gradients"
+            what = f"FSDPParamGroup reduces {numel} elements, but {layout.numel} have gradients"
             raise SeamError(f"{what}: {', '.join(self._coming)}")
         return layout
 

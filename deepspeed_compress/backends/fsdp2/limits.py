@@ -19,20 +19,26 @@ def find_division_limits(units: Sequence[Unit], ranks: Ranks) -> Iterator[str]:
     """Yield what is wrong with the sharding of `units`."""
     for unit in units:
         if not unit.alone or unit.ranks() != ranks:
-            yield f"{unit.names[0]}: it is divided over other ranks than {units[0].names[0]}; use one mesh for all"
+            yield f"{unit.names[0]}: it is sharded over other ranks than {units[0].names[0]}; use one mesh for all"
         for name, parameter in unit.parameters():
             if parameter.is_dtensor:
-                yield f"{name}: it is divided by tensor parallelism too, whose ranks have other parts; use FSDP2 alone"
+                yield (
+                    f"{name}: it is also sharded by tensor parallelism, so other ranks hold other parts; use "
+                    "FSDP2 alone"
+                )
             dim = parameter.fsdp_placement.dim
             if dim != 0:
-                yield f"{name}: it is divided by dimension {dim} (allowed: 0); leave shard_placement_fn out"
+                yield f"{name}: it is sharded along dimension {dim} (allowed: 0); remove shard_placement_fn"
 
 
 def find_gradient_limits(units: Sequence[Unit], ranks: Ranks, config: CompressConfig) -> Iterator[str]:
     """Yield what is wrong with `config` for the gradients of `units`."""
     for unit in units:
         if type(unit.theirs._reduce_scatter_comm) is not DefaultReduceScatter:
-            yield f"{unit.names[0]}: it has a reduce-scatter of its own (set_custom_reduce_scatter or alike); set none"
+            yield (
+                f"{unit.names[0]}: it already has a custom reduce-scatter (set_custom_reduce_scatter or "
+                "similar); remove it"
+            )
         found = {unit.reduce_dtype(parameter) for parameter in unit.trained().values()} - set(_REDUCED)
         if found:
             what = (
@@ -47,16 +53,18 @@ def _wrong_copies(ranks: Ranks, config: CompressConfig) -> Iterator[str]:
     """Yield what is wrong with `config` for HSDP, which has a mesh of two dimensions."""
     gradients, shards = f"/{SECTION}/gradients", ranks.shard.size()
     if shards == 1:
-        yield "its mesh divides nothing (the second dimension is 1); use DistributedDataParallel and ddp.attach"
+        yield "its mesh shards nothing (the second dimension is 1); use DistributedDataParallel and ddp.attach"
     if config.gradients.method == "powersgd":
         what = '"powersgd" with copies of the model (allowed: every other method)'
         yield f"{gradients}/method: {what}; choose another, or a mesh of one dimension"
     on_node = ranks_per_node(config)
     if on_node is not None and on_node != shards:
-        what = f"{on_node}, where {shards} ranks divide each copy of the model (allowed: {shards})"
+        what = f"{on_node}, but {shards} ranks share each copy of the model (allowed: {shards})"
         yield f"{gradients}/hierarchy/ranks_per_node: {what}. Write {shards}"
     if config.monitor.cosine_every:
-        what = f"{config.monitor.cosine_every} with copies of the model, whose true mean nobody has (allowed: 0)"
+        what = (
+            f"{config.monitor.cosine_every} with copies of the model, of which no rank has the true mean (allowed: 0)"
+        )
         yield f"/{SECTION}/monitor/cosine_every: {what}. Write 0"
 
 
@@ -64,16 +72,21 @@ def find_weight_limits(units: Sequence[Unit], weights: CompressedWeights) -> Ite
     """Yield what is wrong with `weights`, or with the dtypes that `units` gather."""
     place, found = f"/{SECTION}/weights", weights.model_dump(include={"method", "bits", "rounding"})
     if (found["method"], found.get("rounding")) != ("blockwise", "nearest") or found.get("bits", 0) < 4:
-        why = "where the weights themselves are rounded, no differences (allowed: blockwise, 8 or 4 bits, to nearest)"
+        why = (
+            "because FSDP2 rounds the weights themselves, not differences (allowed: blockwise, 8 or 4 bits, to nearest)"
+        )
         yield f'{place}: {found} cannot be combined with FSDP2, {why}. Write {{"bits": 8}}'
     if weights.overlap:
-        what = "true has no effect with FSDP2, which gathers ahead by itself (allowed: false)"
+        what = "true has no effect with FSDP2, which prefetches weights itself (allowed: false)"
         yield f"{place}/overlap: {what}. Write false"
     for unit in units:
         dtypes = sorted(map(str, unit.gather_dtypes()))
         if len(dtypes) > 1 or not unit.gather_dtypes() <= set(_GATHERED):
-            what = f"{unit.names[0]} and what is gathered with it is of {', '.join(dtypes)}"
-            yield f"{place}: {what} (allowed: one of float32, bfloat16, float16). Remove the key, or divide them apart"
+            what = f"{unit.names[0]} and the parameters gathered with it have the dtypes {', '.join(dtypes)}"
+            yield (
+                f"{place}: {what} (allowed: one of float32, bfloat16, float16). Remove the key, or shard them "
+                "separately"
+            )
         for name, one in unit.parameters():
             if hasattr(one._sharded_local_tensor, "fsdp_pre_all_gather"):
-                yield f"{place}: {name} says by itself how it is gathered (fsdp_pre_all_gather). Remove the key"
+                yield f"{place}: {name} defines its own gather (fsdp_pre_all_gather). Remove the key"

@@ -116,7 +116,7 @@ class Unit:
         """
         info = self.theirs.mesh_info
         if info.shard_mesh_dim is None:
-            raise UnsupportedError("replicate() of torch divides nothing: use DistributedDataParallel and ddp.attach")
+            raise UnsupportedError("torch's replicate() shards nothing: use DistributedDataParallel and ddp.attach")
         return Ranks(info.shard_process_group, getattr(info, "replicate_process_group", None))
 
 

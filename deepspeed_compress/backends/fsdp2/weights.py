@@ -60,7 +60,7 @@ class Gathers:
             session.patches.on_undo(partial(gather.unit.module.set_custom_all_gather, gather.theirs))
             gather.unit.module.set_custom_all_gather(gather)
         if len(self._gathers) < len(units):
-            text = f"{SECTION}: weights that are divided over several meshes in one module are not counted"
+            text = f"{SECTION}: weights that are sharded over several meshes in one module are not counted"
             warnings.warn(text, CompressWarning, stacklevel=4)
 
     @property

@@ -18,14 +18,14 @@ from deepspeed_compress.backends.megatron.limits import check_version, find_limi
 from deepspeed_compress.backends.megatron.shares import Share
 from deepspeed_compress.backends.megatron.steps import MegatronSteps
 from deepspeed_compress.backends.megatron.weights import PlainWeights, Weights, has_masters
-from deepspeed_compress.backends.sessions import Config, Exchanged, make_session, read_section
-from deepspeed_compress.collectives.reducer import Run
+from deepspeed_compress.backends.sessions import Config, Exchanged, make_session_parts, read_section
 from deepspeed_compress.collectives.reduction import Parameters, WeightReduction
 from deepspeed_compress.config import CompressConfig, CompressedWeights
 from deepspeed_compress.errors import StateError
 from deepspeed_compress.session.exact import ExactWeights
-from deepspeed_compress.session.memories import Place, on_all_ranks, save_on_all
+from deepspeed_compress.session.parts import Parts
 from deepspeed_compress.session.session import Session
+from deepspeed_compress.session.state_files import Place, on_all_ranks, save_on_all
 
 __all__ = ["Attached", "attach"]
 
@@ -148,11 +148,11 @@ def attach(ddp_modules: Any, optimizer: Any, config: Config) -> Attached:
     refuse(chunks[0] if chunks else None, _of_all(find_limits(chunks, optimizer, section)))
     check_version(chunks)
     names = {parameter: name for name, parameter in name_parameters(chunks).items()}
-    dense, experts = (_made(Share(chunks, names, experts), section, document) for experts in (False, True))
+    dense, experts = (_attach_share(Share(chunks, names, experts), section, document) for experts in (False, True))
     assert dense is not None, "all ranks reduce parameters that are no experts'"
     present = [one for one in (dense, experts) if one is not None]
     steps = MegatronSteps(
-        [one.session for one in present], optimizer, chunks, [around for one in present for around in one.weights]
+        [one.session for one in present], optimizer, chunks, [hook for one in present for hook in one.weights]
     )
     for one in present:
         one.follow(steps)
@@ -166,7 +166,7 @@ def attach(ddp_modules: Any, optimizer: Any, config: Config) -> Attached:
 
 
 @dataclass(frozen=True)
-class _Made:
+class _AttachedShare:
     """A share of the parameters with its session, the senders of its weights, and its place in checkpoints."""
 
     share: Share
@@ -180,8 +180,6 @@ class _Made:
             count_gradients(self.session, self.share.groups, self.share.group)
         else:
             Gradients(self.session, steps, self.share.groups, self.share.group)
-        for weights in self.compressed:
-            self.session.exact = ExactWeights(steps, weights.synchronise)
 
     @property
     def compressed(self) -> list[Weights]:
@@ -191,36 +189,34 @@ class _Made:
         return sessions.Attached(self.session, steps, self.place)
 
 
-def _made(share: Share, section: CompressConfig, document: Mapping[str, Any]) -> _Made | None:
+def _attach_share(share: Share, section: CompressConfig, document: Mapping[str, Any]) -> _AttachedShare | None:
     """Return a share with its session, or None if there is nothing to reduce. All ranks of the job must call this."""
     position, parameters = find_place_among(share.whole, section), share.described()
     if position is None or share.whole is None:
         return None
     if share.experts and section.monitor.path is not None:
-        beside = section.monitor.model_copy(update={"path": str(Path(section.monitor.path) / EXPERTS)})
-        section = section.model_copy(update={"monitor": beside})
+        monitor = section.monitor.model_copy(update={"path": str(Path(section.monitor.path) / EXPERTS)})
+        section = section.model_copy(update={"monitor": monitor})
     rank = dist.get_rank()
     exchanged = Exchanged(share.whole, parameters, share.device, position)
-    session = make_session(exchanged, section, document, writes=rank == 0)
-    weights = list(_weights(share, session, section, parameters))
-    return _Made(share, session, weights, Place(rank, position, share.device))
+    parts = make_session_parts(exchanged, section, document, writes=rank == 0)
+    weights = list(_weights(share, parts, parameters))
+    compressed = next((one for one in weights if isinstance(one, Weights)), None)
+    exact = None if compressed is None else ExactWeights(lambda: parts.run.clock.step, compressed.synchronise)
+    return _AttachedShare(share, Session(parts, exact=exact), weights, Place(rank, position, share.device))
 
 
-def _weights(
-    share: Share, session: Session, section: CompressConfig, parameters: Parameters
-) -> Iterator[PlainWeights | Weights]:
+def _weights(share: Share, parts: Parts, parameters: Parameters) -> Iterator[PlainWeights | Weights]:
     """Yield the senders of a share's weights. Those with fp32 master weights are sent as differences if configured."""
-    if not isinstance(section.weights, CompressedWeights):
-        yield PlainWeights(session, share.weight_bytes(share.sources))
+    settings, run = parts.config.weights, parts.run
+    if not isinstance(settings, CompressedWeights):
+        yield PlainWeights(run.meter, share.weight_bytes(share.sources))
         return
-    whole, run = (
-        make_group(dist.get_process_group_ranks(share.group)),
-        Run(session.clock, session.meter, section.seed, session.pace),
-    )
-    gather = partial(WeightReduction(section.weights, parameters, run).difference_gather, whole)
+    whole = make_group(dist.get_process_group_ranks(share.group))
+    gather = partial(WeightReduction(settings, parameters, run).difference_gather, whole)
     with_masters = [source for source in share.sources if has_masters(source)]
-    yield Weights(session, with_masters, share.names, gather)
-    yield PlainWeights(session, share.weight_bytes([source for source in share.sources if not has_masters(source)]))
+    yield Weights(parts, with_masters, share.names, gather)
+    yield PlainWeights(run.meter, share.weight_bytes([one for one in share.sources if not has_masters(one)]))
 
 
 def _of_all(problems: Iterable[str]) -> list[str]:

@@ -155,7 +155,7 @@ class Gradients:
     def _send(self, group: BucketGroup, everywhere: bool) -> _Handle:
         self._begin()
         for bucket in group.source.buckets:
-            self._session.meter.bytes_uncompressed += self._ring.size(bucket, everywhere)
+            self._session.meter.count("bytes_uncompressed", self._ring.size(bucket, everywhere))
         sent = [self._sent(bucket, everywhere) for bucket in group.buckets]
         self._under_way += sent
         return _Handle(sent, self._under_way)
@@ -170,7 +170,7 @@ class Gradients:
 
     def _begin(self) -> None:
         """Assign message numbers at the first reduction of a step: two per round of every bucket."""
-        self._steps.reduced = True
+        self._steps.gradients_reduced()
         if self._numbers.begun == self._session.clock.begun:
             return
         self._under_way.clear()  # what a pass that failed has left
@@ -186,8 +186,9 @@ class Gradients:
         method = self._session.config.gradients.method
         if passes and method in OWN_MOMENTUM:
             raise UnsupportedError(
-                f'/{SECTION}/gradients/method: "{method}" gives gradients a momentum, and these were reduced before in '
-                "this optimizer step; reduce once a step: all micro-batches but the last in no_sync()"
+                f'/{SECTION}/gradients/method: "{method}" applies momentum to gradients, but these were '
+                "reduced before in this optimizer step; reduce once per step: run all micro-batches except the last "
+                "in no_sync()"
             )
         numbers.passes[place] = passes + 1
         return 1 + numbers.firsts[place] + passes * numbers.total

@@ -70,7 +70,7 @@ def find_limits(chunks: Sequence[Any], optimizer: Any, config: CompressConfig) -
     yield from _limits_of_optimizer(chunks, optimizer)
     yield from _limits_of_weights(chunks, optimizer, config)
     if any(_attached(chunk) for chunk in chunks):
-        yield "it is attached already; attach once"
+        yield "it is already attached; call attach once"
 
 
 _LIMITS: tuple[tuple[Callable[[Any], bool], str], ...] = (
@@ -81,11 +81,11 @@ _LIMITS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     ),
     (
         lambda chunk: chunk.ddp_config.use_megatron_fsdp or chunk.ddp_config.use_custom_fsdp,
-        "use_megatron_fsdp divides parameters, and reduces by other code; write False",
+        "use_megatron_fsdp shards parameters, and reduces with other code; write False",
     ),
     (
         lambda chunk: chunk.ddp_config.reuse_grad_buf_for_mxfp8_param_ag,
-        "reuse_grad_buf_for_mxfp8_param_ag puts weights where gradients are; write False",
+        "reuse_grad_buf_for_mxfp8_param_ag stores weights in the gradient buffer; write False",
     ),
     (
         lambda chunk: chunk.ddp_config.nccl_ub,
@@ -93,7 +93,7 @@ _LIMITS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     ),
     (
         lambda chunk: getattr(chunk.config, "cuda_graph_impl", "none") != "none",
-        'cuda_graph_impl captures what is decided anew in every step; write "none"',
+        'cuda_graph_impl captures work that is decided in every step; write "none"',
     ),
 )
 
@@ -125,12 +125,12 @@ def _limits_of_weights(chunks: Sequence[Any], optimizer: Any, config: CompressCo
     if not all(chunk.ddp_config.use_distributed_optimizer for chunk in chunks):
         yield f"{where} has no effect without use_distributed_optimizer: no weights are sent. {remedy}, or use it"
     elif not any(has_masters(source) for source in sources):
-        yield f"{where}: weights in fp32 are their own masters (allowed: bf16 and fp16 weights). {remedy}"
+        yield f"{where}: fp32 weights have no separate master weights (allowed: bf16 and fp16 weights). {remedy}"
     if any(chunk.ddp_config.fp8_param_gather for chunk in chunks):
         yield f"{where} with fp8_param_gather (allowed: without). {remedy}"
     for option in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
         if getattr(getattr(optimizer, "config", None), option, False):
-            yield f"{where} with {option}, which keeps masters out of sight (allowed: without). {remedy}"
+            yield f"{where} with {option}, which hides the fp32 master weights (allowed: without). {remedy}"
 
 
 def _attached(chunk: Any) -> bool:

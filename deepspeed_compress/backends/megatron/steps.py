@@ -6,13 +6,13 @@ from typing import Any, Protocol
 
 from deepspeed_compress.backends.steps import UNKNOWN
 from deepspeed_compress.session.patches import Patches
-from deepspeed_compress.session.remembered import FinishedStep
+from deepspeed_compress.session.residual_state import FinishedStep
 from deepspeed_compress.session.session import Session
 
-__all__ = ["Around", "MegatronSteps"]
+__all__ = ["MegatronSteps", "StepHook"]
 
 
-class Around(Protocol):
+class StepHook(Protocol):
     """Interface for objects that act before and after each step of the optimizer."""
 
     def before_step(self) -> None: ...
@@ -28,13 +28,13 @@ class MegatronSteps:
     """
 
     def __init__(
-        self, sessions: Sequence[Session], optimizer: Any, chunks: Sequence[Any], around: Sequence[Around]
+        self, sessions: Sequence[Session], optimizer: Any, chunks: Sequence[Any], hook: Sequence[StepHook]
     ) -> None:
         self.count = 0
         self.reduced = False
         self._sessions = sessions
         self._optimizer = optimizer
-        self._around = around
+        self._hooks = hook
         patches: Patches = sessions[0].patches
         patches.wrap(optimizer, "step", self._step)
         for chunk in chunks:
@@ -58,16 +58,19 @@ class MegatronSteps:
         for session in self._sessions:
             session.begin(step, self.loss_scale)
 
+    def gradients_reduced(self) -> None:
+        self.reduced = True
+
     def forget(self) -> None:
         if self.reduced:
             self._end(False, None, self._sessions[0].clock.loss_scale)
 
     def _step(self, step: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        for one in self._around:
+        for one in self._hooks:
             one.before_step()
         result = step(*args, **options)
         applied, norm = bool(result[0]), result[1]
-        for one in self._around:
+        for one in self._hooks:
             one.after_step(applied)
         self._end(applied, norm if applied else math.inf, self.loss_scale)
         return result

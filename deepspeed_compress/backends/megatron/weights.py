@@ -17,7 +17,8 @@ from torch.nn import Parameter
 from deepspeed_compress.backends.megatron.buckets import flat_sizes
 from deepspeed_compress.collectives.buckets import even_partition
 from deepspeed_compress.collectives.gather import DifferenceGather, PendingWeights
-from deepspeed_compress.session.session import Session
+from deepspeed_compress.monitor import Meter
+from deepspeed_compress.session.parts import Parts
 from deepspeed_compress.session.traffic import ring_all_gather
 
 __all__ = ["GatherFactory", "PlainWeights", "Weights", "has_masters"]
@@ -35,14 +36,14 @@ def has_masters(source: Any) -> bool:
 class PlainWeights:
     """Weights that Megatron gathers itself. Counts the `size` bytes that a rank sends for them."""
 
-    session: Session
+    meter: Meter
     size: int
 
     def before_step(self) -> None: ...
 
     def after_step(self, applied: bool) -> None:
         if applied:
-            self.session.meter.count("bytes_weights", self.size)
+            self.meter.count("bytes_weights", self.size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,9 +95,9 @@ class Weights:
     """
 
     def __init__(
-        self, session: Session, sources: Sequence[Any], names: Mapping[Parameter, str], make_gather: GatherFactory
+        self, parts: Parts, sources: Sequence[Any], names: Mapping[Parameter, str], make_gather: GatherFactory
     ) -> None:
-        self._session = session
+        self._settings, self._meter = parts.settings, parts.run.meter
         self._sources = sources
         self._flats: dict[int, list[_Flat]] = {}
         self._kept: dict[int, list[Tensor]] = {}
@@ -109,10 +110,10 @@ class Weights:
             for bucket in source.buckets:
                 flats.append(_flat(bucket, names, make_gather, tag))
                 tag += flats[-1].gather.rounds
-            session.patches.wrap(source, "start_param_sync", partial(self._start, source))
+            parts.patches.wrap(source, "start_param_sync", partial(self._start, source))
 
     def before_step(self) -> None:
-        self._exact = self._session.dense
+        self._exact = self._settings.plan.dense
         if self._exact:
             # Megatron will round the shares, so there is nothing to take differences to.
             self._due.clear()
@@ -125,7 +126,7 @@ class Weights:
             if applied:
                 self._due.add(key)
         if applied and self._exact:
-            self._session.meter.count("bytes_weights", self._plain_bytes())
+            self._meter.count("bytes_weights", self._plain_bytes())
 
     def forget(self) -> None:
         """Discard pending gathers, because weights and master weights have been loaded."""

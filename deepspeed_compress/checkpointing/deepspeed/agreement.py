@@ -30,7 +30,7 @@ class Agreement:
 
     def finish(self) -> list[int]:
         """Wait, and return the maximum of each number over all ranks. `begin` must have been called."""
-        assert self.work is not None, "nobody was asked"
+        assert self.work is not None, "no agreement is pending"
         self.work.wait()
         self.work = None
         return [int(number) for number in self.numbers]

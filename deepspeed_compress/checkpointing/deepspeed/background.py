@@ -6,13 +6,12 @@ not write the file `latest`; the writer does so once the files of all ranks exis
 """
 
 import atexit
-import inspect
 import os
 import signal
 import sys
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,45 +23,40 @@ from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheck
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import logger
 
-from deepspeed_compress.backends.deepspeed.leaving import Leaving, saves_on_sigterm
+from deepspeed_compress.backends.deepspeed.sigterm import SigtermHandler, saves_on_sigterm
 from deepspeed_compress.checkpointing.claim import Claim
 from deepspeed_compress.checkpointing.completeness import Save
 from deepspeed_compress.checkpointing.deepspeed.exclusive import alone_in, start_of_all
+from deepspeed_compress.checkpointing.deepspeed.limits import check_saving
 from deepspeed_compress.checkpointing.deepspeed.memory_placement import HostMemory
+from deepspeed_compress.checkpointing.deepspeed.participants import LoadRequest, Participant, SaveRequest
 from deepspeed_compress.checkpointing.deepspeed.progress import Progress
-from deepspeed_compress.checkpointing.deepspeed.recovery import find_newest_step, find_whole
+from deepspeed_compress.checkpointing.deepspeed.recovery import find_complete, find_newest_step
 from deepspeed_compress.checkpointing.deepspeed.side_stream import copies_for_device
-from deepspeed_compress.checkpointing.deepspeed.tags import tag_of
-from deepspeed_compress.checkpointing.deepspeed.writer_queue import Interval, Lane
+from deepspeed_compress.checkpointing.deepspeed.writer_queue import Interval, WriterQueue
 from deepspeed_compress.checkpointing.snapshot import NOTHING, Call, Memory, Snapshot
 from deepspeed_compress.checkpointing.writer import Task, write_torch
 from deepspeed_compress.config import Checkpointing
 from deepspeed_compress.config.durations import byte_rate, seconds
-from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.session.observer import new_run
-from deepspeed_compress.session.session import Session
+from deepspeed_compress.session.patches import Patches
 
-__all__ = ["BackgroundSaving", "check_saving"]
+__all__ = ["BackgroundSaving", "attach_background"]
 
 
-def check_saving(engine: Any) -> None:
-    """Check that DeepSpeed saves in a way that can be done in the background.
+def attach_background(engine: Any, settings: Checkpointing, patches: Patches) -> "BackgroundSaving":
+    """Have DeepSpeed pass every file of `engine` to the returned `BackgroundSaving`. Collective.
 
     Raises:
-        UnsupportedError: it does not.
+        UnsupportedError: DeepSpeed saves in a way that cannot be done in the background.
+        ConfigError: another job saves in the directory of the settings.
     """
-    if type(engine.checkpoint_engine) is not TorchCheckpointEngine:
-        raise UnsupportedError(
-            f"/deepspeed_compress/checkpointing: with {type(engine.checkpoint_engine).__name__} (allowed: DeepSpeed's "
-            "plain writer); remove the key, or checkpoint.writer and nebula of the file"
-        )
-    if not hasattr(os, "memfd_create"):
-        raise UnsupportedError("/deepspeed_compress/checkpointing: needs Linux (memfd_create); remove the key")
-    if engine.use_node_local_storage() or engine.zero_nvme_offload_optimizer():
-        raise UnsupportedError(
-            "/deepspeed_compress/checkpointing: with use_node_local_storage or an optimizer on NVMe, whose files are "
-            "not all in one directory (allowed: one directory for all ranks); remove one of the two keys"
-        )
+    check_saving(engine)
+    saving = BackgroundSaving(engine, settings)
+    patches.on_undo(saving.cleanup)
+    patches.replace(engine, "checkpoint_engine", saving)
+    patches.wrap(engine, "_copy_recovery_script", saving.copy_script)
+    return saving
 
 
 def _tried(work: Callable[[], object]) -> str:
@@ -94,11 +88,11 @@ class _Scripts:
     _change_recovery_script_permissions = DeepSpeedEngine._change_recovery_script_permissions
 
 
-class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
+class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc]
     """Background saving of one engine. All ranks of the job call the same methods in the same order.
 
     Args:
-        engine: a DeepSpeed engine, whose `save_checkpoint` is wrapped by `save_checkpoint` here.
+        engine: a DeepSpeed engine.
         settings: the section's `checkpointing`.
     """
 
@@ -112,26 +106,25 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
         self._alone = alone_in(settings.directory, self._start)
         self._group = dist.new_group(backend="gloo")
         rate = None if settings.max_rate is None else byte_rate(settings.max_rate)
-        self._lanes = [Lane(Interval(settings.every), rate)]
-        self._memory = self._begin_memory(settings)
+        self._queues = [WriterQueue(Interval(settings.every), rate)]
+        self._memory = self._make_host_memory(settings)
         self._copies = copies_for_device()
         self._open: Snapshot | None = None
-        self._lane = self._disk
+        self._queue = self._disk
         self._claim = Claim(Path(), self._start)
-        """Claim of the checkpoint that is being saved, like `_lane`."""
+        """Claim of the checkpoint that is being saved, like `_queue`."""
         self._copying: Thread | None = None
         self._automatic = False
         self._saved = -1
         """Step of the last automatic checkpoint on disk."""
-        self._leaving = Leaving() if saves_on_sigterm(settings) else None
+        self._sigterm = SigtermHandler() if saves_on_sigterm(settings) else None
         stops = settings.on_error == "stop"
-        self._progress = Progress(self._lanes, self._memory, self._leaving, stops, self._group)
+        self._progress = Progress(self._queues, self._memory, self._sigterm, stops, self._group)
         self._leave: Callable[[], None] = self._save_and_leave
         # Programs may exit without `engine.destroy`. The weak reference lets an unused engine be freed before that.
         self._at_exit = partial(_clean_up, weakref.ref(self), os.getpid())
         atexit.register(self._at_exit)
-        self.client_state: Callable[[], dict[str, Any]] = dict
-        """Function that returns the `client_state` of automatic checkpoints."""
+        self._client_state: Callable[[], dict[str, Any]] = dict
 
     # Methods that DeepSpeed calls.
 
@@ -144,7 +137,7 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
         return False
 
     def create(self, info: CheckpointCommitInfo) -> None:
-        """Do nothing: `save_checkpoint` has already started the checkpoint."""
+        """Do nothing: `saving` has already started the checkpoint."""
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Make a directory. A failure is ignored here, and reported to all ranks as a failed checkpoint."""
@@ -154,9 +147,9 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
     def save(self, state_dict: Any, path: str) -> None:
         """Keep a file of the current checkpoint; write it immediately if none is being saved (`save_16bit_model`)."""
         if self._open is None:
-            write_torch(state_dict, Path(path), self._lane.rate)
+            write_torch(state_dict, Path(path), self._queue.rate)
             return
-        call = Call(write_torch, (state_dict, Path(path), self._lane.rate, self._claim.held), (Path(path),))
+        call = Call(write_torch, (state_dict, Path(path), self._queue.rate, self._claim.held), (Path(path),))
         self._open.add(call)
 
     def cleanup(self) -> None:
@@ -165,8 +158,8 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
         DeepSpeed calls this when the engine is destroyed. A second call does nothing.
         """
         atexit.unregister(self._at_exit)
-        if self._leaving is not None:
-            self._leaving.listen_no_more()
+        if self._sigterm is not None:
+            self._sigterm.stop_listening()
         self.before_step()
         self._progress.close()
         if self._alone is not None:
@@ -175,7 +168,7 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
             self._memory.close()
             self._memory = None
 
-    # Methods that this package calls.
+    # Methods that this package calls; those of participants first.
 
     @property
     def memory_directory(self) -> Path | None:
@@ -199,62 +192,73 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
         """Have the writer process run DeepSpeed's `_copy_recovery_script`, for checkpoints on disk only."""
         if self._open is None:
             original(save_path)
-        elif self._lane is self._disk:
+        elif self._queue is self._disk:
             self._open.add(Call(_Scripts()._copy_recovery_script, (save_path,), ()))
 
-    def save_checkpoint(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Call DeepSpeed's `save_checkpoint`, and keep everything for the writer process instead of writing it."""
-        given = inspect.signature(original).bind(*args, **options).arguments
-        if not given["save_dir"]:
-            # DeepSpeed reports the problem.
-            return original(*args, **options)
+    @contextmanager
+    def saving(self, request: SaveRequest) -> Iterator[SaveRequest]:
+        """Keep everything that is saved for the writer process instead of writing it."""
         self._count += 1
         # The writer process keeps the working directory that the program had when it made the engine.
-        directory = Path(given["save_dir"]).absolute()
+        directory = Path(request.directory).absolute()
         save = Save(
             directory=directory,
-            tag=tag_of(self._engine, given.get("tag")),
+            tag=request.tag,
             run=self._run,
             number=self._count,
             step=int(self._engine.global_steps),
             world=self._world,
-            latest=bool(given.get("save_latest", True)),
+            latest=request.save_latest,
             automatic=self._automatic,
         )
-        return self._keep(save, partial(original, **{**given, "save_dir": str(directory)}))
+        self.before_step()
+        in_memory = self._memory is not None and save.directory == self._memory.directory
+        self._queue = self._queues[-1] if in_memory else self._disk
+        self._claim = self._claimed(save, in_memory)
+        memory = self._queue.take_memory()
+        self._open = Snapshot(memory, self._copies)
+        try:
+            yield replace(request, directory=str(directory), in_memory=in_memory)
+            self._send(save, self._open, memory)
+        except BaseException:
+            self._queue.give_back(memory)
+            raise
+        finally:
+            self._open, self._queue = None, self._disk
+        if not self._settings.asynchronous:
+            self.wait()
 
-    def load_checkpoint(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Call DeepSpeed's `load_checkpoint` with a complete checkpoint. Collective.
+    @contextmanager
+    def loading(self, request: LoadRequest) -> Iterator[LoadRequest | None]:
+        """Request a complete checkpoint. Collective.
 
-        If no tag is given, the newest complete checkpoint is loaded, also from host memory, with a warning about newer
-        ones that are not complete.
+        If no tag is given, that is the newest complete one, also from host memory, with a warning about newer ones that
+        are not complete.
 
         Raises:
             StateError: the requested checkpoint is damaged, or none is complete. Raised on all ranks.
         """
         self.wait()
-        given = inspect.signature(original).bind(*args, **options).arguments
         if self._engine.load_universal_checkpoint():
-            return original(**given)
-        directory, tag = given["load_dir"], given.get("tag")
-        memory = self._memory_of(directory)
-        # DeepSpeed accepts numbers too.
-        named = None if tag is None else str(tag)
-        found = find_whole(Path(directory), named, memory, self._group)
+            yield request
+            return
+        memory = self._memory_of(request.directory)
+        found = find_complete(Path(request.directory), request.tag, memory, self._group)
         if self._memory is not None:
-            self._memory.shelf.begin_anew(found.tag if found is not None and found.save is not None else None)
+            self._memory.catalog.restart_from(found.tag if found is not None and found.save is not None else None)
         if found is None:
             # DeepSpeed would log the same, but each rank would look again separately, while a checkpoint may be
             # published.
-            logger.warning(f"{directory} has no file `latest`: no checkpoint is loaded")
-            return None, None
-        return original(**{**given, "load_dir": str(found.directory), "tag": found.tag})
+            logger.warning(f"{request.directory} has no file `latest`: no checkpoint is loaded")
+            yield None
+            return
+        yield replace(request, directory=str(found.directory), tag=found.tag)
 
     def newest_step(self, directory: str) -> int | None:
         """Return the step of the newest checkpoint in `directory`, or of its run in memory; None without any."""
         return find_newest_step(Path(directory), self._memory_of(directory), self._group)
 
-    def _memory_of(self, directory: str) -> HostMemory | None:
+    def _memory_of(self, directory: str | Path) -> HostMemory | None:
         return self._memory if self._memory is not None and self._memory.is_of(directory) else None
 
     def before_step(self) -> None:
@@ -265,30 +269,33 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
 
     def step_ended(self, step: int, applied: bool) -> None:
         """Process the progress of checkpoints, and save those that are due."""
-        self._progress.hear()
-        for lane in self._lanes:
-            if (applied and lane.interval.says(step)) or (lane.interval.due and not lane.in_flight):
-                self._save_automatically(lane)
-        if self._progress.leaves:
+        self._progress.process_answers()
+        for queue in self._queues:
+            if (applied and queue.interval.is_due_at(step)) or (queue.interval.due and not queue.in_flight):
+                self._save_automatically(queue)
+        if self._progress.is_leaving:
             self._leave()
-        self._progress.ask_where_needed()
+        self._progress.ask_if_needed()
+
+    def set_client_state(self, client_state: Callable[[], dict[str, Any]]) -> None:
+        """Save what `client_state` returns as the `client_state` of automatic checkpoints."""
+        self._client_state = client_state
 
     def leave_by(self, leave: Callable[[], None]) -> None:
         """Have all ranks call `leave` after the same step once SIGTERM has arrived, instead of saving and exiting."""
         self._leave = leave
-        if self._leaving is not None:
-            self._leaving.listen()
+        if self._sigterm is not None:
+            self._sigterm.listen()
 
     def listen(self, tell: Callable[[bool], None]) -> None:
         """Have this rank save on SIGTERM, if configured.
 
         `tell` is called with True if it does, with False if not, now and whenever that changes.
         """
-        if self._leaving is not None:
-            self._leaving.tell = tell
-            tell(self._leaving.listens)
+        if self._sigterm is not None:
+            self._sigterm.report_to(tell)
             if self._settings.directory is not None:
-                self._leaving.listen()
+                self._sigterm.listen()
 
     def wait(self) -> None:
         """Wait until everything that was saved is written on all ranks. Collective.
@@ -297,37 +304,18 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
             StateError: something could not be written, and `on_error` is "stop". Raised on all ranks.
         """
         self.before_step()
-        self._progress.settle()
+        self._progress.wait()
 
     @property
-    def _disk(self) -> Lane:
-        return self._lanes[0]
+    def _disk(self) -> WriterQueue:
+        return self._queues[0]
 
-    def _begin_memory(self, settings: Checkpointing) -> HostMemory | None:
+    def _make_host_memory(self, settings: Checkpointing) -> HostMemory | None:
         if settings.memory is None:
             return None
         memory = HostMemory(settings.memory, Path(str(settings.directory)), self._start, self._group)
-        self._lanes.append(Lane(Interval(settings.memory.every), private=True))
+        self._queues.append(WriterQueue(Interval(settings.memory.every), private=True))
         return memory
-
-    def _keep(self, save: Save, original: Callable[[], Any]) -> Any:
-        self.before_step()
-        in_memory = self._memory is not None and save.directory == self._memory.directory
-        self._lane = self._lanes[-1] if in_memory else self._disk
-        self._claim = self._claimed(save, in_memory)
-        memory = self._lane.take_memory()
-        self._open = Snapshot(memory, self._copies)
-        try:
-            saved = original()
-            self._send(save, self._open, memory)
-        except BaseException:
-            self._lane.give_back(memory)
-            raise
-        finally:
-            self._open, self._lane = None, self._disk
-        if not self._settings.asynchronous:
-            self.wait()
-        return saved
 
     def _claimed(self, save: Save, in_memory: bool) -> Claim:
         """Return the claim of a checkpoint.
@@ -358,28 +346,24 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
             print(f"ds-compress: saved global_step{self._saved} in {self._directory}", file=sys.stderr, flush=True)
         raise SystemExit(128 + signal.SIGTERM)
 
-    def _save_automatically(self, lane: Lane) -> None:
-        lane.interval.begin()
+    def _save_automatically(self, queue: WriterQueue) -> None:
+        queue.interval.begin()
         self._automatic = True
-        session: Session = self._engine.compression
-        last_saved = session.last_saved
         try:
-            if lane is self._disk or self._memory is None:
+            if queue is self._disk or self._memory is None:
                 self._saved = int(self._engine.global_steps)
-                self._engine.save_checkpoint(str(self._directory), client_state=self.client_state())
+                self._engine.save_checkpoint(str(self._directory), client_state=self._client_state())
             else:
                 directory = str(self._memory.directory)
-                self._engine.save_checkpoint(directory, client_state=self.client_state(), save_latest=False)
-                # A guard must go back further than the last few steps, so checkpoints in memory do not count.
-                session.last_saved = last_saved
+                self._engine.save_checkpoint(directory, client_state=self._client_state(), save_latest=False)
         finally:
             self._automatic = False
 
     def _send(self, save: Save, snapshot: Snapshot, memory: Memory) -> None:
         problem = _tried(snapshot.copy)
         task = self._task(save)
-        self._lane.begin(task, memory)
-        self._copying = Thread(target=_copy_and_send, args=(self._lane, task, snapshot, memory, problem))
+        self._queue.begin(task, memory)
+        self._copying = Thread(target=_copy_and_send, args=(self._queue, task, snapshot, memory, problem))
         self._copying.start()
 
     def _task(self, save: Save) -> Task:
@@ -390,7 +374,7 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
         return Task(save, self._rank, self._claim, NOTHING, self._rank == 0, patience, keep)
 
 
-def _copy_and_send(lane: Lane, task: Task, snapshot: Snapshot, memory: Memory, problem: str) -> None:
+def _copy_and_send(queue: WriterQueue, task: Task, snapshot: Snapshot, memory: Memory, problem: str) -> None:
     """Finish the snapshot and send it to the writer, in a thread that the next optimizer step waits for."""
     problem = problem or _tried(snapshot.finish)
-    lane.send(replace(task, kept=NOTHING if problem else snapshot.kept(), problem=problem), memory)
+    queue.send(replace(task, kept=NOTHING if problem else snapshot.kept(), problem=problem), memory)

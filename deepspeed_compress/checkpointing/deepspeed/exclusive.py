@@ -15,7 +15,7 @@ from deepspeed_compress.checkpointing.claim import Claim, this_start
 from deepspeed_compress.checkpointing.completeness import replace_text
 from deepspeed_compress.checkpointing.directory_lock import hold, in_turn
 from deepspeed_compress.errors import ConfigError, StateError
-from deepspeed_compress.session.memories import on_all_ranks
+from deepspeed_compress.session.state_files import on_all_ranks
 
 __all__ = ["alone_in", "start_of_all", "take_for_island"]
 
@@ -62,8 +62,8 @@ def _lock(directory: str, start: str) -> TextIO | None:
         return None
     if held is None:
         raise StateError(
-            f"/deepspeed_compress/checkpointing/directory: {directory}: another job that runs now saves its "
-            "checkpoints there (allowed: one at a time); write another directory"
+            f"/deepspeed_compress/checkpointing/directory: {directory}: another running job saves its "
+            "checkpoints there (allowed: one job at a time); write another directory"
         )
     with suppress(OSError):
         Claim(Path(directory), start).take()
@@ -87,8 +87,9 @@ def take_for_island(directory: Path, run: str | None, number: int, others: Colle
         found = _island_of(directory / _ISLAND)
         if found.get("run") == run and found["number"] in others:
             raise StateError(
-                f"{directory} is where island {found['number']} saves, and this is island {number} (allowed: one "
-                "directory for each); give save_checkpoint, or output_dir of Trainer, another one on every island"
+                f"island {found['number']} saves in {directory}, and this is island {number} (allowed: one "
+                "directory per island); give save_checkpoint, or Trainer's output_dir, a different directory on every "
+                "island"
             )
         replace_text(directory / _ISLAND, json.dumps({"run": run, "number": number}))
 
@@ -96,7 +97,7 @@ def take_for_island(directory: Path, run: str | None, number: int, others: Colle
 def _island_of(file: Path) -> Mapping[str, Any]:
     """Return the run and number of the island in `file`.
 
-    Empty if the file is missing or unreadable; it is then written anew.
+    Empty if the file is missing or unreadable; it is then rewritten.
     """
     try:
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))

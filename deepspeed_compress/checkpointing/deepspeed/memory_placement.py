@@ -19,14 +19,14 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.checkpointing.claim import Claim
-from deepspeed_compress.checkpointing.memory_catalog import Shelf
+from deepspeed_compress.checkpointing.memory_catalog import MemoryCatalog
 from deepspeed_compress.checkpointing.memory_copies import Destination, Receiver, own_address
 from deepspeed_compress.checkpointing.memory_directory import ENVIRONMENT, job_directory, job_name
 from deepspeed_compress.checkpointing.writer import Task
 from deepspeed_compress.config import MemoryCheckpoints
 from deepspeed_compress.config.durations import byte_rate
 from deepspeed_compress.errors import CompressWarning, StateError
-from deepspeed_compress.session.memories import on_all_ranks
+from deepspeed_compress.session.state_files import on_all_ranks
 
 __all__ = ["HostMemory", "Hosts"]
 
@@ -84,10 +84,10 @@ class HostMemory:
         self._on_all(lambda: Claim(self.directory, start).take() if self.leads else None)
         self.leaders = dist.new_group(self.hosts.leaders, backend="gloo")
         """Group of the leaders. Other ranks are not in it."""
-        self.shelf = Shelf(copies=bool(settings.copies) and len(self.hosts.ranks) > 1)
+        self.catalog = MemoryCatalog(copies=bool(settings.copies) and len(self.hosts.ranks) > 1)
         self._receiver: Receiver | None = None
-        self._destination = self._begin_receiving(settings) if self.shelf.copies else None
-        if settings.copies and not self.shelf.copies:
+        self._destination = self._begin_receiving(settings) if self.catalog.copies else None
+        if settings.copies and not self.catalog.copies:
             what = f"{settings.copies} has no effect, because all ranks are on one host (allowed: 0)"
             warnings.warn(f"{_KEY}/copies: {what}; remove it", CompressWarning, stacklevel=2)
 
@@ -96,14 +96,14 @@ class HostMemory:
         """Return True if this rank is the first of its host."""
         return self._rank == self.hosts.ours[0]
 
-    def is_of(self, directory: str) -> bool:
+    def is_of(self, directory: str | Path) -> bool:
         """Return True if the checkpoints in memory belong to the job that saves in `directory`."""
         return Path(directory).resolve() == self._disk
 
     def task(self, task: Task) -> Task:
         """Return `task` with the additional work for memory: the tags to keep, and the destination of a copy."""
-        send = self.shelf.begin(task.save.number, task.save.tag)
-        only = self.shelf.of_use() if self.leads else None
+        send = self.catalog.begin(task.save.number, task.save.tag)
+        only = self.catalog.tags_to_keep() if self.leads else None
         return replace(task, only=only, copy=self._destination if send else None)
 
     def close(self) -> None:
@@ -163,5 +163,7 @@ class HostMemory:
             return own_address(os.environ.get("MASTER_ADDR", "127.0.0.1"))
         hosts = json.loads(named)
         if len(hosts) != len(self.hosts.ranks):
-            raise StateError(f"{_HOSTS} names {len(hosts)} hosts, and ranks see {len(self.hosts.ranks)} directories")
+            raise StateError(
+                f"{_HOSTS} lists {len(hosts)} hosts, but the ranks see {len(self.hosts.ranks)} directories"
+            )
         return str(hosts[self.hosts.here])

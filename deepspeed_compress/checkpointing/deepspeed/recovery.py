@@ -25,10 +25,10 @@ from deepspeed_compress.checkpointing.completeness import (
 )
 from deepspeed_compress.checkpointing.deepspeed.memory_placement import HostMemory
 from deepspeed_compress.checkpointing.memory_copies import write_checked
-from deepspeed_compress.checkpointing.memory_directory import Held, Missing, find_held, missing_files
+from deepspeed_compress.checkpointing.memory_directory import HostSave, Missing, find_host_saves, missing_files
 from deepspeed_compress.errors import CompressWarning, StateError
 
-__all__ = ["Candidate", "find_newest_step", "find_whole", "gathered"]
+__all__ = ["Candidate", "find_complete", "find_newest_step", "gathered"]
 
 T = TypeVar("T")
 _CHUNK = 2**24
@@ -58,7 +58,7 @@ def gathered(one: T, group: ProcessGroup) -> list[T]:
     return found
 
 
-def find_whole(directory: Path, tag: str | None, memory: HostMemory | None, group: ProcessGroup) -> Candidate | None:
+def find_complete(directory: Path, tag: str | None, memory: HostMemory | None, group: ProcessGroup) -> Candidate | None:
     """Return the checkpoint to load: `tag`, or the newest complete one if it is None. Collective.
 
     Warns (CompressWarning) of newer checkpoints that are not complete.
@@ -81,16 +81,16 @@ def find_whole(directory: Path, tag: str | None, memory: HostMemory | None, grou
         if not found:
             for problem in problems:
                 text = f"{problem}; {candidate.directory / candidate.tag} is loaded"
-                warnings.warn(text, CompressWarning, stacklevel=5)
+                warnings.warn(text, CompressWarning, stacklevel=6)
             return candidate
         problems += found
     if problems:
-        raise StateError(f"no checkpoint is whole: {'; '.join(problems)}")
+        raise StateError(f"no checkpoint is complete: {'; '.join(problems)}")
     return None
 
 
 def find_newest_step(directory: Path, memory: HostMemory | None, group: ProcessGroup) -> int | None:
-    """Return the step of the newest checkpoint that `find_whole` would try, whole or not; None without any."""
+    """Return the step of the newest checkpoint that `find_complete` would try first; None if there is none."""
     return max((one.step for one in _candidates(directory, None, memory, group)), default=None)
 
 
@@ -126,10 +126,10 @@ def _in_memory(memory: HostMemory, group: ProcessGroup) -> list[Candidate]:
 
     Incomplete ones, such as one that was being written when training ended, are left out with a warning.
     """
-    held, problems = find_held(memory.directory) if memory.leads else ([], [])
+    held, problems = find_host_saves(memory.directory) if memory.leads else ([], [])
     everybody = frozenset(range(dist.get_world_size(group)))
     problems += [
-        f"{one.tag} in memory is left out: it is of {one.world} ranks, and this job has {len(everybody)}"
+        f"{one.tag} in memory is ignored: it was saved by {one.world} ranks, but this job has {len(everybody)}"
         for one in held
         if one.world != len(everybody)
     ]
@@ -140,11 +140,11 @@ def _in_memory(memory: HostMemory, group: ProcessGroup) -> list[Candidate]:
     for save in sorted({save for some, _ in found for save, _ in some}, reverse=True):
         absent = everybody.difference(*(ranks for some, _ in found for other, ranks in some if other == save))
         if absent:
-            problems.append(f"{save[1]} in memory is left out: no host has the files of ranks {sorted(absent)}")
+            problems.append(f"{save[1]} in memory is ignored: no host has the files of ranks {sorted(absent)}")
         else:
             candidates.append(Candidate(memory.directory, save[1], save[0], save))
     for problem in problems:
-        warnings.warn(problem, CompressWarning, stacklevel=6)
+        warnings.warn(problem, CompressWarning, stacklevel=8)
     return candidates
 
 
@@ -162,7 +162,7 @@ def _all_of(found: list[list[str]]) -> list[str]:
 
 def _bring_together(candidate: Candidate, memory: HostMemory, group: ProcessGroup) -> list[str]:
     """Send every host the files that its ranks need, and return the problems that prevent loading. Collective."""
-    held = [one for one in find_held(memory.directory)[0] if one.save == candidate.save]
+    held = [one for one in find_host_saves(memory.directory)[0] if one.save == candidate.save]
     lists, damage = _look_through(held, candidate.directory / candidate.tag, memory)
     found = gathered((lists, damage), group)
     by_host = [{rank: one for local in ranks for rank, one in found[local][0].items()} for ranks in memory.hosts.ranks]
@@ -176,11 +176,11 @@ def _bring_together(candidate: Candidate, memory: HostMemory, group: ProcessGrou
     failed = _fetch(list(missing), candidate, memory, {r: everything[r] for r in memory.hosts.ours if r not in here})
     failures = _all_of(gathered(failed, group))
     for problem in problems if not failures else ():
-        warnings.warn(f"{problem}; what another host has is taken", CompressWarning, stacklevel=7)
+        warnings.warn(f"{problem}; the files of another host are used instead", CompressWarning, stacklevel=8)
     return failures
 
 
-def _look_through(held: list[Held], place: Path, memory: HostMemory) -> tuple[Mapping[int, FileList], list[str]]:
+def _look_through(held: list[HostSave], place: Path, memory: HostMemory) -> tuple[Mapping[int, FileList], list[str]]:
     """Check this rank's share of its host's files.
 
     Returns:

@@ -24,14 +24,17 @@ from torch import Tensor
 
 from deepspeed_compress.backends.deepspeed.versions import model_parallel_rank
 from deepspeed_compress.checkpointing.completeness import latest_tag
+from deepspeed_compress.checkpointing.deepspeed.participants import LoadRequest, Participant
+from deepspeed_compress.checkpointing.deepspeed.places import find_place
 from deepspeed_compress.checkpointing.deepspeed.universal import check_universal
 from deepspeed_compress.checkpointing.deepspeed.zero_parts import state_of_zero_3, state_of_zero_12
 from deepspeed_compress.checkpointing.parts import Fragments, even_piece
+from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.errors import CompressWarning, StateError
-from deepspeed_compress.session.memories import on_all_ranks
 from deepspeed_compress.session.patches import Patches
+from deepspeed_compress.session.state_files import on_all_ranks
 
-__all__ = ["other_size"]
+__all__ = ["Resharding"]
 
 
 @dataclass(frozen=True)
@@ -53,41 +56,44 @@ class _Saved:
     batch: int | None
 
 
-@contextmanager
-def other_size(engine: Any, directory: Path, tag: str | None, models: int | None, states: bool) -> Iterator[None]:
-    """Let `engine.load_checkpoint` load a checkpoint of any number of data-parallel ranks within the block. Collective.
+class Resharding(Participant):
+    """Participant that lets `engine` load checkpoints of any number of data-parallel ranks.
 
     Warns (CompressWarning) if the batch size differs from the saved one: data and learning rate would continue
     elsewhere.
-
-    Args:
-        engine: the engine.
-        directory: the directory of checkpoints.
-        tag: the tag of the checkpoint; None for the latest.
-        models: the number of combinations of tensor and pipeline rank of this run; None to skip the comparison.
-        states: True if optimizer states are loaded.
-
-    Raises:
-        StateError: the checkpoint cannot be repartitioned. Raised before anything is loaded.
     """
-    if engine.load_universal_checkpoint():
-        check_universal(engine, directory, tag)
-        yield
-        return
-    tag = tag or latest_tag(directory)
-    saved = None if tag is None else _read_saved(engine, directory, tag)
-    if saved is not None and states and models not in (None, saved.models):
-        raise StateError(
-            f"{saved.directory / saved.tag}: saved with {saved.models} combinations of tensor and pipeline rank, this "
-            f"run has {models} (allowed: the same; the data-parallel size may change). Convert it, ds-compress "
-            f'checkpoint convert {directory} --tag {saved.tag}, and write "checkpoint": {{"load_universal": true}}'
-        )
-    if saved is None or saved.ranks == engine.seq_dp_world_size:
-        yield
-        return
-    _warn_of_batch(engine, saved)
-    with _cut_anew(engine, saved, states):
-        yield
+
+    def __init__(self, engine: Any, config: CompressConfig) -> None:
+        self._engine, self._config = engine, config
+
+    @contextmanager
+    def loading(self, request: LoadRequest) -> Iterator[LoadRequest]:
+        """Replace what DeepSpeed reads the files with, if another number of ranks has saved them. Collective.
+
+        Raises:
+            StateError: the checkpoint cannot be repartitioned. Raised before anything is loaded.
+        """
+        engine, directory = self._engine, Path(request.directory)
+        models = find_place(engine, self._config).position.groups
+        if engine.load_universal_checkpoint():
+            check_universal(engine, directory, request.tag)
+            yield request
+            return
+        tag = request.tag or latest_tag(directory)
+        saved = None if tag is None else _read_saved(engine, directory, tag)
+        if saved is not None and request.loads_states and models != saved.models:
+            raise StateError(
+                f"{saved.directory / saved.tag}: saved with {saved.models} combinations of tensor and pipeline rank, "
+                f"this run has {models} (allowed: the same; the data-parallel size may change). Convert it, "
+                f'ds-compress checkpoint convert {directory} --tag {saved.tag}, and write "checkpoint": '
+                '{"load_universal": true}'
+            )
+        if saved is None or saved.ranks == engine.seq_dp_world_size:
+            yield request
+            return
+        _warn_of_batch(engine, saved)
+        with _cut_anew(engine, saved, request.loads_states):
+            yield request
 
 
 def _read_saved(engine: Any, directory: Path, tag: str) -> _Saved | None:
@@ -137,12 +143,12 @@ def _warn_of_batch(engine: Any, saved: _Saved) -> None:
     instead = (
         f'"gradient_accumulation_steps": {steps}'
         if steps and not rest
-        else "sizes whose product with the number of ranks is that"
+        else f"sizes whose product with the number of ranks is {saved.batch}"
     )
     text = (
-        f"/train_batch_size: {now} on {engine.seq_dp_world_size} ranks, but {saved.directory / saved.tag} was saved at "
-        f"{saved.batch} on {saved.ranks}: steps are counted on, so the position in the data and the learning-rate "
-        f"schedule are not those of the samples that were seen. To go on as before write {instead}"
+        f"/train_batch_size: {now} on {engine.seq_dp_world_size} ranks, but {saved.directory / saved.tag} was "
+        f"saved with {saved.batch} on {saved.ranks}: the step count continues, so the position in the data and the "
+        f"learning-rate schedule no longer match the samples seen. To continue as before, write {instead}"
     )
     warnings.warn(text, CompressWarning, stacklevel=6)
 
@@ -169,8 +175,8 @@ def _check(engine: Any, saved: _Saved) -> None:
     }
     for what in (name for name, there in kept.items() if there):
         raise StateError(
-            f"{saved.directory / saved.tag}: saved by {saved.ranks} data-parallel ranks, this run has "
-            f"{engine.seq_dp_world_size}: {what} cannot be divided anew (allowed: the same number)"
+            f"{saved.directory / saved.tag}: saved by {saved.ranks} data-parallel ranks, but this run has "
+            f"{engine.seq_dp_world_size}: {what} cannot be resharded (allowed: the same number)"
         )
 
 

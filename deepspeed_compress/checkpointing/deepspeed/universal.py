@@ -12,7 +12,7 @@ from deepspeed.checkpoint.constants import PARAM, ZERO_STAGE
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 
 from deepspeed_compress.errors import StateError
-from deepspeed_compress.session.memories import on_all_ranks
+from deepspeed_compress.session.state_files import on_all_ranks
 
 __all__ = ["check_universal", "universal_if_newest"]
 
@@ -130,14 +130,14 @@ def _weight(file: Path) -> Any:
         with torch.serialization.safe_globals([SubparamShape]):
             return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
-        raise StateError(f"{file} has more than a weight, and is not read ({error})") from error
+        raise StateError(f"{file} contains more than a weight, so it is not read ({error})") from error
 
 
 def _differences(file: Path, name: str, wanted: tuple[int, ...] | None) -> Iterator[str]:
     if not file.is_file():
         yield (
-            f"has no weight {name}: a pipeline numbers its layers, so a model with one and a model without have other "
-            "names. Carry the weights over: write the model with --export, and train it as --model"
+            f"it has no weight {name}: a pipeline numbers its layers, so the names of a model differ with and without "
+            "one. Transfer the weights instead: write the model with --export, and train it as --model"
         )
         return
     found = _weight(file)
@@ -145,7 +145,7 @@ def _differences(file: Path, name: str, wanted: tuple[int, ...] | None) -> Itera
     saved = tuple((found[PARAM] if isinstance(found, dict) else found).shape)
     if wanted is not None and len(saved) > 1 and saved != wanted and saved == wanted[::-1]:
         yield (
-            f"the weight {name} has the shape {saved}, and this run has {wanted}: GPT-2's matrices are transposed "
-            "where tensor is above 1, and DeepSpeed takes them as they are. Convert again with the tensor size of this "
+            f"the weight {name} has the shape {saved}, but this run has {wanted}: GPT-2's matrices are transposed "
+            "if tensor is above 1, and DeepSpeed loads them as they are. Convert again with the tensor size of this "
             "run: ds-compress checkpoint convert DIR --tensor N"
         )

@@ -9,7 +9,7 @@ from deepspeed_compress.checkpointing.snapshot import Memory
 from deepspeed_compress.checkpointing.writer import Outcome, Task, Writer
 from deepspeed_compress.config.durations import seconds
 
-__all__ = ["Interval", "Lane"]
+__all__ = ["Interval", "WriterQueue"]
 
 _BUFFERS = 2
 """Number of snapshot buffers: one may be written while the next is taken."""
@@ -37,7 +37,7 @@ class Interval:
         """Return True if the interval is a duration and has passed."""
         return isinstance(self.every, str) and time.monotonic() - self.last >= seconds(self.every)
 
-    def says(self, step: int) -> bool:
+    def is_due_at(self, step: int) -> bool:
         """Return True if a checkpoint is due at `step` by the number of steps.
 
         It is then saved in exactly this step: saving makes compressed weights exact, so it must not depend on the
@@ -45,12 +45,16 @@ class Interval:
         """
         return isinstance(self.every, int) and step % self.every == 0
 
+    def passed(self) -> None:
+        """Note that the interval has passed, so a checkpoint is due."""
+        self.due = True
+
     def begin(self) -> None:
         """Start a new interval."""
         self.due, self.last = False, time.monotonic()
 
 
-class Lane:
+class WriterQueue:
     """Checkpoints of this rank for one destination, each written by a separate process.
 
     One checkpoint may be written while the next is saved; a third one waits.
@@ -93,6 +97,17 @@ class Lane:
     @property
     def failed(self) -> bool:
         return bool(self._failed)
+
+    def ranks_agreed(self, due: bool, ended: int) -> None:
+        """Note an agreement of all ranks.
+
+        Args:
+            due: True if the interval has passed.
+            ended: the number of the last checkpoint that all ranks have written or failed to write.
+        """
+        self.agreed = ended
+        if due:
+            self.interval.passed()
 
     def take_failures(self) -> list[Outcome]:
         """Return the failures since the last call."""
@@ -137,7 +152,7 @@ class Lane:
         try:
             outcomes = self._writer.outcomes(wait)
         except (EOFError, OSError):
-            self._begin_anew()
+            self._replace_writer()
             return
         for outcome in outcomes:
             if outcome.of_copy:
@@ -161,7 +176,7 @@ class Lane:
             self._writer.close()
             self._writer = None
 
-    def _begin_anew(self) -> None:
+    def _replace_writer(self) -> None:
         """Replace the writer process, which has died.
 
         The new process reports the lost checkpoints to the ranks that wait for them, and writes later ones.
@@ -169,7 +184,7 @@ class Lane:
         assert self._writer is not None
         self._writer.close()
         self._writer = Writer(self._private)
-        died = "the process that writes for this rank has died"
+        died = "the writer process of this rank has died"
         lost = [task for task in self._sent if task.save.number <= self.ended]
         self._failed += [Outcome(task.save, died, of_copy=True) for task in lost]
         self._sent = self._sent[len(lost) :]

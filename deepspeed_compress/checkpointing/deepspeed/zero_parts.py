@@ -115,8 +115,8 @@ def _sub_groups(optimizer: Any, found: Mapping[str, Any]) -> list[dict[str, Any]
 def _expect(state: Mapping[str, Any], key: str, stage: str) -> None:
     if key not in state or isinstance(state.get(BASE_OPTIMIZER_STATE), list):
         raise StateError(
-            f"its files are not those of {stage}, or were written with elastic_checkpoint, and cannot be divided for "
-            "another number of ranks; load it with the settings and the number of ranks that it was saved with"
+            f"its files are not those of {stage}, or were written with elastic_checkpoint, so they cannot be resharded "
+            "for another number of ranks; load it with the settings and the number of ranks that saved it"
         )
 
 
@@ -180,7 +180,7 @@ def _part(pieces: Sequence[Piece], master: Tensor, states: Mapping[str, Any], si
     for name in states.keys() - one:
         if states[name].dim() != 1 or states[name].numel() not in sizes:
             raise StateError(
-                f"the state {name!r} of the optimizer, of shape {tuple(states[name].shape)}, cannot be divided for "
+                f"the state {name!r} of the optimizer, of shape {tuple(states[name].shape)}, cannot be resharded for "
                 f"another number of ranks (allowed: one number, or one for each of the {sizes[0]} elements of a part)"
             )
     flat = {name: value for name, value in states.items() if name not in one}

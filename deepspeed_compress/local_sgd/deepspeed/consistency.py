@@ -2,7 +2,7 @@
 
 import hashlib
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +15,6 @@ from deepspeed_compress.backends.deepspeed.division import IslandUnit
 from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasters
 from deepspeed_compress.errors import CompressWarning, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed.exchanged_parameters import matches
-from deepspeed_compress.session.session import Session
 
 __all__ = [
     "check_equal_layouts",
@@ -144,14 +143,14 @@ def clear_non_finite(values: Tensor) -> None:
         values.copy_(wide.nan_to_num(0.0, 0.0, 0.0))
 
 
-def recover_from_divergence(engine: Any, master_weights: FlatMasters, session: Session) -> None:
+def recover_from_divergence(engine: Any, master_weights: FlatMasters, clear_residuals: Callable[[], None]) -> None:
     """Recover from a divergence of this island, which gets the weights of the others (CompressWarning).
 
     Without ZeRO, its optimizer has stepped nevertheless, and its state and the residuals inside the island would spoil
     the new weights. All residuals are cleared, and elements of the optimizer's state that are not finite are set to 0.
     The same on all ranks of the island.
     """
-    session.reset()
+    clear_residuals()
     for home in {id(one.home): one.home for one in master_weights.stepped}.values():
         for kept in engine.basic_optimizer.state.get(home, {}).values():
             if isinstance(kept, Tensor) and kept.is_floating_point():

@@ -9,9 +9,9 @@ import atexit
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -22,8 +22,13 @@ from torch.utils.data import DistributedSampler
 
 from deepspeed_compress.backends.deepspeed.division import IslandUnit
 from deepspeed_compress.backends.deepspeed.weights.master_weights import find_masters
-from deepspeed_compress.checkpointing.deepspeed.tags import tag_of
-from deepspeed_compress.collectives.reducer import Run, StepClock
+from deepspeed_compress.checkpointing.deepspeed.participants import (
+    LoadRequest,
+    Participant,
+    SaveRequest,
+    attach_participants,
+)
+from deepspeed_compress.collectives.reducer import StepClock
 from deepspeed_compress.collectives.reduction import Groups, Parameters, Site
 from deepspeed_compress.compression import state
 from deepspeed_compress.compression.residuals import ResidualStores
@@ -42,17 +47,22 @@ from deepspeed_compress.local_sgd.deepspeed.rates import rates_of, warn_of_unequ
 from deepspeed_compress.local_sgd.deepspeed.replicated import check_equal_blocks, divide_replicated
 from deepspeed_compress.local_sgd.deepspeed.tags import ISLAND, check_tag, tag_of_file
 from deepspeed_compress.local_sgd.fixed_exchange import FixedExchange
-from deepspeed_compress.session.memories import check_owners, on_all_ranks
+from deepspeed_compress.session.parts import Parts
 from deepspeed_compress.session.patches import Patches
-from deepspeed_compress.session.session import Session
+from deepspeed_compress.session.state_files import check_owners, on_all_ranks
 
 __all__ = ["attach_islands", "stay_apart"]
 
 
-def attach_islands(engine: Any, unit: IslandUnit, parameters: Parameters, session: Session) -> FixedExchange:
-    """Exchange after steps of `engine` (made from a `divide_call`), and keep the files of islands apart. Collective."""
-    run = Run(StepClock(), session.meter, session.config.seed, session.pace)
-    settings = session.config.islands
+def attach_islands(
+    engine: Any, unit: IslandUnit, parameters: Parameters, parts: Parts
+) -> tuple[FixedExchange, Participant]:
+    """Exchange after steps of `engine`, which was made from a `divide_call`. Collective.
+
+    Returns:
+        The exchange, and the participant in saving and loading that keeps the files of islands apart.
+    """
+    run, settings, patches = replace(parts.run, clock=StepClock()), parts.config.islands, parts.patches
     assert settings is not None, "attached for a section without islands"
     stores = ResidualStores(transactional=False)
     trained = find_masters(engine)
@@ -75,19 +85,16 @@ def attach_islands(engine: Any, unit: IslandUnit, parameters: Parameters, sessio
         unit.whole,
         unit.number,
         moments,
-        partial(recover_from_divergence, engine, master_weights, session),
+        partial(recover_from_divergence, engine, master_weights, parts.residuals.clear),
     )
-    session.patches.wrap(engine, "deepspeed_io", partial(_over_all_ranks, engine, unit))
-    files = _Files(engine, unit, exchange, session.config)
-    session.patches.wrap(engine, "save_checkpoint", files.save)
-    session.patches.wrap(engine, "load_checkpoint", files.load)
+    patches.wrap(engine, "deepspeed_io", partial(_over_all_ranks, engine, unit))
     exchange.start()
     # Most programs never destroy the engine.
     end = partial(_end, weakref.ref(exchange))
     atexit.register(end)
-    session.patches.precede(engine, "destroy", end)
-    session.patches.on_undo(end)
-    return exchange
+    patches.precede(engine, "destroy", end)
+    patches.on_undo(end)
+    return exchange, _Files(engine, unit, exchange, parts.config)
 
 
 def _warn_of_unequal_rates(engine: Any) -> None:
@@ -104,22 +111,35 @@ def stay_apart(engine: Any, unit: IslandUnit) -> None:
     """
     patches = Patches()
     patches.wrap(engine, "deepspeed_io", partial(_over_all_ranks, engine, unit))
-    patches.wrap(engine, "save_checkpoint", partial(_in_its_directory, unit, "save_dir"))
-    patches.wrap(engine, "load_checkpoint", partial(_in_its_directory, unit, "load_dir"))
+    attach_participants(engine, [_Directory(unit)], patches)
 
 
-def _in_its_directory(unit: IslandUnit, key: str, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Call DeepSpeed's `save_checkpoint` or `load_checkpoint` with the island's own directory as the argument `key`."""
-    given = inspect.signature(original).bind(*args, **options).arguments
-    if given[key]:
-        base = _base(given[key])
-        if key == "load_dir" and given.get("tag") is None:
+@dataclass(frozen=True)
+class _Directory(Participant):
+    """Participant that saves and loads in the island's own directory, without any exchange."""
+
+    unit: IslandUnit
+
+    @contextmanager
+    def saving(self, request: SaveRequest) -> Iterator[SaveRequest]:
+        check_tag(request.tag)
+        yield replace(request, directory=self._own(request.directory))
+
+    @contextmanager
+    def loading(self, request: LoadRequest) -> Iterator[LoadRequest]:
+        if not request.directory:
+            yield request
+            return
+        tag = request.tag
+        if tag is None:
             # DeepSpeed writes `latest` only on the first rank of the job.
-            given["tag"] = _latest(base)
+            tag = _latest(_base(request.directory))
         else:
-            check_tag(str(given.get("tag", "")))
-        given[key] = str(_directory(base, unit.number))
-    return original(**given)
+            check_tag(tag)
+        yield replace(request, directory=self._own(request.directory), tag=tag)
+
+    def _own(self, directory: str | Path) -> str:
+        return str(_directory(_base(directory), self.unit.number))
 
 
 def _end(exchange: "weakref.ref[FixedExchange]") -> None:
@@ -147,7 +167,7 @@ def _over_all_ranks(
 
 
 @dataclass(frozen=True)
-class _Files:
+class _Files(Participant):
     """Checkpoints of islands.
 
     Those of island 0 are stored where a job without islands stores them, those of island k in its subdirectory
@@ -168,18 +188,16 @@ class _Files:
         """
         return state.Position(self.unit.number, self.unit.islands, self.unit.place, len(self.unit.ranks))
 
-    def save(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Call DeepSpeed's `save_checkpoint` in the island's directory, and save the exchange state.
+    @contextmanager
+    def saving(self, request: SaveRequest) -> Iterator[SaveRequest]:
+        """Save the exchange state, and the rest in the island's directory.
 
         Pending exchanges are finished first, so that a resumed run equals this one.
 
         Raises:
             StateError: the exchange state was not saved on some rank.
         """
-        given = inspect.signature(original).bind(*args, **options).arguments
-        if not given["save_dir"]:
-            return original(**given)
-        base, tag = _base(given["save_dir"]), tag_of(self.engine, given.get("tag"))
+        base, tag = _base(request.directory), request.tag
         check_tag(tag)
         self.exchange.finish()
         mine = _directory(base, self.unit.number)
@@ -187,36 +205,36 @@ class _Files:
         problems = on_all_ranks(partial(self._save_state, base / tag))
         if problems:
             raise StateError(f"the state of islands is not saved: {problems}")
-        saved = original(**{**given, "save_dir": str(mine), "tag": tag})
-        if self.unit.number and dist.get_rank() == self.unit.ranks[0] and given.get("save_latest", True):
+        yield replace(request, directory=str(mine))
+        if self.unit.number and dist.get_rank() == self.unit.ranks[0] and request.save_latest:
             (mine / "latest").write_text(tag, encoding="utf-8")
         dist.barrier()
-        return saved
 
-    def load(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Call DeepSpeed's `load_checkpoint` in the island's directory, and restore the exchange state.
+    @contextmanager
+    def loading(self, request: LoadRequest) -> Iterator[LoadRequest]:
+        """Load from the island's directory.
 
         If there are more islands than were saved, the first ones are loaded more than once.
+        """
+        self.exchange.discard()
+        base = _base(request.directory)
+        tag = _latest(base) if request.tag is None else request.tag
+        islands = 1 if tag is None else _saved_islands(base / tag)
+        if not self.engine.load_universal_checkpoint():
+            # Each directory has its own `latest`, which is outdated for an island that was not part of the last save.
+            request = replace(request, tag=tag)
+        yield replace(request, directory=str(_directory(base, self.unit.number % islands)))
+
+    def loaded(self, request: LoadRequest, file: str | None) -> None:
+        """Restore the exchange state.
 
         Raises:
             StateError: islands loaded different checkpoints, or the exchange state cannot be restored.
         """
-        given = inspect.signature(original).bind(*args, **options).arguments
-        self.exchange.discard()
-        base = _base(given["load_dir"])
-        tag = _latest(base) if given.get("tag") is None else str(given["tag"])
-        islands = 1 if tag is None else _saved_islands(base / tag)
-        if not self.engine.load_universal_checkpoint():
-            # Each directory has its own `latest`, which is outdated for an island that was not part of the last save.
-            given["tag"] = tag
-        directory = _directory(base, self.unit.number % islands)
-        found = original(**{**given, "load_dir": str(directory)})
-        loaded = None if found[0] is None else tag_of_file(found[0], directory)
-        self._check_loaded(loaded)
-        if loaded is not None:
-            whole = given.get("load_optimizer_states", True) and not given.get("load_module_only", False)
-            self._load_state(base / loaded if whole else None)
-        return found
+        tag = None if file is None else tag_of_file(file, request.directory)
+        self._check_loaded(tag)
+        if tag is not None:
+            self._load_state(_base(request.directory) / tag if request.loads_states else None)
 
     def _check_loaded(self, tag: str | None) -> None:
         """Check that all islands have loaded the checkpoint `tag`; None stands for no checkpoint. Collective.
@@ -263,7 +281,7 @@ class _Files:
                 f'{problems}. Restore the file, or write "on_missing_state": "reset" into deepspeed_compress (allowed: '
                 '"error", "reset"): all islands then start from the weights of the first one'
             )
-        warnings.warn(f"islands start from the weights of the first one: {problems}", CompressWarning, stacklevel=3)
+        warnings.warn(f"islands start from the weights of the first one: {problems}", CompressWarning, stacklevel=4)
         self.exchange.start()
 
     def _restore(self, directory: Path) -> None:

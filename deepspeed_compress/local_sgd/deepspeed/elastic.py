@@ -10,7 +10,9 @@ import hashlib
 import inspect
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -23,8 +25,8 @@ from torch.utils.data import DistributedSampler
 
 from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasters, find_masters
 from deepspeed_compress.checkpointing.deepspeed.exclusive import take_for_island
-from deepspeed_compress.checkpointing.deepspeed.tags import tag_of
-from deepspeed_compress.collectives.reducer import Run, StepClock
+from deepspeed_compress.checkpointing.deepspeed.participants import LoadRequest, Participant, SaveRequest
+from deepspeed_compress.collectives.reducer import StepClock
 from deepspeed_compress.collectives.reduction import Parameters, Site
 from deepspeed_compress.compression import state
 from deepspeed_compress.compression.residuals import ResidualStores
@@ -45,8 +47,8 @@ from deepspeed_compress.local_sgd.deepspeed.tags import check_tag
 from deepspeed_compress.local_sgd.island_ranks import IslandRanks
 from deepspeed_compress.local_sgd.strategy import ExchangeResult
 from deepspeed_compress.monitor import Event
-from deepspeed_compress.session.memories import check_owners, on_all_ranks, save_on_all
-from deepspeed_compress.session.session import Session
+from deepspeed_compress.session.parts import Parts
+from deepspeed_compress.session.state_files import check_owners, on_all_ranks, save_on_all
 
 __all__ = ["SEEDS", "ElasticIsland", "attach_elastic", "prepare_call"]
 
@@ -76,13 +78,13 @@ def prepare_call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "training_data": None}
 
 
-def attach_elastic(engine: Any, parameters: Parameters, session: Session) -> "ElasticIsland":
+def attach_elastic(engine: Any, parameters: Parameters, parts: Parts) -> "ElasticIsland":
     """Join the other islands, take their anchor, and exchange after steps from now on. Collective in the island.
 
     Raises:
         ConfigError: the engine already has a training data loader.
     """
-    settings = session.config.islands
+    settings = parts.config.islands
     assert settings is not None, "attached for a section with islands"
     if engine.training_dataloader is not None:
         raise ConfigError(
@@ -90,19 +92,17 @@ def attach_elastic(engine: Any, parameters: Parameters, session: Session) -> "El
             "(allowed: training_data of deepspeed_compress.initialize); pass the data there, or call "
             "engine.deepspeed_io after attach"
         )
-    island = ElasticIsland(engine, settings, parameters, session)
-    session.patches.precede(engine, "destroy", island.leave)
-    session.patches.on_undo(island.leave)
+    island = ElasticIsland(engine, settings, parameters, parts)
+    parts.patches.precede(engine, "destroy", island.leave)
+    parts.patches.on_undo(island.leave)
     # Most programs never destroy the engine, and process exit takes time.
     atexit.register(island.leave)
-    session.patches.wrap(engine, "deepspeed_io", island.deepspeed_io)
-    session.patches.wrap(engine, "save_checkpoint", island.save)
-    session.patches.wrap(engine, "load_checkpoint", island.load)
+    parts.patches.wrap(engine, "deepspeed_io", island.deepspeed_io)
     island.catch_up(island.exchange.start(int(engine.global_samples)))
     return island
 
 
-class ElasticIsland:
+class ElasticIsland(Participant):
     """This rank's island among others that join and leave, available as `engine.compression.islands`.
 
     Attributes:
@@ -110,13 +110,13 @@ class ElasticIsland:
         exchange: the exchange strategy.
     """
 
-    def __init__(self, engine: Any, settings: Islands, parameters: Parameters, session: Session) -> None:
+    def __init__(self, engine: Any, settings: Islands, parameters: Parameters, parts: Parts) -> None:
         assert settings.elastic is not None, "attached for elastic islands"
-        self._engine, self._session, self._settings = engine, session, settings
+        self._engine, self._parts, self._settings = engine, parts, settings
         self._learning_rates, self._islands_in_last_round = LearningRates(engine), 0
         self._ranks = IslandRanks(dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None)
         self.history: deque[ExchangeResult] = deque(maxlen=KEPT)
-        self._has_left = False
+        self._has_left, self._scheduled = False, 0
         trained = find_masters(engine)
         master_weights, shared = select_exchanged(settings.own, trained, parameters)
         names = chain(*self._ranks.gather([one.parameter for one in trained.stretches]))
@@ -127,11 +127,11 @@ class ElasticIsland:
             Site,
             parameters=shared,
             stores=ResidualStores(transactional=True),
-            run=Run(StepClock(), session.meter, session.config.seed, session.pace),
+            run=replace(parts.run, clock=StepClock()),
             traffic="bytes_islands",
         )
         moments = find_second_moments(engine, settings, master_weights)
-        recover = partial(recover_from_divergence, engine, master_weights, session)
+        recover = partial(recover_from_divergence, engine, master_weights, parts.residuals.clear)
         rates = self._learning_rates
         self.exchange = connect(
             ExchangeContext(settings, master_weights, site, self._ranks, terms, rates, moments, recover)
@@ -174,38 +174,39 @@ class ElasticIsland:
             given["data_sampler"] = DistributedSampler(dataset, world, rank, seed=SEEDS * self.number)
         return original(**given)
 
-    def save(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Call DeepSpeed's `save_checkpoint`, and save the island's state of exchanges with it."""
-        given = inspect.signature(original).bind(*args, **options).arguments
-        if given["save_dir"]:
-            tag = tag_of(self._engine, given.get("tag"))
-            check_tag(tag)
-            self.exchange.prepare_save()
-            self._ranks.run_on_first(partial(self._reserve_directory, Path(given["save_dir"])))
-            save_on_all(partial(self._save_state, Path(given["save_dir"]) / tag))
-        return original(**given)
+    @contextmanager
+    def saving(self, request: SaveRequest) -> Iterator[SaveRequest]:
+        """Save the island's state of exchanges next to DeepSpeed's files."""
+        check_tag(request.tag)
+        self.exchange.prepare_save()
+        directory = Path(request.directory)
+        self._ranks.run_on_first(partial(self._reserve_directory, directory))
+        save_on_all(partial(self._save_state, directory / request.tag))
+        yield request
 
-    def load(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Call DeepSpeed's `load_checkpoint`, then take the newest anchor.
+    @contextmanager
+    def loading(self, request: LoadRequest) -> Iterator[LoadRequest]:
+        """Note the step of the schedule, which a load without schedules keeps."""
+        self._scheduled = self._learning_rates.step
+        yield request
+
+    def loaded(self, request: LoadRequest, file: str | None) -> None:
+        """Take the newest anchor.
 
         That is the anchor of the other islands, or of the newest checkpoint if all islands start again. Collective in
         the island, and with the others if all start again.
         """
-        given = inspect.signature(original).bind(*args, **options).arguments
-        scheduled = self._learning_rates.step
-        found = original(**given)
-        if found[0] is None:
-            return found
-        directory, more = Path(found[0]).parent, not given.get("load_module_only", False)
+        if file is None:
+            return
+        directory = Path(file).parent
         self.exchange.prepare_load()
-        saved = self._load_state(directory) if more and given.get("load_optimizer_states", True) else None
-        if more and given.get("load_lr_scheduler_states", True):
+        saved = self._load_state(directory) if request.loads_states else None
+        if request.load_lr_scheduler_states and not request.load_module_only:
             self._learning_rates.ahead = self._saved_ahead(directory)
         else:
-            self._learning_rates.ahead = scheduled - int(self._engine.global_steps)
+            self._learning_rates.ahead = self._scheduled - int(self._engine.global_steps)
         metadata = self.exchange.resume(saved, int(self._engine.global_steps), int(self._engine.global_samples))
         self.catch_up(metadata)
-        return found
 
     def _terms(
         self, settings: Islands, elastic: Elastic, master_weights: FlatMasters, fixed: Sequence[Parameter]
@@ -234,7 +235,7 @@ class ElasticIsland:
         before, after = (f"{count} islands" for count in (self._islands_in_last_round, result.islands))
         evidence = {"round": float(result.round), "seconds": result.seconds}
         reason = result.reason or ("taking part again" if result.kind == "renewed" else "islands have joined or left")
-        self._session.record(Event(step, f"islands_{result.kind}", reason, evidence, before, after))
+        self._parts.records.log.record(Event(step, f"islands_{result.kind}", reason, evidence, before, after))
 
     def _reserve_directory(self, directory: Path) -> None:
         """Reserve `directory` for the checkpoints of this island.
@@ -254,7 +255,7 @@ class ElasticIsland:
             int(self._engine.zero_optimization_stage()),
             self._engine.global_steps,
             1.0,
-            masked(self._session.config.model_dump(mode="json")),
+            masked(self._parts.config.model_dump(mode="json")),
             {**self.exchange.describe(), _AHEAD: self._learning_rates.ahead},
         )
         state.write(kept, state.state_file(directory, dist.get_rank(), _STEM))
@@ -277,14 +278,14 @@ class ElasticIsland:
         if not self._ranks.run_on_first(first.exists):
             return None
         problems = on_all_ranks(partial(self._restore, directory))
-        config = self._session.config
+        config = self._parts.config
         if problems and config.on_missing_state == "error":
             raise StateError(
                 f'{problems}. Restore the file, or write "on_missing_state": "reset" into deepspeed_compress (allowed: '
                 '"error", "reset"): the island then starts from the weights alone'
             )
         if problems:
-            warnings.warn(f"the island starts from the weights alone: {problems}", CompressWarning, stacklevel=3)
+            warnings.warn(f"the island starts from the weights alone: {problems}", CompressWarning, stacklevel=4)
             return None
         saved: Mapping[str, Any] = self._ranks.run_on_first(lambda: state.read_description(first).decisions)
         if "run" in saved:
@@ -292,7 +293,7 @@ class ElasticIsland:
         warnings.warn(
             f"the island starts from the weights alone: {directory} was saved by islands of one job",
             CompressWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
         return None
 
@@ -303,7 +304,7 @@ class ElasticIsland:
 
     def _restore(self, directory: Path) -> None:
         found = state.sources(directory, dist.get_rank(), self._position, _STEM)
-        check_owners(found[0][1], self._session.config)
+        check_owners(found[0][1], self._parts.config)
         state.restore(self.exchange.stores.by_name, found, self._position, 1.0, self._engine.device)
 
 

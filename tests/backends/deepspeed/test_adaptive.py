@@ -16,7 +16,7 @@ ADAPTIVE = {"probe_every": 4, "max_error": 0.3, "candidates": [{"bits": 8}, {"bi
 def follow(rank: int, job: Job, slow_from: int | None = None) -> tuple[list[str], list[str], dict[str, list[float]]]:
     """Settings of each step and events, with a link that is slow from a step on."""
     engine, settings = start(job), []
-    prober = engine.compression._watch.prober
+    prober = engine.compression._inputs.prober
     data_rank = engine.grid.get_data_parallel_rank() if job.stages > 1 else rank
     batches = data(data_rank, job)
     measure = prober.measure

@@ -101,7 +101,7 @@ def test_weights_and_what_is_exempt() -> None:
     }
     [(line, seen)], _ = run_forks(2, measure, Job(stage=1, section=section, zero=WHOLE, steps=6))
     assert line.startswith("deepspeed_compress: gradients blockwise bits=4, weights blockwise bits=4; ZeRO 1, ")
-    assert "2 of 7 parameters are compressed (89.5% of the elements), 5 exempt" in line
+    assert "2 of 7 parameters are compressed (89.5% of the elements), 5 are excluded" in line
     assert "the first 1 steps are uncompressed" in line
     figures = re.search(r"about ([\d,]+) bytes of weights a step, uncompressed ([\d,]+) bytes", line)
     assert figures is not None

@@ -99,7 +99,7 @@ def refuse(rank: int) -> tuple[str, str]:
 def test_what_cannot_be_taken_off_is_said() -> None:
     for nothing, covered in run_forks(2, refuse):
         assert "nothing is attached" in nothing
-        assert "save_checkpoint was replaced by other code" in covered
+        assert "save_checkpoint has since been replaced by other code" in covered
 
 
 def guard_again(rank: int) -> tuple[str, str, bool]:

@@ -269,7 +269,7 @@ def test_disappointments_are_rare(stage: int) -> None:
         assert 1 <= early.agreed.count(False) <= 5
 
 
-def save_and_go_on(rank: int, job: Job, directory: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+def save_and_continue(rank: int, job: Job, directory: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     engine, batches = start(job), data(rank, job)
     run(engine, batches[:4])
     engine.save_checkpoint(directory)
@@ -284,7 +284,7 @@ def save_and_go_on(rank: int, job: Job, directory: str) -> tuple[dict[str, list[
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_resumed_run_which_has_to_learn_again_has_the_same_bits(stage: int, tmp_path: Path) -> None:
-    for straight, resumed in run_forks(2, save_and_go_on, Job(stage, RANDOM, SMALL, steps=8), str(tmp_path)):
+    for straight, resumed in run_forks(2, save_and_continue, Job(stage, RANDOM, SMALL, steps=8), str(tmp_path)):
         assert straight == resumed
 
 

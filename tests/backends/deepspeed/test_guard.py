@@ -1,24 +1,20 @@
 """Faults in mid-run: training survives, ranks decide alike, and the events say what happened."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.backends.deepspeed import network_rank as language
+from tests.support.faults import FAULT, GUARD, Disturb, Story, exploding, live, live_on, not_a_number, poison, train_one
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, run_pipeline, start, steady_data, train, weights
 from tests.support.seeds import SEEDS, Excess
 
 STEPS = 60
-FAULT = 30
-"""Steps done when the fault begins."""
-GUARD = {"cooldown_steps": 4, "residual_every": 5, "window": 16}
 GUARDED = {"gradients": {"bits": 4}, "guard": GUARD}
 BF16 = {"bf16": {"enabled": True}}
 KINDS: dict[str, Job] = {
@@ -40,66 +36,7 @@ EVERY = pytest.mark.parametrize(
 )
 
 
-@dataclass(frozen=True)
-class Story:
-    """What a rank saw; `final`: the loss on data that no one trained on."""
-
-    losses: list[float]
-    events: list[str]
-    settings: list[str]
-    skipped: int
-    final: float
-
-
-Disturb = Callable[[Any, int, int], float]
-"""From the engine, the rank and the step to a factor of the loss; it may do what it likes to the engine."""
-
-
-def live(rank: int, job: Job, disturb: Disturb) -> Story:
-    return live_on(data(rank, job), rank, job, disturb)
-
-
-def live_on(batches: Sequence[tuple[torch.Tensor, torch.Tensor]], rank: int, job: Job, disturb: Disturb) -> Story:
-    engine, losses, settings = start(job), [], []
-    for step, (x, y) in enumerate(batches):
-        factor = disturb(engine, rank, step)
-        settings.append(engine.compression.settings)
-        losses += train_one(engine, x, y, factor)
-    x = torch.randn(256, 12, generator=torch.Generator().manual_seed(7))
-    engine.eval()
-    with torch.no_grad():
-        output = engine(x.to(next(engine.module.parameters()).dtype)).float()
-    final = float((output - x[:, :3].sum(dim=1, keepdim=True)).square().mean())
-    events = [f"{event.step} {event.kind} {event.before} -> {event.after}" for event in engine.compression.events]
-    engine.destroy()
-    return Story(losses, events, settings, engine.skipped_steps, final)
-
-
-def train_one(engine: Any, x: torch.Tensor, y: torch.Tensor, factor: float) -> list[float]:
-    output = engine(x.to(next(engine.module.parameters()).dtype))
-    loss = (output.float() - y).square().mean()
-    engine.backward(loss * factor)
-    engine.step()
-    return [float(loss.detach())]
-
-
 def nothing(engine: Any, rank: int, step: int) -> float:
-    return 1.0
-
-
-def not_a_number(engine: Any, rank: int, step: int) -> float:
-    return math.nan if (rank, step) == (1, FAULT) else 1.0
-
-
-def exploding(engine: Any, rank: int, step: int) -> float:
-    return 1e6 if rank == 1 and FAULT <= step < FAULT + 3 else 1.0
-
-
-def poison(engine: Any, rank: int, step: int, value: float = 1e8) -> float:
-    """Of rank 1 alone: everything it sends is wrong from now on."""
-    if (rank, step) == (1, FAULT):
-        for _, payload in engine.compression.stores["gradients"].payloads():
-            payload.view(torch.bfloat16)[:] = value
     return 1.0
 
 

@@ -17,9 +17,9 @@ from torch import nn
 import deepspeed_compress
 from deepspeed_compress import ConfigError, StateError, UnsupportedError
 from deepspeed_compress.backends.deepspeed.ownership import balanced_order
-from tests.checkpointing.deepspeed.test_checkpoint import memories
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, data, network, run, run_pipeline, start, weights
+from tests.support.resuming import residuals_of
 
 RAW = {"gradients": {"method": "bf16", "overrides": [{"parameters": ".+", "method": "none"}]}}
 """Our own exchange, in which nothing is compressed: DeepSpeed's bits."""
@@ -182,10 +182,10 @@ def changed(rank: int, directory: str, *sections: Mapping[str, Any]) -> tuple[bo
     engine = start(first)
     run(engine, data(rank, first))
     engine.save_checkpoint(directory)
-    before = memories(engine)
+    before = residuals_of(engine)
     other = start(second)
     other.load_checkpoint(directory)
-    same = memories(other) == before
+    same = residuals_of(other) == before
     return same, run(other, data(rank, second)), weights(other)
 
 
@@ -202,7 +202,7 @@ def test_ownership_may_change_in_mid_training(tmp_path: Path) -> None:
 def test_what_owners_keep_does_not_change_owners(tmp_path: Path) -> None:
     delayed = {"parameters": "0.weight", "method": "blockwise", "bits": 4, "every": 2, "spread": True}
     contiguous = {"gradients": {"bits": 4, "block_size": 32, "overrides": [delayed]}}
-    with pytest.raises(RankError, match=r"balanced. cannot go on .* of .contiguous. whose owners kept spread \("):
+    with pytest.raises(RankError, match=r"balanced. cannot continue .* with .contiguous., whose owners keep spread \("):
         run_forks(2, changed, str(tmp_path), contiguous, {**contiguous, "ownership": "balanced"})
 
 

@@ -56,7 +56,7 @@ def test_nothing_is_undone_below_what_others_have_put_on_top() -> None:
     patches.replace(engine, "size", 1)
     patches.wrap(engine, "step", twice)
     theirs, engine.step = engine.step, lambda size: 0  # type: ignore[method-assign, misc, assignment]
-    with pytest.raises(SeamError, match=r"Engine\.step was replaced by other code"):
+    with pytest.raises(SeamError, match=r"Engine\.step has since been replaced by other code"):
         patches.undo()
     assert vars(engine)["size"] == 1
     engine.step = theirs  # type: ignore[method-assign]

@@ -175,7 +175,7 @@ def test_no_host_waits_in_a_step_that_is_not_measured(stage: int, tmp_path: Path
         assert [waits - excepted for waits, excepted in zip(found, allowed, strict=True)] == [set()] * len(jobs)
 
 
-NORM = "session/remembered.py:residual_norm: tolist"
+NORM = "session/residual_state.py:residual_norm: tolist"
 COPY = "session/observer.py:figures: tolist"
 """Of a copy on the host, which the measured step before has begun."""
 

@@ -42,7 +42,7 @@ def wanted(table: Mapping[int, str], step: int) -> str:
 
 def steer(engine: Any) -> None:
     """Let measurements say that other candidates are slow."""
-    prober, adaptive = engine.compression._watch.prober, engine.compression.policy.adaptation.adaptive
+    prober, adaptive = engine.compression._inputs.prober, engine.compression.policy.adaptation.adaptive
     measure = prober.measure
 
     def measured(*args: Any) -> Any:
@@ -249,7 +249,7 @@ def bytes_of_steps(rank: int, job: Job) -> tuple[dict[str, int], dict[str, int],
 
     policy.observe = observed
     follow(engine, data(rank, job))
-    adaptive, seen = policy.adaptation.adaptive, session._watch.prober.last_seen
+    adaptive, seen = policy.adaptation.adaptive, session._inputs.prober.last_seen
     said = {brief(one): sum(row) for one, row in zip(adaptive.candidates, seen.sizes, strict=True)}
     said_of_weights = zip(map(brief, adaptive.weights), seen.weights.sizes, strict=True)
     return gradients, of_weights, said, dict(said_of_weights)

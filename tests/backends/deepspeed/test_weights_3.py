@@ -171,7 +171,7 @@ def test_dense_steps_are_exact() -> None:
         assert rounded.losses[2] != exact.losses[2]
 
 
-def save_and_go_on(rank: int, directory: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+def save_and_continue(rank: int, directory: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Weights after four steps, and after two that were saved, loaded and followed by the other two."""
     job, half = ROUNDED, 2
     engine = start(job)
@@ -189,5 +189,5 @@ def save_and_go_on(rank: int, directory: str) -> tuple[dict[str, list[float]], d
 
 
 def test_resuming_is_exact(tmp_path: Path) -> None:
-    for straight, resumed in run_forks(2, save_and_go_on, str(tmp_path)):
+    for straight, resumed in run_forks(2, save_and_continue, str(tmp_path)):
         assert straight == resumed

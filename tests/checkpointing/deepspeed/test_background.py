@@ -1,4 +1,4 @@
-"""Checkpoints that training does not wait for: the same bits as if it had, and nothing that can stop it."""
+"""Background checkpoints: they have the same bits as blocking ones, and nothing that they do can stop training."""
 
 import os
 import random
@@ -21,17 +21,17 @@ from deepspeed_compress import CompressWarning, StateError
 from deepspeed_compress.checkpointing.claim import Claim
 from deepspeed_compress.checkpointing.completeness import checkpoints, find_problems
 from deepspeed_compress.checkpointing.deepspeed import background
-from deepspeed_compress.checkpointing.deepspeed.recovery import find_whole
+from deepspeed_compress.checkpointing.deepspeed.recovery import find_complete
 from deepspeed_compress.checkpointing.directory_lock import hold
 from deepspeed_compress.checkpointing.snapshot import Memory
 from deepspeed_compress.tools.universal import convert
-from tests.checkpointing.deepspeed.test_checkpoint import resume, save_and_go_on
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, data, run, run_pipeline, start, weights
+from tests.support.resuming import resume, save_and_continue
 
 SECTION = {"gradients": {"bits": 4, "block_size": 32}, "checkpointing": {}}
 SLOW = {"max_rate": "100 kB/s"}
-"""Slower than the steps of these tests."""
+"""Rate at which a write is slower than the steps of these tests."""
 
 
 def job(stage: int = 1, steps: int = 8, gradients: dict | None = None, **checkpointing: object) -> Job:
@@ -49,7 +49,7 @@ JOBS = {
 
 
 def test_what_is_written_beside_training_is_what_was_there(tmp_path):
-    uninterrupted = run_forks(2, save_and_go_on, JOBS, str(tmp_path))
+    uninterrupted = run_forks(2, save_and_continue, JOBS, str(tmp_path))
     resumed = run_forks(2, resume, JOBS, str(tmp_path))
     for one, other in zip(uninterrupted, resumed, strict=True):
         assert {name for name in one if one[name] != other[name]} == set()
@@ -58,7 +58,7 @@ def test_what_is_written_beside_training_is_what_was_there(tmp_path):
 
 
 def save_both_ways(rank: int, directory: str, stage: int) -> list:
-    """The weights; one checkpoint by this package, one by DeepSpeed."""
+    """Save one checkpoint with this package and one with DeepSpeed, and return the weights."""
     for name, one in (("ours", job(stage)), ("deepspeed", job(stage))):
         engine = start(one if name == "ours" else Job(stage, {"gradients": one.section["gradients"]}, steps=8))
         run(engine, data(rank, one)[:4])
@@ -68,7 +68,7 @@ def save_both_ways(rank: int, directory: str, stage: int) -> list:
 
 
 def load_plainly(rank: int, directory: str, stage: int) -> list:
-    """Weights and optimizer states after loading into DeepSpeed without this package."""
+    """Return weights and optimizer states after DeepSpeed has loaded without this package."""
     found = []
     for name in ("ours", "deepspeed"):
         engine = start(Job(stage, None))
@@ -93,7 +93,7 @@ def test_deepspeed_alone_reads_them(tmp_path, stage):
 
 
 def save_where_nothing_can_be(rank: int, directory: str, on_error: str) -> tuple:
-    """What each rank hears, at which step, and where `latest` is after all."""
+    """Return the failures that each rank reports, with their steps, and whether `latest` exists at the end."""
     one = job(1, steps=12, on_error=on_error)
     batches, engine, heard = data(rank, one), start(one), []
     run(engine, batches[:2])
@@ -136,7 +136,7 @@ def lose_the_writer(rank: int, directory: str) -> tuple:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if rank:
-            os.kill(engine.compression.saving._lanes[0]._writer.process, signal.SIGKILL)
+            os.kill(engine.compression.saving._queues[0]._writer.process, signal.SIGKILL)
         engine.save_checkpoint(directory)
         run(engine, batches[2:6])
         engine.compression.saving.wait()
@@ -149,7 +149,7 @@ def lose_the_writer(rank: int, directory: str) -> tuple:
 
 def test_a_process_that_dies_costs_one_checkpoint(tmp_path):
     first, second = run_forks(2, lose_the_writer, str(tmp_path))
-    assert any("rank 1: the process that writes for this rank has died" in text for text in first[0])
+    assert any("rank 1: the writer process of this rank has died" in text for text in first[0])
     assert first[0] == second[0]
     assert second[1][-1] == (6, True)
 
@@ -158,7 +158,7 @@ def run_out_of_memory(rank: int, directory: str) -> list:
     one = job(1)
     batches, engine = data(rank, one), start(one)
     if rank:
-        engine.compression.saving._lanes[0]._free = [Full(), Full()]
+        engine.compression.saving._queues[0]._free = [Full(), Full()]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run(engine, batches[:2])
@@ -170,7 +170,7 @@ def run_out_of_memory(rank: int, directory: str) -> list:
 
 
 class Full(Memory):
-    """No memory is left on this host."""
+    """Memory of a host without any space left."""
 
     def reserve(self, size: int) -> None:
         raise OSError("no space left")
@@ -185,7 +185,7 @@ def test_a_host_without_memory_loses_a_checkpoint_and_trains_on(tmp_path):
 def every(rank: int, directory: str, interval: object, pause: float) -> list:
     one = job(2, steps=12, every=interval, directory=directory, keep=2)
     engine = start(one)
-    engine.compression.saving.client_state = lambda: {"position": engine.global_steps}
+    engine.compression.saving.set_client_state(lambda: {"position": engine.global_steps})
     for batch in data(rank, one):
         run(engine, [batch])
         time.sleep(pause)
@@ -210,7 +210,7 @@ def test_automatic_ones_are_saved_and_the_newest_kept(tmp_path, interval, pause)
 
 
 def train_on(rank: int, directory: str, pause: float) -> tuple:
-    """How many of the steps after the save were done before it was written."""
+    """Return whether `latest` existed after the remaining steps, and after the engine was destroyed."""
     one = job(2, steps=10, max_rate="20 kB/s")
     batches, engine = data(rank, one), start(one)
     run(engine, batches[:2])
@@ -227,7 +227,7 @@ def test_training_does_not_wait_for_a_slow_disk_but_its_end_does(tmp_path):
 
 
 def save_much_of_the_program(rank: int, directory: str) -> bool:
-    """Whether the second checkpoint was on its way while the first was being written."""
+    """Return whether the first checkpoint was complete once the second had been sent to the writer."""
     engine, batches = start(job(1, max_rate="300 kB/s")), data(rank, job())
     for step in (0, 1):
         run(engine, batches[step : step + 1])
@@ -239,8 +239,8 @@ def save_much_of_the_program(rank: int, directory: str) -> bool:
 
 
 def test_training_does_not_wait_for_what_the_program_adds(tmp_path):
-    """More than the connection to the process that writes holds, which reads of the next when it has written the
-    first."""
+    """The writer process reads the message about the second checkpoint only after it has written the first, and the
+    message is larger than the buffer of their connection."""
     assert run_forks(2, save_much_of_the_program, str(tmp_path)) == [False, False]
     found = torch.load(tmp_path / "global_step2" / "mp_rank_00_model_states.pt", weights_only=False)
     assert found["seen"] == bytes(600_000)
@@ -319,7 +319,7 @@ def test_exported_weights_are_written_at_once_and_detached_engines_save_as_ever(
 
 
 def pipelines(rank: int, directory: str) -> list:
-    """Parameters after eight steps, and after the last four of them once more."""
+    """Return the parameters after eight steps, and after repeating the last four of them."""
     one = Job(0, {"gradients": {"bits": 4, "block_size": 32}, "checkpointing": {}}, steps=8, accumulation=2, stages=2)
     found = []
     for resumed in (False, True):
@@ -353,12 +353,12 @@ OTHERS = {
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_other_optimizers_and_one_rank(tmp_path, ranks):
-    uninterrupted = run_forks(ranks, save_and_go_on, OTHERS, str(tmp_path))
+    uninterrupted = run_forks(ranks, save_and_continue, OTHERS, str(tmp_path))
     assert uninterrupted == run_forks(ranks, resume, OTHERS, str(tmp_path))
 
 
 def two_engines(rank: int, directory: str) -> list:
-    """Engines that save in turn, one of them without this package, and a program that never destroys one."""
+    """Save in turn with several engines, one of them without this package, and never destroy one."""
     engines = {"first": start(job(1)), "second": start(job(2)), "plain": start(Job(1, None))}
     batches = data(rank, job(1))
     for name, engine in engines.items():
@@ -377,13 +377,18 @@ INTERVAL, STEPS = 3, 24
 
 
 def train_until(rank: int, directory: str, stage: int, resumed: bool, killed: tuple[int, float] | None) -> list:
-    """To the last step, from the newest checkpoint where `resumed`; `killed`: a rank, and after how many seconds.
+    """Train to the last step, and return the steps that were done before, and the parameters.
 
-    The steps that were done before, and the parameters.
+    Args:
+        rank: this rank.
+        directory: directory of the checkpoints.
+        stage: the ZeRO stage.
+        resumed: True to load the newest checkpoint first.
+        killed: a rank to kill, and the seconds after which it is killed.
     """
     one = job(stage, steps=STEPS, every=INTERVAL, directory=directory)
     engine = start(one)
-    engine.compression.saving.client_state = lambda: {"done": engine.global_steps}
+    engine.compression.saving.set_client_state(lambda: {"done": engine.global_steps})
     done = (engine.load_checkpoint(directory)[1] or {}).get("done", 0) if resumed else 0
     if killed is not None and killed[0] == rank:
         threading.Timer(killed[1], os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -413,15 +418,15 @@ def test_a_rank_that_is_killed_at_any_instant_costs_no_more_than_an_interval(tmp
 
 
 def begin_while_one_is_published(rank: int, directory: str) -> object:
-    """What is loaded by a start that has found nothing, when a process of the former start comes to its end then."""
+    """Return the path that an engine loads if a writer of the former start publishes `latest` after the search."""
 
     def find(*args: object) -> object:
-        found = find_whole(*args)
+        found = find_complete(*args)
         if rank == 1:
             (Path(directory) / "latest").write_text("global_step3")
         return found
 
-    background.find_whole = find
+    background.find_complete = find
     engine = start(job(every=100, directory=directory))
     path, _ = engine.load_checkpoint(directory)
     engine.destroy()
@@ -433,7 +438,7 @@ def test_all_ranks_begin_anew_or_none(tmp_path):
 
 
 def save_late(rank: int, directory: str) -> list[str]:
-    """What is wrong with a checkpoint in a directory that the program chose, after another start has saved there."""
+    """Return the problems of a checkpoint in a directory that a later start has claimed."""
     engine = start(job())
     run(engine, data(rank, job())[:1])
     claim = Claim(Path(directory, "global_step1"), "0" * 32)
@@ -458,7 +463,7 @@ def start_and_end(rank: int, directory: str) -> None:
 
 
 def test_another_job_that_saves_there_is_refused_on_all_ranks(tmp_path):
-    """This process is the other one."""
+    """This process acts as the other job."""
     with hold(tmp_path), pytest.raises(RankError) as raised:
         run_forks(2, start_and_end, str(tmp_path))
     assert str(raised.value).count("ConfigError: /deepspeed_compress/checkpointing/directory: ") == 2
@@ -480,7 +485,7 @@ def load_the_same_tag(rank: int, directory: str) -> str:
 
 
 def test_a_tag_that_other_ranks_and_other_settings_have_saved_is_saved_again(tmp_path):
-    """By fewer ranks, and by a run without `checkpointing`: both leave lists of files that are no more."""
+    """Saves by fewer ranks, and by a run without `checkpointing`, leave lists of files that no longer exist."""
     for ranks, checkpointing in ((3, True), (2, True), (2, False)):
         run_forks(ranks, save_the_same_tag, str(tmp_path), checkpointing)
         found = run_forks(2, load_the_same_tag, str(tmp_path))
@@ -504,7 +509,7 @@ def lose_what_latest_names(rank: int, directory: str) -> tuple:
 
 
 def test_a_checkpoint_that_was_removed_is_told_of_and_the_one_before_taken(tmp_path):
-    """Tags are numbers, which DeepSpeed takes."""
+    """The tags are numbers, which DeepSpeed accepts."""
     for tag, told in run_forks(2, lose_what_latest_names, str(tmp_path)):
         assert tag == "0"
         assert len(told) == 1
@@ -522,7 +527,7 @@ def go_elsewhere(rank: int, directory: str) -> list[str]:
 
 
 def test_relative_directories_are_those_of_the_program(tmp_path):
-    """That of the section is where the engine was made."""
+    """The directory in the section is relative to the directory in which the engine was made."""
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
     expected = ["first/own/latest", "second/asked for/latest"]
@@ -530,7 +535,7 @@ def test_relative_directories_are_those_of_the_program(tmp_path):
 
 
 def save_by_epoch(rank: int, directory: str, resumed: bool) -> tuple[int, list[str]]:
-    """The step, and what was said: the program's tags have several parts, beside those of `every`."""
+    """Save tags of several parts next to those of `every`, and return the step and the warnings."""
     os.environ["DS_COMPRESS_MEMORY_DIR"] = f"{directory}/memory"
     one = job(1, directory=directory, every=4, keep=1, resume=resumed, memory={"every": 1})
     with warnings.catch_warnings(record=True) as caught:
@@ -547,7 +552,7 @@ def save_by_epoch(rank: int, directory: str, resumed: bool) -> tuple[int, list[s
 
 
 def test_a_damaged_checkpoint_leads_back_to_one_of_several_parts(tmp_path):
-    """What is in memory has tags of one part alone, since only `every` saves there."""
+    """Checkpoints in memory have tags of one part, because only `every` saves there."""
     run_forks(2, save_by_epoch, str(tmp_path), False)
     shutil.rmtree(tmp_path / "memory")
     assert (tmp_path / "latest").read_text() == "epoch/2"
@@ -558,7 +563,7 @@ def test_a_damaged_checkpoint_leads_back_to_one_of_several_parts(tmp_path):
 
 
 def resume_universal(rank: int, directory: str, steps: int) -> tuple[int, int, bool]:
-    """Steps before and after training with `load_universal` next to `resume`, and whether the setting has survived."""
+    """Train with `load_universal`; return the steps before and after, and whether the setting is unchanged."""
     one = job(1, directory=directory, every=1, resume=True)
     engine = start(replace(one, extra={"checkpoint": {"load_universal": True}}))
     first = int(engine.global_steps)
@@ -581,7 +586,7 @@ def save_and_convert(rank: int, directory: str, steps: int, tag: str | None = No
 
 
 def test_a_run_goes_on_from_a_universal_checkpoint_until_it_has_newer_ones(tmp_path):
-    """In an empty directory it begins anew."""
+    """In an empty directory, training starts at step 0."""
     assert run_forks(2, resume_universal, str(tmp_path / "empty"), 1) == [(0, 1, True)] * 2
     run_forks(2, save_and_convert, str(tmp_path / "full"), 2)
     assert run_forks(2, resume_universal, str(tmp_path / "full"), 0) == [(2, 2, True)] * 2

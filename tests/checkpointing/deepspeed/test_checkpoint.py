@@ -1,4 +1,4 @@
-"""Saved and resumed is the same as not stopped, for every method; what does not fit is said on every rank."""
+"""A resumed run equals one that did not stop, for every method. Every rank reports a state that does not fit."""
 
 import json
 import warnings
@@ -11,6 +11,7 @@ from deepspeed_compress import CompressWarning, StateError
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, data, run, start, weights
 from tests.support.methods import METHODS, NO_MOMENTUM, WITHOUT_MOMENTUM, by_stage
+from tests.support.resuming import residuals_of, resume, save_and_continue
 
 pytestmark = pytest.mark.sampled(
     2, "deepspeed_compress/checkpointing/deepspeed", "tests/checkpointing/deepspeed/test_checkpoint.py"
@@ -25,7 +26,7 @@ EVERY = {**METHODS, **WITHOUT_MOMENTUM}
 
 
 def jobs(stage: int, names: Sequence[str]) -> dict[str, Job]:
-    """Methods, and where they can be every method of weights."""
+    """Return jobs for the methods `names`, and for every method of weights if the stage has them."""
     found = {
         name: Job(
             stage, {"gradients": EVERY[name]}, SMALL_BUCKETS, NO_MOMENTUM if name in WITHOUT_MOMENTUM else {}, steps=8
@@ -41,35 +42,9 @@ def jobs(stage: int, names: Sequence[str]) -> dict[str, Job]:
     return found
 
 
-def save_and_go_on(rank: int, all_jobs: dict[str, Job], directory: str) -> dict[str, dict]:
-    """Eight steps; saved, twice, after four. Parameters at the end."""
-    found = {}
-    for name, job in all_jobs.items():
-        batches, engine = data(rank, job), start(job)
-        run(engine, batches[:4])
-        engine.save_checkpoint(f"{directory}/{name}")
-        engine.save_checkpoint(f"{directory}/{name}")
-        run(engine, batches[4:])
-        found[name] = weights(engine)
-        engine.destroy()
-    return found
-
-
-def resume(rank: int, all_jobs: dict[str, Job], directory: str) -> dict[str, dict]:
-    """The last four steps in a new process."""
-    found = {}
-    for name, job in all_jobs.items():
-        engine = start(job)
-        engine.load_checkpoint(f"{directory}/{name}")
-        run(engine, data(rank, job)[4:])
-        found[name] = weights(engine)
-        engine.destroy()
-    return found
-
-
 @pytest.mark.parametrize(("stage", "names"), by_stage(list(EVERY)))
 def test_resuming_is_bit_identical_to_going_on(stage, names, tmp_path):
-    uninterrupted = run_forks(2, save_and_go_on, jobs(stage, names), str(tmp_path))
+    uninterrupted = run_forks(2, save_and_continue, jobs(stage, names), str(tmp_path))
     resumed = run_forks(2, resume, jobs(stage, names), str(tmp_path))
     for one, other in zip(uninterrupted, resumed, strict=True):
         assert {name for name in one if one[name] != other[name]} == set()
@@ -78,33 +53,26 @@ def test_resuming_is_bit_identical_to_going_on(stage, names, tmp_path):
 
 def test_two_levels_resume(tmp_path):
     job = {"levels": Job(2, {"gradients": {"bits": 4, "block_size": 32, "hierarchy": HIERARCHY}}, steps=8)}
-    assert run_forks(4, save_and_go_on, job, str(tmp_path)) == run_forks(4, resume, job, str(tmp_path))
+    assert run_forks(4, save_and_continue, job, str(tmp_path)) == run_forks(4, resume, job, str(tmp_path))
 
 
 def save(rank: int, directory: str, section: dict = INT4, stage: int = 2) -> dict[str, list]:
-    """The memories that a rank saved: by name, (range, values)."""
+    """Save after two steps, and return the residuals of a rank."""
     job = Job(stage, section, steps=2, extra=NO_MOMENTUM)
     engine = start(job)
     run(engine, data(rank, job))
     engine.save_checkpoint(directory)
-    return memories(engine)
+    return residuals_of(engine)
 
 
 def load(rank: int, directory: str, section: dict = INT4, options: dict | None = None, stage: int = 2) -> tuple:
-    """Warnings of ours while loading, and the memories afterwards."""
+    """Return our warnings while loading, and the residuals afterwards."""
     engine = start(Job(stage, section, extra=NO_MOMENTUM))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         engine.load_checkpoint(directory, **(options or {}))
     ours = [str(warning.message) for warning in caught if issubclass(warning.category, CompressWarning)]
-    return ours, memories(engine)
-
-
-def memories(engine) -> dict[str, list]:
-    return {
-        name: [(piece, values.tolist()) for piece, values in store.items()]
-        for name, store in engine.compression.stores.items()
-    }
+    return ours, residuals_of(engine)
 
 
 def test_memories_come_back_or_start_empty_when_asked(tmp_path):
@@ -158,7 +126,7 @@ def foreign(directory: Path) -> None:
     ],
 )
 def test_a_state_that_cannot_be_used_stops_all_ranks_or_none(harm, words, tmp_path):
-    """It is rank 1 that has the problem; rank 0 must not go on into a collective alone."""
+    """Rank 1 has the problem. Rank 0 must not enter a collective alone."""
     run_forks(2, save, str(tmp_path))
     harm(tmp_path)
     with pytest.raises(RankError, match=f"(?s){StateError.__name__}.*{words}.*on_missing_state"):
@@ -166,7 +134,7 @@ def test_a_state_that_cannot_be_used_stops_all_ranks_or_none(harm, words, tmp_pa
     results = run_forks(2, load, str(tmp_path), {**INT4, "on_missing_state": "reset"})
     for texts, after in results:
         assert words in texts[0]
-        assert "empty memories" in texts[0]
+        assert "empty residuals" in texts[0]
         assert after == {"gradients": [], "means": []}
 
 
@@ -174,7 +142,7 @@ GUARDED = {**INT4, "guard": {}, "on_missing_state": "reset"}
 
 
 def poisoned(rank: int, directory: str) -> str:
-    """A NaN in the last step: the guard sends uncompressed from now on."""
+    """Save after a NaN, from which the guard sends everything uncompressed."""
     job = Job(2, GUARDED, steps=2, poison=(1, 0))
     engine = start(job)
     run(engine, data(rank, job))
@@ -201,7 +169,7 @@ def test_ranks_decide_alike_after_a_state_that_one_of_them_has_lost(tmp_path):
 
 
 def totals(per_rank: list[dict[str, list]], name: str) -> dict[tuple[str, int], float]:
-    """By element of a parameter, the sum of a memory over the ranks."""
+    """Return the sums of a store over the ranks, by parameter and element."""
     found: dict[tuple[str, int], float] = {}
     for rank in per_rank:
         for (parameter, begin, _), values in rank[name]:
@@ -222,7 +190,7 @@ ADDITIVE = {
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (3, 2)])
 @pytest.mark.parametrize("method", ADDITIVE)
 def test_another_number_of_ranks_keeps_the_sum_over_them(method, before, after, tmp_path):
-    """DeepSpeed itself needs a universal checkpoint for another size; here the states are read alone."""
+    """Load the compression state alone, because DeepSpeed needs a universal checkpoint for another size."""
     gradients, names = ADDITIVE[method]
     saved = run_forks(before, save, str(tmp_path), {"gradients": gradients})
     loaded = run_forks(after, load_state_alone, str(tmp_path), {"gradients": gradients}, 2)
@@ -240,24 +208,24 @@ def load_state_alone(rank: int, directory: str, section: dict, stage: int) -> di
     engine = start(Job(stage, section, extra=NO_MOMENTUM))
     [file] = Path(directory).rglob("deepspeed_compress_rank_00000.json")
     load_state(engine, file.parent)
-    return memories(engine)
+    return residuals_of(engine)
 
 
 def train_on_after_load(rank: int, directory: str, section: dict) -> tuple[dict, dict]:
-    """The memories of means before and after a step at another size."""
+    """Return the residuals before and after a step with another number of ranks."""
     from deepspeed_compress.checkpointing.deepspeed.checkpoint import load_state
 
     job = Job(0, section, steps=3)
     engine = start(job)
     [file] = Path(directory).rglob("deepspeed_compress_rank_00000.json")
     load_state(engine, file.parent)
-    before = memories(engine)
+    before = residuals_of(engine)
     run(engine, data(rank, job))
-    return before, memories(engine)
+    return before, residuals_of(engine)
 
 
 def test_memories_with_owners_go_to_the_new_owners(tmp_path):
-    """StepMeans: every rank loads all, and the first step leaves each element on the rank that owns it now."""
+    """Every rank loads all residuals of means. The first step leaves each element on the rank that now owns it."""
     section = {"gradients": {"bits": 4, "block_size": 32, "error_feedback": {"dtype": "fp32"}}}
     saved = run_forks(4, save, str(tmp_path), section, 0)
     results = run_forks(2, train_on_after_load, str(tmp_path), section)

@@ -1,4 +1,4 @@
-"""Checkpoints in memory outlive ranks and, with copies, a host; what is loaded from them has the same bits."""
+"""Checkpoints in memory outlive ranks and, with copies, a host. They restore the same bits."""
 
 import os
 import random
@@ -26,7 +26,7 @@ GRADIENTS = {"bits": 4, "block_size": 32}
 
 @dataclass(frozen=True)
 class Plan:
-    """A job whose ranks are on `hosts`, each with a directory of its own below `root`."""
+    """A job whose ranks are on `hosts`, each with a separate directory below `root`."""
 
     root: str
     stage: int = 1
@@ -56,10 +56,10 @@ class Plan:
         return Job(self.stage, {**section, **parts}, steps=self.steps, stages=self.stages)
 
     def start(self, rank: int):
-        """An engine of `rank`."""
+        """Return the engine of `rank`."""
         os.environ["DS_COMPRESS_MEMORY_DIR"] = str(self.directory(rank * self.hosts // self.ranks))
         engine = start(self.job())
-        engine.compression.saving.client_state = lambda: {"done": engine.global_steps}
+        engine.compression.saving.set_client_state(lambda: {"done": engine.global_steps})
         return engine
 
 
@@ -76,9 +76,13 @@ def heard(caught: Sequence[warnings.WarningMessage]) -> list[str]:
 
 
 def train(rank: int, plan: Plan, resumed: bool = False, killed: tuple[int, float] | None = None) -> tuple:
-    """To the last step, from the newest checkpoint where `resumed`; `killed`: a rank, and after how many seconds.
+    """Train to the last step, and return what was loaded, the warnings about it, and the parameters.
 
-    What was loaded, the warnings of that, and the parameters.
+    Args:
+        rank: this rank.
+        plan: the job.
+        resumed: True to load the newest checkpoint first.
+        killed: a rank to kill, and the seconds after which it is killed.
     """
     engine = plan.start(rank)
     with warnings.catch_warnings(record=True) as caught:
@@ -192,14 +196,14 @@ def test_what_is_damaged_in_memory_is_refused_and_the_one_before_taken(tmp_path)
 
 
 def fill(rank: int, plan: Plan) -> tuple:
-    """Where nothing more can be written to memory from the third step on, and until the fifth."""
+    """Train while rank 1 cannot write to memory in steps 3 to 5, and return the warnings and the remaining files."""
     engine = plan.start(rank)
     saving, said = engine.compression.saving, []
     job = saving._memory.directory
     for number, batch in enumerate(batches_of(engine, rank, plan), 1):
         if number in (3, 6) and rank == 1:
             limit = 1000 if number == 3 else resource.RLIM_INFINITY
-            resource.prlimit(saving._lanes[-1]._writer.process, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+            resource.prlimit(saving._queues[-1]._writer.process, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             step(engine, plan, [batch])
@@ -264,4 +268,4 @@ def test_another_number_of_ranks_is_told_and_loads_what_is_on_disk(tmp_path):
     fewer = Plan(**{**vars(plan), "ranks": 1})
     [(path, said, _)] = run_forks(1, train, fewer, True)
     assert "disk/global_step4" in path
-    assert any("global_step5 in memory is left out: it is of 2 ranks" in text for text in said)
+    assert any("global_step5 in memory is ignored: it was saved by 2 ranks" in text for text in said)

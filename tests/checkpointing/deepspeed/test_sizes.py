@@ -1,4 +1,4 @@
-"""A checkpoint of DeepSpeed goes on with another number of ranks: every element of what was saved is there again."""
+"""DeepSpeed checkpoints resume with another number of ranks, and every saved element is restored."""
 
 import warnings
 from dataclasses import replace
@@ -20,12 +20,12 @@ pytestmark = pytest.mark.sampled(
 INT8 = {"gradients": {"bits": 8, "block_size": 32, "error_feedback": {"dtype": "fp32"}}}
 SAVED = 3
 GLOBAL = 4
-"""Micro-batches of a step, whoever takes them."""
+"""Number of micro-batches per step, over all ranks."""
 SIZES = [(4, 2), (2, 4), (2, 1), (1, 2)]
 
 
 def batches(rank: int, ranks: int, steps: range) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of this rank: those of the global batch are dealt out, so that a step has the same ones on any number."""
+    """Return the micro-batches of this rank. A step has the same ones with any number of ranks."""
     found = []
     for step in steps:
         for index in range(rank, GLOBAL, ranks):
@@ -36,7 +36,7 @@ def batches(rank: int, ranks: int, steps: range) -> list[tuple[torch.Tensor, tor
 
 
 def moments(engine: Any) -> dict[str, list[list[float]]]:
-    """By parameter: masters and both moments of Adam, whole."""
+    """Return the whole fp32 master weights and both moments of Adam, by parameter."""
     link = getattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state", None)
     if link is not None:
         # A step does it before it is needed; with a loaded state there is something to link already.
@@ -59,7 +59,7 @@ SCHEDULER = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2,
 
 
 def save(rank: int, job: Job, ranks: int, directory: str) -> dict[str, Any]:
-    """What was saved, and how it went on."""
+    """Save, continue, and return the saved state and the final weights."""
     engine = start(on(job, ranks))
     run(engine, batches(rank, ranks, range(SAVED)))
     engine.save_checkpoint(directory, client_state={"position": SAVED})
@@ -97,7 +97,7 @@ def compare(saved: dict[str, Any], loaded: dict[str, Any], rel: float, kept: tup
 
 @pytest.mark.parametrize("stage", range(4))
 def test_every_element_is_there_again(stage: int, tmp_path: Path) -> None:
-    """With `none` training goes on as it did, but for the order of sums."""
+    """With `none`, training continues as before, up to the order of sums."""
     job = Job(stage, {"gradients": {"method": "none"}}, extra=SCHEDULER)
     saved = {before: run_forks(before, save, job, before, str(tmp_path / f"{before}"))[0] for before in (1, 2, 4)}
     for before, after in SIZES:
@@ -128,7 +128,7 @@ def test_other_orders_and_types(name: str, tmp_path: Path) -> None:
 
 
 def test_other_owners(tmp_path: Path) -> None:
-    """Files are in the order that was given, whoever owns what."""
+    """Files are in the order of the program, whichever rank owns a parameter."""
     balanced, contiguous = (
         {**NONE, "gradients": {"bits": 8}, "ownership": name} for name in ("balanced", "contiguous")
     )
@@ -208,7 +208,7 @@ def test_a_file_that_is_gone_is_told_on_all_ranks(tmp_path: Path) -> None:
 
 
 def test_compressed_runs_go_on_too(tmp_path: Path) -> None:
-    """What compression remembers adds up, so the steps after are close to those of the run that went on."""
+    """The sum of the residuals is conserved, so later steps are close to those of the run that continued."""
     job = Job(2, INT8)
     saved = run_forks(4, save, job, 4, str(tmp_path))[0]
     for loaded in run_forks(2, load, job, 2, str(tmp_path)):

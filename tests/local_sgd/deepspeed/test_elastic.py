@@ -330,7 +330,7 @@ def test_two_islands_cannot_save_in_one_directory(tmp_path: Path) -> None:
     with coordinator() as address, own_ports(2) as ports:
         first, second = run_forks(2, saved_together, Job(1, section=elastic_section(address)), ports, str(tmp_path))
     assert first == ""
-    assert f"{tmp_path} is where island " in second
+    assert f" saves in {tmp_path}, and this is island " in second
 
 
 def test_one_of_two_islands_that_save_in_one_directory_at_once_is_refused(tmp_path: Path) -> None:
@@ -339,7 +339,7 @@ def test_one_of_two_islands_that_save_in_one_directory_at_once_is_refused(tmp_pa
     for number, texts in enumerate(zip(*found, strict=True)):
         saved, refused = sorted(texts)
         assert saved == ""
-        assert f"{tmp_path / str(number)} is where island " in refused
+        assert f" saves in {tmp_path / str(number)}, and this is island " in refused
 
 
 def comes_late(

@@ -344,7 +344,7 @@ def test_residuals_of_an_island_that_diverged_are_not_sent() -> None:
     assert after != before
 
 
-def save_and_go_on(rank: int, job: Job, directory: str, first: int) -> dict[str, list[float]]:
+def save_and_continue(rank: int, job: Job, directory: str, first: int) -> dict[str, list[float]]:
     engine = start(job)
     batches = data(rank, job)
     run(engine, batches[:first])
@@ -367,7 +367,7 @@ DILOCO = section(size=2, preset="diloco", sync_every=4, fragments=2, delay=1, ow
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_resumed_run_continues_bit_for_bit(stage: int, tmp_path: Path) -> None:
     job = Job(stage, section=DILOCO, steps=9)
-    straight = run_forks(4, save_and_go_on, job, str(tmp_path), 5)
+    straight = run_forks(4, save_and_continue, job, str(tmp_path), 5)
     assert run_forks(4, resume, job, str(tmp_path), 5) == straight
     assert (tmp_path / "latest").read_text() == (tmp_path / "island_0001" / "latest").read_text()
 
@@ -378,7 +378,7 @@ def test_a_resumed_run_with_muon_continues_up_to_rounding(stage: int, tmp_path: 
     outer = {"optimizer": "nesterov", "lr": 0.7}
     islands = section(size=1, sync_every=4, outer=outer, exchange={"method": "none"}, second_moments={})
     job = Job(stage, section=islands, steps=9, extra=MUON)
-    straight = run_forks(2, save_and_go_on, job, str(tmp_path), 5)
+    straight = run_forks(2, save_and_continue, job, str(tmp_path), 5)
     for one, other in zip(run_forks(2, resume, job, str(tmp_path), 5), straight, strict=True):
         assert largest(one, other) < 1e-6
 
@@ -386,7 +386,7 @@ def test_a_resumed_run_with_muon_continues_up_to_rounding(stage: int, tmp_path: 
 @pytest.mark.parametrize(("saved", "loaded"), [(2, 4), (4, 3)])
 def test_the_number_of_islands_may_change_on_resume(saved: int, loaded: int, tmp_path: Path) -> None:
     job = Job(1, section=section(size=1, preset="sparseloco", sync_every=2), steps=8)
-    run_forks(saved, save_and_go_on, job, str(tmp_path), 4)
+    run_forks(saved, save_and_continue, job, str(tmp_path), 4)
     ranks = run_forks(loaded, resume, job, str(tmp_path), 4)
     assert all(one == ranks[0] for one in ranks)
 

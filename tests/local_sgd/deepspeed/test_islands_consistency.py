@@ -290,7 +290,7 @@ def by_host(rank: int, job: Job, hosts: Sequence[str]) -> str:
 @pytest.mark.parametrize("hosts", [("2", "2", "1", "1"), ("3", "3", "3", "1")])
 def test_hosts_with_unequal_numbers_of_ranks_are_refused_on_all(hosts: Sequence[str]) -> None:
     for message in run_forks(4, by_host, Job(1, section=section(by_host=True)), hosts):
-        assert "allowed: as many on each" in message
+        assert "allowed: the same number on each" in message
 
 
 DTYPES = (

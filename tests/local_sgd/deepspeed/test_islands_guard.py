@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from deepspeed_compress.tools.run_directory import read_directory
-from tests.backends.deepspeed.test_guard import FAULT, GUARD, Disturb, exploding, live, not_a_number, poison, train_one
 from tests.support.coordinators import become_island, coordinator, own_ports
+from tests.support.faults import FAULT, GUARD, Disturb, exploding, live, not_a_number, poison, train_one
 from tests.support.forks import run_forks
 from tests.support.island_jobs import elastic_section
 from tests.support.jobs import Job, data, run, start, train, weights

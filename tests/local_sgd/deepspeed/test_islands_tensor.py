@@ -144,7 +144,7 @@ def test_unequal_blocks_of_tensor_ranks_are_refused(numels: list[int], fine: boo
         assert ("second_moments: the tensor ranks have unequal parts" in text) != fine
 
 
-def save_and_go_on(rank: int, job: Job, directory: str) -> dict[str, list[float]]:
+def save_and_continue(rank: int, job: Job, directory: str) -> dict[str, list[float]]:
     engine = start_tensor(job)
     take_steps(engine, rank, job, 0, SAVED)
     engine.save_checkpoint(directory)
@@ -167,7 +167,7 @@ TOPK = {**section(size=2, preset="diloco", sync_every=2), "gradients": {"method"
 @pytest.mark.parametrize(("stage", "methods"), [(1, DILOCO), (2, TOPK)])
 def test_a_resumed_run_continues_bit_for_bit(stage: int, methods: Mapping[str, Any], tmp_path: Path) -> None:
     job = Job(stage, extra=AUTO_TP, section=methods, steps=7)
-    straight = run_forks(4, save_and_go_on, job, str(tmp_path), timeout=400)
+    straight = run_forks(4, save_and_continue, job, str(tmp_path), timeout=400)
     assert run_forks(4, resume, job, str(tmp_path), timeout=400) == straight
 
 

@@ -54,8 +54,7 @@ def attach_zero_0(engine: Any, session: Session) -> Callable[[], int]:
 def _count(
     engine: Any, session: Session, original: Any, bucket: Bucket, dp_group: Any, *rest: Any, **named: Any
 ) -> Any:
-    _count_uncompressed(engine, session, bucket, dp_group)
-    session.meter.bytes_sent = session.meter.bytes_uncompressed
+    session.meter.count_engine_reduction(_uncompressed_bytes(engine, bucket, dp_group))
     return original(bucket, dp_group, *rest, **named)
 
 
@@ -83,7 +82,7 @@ def _reduce(
     dp_world_size: float | None = None,
 ) -> Tensor:
     """Reduce a bucket in place of DeepSpeed's `allreduce_bucket`, and return the flat mean."""
-    _count_uncompressed(engine, session, bucket, dp_group)
+    session.meter.count("bytes_uncompressed", _uncompressed_bytes(engine, bucket, dp_group))
     contents = _contents(engine)
     sizes = [entry for tensor in bucket for entry in contents[tensor.data_ptr()]]
     dtype = bucket[0].dtype
@@ -183,9 +182,10 @@ class _Gradients:
         return even_partition([(name, self._parameters[name].numel()) for name in keys], self.group.size())
 
 
-def _count_uncompressed(engine: Any, session: Session, bucket: Bucket, dp_group: Any) -> None:
+def _uncompressed_bytes(engine: Any, bucket: Bucket, dp_group: Any) -> int:
+    """Return the bytes that this rank sends if DeepSpeed all-reduces `bucket`."""
     size = sum(tensor.numel() for tensor in bucket) * engine.communication_data_type.itemsize
-    session.meter.bytes_uncompressed += ring_all_reduce(size, dp_group.size())
+    return ring_all_reduce(size, dp_group.size())
 
 
 def _contents(engine: Any) -> dict[int, Contents]:

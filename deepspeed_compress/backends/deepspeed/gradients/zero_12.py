@@ -102,7 +102,7 @@ class _Buckets:
         if not tensor.numel():
             return tensor
         size = tensor.numel() * communication_data_type.itemsize
-        self._session.meter.bytes_uncompressed += ring_all_reduce(size, self._ranks)
+        self._session.meter.count("bytes_uncompressed", ring_all_reduce(size, self._ranks))
         keys = tuple(self._optimizer.ipg_buckets[communication_data_type].params)
         if self.later is None:
             self._keep(tensor)
@@ -283,8 +283,7 @@ def _count_only(optimizer: Any, session: Session) -> None:
 
 
 def _count(session: Session, ranks: int, numel: int, dtype: torch.dtype) -> None:
-    session.meter.bytes_uncompressed += ring_all_reduce(numel * dtype.itemsize, ranks)
-    session.meter.bytes_sent = session.meter.bytes_uncompressed
+    session.meter.count_engine_reduction(ring_all_reduce(numel * dtype.itemsize, ranks))
 
 
 def _average_tensor(count: Count, average: Any, tensor: Tensor, communication_data_type: torch.dtype) -> None:

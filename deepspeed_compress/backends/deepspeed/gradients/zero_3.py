@@ -115,22 +115,26 @@ class _Buckets:
 
     def count(self, original: Any, params_to_reduce: list[Any], communication_data_type: torch.dtype) -> Any:
         """Count the bytes of a bucket, and call DeepSpeed's `__avg_scatter_grads`."""
-        self._count_uncompressed(params_to_reduce, communication_data_type, contiguous=False)
-        self._session.meter.bytes_sent = self._session.meter.bytes_uncompressed
+        size = self._uncompressed_bytes(params_to_reduce, communication_data_type, contiguous=False)
+        self._session.meter.count_engine_reduction(size)
         return original(params_to_reduce, communication_data_type)
 
     def count_contiguous(self, original: Any, buffer_to_reduce: Tensor, communication_data_type: torch.dtype) -> Any:
         """Count the bytes of a bucket, and call DeepSpeed's `__avg_scatter_contiguous_grads`."""
         parameters = self._optimizer.ipg_buckets[communication_data_type].params
-        self._count_uncompressed(parameters, communication_data_type, contiguous=True)
-        self._session.meter.bytes_sent = self._session.meter.bytes_uncompressed
+        size = self._uncompressed_bytes(parameters, communication_data_type, contiguous=True)
+        self._session.meter.count_engine_reduction(size)
         return original(buffer_to_reduce, communication_data_type)
 
     def _count_uncompressed(self, parameters: Sequence[Any], dtype: torch.dtype, contiguous: bool) -> None:
+        self._session.meter.count("bytes_uncompressed", self._uncompressed_bytes(parameters, dtype, contiguous))
+
+    def _uncompressed_bytes(self, parameters: Sequence[Any], dtype: torch.dtype, contiguous: bool) -> int:
+        """Return the bytes that this rank sends if DeepSpeed reduces a bucket of `parameters`."""
         size = sum(parameter.ds_numel for parameter in parameters) * dtype.itemsize
         # Without `reduce_scatter`, DeepSpeed all-reduces the contiguous bucket.
         ring = ring_all_reduce if contiguous or self._all_reduces else ring_reduce_scatter
-        self._session.meter.bytes_uncompressed += ring(size, self._group.size())
+        return ring(size, self._group.size())
 
     def _reduced_shares(self, parameters: Sequence[Any], dtype: torch.dtype, scale: float) -> list[Tensor]:
         """Return this rank's share of the mean gradient of each parameter, padded to its partition.
@@ -211,7 +215,7 @@ def _counted(
     own: list[Any], meter: Meter, gather: Any, param_list: Iterable[Any] | None = None, *args: Any, **options: Any
 ) -> Any:
     parameters = own if param_list is None else list(param_list)
-    meter.bytes_weights += sum(_gather_bytes(parameter) for parameter in parameters)
+    meter.count("bytes_weights", sum(_gather_bytes(parameter) for parameter in parameters))
     return gather(parameters, *args, **options)
 
 

@@ -131,8 +131,8 @@ def find_masters(engine: Any) -> FlatMasters:
     if isinstance(engine.optimizer, torch.optim.Optimizer):
         return _without_zero(engine)
     raise UnsupportedError(
-        f"/deepspeed_compress/islands does not know the masters of {type(engine.optimizer).__name__} (allowed: fp32 "
-        'without ZeRO, ZeRO 1 to 3); write "zero_optimization": {"stage": 1}'
+        f"/deepspeed_compress/islands: the fp32 master weights of {type(engine.optimizer).__name__} are not known "
+        '(allowed: fp32 without ZeRO, ZeRO 1 to 3); write "zero_optimization": {"stage": 1}'
     )
 
 

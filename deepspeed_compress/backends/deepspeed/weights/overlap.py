@@ -198,4 +198,6 @@ def _check(engine: Any) -> None:
     )
     for applies, why in reasons:
         if applies:
-            raise UnsupportedError(f"/deepspeed_compress/weights/overlap: true cannot be right with {why}; write false")
+            raise UnsupportedError(
+                f"/deepspeed_compress/weights/overlap: true cannot be combined with {why}; write false"
+            )

@@ -82,7 +82,7 @@ def check_weights(engine: Any) -> None:
     if type(engine.optimizer) not in _KINDS:
         raise UnsupportedError(
             f"/deepspeed_compress/weights has no effect: with {type(engine.optimizer).__name__} every rank updates all "
-            "weights by itself, and none are sent; remove the key, or use zero_optimization.stage 1, 2 or 3"
+            "weights itself, so none are sent; remove the key, or use zero_optimization.stage 1, 2 or 3"
         )
 
 
@@ -110,11 +110,7 @@ def attach_weights(
         UnsupportedError: from `check_weights` or `ArrivingWeights`.
     """
     check_weights(engine)
-    weights = Weights(engine, factory_of, written, in_force)
-    if written.overlap:
-        # The round of a parameter does not depend on how it is encoded, so the gathers of `written` serve for all
-        # settings.
-        weights.arriving = ArrivingWeights(engine, weights.gathers, patches)
+    weights = Weights(engine, factory_of, written, in_force, patches)
     patches.wrap(engine.optimizer, "step", weights.step)
     return weights
 
@@ -133,12 +129,11 @@ class Weights:
         factory_of: Callable[[CompressedWeights], GatherFactory],
         written: CompressedWeights,
         in_force: Callable[[], WeightsConfig],
+        patches: Patches,
     ) -> None:
         self._optimizer = engine.optimizer
         self._kind = _KINDS[type(engine.optimizer)]
         self._in_force = in_force
-        self.arriving: ArrivingWeights | None = None
-        """Weights in flight during forward; None if `step` waits for all weights."""
         groups, parameters = self._optimizer.real_dp_process_group, getattr(self._optimizer, self._kind.parameters)
         buffers = [
             (group, flat_sizes(held, some, engine.param_names), held.dtype)
@@ -147,6 +142,9 @@ class Weights:
         self._gathers_of = lru_cache(maxsize=SETTINGS)(partial(_make_gathers, factory_of, buffers))
         self.gathers = self._gathers_of(written)
         """Gathers for the settings in the section."""
+        # The round of a parameter does not depend on how it is encoded, so these gathers serve for all settings.
+        self.arriving = ArrivingWeights(engine, self.gathers, patches) if written.overlap else None
+        """Weights in flight during forward; None if `step` waits for all weights."""
 
     def traffic(self) -> WeightTraffic:
         """Return the number of elements that this rank sends and decodes in a step."""

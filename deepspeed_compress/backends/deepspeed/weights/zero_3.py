@@ -166,9 +166,7 @@ def _take(waiting: dict[int, Any], share: int, dtype: torch.dtype, group: Proces
     taken = alike[:1] if alike and alike[0].ds_tensor.ds_numel == share else alike
     found = sum(parameter.ds_tensor.ds_numel for parameter in taken)
     if found != share:
-        raise SeamError(
-            f"partition_parameters._dist_allgather_fn gathers {share} elements where {found} are waited for"
-        )
+        raise SeamError(f"partition_parameters._dist_allgather_fn gathers {share} elements, but {found} are expected")
     for parameter in taken:
         del waiting[parameter.ds_id]
     return taken

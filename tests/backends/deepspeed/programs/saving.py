@@ -11,7 +11,7 @@ from tests.backends.deepspeed.programs.program import Program, Run
 TWO = {"gradient_accumulation_steps": 2}
 
 
-def save_and_go_on(run: Run) -> None:
+def save_and_continue(run: Run) -> None:
     engine = run.start(network())
     run.learn(engine)
     engine.save_checkpoint(run.directory)
@@ -170,7 +170,7 @@ def partition_cache_emptied(run: Run) -> None:
 
 
 PROGRAMS = (
-    Program("save_checkpoint, go on", save_and_go_on),
+    Program("save_checkpoint, go on", save_and_continue),
     Program("load_checkpoint into the same engine", load_and_go_on),
     Program("load_checkpoint into a new engine", load_in_a_new_engine),
     Program("load_checkpoint, module only", load_module_only),

@@ -11,7 +11,7 @@ from deepspeed_compress.compression.state import OWNED
 from deepspeed_compress.config import CompressConfig, CompressedGradients, ErrorFeedbackConfig
 from deepspeed_compress.session.switching import hand_over_means, make_expected
 
-__all__ = ["FinishedStep", "Remembered"]
+__all__ = ["FinishedStep", "ResidualState"]
 
 _RESIDUALS = frozenset({"gradients", "means", "node", "node_means"})
 """Names of the stores that hold residuals; the others hold momenta, factors, and values still to be passed on."""
@@ -23,7 +23,7 @@ class FinishedStep:
 
     Attributes:
         step: number of finished steps, this one included.
-        samples: number of samples so far; None if nobody counts them.
+        samples: number of samples so far; None if they are not counted.
         applied: False if the step was skipped for an overflow.
         scale_before: loss scale of the step; 1.0 without loss scaling.
         scale_after: loss scale after the step; 1.0 without loss scaling.
@@ -38,12 +38,12 @@ class FinishedStep:
     grad_norm: float | None = None
 
 
-class Remembered:
+class ResidualState:
     """All residuals and momenta of a session."""
 
     def __init__(self, stores: ResidualStores, config: CompressConfig) -> None:
-        self.prune_owned = False
-        """True after loading the state of another number of ranks: residuals of all owners are here."""
+        self._prunes = False
+        """True after a state of other ranks was restored: residuals of all owners are here."""
         self._stores, self._config = stores, config
         gradients = config.gradients
         kept = gradients.residuals if isinstance(gradients, CompressedGradients) else None
@@ -65,7 +65,7 @@ class Remembered:
             finished: the step.
             dense: True if the step sent everything uncompressed.
         """
-        if self.prune_owned and finished.applied and not dense:
+        if self._prunes and finished.applied and not dense:
             self._prune()
         for store in self.by_name.values():
             store.commit() if finished.applied else store.rollback()
@@ -100,6 +100,10 @@ class Remembered:
         """Make the stores of a saved state whose forms are `storage`: see `make_expected`."""
         make_expected(self._stores, self._config, storage)
 
+    def restored(self, same_ranks: bool) -> None:
+        """Note that a state was restored; residuals of owners are still to be dropped if other ranks saved it."""
+        self._prunes = not same_ranks
+
     def hand_over_means(self, scale: float) -> None:
         """Move the residuals of means to those of gradients when PowerSGD begins: see `hand_over_means`."""
         hand_over_means(self._stores, scale)
@@ -108,4 +112,4 @@ class Remembered:
         """Drop the residuals of elements that other ranks own; the first step has shown which they are."""
         for name in OWNED & self.by_name.keys():
             self.by_name[name].prune()
-        self.prune_owned = False
+        self._prunes = False

@@ -1,41 +1,23 @@
-"""Parts that work next to a session: figures of all ranks, checkpoints, and exchanges with other islands."""
+"""Interfaces of what works next to a session: checkpoints in the background, and exchanges with other islands."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from deepspeed_compress.checkpointing.snapshot import Call
-from deepspeed_compress.session.observer import Losses
-from deepspeed_compress.session.probing import Prober
 
-__all__ = ["Exchanges", "Saving", "Watch"]
+__all__ = ["BackgroundCheckpoints", "IslandExchanges"]
 
 
-@dataclass(frozen=True)
-class Watch:
-    """Figures of all ranks that an observing policy needs.
-
-    Attributes:
-        losses: mean losses of all ranks.
-        largest: returns the largest value of all ranks, from this rank's. Collective.
-        prober: measurements of candidates; None if the policy does not adapt.
-    """
-
-    losses: Losses
-    largest: Callable[[float], float]
-    prober: Prober | None = None
-
-
-class Saving(Protocol):
+class BackgroundCheckpoints(Protocol):
     """Checkpoints that are written in the background."""
-
-    client_state: Callable[[], dict[str, Any]]
-    """Returns the `client_state` that the program adds to checkpoints saved automatically."""
 
     @property
     def held(self) -> Callable[[], AbstractContextManager[None]]:
         """Context in which the files of the checkpoint that is being saved get their names."""
+
+    def set_client_state(self, client_state: Callable[[], dict[str, Any]]) -> None:
+        """Save what `client_state` returns as the `client_state` of checkpoints that are saved automatically."""
 
     def add(self, call: Call) -> None:
         """Have `call` write files of the checkpoint that is being saved."""
@@ -59,8 +41,8 @@ class Saving(Protocol):
         """Save on SIGTERM from now on, and report to `tell` whether it does, now and whenever that changes."""
 
 
-class Exchanges(Protocol):
-    """Exchanges with other islands."""
+class IslandExchanges(Protocol):
+    """IslandExchanges with other islands."""
 
     @property
     def number(self) -> int:

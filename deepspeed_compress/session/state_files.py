@@ -1,4 +1,4 @@
-"""Saving and loading of a session's residuals, momenta and decisions: on all ranks or on none."""
+"""BackgroundCheckpoints and loading of a session's residuals, momenta and decisions: on all ranks or on none."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +18,7 @@ from deepspeed_compress.config import CompressConfig, masked
 from deepspeed_compress.errors import CompressWarning, StateError
 from deepspeed_compress.session.session import Session
 
-__all__ = ["Place", "Write", "check_owners", "load_memories", "on_all_ranks", "save_memories", "save_on_all"]
+__all__ = ["Place", "Write", "check_owners", "load_state_files", "on_all_ranks", "save_on_all", "save_state_files"]
 
 
 Write = Callable[[state.Contents, Path], None]
@@ -42,7 +42,7 @@ class Place:
     group: ProcessGroup | None = None
 
 
-def save_memories(
+def save_state_files(
     session: Session, directory: Path, place: Place, zero_stage: int, step: int, loss_scale: float, write: Write
 ) -> None:
     """Have `write` write the files of this rank after `step` optimizer steps."""
@@ -58,8 +58,8 @@ def save_on_all(work: Callable[[], None], group: ProcessGroup | None = None) -> 
         raise StateError(f"compression state is not saved: {problems}")
 
 
-def load_memories(session: Session, directory: Path, place: Place, loss_scale: float) -> int | None:
-    """Restore the state that `save_memories` wrote to `directory`, on all ranks or on none. Collective.
+def load_state_files(session: Session, directory: Path, place: Place, loss_scale: float) -> int | None:
+    """Restore the state that `save_state_files` wrote to `directory`, on all ranks or on none. Collective.
 
     Returns:
         The optimizer step at which it was saved; None if every store starts empty.
@@ -75,9 +75,9 @@ def load_memories(session: Session, directory: Path, place: Place, loss_scale: f
         found = state.sources(directory, place.rank, place.position)
         check_owners(found[0][1], session.config)
         check_parameters([description for _, description in found], session.parameters)
-        session.remembered.expect(found[0][1].storage)
+        session.residuals.expect(found[0][1].storage)
         same = state.restore(session.stores, found, place.position, loss_scale, place.device)
-        session.remembered.prune_owned = not same
+        session.residuals.restored(same)
         _load_decisions(session, *found[0])
         steps.append(found[0][1].step)
 
@@ -90,9 +90,9 @@ def load_memories(session: Session, directory: Path, place: Place, loss_scale: f
     if session.config.on_missing_state == "error":
         raise StateError(
             f'{text}. Restore the file, or write "on_missing_state": "reset" into deepspeed_compress (allowed: '
-            '"error", "reset") to start with empty memories'
+            '"error", "reset") to start with empty residuals'
         )
-    warnings.warn(f"compression starts with empty memories: {text}", CompressWarning, stacklevel=4)
+    warnings.warn(f"compression starts with empty residuals: {text}", CompressWarning, stacklevel=4)
     return None
 
 
@@ -128,8 +128,8 @@ def check_owners(saved: state.Description, config: CompressConfig) -> None:
     kept = sorted(name for name in state.OWNED & saved.layouts.keys() if saved.layouts[name])
     if kept and owners != config.ownership:
         raise StateError(
-            f'/deepspeed_compress/ownership: "{config.ownership}" cannot go on from a checkpoint of '
-            f'"{owners}" whose owners kept {", ".join(kept)} (allowed: the same); write "{owners}"'
+            f'/deepspeed_compress/ownership: "{config.ownership}" cannot continue from a checkpoint with '
+            f'"{owners}", whose owners keep {", ".join(kept)} (allowed: the same ownership); write "{owners}"'
         )
 
 
@@ -147,12 +147,15 @@ def check_parameters(saved: Sequence[state.Description], parameters: Parameters 
     known = sorted(ends.keys() & parameters.shapes.keys())
     if not known:
         raise StateError(
-            f"the memories are those of {_some(ends)}, and this model has {_some(parameters.shapes)}: it is another one"
+            f"the residuals belong to another model: they are those of {_some(ends)}, but this model has "
+            f"{_some(parameters.shapes)}"
         )
     larger = [name for name in known if ends[name] > parameters.numel(name)]
     if larger:
-        sizes = f"{ends[larger[0]]} elements at least were saved, and it has {parameters.numel(larger[0])} now"
-        raise StateError(f"the memories are those of another model: of {_some(larger)}; of {larger[0]} {sizes}")
+        sizes = f"at least {ends[larger[0]]} elements were saved, but it now has {parameters.numel(larger[0])}"
+        raise StateError(
+            f"the residuals belong to another model, with another {_some(larger)}; of {larger[0]}, {sizes}"
+        )
 
 
 def _ranges(saved: Sequence[state.Description]) -> Iterator[Range]:

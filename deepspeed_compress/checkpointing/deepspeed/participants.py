@@ -1,0 +1,149 @@
+"""Replacement of an engine's `save_checkpoint` and `load_checkpoint`: a request that passes an ordered list of objects.
+
+Each participant may change the request, and does its own part before and after DeepSpeed does what is requested. The
+first participant is the outermost one: it is asked first, and finishes last.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from deepspeed_compress.checkpointing.deepspeed.tags import tag_of
+from deepspeed_compress.session.patches import Patches
+
+__all__ = ["LoadRequest", "Participant", "SaveRequest", "attach_participants"]
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """One call of `save_checkpoint`.
+
+    Attributes:
+        directory: the directory of checkpoints; never empty.
+        tag: name of the checkpoint's directory below it.
+        save_latest: let the file `latest` name the checkpoint.
+        in_memory: True if the files stay in the memory of this host.
+    """
+
+    directory: str | Path
+    tag: str
+    save_latest: bool
+    in_memory: bool = False
+
+    @property
+    def place(self) -> Path:
+        """Return the absolute path of the tag directory."""
+        return Path(self.directory).absolute() / self.tag
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """One call of `load_checkpoint`.
+
+    Attributes:
+        directory: the directory of checkpoints.
+        tag: name of the checkpoint's directory below it; None for the latest checkpoint.
+        load_optimizer_states: as in DeepSpeed.
+        load_lr_scheduler_states: as in DeepSpeed.
+        load_module_only: as in DeepSpeed.
+    """
+
+    directory: str | Path
+    tag: str | None
+    load_optimizer_states: bool
+    load_lr_scheduler_states: bool
+    load_module_only: bool
+
+    @property
+    def loads_states(self) -> bool:
+        """Return True if the states of the optimizer are loaded, and not only weights."""
+        return self.load_optimizer_states and not self.load_module_only
+
+
+class Participant:
+    """Object that takes part in every save and load of an engine. All ranks call the same methods in the same order.
+
+    A participant overrides the methods that concern it. The others pass the request on.
+    """
+
+    @contextmanager
+    def saving(self, request: SaveRequest) -> Iterator[SaveRequest]:
+        """Enter the save that is requested, and yield the request for the next participant.
+
+        The block runs the rest of the save, and raises what fails there.
+        """
+        yield request
+
+    @contextmanager
+    def loading(self, request: LoadRequest) -> Iterator[LoadRequest | None]:
+        """Enter the load that is requested, and yield the request for the next participant.
+
+        None ends the load: there is no checkpoint, and only the participants before this one learn of the result.
+        """
+        yield request
+
+    def loaded(self, request: LoadRequest, file: str | None) -> None:
+        """Act on the result, after the blocks of all participants have ended. The last participant is called first.
+
+        Args:
+            request: the request that this participant has yielded.
+            file: the first file that DeepSpeed has loaded; None if it has found no checkpoint.
+        """
+
+
+def attach_participants(engine: Any, participants: Sequence[Participant], patches: Patches) -> None:
+    """Have `participants` take part in each call of `save_checkpoint` and `load_checkpoint` of `engine`, in order.
+
+    The signatures of both methods stay the same.
+    """
+    patches.wrap(engine, "save_checkpoint", partial(_save, engine, participants))
+    patches.wrap(engine, "load_checkpoint", partial(_load, participants))
+
+
+def _save(
+    engine: Any, participants: Sequence[Participant], original: Callable[..., Any], *args: Any, **options: Any
+) -> Any:
+    given = inspect.signature(original).bind(*args, **options).arguments
+    if not given["save_dir"]:
+        # DeepSpeed reports the problem before it writes anything.
+        return original(**given)
+    tag, save_latest = tag_of(engine, given.get("tag")), bool(given.get("save_latest", True))
+    request = SaveRequest(given["save_dir"], tag, save_latest)
+    with ExitStack() as stack:
+        for participant in participants:
+            request = stack.enter_context(participant.saving(request))
+        return original(**{**given, "save_dir": request.directory, "tag": request.tag})
+
+
+def _load(participants: Sequence[Participant], original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    given = inspect.signature(original).bind(*args, **options).arguments
+    request, found = _load_request(given), (None, None)
+    entered: list[tuple[Participant, LoadRequest]] = []
+    with ExitStack() as stack:
+        for participant in participants:
+            passed_on = stack.enter_context(participant.loading(request))
+            if passed_on is None:
+                break
+            request = passed_on
+            entered.append((participant, request))
+        else:
+            found = original(**{**given, "load_dir": request.directory, "tag": request.tag})
+    for participant, passed_on in reversed(entered):
+        participant.loaded(passed_on, found[0])
+    return found
+
+
+def _load_request(given: Mapping[str, Any]) -> LoadRequest:
+    tag = given.get("tag")
+    return LoadRequest(
+        directory=given["load_dir"],
+        # DeepSpeed accepts numbers too.
+        tag=None if tag is None else str(tag),
+        load_optimizer_states=bool(given.get("load_optimizer_states", True)),
+        load_lr_scheduler_states=bool(given.get("load_lr_scheduler_states", True)),
+        load_module_only=bool(given.get("load_module_only", False)),
+    )

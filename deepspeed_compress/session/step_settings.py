@@ -1,0 +1,60 @@
+"""Settings in force in the running optimizer step, and the reducer that is made of them."""
+
+from deepspeed_compress.collectives.reducer import Reducer
+from deepspeed_compress.collectives.reduction import Reductions
+from deepspeed_compress.config import CompressConfig, CompressedGradients, WeightsConfig
+from deepspeed_compress.config.methods import NoCompression
+from deepspeed_compress.policy import Policy, StepPlan
+
+__all__ = ["StepSettings"]
+
+
+class StepSettings:
+    """Settings in force. They change only in `begin`.
+
+    Args:
+        config: the section.
+        policy: decides at the beginning of every step.
+        reductions: the reducers for each choice of gradient settings; None for method "none", which leaves reduction to
+            the engine.
+    """
+
+    def __init__(self, config: CompressConfig, policy: Policy, reductions: Reductions | None) -> None:
+        self.plan = StepPlan(config.gradients, config.weights)
+        """Plan of the running step."""
+        self._config, self._policy, self._reductions = config, policy, reductions
+        self._reducer: Reducer | None = None
+
+    @property
+    def reducer(self) -> Reducer:
+        """Return the reducer of the running step."""
+        assert self._reducer is not None, 'method "none" leaves reduction to the engine, and others begin with a step'
+        return self._reducer
+
+    @property
+    def weights(self) -> WeightsConfig:
+        """Return the weight settings of the running step; `NoCompression` if nothing is compressed."""
+        return NoCompression() if self.plan.dense else self.plan.weights
+
+    def chosen_reducer(self, step: int) -> Reducer:
+        """Return the reducer of the configured settings in optimizer step `step` (0-based), whatever is in force."""
+        gradients = self._config.gradients
+        assert self._reductions is not None
+        assert isinstance(gradients, CompressedGradients)
+        return self._reductions.at(gradients, step).compressed
+
+    def begin(self, step: int) -> None:
+        """Put the settings of optimizer step `step` (0-based) in force."""
+        self.plan = self._policy.begin(step)
+        self._reducer = self._resolved(step)
+
+    def _resolved(self, step: int) -> Reducer | None:
+        """Return the reducer of optimizer step `step`, which is resolved once, here."""
+        plan, chosen = self.plan, self._config.gradients
+        settings = chosen if plan.dense else plan.settings
+        if self._reductions is None or not isinstance(settings, CompressedGradients):
+            return None
+        reduction = self._reductions.at(settings, step)
+        if plan.flush:
+            return reduction.flushing
+        return reduction.plain if plan.dense else reduction.compressed

@@ -1,0 +1,155 @@
+"""A small model with two branches, and its compression under DDP."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import deepspeed_compress
+from deepspeed_compress.config import SECTION
+from tests.support.seeds import TEXT
+
+__all__ = [
+    "FOUR_BITS",
+    "LOW_RANK",
+    "NONE",
+    "NO_FEEDBACK",
+    "QUIET",
+    "STOCHASTIC",
+    "WIDTH",
+    "Branches",
+    "Setting",
+    "batch",
+    "bits_of",
+    "loss_of",
+    "residual_sums",
+    "rows_of_text",
+    "same_on_all",
+    "section",
+    "start",
+]
+
+FOUR_BITS = {
+    "gradients": {
+        "method": "blockwise",
+        "bits": 4,
+        "block_size": 32,
+        "error_feedback": {"dtype": "fp32"},
+        "min_numel": 0,
+    }
+}
+
+
+NONE = {"gradients": {"method": "none"}}
+
+
+QUIET = {"monitor": {"announce": False}}
+
+
+WIDTH = 12
+
+
+class Branches(nn.Module):
+    """A network with two branches, of which a batch uses one or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, 31)
+        self.left, self.right = nn.Linear(31, 17), nn.Linear(31, 17)
+        self.last = nn.Linear(17, 1)
+
+    def forward(self, x: Tensor, ways: str = "both") -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        taken = [way(hidden) for name, way in (("left", self.left), ("right", self.right)) if ways in (name, "both")]
+        return self.last(torch.tanh(torch.stack(taken).sum(0)))
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    """Return the inputs and targets of a rank in a step."""
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    x = torch.randn(5, WIDTH, generator=generator)
+    return x, x[:, :3].sum(dim=1, keepdim=True)
+
+
+def start() -> None:
+    dist.init_process_group("gloo")
+
+
+def section(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {SECTION: {**QUIET, **given}}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model under DDP. Its buckets are small, so there are several, and DDP rebuilds them.
+
+    Attributes:
+        section: the section; None to leave the model uncompressed.
+        options: arguments of DDP.
+        lr: learning rate of SGD.
+    """
+
+    section: Mapping[str, Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    lr: float = 0.05
+
+    def build(self, scaler: Any = None, group: Any = None) -> tuple[DistributedDataParallel, Any, Any]:
+        model = DistributedDataParallel(Branches(), bucket_cap_mb=0.001, process_group=group, **self.options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=self.lr, momentum=0.0)
+        attached = None
+        if self.section is not None:
+            attached = deepspeed_compress.ddp.attach(model, section(self.section), optimizer, scaler)
+        return model, optimizer, attached
+
+
+def loss_of(model: nn.Module, rank: int, step: int, ways: str = "both") -> Tensor:
+    x, y = batch(rank, step)
+    return (model(x, ways) - y).square().mean()
+
+
+def residual_sums(attached: Any, names: Any) -> dict[str, Tensor]:
+    """Return the sum of all residual stores of this rank, by parameter. `names` maps parameters to their sizes."""
+    found = {name: torch.zeros(numel) for name, numel in names.items()}
+    for store in attached.session.stores.values():
+        for (name, begin, numel), values in store.items():
+            found[name][begin : begin + numel] += values
+    return found
+
+
+def same_on_all(value: Tensor) -> bool:
+    """Return True if `value` has the same bits on all ranks."""
+    every = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, value.contiguous())
+    return all(torch.equal(every[0].nan_to_num(7.0), one.nan_to_num(7.0)) for one in every)
+
+
+def bits_of(attached: Any) -> dict[str, list[int]]:
+    """Return the bytes of all residual stores, without updates that a skipped step would discard."""
+    return {
+        f"{name}/{layout}": payload.tolist()
+        for name, store in attached.session.stores.items()
+        for layout, payload in store.payloads()
+        if payload.any()
+    }
+
+
+STOCHASTIC = {"gradients": {"method": "stochastic_linear", "bits": 4, "block_size": 32, "min_numel": 0}}
+
+
+NO_FEEDBACK = {"gradients": {"method": "qsgd", "levels": 7, "block_size": 32, "min_numel": 0}}
+
+
+LOW_RANK = {"gradients": {"method": "powersgd", "rank": 2}}
+
+
+def rows_of_text(seed: int, rank: int, steps: int = 40) -> Iterator[Tensor]:
+    """Yield a rank's batches of four rows of a text."""
+    text = torch.tensor(list(TEXT.read_bytes()[:8192])).clamp(max=127).view(-1, 64)
+    generator = torch.Generator().manual_seed(10 * seed + rank)
+    for _ in range(steps):
+        yield text[torch.randint(len(text), (4,), generator=generator)]
