@@ -120,7 +120,7 @@ def _weight(file: Path) -> Any:
         with torch.serialization.safe_globals([SubparamShape]):
             return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise StateError(f"{file}: contains more than a weight, so it is not loaded ({error})") from error
+        raise StateError(f"{file} contains more than a weight, so it is not read ({error})") from error
 
 
 def _is_linear(folder: Path) -> bool:

@@ -173,7 +173,7 @@ def test_checkpoints_of_another_job_are_refused_without_a_restart(tmp_path):
     with Job(command(directory, "--restarts", "1", steps=8), directory / "log") as job:
         assert job.wait() == 1, job.log
     assert "already has checkpoints" in job.log
-    assert "no restart cures that" in job.log
+    assert "a restart cannot help" in job.log
     assert "restart 1 of 1" not in job.log
     assert not [one for one in records(directory) if one.get("first")]
 
