@@ -53,11 +53,13 @@ class _Files:
         self._device = torch.device(engine.device)
         self._names = [[engine.param_names[parameter] for parameter in group] for group in given.groups]
         self._sizes = [_sizes(engine, group) for group in given.groups]
+        # Before 0.19.7, DeepSpeed divides with `/`, so they are whole numbers of type float.
+        self._shares = [int(size) for size in self._optimizer.partition_size]
         held = [_sizes(engine, group) for group in self._optimizer.bit16_groups]
         self._reorderings = [
             Reordering(group, before, after, share)
             for group, before, after, share in zip(
-                self._optimizer.real_dp_process_group, held, self._sizes, self._optimizer.partition_size, strict=True
+                self._optimizer.real_dp_process_group, held, self._sizes, self._shares, strict=True
             )
         ]
 
@@ -124,7 +126,7 @@ class _Files:
         return {**state, SINGLE_PARTITION_OF_FP32_GROUPS: masters, BASE_OPTIMIZER_STATE: base}
 
     def _moved_states(self, values: Mapping[str, Any], index: int, move: Move) -> dict[str, Any]:
-        share = self._optimizer.partition_size[index]
+        share = self._shares[index]
         return {name: self._moved_state(name, value, share, move) for name, value in values.items()}
 
     def _moved_state(self, name: str, value: Any, share: int, move: Move) -> Any:
@@ -146,7 +148,7 @@ class _Files:
         return [
             _slices(sizes, group.rank() * share, share)
             for sizes, group, share in zip(
-                self._sizes, self._optimizer.real_dp_process_group, self._optimizer.partition_size, strict=True
+                self._sizes, self._optimizer.real_dp_process_group, self._shares, strict=True
             )
         ]
 

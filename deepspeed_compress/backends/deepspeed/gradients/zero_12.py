@@ -305,7 +305,8 @@ def _partition(optimizer: Any, ranks: int, keys: tuple[Key, ...]) -> Partition:
         parameter = optimizer.bit16_groups[group][index]
         starts = optimizer.grad_start_offset[group]
         owners = sorted(optimizer.param_to_partition_ids[group][parameter_id], key=lambda p: starts[p][parameter_id])
-        begins = [starts[owner][parameter_id] for owner in owners]
+        # Before 0.19.7, DeepSpeed divides with `/`, so its offsets are whole numbers of type float.
+        begins = [int(starts[owner][parameter_id]) for owner in owners]
         ends = [*begins[1:], parameter.numel()]
         sizes = [(owner, end - begin) for owner, begin, end in zip(owners, begins, ends, strict=True)]
         parts.append((optimizer.param_names[parameter], sizes))
