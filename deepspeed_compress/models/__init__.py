@@ -8,10 +8,15 @@
 - `universal` describes the parts for DeepSpeed's checkpoint converter.
 """
 
-from deepspeed_compress.models.build import Layout, build_parallel, check_layout
-from deepspeed_compress.models.export import save_pretrained
-from deepspeed_compress.models.gpt import build_model, read_model_config
-from deepspeed_compress.models.vocabulary import whole_logits
+try:
+    from deepspeed_compress.models.build import Layout, build_parallel, check_layout
+    from deepspeed_compress.models.export import save_pretrained
+    from deepspeed_compress.models.gpt import build_model, read_model_config
+    from deepspeed_compress.models.vocabulary import whole_logits
+except ImportError as error:
+    raise ImportError(
+        f"{error}; deepspeed_compress.models needs transformers, and DeepSpeed 0.19.8 or newer"
+    ) from error
 
 __all__ = [
     "Layout",
