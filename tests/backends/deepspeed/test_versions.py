@@ -1,0 +1,75 @@
+"""Differences between versions of DeepSpeed: forms of seams, and adapters. Each version is really run by a study."""
+
+from itertools import chain
+from types import SimpleNamespace
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from deepspeed_compress.backends.deepspeed import limits, parallel, seams, versions
+from deepspeed_compress.backends.deepspeed.seams import Seam
+from deepspeed_compress.config import CompressConfig
+from launch.studies.versions import VERSIONS
+
+RELEASES = [row for row in VERSIONS if row != "newest"]
+FORMS = [*chain(seams.STEP, seams.ZERO_0, seams.ZERO_12, seams.ZERO_3, seams.OWNERSHIP, seams.WEIGHTS, parallel.SEAMS)]
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    monkeypatch.setattr(deepspeed, "__version__", request.param)
+
+
+@pytest.mark.parametrize(
+    ("seam", "version", "expected"),
+    [
+        (Seam("m:f", ()), "0.18.0", True),
+        (Seam("m:f", (), since="0.19.3"), "0.19.2", False),
+        (Seam("m:f", (), since="0.19.3"), "0.19.3+cu126", True),
+        (Seam("m:f", (), until="0.19.3"), "0.19.3rc1", False),
+        (Seam("m:f", (), until="0.19.3"), "0.19.2", True),
+        (Seam("m:f", (), since="0.18.3", until="0.19.3"), "0.18.2", False),
+    ],
+)
+def test_a_form_is_in_its_range_of_versions(seam: Seam, version: str, expected: bool) -> None:
+    assert seam.is_in(version) is expected
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_a_version_has_at_most_one_form_of_a_function(version: str) -> None:
+    forms = {(seam.target, seam.parameters) for seam in FORMS if seam.is_in(version)}
+    targets = [target for target, _ in forms]
+    assert len(targets) == len(set(targets))
+
+
+def test_only_the_form_of_the_installed_version_is_checked() -> None:
+    seams.check_seams([Seam("deepspeed.nowhere:gone", (), until="0.19.0")], deepspeed.__version__)
+
+
+@pytest.mark.parametrize("installed", ["0.19.5"], indirect=True)
+def test_an_older_engine_averages_and_names_files_by_its_mpu(installed: None) -> None:
+    assert versions.averages_gradients(SimpleNamespace())
+    assert versions.model_parallel_rank(SimpleNamespace(mpu=None)) == 0
+    mpu = SimpleNamespace(get_model_parallel_rank=lambda: 3)
+    assert versions.model_parallel_rank(SimpleNamespace(mpu=mpu)) == 3
+
+
+@pytest.mark.parametrize("installed", ["0.19.7"], indirect=True)
+def test_an_older_optimizer_owns_empty_parameters_and_has_no_compact_gradients(installed: None) -> None:
+    assert versions.owns_parameter(torch.nn.Parameter(torch.zeros(0)))
+    assert not versions.has_compact_gradients(SimpleNamespace(bit16_groups=[[]]))
+
+
+@pytest.mark.parametrize(
+    ("installed", "problems"), [("0.18.0", 1), ("0.19.7", 1), ("0.19.8", 0), ("0.19.9", 0)], indirect=["installed"]
+)
+def test_steps_are_only_skipped_if_the_optimizer_can(installed: None, problems: int) -> None:
+    optimizer = object.__new__(DeepSpeedZeroOptimizer)
+    optimizer.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    engine = SimpleNamespace(optimizer=optimizer)
+    found = list(limits._unskippable(engine, CompressConfig(guard={})))
+    assert len(found) == problems
+    assert all("skip_steps" in text and "deepspeed>=0.19.8" in text for text in found)
+    assert not list(limits._unskippable(engine, CompressConfig(guard={"skip_steps": False})))
