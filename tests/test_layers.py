@@ -107,7 +107,7 @@ TABLE = {
     ),
     "checkpointing.deepspeed.agreement": allow("", "torch"),
     "checkpointing.deepspeed.exclusive": allow("checkpointing session.state_files errors", "torch"),
-    "local_sgd": allow("collectives compression config errors", "torch"),
+    "local_sgd": allow("collectives compression config errors monitor", "torch"),
     "local_sgd.anchors": allow("transport", "torch"),
     "local_sgd.island_ranks": allow("errors", "torch"),
     "local_sgd.moments": allow("", "torch"),

@@ -142,18 +142,18 @@ def _zero_3(engine: Any, judge: Judge) -> Iterator[None]:
         norm = _combined(groups)
         if not judge(norm):
             return groups
-        scale.stays = math.isfinite(norm)
+        scale.stays = math.isfinite(_true(norm, 1.0))
         return [torch.full_like(torch.as_tensor(groups[0]), math.inf)]
 
     with _exchanged(engine.optimizer, "_get_norm_groups", _get_norm_groups), scale.kept():
         yield
 
 
-def _combined(groups: Sequence[Any]) -> float:
+def _combined(groups: Sequence[Any]) -> torch.Tensor:
     """Return the L2 norm over the norms of parameter groups; inf if one is invalid, which DeepSpeed marks with -1."""
-    norms = [float(norm) for norm in groups]
-    valid = all(math.isfinite(norm) and norm >= 0 for norm in norms)
-    return math.sqrt(math.fsum(norm * norm for norm in norms)) if valid else math.inf
+    norms = torch.stack([torch.as_tensor(norm, dtype=torch.float32) for norm in groups])
+    invalid = (~torch.isfinite(norms) | (norms < 0)).any()
+    return torch.linalg.vector_norm(norms).masked_fill(invalid, math.inf)
 
 
 class _Scale:

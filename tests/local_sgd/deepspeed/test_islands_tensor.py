@@ -141,7 +141,7 @@ def cut(rank: int, numels: list[int]) -> str:
 @pytest.mark.parametrize(("numels", "fine"), [([8, 8], True), ([8, 5], False)])
 def test_unequal_blocks_of_tensor_ranks_are_refused(numels: list[int], fine: bool) -> None:
     for text in run_forks(2, cut, numels):
-        assert ("second_moments: the tensor ranks have unequal parts" in text) != fine
+        assert ("second_moments: the tensor ranks hold unequal parts" in text) != fine
 
 
 def save_and_continue(rank: int, job: Job, directory: str) -> dict[str, list[float]]:
@@ -203,7 +203,7 @@ def refused(rank: int, job: Job, said: bool) -> str:
 @pytest.mark.parametrize(
     ("ranks", "job", "said", "text"),
     [
-        (3, Job(1, extra=AUTO_TP, section=section(by_host=True)), False, "islands/by_host: true, and 2 ranks"),
+        (3, Job(1, extra=AUTO_TP, section=section(by_host=True)), False, "islands/by_host: true, but 2 ranks"),
         (2, Job(1, extra=AUTO_TP, section=section(size=2)), False, "islands/size: islands of 4 do not divide"),
         (2, Job(1, section=section(size=1)), True, "tp_model_init was called for 2 ranks"),
     ],

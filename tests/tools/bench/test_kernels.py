@@ -44,9 +44,9 @@ def test_operations_call_the_kernels_that_their_names_say() -> None:
     calls: dict[str, tuple[Any, ...]] = {}
 
     def quantize(
-        x: Tensor, form: BlockFormat, numbers: Tensor, codes: Tensor, key: Any = None, memory: Any = None
+        x: Tensor, form: BlockFormat, numbers: Tensor, codes: Tensor, key: Any = None, residual: Any = None
     ) -> None:
-        calls["quantize"] = form.kind, form.bits, codes.numel(), key is not None, memory and memory.after.dtype
+        calls["quantize"] = form.kind, form.bits, codes.numel(), key is not None, residual and residual.after.dtype
 
     def dequantize(numbers: Tensor, codes: Tensor, form: BlockFormat, out: Tensor, scale: float) -> None:
         calls["decode"] = form.kind, form.bits, out.dtype

@@ -122,7 +122,7 @@ def test_a_file_without_a_batch_is_refused(write: Write) -> None:
 def test_a_file_without_the_section_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plain.json"
     path.write_text('{"train_micro_batch_size_per_gpu": 2}')
-    with pytest.raises(ConfigError, match=f'has no /{SECTION}, .* add "{SECTION}": {{}}'):
+    with pytest.raises(ConfigError, match=f'has no /{SECTION}, .* write "{SECTION}": {{}}'):
         groups([str(path)])
 
 
