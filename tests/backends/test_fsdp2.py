@@ -435,7 +435,7 @@ def load_other_copies(rank: int, directory: str) -> str:
 
 def test_copies_cannot_become_other_copies(tmp_path: Path) -> None:
     for text in run_forks(4, load_other_copies, str(tmp_path)):
-        assert "saved by 4 ranks, 2 of them on a node; this run has 4" in text
+        assert "saved by 4 ranks, 2 of them on each node, but this run has 4" in text
 
 
 def train_methods(rank: int, methods: Mapping[str, Mapping[str, Any]], mesh: tuple[int, ...]) -> list[str]:

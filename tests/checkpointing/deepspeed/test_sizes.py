@@ -191,7 +191,7 @@ def test_another_batch_is_told_of(tmp_path: Path) -> None:
     first, second = run_forks(2, load_warned, replace(job, accumulation=1), str(tmp_path))
     assert len(first) == 1
     assert "/train_batch_size: 6 on 2 ranks" in first[0]
-    assert "saved at 12 on 4" in first[0]
+    assert "saved with 12 on 4" in first[0]
     assert '"gradient_accumulation_steps": 2' in first[0]
     assert second == []
 
