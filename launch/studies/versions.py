@@ -1,11 +1,11 @@
 """Run the tests that compare with DeepSpeed, resume and train with Trainer, in an environment for each set of versions.
 
     python -m launch.studies.versions --output-dir runs/versions
-    python -m launch.studies.versions --output-dir runs/versions --only 0.19.5 newest
+    python -m launch.studies.versions --output-dir runs/versions --only 0.19.6 newest
 
-Each environment is made from the package index; those with older versions of PyTorch take 6 GB and are deleted
-afterwards. Finished runs are not repeated. The row "newest" has the newest release of everything, so it shows whether a
-release that is out since today still has the methods that this package replaces.
+Each environment is made from the package index, and deleted afterwards. Finished runs are not repeated. The row
+"newest" has the newest release of everything, so it shows whether a new release still has the methods that this package
+replaces.
 """
 
 import argparse
@@ -25,19 +25,13 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("deepspeed", "torch", "transformers", "accelerate")
 VERSIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "0.18.0": ("==0.18.0", "==2.7.1", "==4.51.3", "==1.6.0"),
-        "0.18.4": ("==0.18.4", "==2.7.1", "==4.53.3", "==1.8.1"),
-        "0.18.9": ("==0.18.9", "==2.8.0", "==4.57.6", "==1.10.1"),
-        "0.19.0": ("==0.19.0", "==2.13.0", "==5.0.0", "==1.10.1"),
-        "0.19.2": ("==0.19.2", "==2.13.0", "==5.4.0", "==1.12.0"),
-        "0.19.3": ("==0.19.3", "==2.13.0", "==5.10.0", "==1.12.0"),
-        "0.19.5": ("==0.19.5", "==2.13.0", "==5.10.0", "==1.12.0"),
+        "0.19.6": ("==0.19.6", "==2.13.0", "==5.0.0", "==1.10.1"),
         "0.19.7": ("==0.19.7", "==2.13.0", "==5.23.0", "==1.15.0"),
         "0.19.8": ("==0.19.8", "==2.13.0", "==5.23.0", "==1.15.0"),
         "newest": ("", "", "", ""),
     }
 )
-"""Version specifiers of `PACKAGES`, by name of the row. 0.18 fails by itself with PyTorch 2.13."""
+"""Version specifiers of `PACKAGES`, by name of the row."""
 TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "jsonschema", "ninja")
 _DEEPSPEED = "tests/backends/deepspeed/"
 PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(

@@ -15,7 +15,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from deepspeed_compress.backends.deepspeed.division import IslandUnit
 from deepspeed_compress.backends.deepspeed.groups import partition_groups
-from deepspeed_compress.backends.deepspeed.versions import skips_invalid_norms
+from deepspeed_compress.backends.deepspeed.versions import reduces_separate_gradients, skips_invalid_norms
 from deepspeed_compress.compression.kernels import FASTEST
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.errors import UnsupportedError
@@ -116,6 +116,12 @@ def has_optimizer(engine: Any) -> bool:
     return engine.optimizer is not None and bool(getattr(engine.optimizer, "param_groups", None))
 
 
+def _has_separate_gradients(engine: Any) -> bool:
+    """Return True if this version of DeepSpeed reduces separate gradients, in a way that cannot be reproduced."""
+    separate = engine_kind(engine) == "zero_12" and not engine.optimizer.contiguous_gradients
+    return separate and not reduces_separate_gradients()
+
+
 def _divides_for_muon(engine: Any) -> bool:
     """Return True if Muon would have to step parts of matrices. Without ZeRO, every rank has whole gradients."""
     muon = any(getattr(parameter, "use_muon", False) for parameter in engine.module.parameters())
@@ -133,6 +139,10 @@ def _device_type(engine: Any) -> str:
 
 _Limits = tuple[tuple[Callable[[Any], bool], str], ...]
 _LIMITS_OF_GRADIENTS: _Limits = (
+    (
+        _has_separate_gradients,
+        "zero_optimization.contiguous_gradients is false, which needs deepspeed>=0.19.8; install it, or write true",
+    ),
     (
         _divides_for_muon,
         "the Muon optimizer needs whole gradient matrices on several ranks, which ZeRO's owners do not have; use stage "

@@ -153,7 +153,8 @@ def _combined(groups: Sequence[Any]) -> torch.Tensor:
     """Return the L2 norm over the norms of parameter groups; inf if one is invalid, which DeepSpeed marks with -1."""
     norms = torch.stack([torch.as_tensor(norm, dtype=torch.float32) for norm in groups])
     invalid = (~torch.isfinite(norms) | (norms < 0)).any()
-    return torch.linalg.vector_norm(norms).masked_fill(invalid, math.inf)
+    combined: torch.Tensor = torch.linalg.vector_norm(norms).masked_fill(invalid, math.inf)
+    return combined
 
 
 class _Scale:

@@ -33,10 +33,7 @@ __all__ = ["SEAMS", "count_parallel", "make_byte_report"]
 _BACKEND = "deepspeed.comm.torch:TorchBackend."
 
 SEAMS = (
-    Seam(
-        "deepspeed.runtime.engine:DeepSpeedEngine._backward_prologue", ("self", "loss", "scale_wrt_gas"), until="0.18.3"
-    ),
-    Seam("deepspeed.runtime.engine:DeepSpeedEngine._backward_prologue", ("self",), since="0.18.3"),
+    Seam("deepspeed.runtime.engine:DeepSpeedEngine._backward_prologue", ("self",)),
     Seam("deepspeed.runtime.engine:DeepSpeedEngine.destroy", ("self",)),
     Seam("deepspeed.runtime.pipe.engine:PipelineEngine.train_batch", ("self", "data_iter")),
     Seam("deepspeed.runtime.pipe.module:PipelineModule.get_tied_weights_and_groups", ("self",)),

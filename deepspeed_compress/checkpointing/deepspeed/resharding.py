@@ -22,7 +22,6 @@ from deepspeed.checkpoint.constants import (
 )
 from torch import Tensor
 
-from deepspeed_compress.backends.deepspeed.versions import model_parallel_rank
 from deepspeed_compress.checkpointing.completeness import latest_tag
 from deepspeed_compress.checkpointing.deepspeed.participants import LoadRequest, Participant
 from deepspeed_compress.checkpointing.deepspeed.places import find_place
@@ -213,7 +212,7 @@ class _Cut:
         files = engine._get_mp_rank_zero_checkpoint_names(
             str(self._saved.directory),
             self._saved.tag,
-            model_parallel_rank(engine),
+            engine.checkpoint_mp_rank,
             self._saved.ranks,
             engine.bfloat16_enabled(),
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.checkpoint.constants import PARAM, ZERO_STAGE
+from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META, PARAM, ZERO_STAGE
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 
 from deepspeed_compress.errors import StateError
@@ -17,8 +17,6 @@ from deepspeed_compress.session.state_files import on_all_ranks
 __all__ = ["check_universal", "universal_if_newest"]
 
 _LATEST = "latest_universal"
-_AUTOTP = "ds_autotp_universal_checkpoint_meta"
-"""Attribute with which AutoTP describes a parameter (`DS_AUTOTP_UC_META`, since DeepSpeed 0.18.9)."""
 
 
 def check_universal(engine: Any, directory: Path, tag: str | None) -> None:
@@ -119,7 +117,7 @@ def _numel(parameter: Any) -> int:
 
 def _shape(parameter: Any) -> tuple[int, ...] | None:
     """Return the shape of the whole weight; None if this rank has a part and the whole shape is unknown."""
-    meta = getattr(parameter, _AUTOTP, None)
+    meta = getattr(parameter, DS_AUTOTP_UC_META, None)
     shape = getattr(parameter, "ds_shape", parameter.shape) if meta is None else meta.get("logical_shape")
     return None if shape is None else tuple(shape)
 

@@ -48,14 +48,6 @@ def test_only_the_form_of_the_installed_version_is_checked() -> None:
     seams.check_seams([Seam("deepspeed.nowhere:gone", (), until="0.19.0")], deepspeed.__version__)
 
 
-@pytest.mark.parametrize("installed", ["0.19.5"], indirect=True)
-def test_an_older_engine_averages_and_names_files_by_its_mpu(installed: None) -> None:
-    assert versions.averages_gradients(SimpleNamespace())
-    assert versions.model_parallel_rank(SimpleNamespace(mpu=None)) == 0
-    mpu = SimpleNamespace(get_model_parallel_rank=lambda: 3)
-    assert versions.model_parallel_rank(SimpleNamespace(mpu=mpu)) == 3
-
-
 @pytest.mark.parametrize("installed", ["0.19.7"], indirect=True)
 def test_an_older_optimizer_owns_empty_parameters_and_has_no_compact_gradients(installed: None) -> None:
     assert versions.owns_parameter(torch.nn.Parameter(torch.zeros(0)))
@@ -63,7 +55,7 @@ def test_an_older_optimizer_owns_empty_parameters_and_has_no_compact_gradients(i
 
 
 @pytest.mark.parametrize(
-    ("installed", "problems"), [("0.18.0", 1), ("0.19.7", 1), ("0.19.8", 0), ("0.19.9", 0)], indirect=["installed"]
+    ("installed", "problems"), [("0.19.6", 1), ("0.19.7", 1), ("0.19.8", 0), ("0.19.9", 0)], indirect=["installed"]
 )
 def test_steps_are_only_skipped_if_the_optimizer_can(installed: None, problems: int) -> None:
     optimizer = object.__new__(DeepSpeedZeroOptimizer)
@@ -73,3 +65,14 @@ def test_steps_are_only_skipped_if_the_optimizer_can(installed: None, problems: 
     assert len(found) == problems
     assert all("skip_steps" in text and "deepspeed>=0.19.8" in text for text in found)
     assert not list(limits._unskippable(engine, CompressConfig(guard={"skip_steps": False})))
+
+
+@pytest.mark.parametrize(
+    ("installed", "contiguous", "refused"),
+    [("0.19.7", False, True), ("0.19.7", True, False), ("0.19.8", False, False)],
+    indirect=["installed"],
+)
+def test_separate_gradients_need_a_newer_version(installed: None, contiguous: bool, refused: bool) -> None:
+    optimizer = object.__new__(DeepSpeedZeroOptimizer)
+    optimizer.contiguous_gradients = contiguous
+    assert limits._has_separate_gradients(SimpleNamespace(optimizer=optimizer)) is refused

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions, bucket_size, reduces_now
 from deepspeed_compress.backends.deepspeed.groups import reduction_group
-from deepspeed_compress.backends.deepspeed.versions import averages_gradients, knows_running_backward
 from deepspeed_compress.collectives.buckets import LAYOUTS, Partition, even_partition
 from deepspeed_compress.collectives.payload import PayloadReducer
 from deepspeed_compress.compression.segments import PADDING
@@ -91,7 +90,7 @@ def _reduce(
         begun.finish(begun.bucket)
         return begun.bucket  # type: ignore[no-any-return]
     flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-    divisor = (dp_world_size or dp_group.size()) if averages_gradients(engine) else 1.0
+    divisor = (dp_world_size or dp_group.size()) if engine.gradient_average else 1.0
     session.reduce(flat, even_partition(sizes, dp_group.size()), 1.0 / divisor, everywhere=True)
     return flat
 
@@ -99,11 +98,8 @@ def _reduce(
 def may_begin_early(engine: Any) -> bool:
     """Return True if reductions may begin before backward ends.
 
-    This requires a backend with its own threads (CPU), gradients that are those of the parameters, and an engine that
-    records when its backward runs.
+    This requires a backend with its own threads (CPU), and gradients that are those of the parameters.
     """
-    if not knows_running_backward():
-        return False
     own = not isinstance(engine.optimizer, BF16_Optimizer) and not isinstance(engine, PipelineEngine)
     return own and not engine.has_moe_layers and torch.device(engine.device).type == "cpu"
 
@@ -146,7 +142,7 @@ class _Gradients:
         self.group = reduction_group(engine)
         # The same divisor that `_reduce_non_expert_gradients` passes to `allreduce_bucket`.
         ranks = self.group.size() / engine.sequence_parallel_size
-        self.scale = 1.0 / ranks if averages_gradients(engine) else 1.0
+        self.scale = 1.0 / ranks if engine.gradient_average else 1.0
         self.partition = lru_cache(maxsize=LAYOUTS)(self._partition)
         self._engine = engine
         self._parameters = {name: parameter for parameter, name in engine.param_names.items()}

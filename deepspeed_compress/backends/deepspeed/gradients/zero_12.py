@@ -21,11 +21,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions, bucket_size, reduces_now
-from deepspeed_compress.backends.deepspeed.versions import (
-    averages_gradients,
-    closes_last_bucket_visibly,
-    has_compact_gradients,
-)
+from deepspeed_compress.backends.deepspeed.versions import has_compact_gradients
 from deepspeed_compress.collectives.buckets import LAYOUTS, Partition, partition_by_sizes
 from deepspeed_compress.collectives.reducer import Pending
 from deepspeed_compress.compression.segments import Segment
@@ -84,7 +80,7 @@ class _Buckets:
         self._optimizer = optimizer = engine.optimizer
         self._session = session
         self._ranks: int = optimizer.dp_process_group.size()
-        self._scale = optimizer.sequence_parallel_size / self._ranks if averages_gradients(optimizer) else 1.0
+        self._scale = optimizer.sequence_parallel_size / self._ranks if optimizer.gradient_average else 1.0
         self._partition_of = lru_cache(maxsize=LAYOUTS)(partial(_partition, optimizer, self._ranks))
         self.later = _DeferredReductions(optimizer) if _may_wait(optimizer) else None
         self.early: EarlyReductions | None = None
@@ -161,7 +157,7 @@ def _may_wait(optimizer: Any) -> bool:
 
     They can if DeepSpeed reads no reduced bucket before that, and if the device has no streams to overlap them with.
     """
-    if not closes_last_bucket_visibly() or has_compact_gradients(optimizer):
+    if has_compact_gradients(optimizer):
         return False
     on_host = all(flat.device.type == "cpu" for flat in optimizer.bit16_groups_flat)
     return on_host and optimizer.contiguous_gradients and not optimizer.cpu_offload
