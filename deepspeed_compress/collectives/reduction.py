@@ -40,7 +40,7 @@ from deepspeed_compress.config import (
 )
 from deepspeed_compress.errors import CompressWarning
 
-__all__ = ["SETTINGS", "Groups", "Parameters", "Reduction", "Reductions", "Site", "WeightReduction"]
+__all__ = ["SETTINGS", "Groups", "Parameters", "Reduction", "ReductionContext", "Reductions", "WeightReduction"]
 
 RAW = 0
 """Channel of uncompressed parameters; elements keep the gradient dtype."""
@@ -82,14 +82,14 @@ class Parameters:
     Attributes:
         shapes: shapes of this rank's parameters, by name.
         everywhere: user-facing names of the parameters of all ranks.
-        exempt: names of parameters that must stay uncompressed, whatever the configuration says.
+        excluded: names of parameters that must stay uncompressed, whatever the configuration says.
         dtype: dtype of the gradients, and of uncompressed elements in messages.
         user_names: user-facing names of the parameters for which it differs from the internal name.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     everywhere: Sequence[str]
-    exempt: frozenset[str] = frozenset()
+    excluded: frozenset[str] = frozenset()
     dtype: torch.dtype = torch.float32
     user_names: Mapping[str, str] = field(default_factory=dict)
 
@@ -107,11 +107,11 @@ class Parameters:
 
     def uncompressed(self, min_numel: int) -> frozenset[str]:
         """Return the excluded parameters and those with fewer than `min_numel` elements."""
-        return self.exempt | {name for name in self.shapes if self.numel(name) < min_numel}
+        return self.excluded | {name for name in self.shapes if self.numel(name) < min_numel}
 
 
 @dataclass(frozen=True)
-class Site:
+class ReductionContext:
     """Everything a reduction needs that does not depend on the settings.
 
     `traffic` is the meter's name for the bytes sent.
@@ -161,15 +161,15 @@ class Reductions:
     left to compress.
     """
 
-    def __init__(self, site: Site) -> None:
-        self.site = site
+    def __init__(self, context: ReductionContext) -> None:
+        self.context = context
         # Not bound methods: a reference cycle would keep the process groups alive until garbage collection.
-        self._channels_of = lru_cache(maxsize=SETTINGS)(partial(find_channels, site.parameters))
-        self._reduction = lru_cache(maxsize=SETTINGS)(partial(_make_reduction, site))
+        self._channels_of = lru_cache(maxsize=SETTINGS)(partial(find_channels, context.parameters))
+        self._reduction = lru_cache(maxsize=SETTINGS)(partial(_make_reduction, context))
 
     def at(self, settings: AnyCompressedGradients, step: int) -> Reduction:
         """Return the reducers for `settings` in optimizer step `step` (0-based)."""
-        codecs = find_codecs(settings, self.site.parameters, step)
+        codecs = find_codecs(settings, self.context.parameters, step)
         return self._reduction(settings, codecs, self._channels_of(settings))
 
 
@@ -212,8 +212,8 @@ def find_channels(parameters: Parameters, settings: AnyCompressedGradients) -> C
 
     Warns as described in `Reductions`.
     """
-    exempt = {parameters.user_name(name) for name in parameters.exempt}
-    _warn_about_unmatched(settings.overrides, [name for name in parameters.everywhere if name not in exempt])
+    excluded = {parameters.user_name(name) for name in parameters.excluded}
+    _warn_about_unmatched(settings.overrides, [name for name in parameters.everywhere if name not in excluded])
     own, raw = _own(settings), parameters.uncompressed(settings.min_numel)
     found = {}
     for name in parameters.shapes:
@@ -266,8 +266,10 @@ def _low_rank(settings: PowerSGDGradients, parameters: Parameters, channel_of: M
     return LowRank(shapes, settings.rank)
 
 
-def _make_reduction(site: Site, settings: AnyCompressedGradients, codecs: Codecs, table: ChannelTable) -> Reduction:
-    builder = _ReducerBuilder(site, settings, codecs, table.channel_of)
+def _make_reduction(
+    context: ReductionContext, settings: AnyCompressedGradients, codecs: Codecs, table: ChannelTable
+) -> Reduction:
+    builder = _ReducerBuilder(context, settings, codecs, table.channel_of)
     return Reduction(builder.compressed(), builder.plain(), builder.flushing())
 
 
@@ -275,14 +277,14 @@ def _make_reduction(site: Site, settings: AnyCompressedGradients, codecs: Codecs
 class _ReducerBuilder:
     """Builder of the reducers for given settings, codecs and channels."""
 
-    site: Site
+    context: ReductionContext
     settings: AnyCompressedGradients
     codecs: Codecs
     channel_of: Mapping[str, int]
 
     @cached_property
     def raw(self) -> Channel:
-        return Channel(Codec(Cast(self.site.parameters.dtype)), uncompressed=True)
+        return Channel(Codec(Cast(self.context.parameters.dtype)), uncompressed=True)
 
     def compressed(self) -> Reducer:
         settings = self.settings
@@ -290,7 +292,7 @@ class _ReducerBuilder:
             return self._powersgd(settings)
         reducer = self._levels(Messages(tuple(self._channels()), self.channel_of), self._inside())
         clip_norm = settings.clip_norm if isinstance(settings, DGCGradients) else None
-        return reducer if clip_norm is None else ClippingReducer(reducer, clip_norm, self.site.run.clock)
+        return reducer if clip_norm is None else ClippingReducer(reducer, clip_norm, self.context.run.clock)
 
     def plain(self) -> Reducer:
         """Return a reducer without compression.
@@ -312,7 +314,7 @@ class _ReducerBuilder:
 
     def _levels(self, messages: Messages, inside: Messages) -> Reducer:
         """Return a reducer with one level, or two if the groups define nodes. `inside`: messages in a node."""
-        groups = self.site.groups
+        groups = self.context.groups
         if groups.node is None or groups.across is None:
             return self._payload(groups.whole, messages, groups.downward)
         across = self._payload(groups.across, messages, groups.downward)
@@ -321,14 +323,14 @@ class _ReducerBuilder:
         return HierarchicalReducer(groups.whole, self._payload(groups.node, inside), across)
 
     def _payload(self, group: ProcessGroup, messages: Messages, downward: ProcessGroup | None = None) -> PayloadReducer:
-        itemsize = self.site.parameters.dtype.itemsize
+        itemsize = self.context.parameters.dtype.itemsize
         chunk_bytes = self.settings.chunk_bytes or CHUNK_NUMEL * group.size() * itemsize
-        link = Link(group, downward, self.site.groups.whole.rank())
-        return PayloadReducer(link, messages, self.site.run, chunk_bytes // itemsize, self.site.traffic)
+        link = Link(group, downward, self.context.groups.whole.rank())
+        return PayloadReducer(link, messages, self.context.run, chunk_bytes // itemsize, self.context.traffic)
 
     def _channels(self) -> Iterator[Channel]:
         """Yield the channels between nodes: uncompressed, the method's, and the overrides'."""
-        settings, stores = self.settings, self.site.stores
+        settings, stores = self.settings, self.context.stores
         yield self.raw
         yield self._channel(
             self.codecs.main, settings.gradient_feedback(stores), settings.residual_feedback(stores, "means")
@@ -350,13 +352,13 @@ class _ReducerBuilder:
         if method.method == "qsgd" and not collects:
             # qsgd is unbiased, and too noisy for the error feedback of another method.
             return NoFeedback()
-        return self.settings.residual_feedback(self.site.stores, name)
+        return self.settings.residual_feedback(self.context.stores, name)
 
     def _spread(self, override: Override) -> SpreadSum | None:
         kept = self.settings.residuals
         if not override.spread or kept is None:
             return None
-        return SpreadSum(self.site.stores.get("spread", kept.dtype, kept.on_host), override.every)
+        return SpreadSum(self.context.stores.get("spread", kept.dtype, kept.on_host), override.every)
 
     def _inside(self) -> Messages:
         """Return the messages inside a node.
@@ -378,18 +380,18 @@ class _ReducerBuilder:
 
         The other parameters of the channel, such as vectors, are sent uncompressed together with their residuals.
         """
-        site, kept = self.site, settings.residuals
+        context, kept = self.context, settings.residuals
         # Residuals that other settings left for parameters without factors are sent once.
-        left, left_back = (settings.residual_feedback(site.stores, name) for name in ("gradients", "means"))
+        left, left_back = (settings.residual_feedback(context.stores, name) for name in ("gradients", "means"))
         rest = replace(self.raw, feedback=left, mean_feedback=left_back)
         others = Messages((self.raw, rest, *self._override_channels()), self.channel_of)
         factors = Messages((Channel(Codec(settings.factor_compressor())),), level=FACTORS_LEVEL)
         return PowerSGDReducer(
-            self._payload(site.groups.whole, others, site.groups.downward),
-            self._payload(site.groups.whole, factors, site.groups.downward),
-            _low_rank(settings, site.parameters, self.channel_of),
-            None if kept is None else site.stores.get("gradients", kept.dtype, kept.on_host),
-            site.stores.get("factors", "fp32", scaled=False),
+            self._payload(context.groups.whole, others, context.groups.downward),
+            self._payload(context.groups.whole, factors, context.groups.downward),
+            _low_rank(settings, context.parameters, self.channel_of),
+            None if kept is None else context.stores.get("gradients", kept.dtype, kept.on_host),
+            context.stores.get("factors", "fp32", scaled=False),
         )
 
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from deepspeed_compress.collectives.reduction import Groups, Reductions, Site
+from deepspeed_compress.collectives.reduction import Groups, ReductionContext, Reductions
 from deepspeed_compress.config import Islands
 from deepspeed_compress.errors import CompressError
 from deepspeed_compress.local_sgd.exchange import ANCHOR, MasterWeights, cosine_to_others, write_anchor
@@ -70,7 +70,7 @@ class AsynchronousExchange:
     Args:
         settings: the section's `islands`, with `elastic.parameter_server`.
         master_weights: fp32 master weights of this rank.
-        site: returns the residual stores and counters for given groups.
+        reduction_context: returns the residual stores and counters for given groups.
         ranks: the ranks of this island.
         calls: connection of this rank to the server.
         terms: settings that must be equal on all islands.
@@ -82,7 +82,7 @@ class AsynchronousExchange:
         self,
         settings: Islands,
         master_weights: MasterWeights,
-        site: Callable[[Groups], Site],
+        reduction_context: Callable[[Groups], ReductionContext],
         ranks: IslandRanks,
         calls: ServerCalls,
         terms: Mapping[str, Any],
@@ -93,7 +93,7 @@ class AsynchronousExchange:
         self.settings, self._weights, self._ranks = settings, master_weights, ranks
         self._timeout = settings.elastic.timeout_seconds
         self._calls, self._terms, self._step, self._on_divergence = calls, terms, step, on_divergence
-        alone = site(Groups(group_of_one()))
+        alone = reduction_context(Groups(group_of_one()))
         self.stores, self._meter, self._parameters = alone.stores, alone.run.meter, alone.parameters
         self._segments = tuple(master_weights.segments)
         self._messages = FramedMessages(settings.exchange, self._segments, Reductions(alone))

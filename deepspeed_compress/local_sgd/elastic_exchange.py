@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from deepspeed_compress.collectives.reduction import Groups, Site
+from deepspeed_compress.collectives.reduction import Groups, ReductionContext
 from deepspeed_compress.config import Islands
 from deepspeed_compress.errors import IslandError
 from deepspeed_compress.local_sgd.anchors import VersionedAnchor
@@ -53,7 +53,7 @@ class ElasticExchange:
     Args:
         settings: the section's `islands`, with `elastic`.
         master_weights: fp32 master weights of this rank.
-        site: returns the residual stores and counters for given groups.
+        reduction_context: returns the residual stores and counters for given groups.
         ranks: the ranks of this island.
         shared_anchor: the anchor of this rank, which other islands can fetch.
         rendezvous: connection to the coordinator on the first rank; None on the others.
@@ -67,7 +67,7 @@ class ElasticExchange:
         self,
         settings: Islands,
         master_weights: MasterWeights,
-        site: Callable[[Groups], Site],
+        reduction_context: Callable[[Groups], ReductionContext],
         ranks: IslandRanks,
         shared_anchor: SharedAnchor,
         rendezvous: Rendezvous | None,
@@ -78,7 +78,7 @@ class ElasticExchange:
     ) -> None:
         assert settings.elastic is not None, "made for elastic islands"
         self.settings, self.elastic = settings, settings.elastic
-        alone = site(Groups(group_of_one()))
+        alone = reduction_context(Groups(group_of_one()))
         self.stores, self._clock = alone.stores, alone.run.clock
         self.number = -1
         self.shared_anchor, self.rendezvous = shared_anchor, rendezvous
@@ -88,7 +88,7 @@ class ElasticExchange:
         self._exchange = LocalSGDExchange(alone.stores, alone.run.meter)
         # Create all residual stores before a state is loaded.
         Peers(settings, self._segments, alone)
-        self.peers = RoundPeers(settings, self._segments, site, groups)
+        self.peers = RoundPeers(settings, self._segments, reduction_context, groups)
         self._decision = LeaderDecision(ranks)
         self._interval = SyncInterval(settings.sync_steps, settings.sync_seconds)
         self._samples = 0

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_compress.collectives.buckets import Partition, cut
 from deepspeed_compress.collectives.payload import PayloadReducer, PendingMeans
-from deepspeed_compress.collectives.reduction import Reductions, Site
+from deepspeed_compress.collectives.reduction import ReductionContext, Reductions
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.config import CompressedGradients, Islands, Outer
@@ -128,19 +128,21 @@ class PendingExchange:
 
 
 class Peers:
-    """The ranks of equal place in the participating islands, which form the group of `site`, and their reducers.
+    """The ranks of equal place in the participating islands, and their reducers.
+
+    They form the group of `reduction_context`.
 
     Attributes:
         group: the process group of these ranks.
         fragments: the parts of `segments` that are exchanged in turn, each partitioned over the ranks.
     """
 
-    def __init__(self, settings: Islands, segments: Sequence[Segment], site: Site) -> None:
-        self.group: ProcessGroup = site.groups.whole
+    def __init__(self, settings: Islands, segments: Sequence[Segment], reduction_context: ReductionContext) -> None:
+        self.group: ProcessGroup = reduction_context.groups.whole
         self.fragments = [_partition(run, self.group.size()) for run in cut(segments, settings.fragments)]
         exchange = settings.exchange
         self._settings = exchange if isinstance(exchange, CompressedGradients) else _PLAIN
-        self._reductions, self._site = Reductions(site), site
+        self._reductions, self._reduction_context = Reductions(reduction_context), reduction_context
         # Create all residual stores before a state is loaded.
         self._reducer(0, plain=False)
 
@@ -150,8 +152,8 @@ class Peers:
         if ranks == 1:
             return None
         size = 2 * (ranks - 1) * values.nbytes // ranks
-        self._site.run.meter.count(self._site.traffic, size)
-        self._site.run.wait_to_send(size)
+        self._reduction_context.run.meter.count(self._reduction_context.traffic, size)
+        self._reduction_context.run.wait_to_send(size)
         return self.group.allreduce([values])
 
     def start(

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_compress.collectives.buckets import Partition
 from deepspeed_compress.collectives.reducer import StepClock
-from deepspeed_compress.collectives.reduction import Site
+from deepspeed_compress.collectives.reduction import ReductionContext
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.config import Islands, Outer
@@ -33,7 +33,7 @@ class FixedExchange:
     Args:
         settings: the section's `islands`.
         master_weights: fp32 master weights of this rank.
-        site: the group of ranks of equal place, the residual stores and the counters.
+        reduction_context: the group of ranks of equal place, the residual stores and the counters.
         island: the ranks of this island.
         number: number of this island.
         moments: second moments of the optimizer, if they are exchanged.
@@ -44,20 +44,20 @@ class FixedExchange:
         self,
         settings: Islands,
         master_weights: MasterWeights,
-        site: Site,
+        reduction_context: ReductionContext,
         island: ProcessGroup,
         number: int,
         moments: SecondMoments | None = None,
         on_divergence: Callable[[], object] = lambda: None,
     ) -> None:
         self.settings, self.number = settings, number
-        self.stores: ResidualStores = site.stores
+        self.stores: ResidualStores = reduction_context.stores
         self._weights, self._moments, self._on_divergence = master_weights, moments, on_divergence
         self._island = island
-        self._clock: StepClock = site.run.clock
-        self._exchange = LocalSGDExchange(site.stores, site.run.meter)
+        self._clock: StepClock = reduction_context.run.clock
+        self._exchange = LocalSGDExchange(reduction_context.stores, reduction_context.run.meter)
         self._anchor = self._exchange.state.anchor
-        self._peers = Peers(settings, master_weights.segments, site)
+        self._peers = Peers(settings, master_weights.segments, reduction_context)
         self._pending: list[PendingExchange] = []
 
     def start(self) -> None:

@@ -8,7 +8,7 @@ from typing import cast
 from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo, Store, TCPStore
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.collectives.reduction import Groups, Site
+from deepspeed_compress.collectives.reduction import Groups, ReductionContext
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.config import Islands
 from deepspeed_compress.local_sgd.coordinator.wire import Round
@@ -84,15 +84,24 @@ class RoundPeers:
     Args:
         settings: the section's `islands`, with `elastic`.
         segments: the master weights of this rank.
-        site: returns the residual stores and counters for given groups.
+        reduction_context: returns the residual stores and counters for given groups.
         make: creates the groups of a round.
     """
 
     def __init__(
-        self, settings: Islands, segments: Sequence[Segment], site: Callable[[Groups], Site], make: MakeGroups
+        self,
+        settings: Islands,
+        segments: Sequence[Segment],
+        reduction_context: Callable[[Groups], ReductionContext],
+        make: MakeGroups,
     ) -> None:
         assert settings.elastic is not None, "rounds are of elastic islands"
-        self._settings, self._segments, self._site, self._make = settings, segments, site, make
+        self._settings, self._segments, self._reduction_context, self._make = (
+            settings,
+            segments,
+            reduction_context,
+            make,
+        )
         self._timeout = _MessageTimeout(settings.elastic.timeout_seconds, settings.elastic.give_up_seconds)
         self._last: _LastRound | None = None
 
@@ -112,7 +121,9 @@ class RoundPeers:
         if last is None or not same or last.numbers != numbers or last.round != round_.base:
             self._last = None
             groups = self._make(round_, place, number, self._timeout.seconds)
-            last = _LastRound(Peers(self._settings, self._segments, self._site(groups)), numbers, round_.base)
+            last = _LastRound(
+                Peers(self._settings, self._segments, self._reduction_context(groups)), numbers, round_.base
+            )
         last.round = round_.id
         self._last = last
         return last.peers

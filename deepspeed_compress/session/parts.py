@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_compress.collectives.pace import make_pace
 from deepspeed_compress.collectives.reducer import Run, StepClock
-from deepspeed_compress.collectives.reduction import Groups, Parameters, Reductions, Site
+from deepspeed_compress.collectives.reduction import Groups, Parameters, ReductionContext, Reductions
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import CompressConfig, total_steps
 from deepspeed_compress.monitor import EventSink, Journal, Meter, utc_now
@@ -99,7 +99,7 @@ class Parts:
     @cached_property
     def residuals(self) -> ResidualState:
         """Return the residuals and momenta."""
-        stores = ResidualStores(False) if self.reductions is None else self.reductions.site.stores
+        stores = ResidualStores(False) if self.reductions is None else self.reductions.context.stores
         return ResidualState(stores, self.config)
 
 
@@ -121,4 +121,4 @@ def _reductions(attachment: Attachment, run: Run) -> Reductions | None:
     if attachment.config.gradients.method == "none":
         return None
     stores = ResidualStores(attachment.transactional)
-    return Reductions(Site(attachment.make_groups(), attachment.parameters, stores, run))
+    return Reductions(ReductionContext(attachment.make_groups(), attachment.parameters, stores, run))

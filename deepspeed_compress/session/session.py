@@ -96,7 +96,7 @@ class Session:
     @property
     def parameters(self) -> Parameters | None:
         """Return the model's parameters as reducers know them; None if reduction is left to DeepSpeed."""
-        return None if self._reductions is None else self._reductions.site.parameters
+        return None if self._reductions is None else self._reductions.context.parameters
 
     @property
     def reducer(self) -> Reducer:

@@ -23,7 +23,7 @@ from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo  # type:
 
 from deepspeed_compress.collectives.buckets import even_partition
 from deepspeed_compress.collectives.reducer import Run, StepClock
-from deepspeed_compress.collectives.reduction import Groups, Parameters, Reductions, Site, WeightReduction
+from deepspeed_compress.collectives.reduction import Groups, Parameters, ReductionContext, Reductions, WeightReduction
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import (
     SECTION,
@@ -129,7 +129,7 @@ class Rank:
         parameters = Parameters(shapes, sorted(shapes))
         self.meter = ThreadMeter()
         run = Run(StepClock(), self.meter, config.seed)
-        reductions = Reductions(Site(Groups(group), parameters, ResidualStores(transactional=True), run))
+        reductions = Reductions(ReductionContext(Groups(group), parameters, ResidualStores(transactional=True), run))
         gradients, weights = _compressed(config)
         self.plain = reductions.at(gradients, 0).plain
         self.session = _session(config, run, reductions)

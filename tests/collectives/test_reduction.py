@@ -20,8 +20,8 @@ from deepspeed_compress.collectives.reduction import (
     Groups,
     Parameters,
     Reduction,
+    ReductionContext,
     Reductions,
-    Site,
     WeightReduction,
 )
 from deepspeed_compress.compression.codec import Codec, NoSend
@@ -77,7 +77,7 @@ class Built:
     @property
     def stores(self) -> Mapping[str, Residuals]:
         self.at(0)
-        return self.reductions.site.stores.by_name
+        return self.reductions.context.stores.by_name
 
 
 def build(
@@ -86,7 +86,7 @@ def build(
     known = Parameters(**{"shapes": SHAPES, "everywhere": sorted(SHAPES), **parameters})
     groups = groups if isinstance(groups, Groups) else Groups(groups)
     run = Run(StepClock(), Meter(), config.seed)
-    built = Built(config, Reductions(Site(groups, known, ResidualStores(transactional), run)))
+    built = Built(config, Reductions(ReductionContext(groups, known, ResidualStores(transactional), run)))
     built.at(0)
     return built
 
@@ -183,7 +183,7 @@ def test_powersgd_has_stores_for_residuals_and_factors(group: ProcessGroup) -> N
         "error_feedback": {"dtype": "fp32"},
         "overrides": [{"parameters": "head", "method": "bf16"}],
     }
-    reduction = build(group, section(settings, seed=7), exempt=frozenset({"embed.weight"}))
+    reduction = build(group, section(settings, seed=7), excluded=frozenset({"embed.weight"}))
     reducer = powersgd(reduction)
     assert (reducer.low_rank.rank, reducer.factors.run.seed) == (2, 7)
     assert codecs(reducer.factors) == (Codec(Cast(FP16)),)
@@ -216,7 +216,7 @@ OVERRIDES = [
 
 
 @pytest.mark.parametrize(
-    ("gradients", "exempt", "expected"),
+    ("gradients", "excluded", "expected"),
     [
         ({}, (), [Blockwise()] * 4),
         ({"overrides": OVERRIDES}, (), [Linear(), Linear(), Cast(FP32), Linear()]),
@@ -233,10 +233,10 @@ OVERRIDES = [
     ],
 )
 def test_the_first_override_applies_and_small_or_excluded_parameters_are_uncompressed(
-    group: ProcessGroup, gradients: dict[str, Any], exempt: tuple[str, ...], expected: list[Compressor]
+    group: ProcessGroup, gradients: dict[str, Any], excluded: tuple[str, ...], expected: list[Compressor]
 ) -> None:
     names = [*sorted(SHAPES), "extra"]
-    reduction = build(group, section(gradients), exempt=frozenset(exempt), everywhere=names)
+    reduction = build(group, section(gradients), excluded=frozenset(excluded), everywhere=names)
     assert [codec_of(reduction, name).compressor for name in SHAPES] == expected
 
 
@@ -356,7 +356,7 @@ def test_all_reducers_get_the_common_settings(
     config = section({**gradients, "chunk_bytes": 65536}, seed=7)
     levels = groups if "hierarchy" in gradients else Groups(groups.whole)
     reduction = build(levels, config, dtype=dtype)
-    run = reduction.reductions.site.run
+    run = reduction.reductions.context.run
     assert run.seed == 7
     found = [*payload_reducers(reduction.compressed), *payload_reducers(reduction.plain)]
     for reducer in found:

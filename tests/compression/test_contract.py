@@ -57,7 +57,7 @@ def innermost(codec: Compressor) -> Compressor:
 
 
 def signs_survive(codec: Compressor, x: Tensor, decoded: Tensor) -> bool:
-    """Return True if no sign has changed. `Linear` is exempt, because zero is not one of its levels."""
+    """Return True if no sign has changed. `Linear` is excluded, because zero is not one of its levels."""
     return isinstance(innermost(codec), Linear) or bool((decoded.sign() * x.sign() >= 0).all())
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_compress.collectives.reducer import Run, StepClock
-from deepspeed_compress.collectives.reduction import Parameters, Site
+from deepspeed_compress.collectives.reduction import Parameters, ReductionContext
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import Islands, Outer
 from deepspeed_compress.errors import ConfigError, IslandError
@@ -79,8 +79,8 @@ class Island:
         self.client = PushClient(elastic.rendezvous, elastic.timeout_seconds, elastic.give_up_seconds)
         self.stores = ResidualStores(transactional=True)
         self.meter = Meter()
-        site = partial(
-            Site,
+        reduction_context = partial(
+            ReductionContext,
             parameters=Parameters({"w": (NUMEL,)}, ["w"]),
             stores=self.stores,
             run=Run(StepClock(), self.meter),
@@ -92,7 +92,9 @@ class Island:
             "ranks": 1,
             "max_staleness": elastic.parameter_server.max_staleness,
         }
-        self.exchange = AsynchronousExchange(self.settings, self.weights, site, IslandRanks(), self.client, terms)
+        self.exchange = AsynchronousExchange(
+            self.settings, self.weights, reduction_context, IslandRanks(), self.client, terms
+        )
         self.exchange.start()
 
     def move(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from deepspeed_compress.collectives.reducer import Run, StepClock
-from deepspeed_compress.collectives.reduction import Groups, Parameters, Site
+from deepspeed_compress.collectives.reduction import Groups, Parameters, ReductionContext
 from deepspeed_compress.compression.residuals import Residuals, ResidualStores
 from deepspeed_compress.config import Islands
 from deepspeed_compress.errors import ConfigError, IslandError
@@ -111,13 +111,15 @@ class Island:
             [self.server.address],
         )
         doomed = Doomed(self.client, self.instant, self.round)
-        site = partial(
-            Site,
+        reduction_context = partial(
+            ReductionContext,
             parameters=Parameters({"w": (NUMEL,)}, ["w"]),
             stores=self.stores,
             run=Run(StepClock(), Meter()),
         )
-        self.exchange = ElasticExchange(self.settings, self.weights, site, IslandRanks(), anchor, doomed, doomed.groups)
+        self.exchange = ElasticExchange(
+            self.settings, self.weights, reduction_context, IslandRanks(), anchor, doomed, doomed.groups
+        )
 
     def start(self) -> None:
         """Join, and return once the coordinator waits for this island in every round."""

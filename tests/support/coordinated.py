@@ -17,7 +17,7 @@ def terms(minimum: int = 1) -> dict[str, Any]:
     return {"timeout": TIMEOUT, "minimum": minimum, "outer": "average"}
 
 
-class World:
+class CoordinatorHarness:
     """A coordinator without sockets, with the messages to its islands by name, and a clock."""
 
     def __init__(self, minimum: int = 1, saved: Saved | None = None, came_back: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""An island of one rank as a process that may be killed at any time; see `tests/support/sea.py`.
+"""An island of one rank as a process that may be killed at any time; see `tests/support/elastic_job.py`.
 
 It learns a function from noisy values, which depend on its number and the step. It logs a line per exchange.
 """

@@ -324,7 +324,7 @@ def _parameters(engine: Any, kind: str) -> Parameters:
     return Parameters(
         shapes=shapes,
         everywhere=sorted({name for some in every_name for name in some}),
-        exempt=frozenset(shared_parameters(engine)),
+        excluded=frozenset(shared_parameters(engine)),
         dtype=_RAW_DTYPE[kind](engine),
         user_names=user_names,
     )

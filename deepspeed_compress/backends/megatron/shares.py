@@ -80,7 +80,7 @@ class Share:
         return Parameters(
             shapes={name: tuple(one.shape) for name, one in mine.items()},
             everywhere=sorted({name for names in found for name in names}),
-            exempt=frozenset(name for name, one in mine.items() if self._copied(one)),
+            excluded=frozenset(name for name, one in mine.items() if self._copied(one)),
             dtype=reduce(torch.promote_types, dtypes) if dtypes else torch.float32,
             user_names=called,
         )

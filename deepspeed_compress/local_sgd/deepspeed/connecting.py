@@ -32,11 +32,11 @@ def connect(context: ExchangeContext) -> ExchangeStrategy:
 
 def _connect_to_parameter_server(context: ExchangeContext, max_staleness: int) -> AsynchronousExchange:
     elastic, rates = context.elastic, context.learning_rates
-    pace = context.site(Groups(group_of_one())).run.wait_to_send
+    pace = context.reduction_context(Groups(group_of_one())).run.wait_to_send
     return AsynchronousExchange(
         context.settings,
         context.master_weights,
-        context.site,
+        context.reduction_context,
         context.ranks,
         PushClient(elastic.rendezvous, elastic.timeout_seconds, elastic.give_up_seconds, pace),
         {**context.terms, "max_staleness": max_staleness},
@@ -46,7 +46,7 @@ def _connect_to_parameter_server(context: ExchangeContext, max_staleness: int) -
 
 
 def _connect_to_coordinator(context: ExchangeContext) -> ElasticExchange:
-    segments, stores = tuple(context.master_weights.segments), context.site(Groups(group_of_one())).stores
+    segments, stores = tuple(context.master_weights.segments), context.reduction_context(Groups(group_of_one())).stores
     anchor = SharedAnchor(context.settings, segments, AnchorState(stores), context.learning_rates.published)
     connections = _RoundConnections(context, anchor)
     try:
@@ -54,7 +54,7 @@ def _connect_to_coordinator(context: ExchangeContext) -> ElasticExchange:
         return ElasticExchange(
             context.settings,
             context.master_weights,
-            context.site,
+            context.reduction_context,
             context.ranks,
             anchor,
             connections.client,

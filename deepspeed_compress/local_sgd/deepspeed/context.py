@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed_compress.collectives.reduction import Groups, Site
+from deepspeed_compress.collectives.reduction import Groups, ReductionContext
 from deepspeed_compress.config import Elastic, Islands
 from deepspeed_compress.local_sgd.deepspeed.rates import LearningRates
 from deepspeed_compress.local_sgd.exchange import MasterWeights
@@ -21,7 +21,7 @@ class ExchangeContext:
     Attributes:
         settings: the section's `islands`, with `elastic`.
         master_weights: the master weights of this rank.
-        site: returns the site of exchanges over given groups.
+        reduction_context: returns what reductions over given groups need.
         ranks: the ranks of the island.
         terms: the settings that must be equal in all islands.
         learning_rates: the learning rates of this island.
@@ -31,7 +31,7 @@ class ExchangeContext:
 
     settings: Islands
     master_weights: MasterWeights
-    site: Callable[[Groups], Site]
+    reduction_context: Callable[[Groups], ReductionContext]
     ranks: IslandRanks
     terms: Mapping[str, Any]
     learning_rates: LearningRates

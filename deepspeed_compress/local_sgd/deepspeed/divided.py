@@ -29,7 +29,7 @@ from deepspeed_compress.checkpointing.deepspeed.participants import (
     attach_participants,
 )
 from deepspeed_compress.collectives.reducer import StepClock
-from deepspeed_compress.collectives.reduction import Groups, Parameters, Site
+from deepspeed_compress.collectives.reduction import Groups, Parameters, ReductionContext
 from deepspeed_compress.compression import state
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import CompressConfig, masked
@@ -77,11 +77,13 @@ def attach_islands(
     names: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(names, [one.parameter for one in trained.stretches])
     copy_untrained_weights(untrained_parameters(engine, {*chain(*names)}, settings.own), engine, unit)
-    site = Site(Groups(unit.peers, downward=unit.downward), shared, stores, run, traffic="bytes_islands")
+    reduction_context = ReductionContext(
+        Groups(unit.peers, downward=unit.downward), shared, stores, run, traffic="bytes_islands"
+    )
     exchange = FixedExchange(
         settings,
         master_weights,
-        site,
+        reduction_context,
         unit.whole,
         unit.number,
         moments,

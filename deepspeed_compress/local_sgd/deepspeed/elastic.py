@@ -27,7 +27,7 @@ from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMas
 from deepspeed_compress.checkpointing.deepspeed.exclusive import take_for_island
 from deepspeed_compress.checkpointing.deepspeed.participants import LoadRequest, Participant, SaveRequest
 from deepspeed_compress.collectives.reducer import StepClock
-from deepspeed_compress.collectives.reduction import Parameters, Site
+from deepspeed_compress.collectives.reduction import Parameters, ReductionContext
 from deepspeed_compress.compression import state
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import Elastic, Islands, masked
@@ -123,8 +123,8 @@ class ElasticIsland(Participant):
         terms = self._terms(
             settings, settings.elastic, master_weights, untrained_parameters(engine, {*names}, settings.own)
         )
-        site = partial(
-            Site,
+        reduction_context = partial(
+            ReductionContext,
             parameters=shared,
             stores=ResidualStores(transactional=True),
             run=replace(parts.run, clock=StepClock()),
@@ -134,7 +134,7 @@ class ElasticIsland(Participant):
         recover = partial(recover_from_divergence, engine, master_weights, parts.residuals.clear)
         rates = self._learning_rates
         self.exchange = connect(
-            ExchangeContext(settings, master_weights, site, self._ranks, terms, rates, moments, recover)
+            ExchangeContext(settings, master_weights, reduction_context, self._ranks, terms, rates, moments, recover)
         )
 
     @property

@@ -43,7 +43,7 @@ def select_exchanged(
     )
     return (
         replace(master_weights, stretches=kept, stepped=stepped),
-        replace(parameters, shapes=left, everywhere=everywhere, exempt=frozenset(), dtype=torch.float32),
+        replace(parameters, shapes=left, everywhere=everywhere, excluded=frozenset(), dtype=torch.float32),
     )
 
 

@@ -29,10 +29,10 @@ def divide_replicated(master_weights: FlatMasters, parameters: Parameters, unit:
 
     Args:
         master_weights: the master weights of this rank.
-        parameters: the parameters; `exempt` names those that are replicated on ranks sharing layers.
+        parameters: the parameters; `excluded` names those that are replicated on ranks sharing layers.
         unit: this rank's island.
     """
-    shared = parameters.exempt
+    shared = parameters.excluded
     sizes = {name: torch.Size(shape).numel() for name, shape in parameters.shapes.items()}
     tensor, rank = unit.tensor, unit.get_model_parallel_rank()
     parts = {name: (sizes[name] * rank // tensor, sizes[name] * (rank + 1) // tensor) for name in shared}
@@ -55,7 +55,7 @@ def check_equal_blocks(master_weights: FlatMasters, parameters: Parameters, unit
         UnsupportedError: they do not.
     """
     cuts = [
-        (one.parameter, one.begin, one.numel) for one in master_weights.stepped if one.parameter in parameters.exempt
+        (one.parameter, one.begin, one.numel) for one in master_weights.stepped if one.parameter in parameters.excluded
     ]
     every: list[Sequence[tuple[str, int, int]]] = [[] for _ in unit.ranks]
     dist.all_gather_object(every, cuts, group=unit.whole)

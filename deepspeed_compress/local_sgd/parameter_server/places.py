@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_compress.collectives.reducer import Run, StepClock
-from deepspeed_compress.collectives.reduction import Groups, Parameters, Reductions, Site
+from deepspeed_compress.collectives.reduction import Groups, Parameters, ReductionContext, Reductions
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.config import Islands, Outer
@@ -110,7 +110,9 @@ def make_messages(settings: Islands, layout: Sequence[Slice], shapes: Mapping[st
     parameters = Parameters({name: tuple(shape) for name, shape in shapes.items()}, list(shapes))
     stores, run = ResidualStores(transactional=False), Run(StepClock(), Meter())
     return FramedMessages(
-        settings.exchange, tuple(segments), Reductions(Site(Groups(group_of_one()), parameters, stores, run))
+        settings.exchange,
+        tuple(segments),
+        Reductions(ReductionContext(Groups(group_of_one()), parameters, stores, run)),
     )
 
 

@@ -98,7 +98,7 @@ FIRST_LAYERS = [{"parameters": "^[02][.]", "method": "none"}]
 
 @pytest.mark.parametrize("method", METHODS)
 def test_what_stays_uncompressed(method, tmp_path):
-    """All of a dense step, some of another, and more where layers are exempt."""
+    """All of a dense step, some of another, and more where layers are excluded."""
     optimizer = {"type": "AdamW", "params": {"betas": [0.0, 0.95], "torch_adam": True}}
     shared = {"ranks": 4 if "levels" in method else 2, "steps": 2, "extra": {"optimizer": optimizer}}
     stage, settings = METHODS[method]

@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed_compress.backends.deepspeed.gradients import early
 from deepspeed_compress.collectives.buckets import even_partition
 from deepspeed_compress.collectives.reducer import Run, StepClock
-from deepspeed_compress.collectives.reduction import Groups, Parameters, Reductions, Site
+from deepspeed_compress.collectives.reduction import Groups, Parameters, ReductionContext, Reductions
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import brief, parse_section
 from deepspeed_compress.monitor import Meter
@@ -176,7 +176,7 @@ def take_turns(everywhere: bool) -> tuple[torch.Tensor, torch.Tensor]:
     def work(group: Any, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         run = Run(StepClock(), Meter())
         stores, generator = ResidualStores(False), torch.Generator().manual_seed(rank)
-        reductions = Reductions(Site(Groups(group), Parameters(SHAPES, list(SHAPES)), stores, run))
+        reductions = Reductions(ReductionContext(Groups(group), Parameters(SHAPES, list(SHAPES)), stores, run))
         put, came = torch.zeros(partition.numel), torch.zeros(partition.numel)
         own = torch.cat([torch.arange(s.offset, s.offset + s.numel) for s in partition.owned_by(rank)])
         for number in range(len(TURNS) * steps + 1):

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from deepspeed_compress.local_sgd.coordinator.records import Saved
-from tests.support.coordinated import PATIENCE, TIMEOUT, World, terms
+from tests.support.coordinated import PATIENCE, TIMEOUT, CoordinatorHarness, terms
 
 
 def test_the_first_island_provides_the_anchor_for_the_others() -> None:
-    world = World(minimum=2)
+    world = CoordinatorHarness(minimum=2)
     world.join("a")
     world.say("a", "sources")
     world.wait(2.0, "a")
@@ -27,7 +27,7 @@ def test_the_first_island_provides_the_anchor_for_the_others() -> None:
 
 
 def test_a_round_begins_when_all_have_arrived_and_is_committed_when_all_have_voted() -> None:
-    world = World()
+    world = CoordinatorHarness()
     world.begin("a", "b")
     world.arrive("a")
     assert world.count("a", "round") == 0
@@ -43,7 +43,7 @@ def test_a_round_begins_when_all_have_arrived_and_is_committed_when_all_have_vot
 
 
 def test_no_island_is_awaited_longer_than_the_timeout() -> None:
-    world = World()
+    world = CoordinatorHarness()
     world.begin("a", "b", "c")
     world.arrive("a", "b")
     world.wait(TIMEOUT - 0.5, "a", "b", "c")
@@ -62,7 +62,7 @@ def test_no_island_is_awaited_longer_than_the_timeout() -> None:
 
 
 def test_a_busy_island_is_awaited_once() -> None:
-    world = World()
+    world = CoordinatorHarness()
     world.begin("a", "b", "c")
     world.arrive("a", "b")
     world.wait(TIMEOUT, "a", "b", "c")
@@ -79,7 +79,7 @@ def test_a_busy_island_is_awaited_once() -> None:
 
 
 def test_a_disconnected_island_is_not_awaited() -> None:
-    world = World()
+    world = CoordinatorHarness()
     world.begin("a", "b", "c")
     world.arrive("a", "b")
     world.lose("c")
@@ -87,7 +87,7 @@ def test_a_disconnected_island_is_not_awaited() -> None:
 
 
 def test_an_island_that_is_silent_for_the_timeout_is_lost() -> None:
-    world = World()
+    world = CoordinatorHarness()
     world.begin("a", "b", "c")
     world.wait(TIMEOUT + 1, "a", "b")
     world.arrive("a", "b")
@@ -100,7 +100,7 @@ def test_an_island_that_is_silent_for_the_timeout_is_lost() -> None:
 
 @pytest.mark.parametrize("voted", [0, 1, 2])
 def test_a_death_before_the_vote_makes_the_round_void_for_all(voted: int) -> None:
-    world = World()
+    world = CoordinatorHarness()
     world.begin("a", "b", "c")
     world.arrive("a", "b", "c")
     world.vote(*"ab"[:voted])
@@ -113,7 +113,7 @@ def test_a_death_before_the_vote_makes_the_round_void_for_all(voted: int) -> Non
 
 
 def test_a_death_after_the_vote_changes_nothing() -> None:
-    world = World()
+    world = CoordinatorHarness()
     world.begin("a", "b", "c")
     world.arrive("a", "b", "c")
     world.vote("c")
@@ -127,7 +127,7 @@ def test_a_death_after_the_vote_changes_nothing() -> None:
 
 
 def test_the_run_continues_from_the_next_newest_anchor_if_the_newest_is_lost() -> None:
-    world = World()
+    world = CoordinatorHarness()
     world.begin("a", "b")
     world.arrive("a")
     world.wait(TIMEOUT, "a", "b")
@@ -144,7 +144,7 @@ def test_the_run_continues_from_the_next_newest_anchor_if_the_newest_is_lost() -
 
 
 def test_a_round_without_the_newest_anchor_does_not_take_place() -> None:
-    world = World()
+    world = CoordinatorHarness()
     world.begin("a", "b", "c")
     world.arrive("a", "c")
     world.wait(TIMEOUT, "a", "b", "c")
@@ -158,12 +158,12 @@ def test_a_round_without_the_newest_anchor_does_not_take_place() -> None:
 
 
 def test_a_restarted_coordinator_waits_for_a_majority_of_the_last_round() -> None:
-    world = World()
+    world = CoordinatorHarness()
     world.begin("a", "b", "c")
     world.arrive("a", "b", "c")
     world.vote("a", "b", "c")
     saved = Saved(**json.loads(json.dumps(asdict(world.coordinator.saved))))
-    again = World(saved=saved, came_back=True)
+    again = CoordinatorHarness(saved=saved, came_back=True)
     again.join("a", number=0, version=2, run=saved.run)
     again.arrive("a")
     again.wait(3 * TIMEOUT, "a")
@@ -179,14 +179,16 @@ def test_a_restarted_coordinator_waits_for_a_majority_of_the_last_round() -> Non
 
 
 def test_two_coordinators_with_copies_of_one_state_do_not_both_continue() -> None:
-    world = World()
+    world = CoordinatorHarness()
     names = "abcde"
     world.begin(*names)
     world.arrive(*names)
     world.vote(*names)
     rounds = []
     for part in ("ab", "cde"):
-        other = World(saved=Saved(**json.loads(json.dumps(asdict(world.coordinator.saved)))), came_back=True)
+        other = CoordinatorHarness(
+            saved=Saved(**json.loads(json.dumps(asdict(world.coordinator.saved)))), came_back=True
+        )
         for name in part:
             other.join(name, number=names.index(name), version=2, run=world.coordinator.saved.run)
         other.arrive(*part)
@@ -197,7 +199,7 @@ def test_two_coordinators_with_copies_of_one_state_do_not_both_continue() -> Non
 
 def test_a_loaded_checkpoint_replaces_a_lost_island() -> None:
     saved = Saved(run="x", version=14, lineage=[12, 13, 14], next_round=15, next_number=3, members=[0, 1, 2])
-    world = World(minimum=2, saved=saved, came_back=True)
+    world = CoordinatorHarness(minimum=2, saved=saved, came_back=True)
     for number, name in enumerate("ab"):
         world.join(name)
         world.say(name, "claim", run="x", number=number, version=12 + number)
@@ -206,7 +208,7 @@ def test_a_loaded_checkpoint_replaces_a_lost_island() -> None:
 
 
 def test_all_islands_start_from_the_newest_checkpoint_under_a_new_coordinator() -> None:
-    world = World(minimum=3)
+    world = CoordinatorHarness(minimum=3)
     world.begin("a", "b", "c")
     for name, version in zip("abc", (7, 9, 9), strict=True):
         world.say(name, "claim", run="former", number=0, version=version)
@@ -221,7 +223,7 @@ def test_all_islands_start_from_the_newest_checkpoint_under_a_new_coordinator() 
 @pytest.mark.parametrize("has_one", [True, False])
 def test_an_island_that_arrives_too_late_for_an_anchor_loads_its_checkpoint(has_one: bool) -> None:
     """Island a begins to load its own checkpoint before b, which was sent to it, has fetched the anchor."""
-    world = World(minimum=2)
+    world = CoordinatorHarness(minimum=2)
     for name in "ab":
         world.join(name)
     for name in "ab":
@@ -247,7 +249,7 @@ def test_an_island_that_arrives_too_late_for_an_anchor_loads_its_checkpoint(has_
 
 def test_an_island_that_joins_while_others_wait_with_checkpoints_loads_its_own() -> None:
     """No island has an anchor: the new one would wait for the others, and they for its checkpoint."""
-    world = World(minimum=2)
+    world = CoordinatorHarness(minimum=2)
     world.join("a")
     world.say("a", "claim", run="former", number=0, version=7)
     assert world.count("a", "anchor") == 0
@@ -266,7 +268,7 @@ def test_an_island_that_joins_while_others_wait_with_checkpoints_loads_its_own()
 
 
 def test_a_checkpoint_is_not_an_anchor_if_others_have_continued() -> None:
-    world = World()
+    world = CoordinatorHarness()
     world.begin("a")
     world.arrive("a")
     world.vote("a")
@@ -276,7 +278,7 @@ def test_a_checkpoint_is_not_an_anchor_if_others_have_continued() -> None:
 
 
 def test_updates_from_another_beginning_are_not_added() -> None:
-    world = World()
+    world = CoordinatorHarness()
     world.begin("a")
     world.say("a", "claim", run="former", number=0, version=9)
     world.say("a", "ready", version=9)
@@ -287,7 +289,7 @@ def test_updates_from_another_beginning_are_not_added() -> None:
 
 
 def test_fewer_than_the_minimum_do_not_exchange() -> None:
-    world = World(minimum=2)
+    world = CoordinatorHarness(minimum=2)
     world.begin("a", "b")
     world.lose("b")
     world.arrive("a")
@@ -300,7 +302,7 @@ def test_fewer_than_the_minimum_do_not_exchange() -> None:
 
 
 def test_terms_are_those_of_the_connected_islands() -> None:
-    world = World()
+    world = CoordinatorHarness()
     world.begin("a")
     message = {"terms": {**terms(), "outer": "nesterov"}, "store": "b:1", "addresses": []}
     world.say("b", "join", **message)
@@ -315,7 +317,7 @@ def test_terms_are_those_of_the_connected_islands() -> None:
 
 
 def test_a_process_can_be_only_one_island() -> None:
-    world = World()
+    world = CoordinatorHarness()
     world.join("a", process="host:1")
     world.join("b", process="host:1")
     assert "process host:1 already is an island" in world.last("b", "refused")["why"]
@@ -327,14 +329,14 @@ def test_a_process_can_be_only_one_island() -> None:
 
 
 def test_an_island_of_another_run_is_refused() -> None:
-    world = World()
+    world = CoordinatorHarness()
     world.join("a", run="other", number=3, version=4)
     assert "the island belongs to run other" in world.last("a", "refused")["why"]
 
 
 def test_after_void_rounds_each_island_is_left_out_in_turn() -> None:
     """The link between a and b is broken, so every round with both is void."""
-    world = World()
+    world = CoordinatorHarness()
     world.begin("a", "b", "c")
     counted = set()
     for _ in range(8):
@@ -362,7 +364,7 @@ def test_after_void_rounds_each_island_is_left_out_in_turn() -> None:
     ],
 )
 def test_messages_of_unknown_islands_change_nothing(wrong: Mapping[str, Any]) -> None:
-    world = World()
+    world = CoordinatorHarness()
     before = world.coordinator.to_save()
     with pytest.raises((ValueError, KeyError, TypeError)):
         world.say("a", "join", **{"terms": terms(), "store": "a:1", "addresses": ["a:2"], **wrong})
@@ -374,7 +376,7 @@ def test_messages_of_unknown_islands_change_nothing(wrong: Mapping[str, Any]) ->
 
 def test_a_version_lost_with_its_holders_is_not_in_the_lineage() -> None:
     """The others have continued from an older version, so updates from the lost one must not be added."""
-    world = World()
+    world = CoordinatorHarness()
     world.begin("a", "b", "c")
     world.arrive("a", "b")
     world.wait(TIMEOUT, "a", "b", "c")

@@ -8,26 +8,26 @@ from typing import Any
 
 import pytest
 
-from tests.support.coordinated import PATIENCE, TIMEOUT, World, terms
+from tests.support.coordinated import PATIENCE, TIMEOUT, CoordinatorHarness, terms
 
 
-def trained(*names: str, minimum: int = 1, rounds: int = 1) -> World:
+def trained(*names: str, minimum: int = 1, rounds: int = 1) -> CoordinatorHarness:
     """Return a world in which the islands `names` have exchanged."""
-    world = World(minimum=minimum)
+    world = CoordinatorHarness(minimum=minimum)
     world.begin(*names)
     for _ in range(rounds):
         exchange(world, *names)
     return world
 
 
-def exchange(world: World, *names: str) -> None:
+def exchange(world: CoordinatorHarness, *names: str) -> None:
     world.arrive(*names)
     world.vote(*names)
     for name in names:
         world.say(name, "ready", version=world.coordinator.saved.version)
 
 
-def join_again(world: World, name: str, number: int, version: int) -> None:
+def join_again(world: CoordinatorHarness, name: str, number: int, version: int) -> None:
     world.join(name, number=number, version=version, run=world.coordinator.saved.run)
 
 
@@ -119,7 +119,7 @@ def test_an_island_that_died_long_ago_does_not_replace_those_that_continued() ->
 
 @pytest.mark.parametrize("minimum", [1, 2])
 def test_islands_that_died_before_any_exchange_are_awaited_for_their_patience(minimum: int) -> None:
-    world = World(minimum=minimum)
+    world = CoordinatorHarness(minimum=minimum)
     world.begin(*"ab"[:minimum])
     for name in "ab"[:minimum]:
         world.lose(name)
@@ -276,7 +276,7 @@ def test_the_state_file_of_an_earlier_release_restores_the_islands_of_the_last_r
 
 
 def test_a_waiting_island_is_told_which_islands_are_missing() -> None:
-    world = World(minimum=2)
+    world = CoordinatorHarness(minimum=2)
     world.join("a")
     world.say("a", "sources")
     assert world.last("a", "waiting")["why"].endswith("1 is (island 0); start 1 more")
@@ -312,7 +312,7 @@ class Chaos:
     that is started again. What it may never do is checked after every act."""
 
     random: random.Random
-    world: World = field(default_factory=World)
+    world: CoordinatorHarness = field(default_factory=CoordinatorHarness)
     alive: list[Process] = field(default_factory=list)
     checkpoints: list[tuple[int, int]] = field(default_factory=list)
     dead: list[str] = field(default_factory=list)

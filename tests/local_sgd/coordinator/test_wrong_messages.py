@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deepspeed_compress.local_sgd.coordinator.requests import read_request
-from tests.support.coordinated import World, terms
+from tests.support.coordinated import CoordinatorHarness, terms
 
 SURROGATE = "\ud800"
 JOIN = {"terms": terms(), "store": "z:1", "addresses": ["z:2"]}
@@ -40,9 +40,9 @@ NEVER = [
 ]
 
 
-def exchanging() -> World:
+def exchanging() -> CoordinatorHarness:
     """Return a world in which a and b have exchanged once, and a waits for the next round."""
-    world = World()
+    world = CoordinatorHarness()
     world.begin("a", "b")
     world.arrive("a", "b")
     world.vote("a", "b")
@@ -50,7 +50,7 @@ def exchanging() -> World:
     return world
 
 
-def state(world: World) -> Any:
+def state(world: CoordinatorHarness) -> Any:
     """Return all that the coordinator knows."""
     membership, rounds = world.coordinator.membership, world.coordinator._rounds
     own = [(one.__dict__.keys() - {"known", "_membership"}, one.__dict__) for one in (membership, rounds)]
@@ -58,7 +58,7 @@ def state(world: World) -> Any:
     return copy.deepcopy([world.coordinator.to_save(), membership.known.__dict__, *parts])
 
 
-def refused(world: World, name: str, message: Mapping[str, Any]) -> bool:
+def refused(world: CoordinatorHarness, name: str, message: Mapping[str, Any]) -> bool:
     """Return True if `message` is refused as no message, and then nothing has changed."""
     before = state(world)
     try:
@@ -136,7 +136,7 @@ def test_an_island_that_cannot_join_is_told_why(number: int, version: int, text:
 
 
 def test_a_claim_does_not_break_later_rounds() -> None:
-    world = World()
+    world = CoordinatorHarness()
     world.join("a")
     world.say("a", "claim", run="former", number=3, version=2**40)
     world.say("a", "ready", version=2**40)

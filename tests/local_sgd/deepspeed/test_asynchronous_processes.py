@@ -12,27 +12,27 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress.local_sgd.coordinator.client import status
+from tests.support.elastic_job import PAUSE, Cable, ElasticJob, came, job, reached, wait_for
 from tests.support.leftovers import own_port
-from tests.support.sea import PAUSE, Cable, Sea, came, reached, sea, wait_for
 
 pytestmark = pytest.mark.slow
 VERSIONS = 80
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Sea:
-    with sea(tmp_path_factory.mktemp("calm"), VERSIONS, asynchronous=True) as found:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> ElasticJob:
+    with job(tmp_path_factory.mktemp("calm"), VERSIONS, asynchronous=True) as found:
         pass
     return found
 
 
-def pushes(found: Sea, island: int) -> int:
+def pushes(found: ElasticJob, island: int) -> int:
     return sum(one["kind"] == "exchange" for one in found.lines(island))
 
 
-def test_islands_killed_at_random_instants_can_join_again(tmp_path: Path, undisturbed: Sea) -> None:
+def test_islands_killed_at_random_instants_can_join_again(tmp_path: Path, undisturbed: ElasticJob) -> None:
     random_, kills = random.Random(3), 6
-    with sea(tmp_path, VERSIONS, asynchronous=True) as found:
+    with job(tmp_path, VERSIONS, asynchronous=True) as found:
         came(found, 3)
         living = list(found.islands)
         for number in range(kills):
@@ -45,8 +45,8 @@ def test_islands_killed_at_random_instants_can_join_again(tmp_path: Path, undist
     assert found.loss() < undisturbed.loss() * 1.05
 
 
-def test_nobody_waits_for_one_that_is_slow_or_cut_off(tmp_path: Path, undisturbed: Sea) -> None:
-    with sea(tmp_path, VERSIONS, islands=1, asynchronous=True) as found, Cable(found.address) as cable:
+def test_nobody_waits_for_one_that_is_slow_or_cut_off(tmp_path: Path, undisturbed: ElasticJob) -> None:
+    with job(tmp_path, VERSIONS, islands=1, asynchronous=True) as found, Cable(found.address) as cable:
         found.come(pause=4 * PAUSE)
         found.come(address=cable.address)
         came(found, 3)
@@ -81,7 +81,7 @@ def serving(state: Path, port: int) -> Iterator[subprocess.Popen[str]]:
 def test_the_server_is_killed_and_goes_on_with_all_that_was_pushed(tmp_path: Path) -> None:
     with own_port() as port:
         address = f"127.0.0.1:{port}"
-        found = Sea(address, tmp_path, 60, elastic={"parameter_server": {}})
+        found = ElasticJob(address, tmp_path, 60, elastic={"parameter_server": {}})
         with serving(tmp_path / "state", port):
             for _ in range(2):
                 found.come()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.sea import PAUSE, TIMEOUT, Cable, Sea, came, reached, sea, wait_for
+from tests.support.elastic_job import PAUSE, TIMEOUT, Cable, ElasticJob, came, job, reached, wait_for
 
 pytestmark = pytest.mark.slow
 VERSIONS = 120
@@ -16,7 +16,7 @@ STANDSTILL = 5.0
 """Seconds that an island may stand still because of another one."""
 
 
-def agree(found: Sea) -> None:
+def agree(found: ElasticJob) -> None:
     """Check that no version resulted from two rounds, as with a second majority."""
     rounds: dict[int, set[int]] = {}
     for one in found.lines():
@@ -26,15 +26,15 @@ def agree(found: Sea) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Sea:
-    with sea(tmp_path_factory.mktemp("calm"), VERSIONS) as found:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> ElasticJob:
+    with job(tmp_path_factory.mktemp("calm"), VERSIONS) as found:
         pass
     return found
 
 
-def test_islands_killed_at_random_instants_can_join_again(tmp_path: Path, undisturbed: Sea) -> None:
+def test_islands_killed_at_random_instants_can_join_again(tmp_path: Path, undisturbed: ElasticJob) -> None:
     random_, kills = random.Random(3), 20
-    with sea(tmp_path, VERSIONS) as found:
+    with job(tmp_path, VERSIONS) as found:
         came(found, 3)
         living = list(found.islands)
         for number in range(kills):
@@ -51,8 +51,10 @@ def test_islands_killed_at_random_instants_can_join_again(tmp_path: Path, undist
     assert found.loss() < undisturbed.loss() * 1.005
 
 
-def test_slow_paused_and_late_islands_reach_the_loss_of_undisturbed_ones(tmp_path: Path, undisturbed: Sea) -> None:
-    with sea(tmp_path, VERSIONS, islands=2) as found:
+def test_slow_paused_and_late_islands_reach_the_loss_of_undisturbed_ones(
+    tmp_path: Path, undisturbed: ElasticJob
+) -> None:
+    with job(tmp_path, VERSIONS, islands=2) as found:
         slow = len(found.islands)
         found.come(pause=4 * PAUSE)
         came(found, 3)
@@ -76,7 +78,7 @@ def test_slow_paused_and_late_islands_reach_the_loss_of_undisturbed_ones(tmp_pat
 
 
 def test_an_island_that_is_cut_off_stops_and_the_others_continue(tmp_path: Path) -> None:
-    with sea(tmp_path, 40, islands=2) as found:
+    with job(tmp_path, 40, islands=2) as found:
         with Cable(found.address) as cable:
             found.come(address=cable.address, give_up="3 s")
             came(found, 3)
@@ -91,7 +93,7 @@ def test_an_island_that_is_cut_off_stops_and_the_others_continue(tmp_path: Path)
 
 def test_an_island_that_was_cut_off_for_a_while_returns_to_the_others(tmp_path: Path) -> None:
     """Two islands continue, and the update of the third one contributes once it is back."""
-    with sea(tmp_path, 60, islands=2) as found, Cable(found.address) as cable:
+    with job(tmp_path, 60, islands=2) as found, Cable(found.address) as cable:
         found.come(address=cable.address)
         came(found, 3)
         reached(found, 10)
@@ -109,7 +111,7 @@ def test_an_island_that_was_cut_off_for_a_while_returns_to_the_others(tmp_path: 
 
 def test_an_island_leaves_and_another_takes_its_place(tmp_path: Path) -> None:
     """An island that leaves on its own is not awaited."""
-    with sea(tmp_path, 50, islands=2) as found:
+    with job(tmp_path, 50, islands=2) as found:
         found.come(leaves=15)
         wait_for(found, 2, "end")
         reached(found, 25)

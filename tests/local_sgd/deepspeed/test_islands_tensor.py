@@ -129,7 +129,7 @@ def cut(rank: int, numels: list[int]) -> str:
     norm = Stretch("norm.weight", 0, torch.zeros(8), 0, numels[rank])
     split = Stretch("split.weight", 0, torch.zeros(8), 0, 1 + rank)
     master_weights = FlatMasters([norm, split], torch.device("cpu"), publish=list, stepped=[norm, split])
-    parameters = Parameters({"norm.weight": (8,), "split.weight": (8,)}, [], exempt=frozenset({"norm.weight"}))
+    parameters = Parameters({"norm.weight": (8,), "split.weight": (8,)}, [], excluded=frozenset({"norm.weight"}))
     unit = SimpleNamespace(ranks=(0, 1), tensor=2, whole=dist.group.WORLD)
     try:
         check_equal_blocks(master_weights, parameters, unit)

@@ -40,7 +40,7 @@ def section(address: str, **elastic: Any) -> Mapping[str, Any]:
 
 
 @dataclass
-class Sea:
+class ElasticJob:
     """Islands of one rank each that join and leave until the anchor has reached `versions` versions."""
 
     address: str
@@ -112,12 +112,12 @@ class _Silent:
 
 
 @contextmanager
-def sea(directory: Path, versions: int, islands: int = 3, asynchronous: bool = False) -> Iterator[Sea]:
-    """Yield a `Sea` with `islands` islands; all have ended at the end of the block."""
+def job(directory: Path, versions: int, islands: int = 3, asynchronous: bool = False) -> Iterator[ElasticJob]:
+    """Yield a `ElasticJob` with `islands` islands; all have ended at the end of the block."""
     forks.warm_up()
     directory.mkdir(exist_ok=True)
     with served(directory / "state", asynchronous) as address:
-        found = Sea(address, directory, versions, elastic={"parameter_server": {}} if asynchronous else {})
+        found = ElasticJob(address, directory, versions, elastic={"parameter_server": {}} if asynchronous else {})
         try:
             for _ in range(islands):
                 found.come()
@@ -142,7 +142,7 @@ def served(state: Path, asynchronous: bool) -> Iterator[str]:
         yield f"127.0.0.1:{server.port}"
 
 
-def came(found: Sea, count: int) -> None:
+def came(found: ElasticJob, count: int) -> None:
     """Wait until `count` islands train."""
     deadline = time.time() + 30
     while sum(one["kind"] == "came" for one in found.lines()) < count:
@@ -150,14 +150,14 @@ def came(found: Sea, count: int) -> None:
         time.sleep(0.05)
 
 
-def reached(found: Sea, version: int) -> None:
+def reached(found: ElasticJob, version: int) -> None:
     deadline = time.time() + LONGEST
     while max((one.get("version", 0) for one in found.lines()), default=0) < version:
         assert time.time() < deadline, f"version {version} is not reached"
         time.sleep(0.02)
 
 
-def wait_for(found: Sea, island: int, kind: str) -> list[dict[str, Any]]:
+def wait_for(found: ElasticJob, island: int, kind: str) -> list[dict[str, Any]]:
     deadline = time.time() + LONGEST
     while not (lines := [one for one in found.lines(island) if one["kind"] == kind]):
         assert time.time() < deadline, f"no {kind}"
