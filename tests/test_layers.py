@@ -128,8 +128,8 @@ TABLE = {
     ),
     "models": allow("config.names errors", "torch deepspeed transformers safetensors", lazily="megatron"),
     "training": allow(
-        "config backends.deepspeed.builds errors foreign_warnings models monitor launcher.heartbeat tools.arguments "
-        "tools.files tools.run_directory",
+        "config backends.deepspeed.builds backends.deepspeed.units errors foreign_warnings models monitor "
+        "launcher.heartbeat tools.arguments tools.files tools.run_directory",
         "torch deepspeed numpy rich tokenizers transformers",
         lazily="__init__",
     ),

@@ -13,6 +13,7 @@ __all__ = [
     "LAYOUTS",
     "Partition",
     "cut",
+    "even_cut",
     "even_partition",
     "partition_by_owners",
     "partition_by_sizes",
@@ -117,6 +118,12 @@ def select(partition: Partition, keep: Callable[[Segment], bool]) -> tuple[tuple
 def relabel(partition: Partition, owner_of: Callable[[int], int], world_size: int) -> Partition:
     """Return the same segments with owners `owner_of(owner)` in a group of `world_size`."""
     return Partition(tuple(replace(part, owner=owner_of(part.owner)) for part in partition.segments), world_size)
+
+
+def even_cut(segments: Sequence[Segment], count: int) -> Partition:
+    """Return a bucket of `segments`, which follow one another, cut over `count` owners of near-equal size."""
+    runs = cut(segments, count)
+    return Partition(tuple(replace(part, owner=owner) for owner, run in enumerate(runs) for part in run), count)
 
 
 def cut(segments: Sequence[Segment], count: int) -> tuple[tuple[Segment, ...], ...]:

@@ -1,14 +1,14 @@
 """Two-level reduction if every node holds a copy of the model, sharded over its ranks (hybrid sharding, HSDP)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.collectives.buckets import LAYOUTS, Partition, cut, select
+from deepspeed_compress.collectives.buckets import LAYOUTS, Partition, even_cut, select
 from deepspeed_compress.collectives.messages import Transfer
 from deepspeed_compress.collectives.payload import PayloadReducer
 from deepspeed_compress.collectives.reducer import Pending, reduce_at_once
@@ -28,9 +28,7 @@ class _Part:
 
 def _make_part(rank: int, nodes: int, partition: Partition) -> _Part:
     mine, compact = select(partition, lambda segment: segment.owner == rank)
-    runs = cut(compact.segments, nodes)
-    owned = tuple(replace(segment, owner=node) for node, run in enumerate(runs) for segment in run)
-    return _Part(mine, Partition(owned, nodes))
+    return _Part(mine, even_cut(compact.segments, nodes))
 
 
 class HybridReducer:

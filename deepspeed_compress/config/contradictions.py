@@ -21,6 +21,7 @@ from deepspeed_compress.config.places import (
 )
 from deepspeed_compress.config.problems import problem, show
 from deepspeed_compress.config.schedules import OWN_MOMENTUM, find_schedule_problems, find_unknown_length
+from deepspeed_compress.config.sharding_problems import find_sharding_contradictions, find_sharding_mismatches
 from deepspeed_compress.diagnostics import Diagnostic, Path, at, pointer, write
 
 
@@ -42,6 +43,7 @@ def find_mismatches(
         *_guard_needs_norms(ds_config, section),
         *_ownership_unavailable(ds_config, section),
         *find_island_mismatches(ds_config, section, world_size),
+        *find_sharding_mismatches(ds_config, section, world_size),
     ]
     return problems + ([] if world_size is None else list(_uneven_nodes(section, world_size)))
 
@@ -141,6 +143,7 @@ _CHECKS = (
     _delayed_without_feedback,
     _group_beyond_block,
     find_island_contradictions,
+    find_sharding_contradictions,
     _checkpoint_directory,
     find_schedule_problems,
     find_adaptive_problems,

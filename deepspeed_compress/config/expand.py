@@ -77,6 +77,9 @@ def check_world(section: CompressConfig, world_size: int, ds_config: Mapping[str
     size = world_size // (TENSOR.effective(ds_config or {}, parallelism) * parallelism.pipeline)
     if section.islands is not None and section.islands.size is not None:
         size = section.islands.size
+    if isinstance(parallelism.shard_within, int):
+        # Only nodes exchange what the section compresses.
+        size //= parallelism.shard_within
     for key in ("gradients", "weights"):
         if size == 1 and getattr(section, key).method != "none":
             text = f"{pointer((SECTION, key))}: compression has no effect, because the data-parallel size is 1"

@@ -31,6 +31,10 @@ class Parallelism(Model):
     """Division of a model into stages by `build_parallel`: `balanced` gives each stage equally many multiplications,
     `parameters` equally many parameters, and `uniform` equally many decoder layers. A list has the number of decoder
     layers of each stage; 0 leaves a stage only the layers before the first or after the last decoder layer."""
+    shard_within: Literal["node"] | Annotated[int, Field(ge=2)] | None = None
+    """Hybrid sharding: ZeRO 1, 2 or 3 shards the model over this many consecutive data-parallel ranks, or over those of
+    a host (`node`). Each rank then averages the gradients of its shard over the nodes once a step, which is all that
+    crosses between them. null shards over all ranks."""
     activation_checkpointing: bool = False
     """Let `build_parallel` recompute the activations of decoder layers in the backward pass instead of storing them."""
 

@@ -17,10 +17,12 @@ __all__ = ["find_unsupported"]
 def find_unsupported(ds_config: Mapping[str, Any], section: CompressConfig | None) -> list[Diagnostic]:
     """Return the requested DeepSpeed features that reduce gradients or gather weights in incompressible ways.
 
-    Empty if `section` compresses nothing. None stands for an invalid section, and is treated as the defaults.
+    Empty if `section` neither compresses nor shards within nodes. None stands for an invalid section, and is treated as
+    the defaults.
     """
     section = CompressConfig() if section is None else section
-    if section.gradients.method == section.weights.method == "none":
+    sharded = section.parallelism is not None and section.parallelism.shard_within is not None
+    if section.gradients.method == section.weights.method == "none" and not sharded:
         return []
     problems = [
         Diagnostic(at(*path), f"{show(value)} cannot be combined with {pointer((SECTION,))}: {why}", write(instead))

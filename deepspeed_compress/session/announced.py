@@ -24,17 +24,24 @@ def tell(text: Callable[[], str]) -> None:
         warnings.warn(f"the startup line cannot be written: {error!r}", CompressWarning, stacklevel=3)
 
 
-def joined(config: CompressConfig, where: str, ranks: int, figures: Callable[[], Sequence[str]]) -> str:
+def joined(
+    config: CompressConfig,
+    where: str,
+    ranks: int,
+    figures: Callable[[], Sequence[str]],
+    members: str = "data-parallel ranks",
+) -> str:
     """Return the startup line.
 
     Args:
         config: the section.
         where: the engine, such as the ZeRO stage.
-        ranks: number of data-parallel ranks.
-        figures: returns the texts about traffic; called only if there are several ranks.
+        ranks: number of ranks, or nodes, that exchange messages.
+        figures: returns the texts about traffic; called only if there are several.
+        members: what is counted by `ranks`, in the plural.
     """
     methods = f"gradients {brief(config.gradients)}, weights {brief(config.weights)}"
-    first = f"{methods}; {where}, {ranks} data-parallel ranks"
+    first = f"{methods}; {where}, {ranks} {members}"
     found = [*(figures() if ranks > 1 else ()), *_between_islands(config.islands)]
     if not found:
         return f"{first}; nothing is {'compressed' if ranks > 1 else 'sent, so nothing is compressed'}"

@@ -10,6 +10,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from numpy.typing import NDArray
 from torch import Tensor
 
+from deepspeed_compress.backends.deepspeed.units import RankUnit
 from deepspeed_compress.training.data import Windows, eval_starts, step_starts
 
 ISLANDS = 2**32
@@ -51,15 +52,16 @@ class Share:
 def share_of(engine: Any) -> Share:
     """Return the share of this rank.
 
-    Ranks of one tensor-parallel or pipeline group get the same share: only data-parallel ranks and islands split a
-    batch.
+    Ranks of one tensor-parallel or pipeline group get the same share: only data-parallel ranks, islands and nodes split
+    a batch.
     """
     session = vars(engine).get("compression")
     islands = session is not None and session.islands is not None
-    group = dist.group.WORLD if islands else engine.data_parallel_group
+    divided = isinstance(engine.mpu, RankUnit)
     elastic = islands and session.config.islands.elastic is not None
+    group = dist.group.WORLD if divided or elastic else engine.data_parallel_group
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    if islands and not elastic:
+    if divided:
         rank, size = engine.mpu.share_of_job
     return Share(
         rank,

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from deepspeed_compress.backends.deepspeed.groups import reduction_group
 from deepspeed_compress.backends.deepspeed.limits import has_optimizer
+from deepspeed_compress.backends.deepspeed.units import NodeUnit, node_unit
 from deepspeed_compress.collectives.reduction import Parameters
 from deepspeed_compress.config import CompressedWeights, find_missing
 from deepspeed_compress.config.numbers import size
@@ -50,7 +51,28 @@ def announcement(engine: Any, session: Session, parameters: Parameters, kind: st
     and those that it keeps in memory.
     """
     where, ranks = f"ZeRO {engine.zero_optimization_stage()}", reduction_group(engine).size()
-    return joined(session.config, where, ranks, partial(_figures, engine, session, parameters, kind))
+    nodes = node_unit(engine)
+    if nodes is None:
+        return joined(session.config, where, ranks, partial(_figures, engine, session, parameters, kind))
+    within = nodes.get_data_parallel_world_size()
+    return joined(
+        session.config,
+        f"{where} within nodes of {within} ranks",
+        ranks,
+        partial(_between_nodes, session, parameters, nodes),
+        "nodes",
+    )
+
+
+def _between_nodes(session: Session, parameters: Parameters, nodes: NodeUnit) -> list[str]:
+    """Return the texts on what a rank sends to other nodes: its share of the model's gradients, once a step."""
+    within = nodes.get_data_parallel_world_size()
+    shares = [(name, -(-parameters.numel(name) // within)) for name in parameters.shapes]
+    partition = one_bucket(shares, nodes.count, apart=False)
+    alone = ring_all_reduce(partition.numel * parameters.dtype.itemsize, nodes.count)
+    if session.config.gradients.method == "none":
+        return [f"rank 0 sends {size(alone)} of gradients a step"]
+    return gradient_texts(session, parameters, partition, everywhere=True, alone=alone)
 
 
 def _figures(engine: Any, session: Session, parameters: Parameters, kind: str) -> list[str]:

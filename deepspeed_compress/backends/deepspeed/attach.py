@@ -14,7 +14,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_compress.backends.deepspeed import comms_log, losses, norms, parallel, seams
 from deepspeed_compress.backends.deepspeed.announce import announce
-from deepspeed_compress.backends.deepspeed.division import IslandUnit, deciding_group
+from deepspeed_compress.backends.deepspeed.division import divide_data
 from deepspeed_compress.backends.deepspeed.gradients.zero_0 import attach_zero_0, may_begin_early
 from deepspeed_compress.backends.deepspeed.gradients.zero_3 import attach_zero_3
 from deepspeed_compress.backends.deepspeed.gradients.zero_12 import attach_zero_12
@@ -26,10 +26,12 @@ from deepspeed_compress.backends.deepspeed.limits import (
     shared_parameters,
 )
 from deepspeed_compress.backends.deepspeed.losses import follow_losses
+from deepspeed_compress.backends.deepspeed.node_shards import NodeShards, copy_initial_weights
 from deepspeed_compress.backends.deepspeed.norms import Norms, loss_scale
 from deepspeed_compress.backends.deepspeed.ownership import check_ownership
 from deepspeed_compress.backends.deepspeed.restarts import attach_heartbeat
 from deepspeed_compress.backends.deepspeed.step import Steps, follow_steps
+from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, deciding_group, node_unit
 from deepspeed_compress.backends.deepspeed.weights.zero_3 import attach_weights_3, check_weights_3
 from deepspeed_compress.backends.deepspeed.weights.zero_12 import Weights, attach_weights, check_weights
 from deepspeed_compress.checkpointing.deepspeed.background import attach_background
@@ -119,9 +121,12 @@ def attach_section(engine: Any, config: CompressConfig, unit: IslandUnit | None 
     if "compression" in vars(engine):
         raise ConfigError("the engine is already attached: call attach once, or use only initialize or install")
     kind = _checked(engine, config)
-    if config.islands is not None and config.islands.elastic is None and unit is None:
+    missing = IslandUnit if config.islands is not None and config.islands.elastic is None and unit is None else None
+    if config.parallelism is not None and config.parallelism.shard_within is not None and node_unit(engine) is None:
+        missing = NodeUnit
+    if missing is not None:
         raise ConfigError(
-            "/deepspeed_compress/islands divides ranks before an engine is made, but this engine already exists: use "
+            f"{missing.pointer} divides ranks before an engine is made, but this engine already exists: use "
             "deepspeed_compress.initialize or install, or remove the key"
         )
     check_ownership(engine, config)
@@ -133,6 +138,9 @@ def attach_section(engine: Any, config: CompressConfig, unit: IslandUnit | None 
 
 
 def _attach(engine: Any, config: CompressConfig, unit: IslandUnit | None, kind: str, patches: Patches) -> None:
+    nodes = node_unit(engine)
+    if nodes is not None:
+        copy_initial_weights(engine, nodes)
     parameters = _parameters(engine, kind)
     _warn_of_unheeded_type(engine, config, parameters.dtype)
     parts = make_parts(_attachment(engine, config, parameters, kind, unit), patches)
@@ -144,12 +152,18 @@ def _attach(engine: Any, config: CompressConfig, unit: IslandUnit | None, kind: 
     saving = None if config.checkpointing is None else attach_background(engine, config.checkpointing, patches)
     islands, island_files = _attach_islands(engine, unit, parameters, parts)
     session = Session(parts, inputs, exact, saving, islands)
-    weight_bytes = _replace_collectives(engine, kind, session, parameters, parts.run)
+    shards = None if nodes is None else NodeShards(engine, nodes, session)
+    weight_bytes = _no_bytes if nodes else _replace_collectives(engine, kind, session, parameters, parts.run)
     watched = Norms(engine, session.policy.skips) if session.policy.guards else None
     ended = parallel.count_parallel(engine, session.meter, patches)
+    if nodes is not None:
+        divide_data(engine, nodes, patches)
+    if nodes is not None and nodes.number:
+        # All nodes hold the same model, so the first one writes it. Every rank still writes its own residuals.
+        patches.replace(engine.checkpoint_engine, "save", _save_nothing)
     participants = (island_files, saving, CompressionState(engine, session), Resharding(engine, config))
     attach_participants(engine, [one for one in participants if one is not None], patches)
-    follow_steps(Steps(engine, session, watched, weight_bytes, ended))
+    follow_steps(Steps(engine, session, watched, weight_bytes, ended, shards))
     attach_heartbeat(engine, session)
     session.begin(engine.global_steps, loss_scale(engine))
     patches.replace(engine, "compression", session)
@@ -262,11 +276,17 @@ def detach(engine: Any) -> Any:
 
     Raises:
         ConfigError: nothing is attached.
+        UnsupportedError: the model is sharded within nodes.
         SeamError: other code has wrapped a method since. Nothing is changed.
     """
     session = vars(engine).get("compression")
     if session is None:
         raise ConfigError("nothing is attached to this engine; pass an engine from attach, initialize or install")
+    if node_unit(engine) is not None:
+        raise UnsupportedError(
+            f"{NodeUnit.pointer}: DeepSpeed alone would not average gradients over the nodes, so the engine cannot be "
+            'detached; destroy it, or write "gradients": {"method": "none"} to train uncompressed'
+        )
     session.patches.undo()
     return engine
 
@@ -314,6 +334,10 @@ def _no_bytes() -> int:
     return 0
 
 
+def _save_nothing(state_dict: Any, path: str) -> None:
+    """Stand in for the `save` of DeepSpeed's checkpoint engine."""
+
+
 def _parameters(engine: Any, kind: str) -> Parameters:
     shapes = {name: tuple(_shape(parameter)) for parameter, name in engine.param_names.items()}
     user_names = {name: user_name(parameter, name) for parameter, name in engine.param_names.items()}
@@ -325,7 +349,7 @@ def _parameters(engine: Any, kind: str) -> Parameters:
         shapes=shapes,
         everywhere=sorted({name for some in every_name for name in some}),
         excluded=frozenset(shared_parameters(engine)),
-        dtype=_RAW_DTYPE[kind](engine),
+        dtype=_RAW_DTYPE[kind](engine) if node_unit(engine) is None else engine.optimizer.gradient_accumulation_dtype,
         user_names=user_names,
     )
 

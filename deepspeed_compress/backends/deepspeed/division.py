@@ -1,44 +1,44 @@
-"""Division of a job's ranks into islands: the process groups that DeepSpeed is given, and the arguments of its calls.
+"""Division of a job's ranks into islands or nodes: the groups that DeepSpeed is given, and the arguments of its calls.
 
 DeepSpeed divides ranks according to its `mpu` argument. Under AutoTP it uses its own groups instead, which it stores in
 its module `groups`. Its tensor-parallel groups, of consecutive ranks, stay; the data-parallel group becomes that of the
-island. Pipelines divide all ranks themselves.
+island or node. Pipelines divide all ranks themselves.
 """
 
 import copy
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import deepspeed
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 from deepspeed.utils import groups
 from torch.distributed import ProcessGroup
+from torch.utils.data import DistributedSampler
 
 from deepspeed_compress.backends.deepspeed.groups import downward_group, made_group
 from deepspeed_compress.backends.deepspeed.seams import Seam
+from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, RankUnit
 from deepspeed_compress.config import Islands
 from deepspeed_compress.errors import CompressWarning, ConfigError, UnsupportedError
 from deepspeed_compress.session.patches import Patches
 
 __all__ = [
     "SEAMS",
-    "IslandUnit",
     "check_undivided",
-    "deciding_group",
     "divide_call",
+    "divide_data",
     "groups_restored_on_failure",
     "make_divided",
-    "make_unit",
+    "make_islands",
+    "make_nodes",
 ]
-
-_POINTER = "/deepspeed_compress/islands"
-_TENSOR_POINTER = "/tensor_parallel/autotp_size"
 
 SEAMS = (
     Seam("deepspeed.utils.groups:_init_tp_mesh_device", ("tensor_model_parallel_size", "data_parallel_size")),
@@ -47,97 +47,35 @@ SEAMS = (
 )
 
 
-@dataclass(frozen=True)
-class IslandUnit:
-    """This rank's island, in the form of DeepSpeed's `mpu`.
-
-    Attributes:
-        ranks: the global ranks of the island. `tensor` consecutive ones share each layer.
-        number: the number of the island, from 0.
-        islands: the number of islands.
-        tensor: the number of ranks that share each layer.
-        whole: the group of all ranks of the island.
-        data: the group of its ranks with the same tensor rank as this one.
-        model: the group of ranks that share layers with this one.
-        peers: the group of ranks with the same place in their islands.
-        downward: a second group of `peers`; see `downward_group`.
-        job: DeepSpeed's data-parallel group without islands, under AutoTP; None otherwise.
-        living: the units of all existing engines with islands, including this one's and later ones'; one shared list.
-        before: DeepSpeed's `mpu` without islands.
-    """
-
-    ranks: tuple[int, ...]
-    number: int
-    islands: int
-    tensor: int
-    whole: ProcessGroup
-    data: ProcessGroup
-    model: ProcessGroup
-    peers: ProcessGroup
-    downward: ProcessGroup | None
-    job: ProcessGroup | None
-    living: "list[IslandUnit]" = field(compare=False, repr=False)
-    before: Any = field(default=None, compare=False, repr=False)
-
-    @property
-    def place(self) -> int:
-        """Return the index of this rank in its island, which is the same for all its peers."""
-        return self.ranks.index(dist.get_rank())
-
-    @property
-    def share_of_job(self) -> tuple[int, int]:
-        """Return which part of a batch of all islands this rank reads: (index of the part, number of parts)."""
-        return dist.get_rank() // self.tensor, self.islands * len(self.ranks) // self.tensor
-
-    def get_data_parallel_group(self) -> ProcessGroup:
-        return self.data
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        return list(self.ranks[self.get_model_parallel_rank() :: self.tensor])
-
-    def get_data_parallel_world_size(self) -> int:
-        return len(self.ranks) // self.tensor
-
-    def get_data_parallel_rank(self) -> int:
-        return self.place // self.tensor
-
-    def get_model_parallel_group(self) -> ProcessGroup:
-        return self.model
-
-    def get_model_parallel_world_size(self) -> int:
-        return self.tensor
-
-    def get_model_parallel_rank(self) -> int:
-        return self.place % self.tensor
-
-    def get_tensor_model_parallel_src_rank(self) -> int:
-        return dist.get_rank() - self.get_model_parallel_rank()
-
-    def get_pipeline_model_parallel_world_size(self) -> int:
-        return 1
-
-    def get_pipeline_model_parallel_rank(self) -> int:
-        return 0
-
-    # Other names that DeepSpeed uses (`bwc_tensor_model_parallel_rank` and others).
-    get_tensor_model_parallel_group = get_model_parallel_group
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-
-
-def deciding_group(engine: Any) -> ProcessGroup | None:
-    """Return the group of ranks that must decide alike: those of this rank's island; None for the whole job."""
-    return engine.mpu.whole if isinstance(engine.mpu, IslandUnit) else None
-
-
-class _BatchUnit(IslandUnit):
-    """Island unit that reports every rank as data-parallel, as DeepSpeed counts a batch under AutoTP."""
+class _BatchUnit(RankUnit):
+    """Unit that reports every rank as data-parallel, as DeepSpeed counts a batch under AutoTP."""
 
     def get_data_parallel_world_size(self) -> int:
         return len(self.ranks)
 
 
-def make_unit(settings: Islands, tensor: int = 1) -> IslandUnit:
+_ISLANDS, _NODES = IslandUnit.pointer, NodeUnit.pointer
+_Unit = TypeVar("_Unit", IslandUnit, NodeUnit)
+
+
+@dataclass(frozen=True)
+class _Division:
+    """Division of the job's ranks that the section asks for.
+
+    Attributes:
+        pointer: JSON pointer of the settings.
+        parts: what a part is called in messages, in the plural.
+        size: data-parallel ranks of a part; None for all ranks of a host.
+        key: pointer of the key that gives the size.
+    """
+
+    pointer: str
+    parts: str
+    size: int | None
+    key: str
+
+
+def make_islands(settings: Islands, tensor: int = 1) -> IslandUnit:
     """Divide the ranks of the job into islands. Collective; initializes torch.distributed first if necessary.
 
     Args:
@@ -148,19 +86,57 @@ def make_unit(settings: Islands, tensor: int = 1) -> IslandUnit:
         ConfigError: the ranks of the job cannot be divided in this way.
         UnsupportedError: this process already shares layers between other ranks.
     """
+    key = f"{_ISLANDS}/{'by_host' if settings.by_host else 'size'}"
+    unit = _divide(IslandUnit, _Division(_ISLANDS, "islands", None if settings.by_host else settings.size, key), tensor)
+    if unit.count == 1 and settings.outer.optimizer == "average" and settings.outer.lr == 1.0:
+        text = (
+            f"{_ISLANDS}: has no effect, because all {len(unit.ranks)} ranks are one island; start more, or write "
+            "smaller islands"
+        )
+        warnings.warn(text, CompressWarning, stacklevel=5)
+    return unit
+
+
+def make_nodes(shard_within: int | Literal["node"], tensor: int = 1) -> NodeUnit:
+    """Divide the ranks of the job into nodes. Collective; initializes torch.distributed first if necessary.
+
+    Args:
+        shard_within: data-parallel ranks of a node; "node" for all ranks of a host.
+        tensor: the number of ranks that share each layer.
+
+    Raises:
+        ConfigError: the ranks of the job cannot be divided in this way.
+        UnsupportedError: this process already shares layers between other ranks.
+    """
+    size = None if shard_within == "node" else shard_within
+    unit = _divide(NodeUnit, _Division(_NODES, "nodes", size, _NODES), tensor)
+    if unit.count == 1:
+        text = (
+            f"{_NODES}: has no effect, because all {len(unit.ranks)} ranks are one node; remove the key, or start more"
+        )
+        warnings.warn(text, CompressWarning, stacklevel=5)
+    return unit
+
+
+def _divide(kind: type[_Unit], division: _Division, tensor: int) -> _Unit:
+    """Make the groups of `division`, and return this rank's part."""
     if not dist.is_initialized():
         deepspeed.init_distributed()
-    world, rank, size = dist.get_world_size(), dist.get_rank(), _ranks_of_island(settings, tensor)
-    _check_size(settings, world, size)
-    islands = [tuple(range(first, first + size)) for first in range(0, world, size)]
-    lines = [ranks[one::tensor] for ranks in islands for one in range(tensor)]
-    places = list(zip(*islands, strict=True))
-    whole = made_group(islands)
-    model, job = _tensor_groups(tensor)
-    return IslandUnit(
-        ranks=islands[rank // size],
+    world, rank, size = dist.get_world_size(), dist.get_rank(), _ranks_of_part(division, tensor)
+    if world % size:
+        raise ConfigError(
+            f"{division.key}: {division.parts} of {size} do not divide the {world} ranks of the job (allowed: "
+            "divisors); start as many ranks for each"
+        )
+    parts = [tuple(range(first, first + size)) for first in range(0, world, size)]
+    lines = [ranks[one::tensor] for ranks in parts for one in range(tensor)]
+    places = list(zip(*parts, strict=True))
+    whole = made_group(parts)
+    model, job = _tensor_groups(division, tensor)
+    return kind(
+        ranks=parts[rank // size],
         number=rank // size,
-        islands=len(islands),
+        count=len(parts),
         tensor=tensor,
         whole=whole,
         data=whole if tensor == 1 else made_group(lines),
@@ -168,8 +144,8 @@ def make_unit(settings: Islands, tensor: int = 1) -> IslandUnit:
         peers=made_group(places),
         downward=downward_group(places),
         job=job,
-        living=groups.mpu.living if isinstance(groups.mpu, IslandUnit) else [],
-        before=groups.mpu.before if isinstance(groups.mpu, IslandUnit) else groups.mpu,
+        living=groups.mpu.living if isinstance(groups.mpu, RankUnit) else [],
+        before=groups.mpu.before if isinstance(groups.mpu, RankUnit) else groups.mpu,
     )
 
 
@@ -199,60 +175,45 @@ def groups_restored_on_failure() -> Iterator[None]:
         raise
 
 
-def _ranks_of_island(settings: Islands, tensor: int) -> int:
-    """Return the number of ranks per island.
+def _ranks_of_part(division: _Division, tensor: int) -> int:
+    """Return the number of ranks per part.
 
-    The setting `size` counts data-parallel ranks only. With `by_host`, an island has all ranks of a host.
+    The size of a division counts data-parallel ranks only. Without one, a part has all ranks of a host.
     """
-    if not settings.by_host:
-        assert settings.size is not None, "size or by_host: the section is checked"
-        return settings.size * tensor
-    size = _ranks_of_host()
+    if division.size is not None:
+        return division.size * tensor
+    size = _ranks_of_host(division)
     if size % tensor:
         raise ConfigError(
-            f"{_POINTER}/by_host: true, but {tensor} ranks that share each layer do not divide the {size} "
-            "ranks of a host (allowed: divisors); write such a number, or size instead of by_host"
+            f"{division.key}: {tensor} ranks that share each layer do not divide the {size} ranks of a host (allowed: "
+            "divisors); write such a number, or a number of ranks in place of the host"
         )
     return size
 
 
-def _check_size(settings: Islands, world: int, size: int) -> None:
-    if world % size:
-        key = "by_host" if settings.by_host else "size"
-        raise ConfigError(
-            f"{_POINTER}/{key}: islands of {size} do not divide the {world} ranks of the job (allowed: divisors); "
-            "start as many ranks for every island"
-        )
-    if world == size and settings.outer.optimizer == "average" and settings.outer.lr == 1.0:
-        text = (
-            f"{_POINTER}: has no effect, because all {world} ranks are one island; start more, or write smaller islands"
-        )
-        warnings.warn(text, CompressWarning, stacklevel=5)
-
-
-def _ranks_of_host() -> int:
+def _ranks_of_host(division: _Division) -> int:
     """Return the number of ranks per host, from the variables of torchrun or the deepspeed launcher. Collective.
 
     Raises:
         ConfigError: neither launcher was used, or hosts have unequal numbers of ranks. Raised on all ranks.
     """
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE"))
-    if None in told:
+    local: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(local, os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE"))
+    if None in local:
         raise ConfigError(
-            f"{_POINTER}/by_host: true, but this launcher sets neither LOCAL_WORLD_SIZE nor LOCAL_SIZE (allowed: size "
-            'in its place); write "size": 8, the ranks of an island'
+            f"{division.key}: this launcher sets neither LOCAL_WORLD_SIZE nor LOCAL_SIZE (allowed: a number of ranks "
+            f"in place of the host); write 8, for instance, if {division.parts} have 8 ranks"
         )
-    sizes = sorted({int(size) for size in told})
+    sizes = sorted({int(size) for size in local})
     if len(sizes) > 1:
         raise ConfigError(
-            f"{_POINTER}/by_host: true, but hosts have {sizes} ranks (allowed: the same number on each); "
-            "start the same number on every host, or write size instead of by_host"
+            f"{division.key}: hosts have {sizes} ranks (allowed: the same number on each); start the same number on "
+            "every host, or write a number of ranks in place of the host"
         )
     return sizes[0]
 
 
-def _tensor_groups(tensor: int) -> tuple[ProcessGroup, ProcessGroup | None]:
+def _tensor_groups(division: _Division, tensor: int) -> tuple[ProcessGroup, ProcessGroup | None]:
     """Return the group of ranks that share layers with this one, and DeepSpeed's own data-parallel group."""
     if tensor == 1:
         return made_group([(one,) for one in range(dist.get_world_size())]), None
@@ -262,22 +223,22 @@ def _tensor_groups(tensor: int) -> tuple[ProcessGroup, ProcessGroup | None]:
     first = dist.get_rank() // tensor * tensor
     if dist.get_process_group_ranks(found) != list(range(first, first + tensor)):
         raise UnsupportedError(
-            f"{_POINTER}: {tensor} ranks should share each layer, but DeepSpeed has groups of {found.size()} in this "
-            "process (allowed: the same number); train with the other number in a separate process"
+            f"{division.pointer}: {tensor} ranks should share each layer, but DeepSpeed has groups of {found.size()} "
+            "in this process (allowed: the same number); train with the other number in a separate process"
         )
-    # While an engine with islands exists, DeepSpeed's data-parallel group is that of the engine's island.
-    former = groups.mpu.job if isinstance(groups.mpu, IslandUnit) else None
+    # While an engine with a unit exists, DeepSpeed's data-parallel group is that of the unit.
+    former = groups.mpu.job if isinstance(groups.mpu, RankUnit) else None
     return found, former or groups.get_data_parallel_group()
 
 
-def divide_call(unit: IslandUnit, call: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `deepspeed.initialize` for one island.
+def divide_call(unit: RankUnit, call: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `deepspeed.initialize` for one part of the job.
 
-    `train_batch_size` is that of the job, as without islands; DeepSpeed gets the island's share. Training data is
-    removed, because `attach_islands` divides it over all ranks.
+    `train_batch_size` is that of the whole job; DeepSpeed gets the share of the part. Training data is removed, because
+    it is divided over all ranks of the job.
 
     Args:
-        unit: this rank's island.
+        unit: this rank's part.
         call: the arguments for the whole job.
         config: the configuration of the whole job.
 
@@ -287,24 +248,24 @@ def divide_call(unit: IslandUnit, call: Mapping[str, Any], config: Mapping[str, 
     """
     if call.get("mpu") is not None or isinstance(call.get("model"), PipelineModule):
         raise UnsupportedError(
-            f"{_POINTER} divides the ranks itself, so it cannot be combined with another mpu, or with a "
+            f"{unit.pointer} divides the ranks itself, so it cannot be combined with another mpu, or with a "
             "pipeline, whose stages use all ranks of the job (allowed: data parallelism, ZeRO 0 to 3, AutoTP); remove "
             "the key, or the other division"
         )
     divided = copy.deepcopy(dict(config))
     batch = divided.get("train_batch_size")
     if isinstance(batch, int):
-        if batch % unit.islands:
+        if batch % unit.count:
             raise ConfigError(
-                f"/train_batch_size: {batch} is not divisible by {unit.islands} islands (allowed: multiples); write "
-                f"{batch + -batch % unit.islands}"
+                f"/train_batch_size: {batch} is not divisible by {unit.count}, the number of parts of {unit.pointer} "
+                f"(allowed: multiples); write {batch + -batch % unit.count}"
             )
-        divided["train_batch_size"] = batch // unit.islands
+        divided["train_batch_size"] = batch // unit.count
     given = unit if unit.tensor == 1 else _BatchUnit(**vars(unit))
     return {**call, "config": divided, "mpu": given, "training_data": None}
 
 
-def make_divided(original: Callable[..., Any], call: Mapping[str, Any], unit: IslandUnit) -> Sequence[Any]:
+def make_divided(original: Callable[..., Any], call: Mapping[str, Any], unit: RankUnit) -> Sequence[Any]:
     """Call `original`, `deepspeed.initialize`, with the arguments `call` of `divide_call`.
 
     Returns:
@@ -323,24 +284,24 @@ def make_divided(original: Callable[..., Any], call: Mapping[str, Any], unit: Is
     except BaseException:
         _undivide(unit)
         raise
-    # AutoTP has replaced it with DeepSpeed's module `groups`, which does not know about islands.
+    # AutoTP has replaced it with DeepSpeed's module `groups`, which does not know about units.
     result[0].mpu = groups.mpu = unit
-    # Independent of `detach`: the engine's groups are those of the island for as long as it exists.
+    # Independent of `detach`: the engine's groups are those of its unit for as long as it exists.
     Patches().precede(result[0], "destroy", partial(_undivide, unit))
     return result
 
 
-def _check_tensor(engine: Any, unit: IslandUnit) -> None:
+def _check_tensor(engine: Any, unit: RankUnit) -> None:
     found = max(1, int(engine.autotp_size()))
     if found != unit.tensor:
         raise UnsupportedError(
-            f"{_POINTER}: tp_model_init was called for {found} ranks that share each layer, but the configuration says "
-            f'{unit.tensor} (allowed: the same); write "tensor_parallel": {{"autotp_size": {found}}}'
+            f"{unit.pointer}: tp_model_init was called for {found} ranks that share each layer, but the configuration "
+            f'says {unit.tensor} (allowed: the same); write "tensor_parallel": {{"autotp_size": {found}}}'
         )
 
 
-def _undivide(unit: IslandUnit) -> None:
-    """Restore the division of the newest remaining engine with islands, or the one from before islands.
+def _undivide(unit: RankUnit) -> None:
+    """Restore the division of the newest remaining engine with a unit, or the one from before them.
 
     DeepSpeed uses the last `mpu` for all later engines, and queries it for existing ones. The garbage collector may
     destroy an engine a second time, at any time.
@@ -349,20 +310,40 @@ def _undivide(unit: IslandUnit) -> None:
         return
     unit.living.remove(unit)
     last = unit.living[-1] if unit.living else None
-    if isinstance(groups.mpu, IslandUnit):
+    if isinstance(groups.mpu, RankUnit):
         groups.mpu = unit.before if last is None else last
     if unit.tensor > 1:
         groups._DATA_PARALLEL_GROUP = unit.job if last is None else last.data
 
 
 def check_undivided() -> None:
-    """Check that no engine with islands exists, because DeepSpeed would divide another engine in the same way.
+    """Check that no engine with a unit exists, because DeepSpeed would divide another engine in the same way.
 
     Raises:
         UnsupportedError: one exists.
     """
-    if isinstance(groups.mpu, IslandUnit):
+    if isinstance(groups.mpu, RankUnit):
         raise UnsupportedError(
-            f"{_POINTER} is missing, but another engine of this process has it, and both engines must divide "
-            "the ranks alike; write the same islands into both, or destroy the first engine"
+            f"{groups.mpu.pointer} is missing, but another engine of this process has it, and both engines must divide "
+            "the ranks alike; write the same into both, or destroy the first engine"
         )
+
+
+def divide_data(engine: Any, unit: RankUnit, patches: Patches) -> None:
+    """Have the `deepspeed_io` of `engine` divide data over all ranks of the job.
+
+    DeepSpeed's own sampler would divide it over the ranks of `unit` only.
+    """
+    patches.wrap(engine, "deepspeed_io", partial(_over_all_ranks, engine, unit))
+
+
+def _over_all_ranks(
+    engine: Any, unit: RankUnit, original: Callable[..., Any], dataset: Any, *args: Any, **options: Any
+) -> Any:
+    """Call DeepSpeed's `deepspeed_io` with a sampler that divides the data over all ranks of the job."""
+    given = inspect.signature(original).bind(dataset, *args, **options).arguments
+    if given.get("data_sampler") is None and engine.is_map_style_dataset(dataset):
+        shuffle = given.get("route", "train") == "train"
+        rank, parts = unit.share_of_job
+        given["data_sampler"] = DistributedSampler(dataset, num_replicas=parts, rank=rank, shuffle=shuffle)
+    return original(**given)

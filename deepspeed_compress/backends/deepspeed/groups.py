@@ -7,6 +7,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch.distributed import ProcessGroup
 
+from deepspeed_compress.backends.deepspeed.units import node_unit
 from deepspeed_compress.collectives.reduction import Groups
 from deepspeed_compress.compression.state import Position
 from deepspeed_compress.config import CompressConfig
@@ -27,8 +28,12 @@ def reduction_group(engine: Any) -> ProcessGroup:
 
     Under ZeRO 3, a parameter may be divided over other ranks than the engine's data-parallel group:
     `deepspeed.zero.Init` may have done so before tensor parallelism was known, or over the ranks of a sequence-parallel
-    group too. All trained parameters must share one group; `limits` refuses other engines.
+    group too. All trained parameters must share one group; `limits` refuses other engines. If the model is sharded
+    within nodes, these are the ranks that hold the same shard.
     """
+    unit = node_unit(engine)
+    if unit is not None:
+        return unit.peers
     return next(iter(partition_groups(engine)), engine.seq_data_parallel_group)
 
 

@@ -13,15 +13,16 @@ from deepspeed_compress.backends.deepspeed.announce import warn_of_uncompressed
 from deepspeed_compress.backends.deepspeed.attach import attach_section
 from deepspeed_compress.backends.deepspeed.builds import warn_of_abandoned_locks
 from deepspeed_compress.backends.deepspeed.division import (
-    IslandUnit,
     check_undivided,
     divide_call,
     make_divided,
-    make_unit,
+    make_islands,
+    make_nodes,
 )
 from deepspeed_compress.backends.deepspeed.limits import has_optimizer
 from deepspeed_compress.backends.deepspeed.ownership import dealing
 from deepspeed_compress.backends.deepspeed.restarts import resume_newest
+from deepspeed_compress.backends.deepspeed.units import IslandUnit, RankUnit
 from deepspeed_compress.checkpointing.deepspeed.ownership_files import keep_file_order
 from deepspeed_compress.config import (
     SECTION,
@@ -113,16 +114,16 @@ def _made_and_attached(
     with _destroyed_on_failure(result[0]):
         keep_file_order(result[0], given)
         if wanted(result[0]):
-            attach_section(result[0], config, unit)
+            attach_section(result[0], config, unit if isinstance(unit, IslandUnit) else None)
             resume_newest(result[0], result[0].compression)
-        return result if config.islands is None else _with_data(result, training_data)
+        return result if unit is None and config.islands is None else _with_data(result, training_data)
 
 
 @contextmanager
 def _destroyed_on_failure(engine: Any) -> Iterator[None]:
     """Detach from `engine` and destroy it if the block raises, because the caller never receives it.
 
-    This removes its hooks from the user's model, and its division into islands from DeepSpeed.
+    This removes its hooks from the user's model, and its division of the job from DeepSpeed.
     """
     try:
         yield
@@ -134,19 +135,27 @@ def _destroyed_on_failure(engine: Any) -> Iterator[None]:
         raise
 
 
-def _divided(config: CompressConfig, call: dict[str, Any]) -> tuple[IslandUnit | None, dict[str, Any]]:
-    """Return this rank's island, if the job is divided into islands, and the call that makes its engine."""
-    if config.islands is None or config.islands.elastic is not None:
+def _divided(config: CompressConfig, call: dict[str, Any]) -> tuple[RankUnit | None, dict[str, Any]]:
+    """Return this rank's part, if the job is divided into islands or nodes, and the call that makes its engine."""
+    parallelism = config.parallelism or Parallelism()
+    in_job = config.islands is not None and config.islands.elastic is None
+    if not in_job and parallelism.shard_within is None:
         check_undivided()
         return None, call if config.islands is None else prepare_call(call)
     seams.check_version(deepspeed.__version__)
     seams.check_seams(division.SEAMS, deepspeed.__version__)
-    unit = make_unit(config.islands, tensor_size(call["config"], config.parallelism or Parallelism()))
+    tensor = tensor_size(call["config"], parallelism)
+    unit: RankUnit
+    if config.islands is not None:
+        unit = make_islands(config.islands, tensor)
+    else:
+        assert parallelism.shard_within is not None
+        unit = make_nodes(parallelism.shard_within, tensor)
     return unit, divide_call(unit, call, call["config"])
 
 
 def _with_data(result: Any, training_data: Any) -> Any:
-    """Return `result` of `deepspeed.initialize` with a data loader that divides the data over all islands."""
+    """Return `result` of `deepspeed.initialize` with a data loader that divides the data over all ranks of the job."""
     engine, optimizer, loader, scheduler = result
     if training_data is not None:
         loader = engine.training_dataloader = engine.deepspeed_io(training_data)

@@ -13,8 +13,8 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from deepspeed_compress.backends.deepspeed.division import IslandUnit
 from deepspeed_compress.backends.deepspeed.groups import partition_groups
+from deepspeed_compress.backends.deepspeed.units import RankUnit, node_unit
 from deepspeed_compress.backends.deepspeed.versions import reduces_separate_gradients, skips_invalid_norms
 from deepspeed_compress.compression.kernels import FASTEST
 from deepspeed_compress.config import CompressConfig
@@ -53,7 +53,7 @@ def refuse_unsupported(engine: Any, config: CompressConfig) -> None:
         *_momentum(engine, config),
         *_unskippable(engine, config),
     ]
-    if compresses(config):
+    if compresses(config) or node_unit(engine) is not None:
         problems += find_limits(engine)
     elif config.islands is not None:
         problems += _found(_LIMITS, engine)
@@ -102,8 +102,8 @@ def _replicated(engine: Any) -> set[int]:
 def tensor_size(engine: Any) -> int:
     """Return the number of ranks that share a layer, through AutoTP or a pipeline's topology."""
     stages = engine.module.num_stages if isinstance(engine, PipelineEngine) else 1
-    islands = engine.mpu.islands if isinstance(engine.mpu, IslandUnit) else 1
-    return int(dist.get_world_size() // (stages * islands * engine.seq_data_parallel_group.size()))
+    parts = engine.mpu.count if isinstance(engine.mpu, RankUnit) else 1
+    return int(dist.get_world_size() // (stages * parts * engine.seq_data_parallel_group.size()))
 
 
 def _subclassed(engine: Any) -> bool:

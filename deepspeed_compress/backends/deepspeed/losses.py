@@ -6,8 +6,8 @@ from typing import Any
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from deepspeed_compress.backends.deepspeed.division import deciding_group
 from deepspeed_compress.backends.deepspeed.seams import Seam
+from deepspeed_compress.backends.deepspeed.units import deciding_group
 from deepspeed_compress.session.observer import Losses
 from deepspeed_compress.session.patches import Patches
 

@@ -20,9 +20,9 @@ from deepspeed.module_inject.layers import TensorParallel_Layer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
-from deepspeed_compress.backends.deepspeed.division import IslandUnit
 from deepspeed_compress.backends.deepspeed.limits import tensor_size
 from deepspeed_compress.backends.deepspeed.seams import Seam
+from deepspeed_compress.backends.deepspeed.units import IslandUnit
 from deepspeed_compress.monitor import KINDS, Meter
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.reporting import ByteReport, Sizes

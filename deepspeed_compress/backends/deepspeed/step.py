@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_compress.backends.deepspeed.comms_log import log_traffic
+from deepspeed_compress.backends.deepspeed.node_shards import NodeShards
 from deepspeed_compress.backends.deepspeed.norms import Norms, loss_scale
 from deepspeed_compress.checkpointing.deepspeed.checkpoint import load_last
 from deepspeed_compress.session.residual_state import FinishedStep
@@ -24,6 +25,7 @@ class Steps:
         norms: receives the norm of the gradients; None if nothing needs it.
         weight_bytes: returns the bytes that this rank sends for weights in one step.
         ended: called after every step.
+        nodes: averages gradients over the nodes before a step, if the model is sharded within them; None otherwise.
     """
 
     engine: Any
@@ -31,6 +33,7 @@ class Steps:
     norms: Norms | None
     weight_bytes: Callable[[], int]
     ended: Callable[[], None]
+    nodes: NodeShards | None = None
 
     def take(self, original: Callable[..., None], *args: Any) -> None:
         """Run DeepSpeed's `_take_model_step`, and finish the step in the session.
@@ -42,6 +45,8 @@ class Steps:
         scale, skipped = loss_scale(engine), engine.skipped_steps
         if session.saving is not None:
             session.saving.before_step()
+        if self.nodes is not None:
+            self.nodes.average()
         with self.norms.recording() if self.norms is not None else nullcontext():
             original(*args)
         applied = engine.skipped_steps == skipped

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from deepspeed_compress.backends.deepspeed.division import IslandUnit
 from deepspeed_compress.backends.deepspeed.groups import find_position
+from deepspeed_compress.backends.deepspeed.units import IslandUnit
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.session.state_files import Place
 

@@ -6,10 +6,9 @@ overwrite for each other.
 """
 
 import atexit
-import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.utils.data import DistributedSampler
 
-from deepspeed_compress.backends.deepspeed.division import IslandUnit
+from deepspeed_compress.backends.deepspeed.division import divide_data
+from deepspeed_compress.backends.deepspeed.units import IslandUnit
+from deepspeed_compress.backends.deepspeed.weights.copies import check_equal_layouts, copy_weights
 from deepspeed_compress.backends.deepspeed.weights.master_weights import find_masters
 from deepspeed_compress.checkpointing.deepspeed.participants import (
     LoadRequest,
@@ -36,8 +36,6 @@ from deepspeed_compress.config import CompressConfig, masked
 from deepspeed_compress.config.islands import island_directory
 from deepspeed_compress.errors import CompressWarning, StateError
 from deepspeed_compress.local_sgd.deepspeed.consistency import (
-    check_equal_layouts,
-    copy_untrained_weights,
     recover_from_divergence,
     untrained_parameters,
 )
@@ -76,7 +74,8 @@ def attach_islands(
     _warn_of_unequal_rates(engine)
     names: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(names, [one.parameter for one in trained.stretches])
-    copy_untrained_weights(untrained_parameters(engine, {*chain(*names)}, settings.own), engine, unit)
+    # No exchange sends untrained weights.
+    copy_weights(untrained_parameters(engine, {*chain(*names)}, settings.own), engine.device, unit.peers)
     reduction_context = ReductionContext(
         Groups(unit.peers, downward=unit.downward), shared, stores, run, traffic="bytes_islands"
     )
@@ -89,7 +88,7 @@ def attach_islands(
         moments,
         partial(recover_from_divergence, engine, master_weights, parts.residuals.clear),
     )
-    patches.wrap(engine, "deepspeed_io", partial(_over_all_ranks, engine, unit))
+    divide_data(engine, unit, patches)
     exchange.start()
     # Most programs never destroy the engine.
     end = partial(_end, weakref.ref(exchange))
@@ -112,7 +111,7 @@ def stay_apart(engine: Any, unit: IslandUnit) -> None:
     Its groups are still those of an island, whose files others must not overwrite.
     """
     patches = Patches()
-    patches.wrap(engine, "deepspeed_io", partial(_over_all_ranks, engine, unit))
+    divide_data(engine, unit, patches)
     attach_participants(engine, [_Directory(unit)], patches)
 
 
@@ -153,21 +152,6 @@ def _end(exchange: "weakref.ref[FixedExchange]") -> None:
             found.discard()
 
 
-def _over_all_ranks(
-    engine: Any, unit: IslandUnit, original: Callable[..., Any], dataset: Any, *args: Any, **options: Any
-) -> Any:
-    """Call DeepSpeed's `deepspeed_io` with a sampler that divides the data over all ranks of the job.
-
-    DeepSpeed's own sampler would divide it over the island only.
-    """
-    given = inspect.signature(original).bind(dataset, *args, **options).arguments
-    if given.get("data_sampler") is None and engine.is_map_style_dataset(dataset):
-        shuffle = given.get("route", "train") == "train"
-        rank, parts = unit.share_of_job
-        given["data_sampler"] = DistributedSampler(dataset, num_replicas=parts, rank=rank, shuffle=shuffle)
-    return original(**given)
-
-
 @dataclass(frozen=True)
 class _Files(Participant):
     """Checkpoints of islands.
@@ -188,7 +172,7 @@ class _Files(Participant):
 
         The number of islands may change between saving and loading. Their number of ranks may not.
         """
-        return state.Position(self.unit.number, self.unit.islands, self.unit.place, len(self.unit.ranks))
+        return state.Position(self.unit.number, self.unit.count, self.unit.place, len(self.unit.ranks))
 
     @contextmanager
     def saving(self, request: SaveRequest) -> Iterator[SaveRequest]:

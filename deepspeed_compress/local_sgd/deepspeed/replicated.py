@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from deepspeed_compress.backends.deepspeed.division import IslandUnit
+from deepspeed_compress.backends.deepspeed.units import IslandUnit
 from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasters, Stretch
 from deepspeed_compress.collectives.reduction import Parameters
 from deepspeed_compress.compression.segments import Segment

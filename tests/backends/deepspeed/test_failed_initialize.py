@@ -16,7 +16,7 @@ from deepspeed.runtime.zero import partition_parameters, stage_1_and_2
 from deepspeed.utils import groups
 
 import deepspeed_compress
-from deepspeed_compress.backends.deepspeed.division import IslandUnit
+from deepspeed_compress.backends.deepspeed.units import IslandUnit
 from deepspeed_compress.errors import UnsupportedError
 from tests.support.coordinators import become_island, coordinator, own_ports
 from tests.support.forks import run_forks
@@ -37,7 +37,7 @@ STEPS = (
     "backends.deepspeed.attach._replace_collectives",
     "backends.deepspeed.attach.attach_participants",
     "backends.deepspeed.attach.attach_islands",
-    "local_sgd.deepspeed.divided.copy_untrained_weights",
+    "local_sgd.deepspeed.divided.copy_weights",
     "local_sgd.deepspeed.divided.FixedExchange",
     "backends.deepspeed.attach.follow_steps",
     "backends.deepspeed.attach.attach_heartbeat",

@@ -15,8 +15,9 @@ from deepspeed.moe.layer import MoE
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 import deepspeed_compress
+from deepspeed_compress.backends.deepspeed.weights.copies import fingerprint
 from deepspeed_compress.errors import CompressWarning, ConfigError, UnsupportedError
-from deepspeed_compress.local_sgd.deepspeed.consistency import clear_non_finite, digest_parameters, fingerprint
+from deepspeed_compress.local_sgd.deepspeed.consistency import clear_non_finite, digest_parameters
 from tests.support.forks import run_forks
 from tests.support.island_jobs import HEAD, SGD, largest, section, train
 from tests.support.jobs import WIDTH, Job, data, network, run, start, weights

@@ -1,0 +1,175 @@
+"""Hybrid sharding: ZeRO 1, 2 or 3 within each node, and the mean of gradient shards over the nodes.
+
+PyTorch calls this HSDP, and the paper MiCS (Zhang et al., https://arxiv.org/abs/2205.00119) hierarchical sharding.
+DeepSpeed sees the ranks of one node only (`division`): it reduces gradients over them, which leaves each rank with the
+node's mean gradient of its own shard. Before the optimizer steps, ranks of equal place in their nodes replace it with
+the mean over all nodes, which is the mean over all ranks of the job. They receive the same bits, so clipping, overflow
+checks, skipped steps and the loss scale are the same on all nodes, and so are the weights, which never leave a node.
+
+The exchange takes place at the beginning of the optimizer step, because only then all backward passes of the step are
+known to be over.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepspeed_compress.backends.deepspeed.gradients.early import bucket_size
+from deepspeed_compress.backends.deepspeed.units import NodeUnit
+from deepspeed_compress.backends.deepspeed.weights.copies import (
+    check_equal_layouts,
+    copy_from_first,
+    copy_weights,
+    named_untrained,
+)
+from deepspeed_compress.backends.deepspeed.weights.master_weights import Stretch, find_masters
+from deepspeed_compress.collectives.buckets import Partition, even_cut
+from deepspeed_compress.collectives.payload import PendingMeans
+from deepspeed_compress.compression.segments import Segment
+from deepspeed_compress.session.session import Session
+from deepspeed_compress.session.traffic import ring_all_reduce
+
+__all__ = ["NodeShards", "copy_initial_weights"]
+
+
+def copy_initial_weights(engine: Any, unit: NodeUnit) -> None:
+    """Copy the weights of the first node to the others, as DeepSpeed does within a node. Collective.
+
+    Raises:
+        UnsupportedError: ZeRO 3 has sharded the parameters over other ranks than those of a node.
+    """
+    masters = find_masters(engine)
+    check_equal_layouts(masters, unit)
+    own = masters.read(masters.segments)
+    differs = copy_from_first([own], engine.device, unit.peers)[0]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (differs, {one.parameter for one in masters.stretches}))
+    if any(differs for differs, _ in found):
+        masters.write(masters.segments, own)
+        masters.publish()
+    trained = set(chain.from_iterable(names for _, names in found))
+    copy_weights([parameter for _, parameter in named_untrained(engine, trained)], engine.device, unit.peers)
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """Slices of this rank's shard that are averaged in one exchange.
+
+    Attributes:
+        slices: the slices, each with the number of its group of parameters.
+        partition: the same slices in one flat tensor, cut evenly over the nodes.
+    """
+
+    slices: Sequence[tuple[int, Stretch]]
+    partition: Partition
+
+
+class NodeShards:
+    """Mean over the nodes of the gradients of this rank's shard.
+
+    Args:
+        engine: an engine with ZeRO 1, 2 or 3 whose `mpu` is `unit`.
+        unit: this rank's node.
+        session: the engine's session.
+    """
+
+    def __init__(self, engine: Any, unit: NodeUnit, session: Session) -> None:
+        self._engine, self._optimizer, self._unit, self._session = engine, engine.optimizer, unit, session
+        self._scale = 1.0 / unit.count if engine.gradient_average else 1.0
+        self._buckets = list(_make_buckets(engine, unit))
+
+    def average(self) -> None:
+        """Replace the gradients that the optimizer is about to step with their mean over the nodes."""
+        groups = self._optimizer.averaged_gradients
+        starts = {number: _by_start(tensors) for number, tensors in groups.items() if tensors is not None}
+        waiting: _Exchange | None = None
+        for bucket in self._buckets:
+            found = [(starts[number][one.offset], one.numel) for number, one in bucket.slices if number in starts]
+            if len(found) < len(bucket.slices):
+                # The program has called `step` without a backward pass, on all ranks.
+                continue
+            started = self._start(bucket.partition, found)
+            if waiting is not None:
+                waiting.finish()
+            waiting = started
+        if waiting is not None:
+            waiting.finish()
+
+    def _start(self, partition: Partition, found: Sequence[tuple[Tensor, int]]) -> "_Exchange":
+        """Begin to average the first `numel` elements of each (tensor, numel) in `found`."""
+        flat = torch.cat([tensor.reshape(-1)[:numel] for tensor, numel in found])
+        if self._session.config.gradients.method == "none":
+            return _Exchange(found, self._mean(flat), None)
+        self._session.meter.count("bytes_uncompressed", ring_all_reduce(flat.nbytes, self._unit.count))
+        return _Exchange(found, flat, self._session.start_everywhere(flat, partition, self._scale))
+
+    def _mean(self, flat: Tensor) -> Tensor:
+        """Return the uncompressed mean of `flat`, sent in DeepSpeed's dtype for communication."""
+        # Divided first, because a sum may overflow fp16.
+        sent = flat.mul_(self._scale).to(self._engine.communication_data_type)
+        dist.all_reduce(sent, group=self._unit.peers)
+        self._session.meter.count_engine_reduction(ring_all_reduce(sent.nbytes, self._unit.count))
+        return sent
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """Exchange of one bucket.
+
+    Attributes:
+        found: the tensors that the bucket was copied from, and the number of elements of each.
+        flat: the bucket.
+        pending: the reduction that writes the means to `flat`; None if they are there.
+    """
+
+    found: Sequence[tuple[Tensor, int]]
+    flat: Tensor
+    pending: PendingMeans | None
+
+    def finish(self) -> None:
+        """Wait for the means, and copy them to the tensors."""
+        if self.pending is not None:
+            self.pending.finish(self.flat)
+        parts = torch.split(self.flat, [numel for _, numel in self.found])
+        for (tensor, numel), part in zip(self.found, parts, strict=True):
+            # A whole gradient need not be contiguous; the part of a padded one is.
+            tensor.copy_(part.view(tensor.shape)) if numel == tensor.numel() else tensor.view(-1)[:numel].copy_(part)
+
+
+def _by_start(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
+    """Return `tensors`, which lie side by side in a flat buffer, by the place of their first element."""
+    found = list(tensors)
+    starts = accumulate((tensor.numel() for tensor in found), initial=0)
+    return dict(zip(starts, found, strict=False))
+
+
+def _make_buckets(engine: Any, unit: NodeUnit) -> Iterator[_Bucket]:
+    """Yield the buckets of this rank's shard. A slice that is larger than the default bucket has one of its own."""
+    optimizer = engine.optimizer
+    three = engine.zero_optimization_stage() == 3
+    masters = optimizer.fp32_partitioned_groups_flat if three else optimizer.single_partition_of_fp32_groups
+    number = {id(master): place for place, master in enumerate(masters)}
+    slices = [(number[id(one.home)], one) for one in find_masters(engine).stretches]
+    largest = bucket_size(sum(one.numel for _, one in slices))
+    bucket: list[tuple[int, Stretch]] = []
+    for group, one in slices:
+        if bucket and sum(other.numel for _, other in bucket) + one.numel > largest:
+            yield _Bucket(bucket, _partition(bucket, unit.count))
+            bucket = []
+        bucket.append((group, one))
+    if bucket:
+        yield _Bucket(bucket, _partition(bucket, unit.count))
+
+
+def _partition(slices: Sequence[tuple[int, Stretch]], nodes: int) -> Partition:
+    offsets = accumulate((one.numel for _, one in slices), initial=0)
+    segments = [
+        Segment(one.parameter, one.begin, one.numel, offset, 0)
+        for (_, one), offset in zip(slices, offsets, strict=False)
+    ]
+    return even_cut(segments, nodes)

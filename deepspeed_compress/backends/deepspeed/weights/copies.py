@@ -1,0 +1,125 @@
+"""Weights that ranks of equal place in their islands or nodes must have in common: checks and copies."""
+
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+from deepspeed_compress.backends.deepspeed.units import RankUnit
+from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasters
+from deepspeed_compress.errors import UnsupportedError
+
+__all__ = [
+    "check_equal_layouts",
+    "copy_from_first",
+    "copy_weights",
+    "fingerprint",
+    "held_data",
+    "named_untrained",
+]
+
+
+def check_equal_layouts(master_weights: FlatMasters, unit: RankUnit) -> None:
+    """Check that ranks of equal place in their islands or nodes hold the same elements. Collective.
+
+    Raises:
+        UnsupportedError: they do not. Raised on all ranks.
+    """
+    own = (unit.place, tuple((one.parameter, one.begin, one.numel) for one in master_weights.stretches))
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    if len(set(every)) > len({place for place, _ in every}):
+        raise UnsupportedError(
+            f"{unit.pointer}: DeepSpeed has divided the parameters over other ranks than the key does, as "
+            "deepspeed.zero.Init does over the whole job (allowed: the same division); make the model outside of it, "
+            "or remove the key"
+        )
+
+
+def named_untrained(engine: Any, trained: Collection[str]) -> list[tuple[str, Parameter]]:
+    """Return the named parameters that are frozen, or that the optimizer was not given.
+
+    Args:
+        engine: the engine.
+        trained: the names of parameters of which some rank has master weights.
+    """
+    names = {id(parameter): name for parameter, name in engine.param_names.items()}
+    named = engine.module.named_parameters()
+    return [(name, parameter) for name, parameter in named if names.get(id(parameter), name) not in trained]
+
+
+def copy_weights(parameters: Sequence[Parameter], device: torch.device, peers: ProcessGroup) -> None:
+    """Copy the data of `parameters` of the first rank of `peers` to the ranks on which they differ. Collective."""
+    differ = copy_from_first([held_data(parameter) for parameter in parameters], device, peers)
+    # ZeRO 3 also keeps whole copies of small (persistent) parameters, which must be gathered again.
+    changed = [one for one, different in zip(parameters, differ, strict=True) if different]
+    _gather_again([parameter for parameter in changed if getattr(parameter, "ds_persist", False)])
+
+
+def copy_from_first(tensors: Sequence[Tensor], device: torch.device, peers: ProcessGroup) -> list[bool]:
+    """Overwrite those of `tensors` that differ between the ranks of `peers` with those of its first rank. Collective.
+
+    Returns:
+        For each tensor, True if it differed on any rank.
+    """
+    if not tensors or peers.size() == 1:
+        return [False] * len(tensors)
+    own = torch.stack([fingerprint(one) for one in tensors]).to(device)
+    every = [torch.empty_like(own) for _ in range(peers.size())]
+    dist.all_gather(every, own, group=peers)
+    differ: list[bool] = torch.stack([(one != every[0]).any(1) for one in every]).any(0).tolist()
+    for tensor, different in zip(tensors, differ, strict=True):
+        if different:
+            values = tensor.to(device, copy=True).contiguous()
+            # Gloo and NCCL do not support every dtype, but both support bytes.
+            dist.broadcast(_words(values, torch.uint8), dist.get_global_rank(peers, 0), group=peers)
+            tensor.copy_(values)
+    return differ
+
+
+def fingerprint(values: Tensor) -> Tensor:
+    """Return a fingerprint of the bytes of `values` and their order: int64, shape (2,).
+
+    Different values have different fingerprints, except for collisions that do not occur by accident. The fingerprint
+    is the same on every device. No arithmetic is done in the dtype of `values`.
+    """
+    found = torch.zeros(2, dtype=torch.int64, device=values.device)
+    words = _words(values.contiguous(), _INTEGERS.get(values.element_size(), torch.uint8))
+    for number, part in enumerate(torch.split(words, _PART)):
+        # Integer arithmetic wraps around the same way everywhere, and sums do not depend on the order.
+        places = torch.arange(len(part), device=part.device).add_(number * _PART + 1).mul_(_ODD)
+        part = part.to(torch.int64)
+        found += torch.stack([part.sum(), (part * places.bitwise_xor_(places >> 29)).sum()])
+    return found
+
+
+_INTEGERS: Mapping[int, torch.dtype] = MappingProxyType(
+    {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+)
+"""Integer dtypes by the number of bytes per element."""
+_PART = 1 << 20
+"""Number of words summed at a time, which bounds the memory used."""
+_ODD = 0x9E3779B97F4A7C1
+"""Factor between the weights of neighboring words."""
+
+
+def _words(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a flat view of the bytes of `values`, which are contiguous, as integers of `dtype`."""
+    flat = values.detach().resolve_conj().resolve_neg().reshape(-1)
+    return flat.view(dtype) if flat.numel() else flat.new_empty(0, dtype=dtype)
+
+
+def held_data(parameter: Parameter) -> Tensor:
+    """Return this rank's data of `parameter`: under ZeRO 3, its partition."""
+    return getattr(parameter, "ds_tensor", parameter).detach()
+
+
+def _gather_again(parameters: Sequence[Any]) -> None:
+    if parameters:
+        parameters[0].partition(parameters)
+        parameters[0].all_gather(parameters)

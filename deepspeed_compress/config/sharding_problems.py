@@ -1,0 +1,88 @@
+"""Settings that contradict hybrid sharding (`parallelism.shard_within`), in the section and in the rest of the file."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from deepspeed_compress.config.models import SECTION, CompressConfig, Parallelism
+from deepspeed_compress.config.native import STAGE, TENSOR, value_at
+from deepspeed_compress.config.places import LayeredGradients, PowerSGDGradients
+from deepspeed_compress.config.problems import problem, show
+from deepspeed_compress.diagnostics import Diagnostic, Path, at, pointer, write
+
+__all__ = ["find_sharding_contradictions", "find_sharding_mismatches"]
+
+_KEY: Path = ("parallelism", "shard_within")
+
+_Conflict = tuple[Path, Callable[[CompressConfig], bool], str, str]
+_CONFLICTS: tuple[_Conflict, ...] = (
+    (
+        ("islands",),
+        lambda section: section.islands is not None,
+        "islands divide the ranks of the job themselves (allowed: null)",
+        "null, or remove shard_within",
+    ),
+    (
+        ("parallelism", "pipeline"),
+        lambda section: section.parallelism is not None and section.parallelism.pipeline > 1,
+        "DeepSpeed distributes stages over all ranks of the job (allowed: 1)",
+        "1, or remove shard_within",
+    ),
+    (
+        ("weights", "method"),
+        lambda section: section.weights.method != "none",
+        'weights never leave a node (allowed: "none")',
+        '"none"',
+    ),
+    (
+        ("gradients", "hierarchy"),
+        lambda section: isinstance(section.gradients, LayeredGradients) and section.gradients.hierarchy is not None,
+        "DeepSpeed reduces inside a node (allowed: null)",
+        "null",
+    ),
+    (
+        ("gradients", "method"),
+        lambda section: isinstance(section.gradients, PowerSGDGradients),
+        "a shard has parts of matrices, which low-rank factors cannot approximate (allowed: other methods)",
+        '"blockwise"',
+    ),
+    (
+        ("ownership",),
+        lambda section: section.ownership != "contiguous",
+        'all shards of a node have the same size (allowed: "contiguous")',
+        '"contiguous"',
+    ),
+)
+"""Place of each setting, predicate, reason, and what to write instead."""
+
+
+def find_sharding_contradictions(section: CompressConfig) -> Iterator[Diagnostic]:
+    """Yield settings of the section that hybrid sharding leaves without effect, or cannot be combined with."""
+    if section.parallelism is None or section.parallelism.shard_within is None:
+        return
+    for path, applies, why, instead in _CONFLICTS:
+        if applies(section):
+            yield problem(path, f"cannot be combined with {pointer((SECTION, *_KEY))}: {why}", instead)
+
+
+def find_sharding_mismatches(
+    ds_config: Mapping[str, Any], section: CompressConfig, world_size: int | None
+) -> Iterator[Diagnostic]:
+    """Yield contradictions of hybrid sharding with the rest of the file, or with `world_size` ranks in total."""
+    parallelism = section.parallelism or Parallelism()
+    within, stage = parallelism.shard_within, STAGE.effective(ds_config, parallelism)
+    if within is None:
+        return
+    if stage == 0:
+        what = f"{show(within)} has no effect with {pointer(STAGE.place(parallelism))}: 0, which shards nothing"
+        yield problem(_KEY, f"{what} (allowed: stages 1, 2 and 3)", "null, or another stage")
+    offload = ("zero_optimization", "offload_optimizer")
+    if value_at(ds_config, offload):
+        what = (
+            f"cannot be combined with {pointer((SECTION, *_KEY))}, because DeepSpeed moves gradients to the host "
+            "before they are averaged over the nodes (allowed: null)"
+        )
+        yield Diagnostic(at(*offload), what, write("nothing: remove the key"))
+    size = within * TENSOR.effective(ds_config, parallelism) if isinstance(within, int) else 1
+    if world_size is not None and world_size % size:
+        what = f"nodes of {size} ranks do not divide the world size {world_size} (allowed: divisors of the world size)"
+        yield problem(_KEY, what, f"another number, or start a multiple of {size} ranks")
