@@ -14,7 +14,6 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_compress.backends.deepspeed import comms_log, losses, norms, parallel, seams
 from deepspeed_compress.backends.deepspeed.announce import announce
-from deepspeed_compress.backends.deepspeed.division import divide_data
 from deepspeed_compress.backends.deepspeed.gradients.zero_0 import attach_zero_0, may_begin_early
 from deepspeed_compress.backends.deepspeed.gradients.zero_3 import attach_zero_3
 from deepspeed_compress.backends.deepspeed.gradients.zero_12 import attach_zero_12
@@ -26,7 +25,7 @@ from deepspeed_compress.backends.deepspeed.limits import (
     shared_parameters,
 )
 from deepspeed_compress.backends.deepspeed.losses import follow_losses
-from deepspeed_compress.backends.deepspeed.node_shards import NodeShards, copy_initial_weights
+from deepspeed_compress.backends.deepspeed.node_shards import attach_nodes, copy_initial_weights
 from deepspeed_compress.backends.deepspeed.norms import Norms, loss_scale
 from deepspeed_compress.backends.deepspeed.ownership import check_ownership
 from deepspeed_compress.backends.deepspeed.restarts import attach_heartbeat
@@ -152,15 +151,10 @@ def _attach(engine: Any, config: CompressConfig, unit: IslandUnit | None, kind: 
     saving = None if config.checkpointing is None else attach_background(engine, config.checkpointing, patches)
     islands, island_files = _attach_islands(engine, unit, parameters, parts)
     session = Session(parts, inputs, exact, saving, islands)
-    shards = None if nodes is None else NodeShards(engine, nodes, session)
+    shards = None if nodes is None else attach_nodes(engine, nodes, session)
     weight_bytes = _no_bytes if nodes else _replace_collectives(engine, kind, session, parameters, parts.run)
     watched = Norms(engine, session.policy.skips) if session.policy.guards else None
     ended = parallel.count_parallel(engine, session.meter, patches)
-    if nodes is not None:
-        divide_data(engine, nodes, patches)
-    if nodes is not None and nodes.number:
-        # All nodes hold the same model, so the first one writes it. Every rank still writes its own residuals.
-        patches.replace(engine.checkpoint_engine, "save", _save_nothing)
     participants = (island_files, saving, CompressionState(engine, session), Resharding(engine, config))
     attach_participants(engine, [one for one in participants if one is not None], patches)
     follow_steps(Steps(engine, session, watched, weight_bytes, ended, shards))
@@ -332,10 +326,6 @@ def _warn_uncounted(reasons: Sequence[str]) -> None:
 
 def _no_bytes() -> int:
     return 0
-
-
-def _save_nothing(state_dict: Any, path: str) -> None:
-    """Stand in for the `save` of DeepSpeed's checkpoint engine."""
 
 
 def _parameters(engine: Any, kind: str) -> Parameters:

@@ -52,6 +52,7 @@ def refuse_unsupported(engine: Any, config: CompressConfig) -> None:
         *_shared_layers(engine, config),
         *_momentum(engine, config),
         *_unskippable(engine, config),
+        *_unsharded(engine),
     ]
     if compresses(config) or node_unit(engine) is not None:
         problems += find_limits(engine)
@@ -224,6 +225,16 @@ def _shared_layers(engine: Any, config: CompressConfig) -> Iterator[str]:
 
 def _momentum(engine: Any, config: CompressConfig) -> Iterator[str]:
     return find_second_momentum(engine.optimizer.param_groups, config) if has_optimizer(engine) else iter(())
+
+
+def _unsharded(engine: Any) -> Iterator[str]:
+    """Yield a problem if nodes should shard a model whose optimizer works with whole gradients."""
+    unit = node_unit(engine)
+    if unit is not None and engine_kind(engine) == "zero_0":
+        yield (
+            f"{unit.pointer} needs gradient shards, but {type(engine.optimizer).__name__} clips whole gradients; "
+            "remove /data_types/grad_accum_dtype, or use ZeRO stage 2 or 3"
+        )
 
 
 def _unskippable(engine: Any, config: CompressConfig) -> Iterator[str]:

@@ -10,8 +10,9 @@ The exchange takes place at the beginning of the optimizer step, because only th
 known to be over.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, chain
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deepspeed_compress.backends.deepspeed.division import divide_data
 from deepspeed_compress.backends.deepspeed.gradients.early import bucket_size
 from deepspeed_compress.backends.deepspeed.units import NodeUnit
 from deepspeed_compress.backends.deepspeed.weights.copies import (
@@ -34,7 +36,7 @@ from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.traffic import ring_all_reduce
 
-__all__ = ["NodeShards", "copy_initial_weights"]
+__all__ = ["NodeShards", "attach_nodes", "copy_initial_weights"]
 
 
 def copy_initial_weights(engine: Any, unit: NodeUnit) -> None:
@@ -54,6 +56,33 @@ def copy_initial_weights(engine: Any, unit: NodeUnit) -> None:
         masters.publish()
     trained = set(chain.from_iterable(names for _, names in found))
     copy_weights([parameter for _, parameter in named_untrained(engine, trained)], engine.device, unit.peers)
+
+
+def attach_nodes(engine: Any, unit: NodeUnit, session: Session) -> "NodeShards":
+    """Let `engine` count batches, divide data and save as one job, and return what averages its gradients."""
+    patches = session.patches
+    divide_data(engine, unit, patches)
+    # DeepSpeed knows the batches of a node only.
+    patches.wrap(engine, "train_batch_size", partial(_whole_batch, unit.count))
+    patches.wrap(engine, "set_train_batch_size", partial(_set_whole_batch, unit.count))
+    if unit.number:
+        # All nodes hold the same model, so the first one writes it. Every rank still writes its own residuals.
+        patches.replace(engine.checkpoint_engine, "save", _save_nothing)
+    return NodeShards(engine, unit, session)
+
+
+def _save_nothing(state_dict: Any, path: str) -> None:
+    """Stand in for the `save` of DeepSpeed's checkpoint engine."""
+
+
+def _whole_batch(nodes: int, original: Callable[[], int]) -> int:
+    return nodes * original()
+
+
+def _set_whole_batch(nodes: int, original: Callable[[int], None], train_batch_size: int) -> None:
+    if train_batch_size % nodes:
+        raise ValueError(f"train_batch_size must be divisible by the {nodes} nodes, got {train_batch_size}")
+    original(train_batch_size // nodes)
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,14 @@ from deepspeed.checkpoint.constants import (
 )
 from torch import Tensor
 
+from deepspeed_compress.backends.deepspeed.units import node_unit
 from deepspeed_compress.checkpointing.completeness import latest_tag
 from deepspeed_compress.checkpointing.deepspeed.participants import LoadRequest, Participant
 from deepspeed_compress.checkpointing.deepspeed.places import find_place
 from deepspeed_compress.checkpointing.deepspeed.universal import check_universal
 from deepspeed_compress.checkpointing.deepspeed.zero_parts import state_of_zero_3, state_of_zero_12
 from deepspeed_compress.checkpointing.parts import Fragments, even_piece
-from deepspeed_compress.config import CompressConfig
+from deepspeed_compress.config import SECTION, CompressConfig
 from deepspeed_compress.errors import CompressWarning, StateError
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.state_files import on_all_ranks
@@ -74,6 +75,10 @@ class Resharding(Participant):
         """
         engine, directory = self._engine, Path(request.directory)
         models = find_place(engine, self._config).position.groups
+        unit = node_unit(engine)
+        if unit is not None:
+            # Each shard of a node has a group of its own.
+            models //= unit.get_data_parallel_world_size()
         if engine.load_universal_checkpoint():
             check_universal(engine, directory, request.tag)
             yield request
@@ -124,8 +129,13 @@ def _opened(file: Path) -> dict[str, Any]:
 
 
 def _batch_of(found: Mapping[str, Any]) -> int | None:
-    """Return the sequences per step, computed from the saved configuration as DeepSpeed does; None if unknown."""
+    """Return the sequences per step, computed from the saved configuration as DeepSpeed does; None if unknown.
+
+    The file does not say how many nodes there were if they sharded the model.
+    """
     config = found.get("ds_config") or {}
+    if ((config.get(SECTION) or {}).get("parallelism") or {}).get("shard_within") is not None:
+        return None
     given = [config.get(f"train_{name}") for name in ("batch_size", "micro_batch_size_per_gpu")]
     batch, micro = (value if isinstance(value, int) else None for value in given)
     steps = config.get("gradient_accumulation_steps")
@@ -133,19 +143,21 @@ def _batch_of(found: Mapping[str, Any]) -> int | None:
 
 
 def _warn_of_batch(engine: Any, saved: _Saved) -> None:
+    unit = node_unit(engine)
+    nodes = 1 if unit is None else unit.count
     now = int(engine.train_batch_size())
     if saved.batch in (None, now) or dist.get_rank():
         return
     micro = int(engine.train_micro_batch_size_per_gpu())
     assert saved.batch is not None
-    steps, rest = divmod(saved.batch, micro * engine.seq_dp_world_size)
+    steps, rest = divmod(saved.batch, micro * nodes * engine.seq_dp_world_size)
     instead = (
         f'"gradient_accumulation_steps": {steps}'
         if steps and not rest
         else f"sizes whose product with the number of ranks is {saved.batch}"
     )
     text = (
-        f"/train_batch_size: {now} on {engine.seq_dp_world_size} ranks, but {saved.directory / saved.tag} was "
+        f"/train_batch_size: {now} on {nodes * engine.seq_dp_world_size} ranks, but {saved.directory / saved.tag} was "
         f"saved with {saved.batch} on {saved.ranks}: the step count continues, so the position in the data and the "
         f"learning-rate schedule no longer match the samples seen. To continue as before, write {instead}"
     )

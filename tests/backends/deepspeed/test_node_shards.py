@@ -1,0 +1,258 @@
+"""Hybrid sharding: ZeRO within nodes of two ranks, and the mean of gradient shards over two nodes."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+
+import deepspeed_compress
+from deepspeed_compress.config import SECTION, find_problems
+from deepspeed_compress.errors import ConfigError, UnsupportedError
+from tests.support.forks import run_forks
+from tests.support.jobs import Job, data, network, run, start, train, weights
+from tests.support.resuming import residuals_of
+
+NODES: Mapping[str, Any] = {"shard_within": 2}
+UNCOMPRESSED: Mapping[str, Any] = {"gradients": {"method": "none"}, "parallelism": NODES}
+INT4: Mapping[str, Any] = {"gradients": {"bits": 4, "block_size": 32, "min_numel": 0}, "parallelism": NODES}
+BF16: Mapping[str, Any] = {"bf16": {"enabled": True}}
+FP32_SUMS: Mapping[str, Any] = {"data_types": {"grad_accum_dtype": "fp32"}}
+FP16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 3, "min_loss_scale": 1}
+
+
+def largest(one: Mapping[str, list[float]], other: Mapping[str, list[float]]) -> float:
+    """Return the largest difference between two sets of weights."""
+    return max(abs(a - b) for name in one for a, b in zip(one[name], other[name], strict=True))
+
+
+@pytest.mark.case_a_stage
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_uncompressed_equals_data_parallelism(stage: int) -> None:
+    """Sums are added in another order, so the last bits differ."""
+    jobs = [Job(stage, accumulation=accumulation, steps=5) for accumulation in (1, 2)]
+    jobs.append(Job(stage, extra=BF16 if stage == 1 else {**BF16, **FP32_SUMS}, steps=3))
+    divided = [replace(job, section=UNCOMPRESSED) for job in jobs]
+    for found in run_forks(4, train, *jobs, *divided):
+        for whole, nodes, tolerance in zip(found[:3], found[3:], (1e-5, 1e-5, 2e-2), strict=True):
+            assert nodes.losses == pytest.approx(whole.losses, rel=tolerance)
+            assert largest(nodes.parameters, whole.parameters) < tolerance
+
+
+def train_from_unequal_weights(rank: int, job: Job) -> dict[str, list[float]]:
+    """Train a model, one layer of which is frozen, that begins with other weights in each node."""
+    model = network(seed=1 + rank // 2)
+    model[2].requires_grad_(False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine = deepspeed_compress.initialize(model=model, model_parameters=trained, config=job.config())[0]
+    run(engine, data(rank, job))
+    return weights(engine)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_all_nodes_begin_with_the_weights_of_the_first(stage: int) -> None:
+    found = run_forks(4, train_from_unequal_weights, Job(stage, section=INT4))
+    assert all(one == found[0] for one in found)
+    first = network(seed=1)[2].weight.flatten().tolist()
+    assert found[3]["2.weight"] == first
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_four_bits_on_all_ranks_alike(stage: int) -> None:
+    """Every rank ends with the same weights, near those of uncompressed training, also after accumulation."""
+    job = Job(stage, section=INT4, steps=6, accumulation=2)
+    found = run_forks(4, train, job, replace(job, section=UNCOMPRESSED))
+    assert all(compressed.parameters == found[0][0].parameters for compressed, _ in found)
+    assert 0 < largest(found[0][0].parameters, found[0][1].parameters) < 0.1
+
+
+def sent_bytes(rank: int, job: Job) -> list[tuple[int, int, int]]:
+    """Return the bytes of gradients sent, those of weights, and the uncompressed bytes, of every step."""
+    engine, seen = start(job), []
+    engine.compression.subscribe(
+        lambda figures: seen.append((figures.bytes_sent, figures.bytes_weights, figures.bytes_uncompressed))
+    )
+    run(engine, data(rank, job))
+    return seen
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_sends_its_share_once_a_step(stage: int) -> None:
+    """With accumulation too, and no weights."""
+    numel = sum(parameter.numel() for parameter in network().parameters())
+    monitor = {"every": 1}
+    job = Job(stage, section={**INT4, "monitor": monitor}, accumulation=3, steps=3)
+    for compressed, plain in zip(
+        run_forks(4, sent_bytes, job),
+        run_forks(4, sent_bytes, replace(job, section={**UNCOMPRESSED, "monitor": monitor})),
+        strict=True,
+    ):
+        for (sent, weights_sent, alone), (whole, _, same) in zip(compressed, plain, strict=True):
+            # A share of the model, twice half of it; shards are padded at most by a few elements.
+            assert whole == same == pytest.approx(4 * numel / 2, rel=0.05)
+            assert alone == pytest.approx(whole, rel=0.05)
+            assert weights_sent == 0
+            assert sent < 0.3 * whole
+
+
+def overflow(rank: int, stage: int) -> list[tuple[float, int, dict[str, list[float]]]]:
+    """Return loss scale, skipped steps and weights after each step; one gradient of the last rank is infinite."""
+    job, seen = Job(stage, section=INT4, extra={"fp16": FP16}, steps=6), []
+    engine = start(job)
+    for step, (x, y) in enumerate(data(rank, job)):
+        run(engine, [(x * 3e4 if (step, rank) == (3, 3) else x, y)])
+        scale = engine.optimizer.cur_scale if hasattr(engine.optimizer, "cur_scale") else engine.optimizer.loss_scale
+        seen.append((float(scale), engine.skipped_steps, weights(engine)))
+    return seen
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_overflow_in_one_node_is_skipped_by_all(stage: int) -> None:
+    found = run_forks(4, overflow, stage)
+    assert all(one == found[0] for one in found)
+    assert [skipped for _, skipped, _ in found[0]] == [0, 0, 0, 1, 1, 1]
+    assert found[0][3][2] == found[0][2][2]
+
+
+def test_a_skipped_step_leaves_no_trace() -> None:
+    job = Job(2, section={**INT4, "seed": 1}, steps=5)
+    for bad, good in run_forks(4, train, replace(job, poison=(2, 3)), replace(job, skip=(2,))):
+        assert (bad.skipped, bad.parameters) == (1, good.parameters)
+
+
+def save_and_continue(rank: int, job: Job, directory: str) -> tuple[dict, dict]:
+    """Save after three steps, and return the weights after six and the residuals of the checkpoint."""
+    engine, batches = start(job), data(rank, job)
+    run(engine, batches[:3])
+    engine.save_checkpoint(directory)
+    kept = residuals_of(engine)
+    run(engine, batches[3:])
+    # Ends the writer process, if there is one.
+    engine.destroy()
+    return weights(engine), kept
+
+
+def resume(rank: int, job: Job, directory: str) -> tuple[dict, dict]:
+    """Load the checkpoint, and return the weights after three more steps and the residuals that were loaded."""
+    engine = start(job)
+    assert engine.load_checkpoint(directory)[0] is not None
+    kept = residuals_of(engine)
+    run(engine, data(rank, job)[3:])
+    return weights(engine), kept
+
+
+@pytest.mark.case_a_stage
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_resume_is_exact_and_files_are_written_once(stage: int, tmp_path: Path) -> None:
+    job = Job(stage, section=INT4, steps=6)
+    saved = run_forks(4, save_and_continue, job, str(tmp_path))
+    assert run_forks(4, resume, job, str(tmp_path)) == saved
+    names = sorted(os.listdir(tmp_path / "global_step3"))
+    assert len([name for name in names if name.endswith("optim_states.pt")]) == 2
+    assert len([name for name in names if name.startswith("deepspeed_compress_rank") and name.endswith("json")]) == 4
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_checkpoints_in_the_background(stage: int, tmp_path: Path) -> None:
+    job = Job(stage, section={**INT4, "checkpointing": {}}, steps=6)
+    saved = run_forks(4, save_and_continue, job, str(tmp_path))
+    assert run_forks(4, resume, job, str(tmp_path)) == saved
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_checkpoints_at_other_sizes(stage: int, tmp_path: Path) -> None:
+    """DeepSpeed alone loads what two ranks share; six ranks in three nodes, and four without nodes, go on too."""
+    job = Job(stage, section=INT4, steps=6)
+    run_forks(4, save_and_continue, job, str(tmp_path))
+    alone = run_forks(2, load_alone, replace(job, section=None), str(tmp_path))
+    assert alone[0] == alone[1]
+    more = run_forks(6, resume, job, str(tmp_path))
+    assert all(found == more[0][0] for found, _ in more)
+    reset = {"gradients": INT4["gradients"], "on_missing_state": "reset"}
+    whole = run_forks(4, resume, replace(job, section=reset), str(tmp_path))
+    assert all(found == whole[0][0] for found, _ in whole)
+    assert largest(whole[0][0], more[0][0]) < 0.1
+
+
+def load_alone(rank: int, job: Job, directory: str) -> dict[str, list[float]]:
+    engine = start(job)
+    assert engine.load_checkpoint(directory)[0] is not None
+    return weights(engine)
+
+
+def attach_afterwards(rank: int, job: Job) -> None:
+    engine = deepspeed.initialize(model=network(), config=job.config())[0]
+    with pytest.raises(ConfigError, match="shard_within divides ranks before an engine is made"):
+        deepspeed_compress.attach(engine)
+
+
+def detach(rank: int, job: Job) -> None:
+    with pytest.raises(UnsupportedError, match="cannot be detached"):
+        deepspeed_compress.detach(start(job))
+
+
+def made_in_init(rank: int, job: Job) -> None:
+    deepspeed.init_distributed("gloo")
+    with deepspeed.zero.Init(config_dict_or_path={key: job.config()[key] for key in job.config() if key != SECTION}):
+        model = network()
+    with pytest.raises(UnsupportedError, match="divided the parameters over other ranks"):
+        deepspeed_compress.initialize(model=model, model_parameters=list(model.parameters()), config=job.config())
+
+
+def whole_gradients(rank: int, job: Job) -> None:
+    with pytest.raises(UnsupportedError, match="BF16_Optimizer clips whole gradients"):
+        start(replace(job, extra={**BF16, **FP32_SUMS}))
+
+
+def test_refusals_of_engines() -> None:
+    for work, stage in ((attach_afterwards, 1), (whole_gradients, 1), (detach, 2), (made_in_init, 3)):
+        run_forks(4, work, Job(stage, section=INT4))
+
+
+@pytest.mark.parametrize(
+    ("section", "file", "pointer"),
+    [
+        ({"islands": {"size": 2, "sync_every": 4}}, {}, "/deepspeed_compress/islands"),
+        ({"weights": {"bits": 8}}, {}, "/deepspeed_compress/weights/method"),
+        ({"gradients": {"hierarchy": {"ranks_per_node": 2}}}, {}, "/deepspeed_compress/gradients/hierarchy"),
+        ({"gradients": {"method": "powersgd"}}, {}, "/deepspeed_compress/gradients/method"),
+        ({"ownership": "balanced"}, {}, "/deepspeed_compress/ownership"),
+        ({"parallelism": {**NODES, "pipeline": 2}}, {}, "/deepspeed_compress/parallelism/pipeline"),
+        ({}, {"stage": 0}, "/deepspeed_compress/parallelism/shard_within"),
+        ({}, {"offload_optimizer": {"device": "cpu"}}, "/zero_optimization/offload_optimizer"),
+        ({"parallelism": {"shard_within": 3}}, {}, "/deepspeed_compress/parallelism/shard_within"),
+        ({"parallelism": {"shard_within": "host"}}, {}, "/deepspeed_compress/parallelism/shard_within"),
+        ({"gradients": {"method": "none"}}, {"zenflow": {}}, "/zero_optimization/zenflow"),
+    ],
+)
+def test_contradictions(section: Mapping[str, Any], file: Mapping[str, Any], pointer: str) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 1, **file},
+        SECTION: {"parallelism": NODES, **section},
+    }
+    found = find_problems(json.loads(json.dumps(config)), world_size=4)
+    assert [problem.pointer for problem in found] == [pointer]
+
+
+def shares(rank: int, job: Job) -> tuple[list[int], list[int]]:
+    """Return the indices that this rank reads of a dataset of 24 samples, and batch sizes before and after a change."""
+    config = {**job.config(), "train_batch_size": 24}
+    engine, _, loader, _ = deepspeed_compress.initialize(
+        model=network(), training_data=torch.utils.data.TensorDataset(torch.arange(24)), config=config
+    )
+    read = sorted(loader.data_sampler)
+    sizes = [engine.train_batch_size(), engine.gradient_accumulation_steps()]
+    engine.set_train_batch_size(48)
+    return read, [*sizes, engine.train_batch_size(), engine.gradient_accumulation_steps()]
+
+
+def test_data_and_batches_are_those_of_the_job() -> None:
+    found = run_forks(4, shares, Job(1, section=UNCOMPRESSED, accumulation=2))
+    assert sorted(index for read, _ in found for index in read) == list(range(24))
+    assert [sizes for _, sizes in found] == [[24, 2, 48, 4]] * 4
