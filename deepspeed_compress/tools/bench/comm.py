@@ -41,7 +41,9 @@ def _emulated(options: argparse.Namespace) -> tuple[list[Row], bool]:
     check_machine()
     job = {"rates": options.emulate.rates, "sizes": options.sizes}
     with signals_as_exceptions():
-        rows, failure = run_on_hosts(options.emulate.hosts, RANK_PROGRAM, job, options.timeout)
+        rows, failure = run_on_hosts(
+            options.emulate.hosts, RANK_PROGRAM, job, options.timeout, options.emulate.per_host
+        )
     return rows, failure is not None
 
 

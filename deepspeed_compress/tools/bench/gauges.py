@@ -25,7 +25,18 @@ from deepspeed_compress.tools.bench.links import DEVICE
 from deepspeed_compress.tools.bench.mirror import MIRROR, join_mirror
 from deepspeed_compress.training.ranks import Ranks, start_ranks
 
-__all__ = ["Counters", "Peak", "device", "gather", "join", "join_images", "over_ranks", "quiet_counters", "times"]
+__all__ = [
+    "Counters",
+    "Peak",
+    "device",
+    "gather",
+    "join",
+    "join_images",
+    "over_ranks",
+    "quiet_counters",
+    "ranks_of_host",
+    "times",
+]
 
 
 @dataclass(frozen=True)
@@ -84,6 +95,11 @@ def _silence() -> None:
     # DeepSpeed calls functions that torch has renamed.
     warnings.filterwarnings("ignore", ".*is deprecated. Please use `torch.distributed", FutureWarning)
     deepspeed.utils.logger.setLevel(logging.ERROR)
+
+
+def ranks_of_host() -> int:
+    """Return the number of ranks on this host, from the variables of torchrun or the deepspeed launcher."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ["LOCAL_SIZE"])
 
 
 def device() -> torch.device:

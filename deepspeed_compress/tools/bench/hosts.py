@@ -1,9 +1,9 @@
 """Emulated hosts of a slow network on one Linux machine: network namespaces on a bridge, with rate-limited links.
 
 Each host has an interface eth0. A token-bucket filter limits each direction to the same rate, so a link is full duplex.
-One process runs on each host, with the environment that the deepspeed launcher sets. Everything is removed at the end,
-also after errors and signals. This needs Linux, iproute2, procps and util-linux, and either root or a kernel that
-allows user namespaces.
+One process or more run on each host, with the environment that the deepspeed launcher sets. Everything is removed at
+the end, also after errors and signals. This needs Linux, iproute2, procps and util-linux, and either root or a kernel
+that allows user namespaces.
 
 From Python:
 
@@ -49,7 +49,7 @@ MTU = 1500
 
 @dataclass(frozen=True)
 class Run:
-    """Outcome of the processes on all hosts, in host order. `failure` is None if all exit codes are 0."""
+    """Outcome of all processes, in order of rank. `failure` is None if all exit codes are 0."""
 
     exit_codes: tuple[int | None, ...]
     outputs: tuple[str, ...]
@@ -73,14 +73,17 @@ def signals_as_exceptions() -> Iterator[None]:
 
 
 class Cluster:
-    """Context of `hosts` emulated hosts whose links have the rate `rate`.
+    """Context of `hosts` emulated hosts with `per_host` ranks each, whose links have the rate `rate`.
+
+    Ranks of one host talk over its loopback interface, which has no limit.
 
     Raises:
         ClusterError: The hosts cannot be created.
     """
 
-    def __init__(self, hosts: int, rate: str = UNLIMITED) -> None:
+    def __init__(self, hosts: int, rate: str = UNLIMITED, per_host: int = 1) -> None:
         self.hosts = hosts
+        self.per_host = per_host
         self.rate = rate
         self.prefix = f"{PREFIX}{os.getpid()}"
         self.namespaces = tuple(f"{self.prefix}-{host}" for host in range(hosts))
@@ -126,16 +129,16 @@ class Cluster:
         timeout: float | None = None,
         on_line: Callable[[str], None] | None = None,
     ) -> Run:
-        """Run `command` on every host, each process pinned to one core, until all have ended.
+        """Run `command` as every rank, each process pinned to one core, until all have ended.
 
-        If a process fails, or after `timeout` seconds, all are ended. `on_line` receives each line that host 0 prints.
+        If a process fails, or after `timeout` seconds, all are ended. `on_line` receives each line that rank 0 prints.
         """
         begin = time.monotonic()
         processes: list[subprocess.Popen[str]] = []
         try:
-            for host in range(self.hosts):
-                processes.append(self._start(host, command, environment))
-            readers = [_Reader(process, on_line if host == 0 else None) for host, process in enumerate(processes)]
+            for rank in range(self.hosts * self.per_host):
+                processes.append(self._start(rank, command, environment))
+            readers = [_Reader(process, on_line if rank == 0 else None) for rank, process in enumerate(processes)]
             failure = _wait(processes, timeout)
         finally:
             _end(processes)
@@ -151,38 +154,40 @@ class Cluster:
         """Bring the link of `host` up again, with its previous rate."""
         ip(self._bridge, "link", "set", f"port{host}", "up")
 
-    def on(self, host: int, command: Sequence[str]) -> list[str]:
-        """Return the command line that runs `command` on `host`, pinned to one core.
+    def on(self, rank: int, command: Sequence[str]) -> list[str]:
+        """Return the command line that runs `command` as `rank` on its host, pinned to one core.
 
         For callers that start different programs on different hosts. The process needs the variables of
-        `environment(host)`.
+        `environment(rank)`.
         """
         cores = sorted(os.sched_getaffinity(0))
-        pinned = ["taskset", "-c", str(cores[host % len(cores)]), *command]
-        return ["ip", "netns", "exec", self.namespaces[host], *pinned]
+        pinned = ["taskset", "-c", str(cores[rank % len(cores)]), *command]
+        return ["ip", "netns", "exec", self.namespaces[rank // self.per_host], *pinned]
 
     def address(self, host: int) -> str:
         """Return the address at which other hosts reach `host`."""
         return f"{NETWORK}{host + 1}"
 
-    def _start(self, host: int, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    def _start(self, rank: int, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            self.on(host, command),
-            env=os.environ | self.environment(host) | dict(environment),
+            self.on(rank, command),
+            env=os.environ | self.environment(rank) | dict(environment),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
         )
 
-    def environment(self, host: int) -> dict[str, str]:
-        """Return the environment of the process on `host`.
+    def environment(self, rank: int) -> dict[str, str]:
+        """Return the environment of the process `rank`.
 
         It has the launcher's variables, and those that make libraries use the host's link.
         """
-        ranks = {"RANK": str(host), "WORLD_SIZE": str(self.hosts)}
+        size = str(self.per_host)
+        ranks = {"RANK": str(rank), "WORLD_SIZE": str(self.hosts * self.per_host)}
         ranks |= {"MASTER_ADDR": self.address(0), "MASTER_PORT": "29500"}
-        local = {"LOCAL_RANK": "0", "LOCAL_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": DEVICE}
+        local = {"LOCAL_RANK": str(rank % self.per_host), "LOCAL_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        local["GLOO_SOCKET_IFNAME"] = DEVICE
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1"}
         offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", HOSTS_VARIABLE: self.prefix}
         return ranks | local | threads | offline
@@ -213,9 +218,9 @@ def _wait(processes: Sequence[subprocess.Popen[str]], timeout: float | None) -> 
     """Wait until all processes have ended with 0, one has failed or time is up. Return what went wrong, or None."""
     deadline = time.monotonic() + (timeout or float("inf"))
     while any(process.poll() is None for process in processes):
-        if failed := [host for host, process in enumerate(processes) if process.poll()]:
+        if failed := [rank for rank, process in enumerate(processes) if process.poll()]:
             time.sleep(2)  # the others may still print related errors
-            return f"host {failed[0]} ended with {processes[failed[0]].returncode}"
+            return f"rank {failed[0]} ended with {processes[failed[0]].returncode}"
         if time.monotonic() > deadline:
             return f"not finished after {timeout:.0f} s"
         time.sleep(0.1)

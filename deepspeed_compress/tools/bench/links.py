@@ -105,8 +105,13 @@ def set_rate(namespace: str, device: str, rate: str) -> None:
 
 
 def set_own_rate(rate: str) -> None:
-    """Change the rate of this host's link in both directions, from a process that a Cluster has started."""
-    prefix, host = os.environ[HOSTS_VARIABLE], os.environ["RANK"]
+    """Change the rate of this host's link in both directions, from a process that a Cluster has started.
+
+    Only the first process of the host changes it.
+    """
+    prefix, host = os.environ[HOSTS_VARIABLE], int(os.environ["RANK"]) // int(os.environ["LOCAL_SIZE"])
+    if os.environ["LOCAL_RANK"] != "0":
+        return
     set_rate(f"{prefix}-{host}", DEVICE, rate)
     set_rate(f"{prefix}-bridge", f"port{host}", rate)
 

@@ -31,10 +31,15 @@ _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 @dataclass(frozen=True)
 class Emulation:
-    """Emulated hosts to create on this machine, and the rates of their links as `tc` writes them."""
+    """Emulated hosts to create on this machine, the rates of their links as `tc` writes them, and ranks per host."""
 
     hosts: int
     rates: tuple[str, ...]
+    per_host: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.hosts * self.per_host
 
 
 @dataclass(frozen=True)
@@ -113,11 +118,11 @@ def _add_where(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
     """Add where to measure. Return the group of the options of which only one can be given."""
     where = parser.add_argument_group("hosts")
     emulate = (
-        "emulate HOSTS hosts on this machine, with one process each and links of each RATE, such as "
-        "2,none,1gbit,100mbit (default: use the processes of a launcher)"
+        "emulate HOSTS hosts on this machine, with one process each, or RANKS, and links of each RATE, such as "
+        "2,none,1gbit,100mbit or 4x2,1gbit (default: use the processes of a launcher)"
     )
     chosen = where.add_mutually_exclusive_group()
-    chosen.add_argument("--emulate", type=emulation, metavar="HOSTS,RATE[,RATE...]", help=emulate)
+    chosen.add_argument("--emulate", type=emulation, metavar="HOSTS[xRANKS],RATE[,RATE...]", help=emulate)
     timeout = "time limit of one emulated run (default: 1800)"
     where.add_argument("--timeout", type=float, default=1800, metavar="SECONDS", help=timeout)
     return chosen
@@ -130,20 +135,24 @@ def _add_output(parser: argparse.ArgumentParser, drawn: str) -> None:
 
 
 def emulation(text: str) -> Emulation:
-    """Parse hosts and rates such as "2,1gbit,100mbit".
+    """Parse hosts and rates such as "2,1gbit,100mbit", or "4x2,1gbit" for two ranks on each host.
 
     Raises:
         argparse.ArgumentTypeError: `text` is not a number of hosts followed by rates.
     """
-    hosts, *rates = text.split(",")
-    if not hosts.isdecimal() or not 2 <= int(hosts) <= 250 or not rates:
-        raise argparse.ArgumentTypeError(f"{text!r}: write 2 to 250 hosts and the rates of links, such as 2,1gbit")
+    machines, *rates = text.split(",")
+    hosts, _, per_host = machines.partition("x")
+    if not (hosts.isdecimal() and 2 <= int(hosts) <= 250 and (per_host or "1").isdecimal() and rates):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: write 2 to 250 hosts and the rates of links, such as 2,1gbit, or 4x2,1gbit for two ranks on "
+            "each"
+        )
     try:
         for rate in rates:
             bits_per_second(rate)
     except ClusterError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
-    return Emulation(int(hosts), tuple(rates))
+    return Emulation(int(hosts), tuple(rates), int(per_host or "1"))
 
 
 def size(text: str) -> int:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from deepspeed_compress import ddp, fsdp2
 from deepspeed_compress.config import SECTION
-from deepspeed_compress.tools.bench.gauges import device
+from deepspeed_compress.tools.bench.gauges import device, ranks_of_host
 from deepspeed_compress.tools.bench.torch_loop import Optimizer, PeerStepper, TorchStepper, Wrapped, bare_model
 from deepspeed_compress.tools.bench.workload import Workload
 
@@ -102,9 +102,14 @@ def _with_averaged_weights(model: Any) -> Iterator[None]:
         parameter.data.copy_(kept)
 
 
-def _fsdp2(model: Any, start: int) -> Wrapped:
-    """Return the model in FSDP2, with one unit per block that transformers must not split and one for the rest."""
-    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+def _fsdp2(model: Any, start: int, within: int | None = None) -> Wrapped:
+    """Return the model in FSDP2, with one unit per block that transformers must not split and one for the rest.
+
+    It is sharded over `within` ranks and replicated over the others (HSDP), or sharded over all ranks if None.
+    """
+    ranks = dist.get_world_size()
+    shape = (ranks,) if within is None else (ranks // within, within)
+    mesh = init_device_mesh(device().type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     for block in _blocks(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -115,6 +120,11 @@ def _fsdp2_compressed(model: Any, start: int, section: Mapping[str, Any]) -> Wra
     """Return the model in FSDP2, with its communication compressed by this package."""
     wrapped, document = _fsdp2(model, start), {SECTION: dict(section)}
     return replace(wrapped, attach=lambda optimizer: fsdp2.attach(model, document, optimizer))
+
+
+def _hsdp(model: Any, start: int) -> Wrapped:
+    """Return the model in FSDP2, sharded over the ranks of a host."""
+    return _fsdp2(model, start, ranks_of_host())
 
 
 def _blocks(model: Any) -> list[torch.nn.Module]:
@@ -171,6 +181,7 @@ PEERS: Mapping[str, Peer] = MappingProxyType(
         **{f"ddp-powersgd{rank}": _torch_peer(_powersgd, POWERSGD_START, rank=rank) for rank in (1, 2, 4, 8)},
         **{f"ddp-post-local{steps}": _torch_peer(_post_local, 0, steps, every=steps) for steps in (4, 8)},
         "fsdp2": _torch_peer(_fsdp2),
+        "fsdp2-hsdp": _torch_peer(_hsdp),
         "fsdp2-int4": _torch_peer(_fsdp2_compressed, section=_INT4),
         "fsdp2-int4-weights": _torch_peer(_fsdp2_compressed, section=_INT4_WEIGHTS),
         "megatron": Peer(_megatron),

@@ -97,13 +97,13 @@ def check_launched() -> None:
         )
 
 
-def run_on_hosts(hosts: int, module: str, job: Row, timeout: float) -> tuple[list[Row], str | None]:
-    """Run `module` (see `rank_main`) with `job` on every host.
+def run_on_hosts(hosts: int, module: str, job: Row, timeout: float, per_host: int = 1) -> tuple[list[Row], str | None]:
+    """Run `module` (see `rank_main`) with `job` as every rank of `hosts` hosts.
 
     Returns:
         The rows written so far, and what failed, or None.
     """
-    with tempfile.TemporaryDirectory() as directory, Cluster(hosts) as cluster:
+    with tempfile.TemporaryDirectory() as directory, Cluster(hosts, per_host=per_host) as cluster:
         description, result = Path(directory) / "job.json", Path(directory) / "rows.jsonl"
         description.write_text(json.dumps(job), encoding="utf-8")
         command = [sys.executable, "-m", module, str(description), str(result)]

@@ -48,11 +48,12 @@ def run(options: argparse.Namespace) -> int:
 def _emulated(options: argparse.Namespace) -> int:
     check_machine()
     document, steps = read_document(options.output), steps_at(options, options.emulate.rates)
-    groups, begin, failures = _groups(options, options.emulate.hosts), time.monotonic(), 0
+    hosts, per_host = options.emulate.hosts, options.emulate.per_host
+    groups, begin, failures = _groups(options, options.emulate.ranks), time.monotonic(), 0
     with signals_as_exceptions():
         for number, group in enumerate(groups, 1):
-            label = f"[{number}/{len(groups)}, {time.monotonic() - begin:.0f} s] {_title(group, options.emulate.hosts)}"
-            missing = missing_rates(document["rows"], group, options.emulate.hosts, steps)
+            label = f"[{number}/{len(groups)}, {time.monotonic() - begin:.0f} s] {_title(group, options.emulate.ranks)}"
+            missing = missing_rates(document["rows"], group, options.emulate.ranks, steps, per_host=per_host)
             print(f"{label}: {', '.join(map(str, missing)) or f'already in {options.output}'}", flush=True)
             if missing:
                 job = {
@@ -61,7 +62,7 @@ def _emulated(options: argparse.Namespace) -> int:
                     "steps": list(missing.values()),
                     "traces": str(options.traces.absolute()) if options.traces else None,
                 }
-                rows, failure = run_on_hosts(options.emulate.hosts, RANK_PROGRAM, job, options.timeout)
+                rows, failure = run_on_hosts(hosts, RANK_PROGRAM, job, options.timeout, per_host)
                 failures += failure is not None
                 merge(document, rows)
                 save_document(document, options.output)
@@ -151,11 +152,13 @@ def _title(group: Group, ranks: int) -> str:
     return f"{Path(work.model).stem} on {ranks} ranks{layout}, {len(group.contenders)} systems"
 
 
-def missing_rates(rows: Sequence[Row], group: Group, ranks: int, steps: Steps, mirror: bool = False) -> Steps:
+def missing_rates(
+    rows: Sequence[Row], group: Group, ranks: int, steps: Steps, mirror: bool = False, per_host: int = 1
+) -> Steps:
     """Return the rates at which a contender is missing. All are measured again there, so ratios come from one run."""
     present = {_identity(row) for row in rows}
     probe = group.to_json()
-    common = {"ranks": ranks, "mirror": mirror, "workload": probe["workload"]}
+    common = {"ranks": ranks, "mirror": mirror, "per_host": per_host, "workload": probe["workload"]}
     return {
         rate: count
         for rate, count in steps.items()
@@ -169,7 +172,9 @@ def missing_rates(rows: Sequence[Row], group: Group, ranks: int, steps: Steps, m
 def _identity(row: Row) -> str:
     """Return a key that is equal for rows of the same measurement."""
     names = ("ranks", "rate", "workload", "contender")
-    return json.dumps([*(row[name] for name in names), row.get("mirror", False)], sort_keys=True)
+    return json.dumps(
+        [*(row[name] for name in names), row.get("mirror", False), row.get("per_host", 1)], sort_keys=True
+    )
 
 
 def merge(document: Row, rows: Sequence[Row]) -> None:
@@ -183,7 +188,7 @@ def _order(row: Row) -> tuple[Any, ...]:
     """Return the sort key of a row: workload, rate and stage. Contenders without a stage come last."""
     contender = Contender(**row["contender"])
     stage, rate = stage_of(contender.ds_config), row["rate"]
-    work = (row["workload"]["model"], row["ranks"], json.dumps(row["workload"], sort_keys=True))
+    work = (row["workload"]["model"], row["ranks"], row.get("per_host", 1), json.dumps(row["workload"], sort_keys=True))
     speed = -bits_per_second(rate) if rate else 0.0
     return (*work, speed, 9 if stage is None else stage, contender.kind == OURS, contender.name)
 
@@ -210,12 +215,21 @@ def _uncompressed(row: Row, rows: Sequence[Row]) -> Row | None:
 def _predictions(row: Row, rows: Sequence[Row]) -> list[float] | None:
     """Return the payload bytes of every rank as the package counts them.
 
-    For DeepSpeed, they are taken from a row that gathers weights in the same way.
+    For DeepSpeed, they are taken from a row that gathers weights in the same way. If a host has several ranks, a part
+    of what they send stays inside it, except with hybrid sharding, for which the bytes of a host are returned.
     """
+    per_host = row.get("per_host", 1)
+    if per_host > 1 and not _shards_within(row):
+        return None
     if "predicted" in row["traffic"][0]:
-        return [rank["predicted"] for rank in row["traffic"]]
+        return [per_host * rank["predicted"] for rank in row["traffic"]]
     counted = next((other for other in rows if _counts_for(other, row, rows)), None)
     return [rank["predicted_uncompressed"] for rank in counted["traffic"]] if counted else None
+
+
+def _shards_within(row: Row) -> bool:
+    parallelism: Row = ((row["contender"]["ds_config"] or {}).get(SECTION) or {}).get("parallelism") or {}
+    return parallelism.get("shard_within") is not None
 
 
 def _counts_for(other: Row, row: Row, rows: Sequence[Row]) -> bool:

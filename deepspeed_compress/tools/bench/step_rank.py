@@ -145,6 +145,7 @@ def _measure_rate(
     sent = gauges.quiet_counters().since(begin, steps) if begin is not None else {}
     return {
         "ranks": dist.get_world_size(),
+        "per_host": 1 if rate is None else gauges.ranks_of_host(),
         "rate": rate,
         "steps": steps,
         "step_s": gauges.over_ranks(seconds),

@@ -44,7 +44,7 @@ def print_steps(rows: Sequence[Row]) -> None:
 
 def same_work(row: Row) -> str:
     """Return a key that is equal for rows that can be compared."""
-    return json.dumps([row["ranks"], row.get("mirror", False), row["workload"]], sort_keys=True)
+    return json.dumps([row["ranks"], row.get("per_host", 1), row.get("mirror", False), row["workload"]], sort_keys=True)
 
 
 def title(row: Row) -> str:
@@ -54,7 +54,8 @@ def title(row: Row) -> str:
         layout = f", pipeline {work['pipeline']} x tensor {work['tensor']}"
     batch = f"{work['accumulation']} x {work['micro_batch']} x {work['seq_len']} tokens"
     mirror = " (a mirror)" if row.get("mirror") else ""
-    return f"{work['model']} in {work['precision']} on {row['ranks']} ranks{mirror}{layout}, {batch}"
+    ranks = f"{row['ranks']} ranks" + (f", {row['per_host']} on a host" if row.get("per_host", 1) > 1 else "")
+    return f"{work['model']} in {work['precision']} on {ranks}{mirror}{layout}, {batch}"
 
 
 def step_table(rows: Sequence[Row], form: Form) -> Table:

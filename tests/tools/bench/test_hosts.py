@@ -94,7 +94,7 @@ def test_a_link_carries_its_rate() -> None:
 def test_a_failing_host_ends_the_others_and_leaves_nothing() -> None:
     with Cluster(2) as cluster:
         run = cluster.run(["sh", "-c", "if [ $RANK = 0 ]; then sleep 60; else echo so; exit 3; fi"], timeout=30)
-    assert run.failure == "host 1 ended with 3"
+    assert run.failure == "rank 1 ended with 3"
     assert run.outputs == ("", "so\n")
     assert run.seconds < 20
     assert not _own_namespaces(os.getpid())
