@@ -19,6 +19,7 @@ PEERS = (
     *(f"ddp-powersgd{rank}" for rank in (1, 2, 4, 8)),
     *(f"ddp-post-local{steps}" for steps in (4, 8)),
     "fsdp2",
+    "fsdp2-hsdp",
     "fsdp2-int4",
     "fsdp2-int4-weights",
     "megatron",

@@ -10,6 +10,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 
 import deepspeed_compress
 from deepspeed_compress.config import SECTION, find_problems
@@ -17,6 +18,7 @@ from deepspeed_compress.errors import ConfigError, UnsupportedError
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, network, run, start, train, weights
 from tests.support.resuming import residuals_of
+from tests.support.tensor_islands import AUTO_TP, start_tensor, take_steps
 
 NODES: Mapping[str, Any] = {"shard_within": 2}
 UNCOMPRESSED: Mapping[str, Any] = {"gradients": {"method": "none"}, "parallelism": NODES}
@@ -185,6 +187,29 @@ def load_alone(rank: int, job: Job, directory: str) -> dict[str, list[float]]:
     return weights(engine)
 
 
+def train_tensor(rank: int, *jobs: Job) -> list[tuple[list[float], dict[str, list[float]]]]:
+    """Train models whose layers two ranks share, and return losses and weights."""
+    found = []
+    for job in jobs:
+        engine = start_tensor(job)
+        found.append((take_steps(engine, rank, job), weights(engine)))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_nodes_of_two_shards_whose_layers_two_ranks_share(stage: int) -> None:
+    """Two nodes of four ranks: uncompressed as without nodes, and equal on all nodes with four bits."""
+    job = Job(stage, extra={**AUTO_TP, "gradient_clipping": 1.0}, steps=3)
+    jobs = (job, replace(job, section=UNCOMPRESSED), replace(job, section=INT4))
+    found = run_forks(8, train_tensor, *jobs, timeout=600)
+    for whole, nodes, _ in found:
+        assert nodes[0] == pytest.approx(whole[0], rel=1e-5)
+        assert largest(nodes[1], whole[1]) < 1e-4
+    assert [found[rank][2][1] for rank in range(4)] == [found[rank][2][1] for rank in range(4, 8)]
+
+
 def attach_afterwards(rank: int, job: Job) -> None:
     engine = deepspeed.initialize(model=network(), config=job.config())[0]
     with pytest.raises(ConfigError, match="shard_within divides ranks before an engine is made"):
@@ -202,6 +227,24 @@ def made_in_init(rank: int, job: Job) -> None:
         model = network()
     with pytest.raises(UnsupportedError, match="divided the parameters over other ranks"):
         deepspeed_compress.initialize(model=model, model_parameters=list(model.parameters()), config=job.config())
+
+
+def train_from_init(rank: int, job: Job) -> dict[str, list[float]]:
+    """Train a model that `zero.Init` has sharded over the ranks of this node."""
+    deepspeed.init_distributed("gloo")
+    nodes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    file = {key: value for key, value in job.config().items() if key != SECTION}
+    with deepspeed.zero.Init(config_dict_or_path=file, data_parallel_group=nodes[rank // 2]):
+        model = network()
+    options = {"model": model, "model_parameters": list(model.parameters()), "config": job.config()}
+    engine = deepspeed_compress.initialize(**options)[0]
+    run(engine, data(rank, job))
+    return weights(engine)
+
+
+def test_a_model_may_be_sharded_within_nodes_from_the_start() -> None:
+    found = run_forks(4, train_from_init, Job(3, section=INT4))
+    assert found == [run_forks(4, train, Job(3, section=INT4))[0][0].parameters] * 4
 
 
 def whole_gradients(rank: int, job: Job) -> None:

@@ -203,7 +203,7 @@ def refused(rank: int, job: Job, said: bool) -> str:
 @pytest.mark.parametrize(
     ("ranks", "job", "said", "text"),
     [
-        (3, Job(1, extra=AUTO_TP, section=section(by_host=True)), False, "islands/by_host: true, but 2 ranks"),
+        (3, Job(1, extra=AUTO_TP, section=section(by_host=True)), False, "islands/by_host: 2 ranks"),
         (2, Job(1, extra=AUTO_TP, section=section(size=2)), False, "islands/size: islands of 4 do not divide"),
         (2, Job(1, section=section(size=1)), True, "tp_model_init was called for 2 ranks"),
     ],

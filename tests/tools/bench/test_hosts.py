@@ -81,6 +81,20 @@ def test_a_cut_link_carries_nothing_until_it_is_mended() -> None:
             assert subprocess.run(reach).returncode == 0
 
 
+@needs_hosts
+def test_ranks_share_the_address_of_their_host() -> None:
+    text = "echo $RANK $LOCAL_RANK $LOCAL_WORLD_SIZE $WORLD_SIZE $(hostname -I)"
+    with Cluster(2, per_host=2) as cluster:
+        run = cluster.run(["sh", "-c", text], timeout=30)
+    first, second = cluster.address(0), cluster.address(1)
+    assert [one.split() for one in run.outputs] == [
+        ["0", "0", "2", "4", first],
+        ["1", "1", "2", "4", first],
+        ["2", "0", "2", "4", second],
+        ["3", "1", "2", "4", second],
+    ]
+
+
 @measures_links
 def test_a_link_carries_its_rate() -> None:
     with Cluster(2, "20mbit") as cluster:

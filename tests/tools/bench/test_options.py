@@ -23,9 +23,13 @@ def test_every_peer_is_implemented() -> None:
 
 def test_hosts_and_rates_are_parsed() -> None:
     assert emulation("4,none,1gbit,100mbit") == Emulation(4, ("none", "1gbit", "100mbit"))
+    assert emulation("4x2,1gbit") == Emulation(4, ("1gbit",), per_host=2)
+    assert emulation("4x2,1gbit").ranks == 8
 
 
-@pytest.mark.parametrize("text", ["2", "1,1gbit", "x,1gbit", "2,", "2,fast", "2,1gbit,0mbit", "1000,1gbit"])
+@pytest.mark.parametrize(
+    "text", ["2", "2x,y", "2x1.5,1gbit", "1,1gbit", "x,1gbit", "2,", "2,fast", "2,1gbit,0mbit", "1000,1gbit"]
+)
 def test_invalid_hosts_are_refused_with_an_example(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="such as"):
         emulation(text)
