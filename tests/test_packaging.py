@@ -127,7 +127,7 @@ def test_report(installed: Installed, tmp_path: Path) -> None:
 
 
 def test_doctor(installed: Installed) -> None:
-    done = installed.run("ds-compress", "doctor", RUNS / "exempt")
+    done = installed.run("ds-compress", "doctor", RUNS / "excluded")
     assert "nothing-compressed" in done.stdout, done.stderr
 
 

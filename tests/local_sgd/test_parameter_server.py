@@ -38,9 +38,9 @@ WRONG: tuple[Any, ...] = (
 )
 
 
-def restarted(path: Path, told: Callable[[str], None] = print) -> closing[Service]:
+def restarted(path: Path, report: Callable[[str], None] = print) -> closing[Service]:
     """Return a server that starts from the files at `path`."""
-    return closing(Service(PushLog(path), told))
+    return closing(Service(PushLog(path), report))
 
 
 class Connected:
@@ -177,10 +177,10 @@ def test_a_mutated_call_is_refused_or_applied_and_can_be_replayed(
     assert refused
     held = state(service)
     copied = _copied(directory)
-    told: list[str] = []
-    again = Service(PushLog(copied), told.append)
+    printed: list[str] = []
+    again = Service(PushLog(copied), printed.append)
     assert same(held, state(again))
-    assert told == []
+    assert printed == []
     # An honest island goes on.
     honest = Rank(again, terms(exchange, optimizer="nesterov"))
     if not again.store.records.version:
@@ -349,9 +349,11 @@ def test_a_log_entry_that_cannot_be_applied_is_skipped_and_reported(directory: P
             heads = [{**heads[0], "samples": "8"}]
         log.append(heads, bodies)
     log.close()
-    told: list[str] = []
-    again = Service(PushLog(path), told.append)
-    assert told == ["entry 2 of the log is skipped: samples is '8' (allowed: an integer from 0 to 9223372036854775807)"]
+    printed: list[str] = []
+    again = Service(PushLog(path), printed.append)
+    assert printed == [
+        "entry 2 of the log is skipped: samples is '8' (allowed: an integer from 0 to 9223372036854775807)"
+    ]
     assert again.store.records.pushes == 2
     again.close()
 
@@ -453,11 +455,11 @@ def test_a_damaged_log_is_refused_or_skipped_by_name(directory: Path) -> None:
             del damaged[chosen.randrange(len(damaged)) :]
         path.write_bytes(whole)
         (directory / "copy.log").write_bytes(damaged)
-        told: list[str] = []
+        printed: list[str] = []
         try:
-            Service(PushLog(path), told.append).close()
-            found["named" if told else "cut"] += 1
-            assert all("of the log is skipped" in line for line in told)
+            Service(PushLog(path), printed.append).close()
+            found["named" if printed else "cut"] += 1
+            assert all("of the log is skipped" in line for line in printed)
         except StateError as error:
             found["refused"] += 1
             refusals.append(f"{error}")

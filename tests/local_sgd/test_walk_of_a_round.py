@@ -38,7 +38,7 @@ class Trace:
             self._is_running = event == "call"
         if not self._is_running or event != "call":
             return
-        if name in LANDMARKS or name.startswith("_publish") or name == "FlatMasters.write":
+        if name in LANDMARKS or name.startswith("_publish") or name == "FlatMasterWeights.write":
             self.walk |= dict.fromkeys(reversed(list(functions(frame))))
 
 

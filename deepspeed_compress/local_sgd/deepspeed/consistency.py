@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from deepspeed_compress.backends.deepspeed.division import IslandUnit
-from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasters
+from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasterWeights
 from deepspeed_compress.errors import CompressWarning, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed.exchanged_parameters import matches
 
@@ -27,13 +27,13 @@ __all__ = [
 ]
 
 
-def check_equal_layouts(master_weights: FlatMasters, unit: IslandUnit) -> None:
+def check_equal_layouts(master_weights: FlatMasterWeights, unit: IslandUnit) -> None:
     """Check that ranks of equal place in their islands hold the same elements. Collective.
 
     Raises:
         UnsupportedError: they do not. Raised on all ranks.
     """
-    own = (unit.place, tuple((one.parameter, one.begin, one.numel) for one in master_weights.stretches))
+    own = (unit.place, tuple((one.parameter, one.begin, one.numel) for one in master_weights.slices))
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, own)
     if len(set(every)) > len({place for place, _ in every}):
@@ -143,7 +143,9 @@ def clear_non_finite(values: Tensor) -> None:
         values.copy_(wide.nan_to_num(0.0, 0.0, 0.0))
 
 
-def recover_from_divergence(engine: Any, master_weights: FlatMasters, clear_residuals: Callable[[], None]) -> None:
+def recover_from_divergence(
+    engine: Any, master_weights: FlatMasterWeights, clear_residuals: Callable[[], None]
+) -> None:
     """Recover from a divergence of this island, which gets the weights of the others (CompressWarning).
 
     Without ZeRO, its optimizer has stepped nevertheless, and its state and the residuals inside the island would spoil

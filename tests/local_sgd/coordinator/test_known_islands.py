@@ -82,7 +82,7 @@ def test_a_new_island_waits_for_the_newest_anchor() -> None:
     assert world.count("c", "anchor") == 0
     assert "island 0 (a) has the newest weights" in world.last("c", "waiting")["why"]
     world.wait(PATIENCE + 0.5, "b", "c")
-    assert [one for one in world.told["c"] if one["kind"] == "anchor"][-1]["version"] in (0, 2)
+    assert [one for one in world.messages["c"] if one["kind"] == "anchor"][-1]["version"] in (0, 2)
     world.say("c", "sources")
     assert world.last("c", "anchor") == {"kind": "anchor", "version": 2, "sources": [["b:2"]]}
 
@@ -410,16 +410,16 @@ class Chaos:
     def read(self) -> None:
         """Let the islands read their messages: anchors and outcomes."""
         for one in self.connected():
-            told = self.world.told[one.name][one.heard :]
-            one.heard += len(told)
-            for message in told:
+            received = self.world.messages[one.name][one.heard :]
+            one.heard += len(received)
+            for message in received:
                 if message["kind"] == "anchor":
                     one.version = message["version"]
                 elif message["kind"] == "outcome":
                     committed = self.outcomes.setdefault(message["id"], message["committed"])
                     assert committed == message["committed"], "a round has one outcome"
                     one.version = message["id"] if committed else one.version
-            if any(message["kind"] in ("anchor", "outcome") for message in told):
+            if any(message["kind"] in ("anchor", "outcome") for message in received):
                 self.world.say(one.name, "ready", version=one.version)
 
     def check(self, before: dict[str, Any], patient: set[str]) -> None:

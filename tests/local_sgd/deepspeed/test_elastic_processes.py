@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.elastic_job import PAUSE, TIMEOUT, Cable, ElasticJob, came, job, reached, wait_for
+from tests.support.elastic_job import PAUSE, TIMEOUT, Cable, ElasticJob, job, reached, wait_for, wait_for_islands
 
 pytestmark = pytest.mark.slow
 VERSIONS = 120
@@ -35,7 +35,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> ElasticJob:
 def test_islands_killed_at_random_instants_can_join_again(tmp_path: Path, undisturbed: ElasticJob) -> None:
     random_, kills = random.Random(3), 20
     with job(tmp_path, VERSIONS) as found:
-        came(found, 3)
+        wait_for_islands(found, 3)
         living = list(found.islands)
         for number in range(kills):
             reached(found, 5 + (VERSIONS - 20) * number // kills)
@@ -43,8 +43,8 @@ def test_islands_killed_at_random_instants_can_join_again(tmp_path: Path, undist
             time.sleep(0.2 * random_.random())
             victim = living.pop(random_.randrange(len(living)))
             victim.kill()
-            living.append(found.come())
-    assert sum(one["kind"] == "came" for one in found.lines()) > kills
+            living.append(found.start())
+    assert sum(one["kind"] == "joined" for one in found.lines()) > kills
     assert found.standstill() < STANDSTILL
     agree(found)
     print(found.summary(), "loss", found.loss(), "undisturbed", undisturbed.loss())
@@ -56,8 +56,8 @@ def test_slow_paused_and_late_islands_reach_the_loss_of_undisturbed_ones(
 ) -> None:
     with job(tmp_path, VERSIONS, islands=2) as found:
         slow = len(found.islands)
-        found.come(pause=4 * PAUSE)
-        came(found, 3)
+        found.start(pause=4 * PAUSE)
+        wait_for_islands(found, 3)
         stopped = found.islands[1].pid
         assert stopped is not None
         reached(found, 20)
@@ -65,7 +65,7 @@ def test_slow_paused_and_late_islands_reach_the_loss_of_undisturbed_ones(
         time.sleep(2 * TIMEOUT)
         os.kill(stopped, signal.SIGCONT)
         reached(found, 60)
-        found.come()
+        found.start()
     print(found.summary(), "loss", found.loss(), "undisturbed", undisturbed.loss())
     # Waited for once, then left out.
     assert found.standstill(besides=1) < TIMEOUT + 1
@@ -80,8 +80,8 @@ def test_slow_paused_and_late_islands_reach_the_loss_of_undisturbed_ones(
 def test_an_island_that_is_cut_off_stops_and_the_others_continue(tmp_path: Path) -> None:
     with job(tmp_path, 40, islands=2) as found:
         with Cable(found.address) as cable:
-            found.come(address=cable.address, give_up="3 s")
-            came(found, 3)
+            found.start(address=cable.address, give_up="3 s")
+            wait_for_islands(found, 3)
             reached(found, 10)
         (end,) = wait_for(found, 2, "error")
     assert "/deepspeed_compress/islands/elastic/rendezvous: " in end["text"]
@@ -94,8 +94,8 @@ def test_an_island_that_is_cut_off_stops_and_the_others_continue(tmp_path: Path)
 def test_an_island_that_was_cut_off_for_a_while_returns_to_the_others(tmp_path: Path) -> None:
     """Two islands continue, and the update of the third one contributes once it is back."""
     with job(tmp_path, 60, islands=2) as found, Cable(found.address) as cable:
-        found.come(address=cable.address)
-        came(found, 3)
+        found.start(address=cable.address)
+        wait_for_islands(found, 3)
         reached(found, 10)
         cable.cut()
         alone = max(one.get("version", 0) for one in found.lines())
@@ -112,10 +112,10 @@ def test_an_island_that_was_cut_off_for_a_while_returns_to_the_others(tmp_path: 
 def test_an_island_leaves_and_another_takes_its_place(tmp_path: Path) -> None:
     """An island that leaves on its own is not awaited."""
     with job(tmp_path, 50, islands=2) as found:
-        found.come(leaves=15)
+        found.start(leaves=15)
         wait_for(found, 2, "end")
         reached(found, 25)
-        found.come()
+        found.start()
     assert {one["islands"] for one in found.lines(0) if one["kind"] == "exchange"} >= {2, 3}
     assert max(one["version"] for one in found.lines(3) if "version" in one) >= 50
     assert found.standstill() < TIMEOUT + 1

@@ -42,7 +42,7 @@ def test_one_island_without_compression_equals_deepspeed(stage: int) -> None:
         assert ours == plain
 
 
-def told(directory: Path) -> list[str]:
+def guard_events(directory: Path) -> list[str]:
     events = map(json.loads, (directory / "events.jsonl").read_text().splitlines())
     return [f"{event['step']} {event['kind']} {event['before']} -> {event['after']}" for event in events]
 
@@ -63,7 +63,7 @@ def test_only_the_island_with_the_fault_reacts(stage: int, fault: Disturb, secon
     # They exchanged after the last step.
     assert len({story.final for story in (first, same, third, fourth)}) == 1
     assert math.isfinite(first.final)
-    assert told(tmp_path) == first.events
+    assert guard_events(tmp_path) == first.events
     assert not (tmp_path / "island_0001").exists()
 
 
@@ -83,7 +83,7 @@ def of_rank_3(engine: Any, rank: int, step: int) -> float:
 def test_events_of_all_islands_are_read_with_the_run(tmp_path: Path) -> None:
     job = Job(1, section(monitor={"announce": False, "path": str(tmp_path), "every": 1}), steps=FAULT + 6)
     *_, last = run_forks(4, live, job, of_rank_3)
-    assert told(tmp_path / "island_0001") == last.events != []
+    assert guard_events(tmp_path / "island_0001") == last.events != []
     found = read_directory(tmp_path)
     assert [(event["island"], event["step"]) for event in found.events or ()] == [
         (1, int(text.split()[0])) for text in last.events

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from deepspeed.runtime.utils import is_model_parallel_parameter
 
 import deepspeed_compress
-from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasters, Stretch
+from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasterWeights, MasterSlice
 from deepspeed_compress.collectives.reduction import Parameters
 from deepspeed_compress.config import find_problems, parse_section
 from deepspeed_compress.errors import ConfigError, UnsupportedError
@@ -126,9 +126,9 @@ def test_replicated_weights_have_the_same_second_moments(stage: int, heads: int)
 def cut(rank: int, numels: list[int]) -> str:
     """Return the error if the tensor ranks hold `numels` elements of a norm."""
     deepspeed.init_distributed("gloo")
-    norm = Stretch("norm.weight", 0, torch.zeros(8), 0, numels[rank])
-    split = Stretch("split.weight", 0, torch.zeros(8), 0, 1 + rank)
-    master_weights = FlatMasters([norm, split], torch.device("cpu"), publish=list, stepped=[norm, split])
+    norm = MasterSlice("norm.weight", 0, torch.zeros(8), 0, numels[rank])
+    split = MasterSlice("split.weight", 0, torch.zeros(8), 0, 1 + rank)
+    master_weights = FlatMasterWeights([norm, split], torch.device("cpu"), publish=list, stepped=[norm, split])
     parameters = Parameters({"norm.weight": (8,), "split.weight": (8,)}, [], excluded=frozenset({"norm.weight"}))
     unit = SimpleNamespace(ranks=(0, 1), tensor=2, whole=dist.group.WORLD)
     try:
