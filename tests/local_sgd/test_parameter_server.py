@@ -1,4 +1,4 @@
-"""The parameter server without sockets: what it refuses, what it logs, and the files that it starts from."""
+"""The parameter server without sockets: refusals, the log, and the files that it starts from."""
 
 import copy
 import json
@@ -63,7 +63,7 @@ def terms(exchange: Mapping[str, Any] = TOPK, ranks: int = 1, **outer: Any) -> d
 
 
 class Rank:
-    """Rank of an island that calls the service directly, from its own thread if there are two."""
+    """Rank of an island that calls the service directly, from its own thread if the island has two ranks."""
 
     def __init__(self, service: Service, given: Mapping[str, Any]) -> None:
         self.service, self.calls = service, 0
@@ -181,13 +181,13 @@ def test_a_mutated_call_is_refused_or_applied_and_can_be_replayed(
     again = Service(PushLog(copied), printed.append)
     assert same(held, state(again))
     assert printed == []
-    # An honest island goes on.
+    # A well-behaved island continues to work.
     honest = Rank(again, terms(exchange, optimizer="nesterov"))
     if not again.store.records.version:
         honest.seed(moved(0))
     assert honest.ask("fresh")[0]["kind"] == "exact"
     answer, _ = honest.push(moved(2))
-    # Numbers as they are may have come near the end of fp32.
+    # Finite values from the random calls may be close to the largest fp32 number.
     assert answer["kind"] == "taken" or "become non-finite" in answer["reason"]
     again.close()
     service.close()
@@ -254,7 +254,7 @@ def test_finite_pushes_that_make_the_anchor_infinite_are_dropped_with_a_reason(o
 def test_a_difference_beyond_fp32_is_answered_with_the_whole_anchor() -> None:
     """Both anchors are finite."""
     service = Service(None, lambda text: None)
-    # Pushes of the fast island alone.
+    # Only the fast island pushes.
     exchange = {"method": "blockwise", "bits": 8}
     fast, slow = Rank(service, terms(exchange)), Rank(service, terms(exchange))
     low, high = torch.full((NUMEL,), -0.9 * LARGEST_FLOAT), torch.full((NUMEL,), 0.6 * LARGEST_FLOAT)
@@ -412,7 +412,7 @@ def test_a_damaged_file_is_refused_by_name(directory: Path, damage: str) -> None
     DAMAGES[damage](path)
     with pytest.raises(StateError, match=r"copy is damaged or does not belong to a parameter server"):
         Service(PushLog(path), print)
-    # It has let go of the file.
+    # The file is released.
     PushLog(path).close()
 
 
@@ -433,7 +433,7 @@ def test_records_of_wrong_types_are_refused_by_name(directory: Path) -> None:
             try:
                 records_with(change)(path)
             except ValueError:
-                # JSON does not carry it.
+                # JSON cannot represent this value.
                 continue
             try:
                 Service(PushLog(path), print).close()

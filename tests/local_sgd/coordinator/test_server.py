@@ -1,4 +1,4 @@
-"""What the process of a coordinator, and an island, make of messages that nobody should have sent, or sent late."""
+"""Handling of unexpected and late messages by the coordinator's process and by an island."""
 
 import os
 import stat
@@ -119,7 +119,7 @@ def test_a_stall_of_the_coordinator_does_not_lose_islands() -> None:
         client = CoordinatorClient(f"127.0.0.1:{server.port}", 1.0, 20.0, {"timeout": 1.0}, "host:1", ["host:2"])
         for _ in range(3):
             with server._lock:
-                # The clock waits first, so it would be the first to go on.
+                # The clock waits first, so it would also be the first to continue.
                 time.sleep(1.8)
             time.sleep(0.3)
         client.leave()
@@ -159,5 +159,5 @@ def test_a_state_file_and_its_name_are_synced_to_disk(tmp_path: Path, monkeypatc
     file = StateFile(tmp_path / "state.json")
     file.write("{}")
     file.close()
-    # The file before it is renamed, and then its directory.
+    # The file is synced before it is renamed, and then its directory is.
     assert synced == [False, True]

@@ -1,4 +1,4 @@
-"""Asynchronous islands as processes, and their server as another: killed, slow, cut off, started again."""
+"""Asynchronous islands and their server as processes that are killed, slowed down, cut off and restarted."""
 
 import random
 import signal
@@ -57,7 +57,7 @@ def test_nobody_waits_for_one_that_is_slow_or_cut_off(tmp_path: Path, undisturbe
         cable.mend()
         wait_for(found, 2, "end")
     assert pushes(found, 0) > 1.5 * pushes(found, 1) > 0
-    # It is back, and what it has moved meanwhile counts.
+    # The island is back, and the updates that it made meanwhile contribute.
     back = [one for one in found.lines(2) if one.get("version", 0) > before + 20]
     assert any(one["kind"] == "exchange" for one in back)
     assert found.loss() < undisturbed.loss() * 1.05

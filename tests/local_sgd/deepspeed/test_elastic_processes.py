@@ -1,4 +1,4 @@
-"""Islands as processes on which a signal may fall at any instant: killed, stopped, slow, cut off."""
+"""Elastic islands as processes that may be killed, stopped, slowed down or cut off at any instant."""
 
 import os
 import random
@@ -13,7 +13,7 @@ from tests.support.elastic_job import PAUSE, TIMEOUT, Cable, ElasticJob, job, re
 pytestmark = pytest.mark.slow
 VERSIONS = 120
 STANDSTILL = 5.0
-"""Seconds that an island may stand still because of another one."""
+"""Maximum number of seconds for which one island may delay another."""
 
 
 def agree(found: ElasticJob) -> None:
@@ -39,7 +39,7 @@ def test_islands_killed_at_random_instants_can_join_again(tmp_path: Path, undist
         living = list(found.islands)
         for number in range(kills):
             reached(found, 5 + (VERSIONS - 20) * number // kills)
-            # Anywhere in a step, or in an exchange.
+            # The signal may arrive at any point of a step or an exchange.
             time.sleep(0.2 * random_.random())
             victim = living.pop(random_.randrange(len(living)))
             victim.kill()
@@ -67,10 +67,10 @@ def test_slow_paused_and_late_islands_reach_the_loss_of_undisturbed_ones(
         reached(found, 60)
         found.start()
     print(found.summary(), "loss", found.loss(), "undisturbed", undisturbed.loss())
-    # Waited for once, then left out.
+    # The others wait for a slow island once, and then leave it out.
     assert found.standstill(besides=1) < TIMEOUT + 1
     assert [one["kind"] for one in found.lines(1)].count("renewed") >= 1
-    # The slow one is in every exchange, with what it has.
+    # The slow island takes part in every exchange with the steps that it has made.
     assert sum(one["kind"] == "exchange" for one in found.lines(slow)) > VERSIONS // 2
     assert max(one["islands"] for one in found.lines(3) if one["kind"] == "exchange") == 4
     agree(found)
@@ -105,12 +105,12 @@ def test_an_island_that_was_cut_off_for_a_while_returns_to_the_others(tmp_path: 
     assert [one["kind"] for one in found.lines(2)].count("renewed") >= 1
     assert found.standstill(besides=2) < TIMEOUT + 1
     agree(found)
-    # All three again.
+    # All three islands exchange again.
     assert max(one["round"] for one in found.lines(0) if one.get("islands") == 3) > alone + 10
 
 
 def test_an_island_leaves_and_another_takes_its_place(tmp_path: Path) -> None:
-    """An island that leaves on its own is not awaited."""
+    """The coordinator does not wait for an island that left on its own."""
     with job(tmp_path, 50, islands=2) as found:
         found.start(leaves=15)
         wait_for(found, 2, "end")

@@ -1,4 +1,4 @@
-"""A guard inside islands: each decides for itself, alike on all of its ranks, and the others neither act nor wait."""
+"""The guard inside islands: each island decides alike on all of its ranks, and the others neither act nor wait."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from tests.support.jobs import Job, data, run, start, train, weights
 from tests.support.tensor_islands import AUTO_TP, start_tensor, take_steps
 
 STEPS = 60
-"""The last one ends with an exchange."""
+"""Number of steps. The last one ends with an exchange."""
 
 
 def section(**changes: Any) -> Mapping[str, Any]:
@@ -60,7 +60,7 @@ def test_only_the_island_with_the_fault_reacts(stage: int, fault: Disturb, secon
     assert first.settings[-1] == "blockwise bits=4"
     for other in (third, fourth):
         assert (other.events, other.skipped, set(other.settings)) == ([], 0, {"blockwise bits=4"})
-    # They exchanged after the last step.
+    # The islands exchanged after the last step.
     assert len({story.final for story in (first, same, third, fourth)}) == 1
     assert math.isfinite(first.final)
     assert guard_events(tmp_path) == first.events
@@ -92,7 +92,7 @@ def test_events_of_all_islands_are_read_with_the_run(tmp_path: Path) -> None:
 
 
 Told = tuple[list[float], list[str], dict[str, list[float]]]
-"""Losses, events and weights at the end."""
+"""Losses, events and weights at the end of a run."""
 
 
 def rest(engine: Any, batches: Any) -> Told:
@@ -102,7 +102,7 @@ def rest(engine: Any, batches: Any) -> Told:
 
 
 def save(rank: int, job: Job, directory: str) -> Told:
-    """Rank 1 has the fault; the checkpoint is saved while settings recover."""
+    """Save a checkpoint while settings recover. Rank 1 has the fault."""
     engine, half = start(job), FAULT + 3
     batches = data(rank, job)
     for step, (x, y) in enumerate(batches[:half]):
@@ -160,7 +160,7 @@ def test_elastic_islands_decide_independently() -> None:
 
 
 def live_split(rank: int, job: Job) -> tuple[list[str], int, dict[str, list[float]]]:
-    """Pairs of ranks share layers. Only the loss of rank 3 is NaN in one step."""
+    """Train with pairs of ranks that share layers. Only the loss of rank 3 is NaN, in one step."""
     engine = start_tensor(job)
     forward = engine.forward
 
