@@ -78,8 +78,8 @@ def main(steps: int, section: dict[str, Any]) -> None:
         train(engine, step)
         if dist.get_rank() == 0:
             print("done", step + 1, flush=True)
-    told = [[event.step, event.kind, event.before, event.after] for event in engine.compression.events]
-    print(json.dumps({"settings": settings, "events": told, "loss": evaluate(engine)}), flush=True)
+    events = [[event.step, event.kind, event.before, event.after] for event in engine.compression.events]
+    print(json.dumps({"settings": settings, "events": events, "loss": evaluate(engine)}), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -34,7 +34,7 @@ class Fake:
     seconds: Mapping[str, float] = field(default_factory=dict)
     found: Mapping[tuple[str, int], Result] = field(default_factory=dict)
     started: list[tuple[str, int]] = field(default_factory=list)
-    told: list[str] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
 
     def find(self, candidate: Candidate, rung: Rung) -> Result | None:
         return self.found.get((candidate.name, rung.number))
@@ -51,16 +51,16 @@ class Fake:
 
     def begin(self, candidate: Candidate, rung: Rung, log: Path) -> None:
         assert log == Path("exps") / candidate.name / "stdout.log"
-        self.told.append(f"begin {candidate.name}")
+        self.calls.append(f"begin {candidate.name}")
 
     def steps(self, done: int) -> None:
-        self.told.append(f"{done} steps")
+        self.calls.append(f"{done} steps")
 
     def end(self, result: Result, rung: Rung, again: bool) -> None:
-        self.told.append(f"end {result.name}{' again' if again else ''}")
+        self.calls.append(f"end {result.name}{' again' if again else ''}")
 
     def rung_over(self, rung: Rung, left: int) -> None:
-        self.told.append(f"{left} left")
+        self.calls.append(f"{left} left")
 
 
 GOOD = {
@@ -83,8 +83,8 @@ def test_each_rung_tries_the_baseline_and_the_survivors() -> None:
     ]
     assert [len(one.results) for one in outcome.rounds] == [8, 4, 3]
     assert (outcome.stopped, outcome.failure) == ("", None)
-    assert fake.told[:3] == ["begin none", "10 steps", "end none"]
-    assert [line for line in fake.told if line.endswith("left")] == ["3 left", "2 left", "2 left"]
+    assert fake.calls[:3] == ["begin none", "10 steps", "end none"]
+    assert [line for line in fake.calls if line.endswith("left")] == ["3 left", "2 left", "2 left"]
 
 
 def test_a_candidate_that_fails_does_not_end_it() -> None:
@@ -131,7 +131,7 @@ def test_finished_trials_are_not_run_again_and_need_no_time() -> None:
     fake = Fake(GOOD, found=found)
     outcome = run(fake, seconds=30)
     assert fake.started == [(BASELINE, 2), ("g", 2), ("f", 2)]
-    assert "end a again" in fake.told
+    assert "end a again" in fake.calls
     assert outcome.stopped == "the time budget was used up in rung 2"
     assert list(outcome.rounds[1].results) == [BASELINE, "g", "f"]
 
