@@ -1,4 +1,4 @@
-"""The comparisons of runs: their settings are valid, and what they make of the figures of a run."""
+"""The comparisons of runs: their settings are valid, and figures of runs are computed correctly."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def test_the_reference_is_uncompressed() -> None:
 
 
 def test_steps_that_a_resumed_run_has_abandoned_do_not_count(tmp_path: Path) -> None:
-    """Neither their bytes nor their time: the second process went on from step 2."""
+    """The second process continued from step 2, so neither bytes nor times of abandoned steps count."""
     first, second = ({"id": "a", "started": f"2026-01-0{day}", "since": since} for day, since in ((1, 0), (2, 2)))
     sent = [(2, 10, first), (4, 1000, first), (3, 20, second), (4, 30, second)]
     lines = [{"step": step, "bytes_sent": size, "bytes_uncompressed": 60, "run": run} for step, size, run in sent]

@@ -1,4 +1,4 @@
-"""The comparison of all methods: its table of settings, its training runs, and what it makes of their figures."""
+"""The comparison of all methods: its settings, its training runs, and the figures computed from them."""
 
 import json
 import os
@@ -52,7 +52,7 @@ STEPS, RANKS = 3, 3
 
 
 class Lab:
-    """A tiny model's config file, and tokens."""
+    """Files of a tiny model, and windows of its tokens."""
 
     def __init__(self, directory: Path) -> None:
         self.text, self.model, self.cache = directory / "text.txt", directory / "model.json", directory / "cache"
@@ -64,7 +64,7 @@ class Lab:
         self.windows, _ = split_windows(open_cache(self.cache, self.key), 16, methods_lab.HELD_OUT)
 
     def spec(self, name: str) -> Spec:
-        """Of a setting, without its dense start."""
+        """Return the specification of a run with the setting `name`, without its dense start."""
         section: dict[str, Any] = {
             key: SETTINGS[name][key] for key in ("gradients", "weights") if key in SETTINGS[name]
         }
@@ -93,7 +93,7 @@ def test_every_method_has_a_setting() -> None:
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_setting_is_sound(name: str) -> None:
-    """Also that methods with a momentum of their own come with an optimizer that has none."""
+    """Methods with their own momentum must have an optimizer without one, among others."""
     setting = SETTINGS[name]
     optimizer = {"type": "AdamW", "params": {"betas": list(setting.get("betas", ADAM))}}
     config = {"optimizer": optimizer, "zero_optimization": {"stage": 1}, SECTION: _section(setting)}
@@ -111,14 +111,17 @@ def test_without_compression_it_is_adamw_on_the_mean_gradient(lab: Lab) -> None:
     own = [rank.master.grad for rank in ranks]
     torch.testing.assert_close(torch.cat([grad for grad in own if grad is not None]), gradients, rtol=1e-4, atol=1e-7)
     difference = torch.cat([rank.master for rank in ranks]).sub(masters).abs()
-    # Sums of another order: Adam makes much of the rounding errors of the few gradients that are nearly zero.
+    # The sums have another order, and Adam amplifies the rounding errors of gradients that are nearly zero.
     assert difference.mean() < 1e-8
     assert difference.max() < 1e-5
     assert all(torch.equal(rank.held, torch.cat([r.master for r in ranks]).to(torch.bfloat16)) for rank in ranks)
 
 
 def _plain_training(lab: Lab) -> tuple[Tensor, Tensor]:
-    """One model on all the ranks' batches, by torch alone: masters, and the clipped gradient of the last step."""
+    """Train one model on all batches with torch alone.
+
+    Returns the master weights, and the clipped gradient of the last step.
+    """
     spec, model = lab.spec("none"), lab.build()
     parameters = list(model.parameters())
     masters = [parameter.detach().bfloat16().float() for parameter in parameters]
@@ -270,7 +273,7 @@ def test_the_plot_names_every_point_and_what_it_cannot_show(tmp_path: Path) -> N
     crowd = [Point(f"setting{index}", 4.0, 0.1, 0.05) for index in range(9)]
     files = [tmp_path / "plot.svg", tmp_path / "plot.png"]
     draw({"left": crowd, "right": [Point("lost", 4.0, float("nan"), 0.0)]}, files)
-    # The letters of an SVG are outlines, with the text as a comment.
+    # The letters of an SVG are outlines. The text is in a comment.
     picture = files[0].read_text()
     assert all(f"<!-- {text} -->" in picture for text in [*(p.name for p in crowd), "left", "no finite gap: lost"])
     assert files[1].stat().st_size > 10_000

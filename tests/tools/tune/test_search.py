@@ -1,4 +1,4 @@
-"""The search with results that are made up and a clock that is, and what the terminal shows of it."""
+"""The search with synthetic results and a fake clock, and its display on the terminal."""
 
 import io
 import math
@@ -27,7 +27,10 @@ class Clock:
 
 @dataclass
 class Fake:
-    """Trials that take `seconds` by `clock`, or as long as they are given. `found`: finished in an earlier call."""
+    """Stand-in for `Trials`.
+
+    Trials take `seconds` of `clock`, or as long as they may. `found` holds results of earlier calls.
+    """
 
     results: Mapping[str, Result]
     clock: Clock = field(default_factory=Clock)
@@ -137,7 +140,7 @@ def test_finished_trials_are_not_run_again_and_need_no_time() -> None:
 
 
 def test_a_trial_that_hangs_fails_and_the_search_goes_on() -> None:
-    """Three times the seconds of the baseline, and one minute."""
+    """The limit is three times the baseline's seconds plus one minute."""
     fake = Fake(GOOD, seconds={"c": math.inf})
     outcome = run(fake, rungs=RUNGS[:1])
     hung = outcome.rounds[0].results["c"]
@@ -156,7 +159,7 @@ def test_a_budget(seconds: float | None, left: float) -> None:
 
 @dataclass
 class Late(Fake):
-    """`late` lose in longer trials alone."""
+    """Trials in which the candidates `late` lose in later rungs only."""
 
     late: str = ""
 
@@ -199,7 +202,7 @@ def test_the_bar_names_rung_candidate_and_time_left() -> None:
         display.steps(5)
         display._progress.refresh()
         [task] = display._progress.tasks
-        # Two trials of 10 steps and two of 30: one and a half of the first are done.
+        # There are two trials of 10 steps and two of 30 steps. One and a half of the first two are done.
         assert (task.completed, task.total) == (15, 80)
         display.end(Result("int4", "failed", error="[no]"), rungs[0], again=False)
         display.rung_over(rungs[0], 0)
