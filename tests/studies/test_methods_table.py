@@ -19,48 +19,24 @@ from deepspeed_compress.compression.compressors import Blockwise
 from deepspeed_compress.config import SECTION, find_problems, json_schema, parse_section
 from deepspeed_compress.errors import DataError
 from deepspeed_compress.models import build_model, read_model_config
-from deepspeed_compress.training.data import (
-    build_cache,
-    cache_key,
-    open_cache,
-    split_windows,
-    step_starts,
-    train_tokenizer,
-)
+from deepspeed_compress.training.data import open_cache, split_windows, step_starts
 from launch.studies import methods_lab, methods_table
 from launch.studies.methods_lab import Rank, Spec, StepRecord, run, summarise, train
 from launch.studies.methods_plot import Point, draw, front
 from launch.studies.methods_settings import ADAM, SETTINGS
 from launch.studies.methods_table import cells, markdown, table_rows
+from tests.studies.toy import MODEL, ToyFiles
 from tests.support.sections import OF_WEIGHTS
 
 ROOT = Path(__file__).parents[2]
-TINY = {
-    "model_type": "gpt2",
-    "vocab_size": 300,
-    "n_positions": 32,
-    "n_embd": 36,
-    "n_layer": 1,
-    "n_head": 2,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
 STEPS, RANKS = 3, 3
 
 
-class Lab:
-    """Files of a tiny model, and windows of its tokens."""
+class Lab(ToyFiles):
+    """Files of a model whose width suits no block size, and windows of its tokens."""
 
     def __init__(self, directory: Path) -> None:
-        self.text, self.model, self.cache = directory / "text.txt", directory / "model.json", directory / "cache"
-        self.text.write_text("the king said nothing, for who would answer?\n'Tis late; it's cold. " * 400)
-        self.model.write_text(json.dumps(TINY))
-        tokenizer = train_tokenizer([self.text], directory / "tokenizer", 300)
-        self.key = cache_key([self.text], tokenizer)
-        build_cache([self.text], tokenizer, self.cache, self.key)
+        super().__init__(directory, {**MODEL, "n_embd": 36})
         self.windows, _ = split_windows(open_cache(self.cache, self.key), 16, methods_lab.HELD_OUT)
 
     def spec(self, name: str) -> Spec:

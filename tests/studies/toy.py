@@ -1,12 +1,14 @@
 """A toy language model and a cache of tokens to train it on."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from deepspeed_compress.training.data import build_cache, cache_key, train_tokenizer
 
 VOCABULARY = 300
-MODEL = {
+MODEL: Mapping[str, Any] = {
     "model_type": "gpt2",
     "vocab_size": VOCABULARY,
     "n_positions": 32,
@@ -22,7 +24,7 @@ MODEL = {
 
 
 class ToyFiles:
-    """Files of a toy model, its text, and the cached tokens of the text.
+    """Files of the toy `model`, a text, and the cached tokens of the text.
 
     Attributes:
         text: text file.
@@ -31,10 +33,10 @@ class ToyFiles:
         key: key of the tokens in `cache`.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, model: Mapping[str, Any] = MODEL) -> None:
         self.text, self.model, self.cache = directory / "text.txt", directory / "model.json", directory / "cache"
         self.text.write_text("the king said nothing, for who would answer?\n'Tis late; it's cold. " * 400)
-        self.model.write_text(json.dumps(MODEL))
+        self.model.write_text(json.dumps(model))
         tokenizer = train_tokenizer([self.text], directory / "tokenizer", VOCABULARY)
         self.key = cache_key([self.text], tokenizer)
         build_cache([self.text], tokenizer, self.cache, self.key)
