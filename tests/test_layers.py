@@ -67,10 +67,12 @@ TABLE = {
     ),
     "collectives.pace": allow("config", "torch"),
     "collectives.reduction": allow("collectives compression config errors", "torch"),
+    "collectives.weight_reduction": allow("collectives compression config", "torch"),
     "transport": allow("errors"),
     "launcher": allow(),
     "launcher.directory": allow(),
     "launcher.host": allow("launcher transport"),
+    "launcher.host_resources": allow("launcher.heartbeat"),
     "launcher.fork_server_messages": allow(),
     "launcher.messages": allow("transport.fields"),
     "launcher.fork_server": allow("launcher.fork_server_messages", lazily="config integrations.run torch"),
@@ -78,6 +80,7 @@ TABLE = {
     "launcher.heartbeat": allow(),
     "launcher.sizes": allow("config"),
     "checkpointing": allow("errors transport", "torch"),
+    "checkpointing.catalog": allow("checkpointing.completeness errors"),
     "checkpointing.completeness": allow("errors"),
     "checkpointing.directory_lock": allow(),
     "checkpointing.claim": allow("errors"),
@@ -140,7 +143,7 @@ TABLE = {
     "integrations.launch": allow("errors", lazily="accelerate deepspeed torch"),
     "integrations.early": allow("config errors integrations.importing integrations.replacing", "accelerate"),
     "integrations.trainers": allow(
-        "checkpointing.completeness config errors integrations.early integrations.replacing "
+        "checkpointing.catalog config errors integrations.early integrations.replacing "
         "integrations.trainer_callback launcher.heartbeat",
         "deepspeed torch transformers",
     ),
@@ -160,10 +163,11 @@ TABLE = {
     "tools.arguments": allow(),
     "tools.check": allow("config", "rich"),
     "tools.checkpoint": allow(
-        "checkpointing.completeness checkpointing.loadable_sizes config errors tools.outputs.printable",
+        "checkpointing.catalog checkpointing.completeness checkpointing.loadable_sizes config errors "
+        "tools.outputs.printable",
         lazily="rich tools.universal",
     ),
-    "tools.universal": allow("checkpointing.completeness errors", "deepspeed torch"),
+    "tools.universal": allow("checkpointing.catalog checkpointing.completeness errors", "deepspeed torch"),
     "tools.files": allow(),
     "tools.options": allow("tools.arguments"),
     "tools.outputs": allow("diagnostics tools.rules"),

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deepspeed_compress
 from deepspeed_compress import ConfigError, UnsupportedError
-from deepspeed_compress.collectives import reduction
+from deepspeed_compress.collectives import weight_reduction
 from deepspeed_compress.collectives.gather import DifferenceGather
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, pipeline
@@ -145,7 +145,7 @@ def compare(rank: int, stage: int, ownership: str) -> dict[str, bool]:
 
     Messages have 64 elements, so there are many rounds.
     """
-    reduction.DifferenceGather = partial(DifferenceGather, chunk_numel=64)
+    weight_reduction.DifferenceGather = partial(DifferenceGather, chunk_numel=64)
     same = {}
     for number, (name, between) in enumerate(BETWEEN.items()):
         seen = []
@@ -230,7 +230,7 @@ READS = [name for name, one in vars(Unseen).items() if callable(one) and name no
 
 
 def compare_reads(rank: int) -> dict[str, bool]:
-    reduction.DifferenceGather = partial(DifferenceGather, chunk_numel=64)
+    weight_reduction.DifferenceGather = partial(DifferenceGather, chunk_numel=64)
     same = {}
     for how in READS:
         seen = []
@@ -261,7 +261,7 @@ def test_weights_that_are_read_without_a_call_of_their_module() -> None:
 
 def fail_in_forward(rank: int) -> bool:
     """Return True if a forward pass that raises leaves no function mode of torch behind, and the next one works."""
-    reduction.DifferenceGather = partial(DifferenceGather, chunk_numel=64)
+    weight_reduction.DifferenceGather = partial(DifferenceGather, chunk_numel=64)
     engine, x = start(1, section(True), 1, False), torch.ones(3, WIDTH)
     engine.backward(engine(x).square().mean())
     engine.step()
@@ -284,7 +284,7 @@ def test_bits_are_those_of_waiting(stage: int, ownership: str) -> None:
 
 def stale(rank: int) -> list[bool]:
     """Return whether the last block's weights are stale after a step until each of three calls waits for them."""
-    reduction.DifferenceGather = partial(DifferenceGather, chunk_numel=64)
+    weight_reduction.DifferenceGather = partial(DifferenceGather, chunk_numel=64)
     engine = start(1, section(True), 1, False)
     weight, x = engine.module.blocks[4].out.weight, torch.ones(3, WIDTH)
     found = []
@@ -310,7 +310,7 @@ def log_norms(rank: int, waits: bool) -> tuple[bool, bool]:
 
     Return whether each element was that of the step before or of this one, and whether all were of this one.
     """
-    reduction.DifferenceGather = partial(DifferenceGather, chunk_numel=64)
+    weight_reduction.DifferenceGather = partial(DifferenceGather, chunk_numel=64)
     engine, x = start(1, section(True), 1, False), torch.ones(3, WIDTH)
     one_of_both, all_new = True, True
     for _ in range(STEPS):

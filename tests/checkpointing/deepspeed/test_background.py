@@ -18,8 +18,9 @@ from deepspeed.utils import zero_to_fp32
 
 import deepspeed_compress
 from deepspeed_compress import CompressWarning, StateError
+from deepspeed_compress.checkpointing.catalog import checkpoints
 from deepspeed_compress.checkpointing.claim import Claim
-from deepspeed_compress.checkpointing.completeness import checkpoints, find_problems
+from deepspeed_compress.checkpointing.completeness import find_problems
 from deepspeed_compress.checkpointing.deepspeed import background
 from deepspeed_compress.checkpointing.deepspeed.recovery import find_complete
 from deepspeed_compress.checkpointing.directory_lock import hold
