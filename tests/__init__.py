@@ -1,1 +1,1 @@
-"""Tests. A package, so that no other `tests` on the path of a machine hides them."""
+"""Tests. This is a package, so that no other `tests` on the path hides it."""

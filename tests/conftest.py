@@ -1,9 +1,12 @@
 """Selection of the tests of a run, and a lock for tests that must run alone.
 
-Marks: `slow(parts)` (not in a default run; CI runs one of `parts` shares, chosen by the commit), `sampled(parts,
-*sources)` (a default run has a fixed one of `parts` shares; the others are slow, and CI runs them all if a source has
-changed), `case_a_stage` (a default run has one case at each ZeRO stage; the others are slow), `serial` (no other test
-runs at the same time), `gpu` (needs a GPU, or --gpu-device cpu).
+Marks:
+    slow(parts): not in a default run. CI runs one of `parts` shares, chosen by the commit.
+    sampled(parts, *sources): a default run has a fixed one of `parts` shares. The others are slow, and CI runs them all
+        if a source has changed.
+    case_a_stage: a default run has one case per ZeRO stage. The others are slow.
+    serial: no other test runs at the same time.
+    gpu: needs a GPU, or --gpu-device cpu.
 """
 
 import os
@@ -23,15 +26,15 @@ from tests.support.selection import changed, environment_of, head, in_share, pro
 pytest_plugins = ["tests.gpu.plugin"]
 
 SHARES = 3
-"""Number of shares of the slow tests whose mark names no other."""
+"""Number of shares for slow tests whose mark gives no other number."""
 COMMIT = "TESTS_COMMIT"
-"""Environment variable: the commit by which slow tests are chosen. All processes of a run must agree on it."""
+"""Name of the environment variable with the commit that selects slow tests. All processes of a run must agree on it."""
 PROCESSOR = "TESTS_PROCESSOR"
-"""Environment variable: a processor to compute as (`rotation.PROCESSORS`), or a commit, by which one is chosen."""
+"""Environment variable with a processor of `rotation.PROCESSORS` to emulate, or a commit that selects one."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Set what all processes of the run must agree on, before any of them computes."""
+    """Set the variables that all processes of a run must agree on, before any test runs."""
     os.environ.setdefault(COMMIT, head())
     # torch's stores look up the names of their peers (`getnameinfo` in c10d/socket.cpp). If the name server loses a
     # query, that takes 5 s, which is longer than islands of the tests wait. With no attempts, only /etc/hosts is read.
@@ -46,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_pycollect_makemodule(parent: pytest.Collector) -> None:
-    """Start the fork server while pytest captures output: ranks write to where the server does."""
+    """Start the fork server while pytest captures output, because ranks write to the server's streams."""
     if hasattr(parent.config, "workerinput"):
         warm_up()
 
@@ -83,7 +86,7 @@ def leave_to_shares(item: pytest.Item) -> None:
 
 
 def cases_beside_one_a_stage(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
-    """Yield all cases except one at each stage: the first case of the first stage, the second of the second, ..."""
+    """Yield all cases except one per stage: the first case of the first stage, the second of the second, and so on."""
     tests: dict[object, dict[int, list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("case_a_stage"):

@@ -1,13 +1,13 @@
-"""Does the suite find what it should? Bugs are planted, one at a time, and the default tests must fail.
+"""Plant known bugs one at a time, and check that the default tests find them.
 
-    python tests/planted_bugs.py                       every bug
-    python tests/planted_bugs.py "swapped owner"       those that are named
-    python tests/planted_bugs.py --list                what there is
+    python tests/planted_bugs.py                       all bugs
+    python tests/planted_bugs.py "swapped owner"       the named bugs
+    python tests/planted_bugs.py --list                names of all bugs
 
-A bug is a change of a text that stands exactly once in a file of the package. It is made in a temporary copy of the
-working tree, never in the tree itself. There the tests that should know run first, up to the first failure; where they
-pass, all tests of the default run. Before, the tests that should know must pass without a bug. The table at the end
-says which test found what; the exit status is 1 if a bug was not found.
+A bug is a change of a text that occurs exactly once in a file of the package. It is planted in a temporary copy of the
+working tree, never in the tree itself. The tests that should find it run first, up to the first failure, and then all
+default tests. Without a bug, the tests that should find one must pass. The output names the test that found each bug.
+The exit status is 1 if a bug was not found.
 """
 
 import argparse
@@ -25,18 +25,18 @@ ROOT = Path(__file__).parents[1]
 LEFT_OUT = frozenset(
     {".git", ".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".venv", "build", "data", "dist", "runs"}
 )
-"""Of the working tree: what tests do not read."""
+"""Directories of the working tree that tests do not read."""
 
 PARALLEL = ("-n", "auto", "--maxprocesses", "8", "--dist", "worksteal")
 
 
 class PlantError(Exception):
-    """A text of a bug does not stand in its file exactly once."""
+    """Text of a bug that does not occur exactly once in its file."""
 
 
 @dataclass(frozen=True)
 class Bug:
-    """`file`: of the package. `tests`: those that should find it, from the directory of tests."""
+    """Change of `old` to `new` in `file` of the package, and the tests that should find it, relative to tests/."""
 
     file: str
     old: str
@@ -44,7 +44,7 @@ class Bug:
     tests: tuple[str, ...]
 
     def planted(self, package: Path) -> str:
-        """The text of the file in `package`, with the bug."""
+        """Return the text of the file in `package` with the bug."""
         text = (package / self.file).read_text(encoding="utf-8")
         if (found := text.count(self.old)) != 1:
             raise PlantError(f"{self.file} has {found} times, not once: {self.old}")
@@ -353,7 +353,7 @@ def copy_tree(target: Path) -> None:
 
 
 def first_failure(tree: Path, arguments: Sequence[str]) -> str:
-    """The id of a test that fails there, "" if all pass."""
+    """Return the id of the first failing test in `tree`, or "" if all pass."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", *arguments]
     environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
@@ -364,7 +364,7 @@ def first_failure(tree: Path, arguments: Sequence[str]) -> str:
 
 
 def found_by(tree: Path, bug: Bug) -> str:
-    """The test that finds `bug`, "" if none does."""
+    """Return the test that finds `bug`, or "" if none does."""
     file = tree / "deepspeed_compress" / bug.file
     sound = file.read_text(encoding="utf-8")
     file.write_text(bug.planted(tree / "deepspeed_compress"), encoding="utf-8")
@@ -376,7 +376,7 @@ def found_by(tree: Path, bug: Bug) -> str:
 
 
 def judge(names: Sequence[str]) -> dict[str, str]:
-    """By bug, the test that finds it."""
+    """Return the test that finds each bug, or "", by bug."""
     outcomes = {}
     with tempfile.TemporaryDirectory() as directory:
         tree = Path(directory)

@@ -27,7 +27,7 @@ def write(tmp_path: Path):
 
 
 def below(command: cli.Command) -> Iterator[str]:
-    """Names of the commands of the second level."""
+    """Return the names of the subcommands."""
     parser = argparse.ArgumentParser()
     cli._load(command.arguments)(parser)
     for action in parser._actions:
@@ -40,7 +40,7 @@ NAMES += [[command.name, name] for command in COMMANDS for name in below(command
 
 
 def shown(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """Examples that the help of a command shows."""
+    """Return the examples in the help of a command."""
     with pytest.raises(SystemExit) as stop:
         main([*arguments, "--help"])
     assert stop.value.code == 0

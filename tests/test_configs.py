@@ -1,4 +1,4 @@
-"""Every file of configs/: valid, without a setting that has no effect, in the catalogue, and it trains."""
+"""The files of configs/: each is valid, has no setting without effect, is in the catalog, and trains."""
 
 import json
 import re
@@ -37,13 +37,13 @@ TOYS: dict[str, dict[str, Any]] = {
 
 
 def read(name: str) -> dict[str, Any]:
-    """As strict JSON."""
+    """Return the configuration `name`, parsed as strict JSON."""
     values: dict[str, Any] = json.loads((CONFIGS / name).read_text(encoding="utf-8"))
     return values
 
 
 def rows(column: str) -> dict[str, list[str]]:
-    """Cells of the table whose first column has this name, by file; a row may name several."""
+    """Return the rows of the table with this first column, by file. A row may name several files."""
     table = re.search(rf"^\| {column} \|.*\n\|[-|]+\n((?:\|.*\n)+)", CATALOGUE, re.MULTILINE)
     assert table is not None
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table[1].splitlines()]
@@ -60,7 +60,7 @@ def test_nothing_in_it_is_wrong_or_without_effect(name: str) -> None:
     assert find_problems(ds_config) == []
     section = parse_section(ds_config)
     assert find_notices(section) == []
-    # A warning that there is nothing to exchange would be an error here.
+    # A warning that there is nothing to exchange is an error here.
     islands = section.islands
     groups = 1 if islands is None or islands.elastic is not None else ranks(name) // (islands.size or 1)
     assert check_world(section, ranks(name), ds_config) * groups == 2
@@ -100,7 +100,7 @@ def test_the_catalogue_knows_the_models(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a text and toy models; the first run adds the tokenizer of all."""
+    """Return a directory with a text and toy models. The first run adds the common tokenizer."""
     directory = tmp_path_factory.mktemp("configs")
     (directory / "text.txt").write_text("the king said nothing, for who would answer him?\n" * 400)
     for name, model in TOYS.items():
@@ -109,20 +109,20 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(rank: int, argv: list[str]) -> int:
-    # What has no effect is said when it shows, too.
+    # Settings without effect must not be found during training either.
     warnings.simplefilter("error", CompressWarning)
     return main(argv)
 
 
 def run(name: str, model: str, files: Path, output: Path) -> dict[str, Any]:
-    """summary.json of a run that goes two steps beyond the dense start."""
+    """Return summary.json of a run of two steps more than the dense start."""
     steps = parse_section(read(name)).schedule.warmup_steps + 2
     with coordinator() as address:
         return _run(name, model, files, output, steps, address)
 
 
 def at(address: str, name: str, output: Path) -> Path:
-    """The configuration, with the coordinator of elastic islands at `address`."""
+    """Return the path of the configuration, with `address` as the coordinator of elastic islands."""
     found = read(name)
     elastic = found["deepspeed_compress"].get("islands", {}).get("elastic")
     if elastic is None:
@@ -159,7 +159,7 @@ def divided(name: str) -> bool:
 )
 def test_it_trains(name: str, model: str, files: Path, tmp_path: Path) -> None:
     summary = run(name, model, files, tmp_path)
-    # A new model says about ln 300.
+    # A new model has a loss of about ln 300.
     assert 0 < summary["eval_loss"] < 6
     parallelism = read(name)["deepspeed_compress"]["parallelism"]
     for key in ("tensor", "pipeline"):

@@ -43,13 +43,16 @@ GLOSSARY = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
 FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
-# A key of these places that is as it is in `gradients`, with the same method, needs no row of its own.
+# A key in these places needs no row of its own if it equals that of `gradients` with the same method.
 COPIES = re.compile(r"(gradients\.(values|factors|overrides\[\](\.values)?|hierarchy\.inside)|weights(\.values)?)\.")
 
 
 @dataclass(frozen=True)
 class Key:
-    """A key with dots. `default`: as JSON, or "required". `method`: of the object it belongs to, where one chooses."""
+    """Configuration key with dots.
+
+    `default` is JSON or "required". `method` is that of the object with the key, if it has one.
+    """
 
     name: str
     default: str
@@ -73,7 +76,7 @@ def schema_keys(node: dict[str, Any], defs: dict[str, Any], path: str = "", meth
 
 
 def variants_of(node: dict[str, Any], defs: dict[str, Any]) -> dict[str | None, dict[str, Any]]:
-    """The objects that a value, or an item of it, may be: by method, or the only one by None."""
+    """Return the objects that a value, or an item of it, may be: by method, or one object by None."""
     for option in (node, *node.get("anyOf", ()), node.get("items", {})):
         references = option.get("discriminator", {}).get("mapping") or {None: option.get("$ref")}
         if any(references.values()):
@@ -82,7 +85,7 @@ def variants_of(node: dict[str, Any], defs: dict[str, Any]) -> dict[str | None, 
 
 
 def default_of(name: str, node: dict[str, Any], variants: dict[str | None, dict[str, Any]]) -> str:
-    """An object without the keys that have their own default."""
+    """Return the default of `name` as JSON. Defaults of objects leave out keys that have their own default."""
     default = node["properties"][name].get("default")
     if name in node.get("required", ()):
         return "required"
@@ -101,10 +104,7 @@ ALL_METHODS = set(SCHEMA["properties"]["gradients"]["discriminator"]["mapping"])
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table of keys; `methods` is None in a table without that column.
-
-    Methods that describe a key differently have a row each.
-    """
+    """Row of a table of keys. `methods` is None in a table without that column."""
 
     key: str
     default: str
@@ -136,7 +136,7 @@ ROWS = list(rows())
 
 
 def copied(name: str) -> set[str]:
-    """The keys of `gradients` that `name` may be a copy of."""
+    """Return the keys of `gradients` that `name` may be a copy of."""
     there = name.replace("islands.exchange.", "gradients.")
     return {there, COPIES.sub("gradients.", there)}
 
@@ -206,10 +206,10 @@ def test_every_method_has_a_section_of_its_own(method: str) -> None:
 
 @pytest.mark.parametrize("method", sorted(ALL_METHODS - {"none", "powersgd"}))
 def test_bits_of_an_element_are_those_of_the_payload(method: str) -> None:
-    """The column "with defaults" of the table of sizes."""
+    """Checks the column "with defaults" of the table of sizes."""
     documented = re.search(rf"^\| \[[^|]*`{method}`[^|]*\| [^|]+ \| ([\d.]+) \|", METHODS_PAGE, re.MULTILINE)
     section = CompressConfig.model_validate({"gradients": {"method": method}})
-    # Whole blocks of any size, and so many that what is sent once a message does not show.
+    # Use whole blocks of any size, and so many elements that fields sent once per message do not matter.
     bits = 8 * section.gradients.compressor().payload_bytes(2**20) / 2**20
     assert documented is not None
     assert float(documented[1]) == round(bits, 3)
@@ -226,7 +226,7 @@ def test_the_measured_table_has_a_figure_for_every_setting() -> None:
 
 
 def test_the_table_of_networks_names_files_and_measured_figures() -> None:
-    """Every file exists, and every number of seconds is in the results."""
+    """Every file exists, and every number of seconds is on the results page."""
     start = (ROOT / "docs/start.md").read_text(encoding="utf-8")
     measured = (ROOT / "docs/results.md").read_text(encoding="utf-8")
     table = re.search(r"^\| rate \|.*\n\|[-|]+\n((?:\|.*\n)+)", start, re.MULTILINE)
@@ -245,7 +245,7 @@ def test_everything_planned_is_listed() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Anchors of the headings of `page`, as GitHub makes them."""
+    """Return the anchors of the headings of `page`, as GitHub creates them."""
     text = TEXTS[page] if page in TEXTS else page.read_text(encoding="utf-8")
     headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -270,7 +270,7 @@ def snippets(language: str) -> list[Any]:
 
 
 def as_ds_config(text: str) -> dict[str, Any]:
-    """A snippet as a DeepSpeed configuration: it is one, or it is the section alone."""
+    """Return a snippet as a DeepSpeed configuration. The snippet may be the section alone."""
     value: dict[str, Any] = json.loads(text)
     alone = SECTION not in value and value.keys() <= CompressConfig.model_fields.keys()
     return {SECTION: value} if alone else value
@@ -285,7 +285,7 @@ def test_examples_are_valid(text: str) -> None:
 
 
 def error_examples() -> list[Any]:
-    """Each invalid snippet and the text block after it."""
+    """Yield each invalid snippet and the text block after it."""
     blocks = list(FENCE.finditer(CONFIGURATION))
     pairs = [(a[3], b[3]) for a, b in itertools.pairwise(blocks) if (a[2], b[2]) == ("json invalid", "text")]
     return [pytest.param(*pair, id=str(index)) for index, pair in enumerate(pairs)]
@@ -318,7 +318,10 @@ def glossary() -> list[Any]:
 
 
 def definitions() -> set[str]:
-    """Classes, functions, and assigned names of all modules. Read, not imported: some need a GPU."""
+    """Return the classes, functions and assigned names of all modules.
+
+    Modules are only parsed, because some need a GPU.
+    """
     found: set[str] = set()
     for file in (ROOT / "deepspeed_compress").rglob("*.py"):
         body = ast.parse(file.read_text(encoding="utf-8")).body

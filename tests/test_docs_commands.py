@@ -42,7 +42,7 @@ FILES = {
     "default_config.yaml": "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\nnum_processes: 8\n",
 }
 RUNS = {"int4": "healthy-default", "none": "dense", "trainer/int4": "healthy-default", "trainer/none": "dense"}
-"""Directories of runs, and what was recorded for other tests that stands in for them."""
+"""Recorded runs of other tests that stand in for the runs of the examples, by directory."""
 PROGRAM = """
 import os, types, warnings
 import torch
@@ -58,18 +58,18 @@ class Model(torch.nn.Linear):
     def forward(self, x):
         return types.SimpleNamespace(loss=super().forward(x).sum())
 """
-"""What programs in the docs take for granted."""
+"""Definitions that programs in the docs assume."""
 MAKE = {
     "": "model = Model(4, 4)\n",
     "attach(": 'engine, *_ = deepspeed.initialize(model=Model(4, 4), config="ds_config.json")\n',
     "engine.": 'engine, *_ = deepspeed_compress.initialize(model=Model(4, 4), config="ds_config.json")\n',
 }
-"""By what is in a program: what comes before it."""
+"""Code to insert before a program, by a text in the program."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """A fence of `page`. `reasons`: why it is not run here."""
+    """Code block of `page`. `reasons` say why the tests do not run it."""
 
     page: Path
     line: int
@@ -102,7 +102,7 @@ def named(found: list[Example]) -> list[object]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with what examples take for granted: configurations, runs, files of other programs."""
+    """Return a directory with the files that examples assume: configurations, runs, files of other programs."""
     directory = tmp_path_factory.mktemp("docs")
     for name in ("configs", "launch", "deepspeed_compress"):
         (directory / name).symlink_to(ROOT / name)
@@ -126,7 +126,7 @@ def test_commands_run(example: Example, place: Path) -> None:
 
 
 def test_programs_run(place: Path) -> None:
-    """All in one process, one after the other, because it takes seconds to load DeepSpeed."""
+    """All programs run in one process, because loading DeepSpeed takes seconds."""
     program = PROGRAM
     for example in RUN:
         if example.language == "python":
@@ -137,7 +137,7 @@ def test_programs_run(place: Path) -> None:
 
 
 def test_no_example_is_overlooked() -> None:
-    """What is indented would be."""
+    """An indented block would be overlooked."""
     found = sum(len(re.findall(r"^ *```(?:bash|python)", page.read_text(), re.MULTILINE)) for page in PAGES)
     assert len(EXAMPLES) == found
 
@@ -152,7 +152,7 @@ def test_what_is_not_run_says_why(example: Example) -> None:
 
 
 def commands(example: Example) -> Iterator[list[str]]:
-    """Words of each command; here-documents, comments and what the shell puts in are left out."""
+    """Yield the words of each command, without here-documents, comments and variables."""
     text = re.sub(r"<<'(\w+)'\n.*?^\1$", "", example.text.replace("\\\n", " "), flags=re.DOTALL | re.MULTILINE)
     for line in text.splitlines():
         words = shlex.split(line, comments=True)
@@ -181,7 +181,7 @@ def test_what_is_not_run_has_options_that_exist(example: Example, capsys: pytest
                 cli.main([*names, "--help"])
             known = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
             given = [word for word in words if word.startswith("--")]
-            # What a command passes on to a launcher and a script begins with an option that is not its own.
+            # The arguments for a launcher and a script start with an option that is not the command's own.
             own = list(takewhile(known.__contains__, given)) if names[0] in ("run", "tune") else given
             assert set(own) <= known
             assert own or names[0] != "tune"

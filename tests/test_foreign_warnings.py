@@ -1,4 +1,4 @@
-"""What other packages say of their own future, under programs of ours."""
+"""Deprecation warnings of other packages, under programs of this one."""
 
 import os
 import subprocess

@@ -30,7 +30,7 @@ SLURM = {
 TOOLS = {
     "scontrol": "#!/bin/bash\nprintf '%s\\n' ${NODES_OF_JOB:-node-1 node-2}\n",
     "ssh": "#!/bin/bash\nexit 0\n",
-    # Options, then the command; the last %n is the number of the node.
+    # Options, then the command. The last %n is the number of the node.
     "pdsh": """#!/bin/bash
 while [[ "$1" == -* ]]; do [[ "$1" == -S ]] || shift; shift; done
 for node in 0 1; do bash -c "${*//%n/$node}" & jobs+=($!); done
@@ -42,7 +42,7 @@ for node in 0 1; do "$@" & jobs+=($!); done
 for job in "${jobs[@]}"; do wait "$job" || exit; done
 """,
 }
-"""By name: programs of a cluster, as far as the scripts use them."""
+"""Stand-ins for programs of a cluster, by name, as far as the scripts use them."""
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def tools(tmp_path: Path) -> Path:
 def start(
     script: str, arguments: Sequence[str], settings: Mapping[str, str] = NOTHING, tools: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script from another directory than the project's, on the CPU, with `settings` in its environment."""
+    """Run a script from a directory outside the project, on the CPU, with `settings` in its environment."""
     cpu = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     path = [str(tools)] if tools else []
     path += [str(Path(sys.executable).parent), os.environ["PATH"]]
@@ -123,7 +123,7 @@ def test_help_says_what_to_change(script: str) -> None:
     assert "CONFIG   one of configs/" in process.stdout
     assert "DRY_RUN=1" in process.stdout
     assert "#" not in process.stdout.replace("#SBATCH", "")
-    # Every configuration and model that an example names is there.
+    # Every configuration and model that an example names exists.
     files = [word.rstrip(":") for word in process.stdout.split() if word.startswith("configs/") and "." in word]
     assert [file for file in files if file != "configs/README.md" and not (ROOT / file).is_file()] == []
 
@@ -166,20 +166,20 @@ case "$*" in
     -c*) echo 29511 ;;
 esac
 """
-"""For python, torchrun and ds-compress of a virtual environment."""
+"""Stand-in for python, torchrun and ds-compress of a virtual environment."""
 RUNS = ("uncompressed", "int4", "wan")
 
 
 @dataclass(frozen=True)
 class Checkout:
-    """A project with nothing but the quickstart, in whose virtual environment stand-ins are."""
+    """Checkout that contains only the quickstart, with stand-ins in its virtual environment."""
 
     root: Path
 
     def start(self, *arguments: str, link: bool) -> str:
-        """What the quickstart prints."""
+        """Return the output of the quickstart."""
         command = ["bash", "launch/quickstart.sh", *arguments]
-        # Not the virtual environment that the tests run in.
+        # Do not use the virtual environment of the tests.
         kept = {name: value for name, value in os.environ.items() if name != "DS_COMPRESS_VENV"}
         environment = {**kept, "LINK": "yes" if link else "no"}
         process = subprocess.run(
@@ -189,7 +189,7 @@ class Checkout:
         return process.stdout
 
     def calls(self, word: str) -> list[str]:
-        """Of all starts so far the commands with `word` in them."""
+        """Return the commands with `word` in them, of all starts so far."""
         return [line for line in (self.root / "calls").read_text().splitlines() if word in line]
 
 
@@ -225,7 +225,7 @@ def test_the_quickstart_says_where_there_is_no_link(checkout: Checkout) -> None:
     assert "no link of 100 Mbit/s here: no tc here" in checkout.start(link=False)
     assert [call.split()[0] for call in checkout.calls("train_gpt.py")] == ["torchrun"] * 3
     assert "no network" in checkout.calls("time_to_loss")[0]
-    # What was trained without a link is not taken for a run with one.
+    # A run without a link must not be taken for one with a link.
     checkout.start(link=True)
     assert len(checkout.calls("train_gpt.py")) == 6
 

@@ -1,4 +1,4 @@
-"""Who may import whom: the table of the design, held by walking the imports of every module."""
+"""Allowed imports between modules, checked against the imports of every module."""
 
 import ast
 import sys
@@ -20,9 +20,9 @@ TYPE_CHECKING = "TYPE_CHECKING"
 
 @dataclass(frozen=True)
 class Allowed:
-    """What the modules of a part may import: other parts or modules of the package, and third-party packages.
+    """Allowed imports of a part: other parts or modules of the package, and third-party packages.
 
-    `lazily`: what they may import inside functions besides.
+    `lazily` holds additional imports inside functions.
     """
 
     ours: frozenset[str] = frozenset()
@@ -67,10 +67,12 @@ TABLE = {
     ),
     "collectives.pace": allow("config", "torch"),
     "collectives.reduction": allow("collectives compression config errors", "torch"),
+    "collectives.weight_reduction": allow("collectives compression config", "torch"),
     "transport": allow("errors"),
     "launcher": allow(),
     "launcher.directory": allow(),
     "launcher.host": allow("launcher transport"),
+    "launcher.host_resources": allow("launcher.heartbeat"),
     "launcher.fork_server_messages": allow(),
     "launcher.messages": allow("transport.fields"),
     "launcher.fork_server": allow("launcher.fork_server_messages", lazily="config integrations.run torch"),
@@ -78,6 +80,7 @@ TABLE = {
     "launcher.heartbeat": allow(),
     "launcher.sizes": allow("config"),
     "checkpointing": allow("errors transport", "torch"),
+    "checkpointing.catalog": allow("checkpointing.completeness errors"),
     "checkpointing.completeness": allow("errors"),
     "checkpointing.directory_lock": allow(),
     "checkpointing.claim": allow("errors"),
@@ -140,7 +143,7 @@ TABLE = {
     "integrations.launch": allow("errors", lazily="accelerate deepspeed torch"),
     "integrations.early": allow("config errors integrations.importing integrations.replacing", "accelerate"),
     "integrations.trainers": allow(
-        "checkpointing.completeness config errors integrations.early integrations.replacing "
+        "checkpointing.catalog config errors integrations.early integrations.replacing "
         "integrations.trainer_callback launcher.heartbeat",
         "deepspeed torch transformers",
     ),
@@ -160,10 +163,11 @@ TABLE = {
     "tools.arguments": allow(),
     "tools.check": allow("config", "rich"),
     "tools.checkpoint": allow(
-        "checkpointing.completeness checkpointing.loadable_sizes config errors tools.outputs.printable",
+        "checkpointing.catalog checkpointing.completeness checkpointing.loadable_sizes config errors "
+        "tools.outputs.printable",
         lazily="rich tools.universal",
     ),
-    "tools.universal": allow("checkpointing.completeness errors", "deepspeed torch"),
+    "tools.universal": allow("checkpointing.catalog checkpointing.completeness errors", "deepspeed torch"),
     "tools.files": allow(),
     "tools.options": allow("tools.arguments"),
     "tools.outputs": allow("diagnostics tools.rules"),
@@ -211,14 +215,15 @@ TABLE = {
     "tools.tune.recorder": allow("config errors integrations monitor tools.tune.trials", "torch deepspeed"),
     "cli": allow("__init__ errors tools.arguments"),
 }
-"""Rows of a room hold for its modules, but those with a row of their own."""
+"""Allowed imports by part. Rows of a room hold for its modules that have no row of their own."""
 
 
 @dataclass(frozen=True)
 class Import:
-    """`target`: "part.module" of the package, or the name of another distribution.
+    """Import of a module.
 
-    `nested`: in a function, or for type checkers alone, so that it does not load the target with the module.
+    `target` is "part.module" of the package, or the name of another distribution. `nested` imports are in a function or
+    for type checkers only, so importing the module does not load the target.
     """
 
     target: str
@@ -227,14 +232,14 @@ class Import:
 
 
 def part_of(module: Path) -> str:
-    """The longest row of the table that names `module` or a room that it is in."""
+    """Return the longest row of the table that names `module` or a room around it."""
     parts = module.relative_to(ROOT).with_suffix("").parts
     paths = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
     return next((path for path in paths if path in TABLE), parts[0])
 
 
 def our_target(name: str) -> str:
-    """What `name`, a dotted path that may end in an attribute, is within the package: its deepest module."""
+    """Return the deepest module of the package in `name`, a dotted path that may end in an attribute."""
     parts = name.split(".")[1:]
     while parts and not (ROOT.joinpath(*parts).with_suffix(".py").exists() or ROOT.joinpath(*parts).is_dir()):
         parts.pop()
@@ -242,7 +247,7 @@ def our_target(name: str) -> str:
 
 
 def names_of(node: ast.AST, package: str) -> Iterator[str]:
-    """The dotted names that a node imports: statements, relative ones too, and import_module("a literal")."""
+    """Yield the dotted names that a node imports, also relatively or by import_module("a literal")."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -255,7 +260,7 @@ def names_of(node: ast.AST, package: str) -> Iterator[str]:
 
 
 def imports_of(source: str, package: str) -> set[Import]:
-    """Everything that `source`, a module in `package`, imports anywhere, the standard library left out."""
+    """Return all imports of `source`, a module in `package`, except those of the standard library."""
     tree = ast.parse(source)
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     checked = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == TYPE_CHECKING]
@@ -328,7 +333,7 @@ def test_the_walk_sees_the_package() -> None:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Imports inside functions are left out: they are how a light module reaches a heavy one."""
+    """Imports inside functions are left out, because light modules use them to reach heavy ones."""
     graph = {
         ".".join(module.relative_to(ROOT).with_suffix("").parts): {
             one.target for one in imports_in(module) if one.ours and not one.nested

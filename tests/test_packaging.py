@@ -1,6 +1,6 @@
-"""What users install: an sdist, a wheel made from it, and the wheel in an environment that has nothing else.
+"""The installed package: an sdist, a wheel built from it, and the wheel in an otherwise empty environment.
 
-Packages come from the index that pip uses. Everything here is done once, and then looked at.
+Packages come from pip's index. Everything is built once and then examined.
 """
 
 import json
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 RUNS = ROOT / "tests/tools/doctor/runs"
 MEGABYTE = 2**20
 BEFORE = ("pip", "setuptools", "pkg_resources", "_distutils_hack")
-"""What an environment has from the beginning."""
+"""Packages that a new environment has."""
 BUILD_SDIST = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -27,20 +27,20 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 @dataclass(frozen=True)
 class Installed:
-    """`python` of an environment into which `wheel`, made from `sdist`, was installed with what it asks for."""
+    """Environment into which `wheel`, built from `sdist`, was installed with its requirements."""
 
     sdist: Path
     wheel: Path
     environment: Path
 
     def run(self, *arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-        # Nothing of this environment: neither the checkout nor a configuration on the way up.
+        # Use nothing of the current environment, neither the checkout nor a configuration in a parent directory.
         command = [str(self.environment / "bin" / arguments[0]), *map(str, arguments[1:])]
         return subprocess.run(command, capture_output=True, text=True, env=_alone(), cwd=cwd or self.environment)
 
 
 def _alone() -> dict[str, str]:
-    """Variables without those by which Python finds modules of a checkout, and with name servers: pip needs one."""
+    """Return the environment without variables that let Python find a checkout or limit name servers."""
     return {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "RES_OPTIONS"))}
 
 
@@ -63,7 +63,7 @@ _caches = shutil.ignore_patterns("__pycache__")
 
 
 def _pip(directory: Path, python: str, *arguments: str) -> None:
-    """In `directory`: in the checkout, or with it on the path, pip takes the package for installed."""
+    """Run pip in `directory`. In the checkout, or with it on the path, pip would consider the package installed."""
     command = [python, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=_alone(), cwd=directory)
     assert done.returncode == 0, done.stderr
@@ -127,7 +127,7 @@ def test_report(installed: Installed, tmp_path: Path) -> None:
 
 
 def test_doctor(installed: Installed) -> None:
-    done = installed.run("ds-compress", "doctor", RUNS / "exempt")
+    done = installed.run("ds-compress", "doctor", RUNS / "excluded")
     assert "nothing-compressed" in done.stdout, done.stderr
 
 

@@ -1,4 +1,4 @@
-"""The bugs of `planted_bugs` can still be planted: each text stands once in its file, and the result compiles."""
+"""The bugs of `planted_bugs` can be planted: each text occurs once in its file, and the result compiles."""
 
 import ast
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A commit always chooses the same slow tests, and the same processor to compute as."""
+"""Selection of slow tests and of the emulated processor: the same commit always gives the same ones."""
 
 import os
 import subprocess

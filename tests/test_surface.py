@@ -55,7 +55,7 @@ LIGHT = [
     "deepspeed_compress.tools.tune.options",
 ]
 HEAVY = {"torch", "deepspeed", "transformers", "numpy", "matplotlib", "safetensors"}
-"""What an installation without `[train]` and `[plot]` does not have."""
+"""Packages that an installation without `[train]` and `[plot]` lacks."""
 ROOT = Path(deepspeed_compress.__file__).parent
 
 
@@ -78,7 +78,7 @@ def test_every_error_is_a_compress_error(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(deepspeed_compress._BACKENDS))
 def test_an_engine_other_than_deepspeed_has_a_module_that_attaches(name: str) -> None:
-    """In a fresh interpreter: none of them loads DeepSpeed."""
+    """Runs in a fresh interpreter. None of these modules loads DeepSpeed."""
     program = f"import sys, deepspeed_compress; deepspeed_compress.{name}.attach; print('deepspeed' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT.parent)
     assert done.stdout.strip() == "False"
@@ -114,7 +114,7 @@ def test_an_entry_point_without_torch_says_what_to_install(name: str, monkeypatc
 
 @pytest.mark.parametrize("module", [name for name in LIGHT if importlib.util.find_spec(name)])
 def test_importing_is_light(module: str) -> None:
-    """In a fresh interpreter: nothing of what is heavy is loaded."""
+    """Runs in a fresh interpreter. No heavy package is loaded."""
     program = f"import sys, {module}; print(*sys.modules)"
     loaded = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT.parent
@@ -140,7 +140,7 @@ sys.meta_path[:] = [WithoutHeavy(finder) for finder in sys.meta_path]
 from deepspeed_compress.cli import main
 sys.exit(main(sys.argv[1:]))
 """
-"""A program that finds none of the packages in HEAVY, as if they were not installed."""
+"""Program in which the packages in HEAVY cannot be imported, as if they were not installed."""
 
 
 def without_heavy(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -19,6 +19,7 @@ from typing import IO, Any, TypeVar, cast
 
 import torch
 
+from deepspeed_compress.checkpointing import catalog
 from deepspeed_compress.checkpointing import completeness as files
 from deepspeed_compress.checkpointing.claim import Claim
 from deepspeed_compress.checkpointing.completeness import FileList, Save
@@ -203,7 +204,7 @@ def _write(task: Task, descriptor: int) -> FileList:
     if task.publishes:
         _await_lists(task)
         with task.claim.held():
-            files.publish(task.save)
+            catalog.publish(task.save)
     return listed
 
 
@@ -211,7 +212,7 @@ def _prune(task: Task) -> None:
     """Remove old checkpoints, once the new one is complete."""
     if task.publishes and task.keep is not None:
         with task.claim.held():
-            files.prune(task.save.directory, task.keep)
+            catalog.prune(task.save.directory, task.keep)
 
 
 def _carry_out(call: Call, task: Task) -> dict[Path, str]:

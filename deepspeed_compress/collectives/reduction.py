@@ -1,4 +1,4 @@
-"""Builds the reducers for the settings in force in a step. Only this module depends on both.
+"""Builds the reducers of gradients for the settings in force in a step. Only this module depends on both.
 
 `Reductions.at` resolves the settings of a step into one frozen description (`Codecs`, then `Messages`) and caches the
 reducers of the most recent descriptions.
@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_compress.collectives.clipping import ClippingReducer
 from deepspeed_compress.collectives.exchange import Link
-from deepspeed_compress.collectives.gather import CHUNK_NUMEL, EXACT, DifferenceGather
+from deepspeed_compress.collectives.gather import CHUNK_NUMEL
 from deepspeed_compress.collectives.hierarchical import HierarchicalReducer
 from deepspeed_compress.collectives.hybrid import HybridReducer
 from deepspeed_compress.collectives.low_rank import LowRank
@@ -29,7 +29,6 @@ from deepspeed_compress.compression.feedback import Feedback, NoFeedback, Spread
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import (
     AnyCompressedGradients,
-    CompressedWeights,
     DGCGradients,
     LayeredGradients,
     MethodConfig,
@@ -40,17 +39,14 @@ from deepspeed_compress.config import (
 )
 from deepspeed_compress.errors import CompressWarning
 
-__all__ = ["SETTINGS", "Groups", "Parameters", "Reduction", "ReductionContext", "Reductions", "WeightReduction"]
+__all__ = ["SETTINGS", "Groups", "Parameters", "Reduction", "ReductionContext", "Reductions"]
 
 RAW = 0
 """Channel of uncompressed parameters; elements keep the gradient dtype."""
 MAIN = 1
 """Channel of the chosen method. The channels of overrides follow it."""
-FACTORS_LEVEL, WEIGHTS_LEVEL = 2, 3
-"""Levels of the reducers of low-rank factors and of gathered weights (see `Messages`).
-
-Level 0 is between nodes and level 1 inside a node.
-"""
+FACTORS_LEVEL = 2
+"""Level of the reducer of low-rank factors (see `Messages`). Level 0 is between nodes and level 1 inside a node."""
 SETTINGS = 16
 """Number of settings whose reducers are cached, since adaptation candidates and guard levels alternate."""
 GRADIENTS = "/deepspeed_compress/gradients"
@@ -393,44 +389,3 @@ class _ReducerBuilder:
             None if kept is None else context.stores.get("gradients", kept.dtype, kept.on_host),
             context.stores.get("factors", "fp32", scaled=False),
         )
-
-
-@dataclass(frozen=True)
-class WeightReduction:
-    """Builder of the communication of weights for given `settings`."""
-
-    settings: CompressedWeights
-    parameters: Parameters
-    run: Run
-
-    def difference_gather(
-        self, group: ProcessGroup, sizes: Sequence[tuple[str, int]], dtype: torch.dtype
-    ) -> DifferenceGather:
-        """Return the gather of one flat buffer of weights.
-
-        Parameters are sent in the order of the model, which is roughly that of the forward pass.
-
-        Args:
-            group: ranks that share the weights.
-            sizes: (name, numel) of the parameters in the order of the buffer.
-            dtype: dtype of the buffer.
-        """
-        raw = self.parameters.uncompressed(self.settings.min_numel)
-        channels = (Channel(Codec(Cast(dtype)), uncompressed=True), Channel(Codec(self.settings.compressor())))
-        channel_of = {name: EXACT if name in raw else 1 for name, _ in sizes}
-        order = {name: place for place, name in enumerate(self.parameters.shapes)}
-        return DifferenceGather(group, sizes, Messages(channels, channel_of), self.run, order=order)
-
-    def rounding_reducer(self, group: ProcessGroup, dtype: torch.dtype) -> PayloadReducer:
-        """Return a reducer that gathers rounded weights over `group`, without feedback.
-
-        Weights that are not rounded are sent in `dtype`. Every parameter has its own channel, although all channels are
-        equal, so that its blocks, and therefore its rounding, do not depend on which parameters are gathered together.
-        """
-        raw = self.parameters.uncompressed(self.settings.min_numel)
-        place = {name: index for index, name in enumerate(self.parameters.shapes, 1)}
-        rounded = [Channel(Codec(self.settings.compressor()))] * len(place)
-        channels = (Channel(Codec(Cast(dtype)), uncompressed=True), *rounded)
-        channel_of = {name: index for name, index in place.items() if name not in raw}
-        messages = Messages(channels, channel_of, WEIGHTS_LEVEL)
-        return PayloadReducer(Link(group), messages, self.run, traffic="bytes_weights")

@@ -9,7 +9,7 @@ from deepspeed_compress.config.communication import Communication
 from deepspeed_compress.config.expand import check_world, expand, tensor_size
 from deepspeed_compress.config.islands import Elastic, Islands, Outer
 from deepspeed_compress.config.loading import read_ds_config
-from deepspeed_compress.config.methods import MethodConfig, SparseConfig
+from deepspeed_compress.config.methods import MethodConfig
 from deepspeed_compress.config.models import (
     SECTION,
     Adaptive,
@@ -46,6 +46,7 @@ from deepspeed_compress.config.schedules import phase_ends, total_steps
 from deepspeed_compress.config.schema import json_schema
 from deepspeed_compress.config.secrets import MASK, masked, masked_arguments
 from deepspeed_compress.config.section import find_missing, find_problems, is_misspelled, parse_section
+from deepspeed_compress.config.sparse_methods import SparseConfig
 
 __all__ = [
     "MASK",

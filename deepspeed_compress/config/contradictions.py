@@ -5,7 +5,7 @@ from typing import Any
 
 from deepspeed_compress.config.candidates import find_adaptive_problems, find_empty_choice
 from deepspeed_compress.config.island_problems import find_island_contradictions, find_island_mismatches
-from deepspeed_compress.config.methods import BlockTopKConfig, Model, SparseConfig
+from deepspeed_compress.config.methods import Model
 from deepspeed_compress.config.models import SECTION, CompressConfig, Parallelism
 from deepspeed_compress.config.native import STAGE
 from deepspeed_compress.config.overrides import Override
@@ -22,6 +22,7 @@ from deepspeed_compress.config.places import (
 from deepspeed_compress.config.problems import problem, show
 from deepspeed_compress.config.schedules import OWN_MOMENTUM, find_schedule_problems, find_unknown_length
 from deepspeed_compress.config.sharding_problems import find_sharding_contradictions, find_sharding_mismatches
+from deepspeed_compress.config.sparse_methods import BlockTopKConfig, SparseConfig
 from deepspeed_compress.diagnostics import Diagnostic, Path, at, pointer, write
 
 

@@ -134,7 +134,7 @@ def find_island_mismatches(
 
 
 def _missing_master_weights(ds_config: Mapping[str, Any], stage: int) -> Iterator[Diagnostic]:
-    """Check that there are fp32 master weights, as `find_masters` does once there is an engine."""
+    """Check that there are fp32 master weights, as `find_master_weights` does once there is an engine."""
     for key in ("bf16", "bfloat16", "fp16"):
         if stage == 0 and value_at(ds_config, (key, "enabled")) is True:
             what = "true without ZeRO leaves no fp32 master weights for islands to exchange (allowed: with ZeRO 1 to 3)"

@@ -7,9 +7,10 @@ from pydantic import Field
 from deepspeed_compress.config.checkpointing import Checkpointing
 from deepspeed_compress.config.communication import Communication
 from deepspeed_compress.config.islands import Islands
-from deepspeed_compress.config.methods import Density, Model, NoCompression
+from deepspeed_compress.config.methods import Model, NoCompression
 from deepspeed_compress.config.overrides import Pattern
 from deepspeed_compress.config.places import BlockwiseGradients, GradientsConfig, WeightsConfig
+from deepspeed_compress.config.sparse_methods import Density
 
 SECTION = "deepspeed_compress"
 

@@ -4,10 +4,11 @@ import re
 from collections.abc import Iterator
 
 from deepspeed_compress.config.contradictions import override_places, sparse_places
-from deepspeed_compress.config.methods import DensityWarmUp, LargestConfig, MethodConfig, Model, RandomKConfig
+from deepspeed_compress.config.methods import MethodConfig, Model
 from deepspeed_compress.config.models import CompressConfig
 from deepspeed_compress.config.places import CompressedGradients, GradientsConfig, PowerSGDGradients, QSGDGradients
 from deepspeed_compress.config.problems import notice, show
+from deepspeed_compress.config.sparse_methods import DensityWarmUp, LargestConfig, RandomKConfig
 from deepspeed_compress.diagnostics import Diagnostic
 
 # A pattern that matches all of these matches every name.

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from deepspeed_compress.config import methods
+from deepspeed_compress.config import methods, sparse_methods
 from deepspeed_compress.config.methods import NAMED, Model
 
 
@@ -75,15 +75,15 @@ class SignOverride(OverrideConfig, methods.SignConfig):
     """Parameters sent as signs."""
 
 
-class TopKOverride(OverrideConfig, methods.DensityWarmUp, methods.TopKConfig):
+class TopKOverride(OverrideConfig, sparse_methods.DensityWarmUp, sparse_methods.TopKConfig):
     """Parameters of which the largest gradients are sent."""
 
 
-class RandomKOverride(OverrideConfig, methods.DensityWarmUp, methods.RandomKConfig):
+class RandomKOverride(OverrideConfig, sparse_methods.DensityWarmUp, sparse_methods.RandomKConfig):
     """Parameters of which random gradients are sent."""
 
 
-class BlockTopKOverride(OverrideConfig, methods.DensityWarmUp, methods.BlockTopKConfig):
+class BlockTopKOverride(OverrideConfig, sparse_methods.DensityWarmUp, sparse_methods.BlockTopKConfig):
     """Parameters of which groups of gradients are sent."""
 
 

@@ -7,9 +7,10 @@ from typing import Any, get_args
 
 from pydantic import TypeAdapter
 
-from deepspeed_compress.config.methods import SparseConfig, ValuesConfig
+from deepspeed_compress.config.methods import ValuesConfig
 from deepspeed_compress.config.overrides import Override
 from deepspeed_compress.config.places import CompressedWeights, GradientsConfig, WeightsConfig
+from deepspeed_compress.config.sparse_methods import SparseConfig
 
 __all__ = [
     "brief",

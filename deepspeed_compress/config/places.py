@@ -6,17 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator, Field, JsonValue
 
-from deepspeed_compress.config import methods
-from deepspeed_compress.config.methods import (
-    NAMED,
-    Density,
-    Model,
-    RotationConfig,
-    Tile,
-    ValuesConfig,
-    with_default_method,
-)
+from deepspeed_compress.config import methods, sparse_methods
+from deepspeed_compress.config.methods import NAMED, Model, RotationConfig, Tile, ValuesConfig, with_default_method
 from deepspeed_compress.config.overrides import Override
+from deepspeed_compress.config.sparse_methods import Density
 
 if TYPE_CHECKING:
     from deepspeed_compress.compression.compressors import Compressor
@@ -171,19 +164,19 @@ class SignGradients(FeedbackGradients, methods.SignConfig):
     """Signs of the gradients; error feedback keeps the magnitudes."""
 
 
-class TopKGradients(FeedbackGradients, methods.DensityWarmUp, methods.TopKConfig):
+class TopKGradients(FeedbackGradients, sparse_methods.DensityWarmUp, sparse_methods.TopKConfig):
     """The largest gradients and their indices; error feedback keeps the rest."""
 
 
-class RandomKGradients(FeedbackGradients, methods.DensityWarmUp, methods.RandomKConfig):
+class RandomKGradients(FeedbackGradients, sparse_methods.DensityWarmUp, sparse_methods.RandomKConfig):
     """Gradients at random positions; error feedback keeps the rest."""
 
 
-class BlockTopKGradients(FeedbackGradients, methods.DensityWarmUp, methods.BlockTopKConfig):
+class BlockTopKGradients(FeedbackGradients, sparse_methods.DensityWarmUp, sparse_methods.BlockTopKConfig):
     """The largest groups of neighboring gradients; error feedback keeps the rest."""
 
 
-class DGCGradients(LayeredGradients, methods.DensityWarmUp, methods.LargestConfig):
+class DGCGradients(LayeredGradients, sparse_methods.DensityWarmUp, sparse_methods.LargestConfig):
     """Deep Gradient Compression: top-k of a momentum that each rank keeps. The optimizer must have none."""
 
     model_config = NAMED
@@ -213,7 +206,7 @@ class DGCGradients(LayeredGradients, methods.DensityWarmUp, methods.LargestConfi
         return MomentumCorrection(velocity, accumulated, self.momentum, self.nesterov)
 
 
-class DeMoGradients(LayeredGradients, methods.DensityWarmUp, methods.SparseConfig):
+class DeMoGradients(LayeredGradients, sparse_methods.DensityWarmUp, sparse_methods.SparseConfig):
     """Decoupled momentum: the largest DCT coefficients of a momentum that each rank keeps.
 
     The optimizer must have none.
@@ -255,7 +248,7 @@ class DeMoGradients(LayeredGradients, methods.DensityWarmUp, methods.SparseConfi
 
     def bits_per_element(self) -> float:
         # Counted for whole tiles, into which most matrices are cut.
-        return methods.largest_bits(self.choices, self.density, self.value_bits())
+        return sparse_methods.largest_bits(self.choices, self.density, self.value_bits())
 
 
 class PowerSGDGradients(CompressedGradients):
@@ -331,7 +324,7 @@ class SignWeights(CompressedWeights, methods.SignConfig):
     """Signs of weight differences, and the mean magnitude of each block."""
 
 
-class TopKWeights(CompressedWeights, methods.TopKConfig):
+class TopKWeights(CompressedWeights, sparse_methods.TopKConfig):
     """The largest weight differences; the others wait."""
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from deepspeed_compress.config.methods import SparseConfig
 from deepspeed_compress.config.models import CompressConfig, Schedule
 from deepspeed_compress.config.patches import patch_places, patched, weight_places
 from deepspeed_compress.config.problems import listed, problem, show
+from deepspeed_compress.config.sparse_methods import SparseConfig
 from deepspeed_compress.diagnostics import Diagnostic, Path
 
 __all__ = [

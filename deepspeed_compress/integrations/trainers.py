@@ -11,7 +11,7 @@ import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 from transformers import Trainer
 
-from deepspeed_compress.checkpointing.completeness import checkpoints, latest_tag
+from deepspeed_compress.checkpointing.catalog import checkpoints, latest_tag
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import StateError, UnsupportedError
 from deepspeed_compress.integrations.early import INSTEAD_OF_PIPELINE

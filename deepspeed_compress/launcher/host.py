@@ -2,18 +2,16 @@
 
 import json
 import signal
-import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from pathlib import Path
+from contextlib import contextmanager
 from types import FrameType
 
 from deepspeed_compress.launcher.directory import JobDirectory
 from deepspeed_compress.launcher.failures import EXIT_PERMANENT
-from deepspeed_compress.launcher.heartbeat import AGENT, HOSTS, MEMORY, RESUME, Heartbeat, read_heartbeat
+from deepspeed_compress.launcher.heartbeat import AGENT, HOSTS, MEMORY, RESUME
+from deepspeed_compress.launcher.host_resources import HostStart, ReservedPort, Slots, remove_shared_memory
 from deepspeed_compress.launcher.messages import FROM_SUPERVISOR, SUPERVISOR, Message
 from deepspeed_compress.launcher.supervisor import FAILED, LOST_AFTER, SIGNALLED
 from deepspeed_compress.launcher.workers import Ended, Workers, describe_end
@@ -24,76 +22,14 @@ from deepspeed_compress.transport.errors import AuthenticationError, OtherServic
 from deepspeed_compress.transport.fields import check_message
 from deepspeed_compress.transport.frames import Limits
 
-__all__ = ["Agent", "Slots"]
+__all__ = ["Agent"]
 
 _POLL_INTERVAL = 0.05
 _BEAT_INTERVAL = 1.0
 _SUPERVISOR_TIMEOUT = LOST_AFTER / 2
+_CONNECT_TIMEOUT = 60.0
 _LIMITS = Limits(head=1 << 24, patience=_SUPERVISOR_TIMEOUT)
 """Limits of the supervisor's messages, which contain the addresses of all hosts."""
-_SHARED_MEMORY = Path("/dev/shm")
-
-
-@dataclass(frozen=True)
-class Slots:
-    """Slots for ranks on this host.
-
-    Attributes:
-        count: number of slots.
-        devices: name of each slot in CUDA_VISIBLE_DEVICES; empty if the variable is left alone.
-    """
-
-    count: int
-    devices: tuple[str, ...] = ()
-
-    def environment(self, chosen: Sequence[int]) -> dict[str, str]:
-        """Return the environment of ranks in the slots `chosen`."""
-        return {"CUDA_VISIBLE_DEVICES": ",".join(self.devices[slot] for slot in chosen)} if self.devices else {}
-
-
-@dataclass
-class _Start:
-    """Ranks of one start on this host.
-
-    Attributes:
-        number: number of the start.
-        slots: slot of each rank.
-        heartbeats: directory of the ranks' heartbeats.
-        stopping: True once the ranks must end.
-        terminating: True once a user's signal has asked the ranks to end.
-        kill_at: time at which ranks that still run are killed.
-        reported: True once the supervisor has been told that all ranks have ended.
-        latest: latest heartbeat of each rank, including ranks that have ended.
-    """
-
-    number: int
-    slots: Mapping[int, int]
-    heartbeats: Path
-    stopping: bool = False
-    terminating: bool = False
-    kill_at: float | None = None
-    reported: bool = False
-    latest: dict[int, Heartbeat] = field(default_factory=dict)
-
-    @property
-    def steps(self) -> int:
-        """Return the largest number of steps that a rank has counted."""
-        return max((beat.steps for beat in self._read().values()), default=0)
-
-    def silent(self, now: float) -> float | None:
-        """Return the seconds since the last heartbeat of any rank; None until each rank has sent one."""
-        times = [beat.time for beat in self._read().values() if beat.time]
-        return max(0.0, now - max(times)) if times and len(times) == len(self.slots) else None
-
-    def saving(self) -> list[int]:
-        """Return the ranks that save on SIGTERM, for which they would wait for lost ranks."""
-        return [rank for rank, beat in self._read().items() if beat.saves]
-
-    def _read(self) -> Mapping[int, Heartbeat]:
-        self.latest.update(
-            {rank: beat for rank in self.slots if (beat := read_heartbeat(self.heartbeats, rank)) is not None}
-        )
-        return self.latest
 
 
 class Agent:
@@ -125,11 +61,11 @@ class Agent:
         self._address, self._job, self._slots, self._grace = address, job, slots, grace
         self._workers, self._directory, self._log = workers, directory, log
         self._signal = 0
-        self._start: _Start | None = None
+        self._start: HostStart | None = None
         self._code: int | None = None
         self._link: Connection | None = None
         self._last_received = self._last_beat = time.monotonic()
-        self._port = _Port()
+        self._port = ReservedPort()
         self._rendezvous: list[tuple[str, int]] = []
         self._handlers: Mapping[str, Callable[[Message], None]] = {
             "start": self._begin,
@@ -151,7 +87,7 @@ class Agent:
                 self._workers.signal(signal.SIGKILL)
                 self._workers.close()
                 self._port.release()
-                _remove_shared(self._rendezvous)
+                remove_shared_memory(self._rendezvous)
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -195,7 +131,7 @@ class Agent:
                 f"the start message names slots {slots} of {self._slots.count} and {len(message['hosts'])} hosts"
             )
         heartbeats = self._directory.heartbeats(number)
-        self._start = _Start(number, {first + local: slot for local, slot in enumerate(slots)}, heartbeats)
+        self._start = HostStart(number, {first + local: slot for local, slot in enumerate(slots)}, heartbeats)
         self._rendezvous.append((message["hosts"][0], message["port"]))
         if message["node"] == 0:
             self._port.release()
@@ -268,7 +204,7 @@ class Agent:
         if not self._workers.living and not start.reported:
             self._report_ended(start, bad)
 
-    def _report_failed(self, start: _Start, bad: Sequence[Ended]) -> None:
+    def _report_failed(self, start: HostStart, bad: Sequence[Ended]) -> None:
         ended = bad[0]
         # If one rank was killed, the others may have failed only because of that.
         code = ended.status if all(one.status > 0 for one in bad) else None
@@ -285,14 +221,14 @@ class Agent:
         # From now on, the ranks of this start only have to be stopped.
         start.stopping, start.reported = True, False
 
-    def _report_ended(self, start: _Start, bad: Sequence[Ended]) -> None:
+    def _report_ended(self, start: HostStart, bad: Sequence[Ended]) -> None:
         """Report that all ranks have ended, on their own or because they were stopped."""
         if not start.stopping:
             start.reported = True
             self._send("done", start)
         elif start.kill_at is not None:
             start.reported = True
-            _remove_shared(self._rendezvous)
+            remove_shared_memory(self._rendezvous)
             self._rendezvous.clear()
             self._send("stopped", start, steps=start.steps, port=self._port.reserve())
 
@@ -313,7 +249,7 @@ class Agent:
             number = 0 if start is None else start.number
             self._link.send({"kind": "beat", "start": number, "silent": silent, "steps": steps})
 
-    def _send(self, kind: str, start: _Start, **said: object) -> None:
+    def _send(self, kind: str, start: HostStart, **said: object) -> None:
         assert self._link is not None
         self._link.send({"kind": kind, "start": start.number, **said})
 
@@ -371,35 +307,3 @@ class Agent:
         while self._workers.living:
             self._workers.ended()
             time.sleep(_POLL_INTERVAL)
-
-
-_CONNECT_TIMEOUT = 60.0
-
-
-class _Port:
-    """Port of this host that is kept free for a rank."""
-
-    def __init__(self) -> None:
-        self._held: socket.socket | None = None
-
-    def reserve(self) -> int:
-        """Reserve a free port, and return its number."""
-        if self._held is None:
-            self._held = socket.socket()
-            self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._held.bind(("", 0))
-        return int(self._held.getsockname()[1])
-
-    def release(self) -> None:
-        """Release the port, so that a rank can listen on it."""
-        if self._held is not None:
-            self._held.close()
-            self._held = None
-
-
-def _remove_shared(rendezvous: Sequence[tuple[str, int]]) -> None:
-    """Remove shared memory that DeepSpeed leaves behind. Its name has the address and port of the ranks' rendezvous."""
-    for address, port in rendezvous:
-        for file in _SHARED_MEMORY.glob(f"deepspeed_*_{address}_{port}_*"):
-            with suppress(OSError):
-                file.unlink()

@@ -29,8 +29,8 @@ from deepspeed_compress.session.trials import (
 
 __all__ = ["Prober", "WeightTraffic"]
 
-PIECE = 4096
-"""Consecutive elements per slice of a sample."""
+SLICE_NUMEL = 4096
+"""Number of consecutive elements per slice of a sample."""
 RATE = 32
 """Sampling ratio: one element in this many is in the sample, and more of small parameters."""
 SMALLEST, LARGEST = 2**18, 2**22
@@ -53,22 +53,22 @@ class _Sample:
     """Sample of one group of parameters.
 
     Attributes:
-        pieces: slices of parameters, flat fp32.
+        slices: slices of parameters, flat fp32.
         stands_for: for each slice, the number of elements that one of its elements represents.
         sent: elements of the group that this rank sends in the step.
     """
 
-    pieces: list[Tensor] = field(default_factory=list)
+    slices: list[Tensor] = field(default_factory=list)
     stands_for: list[float] = field(default_factory=list)
     sent: int = 0
 
     def joined(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the sampled elements (flat fp32), and the number of elements that each represents."""
-        if not self.pieces:
+        if not self.slices:
             return torch.zeros(0, device=device), torch.zeros(0, device=device)
-        counts = torch.tensor([piece.numel() for piece in self.pieces], device=device)
+        counts = torch.tensor([values.numel() for values in self.slices], device=device)
         weights = torch.tensor(self.stands_for, dtype=torch.float32, device=device)
-        return torch.cat(self.pieces), weights.repeat_interleave(counts)
+        return torch.cat(self.slices), weights.repeat_interleave(counts)
 
 
 @dataclass(frozen=True)
@@ -141,12 +141,12 @@ class Prober:
         for segment in partition.segments:
             sample = self._samples[self._group(segment.parameter)]
             sample.sent += seen.sent(segment.owner, segment.numel)
-            count = max(1, segment.numel // (RATE * PIECE))
+            count = max(1, segment.numel // (RATE * SLICE_NUMEL))
             stride = segment.numel // count
             for first in range(0, count * stride, max(1, stride)):
-                piece = bucket.narrow(0, segment.offset + first, min(PIECE, stride)).to(torch.float32, copy=True)
-                sample.pieces.append(piece)
-                sample.stands_for.append(segment.numel / count / piece.numel())
+                values = bucket.narrow(0, segment.offset + first, min(SLICE_NUMEL, stride)).to(torch.float32, copy=True)
+                sample.slices.append(values)
+                sample.stands_for.append(segment.numel / count / values.numel())
 
     def _group(self, name: str) -> int:
         called = self._parameters.user_name(name)

@@ -6,8 +6,9 @@ from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 
+from deepspeed_compress.checkpointing import catalog
 from deepspeed_compress.checkpointing import completeness as files
-from deepspeed_compress.checkpointing.completeness import Checkpoint
+from deepspeed_compress.checkpointing.catalog import Checkpoint
 from deepspeed_compress.checkpointing.loadable_sizes import loads_on
 from deepspeed_compress.config.numbers import UNKNOWN, size
 from deepspeed_compress.errors import DataError
@@ -27,7 +28,7 @@ def _found(directory: Path) -> list[Checkpoint]:
     Raises:
         DataError: There are none.
     """
-    found = files.checkpoints(directory) if directory.is_dir() else []
+    found = catalog.checkpoints(directory) if directory.is_dir() else []
     if not found:
         raise DataError(
             f"{directory}: contains no checkpoints (directories with *_states.pt); choose another directory"
@@ -44,7 +45,7 @@ def _list(options: argparse.Namespace) -> int:
     tag = Column("tag", no_wrap=True)
     table = Table(tag, "step", "ranks", "size", "written", "saved by", "state")
     found = _found(options.directory)
-    latest = files.latest_tag(options.directory)
+    latest = catalog.latest_tag(options.directory)
     sizes: dict[str, list[str]] = {}
     for one in found:
         written = datetime.fromtimestamp(one.time).isoformat(" ", "seconds")
@@ -88,9 +89,9 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _prune(options: argparse.Namespace) -> int:
-    for one in files.superfluous(_found(options.directory), options.keep, files.protected(options.directory)):
+    for one in catalog.superfluous(_found(options.directory), options.keep, catalog.protected(options.directory)):
         if not options.dry_run:
-            files.remove(one)
+            catalog.remove(one)
         print(f"{'would remove' if options.dry_run else 'removed'} {printable(one.tag)}, {size(one.size)}")
     return 0
 

@@ -19,7 +19,8 @@ from deepspeed_compress.config.durations import seconds
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.integrations.files import find_configurations
 from deepspeed_compress.launcher.directory import job_directory
-from deepspeed_compress.launcher.host import Agent, Slots
+from deepspeed_compress.launcher.host import Agent
+from deepspeed_compress.launcher.host_resources import Slots
 from deepspeed_compress.launcher.messages import FROM_AGENTS, SUPERVISOR
 from deepspeed_compress.launcher.sizes import size_problem
 from deepspeed_compress.launcher.supervisor import JobOptions, Supervisor

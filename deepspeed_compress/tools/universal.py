@@ -18,7 +18,8 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.constants import PARAM
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 
-from deepspeed_compress.checkpointing.completeness import find_problems, latest_tag, replace_text
+from deepspeed_compress.checkpointing.catalog import latest_tag
+from deepspeed_compress.checkpointing.completeness import find_problems, replace_text
 from deepspeed_compress.errors import DataError, StateError
 
 __all__ = ["convert", "transpose_gpt2"]

@@ -23,7 +23,8 @@ from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo  # type:
 
 from deepspeed_compress.collectives.buckets import even_partition
 from deepspeed_compress.collectives.reducer import Run, StepClock
-from deepspeed_compress.collectives.reduction import Groups, Parameters, ReductionContext, Reductions, WeightReduction
+from deepspeed_compress.collectives.reduction import Groups, Parameters, ReductionContext, Reductions
+from deepspeed_compress.collectives.weight_reduction import WeightReduction
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import (
     SECTION,

@@ -1,4 +1,4 @@
-"""The two agents of launch/agents: what they are made of, against the plain form of each, and a few updates of all."""
+"""The two agents of launch/agents: their parts compared with simple references, and a few updates of the whole."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from tests.support.forks import run_forks
 
 
 def by_definition(ratios: Tensor, rewards: Tensor, discounts: Tensor, values: Tensor, trace: float) -> list[float]:
-    """Targets of one cart, as the sum of equation (1) of arXiv:1802.01561."""
+    """Return the targets of one cart, computed as the sum of equation (1) of arXiv:1802.01561."""
     cut = ratios.clamp(max=1.0).tolist()
     r, d, v = rewards.tolist(), discounts.tolist(), values.tolist()
     found = []
@@ -34,7 +34,7 @@ def by_definition(ratios: Tensor, rewards: Tensor, discounts: Tensor, values: Te
 
 
 def drawn(steps: int = 7, carts: int = 5) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Ratios, rewards, discounts (some 0) and values."""
+    """Return ratios, rewards, discounts (some of them 0) and values."""
     generator = torch.Generator().manual_seed(3)
     ratios = torch.rand(steps, carts, generator=generator, dtype=torch.float64) * 2
     rewards = torch.randn(steps, carts, generator=generator, dtype=torch.float64)
@@ -56,7 +56,7 @@ def test_vtrace_is_what_its_definition_says(trace: float) -> None:
 
 
 def test_on_its_own_policy_vtrace_is_the_return() -> None:
-    """With ratios of 1 and no cut of traces: rewards to come, discounted, and the last value."""
+    """With ratios of 1 and `trace=1`, a target is the discounted sum of the remaining rewards and the last value."""
     _, rewards, discounts, values = drawn()
     targets, _ = vtrace(torch.ones_like(rewards), rewards, discounts, values, trace=1.0)
     total = values[-1]
@@ -66,7 +66,7 @@ def test_on_its_own_policy_vtrace_is_the_return() -> None:
 
 
 def test_what_did_nothing_changes_nothing() -> None:
-    """A step of ratio 0 keeps its value, whatever its reward and what follows."""
+    """A step of ratio 0 keeps its value, whatever its reward and the steps after it."""
     ratios, rewards, discounts, values = drawn()
     ratios[3] = 0.0
     targets, advantages = vtrace(ratios, rewards, discounts, values)
@@ -96,7 +96,7 @@ def test_correction_is_none_where_actors_have_the_newest_weights() -> None:
 
 
 def one_head(rank: int) -> list[list[float]]:
-    """Outputs and mean gradients, of the split head and of a whole one: of features, weight and bias."""
+    """Return the outputs and mean gradients (features, weight, bias) of the split head and of an unsplit one."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     split, whole = SplitHead(6, 4), nn.Linear(6, 4)
@@ -139,7 +139,10 @@ def test_a_head_that_cannot_be_split_says_so() -> None:
 
 
 def adapted(rank: int) -> list[float]:
-    """Scales after divergences whose mean is above the target, then below it, though one rank is always below."""
+    """Return the noise scales after two divergences.
+
+    The mean of the first one is above the target, that of the second one below it. One rank is always below it.
+    """
     dist.init_process_group("gloo")
     assert dist.group.WORLD is not None
     scale, found = NoiseScale(1.0, 0.05, dist.group.WORLD, factor=2.0), []
@@ -155,7 +158,7 @@ def test_all_ranks_have_the_scale_of_their_mean() -> None:
 
 
 def test_the_target_is_the_divergence_of_random_actions() -> None:
-    """A policy that is sure, against one that takes a random action now and then."""
+    """The policy is certain, and is compared with one that sometimes takes a random action."""
     sure = torch.tensor([[40.0, 0.0, 0.0, 0.0]])
     now_and_then = torch.log(0.9 * torch.softmax(sure, -1) + 0.1 / 4)
     assert float(divergence(sure, now_and_then)) == pytest.approx(target_divergence(0.1, 4), rel=1e-5)
@@ -182,7 +185,7 @@ def test_an_episode_ends_once_and_another_begins() -> None:
     seen = collect(carts, lambda windows: torch.zeros(len(windows), ACTIONS), 80, generator)
     ended = seen.terminated[:-1]
     assert ended.any()
-    # The step after an end, and no other, only begins an episode: nothing is earned, and all frames are its first.
+    # Only the step after an end starts an episode. It has no reward, and all its frames are the first one.
     assert torch.equal(~seen.valid[1:], ended)
     assert not seen.rewards[~seen.valid].any()
     first = seen.windows[1:][~seen.valid]
@@ -191,12 +194,12 @@ def test_an_episode_ends_once_and_another_begins() -> None:
 
 
 def follow(windows: Tensor) -> Tensor:
-    """Action 1 where the pole leans to the right."""
+    """Return logits that choose action 1 if the pole leans to the right."""
     return windows[:, -1, 2:3] * torch.tensor([-1.0, 1.0])
 
 
 def test_the_tasks_are_opposite() -> None:
-    """What balances a pole for a while in one throws it over in the other."""
+    """Actions that balance the pole of one task for a while throw over that of the other."""
     right, wrong = (evaluate(task, follow, 4, seed=0) for task in TASKS)
     assert right > 1.5 * wrong
 

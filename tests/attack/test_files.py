@@ -20,6 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from deepspeed_compress.checkpointing import catalog
 from deepspeed_compress.checkpointing import completeness as files
 from deepspeed_compress.checkpointing.deepspeed.exclusive import take_for_island
 from deepspeed_compress.checkpointing.memory_directory import find_host_saves
@@ -181,7 +182,7 @@ def read_state(file: Path) -> None:
 
 
 def write_checkpoint(directory: Path) -> Path:
-    files.publish(write(save(directory, 4)))
+    catalog.publish(write(save(directory, 4)))
     return files.list_file(directory / "global_step4", 1)
 
 
@@ -194,17 +195,17 @@ def sign_list(found: Any) -> Any:
 
 def read_list(file: Path) -> None:
     directory = file.parents[1]
-    for one in files.checkpoints(directory):
+    for one in catalog.checkpoints(directory):
         assert one.complete or one.step is None or one.problem == ""
     list(files.find_problems(file.parent))
     find_host_saves(directory)
-    files.tags_to_try(directory)
+    catalog.tags_to_try(directory)
     files.read_list(file)
 
 
 def write_latest(directory: Path) -> Path:
     write_checkpoint(directory)
-    return directory / files.LATEST
+    return directory / catalog.LATEST
 
 
 def corrupt_bytes(file: Path, originals: Mapping[Path, bytes], rng: random.Random) -> None:
@@ -212,9 +213,9 @@ def corrupt_bytes(file: Path, originals: Mapping[Path, bytes], rng: random.Rando
 
 
 def read_latest(file: Path) -> None:
-    for tag in files.tags_to_try(file.parent):
+    for tag in catalog.tags_to_try(file.parent):
         list(files.find_problems(file.parent / tag))
-    files.protected(file.parent)
+    catalog.protected(file.parent)
 
 
 def write_island(directory: Path) -> Path:

@@ -22,7 +22,7 @@ from deepspeed_compress.tools.doctor.run import read_run
 from deepspeed_compress.tools.line_files import LONGEST
 from deepspeed_compress.tools.outputs.printable import printable
 from tests.support.runs import trainer_run
-from tests.tools.doctor.synthetic import HEALTHY, config
+from tests.support.synthetic_runs import HEALTHY, config
 
 ROUNDS, SEEDS = 250, 8
 """Rounds per seed and number of seeds, or 2,000 rounds per kind of file. All seeds but the first are slow."""

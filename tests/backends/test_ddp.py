@@ -657,7 +657,7 @@ def test_four_bits_send_an_eighth_and_learn_as_much(tmp_path: Path) -> None:
     assert of_ours["samples"] is None
 
 
-def told(rank: int, monitor: Mapping[str, Any]) -> tuple[str, list[int]]:
+def announced(rank: int, monitor: Mapping[str, Any]) -> tuple[str, list[int]]:
     """Return the text on standard error after attaching, and the bytes of a step."""
     start()
     written, figures = io.StringIO(), []
@@ -670,7 +670,7 @@ def told(rank: int, monitor: Mapping[str, Any]) -> tuple[str, list[int]]:
 
 
 def test_the_first_rank_tells_what_is_compressed() -> None:
-    (line, [(sent, alone)]), (other, _) = run_forks(2, told, {})
+    (line, [(sent, alone)]), (other, _) = run_forks(2, announced, {})
     assert line.startswith("deepspeed_compress: gradients blockwise bits=4")
     assert "DDP, 2 data-parallel ranks; 8 of 8 parameters are compressed" in line
     about, uncompressed = re.search(
@@ -679,7 +679,7 @@ def test_the_first_rank_tells_what_is_compressed() -> None:
     assert int(about.replace(",", "")) == pytest.approx(sent, rel=0.1)
     assert int(uncompressed.replace(",", "")) == alone
     assert other == ""
-    assert [text for text, _ in run_forks(2, told, {"announce": False})] == ["", ""]
+    assert [text for text, _ in run_forks(2, announced, {"announce": False})] == ["", ""]
 
 
 def copied(rank: int) -> list[list[float]]:
@@ -780,9 +780,9 @@ def not_an_optimizer(rank: int) -> str:
 
 
 def test_what_cannot_be_followed_is_named() -> None:
-    [told] = run_forks(1, not_an_optimizer)
-    assert "expected a torch optimizer, or a wrapper with one in its attribute `optimizer`, got object" in told
-    assert "pass the torch optimizer" in told
+    [message] = run_forks(1, not_an_optimizer)
+    assert "expected a torch optimizer, or a wrapper with one in its attribute `optimizer`, got object" in message
+    assert "pass the torch optimizer" in message
 
 
 def failing(rank: int) -> list[list[float]]:

@@ -900,7 +900,7 @@ def test_four_bits_send_an_eighth_and_learn_as_much(tmp_path: Path) -> None:
     assert len((tmp_path / "int4" / "0" / "compression.jsonl").read_text().splitlines()) == len(of_ours)
 
 
-def told(rank: int) -> tuple[str, list[tuple[int, int, int]]]:
+def announced(rank: int) -> tuple[str, list[tuple[int, int, int]]]:
     """Return the text on standard error after attaching, and the bytes of a step."""
     start()
     written, figures = io.StringIO(), []
@@ -913,7 +913,7 @@ def told(rank: int) -> tuple[str, list[tuple[int, int, int]]]:
 
 
 def test_the_first_rank_tells_what_is_compressed() -> None:
-    (line, [seen]), (other, _) = run_forks(2, told)
+    (line, [seen]), (other, _) = run_forks(2, announced)
     assert "weights blockwise bits=8; FSDP2, 2 data-parallel ranks; 8 of 8 parameters are compressed" in line
     gradients_of = r"about ([\d,]+) bytes of gradients a step, uncompressed ([\d,]+) bytes"
     found = re.search(gradients_of + r".* about ([\d,]+) bytes of weights each time they are gathered", line)

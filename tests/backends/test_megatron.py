@@ -412,9 +412,9 @@ def without_memories(rank: int, directory: str) -> str:
 
 
 def test_a_checkpoint_without_memories_is_told(tmp_path: Path) -> None:
-    for told in run_forks(2, without_memories, str(tmp_path)):
-        assert "was the checkpoint written without this package?" in told
-        assert '"on_missing_state": "reset"' in told
+    for message in run_forks(2, without_memories, str(tmp_path)):
+        assert "was the checkpoint written without this package?" in message
+        assert '"on_missing_state": "reset"' in message
 
 
 def averaged(rank: int) -> list[bool]:

@@ -9,13 +9,13 @@ from pathlib import Path
 from deepspeed_compress.checkpointing.directory_lock import LOCK, hold
 
 
-def take(directory: Path, told: Connection, leave_a_child: bool) -> None:
+def take(directory: Path, results: Connection, leave_a_child: bool) -> None:
     """Hold the directory until this process is killed. With `leave_a_child`, leave a child that outlives it."""
     held = hold(directory)
     child = os.fork() if leave_a_child else -1
     if not child:
         signal.pause()
-    told.send((held is not None, child))
+    results.send((held is not None, child))
     signal.pause()
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from deepspeed_compress.checkpointing.catalog import latest_tag
 from deepspeed_compress.checkpointing.claim import Claim, this_start
-from deepspeed_compress.checkpointing.completeness import Save, find_problems, latest_tag, read_lists
+from deepspeed_compress.checkpointing.completeness import Save, find_problems, read_lists
 from deepspeed_compress.checkpointing.snapshot import Call, HostCopies, Memory, Snapshot
 from deepspeed_compress.checkpointing.writer import Outcome, Task, Writer, write_torch
 from deepspeed_compress.compression import state

@@ -7,15 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from deepspeed_compress.checkpointing import catalog
 from deepspeed_compress.checkpointing import completeness as files
-from deepspeed_compress.checkpointing.completeness import (
-    Save,
-    checkpoints,
-    find_missing,
-    find_problems,
-    prune,
-    tags_to_try,
-)
+from deepspeed_compress.checkpointing.catalog import checkpoints, prune, tags_to_try
+from deepspeed_compress.checkpointing.completeness import Save, find_missing, find_problems
 from deepspeed_compress.errors import StateError
 from tests.support.checkpoints import WORLD, save, write
 
@@ -97,7 +92,7 @@ def test_ranks_share_the_work_of_looking(tmp_path):
 def test_the_newest_automatic_ones_are_kept_and_no_others_touched(tmp_path):
     by_program = write(save(tmp_path, 1))
     for step in range(2, 7):
-        files.publish(write(save(tmp_path, step, automatic=True)))
+        catalog.publish(write(save(tmp_path, step, automatic=True)))
     half = write(save(tmp_path, 7, automatic=True), ranks=(0,))
     assert prune(tmp_path, 2) == ["global_step2", "global_step3", "global_step4"]
     assert [found.step for found in checkpoints(tmp_path)] == [1, 5, 6, 7]
@@ -106,7 +101,7 @@ def test_the_newest_automatic_ones_are_kept_and_no_others_touched(tmp_path):
 
 
 def test_what_latest_names_is_never_removed(tmp_path):
-    files.publish(write(save(tmp_path, 1, automatic=True)))
+    catalog.publish(write(save(tmp_path, 1, automatic=True)))
     for step in range(2, 5):
         write(save(tmp_path, step, automatic=True, latest=False))
     assert prune(tmp_path, 1) == ["global_step2", "global_step3"]
@@ -115,7 +110,7 @@ def test_what_latest_names_is_never_removed(tmp_path):
 def test_older_ones_are_tried_after_the_latest(tmp_path):
     assert tags_to_try(tmp_path) == []
     for step in (8, 16, 24):
-        files.publish(write(save(tmp_path, step)))
+        catalog.publish(write(save(tmp_path, step)))
     write(save(tmp_path, 32), ranks=(0,))
     assert tags_to_try(tmp_path) == ["global_step24", "global_step16", "global_step8"]
     (tmp_path / "latest").write_text("global_step16")
@@ -154,35 +149,35 @@ def test_a_checkpoint_without_lists_is_deepspeeds_own(tmp_path):
 def test_a_tag_of_several_parts_is_listed_tried_and_pruned_as_any_other(tmp_path):
     nested = [replace(save(tmp_path, step), tag=f"epoch/{step}") for step in (1, 3)]
     for one in (nested[0], save(tmp_path, 2, automatic=True), nested[1]):
-        files.publish(write(one))
+        catalog.publish(write(one))
     assert [found.tag for found in checkpoints(tmp_path)] == ["epoch/1", "global_step2", "epoch/3"]
     assert tags_to_try(tmp_path) == ["epoch/3", "global_step2", "epoch/1"]
     assert find_missing(nested[1]) == []
-    [first, *_] = files.superfluous(checkpoints(tmp_path), 1, files.protected(tmp_path))
-    files.remove(first)
+    [first, *_] = catalog.superfluous(checkpoints(tmp_path), 1, catalog.protected(tmp_path))
+    catalog.remove(first)
     assert [found.tag for found in checkpoints(tmp_path)] == ["global_step2", "epoch/3"]
 
 
 def test_a_link_protects_a_tag_of_several_parts(tmp_path):
     one = write(replace(save(tmp_path, 1), tag="epoch/1"))
     (tmp_path / "best").symlink_to(one.place)
-    assert files.protected(tmp_path) == {"epoch/1"}
+    assert catalog.protected(tmp_path) == {"epoch/1"}
     assert [found.tag for found in checkpoints(tmp_path)] == ["epoch/1"]
 
 
 def test_a_removal_that_was_interrupted_leaves_no_checkpoint_whatever_the_tag(tmp_path, monkeypatch):
     one = write(replace(save(tmp_path, 1), tag="epoch/1"))
     monkeypatch.setattr(files.shutil, "rmtree", lambda *_, **__: None)
-    files.remove(checkpoints(tmp_path)[0])
+    catalog.remove(checkpoints(tmp_path)[0])
     assert not one.place.exists()
     assert checkpoints(tmp_path) == []
 
 
 def test_checkpoints_of_another_directory_below_are_not_of_this_one(tmp_path):
     """Directories of islands and of Trainer have their own `latest`."""
-    files.publish(write(save(tmp_path / "island_0001", 4)))
+    catalog.publish(write(save(tmp_path / "island_0001", 4)))
     write(save(tmp_path / ".hidden", 4))
-    files.publish(write(save(tmp_path, 2)))
+    catalog.publish(write(save(tmp_path, 2)))
     assert [found.tag for found in checkpoints(tmp_path)] == ["global_step2"]
 
 
@@ -191,6 +186,6 @@ def test_a_universal_checkpoint_is_listed_and_is_no_way_back(tmp_path):
     universal = tmp_path / "global_step8_universal"
     (universal / "zero").mkdir(parents=True)
     (universal / "mp_rank_00_model_states.pt").write_bytes(b"x")
-    files.publish(write(save(tmp_path, 16)))
+    catalog.publish(write(save(tmp_path, 16)))
     assert tags_to_try(tmp_path) == ["global_step16"]
     assert [found.is_universal for found in checkpoints(tmp_path)] == [True, False]

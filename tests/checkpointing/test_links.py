@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from deepspeed_compress.checkpointing import catalog
 from deepspeed_compress.checkpointing import completeness as files
-from deepspeed_compress.checkpointing.completeness import checkpoints, find_problems, latest_tag, prune, tags_to_try
+from deepspeed_compress.checkpointing.catalog import checkpoints, latest_tag, prune, tags_to_try
+from deepspeed_compress.checkpointing.completeness import find_problems
 from deepspeed_compress.checkpointing.deepspeed.writer_queue import WriterQueue
 from deepspeed_compress.checkpointing.directory_lock import hold
 from deepspeed_compress.checkpointing.memory_directory import find_host_saves, keep_only
@@ -21,7 +23,7 @@ from tests.support.checkpoints import save, write
 
 def written(directory: Path, *steps: int) -> None:
     for step in steps:
-        files.publish(write(save(directory, step, automatic=True)))
+        catalog.publish(write(save(directory, step, automatic=True)))
 
 
 def test_a_link_is_no_checkpoint_and_what_it_names_stays(tmp_path: Path) -> None:

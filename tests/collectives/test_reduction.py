@@ -15,15 +15,8 @@ from deepspeed_compress.collectives.hierarchical import HierarchicalReducer
 from deepspeed_compress.collectives.payload import PayloadReducer
 from deepspeed_compress.collectives.powersgd import PowerSGDReducer
 from deepspeed_compress.collectives.reducer import Run, StepClock
-from deepspeed_compress.collectives.reduction import (
-    RAW,
-    Groups,
-    Parameters,
-    Reduction,
-    ReductionContext,
-    Reductions,
-    WeightReduction,
-)
+from deepspeed_compress.collectives.reduction import RAW, Groups, Parameters, Reduction, ReductionContext, Reductions
+from deepspeed_compress.collectives.weight_reduction import WeightReduction
 from deepspeed_compress.compression.codec import Codec, NoSend
 from deepspeed_compress.compression.compressors import (
     Blockwise,

@@ -1,5 +1,5 @@
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
@@ -32,7 +32,7 @@ class Sender:
 
     compressor: Compressor
     feedback: ErrorFeedback | NoFeedback | MomentumCorrection
-    transform: Transform = Identity()  # noqa: RUF009
+    transform: Transform = field(default_factory=Identity)
 
     @property
     def residuals(self) -> Residuals:

@@ -306,12 +306,12 @@ def test_fp8_rounds_to_the_nearest_number_of_its_format(codec: FP8, numbers: Dou
         assert not (wrong & ~undecided).any()
 
 
-@pytest.mark.parametrize(("format", "largest", "count"), [("e4m3", 448, 253), ("e5m2", 57344, 247)])
-def test_numbers_of_an_fp8_format_are_exact(format: str, largest: int, count: int) -> None:  # noqa: A002
-    numbers = oracles.fp8_numbers(4 if format == "e4m3" else 5, format == "e5m2")
+@pytest.mark.parametrize(("name", "largest", "count"), [("e4m3", 448, 253), ("e5m2", 57344, 247)])
+def test_numbers_of_an_fp8_format_are_exact(name: str, largest: int, count: int) -> None:
+    numbers = oracles.fp8_numbers(4 if name == "e4m3" else 5, name == "e5m2")
     assert (numbers.max(), len(numbers)) == (largest, count)
     x = torch.from_numpy(numbers.astype(np.float32)) * 2.0**10
-    assert torch.equal(transmit(FP8(format, 512), x), x)
+    assert torch.equal(transmit(FP8(name, 512), x), x)
 
 
 def test_an_unknown_fp8_format_is_named() -> None:

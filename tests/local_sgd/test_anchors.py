@@ -1,4 +1,4 @@
-"""Who is handed out an anchor, in which turn, and what a joining island accepts."""
+"""Access to an anchor, its order, and the checks of an island that joins."""
 
 import contextlib
 import socket
@@ -46,7 +46,7 @@ def handing_out(
 
 @contextlib.contextmanager
 def listening(head: Mapping[str, Any], body: bytes) -> Iterator[str]:
-    """Yield the address of another service that knows the secret and gives this answer."""
+    """Yield the address of another service that knows the secret and gives a fixed answer."""
 
     def serve(connection: Connection) -> None:
         connection.receive(5)
@@ -117,7 +117,7 @@ def test_a_malformed_request_gets_no_anchor(head: Mapping[str, Any]) -> None:
 
 
 def test_islands_that_join_together_take_turns() -> None:
-    """A client that does not read occupies one of two turns, and all others are served in the other one."""
+    """One client does not read and occupies one of two turns. All others are served in the other turn."""
     with handing_out(lambda version: handed(version, 1 << 21), Turns(transfers=2), 60.0) as address:
         limits, sizes = Limits(body=1 << 26), dict.fromkeys(SIZES, 1 << 21)
         with connect(address, ANCHOR, OWN, limits=limits) as silent, ThreadPoolExecutor(6) as pool:
@@ -134,5 +134,5 @@ def test_an_island_is_told_when_too_many_join() -> None:
             assert silent.receive(5)
             with pytest.raises(ConnectionError, match="is busy"):
                 fetch_anchor(address, 1, 1.0, dict.fromkeys(SIZES, 1 << 21), "mine", OWN)
-        # Its turn is free again.
+        # The turn is free again.
         assert fetch_anchor(address, 1, 20.0, dict.fromkeys(SIZES, 1 << 21), "mine", OWN)[0] == 1

@@ -160,7 +160,10 @@ def test_a_single_island_with_momentum_equals_nesterov(server: Server) -> None:
 
 
 def test_simultaneous_pushes_are_averaged(server: Server) -> None:
-    """The first has weight 1 and the second 1/2: its share of the samples that the anchor has received."""
+    """The first push has weight 1.
+
+    The second one has weight 1/2, its share of the samples that the anchor has received.
+    """
     first, second = (Island(section(server.port), goal) for goal in (0.0, 8.0))
     begin = first.weights.values.clone()
     assert torch.equal(second.weights.values, begin)
@@ -178,7 +181,7 @@ def test_an_island_four_times_slower_has_a_fifth_of_the_weight(server: Server) -
     weights = [fast.step().weight for _ in range(4)]
     assert weights == [1.0] * 4
     assert slow.step().weight == pytest.approx(1 / 5)
-    # What the slow one has sent is new to the fast one.
+    # The update of the slow island is new to the fast one.
     assert fast.step().weight == pytest.approx(1 / 2)
 
 
@@ -236,7 +239,7 @@ def test_error_feedback_conserves_the_sum_of_updates(server: Server) -> None:
         island.pull()
         anchor = server.service.store.places[0].anchor
         torch.testing.assert_close(anchor - before + island.residual, moved + kept)
-    # What the way back leaves out comes with the next answer.
+    # Values that an answer omits are sent in the next one.
     assert float((island.exchange.anchor() - anchor).abs().max()) < 0.05 * float((anchor - 4.0).abs().max() + 1)
     assert torch.equal(island.exchange.anchor(), server.service.store._anchors_held[0][0])
 
@@ -246,7 +249,7 @@ def test_answers_and_pushes_are_compressed(server: Server) -> None:
     island.step()
     size = island.meter.bytes_islands
     assert 0 < size < NUMEL
-    # The answer, once more: as long as the push.
+    # Encode the answer again. It has the size of the push.
     store, held = server.service.store, island.exchange.anchor()
     store._anchors_held[0] = {0: held}
     head, body = store.answer(0, 0, "taken", 9)
@@ -289,7 +292,7 @@ def until(done: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("exchange", [EXACT, INT4])
 def test_a_killed_server_restores_its_exact_state(tmp_path: Path, exchange: dict[str, Any]) -> None:
-    """The file holds the initial state and the log everything since, including a truncated call."""
+    """The file holds the initial state, and the log holds every later call, including a truncated one."""
     outer = {"optimizer": "nesterov"}
     path, copy = tmp_path / "state", tmp_path / "copy"
     with parameter_server(path) as server:
@@ -329,7 +332,7 @@ def test_training_continues_while_the_server_is_down(tmp_path: Path) -> None:
 
 
 def test_a_call_repeated_after_a_lost_answer_has_one_effect(server: Server) -> None:
-    """The call is repeated after its connection was lost, also to a server that was restarted meanwhile."""
+    """The call is repeated after its connection was lost, possibly to a server that was restarted meanwhile."""
     island = Island(section(server.port), goal=1.0)
     island.move()
     head = island.exchange._head("push", samples=SAMPLES)
@@ -364,7 +367,7 @@ def wrong_calls(island: Island) -> dict[str, tuple[dict[str, Any], bytes]]:
 
 
 def test_an_invalid_call_leaves_no_trace(tmp_path: Path) -> None:
-    """It is not in the log either, or the server would not restart."""
+    """The call is not in the log either. Otherwise the server could not restart."""
     state = tmp_path / "state"
     with parameter_server(state) as server:
         island = Island(section(server.port), goal=1.0)
@@ -421,7 +424,7 @@ def test_a_connected_island_is_remembered_however_many_join() -> None:
     with parameter_server(room=Room(islands=3, quiet=0.0)) as server:
         first = Island(section(server.port), goal=1.0)
         first.step()
-        # Silent for longer than all others, but connected.
+        # Island 0 has been silent for longer than all others, but it is connected.
         for number in range(1, 8):
             late = Island(section(server.port))
             assert late.exchange.number == number
@@ -435,7 +438,7 @@ def test_a_connected_island_is_remembered_however_many_join() -> None:
 def test_too_many_islands_are_refused_until_one_leaves() -> None:
     with parameter_server(room=Room(islands=2)) as server:
         islands = [Island(section(server.port)) for _ in range(2)]
-        # Not connected, but known: it has not left, and may be back.
+        # This island is not connected but still known, because it has not left and may return.
         islands[0].client._hang_up()
         with pytest.raises(ConfigError, match=r"there are 2 islands \(allowed: 2\); stop some of them"):
             Island(section(server.port))
@@ -446,7 +449,7 @@ def test_too_many_islands_are_refused_until_one_leaves() -> None:
 
 
 def test_a_process_whose_island_was_resumed_by_another_is_refused(server: Server) -> None:
-    """Two processes can never act as one island."""
+    """Two processes must never act as one island."""
     first = Island(section(server.port), goal=1.0)
     first.step()
     saved = first.exchange.describe()
@@ -497,14 +500,14 @@ def test_a_push_log_stays_intact_after_the_disk_was_full(tmp_path: Path) -> None
 
 
 class Disagreeing(IslandRanks):
-    """Ranks of which another one has received a different answer."""
+    """Ranks of an island, one of which received a different answer."""
 
     def all_true(self, value: bool) -> bool:
         return False
 
 
 def two_ranks(server: Server) -> list[PushClient]:
-    """Return the clients of an island of two ranks, which have made a call together."""
+    """Return the clients of an island of two ranks that have made a call together."""
     clients = [PushClient(f"127.0.0.1:{server.port}", 1.0, 10.0) for _ in range(2)]
     head, _ = clients[0].ask(
         {"kind": "enter", "terms": {"exchange": EXACT, "outer": {}, "ranks": 2, "max_staleness": 1}}
@@ -513,7 +516,7 @@ def two_ranks(server: Server) -> list[PushClient]:
     answers = []
     for place, client in enumerate(clients):
         answers.append(client.start({"kind": "fresh", **own, "place": place, "call": 1}))
-        # The first rank waits for the second one, and whether it is there is looked at meanwhile.
+        # The first rank waits for the second one. The server checks its connection meanwhile.
         time.sleep(1.0)
     assert [one.result(10)[0]["kind"] for one in answers] == ["found", "found"]
     return clients
@@ -569,8 +572,11 @@ def test_an_oversized_body_closes_the_connection_before_it_is_read(server: Serve
 
 
 def test_ranks_that_received_different_answers_agree(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server was started again between two ranks, and has got an anchor meanwhile: one that hears of it also waits
-    for the other, which has something to propose."""
+    """The ranks ask the server together before one of them adopts an anchor.
+
+    The server was restarted and received an anchor between the calls of two ranks. The rank that got the anchor must
+    wait for the other, which proposes its own.
+    """
     island, asked = Island(section(server.port)), []
     ask = island.exchange._ask
     monkeypatch.setattr(island.exchange, "_ranks", Disagreeing())
@@ -629,7 +635,7 @@ def test_a_checkpoint_resumes_where_it_was_saved_or_from_the_newest_anchor(serve
     assert torch.equal(again.weights.values, weights)
     again.push()
     assert again.pull().weight == 1.0
-    # What has been pushed since is not pushed again.
+    # Samples that were pushed after the save are not pushed again.
     later = resumed()
     assert later.exchange.number not in (island.exchange.number, -1)
     assert torch.equal(later.weights.values, server.service.store.places[0].anchor)
@@ -649,7 +655,7 @@ def test_a_new_server_starts_from_the_newest_checkpoint() -> None:
         assert saved[1][0]["version"] > saved[0][0]["version"]
         assert torch.equal(server.service.store.places[0].anchor, saved[1][1])
         assert torch.equal(again[1].weights.values, saved[1][1])
-        # The first one has trained from an anchor that is none any more.
+        # The first island trained from an anchor that is no longer valid.
         again[0].samples = SAMPLES
         assert again[0].step().kind == "renewed"
         assert torch.equal(again[0].weights.values, saved[1][1])

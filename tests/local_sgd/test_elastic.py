@@ -1,4 +1,4 @@
-"""Rounds of islands that come and go: ranks as threads with a real coordinator, and deaths at every instant."""
+"""Rounds of elastic islands: ranks as threads with a real coordinator, and deaths at every instant."""
 
 import threading
 import time
@@ -34,13 +34,15 @@ TIMEOUT = "700 ms"
 
 
 class Killed(BaseException):
-    """Exception that stands for the death of a process."""
+    """Exception that represents the death of a process."""
 
 
 @dataclass
 class Doomed:
-    """What the coordinator says, to an island that dies at `instant` ("before arrive", "after vote" ...) of its
-    `round`-th exchange, from 1."""
+    """Client of the coordinator for an island that dies at `instant` of its `round`-th exchange, counted from 1.
+
+    Examples of instants are "before arrive" and "after vote".
+    """
 
     client: CoordinatorClient
     instant: str = ""
@@ -159,7 +161,7 @@ class Island:
 
 
 def at_once(*works: Callable[[], Any], timeout: float = 30) -> list[Any]:
-    """Run `works` in threads, and return their results, or raise the first error."""
+    """Run `works` in threads and return their results, or raise the first error."""
     results: list[Any] = [None] * len(works)
     errors: list[BaseException] = []
 
@@ -190,7 +192,7 @@ def test_islands_agree_after_every_round(address: str, exchange: dict[str, Any])
         assert torch.equal(one.anchor, islands[0].anchor)
         assert torch.equal(one.weights.values, one.anchor)
     if exchange is EXACT:
-        # Half of the way to the mean of the goals, twice since the first one.
+        # Each round moves the anchor halfway to the mean of the goals. There were two rounds since the first one.
         first = islands[0].anchors[min(islands[0].anchors)]
         assert torch.allclose((islands[0].anchor - 2.0) * 4, first - 2.0, atol=1e-5)
     for one in islands:
@@ -222,7 +224,7 @@ def test_the_others_stay_equal_if_an_island_dies_at_any_instant(address: str, in
     assert all(torch.equal(islands[0].anchors[version], islands[1].anchors[version]) for version in common)
     for one in islands:
         assert sum(result.kind == "exchange" for result in one.results) >= 3
-        # A void round, and nobody is waited for twice.
+        # After a void round, the others do not wait again for the dead island.
         assert max(result.seconds for result in one.results) < 3 * 0.7
         one.end()
 
@@ -304,7 +306,7 @@ def test_an_outdated_island_contributes_its_update_and_adopts_the_anchor(address
     at_once(*(partial(one.train, 1) for one in islands[:2]))
     assert islands[0].results[-1].islands == 2
 
-    # Too late, but it has been heard of, and is waited for again.
+    # The island is too late, but it has sent a message, so the others wait for it again.
     islands[2].train(1)
     assert islands[2].results[-1].kind == "left_out"
 
@@ -316,7 +318,7 @@ def test_an_outdated_island_contributes_its_update_and_adopts_the_anchor(address
     at_once(*(partial(one.train, 1) for one in islands[:2]), come_back)
     assert [one.results[-1].kind for one in islands] == ["exchange", "exchange", "renewed"]
     assert torch.equal(islands[2].anchor, islands[0].anchor)
-    # It has moved by 4 from where it left, the others by -0.125 and 0.375 from their common anchor.
+    # Island 2 has moved by 4 from its last anchor, the others by -0.125 and 0.375 from their common anchor.
     assert torch.allclose(islands[0].anchor, torch.full((NUMEL,), 0.25 + (4 - 0.125 + 0.375) / 3))
 
 
@@ -397,7 +399,7 @@ def test_the_outer_momentum_is_served_only_with_nesterov(address: str, outer: st
     assert found is not None
     assert again is not None
     assert found[2].keys() == sent
-    # One copy, however many islands ask for it; and another one of another version.
+    # There is one copy for all islands that request a version, and another one for the next version.
     assert found[2] is again[2]
     island.train(1)
     newer = island.exchange.shared_anchor.copy(2)

@@ -1,4 +1,4 @@
-"""Second moments of islands: sums of blocks, what becomes of them, and what is left to each island."""
+"""Second moments of islands: sums of blocks, scaling to the mean, and blocks that keep their own values."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ def moments(views: list[Tensor], block_size: int = 4, correction: float = 1.0) -
 
 
 def with_others(*others: tuple[Tensor, float]) -> Callable[[Tensor], Any]:
-    """Handle that adds the sums and weights of other islands."""
+    """Return a handle that adds the sums and weights of other islands."""
 
     class Work:
         def wait(self) -> None:
@@ -63,7 +63,10 @@ def test_an_island_with_a_non_finite_moment_is_excluded() -> None:
 
 
 def test_updates_made_during_the_exchange_are_kept() -> None:
-    """Where there was nothing anywhere, and where there was little of its own; what decayed meanwhile adds nothing."""
+    """Covers blocks that are zero everywhere and blocks with a small own value.
+
+    Decay during the exchange adds nothing.
+    """
     view = torch.tensor([0.0, 0.0, 1e-12, 0.0, 4.0, 0.0])
     shared = moments([view], 2).start(with_others((torch.tensor([0.0, 2.0, 8.0]), 1.0)), 1.0)
     view.copy_(torch.tensor([3.0, 1.0, 0.5, 0.5, 2.0, 1.0]))

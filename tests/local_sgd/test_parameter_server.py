@@ -1,4 +1,4 @@
-"""The parameter server without sockets: what it refuses, what it logs, and the files that it starts from."""
+"""The parameter server without sockets: refusals, the log, and the files that it starts from."""
 
 import copy
 import json
@@ -38,9 +38,9 @@ WRONG: tuple[Any, ...] = (
 )
 
 
-def restarted(path: Path, told: Callable[[str], None] = print) -> closing[Service]:
+def restarted(path: Path, report: Callable[[str], None] = print) -> closing[Service]:
     """Return a server that starts from the files at `path`."""
-    return closing(Service(PushLog(path), told))
+    return closing(Service(PushLog(path), report))
 
 
 class Connected:
@@ -63,7 +63,7 @@ def terms(exchange: Mapping[str, Any] = TOPK, ranks: int = 1, **outer: Any) -> d
 
 
 class Rank:
-    """Rank of an island that calls the service directly, from its own thread if there are two."""
+    """Rank of an island that calls the service directly, from its own thread if the island has two ranks."""
 
     def __init__(self, service: Service, given: Mapping[str, Any]) -> None:
         self.service, self.calls = service, 0
@@ -177,17 +177,17 @@ def test_a_mutated_call_is_refused_or_applied_and_can_be_replayed(
     assert refused
     held = state(service)
     copied = _copied(directory)
-    told: list[str] = []
-    again = Service(PushLog(copied), told.append)
+    printed: list[str] = []
+    again = Service(PushLog(copied), printed.append)
     assert same(held, state(again))
-    assert told == []
-    # An honest island goes on.
+    assert printed == []
+    # A well-behaved island continues to work.
     honest = Rank(again, terms(exchange, optimizer="nesterov"))
     if not again.store.records.version:
         honest.seed(moved(0))
     assert honest.ask("fresh")[0]["kind"] == "exact"
     answer, _ = honest.push(moved(2))
-    # Numbers as they are may have come near the end of fp32.
+    # Finite values from the random calls may be close to the largest fp32 number.
     assert answer["kind"] == "taken" or "become non-finite" in answer["reason"]
     again.close()
     service.close()
@@ -254,7 +254,7 @@ def test_finite_pushes_that_make_the_anchor_infinite_are_dropped_with_a_reason(o
 def test_a_difference_beyond_fp32_is_answered_with_the_whole_anchor() -> None:
     """Both anchors are finite."""
     service = Service(None, lambda text: None)
-    # Pushes of the fast island alone.
+    # Only the fast island pushes.
     exchange = {"method": "blockwise", "bits": 8}
     fast, slow = Rank(service, terms(exchange)), Rank(service, terms(exchange))
     low, high = torch.full((NUMEL,), -0.9 * LARGEST_FLOAT), torch.full((NUMEL,), 0.6 * LARGEST_FLOAT)
@@ -349,9 +349,11 @@ def test_a_log_entry_that_cannot_be_applied_is_skipped_and_reported(directory: P
             heads = [{**heads[0], "samples": "8"}]
         log.append(heads, bodies)
     log.close()
-    told: list[str] = []
-    again = Service(PushLog(path), told.append)
-    assert told == ["entry 2 of the log is skipped: samples is '8' (allowed: an integer from 0 to 9223372036854775807)"]
+    printed: list[str] = []
+    again = Service(PushLog(path), printed.append)
+    assert printed == [
+        "entry 2 of the log is skipped: samples is '8' (allowed: an integer from 0 to 9223372036854775807)"
+    ]
     assert again.store.records.pushes == 2
     again.close()
 
@@ -410,7 +412,7 @@ def test_a_damaged_file_is_refused_by_name(directory: Path, damage: str) -> None
     DAMAGES[damage](path)
     with pytest.raises(StateError, match=r"copy is damaged or does not belong to a parameter server"):
         Service(PushLog(path), print)
-    # It has let go of the file.
+    # The file is released.
     PushLog(path).close()
 
 
@@ -431,7 +433,7 @@ def test_records_of_wrong_types_are_refused_by_name(directory: Path) -> None:
             try:
                 records_with(change)(path)
             except ValueError:
-                # JSON does not carry it.
+                # JSON cannot represent this value.
                 continue
             try:
                 Service(PushLog(path), print).close()
@@ -453,11 +455,11 @@ def test_a_damaged_log_is_refused_or_skipped_by_name(directory: Path) -> None:
             del damaged[chosen.randrange(len(damaged)) :]
         path.write_bytes(whole)
         (directory / "copy.log").write_bytes(damaged)
-        told: list[str] = []
+        printed: list[str] = []
         try:
-            Service(PushLog(path), told.append).close()
-            found["named" if told else "cut"] += 1
-            assert all("of the log is skipped" in line for line in told)
+            Service(PushLog(path), printed.append).close()
+            found["named" if printed else "cut"] += 1
+            assert all("of the log is skipped" in line for line in printed)
         except StateError as error:
             found["refused"] += 1
             refusals.append(f"{error}")

@@ -1,4 +1,7 @@
-"""Number of functions between DeepSpeed's seam and new weights in a round, which must be few enough to read at once."""
+"""Number of functions between DeepSpeed's seam and new weights in a round.
+
+It must stay small enough to read at once.
+"""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,7 +19,7 @@ MOST_FUNCTIONS, MOST_FILES = 20, 8
 ROOMS = ("backends/", "local_sgd/", "session/")
 SEAM = "Session.exchange_with_islands"
 LANDMARKS = frozenset({"CoordinatorClient.arrive", "Peers.start", "CoordinatorClient.vote", "AnchorState.move"})
-"""Functions that a round has to reach, besides those that publish the new weights."""
+"""Functions that a round must reach, besides those that publish the new weights."""
 Function = tuple[str, str]
 """File below the package, and qualified name."""
 
@@ -38,12 +41,12 @@ class Trace:
             self._is_running = event == "call"
         if not self._is_running or event != "call":
             return
-        if name in LANDMARKS or name.startswith("_publish") or name == "FlatMasters.write":
+        if name in LANDMARKS or name.startswith("_publish") or name == "FlatMasterWeights.write":
             self.walk |= dict.fromkeys(reversed(list(functions(frame))))
 
 
 def functions(frame: FrameType | None) -> Iterator[Function]:
-    """Yield the running functions of `ROOMS`, the innermost first; comprehensions belong to their function."""
+    """Yield the running functions of `ROOMS`, innermost first. Comprehensions belong to their function."""
     while frame is not None:
         _, found, file = frame.f_code.co_filename.rpartition("/deepspeed_compress/")
         name = frame.f_code.co_qualname.partition(".<locals>")[0]
@@ -53,7 +56,7 @@ def functions(frame: FrameType | None) -> Iterator[Function]:
 
 
 def trace_round(rank: int, job: Job, ports: list[int]) -> list[Function]:
-    """Return the walk of the second exchange of an island of one rank."""
+    """Return the walk of the second exchange of an island with one rank."""
     if ports:
         become_island(rank, 1, ports)
     engine = start(job)

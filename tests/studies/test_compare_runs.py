@@ -1,4 +1,4 @@
-"""The comparisons of runs: their settings are valid, and what they make of the figures of a run."""
+"""The comparisons of runs: their settings are valid, and figures of runs are computed correctly."""
 
 import json
 from pathlib import Path
@@ -9,6 +9,7 @@ from deepspeed_compress.config import SECTION, find_problems
 from deepspeed_compress.tools.run_directory import METRICS, read_metrics
 from deepspeed_compress.tools.time_to_loss import curve
 from launch.studies.compare_runs import BASELINE, FILES, OF_LOSS, OF_TIME, main, traffic
+from tests.studies.toy import ToyFiles
 from tests.support.runs import write_lines
 
 
@@ -29,7 +30,7 @@ def test_the_reference_is_uncompressed() -> None:
 
 
 def test_steps_that_a_resumed_run_has_abandoned_do_not_count(tmp_path: Path) -> None:
-    """Neither their bytes nor their time: the second process went on from step 2."""
+    """The second process continued from step 2, so neither bytes nor times of abandoned steps count."""
     first, second = ({"id": "a", "started": f"2026-01-0{day}", "since": since} for day, since in ((1, 0), (2, 2)))
     sent = [(2, 10, first), (4, 1000, first), (3, 20, second), (4, 30, second)]
     lines = [{"step": step, "bytes_sent": size, "bytes_uncompressed": 60, "run": run} for step, size, run in sent]
@@ -44,10 +45,8 @@ def test_steps_that_a_resumed_run_has_abandoned_do_not_count(tmp_path: Path) -> 
 @pytest.mark.slow(4)
 @pytest.mark.timeout(400)
 def test_losses_are_compared(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "text.txt").write_text("the king said nothing, for who would answer him?\n" * 400)
-    model = {"model_type": "gpt2", "vocab_size": 300, "n_positions": 32, "n_embd": 32, "n_layer": 1, "n_head": 2}
-    (tmp_path / "model.json").write_text(json.dumps(model | {"bos_token_id": 0, "eos_token_id": 0}))
-    arguments = ["--data", str(tmp_path / "text.txt"), "--model", str(tmp_path / "model.json"), "--steps", "2"]
+    files = ToyFiles(tmp_path)
+    arguments = ["--data", str(files.text), "--model", str(files.model), "--steps", "2"]
     arguments += ["--output-dir", str(tmp_path / "out"), "--settings", "none", "int4", "--seeds", "0"]
     assert main(["loss", *arguments, "--seq-len", "16"]) == 0
     rows = [line.split("│") for line in capfd.readouterr().out.splitlines() if "│" in line]

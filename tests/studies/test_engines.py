@@ -1,4 +1,4 @@
-"""One model through every engine: alone they differ by rounding, and in 4 bits they stay near."""
+"""One model in every engine: uncompressed losses differ by rounding, and those with 4 bits by little."""
 
 import argparse
 import json
@@ -8,37 +8,31 @@ from typing import Any
 import pytest
 
 from deepspeed_compress.tools.bench import gauges
-from deepspeed_compress.training.data import build_cache, cache_key, train_tokenizer
 from deepspeed_compress.training.output import Silent
 from launch.studies import engines
 from launch.studies.loss_curve import Curve, train
-from tests.studies.test_time_to_loss import TOY
+from tests.studies.toy import ToyFiles
 from tests.support.forks import run_forks
 
 STEPS = 6
 
 
-def options_of(directory: Path) -> argparse.Namespace:
-    (directory / "model.json").write_text(json.dumps(TOY))
-    given = ["--data", "none", "--output-dir", str(directory), "--model", str(directory / "model.json")]
-    return engines._options([*given, "--steps", str(STEPS), "--seq-len", "16"])
+def options_of(directory: Path, model: Path) -> argparse.Namespace:
+    arguments = ["--data", "none", "--output-dir", str(directory), "--model", str(model)]
+    return engines._options([*arguments, "--steps", str(STEPS), "--seq-len", "16"])
 
 
-def trained(rank: int, directory: Path, kinds: list[str], key: str) -> dict[str, Any]:
+def trained(rank: int, directory: Path, files: ToyFiles, kinds: list[str]) -> dict[str, Any]:
     gauges.join()
-    options = options_of(directory)
-    curves = {kind: train(engines._job(options, kind, key), directory / "cache", Silent()) for kind in kinds}
+    options = options_of(directory, files.model)
+    curves = {kind: train(engines._job(options, kind, files.key), files.cache, Silent()) for kind in kinds}
     return {kind: (curve.train, curve.held_out[-1][1], curve.gradient_bytes) for kind, curve in curves.items()}
 
 
-@pytest.mark.parametrize("compressed", [False, True], ids=["alone", "four_bits"])
+@pytest.mark.parametrize("compressed", [False, True], ids=["uncompressed", "four_bits"])
 def test_engines_agree(tmp_path: Path, compressed: bool) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("the king said nothing, for who would answer?\n'Tis late; it's cold. " * 400)
-    tokenizer = train_tokenizer([text], tmp_path / "tokenizer", 300)
-    build_cache([text], tokenizer, tmp_path / "cache", cache_key([text], tokenizer))
     kinds = [pair[compressed] for pair in engines.ENGINES.values()]
-    found, _ = run_forks(2, trained, tmp_path, kinds, cache_key([text], tokenizer), timeout=200)
+    found, _ = run_forks(2, trained, tmp_path, ToyFiles(tmp_path), kinds, timeout=200)
     losses, held_out, _ = found["ddp-int4" if compressed else "ddp"]
     for theirs, their_held_out, counted in found.values():
         assert theirs == pytest.approx(losses, rel=5e-3 if compressed else 2e-6)
@@ -52,9 +46,12 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     curves = {kind: Curve(0, (5.0, 4.0), ((2, 4.5),), 0.25, (10, 80)) for kind in kinds}
     curves["fsdp2-int4"] = Curve(0, (5.0, 4.0), ((2, 4.6),), 0.25)
     curves["fsdp2"] = Curve(0, (5.0, 4.1), ((2, 4.5),), 0.25)
-    engines.report({kind: engines.Result.of(curve) for kind, curve in curves.items()}, options_of(tmp_path))
-    said = capsys.readouterr().out
-    assert "+2.22%" in said
-    assert "training losses differ by at most 1.11% (goal: 0.5%; missed)" in said
-    assert "held-out losses by 2.22%; uncompressed, in the first steps, by 2.5e-02" in said
+    engines.report(
+        {kind: engines.Result.of(curve) for kind, curve in curves.items()},
+        options_of(tmp_path, tmp_path / "model.json"),
+    )
+    printed = capsys.readouterr().out
+    assert "+2.22%" in printed
+    assert "training losses differ by at most 1.11% (goal: 0.5%; missed)" in printed
+    assert "held-out losses by 2.22%; uncompressed, in the first steps, by 2.5e-02" in printed
     assert json.loads((tmp_path / "engines.json").read_text())["runs"]["ddp-int4"]["ratio"] == 8.0

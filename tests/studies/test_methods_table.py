@@ -1,4 +1,4 @@
-"""The comparison of all methods: its table of settings, its training runs, and what it makes of their figures."""
+"""The comparison of all methods: its settings, its training runs, and the figures computed from them."""
 
 import json
 import os
@@ -19,52 +19,28 @@ from deepspeed_compress.compression.compressors import Blockwise
 from deepspeed_compress.config import SECTION, find_problems, json_schema, parse_section
 from deepspeed_compress.errors import DataError
 from deepspeed_compress.models import build_model, read_model_config
-from deepspeed_compress.training.data import (
-    build_cache,
-    cache_key,
-    open_cache,
-    split_windows,
-    step_starts,
-    train_tokenizer,
-)
+from deepspeed_compress.training.data import open_cache, split_windows, step_starts
 from launch.studies import methods_lab, methods_table
 from launch.studies.methods_lab import Rank, Spec, StepRecord, run, summarise, train
 from launch.studies.methods_plot import Point, draw, front
 from launch.studies.methods_settings import ADAM, SETTINGS
 from launch.studies.methods_table import cells, markdown, table_rows
+from tests.studies.toy import MODEL, ToyFiles
 from tests.support.sections import OF_WEIGHTS
 
 ROOT = Path(__file__).parents[2]
-TINY = {
-    "model_type": "gpt2",
-    "vocab_size": 300,
-    "n_positions": 32,
-    "n_embd": 36,
-    "n_layer": 1,
-    "n_head": 2,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
 STEPS, RANKS = 3, 3
 
 
-class Lab:
-    """A tiny model's config file, and tokens."""
+class Lab(ToyFiles):
+    """Files of a model whose width suits no block size, and windows of its tokens."""
 
     def __init__(self, directory: Path) -> None:
-        self.text, self.model, self.cache = directory / "text.txt", directory / "model.json", directory / "cache"
-        self.text.write_text("the king said nothing, for who would answer?\n'Tis late; it's cold. " * 400)
-        self.model.write_text(json.dumps(TINY))
-        tokenizer = train_tokenizer([self.text], directory / "tokenizer", 300)
-        self.key = cache_key([self.text], tokenizer)
-        build_cache([self.text], tokenizer, self.cache, self.key)
+        super().__init__(directory, {**MODEL, "n_embd": 36})
         self.windows, _ = split_windows(open_cache(self.cache, self.key), 16, methods_lab.HELD_OUT)
 
     def spec(self, name: str) -> Spec:
-        """Of a setting, without its dense start."""
+        """Return the specification of a run with the setting `name`, without its dense start."""
         section: dict[str, Any] = {
             key: SETTINGS[name][key] for key in ("gradients", "weights") if key in SETTINGS[name]
         }
@@ -93,7 +69,7 @@ def test_every_method_has_a_setting() -> None:
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_setting_is_sound(name: str) -> None:
-    """Also that methods with a momentum of their own come with an optimizer that has none."""
+    """Methods with their own momentum must have an optimizer without one, among others."""
     setting = SETTINGS[name]
     optimizer = {"type": "AdamW", "params": {"betas": list(setting.get("betas", ADAM))}}
     config = {"optimizer": optimizer, "zero_optimization": {"stage": 1}, SECTION: _section(setting)}
@@ -111,14 +87,17 @@ def test_without_compression_it_is_adamw_on_the_mean_gradient(lab: Lab) -> None:
     own = [rank.master.grad for rank in ranks]
     torch.testing.assert_close(torch.cat([grad for grad in own if grad is not None]), gradients, rtol=1e-4, atol=1e-7)
     difference = torch.cat([rank.master for rank in ranks]).sub(masters).abs()
-    # Sums of another order: Adam makes much of the rounding errors of the few gradients that are nearly zero.
+    # The sums have another order, and Adam amplifies the rounding errors of gradients that are nearly zero.
     assert difference.mean() < 1e-8
     assert difference.max() < 1e-5
     assert all(torch.equal(rank.held, torch.cat([r.master for r in ranks]).to(torch.bfloat16)) for rank in ranks)
 
 
 def _plain_training(lab: Lab) -> tuple[Tensor, Tensor]:
-    """One model on all the ranks' batches, by torch alone: masters, and the clipped gradient of the last step."""
+    """Train one model on all batches with torch alone.
+
+    Returns the master weights, and the clipped gradient of the last step.
+    """
     spec, model = lab.spec("none"), lab.build()
     parameters = list(model.parameters())
     masters = [parameter.detach().bfloat16().float() for parameter in parameters]
@@ -270,7 +249,7 @@ def test_the_plot_names_every_point_and_what_it_cannot_show(tmp_path: Path) -> N
     crowd = [Point(f"setting{index}", 4.0, 0.1, 0.05) for index in range(9)]
     files = [tmp_path / "plot.svg", tmp_path / "plot.png"]
     draw({"left": crowd, "right": [Point("lost", 4.0, float("nan"), 0.0)]}, files)
-    # The letters of an SVG are outlines, with the text as a comment.
+    # The letters of an SVG are outlines. The text is in a comment.
     picture = files[0].read_text()
     assert all(f"<!-- {text} -->" in picture for text in [*(p.name for p in crowd), "left", "no finite gap: lost"])
     assert files[1].stat().st_size > 10_000

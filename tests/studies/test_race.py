@@ -1,4 +1,4 @@
-"""The race of adaptive against fixed settings: its sections are valid, and what it makes of finished runs."""
+"""The race of adaptive against fixed settings: its sections are valid, and finished runs are compared correctly."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_the_ratio_is_to_the_best_fixed_setting(tmp_path: Path, capsys: pytest.C
         "never": run("never", (10.0, 6.0)),
         ADAPTIVE: run(ADAPTIVE, (9.0, 6.0), (15.0, 4.0)),
     }
-    # Half way between two evaluations each: 12 and 12 seconds.
+    # Halfway between two evaluations each: 12 and 12 seconds.
     assert report("1gbit", runs, tmp_path / "race.json") == pytest.approx(1.0)
     out = capsys.readouterr().out
     assert "not reached" in out

@@ -1,4 +1,4 @@
-"""Time to a loss: the curves of ours and of peers, and what becomes of them and of step times."""
+"""The study of the time to a loss: loss curves, step times, and the tables made of them."""
 
 import json
 from pathlib import Path
@@ -12,15 +12,13 @@ from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.tools.bench import gauges
 from deepspeed_compress.tools.bench.options import PEERS as TIMED
 from deepspeed_compress.tools.bench.workload import Contender, Workload
-from deepspeed_compress.training.data import build_cache, cache_key, train_tokenizer
 from deepspeed_compress.training.output import Silent
 from launch.studies import time_to_loss
 from launch.studies.loss_curve import Curve, Goal, Job, train
 from launch.studies.time_table import StepTimes, Timed, Trained, outcomes, table
+from tests.studies.toy import ToyFiles
 from tests.support.forks import run_forks
 
-TOY = {"model_type": "gpt2", "vocab_size": 300, "n_positions": 32, "n_embd": 32, "n_layer": 1, "n_head": 2}
-TOY |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
 NATIVE = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 1,
@@ -34,16 +32,8 @@ NATIVE = {
 STEPS, START = 8, 3
 
 
-class Text:
-    """A toy model's file, and tokens."""
-
-    def __init__(self, directory: Path) -> None:
-        self.text, self.model, self.cache = directory / "text.txt", directory / "model.json", directory / "cache"
-        self.text.write_text("the king said nothing, for who would answer?\n'Tis late; it's cold. " * 400)
-        self.model.write_text(json.dumps(TOY))
-        tokenizer = train_tokenizer([self.text], directory / "tokenizer", 300)
-        self.key = cache_key([self.text], tokenizer)
-        build_cache([self.text], tokenizer, self.cache, self.key)
+class StudyFiles(ToyFiles):
+    """Files of the toy model, and jobs of the study that use them."""
 
     def job(self, name: str, ds_config: dict[str, Any] | None = None, goal: Goal | None = None) -> Job:
         workload = Workload(str(self.model), 1, 1, "balanced", False, "fp32", 2, 1, 1.0, 16, 1)
@@ -51,8 +41,8 @@ class Text:
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
-    return Text(tmp_path_factory.mktemp("text"))
+def files(tmp_path_factory: pytest.TempPathFactory) -> StudyFiles:
+    return StudyFiles(tmp_path_factory.mktemp("text"))
 
 
 def trained(rank: int, jobs: list[Job], cache: Path) -> list[Curve]:
@@ -62,16 +52,16 @@ def trained(rank: int, jobs: list[Job], cache: Path) -> list[Curve]:
     return curves
 
 
-def curves(text: Text, jobs: list[Job]) -> list[Curve]:
-    first, second = run_forks(2, trained, jobs, text.cache, timeout=300)
+def curves(files: StudyFiles, jobs: list[Job]) -> list[Curve]:
+    first, second = run_forks(2, trained, jobs, files.cache, timeout=300)
     assert first == second
     return first
 
 
-def test_without_compression_all_make_the_same_updates(text: Text) -> None:
-    """DeepSpeed with and without ZeRO, and FSDP2, have the curve of DDP, whose losses stand for theirs."""
-    engines = [text.job(f"zero{stage}", NATIVE | {"zero_optimization": {"stage": stage}}) for stage in (0, 1, 3)]
-    ddp, *others = curves(text, [text.job("ddp"), text.job("fsdp2"), *engines])
+def test_uncompressed_engines_make_the_same_updates(files: StudyFiles) -> None:
+    """DeepSpeed with and without ZeRO, and FSDP2, have the losses of DDP, so the study trains only DDP."""
+    engines = [files.job(f"zero{stage}", NATIVE | {"zero_optimization": {"stage": stage}}) for stage in (0, 1, 3)]
+    ddp, *others = curves(files, [files.job("ddp"), files.job("fsdp2"), *engines])
     assert ddp.train[-1] < ddp.train[0] - 0.05
     for other in others:
         assert other.train == pytest.approx(ddp.train, abs=2e-5)
@@ -79,12 +69,12 @@ def test_without_compression_all_make_the_same_updates(text: Text) -> None:
         assert [step for step, _ in other.held_out] == [2, 4, 6, 8]
 
 
-def test_late_methods_begin_as_ddp(text: Text) -> None:
+def test_methods_with_a_delayed_start_begin_like_ddp(files: StudyFiles) -> None:
     section = {"gradients": {"bits": 4}, "schedule": {"warmup_steps": START}, "monitor": {"every": 1000}}
-    ours = text.job("ours", NATIVE | {"zero_optimization": {"stage": 0}, SECTION: section})
-    ddp, *late = curves(text, [*map(text.job, ("ddp", "ddp-powersgd1", "ddp-post-local4")), ours])
+    ours = files.job("ours", NATIVE | {"zero_optimization": {"stage": 0}, SECTION: section})
+    ddp, *delayed = curves(files, [*map(files.job, ("ddp", "ddp-powersgd1", "ddp-post-local4")), ours])
     assert ddp.dense_steps == 0
-    for curve in late:
+    for curve in delayed:
         assert curve.dense_steps == START
         # The loss of a step is that of the weights before it.
         assert curve.train[: START + 1] == pytest.approx(ddp.train[: START + 1], abs=2e-5)
@@ -92,10 +82,10 @@ def test_late_methods_begin_as_ddp(text: Text) -> None:
         assert curve.train[-1] == pytest.approx(ddp.train[-1], abs=0.1)
 
 
-def test_a_run_ends_where_both_losses_are_reached(text: Text) -> None:
-    (whole,) = curves(text, [text.job("ddp")])
+def test_a_run_ends_when_it_has_reached_both_losses(files: StudyFiles) -> None:
+    (whole,) = curves(files, [files.job("ddp")])
     loss, mean = whole.held_out[1][1], whole.smoothed(4)[0][1]
-    both, other = curves(text, [text.job("ddp", goal=Goal(loss, mean)), text.job("ddp", goal=Goal(loss, 0.0))])
+    both, other = curves(files, [files.job("ddp", goal=Goal(loss, mean)), files.job("ddp", goal=Goal(loss, 0.0))])
     assert (both.train, both.held_out) == (whole.train[:4], whole.held_out[:2])
     assert other == whole
 
@@ -127,7 +117,7 @@ def row(name: str, seconds: float, rate: str = "1gbit", stage: int | None = None
 
 
 def falling(*losses: float, dense_steps: int = 0) -> Curve:
-    """Evaluated every 10 steps; the loss of training is that of the evaluation that follows."""
+    """Return a curve with an evaluation every 10 steps, whose loss is also the training loss of the 10 steps before."""
     held_out = tuple((10 * number, loss) for number, loss in enumerate(losses, 1))
     return Curve(dense_steps, tuple(loss for _, loss in held_out for _ in range(10)), held_out)
 
@@ -138,7 +128,7 @@ def test_dense_steps_are_timed_as_the_uncompressed_peer() -> None:
     assert powersgd == Timed(0.5, 2.0, 30, 4e6)
     assert (powersgd.at(20), powersgd.at(50)) == (40.0, 70.0)
     assert times.of("ours", 2, "1gbit", 0) == Timed(0.25, 0.25, 0, 4e6)
-    # What DeepSpeed takes at this stage is not known.
+    # The uncompressed step time of DeepSpeed at this stage is unknown.
     assert times.of("ours", 2, "1gbit", 30) is None
     assert times.of("ddp", 4, "1gbit", 0) is None
 
@@ -151,7 +141,7 @@ def test_seconds_are_steps_times_step_time() -> None:
     }
     assert list(found) == ["ddp", "deepspeed, ZeRO 1", "ours", "late"]
     assert (found["ddp"].seconds, found["deepspeed, ZeRO 1"].seconds) == ({"1gbit": 60.0}, {"1gbit": 90.0})
-    # Half way between the evaluations at 30 and 40.
+    # Halfway between the evaluations at 30 and 40.
     assert (found["ours"].held_out, found["ours"].seconds) == ({0: 35.0}, {"1gbit": pytest.approx(3.5)})
     assert found["ours"].train == {0: pytest.approx(35.0, abs=1)}
     assert (found["late"].held_out, found["late"].seconds) == ({0: None}, {})
@@ -163,7 +153,7 @@ def test_seconds_are_steps_times_step_time() -> None:
     assert lines[5] == ["late", "-", "not in 20", "not in 20", "-", "-", "-"]
 
 
-def test_several_seeds_are_means_and_one_that_fails_shows() -> None:
+def test_outcomes_are_means_over_seeds_unless_one_misses_the_loss() -> None:
     runs = [Trained("ddp", 2, seed, falling(6.0, 4.0 + seed)) for seed in (0, 1)]
     runs += [Trained("ours", 2, 0, falling(5.0, 4.5, 4.0)), Trained("ours", 2, 1, falling(5.0, 4.5))]
     times = StepTimes([{"rows": [row("ddp", 2.0), row("ours", 0.1)]}])
@@ -177,8 +167,8 @@ def test_several_seeds_are_means_and_one_that_fails_shows() -> None:
 
 @pytest.mark.slow(4)
 @pytest.mark.timeout(400)
-def test_a_study_from_text_to_tables(tmp_path: Path, text: Text, capfd: pytest.CaptureFixture[str]) -> None:
-    where = ["--data", str(text.text), "--output-dir", str(tmp_path), "--model", str(text.model), "--hosts", "2"]
+def test_a_study_from_text_to_tables(tmp_path: Path, files: StudyFiles, capfd: pytest.CaptureFixture[str]) -> None:
+    where = ["--data", str(files.text), "--output-dir", str(tmp_path), "--model", str(files.model), "--hosts", "2"]
     short = ["--steps", "6", "--eval-every", "2", "--seq-len", "16", "--only", "^(ddp|ddp-bf16|zero0_int4)$"]
     assert time_to_loss.main([*where, *short]) == 0
     assert [line.split("|")[1].strip() for line in capfd.readouterr().out.splitlines() if "|" in line][2:] == [
@@ -202,6 +192,6 @@ def test_a_study_from_text_to_tables(tmp_path: Path, text: Text, capfd: pytest.C
         one["name"]: one["seconds"] for one in json.loads((tmp_path / "time_to_loss.json").read_text())["outcomes"]
     }
     assert seconds["ddp"] == {"1gbit": 12.0, "100mbit": 12.0}
-    # Finished runs were made with other options.
+    # The finished runs have other options.
     assert time_to_loss.main([*where, *short, "--steps", "4"]) == 2
     assert "made with another" in capfd.readouterr().err

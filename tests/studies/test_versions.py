@@ -1,4 +1,4 @@
-"""The study of versions: its rows and columns exist, and what it makes of test reports."""
+"""The study of versions: its rows and columns exist, and it reads test reports correctly."""
 
 from pathlib import Path
 

@@ -23,7 +23,7 @@ class CoordinatorHarness:
     def __init__(self, minimum: int = 1, saved: Saved | None = None, came_back: bool = False) -> None:
         self.coordinator = Coordinator(saved or Saved(), came_back)
         self.minimum, self.now = minimum, 0.0
-        self.told: dict[str, list[Mapping[str, Any]]] = {}
+        self.messages: dict[str, list[Mapping[str, Any]]] = {}
 
     def say(self, name: str, kind: str, **fields: Any) -> None:
         self.coordinator.handle(name, {"kind": kind, **fields}, self.now)
@@ -31,7 +31,7 @@ class CoordinatorHarness:
 
     def deliver(self) -> None:
         for name, message in self.coordinator.take_messages():
-            self.told.setdefault(name, []).append(message)
+            self.messages.setdefault(name, []).append(message)
 
     def lose(self, name: str) -> None:
         self.coordinator.disconnect(name, self.now)
@@ -70,22 +70,22 @@ class CoordinatorHarness:
             self.say(name, "vote", round=self.last(name, "round")["id"], ok=ok)
 
     def last(self, name: str, kind: str) -> Mapping[str, Any]:
-        return next(message for message in reversed(self.told[name]) if message["kind"] == kind)
+        return next(message for message in reversed(self.messages[name]) if message["kind"] == kind)
 
     def count(self, name: str, kind: str) -> int:
-        return sum(message["kind"] == kind for message in self.told.get(name, []))
+        return sum(message["kind"] == kind for message in self.messages.get(name, []))
 
     def voting(self) -> list[str]:
         """Return the islands in a round whose outcome is open."""
         ids = {
-            name: [max([0, *(one["id"] for one in told if one["kind"] == kind)]) for kind in ("round", "outcome")]
-            for name, told in self.told.items()
+            name: [max([0, *(one["id"] for one in received if one["kind"] == kind)]) for kind in ("round", "outcome")]
+            for name, received in self.messages.items()
         }
         return sorted(name for name, (begun, ended) in ids.items() if begun > ended)
 
     def asked(self, name: str, kind: str) -> Mapping[str, Any] | None:
         """Return the last answer of `kind` that the island `name` was given; None for none."""
-        return next((message for message in reversed(self.told.get(name, [])) if message["kind"] == kind), None)
+        return next((message for message in reversed(self.messages.get(name, [])) if message["kind"] == kind), None)
 
     def restart(self) -> None:
         """Start the coordinator again, from what it has saved. All connections end."""

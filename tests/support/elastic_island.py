@@ -88,7 +88,7 @@ def live(rank: int, plan: Plan) -> None:
     engine = deepspeed_compress.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
     islands = engine.compression.islands
     with Path(plan.log).open("a", buffering=1) as log:
-        log.write(json.dumps({"kind": "came", "number": islands.number}) + "\n")
+        log.write(json.dumps({"kind": "joined", "number": islands.number}) + "\n")
         try:
             train(engine, plan, log)
             weights = {name: one.detach().flatten().tolist() for name, one in engine.module.named_parameters()}

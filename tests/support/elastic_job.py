@@ -50,7 +50,7 @@ class ElasticJob:
     elastic: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the section of all islands."""
 
-    def come(
+    def start(
         self, pause: float = PAUSE, address: str | None = None, leaves: int | None = None, **elastic: Any
     ) -> BaseProcess:
         """Start a new island, which leaves at version `leaves`, or with all others if None."""
@@ -120,7 +120,7 @@ def job(directory: Path, versions: int, islands: int = 3, asynchronous: bool = F
         found = ElasticJob(address, directory, versions, elastic={"parameter_server": {}} if asynchronous else {})
         try:
             for _ in range(islands):
-                found.come()
+                found.start()
             yield found
             found.wait()
         finally:
@@ -142,10 +142,10 @@ def served(state: Path, asynchronous: bool) -> Iterator[str]:
         yield f"127.0.0.1:{server.port}"
 
 
-def came(found: ElasticJob, count: int) -> None:
+def wait_for_islands(found: ElasticJob, count: int) -> None:
     """Wait until `count` islands train."""
     deadline = time.time() + 30
-    while sum(one["kind"] == "came" for one in found.lines()) < count:
+    while sum(one["kind"] == "joined" for one in found.lines()) < count:
         assert time.time() < deadline, "islands do not join"
         time.sleep(0.05)
 

@@ -13,7 +13,7 @@ from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from torch import nn
 
 import deepspeed_compress
-from deepspeed_compress.backends.deepspeed.weights.master_weights import find_masters
+from deepspeed_compress.backends.deepspeed.weights.master_weights import find_master_weights
 from deepspeed_compress.config import SECTION
 
 WIDTH = 12
@@ -129,7 +129,7 @@ def run_pipeline(engine: Any, batches: Sequence[tuple[torch.Tensor, torch.Tensor
 
 def moments(engine: Any) -> dict[str, list[float]]:
     """Return Adam's second moments of the elements that this rank updates, by name of the parameter."""
-    states = [(one, engine.basic_optimizer.state.get(one.home, {})) for one in find_masters(engine).stepped]
+    states = [(one, engine.basic_optimizer.state.get(one.home, {})) for one in find_master_weights(engine).stepped]
     return {one.parameter: one.within(state["exp_avg_sq"]).tolist() for one, state in states if "exp_avg_sq" in state}
 
 

@@ -38,7 +38,8 @@ from deepspeed_compress.checkpointing.deepspeed.checkpoint import CompressionSta
 from deepspeed_compress.checkpointing.deepspeed.participants import Participant, attach_participants
 from deepspeed_compress.checkpointing.deepspeed.resharding import Resharding
 from deepspeed_compress.collectives.reducer import Run
-from deepspeed_compress.collectives.reduction import Parameters, WeightReduction
+from deepspeed_compress.collectives.reduction import Parameters
+from deepspeed_compress.collectives.weight_reduction import WeightReduction
 from deepspeed_compress.config import SECTION, CompressConfig, CompressedWeights, check_world, parse_section
 from deepspeed_compress.config.names import user_name
 from deepspeed_compress.errors import CompressWarning, ConfigError, UnsupportedError

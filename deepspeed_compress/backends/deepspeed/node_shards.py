@@ -29,7 +29,7 @@ from deepspeed_compress.backends.deepspeed.weights.copies import (
     copy_weights,
     named_untrained,
 )
-from deepspeed_compress.backends.deepspeed.weights.master_weights import Stretch, find_masters
+from deepspeed_compress.backends.deepspeed.weights.master_weights import MasterSlice, find_master_weights
 from deepspeed_compress.collectives.buckets import Partition, even_cut
 from deepspeed_compress.collectives.payload import PendingMeans
 from deepspeed_compress.compression.segments import Segment
@@ -45,12 +45,12 @@ def copy_initial_weights(engine: Any, unit: NodeUnit) -> None:
     Raises:
         UnsupportedError: ZeRO 3 has sharded the parameters over other ranks than those of a node.
     """
-    masters = find_masters(engine)
+    masters = find_master_weights(engine)
     check_equal_layouts(masters, unit)
     own = masters.read(masters.segments)
     differs = copy_from_first([own], engine.device, unit.peers)[0]
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (differs, {one.parameter for one in masters.stretches}))
+    dist.all_gather_object(found, (differs, {one.parameter for one in masters.slices}))
     if any(differs for differs, _ in found):
         masters.write(masters.segments, own)
         masters.publish()
@@ -94,7 +94,7 @@ class _Bucket:
         partition: the same slices in one flat tensor, cut evenly over the nodes.
     """
 
-    slices: Sequence[tuple[int, Stretch]]
+    slices: Sequence[tuple[int, MasterSlice]]
     partition: Partition
 
 
@@ -183,9 +183,9 @@ def _make_buckets(engine: Any, unit: NodeUnit) -> Iterator[_Bucket]:
     three = engine.zero_optimization_stage() == 3
     masters = optimizer.fp32_partitioned_groups_flat if three else optimizer.single_partition_of_fp32_groups
     number = {id(master): place for place, master in enumerate(masters)}
-    slices = [(number[id(one.home)], one) for one in find_masters(engine).stretches]
+    slices = [(number[id(one.home)], one) for one in find_master_weights(engine).slices]
     largest = bucket_size(sum(one.numel for _, one in slices))
-    bucket: list[tuple[int, Stretch]] = []
+    bucket: list[tuple[int, MasterSlice]] = []
     for group, one in slices:
         if bucket and sum(other.numel for _, other in bucket) + one.numel > largest:
             yield _Bucket(bucket, _partition(bucket, unit.count))
@@ -195,7 +195,7 @@ def _make_buckets(engine: Any, unit: NodeUnit) -> Iterator[_Bucket]:
         yield _Bucket(bucket, _partition(bucket, unit.count))
 
 
-def _partition(slices: Sequence[tuple[int, Stretch]], nodes: int) -> Partition:
+def _partition(slices: Sequence[tuple[int, MasterSlice]], nodes: int) -> Partition:
     offsets = accumulate((one.numel for _, one in slices), initial=0)
     segments = [
         Segment(one.parameter, one.begin, one.numel, offset, 0)

@@ -21,7 +21,7 @@ from deepspeed_compress.backends.fsdp2.units import Ranks, Unit
 from deepspeed_compress.backends.groups import make_group
 from deepspeed_compress.collectives.buckets import Partition, partition_by_owners
 from deepspeed_compress.collectives.payload import PendingGather
-from deepspeed_compress.collectives.reduction import WeightReduction
+from deepspeed_compress.collectives.weight_reduction import WeightReduction
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.session.session import Session

@@ -14,15 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.checkpointing.completeness import (
-    FileList,
-    checkpoints,
-    find_damaged,
-    find_problems,
-    list_file,
-    tags_to_try,
-    write_list,
-)
+from deepspeed_compress.checkpointing.catalog import checkpoints, tags_to_try
+from deepspeed_compress.checkpointing.completeness import FileList, find_damaged, find_problems, list_file, write_list
 from deepspeed_compress.checkpointing.deepspeed.memory_placement import HostMemory
 from deepspeed_compress.checkpointing.memory_copies import write_checked
 from deepspeed_compress.checkpointing.memory_directory import HostSave, Missing, find_host_saves, missing_files

@@ -23,7 +23,7 @@ from deepspeed.checkpoint.constants import (
 from torch import Tensor
 
 from deepspeed_compress.backends.deepspeed.units import node_unit
-from deepspeed_compress.checkpointing.completeness import latest_tag
+from deepspeed_compress.checkpointing.catalog import latest_tag
 from deepspeed_compress.checkpointing.deepspeed.participants import LoadRequest, Participant
 from deepspeed_compress.checkpointing.deepspeed.places import find_place
 from deepspeed_compress.checkpointing.deepspeed.universal import check_universal

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from deepspeed_compress.backends.deepspeed.weights.copies import fingerprint, held_data, named_untrained
-from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasters
+from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasterWeights
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.local_sgd.deepspeed.exchanged_parameters import matches
 
@@ -50,7 +50,9 @@ def clear_non_finite(values: Tensor) -> None:
         values.copy_(wide.nan_to_num(0.0, 0.0, 0.0))
 
 
-def recover_from_divergence(engine: Any, master_weights: FlatMasters, clear_residuals: Callable[[], None]) -> None:
+def recover_from_divergence(
+    engine: Any, master_weights: FlatMasterWeights, clear_residuals: Callable[[], None]
+) -> None:
     """Recover from a divergence of this island, which gets the weights of the others (CompressWarning).
 
     Without ZeRO, its optimizer has stepped nevertheless, and its state and the residuals inside the island would spoil

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from deepspeed_compress.backends.deepspeed.division import divide_data
 from deepspeed_compress.backends.deepspeed.units import IslandUnit
 from deepspeed_compress.backends.deepspeed.weights.copies import check_equal_layouts, copy_weights
-from deepspeed_compress.backends.deepspeed.weights.master_weights import find_masters
+from deepspeed_compress.backends.deepspeed.weights.master_weights import find_master_weights
 from deepspeed_compress.checkpointing.deepspeed.participants import (
     LoadRequest,
     Participant,
@@ -63,7 +63,7 @@ def attach_islands(
     run, settings, patches = replace(parts.run, clock=StepClock()), parts.config.islands, parts.patches
     assert settings is not None, "attached for a section without islands"
     stores = ResidualStores(transactional=False)
-    trained = find_masters(engine)
+    trained = find_master_weights(engine)
     master_weights, shared = select_exchanged(settings.own, trained, parameters)
     moments = find_second_moments(engine, settings, master_weights)
     if unit.tensor > 1 and moments is not None:
@@ -73,7 +73,7 @@ def attach_islands(
     check_equal_layouts(master_weights, unit)
     _warn_of_unequal_rates(engine)
     names: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, [one.parameter for one in trained.stretches])
+    dist.all_gather_object(names, [one.parameter for one in trained.slices])
     # No exchange sends untrained weights.
     copy_weights(untrained_parameters(engine, {*chain(*names)}, settings.own), engine.device, unit.peers)
     reduction_context = ReductionContext(

@@ -23,7 +23,7 @@ from deepspeed.pipe import PipelineModule
 from torch.nn import Parameter
 from torch.utils.data import DistributedSampler
 
-from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasters, find_masters
+from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasterWeights, find_master_weights
 from deepspeed_compress.checkpointing.deepspeed.exclusive import take_for_island
 from deepspeed_compress.checkpointing.deepspeed.participants import LoadRequest, Participant, SaveRequest
 from deepspeed_compress.collectives.reducer import StepClock
@@ -117,9 +117,9 @@ class ElasticIsland(Participant):
         self._ranks = IslandRanks(dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None)
         self.history: deque[ExchangeResult] = deque(maxlen=KEPT)
         self._has_left, self._scheduled = False, 0
-        trained = find_masters(engine)
+        trained = find_master_weights(engine)
         master_weights, shared = select_exchanged(settings.own, trained, parameters)
-        names = chain(*self._ranks.gather([one.parameter for one in trained.stretches]))
+        names = chain(*self._ranks.gather([one.parameter for one in trained.slices]))
         terms = self._terms(
             settings, settings.elastic, master_weights, untrained_parameters(engine, {*names}, settings.own)
         )
@@ -209,7 +209,7 @@ class ElasticIsland(Participant):
         self.catch_up(metadata)
 
     def _terms(
-        self, settings: Islands, elastic: Elastic, master_weights: FlatMasters, fixed: Sequence[Parameter]
+        self, settings: Islands, elastic: Elastic, master_weights: FlatMasterWeights, fixed: Sequence[Parameter]
     ) -> dict[str, Any]:
         """Return the settings that must be equal in all islands. Collective in the island.
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasters
+from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasterWeights
 from deepspeed_compress.collectives.reduction import Parameters
 from deepspeed_compress.errors import CompressWarning, ConfigError
 
@@ -17,8 +17,8 @@ _POINTER = "/deepspeed_compress/islands/own"
 
 
 def select_exchanged(
-    own: Sequence[str], master_weights: FlatMasters, parameters: Parameters
-) -> tuple[FlatMasters, Parameters]:
+    own: Sequence[str], master_weights: FlatMasterWeights, parameters: Parameters
+) -> tuple[FlatMasterWeights, Parameters]:
     """Return `master_weights` and `parameters` without the parameters that each island keeps to itself.
 
     Warns (CompressWarning) of each pattern that matches no parameter.
@@ -39,10 +39,10 @@ def select_exchanged(
     left = {name: shape for name, shape in parameters.shapes.items() if not matches(own, parameters.user_name(name))}
     everywhere = [name for name in parameters.everywhere if not matches(own, name)]
     kept, stepped = (
-        [one for one in some if one.parameter in left] for some in (master_weights.stretches, master_weights.stepped)
+        [one for one in some if one.parameter in left] for some in (master_weights.slices, master_weights.stepped)
     )
     return (
-        replace(master_weights, stretches=kept, stepped=stepped),
+        replace(master_weights, slices=kept, stepped=stepped),
         replace(parameters, shapes=left, everywhere=everywhere, excluded=frozenset(), dtype=torch.float32),
     )
 

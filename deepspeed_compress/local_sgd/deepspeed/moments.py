@@ -8,7 +8,7 @@ import torch
 from deepspeed.ops.adam import FusedAdam
 from torch import Tensor
 
-from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasters, Stretch
+from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasterWeights, MasterSlice
 from deepspeed_compress.config import Islands
 from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.local_sgd.moments import SecondMoment, SecondMoments
@@ -20,7 +20,7 @@ _KEY = "exp_avg_sq"
 """Key in the state of torch.optim.Adam, DeepSpeed's FusedAdam and CPUAdam, and optimizers modeled on them."""
 
 
-def find_second_moments(engine: Any, settings: Islands, master_weights: FlatMasters) -> SecondMoments | None:
+def find_second_moments(engine: Any, settings: Islands, master_weights: FlatMasterWeights) -> SecondMoments | None:
     """Return the second moments of everything that this rank steps; None if islands do not exchange them.
 
     Raises:
@@ -57,7 +57,7 @@ def _group_of_adam(optimizer: Any) -> Mapping[str, Any]:
     return group
 
 
-def _stepped_by_adam(engine: Any, master_weights: FlatMasters) -> Sequence[Stretch]:
+def _stepped_by_adam(engine: Any, master_weights: FlatMasterWeights) -> Sequence[MasterSlice]:
     """Return everything that this rank steps except what DeepSpeed's Muon steps, which has momentum only."""
     if not any(group.get("use_muon") for group in engine.basic_optimizer.param_groups):
         return master_weights.stepped
@@ -71,7 +71,7 @@ class _OptimizerStates:
 
     optimizer: Any
     group: Mapping[str, Any]
-    stepped: Sequence[Stretch]
+    stepped: Sequence[MasterSlice]
 
     def moments(self) -> list[SecondMoment]:
         """Return the second moment of every run.
@@ -85,7 +85,7 @@ class _OptimizerStates:
             steps = [max(steps, default=0.0)] * len(steps)
         return [self._moment(*one) for one in zip(self.stepped, states, steps, strict=True)]
 
-    def _moment(self, one: Stretch, state: Mapping[str, Any], steps: float) -> SecondMoment:
+    def _moment(self, one: MasterSlice, state: Mapping[str, Any], steps: float) -> SecondMoment:
         if not state:
             # Not stepped yet.
             return SecondMoment(torch.zeros(one.numel, device=one.home.device), 0.0)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_compress.backends.deepspeed.units import IslandUnit
-from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasters, Stretch
+from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasterWeights, MasterSlice
 from deepspeed_compress.collectives.reduction import Parameters
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.errors import UnsupportedError
@@ -22,7 +22,7 @@ _Range = tuple[str, int, int]
 """A parameter, its first element, and the end (exclusive)."""
 
 
-def divide_replicated(master_weights: FlatMasters, parameters: Parameters, unit: IslandUnit) -> FlatMasters:
+def divide_replicated(master_weights: FlatMasterWeights, parameters: Parameters, unit: IslandUnit) -> FlatMasterWeights:
     """Return `master_weights` without the elements that other ranks of the island exchange. Collective.
 
     Their `publish` also broadcasts this rank's part within the island.
@@ -36,17 +36,15 @@ def divide_replicated(master_weights: FlatMasters, parameters: Parameters, unit:
     sizes = {name: torch.Size(shape).numel() for name, shape in parameters.shapes.items()}
     tensor, rank = unit.tensor, unit.get_model_parallel_rank()
     parts = {name: (sizes[name] * rank // tensor, sizes[name] * (rank + 1) // tensor) for name in shared}
-    kept = [part for one in master_weights.stretches for part in _within(one, parts.get(one.parameter))]
+    kept = [part for one in master_weights.slices for part in _within(one, parts.get(one.parameter))]
     mine = [(one.parameter, one.begin, one.begin + one.numel) for one in kept if one.parameter in shared]
     every: list[list[_Range]] = [[] for _ in unit.ranks]
     dist.all_gather_object(every, mine, group=unit.whole)
     parts_of_ranks = [_Part.of(master_weights, ranges) for ranges in every]
-    return replace(
-        master_weights, stretches=kept, publish=_ReplicaBroadcast(master_weights, parts_of_ranks, unit).publish
-    )
+    return replace(master_weights, slices=kept, publish=_ReplicaBroadcast(master_weights, parts_of_ranks, unit).publish)
 
 
-def check_equal_blocks(master_weights: FlatMasters, parameters: Parameters, unit: IslandUnit) -> None:
+def check_equal_blocks(master_weights: FlatMasterWeights, parameters: Parameters, unit: IslandUnit) -> None:
     """Check that ranks that share layers divide their replicated weights at the same places. Collective in the island.
 
     Each of these ranks exchanges second moments, whose blocks would otherwise differ.
@@ -67,7 +65,7 @@ def check_equal_blocks(master_weights: FlatMasters, parameters: Parameters, unit
         )
 
 
-def _within(one: Stretch, part: tuple[int, int] | None) -> Iterator[Stretch]:
+def _within(one: MasterSlice, part: tuple[int, int] | None) -> Iterator[MasterSlice]:
     """Yield the part of a run that lies in elements `part` of its parameter, if any; all of it if `part` is None."""
     found = one if part is None else one.part(*part)
     if found.numel:
@@ -89,18 +87,18 @@ class _Part:
     held: Sequence[tuple[Segment, int]]
 
     @classmethod
-    def of(cls, master_weights: FlatMasters, ranges: Sequence[_Range]) -> "_Part":
+    def of(cls, master_weights: FlatMasterWeights, ranges: Sequence[_Range]) -> "_Part":
         """Return the part that consists of `ranges`, with the segments of it that `master_weights` has."""
         held, offset = [], 0
         for name, first, last in ranges:
-            for one in (home for home in master_weights.stretches if home.parameter == name):
+            for one in (home for home in master_weights.slices if home.parameter == name):
                 same = _within(one, (first, last))
                 held += [(_segment(found), offset + found.begin - first) for found in same]
             offset += last - first
         return cls(offset, held)
 
 
-def _segment(one: Stretch) -> Segment:
+def _segment(one: MasterSlice) -> Segment:
     """Return a segment for reading and writing master weights; it belongs to no bucket."""
     return Segment(one.parameter, one.begin, one.numel, 0, 0)
 
@@ -115,7 +113,7 @@ class _ReplicaBroadcast:
         unit: this rank's island.
     """
 
-    master_weights: FlatMasters
+    master_weights: FlatMasterWeights
     parts: Sequence[_Part]
     unit: IslandUnit
 

@@ -7,7 +7,8 @@ return (`policy.ladder`). A remedy should be sufficient at once, so sparse and l
 from typing import Any
 
 from deepspeed_compress.config import GradientsConfig, NoneGradients, PowerSGDGradients, SparseConfig
-from deepspeed_compress.config.methods import BlockwiseConfig, LinearConfig, PercentileConfig, RandomKConfig
+from deepspeed_compress.config.methods import BlockwiseConfig, LinearConfig, PercentileConfig
+from deepspeed_compress.config.sparse_methods import RandomKConfig
 
 __all__ = ["BLOCKS", "forgets", "softer", "stronger"]
 

@@ -15,8 +15,7 @@ def count(run: Run) -> float | None:
 
     Counts the events of elastic islands if there are any, otherwise the measured steps with an exchange.
     """
-    told = len(_events(run, _EXCHANGE))
-    return told or len(_sizes(run)) or None
+    return len(_events(run, _EXCHANGE)) or len(_sizes(run)) or None
 
 
 def sent(run: Run) -> float | None:
@@ -42,8 +41,8 @@ def void(run: Run) -> float | None:
 
 def waited_seconds(run: Run) -> float | None:
     """Return the seconds for which exchanges blocked training, or None for islands that do not record it."""
-    told = [event.get("evidence") or {} for event in run.events if str(event["kind"]).startswith("islands_")]
-    return sum(evidence.get("seconds") or 0.0 for evidence in told) if told else None
+    evidences = [event.get("evidence") or {} for event in run.events if str(event["kind"]).startswith("islands_")]
+    return sum(evidence.get("seconds") or 0.0 for evidence in evidences) if evidences else None
 
 
 def _sizes(run: Run) -> dict[int, Any]:

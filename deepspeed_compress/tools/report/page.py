@@ -109,11 +109,11 @@ def _timeline(timeline: SettingsTimeline, colours: Mapping[str, str], last: int)
         _part((end - begin) / last, colours[interval.setting], f"{interval.setting}: steps {begin} to {end - 1}")
         for interval, begin, end in zip(timeline.intervals, begins, ends, strict=True)
     )
-    told = _legend((f"{setting}: {steps}", colours[setting]) for setting, steps in steps_by_setting(timeline).items())
+    legend = _legend((f"{setting}: {steps}", colours[setting]) for setting, steps in steps_by_setting(timeline).items())
     name = _escape(timeline.run)
     return (
         f'<div class="bar"><span title="{name}">{name}</span><div class="parts strip">{pieces}</div>'
-        f"<span>{last:,} steps</span></div>{told}"
+        f"<span>{last:,} steps</span></div>{legend}"
     )
 
 
@@ -134,8 +134,8 @@ def _cells(cells: Sequence[str], tag: str) -> str:
 
 
 def _missing(parts: Sequence[Missing]) -> str:
-    told = "; ".join(f"{part.title} (needs {part.source})" for part in parts)
-    return f'<p class="missing">Left out, because no file has the data: {_escape(told)}.</p>' if told else ""
+    names = "; ".join(f"{part.title} (needs {part.source})" for part in parts)
+    return f'<p class="missing">Left out, because no file has the data: {_escape(names)}.</p>' if names else ""
 
 
 def _details(run: Run) -> Iterable[str]:

@@ -241,17 +241,17 @@ def bars(runs: Sequence[Run]) -> list[Bars]:
 
 
 def _time_bars(runs: Sequence[Run]) -> Bars | None:
-    told = [run for run in runs if run.column("step_ms")]
-    if not any(run.column("compress_ms") for run in told):
+    measured = [run for run in runs if run.column("step_ms")]
+    if not any(run.column("compress_ms") for run in measured):
         return None
-    means = {title: [_median(run, key) for run in told] for title, _, key in _TIMES}
-    wholes = [_median(run, "step_ms") for run in told]
+    means = {title: [_median(run, key) for run in measured] for title, _, key in _TIMES}
+    wholes = [_median(run, "step_ms") for run in measured]
     rest = tuple(max(0.0, whole - sum(parts)) for whole, *parts in zip(wholes, *means.values(), strict=True))
     parts = [(title, colour, tuple(means[title])) for title, colour, _ in _TIMES]
     return Bars(
         "Median time of a step, ms",
         "ms",
-        _names(told),
+        _names(measured),
         (("all else, with DeepSpeed's own messages", "run-soft", rest), *parts),
     )
 
@@ -263,10 +263,10 @@ def _median(run: Run, key: str) -> float:
 
 def _traffic_bars(runs: Sequence[Run]) -> Bars | None:
     """Return the bars of traffic. Runs whose statistics do not distinguish uncompressed gradients are left out."""
-    told = [run for run in runs if run.column("bytes_raw")]
-    found = [(kind, tuple((kind.size(run) or 0.0) / 1e6 for run in told)) for kind in TRAFFIC]
+    measured = [run for run in runs if run.column("bytes_raw")]
+    found = [(kind, tuple((kind.size(run) or 0.0) / 1e6 for run in measured)) for kind in TRAFFIC]
     parts = tuple((kind.title, kind.colour, sizes) for kind, sizes in found if any(sizes))
-    return Bars("Sent by one rank in a step, MB", "MB", _names(told), parts) if parts else None
+    return Bars("Sent by one rank in a step, MB", "MB", _names(measured), parts) if parts else None
 
 
 def _names(runs: Sequence[Run]) -> tuple[str, ...]:

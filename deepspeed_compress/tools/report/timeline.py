@@ -122,8 +122,8 @@ class SettingsTimeline:
 
 def settings_timelines(runs: Sequence[Run]) -> list[SettingsTimeline]:
     """Return the timeline of each run that records its settings and sends gradients, to which they apply."""
-    told = [(run, list(run.column("settings").items())) for run in runs if _sends_gradients(run)]
-    return [SettingsTimeline(run.name, _intervals(settings)) for run, settings in told if settings]
+    recorded = [(run, list(run.column("settings").items())) for run in runs if _sends_gradients(run)]
+    return [SettingsTimeline(run.name, _intervals(settings)) for run, settings in recorded if settings]
 
 
 def _sends_gradients(run: Run) -> bool:

@@ -1,7 +1,7 @@
-"""The program of a rank: a small GPT on sequences that can be learned, for as many steps as it is told.
+"""Program of a rank that trains a small GPT on predictable sequences.
 
-Rank 0 prints "done N" after each step, and at the end a line of JSON: settings of every step, events, the loss on
-sequences that no one trained on.
+Rank 0 prints "done N" after each step. At the end, each rank prints a line of JSON with the settings of every step, the
+events, and the loss on held-out sequences.
 """
 
 import json
@@ -31,7 +31,7 @@ MODEL = partial(
 
 
 def sequences(count: int, seed: int) -> torch.Tensor:
-    """Each word follows from the one before, except for one in ten."""
+    """Return sequences in which each word follows from the previous one, except for one word in ten."""
     generator = torch.Generator().manual_seed(seed)
     follows = torch.randperm(WORDS, generator=torch.Generator().manual_seed(0))
     tokens = torch.randint(WORDS, (count, LENGTH), generator=generator)
@@ -42,13 +42,13 @@ def sequences(count: int, seed: int) -> torch.Tensor:
 
 
 def start(section: dict[str, Any], width: int = 256) -> Any:
-    """An engine for a model of this width."""
+    """Return an engine for a model of width `width`."""
     torch.manual_seed(0)
     ds_config = {
         "train_micro_batch_size_per_gpu": SEQUENCES,
         "steps_per_print": 10**9,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        # One bucket: its messages travel when backward is over, so that nothing hides a slow link.
+        # Use a single bucket. Its messages are sent after backward, so that nothing hides a slow link.
         "zero_optimization": {"stage": 2, "reduce_bucket_size": 10**8},
         "deepspeed_compress": section,
     }
@@ -57,14 +57,14 @@ def start(section: dict[str, Any], width: int = 256) -> Any:
 
 
 def train(engine: Any, step: int, count: int = SEQUENCES, factor: float = 1.0) -> None:
-    """One step on `count` sequences a rank, with the loss times `factor`."""
+    """Train one step on `count` sequences per rank. The loss is multiplied by `factor`."""
     tokens = sequences(count, 1 + step * dist.get_world_size() + dist.get_rank())
     engine.backward(engine(input_ids=tokens, labels=tokens).loss * factor)
     engine.step()
 
 
 def evaluate(engine: Any) -> float:
-    """Mean loss on sequences that no one trained on."""
+    """Return the mean loss on held-out sequences."""
     engine.eval()
     with torch.no_grad():
         tokens = sequences(64, 10**6)
@@ -78,8 +78,8 @@ def main(steps: int, section: dict[str, Any]) -> None:
         train(engine, step)
         if dist.get_rank() == 0:
             print("done", step + 1, flush=True)
-    told = [[event.step, event.kind, event.before, event.after] for event in engine.compression.events]
-    print(json.dumps({"settings": settings, "events": told, "loss": evaluate(engine)}), flush=True)
+    events = [[event.step, event.kind, event.before, event.after] for event in engine.compression.events]
+    print(json.dumps({"settings": settings, "events": events, "loss": evaluate(engine)}), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Settings that follow the network and the gradients, on ranks that decide alike."""
+"""Adaptive settings that follow the network and the gradients, on ranks that decide alike."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ ADAPTIVE = {"probe_every": 4, "max_error": 0.3, "candidates": [{"bits": 8}, {"bi
 
 
 def follow(rank: int, job: Job, slow_from: int | None = None) -> tuple[list[str], list[str], dict[str, list[float]]]:
-    """Settings of each step and events, with a link that is slow from a step on."""
+    """Return the settings of each step, events and weights. The link becomes slow after step `slow_from`."""
     engine, settings = start(job), []
     prober = engine.compression._inputs.prober
     data_rank = engine.grid.get_data_parallel_rank() if job.stages > 1 else rank
@@ -54,7 +54,7 @@ def test_stages_of_a_pipeline_choose_alike() -> None:
 
 
 def test_groups_of_parameters_get_settings_of_their_own() -> None:
-    """The bias of one layer is worth more than that of others when the allowed error is small."""
+    """With a small allowed error, the bias of one layer is worth more bits than those of the others."""
     adaptive = {**ADAPTIVE, "groups": ["^0", "^2"], "max_error": 0.15}
     section = {"gradients": {"bits": 2, "block_size": 64}, "adaptive": adaptive}
     first, second = run_forks(2, follow, Job(2, section, steps=12), 0)
@@ -86,7 +86,10 @@ FP16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_
 
 
 def overflow(rank: int, job: Job) -> tuple[list[str], list[int], int]:
-    """Settings, the step of the next measurement after each step, and skipped steps; the second one overflows."""
+    """Return settings and the step of the next measurement after each step, and the skipped steps.
+
+    The second step overflows.
+    """
     get_accelerator().is_fp16_supported = lambda: True
     engine, settings, due = start(job), [], []
     for step, (x, y) in enumerate(data(rank, job)):

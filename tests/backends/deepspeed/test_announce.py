@@ -1,4 +1,4 @@
-"""The line at the start: what it expects is what the run then sends and keeps."""
+"""The line at the start: its predictions equal the bytes that the run sends and keeps."""
 
 import contextlib
 import io
@@ -21,7 +21,7 @@ Seen = tuple[str, dict[str, float]]
 
 
 def begin(job: Job) -> tuple[Any, str]:
-    """An engine, and what its making wrote to standard error of ours."""
+    """Return an engine, and the lines of this package on standard error from its creation."""
     written = io.StringIO()
     with contextlib.redirect_stderr(written):
         engine = start(job)
@@ -29,7 +29,7 @@ def begin(job: Job) -> tuple[Any, str]:
 
 
 def measure(rank: int, *jobs: Job) -> list[Seen]:
-    """The line, and means over the steps of what was sent and kept."""
+    """Return the line, and means over the steps of the bytes sent and kept."""
     found = []
     for job in jobs:
         engine, line = begin(job)
@@ -70,7 +70,7 @@ def compare(line: str, seen: dict[str, float], messages: int = 1) -> None:
     figures = FIGURES.search(line)
     assert figures is not None, line
     sent, alone, kept = (float(figure.replace(",", "")) for figure in figures.groups())
-    # Each message ends with a whole block of its own.
+    # Each message ends with a full block of its own.
     assert sent == pytest.approx(seen["bytes_sent"], rel=0.05, abs=64 * messages)
     assert alone == pytest.approx(seen["bytes_uncompressed"], rel=0.01)
     assert kept == pytest.approx(seen["kept"], rel=0.05, abs=64 * messages)
@@ -132,14 +132,14 @@ def test_islands_say_what_they_exchange(size: int, where: str) -> None:
 
 
 def test_weights_that_travel_uncompressed_are_told_with_their_size() -> None:
-    """Under ZeRO 1 and 2 alone, which send weights in every step, and where gradients are compressed."""
+    """Only ZeRO 1 and 2 send weights in every step, and only runs that compress gradients get the advice."""
     gradients = {"bits": 4, "block_size": 32}
     jobs = [job(stage, gradients) for stage in range(4)]
     jobs += [job(1, {"method": "none"}), Job(stage=1, section={"gradients": gradients, "weights": {"bits": 8}})]
     lines, sent = zip(*run_forks(2, measure, *jobs, timeout=200)[0], strict=True)
     advice = re.compile(r'weights travel uncompressed: ([\d,]+) bytes a step; add "weights": \{"bits": 4\}')
-    told = [advice.search(line) for line in lines]
-    assert [found is not None for found in told] == [False, True, True, False, False, False]
-    for found, seen in zip(told, sent, strict=True):
+    matches = [advice.search(line) for line in lines]
+    assert [found is not None for found in matches] == [False, True, True, False, False, False]
+    for found, seen in zip(matches, sent, strict=True):
         if found is not None:
             assert float(found[1].replace(",", "")) == pytest.approx(seen["bytes_weights"], rel=0.05)

@@ -1,4 +1,4 @@
-"""Locks that a killed build has left."""
+"""Locks that an interrupted build has left."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ from deepspeed_compress.backends.deepspeed.builds import abandoned_locks, clear_
 
 @pytest.fixture
 def lock(tmp_path: Path) -> Path:
-    """An hour old, and nobody's."""
+    """Create a lock that is an hour old and belongs to no process."""
     return old(tmp_path / "cpu_adam" / "lock")
 
 
@@ -44,7 +44,7 @@ def test_it_is_found_in_the_usual_place(tmp_path: Path) -> None:
 
 
 def test_what_is_being_built_is_left_alone(lock: Path, tmp_path: Path) -> None:
-    """The holder has the file open."""
+    """The process that holds the lock has the file open."""
     holder = subprocess.Popen([sys.executable, "-c", f"f = open({str(lock)!r}); print(flush=True); input()"],
                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
     assert holder.stdout is not None
@@ -97,11 +97,11 @@ def test_only_stale_locks_are_removed_without_being_asked(
 ) -> None:
     then = time.time() - 3600 * hours
     os.utime(lock, (then, then))
-    told: list[str] = []
-    clear_locks(every, told.append, {"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+    printed: list[str] = []
+    clear_locks(every, printed.append, {"TORCH_EXTENSIONS_DIR": str(tmp_path)})
     assert lock.exists() is not removed
-    assert ["removed" in text for text in told] == [removed]
-    assert all(str(lock) in text for text in told)
+    assert ["removed" in text for text in printed] == [removed]
+    assert all(str(lock) in text for text in printed)
 
 
 def test_a_lock_that_is_held_is_not_removed_when_asked(lock: Path, tmp_path: Path) -> None:
@@ -111,11 +111,11 @@ def test_a_lock_that_is_held_is_not_removed_when_asked(lock: Path, tmp_path: Pat
 
 
 def test_the_module_is_a_command(lock: Path, tmp_path: Path) -> None:
-    """The quickstart calls it."""
+    """The quickstart runs the module as a command."""
     command = [sys.executable, "-m", "deepspeed_compress.backends.deepspeed.builds"]
     settings = {"env": {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}, "capture_output": True, "text": True}
-    told = subprocess.run(command, check=True, **settings).stderr
-    assert f"type: rm {lock}" in told
-    told = subprocess.run([*command, "--clear-locks"], check=True, **settings).stderr
-    assert f"{lock}: removed" in told
+    errors = subprocess.run(command, check=True, **settings).stderr
+    assert f"type: rm {lock}" in errors
+    errors = subprocess.run([*command, "--clear-locks"], check=True, **settings).stderr
+    assert f"{lock}: removed" in errors
     assert not lock.exists()

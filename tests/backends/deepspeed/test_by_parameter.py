@@ -1,4 +1,4 @@
-"""Gradients without ZeRO are told apart by parameter, whatever DeepSpeed puts them into."""
+"""Gradients without ZeRO are treated by parameter, whatever buffers DeepSpeed collects them in."""
 
 import warnings
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ CHOSEN = {"bits": 4, "block_size": 32, "overrides": [{"parameters": "bias|^0", "
 
 
 def remembered(rank: int, job: Job) -> tuple[dict[str, int], dict[str, int]]:
-    """Elements of which residuals are kept, by parameter, and those of all parameters."""
+    """Return the number of elements with residuals by parameter, and the sizes of all parameters."""
     engine = start(job)
     assert isinstance(engine.optimizer, BF16_Optimizer)
     run(engine, data(rank, job))
@@ -37,7 +37,7 @@ def test_the_bf16_optimizer_has_many_parameters_in_a_buffer() -> None:
 
 
 class Words(nn.Module):
-    """Rows of a sparse embedding; every rank sees others."""
+    """Sparse embedding. Every rank uses other rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Seen:
     losses: list[float]
     parameters: dict[str, list[float]]
     sent: int
-    """Bytes of the last step."""
+    """Bytes sent in the last step."""
 
 
 def train_words(rank: int, *sections: dict[str, Any] | None) -> list[Seen]:
@@ -88,7 +88,7 @@ def test_sparse_gradients_go_deepspeeds_way() -> None:
         assert (guarded.losses, guarded.parameters) == (compressed.losses, compressed.parameters)
         assert (ours.losses, ours.parameters) == (plain.losses, plain.parameters)
         assert (uncompressed.losses, uncompressed.parameters) == (plain.losses, plain.parameters)
-        # The other rank gets four rows of 12 numbers at most, and their indices.
+        # The other rank sends at most four rows of 12 numbers, and their indices.
         rows = 4 * (12 * 4 + 8)
         assert 0 < compressed.sent - rows < (uncompressed.sent - rows) / 2
     assert ranks[0][3].parameters == ranks[1][3].parameters
@@ -106,7 +106,7 @@ def warned_of(rank: int, *jobs: Job) -> list[list[str]]:
 
 
 def test_a_type_of_communication_that_nobody_heeds_is_named() -> None:
-    """ZeRO 1 and 2 send what is uncompressed in it."""
+    """Only ZeRO 1 and 2 use this type, for uncompressed messages."""
     typed = {"communication_data_type": "bf16"}
     jobs = [Job(stage, {"gradients": {"bits": 4}}, extra=typed) for stage in (0, 1, 2, 3)]
     none, silent = Job(0, {"gradients": {"method": "none"}}, extra=typed), Job(0, {"gradients": {"bits": 4}})

@@ -1,4 +1,4 @@
-"""Our traffic in DeepSpeed's comms logger."""
+"""Records of this package's messages in DeepSpeed's communication logger."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "another operation": ({"enabled": True, "prof_all": False, "prof_ops": ["all_reduce"]}, BOTH),
     "one of ours": ({"enabled": True, "prof_all": False, "prof_ops": [WEIGHTS]}, BOTH),
 }
-"""What the logger is told, and the section."""
+"""Configuration of the logger and additional keys of the section, by case."""
 
 
 def job(directory: Path, logger: dict[str, Any] | None, section: dict[str, Any]) -> Job:
@@ -36,7 +36,7 @@ def job(directory: Path, logger: dict[str, Any] | None, section: dict[str, Any])
 
 
 def records(rank: int, *jobs: Job) -> list[Records]:
-    """What the logger has of ours after each job."""
+    """Return this package's records in the logger after each job."""
     return [_records(rank, job) for job in jobs]
 
 
@@ -45,7 +45,7 @@ def _records(rank: int, job: Job) -> Records:
     comm.comms_logger.enabled = False
     engine = start(job)
     run(engine, data(rank, job))
-    # With the analysis of stragglers the logger reduces over the ranks, which hangs when records differ.
+    # For the analysis of stragglers, the logger reduces over the ranks. This hangs if the ranks have different records.
     found = dist.log_summary(show_straggler=True, return_dict=True)["summary"]
     engine.destroy()
     return {name: found[name] for name in found if name in NAMES.values()}
@@ -58,7 +58,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(directory: Path) -> dict[str, list[Records]]:
-    """By case, then by rank."""
+    """Return the records by case, and for each case by rank."""
     jobs = [job(directory / name, *case) for name, case in CASES.items()]
     by_rank = run_forks(2, records, *jobs)
     return dict(zip(CASES, zip(*by_rank, strict=True), strict=True))  # type: ignore[arg-type]
@@ -77,7 +77,7 @@ def test_gradients_and_weights_have_records_of_the_size_that_is_sent(
     for name, field in ((GRADIENTS, "bytes_sent"), (WEIGHTS, "bytes_weights")):
         [size] = first[name]
         assert [size] == list(second[name])
-        # Rank 0 reports its own bytes; the other's part may be larger by some padding.
+        # Rank 0 reports its own bytes. The other rank's part may be larger by some padding.
         assert 0 <= size - lines[0][field] <= 64
         assert first[name][size]["count"] == second[name][size]["count"] == len(lines) == 3
 

@@ -1,4 +1,4 @@
-"""Compressed training in every engine: replicas stay equal, learning goes on, precisions and options work."""
+"""Compressed training in every engine: replicas stay equal, the loss falls, and all precisions and options work."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.sampled(
 
 
 STEPS = {"randomk": 80}
-"""Steps of methods that learn slowly: after 40, random-k has a loss of 0.4 to 0.9 of the first one, by the seed."""
+"""Number of steps for methods that learn slowly. After 40 steps, random-k has 0.4 to 0.9 of the first loss."""
 
 
 def outcomes(ranks: int, **job) -> list:
@@ -22,7 +22,7 @@ def outcomes(ranks: int, **job) -> list:
 
 
 def assert_learned(results: list) -> None:
-    """The replicas agree to the bit and the loss of rank 0 fell."""
+    """Check that the replicas are bit-identical and that the loss of rank 0 fell."""
     first = results[0]
     assert all(result.parameters == first.parameters for result in results)
     early, late = first.losses[:10], first.losses[-10:]
@@ -31,7 +31,7 @@ def assert_learned(results: list) -> None:
 
 @pytest.mark.parametrize(("stage", "names"), by_stage(list(METHODS)))
 def test_replicas_agree_and_learn(stage, names):
-    """Methods one after the other in the same processes."""
+    """Methods run one after the other in the same processes."""
     jobs = [Job(stage=stage, section={"gradients": METHODS[name]}, steps=STEPS.get(name, 40)) for name in names]
     for results in zip(*run_forks(2, train, *jobs), strict=True):
         assert_learned(list(results))
@@ -45,7 +45,7 @@ def test_methods_with_a_momentum_of_their_own(stage):
 
 
 def attach_with_momentum(rank: int, method: str) -> None:
-    """An optimizer that the configuration does not name: only the engine shows its momentum."""
+    """Attach to an engine whose configuration names no optimizer, so that only the engine shows the momentum."""
     model, config = network(), Job(stage=2, section={"gradients": WITHOUT_MOMENTUM[method]}).config()
     del config["optimizer"]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -107,7 +107,7 @@ def test_bf16(stage):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_bf16_with_fp32_accumulation(stage):
-    """ZeRO 1 becomes DeepSpeed's BF16_Optimizer, which reduces on the path of ZeRO 0."""
+    """With fp32 accumulation, ZeRO 1 becomes DeepSpeed's BF16_Optimizer, which reduces on the path of ZeRO 0."""
     extra = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
     job = {"stage": stage, "extra": extra, "steps": 40, "accumulation": 2}
     assert_learned(outcomes(2, **job, section={"gradients": METHODS["int8"]}))
@@ -124,7 +124,7 @@ def test_optimizer_offload(stage):
 @pytest.mark.parametrize("method", ["int8", "topk_int4"])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_pipeline(stage, method):
-    """Both stages hold the tied matrix: its copies must stay equal, and so must the replicas of a stage."""
+    """Both stages hold the tied matrix. Its copies must stay equal, and so must the replicas of a stage."""
     section = {"parallelism": {"pipeline": 2}, "gradients": METHODS[method]}
     results = outcomes(4, stage=stage, stages=2, section=section, steps=40, accumulation=2)
     assert results[0].parameters == results[1].parameters

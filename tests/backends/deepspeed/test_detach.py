@@ -1,4 +1,4 @@
-"""Off again: an engine that was attached to goes on as DeepSpeed's own."""
+"""After `detach`, an engine trains as DeepSpeed alone does."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -17,7 +17,7 @@ RAW = {"gradients": {"method": "bf16", "overrides": [{"parameters": ".+", "metho
 GRADIENTS = {"bits": 4, "block_size": 32}
 EVERYTHING = {"guard": {}, "adaptive": {}, "monitor": {"every": 1}}
 WEIGHTS = ({"gradients": GRADIENTS}, *[{"gradients": GRADIENTS, "weights": {"bits": bits}} for bits in (4, 4, 8)])
-"""By ZeRO stage."""
+"""Sections by ZeRO stage."""
 
 
 def half_with_us(rank: int, *jobs: Job) -> list[tuple[list[float], dict[str, list[float]]]]:
@@ -25,7 +25,7 @@ def half_with_us(rank: int, *jobs: Job) -> list[tuple[list[float], dict[str, lis
 
 
 def halved(rank: int, job: Job) -> tuple[list[float], dict[str, list[float]]]:
-    """Two steps, attached unless the job has no section, and two more, after `detach`."""
+    """Train two steps with an attached session if the job has a section, and two more after `detach`."""
     engine, batches = start(job), data(rank, job)
     losses = run(engine, batches[:2])
     if job.section is not None:
@@ -44,11 +44,11 @@ def test_training_goes_on_bit_for_bit(stage: int) -> None:
 
 
 ZERO = {"overlap_comm": False}
-"""What the section would bring along, and what stays."""
+"""Setting that the section would change in this configuration, and that stays after `detach`."""
 
 
 def attach_and_detach(rank: int, stage: int) -> tuple[set[str], set[str], bool]:
-    """What leads into the package while everything is attached, and afterwards; whether settings are as before."""
+    """Return the attributes that lead into the package before and after `detach`, and whether settings are restored."""
     job, model = Job(stage, {**WEIGHTS[stage], **EVERYTHING}, steps=2), network()
     config = job.config()
     config["zero_optimization"].pop("reduce_bucket_size")
@@ -66,7 +66,7 @@ def attach_and_detach(rank: int, stage: int) -> tuple[set[str], set[str], bool]:
 
 
 def ours(owner: Any) -> Iterator[str]:
-    """Names of the instance's own attributes that are, or call, something of the package."""
+    """Yield the names of the instance's own attributes that are, or call, objects of this package."""
     for name, value in vars(owner).items():
         called = value.func if isinstance(value, partial) else value
         if (getattr(called, "__module__", None) or "").startswith("deepspeed_compress"):
@@ -103,7 +103,7 @@ def test_what_cannot_be_taken_off_is_said() -> None:
 
 
 def guard_again(rank: int) -> tuple[str, str, bool]:
-    """What watches the norm for a guard, before and after; whether anything is left that DeepSpeed would read."""
+    """Return the norm watchers before and after attaching again, and whether the optimizer still has `overflow`."""
     engine = start(Job(0, {"gradients": GRADIENTS, "guard": {}}, extra={"gradient_clipping": 0.0}, steps=2))
     before = _kind(engine)
     run(engine, data(rank, Job(steps=2)))

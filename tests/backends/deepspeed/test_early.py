@@ -1,4 +1,4 @@
-"""Reductions of ZeRO 0 and 1 that begin during backward: used where they prove right, else as if they had not been."""
+"""Overlapped reductions of ZeRO 0 and 1: used if they prove right, and otherwise without any effect."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,9 +20,9 @@ from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, weights
 
 SMALL = {"reduce_bucket_size": 200}
-"""The network's gradients make four buckets."""
+"""Bucket size at which the gradients of the network make four buckets."""
 RANDOM = {"gradients": {"method": "stochastic_linear", "bits": 4, "block_size": 32}}
-"""Random numbers depend on the numbers of messages."""
+"""Section of a method whose random numbers depend on the numbers of messages."""
 INT4 = {"gradients": {"bits": 4, "block_size": 32, "error_feedback": {"dtype": "fp32"}}}
 
 
@@ -40,7 +40,11 @@ def reductions(engine: Any) -> EarlyReductions:
 
 @dataclass(frozen=True)
 class Seen:
-    """`under_way`: buckets that were sent when backward was over, by step; `agreed`: whether they were right."""
+    """Records of a run.
+
+    `under_way` holds the number of buckets sent by the end of backward, for each step. `agreed` tells whether they were
+    right.
+    """
 
     losses: list[str]
     parameters: dict[str, list[float]]
@@ -62,7 +66,7 @@ def watch(engine: Any) -> tuple[list[int], list[bool]]:
 
 
 def train(rank: int, job: Job, early: bool, program: Callable[[Any, int, Job], list[float]]) -> Seen:
-    # Without ZeRO no file says how large a bucket is.
+    # Without ZeRO, the configuration has no bucket size.
     with patch.object(early_module, "SMALLEST_BUCKET", 200):
         return train_in_small_buckets(rank, job, early, program)
 
@@ -83,7 +87,7 @@ def ordinary(engine: Any, rank: int, job: Job) -> list[float]:
 
 
 def overflowing(engine: Any, rank: int, job: Job) -> list[float]:
-    """A NaN in a batch of one rank, in a step that reduces early."""
+    """Use a NaN in a batch of one rank, in a step with overlapped reductions."""
     batches = data(rank, job)
     if rank == 0:
         batches[-3][0][0, 0] = float("nan")
@@ -91,7 +95,7 @@ def overflowing(engine: Any, rank: int, job: Job) -> list[float]:
 
 
 def touched_by_a_hook(engine: Any, rank: int, job: Job) -> list[float]:
-    """In every third step the user halves gradients behind autograd's back, after they were sent."""
+    """Halve gradients in every third step without autograd's knowledge, after they were sent."""
     for parameter in (engine.module[0].weight, engine.module[2].weight):
         parameter.register_post_accumulate_grad_hook(Halved())
     return run(engine, data(rank, job))
@@ -108,7 +112,7 @@ class Halved:
 
 
 def of_one_rank(engine: Any, rank: int, job: Job) -> list[float]:
-    """A rank whose backward goes twice through the model in one step, and so touches what it has sent."""
+    """Run backward twice through a layer on one rank, which changes gradients that were sent."""
     losses = []
     for step, (x, y) in enumerate(data(rank, job)):
         with checkpointed_twice(engine, step == 4 and rank == 1) as forward:
@@ -121,7 +125,7 @@ def of_one_rank(engine: Any, rank: int, job: Job) -> list[float]:
 
 @contextmanager
 def checkpointed_twice(engine: Any, really: bool) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-    """The model's forward; with reentrant checkpoints each part has a backward pass of its own."""
+    """Yield the model's forward. With reentrant checkpoints, each part has a backward pass of its own."""
     if not really:
         yield engine
         return
@@ -140,7 +144,7 @@ def checkpointed_twice(engine: Any, really: bool) -> Iterator[Callable[[torch.Te
 
 
 def given_up(engine: Any, rank: int, job: Job) -> list[float]:
-    """In one step a backward pass fails on the way, on one rank later than on the other, and another batch is taken."""
+    """Fail in one backward pass, later on one rank than on the other, and train another batch."""
     batches, losses = data(rank, job), []
     for step, (x, y) in enumerate(batches):
         if step == 4:
@@ -153,14 +157,14 @@ def given_up(engine: Any, rank: int, job: Job) -> list[float]:
 
 
 def interrupt(engine: Any, rank: int, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """A backward pass that fails, on one rank later than on the other."""
+    """Run a backward pass that fails, later on one rank than on the other."""
     x, y = batch
     with pytest.raises(RuntimeError, match="given up"), failing(engine.module[2 * rank].weight):
         engine.backward((engine(2 * x) - y).square().mean())
 
 
 def loaded_after_a_failure(engine: Any, rank: int, job: Job) -> list[float]:
-    """The batch that failed is taken again after the newest checkpoint was loaded; gradients are as if nothing was."""
+    """Load the newest checkpoint after a failure and train the failed batch again. Gradients must not be affected."""
     batches, directory = data(rank, job), str(job.extra["directory"])
     losses = run(engine, batches[:4])
     engine.save_checkpoint(directory)
@@ -173,7 +177,10 @@ def loaded_after_a_failure(engine: Any, rank: int, job: Job) -> list[float]:
 
 
 def loaded_with_the_same_gradients(engine: Any, rank: int, job: Job) -> list[float]:
-    """The same gradients as before the failure: a comparison with what was sent before the load would find no fault."""
+    """Load a checkpoint after a failure and compute the same gradients again.
+
+    A comparison with messages sent before the load would find no difference.
+    """
     batches, directory = data(rank, job), str(job.extra["directory"])
     losses = run(engine, batches[:4])
     engine.save_checkpoint(directory)
@@ -198,7 +205,7 @@ def detached_after_a_failure(engine: Any, rank: int, job: Job) -> list[float]:
 
 
 def within_no_sync(engine: Any, rank: int, job: Job) -> list[float]:
-    """A pass that fails inside `no_sync` leaves nothing behind that the next step would send."""
+    """Fail in a pass inside `no_sync`. The next step must not send anything from it."""
     batches, losses = data(rank, job), []
     for step, (x, y) in enumerate(batches):
         if step == 4:
@@ -213,7 +220,7 @@ def within_no_sync(engine: Any, rank: int, job: Job) -> list[float]:
 
 @contextmanager
 def failing(parameter: torch.Tensor) -> Iterator[None]:
-    """The gradient of `parameter` never comes."""
+    """Make the backward pass of `parameter` fail."""
 
     def fail(gradient: torch.Tensor) -> None:
         raise RuntimeError("given up")
@@ -238,7 +245,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_was_sent_early_changes_no_bit(stage: int, name: str, section: dict[str, Any]) -> None:
-    # Without ZeRO it is a guard that leaves out a step whose gradients are not finite.
+    # Without ZeRO, only a guard skips a step whose gradients are not finite.
     guard = {"guard": {}} if stage == 0 and name == "overflow" else {}
     job = Job(stage, {**section, **guard}, SMALL, steps=8)
     ranks = run_forks(2, both, job, name)
@@ -257,14 +264,14 @@ def both(rank: int, job: Job, name: str) -> tuple[Seen, Seen]:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_all_buckets_are_under_way_when_backward_is_over(stage: int) -> None:
-    """From the second step on: the first shows which they are."""
+    """This holds from the second step on. The first step shows what the buckets are."""
     for early, _ in run_forks(2, both, Job(stage, INT4, SMALL, steps=5), "ordinary"):
         assert early.under_way == [BUCKETS[stage]] * 4
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_disappointments_are_rare(stage: int) -> None:
-    """Every one doubles the number of equal steps that are asked for: 2 + 4 + 8 + 16 of 40 after the first four."""
+    """Every failure doubles the required number of equal steps: 2 + 4 + 8 + 16 of 40 after the first four."""
     for early, _ in run_forks(2, both, Job(stage, INT4, SMALL, steps=40), "hook"):
         assert 1 <= early.agreed.count(False) <= 5
 
@@ -317,10 +324,10 @@ def chosen(rank: int, *jobs: Job) -> list[bool]:
 
 
 def test_nothing_begins_early_where_deepspeed_decides_otherwise() -> None:
-    """ZeRO 2 reduces during backward by itself, and so does `overlap_comm`; `none` leaves everything alone."""
+    """ZeRO 2 and `overlap_comm` reduce during backward themselves, and `none` changes nothing."""
     written = [Job(1, INT4, {"overlap_comm": overlap}) for overlap in (True, False)]
     none = [Job(stage, {"gradients": {"method": "none"}}) for stage in STAGES]
-    # Its gradients are no longer those of the parameters.
+    # The gradients of this optimizer are not those of the parameters.
     bf16 = Job(1, INT4, extra={"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}})
     found = run_forks(2, chosen, Job(0, INT4), Job(1, INT4), Job(2, INT4), *written, *none, bf16)
     assert found == [[True, True, False, False, False, False, False, False]] * 2
@@ -335,5 +342,5 @@ def test_owners_lie_side_by_side_only_where_no_message_changes():
     a, b, c = ((0, index, index) for index in range(3))
     assert gradients._side_by_side((b, a)) == (a, b)
     assert gradients._side_by_side((c, b, a)) == (c, a, b)
-    # The second part of c would come before b in the message to rank 1.
+    # The second part of c would precede b in the message to rank 1.
     assert gradients._side_by_side((b, c, a)) == (b, c, a)

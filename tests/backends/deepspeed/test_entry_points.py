@@ -1,4 +1,4 @@
-"""The three ways in, and everything that is refused at the door."""
+"""The three entry points, and everything that they refuse."""
 
 import json
 import warnings
@@ -44,7 +44,7 @@ def by_install(rank: int) -> dict:
 
 
 def without_section(rank: int) -> list[str]:
-    """Warnings of ours when an engine with an optimizer, and one without, are made after `install`."""
+    """Return this package's warnings when an engine with an optimizer, and one without, are created after `install`."""
     deepspeed_compress.install()
     config = {**Job().config(), "compress": {}}
     with warnings.catch_warnings(record=True) as caught:
@@ -180,7 +180,7 @@ def test_seam_that_has_changed(seam, problem):
 
 
 def engine_like(**changes) -> SimpleNamespace:
-    """What `refuse_unsupported` looks at, with nothing to refuse."""
+    """Return a stand-in with the attributes that `refuse_unsupported` reads, and no reason for a refusal."""
     zero = SimpleNamespace(zero_quantized_gradients=False, zero_hpz_partition_size=1)
     compile_config = SimpleNamespace(deepcompile=False)
     usual = {
@@ -215,7 +215,7 @@ def test_refused(changes, message):
 
 
 def dies(rank: int, directory: str) -> None:
-    """Rank 1 is gone after two steps, without a word."""
+    """Train on two ranks, of which rank 1 exits silently after two steps."""
     import os
 
     job = Job(stage=2, section=JOB.section, steps=4)

@@ -1,4 +1,4 @@
-"""What must not change anything changes nothing: bit for bit against DeepSpeed without us, in the same processes."""
+"""Settings that must not change results: bit for bit against DeepSpeed alone, in the same processes."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, train, weights
 
 RAW = {"gradients": {"method": "bf16", "overrides": [{"parameters": ".+", "method": "none"}]}}
-"""Every parameter uncompressed through our own exchange."""
+"""Section that sends every parameter uncompressed through our own exchange."""
 NONE = {"gradients": {"method": "none"}}
 
 
@@ -16,7 +16,7 @@ def assert_identical(ranks: int, job: dict, section: dict) -> None:
 
 
 def assert_identical_pipelines(job: dict, section: dict) -> None:
-    """In new processes for each: DeepSpeed keeps the pipeline's groups in module state."""
+    """Compare runs in new processes, because DeepSpeed keeps the pipeline's groups in module state."""
     job = {"stages": 2, **job}
     assert run_forks(4, train, Job(**job)) == run_forks(4, train, Job(**job, section=section))
 
@@ -51,7 +51,7 @@ def test_method_none_in_a_pipeline(stage, accumulation):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.filterwarnings("ignore:.*matches every parameter:deepspeed_compress.CompressWarning")
 def test_uncompressed_exchange(stage, zero):
-    """Two addends sum to the same bits in either order, so our sums must equal DeepSpeed's."""
+    """Two addends give the same bits in either order, so our sums must equal DeepSpeed's."""
     if stage == 3:
         zero = {key: value for key, value in zero.items() if key != "round_robin_gradients"}
     assert_identical(2, {"stage": stage, "zero": zero, "accumulation": 2}, RAW)
@@ -75,7 +75,7 @@ def test_scaling_options(stage, extra):
 
 
 def copies(rank, *jobs):
-    """How often each job copies gradients into one tensor, and its weights."""
+    """Return the number of copies of gradients into one tensor, and the weights, of each job."""
     found = []
     for job in jobs:
         engine, flattened = start(job), []

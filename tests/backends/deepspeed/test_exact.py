@@ -1,4 +1,4 @@
-"""Compressed weights are exact for who reads them: a file, a state dict, all ranks or one."""
+"""Compressed weights are exact for every reader: a file, a state dict, all ranks or one."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ SECTION = {"weights": {"bits": 4, "block_size": 32}}
 
 
 def distance(engine: Any) -> float:
-    """The largest of this rank's own weights from their masters, rounded as they are."""
+    """Return the largest difference between this rank's own weights and its master weights, rounded alike."""
     optimizer, rank = engine.optimizer, torch.distributed.get_rank()
     if hasattr(optimizer, "fp32_groups_flat_partition"):
         masters = optimizer.fp32_groups_flat_partition
@@ -26,7 +26,7 @@ def distance(engine: Any) -> float:
 
 
 def save_model(rank: int, job: Job, directory: str) -> tuple[list[float], list[bool]]:
-    """Distances, and whether weights are said to be behind: after training, after saving, after another step."""
+    """Return distances, and whether weights count as behind, after training, after saving, and after another step."""
     engine = start(job)
     batches = data(rank, job)
     distances, behind = [], []

@@ -1,4 +1,4 @@
-"""An `initialize` that is refused or fails leaves the process as it was: later engines are DeepSpeed's own."""
+"""If `initialize` refuses or fails, the process is as before, so that later engines are DeepSpeed's own."""
 
 import signal
 from collections.abc import Mapping
@@ -60,11 +60,11 @@ BALANCED: Mapping[str, Any] = {"weights": {}, "ownership": "balanced", "monitor"
 
 
 class InjectedError(Exception):
-    """Raised in place of a step of `initialize`."""
+    """Error raised instead of a step of `initialize`."""
 
 
 def process_state() -> list[Any]:
-    """Return what engines have in common in this process."""
+    """Return the state that engines of this process share."""
     names = [name for name in vars(groups) if name.isupper() or name in ("mpu", "mesh_device")]
     return [
         *(getattr(groups, name) for name in sorted(names)),
@@ -78,7 +78,7 @@ def process_state() -> list[Any]:
 
 
 def fails(rank: int, job: Job, name: str) -> list[Any]:
-    """Return whether the process is as before, and what plain DeepSpeed makes of the same model after the failure."""
+    """Return whether the process is as before, and the results of plain DeepSpeed with the model of the failure."""
     deepspeed.init_distributed("gloo")
     torch.manual_seed(0)
     model, before = network(), process_state()
@@ -94,7 +94,7 @@ def fails(rank: int, job: Job, name: str) -> list[Any]:
     unchanged = [one is other or one == other for one, other in zip(before, after, strict=True)]
     plain = replace(job, section=None)
     if name in DEEPSPEED:
-        # DeepSpeed itself leaves hooks of half an engine on a model, with and without this package.
+        # A failure inside DeepSpeed leaves hooks on the model, with and without this package.
         torch.manual_seed(0)
         model = network()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=plain.config())
@@ -144,7 +144,7 @@ def refused_as(rank: int, job: Job) -> tuple[str, bool, int]:
 
 
 def test_a_refusal_leaves_no_division() -> None:
-    """Adam with amsgrad has no second moments for islands, which is known when the engine is there."""
+    """Adam with amsgrad has no second moments for islands. This is known only once the engine exists."""
     section = {**ISLANDS, "islands": {"size": 1, "second_moments": {}}}
     params = {"lr": 0.01, "amsgrad": True, "torch_adam": True}
     job = Job(1, section=section, extra={"optimizer": {"type": "Adam", "params": params}})
@@ -154,7 +154,7 @@ def test_a_refusal_leaves_no_division() -> None:
 
 
 def former_mpu(rank: int, job: Job) -> list[bool]:
-    """A process with a division of its own gets that back, when islands fail and when their engine ends."""
+    """Return whether the process gets back its own `mpu` after islands fail and when their engine ends."""
     deepspeed.init_distributed("gloo")
     groups.mpu = own = object()
     model = network()
@@ -173,7 +173,7 @@ def test_the_division_of_before_comes_back() -> None:
 
 
 def elastic_fails(rank: int, job: Job, ports: list[int], name: str) -> list[Any]:
-    """Fail once, then join rightly: no island of the failure is left with the coordinator."""
+    """Fail once, and then join successfully. The coordinator must keep no island of the failed attempt."""
     from deepspeed_compress.local_sgd.coordinator.client import status
 
     become_island(rank, 1, ports)

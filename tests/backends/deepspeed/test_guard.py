@@ -1,4 +1,4 @@
-"""Faults in mid-run: training survives, ranks decide alike, and the events say what happened."""
+"""Faults during training: training survives, ranks decide alike, and events describe what happened."""
 
 import math
 from dataclasses import replace
@@ -30,7 +30,7 @@ KINDS: dict[str, Job] = {
     ),
 }  # fmt: skip
 OFTEN = {"zero 0", "zero 2", "zero 3", "bf16 optimizer"}
-"""Others take part in long runs of the tests alone."""
+"""Kinds of engines in default runs. The others are tested only in long runs."""
 EVERY = pytest.mark.parametrize(
     "kind", [kind if kind in OFTEN else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )
@@ -45,14 +45,14 @@ def poison_nan(engine: Any, rank: int, step: int) -> float:
 
 
 def hot(engine: Any, rank: int, step: int) -> float:
-    """A learning rate of 100 times as much for 20 steps."""
+    """Multiply the learning rate by 100 for 20 steps."""
     for group in engine.optimizer.param_groups:
         group["lr"] = 1.0 if FAULT <= step < FAULT + 20 else 1e-2
     return 1.0
 
 
 def both(job: Job, disturb: Disturb) -> Story:
-    """The story of rank 0, when both ranks tell the same."""
+    """Return the story of rank 0 after checking that both ranks have the same one."""
     first, second = run_forks(2, live, job, disturb)
     assert first.events == second.events
     assert first.settings == second.settings
@@ -83,7 +83,7 @@ def test_exploding_gradients_are_skipped(kind: str) -> None:
     story = both(KINDS[kind], exploding)
     assert story.skipped == 3
     assert story.events[0] == f"{FAULT + 1} anomaly blockwise bits=4 -> none"
-    # The loss, which is known one step late, does not persist.
+    # The loss, which is known one step late, causes no further anomaly.
     anomalies = [event for event in story.events if " anomaly " in event]
     assert {int(event.split()[0]) for event in anomalies} == {FAULT + 1, FAULT + 2, FAULT + 3}
     assert not any("residuals_cleared" in event for event in story.events)
@@ -92,14 +92,14 @@ def test_exploding_gradients_are_skipped(kind: str) -> None:
 
 
 def live_steadily(rank: int, job: Job, disturb: Disturb, steps: int) -> list[Story]:
-    """Live through `steps` steps once for each seed; only the fault tells runs apart."""
+    """Train `steps` steps for each seed. Only the fault makes runs differ."""
     jobs = [replace(job, seed=seed) for seed in SEEDS]
     return [live_on(steady_data(rank, one)[:steps], rank, one, disturb) for one in jobs]
 
 
 @cache
 def steadily(kind: str, disturb: Disturb, steps: int) -> list[Story]:
-    """Return the stories of rank 0, which are those of rank 1 but for the losses."""
+    """Return the stories of rank 0. Those of rank 1 differ only in the losses."""
     first, second = run_forks(2, live_steadily, KINDS[kind], disturb, steps)
     assert [(one.events, one.settings, one.skipped) for one in first] == [
         (one.events, one.settings, one.skipped) for one in second
@@ -110,7 +110,7 @@ def steadily(kind: str, disturb: Disturb, steps: int) -> list[Story]:
 @EVERY
 @pytest.mark.parametrize("fault", [poison, pytest.param(poison_nan, marks=pytest.mark.slow)])
 def test_a_poisoned_residual_is_cleared_and_training_ends_as_without(kind: str, fault: Disturb) -> None:
-    """A step that is skipped is none: training without a fault ends alike after as many updates."""
+    """A skipped step does not count: training without a fault ends alike after as many updates."""
     stories, undisturbed = steadily(kind, fault, STEPS), steadily(kind, nothing, STEPS - 1)
     assert not any(story.events for story in undisturbed)
     for story in stories:
@@ -132,7 +132,7 @@ def test_a_learning_rate_gone_wild_is_survived(kind: str) -> None:
 
 
 def test_a_pipeline_decides_alike_in_all_stages() -> None:
-    """Two stages, two ranks each: the loss is known in the last stage alone."""
+    """There are two stages of two ranks each, and only the last stage knows the loss."""
     job = Job(1, GUARDED, stages=2, steps=24, poison=(16, 1))
     stories = run_forks(4, live_pipeline, job)
     assert len({tuple(events) for events, _ in stories}) == 1
@@ -147,7 +147,7 @@ def live_pipeline(rank: int, job: Job) -> tuple[list[str], int]:
 
 
 def synchronise(rank: int, job: Job) -> tuple[list[float], list[str], dict[str, list[float]]]:
-    """Squared norms of the residuals after each step, kinds of events, weights at the end."""
+    """Return squared norms of the residuals after each step, kinds of events, and final weights."""
     engine, norms = start(job), []
     for batch in data(rank, job):
         run(engine, [batch])
@@ -176,7 +176,7 @@ def test_a_full_synchronisation_empties_the_residuals(stage: int, gradients: dic
 
 
 def resume(rank: int, directory: str, job: Job) -> tuple[list[float], list[float], list[str], list[str]]:
-    """Losses and events after a checkpoint in the middle of a cool-down, of going on and of resuming."""
+    """Return losses and events after a checkpoint during a cool-down, when continuing and when resuming."""
     batches, half = data(rank, job), FAULT + 3
     engine = start(job)
     for step, (x, y) in enumerate(batches[:half]):
@@ -184,22 +184,22 @@ def resume(rank: int, directory: str, job: Job) -> tuple[list[float], list[float
     engine.save_checkpoint(directory)
     before = len(engine.compression.events)
     straight = run(engine, batches[half:])
-    told = [str(event) for event in engine.compression.events[before:]]
+    events = [str(event) for event in engine.compression.events[before:]]
     engine.destroy()
     engine = start(job)
     engine.load_checkpoint(directory)
     again = run(engine, batches[half:])
-    return straight, again, told, [str(event) for event in engine.compression.events]
+    return straight, again, events, [str(event) for event in engine.compression.events]
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_resuming_continues_the_schedule_and_the_guards_memory(stage: int, tmp_path: Path) -> None:
     schedule = {"ramp": {"steps": 40, "stages": [{"bits": 8}, {"bits": 4}]}}
     job = Job(stage, {"gradients": {"bits": 2}, "guard": GUARD, "schedule": schedule}, steps=50)
-    for straight, again, told, told_again in run_forks(2, resume, str(tmp_path), job):
+    for straight, again, events, events_again in run_forks(2, resume, str(tmp_path), job):
         assert straight == again
-        assert told == told_again
-        assert any("return" in event for event in told)
+        assert events == events_again
+        assert any("return" in event for event in events)
 
 
 def fall_behind(rank: int, directory: str, job: Job) -> list[str]:
@@ -229,7 +229,7 @@ def test_training_that_falls_behind_goes_back_to_the_last_checkpoint(tmp_path: P
 
 
 def learn(rank: int, disturb: Disturb) -> tuple[float, list[str]]:
-    """A small GPT on sequences that can be learned: the loss on others at the end, and events."""
+    """Train a small GPT on predictable sequences. Return the final held-out loss and the events."""
     engine = language.start(GUARDED, width=128)
     for step in range(200):
         language.train(engine, step, 4, disturb(engine, rank, step))

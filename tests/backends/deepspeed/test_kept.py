@@ -1,4 +1,4 @@
-"""What a checkpoint holds is what was there when it was saved, whatever the program does next."""
+"""A checkpoint holds the state at the time of the call, whatever the program does next."""
 
 import time
 from collections.abc import Callable
@@ -25,7 +25,7 @@ SECTION = {"gradients": {"bits": 4, "block_size": 32}}
 
 
 def change_weights(engine: Any) -> None:
-    """An average that is swapped in for an evaluation, weights that are clamped."""
+    """Change weights in place, as clamping or swapping in an average does."""
     for parameter in engine.module.parameters():
         getattr(parameter, "ds_tensor", parameter).data.mul_(0.5)
 
@@ -47,13 +47,13 @@ def set_states(engine: Any) -> None:
 
 
 def reset_states(engine: Any) -> None:
-    """Momentum begins anew, as where updates of low rank are merged."""
+    """Reset momentum, as programs that merge low-rank updates do."""
     for state in base(engine).state.values():
         state["exp_avg"].zero_()
 
 
 def write_masters(engine: Any) -> None:
-    """Weight decay by hand."""
+    """Apply weight decay to the master weights."""
     for group in base(engine).param_groups:
         for parameter in group["params"]:
             parameter.data.mul_(0.9)
@@ -67,7 +67,7 @@ CHANGES: tuple[Callable[[Any], None], ...] = (change_weights, set_masters, set_s
 
 
 def save_and_change(rank: int, directory: str, stage: int) -> None:
-    """By this package, whose copies end late, and by DeepSpeed."""
+    """Save with this package, whose copies are delayed here, and with DeepSpeed."""
     finish = Snapshot.finish
 
     def late(self: Snapshot) -> None:
@@ -79,7 +79,7 @@ def save_and_change(rank: int, directory: str, stage: int) -> None:
             one = Job(stage, {**SECTION, **more}, steps=len(CHANGES) + 1)
             engine, (first, *batches) = start(one), data(rank, one)
             run(engine, [first])
-            # What pads a part under ZeRO 3 is what memory held by chance.
+            # Under ZeRO 3, the padding of a part holds whatever was in memory.
             set_masters(engine)
             for change, batch in zip(CHANGES, batches, strict=True):
                 engine.save_checkpoint(f"{directory}/{name}", tag=change.__name__)
@@ -89,7 +89,7 @@ def save_and_change(rank: int, directory: str, stage: int) -> None:
 
 
 def tensors(found: Any, name: str = "") -> dict[str, torch.Tensor]:
-    """All in a file, by their place in it."""
+    """Return all tensors in a file by their place in it."""
     if isinstance(found, torch.Tensor):
         return {name: found}
     items = found.items() if isinstance(found, dict) else enumerate(found) if isinstance(found, list | tuple) else ()
@@ -111,7 +111,7 @@ def test_it_is_what_was_there_though_the_program_changes_it_at_once(tmp_path: Pa
 
 
 def sizes_of_calls(rank: int, directory: str, stage: int) -> tuple[int, ...]:
-    """Bytes that are pickled in the call, for a model whose tensors take 400 kB."""
+    """Return the number of bytes pickled in the call, for a model whose tensors take 400 kB."""
     kept: list[bytes] = []
     add = Snapshot.add
 
@@ -132,7 +132,10 @@ def sizes_of_calls(rank: int, directory: str, stage: int) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("stage", range(4))
 def test_tensors_are_not_pickled(tmp_path: Path, stage: int) -> None:
-    """Masters are slices that require gradients; pickled they are copied three times, and go through a pipe."""
+    """Master weights are slices that require gradients.
+
+    If pickled, they are copied three times and sent through a pipe.
+    """
     for sizes in run_forks(2, sizes_of_calls, str(tmp_path), stage, timeout=100):
         assert sizes
         assert max(sizes) < 50_000

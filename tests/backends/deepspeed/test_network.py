@@ -1,4 +1,4 @@
-"""A link that becomes slow in mid-run and recovers, on hosts whose links are really limited."""
+"""A link that becomes slow during a run and recovers, on hosts whose links are really limited."""
 
 import json
 import sys
@@ -12,17 +12,17 @@ from tests.support.hosts import measures_links
 
 PROGRAM = str(Path(__file__).with_name("network_rank.py"))
 STEPS, FALLS, RISES = 150, 40, 80
-"""Steps in all, and after which the rate falls and comes back."""
+"""Total number of steps, and the steps after which the rate falls and recovers."""
 FIXED = {"gradients": {"bits": 8}, "weights": {"bits": 4}}
 ADAPTIVE = {
     **FIXED,
-    # Early in training 4 bits are predicted to cost a tenth more steps, so the link must be worth more than that.
+    # Early in training, 4 bits are predicted to cost a tenth more steps, so the link must save more than that.
     "adaptive": {"probe_every": 20, "max_error": 0.6, "candidates": [{"bits": 4}, {"bits": 2}]},
 }
 
 
 def live(section: dict[str, Any], rates: dict[int, str]) -> list[dict[str, Any]]:
-    """What the ranks of two hosts say at the end; the rate is that of `rates` after so many steps."""
+    """Return the final lines of the ranks on two hosts. The rate of links changes after the steps in `rates`."""
     with Cluster(2, "1gbit") as cluster:
 
         def follow(line: str) -> None:
@@ -44,18 +44,18 @@ def bits(settings: str) -> int:
 @pytest.mark.timeout(900)
 @measures_links
 def test_settings_follow_a_link_that_becomes_slow_and_recovers() -> None:
-    # Other work on the machine may hide what the link does; it does not do so twice.
-    told = []
+    # Other load on the machine may hide the effect of the link, but hardly twice.
+    events = []
     for _ in range(2):
         first, second = live(ADAPTIVE, {FALLS: "20mbit", RISES: "1gbit"})
         assert first["events"] == second["events"]
         assert first["settings"] == second["settings"]
         assert {kind for _, kind, _, _ in first["events"]} <= {"adapt"}
         sizes = [bits(settings) for settings in first["settings"]]
-        told.append(first["events"])
+        events.append(first["events"])
         if sizes[FALLS - 1] > min(sizes[FALLS:RISES]) < sizes[-1]:
             break
     else:
-        pytest.fail(f"settings did not follow the link: {told}")
+        pytest.fail(f"settings did not follow the link: {events}")
     steady, _ = live(FIXED, {})
     assert first["loss"] == pytest.approx(steady["loss"], rel=0.01)

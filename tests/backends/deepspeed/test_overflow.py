@@ -18,7 +18,7 @@ SCALE = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale
 @pytest.mark.parametrize("section", [INT4, {"gradients": {"method": "topk", "density": 0.1, "block_size": 64}}])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_skipped_step_leaves_no_trace(stage, section):
-    """A NaN in one rank's batch: every rank skips, and what follows is as if the step had not been."""
+    """After a NaN in one rank's batch every rank skips the step, and training continues as if it had not happened."""
     section = {**section, "seed": 1}
     poisoned = Job(stage=stage, section=section, steps=5, poison=(2, 1), accumulation=2)
     without = Job(stage=stage, section=section, steps=5, skip=(2,), accumulation=2)
@@ -28,7 +28,7 @@ def test_skipped_step_leaves_no_trace(stage, section):
 
 
 def fp16_run(rank: int, stage: int, section: dict = INT4) -> list[dict]:
-    """Residual norm and loss scale after every step, a step with an infinite gradient among them."""
+    """Return residuals and loss scale before and after every step. One step has an infinite gradient."""
     get_accelerator().is_fp16_supported = lambda: True
     job = Job(stage=stage, section=section, extra={"fp16": SCALE}, steps=8)
     engine = start(job)
@@ -46,7 +46,7 @@ def fp16_run(rank: int, stage: int, section: dict = INT4) -> list[dict]:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_guard_takes_an_overflow_for_what_it_is(stage):
-    """It is no anomaly that a loss scale was too large; and nothing else changes."""
+    """A loss scale that was too large is not an anomaly, and a guard changes nothing else."""
     guarded, plain = run_forks(2, fp16_run, stage, {**INT4, "guard": {}}), run_forks(2, fp16_run, stage)
     for with_guard, without in zip(guarded, plain, strict=True):
         assert with_guard == without
@@ -64,7 +64,7 @@ def snapshot(engine) -> dict:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_residuals_follow_the_loss_scale(stage):
-    """The scale doubles after three good steps and halves after the overflow; powers of two are exact."""
+    """The scale doubles after three good steps and halves after the overflow. Powers of two are exact."""
     for rank in run_forks(2, fp16_run, stage):
         assert [step["skipped"] for step in rank] == [0, 0, 0, 0, 1, 1, 1, 1]
         scales = [step["after"]["scale"] for step in rank]
@@ -83,7 +83,7 @@ AUTOCAST = {
 
 
 def autocast_run(rank: int, *stages: int) -> list[list[dict]]:
-    """Residuals and torch's own scale before and after every step of fp16 autocast."""
+    """Return torch's own scale and that of the residuals after every step of fp16 autocast."""
     found = []
     for stage in stages:
         job = Job(stage=stage, section=INT4, extra=AUTOCAST, steps=4)
@@ -100,7 +100,7 @@ def autocast_run(rank: int, *stages: int) -> list[list[dict]]:
 
 
 def test_the_scale_of_fp16_autocast_is_seen():
-    """It grows after every second step, and memories are in its units from then on."""
+    """The scale grows after every second step, and residuals are in its units from then on."""
     for stages in run_forks(2, autocast_run, 1, 2, 3):
         for seen in stages:
             assert seen[-1]["scale"] > seen[0]["scale"]
@@ -112,10 +112,13 @@ EXPLODES = 14
 
 
 def explode(rank: int, stage: int, extra: dict) -> dict:
-    """A step whose gradient is far too large, and finite: what the guard, the loss scaler and the log say of it."""
+    """Train with a huge but finite gradient in one step.
+
+    Return the states of the loss scaler, the skipped steps, the anomalies, and the log.
+    """
     get_accelerator().is_fp16_supported = lambda: True
-    heard = Heard()
-    logger.addHandler(heard)
+    records = LogRecords()
+    logger.addHandler(records)
     job = Job(stage=stage, section=WATCHED, extra=extra, steps=EXPLODES + 4)
     engine, scalers = start(job), []
     for step, (x, y) in enumerate(data(rank, job)):
@@ -125,10 +128,10 @@ def explode(rank: int, stage: int, extra: dict) -> dict:
         scaler = vars(engine.optimizer.loss_scaler)
         scalers.append({key: value for key, value in scaler.items() if key.startswith("cur_")})
     events = [event.reason for event in engine.compression.events if event.kind == "anomaly"]
-    return {"scalers": scalers, "skipped": engine.skipped_steps, "events": events, "texts": heard.texts}
+    return {"scalers": scalers, "skipped": engine.skipped_steps, "events": events, "texts": records.texts}
 
 
-class Heard(logging.Handler):
+class LogRecords(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.texts: list[str] = []
@@ -144,7 +147,7 @@ LOW = {**SCALE, "initial_scale_power": 1, "loss_scale_window": 1000}
 @pytest.mark.parametrize("extra", [{"fp16": LOW}, {"bf16": {"enabled": True}}], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_step_that_the_guard_skips_is_no_overflow(stage, extra):
-    """The loss scale stays, the scaler does not count the step, and nobody speaks of an overflow."""
+    """The loss scale stays, the scaler does not count the step, and the log does not mention an overflow."""
     first, second = run_forks(2, explode, stage, extra)
     for rank in (first, second):
         assert rank["skipped"] == 1

@@ -1,4 +1,4 @@
-"""Buckets travel while backward goes on: they are sent off when they are full, and waited for at the end."""
+"""Buckets are sent when they are full, during backward, and awaited at the end."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ SMALL = {"reduce_bucket_size": 200}
 
 
 def count_waiting(rank: int, job: Job) -> list[int]:
-    """How many buckets are under way after each that is sent, and at the end of every step."""
+    """Return the number of pending buckets after each one is sent, and at the end of every step."""
     engine = start(job)
     later = engine.optimizer.reduce_ipg_grads.__self__
     reduce, waiting = engine.optimizer.gradient_reduction_w_predivide, []
@@ -23,7 +23,7 @@ def count_waiting(rank: int, job: Job) -> list[int]:
     def watched(bucket: torch.Tensor, *arguments: object) -> object:
         result = reduce(bucket, *arguments)
         if bucket.numel():
-            # Before a first gradient that fills a bucket alone DeepSpeed closes one that is empty.
+            # If the first gradient fills a bucket alone, DeepSpeed first closes an empty bucket.
             waiting.append(len(later.pending))
         return result
 
@@ -46,8 +46,10 @@ BUCKETS_3 = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 
 
 def watch_deferred(rank: int, job: Job) -> tuple[list[int], list[int]]:
-    """How many buckets of ZeRO 3 are under way after each that is sent, and at the end of every step; and how many
-    gradients then still hold memory."""
+    """Return the number of pending buckets after each one is sent and at the end of every step, under ZeRO 3.
+
+    Also return the number of gradients that still hold memory at the end of every step.
+    """
     engine = start(job)
     optimizer, waiting, held = engine.optimizer, [], []
     reduce, deferred = getattr(optimizer, BUCKETS_3), lambda: len(buckets_of(engine)._deferred)
@@ -67,12 +69,12 @@ def watch_deferred(rank: int, job: Job) -> tuple[list[int], list[int]]:
 
 
 def buckets_of(engine: Any) -> _Buckets:
-    """The one that is in the place of DeepSpeed's method: the function in the partial that `wrap` made."""
+    """Return the object behind the replacement of DeepSpeed's method, which `wrap` wrapped into a partial."""
     return engine.optimizer.independent_gradient_partition_epilogue.func.__self__
 
 
 def test_buckets_of_zero_3_wait_for_each_other_too() -> None:
-    """A weight comes before its bias here, so 31 x 12, 31, 31 x 17 and 17 elements make a bucket each."""
+    """A weight precedes its bias here, so 31 x 12, 31, 31 x 17 and 17 elements make a bucket each."""
     for waiting, held in run_forks(2, watch_deferred, Job(3, INT4, SMALL, steps=2)):
         assert waiting == [1, 2, 3, 4, 5, 0] * 2
         assert held == [0, 0]
@@ -112,7 +114,7 @@ def test_deferred_buckets_have_the_bits_of_those_that_are_waited_for_at_once() -
 
 
 def lane_of(rank: int, hierarchy: dict[str, int] | None) -> list[int]:
-    """The ranks of the group for messages downward."""
+    """Return the ranks of the group for messages from owners."""
     engine = start(Job(2, {"gradients": {**INT4["gradients"], "hierarchy": hierarchy}}, SMALL))
     reducer = engine.compression.reducer
     ranks = dist.get_process_group_ranks((reducer.across if hierarchy else reducer).link.downward)
@@ -140,7 +142,7 @@ def bucket_sizes(rank: int, stage: int) -> tuple[int, int]:
 
 
 class Free(Job):
-    """Without a bucket size of the user's."""
+    """Job whose configuration has no bucket size."""
 
     def config(self) -> dict[str, object]:
         config = super().config()

@@ -1,4 +1,4 @@
-"""Parameters dealt out over the ranks: the same training, and checkpoints that are DeepSpeed's own, both ways round."""
+"""Balanced ownership of parameters: training is unchanged, and checkpoints can be exchanged with DeepSpeed's."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,11 +22,11 @@ from tests.support.jobs import Job, data, network, run, run_pipeline, start, wei
 from tests.support.resuming import residuals_of
 
 RAW = {"gradients": {"method": "bf16", "overrides": [{"parameters": ".+", "method": "none"}]}}
-"""Our own exchange, in which nothing is compressed: DeepSpeed's bits."""
+"""Section of our own exchange without compression, which is bit-identical to DeepSpeed."""
 BALANCED = {**RAW, "ownership": "balanced"}
 INT4 = {"gradients": {"bits": 4, "block_size": 32}, "weights": {"bits": 4}, "ownership": "balanced"}
 UNCLIPPED = {"gradient_clipping": 0.0}
-"""The norm of all gradients is a sum whose order is that of the parameters in memory."""
+"""Configuration without clipping. The norm of all gradients is a sum in the order of the parameters in memory."""
 OFFLOAD = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 2}}
 KINDS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = MappingProxyType(
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*matches every parameter:deepsp
 
 
 def test_orders_are_permutations_and_level() -> None:
-    """Of any stretch of a model of equal layers, no rank owns more than twice its share and one parameter."""
+    """In any part of a model of equal layers, each rank owns at most twice its share plus one parameter."""
     layer = [400, 120, 500, 480, 4, 4, 4, 4]
     numels = [3000, 60, *layer * 12, 4]
     for ranks in (2, 3, 4):
@@ -93,7 +93,7 @@ def test_training_is_deepspeeds_to_the_bit(stage: int, kind: str) -> None:
 
 
 def saved(rank: int, one: Job, directory: str) -> dict[str, list[float]]:
-    """Two steps, a checkpoint, two more."""
+    """Train two steps, save a checkpoint, and train the others."""
     get_accelerator().is_fp16_supported = lambda: True
     engine, batches = start(one), data(rank, one)
     run(engine, batches[:2])
@@ -124,7 +124,7 @@ def test_checkpoints_go_both_ways(stage: int, kind: str, tmp_path: Path) -> None
 
 
 def files(directory: Path) -> list[Any]:
-    """What checkpoint files say of parameters, as lists."""
+    """Return the description of parameters in checkpoint files, as lists."""
     found = []
     for file in sorted(directory.rglob("*_states.pt")):
         loaded = torch.load(file, weights_only=False)
@@ -154,7 +154,7 @@ def test_compressed_training_resumes_to_the_bit(stage: int, tmp_path: Path) -> N
 
 
 def pipelined(rank: int, section: Mapping[str, Any] | None, directory: str) -> tuple[dict[str, list[float]], list[str]]:
-    """Two stages of two ranks each."""
+    """Train a pipeline of two stages with two ranks each."""
     one = job(1, section, accumulation=2, stages=2)
     engine = start(one)
     run_pipeline(engine, data(engine.grid.get_data_parallel_rank(), one))
@@ -171,13 +171,16 @@ def test_pipelines(tmp_path: Path) -> None:
 
 
 def states(directory: Path) -> list[Any]:
-    """Masters and states of the optimizer in the files of all ranks."""
+    """Return the master weights and optimizer states in the files of all ranks."""
     loaded = [torch.load(file, weights_only=False) for file in sorted(directory.rglob("*optim_states.pt"))]
     return [plain_data({**one["optimizer_state_dict"], "loss_scaler": None}) for one in loaded]
 
 
 def changed(rank: int, directory: str, *sections: Mapping[str, Any]) -> tuple[bool, list[float], Mapping[str, Any]]:
-    """Saved under the first section, gone on with under the second: whether memories are the same, losses, weights."""
+    """Save under the first section and continue under the second one.
+
+    Return whether the residuals are the same, the losses and the weights.
+    """
     first, second = (Job(2, section) for section in sections)
     engine = start(first)
     run(engine, data(rank, first))
@@ -190,7 +193,7 @@ def changed(rank: int, directory: str, *sections: Mapping[str, Any]) -> tuple[bo
 
 
 def test_ownership_may_change_in_mid_training(tmp_path: Path) -> None:
-    """Residuals of the new owners count exactly, and are gone afterwards; both ranks hold the same weights."""
+    """Residuals of the new owners are applied exactly and then removed. Both ranks hold the same weights."""
     contiguous = {**INT4, "ownership": "contiguous"}
     (same, losses, found), (other_same, _, others) = run_forks(2, changed, str(tmp_path), contiguous, INT4)
     assert same
@@ -210,8 +213,10 @@ GROUPS_OF = {"matrices": lambda parameter: parameter.ndim == 2, "vectors": lambd
 
 
 def grouped(rank: int, section: Mapping[str, Any] | None, directory: str) -> tuple[Any, ...]:
-    """Two parameter groups, one parameter frozen: masters by name, before and after loading what `plain`
-    had saved."""
+    """Train two parameter groups and a frozen parameter.
+
+    Return master weights by name before and after loading the checkpoint of `plain`, and weights.
+    """
     model = network()
     model[2].weight.requires_grad_(False)
     groups = [
@@ -231,7 +236,7 @@ def grouped(rank: int, section: Mapping[str, Any] | None, directory: str) -> tup
 
 
 def full(engine: Any) -> dict[str, Any]:
-    """The master weights that DeepSpeed's own function finds of each parameter."""
+    """Return the master weight that DeepSpeed's own function finds for each parameter."""
     return {
         name: safe_get_full_fp32_param(parameter).tolist()
         for name, parameter in engine.module.named_parameters()
@@ -240,7 +245,7 @@ def full(engine: Any) -> dict[str, Any]:
 
 
 def put_together(rank: int, directory: str) -> tuple[bool, bool]:
-    """Whether DeepSpeed's tool finds the masters in the files, and they are there again after loading."""
+    """Return whether DeepSpeed's tool finds the master weights in the files, and whether loading restores them."""
     engine, batches = start(job(1, INT4)), data(rank, Job(1))
     run(engine, batches)
     engine.save_checkpoint(directory)
@@ -273,7 +278,7 @@ def test_an_engine_made_without_it_is_refused() -> None:
 
 
 def attached_again(rank: int, job: Job) -> dict[str, list[float]]:
-    """Without feedback there is nothing that `detach` drops, so training goes on bit for bit."""
+    """Detach and attach again. Without error feedback, `detach` drops nothing, so training continues bit for bit."""
     engine, batches = start(job), data(rank, job)
     run(engine, batches[:2])
     deepspeed_compress.detach(engine)
@@ -303,7 +308,7 @@ def test_the_bf16_optimizer_is_refused() -> None:
 
 
 class _Rows(torch.optim.SGD):
-    """An optimizer with a state for each block of elements, as 8-bit optimizers have."""
+    """Optimizer with a state per block of elements, as 8-bit optimizers have."""
 
     def step(self, closure: Any = None) -> None:
         super().step()

@@ -1,4 +1,4 @@
-"""`communication.max_rate` on engines: bits stay the same, and what leaves does not exceed the cap."""
+"""`communication.max_rate` on engines: results have the same bits, and the sending rate does not exceed the cap."""
 
 import time
 from typing import Any
@@ -9,13 +9,13 @@ from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, weights
 
 RATE = 160_000
-"""Bits a second of a host with two processes: 10,000 bytes a second of each."""
+"""Bits per second of a host with two processes. Each process may send 10,000 bytes per second."""
 SECTION = {"gradients": {"bits": 8, "block_size": 32}}
 CAP = {"communication": {"max_rate": f"{RATE / 1000:g} kbit/s"}}
 
 
 def train(rank: int, *jobs: Job) -> list[tuple[dict[str, Any], int, float]]:
-    """Of each job: weights, bytes that left, and for how long they did."""
+    """Return weights, bytes sent and seconds of each job."""
     found = []
     for job in jobs:
         engine = start(job)
@@ -34,7 +34,7 @@ def test_bits_are_the_same_and_the_rate_is_the_cap(stage: int) -> None:
     capped = Job(stage, {**SECTION, **CAP}, {"reduce_bucket_size": 600}, steps=30)
     results = run_forks(2, train, free, capped)
     assert all(capped[0] == free[0] for free, capped in results)
-    # The first rank alone tells. On a slow machine training takes longer than that; the last message has no time yet.
+    # Only the first rank reports. A slow machine takes longer than that, and the last message is not paced.
     _, sent, seconds = results[0][1]
     assert sent
     assert sent / seconds < RATE / 8 / 2 * 1.1

@@ -1,4 +1,4 @@
-"""What is replaced on instances can be put back, in any depth, unless others have put something on top."""
+"""Replacements on instances can be removed, however deep, unless other code has replaced them since."""
 
 import inspect
 from typing import Any
@@ -11,7 +11,7 @@ from deepspeed_compress.session.patches import Patches
 
 class Engine:
     def step(self, size: int, *, scale: float = 1.0) -> float:
-        """Doc."""
+        """Return a constant."""
         return size * scale
 
 

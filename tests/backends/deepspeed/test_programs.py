@@ -1,4 +1,4 @@
-"""Programs that are right with DeepSpeed are right with the package, or refused by name before their first step."""
+"""Programs that are right with DeepSpeed are right with the package, or are refused by name before the first step."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.backends.deepspeed.programs.ranks import SECTIONS, run_tasks, tasks_o
 
 
 def unexpected(directory, stage: int, sections: tuple[str, ...]) -> list[str]:
-    """Every program of the stage that ended otherwise than it should, and how."""
+    """Return every program of the stage with an unexpected outcome, and this outcome."""
     tasks = tasks_of(PROGRAMS, stage, sections)
     results = dict(run_tasks(tasks, directory))
     outcomes = {task: found(task, results) for task in tasks}
@@ -30,6 +30,6 @@ def test_uncompressed_exchange(tmp_path, stage):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_section(tmp_path, stage):
-    """But the one of the test above."""
+    """Covers every section except that of the test above."""
     sections = tuple(name for name in SECTIONS if (stage, name) != (1, "raw"))
     assert unexpected(tmp_path, stage, sections) == []

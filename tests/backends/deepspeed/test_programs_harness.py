@@ -1,4 +1,4 @@
-"""The harness of programs sees what goes wrong, and keeps it to the program that it went wrong in."""
+"""The harness of programs detects faults, and isolates them to the program that causes them."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Random programs: what DeepSpeed alone can train is trained alike, to the bit where nothing is compressed."""
+"""Random programs that DeepSpeed alone can train are trained alike, bit for bit if nothing is compressed."""
 
 import tempfile
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.backends.deepspeed.programs.ranks import run_tasks, tasks_of
 from tests.support.properties import properties
 
 ALL = ("plain", "none", "raw", "4 bits")
-# Ranks start once for a list of programs, and what a program is made of is printed: nothing is gained by shrinking.
+# Ranks start once for a list of programs, and programs are printed in full, so shrinking would not help.
 in_lists = settings(properties, phases=[Phase.generate])
 
 

@@ -1,4 +1,4 @@
-"""SIGTERM, of which every engine of a process hears."""
+"""SIGTERM, which must reach every engine of a process."""
 
 import multiprocessing
 import os
@@ -12,7 +12,7 @@ from deepspeed_compress.backends.deepspeed.sigterm import SigtermHandler
 
 
 def test_the_handlers_of_all_engines_receive_the_signal(recwarn):
-    """A program may leave the first engine as it is, as Trainer does when it trains again."""
+    """A program may keep its first engine, as Trainer does when it trains again."""
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     first, second, third = SigtermHandler(), SigtermHandler(), SigtermHandler()
     try:
@@ -44,7 +44,7 @@ def listening() -> Iterator[SigtermHandler]:
 
 
 def test_sigterm_ends_forked_processes(listening: SigtermHandler) -> None:
-    """A DataLoader ends its workers that way."""
+    """A DataLoader ends its workers by SIGTERM."""
     helper = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
     helper.start()
     helper.terminate()

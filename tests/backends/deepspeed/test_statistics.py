@@ -1,4 +1,4 @@
-"""What is reported of a step: bytes from the layout alone, times, quality."""
+"""Statistics of a step: bytes derived from the layout, times, and quality of compression."""
 
 import itertools
 import math
@@ -35,7 +35,8 @@ def work(rank: int, job: Job) -> None:
 def test_bytes_follow_from_the_sizes(stage, tmp_path):
     found = lines(tmp_path, stage, {})
     assert [line["step"] for line in found] == [1, 2, 3, 4, 5, 6]
-    # Two ranks: a rank sends the half that the other one owns, for ZeRO 0 also its own half of the mean.
+    # With two ranks, a rank sends the half that the other one owns. Under ZeRO 0 it also sends its own half of the
+    # mean.
     messages = 2 if stage == 0 else 1
     predicted = messages * Blockwise(8, 32).payload_bytes(math.ceil(NUMEL / 2))
     assert all(abs(line["bytes_sent"] - predicted) <= 16 * messages for line in found)
@@ -53,7 +54,7 @@ def test_sampled_cosine_and_interval(tmp_path):
 
 
 def busy(rank: int) -> list[list[float]]:
-    """What measured steps are told, while other sums go on."""
+    """Return the busy times of measured steps while other sums run."""
     deepspeed.init_distributed("gloo")
     times, found = BusyTimes(torch.device("cpu")), []
     for milliseconds in (None, 10.0 + rank, 20.0 - rank, 5.0):
@@ -75,7 +76,7 @@ def test_lines_have_the_busy_times_of_the_line_before(tmp_path):
 
 
 def test_micro_steps_add_up(tmp_path):
-    """ZeRO 2 reduces in every micro-step, ZeRO 1 once a step."""
+    """ZeRO 2 reduces in every micro-step, ZeRO 1 once per step."""
     twice = lines(tmp_path / "two", 2, {}, accumulation=2)[0]["bytes_sent"]
     once = lines(tmp_path / "one", 1, {}, accumulation=2)[0]["bytes_sent"]
     assert twice == pytest.approx(2 * once, abs=64)
@@ -91,14 +92,14 @@ METHODS = {
     "two levels": (0, {**TWO_NODES, "hierarchy": {"ranks_per_node": 2, "inside": {"method": "blockwise"}}}),
     "two levels, dense inside": (2, TWO_NODES),
 }
-"""ZeRO stage, and the section's gradients."""
+"""ZeRO stage and settings of gradients, by name."""
 FIRST_LAYERS = [{"parameters": "^[02][.]", "method": "none"}]
-"""More than half of the model, so that some of it belongs to the rank that does not report."""
+"""Overrides for more than half of the model, so that some of it belongs to the rank that does not report."""
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_what_stays_uncompressed(method, tmp_path):
-    """All of a dense step, some of another, and more where layers are excluded."""
+    """A dense step sends everything uncompressed. Other steps send less, but more if layers are excluded."""
     optimizer = {"type": "AdamW", "params": {"betas": [0.0, 0.95], "torch_adam": True}}
     shared = {"ranks": 4 if "levels" in method else 2, "steps": 2, "extra": {"optimizer": optimizer}}
     stage, settings = METHODS[method]
@@ -111,7 +112,7 @@ def test_what_stays_uncompressed(method, tmp_path):
 
 
 def test_uncompressed_gradients_to_the_byte(tmp_path):
-    """Between two ranks an element crosses once to its owner, and for ZeRO 0 once back: 51 biases, 4 bytes each."""
+    """With two ranks, an element is sent once to its owner, and under ZeRO 0 once back: 51 biases of 4 bytes each."""
     gradients = {"bits": 8, "block_size": 32, "min_numel": 0, "overrides": [{"parameters": "bias$", "method": "none"}]}
     [found] = lines(tmp_path, 0, {}, gradients, steps=1)
     assert found["bytes_raw"] == 4 * (31 + 17 + 3)
@@ -131,7 +132,7 @@ def test_events_for_deepspeeds_monitor(tmp_path):
 
 
 def stop_and_resume(rank: int, job: Job, directory: str) -> None:
-    """Seven steps, a checkpoint after four of them; then from there two more, in another engine."""
+    """Train seven steps, save after four of them, and train two more from there in another engine."""
     batches = data(rank, job)
     engine = start(job)
     run(engine, batches[:4])
@@ -145,7 +146,7 @@ def stop_and_resume(rank: int, job: Job, directory: str) -> None:
 
 @pytest.mark.parametrize("gradients", [{"bits": 8}, {"method": "none"}], ids=["8 bits", "none"])
 def test_a_resumed_run_keeps_its_name_and_a_new_one_in_the_same_place_has_another(gradients, tmp_path):
-    """Also where nothing of compression is in the checkpoint."""
+    """This also holds if the checkpoint has no compression state."""
     statistics = tmp_path / "statistics"
     section = {"gradients": gradients, "monitor": {"path": str(statistics)}}
     run_forks(2, stop_and_resume, Job(2, section, steps=8), str(tmp_path / "checkpoints"))
@@ -160,14 +161,14 @@ def test_a_resumed_run_keeps_its_name_and_a_new_one_in_the_same_place_has_anothe
 
 
 def without_a_place(rank: int, job: Job, file: str) -> tuple[list[float], list[str]]:
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         losses = run(start(job), data(rank, job))
-    return losses, [str(one.message) for one in told if file in str(one.message)]
+    return losses, [str(one.message) for one in caught if file in str(one.message)]
 
 
 def test_statistics_that_cannot_be_written_stop_no_rank(tmp_path):
-    """A file where the directory should be: one warning on the rank that writes, and the same training."""
+    """The path is a file. There is one warning on the rank that writes, and training is unchanged."""
     file = tmp_path / "file"
     file.write_text("")
     schedule = {"ramp": {"steps": 4, "stages": [{"bits": 8}, {"bits": 4}]}}
@@ -177,12 +178,12 @@ def test_statistics_that_cannot_be_written_stop_no_rank(tmp_path):
     )
     found = run_forks(2, without_a_place, Job(2, {**section, "monitor": {"path": str(file)}}, steps=6), str(file))
     assert [losses for losses, _ in found] == [losses for losses, _ in there]
-    assert [len(told) for _, told in found] == [1, 0]
+    assert [len(texts) for _, texts in found] == [1, 0]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_ratio_of_all_traffic_has_weights_in_it(stage, tmp_path):
-    """Compressed or not, what DeepSpeed alone sends is the same."""
+    """DeepSpeed alone sends the same bytes in both cases."""
     section = {"gradients": {"bits": 8, "block_size": 32}}
     zero = {"reduce_bucket_size": 10**6}
     alone = []
@@ -209,5 +210,5 @@ def largest(rank: int) -> list[float]:
 
 
 def test_what_is_not_finite_on_one_rank_is_not_finite_on_all() -> None:
-    """An infinite norm must not become the largest finite number, which passes for a norm."""
+    """An infinite norm must not become the largest finite number, which would pass as a norm."""
     assert run_forks(2, largest) == [[math.inf, math.inf, 2.0, 1.0]] * 2

@@ -1,4 +1,4 @@
-"""On GPUs buckets are reduced on a stream of their own: nobody reads, writes or frees too early, and no host waits."""
+"""Buckets on a stream of their own on GPUs: no data race, no memory freed too early, and no wait on the host."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,7 +18,7 @@ from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start
 
 ZERO = {"reduce_bucket_size": 200, "overlap_comm": True}
-"""Gradients of 31 x 12 and 31 x 17 elements are larger than a bucket."""
+"""ZeRO settings with a bucket size below the 31 x 12 and 31 x 17 elements of gradients."""
 INT4 = {"bits": 4, "block_size": 32}
 TOPK = {"method": "topk", "density": 0.1, "block_size": 64}
 POWERSGD = {"method": "powersgd", "rank": 2}
@@ -55,8 +55,10 @@ def test_streams_wait_for_each_other(stage: int) -> None:
 
 
 def test_under_zero_3_no_race_comes_to_those_of_deepspeed() -> None:
-    """DeepSpeed gathers weights on a stream that does not wait for the optimizer's; where a program reads the loss, the
-    host does."""
+    """DeepSpeed gathers weights on a stream that does not wait for the optimizer's.
+
+    Programs that read the loss wait on the host.
+    """
     assert run_forks(2, races, JOBS[3]) == [[GATHER], [GATHER]]
     assert all(GATHER in found for found in run_forks(2, races, [replace(job(3, INT4), section=None)]))
 
@@ -73,7 +75,7 @@ def unawaited() -> Any:
 
 
 def freed() -> Any:
-    """What a message is made of is forgotten when it is on its way."""
+    """Drop the references to the buffers of a message while it is being sent."""
     begin = PayloadReducer._start
 
     def forgetful(*args: Any) -> Any:
@@ -103,7 +105,7 @@ def test_what_is_left_out_is_found(fault: Callable[[], Any], found: str) -> None
 
 
 def saving(rank: int, stage: int, directory: str) -> list[str]:
-    """Races of steps that change what is being saved."""
+    """Return the races of steps that change state while it is being saved."""
     from tests.support.cuda_paths import on_streams
 
     one = job(stage, INT4, checkpointing={"directory": f"{directory}/disk", "every": 1})
@@ -120,7 +122,7 @@ def test_saving_brings_no_race(tmp_path: Path) -> None:
 
 
 def copies_in_turn(rank: int) -> list[dict[str, None]]:
-    """Races of what is written after copies have begun: with the wait for them, and without."""
+    """Return the races of writes after copies have started, with and without the wait for the copies."""
     from tests.support.cuda_paths import on_streams
 
     found = []
@@ -149,7 +151,7 @@ ALLOWED = {
 
 
 def waiting(rank: int, jobs: list[Job], directory: str) -> list[set[str]]:
-    """What waits in steps that are not measured, the first one aside: it makes tables and memories."""
+    """Return the waits in unmeasured steps. The first step is excluded, because it creates tables and buffers."""
     from tests.support.cuda_paths import on_streams
     from tests.support.host_waits import HostWaits
 
@@ -177,11 +179,11 @@ def test_no_host_waits_in_a_step_that_is_not_measured(stage: int, tmp_path: Path
 
 NORM = "session/residual_state.py:residual_norm: tolist"
 COPY = "session/observer.py:figures: tolist"
-"""Of a copy on the host, which the measured step before has begun."""
+"""Read of a copy on the host that the measured step before has started."""
 
 
 def measured(rank: int, jobs: list[Job], directory: str) -> list[tuple[dict[str, int], int]]:
-    """How often what waits in measured steps, the first two aside, and how many these are."""
+    """Return the waits in measured steps by place, except in the first two steps, and the number of these steps."""
     from tests.support.cuda_paths import on_streams
     from tests.support.host_waits import HostWaits
 
@@ -201,7 +203,7 @@ def measured(rank: int, jobs: list[Job], directory: str) -> list[tuple[dict[str,
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_measured_step_waits_once_on_the_rank_that_reports(stage: int, tmp_path: Path) -> None:
-    """What weights and means remember besides gradients is no reason to wait again."""
+    """Residuals of weights and means cause no additional waits."""
     jobs = [one for one in JOBS[stage] if "guard" not in one.section]
     first, second = run_forks(2, measured, jobs, str(tmp_path))
     for (times, steps), (others, _) in zip(first, second, strict=True):

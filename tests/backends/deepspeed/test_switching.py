@@ -1,4 +1,4 @@
-"""Settings that take turns in mid-run: PowerSGD, blockwise and settings of weights, over the same memories."""
+"""Settings that alternate during a run: PowerSGD, blockwise and settings of weights, with the same residuals."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -29,10 +29,10 @@ THREE = {"method": "sign", "levels": 3, "block_size": 64}
 ADAPTIVE = {"probe_every": 2, "candidates": [{"bits": 2}, RANK2, RANK4]}
 OF_WEIGHTS = {**ADAPTIVE, "weights": [{"method": "none"}, {"bits": 8}, {"bits": 3}, THREE]}
 SLOW = 100.0
-"""Seconds of the codec of everything that is not to be chosen."""
+"""Codec seconds of every candidate that is not to be chosen."""
 GRADIENTS = {2: "powersgd rank=2", 5: "blockwise bits=2", 8: "powersgd rank=4", 11: "none", 14: "powersgd rank=2"}
 WEIGHTS = {2: "sign levels=3", 5: "none", 8: "blockwise bits=3", 11: "blockwise bits=8", 14: "sign levels=3"}
-"""What is chosen after these steps, each of which is measured."""
+"""Settings chosen after these steps, all of which are measured."""
 STEPS = 17
 
 
@@ -41,7 +41,7 @@ def wanted(table: Mapping[int, str], step: int) -> str:
 
 
 def steer(engine: Any) -> None:
-    """Let measurements say that other candidates are slow."""
+    """Replace measurements, so that all candidates except the intended one are slow."""
     prober, adaptive = engine.compression._inputs.prober, engine.compression.policy.adaptation.adaptive
     measure = prober.measure
 
@@ -51,7 +51,7 @@ def steer(engine: Any) -> None:
         slow = tuple(SLOW * (brief(one) != wanted(GRADIENTS, step)) for one in adaptive.candidates)
         weights = tuple(SLOW * (brief(one) != wanted(WEIGHTS, step)) for one in adaptive.weights)
         costs = WeightCosts(seen.weights.sizes, weights if len(weights) > 1 else (0.0,), seen.weights.overlap)
-        # Shares of a codec's time follow bytes.
+        # The shares of parameters in a codec's time are proportional to their bytes.
         ones = tuple((1.0,) * len(row) for row in seen.sizes)
         return replace(seen, codec_seconds=slow, sizes=ones, weights=costs, step=0.1)
 
@@ -59,7 +59,7 @@ def steer(engine: Any) -> None:
 
 
 def begin(job: Job) -> Any:
-    # Reductions without ZeRO begin early in buckets of this size at least.
+    # Overlapped reductions without ZeRO require buckets of at least this size.
     early.SMALLEST_BUCKET = 100
     engine = start(job)
     steer(engine)
@@ -76,7 +76,7 @@ def follow(engine: Any, batches: Any) -> tuple[list[float], list[str]]:
 
 
 def switch(rank: int, job: Job, directory: str, saved: int) -> tuple[Any, Any, Any]:
-    """What came of going on after a save, and of a new engine that loaded it."""
+    """Return the results of continuing after a save, and of a new engine that loads it."""
     batches, first = data(rank, job), begin(job)
     before = follow(first, batches[:saved])[1]
     first.save_checkpoint(directory)
@@ -99,7 +99,7 @@ def job(stage: int, **zero: Any) -> Job:
 @pytest.mark.parametrize("saved", [6, 9, 12])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_resumed_run_takes_the_same_turns_with_the_same_bits(stage: int, saved: int, tmp_path: Path) -> None:
-    """Saved under another method than the one that comes next, whose factors must be in the state."""
+    """The method at the save differs from the next one, whose factors must be in the saved state."""
     found = run_forks(2, switch, job(stage), str(tmp_path), saved)
     before, went_on, resumed = found[0]
     assert went_on == resumed
@@ -107,7 +107,7 @@ def test_a_resumed_run_takes_the_same_turns_with_the_same_bits(stage: int, saved
     assert went_on[2] == found[1][1][2]
     settings = [*before, *went_on[1]]
     assert [settings[step].split(", ")[0] for step in GRADIENTS] == [*GRADIENTS.values()]
-    # Where no gradient is compressed, nothing is.
+    # Weights are uncompressed if gradients are.
     of_weights = {step: "none" if GRADIENTS[step] == "none" else text for step, text in WEIGHTS.items()}
     assert stage in (0, 3) or [settings[step].split(", ")[1] for step in WEIGHTS] == [*of_weights.values()]
 
@@ -130,7 +130,7 @@ FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "lo
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_step_that_is_not_finite_is_skipped_in_the_middle_of_turns(stage: int) -> None:
-    """The poisoned step is one that is measured: it changes nothing, and the next one is measured."""
+    """The step with the NaN is a measured one. It changes nothing, and the next step is measured."""
     first, second = run_forks(2, fp16, replace(job(stage), extra=FP16, poison=(4, 1)))
     assert first == second
     settings, parameters, count = first
@@ -146,7 +146,10 @@ def fp16(rank: int, job: Job) -> tuple[list[str], dict[str, list[float]], int]:
 
 
 def test_a_gradient_that_is_not_finite_is_so_on_all_ranks_whatever_is_in_force() -> None:
-    """In fp32 without ZeRO nothing skips the step: ranks go on alike, and what is not known chooses nothing."""
+    """In fp32 without ZeRO no step is skipped.
+
+    Ranks must decide alike, and unknown figures must not choose anything.
+    """
     first, second = run_forks(2, skipped, replace(job(0), poison=(3, 0)))
     assert first[0] == second[0]
     assert repr(first[1]) == repr(second[1])
@@ -170,7 +173,7 @@ TURNS = ({"bits": 2}, RANK2, {"bits": 4, "block_size": 32}, RANK4, {"method": "s
 
 
 def take_turns(everywhere: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums over all steps of what ranks put in and of what came out, with a step at the end that sends all memories."""
+    """Return the sums over all steps of inputs and of outputs, with a last step that sends all residuals."""
     partition, ranks, steps = even_partition(SIZES, 3), 3, 5
 
     def work(group: Any, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -201,7 +204,7 @@ def take_turns(everywhere: bool) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def waiting(stores: ResidualStores, names: tuple[str, ...]) -> list[float]:
-    """What residuals hold of the parameters `names`."""
+    """Return the largest residuals of the parameters `names`."""
     kept = (store for name, store in stores.by_name.items() if name != "factors")
     return [float(values.abs().max()) for store in kept for piece, values in store.items() if piece[0] in names]
 
@@ -211,8 +214,10 @@ EXACT = {"error_feedback": {"dtype": "fp32"}}
 
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_nothing_is_lost_when_methods_take_turns(everywhere: bool) -> None:
-    """What goes in comes out, to rounding, once memories have been sent: vectors, matrices, means. What others have
-    left of vectors does not wait until PowerSGD, which sends them as they are, is over."""
+    """The sum of outputs equals the sum of inputs up to rounding once residuals were sent.
+
+    Residuals of vectors from other methods must not wait for the end of PowerSGD, which sends vectors uncompressed.
+    """
     put, came = take_turns(everywhere)
     torch.testing.assert_close(came, put, atol=2e-5, rtol=0)
 
@@ -236,7 +241,7 @@ def test_factors_follow_no_loss_scale_and_stay_on_the_accelerator() -> None:
 
 
 def bytes_of_steps(rank: int, job: Job) -> tuple[dict[str, int], dict[str, int], dict[str, float], dict[str, float]]:
-    """Bytes that this rank sends in a step, of gradients and of weights, by settings; and those said of candidates."""
+    """Return the bytes of gradients and weights that this rank sends per step, by settings, and the predicted ones."""
     engine = begin(job)
     session, policy = engine.compression, engine.compression.policy
     observe, gradients, of_weights = policy.observe, {}, {}
@@ -257,7 +262,7 @@ def bytes_of_steps(rank: int, job: Job) -> tuple[dict[str, int], dict[str, int],
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_bytes_that_are_predicted_are_those_that_are_sent(stage: int) -> None:
-    """Means over ranks. Short messages have fields and blocks that are not full, which factors do not."""
+    """Compares means over ranks. Short messages have headers and incomplete blocks, which factors do not have."""
     found = run_forks(2, bytes_of_steps, replace(job(stage), accumulation=2, steps=STEPS))
     said, said_of_weights = found[0][2:]
     gradients, of_weights = (
@@ -272,7 +277,7 @@ def test_the_bytes_that_are_predicted_are_those_that_are_sent(stage: int) -> Non
 
 
 def usual(rank: int, job: Job, threads: int) -> tuple[list[str], list[str], dict[str, list[float]]]:
-    """Settings of each step, and the candidates of gradients, with candidates and measurements as they come."""
+    """Return settings by step, candidates and weights, with default candidates and real measurements."""
     torch.set_num_threads(1 + rank * threads)
     engine = start(job)
     candidates = [brief(one) for one in engine.compression.policy.adaptation.adaptive.candidates]
@@ -316,7 +321,7 @@ PHASES = {
 
 
 def by_schedule(rank: int, job: Job, directory: str) -> list[Any]:
-    """What came of twelve steps, and of the last seven of them after loading; settings by step."""
+    """Return the weights after twelve steps, also with a resume after five steps, and the settings by step."""
     batches, engine, settings = data(rank, job), start(job), []
     for step, batch in enumerate(batches):
         settings.append(brief(engine.compression.weights))

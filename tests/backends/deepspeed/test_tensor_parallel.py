@@ -1,4 +1,4 @@
-"""AutoTP beside compression: what tensor-parallel ranks hold in common stays equal to the bit."""
+"""AutoTP with compression: parameters that tensor-parallel ranks share stay bit-identical."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.support.jobs import Job
 
 
 def train_llama(rank: int, stage: int) -> tuple[dict[str, list[float]], list[str], int]:
-    """Parameters of the rank after three steps, the names of those that went uncompressed, and bytes of a step."""
+    """Return the parameters after three steps, the names of the uncompressed ones, and the number of parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -19,7 +19,7 @@ def train_llama(rank: int, stage: int) -> tuple[dict[str, list[float]], list[str
     config = Job(stage=stage, section=section).config()
     engine, *_ = deepspeed_compress.initialize(model=model, model_parameters=model.parameters(), config=config)
     reducer = engine.compression.reducer
-    # Tensor-parallel neighbors read the same batch.
+    # Tensor-parallel ranks read the same batch.
     generator = torch.Generator().manual_seed(engine.data_parallel_group.rank())
     for _ in range(3):
         tokens = torch.randint(0, 64, (3, 8), generator=generator)

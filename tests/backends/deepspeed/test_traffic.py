@@ -1,4 +1,4 @@
-"""Bytes of every kind of traffic, against what torch's communication operators are given while a step runs."""
+"""Bytes of every kind of traffic, compared with the arguments of torch's communication operators during a step."""
 
 import gc
 import json
@@ -37,17 +37,20 @@ LLAMA = {
     **NAMES,
 }
 QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True}
-"""Its norms see the heads of one rank, so that AutoTP sums their gradients."""
+"""Model whose norms see the heads of a single rank, so that AutoTP sums their gradients."""
 MICRO, LENGTH, ACCUMULATION = 2, 8, 2
 STAGES = "stages"
-"""In place of the name of a group: messages in the world group, which only stages send each other."""
+"""Stand-in for a group's name: point-to-point messages in the world group, which only pipeline stages send."""
 CONTROL = 8
-"""No tensor of the models is that small; norms, losses and flags are, and the tables that ranks compare."""
+"""Number of elements below that of any tensor of the models. Norms, losses, flags and compared tables are smaller."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """`layout`: (pipeline, tensor, data). `direct`: loss.backward() in place of engine.backward(loss)."""
+    """Layout (pipeline, tensor, data) and settings of a run.
+
+    `direct` uses loss.backward() instead of engine.backward(loss).
+    """
 
     layout: tuple[int, int, int]
     model: Mapping[str, Any]
@@ -59,7 +62,7 @@ class Case:
 
 
 class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Every communication operator that torch runs: bytes that this rank sends, by (group, elements of the tensor)."""
+    """Recorder of all communication operators of torch: bytes sent by this rank, by (group, elements of the tensor)."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -72,7 +75,7 @@ class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
             group = dist.ProcessGroup.unbox(groups[0])
             tensor = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
             tensor = tensor if isinstance(tensor, torch.Tensor) else tensor[0]
-            # What ranks compare at the end, in the same group where layers are split between all: bytes, busy times.
+            # Leave out the comparison of bytes and busy times at the end, which may use the same group as split layers.
             if tensor.dtype in (torch.int64, torch.float64) and operator in ("allgather_", "allreduce_"):
                 return func(*args, **(kwargs or {}))
             alone = operator == "send" and group is dist.group.WORLD
@@ -90,11 +93,14 @@ RING: Mapping[str, Callable[[int, int], int]] = {
     "send": lambda size, ranks: size,
     "recv_": lambda size, ranks: 0,
 }
-"""The tensor is that of the first argument: of all_gather the whole, of the list form one of its parts."""
+"""Bytes that a rank sends by operator.
+
+The size is that of the first argument: the whole for all_gather, a part for lists.
+"""
 
 
 def by_kind(wire: Wire, engine: Any) -> dict[str, int]:
-    """What went over the wire, by kind of traffic. Anything else is smaller than any tensor of the model."""
+    """Return the recorded bytes by kind of traffic. All other messages are smaller than any tensor of the model."""
     kinds = kinds_of_groups(engine)
     found = dict.fromkeys(("data", "pipeline", "tied", "tensor"), 0)
     for (group, numel), size in wire.sent.items():
@@ -166,7 +172,7 @@ def evaluate(engine: Any) -> None:
 
 
 def surveyed(engine: Any) -> list[Sizes]:
-    """Will hold what this rank has counted, an entry a measured step."""
+    """Return a list that receives this rank's counts of each measured step."""
     counted: list[Sizes] = []
     reporter = engine.compression._records.reporter
     survey = reporter._byte_report
@@ -180,7 +186,7 @@ def surveyed(engine: Any) -> list[Sizes]:
 
 
 def watch(rank: int, case: Case, file: Path, monitor: Path) -> list[tuple[dict[str, int], Sizes]]:
-    """(what the wire saw, what the meter counted) in each of three steps, with an evaluation before every one."""
+    """Return recorded and counted bytes of three steps, with an evaluation before each step."""
     engine = make_engine(case, file, monitor)
     counted, seen = surveyed(engine), []
     for _ in range(3):
@@ -228,10 +234,10 @@ def test_every_kind_is_what_the_wire_sees(tmp_path: Path, case: Case) -> None:
 
 
 def interleaved(rank: int, file: Path, monitor: Path) -> tuple[list[int], list[int]]:
-    """Bytes of two engines whose layers are split between the same ranks: one after the other, then mixed."""
+    """Return the bytes of two engines on the same tensor-parallel ranks, one after the other and interleaved."""
     engines = [make_engine(Case((1, 2, 1), LLAMA, section=DENSE), file, monitor) for _ in range(2)]
     engines[1].module.model.layers = engines[1].module.model.layers[:1]
-    for engine in engines:  # In the first step DeepSpeed checks more.
+    for engine in engines:  # DeepSpeed makes additional checks in the first step.
         train(engine, direct=False)
     tables = [surveyed(engine) for engine in engines]
     for engine in engines:
@@ -262,8 +268,8 @@ def own_methods() -> bool:
 
 
 def undone(rank: int, file: Path) -> list[bool]:
-    """Whether the backend is DeepSpeed's own: before, with two engines, with one, with none."""
-    # Hooks in autograd hold DeepSpeed's ZeRO optimizers, and what was trained, until their engine is destroyed.
+    """Return whether the backend is DeepSpeed's own: before, with two engines, with one, and with none."""
+    # Hooks in autograd keep DeepSpeed's ZeRO optimizers and parameters alive until their engine is destroyed.
     case = Case((2, 1, 1), GPT2, stage=0, section=DENSE)
     deepspeed.init_distributed("gloo")
     found = [own_methods()]
@@ -279,7 +285,7 @@ def undone(rank: int, file: Path) -> list[bool]:
 
 
 def test_the_backend_is_given_back(tmp_path: Path) -> None:
-    """An engine leaves when it is destroyed, or when nobody has it any more."""
+    """An engine leaves when it is destroyed or garbage-collected."""
     file = tmp_path / "model.json"
     file.write_text(json.dumps(GPT2))
     assert run_forks(2, undone, file) == [[True, False, False, True]] * 2
@@ -297,7 +303,7 @@ def test_nothing_is_touched_without_such_traffic(tmp_path: Path) -> None:
 
 
 def seldom(rank: int, file: Path, monitor: Path) -> int:
-    """How often ranks compare in four steps when every second one is measured."""
+    """Return the number of comparisons in four steps when every second one is measured."""
     engine = make_engine(Case((2, 1, 1), GPT2, section=DENSE, every=2), file, monitor)
     surveys = surveyed(engine)
     for _ in range(4):

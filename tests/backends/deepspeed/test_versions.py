@@ -1,4 +1,4 @@
-"""Differences between versions of DeepSpeed: forms of seams, and adapters. Each version is really run by a study."""
+"""Differences between versions of DeepSpeed: signatures of seams, and adapters. A study runs each version."""
 
 from itertools import chain
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""How many functions stand between DeepSpeed's seam and the wire: few enough to be read at one sitting."""
+"""Number of functions between DeepSpeed's seam and the wire. It must stay small enough to read at once."""
 
 import sys
 from types import FrameType
@@ -15,7 +15,7 @@ Function = tuple[str, str]
 
 
 class Trace:
-    """Functions of the package that are on the stack when a message is encoded, and when it is sent."""
+    """Functions of the package on the stack when a message is encoded, and when it is sent."""
 
     def __init__(self) -> None:
         self.way: dict[Function, None] = {}
@@ -31,7 +31,7 @@ class Trace:
 
 
 def stack(frame: FrameType | None) -> Any:
-    """The functions of the package that are running, the innermost first; comprehensions belong to theirs."""
+    """Yield the running functions of the package, innermost first. Comprehensions belong to their function."""
     while frame is not None:
         _, found, file = frame.f_code.co_filename.rpartition("/deepspeed_compress/")
         name = frame.f_code.co_qualname.partition(".<locals>")[0]
@@ -41,7 +41,7 @@ def stack(frame: FrameType | None) -> Any:
 
 
 def way_to_the_wire(rank: int, stage: int) -> list[Function]:
-    """Of the first message of a step after some others, when early reductions have begun."""
+    """Return the functions of the first message of a step after some others, with overlapped reductions."""
     section = {"gradients": {"method": "topk", "density": 0.1}}
     job, trace = Job(stage=stage, section=section, steps=5), Trace()
     engine, batches = start(job), data(rank, job)

@@ -1,7 +1,7 @@
-"""Compressed weights in every engine that sends some: replicas equal to the bit, learning, saving, skipped steps."""
+"""Compressed weights in every engine that sends weights: bit-identical replicas, learning, saving, skipped steps."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
@@ -63,17 +63,20 @@ PIPELINES: Mapping[str, Job] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Setting:
-    """How weights are sent. `raw`: every parameter uncompressed, but in our messages."""
+    """Settings of sending weights. `raw` sends every parameter uncompressed in our messages."""
 
-    codec: Codec = Codec(INT8)  # noqa: RUF009
+    codec: Codec = field(default_factory=lambda: Codec(INT8))
     raw: bool = False
     dense_steps: int = 0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Losses; after every step: the bits of all weights, and how far the own part is from its masters, how far the
-    masters went and how many bytes left; at the end the parameters."""
+    """Results of a run.
+
+    After every step, `bits` holds all weights, `errors` the largest distance of the own weights from the master
+    weights, `moves` the largest change of the master weights, and `sent` the bytes sent.
+    """
 
     losses: list[float]
     bits: list[bytes]
@@ -103,28 +106,28 @@ def attached(engine: Any, setting: Setting) -> tuple[Weights, Meter]:
 
 
 def masters(engine: Any) -> list[torch.Tensor]:
-    """Copies of the rank's own masters, one a parameter group."""
+    """Return copies of the rank's own master weights, one per parameter group."""
     optimizer = engine.optimizer
     name = "fp32_groups_flat_partition" if hasattr(optimizer, "bf16_groups") else "single_partition_of_fp32_groups"
     return [part.detach().float().clone() for part in getattr(optimizer, name)]
 
 
 def held(engine: Any) -> list[torch.Tensor]:
-    """Copies of all weights, one flat buffer a parameter group."""
+    """Return copies of all weights, one flat buffer per parameter group."""
     optimizer = engine.optimizer
     name = "bf16_groups_flat" if hasattr(optimizer, "bf16_groups") else "bit16_groups_flat"
     return [flat.clone() for flat in getattr(optimizer, name)]
 
 
 def distance(engine: Any) -> float:
-    """Largest difference between the own part of the weights and its masters."""
+    """Return the largest difference between the own part of the weights and the master weights."""
     rank, ranks = engine.seq_data_parallel_group.rank(), engine.seq_data_parallel_group.size()
     parts = zip(held(engine), masters(engine), strict=True)
     return max(float((flat.chunk(ranks)[rank].float() - master).abs().max()) for flat, master in parts)
 
 
 def observe(engine: Any, meter: Meter, batches: list[Any]) -> Outcome:
-    """Train, and look after every step."""
+    """Train, and record the state after every step."""
     per_step = engine.gradient_accumulation_steps()
     losses, bits, errors, moves, sent = [], [], [], [], []
     for first in range(0, len(batches), per_step):
@@ -145,7 +148,7 @@ def begin(job: Job) -> Any:
 
 
 def batches_of(engine: Any, rank: int, job: Job) -> list[Any]:
-    """A data-parallel rank's own micro-batches."""
+    """Return the micro-batches of a data-parallel rank."""
     if job.stages == 1:
         return data(rank, job)
     dtype = next(engine.module.parameters()).dtype
@@ -199,7 +202,7 @@ def epsilon_of(job: Job) -> float:
 
 @pytest.mark.parametrize("name", JOBS)
 def test_replicas_agree_and_follow_the_masters(name: str) -> None:
-    """Losses are those of uncompressed training, in the mean over seeds."""
+    """Mean losses over the seeds are those of uncompressed training."""
     jobs = [replace(JOBS[name], steps=40, seed=seed) for seed in SEEDS]
     first, second = run_forks(2, train_steadily, jobs)
     for (_, one), (_, other) in zip(first, second, strict=True):
@@ -208,13 +211,13 @@ def test_replicas_agree_and_follow_the_masters(name: str) -> None:
 
 
 def pipelines(job: Job, setting: Setting | None) -> list[Outcome]:
-    """In processes of its own: DeepSpeed keeps the groups of a pipeline in module state."""
+    """Run in processes of their own, because DeepSpeed keeps the groups of a pipeline in module state."""
     return [outcome for (outcome,) in run_forks(4, train, job, setting)]
 
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_pipelines(name: str) -> None:
-    """Ranks 0 and 1 have the first stage; both stages hold the tied matrix, whose copies must stay equal."""
+    """Ranks 0 and 1 have the first stage. Both stages hold the tied matrix, whose copies must stay equal."""
     job = replace(PIPELINES[name], steps=40)
     plain, results = pipelines(job, None), pipelines(job, Setting())
     for stage in (slice(0, 2), slice(2, 4)):
@@ -243,7 +246,7 @@ def test_uncompressed_pipeline_is_deepspeed_to_the_bit(name: str) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_an_exact_compressor_trains_as_deepspeed(stage: int) -> None:
-    """fp32 weights and differences: held + (master - held) rounds by one unit in the last place."""
+    """In fp32, held + (master - held) rounds by one unit in the last place."""
     results = run_forks(2, train, Job(stage=stage, steps=20), None, Setting(Codec(Cast(torch.float32))))
     for plain, ours in results:
         assert ours.bits == results[0][1].bits
@@ -259,7 +262,7 @@ def test_compression_begins_after_dense_steps() -> None:
 
 
 def test_bytes_are_those_of_the_messages() -> None:
-    """1004 elements are 502 a rank, in two rounds of 251."""
+    """The 1004 elements are 502 per rank, in two rounds of 251."""
     for dense, compressed in run_forks(2, train, Job(stage=2), Setting(dense_steps=99), Setting()):
         assert dense.sent == [502 * 4] * 4
         assert compressed.sent == [2 * INT8.payload_bytes(251)] * 4
@@ -267,7 +270,7 @@ def test_bytes_are_those_of_the_messages() -> None:
 
 @pytest.mark.parametrize("name", ["zero_1", "zero_2", "fp16", "bf16_optimizer"])
 def test_a_skipped_step_leaves_no_trace(name: str) -> None:
-    """A NaN in one rank's batch: nothing is sent, and what follows is as if the step had not been."""
+    """After a NaN in one rank's batch nothing is sent, and training continues as if the step had not happened."""
     job = replace(JOBS[name], steps=5)
     poisoned = run_forks(2, train, replace(job, poison=(2, 1)), Setting())
     without = run_forks(2, train, replace(job, skip=(2,)), Setting())
@@ -279,7 +282,7 @@ def test_a_skipped_step_leaves_no_trace(name: str) -> None:
 
 
 def two_groups(rank: int) -> tuple[list[bool], list[list[bytes]]]:
-    """Whether DeepSpeed's function was in place again after each step, and the bits of both groups."""
+    """Return whether DeepSpeed's function was restored after each step, and the bits of both groups."""
     model = network()
     matrices = {"params": [parameter for parameter in model.parameters() if parameter.ndim == 2]}
     vectors = {"params": [parameter for parameter in model.parameters() if parameter.ndim == 1], "weight_decay": 0.0}
@@ -304,7 +307,7 @@ def test_parameter_groups() -> None:
 
 
 def two_engines(rank: int) -> list[dict[str, list[float]]]:
-    """Parameters of an engine without compressed weights: alone, and beside one that has them; and of that one."""
+    """Return parameters of an uncompressed engine, alone and next to a compressed one, and those of the latter."""
     job = Job(stage=2)
     batches = data(rank, job)
     alone = begin(job)
@@ -324,7 +327,7 @@ def test_other_engines_are_left_alone() -> None:
 
 
 def nested(rank: int) -> bool:
-    """A step that fails, within which another optimizer's lists are gathered; is DeepSpeed's function back?"""
+    """Fail in a step that gathers another optimizer's lists. Return whether DeepSpeed's function is restored."""
     engine = begin(Job(stage=2))
     group = engine.optimizer.real_dp_process_group
     foreign = torch.full((4,), float(rank))
@@ -395,7 +398,7 @@ def test_a_single_rank_sends_nothing(name: str) -> None:
 
 
 def save_and_resume(rank: int, job: Job, directory: str) -> tuple[list[float], Outcome, Outcome]:
-    """Distances from the masters before and after a save; what followed, gone on and resumed."""
+    """Return distances from the master weights before and after a save, and the results of continuing and resuming."""
     setting = Setting(Codec(INT4_STOCHASTIC))
     engine = begin(job)
     sync, meter = attached(engine, setting)
@@ -421,7 +424,7 @@ def test_resume_is_going_on_after_the_save(name: str, tmp_path: Any) -> None:
     job = replace(JOBS[name], steps=8)
     results = run_forks(2, save_and_resume, job, str(tmp_path))
     for distances, gone_on, resumed in results:
-        # fp32 weights are the masters then; bf16 weights are what remains of them.
+        # In fp32, the weights then equal the master weights. In bf16, they are the rounded master weights.
         assert distances[0] > distances[1] == distances[2] == distances[3]
         assert ("bf16" in name) == (distances[1] > 0)
         assert resumed.bits == gone_on.bits
@@ -430,7 +433,7 @@ def test_resume_is_going_on_after_the_save(name: str, tmp_path: Any) -> None:
 
 
 def train_llama(rank: int, compress: bool) -> tuple[dict[str, list[float]], list[str], int]:
-    """Parameters after three steps under AutoTP, those that went exactly, and how many there are."""
+    """Return parameters after three steps under AutoTP, the names of the exact ones, and the number of parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -450,7 +453,7 @@ def train_llama(rank: int, compress: bool) -> tuple[dict[str, list[float]], list
 
 
 def test_replicated_parameters_stay_equal_under_tensor_parallelism() -> None:
-    """Ranks 0 and 1 share layers; what both hold whole is sent exactly."""
+    """Ranks 0 and 1 share layers. Parameters that both hold completely are sent exactly."""
     results, plain = run_forks(4, train_llama, True), run_forks(4, train_llama, False)
     parameters, exact, count = results[0]
     assert 0 < len(exact) < count

@@ -1,4 +1,4 @@
-"""Weights that ZeRO 3 gathers: rounded alike on every rank and in every gather of training, exact everywhere else."""
+"""Weights that ZeRO 3 gathers: rounded alike on every rank and in every training gather, and exact everywhere else."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ INT8 = {"method": "blockwise", "bits": 8, "block_size": 32}
 ROUNDED = Job(3, {"gradients": {"method": "none"}, "weights": INT8})
 RAW = Job(3, {"gradients": {"method": "none"}, "weights": {**INT8, "min_numel": 10**6}})
 AGAIN = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
-"""Nothing stays from forward to backward."""
+"""ZeRO settings that keep no weights from forward to backward."""
 
 
 @pytest.mark.parametrize("zero", [{}, AGAIN], ids=["kept", "gathered again"])
@@ -36,11 +36,11 @@ def test_uncompressed_messages_are_what_deepspeed_does(zero: dict[str, int], dty
 AUTOCAST = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": ["torch.nn.Linear"]}
 ONE_BY_ONE = {"stage3_allgather_sequential": True}
 WAYS = [({}, {}), (ONE_BY_ONE, {}), ({}, {"torch_autocast": AUTOCAST}), (ONE_BY_ONE, {"torch_autocast": AUTOCAST})]
-"""In which weights are gathered: together or one by one, in fp32 or what autocast needs in bf16."""
+"""Configurations of gathers: together or one by one, in fp32 or in bf16 for autocast."""
 
 
 def test_however_weights_are_gathered() -> None:
-    """Uncompressed messages are DeepSpeed's; rounded weights depend neither on the way nor on what padding holds."""
+    """Uncompressed messages are DeepSpeed's. Rounded weights depend neither on the kind of gather nor on padding."""
     jobs = [replace(job, zero=zero, extra=extra, steps=3) for zero, extra in WAYS for job in (Job(3), RAW, ROUNDED)]
     for outcomes in run_forks(2, train_with_spoilt_padding, *jobs):
         alone, raw, rounded = outcomes[::3], outcomes[1::3], outcomes[2::3]
@@ -53,7 +53,7 @@ def test_however_weights_are_gathered() -> None:
 
 
 def train_with_spoilt_padding(rank: int, *jobs: Job) -> list[Outcome]:
-    """What DeepSpeed never writes is NaN."""
+    """Train with NaN in the padding, which DeepSpeed never writes."""
     outcomes = []
     for job in jobs:
         engine = start(job)
@@ -88,9 +88,10 @@ def test_ways_that_are_not_known_are_refused(key: str) -> None:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a rank saw: a layer's weights in the forward of each step, in evaluation, and as they are; bytes sent.
+    """Records of a rank.
 
-    `expected`: the loss of each step by the same network in plain PyTorch, with all the weights that the forward saw.
+    `forward`, `evaluation` and `exact` hold the weights of a layer in the forward of each step, in evaluation, and when
+    gathered exactly. `expected` holds the loss of each step in plain PyTorch with the weights that the forward saw.
     """
 
     forward: list[list[float]]
@@ -124,7 +125,7 @@ def watch_one(rank: int, job: Job) -> Seen:
 
 
 def copies_of_weights(module: nn.Module) -> dict[str, torch.Tensor]:
-    """All parameters as the newest forward saw them."""
+    """Return a mapping that holds all parameters as the newest forward saw them."""
     seen: dict[str, torch.Tensor] = {}
 
     def hook(name: str) -> Callable[[nn.Module, Any], None]:
@@ -154,7 +155,7 @@ def test_training_sees_the_same_rounded_weights_on_every_rank_and_nobody_else_do
 
 
 def test_bytes_are_those_of_the_messages() -> None:
-    """For each share a code of one byte an element, padded to 4 bytes, and 4 bytes for a block of 32."""
+    """Each share has a code of one byte per element, padded to 4 bytes, and 4 bytes per block of 32."""
     once = Job(3, ROUNDED.section, steps=3)
     for first, again in run_forks(2, watch, once, replace(once, zero=AGAIN)):
         shares = [-(-numel // 2) for numel in (12 * 31, 31, 31 * 17, 17, 17 * 3, 3, 3)]
@@ -172,7 +173,7 @@ def test_dense_steps_are_exact() -> None:
 
 
 def save_and_continue(rank: int, directory: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Weights after four steps, and after two that were saved, loaded and followed by the other two."""
+    """Return the weights after four steps, after two more, and after these two were repeated from a checkpoint."""
     job, half = ROUNDED, 2
     engine = start(job)
     run(engine, data(rank, job)[:half])

@@ -1,4 +1,4 @@
-"""Weights on their way while forward begins: the bits of a step that waits for them, whoever reads them and when."""
+"""Overlapped weights: the bits are those of steps that wait for them, whatever reads the weights and when."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deepspeed_compress
 from deepspeed_compress import ConfigError, UnsupportedError
-from deepspeed_compress.collectives import reduction
+from deepspeed_compress.collectives import weight_reduction
 from deepspeed_compress.collectives.gather import DifferenceGather
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, pipeline
@@ -23,7 +23,7 @@ WIDTH, STEPS = 12, 5
 
 
 class Block(nn.Module):
-    """Computes with the matrix of a part that it does not call, as `nn.MultiheadAttention` does."""
+    """Block that uses the matrix of a submodule without calling it, as `nn.MultiheadAttention` does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,8 +34,11 @@ class Block(nn.Module):
 
 
 class Layers(nn.Module):
-    """A tied first and last matrix, a block that is used twice, one in a checkpoint, one that is left out at times, and
-    one that is never trained."""
+    """Model with unusual uses of layers.
+
+    The first and last matrix are tied. One block is used twice, one is in a checkpoint, one is left out at times, and
+    one is never trained.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,19 +81,22 @@ def evaluation(engine: Any, x: Tensor) -> list[float]:
 
 
 def outside(engine: Any, x: Tensor) -> list[float]:
-    """A part of the model, called without the engine."""
+    """Call a part of the model without the engine."""
     return engine.module.blocks[4](x).flatten().tolist()
 
 
 def loading(engine: Any, x: Tensor) -> None:
-    """What is loaded must not be overtaken by what was under way."""
+    """Load weights, which messages in flight must not overwrite."""
     engine.module.blocks[4].load_state_dict(
         {name: torch.full_like(one, 0.1) for name, one in Block().state_dict().items()}
     )
 
 
 def copied(engine: Any, x: Tensor) -> list[float]:
-    """A copy of the model, and what it computes; the parameter of the model itself is copied before its hooks."""
+    """Return a copy of the model's weights, and its outputs.
+
+    Copying reads the model's parameters before its hooks run.
+    """
     twin = copy.deepcopy(engine.module)
     values = torch.cat([one.detach().flatten() for one in twin.parameters()])
     return [*values.tolist(), *twin(x).flatten().tolist()]
@@ -111,7 +117,7 @@ def section(overlap: bool, **extra: Any) -> dict[str, Any]:
 
 
 def train(engine: Any, rank: int, between: Callable[[Any, Tensor], Any], micro_steps: int) -> list[Any]:
-    """What `between` sees after each step, the losses, and all weights at the end."""
+    """Return the results of `between` after each step, the losses, and the final weights."""
     generator, found = torch.Generator().manual_seed(rank), []
     for _ in range(STEPS):
         for _ in range(micro_steps):
@@ -135,8 +141,11 @@ def start(stage: int, given: Mapping[str, Any], micro_steps: int, groups: bool) 
 
 
 def compare(rank: int, stage: int, ownership: str) -> dict[str, bool]:
-    """By program, whether it sees the same bits with and without overlap. Messages of 64 elements: many rounds."""
-    reduction.DifferenceGather = partial(DifferenceGather, chunk_numel=64)
+    """Return for each program whether its results are the same with and without overlap.
+
+    Messages have 64 elements, so there are many rounds.
+    """
+    weight_reduction.DifferenceGather = partial(DifferenceGather, chunk_numel=64)
     same = {}
     for number, (name, between) in enumerate(BETWEEN.items()):
         seen = []
@@ -149,7 +158,7 @@ def compare(rank: int, stage: int, ownership: str) -> dict[str, bool]:
 
 
 class Scaled(nn.Module):
-    """A parametrization."""
+    """Parametrization that scales a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +169,10 @@ class Scaled(nn.Module):
 
 
 class Unseen(nn.Module):
-    """Reads weights without a call of the modules that own them; a list of modules has it compute layer by layer."""
+    """Model that reads weights without calling the modules that own them.
+
+    Its list of modules makes it compute layer by layer.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +210,7 @@ class Unseen(nn.Module):
         return nn.functional.linear(x, weight=self.child.weight, bias=self.child.bias)
 
     def now_and_then(self, x: Tensor) -> Tensor:
-        """A child that is called in some passes only, and read in others."""
+        """Call a child in some passes, and only read its weights in others."""
         return self.other(x) if self.calls % 2 else x @ self.other.weight
 
     def by_a_method(self, x: Tensor) -> Tensor:
@@ -218,7 +230,7 @@ READS = [name for name, one in vars(Unseen).items() if callable(one) and name no
 
 
 def compare_reads(rank: int) -> dict[str, bool]:
-    reduction.DifferenceGather = partial(DifferenceGather, chunk_numel=64)
+    weight_reduction.DifferenceGather = partial(DifferenceGather, chunk_numel=64)
     same = {}
     for how in READS:
         seen = []
@@ -230,7 +242,8 @@ def compare_reads(rank: int) -> dict[str, bool]:
             for _ in range(STEPS):
                 x = torch.randn(3, WIDTH, generator=generator)
                 loss = engine(x, how).square().mean()
-                # Trains all, so that what is read is not what it was a step before; and reads all after forward.
+                # Train all weights, so that a stale read has a different value. This also reads all weights after
+                # forward.
                 loss = loss + sum((one.square().mean() for one in model.parameters()), torch.zeros(()))
                 engine.backward(loss)
                 losses.append(loss.item())
@@ -247,8 +260,8 @@ def test_weights_that_are_read_without_a_call_of_their_module() -> None:
 
 
 def fail_in_forward(rank: int) -> bool:
-    """A forward pass that raises leaves no mode of torch behind, and the next one is right."""
-    reduction.DifferenceGather = partial(DifferenceGather, chunk_numel=64)
+    """Return True if a forward pass that raises leaves no function mode of torch behind, and the next one works."""
+    weight_reduction.DifferenceGather = partial(DifferenceGather, chunk_numel=64)
     engine, x = start(1, section(True), 1, False), torch.ones(3, WIDTH)
     engine.backward(engine(x).square().mean())
     engine.step()
@@ -270,9 +283,8 @@ def test_bits_are_those_of_waiting(stage: int, ownership: str) -> None:
 
 
 def stale(rank: int) -> list[bool]:
-    """After a step: whether the last block's weights are still to come; after each of: its forward, a step without
-    forward, `detach`, whether nothing is."""
-    reduction.DifferenceGather = partial(DifferenceGather, chunk_numel=64)
+    """Return whether the last block's weights are stale after a step until each of three calls waits for them."""
+    weight_reduction.DifferenceGather = partial(DifferenceGather, chunk_numel=64)
     engine = start(1, section(True), 1, False)
     weight, x = engine.module.blocks[4].out.weight, torch.ones(3, WIDTH)
     found = []
@@ -294,9 +306,11 @@ def test_weights_come_later_and_when_they_are_needed() -> None:
 
 
 def log_norms(rank: int, waits: bool) -> tuple[bool, bool]:
-    """Read all parameters after each step. Whether each element was that of the step before or of this one, and whether
-    all were of this one."""
-    reduction.DifferenceGather = partial(DifferenceGather, chunk_numel=64)
+    """Read all parameters after each step.
+
+    Return whether each element was that of the step before or of this one, and whether all were of this one.
+    """
+    weight_reduction.DifferenceGather = partial(DifferenceGather, chunk_numel=64)
     engine, x = start(1, section(True), 1, False), torch.ones(3, WIDTH)
     one_of_both, all_new = True, True
     for _ in range(STEPS):
@@ -305,7 +319,7 @@ def log_norms(rank: int, waits: bool) -> tuple[bool, bool]:
         engine.step()
         if waits and rank == 0:
             engine.module.state_dict()
-        # As `state` has them: a tied matrix twice.
+        # Use the order of `state`, which has a tied matrix twice.
         tied = engine.module.named_parameters(remove_duplicate=False)
         order = {name: parameter.detach().clone() for name, parameter in tied}
         seen = torch.cat([order[name].flatten() for name in engine.module.state_dict()])
@@ -320,7 +334,7 @@ def test_what_reads_weights_before_the_next_forward_finds_old_or_new_ones() -> N
 
 
 def test_a_state_dict_on_one_rank_waits_for_weights_without_the_others() -> None:
-    """And `compare` shows that they are those without overlap."""
+    """`compare` shows that these weights equal those without overlap."""
     assert run_forks(2, log_norms, True)[0] == (True, True)
 
 

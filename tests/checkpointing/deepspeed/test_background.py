@@ -18,8 +18,9 @@ from deepspeed.utils import zero_to_fp32
 
 import deepspeed_compress
 from deepspeed_compress import CompressWarning, StateError
+from deepspeed_compress.checkpointing.catalog import checkpoints
 from deepspeed_compress.checkpointing.claim import Claim
-from deepspeed_compress.checkpointing.completeness import checkpoints, find_problems
+from deepspeed_compress.checkpointing.completeness import find_problems
 from deepspeed_compress.checkpointing.deepspeed import background
 from deepspeed_compress.checkpointing.deepspeed.recovery import find_complete
 from deepspeed_compress.checkpointing.directory_lock import hold
@@ -510,9 +511,9 @@ def lose_what_latest_names(rank: int, directory: str) -> tuple:
 
 def test_a_checkpoint_that_was_removed_is_told_of_and_the_one_before_taken(tmp_path):
     """The tags are numbers, which DeepSpeed accepts."""
-    for tag, told in run_forks(2, lose_what_latest_names, str(tmp_path)):
+    for tag, warned in run_forks(2, lose_what_latest_names, str(tmp_path)):
         assert tag == "0"
-        assert len(told) == 1
+        assert len(warned) == 1
 
 
 def go_elsewhere(rank: int, directory: str) -> list[str]:

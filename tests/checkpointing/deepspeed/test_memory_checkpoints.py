@@ -17,7 +17,8 @@ import pytest
 import torch.distributed as dist
 
 from deepspeed_compress import CompressWarning
-from deepspeed_compress.checkpointing.completeness import checkpoints, list_paths
+from deepspeed_compress.checkpointing.catalog import checkpoints
+from deepspeed_compress.checkpointing.completeness import list_paths
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, data, run, run_pipeline, start, weights
 

@@ -1,4 +1,4 @@
-"""The coordinator of islands as a state machine: who takes part, what counts, and that there is one majority."""
+"""The coordinator of islands as a state machine: membership, commits, and uniqueness of the majority."""
 
 import json
 from collections.abc import Mapping
@@ -53,7 +53,7 @@ def test_no_island_is_awaited_longer_than_the_timeout() -> None:
     world.arrive("c")
     assert world.last("c", "over")
     world.vote("a", "b")
-    # It is behind now: it joins the next one, and does not begin it.
+    # Island c is behind now. It joins the next round but does not open it.
     world.arrive("c")
     assert world.count("c", "over") == 2
     world.arrive("a", "c", "b")
@@ -70,7 +70,7 @@ def test_a_busy_island_is_awaited_once() -> None:
     world.arrive("a", "b")
     assert world.count("a", "round") == 2
     world.vote("a", "b")
-    # It has been heard of, and is waited for again.
+    # Island c has sent a message again, so the coordinator waits for it again.
     world.arrive("c")
     world.arrive("a", "b")
     assert world.count("a", "round") == 2
@@ -107,7 +107,7 @@ def test_a_death_before_the_vote_makes_the_round_void_for_all(voted: int) -> Non
     world.lose("c")
     assert not world.last("a", "outcome")["committed"]
     assert world.version("a") == 1
-    # Whoever asks again, and votes otherwise, hears the same.
+    # A repeated question or a different vote gets the same answer.
     world.vote("a", "b")
     assert not world.last("b", "outcome")["committed"]
 
@@ -120,7 +120,7 @@ def test_a_death_after_the_vote_changes_nothing() -> None:
     world.lose("c")
     world.vote("a", "b")
     assert world.last("a", "outcome")["committed"]
-    # It comes back and asks.
+    # Island c returns and asks for the outcome.
     world.join("c", number=2, version=1, run=world.coordinator.saved.run)
     world.vote("c")
     assert world.last("c", "outcome")["committed"]
@@ -135,7 +135,7 @@ def test_the_run_continues_from_the_next_newest_anchor_if_the_newest_is_lost() -
     assert world.coordinator.saved.version == 2
     world.lose("a")
     world.arrive("b")
-    # It may be cut off, so b trains on without exchanging until its patience is over.
+    # Island a may only be cut off, so b trains on without an exchange until its patience ends.
     assert world.last("b", "over")
     world.wait(PATIENCE + 0.5, "b")
     world.arrive("b")
@@ -152,7 +152,7 @@ def test_a_round_without_the_newest_anchor_does_not_take_place() -> None:
     world.arrive("a", "b")
     world.lose("a")
     world.wait(TIMEOUT, "b", "c")
-    # c alone has the newest anchor, and is not there.
+    # Only c has the newest anchor, and c has not arrived.
     assert world.count("b", "round") == 0
     assert world.last("b", "over")
 
@@ -173,7 +173,7 @@ def test_a_restarted_coordinator_waits_for_a_majority_of_the_last_round() -> Non
     again.arrive("b")
     again.wait(TIMEOUT, "a", "b")
     assert again.partners("a") == [0, 1]
-    # What was decided before is decided for ever.
+    # Earlier outcomes are final.
     again.say("b", "vote", round=2, ok=False)
     assert again.last("b", "outcome") == {"kind": "outcome", "id": 2, "committed": True}
 
@@ -222,7 +222,7 @@ def test_all_islands_start_from_the_newest_checkpoint_under_a_new_coordinator() 
 
 @pytest.mark.parametrize("has_one", [True, False])
 def test_an_island_that_arrives_too_late_for_an_anchor_loads_its_checkpoint(has_one: bool) -> None:
-    """Island a begins to load its own checkpoint before b, which was sent to it, has fetched the anchor."""
+    """Island a starts to load its own checkpoint before b, which was referred to a, has fetched the anchor."""
     world = CoordinatorHarness(minimum=2)
     for name in "ab":
         world.join(name)
@@ -239,7 +239,7 @@ def test_an_island_that_arrives_too_late_for_an_anchor_loads_its_checkpoint(has_
         assert world.last("b", "anchor") == {"kind": "anchor", "version": 9, "sources": []}
         assert world.last("a", "anchor") == {"kind": "anchor", "version": 9, "sources": [["b:2"]]}
     else:
-        # It trains, and waits when it wants to exchange: with another one that has a checkpoint.
+        # Island b trains. When it requests an exchange, it waits for an island with a checkpoint.
         world.arrive("b")
         world.join("c")
         world.say("c", "claim", run="former", number=1, version=8)
@@ -248,7 +248,10 @@ def test_an_island_that_arrives_too_late_for_an_anchor_loads_its_checkpoint(has_
 
 
 def test_an_island_that_joins_while_others_wait_with_checkpoints_loads_its_own() -> None:
-    """No island has an anchor: the new one would wait for the others, and they for its checkpoint."""
+    """No island has an anchor.
+
+    Without this rule, the new one would wait for the others, and they for its checkpoint.
+    """
     world = CoordinatorHarness(minimum=2)
     world.join("a")
     world.say("a", "claim", run="former", number=0, version=7)
@@ -256,7 +259,7 @@ def test_an_island_that_joins_while_others_wait_with_checkpoints_loads_its_own()
     world.join("b")
     world.say("b", "sources")
     assert world.last("b", "anchor") == {"kind": "anchor", "version": 0, "sources": []}
-    # One without a checkpoint does not begin anew with b alone, though they are two.
+    # Island c has no checkpoint. It must not start a new run with b, although `minimum` is 2.
     world.join("c")
     world.say("c", "sources")
     world.say("c", "ready", version=0)
@@ -310,7 +313,7 @@ def test_terms_are_those_of_the_connected_islands() -> None:
     world.lose("a")
     world.say("b", "join", **message)
     assert "island 0 (a) has the newest weights" in world.last("b", "refused")["why"]
-    # Nothing was exchanged, so that one is not waited for longer than its patience.
+    # Island a has not exchanged anything, so it is awaited only for its patience.
     world.wait(PATIENCE + 0.5)
     world.say("b", "join", **message)
     assert world.last("b", "welcome")
@@ -375,7 +378,7 @@ def test_messages_of_unknown_islands_change_nothing(wrong: Mapping[str, Any]) ->
 
 
 def test_a_version_lost_with_its_holders_is_not_in_the_lineage() -> None:
-    """The others have continued from an older version, so updates from the lost one must not be added."""
+    """The others have continued from an older version, so updates from the lost version must not be added."""
     world = CoordinatorHarness()
     world.begin("a", "b", "c")
     world.arrive("a", "b")
@@ -388,7 +391,8 @@ def test_a_version_lost_with_its_holders_is_not_in_the_lineage() -> None:
     world.arrive("c")
     world.vote("c")
     assert world.coordinator.saved.lineage == [1, 3]
-    # One that has heard begins anew with what the others have, one that has not is told that nothing came of it.
+    # Island a knows that its round was committed, so it gets the anchor of the others. Island b does not know the
+    # outcome, and learns that the round is void.
     run = world.coordinator.saved.run
     world.join("a", number=0, version=2, run=run)
     world.say("a", "arrive", version=2, samples=10)

@@ -1,4 +1,4 @@
-"""Decisions of the coordinator about islands that are known and not connected: nobody drops what they hold."""
+"""Decisions of the coordinator about islands that are known but not connected. Their anchors must not be lost."""
 
 import json
 import random
@@ -42,7 +42,7 @@ def test_a_new_island_does_not_restart_the_run_while_trained_islands_are_cut_off
     world.join("c")
     world.say("c", "sources")
     world.wait(TIMEOUT, "c")
-    # It may have a checkpoint to load, so it trains with its own weights, which count for nothing.
+    # This island may have a checkpoint to load, so it trains with its own weights, which do not affect the run.
     assert world.last("c", "anchor") == {"kind": "anchor", "version": 0, "sources": []}
     world.say("c", "ready", version=0)
     world.arrive("c")
@@ -82,7 +82,7 @@ def test_a_new_island_waits_for_the_newest_anchor() -> None:
     assert world.count("c", "anchor") == 0
     assert "island 0 (a) has the newest weights" in world.last("c", "waiting")["why"]
     world.wait(PATIENCE + 0.5, "b", "c")
-    assert [one for one in world.told["c"] if one["kind"] == "anchor"][-1]["version"] in (0, 2)
+    assert [one for one in world.messages["c"] if one["kind"] == "anchor"][-1]["version"] in (0, 2)
     world.say("c", "sources")
     assert world.last("c", "anchor") == {"kind": "anchor", "version": 2, "sources": [["b:2"]]}
 
@@ -156,7 +156,7 @@ def test_a_user_can_remove_dead_islands(restarted: bool) -> None:
     world.say("c", "ready", version=0)
     world.arrive("c")
     assert world.last("c", "anchor")["version"] == 3
-    # One that was not gone after all takes what the others have.
+    # Island a was forgotten but returns. It gets the anchor of the others.
     join_again(world, "a", 0, 2)
     world.arrive("a")
     assert world.last("a", "anchor") == {"kind": "anchor", "version": 3, "sources": [["c:2"]]}
@@ -179,7 +179,7 @@ def test_terms_follow_the_islands_that_have_not_left() -> None:
 @pytest.mark.parametrize("restarted", [False, True])
 @pytest.mark.parametrize("asks", [False, True])
 def test_all_islands_start_from_the_newest_checkpoint_after_a_power_cut(restarted: bool, asks: bool) -> None:
-    """Each island first requests an anchor, when its engine is made, and then loads its checkpoint."""
+    """Each island requests an anchor when its engine is created, and then loads its checkpoint."""
     world = trained("a", "b", "c", minimum=2, rounds=12)
     for name in "abc":
         world.lose(name)
@@ -302,14 +302,17 @@ class Process:
     name: str
     connected: bool = True
     version: int = 0
-    heard: int = 0
+    messages_read: int = 0
     """Number of messages that the island has read."""
 
 
 @dataclass
 class Chaos:
-    """A random schedule of islands that come, are cut off, die, save, restart, vote and leave, and of a coordinator
-    that is started again. What it may never do is checked after every act."""
+    """Random schedule of events of islands and of a coordinator that may restart.
+
+    Islands join, lose their connection, die, save, restart, vote and leave. The invariants are checked after every
+    event.
+    """
 
     random: random.Random
     world: CoordinatorHarness = field(default_factory=CoordinatorHarness)
@@ -408,18 +411,18 @@ class Chaos:
                 self.world.say(one.name, "vote", round=id_, ok=True)
 
     def read(self) -> None:
-        """Let the islands read their messages: anchors and outcomes."""
+        """Let the islands read their messages about anchors and outcomes."""
         for one in self.connected():
-            told = self.world.told[one.name][one.heard :]
-            one.heard += len(told)
-            for message in told:
+            received = self.world.messages[one.name][one.messages_read :]
+            one.messages_read += len(received)
+            for message in received:
                 if message["kind"] == "anchor":
                     one.version = message["version"]
                 elif message["kind"] == "outcome":
                     committed = self.outcomes.setdefault(message["id"], message["committed"])
                     assert committed == message["committed"], "a round has one outcome"
                     one.version = message["id"] if committed else one.version
-            if any(message["kind"] in ("anchor", "outcome") for message in told):
+            if any(message["kind"] in ("anchor", "outcome") for message in received):
                 self.world.say(one.name, "ready", version=one.version)
 
     def check(self, before: dict[str, Any], patient: set[str]) -> None:
@@ -431,7 +434,7 @@ class Chaos:
             assert not [name for name in holding if after.claimed is None], "trained islands are not dropped"
 
     def mend(self) -> None:
-        """Restore the network, remove dead islands, and let the others act as they should."""
+        """Restore the network, remove dead islands, and let the remaining ones follow the protocol."""
         for one in self.cut_off():
             one.connected = True
             self.back(one)
@@ -444,7 +447,7 @@ class Chaos:
             self.world.vote(*(one.name for one in self.alive if one.name in self.world.voting()))
             self.world.wait(PATIENCE, *(one.name for one in self.alive))
             self.read()
-            # An island that is behind opens no round, and arrives when it hears of one.
+            # An island that is behind opens no round. It arrives when it learns of an open one.
             for one in sorted(self.alive, key=lambda one: -one.version):
                 if one.name not in self.world.voting():
                     self.world.say(one.name, "arrive", version=one.version, samples=5)

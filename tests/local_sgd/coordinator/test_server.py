@@ -1,4 +1,4 @@
-"""What the process of a coordinator, and an island, make of messages that nobody should have sent, or sent late."""
+"""Handling of unexpected and late messages by the coordinator's process and by an island."""
 
 import os
 import stat
@@ -77,8 +77,8 @@ def test_leave_returns_after_the_coordinator_has_removed_the_island() -> None:
 
 
 def test_the_log_reports_islands_that_join_and_leave_with_reasons() -> None:
-    told: list[str] = []
-    server = island_server(None, "127.0.0.1", 0, told.append)
+    printed: list[str] = []
+    server = island_server(None, "127.0.0.1", 0, printed.append)
     with serving(server):
         address, terms = f"127.0.0.1:{server.port}", {"timeout": 1.0}
         client = CoordinatorClient(address, 1.0, 5.0, terms, "host:1", ["host:2"])
@@ -89,41 +89,41 @@ def test_the_log_reports_islands_that_join_and_leave_with_reasons() -> None:
         with connect(address, COORDINATOR, Credentials.find()) as there:
             there.send(JOIN)
             assert there.receive(5)["kind"] == "welcome"
-            until(lambda: "island 2 (127.0.0.1) was silent for longer than `timeout`; 1 connected" in told)
+            until(lambda: "island 2 (127.0.0.1) was silent for longer than `timeout`; 1 connected" in printed)
             there.send(JOIN)
             until(lambda: (there.receive(5) or {}).get("kind") == "welcome")
-        until(lambda: any("island 3 (127.0.0.1) lost its connection" in one for one in told))
+        until(lambda: any("island 3 (127.0.0.1) lost its connection" in one for one in printed))
         other.leave()
-    assert told[:2] == ["island 0 (127.0.0.1) joined; 1 connected", "island 0 (127.0.0.1) left; 0 connected"]
-    assert "an island at 127.0.0.1 was refused: timeout is 2.0, that of the others 1.0" in told
+    assert printed[:2] == ["island 0 (127.0.0.1) joined; 1 connected", "island 0 (127.0.0.1) left; 0 connected"]
+    assert "an island at 127.0.0.1 was refused: timeout is 2.0, that of the others 1.0" in printed
 
 
 def test_a_state_that_cannot_be_written_is_reported_and_delays_all_answers(tmp_path: Path) -> None:
-    told: list[str] = []
+    printed: list[str] = []
     file = StateFile(tmp_path / "here" / "state.json")
-    server = island_server(file, "127.0.0.1", 0, told.append)
+    server = island_server(file, "127.0.0.1", 0, printed.append)
     with serving(server), connect(f"127.0.0.1:{server.port}", COORDINATOR, Credentials.find()) as there:
         (tmp_path / "here").rename(tmp_path / "away")
         there.send(JOIN)
         assert there.receive(0.5) is None
-        assert any("the state cannot be written" in one for one in told)
+        assert any("the state cannot be written" in one for one in printed)
         (tmp_path / "away").rename(tmp_path / "here")
         assert there.receive(5)["kind"] == "welcome"
 
 
 def test_a_stall_of_the_coordinator_does_not_lose_islands() -> None:
     """After its disk or host has stalled, pending messages are handled before any island is lost."""
-    told: list[str] = []
-    server = island_server(None, "127.0.0.1", 0, told.append)
+    printed: list[str] = []
+    server = island_server(None, "127.0.0.1", 0, printed.append)
     with serving(server):
         client = CoordinatorClient(f"127.0.0.1:{server.port}", 1.0, 20.0, {"timeout": 1.0}, "host:1", ["host:2"])
         for _ in range(3):
             with server._lock:
-                # The clock waits first, so it would be the first to go on.
+                # The clock waits first, so it would also be the first to continue.
                 time.sleep(1.8)
             time.sleep(0.3)
         client.leave()
-    assert [one for one in told if "was silent" in one] == []
+    assert [one for one in printed if "was silent" in one] == []
 
 
 def test_a_round_that_opens_right_after_an_answer_is_noticed() -> None:
@@ -159,5 +159,5 @@ def test_a_state_file_and_its_name_are_synced_to_disk(tmp_path: Path, monkeypatc
     file = StateFile(tmp_path / "state.json")
     file.write("{}")
     file.close()
-    # The file before it is renamed, and then its directory.
+    # The file is synced before it is renamed, and then its directory is.
     assert synced == [False, True]

@@ -1,4 +1,4 @@
-"""Messages that nobody should have sent: the coordinator refuses them, and its state stays as it was."""
+"""Invalid messages: the coordinator refuses them, and its state does not change."""
 
 import copy
 import json
@@ -51,7 +51,7 @@ def exchanging() -> CoordinatorHarness:
 
 
 def state(world: CoordinatorHarness) -> Any:
-    """Return all that the coordinator knows."""
+    """Return the complete state of the coordinator."""
     membership, rounds = world.coordinator.membership, world.coordinator._rounds
     own = [(one.__dict__.keys() - {"known", "_membership"}, one.__dict__) for one in (membership, rounds)]
     parts = [{name: values[name] for name in sorted(names)} for names, values in own]
@@ -59,7 +59,7 @@ def state(world: CoordinatorHarness) -> Any:
 
 
 def refused(world: CoordinatorHarness, name: str, message: Mapping[str, Any]) -> bool:
-    """Return True if `message` is refused as no message, and then nothing has changed."""
+    """Return True if `message` is refused as malformed and the state has not changed."""
     before = state(world)
     try:
         world.coordinator.handle(name, message, world.now + 1.0)

@@ -1,4 +1,4 @@
-"""Asynchronous islands under DeepSpeed: each is a job of its own, with one rank or two."""
+"""Asynchronous islands under DeepSpeed. Each is a job of its own with one or two ranks."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -36,10 +36,10 @@ def apart(rank: int, job: Job, size: int, ports: list[int]) -> tuple[int, list[f
     engine = start(job)
     islands = engine.compression.islands
     batches = data(10 * islands.number + place, job)
-    # Three answers that are waited for, since a busy machine may give few while it trains; then as they come.
+    # Wait for three answers, because a busy machine may give few during training. Later ones are taken as they arrive.
     waited = []
     for begin in (0, 4, 8):
-        # Ranks agree in the step after the third that it is time.
+        # The ranks agree to pull one step after the third.
         run(engine, batches[begin : begin + 4])
         waited.append(islands.exchange.finish(30))
     run(engine, batches[12:])
@@ -52,7 +52,7 @@ def apart(rank: int, job: Job, size: int, ports: list[int]) -> tuple[int, list[f
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_islands_of_two_ranks_have_the_anchor_of_the_server(stage: int) -> None:
-    """Ranks of equal place hold the anchor that was newest when they last pulled."""
+    """Corresponding ranks hold the anchor that was newest when their island last pulled."""
     with parameter_server() as server, own_ports(2) as ports:
         job = Job(stage, section=section(server.port, exchange={"method": "none"}), steps=20)
         islands = run_forks(4, apart, job, 2, ports)

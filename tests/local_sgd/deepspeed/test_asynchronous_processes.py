@@ -1,4 +1,4 @@
-"""Asynchronous islands as processes, and their server as another: killed, slow, cut off, started again."""
+"""Asynchronous islands and their server as processes that are killed, slowed down, cut off and restarted."""
 
 import random
 import signal
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress.local_sgd.coordinator.client import status
-from tests.support.elastic_job import PAUSE, Cable, ElasticJob, came, job, reached, wait_for
+from tests.support.elastic_job import PAUSE, Cable, ElasticJob, job, reached, wait_for, wait_for_islands
 from tests.support.leftovers import own_port
 
 pytestmark = pytest.mark.slow
@@ -33,23 +33,23 @@ def pushes(found: ElasticJob, island: int) -> int:
 def test_islands_killed_at_random_instants_can_join_again(tmp_path: Path, undisturbed: ElasticJob) -> None:
     random_, kills = random.Random(3), 6
     with job(tmp_path, VERSIONS, asynchronous=True) as found:
-        came(found, 3)
+        wait_for_islands(found, 3)
         living = list(found.islands)
         for number in range(kills):
             reached(found, 5 + (VERSIONS - 20) * number // kills)
             time.sleep(0.1 * random_.random())
             living.pop(random_.randrange(len(living))).kill()
-            living.append(found.come())
-    assert sum(one["kind"] == "came" for one in found.lines()) > kills
+            living.append(found.start())
+    assert sum(one["kind"] == "joined" for one in found.lines()) > kills
     print(found.summary(), "loss", found.loss(), "undisturbed", undisturbed.loss())
     assert found.loss() < undisturbed.loss() * 1.05
 
 
 def test_nobody_waits_for_one_that_is_slow_or_cut_off(tmp_path: Path, undisturbed: ElasticJob) -> None:
     with job(tmp_path, VERSIONS, islands=1, asynchronous=True) as found, Cable(found.address) as cable:
-        found.come(pause=4 * PAUSE)
-        found.come(address=cable.address)
-        came(found, 3)
+        found.start(pause=4 * PAUSE)
+        found.start(address=cable.address)
+        wait_for_islands(found, 3)
         reached(found, 20)
         cable.cut()
         before = max(one.get("version", 0) for one in found.lines())
@@ -57,7 +57,7 @@ def test_nobody_waits_for_one_that_is_slow_or_cut_off(tmp_path: Path, undisturbe
         cable.mend()
         wait_for(found, 2, "end")
     assert pushes(found, 0) > 1.5 * pushes(found, 1) > 0
-    # It is back, and what it has moved meanwhile counts.
+    # The island is back, and the updates that it made meanwhile contribute.
     back = [one for one in found.lines(2) if one.get("version", 0) > before + 20]
     assert any(one["kind"] == "exchange" for one in back)
     assert found.loss() < undisturbed.loss() * 1.05
@@ -84,8 +84,8 @@ def test_the_server_is_killed_and_goes_on_with_all_that_was_pushed(tmp_path: Pat
         found = ElasticJob(address, tmp_path, 60, elastic={"parameter_server": {}})
         with serving(tmp_path / "state", port):
             for _ in range(2):
-                found.come()
-            came(found, 2)
+                found.start()
+            wait_for_islands(found, 2)
             reached(found, 20)
         killed = max(one.get("version", 0) for one in found.lines())
         time.sleep(1)

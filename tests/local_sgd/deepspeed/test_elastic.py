@@ -1,4 +1,4 @@
-"""Islands that come and go under DeepSpeed: each is a job of its own, with one rank or two."""
+"""Elastic islands under DeepSpeed. Each is a job of its own with one or two ranks."""
 
 import contextlib
 import time
@@ -31,8 +31,10 @@ Seen = tuple[int, dict[str, list[float]]]
 
 
 def apart(rank: int, job: Job, size: int, ports: list[int], seen_of: Any = weights, pause: float = 0.0) -> list[Seen]:
-    """Version and weights after every step that ended with an exchange. `pause`: seconds before every step of the
-    second island, which comes to the exchanges with fewer steps."""
+    """Return the version and the weights after every step that ended with an exchange.
+
+    The second island waits for `pause` seconds before every step, so it has made fewer steps at each exchange.
+    """
     place = become_island(rank, size, ports)
     engine, seen = start(job), []
     islands = engine.compression.islands
@@ -61,7 +63,7 @@ def test_islands_have_the_same_weights_at_every_version(stage: int) -> None:
 
 def corrected(engine: Any) -> dict[str, list[float]]:
     """Return bias-corrected second moments, which are equal in islands of unequal age."""
-    # DeepSpeed's FusedAdam counts in one state alone.
+    # DeepSpeed's FusedAdam counts steps only in the state of one parameter.
     steps = max(float(state.get("step", 0)) for state in engine.basic_optimizer.state.values())
     [beta] = {group["betas"][1] for group in engine.basic_optimizer.param_groups if "betas" in group}
     found = moments(engine)
@@ -114,13 +116,13 @@ def test_a_single_island_trains_as_deepspeed_does(stage: int) -> None:
 
 
 def run_until(engine: Any, batches: Iterator[tuple[torch.Tensor, torch.Tensor]], version: int) -> None:
-    """Train until `version`. The step of an exchange differs from run to run."""
+    """Train until `version`. The step at which an exchange happens differs from run to run."""
     while engine.compression.islands.exchange.version < version:
         run(engine, [next(batches)])
 
 
 def saved(rank: int, job: Job, ports: list[int], directories: list[str]) -> tuple[int, dict[str, list[float]]]:
-    """Train and save, the second island later than the first one. The tag is a number."""
+    """Train and save. The second island saves later than the first one. The tag is a number."""
     become_island(rank, 1, ports)
     engine, batches = start(job), cycle(data(rank, job))
     exchange = engine.compression.islands.exchange
@@ -160,7 +162,7 @@ def test_all_islands_restart_from_the_newest_checkpoint(tmp_path: Path, more: Ma
 
 
 def resumed_late(rank: int, *args: Any) -> tuple[int, dict[str, list[float]], float]:
-    """Resume; the second island fetches its anchor after the first one has begun to load its checkpoint."""
+    """Resume. The second island fetches its anchor after the first one has started to load its checkpoint."""
     if rank:
         original = shared_anchor.fetch_anchor
         shared_anchor.fetch_anchor = lambda *given: (time.sleep(1.0), original(*given))[1]
@@ -179,8 +181,10 @@ def test_an_island_that_returns_slowly_does_not_stop_the_others(tmp_path: Path) 
 
 
 def follows(rank: int, job: Job, size: int, ports: list[int], directory: str) -> float:
-    """The rate of learning of the first island after some steps, and of the second one when it comes, whose ranks hear
-    of different steps."""
+    """Return the learning rate of the first island after some steps, or of the second one when it joins.
+
+    The ranks of the second island receive different steps.
+    """
     place, begun = become_island(rank, size, ports), Path(directory, "begun")
     if rank >= size:
         wait_for(begun.parent, begun.name)
@@ -213,8 +217,10 @@ def test_all_ranks_of_a_joining_island_follow_one_schedule(tmp_path: Path) -> No
 def goes_on(
     rank: int, job: Job, ports: list[int], directories: list[str], version: int, marks: Path
 ) -> dict[int, list[float]]:
-    """The anchor that an island has after the start, and those of later versions. Who has no checkpoint comes as a new
-    one, and trains when the others have loaded theirs."""
+    """Return the anchors of an island by version, beginning with the one it starts from.
+
+    An island without a checkpoint joins as a new one. All islands train once the others have loaded their checkpoints.
+    """
     become_island(rank, 1, ports)
     engine, batches = start(job), cycle(data(rank + 7, job))
     exchange, seen = engine.compression.islands.exchange, {}
@@ -228,7 +234,7 @@ def goes_on(
         run(engine, [next(batches)])
         remember(exchange, seen)
     marks.joinpath(f"done{rank}").touch()
-    # Whoever comes late needs the others, until the last one of them has gone.
+    # A late island needs the others, so each of them continues until the last one is done.
     with contextlib.suppress(IslandError):
         while len(list(marks.glob("done*"))) < len(ports):
             run(engine, [next(batches)])
@@ -248,8 +254,11 @@ def test_the_number_of_islands_may_change_when_all_restart(before: int, after: i
 
 
 def goes_on_alone(rank: int, job: Job, ports: list[int], directories: list[str], version: int, marks: Path) -> Any:
-    """The third island is on its way to the anchor of the first one when that loads its checkpoint; the second one
-    comes when the third one has begun alone."""
+    """Run `goes_on` with islands that join in an unfavorable order.
+
+    The third island is fetching the anchor of the first one when that loads its checkpoint. The second one joins after
+    the third one has started alone.
+    """
     if rank == 1:
         wait_for(marks, "there2")
     if rank == 2:
@@ -266,10 +275,10 @@ def test_an_island_without_checkpoint_or_anchor_joins_the_others_later(tmp_path:
 
 
 def come_back(work: Any, before: int, after: int, tmp_path: Path, timeout: str = "5 s") -> list[dict[int, list[float]]]:
-    """Restart all islands, and return the results of `work`. Islands without a checkpoint join the others."""
+    """Restart all islands and return the results of `work`. Islands without a checkpoint join the others."""
     directories = [str(tmp_path / f"{rank}") for rank in range(before)]
     with coordinator() as address, own_ports(before) as ports:
-        # Who is left out of the last round goes on alone.
+        # An island that is left out of the last round continues alone.
         job = Job(1, section=elastic_section(address, minimum=1), steps=60)
         kept = run_forks(before, saved, job, ports, directories)
     loaded, marks = min(before, after), tmp_path / "marks"
@@ -305,7 +314,7 @@ def saved_together(rank: int, job: Job, ports: list[int], directory: str) -> str
 
 
 def saved_at_once(rank: int, job: Job, ports: list[int], directory: str) -> list[str]:
-    """Return the errors of saving in one directory after the other."""
+    """Return the errors of two islands that save into the same directory."""
     become_island(rank, 1, ports)
     engine, texts = start(job), []
     for number in range(5):
@@ -345,8 +354,11 @@ def test_one_of_two_islands_that_save_in_one_directory_at_once_is_refused(tmp_pa
 def comes_late(
     rank: int, job: Job, ports: list[int], directory: str
 ) -> tuple[float, float, list[int], Mapping[str, float]]:
-    """The rate of learning at first and after the last step, the order of the data, and the last rate after a
-    checkpoint was loaded."""
+    """Return learning rates and the order of the data.
+
+    The learning rates are the first one, the one after the last step, and those after loading a checkpoint in several
+    ways.
+    """
     become_island(rank, 1, ports)
     done = Path(directory, "done")
     if rank == 1:
@@ -374,7 +386,7 @@ def rates_after_loading(engine: Any, directory: str) -> dict[str, float]:
     found, restore = {"before": engine.get_lr()[0]}, elastic.state.restore
 
     def restored(*given: Any) -> Any:
-        # Until it is whole, nobody may take the anchor of this island.
+        # No other island may take the anchor of this one before it is complete.
         assert engine.compression.islands.exchange.version == 0
         return restore(*given)
 
@@ -404,7 +416,7 @@ def test_an_island_that_joins_late_follows_the_schedule_and_reads_its_own_data(t
     assert late[0] == pytest.approx(first[1])
     assert sorted(first[2]) == sorted(late[2]) == list(range(24))
     assert first[2] != late[2]
-    # It was ahead of its own steps when it was saved.
+    # The schedule of the late island was ahead of its own step count when it was saved.
     assert set(late[3]) == {"before", *LOADED}
     assert set(late[3].values()) == {late[3]["before"]}
     files = list((tmp_path / "saved").rglob("*islands*.json"))
@@ -448,7 +460,7 @@ def refused(rank: int, job: Job, ports: list[int]) -> str:
         engine = start(job if rank == 0 else replace(job, stage=2))
     except ConfigError as error:
         return str(error)
-    # Until the other one has come.
+    # Wait until the other island has joined.
     while engine.compression.islands.exchange.rendezvous.version and time.monotonic() - begun < 3:
         time.sleep(0.1)
     return ""
@@ -495,7 +507,7 @@ def diverges(rank: int, job: Job, ports: list[int]) -> list[bool]:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_an_island_that_diverged_continues_with_the_weights_of_the_others(asynchronous: bool) -> None:
-    """Without ZeRO, DeepSpeed takes non-finite steps, and its optimizer keeps them in its state."""
+    """Without ZeRO, DeepSpeed applies non-finite steps, and the optimizer keeps the values in its state."""
     served = parameter_server() if asynchronous else coordinator()
     with served as there, own_ports(2) as ports:
         address = f"127.0.0.1:{there.port}" if asynchronous else there
@@ -533,7 +545,7 @@ def test_islands_with_other_frozen_weights_are_refused() -> None:
 
 
 def counted(rank: int, job: Job, ports: list[int], directory: str, load: bool) -> int:
-    """Return the samples since the last exchange, four steps after it, when saving or loading."""
+    """Return the number of samples since the last exchange, four steps after it, when saving or loading."""
     become_island(rank, 1, ports)
     engine = start(job)
     if load:

@@ -1,4 +1,4 @@
-"""Islands as processes on which a signal may fall at any instant: killed, stopped, slow, cut off."""
+"""Elastic islands as processes that may be killed, stopped, slowed down or cut off at any instant."""
 
 import os
 import random
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.elastic_job import PAUSE, TIMEOUT, Cable, ElasticJob, came, job, reached, wait_for
+from tests.support.elastic_job import PAUSE, TIMEOUT, Cable, ElasticJob, job, reached, wait_for, wait_for_islands
 
 pytestmark = pytest.mark.slow
 VERSIONS = 120
 STANDSTILL = 5.0
-"""Seconds that an island may stand still because of another one."""
+"""Maximum number of seconds for which one island may delay another."""
 
 
 def agree(found: ElasticJob) -> None:
@@ -35,16 +35,16 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> ElasticJob:
 def test_islands_killed_at_random_instants_can_join_again(tmp_path: Path, undisturbed: ElasticJob) -> None:
     random_, kills = random.Random(3), 20
     with job(tmp_path, VERSIONS) as found:
-        came(found, 3)
+        wait_for_islands(found, 3)
         living = list(found.islands)
         for number in range(kills):
             reached(found, 5 + (VERSIONS - 20) * number // kills)
-            # Anywhere in a step, or in an exchange.
+            # The signal may arrive at any point of a step or an exchange.
             time.sleep(0.2 * random_.random())
             victim = living.pop(random_.randrange(len(living)))
             victim.kill()
-            living.append(found.come())
-    assert sum(one["kind"] == "came" for one in found.lines()) > kills
+            living.append(found.start())
+    assert sum(one["kind"] == "joined" for one in found.lines()) > kills
     assert found.standstill() < STANDSTILL
     agree(found)
     print(found.summary(), "loss", found.loss(), "undisturbed", undisturbed.loss())
@@ -56,8 +56,8 @@ def test_slow_paused_and_late_islands_reach_the_loss_of_undisturbed_ones(
 ) -> None:
     with job(tmp_path, VERSIONS, islands=2) as found:
         slow = len(found.islands)
-        found.come(pause=4 * PAUSE)
-        came(found, 3)
+        found.start(pause=4 * PAUSE)
+        wait_for_islands(found, 3)
         stopped = found.islands[1].pid
         assert stopped is not None
         reached(found, 20)
@@ -65,12 +65,12 @@ def test_slow_paused_and_late_islands_reach_the_loss_of_undisturbed_ones(
         time.sleep(2 * TIMEOUT)
         os.kill(stopped, signal.SIGCONT)
         reached(found, 60)
-        found.come()
+        found.start()
     print(found.summary(), "loss", found.loss(), "undisturbed", undisturbed.loss())
-    # Waited for once, then left out.
+    # The others wait for a slow island once, and then leave it out.
     assert found.standstill(besides=1) < TIMEOUT + 1
     assert [one["kind"] for one in found.lines(1)].count("renewed") >= 1
-    # The slow one is in every exchange, with what it has.
+    # The slow island takes part in every exchange with the steps that it has made.
     assert sum(one["kind"] == "exchange" for one in found.lines(slow)) > VERSIONS // 2
     assert max(one["islands"] for one in found.lines(3) if one["kind"] == "exchange") == 4
     agree(found)
@@ -80,8 +80,8 @@ def test_slow_paused_and_late_islands_reach_the_loss_of_undisturbed_ones(
 def test_an_island_that_is_cut_off_stops_and_the_others_continue(tmp_path: Path) -> None:
     with job(tmp_path, 40, islands=2) as found:
         with Cable(found.address) as cable:
-            found.come(address=cable.address, give_up="3 s")
-            came(found, 3)
+            found.start(address=cable.address, give_up="3 s")
+            wait_for_islands(found, 3)
             reached(found, 10)
         (end,) = wait_for(found, 2, "error")
     assert "/deepspeed_compress/islands/elastic/rendezvous: " in end["text"]
@@ -94,8 +94,8 @@ def test_an_island_that_is_cut_off_stops_and_the_others_continue(tmp_path: Path)
 def test_an_island_that_was_cut_off_for_a_while_returns_to_the_others(tmp_path: Path) -> None:
     """Two islands continue, and the update of the third one contributes once it is back."""
     with job(tmp_path, 60, islands=2) as found, Cable(found.address) as cable:
-        found.come(address=cable.address)
-        came(found, 3)
+        found.start(address=cable.address)
+        wait_for_islands(found, 3)
         reached(found, 10)
         cable.cut()
         alone = max(one.get("version", 0) for one in found.lines())
@@ -105,17 +105,17 @@ def test_an_island_that_was_cut_off_for_a_while_returns_to_the_others(tmp_path: 
     assert [one["kind"] for one in found.lines(2)].count("renewed") >= 1
     assert found.standstill(besides=2) < TIMEOUT + 1
     agree(found)
-    # All three again.
+    # All three islands exchange again.
     assert max(one["round"] for one in found.lines(0) if one.get("islands") == 3) > alone + 10
 
 
 def test_an_island_leaves_and_another_takes_its_place(tmp_path: Path) -> None:
-    """An island that leaves on its own is not awaited."""
+    """The coordinator does not wait for an island that left on its own."""
     with job(tmp_path, 50, islands=2) as found:
-        found.come(leaves=15)
+        found.start(leaves=15)
         wait_for(found, 2, "end")
         reached(found, 25)
-        found.come()
+        found.start()
     assert {one["islands"] for one in found.lines(0) if one["kind"] == "exchange"} >= {2, 3}
     assert max(one["version"] for one in found.lines(3) if "version" in one) >= 50
     assert found.standstill() < TIMEOUT + 1

@@ -1,4 +1,4 @@
-"""Learning rates of islands that come late: the same as those of the others, or a warning or refusal by name."""
+"""Learning rates of islands that join late: equal to those of the others, or a warning or refusal by name."""
 
 import json
 import warnings
@@ -30,7 +30,7 @@ Make = Callable[[torch.optim.Optimizer], Any]
 
 
 def made(make: Make | None, lr: float = 0.1) -> Any:
-    """Return an engine as far as schedules know it."""
+    """Return a stand-in with the attributes of an engine that schedules read."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=lr)
     return SimpleNamespace(optimizer=optimizer, global_steps=0, lr_scheduler=make and make(optimizer))
 
@@ -45,7 +45,7 @@ def train(engine: Any, rates: LearningRates, steps: int, *metric: float) -> None
 
 
 def late(first: Make | None, second: Make | None, *metric: float, lr: float = 0.1) -> tuple[Any, Any, list[str]]:
-    """Return the engine of an island after 7 steps, that of one that comes then, and what it was warned of."""
+    """Return the engines of an island after 7 steps and of one that joins then, and the warnings of the latter."""
     engine, other = made(first), made(second, lr)
     rates, follower = LearningRates(engine), LearningRates(other)
     train(engine, rates, 7, *metric)

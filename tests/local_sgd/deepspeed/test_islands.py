@@ -1,4 +1,4 @@
-"""Islands of ranks that train by themselves: against DeepSpeed alone and data parallelism, saved and resumed."""
+"""Islands inside one job, compared with DeepSpeed alone and with data parallelism, saved and resumed."""
 
 import atexit
 import time
@@ -26,7 +26,7 @@ from tests.support.jobs import BATCH, MUON, Job, data, moments, network, run, st
 OFFLOADED: Mapping[str, Any] = {"zero": {"offload_optimizer": {"device": "cpu"}}, "extra": {}}
 BF16: Mapping[str, Any] = {"bf16": {"enabled": True}}
 WHOLE: Mapping[str, Any] = {"reduce_scatter": False}
-"""What DeepSpeed's Muon needs under ZeRO 3."""
+"""Keys that DeepSpeed's Muon requires under ZeRO 3."""
 STAGES = (0, 1, 2, 3)
 
 
@@ -53,7 +53,7 @@ def test_one_island_that_averages_every_step_equals_deepspeed(stage: int, extra:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_islands_that_average_every_step_equal_data_parallelism(stage: int) -> None:
-    """With SGD, the mean of the steps equals the step of the mean."""
+    """With SGD, the mean of the steps equals the step along the mean gradient."""
     whole = Job(stage, extra=SGD)
     divided = replace(whole, section=section(size=2, sync_every=1, exchange={"method": "none"}))
     for plain, ours in run_forks(4, train, whole, divided):
@@ -168,7 +168,7 @@ def test_second_moments_are_scaled_to_the_mean_of_their_sums(delay: int, fragmen
         for mine, others in zip(own, found, strict=True):
             ratio = sum(sums) / 2 / sum(mine[1][name])
             assert others[1][name] == pytest.approx([one * (1 if delay else ratio) for one in mine[1][name]])
-            # Those that were on their way are scaled when they have arrived, and keep what has come to them meanwhile.
+            # Moments whose exchange is in flight are scaled on arrival, and updates made meanwhile are kept.
             if delay:
                 now, came = sum(mine[2][name]), max(0.0, sum(mine[2][name]) - sum(mine[1][name]))
                 target = sum(sums) / 2 + came
@@ -176,7 +176,10 @@ def test_second_moments_are_scaled_to_the_mean_of_their_sums(delay: int, fragmen
 
 
 def words_of_a_rare_row(rank: int, stage: int, delay: int) -> list[float]:
-    """Return the largest weight after every step; a word is first seen while moments are in flight."""
+    """Return the largest weight after every step.
+
+    A word occurs for the first time while an exchange of moments is in flight.
+    """
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Flatten(), torch.nn.Linear(8, 1))
     job = Job(stage, section=section(size=1, sync_every=4, delay=delay, second_moments={"block_size": 4}))
@@ -272,7 +275,7 @@ def test_a_delayed_fragment_is_applied_without_losing_updates() -> None:
     first, second = (torch.tensor(rank) for rank in run_forks(2, drift, *jobs))
     mean, apart = (first + second) / 2, (first - second).abs()
     torch.testing.assert_close(mean[1], mean[0], atol=1e-6, rtol=0)
-    # In time, a fragment meets at step 8; a step later, none does.
+    # Without a delay, a fragment is exchanged at step 8. With a delay of one step, none is.
     assert float(apart[0][7].min()) == 0.0
     assert float(apart[1][7].min()) > 0.0
 
@@ -303,7 +306,7 @@ def test_warm_up_steps_end_with_the_mean() -> None:
 
 
 def broken(rank: int, job: Job) -> tuple[bool, bool]:
-    """Return whether weights are finite before and after an exchange; the second island's are set to NaN."""
+    """Return whether weights are finite before and after an exchange. The second island's weights are set to NaN."""
     engine = start(job)
     batches = data(rank, job)
     run(engine, batches[:1])
@@ -321,7 +324,7 @@ def test_an_island_that_diverged_is_excluded() -> None:
 
 
 def kept_back(rank: int, job: Job) -> list[list[float]]:
-    """Return residuals before and after an exchange; the second island's master weights are set to NaN."""
+    """Return residuals before and after an exchange. The second island's master weights are set to NaN."""
     engine = start(job)
     run(engine, data(rank, job))
     islands = engine.compression.islands
@@ -336,7 +339,7 @@ def kept_back(rank: int, job: Job) -> list[list[float]]:
 
 
 def test_residuals_of_an_island_that_diverged_are_not_sent() -> None:
-    """The mean is over the other islands, and would give such a residual too much weight."""
+    """The mean is over the other islands only, so such a residual would get too much weight."""
     job = Job(1, section=section(size=1, sync_every=2, exchange={"method": "topk", "density": 0.05}))
     (before, after), (spoilt_before, spoilt_after) = run_forks(2, kept_back, job)
     assert any(spoilt_before)
@@ -454,7 +457,7 @@ def test_a_tag_with_which_islands_would_overwrite_each_other_is_refused(detached
 
 
 def be_slower(rank: int, job: Job, ending: str) -> int:
-    """Train islands of which the second one is slower; both end with an exchange in flight."""
+    """Train islands of which the second one is slower. Both end while an exchange is in flight."""
     ends: list[Any] = []
     atexit.register = lambda work, *given: ends.append(work)  # type: ignore[assignment]
     engine = start(job)
@@ -467,7 +470,7 @@ def be_slower(rank: int, job: Job, ending: str) -> int:
         case "detach":
             deepspeed_compress.detach(engine)
         case "exit":
-            # As programs do, and then the interpreter, but not in a process that was forked.
+            # Programs do this, and then the interpreter does. A forked process does not.
             dist.destroy_process_group()
             for work in ends:
                 if getattr(work, "func", None) is divided._end:
@@ -515,7 +518,7 @@ def test_data_and_batch_size_are_those_of_the_whole_job() -> None:
 
 
 def refused(rank: int, job: Job) -> str:
-    # All are connected first: a rank that ends while others still connect to it would be their error.
+    # Wait until all ranks are connected. A rank that ends earlier would cause another error in the others.
     deepspeed.init_distributed()
     dist.barrier()
     try:
@@ -610,14 +613,14 @@ def ratios(rank: int, job: Job) -> list[float | None]:
 
 
 def test_steps_with_an_exchange_report_no_ratio() -> None:
-    """DeepSpeed has no such traffic, so the ratio of a step with an exchange would be 0."""
+    """DeepSpeed alone has no such traffic, so the ratio of a step with an exchange would be 0."""
     job = Job(1, section={**section(size=2, sync_every=2), "monitor": {"announce": False, "every": 1}}, steps=5)
     first, *_ = run_forks(4, ratios, job)
     assert first == [1.0, 1.0, None, 1.0, None]
 
 
 def bytes_by_step(rank: int, job: Job) -> list[tuple[int, int, bool]]:
-    """Return the bytes of islands and of gradients by step, and whether islands were compared."""
+    """Return the bytes of islands and of gradients by step, and whether the islands were compared."""
     engine, found = start(job), []
     meter = engine.compression.meter
     for batch in data(rank, job):

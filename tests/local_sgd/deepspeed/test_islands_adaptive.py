@@ -1,4 +1,4 @@
-"""Adaptation inside islands: each measures and chooses for itself, and what it does is nothing to the others."""
+"""Adaptation inside islands: each island measures and chooses for itself, without an effect on the others."""
 
 import math
 import time
@@ -19,7 +19,7 @@ from tests.support.jobs import Job, data, run, start, weights
 
 STEPS = 24
 LATE = 1
-"""Steps done when the island of rank 2 skips one that it would have measured."""
+"""Number of steps done when the island of rank 2 skips one that it would have measured."""
 
 
 def section(**changes: Any) -> Mapping[str, Any]:
@@ -36,8 +36,11 @@ def section(**changes: Any) -> Mapping[str, Any]:
 
 @contextmanager
 def measured_links(rank: int) -> Iterator[None]:
-    """Of the first island nothing takes time; of the second one a byte takes 10 ms, and all of it is waited for. What
-    the machine does besides is little against that."""
+    """Replace measurements of links: free in the first island, slow in the second one.
+
+    In the second island a byte takes 10 ms, and the whole time is waited for, so that other load on the machine does
+    not matter.
+    """
     measure = probing.Prober.measure
 
     def seconds(group: Any, device: Any, sizes: Sequence[int]) -> list[float]:
@@ -77,7 +80,7 @@ def test_islands_choose_by_their_own_links_and_all_finish(stage: int, extra: Map
 
 
 def measured(rank: int, job: Job) -> list[float]:
-    """Return the seconds that measured steps waited; the exchange before the second one takes another 4 s."""
+    """Return the seconds for which measured steps waited. The exchange before the second one takes another 4 s."""
     engine, waited = start(job), []
     meter, exchange = engine.compression.meter, engine.compression.islands
     measure, ended = probing.Prober.measure, exchange.step_ended

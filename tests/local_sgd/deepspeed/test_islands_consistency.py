@@ -1,4 +1,4 @@
-"""What is alike in all islands when they begin, and again after one diverged, or was loaded."""
+"""State that is equal in all islands at the start, after one has diverged, and after loading."""
 
 import gc
 import os
@@ -155,8 +155,10 @@ def test_parameters_that_are_no_longer_local_start_from_the_first_island(tmp_pat
 
 
 def frozen(rank: int, job: Job, requires_grad: bool) -> dict[str, list[float]]:
-    """The weights that an island begins with, where ranks have made different ones, and the optimizer was not given
-    those of the first layer."""
+    """Return the initial weights of an island.
+
+    Ranks of different islands initialize the model differently, and the optimizer does not get the first layer.
+    """
     model = network()
     torch.manual_seed(rank // 2)
     for parameter in model.parameters():
@@ -176,7 +178,7 @@ def test_untrained_weights_are_equal_in_all_islands(stage: int, threshold: int, 
 
 
 def healed(rank: int, job: Job) -> tuple[list[bool], list[str]]:
-    """Return for every step whether the weights are finite, and the warnings."""
+    """Return whether the weights are finite after every step, and the warnings."""
     engine, seen = start(job), []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", CompressWarning)
@@ -197,7 +199,7 @@ def test_an_island_that_diverged_continues_with_the_weights_of_the_others(stage:
     for seen, texts in ranks[2:]:
         assert all(seen[2:])
         assert all(seen) or any("this island has diverged" in text for text in texts)
-    # Without ZeRO nothing keeps DeepSpeed from the step.
+    # Without ZeRO, DeepSpeed applies the step.
     assert all(ranks[2][0]) == (stage > 0)
 
 
@@ -213,7 +215,7 @@ COMPRESSED: Mapping[str, Any] = {"method": "topk", "density": 0.1}
     ],
 )
 def test_an_island_that_diverged_recovers_completely(shared: Mapping[str, Any], gradients: Any) -> None:
-    """All fragments and optimizer states recover at once: one non-finite element would spoil the others again."""
+    """Fragments and optimizer states must recover together, or one non-finite element would spoil the others again."""
     inside = {"method": gradients} if isinstance(gradients, str) else gradients
     job = Job(0, section={**section(**shared), "gradients": inside}, steps=16, extra={"gradient_clipping": 0.0})
     for seen, _ in run_forks(4, healed, replace(job, poison=(1, 2))):
@@ -302,7 +304,7 @@ DTYPES = (
 
 
 def of_bytes(dtype: torch.dtype, count: int, seed: int = 0) -> torch.Tensor:
-    """Return `count` elements of random bits."""
+    """Return `count` elements of random bytes."""
     if dtype == torch.bool:
         return torch.randint(0, 2, (count,), generator=torch.Generator().manual_seed(seed)).bool()
     size = count * dtype.itemsize

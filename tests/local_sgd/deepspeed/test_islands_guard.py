@@ -1,4 +1,4 @@
-"""A guard inside islands: each decides for itself, alike on all of its ranks, and the others neither act nor wait."""
+"""The guard inside islands: each island decides alike on all of its ranks, and the others neither act nor wait."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from tests.support.jobs import Job, data, run, start, train, weights
 from tests.support.tensor_islands import AUTO_TP, start_tensor, take_steps
 
 STEPS = 60
-"""The last one ends with an exchange."""
+"""Number of steps. The last one ends with an exchange."""
 
 
 def section(**changes: Any) -> Mapping[str, Any]:
@@ -42,7 +42,7 @@ def test_one_island_without_compression_equals_deepspeed(stage: int) -> None:
         assert ours == plain
 
 
-def told(directory: Path) -> list[str]:
+def guard_events(directory: Path) -> list[str]:
     events = map(json.loads, (directory / "events.jsonl").read_text().splitlines())
     return [f"{event['step']} {event['kind']} {event['before']} -> {event['after']}" for event in events]
 
@@ -60,10 +60,10 @@ def test_only_the_island_with_the_fault_reacts(stage: int, fault: Disturb, secon
     assert first.settings[-1] == "blockwise bits=4"
     for other in (third, fourth):
         assert (other.events, other.skipped, set(other.settings)) == ([], 0, {"blockwise bits=4"})
-    # They exchanged after the last step.
+    # The islands exchanged after the last step.
     assert len({story.final for story in (first, same, third, fourth)}) == 1
     assert math.isfinite(first.final)
-    assert told(tmp_path) == first.events
+    assert guard_events(tmp_path) == first.events
     assert not (tmp_path / "island_0001").exists()
 
 
@@ -83,7 +83,7 @@ def of_rank_3(engine: Any, rank: int, step: int) -> float:
 def test_events_of_all_islands_are_read_with_the_run(tmp_path: Path) -> None:
     job = Job(1, section(monitor={"announce": False, "path": str(tmp_path), "every": 1}), steps=FAULT + 6)
     *_, last = run_forks(4, live, job, of_rank_3)
-    assert told(tmp_path / "island_0001") == last.events != []
+    assert guard_events(tmp_path / "island_0001") == last.events != []
     found = read_directory(tmp_path)
     assert [(event["island"], event["step"]) for event in found.events or ()] == [
         (1, int(text.split()[0])) for text in last.events
@@ -92,7 +92,7 @@ def test_events_of_all_islands_are_read_with_the_run(tmp_path: Path) -> None:
 
 
 Told = tuple[list[float], list[str], dict[str, list[float]]]
-"""Losses, events and weights at the end."""
+"""Losses, events and weights at the end of a run."""
 
 
 def rest(engine: Any, batches: Any) -> Told:
@@ -102,7 +102,7 @@ def rest(engine: Any, batches: Any) -> Told:
 
 
 def save(rank: int, job: Job, directory: str) -> Told:
-    """Rank 1 has the fault; the checkpoint is saved while settings recover."""
+    """Save a checkpoint while settings recover. Rank 1 has the fault."""
     engine, half = start(job), FAULT + 3
     batches = data(rank, job)
     for step, (x, y) in enumerate(batches[:half]):
@@ -160,7 +160,7 @@ def test_elastic_islands_decide_independently() -> None:
 
 
 def live_split(rank: int, job: Job) -> tuple[list[str], int, dict[str, list[float]]]:
-    """Pairs of ranks share layers. Only the loss of rank 3 is NaN in one step."""
+    """Train with pairs of ranks that share layers. Only the loss of rank 3 is NaN, in one step."""
     engine = start_tensor(job)
     forward = engine.forward
 

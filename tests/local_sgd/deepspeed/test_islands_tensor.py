@@ -1,4 +1,4 @@
-"""Islands whose ranks share layers (AutoTP): against DeepSpeed alone and data parallelism, saved and resumed."""
+"""Islands with tensor parallelism (AutoTP), compared with DeepSpeed and data parallelism, saved and resumed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from deepspeed.runtime.utils import is_model_parallel_parameter
 
 import deepspeed_compress
-from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasters, Stretch
+from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasterWeights, MasterSlice
 from deepspeed_compress.collectives.reduction import Parameters
 from deepspeed_compress.config import find_problems, parse_section
 from deepspeed_compress.errors import ConfigError, UnsupportedError
@@ -26,13 +26,16 @@ from tests.support.tensor_islands import AUTO_TP, TENSOR, llama, start_tensor, t
 
 PLAIN: Mapping[str, Any] = {"sync_every": 1, "exchange": {"method": "none"}}
 SAVED = 4
-"""Steps before a checkpoint."""
+"""Number of steps before a checkpoint."""
 
 
 @dataclass
 class Run:
-    """Weights, bytes of exchanges and losses after every step; what ranks that share layers hold alike.
-    `reported`: bytes of split layers by step."""
+    """Records of a run after every step.
+
+    `replicated` names the parameters that are equal on tensor-parallel ranks. `reported` holds the reported bytes of
+    split layers.
+    """
 
     weights: list[dict[str, list[float]]] = field(default_factory=list)
     sent: list[int] = field(default_factory=list)
@@ -61,8 +64,11 @@ def train(rank: int, *jobs: Job) -> list[Run]:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_uncompressed_exchange_every_step_equals_data_parallelism(stage: int) -> None:
-    """For one island of four ranks DeepSpeed alone, bit for bit. For two of two ranks, with SGD, data parallelism: the
-    mean of the steps is the step of the mean."""
+    """A run with islands equals one without.
+
+    One island of four ranks equals DeepSpeed alone bit for bit. Two islands of two ranks with SGD equal data
+    parallelism, because the mean of the steps is the step along the mean gradient.
+    """
     alone = Job(stage, extra=AUTO_TP, steps=2)
     one = replace(alone, section=section(size=2, **PLAIN))
     whole = Job(stage, extra={**AUTO_TP, **SGD}, steps=3)
@@ -75,7 +81,7 @@ def test_an_uncompressed_exchange_every_step_equals_data_parallelism(stage: int)
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_replicated_weights_stay_equal_and_are_sent_once(stage: int) -> None:
-    """With four bits, the rounding of an element depends on its neighbors."""
+    """With four bits, the rounding of an element depends on the elements around it."""
     exchange = {"method": "blockwise", "bits": 4, "block_size": 32}
     job = Job(stage, extra=AUTO_TP, section=section(size=1, sync_every=2, exchange=exchange), steps=4)
     ranks = [run for [run] in run_forks(4, train, job, timeout=400)]
@@ -126,9 +132,9 @@ def test_replicated_weights_have_the_same_second_moments(stage: int, heads: int)
 def cut(rank: int, numels: list[int]) -> str:
     """Return the error if the tensor ranks hold `numels` elements of a norm."""
     deepspeed.init_distributed("gloo")
-    norm = Stretch("norm.weight", 0, torch.zeros(8), 0, numels[rank])
-    split = Stretch("split.weight", 0, torch.zeros(8), 0, 1 + rank)
-    master_weights = FlatMasters([norm, split], torch.device("cpu"), publish=list, stepped=[norm, split])
+    norm = MasterSlice("norm.weight", 0, torch.zeros(8), 0, numels[rank])
+    split = MasterSlice("split.weight", 0, torch.zeros(8), 0, 1 + rank)
+    master_weights = FlatMasterWeights([norm, split], torch.device("cpu"), publish=list, stepped=[norm, split])
     parameters = Parameters({"norm.weight": (8,), "split.weight": (8,)}, [], excluded=frozenset({"norm.weight"}))
     unit = SimpleNamespace(ranks=(0, 1), tensor=2, whole=dist.group.WORLD)
     try:
@@ -161,7 +167,7 @@ def resume(rank: int, job: Job, directory: str) -> dict[str, list[float]]:
 
 DILOCO = section(size=1, preset="diloco", sync_every=4, fragments=2, delay=1, own=["lm_head"])
 TOPK = {**section(size=2, preset="diloco", sync_every=2), "gradients": {"method": "topk", "density": 0.1}}
-"""One island, which moves by a momentum, of ranks that each keep gradients back."""
+"""Settings of one island that applies momentum, and whose ranks keep gradient residuals."""
 
 
 @pytest.mark.parametrize(("stage", "methods"), [(1, DILOCO), (2, TOPK)])
@@ -180,7 +186,7 @@ def sampled(rank: int, job: Job) -> tuple[list[int], int]:
 
 
 def test_ranks_that_share_layers_read_the_same_data_and_islands_do_not() -> None:
-    """DeepSpeed counts ranks that share layers as parts of a batch."""
+    """DeepSpeed divides a batch by all ranks, including those that share layers."""
     extra = {**AUTO_TP, "train_batch_size": 4 * BATCH}
     ranks = run_forks(4, sampled, Job(1, extra=extra, section=section(size=1)), timeout=400)
     assert ranks[0] == ranks[1]

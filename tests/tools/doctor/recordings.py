@@ -147,7 +147,7 @@ RECORDINGS: Mapping[str, Recording] = {
         baseline="dense",
     ),
     "sleeping-rank": Recording("straggler", {"gradients": INT4}, step=_sleeps),
-    "exempt": Recording("nothing-compressed", {"gradients": {**INT4, "min_numel": 10_000_000}}),
+    "excluded": Recording("nothing-compressed", {"gradients": {**INT4, "min_numel": 10_000_000}}),
     "endless-warm-up": Recording("never-in-force", {"gradients": INT4, "schedule": {"warmup_steps": 1000}}),
     "half-dense": Recording("no-ratio", {"gradients": {"method": "topk", "density": 0.7}}),
     "fp32-memory": Recording(

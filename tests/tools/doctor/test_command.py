@@ -33,7 +33,7 @@ def test_report_of_a_short_run_says_what_was_not_checked(tmp_path: Path, capsys:
 
 
 def test_report_explains_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", str(RUNS / "exempt")]) == 1
+    assert main(["doctor", str(RUNS / "excluded")]) == 1
     out = " ".join(capsys.readouterr().out.split())
     for words in (
         "1. nothing-compressed (serious)",
@@ -70,7 +70,7 @@ def test_apply_writes_a_valid_configuration(tmp_path: Path, capsys: pytest.Captu
 def test_apply_does_not_overwrite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.json"
     file.write_text("mine")
-    assert main(["doctor", str(RUNS / "exempt"), "--apply", str(file)]) == 2
+    assert main(["doctor", str(RUNS / "excluded"), "--apply", str(file)]) == 2
     assert "exists already; write the name of a new file" in capsys.readouterr().err
     assert file.read_text() == "mine"
 
@@ -82,7 +82,7 @@ def test_apply_without_a_patch_writes_nothing(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_apply_needs_config_if_the_run_recorded_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    older = shutil.copytree(RUNS / "exempt", tmp_path / "older")
+    older = shutil.copytree(RUNS / "excluded", tmp_path / "older")
     config = (older / "ds_config.json").rename(tmp_path / "config.json")
     new = str(tmp_path / "new.json")
     assert main(["doctor", str(older), "--apply", new]) == 2
@@ -92,7 +92,7 @@ def test_apply_needs_config_if_the_run_recorded_none(tmp_path: Path, capsys: pyt
 
 
 def test_apply_warns_of_missing_secrets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = shutil.copytree(RUNS / "exempt", tmp_path / "run")
+    run = shutil.copytree(RUNS / "excluded", tmp_path / "run")
     config = json.loads((run / "ds_config.json").read_text())
     (run / "ds_config.json").write_text(json.dumps({**config, "comet": {"api_key": "***"}}))
     assert main(["doctor", str(run), "--apply", str(tmp_path / "new.json")]) == 1
@@ -102,13 +102,13 @@ def test_apply_warns_of_missing_secrets(tmp_path: Path, capsys: pytest.CaptureFi
 def test_unreadable_directories_exit_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(tmp_path)]) == 2
     assert "contains no statistics; set monitor.path" in capsys.readouterr().err
-    assert main(["doctor", str(RUNS / "exempt"), "--baseline", str(tmp_path / "none")]) == 2
+    assert main(["doctor", str(RUNS / "excluded"), "--baseline", str(tmp_path / "none")]) == 2
 
 
 def test_doctor_imports_no_torch() -> None:
     program = (
         "import sys; from deepspeed_compress.cli import main\n"
-        f"code = main(['doctor', {str(RUNS / 'exempt')!r}])\n"
+        f"code = main(['doctor', {str(RUNS / 'excluded')!r}])\n"
         "assert not {'torch', 'deepspeed', 'transformers'} & set(sys.modules), 'heavy'\n"
         "sys.exit(code)"
     )

@@ -12,7 +12,7 @@ from deepspeed_compress.tools.doctor.ladders import softer, stronger
 from deepspeed_compress.tools.doctor.patches import accumulated, apply, difference, slower, with_gradients, with_stage
 from deepspeed_compress.tools.doctor.trends import noise, quarters, turn
 from tests.support.sections import OF_GRADIENTS
-from tests.tools.doctor.synthetic import config
+from tests.support.synthetic_runs import config
 
 OBJECTS = st.dictionaries(
     st.sampled_from("abc"),

@@ -11,7 +11,7 @@ from deepspeed_compress.tools.doctor import case
 from deepspeed_compress.tools.doctor.patches import apply, difference
 from deepspeed_compress.tools.doctor.rules import RULES
 from deepspeed_compress.tools.doctor.run import Run
-from tests.tools.doctor.synthetic import config, examine, losses, names, run
+from tests.support.synthetic_runs import config, examine, losses, names, run
 
 TOPK = {"method": "topk", "density": 0.01}
 SLOW = {"compress_ms": 30.0, "decompress_ms": 9.0}

@@ -11,7 +11,7 @@ import pytest
 from deepspeed_compress.errors import ConfigError, DataError
 from deepspeed_compress.tools.doctor.case import Case
 from deepspeed_compress.tools.doctor.run import read_run
-from tests.tools.doctor.synthetic import HEALTHY, config
+from tests.support.synthetic_runs import HEALTHY, config
 
 
 def write(file: Path, lines: Sequence[dict[str, Any]]) -> None:

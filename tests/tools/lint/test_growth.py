@@ -124,11 +124,11 @@ def test_findings_up_to_the_limit_are_all_reported() -> None:
 
 @pytest.mark.parametrize("count", [MAX_PROBLEMS - 2, MAX_PROBLEMS, 5000, 10 * MAX_PARTS])
 def test_syntax_errors_are_counted(count: int) -> None:
-    told = [one.message for one in parse('{"a": 1, ' + ":," * count + "}").problems]
-    assert len(told) <= MAX_PROBLEMS
+    messages = [one.message for one in parse('{"a": 1, ' + ":," * count + "}").problems]
+    assert len(messages) <= MAX_PROBLEMS
     if count <= MAX_PROBLEMS - 2:
-        assert len(told) == count
+        assert len(messages) == count
     elif count < MAX_PARTS:
-        assert told[-1] == f"and {count - MAX_PROBLEMS + 2} more syntax errors"
+        assert messages[-1] == f"and {count - MAX_PROBLEMS + 2} more syntax errors"
     else:
-        assert told[-2:][0] == f"more than {MAX_PARTS} values and comments"
+        assert messages[-2:][0] == f"more than {MAX_PARTS} values and comments"

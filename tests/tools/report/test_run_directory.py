@@ -13,7 +13,7 @@ from deepspeed_compress.tools.report.timeline import event_rows
 from deepspeed_compress.tools.run_directory import read_directory, read_statistics
 from deepspeed_compress.tools.tune.trials import MONITOR, steps_done
 from tests.support.runs import trainer_run, write_lines
-from tests.tools.doctor.synthetic import HEALTHY
+from tests.support.synthetic_runs import HEALTHY
 
 
 class Process:

@@ -1,4 +1,4 @@
-"""Results and candidates for tests of the search, made up."""
+"""Synthetic results and candidates for tests of the search."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ BASE = Result(BASELINE, "finished", loss=2.0, step_ms=100.0, bytes=1000.0, secon
 
 
 def result(name: str, gap: float, step_ms: float, sent: float = 100.0) -> Result:
-    """Finished with a loss so much above the one of `BASE`."""
+    """Return a finished result whose loss exceeds that of `BASE` by the fraction `gap`."""
     return Result(name, "finished", loss=2.0 * (1 + gap), step_ms=step_ms, bytes=sent, seconds=10.0)
 
 
@@ -19,6 +19,6 @@ def a_round(*results: Result, rung: Rung = LAST, baseline: Result = BASE) -> Rou
 
 
 def candidates(*names: str) -> list[Candidate]:
-    """The baseline first."""
+    """Return candidates, baseline first."""
     sections: Mapping[str, Mapping[str, object]] = {"gradients": {"method": "none"}}
     return [Candidate(BASELINE, sections), *(Candidate(name, {}) for name in names)]

@@ -1,4 +1,4 @@
-"""A training script of somebody who has not heard of this package.
+"""Training script that does not know of this package.
 
 python script.py CONFIG OUTPUT_DIR [--steps N] [--pipeline] [--rewrite] [--own-optimizer] [--local_rank N]
 """

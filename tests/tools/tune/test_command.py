@@ -1,4 +1,4 @@
-"""The command, with trials that are made up: what it writes, when it goes on, and when it refuses to."""
+"""The command with synthetic trials: its files, when it continues, and when it refuses to."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ Tune = Callable[..., int]
 
 @pytest.fixture
 def tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tune:
-    """Call the command in `tmp_path`; candidates without a result of their own are slow."""
+    """Run the command in `tmp_path`. Candidates without a result of their own are slow."""
     monkeypatch.chdir(tmp_path)
     Path("ds.json").write_text(json.dumps(FILE))
     for script in ("train.py", "other.py"):

@@ -1,4 +1,4 @@
-"""Who goes on, and who is the best."""
+"""Promotion of candidates, and the choice of the best one."""
 
 import math
 from dataclasses import replace
@@ -77,7 +77,7 @@ def test_equals_do_not_dominate_each_other() -> None:
 
 
 def test_the_best_third_goes_on_in_order() -> None:
-    # The more bytes, the faster and the better: nobody dominates.
+    # Candidates with more bytes are faster and have a smaller loss, so none dominates another.
     tried = [result(f"c{n}", 0.009 - n / 1000, 90 - n, 100 + n) for n in range(7)]
     assert promoted(a_round(*tried), "step_time") == ["c6", "c5", "c4"]
     assert promoted(a_round(*tried), "bytes") == ["c0", "c1", "c2"]

@@ -1,4 +1,4 @@
-"""The command line: which words are `tune`'s, and what it makes of them."""
+"""The command line: which arguments belong to `tune`, and how their values are parsed."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the processes of a trial do: two ranks as forked processes, and a script that knows nothing of it."""
+"""The processes of a trial: two ranks as forked processes, and a script that does not know of the trial."""
 
 import json
 import statistics
@@ -27,7 +27,7 @@ def ds_config(accumulation: int = 1, stage: int = 1) -> dict[str, Any]:
 
 
 def in_rank(rank: int, arguments: list[str]) -> str:
-    """How the program ends: "" as it should. What `main` installs ends with this process."""
+    """Run the program. Return "" if it ends normally. Replacements made by `main` end with this process."""
     try:
         runner.main([SCRIPT, *arguments])
     except SystemExit as stop:
@@ -38,7 +38,7 @@ def in_rank(rank: int, arguments: list[str]) -> str:
 def trial(
     directory: Path, *options: str, config: dict[str, Any] | None = None, section: Any = None
 ) -> list[dict[str, Any]]:
-    """Lines of a trial of two ranks."""
+    """Return the recorded lines of a trial of two ranks."""
     candidate = Candidate("x", section or {"gradients": {"bits": 4}})
     file = directory / "ds_config.json"
     file.write_text(json.dumps(trial_config(config or ds_config(), candidate, Task(STEPS, str(directory)))))
@@ -65,7 +65,7 @@ def test_a_script_ends_after_so_many_optimizer_steps(accumulation: int, tmp_path
 
 
 def test_all_bytes_are_counted(tmp_path: Path) -> None:
-    """Of gradients and of the weights that ZeRO 1 gathers."""
+    """The bytes are those of gradients and of the weights that ZeRO 1 gathers."""
     lines = trial(tmp_path, section={"gradients": {"method": "none"}})
     statistics_lines = [
         json.loads(line) for line in (tmp_path / "statistics/compression.jsonl").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""The search with results that are made up and a clock that is, and what the terminal shows of it."""
+"""The search with synthetic results and a fake clock, and its display on the terminal."""
 
 import io
 import math
@@ -27,14 +27,17 @@ class Clock:
 
 @dataclass
 class Fake:
-    """Trials that take `seconds` by `clock`, or as long as they are given. `found`: finished in an earlier call."""
+    """Stand-in for `Trials`.
+
+    Trials take `seconds` of `clock`, or as long as they may. `found` holds results of earlier calls.
+    """
 
     results: Mapping[str, Result]
     clock: Clock = field(default_factory=Clock)
     seconds: Mapping[str, float] = field(default_factory=dict)
     found: Mapping[tuple[str, int], Result] = field(default_factory=dict)
     started: list[tuple[str, int]] = field(default_factory=list)
-    told: list[str] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
 
     def find(self, candidate: Candidate, rung: Rung) -> Result | None:
         return self.found.get((candidate.name, rung.number))
@@ -51,16 +54,16 @@ class Fake:
 
     def begin(self, candidate: Candidate, rung: Rung, log: Path) -> None:
         assert log == Path("exps") / candidate.name / "stdout.log"
-        self.told.append(f"begin {candidate.name}")
+        self.calls.append(f"begin {candidate.name}")
 
     def steps(self, done: int) -> None:
-        self.told.append(f"{done} steps")
+        self.calls.append(f"{done} steps")
 
     def end(self, result: Result, rung: Rung, again: bool) -> None:
-        self.told.append(f"end {result.name}{' again' if again else ''}")
+        self.calls.append(f"end {result.name}{' again' if again else ''}")
 
     def rung_over(self, rung: Rung, left: int) -> None:
-        self.told.append(f"{left} left")
+        self.calls.append(f"{left} left")
 
 
 GOOD = {
@@ -83,8 +86,8 @@ def test_each_rung_tries_the_baseline_and_the_survivors() -> None:
     ]
     assert [len(one.results) for one in outcome.rounds] == [8, 4, 3]
     assert (outcome.stopped, outcome.failure) == ("", None)
-    assert fake.told[:3] == ["begin none", "10 steps", "end none"]
-    assert [line for line in fake.told if line.endswith("left")] == ["3 left", "2 left", "2 left"]
+    assert fake.calls[:3] == ["begin none", "10 steps", "end none"]
+    assert [line for line in fake.calls if line.endswith("left")] == ["3 left", "2 left", "2 left"]
 
 
 def test_a_candidate_that_fails_does_not_end_it() -> None:
@@ -131,13 +134,13 @@ def test_finished_trials_are_not_run_again_and_need_no_time() -> None:
     fake = Fake(GOOD, found=found)
     outcome = run(fake, seconds=30)
     assert fake.started == [(BASELINE, 2), ("g", 2), ("f", 2)]
-    assert "end a again" in fake.told
+    assert "end a again" in fake.calls
     assert outcome.stopped == "the time budget was used up in rung 2"
     assert list(outcome.rounds[1].results) == [BASELINE, "g", "f"]
 
 
 def test_a_trial_that_hangs_fails_and_the_search_goes_on() -> None:
-    """Three times the seconds of the baseline, and one minute."""
+    """The limit is three times the baseline's seconds plus one minute."""
     fake = Fake(GOOD, seconds={"c": math.inf})
     outcome = run(fake, rungs=RUNGS[:1])
     hung = outcome.rounds[0].results["c"]
@@ -156,7 +159,7 @@ def test_a_budget(seconds: float | None, left: float) -> None:
 
 @dataclass
 class Late(Fake):
-    """`late` lose in longer trials alone."""
+    """Trials in which the candidates `late` lose in later rungs only."""
 
     late: str = ""
 
@@ -199,7 +202,7 @@ def test_the_bar_names_rung_candidate_and_time_left() -> None:
         display.steps(5)
         display._progress.refresh()
         [task] = display._progress.tasks
-        # Two trials of 10 steps and two of 30: one and a half of the first are done.
+        # There are two trials of 10 steps and two of 30 steps. One and a half of the first two are done.
         assert (task.completed, task.total) == (15, 80)
         display.end(Result("int4", "failed", error="[no]"), rungs[0], again=False)
         display.rung_over(rungs[0], 0)

@@ -1,4 +1,4 @@
-"""Candidates for a file: what fits it, what does not, and what is kept of the file's own section."""
+"""Candidates for a file: which ones fit it, and which keys of the file's section are kept."""
 
 import json
 from pathlib import Path
@@ -79,7 +79,7 @@ def test_what_does_not_fit_the_file_is_left_out(ds_config: dict[str, Any], out: 
 
 @pytest.mark.parametrize("ds_config", [file(optimizer=TRAINERS), without_optimizer()])
 def test_what_the_file_leaves_open_may_be_decided_elsewhere(ds_config: dict[str, Any]) -> None:
-    """By the command, or by a candidate that is the user's own."""
+    """The command or a candidate of the user's may decide it."""
     assert "demo" in names(find_candidates(ds_config, no_momentum=True)[0])
     assert "mine" in names(find_candidates(ds_config, {"mine": {"gradients": {"method": "demo"}}})[0])
 

@@ -1,4 +1,4 @@
-"""The picture: every candidate has its point and a name that can be read."""
+"""The picture: every candidate has a point and a readable name."""
 
 import itertools
 
@@ -18,7 +18,7 @@ def test_names_of_neighbours_do_not_cover_each_other() -> None:
     figure.draw_without_rendering()
     for axes in figure.axes:
         assert {text.get_text() for text in axes.texts} == {"none", "far", *CLOSE}
-        # Without the thin line that leads to the point.
+        # Ignore the thin line that leads to the point.
         boxes = [super(type(text), text).get_window_extent() for text in axes.texts]
         assert not [pair for pair in itertools.combinations(boxes, 2) if pair[0].overlaps(pair[1])]
 

@@ -56,7 +56,7 @@ def test_every_mention_is_replaced() -> None:
 
 
 def test_a_path_that_stands_there_already_is_a_mention(tmp_path: Path) -> None:
-    """The command is checked with the file in its own place."""
+    """The command is checked with the file as its own replacement."""
     given = ["train.py", "--deepspeed", str(tmp_path / "ds.json")]
     assert with_config(given, tmp_path / "ds.json", tmp_path / "ds.json") == given
 
@@ -165,7 +165,7 @@ def write_lines(directory: Path, lines: list[dict[str, Any]]) -> None:
 
 
 def test_figures_leave_the_beginning_out(tmp_path: Path) -> None:
-    """Times and bytes without the first fifth, the loss of the last fourth."""
+    """Times and bytes are without the first fifth of the steps, and the loss is that of the last fourth."""
     lines = [
         {
             "step": step,

@@ -1,4 +1,4 @@
-"""Trials as processes: how they end, and what is left of them."""
+"""Trials as processes: how they end, and what they leave behind."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ def nothing(done: int) -> None:
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Run a trial whose processes are a Python program of one's own; returns the result."""
+    """Return a function that runs a trial with a Python program as its process, and returns the result."""
     made = Trials({"custom": 1}, Path("ds.json"), "none", ["train.py", "--deepspeed", "ds.json"], tmp_path / "out")
 
     def run(program: str, seconds: float = 60) -> Result:
@@ -74,7 +74,7 @@ def test_a_trial_that_finishes(start: Any) -> None:
 
 
 def test_nobody_else_may_read_the_configuration_of_a_trial(start: Any) -> None:
-    """It has the passwords of the user's file: the processes of a trial need them."""
+    """It contains the passwords of the user's file, which the processes of a trial need."""
     start(WRITES)
     assert (start.trials.directory(CANDIDATE, RUNG) / "ds_config.json").stat().st_mode & 0o777 == 0o600
 

@@ -1,4 +1,4 @@
-"""The whole command with two ranks and DeepSpeed's launcher, on a script that knows nothing of it."""
+"""The whole command with two ranks and DeepSpeed's launcher, on a script that does not know of this package."""
 
 import json
 import os
@@ -16,13 +16,13 @@ ROOT = Path(__file__).parents[3]
 SCRIPT = str(Path(__file__).parent / "script.py")
 SPACE = [
     {"name": "int4", "gradients": {"bits": 4}},
-    # The file does not say that the script has an optimizer with momentum, so this fails when it is attached.
+    # The file does not tell that the script has an optimizer with momentum, so this candidate fails at attach.
     {"name": "demo", "gradients": {"method": "demo"}},
 ]
 
 
 def tune(directory: Path, port: str) -> str:
-    """Output of the command, which ends well."""
+    """Return the output of a successful command."""
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     own = "--config ds.json --space space.json --rungs 1 --steps 10 --metric bytes --target-loss-gap 50%"
     script = [SCRIPT, "ds.json", "--output_dir", "runs", "--own-optimizer"]

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from deepspeed_compress.backends.deepspeed.units import RankUnit
-from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasters
+from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasterWeights
 from deepspeed_compress.errors import UnsupportedError
 
 __all__ = [
@@ -24,13 +24,13 @@ __all__ = [
 ]
 
 
-def check_equal_layouts(master_weights: FlatMasters, unit: RankUnit) -> None:
+def check_equal_layouts(master_weights: FlatMasterWeights, unit: RankUnit) -> None:
     """Check that ranks of equal place in their islands or nodes hold the same elements. Collective.
 
     Raises:
         UnsupportedError: they do not. Raised on all ranks.
     """
-    own = (unit.place, tuple((one.parameter, one.begin, one.numel) for one in master_weights.stretches))
+    own = (unit.place, tuple((one.parameter, one.begin, one.numel) for one in master_weights.slices))
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, own)
     if len(set(every)) > len({place for place, _ in every}):

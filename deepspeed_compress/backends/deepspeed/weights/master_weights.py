@@ -20,7 +20,7 @@ from deepspeed_compress.collectives.buckets import even_partition
 from deepspeed_compress.compression.segments import PADDING, Segment
 from deepspeed_compress.errors import UnsupportedError
 
-__all__ = ["SEAMS", "FlatMasters", "find_masters"]
+__all__ = ["SEAMS", "FlatMasterWeights", "find_master_weights"]
 
 SEAMS = (
     Seam("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.update_lp_params", ("self",)),
@@ -33,8 +33,8 @@ SEAMS = (
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """A run of `numel` elements of a parameter, and their place in the tensor that the optimizer steps.
+class MasterSlice:
+    """A slice of `numel` elements of a parameter, and their place in the tensor that the optimizer steps.
 
     Attributes:
         parameter: the name of the parameter.
@@ -62,42 +62,42 @@ class Stretch:
         """
         return tensor.detach().view(-1).narrow(0, self.offset, self.numel)
 
-    def part(self, begin: int, end: int) -> "Stretch":
+    def part(self, begin: int, end: int) -> "MasterSlice":
         """Return the part that lies in elements `begin` to `end` (exclusive) of the parameter; perhaps empty."""
         first, last = max(self.begin, begin), min(self.begin + self.numel, end)
         return replace(self, begin=first, offset=self.offset + first - self.begin, numel=max(0, last - first))
 
 
 @dataclass(frozen=True)
-class FlatMasters:
+class FlatMasterWeights:
     """Master weights of this rank as one flat vector; see `MasterWeights`.
 
     Attributes:
-        stretches: the runs that this rank exchanges, without padding.
+        slices: the slices that this rank exchanges, without padding.
         device: the device of the exchange.
         publish: a function that sends the changed master weights to the other ranks' copies.
-        stepped: all runs that this rank steps. Without ZeRO, each rank steps all of them and exchanges only a part.
+        stepped: all slices that this rank steps. Without ZeRO, each rank steps all of them and exchanges only a part.
     """
 
-    stretches: Sequence[Stretch]
+    slices: Sequence[MasterSlice]
     device: torch.device
     publish: Callable[[], None]
-    stepped: Sequence[Stretch]
+    stepped: Sequence[MasterSlice]
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
         """Return the segments of the flat vector, in order."""
         found: list[Segment] = []
         offset = 0
-        for one in self.stretches:
+        for one in self.slices:
             found.append(Segment(one.parameter, one.begin, one.numel, offset, 0))
             offset += one.numel
         return tuple(found)
 
     @cached_property
-    def _of(self) -> dict[str, list[Stretch]]:
-        found: dict[str, list[Stretch]] = {}
-        for one in self.stretches:
+    def _of(self) -> dict[str, list[MasterSlice]]:
+        found: dict[str, list[MasterSlice]] = {}
+        for one in self.slices:
             found.setdefault(one.parameter, []).append(one)
         return found
 
@@ -119,7 +119,7 @@ class FlatMasters:
             view.copy_(part)
 
 
-def find_masters(engine: Any) -> FlatMasters:
+def find_master_weights(engine: Any) -> FlatMasterWeights:
     """Return the master weights of `engine`.
 
     Raises:
@@ -136,24 +136,26 @@ def find_masters(engine: Any) -> FlatMasters:
     )
 
 
-def _of_buffers(engine: Any, held: Sequence[Tensor], groups: Sequence[Any], masters: Sequence[Tensor]) -> FlatMasters:
+def _of_buffers(
+    engine: Any, held: Sequence[Tensor], groups: Sequence[Any], masters: Sequence[Tensor]
+) -> FlatMasterWeights:
     """Return the master weights of ZeRO 1, ZeRO 2 or the bf16 optimizer.
 
     Each flat buffer in `held` is divided evenly over its ranks, and `masters` are this rank's parts.
     """
-    stretches: list[Stretch] = []
+    slices: list[MasterSlice] = []
     for buffer, parameters, master, group in zip(
         held, groups, masters, engine.optimizer.real_dp_process_group, strict=True
     ):
         partition = even_partition(flat_sizes(buffer, parameters, engine.param_names), group.size())
         own = partition.owned_by(group.rank())
         first = own[0].offset if own else 0
-        stretches += [
-            Stretch(part.parameter, part.begin, master, part.offset - first, part.numel)
+        slices += [
+            MasterSlice(part.parameter, part.begin, master, part.offset - first, part.numel)
             for part in own
             if part.parameter != PADDING
         ]
-    return FlatMasters(stretches, torch.device(engine.device), partial(_publish_buffers, engine), stretches)
+    return FlatMasterWeights(slices, torch.device(engine.device), partial(_publish_buffers, engine), slices)
 
 
 def _publish_buffers(engine: Any) -> None:
@@ -168,18 +170,18 @@ def _publish_buffers(engine: Any) -> None:
         engine.optimizer.update_lp_params()
 
 
-def _zero_12(engine: Any) -> FlatMasters:
+def _zero_12(engine: Any) -> FlatMasterWeights:
     own = engine.optimizer
     return _of_buffers(engine, own.bit16_groups_flat, own.bit16_groups, own.single_partition_of_fp32_groups)
 
 
-def _bf16(engine: Any) -> FlatMasters:
+def _bf16(engine: Any) -> FlatMasterWeights:
     own = engine.optimizer
     return _of_buffers(engine, own.bf16_groups_flat, own.bf16_groups, own.fp32_groups_flat_partition)
 
 
-def _zero_3(engine: Any) -> FlatMasters:
-    optimizer, stretches = engine.optimizer, []
+def _zero_3(engine: Any) -> FlatMasterWeights:
+    optimizer, slices = engine.optimizer, []
     if any(flat is None for flat in optimizer.fp16_partitioned_groups_flat):
         raise UnsupportedError(
             "/deepspeed_compress/islands: parameters on NVMe are not exchanged (allowed: on the device or in host "
@@ -192,9 +194,9 @@ def _zero_3(engine: Any) -> FlatMasters:
             begin = size * parameter.ds_process_group.rank()
             numel = max(0, min(size, parameter.ds_numel - begin))
             if numel:
-                stretches.append(Stretch(engine.param_names[parameter], begin, master, offset, numel))
+                slices.append(MasterSlice(engine.param_names[parameter], begin, master, offset, numel))
             offset += size
-    return FlatMasters(stretches, torch.device(engine.device), partial(_publish_partitions, optimizer), stretches)
+    return FlatMasterWeights(slices, torch.device(engine.device), partial(_publish_partitions, optimizer), slices)
 
 
 def _publish_partitions(optimizer: Any) -> None:
@@ -207,26 +209,26 @@ def _publish_partitions(optimizer: Any) -> None:
         optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
 
-def _without_zero(engine: Any) -> FlatMasters:
+def _without_zero(engine: Any) -> FlatMasterWeights:
     """Return the master weights without ZeRO, which are the parameters themselves.
 
     Every rank has all of them. Each rank exchanges a part and broadcasts it within the island.
     """
     group: ProcessGroup = engine.seq_data_parallel_group
     whole = {
-        name: Stretch(name, 0, parameter, 0, parameter.numel())
+        name: MasterSlice(name, 0, parameter, 0, parameter.numel())
         for parameter, name in engine.param_names.items()
         if parameter.requires_grad
     }
     partition = even_partition([(name, one.numel) for name, one in whole.items()], group.size())
-    stretches = [
+    slices = [
         whole[part.parameter].part(part.begin, part.begin + part.numel) for part in partition.owned_by(group.rank())
     ]
     publish = partial(_share_all, whole, partition, group)
-    return FlatMasters(stretches, torch.device(engine.device), publish, list(whole.values()))
+    return FlatMasterWeights(slices, torch.device(engine.device), publish, list(whole.values()))
 
 
-def _share_all(whole: Mapping[str, Stretch], partition: Any, group: ProcessGroup) -> None:
+def _share_all(whole: Mapping[str, MasterSlice], partition: Any, group: ProcessGroup) -> None:
     """Broadcast each part of `whole` from its owner to the other ranks of `group`."""
     for owner in range(group.size() if group.size() > 1 else 0):
         parts = partition.owned_by(owner)
@@ -238,6 +240,6 @@ def _share_all(whole: Mapping[str, Stretch], partition: Any, group: ProcessGroup
                 view.copy_(part)
 
 
-_MAKERS: Mapping[type, Callable[[Any], FlatMasters]] = MappingProxyType(
+_MAKERS: Mapping[type, Callable[[Any], FlatMasterWeights]] = MappingProxyType(
     {DeepSpeedZeroOptimizer: _zero_12, DeepSpeedZeroOptimizer_Stage3: _zero_3, BF16_Optimizer: _bf16}
 )

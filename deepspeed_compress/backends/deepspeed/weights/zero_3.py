@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from deepspeed_compress.backends.deepspeed.gradients.early import bucket_size
 from deepspeed_compress.collectives.buckets import partition_by_owners
 from deepspeed_compress.collectives.payload import PendingGather
-from deepspeed_compress.collectives.reduction import WeightReduction
+from deepspeed_compress.collectives.weight_reduction import WeightReduction
 from deepspeed_compress.errors import SeamError, UnsupportedError
 from deepspeed_compress.session.session import Session
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deepspeed_compress.config import CompressedGradients, GradientsConfig
-from deepspeed_compress.config.methods import SparseConfig
 from deepspeed_compress.config.schedules import OWN_MOMENTUM
+from deepspeed_compress.config.sparse_methods import SparseConfig
 from deepspeed_compress.diagnostics import Diagnostic, Severity, at_steps
 from deepspeed_compress.tools.doctor.case import Case
 from deepspeed_compress.tools.doctor.exchanges import rise_at_exchanges

@@ -1,4 +1,4 @@
-"""Programs that call an engine in all the ways that are allowed: backward, step, and what may stand between them."""
+"""Programs that call backward and step in all allowed ways, with other calls in between."""
 
 import deepspeed
 import torch
@@ -21,7 +21,7 @@ def two_micro_steps(run: Run) -> None:
 
 
 def several_backwards(run: Run) -> None:
-    """Two forwards and two backwards before each step, which DeepSpeed does not know of."""
+    """Run two forwards and two backwards before each step, which DeepSpeed does not expect."""
     engine = run.start(network())
     for _ in range(3):
         for _ in range(2):
@@ -30,7 +30,7 @@ def several_backwards(run: Run) -> None:
 
 
 def own_boundaries(run: Run) -> None:
-    """Micro-steps without `step`, the last of them announced."""
+    """Run micro-steps without `step`, and announce the last one."""
     engine = run.start(network(), TWO)
     for count in (3, 1, 2):
         for micro in range(count):
@@ -40,7 +40,7 @@ def own_boundaries(run: Run) -> None:
 
 
 def as_accelerate_does(run: Run) -> None:
-    """The boundary set before each backward, `step` at the last one alone."""
+    """Set the boundary before each backward, and call `step` only after the last one."""
     engine = run.start(network(), TWO)
     for micro in range(6):
         last = micro % 2 == 1
@@ -51,7 +51,7 @@ def as_accelerate_does(run: Run) -> None:
 
 
 def called_twice(run: Run) -> None:
-    """Two forwards, one backward of the sum, as losses of pairs need it."""
+    """Run two forwards and one backward of the sum, as pairwise losses do."""
     engine = run.start(network())
     for _ in range(3):
         engine.backward(run.loss(engine) + 0.5 * run.loss(engine))
@@ -59,7 +59,7 @@ def called_twice(run: Run) -> None:
 
 
 def retained_graph(run: Run) -> None:
-    """Two backwards over one graph."""
+    """Run two backwards over one graph."""
     engine = run.start(network(), TWO)
     for _ in range(3):
         loss = run.loss(engine)
@@ -70,7 +70,7 @@ def retained_graph(run: Run) -> None:
 
 
 def tensor_backward(run: Run) -> None:
-    """`loss.backward()`, which hooks of the engine hear."""
+    """Call `loss.backward()`, which the engine notices through hooks."""
     engine = run.start(network(), TWO)
     for _ in range(6):
         run.loss(engine).backward()
@@ -78,7 +78,7 @@ def tensor_backward(run: Run) -> None:
 
 
 def scaled_backward(run: Run) -> None:
-    """`engine.scale(loss).backward()`."""
+    """Call `engine.scale(loss).backward()`."""
     engine = run.start(network())
     for _ in range(3):
         engine.scale(run.loss(engine)).backward()
@@ -86,7 +86,7 @@ def scaled_backward(run: Run) -> None:
 
 
 def output_backward(run: Run) -> None:
-    """A backward from an output that is no scalar, with a gradient given."""
+    """Run backward from an output that is not a scalar, with a given gradient."""
     engine = run.start(network())
     for _ in range(3):
         output = engine(run.batch()[0])
@@ -96,7 +96,7 @@ def output_backward(run: Run) -> None:
 
 
 def unmanaged(run: Run) -> None:
-    """`managed_gradient_accumulation: false`: whoever calls `step` says how many backwards there were."""
+    """Set `managed_gradient_accumulation: false`, so that each `step` ends the accumulation."""
     engine = run.start(network(), UNMANAGED)
     for count in (2, 3, 1):
         for _ in range(count):
@@ -113,7 +113,7 @@ def unmanaged_tensor_backward(run: Run) -> None:
 
 
 def unmanaged_conditional(run: Run) -> None:
-    """The same, with branches that only some of the backwards take."""
+    """Do the same with branches that only some of the backwards use."""
     engine = run.start(Branches(3), UNMANAGED)
     for takes in ([(0,), (1,)], [(1, 2)], [(), (0,)]):
         for take in takes:
@@ -122,7 +122,7 @@ def unmanaged_conditional(run: Run) -> None:
 
 
 def no_sync(run: Run) -> None:
-    """All micro-steps but the last within `engine.no_sync()`."""
+    """Run all micro-steps except the last one in `engine.no_sync()`."""
     engine = run.start(network())
     for count in (3, 2, 1):
         with engine.no_sync():
@@ -133,7 +133,7 @@ def no_sync(run: Run) -> None:
 
 
 def no_sync_then_other_branches(run: Run) -> None:
-    """What only micro-steps within `no_sync` used is reduced with the last one."""
+    """Use branches only in micro-steps inside `no_sync`. Their gradients are reduced with the last micro-step."""
     engine = run.start(Branches(2))
     for _ in range(3):
         with engine.no_sync():
@@ -143,7 +143,7 @@ def no_sync_then_other_branches(run: Run) -> None:
 
 
 def coalesced(run: Run) -> None:
-    """Several backwards, one reduction at the end of the block."""
+    """Run several backwards and one reduction at the end of the block."""
     engine = run.start(network())
     for count in (2, 3, 1):
         with engine.coalesce_grad_reduction():
@@ -162,7 +162,7 @@ def coalesced_conditional(run: Run) -> None:
 
 
 def coalesced_nothing(run: Run) -> None:
-    """A block without a backward, before training begins."""
+    """Enter the block without a backward, before training starts."""
     engine = run.start(network())
     with engine.coalesce_grad_reduction():
         pass
@@ -170,7 +170,7 @@ def coalesced_nothing(run: Run) -> None:
 
 
 def step_inside_coalesced(run: Run) -> None:
-    """DeepSpeed's own error, and nothing else."""
+    """Cause an error of DeepSpeed's own, and expect no other."""
     engine = run.start(network())
     try:
         with engine.coalesce_grad_reduction():
@@ -206,7 +206,7 @@ def evaluation_within_accumulation(run: Run) -> None:
 
 
 def evaluation_without_no_grad(run: Run) -> None:
-    """Forwards whose graph nobody uses."""
+    """Run forwards whose graph is never used."""
     engine = run.start(network())
     for _ in range(3):
         run.loss(engine)
@@ -216,7 +216,7 @@ def evaluation_without_no_grad(run: Run) -> None:
 
 
 def tails_of_epochs(run: Run) -> None:
-    """Batches of other sizes, and of another size on each rank."""
+    """Use batches of other sizes, and of a different size on each rank."""
     engine = run.start(network(), TWO)
     for size in (3, 3, 1 + run.rank, 2, 3, 2 - run.rank):
         engine.backward(run.loss(engine, size=size))
@@ -233,7 +233,7 @@ def zero_grad_by_the_user(run: Run) -> None:
 
 
 def discarded_gradients(run: Run) -> None:
-    """A backward that the user takes back, within `no_sync`."""
+    """Run a backward in `no_sync` and discard its gradients."""
     engine = run.start(network())
     for _ in range(3):
         with engine.no_sync():
@@ -244,17 +244,17 @@ def discarded_gradients(run: Run) -> None:
 
 
 def hooks_of_the_user(run: Run) -> None:
-    """Gradients are changed, and heard, by hooks on parameters and modules."""
+    """Change and observe gradients by hooks on parameters and modules."""
     model = network()
-    heard: list[float] = []
+    observed: list[float] = []
     model[2].weight.register_hook(lambda gradient: gradient * 0.5)
-    model[4].register_full_backward_hook(lambda module, before, after: heard.append(float(after[0].sum())))
+    model[4].register_full_backward_hook(lambda module, before, after: observed.append(float(after[0].sum())))
     run.learn(run.start(model))
-    run.keep("heard", heard)
+    run.keep("observed", observed)
 
 
 def scaled_loss(run: Run) -> None:
-    """Losses of very different sizes."""
+    """Use losses of very different sizes."""
     engine = run.start(network())
     for factor in (1e-6, 1.0, 1e6):
         engine.backward(run.loss(engine) * factor)
@@ -262,7 +262,7 @@ def scaled_loss(run: Run) -> None:
 
 
 def nan_on_one_rank(run: Run) -> None:
-    """Also where nothing is skipped, all ranks must hold the same."""
+    """Use a NaN on one rank. All ranks must hold the same weights even if no step is skipped."""
     engine = run.start(network())
     for step in range(4):
         loss = run.loss(engine)
@@ -271,7 +271,7 @@ def nan_on_one_rank(run: Run) -> None:
 
 
 def one_empty_loss(run: Run) -> None:
-    """A rank whose batch has nothing to learn from multiplies its loss with 0."""
+    """Multiply the loss of one rank by 0, as programs do for a batch without labels."""
     engine = run.start(network(), TWO)
     for micro in range(6):
         engine.backward(run.loss(engine) * (0.0 if micro % 2 == run.rank else 1.0))
@@ -279,7 +279,7 @@ def one_empty_loss(run: Run) -> None:
 
 
 def module_called(run: Run) -> None:
-    """Forward through `engine.module`, backward through the engine."""
+    """Run forward through `engine.module`, and backward through the engine."""
     engine = run.start(network())
     for _ in range(3):
         engine.backward(run.loss(engine.module))
@@ -287,7 +287,7 @@ def module_called(run: Run) -> None:
 
 
 def gradients_read(run: Run) -> None:
-    """`safe_get_full_grad` between backward and step, and optimizer states after it."""
+    """Call `safe_get_full_grad` between backward and step, and read optimizer states after it."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 
     engine = run.start(network())
@@ -302,7 +302,7 @@ def gradients_read(run: Run) -> None:
 
 
 def gradients_and_weights_written(run: Run) -> None:
-    """`safe_set_full_grad` before a step and `safe_set_full_fp32_param` after it."""
+    """Call `safe_set_full_grad` before a step and `safe_set_full_fp32_param` after it."""
     from deepspeed.utils import safe_get_full_grad, safe_set_full_fp32_param, safe_set_full_grad
 
     engine = run.start(network())
@@ -316,7 +316,7 @@ def gradients_and_weights_written(run: Run) -> None:
 
 
 def gathered_for_generation(run: Run) -> None:
-    """As TRL generates: the weights gathered, the model called without the engine, then training goes on."""
+    """Generate as TRL does: gather the weights, call the model without the engine, and continue training."""
     engine = run.start(network())
     for _ in range(3):
         run.learn(engine, steps=1)
@@ -337,7 +337,7 @@ def unwrapped_for_generation(run: Run) -> None:
 
 
 def weights_written(run: Run) -> None:
-    """Weights changed by rank 0 within `GatheredParameters`, as initialisation by users does."""
+    """Change weights on rank 0 inside `GatheredParameters`, as custom initialization does."""
     model = network()
     engine = run.start(model)
     run.learn(engine, steps=1)
@@ -349,7 +349,7 @@ def weights_written(run: Run) -> None:
 
 
 def batch_size_changed(run: Run) -> None:
-    """`set_train_batch_size` in the middle of a run: other numbers of micro-steps."""
+    """Call `set_train_batch_size` during a run, which changes the number of micro-steps."""
     engine = run.start(network(), TWO)
     run.learn(engine, steps=4)
     engine.set_train_batch_size(engine.train_batch_size() * 2)
@@ -357,7 +357,7 @@ def batch_size_changed(run: Run) -> None:
 
 
 def interrupted(run: Run) -> None:
-    """An error of the user's between forward and backward; the next batch is trained."""
+    """Raise an error of the user's between forward and backward, and train the next batch."""
     engine = run.start(network())
     for step in range(3):
         try:
@@ -371,7 +371,7 @@ def interrupted(run: Run) -> None:
 
 
 def learning_rate_zero(run: Run) -> None:
-    """An optimizer that changes no weights."""
+    """Use a learning rate of 0, so that the optimizer changes no weights."""
     run.learn(run.start(network(), {"optimizer": {"params": {"lr": 0.0, "weight_decay": 0.0}}}))
 
 

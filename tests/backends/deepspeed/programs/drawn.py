@@ -44,11 +44,11 @@ PARTS: Mapping[str, Callable[[], nn.Module]] = MappingProxyType(
         "sparse": Rows,
     }
 )
-"""`huge` is larger than a bucket."""
+"""Parts of a model by name. `huge` is larger than a bucket."""
 
 
 class Assembled(nn.Module):
-    """Parts between a body and a head. `shared`: the last part is the first once more."""
+    """Parts between a body and a head. If `shared`, the last part is the first one again."""
 
     def __init__(self, parts: Sequence[str], shared: bool) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Assembled(nn.Module):
 
 @dataclass(frozen=True)
 class Step:
-    """Before it an event, then micro-steps: which parts each takes."""
+    """Step with an event before it, and the parts that each micro-step uses."""
 
     event: str
     takes: tuple[tuple[int, ...], ...]
@@ -73,7 +73,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Drawn:
-    """`style`: how the engine is told of micro-steps."""
+    """Random program. `style` is the way in which the engine learns of micro-steps."""
 
     parts: tuple[str, ...]
     shared: bool
@@ -168,7 +168,7 @@ OF_STAGE: Mapping[int, tuple[str, ...]] = MappingProxyType(
         3: ("managed", "announced", "several", "unmanaged", "one sum", "coalesced"),
     }
 )
-"""Styles that DeepSpeed has at a ZeRO stage."""
+"""Styles that DeepSpeed supports, by ZeRO stage."""
 SGD = {"type": "SGD", "params": {"lr": 0.1, "torch_adam": None}}
 
 

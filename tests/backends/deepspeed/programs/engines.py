@@ -13,7 +13,7 @@ def generator() -> nn.Module:
 
 
 def gan(run: Run) -> None:
-    """The generator's loss goes through the discriminator's engine."""
+    """Train a generator whose loss is computed by the discriminator's engine."""
     making, judging = run.start(generator()), run.start(network())
     for _ in range(3):
         real, fake = run.batch()[0], making(run.batch()[0])
@@ -29,7 +29,7 @@ def gan(run: Run) -> None:
 
 
 def gan_with_frozen_judge(run: Run) -> None:
-    """The same, the discriminator's parameters without gradients meanwhile."""
+    """Do the same with frozen discriminator parameters during the generator's step."""
     making, judging = run.start(generator()), run.start(network())
     for _ in range(3):
         real, fake = run.batch()[0], making(run.batch()[0])
@@ -44,7 +44,7 @@ def gan_with_frozen_judge(run: Run) -> None:
 
 
 def alternating(run: Run) -> None:
-    """Two engines, each with losses of its own, as actor and critic."""
+    """Train two engines in turn, each with its own losses, as for actor and critic."""
     actor, critic = run.start(network()), run.start(network(), {"gradient_accumulation_steps": 2})
     for _ in range(4):
         run.learn(actor, steps=1)
@@ -52,7 +52,7 @@ def alternating(run: Run) -> None:
 
 
 def interleaved(run: Run) -> None:
-    """Both forwards, then both backwards, then both steps."""
+    """Run both forwards, then both backwards, then both steps."""
     engines = [run.start(network()), run.start(network())]
     for _ in range(3):
         losses = [run.loss(engine) for engine in engines]
@@ -63,7 +63,7 @@ def interleaved(run: Run) -> None:
 
 
 def one_loss_of_two(run: Run) -> None:
-    """One `backward` of the sum of losses of two engines."""
+    """Run one `backward` of the sum of the losses of two engines."""
     engines = [run.start(network()), run.start(network())]
     for _ in range(3):
         sum(run.loss(engine) for engine in engines).backward()
@@ -72,7 +72,7 @@ def one_loss_of_two(run: Run) -> None:
 
 
 def chained(run: Run) -> None:
-    """What the first engine returns is the input of the second; one loss trains both."""
+    """Use the output of the first engine as the input of the second one. One loss trains both."""
     first, second = run.start(generator()), run.start(network())
     for _ in range(3):
         loss = _loss(run, second, first(run.batch()[0]))
@@ -88,7 +88,7 @@ def _loss(run: Run, engine: nn.Module, x: Tensor) -> Tensor:
 
 
 def with_reference(run: Run) -> None:
-    """As TRL does: a reference model in an engine without optimizer, with the same configuration."""
+    """Use a reference model in an engine without optimizer, with the same configuration, as TRL does."""
     engine = run.start(network())
     config = run.config(optimizer=None)
     reference = deepspeed.initialize(model=network(), config=config)[0] if run.stage in (0, 3) else network()
@@ -101,7 +101,7 @@ def with_reference(run: Run) -> None:
 
 
 def one_after_the_other(run: Run) -> None:
-    """Two runs of training in one process, both engines alive."""
+    """Train twice in one process, with both engines alive."""
     for _ in range(2):
         run.learn(run.start(network()))
 

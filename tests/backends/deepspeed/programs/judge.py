@@ -1,4 +1,4 @@
-"""What becomes of a program: each run held against DeepSpeed's own in the same processes."""
+"""Outcomes of programs: each run is compared with DeepSpeed's own run in the same processes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,16 +11,20 @@ from torch import Tensor
 from tests.backends.deepspeed.programs.ranks import Result, Task
 
 EXACT = frozenset({"plain", "none", "raw"})
-"""Sections with which every bit must be DeepSpeed's; with the others ranks must agree where DeepSpeed's agree."""
+"""Sections that must be bit-identical to DeepSpeed. With the others, ranks must agree if DeepSpeed's ranks agree."""
 
 
 NOTHING = ("nothing", torch.empty(0))
-"""In place of the records that one run has beyond another's."""
+"""Stand-in for a missing record if one run has fewer records than the other."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`kind`: one of `COMPARISONS`, "refused", "fails" (an error that is no refusal), or "differs". `text`: how."""
+    """Outcome of a program.
+
+    `kind` is one of `COMPARISONS`, "refused", "fails" (an error other than a refusal), or "differs". `text` explains
+    it.
+    """
 
     kind: str
     text: str = ""
@@ -33,7 +37,7 @@ class Outcome:
 
 
 def wanted(task: Task) -> Outcome:
-    """Of messages a part."""
+    """Return the expected outcome. Of messages, `text` holds a part."""
     program, stage = task.program, task.stage
     if stage in program.fails:
         return Outcome("fails", program.fails[stage])
@@ -54,11 +58,11 @@ def kind(task: Task) -> str:
 
 
 def found(task: Task, results: Mapping[Task, Sequence[Result]]) -> Outcome:
-    """What happened to `task`, beside what happened without the package."""
+    """Return the outcome of `task`, compared with the run without the package."""
     ours, plain = results[task], results[Task(task.program, task.stage, "plain")]
     failures = [result for result in ours if result.error]
     if failures:
-        # A rank whose neighbour ended says so; what ended the neighbour comes first.
+        # If a rank ends, its neighbors report a lost connection. Prefer the error that caused it.
         first = min(
             failures,
             key=lambda result: any(part in result.error for part in ("gloo", "onnection", "imed out", "hangs")),
@@ -71,12 +75,15 @@ def found(task: Task, results: Mapping[Task, Sequence[Result]]) -> Outcome:
 
 
 def differing(ours: Sequence[Result], plain: Sequence[Result]) -> str:
-    """The first record that has not DeepSpeed's bits; "" if there is none."""
+    """Return the first record that is not bit-identical to DeepSpeed's, or "" if there is none."""
     return unlike(ours, plain, lambda label: 0.0)
 
 
 def drifting(ours: Sequence[Result], plain: Sequence[Result]) -> str:
-    """The first that is not near DeepSpeed's: of losses and norms, for Adam makes steps of the last bits of weights."""
+    """Return the first loss or norm that is not close to DeepSpeed's, or "" if there is none.
+
+    Weights are not compared, because Adam amplifies their last bits to whole steps.
+    """
     return unlike(ours, plain, lambda label: float("inf") if "weights of engine" in label else 1e-2)
 
 
@@ -91,7 +98,10 @@ def unlike(ours: Sequence[Result], plain: Sequence[Result], tolerance: Callable[
 
 
 def diverging(ours: Sequence[Result], plain: Sequence[Result]) -> str:
-    """The first record in which ranks differ where DeepSpeed's do not, or that is not finite where DeepSpeed's is."""
+    """Return the first record that differs among ranks or is not finite, unless the plain record is so too.
+
+    Returns "" if there is none.
+    """
     mine, theirs = [dict(result.records) for result in ours], [dict(result.records) for result in plain]
     for rank, (values, expected) in enumerate(zip(mine, theirs, strict=True)):
         if list(values) != list(expected):

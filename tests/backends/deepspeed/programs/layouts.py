@@ -1,4 +1,4 @@
-"""Programs on ranks that do not all hold the same parameters: pipelines, tensor, sequence and expert parallelism."""
+"""Programs whose ranks hold different parameters: pipeline, tensor, sequence and expert parallelism."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ AUTOTP = {"tensor_parallel": {"autotp_size": 2}}
 
 
 class Split:
-    """Tensor parallelism 2 with data parallelism: tensor-parallel neighbours read the same batch."""
+    """Tensor parallelism of size 2 with data parallelism. Tensor-parallel ranks read the same batch."""
 
     def __init__(self, within_zero_init: bool = False, tied: bool = False) -> None:
         self.within_zero_init, self.tied = within_zero_init, tied
@@ -62,7 +62,7 @@ def mean_square(output: Tensor, target: Tensor) -> Tensor:
 
 
 class Pipelined:
-    """Two stages, two micro-batches a step; an evaluation between steps."""
+    """Two pipeline stages and two micro-batches per step, with an evaluation between steps."""
 
     def __init__(self, tied: bool) -> None:
         ends = [TiedLayerSpec("matrix", Matrix, tied_weight_attr="weight")] if tied else [LayerSpec(Matrix)]
@@ -95,7 +95,7 @@ class _Forever:
 
 
 def sequence_parallel(run: Run) -> None:
-    """Sequence parallelism 2 by DeepSpeed's own groups: gradients are averaged over all ranks."""
+    """Use sequence parallelism of size 2 with DeepSpeed's own groups, which averages gradients over all ranks."""
     size = run.config()["sequence_parallel_size"]
     engine = run.start(network(), mesh_param=(dist.get_world_size() // size, size))
     run.learn(engine, steps=4)
@@ -129,7 +129,7 @@ def learn_experts(run: Run, spread: int) -> None:
 
 
 class Slices:
-    """Megatron's interface to DeepSpeed: ranks 0, 1 hold one model, ranks 2, 3 its replica."""
+    """Stand-in for Megatron's `mpu`. Ranks 0 and 1 hold one model, and ranks 2 and 3 its replica."""
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()
@@ -157,7 +157,7 @@ class Slices:
 
 
 def model_parallel(run: Run) -> None:
-    """The user's own groups: every slice has weights of its own, reduced with its replica."""
+    """Use groups of the user's. Each rank of a model has its own weights, which are reduced with its replica."""
     model = network()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""Small models, each with one thing that a training program may do."""
+"""Small models, each with one unusual property of a training program."""
 
 from collections.abc import Sequence
 
@@ -10,14 +10,17 @@ from tests.backends.deepspeed.programs.program import WIDTH
 
 
 def network() -> nn.Sequential:
-    """Sizes that neither 2 nor any block size divides, some parameters smaller than the number of ranks."""
+    """Return a model whose sizes are not divisible by 2 or any block size.
+
+    Some parameters have fewer elements than ranks.
+    """
     return nn.Sequential(
         nn.Linear(WIDTH, 31), nn.ReLU(), nn.Linear(31, 17), nn.ReLU(), nn.Linear(17, 3), nn.Linear(3, 1, bias=False)
     )
 
 
 class Branches(nn.Module):
-    """A body and a head; between them the branches that a call names."""
+    """Body and head with branches between them. Each call names the branches that it uses."""
 
     def __init__(self, branches: int = 2) -> None:
         super().__init__()
@@ -33,7 +36,7 @@ class Branches(nn.Module):
 
 
 class Chosen(nn.Module):
-    """One of its layers, by a number of the caller's."""
+    """Layers of which each call uses one, given by its number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +56,7 @@ class Choosing(nn.Module):
 
 
 class Late(nn.Module):
-    """The first layer, and so the first parameter, gets no gradient."""
+    """Model whose first layer, and so the first parameter, gets no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +69,7 @@ class Late(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """One layer used by two activation checkpoints, and a tail of its own."""
+    """Layer used by two activation checkpoints, and a tail with weights of its own."""
 
     def __init__(self, reentrant: bool, layers: int = 1) -> None:
         super().__init__()
@@ -83,7 +86,7 @@ class Checkpointed(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A frozen matrix beside a trained one of low rank."""
+    """Frozen matrix with a trained matrix of low rank."""
 
     def __init__(self, wide: int = 17, reentrant: bool | None = None) -> None:
         super().__init__()
@@ -103,7 +106,7 @@ class Adapted(nn.Module):
 
 
 class Words(nn.Module):
-    """Rows of an embedding, chosen by the signs of the input; the head may be tied to it."""
+    """Embedding whose rows are chosen by the signs of the input. The head may be tied to it."""
 
     def __init__(self, rows: int = 40, sparse: bool = False, tied: bool = False) -> None:
         super().__init__()
@@ -120,7 +123,7 @@ class Words(nn.Module):
 
 
 class Nested(nn.Module):
-    """The same module under two names, one of them inside another module."""
+    """Module that occurs under two names, one of them inside another module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +137,7 @@ class Nested(nn.Module):
 
 
 class Odd(nn.Module):
-    """Parameters of unusual shapes: `sizes` of their own beside a linear layer, all used."""
+    """Linear layer with additional parameters of unusual shapes, all of which are used."""
 
     def __init__(self, *sizes: Sequence[int]) -> None:
         super().__init__()
@@ -148,7 +151,7 @@ class Odd(nn.Module):
 
 
 class Returning(nn.Module):
-    """Submodules that return dictionaries and tuples."""
+    """Model whose submodules return dictionaries and tuples."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Programs whose models use parameters in unusual ways: shared, unused, conditional, frozen, sparse, huge, tiny."""
+"""Programs with unusual parameters: shared, unused, conditional, frozen, sparse, huge, tiny."""
 
 import random
 from typing import Any
@@ -30,7 +30,7 @@ ALL = (0, 1, 2, 3)
 
 
 class Branching:
-    """Steps of as many micro-steps as there are `takes`: the branches that each takes."""
+    """Steps with one micro-step for each of `takes`, which names the branches that it uses."""
 
     def __init__(self, *takes: tuple[int, ...]) -> None:
         self.takes = takes
@@ -58,7 +58,7 @@ def other_branch_on_each_rank(run: Run) -> None:
 
 
 def leaf_module(run: Run) -> None:
-    """Under ZeRO 3 ranks may take other branches within a leaf module."""
+    """Use different branches of a leaf module on the ranks, which ZeRO 3 allows."""
     model = Choosing()
     deepspeed.utils.set_z3_leaf_modules(model, [Chosen])
     engine = run.start(model)
@@ -68,7 +68,7 @@ def leaf_module(run: Run) -> None:
 
 
 def layer_drop(run: Run) -> None:
-    """Random layers are left out, the same on every rank."""
+    """Drop random layers, the same on every rank."""
     engine, choice = run.start(Branches(4), TWO), random.Random(5)
     for _ in range(10):
         take = tuple(layer for layer in range(4) if choice.random() < 0.5)
@@ -88,7 +88,7 @@ def frozen(run: Run) -> None:
 
 
 def frozen_and_left_out(run: Run) -> None:
-    """Only what is trained is given to the optimizer."""
+    """Pass only the trained parameters to the optimizer."""
     model = network()
     model[0].requires_grad_(False)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -115,7 +115,7 @@ def frozen_later(run: Run) -> None:
 
 
 class Learning:
-    """Three steps of a model that `build(*given)` makes, of two micro-steps each."""
+    """Three steps of two micro-steps each, with the model that `build(*given)` returns."""
 
     def __init__(self, build: Any, *given: Any) -> None:
         self.build, self.given = build, given
@@ -129,13 +129,13 @@ def tied(run: Run) -> None:
 
 
 def sparse_embedding(run: Run) -> None:
-    """`nn.Embedding(sparse=True)`: its gradient is sparse; the optimizer must be one that takes it."""
+    """Use `nn.Embedding(sparse=True)`, whose gradient is sparse, with an optimizer that accepts it."""
     model = Words(sparse=True)
     run.learn(run.start(model, SGD))
 
 
 def sparse_adam(run: Run) -> None:
-    """A client optimizer of two, SparseAdam among them."""
+    """Use a client optimizer that consists of two, one of them SparseAdam."""
     model = Words(sparse=True)
     dense = [parameter for name, parameter in model.named_parameters() if name != "embedding.weight"]
     optimizer = _Both(dense, [model.embedding.weight])
@@ -153,13 +153,13 @@ class _Both(torch.optim.Optimizer):
 
 
 def huge_first_gradient(run: Run) -> None:
-    """The last layer, whose gradient comes first, is larger than a bucket."""
+    """Use a last layer, whose gradient is ready first, that is larger than a bucket."""
     model = nn.Sequential(nn.Linear(WIDTH, 17), nn.Tanh(), nn.Linear(17, 90), nn.Flatten(), nn.AdaptiveAvgPool1d(1))
     run.learn(run.start(model, TWO), steps=4)
 
 
 def groups(run: Run) -> None:
-    """Parameter groups with learning rates of their own, one of them of a single small parameter."""
+    """Use parameter groups with their own learning rates. One group has a single small parameter."""
     model = network()
     decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1][1:]
     biases = [parameter for parameter in model.parameters() if parameter.dim() == 1]
@@ -178,14 +178,14 @@ def empty_group(run: Run) -> None:
 
 
 def normalised(run: Run) -> None:
-    """Buffers that forward changes, each rank's own, and dropout."""
+    """Use dropout, and buffers that forward changes differently on each rank."""
     model = nn.Sequential(nn.Linear(WIDTH, 17), nn.BatchNorm1d(17), nn.Dropout(0.2), nn.Linear(17, 1))
     run.learn(run.start(model, TWO), steps=4)
     run.keep("running mean", model[1].running_mean)
 
 
 def not_contiguous(run: Run) -> None:
-    """Parameters whose elements lie transposed in memory."""
+    """Use parameters whose elements are transposed in memory."""
     model = network()
     model[2].weight = nn.Parameter(model[2].weight.detach().t().contiguous().t())
     run.learn(run.start(model))

@@ -1,4 +1,4 @@
-"""What a program is: a training script in miniature, which does not know whether the package is there."""
+"""Definition of a program: a small training script that does not know of the package."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,18 +14,19 @@ from deepspeed_compress.config import SECTION
 WIDTH = 12
 BATCH = 3
 Records = list[tuple[str, Tensor]]
-"""What a rank saw, in order: losses and norms, and all weights at the end. Labels name what differs."""
+"""Records of a rank in order: losses, norms, and all weights at the end, each with a label."""
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """`train` is called on every rank; what it records is compared.
+    """Program that is compared with and without the package.
 
-    `config` is merged into the ds_config. `alone`: it changes state of DeepSpeed that outlives an engine, so it gets
-    processes of its own. `fails`: the ZeRO stages at which DeepSpeed itself cannot run it, and a
-    part of its message. `refused`: stages at which compressed gradients (`refused_weights`: weights too) are refused
-    by name before the first step, and a part of that message. `rounded`: DeepSpeed rounds
-    gradients before it adds them, and ours do not (or adds them in another order).
+    `train` is called on every rank, and its records are compared. `config` is merged into the DeepSpeed configuration.
+    `alone` programs change state of DeepSpeed that outlives an engine, so they get their own processes. `fails` holds
+    the ZeRO stages at which DeepSpeed itself cannot run the program, with a part of the message. `refused` holds the
+    stages at which compressed gradients (`refused_weights`: compressed weights) are refused before the first step, with
+    a part of the message. `rounded` is True if DeepSpeed rounds gradients before it adds them and our sums do not, or
+    add them in another order.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Program:
 
 
 class Run:
-    """One run of a program on one rank. `section` None is DeepSpeed without the package."""
+    """Run of a program on one rank. If `section` is None, DeepSpeed runs without the package."""
 
     def __init__(
         self, program: Program, stage: int, rank: int, section: Mapping[str, Any] | None, directory: Path
@@ -54,7 +55,10 @@ class Run:
         torch.manual_seed(0)
 
     def config(self, **extra: Any) -> dict[str, Any]:
-        """The ds_config, with `extra` and that of the program merged in; a key whose value is None is left out."""
+        """Return the DeepSpeed configuration, merged with that of the program and `extra`.
+
+        Keys with the value None are left out.
+        """
         zero = {"stage": self.stage, "reduce_bucket_size": 600, "stage3_param_persistence_threshold": 0}
         config = {
             "train_micro_batch_size_per_gpu": BATCH,
@@ -67,7 +71,7 @@ class Run:
         return config if self.section is None else {**config, SECTION: dict(self.section)}
 
     def start(self, model: nn.Module, extra: Mapping[str, Any] | None = None, **options: Any) -> Any:
-        """An engine for `model`; `options` go to `deepspeed.initialize`."""
+        """Return an engine for `model`. `options` are passed to `deepspeed.initialize`."""
         if "optimizer" not in options:
             options.setdefault("model_parameters", list(model.parameters()))
         engine = deepspeed.initialize(model=model, config=self.config(**(extra or {})), **options)[0]
@@ -76,12 +80,15 @@ class Run:
         return engine
 
     def batch(self, size: int = BATCH) -> tuple[Tensor, Tensor]:
-        """The next micro-batch of this rank: inputs (size, WIDTH) and targets (size, 1)."""
+        """Return the next micro-batch of this rank: inputs (size, WIDTH) and targets (size, 1)."""
         x = torch.randn(size, WIDTH, generator=self._generator)
         return x, x[:, :3].sum(dim=1, keepdim=True)
 
     def loss(self, model: Any, size: int = BATCH, **options: Any) -> Tensor:
-        """Of an engine or a module, for the next micro-batch; `options` go to its forward. Recorded."""
+        """Return and record the loss of an engine or a module on the next micro-batch.
+
+        `options` are passed to forward.
+        """
         x, y = self.batch(size)
         dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         loss = (model(x.to(dtype), **options).float() - y).square().mean()
@@ -89,13 +96,13 @@ class Run:
         return loss
 
     def learn(self, engine: Any, steps: int = 3, **options: Any) -> None:
-        """As most scripts do: forward, backward, step."""
+        """Train as most scripts do: forward, backward, step."""
         for _ in range(steps):
             engine.backward(self.loss(engine, **options))
             self.step(engine)
 
     def step(self, engine: Any) -> None:
-        """`steps` counts those since an engine was made."""
+        """Call `step` and record the gradient norm. `steps` counts the calls since the newest engine was created."""
         engine.step()
         self.steps += 1
         if engine.get_global_grad_norm() is not None:
@@ -106,7 +113,7 @@ class Run:
         self.records.append((f"{len(self.records)} {label}", value.clone()))
 
     def finish(self) -> None:
-        """Record the weights of all engines, and end them."""
+        """Record the weights of all engines and destroy the engines."""
         for index, engine in enumerate(self.engines):
             for name, parameter in engine.module.named_parameters():
                 gathered = [parameter] if hasattr(parameter, "ds_id") else []

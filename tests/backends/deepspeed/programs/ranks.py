@@ -1,4 +1,4 @@
-"""Programs on ranks: many one after the other in the same processes, each failure kept to its own program."""
+"""Runs of programs on ranks: many in the same processes, with failures isolated."""
 
 import contextlib
 import gc
@@ -34,15 +34,15 @@ SECTIONS: Mapping[str, Mapping[str, Any] | None] = MappingProxyType(
         "weights": {"gradients": {"bits": 4, "block_size": 32}, "weights": {"bits": 8, "min_numel": 10}},
     }
 )
-"""`plain`: without the package. `raw`: every parameter uncompressed through our own exchange."""
+"""Sections by name. `plain` has no package. `raw` sends every parameter uncompressed through our own exchange."""
 
 SECONDS = 30
-"""After which a collective is given up."""
+"""Timeout of a collective in seconds."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A program at a ZeRO stage, with a section by its name."""
+    """Program at a ZeRO stage, with the name of a section."""
 
     program: Program
     stage: int
@@ -51,9 +51,9 @@ class Task:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one rank: what it recorded, the message of the error that ended it, and its place in the code.
+    """Result of one rank: its records, and the message and the place in the code of its error.
 
-    `refused`: the error is ours, and came before the first step of an engine.
+    `refused` is True if the error is one of the package and came before the first step of an engine.
     """
 
     records: Records
@@ -63,7 +63,10 @@ class Result:
 
 
 def tasks_of(programs: Iterable[Program], stage: int, sections: Sequence[str]) -> list[Task]:
-    """What there is to run at a stage: nothing beside DeepSpeed where that fails, no weights without ZeRO."""
+    """Return the tasks of a stage.
+
+    Programs that fail with DeepSpeed have only a plain task, and without ZeRO there are no compressed weights.
+    """
     return [
         Task(program, stage, section)
         for program in programs
@@ -74,7 +77,7 @@ def tasks_of(programs: Iterable[Program], stage: int, sections: Sequence[str]) -
 
 
 def run_tasks(tasks: Sequence[Task], directory: Path) -> Iterator[tuple[Task, list[Result]]]:
-    """Results by rank, in the order of `tasks`. After a failure the rest goes on in new ranks."""
+    """Yield tasks and results by rank, in order. After a failure, the remaining tasks run on new ranks."""
     for _, together in itertools.groupby(tasks, _shares):
         batch = list(together)
         while batch:
@@ -88,10 +91,10 @@ def _shares(task: Task) -> tuple[int, str]:
 
 
 def _run(batch: list[Task], directory: Path) -> list[list[Result]]:
-    """Results of the tasks that ended, the last of which may have failed. A rank without a result of it hung."""
+    """Return the results of the tasks that ended, of which the last may have failed. Ranks without a result hung."""
     directory.mkdir(parents=True)
     ranks = batch[0].program.ranks
-    # Of ranks that died or hung, the tasks that ended have left their results.
+    # If ranks died or hung, the finished tasks have left their results.
     with contextlib.suppress(RankError, TimeoutError):
         run_forks(ranks, _work, batch, directory, timeout=2 * SECONDS + 5 * len(batch))
     results: list[list[Result]] = []
@@ -110,7 +113,7 @@ def _work(rank: int, batch: list[Task], directory: Path) -> None:
     sys.stdout = io.StringIO()
     deepspeed.init_distributed("gloo", timeout=timedelta(seconds=SECONDS))
     for index, task in enumerate(batch):
-        # Nothing of what was imported is garbage: a collection, and DeepSpeed makes many, then takes no time.
+        # Exclude imported objects from garbage collection, which DeepSpeed runs often, to make it fast.
         gc.freeze()
         result = run_task(task, rank, directory / f"files-{index}")
         partial = directory / f"{index}-{rank}.partial"
@@ -124,7 +127,7 @@ def run_task(task: Task, rank: int, directory: Path) -> Result:
     section = SECTIONS[task.section]
     run = Run(task.program, task.stage, rank, section, directory)
     uninstall = (lambda: None) if section is None else install()
-    # Other stages are told in the configuration.
+    # Other stages take the bucket size from the configuration.
     small = patch.object(early, "SMALLEST_BUCKET", 600 if task.stage == 0 else early.SMALLEST_BUCKET)
     small.start()
     try:

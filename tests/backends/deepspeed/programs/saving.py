@@ -1,4 +1,4 @@
-"""Programs that save, load, end and begin again."""
+"""Programs that save, load, and start again."""
 
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ def save_and_continue(run: Run) -> None:
 
 
 def load_and_go_on(run: Run) -> None:
-    """Back to the checkpoint in the same engine."""
+    """Load the checkpoint in the engine that saved it."""
     engine = run.start(network())
     run.learn(engine)
     engine.save_checkpoint(run.directory, client_state={"epoch": 3})
@@ -55,7 +55,7 @@ def load_without_states(run: Run) -> None:
 
 
 def load_before_training(run: Run) -> None:
-    """Saved before any step, loaded before any step."""
+    """Save and load before the first step."""
     engine = run.start(network())
     engine.save_checkpoint(run.directory)
     engine.load_checkpoint(run.directory)
@@ -63,7 +63,7 @@ def load_before_training(run: Run) -> None:
 
 
 def load_from_nowhere(run: Run) -> None:
-    """Nothing there: DeepSpeed warns, returns None, and goes on."""
+    """Load from an empty directory. DeepSpeed warns, returns None, and continues."""
     engine = run.start(network())
     run.keep("found", engine.load_checkpoint(run.directory)[0] is not None)
     run.learn(engine)
@@ -77,7 +77,7 @@ def save_within_accumulation(run: Run) -> None:
 
 
 def save_to_none(run: Run) -> None:
-    """DeepSpeed's own error, and nothing written before it."""
+    """Cause an error of DeepSpeed's own, before which nothing is written."""
     engine = run.start(network())
     run.learn(engine)
     try:
@@ -115,7 +115,7 @@ def save_with_unused(run: Run) -> None:
 
 
 def save_weights(run: Run) -> None:
-    """`save_16bit_model`, as Trainer saves, between steps."""
+    """Call `save_16bit_model` between steps, as Trainer does."""
     engine = run.start(network(), {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}})
     run.learn(engine)
     engine.save_16bit_model(run.directory)
@@ -126,7 +126,7 @@ def save_weights(run: Run) -> None:
 
 
 def universal(run: Run) -> None:
-    """A checkpoint that `ds_to_universal` converted."""
+    """Load a checkpoint that `ds_to_universal` has converted."""
     from deepspeed.checkpoint.ds_to_universal import main
 
     engine = run.start(network())

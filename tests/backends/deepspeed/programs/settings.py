@@ -1,4 +1,4 @@
-"""Programs that are plain, and whose ds_config, optimizer or scheduler is not."""
+"""Plain programs with an unusual configuration, optimizer or scheduler."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +24,7 @@ def zero(**keys: Any) -> dict[str, Any]:
 
 
 def learn(run: Run) -> None:
-    """Three steps of two micro-steps, each rank with data of its own."""
+    """Train three steps of two micro-steps each. Every rank has its own data."""
     run.learn(run.start(network(), {"gradient_accumulation_steps": 2}), steps=6)
 
 
@@ -33,7 +33,7 @@ def learn_tied(run: Run) -> None:
 
 
 def overflowing(run: Run) -> None:
-    """fp16 with a dynamic loss scale: a step is skipped in the middle, the scale grows and falls."""
+    """Use fp16 with a dynamic loss scale. One step is skipped, and the scale grows and falls."""
     get_accelerator().is_fp16_supported = lambda: True
     engine = run.start(network())
     for step in range(8):
@@ -49,7 +49,7 @@ def static_scale(run: Run) -> None:
 
 
 def autocast_outside(run: Run) -> None:
-    """The user's own autocast around forward, the engine in fp32."""
+    """Use autocast of the user's around forward, with an engine in fp32."""
     engine = run.start(network())
     for _ in range(3):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -89,14 +89,14 @@ def client_scheduler(run: Run) -> None:
 
 
 def zero_init(run: Run) -> None:
-    """The model made in parts from the start."""
+    """Create the model partitioned from the start."""
     with deepspeed.zero.Init(config_dict_or_path=run.config()):
         model = network()
     run.learn(run.start(model), steps=4)
 
 
 def zero_init_twice(run: Run) -> None:
-    """Weights written by rank 0 after `zero.Init`, as from_pretrained does."""
+    """Write weights on rank 0 after `zero.Init`, as `from_pretrained` does."""
     with deepspeed.zero.Init(config_dict_or_path=run.config()):
         model = network()
     with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0), torch.no_grad():

@@ -1,4 +1,4 @@
-"""Outcomes of all programs as a table, which docs/results.md sums up."""
+"""Outcomes of all programs as a table, which docs/results.md summarizes."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ STAGES = (0, 1, 2, 3)
 
 
 def table(results: Mapping[Task, Sequence[Result]]) -> str:
-    """A row for each program, a column for each stage of ZeRO, in Markdown."""
+    """Return a Markdown table with a row per program and a column per ZeRO stage."""
     outcomes = {task: found(task, results) for task in results}
     programs = dict.fromkeys(task.program for task in results)
     lines = ["| program | ZeRO 0 | ZeRO 1 | ZeRO 2 | ZeRO 3 |", "|---|---|---|---|---|"]
@@ -26,7 +26,7 @@ def _of(outcomes: Mapping[Task, Outcome], program: Program, stage: int) -> Itera
 
 
 def _cell(outcomes: Mapping[Task, Outcome]) -> str:
-    """What there is to say about a program at a stage; its plain run is one of `outcomes`."""
+    """Return the text for a program at a stage. `outcomes` includes its plain run."""
     if not outcomes:
         return ""
     wrong = [
@@ -44,7 +44,7 @@ def _cell(outcomes: Mapping[Task, Outcome]) -> str:
 
 
 def _reason(outcome: Outcome) -> str:
-    """The sentence that names what is wrong, without what to write instead."""
+    """Return the sentence that names the problem, without the remedy."""
     text = outcome.text.split("\n- ")[-1].split("; ")[0].split(": ", 1)[-1]
     return _short(re.sub(r"^\S+ does not exist: ", "", text))
 

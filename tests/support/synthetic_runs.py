@@ -1,4 +1,4 @@
-"""Made-up runs: a healthy one, and changes to it."""
+"""Synthetic runs for the report and the doctor: a healthy run, and changes to it."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path

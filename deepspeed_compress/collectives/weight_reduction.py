@@ -1,0 +1,63 @@
+"""Builds the communication of weights for the settings in force."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed import ProcessGroup
+
+from deepspeed_compress.collectives.exchange import Link
+from deepspeed_compress.collectives.gather import EXACT, DifferenceGather
+from deepspeed_compress.collectives.messages import Channel, Messages
+from deepspeed_compress.collectives.payload import PayloadReducer
+from deepspeed_compress.collectives.reducer import Run
+from deepspeed_compress.collectives.reduction import Parameters
+from deepspeed_compress.compression.codec import Codec
+from deepspeed_compress.compression.compressors import Cast
+from deepspeed_compress.config import CompressedWeights
+
+__all__ = ["WeightReduction"]
+
+LEVEL = 3
+"""Level of the reducer of gathered weights (see `Messages`). Lower levels belong to gradients."""
+
+
+@dataclass(frozen=True)
+class WeightReduction:
+    """Builder of the communication of weights for given `settings`."""
+
+    settings: CompressedWeights
+    parameters: Parameters
+    run: Run
+
+    def difference_gather(
+        self, group: ProcessGroup, sizes: Sequence[tuple[str, int]], dtype: torch.dtype
+    ) -> DifferenceGather:
+        """Return the gather of one flat buffer of weights.
+
+        Parameters are sent in the order of the model, which is roughly that of the forward pass.
+
+        Args:
+            group: ranks that share the weights.
+            sizes: (name, numel) of the parameters in the order of the buffer.
+            dtype: dtype of the buffer.
+        """
+        raw = self.parameters.uncompressed(self.settings.min_numel)
+        channels = (Channel(Codec(Cast(dtype)), uncompressed=True), Channel(Codec(self.settings.compressor())))
+        channel_of = {name: EXACT if name in raw else 1 for name, _ in sizes}
+        order = {name: place for place, name in enumerate(self.parameters.shapes)}
+        return DifferenceGather(group, sizes, Messages(channels, channel_of), self.run, order=order)
+
+    def rounding_reducer(self, group: ProcessGroup, dtype: torch.dtype) -> PayloadReducer:
+        """Return a reducer that gathers rounded weights over `group`, without feedback.
+
+        Weights that are not rounded are sent in `dtype`. Every parameter has its own channel, although all channels are
+        equal, so that its blocks, and therefore its rounding, do not depend on which parameters are gathered together.
+        """
+        raw = self.parameters.uncompressed(self.settings.min_numel)
+        place = {name: index for index, name in enumerate(self.parameters.shapes, 1)}
+        rounded = [Channel(Codec(self.settings.compressor()))] * len(place)
+        channels = (Channel(Codec(Cast(dtype)), uncompressed=True), *rounded)
+        channel_of = {name: index for name, index in place.items() if name not in raw}
+        messages = Messages(channels, channel_of, LEVEL)
+        return PayloadReducer(Link(group), messages, self.run, traffic="bytes_weights")

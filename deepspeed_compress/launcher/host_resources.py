@@ -1,0 +1,104 @@
+"""Resources of one host for the ranks of a start: slots, heartbeats, a reserved port, and shared memory."""
+
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deepspeed_compress.launcher.heartbeat import Heartbeat, read_heartbeat
+
+__all__ = ["HostStart", "ReservedPort", "Slots", "remove_shared_memory"]
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Slots for ranks on this host.
+
+    Attributes:
+        count: number of slots.
+        devices: name of each slot in CUDA_VISIBLE_DEVICES; empty if the variable is left alone.
+    """
+
+    count: int
+    devices: tuple[str, ...] = ()
+
+    def environment(self, chosen: Sequence[int]) -> dict[str, str]:
+        """Return the environment of ranks in the slots `chosen`."""
+        return {"CUDA_VISIBLE_DEVICES": ",".join(self.devices[slot] for slot in chosen)} if self.devices else {}
+
+
+@dataclass
+class HostStart:
+    """Ranks of one start on this host.
+
+    Attributes:
+        number: number of the start.
+        slots: slot of each rank.
+        heartbeats: directory of the ranks' heartbeats.
+        stopping: True once the ranks must end.
+        terminating: True once a user's signal has asked the ranks to end.
+        kill_at: time at which ranks that still run are killed.
+        reported: True once the supervisor has been told that all ranks have ended.
+        latest: latest heartbeat of each rank, including ranks that have ended.
+    """
+
+    number: int
+    slots: Mapping[int, int]
+    heartbeats: Path
+    stopping: bool = False
+    terminating: bool = False
+    kill_at: float | None = None
+    reported: bool = False
+    latest: dict[int, Heartbeat] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        """Return the largest number of steps that a rank has counted."""
+        return max((beat.steps for beat in self._read().values()), default=0)
+
+    def silent(self, now: float) -> float | None:
+        """Return the seconds since the last heartbeat of any rank; None until each rank has sent one."""
+        times = [beat.time for beat in self._read().values() if beat.time]
+        return max(0.0, now - max(times)) if times and len(times) == len(self.slots) else None
+
+    def saving(self) -> list[int]:
+        """Return the ranks that save on SIGTERM, for which they would wait for lost ranks."""
+        return [rank for rank, beat in self._read().items() if beat.saves]
+
+    def _read(self) -> Mapping[int, Heartbeat]:
+        self.latest.update(
+            {rank: beat for rank in self.slots if (beat := read_heartbeat(self.heartbeats, rank)) is not None}
+        )
+        return self.latest
+
+
+class ReservedPort:
+    """Port of this host that is kept free for a rank."""
+
+    def __init__(self) -> None:
+        self._held: socket.socket | None = None
+
+    def reserve(self) -> int:
+        """Reserve a free port, and return its number."""
+        if self._held is None:
+            self._held = socket.socket()
+            self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._held.bind(("", 0))
+        return int(self._held.getsockname()[1])
+
+    def release(self) -> None:
+        """Release the port, so that a rank can listen on it."""
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+
+
+def remove_shared_memory(rendezvous: Sequence[tuple[str, int]]) -> None:
+    """Remove shared memory that DeepSpeed leaves behind. Its name has the address and port of the ranks' rendezvous."""
+    for address, port in rendezvous:
+        for file in _SHARED_MEMORY.glob(f"deepspeed_*_{address}_{port}_*"):
+            with suppress(OSError):
+                file.unlink()
