@@ -30,7 +30,7 @@ from deepspeed_compress.backends.deepspeed.norms import Norms, loss_scale
 from deepspeed_compress.backends.deepspeed.ownership import check_ownership
 from deepspeed_compress.backends.deepspeed.restarts import attach_heartbeat
 from deepspeed_compress.backends.deepspeed.step import Steps, follow_steps
-from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, deciding_group, node_unit
+from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, RankUnit, deciding_group, node_unit
 from deepspeed_compress.backends.deepspeed.weights.zero_3 import attach_weights_3, check_weights_3
 from deepspeed_compress.backends.deepspeed.weights.zero_12 import Weights, attach_weights, check_weights
 from deepspeed_compress.checkpointing.deepspeed.background import attach_background
@@ -121,7 +121,9 @@ def attach_section(engine: Any, config: CompressConfig, unit: IslandUnit | None 
     if "compression" in vars(engine):
         raise ConfigError("the engine is already attached: call attach once, or use only initialize or install")
     kind = _checked(engine, config)
-    missing = IslandUnit if config.islands is not None and config.islands.elastic is None and unit is None else None
+    missing: type[RankUnit] | None = None
+    if config.islands is not None and config.islands.elastic is None and unit is None:
+        missing = IslandUnit
     if config.parallelism is not None and config.parallelism.shard_within is not None and node_unit(engine) is None:
         missing = NodeUnit
     if missing is not None:
