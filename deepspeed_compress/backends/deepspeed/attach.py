@@ -25,7 +25,7 @@ from deepspeed_compress.backends.deepspeed.limits import (
     shared_parameters,
 )
 from deepspeed_compress.backends.deepspeed.losses import follow_losses
-from deepspeed_compress.backends.deepspeed.node_shards import attach_nodes, copy_initial_weights
+from deepspeed_compress.backends.deepspeed.node_shards import attach_nodes, equalize_weights
 from deepspeed_compress.backends.deepspeed.norms import Norms, loss_scale
 from deepspeed_compress.backends.deepspeed.ownership import check_ownership
 from deepspeed_compress.backends.deepspeed.restarts import attach_heartbeat
@@ -142,7 +142,7 @@ def attach_section(engine: Any, config: CompressConfig, unit: IslandUnit | None 
 def _attach(engine: Any, config: CompressConfig, unit: IslandUnit | None, kind: str, patches: Patches) -> None:
     nodes = node_unit(engine)
     if nodes is not None:
-        copy_initial_weights(engine, nodes)
+        equalize_weights(engine, nodes)
     parameters = _parameters(engine, kind)
     _warn_of_unheeded_type(engine, config, parameters.dtype)
     parts = make_parts(_attachment(engine, config, parameters, kind, unit), patches)

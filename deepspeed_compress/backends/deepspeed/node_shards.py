@@ -10,6 +10,7 @@ The exchange takes place at the beginning of the optimizer step, because only th
 known to be over.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,29 +34,37 @@ from deepspeed_compress.backends.deepspeed.weights.master_weights import MasterS
 from deepspeed_compress.collectives.buckets import Partition, even_cut
 from deepspeed_compress.collectives.payload import PendingMeans
 from deepspeed_compress.compression.segments import Segment
+from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.traffic import ring_all_reduce
 
-__all__ = ["NodeShards", "attach_nodes", "copy_initial_weights"]
+__all__ = ["NodeShards", "attach_nodes", "equalize_weights"]
 
 
-def copy_initial_weights(engine: Any, unit: NodeUnit) -> None:
-    """Copy the weights of the first node to the others, as DeepSpeed does within a node. Collective.
+def equalize_weights(engine: Any, unit: NodeUnit) -> bool:
+    """Copy the weights of the first node to the nodes in which they differ. Collective.
+
+    Returns:
+        True if the fp32 master weights of any rank differed.
 
     Raises:
         UnsupportedError: ZeRO 3 has sharded the parameters over other ranks than those of a node.
     """
     masters = find_master_weights(engine)
     check_equal_layouts(masters, unit)
-    own = masters.read(masters.segments)
-    differs = copy_from_first([own], engine.device, unit.peers)[0]
+    differs = any(copy_from_first([one.values for one in masters.slices], engine.device, unit.peers))
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, (differs, {one.parameter for one in masters.slices}))
-    if any(differs for differs, _ in found):
-        masters.write(masters.segments, own)
+    changed = any(differs for differs, _ in found)
+    if changed:
         masters.publish()
     trained = set(chain.from_iterable(names for _, names in found))
     copy_weights([parameter for _, parameter in named_untrained(engine, trained)], engine.device, unit.peers)
+    return changed
+
+
+CHECK_EVERY = 100
+"""Optimizer steps between comparisons of the nodes' weights."""
 
 
 def attach_nodes(engine: Any, unit: NodeUnit, session: Session) -> "NodeShards":
@@ -114,6 +123,7 @@ class NodeShards:
 
     def average(self) -> None:
         """Replace the gradients that the optimizer is about to step with their mean over the nodes."""
+        self._check_weights()
         groups = self._optimizer.averaged_gradients
         starts = {number: _by_start(tensors) for number, tensors in groups.items() if tensors is not None}
         waiting: _Exchange | None = None
@@ -128,6 +138,17 @@ class NodeShards:
             waiting = started
         if waiting is not None:
             waiting.finish()
+
+    def _check_weights(self) -> None:
+        """Compare the weights of the nodes now and then, and warn if a program has changed those of one node only."""
+        steps = self._engine.global_steps
+        if steps and steps % CHECK_EVERY == 0 and equalize_weights(self._engine, self._unit):
+            text = (
+                f"{self._unit.pointer}: the nodes held different weights before step {steps + 1}, and continue with "
+                "those of the first node. Change weights on all nodes alike; GatheredParameters with modifier_rank "
+                "changes those of a node"
+            )
+            warnings.warn(text, CompressWarning, stacklevel=3)
 
     def _start(self, partition: Partition, found: Sequence[tuple[Tensor, int]]) -> "_Exchange":
         """Begin to average the first `numel` elements of each (tensor, numel) in `found`."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,10 @@ import torch
 import torch.distributed as dist
 
 import deepspeed_compress
+from deepspeed_compress.backends.deepspeed import node_shards
+from deepspeed_compress.backends.deepspeed.weights.master_weights import find_master_weights
 from deepspeed_compress.config import SECTION, find_problems
-from deepspeed_compress.errors import ConfigError, UnsupportedError
+from deepspeed_compress.errors import CompressWarning, ConfigError, UnsupportedError
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, network, run, start, train, weights
 from tests.support.resuming import residuals_of
@@ -299,3 +302,26 @@ def test_data_and_batches_are_those_of_the_job() -> None:
     found = run_forks(4, shares, Job(1, section=UNCOMPRESSED, accumulation=2))
     assert sorted(index for read, _ in found for index in read) == list(range(24))
     assert [sizes for _, sizes in found] == [[24, 2, 48, 4]] * 4
+
+
+def change_one_node(rank: int, job: Job) -> tuple[list[bool], dict[str, list[float]]]:
+    """Change a weight of the second node before step 3; return whether each step warned, and the weights at the end."""
+    # Set in the rank, because a fork does not see what the test has patched.
+    node_shards.CHECK_EVERY = 2
+    engine, warned = start(job), []
+    for step, batch in enumerate(data(rank, job)):
+        if step == 2 and rank >= 2:
+            with torch.no_grad():
+                find_master_weights(engine).slices[0].values.add_(1.0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", CompressWarning)
+            run(engine, [batch])
+        warned.append(any("the nodes held different weights" in str(one.message) for one in caught))
+    return warned, weights(engine)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_nodes_that_differ_are_reported_and_made_equal(stage: int) -> None:
+    found = run_forks(4, change_one_node, Job(stage, section=INT4, steps=6))
+    assert [warned for warned, _ in found] == [[False, False, True, False, False, False]] * 4
+    assert all(values == found[0][1] for _, values in found)

@@ -44,6 +44,7 @@ def wanted(task: Task) -> Outcome:
     refusals: Mapping[str, Mapping[int, str]] = {
         "raw": program.refused,
         "4 bits": program.refused,
+        "nodes": program.refused,
         "weights": {**program.refused_weights, **program.refused},
     }
     if stage in refusals.get(task.section, {}):
@@ -52,7 +53,7 @@ def wanted(task: Task) -> Outcome:
 
 
 def kind(task: Task) -> str:
-    if task.section == "raw" and task.program.rounded:
+    if task.section == "nodes" or (task.section == "raw" and task.program.rounded):
         return "near"
     return "equal" if task.section in EXACT else "ranks equal"
 

@@ -32,6 +32,7 @@ SECTIONS: Mapping[str, Mapping[str, Any] | None] = MappingProxyType(
         "raw": {"gradients": {"method": "bf16", "overrides": [{"parameters": ".+", "method": "none"}]}},
         "4 bits": {"gradients": {"bits": 4, "block_size": 32}},
         "weights": {"gradients": {"bits": 4, "block_size": 32}, "weights": {"bits": 8, "min_numel": 10}},
+        "nodes": {"gradients": {"method": "none"}, "parallelism": {"shard_within": 2}},
     }
 )
 """Sections by name. `plain` has no package. `raw` sends every parameter uncompressed through our own exchange."""
