@@ -96,7 +96,7 @@ def test_a_missing_gpu_is_an_error_at_once(tmp_path: Path, capsys: pytest.Captur
 
 
 def run(tmp_path: Path, then: str, seconds: float = 120.0) -> list[Finding]:
-    """What a part finds whose second test does `then`."""
+    """Return the findings of a part whose second test does `then`."""
     (tmp_path / "test_odd.py").write_text(SOURCE.format(then=then))
     environment = {"PYTHONPATH": str(ROOT)}
     first, *others = run_part(Part("odd", "", 1.0, tmp_path), time.time() + seconds, environment=environment)
@@ -203,7 +203,7 @@ def test_a_broken_wheel_is_an_error(tmp_path: Path) -> None:
 
 
 def test_comparing_needs_torch_triton_and_pytest_alone() -> None:
-    """Comparing and measuring load neither DeepSpeed nor what reads the section."""
+    """Comparing and measuring load neither DeepSpeed nor the packages that read the section."""
     names = ("check", "test_kernels", "test_kernel_speed", "test_sanitizer", "test_synchronisation")
     modules = ", ".join(f"tests.gpu.{name}" for name in names)
     kernels = "deepspeed_compress.compression.kernels.gpu"
