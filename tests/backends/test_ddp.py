@@ -285,7 +285,7 @@ def load_after_an_interruption(rank: int, directory: str, given: Mapping[str, An
     model, optimizer, attached = Setting(given).build()
     take_steps(model, optimizer, rank, range(3, 6))
     attached.save(directory)
-    saved, said = {key: value.clone() for key, value in model.module.state_dict().items()}, ""
+    saved, message = {key: value.clone() for key, value in model.module.state_dict().items()}, ""
     if interrupted:
         handle = model.module.first.weight.register_hook(interrupt)
         with contextlib.suppress(ZeroDivisionError):
@@ -295,11 +295,11 @@ def load_after_an_interruption(rank: int, directory: str, given: Mapping[str, An
         try:
             plain(model, rank, 51)
         except RuntimeError as error:
-            said = str(error)
+            message = str(error)
     model, optimizer, attached = Setting(given).build()
     model.module.load_state_dict(saved)
     attached.load(directory)
-    return take_steps(model, optimizer, rank, range(3, 6)), said
+    return take_steps(model, optimizer, rank, range(3, 6)), message
 
 
 @pytest.mark.parametrize("given", [FOUR_BITS, STOCHASTIC], ids=["int4", "random"])
@@ -310,7 +310,7 @@ def test_nothing_of_an_interrupted_backward_pass_gets_into_what_is_loaded(
     alone = run_forks(2, load_after_an_interruption, str(tmp_path), given, False)
     after = run_forks(2, load_after_an_interruption, str(tmp_path), given, True)
     assert [weights for weights, _ in after] == [weights for weights, _ in alone]
-    assert all("Expected to have finished reduction in the prior iteration" in said for _, said in after)
+    assert all("Expected to have finished reduction in the prior iteration" in message for _, message in after)
 
 
 def remembered_by(rank: int, directory: str, saves: bool) -> list[float]:
@@ -492,7 +492,7 @@ REFUSED: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "unused powersgd": (LOW_RANK, UNUSED),
     "unused hierarchy": ({"gradients": {"hierarchy": {"ranks_per_node": 2}}}, UNUSED),
 }
-SAID = {
+MESSAGES = {
     "guard": "/deepspeed_compress/guard works only with DeepSpeed",
     "islands": "/deepspeed_compress/islands works only with DeepSpeed",
     "ownership": "/deepspeed_compress/ownership works only with DeepSpeed",
@@ -507,8 +507,8 @@ SAID = {
 
 def test_what_cannot_be_right_is_refused_by_name() -> None:
     for found in run_forks(2, refusals):
-        assert found.keys() == SAID.keys()
-        assert all(text in found[name] for name, text in SAID.items())
+        assert found.keys() == MESSAGES.keys()
+        assert all(text in found[name] for name, text in MESSAGES.items())
 
 
 def late_refusals(rank: int) -> list[str]:
@@ -574,8 +574,8 @@ LATE: Mapping[Callable[[], None], str] = {
 
 def test_what_is_seen_late_is_refused_by_name() -> None:
     for texts in run_forks(2, late_refusals):
-        for text, said in zip(texts, LATE.values(), strict=True):
-            assert said in text
+        for text, message in zip(texts, LATE.values(), strict=True):
+            assert message in text
 
 
 def test_keys_of_deepspeed_have_no_effect() -> None:

@@ -662,7 +662,7 @@ REFUSED: dict[str, tuple[Mapping[str, Any], Setting]] = {
     "fp16": (FOUR_BITS, Setting(options={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16)})),
     "dimension": (FOUR_BITS, Setting(units=(), options={"shard_placement_fn": by_columns})),
 }
-SAID = {
+MESSAGES = {
     "guard": "/deepspeed_compress/guard works only with DeepSpeed",
     "adaptive": "/deepspeed_compress/adaptive works only with DeepSpeed",
     "islands": "/deepspeed_compress/islands works only with DeepSpeed",
@@ -683,8 +683,8 @@ SAID = {
 
 def test_what_cannot_be_right_is_refused_by_name() -> None:
     for found in run_forks(4, refusals):
-        assert found.keys() == SAID.keys()
-        assert {name: found[name] for name, text in SAID.items() if text not in found[name]} == {}
+        assert found.keys() == MESSAGES.keys()
+        assert {name: found[name] for name, text in MESSAGES.items() if text not in found[name]} == {}
 
 
 def late_refusals(rank: int) -> list[str]:
@@ -818,7 +818,7 @@ LATE = {
 
 def test_what_is_seen_late_is_refused_by_name() -> None:
     for texts in run_forks(4, late_refusals):
-        assert [(text, said) for text, said in zip(texts, LATE.values(), strict=True) if said not in text] == []
+        assert [text for text, message in zip(texts, LATE.values(), strict=True) if message not in text] == []
 
 
 def gpt(rank: int, given: Mapping[str, Any], seed: int, directory: str) -> tuple[float, list[dict[str, Any]], int]:

@@ -226,14 +226,14 @@ def checks(rank: int) -> list[tuple[str, str]]:
     """Return Megatron's errors about a non-finite gradient if it checks before reducing, without and with us."""
     start()
     options = replace(options_of((True, False)), ddp={"check_for_nan_in_grad": True})
-    said = []
+    messages = []
     for given in (None, FOUR_BITS):
         run = Run(given, options, rank)
         run.clear()
         with pytest.raises(Exception, match="NaN") as caught:
             run.backward(0, math.nan)
-        said.append((type(caught.value).__name__, str(caught.value)))
-    return said
+        messages.append((type(caught.value).__name__, str(caught.value)))
+    return messages
 
 
 def test_megatron_checks_gradients_before_they_are_reduced() -> None:
@@ -487,9 +487,9 @@ def twice(rank: int) -> tuple[bool, str]:
 
 
 def test_two_synchronisations_in_a_step() -> None:
-    for same, said in run_forks(2, twice):
+    for same, message in run_forks(2, twice):
         assert same
-        assert "in no_sync()" in said
+        assert "in no_sync()" in message
 
 
 def nodes(rank: int) -> bool:
@@ -603,11 +603,11 @@ def refusal(given: Mapping[str, Any], changed: Mapping[str, Any]) -> str:
 
 
 def test_what_cannot_be_right_is_refused_by_name() -> None:
-    said = {name: text for name, (_, _, text) in REFUSED.items()}
-    said |= {"twice": "already attached", "another": "it is Linear", "optimizer": "its optimizer is AdamW"}
+    messages = {name: text for name, (_, _, text) in REFUSED.items()}
+    messages |= {"twice": "already attached", "another": "it is Linear", "optimizer": "its optimizer is AdamW"}
     for found in run_forks(2, refusals):
-        assert found.keys() == said.keys()
-        assert [name for name, text in said.items() if text not in found[name]] == []
+        assert found.keys() == messages.keys()
+        assert [name for name, text in messages.items() if text not in found[name]] == []
 
 
 def unknown_version(rank: int) -> str:
@@ -621,9 +621,9 @@ def unknown_version(rank: int) -> str:
 
 
 def test_a_version_that_is_not_known_is_refused_by_name() -> None:
-    [said] = run_forks(1, unknown_version)
-    assert "megatron-core 0.18.0 is installed" in said
-    assert "megatron-core >=0.16.0,<0.17" in said
+    [message] = run_forks(1, unknown_version)
+    assert "megatron-core 0.18.0 is installed" in message
+    assert "megatron-core >=0.16.0,<0.17" in message
 
 
 BOTH_WAYS = {**FOUR_BITS, "weights": {"method": "blockwise", "bits": 4, "block_size": 32}}
@@ -708,16 +708,16 @@ REFUSED_WEIGHTS = [
 
 def refused_weights(rank: int) -> list[str]:
     start()
-    said = []
+    messages = []
     for given, options, _ in REFUSED_WEIGHTS:
         with pytest.raises(UnsupportedError) as caught:
             Run(given, options, rank)
-        said.append(str(caught.value))
-    return said
+        messages.append(str(caught.value))
+    return messages
 
 
 def test_weights_that_cannot_be_compressed_are_refused_by_name() -> None:
     [found] = run_forks(1, refused_weights)
-    for (_, _, said), text in zip(REFUSED_WEIGHTS, found, strict=True):
-        assert said in text
+    for (_, _, message), text in zip(REFUSED_WEIGHTS, found, strict=True):
+        assert message in text
         assert "/deepspeed_compress/" in text

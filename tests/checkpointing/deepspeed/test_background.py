@@ -120,7 +120,7 @@ def save_where_nothing_can_be(rank: int, directory: str, on_error: str) -> tuple
 
 
 @pytest.mark.parametrize("on_error", ["warn", "stop"])
-def test_what_cannot_be_written_is_heard_on_all_ranks_in_one_step(tmp_path, on_error):
+def test_a_failed_write_reaches_all_ranks_in_the_same_step(tmp_path, on_error):
     first, second = run_forks(2, save_where_nothing_can_be, str(tmp_path), on_error)
     assert first == second
     errors, ours, latest = first
@@ -558,9 +558,9 @@ def test_a_damaged_checkpoint_leads_back_to_one_of_several_parts(tmp_path):
     shutil.rmtree(tmp_path / "memory")
     assert (tmp_path / "latest").read_text() == "epoch/2"
     next((tmp_path / "epoch" / "2").glob("*model_states.pt")).unlink()
-    for step, [said] in run_forks(2, save_by_epoch, str(tmp_path), True):
+    for step, [warning] in run_forks(2, save_by_epoch, str(tmp_path), True):
         assert step == 2
-        assert said.endswith(f"{tmp_path}/epoch/1 is loaded")
+        assert warning.endswith(f"{tmp_path}/epoch/1 is loaded")
 
 
 def resume_universal(rank: int, directory: str, steps: int) -> tuple[int, int, bool]:
