@@ -2,10 +2,10 @@
 
 CompressError
 ├── ConfigError         the configuration is unreadable, unknown, contradictory or out of range
-├── SeamError           this DeepSpeed does not have the method that we attach to
+├── SeamError           this DeepSpeed lacks a method that the package attaches to
 ├── UnsupportedError    the configuration is valid, but cannot be right for this engine
 ├── IslandError         an island has lost the others for too long
-├── StateError          saved compression state is missing, damaged or of another run
+├── StateError          saved compression state is missing, damaged or from another run
 └── DataError           a corpus or tokenizer cannot be found or read
 
 CompressWarning (a UserWarning)   a setting has no effect, or costs more than it gains

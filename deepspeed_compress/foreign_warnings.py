@@ -1,4 +1,4 @@
-"""Warnings of other packages about themselves, which a user of ours cannot change, and which drown progress lines."""
+"""Deprecation warnings of other packages, which users cannot act on and which would hide progress lines."""
 
 import sys
 import warnings
@@ -10,11 +10,11 @@ _ABOUT_THEMSELVES: tuple[tuple[str, type[Warning]], ...] = (
     (r".*is deprecated. Please use `torch\.distributed", FutureWarning),
     (r"c10d::broadcast_: an autograd kernel was not registered", UserWarning),
 )
-"""Warnings that are put down to the code of the user, but are about calls inside DeepSpeed."""
+"""Warnings that Python attributes to the user's code, although they are about calls inside DeepSpeed."""
 
 
 def hide_foreign_warnings() -> None:
-    """Ignore what other packages say of their own future. Call it where a program of ours begins.
+    """Ignore deprecation warnings of other packages. Call this at the start of a program of this package.
 
     Nothing is hidden if the user asks for warnings: `PYTHONWARNINGS=default`, or `python -W default`.
     """

@@ -135,7 +135,7 @@ def _serve(connection: Connection, private: bool) -> None:
 
 
 def _write_all(connection: Connection) -> int:
-    said, movement = Lock(), Movement()
+    sending, movement = Lock(), Movement()
     while True:
         try:
             task: Task = connection.recv()
@@ -145,28 +145,28 @@ def _write_all(connection: Connection) -> int:
         listed, problem = _tried(partial(_write, task, descriptor))
         os.close(descriptor)
         _, notice = _tried(partial(_prune, task)) if not problem else (None, "")
-        _say(connection, said, Outcome(task.save, problem, notice=notice))
+        _report(connection, sending, Outcome(task.save, problem, notice=notice))
         if task.copy is not None:
             # The next checkpoint must not wait for the network.
             movement.note(task.save)
-            Thread(target=_copy, args=(connection, said, task, listed, problem, movement), daemon=True).start()
+            Thread(target=_copy, args=(connection, sending, task, listed, problem, movement), daemon=True).start()
     # The end of a rank must not wait for a silent host.
     movement.wait()
     return 0
 
 
-def _say(connection: Connection, said: Lock, outcome: Outcome) -> None:
+def _report(connection: Connection, sending: Lock, outcome: Outcome) -> None:
     # The rank may have died or stopped reading. What it sent before is written anyway.
-    with suppress(OSError), said:
+    with suppress(OSError), sending:
         connection.send(outcome)
 
 
 def _copy(
-    connection: Connection, said: Lock, task: Task, listed: FileList | None, problem: str, movement: Movement
+    connection: Connection, sending: Lock, task: Task, listed: FileList | None, problem: str, movement: Movement
 ) -> None:
     if listed is not None and task.copy is not None:
         _, problem = _tried(partial(send_copies, task.save.place, listed, task.copy, partial(movement.note, task.save)))
-    _say(connection, said, Outcome(task.save, problem, of_copy=True))
+    _report(connection, sending, Outcome(task.save, problem, of_copy=True))
     movement.end(task.save)
 
 

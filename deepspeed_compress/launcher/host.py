@@ -249,9 +249,9 @@ class Agent:
             number = 0 if start is None else start.number
             self._link.send({"kind": "beat", "start": number, "silent": silent, "steps": steps})
 
-    def _send(self, kind: str, start: HostStart, **said: object) -> None:
+    def _send(self, kind: str, start: HostStart, **fields: object) -> None:
         assert self._link is not None
-        self._link.send({"kind": kind, "start": start.number, **said})
+        self._link.send({"kind": kind, "start": start.number, **fields})
 
     # Connection to the supervisor.
 

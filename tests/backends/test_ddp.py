@@ -34,22 +34,23 @@ from tests.support.two_branches import (
     Branches,
     Setting,
     bits_of,
+    look_first,
     loss_of,
+    loss_on_text,
+    plain,
+    refusal,
     residual_sums,
-    rows_of_text,
     same_on_all,
     section,
     start,
+    take_steps,
+    training_problem,
 )
 
 pytestmark = pytest.mark.sampled(3, "deepspeed_compress/backends", "tests/backends/test_ddp.py")
 
 
 # The programs: each makes the gradients of one optimizer step.
-def plain(model: Any, rank: int, step: int) -> None:
-    loss_of(model, rank, step).backward()
-
-
 def accumulating(model: Any, rank: int, step: int) -> None:
     with model.no_sync():
         loss_of(model, rank, step).backward()
@@ -71,13 +72,6 @@ def one_way(model: Any, rank: int, step: int) -> None:
     loss_of(model, rank, step, "left").backward()
 
 
-def looking_first(model: Any, rank: int, step: int) -> None:
-    """Compute gradients that are inspected and discarded before those of the step."""
-    loss_of(model, rank, step + 50).backward()
-    model.zero_grad()
-    loss_of(model, rank, step).backward()
-
-
 UNUSED = {"find_unused_parameters": True}
 PROGRAMS: dict[str, tuple[Callable[[Any, int, int], None], Mapping[str, Any]]] = {
     "plain": (plain, {}),
@@ -90,7 +84,7 @@ PROGRAMS: dict[str, tuple[Callable[[Any, int, int], None], Mapping[str, Any]]] =
     "unused": (now_and_then, UNUSED),
     "unused in views": (now_and_then, {**UNUSED, "gradient_as_bucket_view": True}),
     "always unused": (one_way, UNUSED),
-    "looking first": (looking_first, {}),
+    "looking first": (look_first, {}),
 }
 
 
@@ -218,13 +212,13 @@ def fused_overflow(rank: int) -> dict[str, Any]:
         scaler.update()
     values = [v for store in attached.session.stores.values() for _, v in store.items()]
     return {
-        "memory": all(v.isfinite().all() for v in values),
+        "residuals": all(v.isfinite().all() for v in values),
         "weights": all(p.isfinite().all() for p in model.parameters()),
     }
 
 
 def test_a_fused_optimizer_leaves_steps_out_by_itself() -> None:
-    assert run_forks(2, fused_overflow) == [{"memory": True, "weights": True}] * 2
+    assert run_forks(2, fused_overflow) == [{"residuals": True, "weights": True}] * 2
 
 
 def two_optimizers(rank: int) -> dict[str, Any]:
@@ -257,29 +251,18 @@ def resume(rank: int, directory: str, given: Mapping[str, Any]) -> tuple[bool, b
     """Return whether a resumed run has the bits of one that continues, and whether one without residuals differs."""
     start()
     model, optimizer, attached = Setting(given).build()
-    for step in range(3):
-        optimizer.zero_grad()
-        plain(model, rank, step)
-        optimizer.step()
+    take_steps(model, optimizer, rank, range(3))
     attached.save(directory)
     saved = {key: value.clone() for key, value in model.module.state_dict().items()}
-    ends = [go_on(model, optimizer, rank)]
+    ends = [take_steps(model, optimizer, rank, range(3, 6))]
     for loads in (True, False):
         model, optimizer, attached = Setting(given).build()
         model.module.load_state_dict(saved)
         if loads:
             attached.load(directory)
             assert attached.steps.count == 3
-        ends.append(go_on(model, optimizer, rank))
+        ends.append(take_steps(model, optimizer, rank, range(3, 6)))
     return ends[0] == ends[1], ends[0] != ends[2]
-
-
-def go_on(model: Any, optimizer: Any, rank: int) -> list[list[float]]:
-    for step in range(3, 6):
-        optimizer.zero_grad()
-        plain(model, rank, step)
-        optimizer.step()
-    return [parameter.flatten().tolist() for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize(
@@ -300,9 +283,9 @@ def load_after_an_interruption(rank: int, directory: str, given: Mapping[str, An
     """
     start()
     model, optimizer, attached = Setting(given).build()
-    go_on(model, optimizer, rank)
+    take_steps(model, optimizer, rank, range(3, 6))
     attached.save(directory)
-    saved, said = {key: value.clone() for key, value in model.module.state_dict().items()}, ""
+    saved, message = {key: value.clone() for key, value in model.module.state_dict().items()}, ""
     if interrupted:
         handle = model.module.first.weight.register_hook(interrupt)
         with contextlib.suppress(ZeroDivisionError):
@@ -312,11 +295,11 @@ def load_after_an_interruption(rank: int, directory: str, given: Mapping[str, An
         try:
             plain(model, rank, 51)
         except RuntimeError as error:
-            said = str(error)
+            message = str(error)
     model, optimizer, attached = Setting(given).build()
     model.module.load_state_dict(saved)
     attached.load(directory)
-    return go_on(model, optimizer, rank), said
+    return take_steps(model, optimizer, rank, range(3, 6)), message
 
 
 @pytest.mark.parametrize("given", [FOUR_BITS, STOCHASTIC], ids=["int4", "random"])
@@ -327,7 +310,7 @@ def test_nothing_of_an_interrupted_backward_pass_gets_into_what_is_loaded(
     alone = run_forks(2, load_after_an_interruption, str(tmp_path), given, False)
     after = run_forks(2, load_after_an_interruption, str(tmp_path), given, True)
     assert [weights for weights, _ in after] == [weights for weights, _ in alone]
-    assert all("Expected to have finished reduction in the prior iteration" in said for _, said in after)
+    assert all("Expected to have finished reduction in the prior iteration" in message for _, message in after)
 
 
 def remembered_by(rank: int, directory: str, saves: bool) -> list[float]:
@@ -335,7 +318,7 @@ def remembered_by(rank: int, directory: str, saves: bool) -> list[float]:
     start()
     model, optimizer, attached = Setting(FOUR_BITS).build()
     if saves:
-        go_on(model, optimizer, rank)
+        take_steps(model, optimizer, rank, range(3, 6))
         attached.save(directory)
     else:
         attached.load(directory)
@@ -425,21 +408,11 @@ def test_a_missing_state_is_an_error_or_a_warning(tmp_path: Path) -> None:
 def train_methods(rank: int, methods: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return the methods with which ranks differ or the loss does not decrease."""
     start()
-    wrong = []
-    for name, gradients_of in methods.items():
-        model, optimizer, _ = Setting({"gradients": {"min_numel": 0, **gradients_of}}).build()
-        losses = []
-        for step in range(40):
-            optimizer.zero_grad()
-            loss = loss_of(model, rank, step % 4)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        if not all(same_on_all(parameter.detach()) for parameter in model.parameters()):
-            wrong.append(f"{name}: ranks differ")
-        if not sum(losses[-4:]) < 0.8 * sum(losses[:4]):
-            wrong.append(f"{name}: {losses[:4]} -> {losses[-4:]}")
-    return wrong
+    problems = {}
+    for name, given in methods.items():
+        model, optimizer, _ = Setting({"gradients": {"min_numel": 0, **given}}).build()
+        problems[name] = training_problem(model, optimizer, rank)
+    return [f"{name}: {problem}" for name, problem in problems.items() if problem]
 
 
 def test_every_method_trains() -> None:
@@ -519,7 +492,7 @@ REFUSED: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "unused powersgd": (LOW_RANK, UNUSED),
     "unused hierarchy": ({"gradients": {"hierarchy": {"ranks_per_node": 2}}}, UNUSED),
 }
-SAID = {
+MESSAGES = {
     "guard": "/deepspeed_compress/guard works only with DeepSpeed",
     "islands": "/deepspeed_compress/islands works only with DeepSpeed",
     "ownership": "/deepspeed_compress/ownership works only with DeepSpeed",
@@ -534,22 +507,14 @@ SAID = {
 
 def test_what_cannot_be_right_is_refused_by_name() -> None:
     for found in run_forks(2, refusals):
-        assert found.keys() == SAID.keys()
-        assert all(text in found[name] for name, text in SAID.items())
+        assert found.keys() == MESSAGES.keys()
+        assert all(text in found[name] for name, text in MESSAGES.items())
 
 
 def late_refusals(rank: int) -> list[str]:
     """Return the message of each refusal that is raised late, or "" without one."""
     start()
     return [refusal(work) for work in LATE]
-
-
-def refusal(work: Callable[[], object]) -> str:
-    try:
-        work()
-    except UnsupportedError as error:
-        return str(error)
-    return ""
 
 
 def attach_twice() -> None:
@@ -609,8 +574,8 @@ LATE: Mapping[Callable[[], None], str] = {
 
 def test_what_is_seen_late_is_refused_by_name() -> None:
     for texts in run_forks(2, late_refusals):
-        for text, said in zip(texts, LATE.values(), strict=True):
-            assert said in text
+        for text, message in zip(texts, LATE.values(), strict=True):
+            assert message in text
 
 
 def test_keys_of_deepspeed_have_no_effect() -> None:
@@ -627,15 +592,9 @@ def gpt(rank: int, given: Mapping[str, Any], seed: int, directory: str) -> tuple
     attached = deepspeed_compress.ddp.attach(model, section({**given, "monitor": {"path": directory}}), optimizer)
     figures: list[Any] = []
     attached.session.subscribe(figures.append)
-    losses = []
-    for rows in rows_of_text(seed, rank):
-        optimizer.zero_grad()
-        loss = model(input_ids=rows, labels=rows).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    loss = loss_on_text(model, optimizer, seed, rank)
     same = all(same_on_all(parameter.detach()) for parameter in model.parameters())
-    return sum(losses[-20:]) / 20, [vars(one) for one in figures], same
+    return loss, [vars(one) for one in figures], same
 
 
 def gpts(rank: int, given: Mapping[str, Any], directory: str) -> list[tuple[float, list[dict[str, Any]], bool]]:
@@ -765,9 +724,9 @@ def with_wrapped(rank: int, kinds: Sequence[str]) -> list[tuple[list[float], int
 def test_optimizers_that_wrap_another_one() -> None:
     """Every wrapper steps like the optimizer inside."""
     kinds = ("plain", "accelerate", "post_local", "sharded", "scheduled")
-    for plain, *others in run_forks(2, with_wrapped, kinds):
-        assert plain[1] == 3
-        assert all(other == plain for other in others)
+    for first, *others in run_forks(2, with_wrapped, kinds):
+        assert first[1] == 3
+        assert all(other == first for other in others)
 
 
 def not_an_optimizer(rank: int) -> str:

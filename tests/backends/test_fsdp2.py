@@ -36,12 +36,17 @@ from tests.support.two_branches import (
     WIDTH,
     Branches,
     bits_of,
+    look_first,
     loss_of,
+    loss_on_text,
+    plain,
+    refusal,
     residual_sums,
-    rows_of_text,
     same_on_all,
     section,
     start,
+    take_steps,
+    training_problem,
 )
 
 pytestmark = pytest.mark.sampled(3, "deepspeed_compress/backends", "tests/backends/test_fsdp2.py")
@@ -64,10 +69,6 @@ def recompute(model: Branches) -> None:
 
 
 # The programs: each makes the gradients of one optimizer step.
-def plain(model: Any, rank: int, step: int) -> None:
-    loss_of(model, rank, step).backward()
-
-
 def accumulating(model: Any, rank: int, step: int) -> None:
     for micro, last in ((step, False), (step + 100, True)):
         model.set_requires_gradient_sync(last)
@@ -104,13 +105,6 @@ def each_its_way(model: Any, rank: int, step: int) -> None:
     loss_of(model, rank, step, ("left", "right")[(step + rank) % 2]).backward()
 
 
-def looking_first(model: Any, rank: int, step: int) -> None:
-    """Compute gradients that are inspected and discarded before those of the step."""
-    plain(model, rank, step + 50)
-    model.zero_grad()
-    plain(model, rank, step)
-
-
 def evaluating_between(model: Any, rank: int, step: int) -> None:
     model.eval()
     with torch.no_grad():
@@ -141,7 +135,7 @@ PROGRAMS: dict[str, tuple[Callable[[Any, int, int], None], Setting]] = {
     "one way": (one_way, Setting()),
     "one way of a unit": (one_way, ALL),
     "each its way": (each_its_way, ALL),
-    "looking first": (looking_first, Setting()),
+    "looking first": (look_first, Setting()),
     "evaluating between": (evaluating_between, Setting()),
     "factor": (with_factor, Setting()),
     "tied": (plain, replace(TOGETHER, prepare=tie)),
@@ -259,8 +253,10 @@ def means(attached: Any, sizes: Mapping[str, int]) -> dict[str, Tensor]:
 
 
 def share(name: str) -> float:
-    """What an element that is remembered is in the mean. Copies remember halves of the sums of their two ranks, and one
-    of the programs divides by half of the ranks."""
+    """Return the factor from a residual to its part of the mean.
+
+    Copies keep halves of the sums of their two ranks, and one of the programs divides by half of the ranks.
+    """
     factor = 2.0 if "factor" in name else 1.0
     return factor * (2.0 if EVERY[name][1].mesh else 1.0) / dist.get_world_size()
 
@@ -326,10 +322,10 @@ def resume(rank: int, directory: str, given: Mapping[str, Any], setting: Setting
     start()
     setting = replace(setting, section=given)
     model, optimizer, attached = setting.build()
-    go_on(model, optimizer, rank, range(3))
+    take_steps(model, optimizer, rank, range(3))
     attached.save(directory)
     saved = {key: value.full_tensor().clone() for key, value in model.state_dict().items()}
-    ends = [go_on(model, optimizer, rank, range(3, 6))]
+    ends = [take_steps(model, optimizer, rank, range(3, 6))]
     for loads in (True, False):
         model, optimizer, attached = setting.build()
         for key, parameter in model.named_parameters():
@@ -337,7 +333,7 @@ def resume(rank: int, directory: str, given: Mapping[str, Any], setting: Setting
         if loads:
             attached.load(directory)
             assert attached.steps.count == 3
-        ends.append(go_on(model, optimizer, rank, range(3, 6)))
+        ends.append(take_steps(model, optimizer, rank, range(3, 6)))
     return ends[0] == ends[1], ends[0] != ends[2]
 
 
@@ -349,7 +345,7 @@ def load_after_an_interruption(rank: int, directory: str, interrupted: bool) -> 
     """Return the final weights after a backward pass raised with two units reduced, and a new model loaded."""
     start()
     model, optimizer, attached = Setting(STOCHASTIC).build()
-    go_on(model, optimizer, rank, range(3))
+    take_steps(model, optimizer, rank, range(3))
     attached.save(directory)
     saved = {key: value.clone() for key, value in model.state_dict().items()}
     if interrupted:
@@ -361,7 +357,7 @@ def load_after_an_interruption(rank: int, directory: str, interrupted: bool) -> 
     model, optimizer, attached = Setting(STOCHASTIC).build()
     model.load_state_dict(saved)
     attached.load(directory)
-    return go_on(model, optimizer, rank, range(3, 6))
+    return take_steps(model, optimizer, rank, range(3, 6))
 
 
 def test_nothing_of_an_interrupted_backward_pass_gets_into_a_new_model(tmp_path: Path) -> None:
@@ -371,14 +367,6 @@ def test_nothing_of_an_interrupted_backward_pass_gets_into_a_new_model(tmp_path:
 
 def placed(parameter: Any) -> tuple[Any, Any]:
     return parameter.device_mesh, parameter.placements
-
-
-def go_on(model: Any, optimizer: Any, rank: int, steps: range) -> list[list[float]]:
-    for step in steps:
-        optimizer.zero_grad()
-        plain(model, rank, step)
-        optimizer.step()
-    return [parameter.full_tensor().flatten().tolist() for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize(
@@ -403,7 +391,7 @@ def remembered_by(rank: int, directory: str, saves: bool, units: tuple[str, ...]
     start()
     model, optimizer, attached = Setting(FOUR_BITS, units=units).build()
     if saves:
-        go_on(model, optimizer, rank, range(3))
+        take_steps(model, optimizer, rank, range(3))
         attached.save(directory)
     else:
         attached.load(directory)
@@ -426,7 +414,7 @@ def load_other_copies(rank: int, directory: str) -> str:
     for mesh in (HSDP, (4, 1)[:1]):
         model, optimizer, attached = Setting(FOUR_BITS, mesh).build()
         if mesh == HSDP:
-            go_on(model, optimizer, rank, range(2))
+            take_steps(model, optimizer, rank, range(2))
             attached.save(directory)
     with pytest.raises(deepspeed_compress.StateError) as error:
         attached.load(directory)
@@ -441,22 +429,11 @@ def test_copies_cannot_become_other_copies(tmp_path: Path) -> None:
 def train_methods(rank: int, methods: Mapping[str, Mapping[str, Any]], mesh: tuple[int, ...]) -> list[str]:
     """Return the methods with which copies differ or the loss does not decrease."""
     start()
-    wrong = []
-    for name, gradients_of in methods.items():
-        setting = Setting({"gradients": {"min_numel": 0, **gradients_of}}, mesh)
-        model, optimizer, _ = setting.build()
-        losses = []
-        for step in range(40):
-            optimizer.zero_grad()
-            loss = loss_of(model, rank, step % 4)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        if not all(same_on_all(parameter.full_tensor().detach()) for parameter in model.parameters()):
-            wrong.append(f"{name}: ranks differ")
-        if not sum(losses[-4:]) < 0.8 * sum(losses[:4]):
-            wrong.append(f"{name}: {losses[:4]} -> {losses[-4:]}")
-    return wrong
+    problems = {}
+    for name, given in methods.items():
+        model, optimizer, _ = Setting({"gradients": {"min_numel": 0, **given}}, mesh).build()
+        problems[name] = training_problem(model, optimizer, rank)
+    return [f"{name}: {problem}" for name, problem in problems.items() if problem]
 
 
 OVERRIDES = {
@@ -496,7 +473,7 @@ def sent_between(rank: int, given: Mapping[str, Any], setting: Setting) -> tuple
     model, optimizer, attached = replace(setting, section={**given, "monitor": {"announce": False}}).build()
     figures: list[Any] = []
     attached.session.subscribe(figures.append)
-    go_on(model, optimizer, rank, range(2))
+    take_steps(model, optimizer, rank, range(2))
     shapes = [parameter.shape for parameter in model.parameters()]
     part = sum(-(-shape[0] // 2) * shape[1:].numel() for shape in shapes)
     # The first rank tells of itself.
@@ -546,7 +523,7 @@ def one_alone(rank: int) -> bool:
         model, optimizer, _ = Setting(both).build(mesh=mesh)
     alone, other, _ = Setting().build(mesh=mesh)
     for one, steps in ((model, optimizer), (alone, other)):
-        go_on(one, steps, rank, range(3))
+        take_steps(one, steps, rank, range(3))
     return all(
         torch.equal(a.to_local(), b.to_local()) for a, b in zip(model.parameters(), alone.parameters(), strict=True)
     )
@@ -583,8 +560,10 @@ def true_weights(model: Any) -> dict[str, Tensor]:
 
 
 def gathered(rank: int, options: Mapping[str, Any], early: bool) -> dict[str, Any]:
-    """What forward, backward and evaluation see of weights in training, and whether ranks see the same. `early`: where
-    the program asks for weights before they are needed."""
+    """Return whether ranks see the same weights, and which of forward, backward and evaluation see exact weights.
+
+    With `early`, the program requests weights before they are needed.
+    """
     start()
     model, optimizer, _ = Setting(WEIGHTS, prepare=watch, options=options).build()
     if early:
@@ -651,7 +630,7 @@ def test_evaluation_is_exact_whatever_was_gathered_before() -> None:
 
 
 def by_columns(parameter: Any) -> Shard | None:
-    """Where they can be divided evenly."""
+    """Return the dimension of sharding for the matrix whose columns can be divided evenly."""
     return Shard(1) if parameter.shape == (31, WIDTH) else None
 
 
@@ -683,7 +662,7 @@ REFUSED: dict[str, tuple[Mapping[str, Any], Setting]] = {
     "fp16": (FOUR_BITS, Setting(options={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16)})),
     "dimension": (FOUR_BITS, Setting(units=(), options={"shard_placement_fn": by_columns})),
 }
-SAID = {
+MESSAGES = {
     "guard": "/deepspeed_compress/guard works only with DeepSpeed",
     "adaptive": "/deepspeed_compress/adaptive works only with DeepSpeed",
     "islands": "/deepspeed_compress/islands works only with DeepSpeed",
@@ -704,8 +683,8 @@ SAID = {
 
 def test_what_cannot_be_right_is_refused_by_name() -> None:
     for found in run_forks(4, refusals):
-        assert found.keys() == SAID.keys()
-        assert {name: found[name] for name, text in SAID.items() if text not in found[name]} == {}
+        assert found.keys() == MESSAGES.keys()
+        assert {name: found[name] for name, text in MESSAGES.items() if text not in found[name]} == {}
 
 
 def late_refusals(rank: int) -> list[str]:
@@ -758,14 +737,6 @@ def test_steps_of_a_warm_up_are_exact(ranks: int, mesh: tuple[int, ...]) -> None
         if number == 0 and not mesh:
             assert cosines[:2] == [None, None]
             assert all(cosine > 0.9 for cosine in cosines[2:])
-
-
-def refusal(work: Callable[[], object]) -> str:
-    try:
-        work()
-    except UnsupportedError as error:
-        return str(error)
-    return ""
 
 
 def attach_twice() -> None:
@@ -847,7 +818,7 @@ LATE = {
 
 def test_what_is_seen_late_is_refused_by_name() -> None:
     for texts in run_forks(4, late_refusals):
-        assert [(text, said) for text, said in zip(texts, LATE.values(), strict=True) if said not in text] == []
+        assert [text for text, message in zip(texts, LATE.values(), strict=True) if message not in text] == []
 
 
 def gpt(rank: int, given: Mapping[str, Any], seed: int, directory: str) -> tuple[float, list[dict[str, Any]], int]:
@@ -862,16 +833,9 @@ def gpt(rank: int, given: Mapping[str, Any], seed: int, directory: str) -> tuple
     attached = deepspeed_compress.fsdp2.attach(model, section({**given, "monitor": {"path": directory}}), optimizer)
     figures: list[Any] = []
     attached.session.subscribe(figures.append)
-    losses = []
-    for rows in rows_of_text(seed, rank):
-        optimizer.zero_grad()
-        loss = model(input_ids=rows, labels=rows).loss
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.item())
+    loss = loss_on_text(model, optimizer, seed, rank, clipping=1.0)
     numel = sum(parameter.numel() for parameter in model.parameters())
-    return sum(losses[-20:]) / 20, [vars(one) for one in figures], numel
+    return loss, [vars(one) for one in figures], numel
 
 
 def gpts(rank: int, given: Mapping[str, Any], directory: str) -> list[tuple[float, list[dict[str, Any]], int]]:
@@ -908,7 +872,7 @@ def announced(rank: int) -> tuple[str, list[tuple[int, int, int]]]:
         both = {**FOUR_BITS, "weights": {"bits": 8, "block_size": 32}, "monitor": {}}
         model, optimizer, attached = Setting(both, units=(), options={"reshard_after_forward": False}).build()
     attached.session.subscribe(figures.append)
-    go_on(model, optimizer, rank, range(1))
+    take_steps(model, optimizer, rank, range(1))
     return written.getvalue(), [(one.bytes_sent, one.bytes_uncompressed, one.bytes_weights) for one in figures]
 
 

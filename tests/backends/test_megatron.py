@@ -226,14 +226,14 @@ def checks(rank: int) -> list[tuple[str, str]]:
     """Return Megatron's errors about a non-finite gradient if it checks before reducing, without and with us."""
     start()
     options = replace(options_of((True, False)), ddp={"check_for_nan_in_grad": True})
-    said = []
+    messages = []
     for given in (None, FOUR_BITS):
         run = Run(given, options, rank)
         run.clear()
         with pytest.raises(Exception, match="NaN") as caught:
             run.backward(0, math.nan)
-        said.append((type(caught.value).__name__, str(caught.value)))
-    return said
+        messages.append((type(caught.value).__name__, str(caught.value)))
+    return messages
 
 
 def test_megatron_checks_gradients_before_they_are_reduced() -> None:
@@ -399,8 +399,8 @@ def test_another_number_of_ranks_takes_over_the_sums(tmp_path: Path, own: bool) 
     assert sums[1] == pytest.approx(sums[0], abs=1e-6)
 
 
-def without_memories(rank: int, directory: str) -> str:
-    """Return the warnings about a checkpoint that was written without this package."""
+def without_residuals(rank: int, directory: str) -> str:
+    """Return the error about a checkpoint that was written without this package."""
     start()
     run = Run(FOUR_BITS, options_of((True, False)), rank)
     checkpointing().save({"step": 1}, directory)
@@ -411,15 +411,17 @@ def without_memories(rank: int, directory: str) -> str:
     return ""
 
 
-def test_a_checkpoint_without_memories_is_told(tmp_path: Path) -> None:
-    for message in run_forks(2, without_memories, str(tmp_path)):
+def test_a_checkpoint_without_residuals_is_refused(tmp_path: Path) -> None:
+    for message in run_forks(2, without_residuals, str(tmp_path)):
         assert "was the checkpoint written without this package?" in message
         assert '"on_missing_state": "reset"' in message
 
 
 def averaged(rank: int) -> list[bool]:
-    """Whether a mean of the collective has the bits of a factor before it, by case. gloo has no such mean, so Megatron
-    alone cannot."""
+    """Return, by case, whether a mean by the collective has the bits of a factor before it.
+
+    gloo has no such mean, so Megatron alone cannot run this.
+    """
     start()
     found = []
     for case in CASES:
@@ -439,8 +441,10 @@ def test_means_of_collectives() -> None:
 
 
 def everywhere(rank: int) -> list[tuple[bool, bool]]:
-    """Of the distributed optimizer, as it is, and told to reduce for all: whether all ranks have all means, and the
-    memory of owners that send them back."""
+    """Return whether all ranks have all means, and whether owners keep residuals of the means.
+
+    The distributed optimizer is used as it is, and with a forced all-reduce.
+    """
     start()
     found = []
     for forced in (False, True):
@@ -483,9 +487,9 @@ def twice(rank: int) -> tuple[bool, str]:
 
 
 def test_two_synchronisations_in_a_step() -> None:
-    for same, said in run_forks(2, twice):
+    for same, message in run_forks(2, twice):
         assert same
-        assert "in no_sync()" in said
+        assert "in no_sync()" in message
 
 
 def nodes(rank: int) -> bool:
@@ -502,7 +506,7 @@ def test_a_hierarchy() -> None:
 
 
 def context(rank: int) -> list[bool]:
-    """Ranks that share sequences are in the group over which gradients are reduced."""
+    """Return, by case, whether training is correct with ranks that share sequences in the group of the reduction."""
     start(context_parallel_size=2)
     found = []
     for case in CASES:
@@ -522,7 +526,7 @@ def test_a_group_with_context_parallel_ranks() -> None:
 
 
 def two_models(rank: int) -> bool:
-    """Two models with messages in flight at once, as in adversarial training, end as each would alone."""
+    """Return True if two models with messages in flight at once, as in adversarial training, end as each does alone."""
     start()
     ends = []
     for together in (True, False):
@@ -599,11 +603,11 @@ def refusal(given: Mapping[str, Any], changed: Mapping[str, Any]) -> str:
 
 
 def test_what_cannot_be_right_is_refused_by_name() -> None:
-    said = {name: text for name, (_, _, text) in REFUSED.items()}
-    said |= {"twice": "already attached", "another": "it is Linear", "optimizer": "its optimizer is AdamW"}
+    messages = {name: text for name, (_, _, text) in REFUSED.items()}
+    messages |= {"twice": "already attached", "another": "it is Linear", "optimizer": "its optimizer is AdamW"}
     for found in run_forks(2, refusals):
-        assert found.keys() == said.keys()
-        assert [name for name, text in said.items() if text not in found[name]] == []
+        assert found.keys() == messages.keys()
+        assert [name for name, text in messages.items() if text not in found[name]] == []
 
 
 def unknown_version(rank: int) -> str:
@@ -617,9 +621,9 @@ def unknown_version(rank: int) -> str:
 
 
 def test_a_version_that_is_not_known_is_refused_by_name() -> None:
-    [said] = run_forks(1, unknown_version)
-    assert "megatron-core 0.18.0 is installed" in said
-    assert "megatron-core >=0.16.0,<0.17" in said
+    [message] = run_forks(1, unknown_version)
+    assert "megatron-core 0.18.0 is installed" in message
+    assert "megatron-core >=0.16.0,<0.17" in message
 
 
 BOTH_WAYS = {**FOUR_BITS, "weights": {"method": "blockwise", "bits": 4, "block_size": 32}}
@@ -651,13 +655,9 @@ def resume_weights(rank: int, directory: str) -> list[tuple[bool, bool]]:
             for step in range(4):
                 run.step(step)
             ends.append(run.weights())
-        found.append((first == second, all(map(close, *ends))))
+        # Sums over two ranks do not depend on the order, so even the bits are equal.
+        found.append((first == second, ends[0] == ends[1]))
     return found
-
-
-def close(one: list[float], other: list[float]) -> bool:
-    """Sums over two ranks do not depend on the order."""
-    return one == other
 
 
 def test_weights_are_resumed_and_exact_in_a_warm_up(tmp_path: Path) -> None:
@@ -708,16 +708,16 @@ REFUSED_WEIGHTS = [
 
 def refused_weights(rank: int) -> list[str]:
     start()
-    said = []
+    messages = []
     for given, options, _ in REFUSED_WEIGHTS:
         with pytest.raises(UnsupportedError) as caught:
             Run(given, options, rank)
-        said.append(str(caught.value))
-    return said
+        messages.append(str(caught.value))
+    return messages
 
 
 def test_weights_that_cannot_be_compressed_are_refused_by_name() -> None:
     [found] = run_forks(1, refused_weights)
-    for (_, _, said), text in zip(REFUSED_WEIGHTS, found, strict=True):
-        assert said in text
+    for (_, _, message), text in zip(REFUSED_WEIGHTS, found, strict=True):
+        assert message in text
         assert "/deepspeed_compress/" in text

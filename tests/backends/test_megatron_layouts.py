@@ -61,8 +61,11 @@ def build(given: Mapping[str, Any] | None, options: Options, layout: Mapping[str
 
 
 def drifts(model: Gpt) -> list[str]:
-    """Parameters of which ranks hold copies that are not equal: of data-parallel ranks, of experts', of embeddings on
-    two stages, of what tensor parallelism does not split."""
+    """Return the parameters whose copies are not equal.
+
+    Copies are held by data-parallel ranks, by ranks of an expert, by two stages for embeddings, and by tensor-parallel
+    ranks for parameters that are not split.
+    """
     from megatron.core import parallel_state
 
     wrong = []

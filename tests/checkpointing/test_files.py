@@ -167,7 +167,7 @@ def test_a_link_protects_a_tag_of_several_parts(tmp_path):
 
 def test_a_removal_that_was_interrupted_leaves_no_checkpoint_whatever_the_tag(tmp_path, monkeypatch):
     one = write(replace(save(tmp_path, 1), tag="epoch/1"))
-    monkeypatch.setattr(files.shutil, "rmtree", lambda *_, **__: None)
+    monkeypatch.setattr(catalog.shutil, "rmtree", lambda *_, **__: None)
     catalog.remove(checkpoints(tmp_path)[0])
     assert not one.place.exists()
     assert checkpoints(tmp_path) == []

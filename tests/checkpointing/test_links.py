@@ -84,7 +84,7 @@ def test_an_interrupted_removal_leaves_nothing_that_looks_whole(
 ) -> None:
     written(tmp_path, 1, 2)
     with monkeypatch.context() as patched:
-        patched.setattr(files.shutil, "rmtree", lambda *_, **__: None)
+        patched.setattr(catalog.shutil, "rmtree", lambda *_, **__: None)
         assert prune(tmp_path, 1) == ["global_step1"]
     assert [found.tag for found in checkpoints(tmp_path)] == ["global_step2"]
     prune(tmp_path, 1)

@@ -1,4 +1,4 @@
-"""Settings that are right one by one and not together."""
+"""Settings that are valid individually but contradict each other."""
 
 from typing import Any
 
@@ -85,7 +85,7 @@ def test_contradictions_come_with_each_other() -> None:
     ("section", "native", "pointer", "words"),
     [
         ({"weights": {}}, {}, f"/{SECTION}/weights", ["/zero_optimization/stage: 0", "stages 1, 2 and 3"]),
-        # An ordinary engine in bf16 gathers none without ZeRO.
+        # Without ZeRO, an ordinary engine in bf16 gathers no weights.
         ({"weights": {}}, {"bf16": {"enabled": True}}, f"/{SECTION}/weights", ['"parallelism": {"pipeline": 2}']),
         (
             {"weights": {"bits": 2}},
@@ -137,7 +137,7 @@ def test_a_section_that_the_file_contradicts(
     [
         ({"weights": {}}, {"zero_optimization": {"stage": 1}}),
         ({"weights": {}, "parallelism": {"zero_stage": 2}}, {}),
-        # DeepSpeed reads the first as stage 1, its older form, and numbers in these ways.
+        # DeepSpeed reads `true` as stage 1, an older notation, and accepts these notations of numbers.
         ({"weights": {}, "ownership": "balanced"}, {"zero_optimization": True}),
         ({"weights": {}, "ownership": "balanced"}, {"zero_optimization": {"stage": "2"}}),
         ({"weights": {}, "ownership": "balanced"}, {"zero_optimization": {"stage": 2.0}}),

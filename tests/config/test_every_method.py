@@ -1,4 +1,4 @@
-"""Every method, at every place that may have it."""
+"""Every method in every place that allows it."""
 
 import json
 import warnings
@@ -27,14 +27,14 @@ VALIDATOR = jsonschema.Draft202012Validator(json_schema())
 
 
 def parse(section: object) -> CompressConfig:
-    """The section, with an error instead of each warning."""
+    """Return the parsed section. Warnings are errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return parse_section({SECTION: section})
 
 
 def agree(written: object, read: object) -> bool:
-    """Whether all that was written is in what was read."""
+    """Return True if all keys and values of `written` are in `read`."""
     if isinstance(written, dict) and isinstance(read, dict):
         return all(agree(value, read[key]) for key, value in written.items())
     if isinstance(written, list) and isinstance(read, list):
@@ -58,7 +58,7 @@ def test_the_table_has_every_key_of_every_method(section: dict[str, Any]) -> Non
 
 
 def variants_of(schema: dict[str, Any], definition: str, key: str) -> set[str]:
-    """The methods that a key of a definition of the schema may have."""
+    """Return the methods that a key of a definition of the schema may have."""
     node = schema["$defs"][definition]["properties"][key] if definition else schema["properties"][key]
     node = next((option for option in node.get("anyOf", [node]) if option.get("type") != "null"), node)
     return set(node.get("items", node)["discriminator"]["mapping"])

@@ -7,7 +7,7 @@ from deepspeed_compress.errors import CompressWarning, ConfigError
 
 
 def expanded(native: dict, parallelism: dict | None) -> dict:
-    """`expand` of a file, with a check that its input stays as it was."""
+    """Return the result of `expand`, after checking that the input is unchanged."""
     ds_config = {**native, SECTION: {"parallelism": parallelism}}
     before = copy.deepcopy(ds_config)
     result = expand(ds_config, parse_section(ds_config))
@@ -17,7 +17,7 @@ def expanded(native: dict, parallelism: dict | None) -> dict:
 
 
 OVERLAP = {"overlap_comm": True}
-"""DeepSpeed's streams then reduce during backward."""
+"""Setting with which DeepSpeed reduces during backward, on streams."""
 UNMANAGED = {"managed_gradient_accumulation": False}
 
 

@@ -10,7 +10,7 @@ NARROW = {"parameters": "a", "method": "none"}
 
 
 def overridden(**override: object) -> dict:
-    """The section with one override."""
+    """Return a section with one override."""
     return {"gradients": {"overrides": [{"parameters": "a", **override}]}}
 
 

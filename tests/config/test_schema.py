@@ -29,7 +29,7 @@ print(Guard.__pydantic_complete__)
 
 
 def test_a_valid_section_needs_neither_sources_nor_schema_nor_models_of_other_keys() -> None:
-    """These cost more than everything else that a section needs."""
+    """Loading them takes longer than everything else that a section needs."""
     done = subprocess.run([sys.executable, "-c", UNUSED], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("False\n", "")
 
@@ -66,7 +66,7 @@ def test_shipped_sections_fit_the_schema(file: Path) -> None:
 
 
 def test_one_key_has_one_default_but_for_these() -> None:
-    """A key means the same everywhere, so that it can be remembered."""
+    """A key has the same meaning and default everywhere, so that users can remember it."""
     defaults: dict[str, set[str]] = {}
     for model in json_schema()["$defs"].values():
         for key, child in model["properties"].items():

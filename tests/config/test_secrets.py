@@ -1,4 +1,4 @@
-"""What a copy of a configuration does not tell."""
+"""Secrets that a copy of a configuration hides."""
 
 import json
 from typing import Any

@@ -57,7 +57,7 @@ ACCEPTED = [
 
 
 def problems_of(section: object) -> dict[str, str]:
-    """The text of each problem by its pointer below the section."""
+    """Return the text of each problem, by its pointer below the section."""
     prefix = f"/{SECTION}"
     return {p.pointer.removeprefix(prefix): str(p) for p in find_problems({SECTION: section})}
 
@@ -241,7 +241,7 @@ def test_models_are_frozen_and_hashable() -> None:
         ({"monitor": {"path": "auto"}}, "/monitor/path", ['"auto"', "Accelerate", "leave the key out"]),
         ({"gradients": {"bits": "auto"}}, "/gradients/bits", ['"auto"', "Accelerate"]),
         (None, "", ["null is not accepted", "{} for the defaults"]),
-        # {} would be another setting than the default: 4 bits.
+        # {} would be a different setting from the default: 4 bits.
         ({"weights": "none"}, "/weights", ['"none" is not', 'leave the key out for its default {"method": "none"}.']),
         ({"gradients": {"hierarchy": {}}}, "/gradients/hierarchy/ranks_per_node", ['Write "ranks_per_node": 2, for']),
         ({"schedule": {"ramp": {"steps": 0}}}, "/schedule/ramp/steps", ["0 is not accepted", "Write 1, for instance"]),

@@ -191,8 +191,8 @@ def _run_command(command: Sequence[str], seconds: float, environment: Mapping[st
         )
         trouble = _wait(process, seconds)
         output.seek(0)
-        said = output.read()[-_SHOWN:].strip()
-    return f"{trouble}: {said}" if trouble else ""
+        shown = output.read()[-_SHOWN:].strip()
+    return f"{trouble}: {shown}" if trouble else ""
 
 
 def _wait(process: "subprocess.Popen[bytes]", seconds: float) -> str:

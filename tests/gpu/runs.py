@@ -11,7 +11,7 @@ Run = Sequence[Mapping[str, Any]]
 
 
 def run_of(outcome: Outcome, stage: int, number: int) -> Run:
-    """Return the results of the ranks that came to the end of a run."""
+    """Return the results of the ranks that completed a run."""
     return [one for rank in outcome.results for one in rank if (one["stage"], one["run"]) == (stage, number)]
 
 

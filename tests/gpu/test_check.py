@@ -96,7 +96,7 @@ def test_a_missing_gpu_is_an_error_at_once(tmp_path: Path, capsys: pytest.Captur
 
 
 def run(tmp_path: Path, then: str, seconds: float = 120.0) -> list[Finding]:
-    """What a part finds whose second test does `then`."""
+    """Return the findings of a part whose second test does `then`."""
     (tmp_path / "test_odd.py").write_text(SOURCE.format(then=then))
     environment = {"PYTHONPATH": str(ROOT)}
     first, *others = run_part(Part("odd", "", 1.0, tmp_path), time.time() + seconds, environment=environment)
@@ -120,12 +120,12 @@ def test_outcomes_are_verdicts(then: str, verdict: str, why: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("then", "said"), [("os.kill(os.getpid(), 11)", "crashed by SIGSEGV"), ("os._exit(3)", "status 3")]
+    ("then", "message"), [("os.kill(os.getpid(), 11)", "crashed by SIGSEGV"), ("os._exit(3)", "status 3")]
 )
-def test_a_crash_is_a_finding(tmp_path: Path, then: str, said: str) -> None:
+def test_a_crash_is_a_finding(tmp_path: Path, then: str, message: str) -> None:
     [crash] = run(tmp_path, then)
     assert (crash.what, crash.verdict, crash.part) == ("the part itself", "fail", "odd")
-    assert re.search(said, crash.why, re.DOTALL)
+    assert re.search(message, crash.why, re.DOTALL)
 
 
 def test_a_part_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
@@ -173,8 +173,8 @@ def test_equal_verdicts_are_one_row_but_failures_never(capsys: pytest.CaptureFix
 
 def test_a_directory_without_wheels_says_how_to_fill_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--device", "cpu", "--wheels", str(tmp_path), "--output", str(tmp_path / "x.json")]) == 1
-    assert f"--wheels {tmp_path}: holds no .whl file" in (said := capsys.readouterr().err)
-    assert "pip wheel --no-deps -w" in said
+    assert f"--wheels {tmp_path}: holds no .whl file" in (message := capsys.readouterr().err)
+    assert "pip wheel --no-deps -w" in message
 
 
 def test_the_page_names_the_same_wheels() -> None:
@@ -203,7 +203,7 @@ def test_a_broken_wheel_is_an_error(tmp_path: Path) -> None:
 
 
 def test_comparing_needs_torch_triton_and_pytest_alone() -> None:
-    """Comparing and measuring load neither DeepSpeed nor what reads the section."""
+    """Comparing and measuring load neither DeepSpeed nor the packages that read the section."""
     names = ("check", "test_kernels", "test_kernel_speed", "test_sanitizer", "test_synchronisation")
     modules = ", ".join(f"tests.gpu.{name}" for name in names)
     kernels = "deepspeed_compress.compression.kernels.gpu"

@@ -1,4 +1,4 @@
-"""The comparison of kernels finds what is wrong with them, and nothing where they are plain torch."""
+"""The comparison of kernels detects faulty ones, and accepts plain torch."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,12 +20,12 @@ SIZES = (0, 1, 65, 2049, 5000)
 
 
 def planted(**wrong: Callable[..., Any]) -> SimpleNamespace:
-    """Plain torch, but for `wrong`."""
+    """Return plain torch with the faulty operations `wrong`."""
     return SimpleNamespace(**{name: getattr(reference, name) for name in reference.__all__} | wrong)
 
 
 def compare(row: Comparison, kernels: Any, sizes: tuple[int, ...] = SIZES) -> dict[str, object]:
-    """What is recorded."""
+    """Return the recorded properties of a comparison."""
     found: dict[str, object] = {}
     check(row, kernels, CPU, sizes, found.__setitem__)
     return found
@@ -37,7 +37,7 @@ def rows(operation: str) -> list[Comparison]:
 
 @pytest.mark.parametrize("row", COMPARISONS, ids=lambda row: row.name)
 def test_plain_torch_is_as_plain_torch(row: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In chunks too, so that a part of the vector gives a part of the results."""
+    """Results are also compared in chunks, for which a part of the vector must give a part of the results."""
     assert compare(row, reference) == {"goal": "as plain torch", "figure": "5 sizes up to 5,000"}
     if row.large:
         monkeypatch.setattr(comparisons, "CHUNK", 2 * max(row.unit, 512))
@@ -56,45 +56,45 @@ def test_the_fewest_rows_have_every_operation() -> None:
 
 
 def late_codes(x: Tensor, form: Any, numbers: Tensor, codes: Tensor, key: Any = None, memory: Any = None) -> None:
-    """One code is wrong, behind the first tile."""
+    """Flip one code behind the first tile."""
     reference.quantize_blocks(x, form, numbers, codes, key, memory)
     codes[2048:2049] ^= 1
 
 
 def wrong_memory(x: Tensor, form: Any, numbers: Tensor, codes: Tensor, key: Any = None, memory: Any = None) -> None:
-    """The memory is not added."""
+    """Ignore the residual."""
     reference.quantize_blocks(x, form, numbers, codes, key, None)
     if memory is not None:
         memory.after.copy_(memory.before)
 
 
 def wrong_scales(x: Tensor, form: Any, numbers: Tensor, codes: Tensor, key: Any = None, memory: Any = None) -> None:
-    """Every scale is one number too large."""
+    """Make every scale one representable number too large."""
     reference.quantize_blocks(x, form, numbers, codes, key, memory)
     numbers.view({2: torch.int16, 4: torch.int32}[numbers.itemsize]).add_(1)
 
 
 def fused(numbers: Tensor, codes: Tensor, form: Any, out: Tensor, scale: float) -> None:
-    """Products and sums are rounded once, not each."""
+    """Round products and sums once instead of twice."""
     total = torch.zeros_like(out)
     reference.dequantize_blocks_add(numbers, codes, form, total, 1.0)
     out.copy_((out.double() + total.double() * scale).float())
 
 
 def unsigned_cast(x: Tensor, out: Tensor) -> None:
-    """Zeros lose their sign."""
+    """Drop the sign of zeros."""
     reference.cast(x, out)
     out.add_(0.0)
 
 
 def greedy(x: Tensor, out: Tensor) -> None:
-    """What is read is changed."""
+    """Change an element of the input."""
     reference.cast(x, out)
     x[-1:] = 3.0
 
 
 def unstable(rows: Tensor, k: int) -> Tensor:
-    """Of equal magnitudes the last column wins."""
+    """Prefer the last column among equal magnitudes."""
     flipped = rows.shape[1] - 1 - reference.top_k_rows(rows.flip(1), k)
     return flipped.sort(dim=1).values
 

@@ -26,7 +26,7 @@ GOAL, GOAL_TOP_K = 0.8, 0.5
 def rows(
     device: torch.device, seconds_left: Callable[[], float], tmp_path_factory: pytest.TempPathFactory
 ) -> Mapping[str, Any]:
-    """Rows of `bench kernels` by operation."""
+    """Rows of `bench kernels`, by operation."""
     output: Path = tmp_path_factory.mktemp("kernels") / "kernels.json"
     numel, repeats = numel_on(device), REPEATS[device.type]
     sizes = ("--numel", str(numel), "--repeats", str(repeats))

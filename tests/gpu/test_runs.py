@@ -1,4 +1,4 @@
-"""Comparisons of runs find other bits, and delays find code that does not wait."""
+"""Comparisons of runs detect different bits, and delays detect code that does not wait."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ def run(number: int, **other: Any) -> dict[str, Any]:
 
 
 def outcome(*changes: tuple[int, int, dict[str, Any]], runs: int = 4, trouble: str = "") -> Outcome:
-    """Two ranks with equal results of all runs, but for `changes`: (rank, run, what differs)."""
+    """Return an outcome of two ranks whose runs are all equal, except for `changes`: (rank, run, what differs)."""
     results = [[run(number) for number in range(runs)] for _ in range(2)]
     for rank, number, other in changes:
         results[rank][number] |= other
@@ -80,14 +80,14 @@ def test_a_late_message_is_there_when_it_was_waited_for() -> None:
 
 @dataclass(frozen=True)
 class Careless(PendingExchange):
-    """Does not wait."""
+    """Exchange that does not wait for its messages."""
 
     def wait_for(self, source: int) -> None:
         self.receives.pop(source, None)
 
 
 def careless(job: Any) -> Any:
-    """On a rank: train while nobody waits for messages."""
+    """Train on a rank without waiting for messages."""
     from tests.gpu.programs import train_in_mirror
 
     exchange.PendingExchange = Careless  # type: ignore[misc]

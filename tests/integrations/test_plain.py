@@ -19,16 +19,14 @@ from deepspeed_compress.config import SECTION
 from tests.integrations.trainers import (
     SAVING,
     Job,
-    collate,
     forget_accelerate,
     keep_checkpoint,
-    network,
-    sentences,
     statistics_lines,
+    train_with_accelerate,
     trainer_of,
 )
 from tests.support.forks import run_forks
-from tests.support.two_branches import FOUR_BITS, NONE, Branches, Setting, loss_of, section, start
+from tests.support.two_branches import FOUR_BITS, NONE, Branches, Setting, loss_of, section, start, take_steps
 
 STEPS = 6
 
@@ -43,11 +41,7 @@ def program(rank: int, steps: int = STEPS) -> list[list[float]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with torch.no_grad():
         loss_of(model, rank, 1000)
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        optimizer.step()
-    return values(model)
+    return take_steps(model, optimizer, rank, range(steps))
 
 
 def variants(rank: int, settings: dict[str, Any]) -> list[Any]:
@@ -59,11 +53,7 @@ def variants(rank: int, settings: dict[str, Any]) -> list[Any]:
     uninstall()
     again = program(rank)
     model, optimizer, _ = Setting(settings).build()
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        optimizer.step()
-    return [alone, installed, again, values(model)]
+    return [alone, installed, again, take_steps(model, optimizer, rank, range(STEPS))]
 
 
 @pytest.mark.parametrize("settings", [FOUR_BITS, NONE], ids=["four_bits", "none"])
@@ -109,22 +99,8 @@ def with_accelerate(rank: int, directory: str, resumed: bool) -> list[list[float
     """Train eight steps and save after four, or, if `resumed`, train the last four."""
     deepspeed_compress.install(section(FOUR_BITS))
     accelerator = Accelerator(cpu=True)
-    model = network("gpt2")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    rows: Any = sentences(64)
-    loader: Any = torch.utils.data.DataLoader(rows, batch_size=4, collate_fn=collate)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model = train_with_accelerate(accelerator, directory, resumed)
     assert isinstance(model, DistributedDataParallel)
-    if resumed:
-        accelerator.load_state(directory)
-    for step, batch in enumerate(loader):
-        if resumed and step < 4:
-            continue
-        accelerator.backward(model(**batch).loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step == 3:
-            accelerator.save_state(directory)
     return values(model)
 
 

@@ -18,10 +18,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 import deepspeed_compress
 from deepspeed_compress import UnsupportedError
 from deepspeed_compress.config import SECTION
-from tests.integrations.trainers import collate, network, sentences, statistics_lines
+from tests.integrations.trainers import statistics_lines, train_with_accelerate
 from tests.support.forks import run_forks
 from tests.support.sharded import WEIGHTS, Setting
-from tests.support.two_branches import FOUR_BITS, NONE, Branches, loss_of, section, start
+from tests.support.two_branches import FOUR_BITS, NONE, Branches, loss_of, section, start, take_steps
 
 STEPS = 5
 BOTH_DIRECTIONS = {**FOUR_BITS, "weights": WEIGHTS["weights"]}
@@ -37,10 +37,7 @@ def train(model: Any, optimizer: Any, rank: int) -> list[list[float]]:
     """Evaluate once, then train."""
     with torch.no_grad():
         loss_of(model, rank, 1000)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        optimizer.step()
+    take_steps(model, optimizer, rank, range(STEPS))
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -129,22 +126,8 @@ def with_accelerate(rank: int, directory: str, resumed: bool) -> list[list[float
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-    model: Any = network("gpt2")
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    rows: Any = sentences(64)
-    loader: Any = torch.utils.data.DataLoader(rows, batch_size=4, collate_fn=collate)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model = train_with_accelerate(accelerator, directory, resumed)
     assert isinstance(model, FSDPModule)
-    if resumed:
-        accelerator.load_state(directory)
-    for step, batch in enumerate(loader):
-        if resumed and step < 4:
-            continue
-        accelerator.backward(model(**batch).loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step == 3:
-            accelerator.save_state(directory)
     model.reshard()
     return values(model)
 

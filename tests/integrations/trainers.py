@@ -177,3 +177,23 @@ def keep_checkpoint(directory: str, step: int) -> None:
 def statistics_lines(directory: str) -> list[str]:
     """Return the lines of compression.jsonl."""
     return (Path(directory) / "compression.jsonl").read_text(encoding="utf-8").splitlines()
+
+
+def train_with_accelerate(accelerator: Any, directory: str, resumed: bool) -> Any:
+    """Train eight steps and save after four, or, if `resumed`, train the last four. Return the prepared model."""
+    model: Any = network("gpt2")
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    rows: Any = sentences(64)
+    loader: Any = torch.utils.data.DataLoader(rows, batch_size=4, collate_fn=collate)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if resumed:
+        accelerator.load_state(directory)
+    for step, batch in enumerate(loader):
+        if resumed and step < 4:
+            continue
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 3:
+            accelerator.save_state(directory)
+    return model

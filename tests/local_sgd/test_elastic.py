@@ -129,7 +129,7 @@ class Island:
         known = {"number": self.exchange.number, "version": self.exchange.version}
         deadline = time.monotonic() + 5
         while not any(known.items() <= one.items() for one in status(self.client._address)["islands"]):
-            assert time.monotonic() < deadline, "the coordinator has not heard that this island is ready"
+            assert time.monotonic() < deadline, "the coordinator does not know that this island is ready"
             time.sleep(0.01)
 
     def train(self, rounds: int, samples: int = 8, until: Callable[[], bool] = lambda: False) -> "Island":

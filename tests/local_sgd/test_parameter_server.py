@@ -157,15 +157,15 @@ def test_a_mutated_call_is_refused_or_applied_and_can_be_replayed(
     refused = applied = 0
     for number in range(60 if kind == "seed" else 170):
         head, body = _call(rank, kind, number, exchange)
-        heard = sent(mutated(head, body, chosen)[0])
+        received = sent(mutated(head, body, chosen)[0])
         body = mutated(head, body, chosen)[1] if chosen.random() < 0.7 else body
-        if heard is None:
+        if received is None:
             continue
         before = state(service)
-        answer, _ = service.handle(heard, bytearray(body), Connected())
+        answer, _ = service.handle(received, bytearray(body), Connected())
         if answer["kind"] == "refused":
             refused += 1
-            assert same(before, state(service)), (heard, answer)
+            assert same(before, state(service)), (received, answer)
         else:
             applied += 1
         rank.calls = max(rank.calls, getattr(service.store.records.islands.get(rank.own["number"]), "call", 0))

@@ -84,7 +84,7 @@ class CoordinatorHarness:
         return sorted(name for name, (begun, ended) in ids.items() if begun > ended)
 
     def asked(self, name: str, kind: str) -> Mapping[str, Any] | None:
-        """Return the last answer of `kind` that the island `name` was given; None for none."""
+        """Return the last answer of `kind` to the island `name`, or None."""
         return next((message for message in reversed(self.messages.get(name, [])) if message["kind"] == kind), None)
 
     def restart(self) -> None:

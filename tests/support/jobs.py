@@ -1,7 +1,7 @@
 """Training of a small model with DeepSpeed, with and without compression, for tests of the engine."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -178,11 +178,6 @@ def pipeline(stages: int) -> PipelineModule:
     ]
     torch.manual_seed(0)
     return PipelineModule(layers, num_stages=stages, loss_fn=nn.MSELoss(), partition_method="uniform")
-
-
-def with_engine(rank: int, job: Job, work: Callable[[Any, int, Job], Any]) -> Any:
-    """Return `work(engine, rank, job)` with a new engine."""
-    return work(start(job), rank, job)
 
 
 def statistics_lines(directory: Path) -> list[dict[str, Any]]:

@@ -1,15 +1,18 @@
-"""A small model with two branches, and its compression under DDP."""
+"""A small model with two branches, its training, and its compression under DDP."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import deepspeed_compress
+from deepspeed_compress import UnsupportedError
 from deepspeed_compress.config import SECTION
 from tests.support.seeds import TEXT
 
@@ -25,12 +28,18 @@ __all__ = [
     "Setting",
     "batch",
     "bits_of",
+    "look_first",
     "loss_of",
+    "loss_on_text",
+    "plain",
+    "refusal",
     "residual_sums",
-    "rows_of_text",
     "same_on_all",
     "section",
     "start",
+    "take_steps",
+    "training_problem",
+    "whole",
 ]
 
 FOUR_BITS = {
@@ -147,7 +156,72 @@ NO_FEEDBACK = {"gradients": {"method": "qsgd", "levels": 7, "block_size": 32, "m
 LOW_RANK = {"gradients": {"method": "powersgd", "rank": 2}}
 
 
-def rows_of_text(seed: int, rank: int, steps: int = 40) -> Iterator[Tensor]:
+def plain(model: nn.Module, rank: int, step: int) -> None:
+    """Compute the gradients of a step."""
+    loss_of(model, rank, step).backward()
+
+
+def look_first(model: nn.Module, rank: int, step: int) -> None:
+    """Compute gradients that are inspected and discarded before those of the step."""
+    plain(model, rank, step + 50)
+    model.zero_grad()
+    plain(model, rank, step)
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """Return the whole of a parameter that may be sharded."""
+    return parameter.full_tensor().detach() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def take_steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: Sequence[int]
+) -> list[list[float]]:
+    """Train `steps`, and return the weights."""
+    for step in steps:
+        optimizer.zero_grad()
+        plain(model, rank, step)
+        optimizer.step()
+    return [whole(parameter).flatten().tolist() for parameter in model.parameters()]
+
+
+def training_problem(model: nn.Module, optimizer: Any, rank: int) -> str:
+    """Train 40 steps. Return a problem if ranks differ or the loss does not decrease, else ""."""
+    losses = []
+    for step in range(40):
+        optimizer.zero_grad()
+        loss = loss_of(model, rank, step % 4)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    if not all(same_on_all(whole(parameter)) for parameter in model.parameters()):
+        return "ranks differ"
+    return "" if sum(losses[-4:]) < 0.8 * sum(losses[:4]) else f"{losses[:4]} -> {losses[-4:]}"
+
+
+def refusal(work: Callable[[], object]) -> str:
+    """Return the message of the UnsupportedError that `work` raises, or "" if it raises none."""
+    try:
+        work()
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+def loss_on_text(model: nn.Module, optimizer: Any, seed: int, rank: int, clipping: float = math.inf) -> float:
+    """Train a language model on a text, and return the mean loss of the last 20 steps."""
+    losses = []
+    for rows in _rows_of_text(seed, rank):
+        optimizer.zero_grad()
+        loss = model(input_ids=rows, labels=rows).loss
+        loss.backward()
+        if math.isfinite(clipping):
+            nn.utils.clip_grad_norm_(model.parameters(), clipping)
+        optimizer.step()
+        losses.append(loss.item())
+    return sum(losses[-20:]) / 20
+
+
+def _rows_of_text(seed: int, rank: int, steps: int = 40) -> Iterator[Tensor]:
     """Yield a rank's batches of four rows of a text."""
     text = torch.tensor(list(TEXT.read_bytes()[:8192])).clamp(max=127).view(-1, 64)
     generator = torch.Generator().manual_seed(10 * seed + rank)

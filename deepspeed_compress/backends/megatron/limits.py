@@ -66,7 +66,7 @@ def find_limits(chunks: Sequence[Any], optimizer: Any, config: CompressConfig) -
         return
     device = next(chunks[0].parameters()).device
     yield from find_common_limits(config, optimizer, device)
-    yield from (said for applies, said in _LIMITS if any(applies(chunk) for chunk in chunks))
+    yield from (message for applies, message in _LIMITS if any(applies(chunk) for chunk in chunks))
     yield from _limits_of_optimizer(chunks, optimizer)
     yield from _limits_of_weights(chunks, optimizer, config)
     if any(_attached(chunk) for chunk in chunks):

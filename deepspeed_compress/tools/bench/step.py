@@ -247,7 +247,7 @@ def _bytes(traffic: Sequence[Row], predictions: Sequence[float] | None) -> Row:
     if "interface" not in traffic[0]:
         return predicted
     payloads = [rank["interface"] - HEADER_BYTES * rank["packets"] for rank in traffic]
-    differences = [100 * (sent / said - 1) for sent, said in zip(payloads, predictions or (), strict=False) if said]
+    differences = [100 * (sent / size - 1) for sent, size in zip(payloads, predictions or (), strict=False) if size]
     counted = {
         "interface": statistics.mean(rank["interface"] for rank in traffic),
         "headers": HEADER_BYTES * statistics.mean(rank["packets"] for rank in traffic),

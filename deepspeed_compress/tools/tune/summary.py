@@ -262,8 +262,8 @@ def _page(summary: Summary, figure: Any) -> str:
     picture = drawn.getvalue()
     head, *body = [HEAD, *map(cells, summary.rows)]
     rows = [_tags(head, "th"), *(_tags(row, "td") for row in body)]
-    said = "".join(f"<p>{html.escape(line)}</p>" for line in conclusion(summary))
-    return PAGE.format(picture=picture[picture.index("<svg") :], said=said, rows="\n".join(rows))
+    paragraphs = "".join(f"<p>{html.escape(line)}</p>" for line in conclusion(summary))
+    return PAGE.format(picture=picture[picture.index("<svg") :], paragraphs=paragraphs, rows="\n".join(rows))
 
 
 def _tags(texts: Sequence[str], tag: str) -> str:
@@ -279,7 +279,7 @@ table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; font-siz
 th, td {{ padding: .3rem .7rem; text-align: left; white-space: nowrap; border-bottom: 1px solid #d8dee4; }}
 </style></head><body>
 <h1>Tuning</h1>
-{said}
+{paragraphs}
 {picture}
 <div><table>
 {rows}

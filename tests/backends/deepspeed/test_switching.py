@@ -255,25 +255,25 @@ def bytes_of_steps(rank: int, job: Job) -> tuple[dict[str, int], dict[str, int],
     policy.observe = observed
     follow(engine, data(rank, job))
     adaptive, seen = policy.adaptation.adaptive, session._inputs.prober.last_seen
-    said = {brief(one): sum(row) for one, row in zip(adaptive.candidates, seen.sizes, strict=True)}
-    said_of_weights = zip(map(brief, adaptive.weights), seen.weights.sizes, strict=True)
-    return gradients, of_weights, said, dict(said_of_weights)
+    predicted = {brief(one): sum(row) for one, row in zip(adaptive.candidates, seen.sizes, strict=True)}
+    predicted_of_weights = zip(map(brief, adaptive.weights), seen.weights.sizes, strict=True)
+    return gradients, of_weights, predicted, dict(predicted_of_weights)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_bytes_that_are_predicted_are_those_that_are_sent(stage: int) -> None:
     """Compares means over ranks. Short messages have headers and incomplete blocks, which factors do not have."""
     found = run_forks(2, bytes_of_steps, replace(job(stage), accumulation=2, steps=STEPS))
-    said, said_of_weights = found[0][2:]
+    predicted, predicted_of_weights = found[0][2:]
     gradients, of_weights = (
         {name: (sent[name] + found[1][part][name]) / 2 for name in sent} for part, sent in enumerate(found[0][:2])
     )
     for rank in (2, 4):
-        assert gradients[f"powersgd rank={rank}"] == said[f"powersgd rank={rank}"]
-    assert gradients["blockwise bits=2"] == pytest.approx(said["blockwise bits=2"], rel=0.5)
+        assert gradients[f"powersgd rank={rank}"] == predicted[f"powersgd rank={rank}"]
+    assert gradients["blockwise bits=2"] == pytest.approx(predicted["blockwise bits=2"], rel=0.5)
     for name in of_weights if stage in (1, 2) else ():
-        assert of_weights[name] == pytest.approx(said_of_weights[name], rel=0.5)
-    assert stage in (0, 3) or of_weights["none"] == said_of_weights["none"]
+        assert of_weights[name] == pytest.approx(predicted_of_weights[name], rel=0.5)
+    assert stage in (0, 3) or of_weights["none"] == predicted_of_weights["none"]
 
 
 def usual(rank: int, job: Job, threads: int) -> tuple[list[str], list[str], dict[str, list[float]]]:

@@ -96,7 +96,7 @@ def test_deepspeed_alone_reads_them(tmp_path, stage):
 def save_where_nothing_can_be(rank: int, directory: str, on_error: str) -> tuple:
     """Return the failures that each rank reports, with their steps, and whether `latest` exists at the end."""
     one = job(1, steps=12, on_error=on_error)
-    batches, engine, heard = data(rank, one), start(one), []
+    batches, engine, errors = data(rank, one), start(one), []
     run(engine, batches[:2])
     engine.save_checkpoint(directory)
     engine.compression.saving.wait()
@@ -107,7 +107,7 @@ def save_where_nothing_can_be(rank: int, directory: str, on_error: str) -> tuple
             try:
                 run(engine, batches[step : step + 1])
             except StateError as error:
-                heard.append((step, str(error)))
+                errors.append((step, str(error)))
             if step == 3:
                 if rank == 1:
                     # A directory stands where this rank's file goes.
@@ -116,18 +116,18 @@ def save_where_nothing_can_be(rank: int, directory: str, on_error: str) -> tuple
             time.sleep(0.1)
     ours = [str(one.message) for one in caught if issubclass(one.category, CompressWarning)]
     engine.destroy()
-    return heard, ours, (Path(directory) / "latest").read_text()
+    return errors, ours, (Path(directory) / "latest").read_text()
 
 
 @pytest.mark.parametrize("on_error", ["warn", "stop"])
-def test_what_cannot_be_written_is_heard_on_all_ranks_in_one_step(tmp_path, on_error):
+def test_a_failed_write_reaches_all_ranks_in_the_same_step(tmp_path, on_error):
     first, second = run_forks(2, save_where_nothing_can_be, str(tmp_path), on_error)
     assert first == second
-    heard, ours, latest = first
+    errors, ours, latest = first
     assert latest == "global_step2"
-    texts = [text for _, text in heard] if on_error == "stop" else ours
+    texts = [text for _, text in errors] if on_error == "stop" else ours
     assert any("rank 1" in text and "IsADirectoryError" in text for text in texts)
-    assert bool(heard) == (on_error == "stop")
+    assert bool(errors) == (on_error == "stop")
 
 
 def lose_the_writer(rank: int, directory: str) -> tuple:
@@ -178,8 +178,8 @@ class Full(Memory):
 
 
 def test_a_host_without_memory_loses_a_checkpoint_and_trains_on(tmp_path):
-    for heard in run_forks(2, run_out_of_memory, str(tmp_path)):
-        assert any("rank 1: OSError: no space left" in text for text in heard)
+    for warned in run_forks(2, run_out_of_memory, str(tmp_path)):
+        assert any("rank 1: OSError: no space left" in text for text in warned)
     assert not (tmp_path / "latest").exists()
 
 
@@ -295,9 +295,9 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_taken(tmp_path):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 4
     file.write_bytes(content)
-    for path, heard in run_forks(2, load_damaged, str(tmp_path), None):
+    for path, warned in run_forks(2, load_damaged, str(tmp_path), None):
         assert "global_step1" in path
-        assert any(file.name in text for text in heard)
+        assert any(file.name in text for text in warned)
     for path, _ in run_forks(2, load_damaged, str(tmp_path), "global_step2"):
         assert file.name in path
 
@@ -558,9 +558,9 @@ def test_a_damaged_checkpoint_leads_back_to_one_of_several_parts(tmp_path):
     shutil.rmtree(tmp_path / "memory")
     assert (tmp_path / "latest").read_text() == "epoch/2"
     next((tmp_path / "epoch" / "2").glob("*model_states.pt")).unlink()
-    for step, [said] in run_forks(2, save_by_epoch, str(tmp_path), True):
+    for step, [warning] in run_forks(2, save_by_epoch, str(tmp_path), True):
         assert step == 2
-        assert said.endswith(f"{tmp_path}/epoch/1 is loaded")
+        assert warning.endswith(f"{tmp_path}/epoch/1 is loaded")
 
 
 def resume_universal(rank: int, directory: str, steps: int) -> tuple[int, int, bool]:

@@ -72,7 +72,7 @@ def step(engine, plan: Plan, batches: list) -> None:
     (run_pipeline if plan.stages > 1 else run)(engine, batches)
 
 
-def heard(caught: Sequence[warnings.WarningMessage]) -> list[str]:
+def messages_of(caught: Sequence[warnings.WarningMessage]) -> list[str]:
     return [str(one.message) for one in caught if issubclass(one.category, CompressWarning)]
 
 
@@ -98,7 +98,7 @@ def train(rank: int, plan: Plan, resumed: bool = False, killed: tuple[int, float
     found = weights(engine)
     engine.destroy()
     dist.barrier()
-    return path and str(Path(path).relative_to(plan.root)), heard(caught), found
+    return path and str(Path(path).relative_to(plan.root)), messages_of(caught), found
 
 
 CASES = {
@@ -188,9 +188,9 @@ def test_what_is_damaged_in_memory_is_refused_and_the_one_before_taken(tmp_path)
     flip(job / "global_step5" / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
     resumed = run_forks(2, train, plan, True)
     assert resumed[0][:2] == resumed[1][:2]
-    path, said, undisturbed = resumed[0]
+    path, warned, undisturbed = resumed[0]
     assert "global_step4" in path
-    assert any("zero_pp_rank_1" in text and "damaged" in text for text in said)
+    assert any("zero_pp_rank_1" in text and "damaged" in text for text in warned)
     other = tmp_path / "whole"
     other.mkdir()
     assert run_forks(2, train, Plan(**{**vars(plan), "root": str(other)}))[0][2] == undisturbed
@@ -199,7 +199,7 @@ def test_what_is_damaged_in_memory_is_refused_and_the_one_before_taken(tmp_path)
 def fill(rank: int, plan: Plan) -> tuple:
     """Train while rank 1 cannot write to memory in steps 3 to 5, and return the warnings and the remaining files."""
     engine = plan.start(rank)
-    saving, said = engine.compression.saving, []
+    saving, warned = engine.compression.saving, []
     job = saving._memory.directory
     for number, batch in enumerate(batches_of(engine, rank, plan), 1):
         if number in (3, 6) and rank == 1:
@@ -209,23 +209,23 @@ def fill(rank: int, plan: Plan) -> tuple:
             warnings.simplefilter("always")
             step(engine, plan, [batch])
             saving.wait()
-        said.append(heard(caught))
+        warned.append(messages_of(caught))
     found = sorted(one.step for one in checkpoints(Path(plan.disk_directory)) if one.complete)
     files = [file for file in job.rglob("*") if file.is_file()]
     held = {file.parent.name for file in files if file.name.startswith("zero_pp_rank_1")}
     private = all(not file.stat().st_mode & 0o077 for file in files)
     dist.barrier()
     engine.destroy()
-    return said, found, held, private
+    return warned, found, held, private
 
 
 def test_full_memory_is_told_of_once_and_the_disk_has_all(tmp_path):
     plan = Plan(str(tmp_path), every=1, disk=4, steps=8)
     first, second = run_forks(2, fill, plan)
     assert first == second
-    said, found, held, private = first
-    assert [bool(one) for one in said] == [False, False, True, False, False, False, False, False]
-    assert "global_step3 is not saved: rank 1" in said[2][0]
+    warned, found, held, private = first
+    assert [bool(one) for one in warned] == [False, False, True, False, False, False, False, False]
+    assert "global_step3 is not saved: rank 1" in warned[2][0]
     assert found == [4, 8]
     assert {"global_step7", "global_step8"} <= held
     assert private
@@ -240,7 +240,7 @@ def end(rank: int, directory: str, failing: bool) -> str:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         engine = start(Job(1, section, steps=2))
-    assert [text for text in heard(caught) if "/checkpointing/memory/copies" in text and "one host" in text]
+    assert [text for text in messages_of(caught) if "/checkpointing/memory/copies" in text and "one host" in text]
     run(engine, data(rank, Job(1, steps=2)))
     engine.compression.saving.wait()
     dist.barrier()
@@ -267,6 +267,6 @@ def test_another_number_of_ranks_is_told_and_loads_what_is_on_disk(tmp_path):
     plan = Plan(str(tmp_path), 0, steps=6, disk=4)
     interrupted(plan, 5)
     fewer = Plan(**{**vars(plan), "ranks": 1})
-    [(path, said, _)] = run_forks(1, train, fewer, True)
+    [(path, warned, _)] = run_forks(1, train, fewer, True)
     assert "disk/global_step4" in path
-    assert any("global_step5 in memory is ignored: it was saved by 2 ranks" in text for text in said)
+    assert any("global_step5 in memory is ignored: it was saved by 2 ranks" in text for text in warned)

@@ -190,11 +190,11 @@ def follows(rank: int, job: Job, size: int, ports: list[int], directory: str) ->
         wait_for(begun.parent, begun.name)
         original = shared_anchor.fetch_anchor
 
-        def heard(*given: Any) -> Any:
+        def fetch(*given: Any) -> Any:
             version, about, tensors = original(*given)
             return version, {**about, "step": about["step"] + place}, tensors
 
-        shared_anchor.fetch_anchor = heard
+        shared_anchor.fetch_anchor = fetch
     engine = start(job)
     if rank < size:
         run(engine, data(place, job)[:5])

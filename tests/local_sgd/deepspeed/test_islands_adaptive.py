@@ -90,12 +90,12 @@ def measured(rank: int, job: Job) -> list[float]:
         with meter.phase("communicate", engine.device):
             time.sleep(4.0 if step == 8 else 0.0)
 
-    def heard(self: Any, group: Any, seconds: float, step: float) -> Any:
+    def recorded(self: Any, group: Any, seconds: float, step: float) -> Any:
         waited.append(seconds)
         return measure(self, group, seconds, step)
 
     exchange.step_ended = slowly
-    with mock.patch.object(probing.Prober, "measure", heard):
+    with mock.patch.object(probing.Prober, "measure", recorded):
         run(engine, data(rank, job))
     return waited
 

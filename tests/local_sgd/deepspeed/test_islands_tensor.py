@@ -195,9 +195,9 @@ def test_ranks_that_share_layers_read_the_same_data_and_islands_do_not() -> None
     assert [micro for _, micro in ranks] == [BATCH] * 4
 
 
-def refused(rank: int, job: Job, said: bool) -> str:
+def refused(rank: int, job: Job, initialized: bool) -> str:
     model = llama()
-    if said:
+    if initialized:
         deepspeed.tp_model_init(model, tp_size=TENSOR, dtype=torch.float32)
     try:
         deepspeed_compress.initialize(model=model, model_parameters=list(model.parameters()), config=job.config())
@@ -207,15 +207,15 @@ def refused(rank: int, job: Job, said: bool) -> str:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "job", "said", "text"),
+    ("ranks", "job", "initialized", "text"),
     [
         (3, Job(1, extra=AUTO_TP, section=section(by_host=True)), False, "islands/by_host: 2 ranks"),
         (2, Job(1, extra=AUTO_TP, section=section(size=2)), False, "islands/size: islands of 4 do not divide"),
         (2, Job(1, section=section(size=1)), True, "tp_model_init was called for 2 ranks"),
     ],
 )
-def test_invalid_divisions_are_refused(ranks: int, job: Job, said: bool, text: str) -> None:
-    for message in run_forks(ranks, refused, job, said, timeout=400):
+def test_invalid_divisions_are_refused(ranks: int, job: Job, initialized: bool, text: str) -> None:
+    for message in run_forks(ranks, refused, job, initialized, timeout=400):
         assert text in message
 
 

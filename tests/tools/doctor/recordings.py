@@ -94,6 +94,11 @@ def _with(section: dict[str, Any], **islands: Any) -> dict[str, Any]:
     return {**section, "islands": {**section["islands"], **islands}}
 
 
+def _few_large_batches(outer: dict[str, Any]) -> Recording:
+    section = _with(_islands(4), outer=outer)
+    return Recording("sync-every-too-long", section, stage=1, width=128, batch=1024, steps=34, lr=1e-2, every=1)
+
+
 IMPATIENT = {"rendezvous": "127.0.0.1:29431", "timeout": "0.5 s"}
 TOO_FAR = {"optimizer": "average", "lr": 2.0}
 GUARD = {"guard": {"on_anomaly": "report"}}
@@ -165,26 +170,8 @@ RECORDINGS: Mapping[str, Recording] = {
     # Every second step is measured, and exchanges show in the step that follows.
     "other-data": Recording("islands-drift-apart", _islands(5), stage=1, width=128, lr=1e-2, apart=True),
     "rare-exchanges": Recording("islands-drift-apart", _islands(7), stage=1, width=256, lr=4e-1),
-    "too-far": Recording(
-        "sync-every-too-long",
-        _with(_islands(4), outer=TOO_FAR),
-        stage=1,
-        width=128,
-        batch=1024,
-        steps=34,
-        lr=1e-2,
-        every=1,
-    ),
-    "momentum-too-far": Recording(
-        "sync-every-too-long",
-        _with(_islands(4), outer={"optimizer": "nesterov", "lr": 1.0}),
-        stage=1,
-        width=128,
-        batch=1024,
-        steps=34,
-        lr=1e-2,
-        every=1,
-    ),
+    "too-far": _few_large_batches(TOO_FAR),
+    "momentum-too-far": _few_large_batches({"optimizer": "nesterov", "lr": 1.0}),
     "islands-in-full": Recording(
         "other-traffic",
         {"gradients": INT4, "islands": {"size": 2, "sync_every": 1, "exchange": {"method": "none"}}},

@@ -94,7 +94,7 @@ def test_the_text_of_a_span_is_the_value(text: str) -> None:
     assert document.root is not None
     for node in all_nodes(document.root):
         found = text[node.span.start : node.span.end]
-        # An unquoted string means something else where no line ends behind it.
+        # An unquoted string has another meaning if no line ends after it.
         assert found == node.value or exact(theirs(f"{{a: {found}\n}}")) == exact({"a": node.value})
     for _, member in document.walk():
         key = text[member.key_span.start : member.key_span.end]

@@ -104,7 +104,7 @@ def test_edits_change_the_data_as_they_say(text: str, data: st.DataObject) -> No
     document = parse(text)
     assume(not document.problems)
     paths = [path for path, _ in document.walk()]
-    # Of equal keys the last is meant, and the one before it shows when it goes.
+    # The last of equal keys is in force, and the one before it takes effect if the last is removed.
     assume(paths and len(paths) == len(set(paths)))
     path = data.draw(st.sampled_from(paths))
     changes: tuple[tuple[Edits, Callable[[Any], object]], ...] = (

@@ -1,4 +1,4 @@
-"""Mistakes that users reported, and correct public configurations, in which nothing may be found."""
+"""Mistakes that users reported, and correct public configurations, for which there must be no finding."""
 
 import io
 import json

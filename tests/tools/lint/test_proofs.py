@@ -1,4 +1,4 @@
-"""The real DeepSpeed does with the bad example of a rule what its proof says."""
+"""The real DeepSpeed treats the bad example of a rule as its proof says."""
 
 import copy
 import re

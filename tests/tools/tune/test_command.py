@@ -119,8 +119,8 @@ def test_nothing_is_better(tune: Tune, capsys: pytest.CaptureFixture[str]) -> No
     optimal = read("ds_config_optimal.json")
     assert optimal[SECTION] == {"gradients": {"method": "none"}, "weights": {"method": "none"}}
     assert lint_text(json.dumps(optimal)) == []
-    said = "No candidate is faster than uncompressed training with a loss gap of at most 0.50%"
-    assert said in capsys.readouterr().out
+    conclusion = "No candidate is faster than uncompressed training with a loss gap of at most 0.50%"
+    assert conclusion in capsys.readouterr().out
 
 
 def test_the_metric_decides(tune: Tune) -> None:

@@ -47,7 +47,7 @@ def test_a_real_search(port: str, tmp_path: Path) -> None:
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}}
     (tmp_path / "ds.json").write_text(json.dumps(config))
     (tmp_path / "space.json").write_text(json.dumps(SPACE))
-    said = tune(tmp_path, port)
+    output = tune(tmp_path, port)
     results = tmp_path / "tuning_results"
     [rung] = json.loads((results / "summary.json").read_text())["rungs"]
     trials = {trial["name"]: trial for trial in rung["trials"]}
@@ -61,7 +61,7 @@ def test_a_real_search(port: str, tmp_path: Path) -> None:
     assert trials["int4"]["loss"] == pytest.approx(trials[BASELINE]["loss"], rel=0.2)
     assert trials["int4"]["loss"] != trials[BASELINE]["loss"]
     assert json.loads((results / "ds_config_optimal.json").read_text())[SECTION]["gradients"]["bits"] == 4
-    assert "Best: int4" in said
+    assert "Best: int4" in output
     assert not (tmp_path / "runs").exists()
     assert json.loads((tmp_path / "ds.json").read_text()) == config
     finished = {path.name: path.stat().st_mtime_ns for path in (results / "exps").glob("*/trial.jsonl")}

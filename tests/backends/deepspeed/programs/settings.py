@@ -112,7 +112,6 @@ ALL_REDUCE = "stage3_use_all_reduce_for_fetch_params"
 OFFLOAD = {"device": "cpu", "pin_memory": False}
 MUON = {"optimizer": {"type": "Muon", "params": {"torch_adam": None}}, **zero(reduce_scatter=False)}
 SCHEDULER = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}}
-CHECKPOINTING = {"activation_checkpointing": {"partition_activations": False}}
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "buckets of default size": zero(reduce_bucket_size=None, stage3_param_persistence_threshold=None),
     "overlap_comm on": zero(overlap_comm=True),
