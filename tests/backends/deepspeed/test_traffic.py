@@ -4,7 +4,7 @@ import gc
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": T
 MICRO, LENGTH, ACCUMULATION = 2, 8, 2
 STAGES = "stages"
 """In place of the name of a group: messages in the world group, which only stages send each other."""
+ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+MUON = {"type": "Muon", "params": {"lr": 1e-3}}
 CONTROL = 8
 """No tensor of the models is that small; norms, losses and flags are, and the tables that ranks compare."""
 
@@ -56,6 +58,8 @@ class Case:
     recompute: bool = False
     direct: bool = False
     every: int = 1
+    optimizer: Mapping[str, Any] = field(default_factory=lambda: ADAM)
+    zero: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -127,8 +131,8 @@ def make_engine(case: Case, file: Path, monitor: Path | None = None) -> Any:
         "train_micro_batch_size_per_gpu": MICRO,
         "gradient_accumulation_steps": ACCUMULATION,
         "steps_per_print": 10**6,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        "zero_optimization": {"stage": case.stage},
+        "optimizer": dict(case.optimizer),
+        "zero_optimization": {"stage": case.stage, **case.zero},
         SECTION: {
             "parallelism": {"pipeline": pipeline, "tensor": tensor},
             "monitor": {"path": str(monitor) if monitor else None, "every": case.every},
@@ -201,6 +205,7 @@ def run_case(tmp_path: Path, case: Case) -> list[list[tuple[dict[str, int], Size
 
 COMPRESSED = {"gradients": {"bits": 4, "block_size": 32, "min_numel": 64}}
 DENSE = {"gradients": {"method": "none"}}
+OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
 CASES = {
     "pipeline": Case((2, 1, 2), GPT2, section=COMPRESSED),
     "four stages": Case((4, 1, 1), {**LLAMA, "num_hidden_layers": 4}, section=DENSE),
@@ -208,6 +213,10 @@ CASES = {
     "tensor, ZeRO 0": Case((1, 2, 1), QWEN3, stage=0, section=DENSE),
     "all": Case((2, 2, 2), GPT2, section=COMPRESSED),
     "all, recomputed": Case((2, 2, 1), QWEN3, section=DENSE, recompute=True),
+    "Muon, ZeRO 1": Case((1, 1, 2), GPT2, section=COMPRESSED | {"weights": {"min_numel": 64}}, optimizer=MUON),
+    "Muon, ZeRO 2, offload": Case((1, 1, 2), GPT2, 2, COMPRESSED, optimizer=MUON, zero=OFFLOAD),
+    "Muon, ZeRO 3": Case((1, 1, 2), GPT2, 3, COMPRESSED, optimizer=MUON, zero={"reduce_scatter": False}),
+    "Muon, ZeRO 3, uncompressed": Case((1, 1, 2), GPT2, 3, DENSE, optimizer=MUON, zero={"reduce_scatter": False}),
 }
 
 
