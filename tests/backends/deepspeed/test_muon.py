@@ -198,6 +198,23 @@ def test_files_are_those_of_deepspeed(stage: int, tmp_path: Path) -> None:
     assert run_forks(2, come_back, {"plain": ours, "ours": plain}, str(tmp_path)) == continued
 
 
+def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
+    run_forks(2, go_on, {"job": muon(1, INT4, steps=5)}, str(tmp_path))
+    with pytest.raises(RankError, match="Muon's momentum under ZeRO 1 and 2 has whole matrices"):
+        run_forks(1, come_back, {"job": muon(1, INT4)}, str(tmp_path))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_of_an_island_agree(stage: int) -> None:
+    """Matrices are exchanged within an island of two ranks."""
+    islands = {"size": 2, "sync_every": 3, "exchange": {"bits": 4, "block_size": 32, "min_numel": 8}}
+    job = muon(stage, {**INT4, "islands": islands}, steps=5)
+    one, two, three, four = (found[0].parameters for found in run_forks(4, train_uncompiled, job))
+    assert one == two
+    assert three == four
+    assert one != three
+
+
 def balanced(rank: int) -> None:
     """Make an engine whose optimizer the configuration does not name."""
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
