@@ -7,7 +7,7 @@ from deepspeed_compress.config.candidates import find_adaptive_problems, find_em
 from deepspeed_compress.config.island_problems import find_island_contradictions, find_island_mismatches
 from deepspeed_compress.config.methods import Model
 from deepspeed_compress.config.models import SECTION, CompressConfig, Parallelism
-from deepspeed_compress.config.native import STAGE
+from deepspeed_compress.config.native import STAGE, value_at
 from deepspeed_compress.config.overrides import Override
 from deepspeed_compress.config.places import (
     BlockwiseWeights,
@@ -212,6 +212,7 @@ def _guard_needs_norms(ds_config: Mapping[str, Any], section: CompressConfig) ->
 
 _CONFLICTS_WITH_OWNERSHIP = ("round_robin_gradients", "elastic_checkpoint", "parameter_alignment")
 """Keys of `zero_optimization` with which DeepSpeed orders, pads or saves its flat buffers differently."""
+_OPTIMIZER: Path = ("optimizer", "type")
 
 
 def _ownership_unavailable(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
@@ -233,6 +234,9 @@ def _ownership_unavailable(ds_config: Mapping[str, Any], section: CompressConfig
             other = pointer(("zero_optimization", key))
             why = f"{other}: {show(zero[key])}, which changes the layout of the flat buffers (allowed: false)"
             yield problem(("ownership",), what + why, f'"contiguous", or false at {other}')
+    if str(value_at(ds_config, _OPTIMIZER)).lower() == "muon":
+        why = f'{pointer(_OPTIMIZER)}: "Muon", whose momentum has whole matrices on several ranks (allowed: others)'
+        yield problem(("ownership",), what + why, f'"contiguous", or "AdamW" at {pointer(_OPTIMIZER)}')
 
 
 def _bf16(ds_config: Mapping[str, Any]) -> bool:

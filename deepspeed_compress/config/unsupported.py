@@ -29,7 +29,7 @@ def find_unsupported(ds_config: Mapping[str, Any], section: CompressConfig | Non
         for path, applies, why, instead in _UNSUPPORTED
         if applies(value := value_at(ds_config, path), section)
     ]
-    return [*problems, *_muon(ds_config, section), *_scaler_without_zero(ds_config, section)]
+    return [*problems, *_scaler_without_zero(ds_config, section)]
 
 
 _ZERO = "zero_optimization"
@@ -88,18 +88,6 @@ _UNSUPPORTED: tuple[_Unsupported, ...] = (
 
 
 _AUTOCAST: Path = ("torch_autocast", "dtype")
-_OPTIMIZER: Path = ("optimizer", "type")
-
-
-def _muon(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
-    """Check that Muon is not used with ZeRO, whose owners do not get the whole gradient matrices that it needs."""
-    kind, stage = value_at(ds_config, _OPTIMIZER), STAGE.effective(ds_config, section.parallelism or Parallelism())
-    if str(kind).lower() == "muon" and stage:
-        what = f"{show(kind)} needs whole gradient matrices, which the owners under ZeRO {stage} do not receive"
-        instead = f'"AdamW" or "SGD", ZeRO stage 0, or {SECTION}.islands with {SECTION}.gradients.method "none"'
-        yield Diagnostic(
-            at(*_OPTIMIZER), f"{what} (allowed: Muon without ZeRO, or without compression)", write(instead)
-        )
 
 
 def _scaler_without_zero(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:

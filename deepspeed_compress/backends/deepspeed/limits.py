@@ -15,7 +15,11 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from deepspeed_compress.backends.deepspeed.groups import partition_groups
 from deepspeed_compress.backends.deepspeed.units import RankUnit, node_unit
-from deepspeed_compress.backends.deepspeed.versions import reduces_separate_gradients, skips_invalid_norms
+from deepspeed_compress.backends.deepspeed.versions import (
+    orthogonalizes_in_step,
+    reduces_separate_gradients,
+    skips_invalid_norms,
+)
 from deepspeed_compress.compression.kernels import FASTEST
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.errors import UnsupportedError
@@ -123,10 +127,10 @@ def _has_separate_gradients(engine: Any) -> bool:
     return separate and not reduces_separate_gradients()
 
 
-def _divides_for_muon(engine: Any) -> bool:
-    """Return True if Muon would have to step parts of matrices. Without ZeRO, every rank has whole gradients."""
+def _divides_for_older_muon(engine: Any) -> bool:
+    """Return True if Muon steps parts of matrices in a version of DeepSpeed that orthogonalizes while it reduces."""
     muon = any(getattr(parameter, "use_muon", False) for parameter in engine.module.parameters())
-    return muon and int(engine.zero_optimization_stage()) > 0
+    return muon and int(engine.zero_optimization_stage()) > 0 and not orthogonalizes_in_step()
 
 
 def _own_quantization(engine: Any) -> bool:
@@ -145,9 +149,9 @@ _LIMITS_OF_GRADIENTS: _Limits = (
         "zero_optimization.contiguous_gradients is false, which needs deepspeed>=0.19.8; install it, or write true",
     ),
     (
-        _divides_for_muon,
-        "the Muon optimizer needs whole gradient matrices on several ranks, which ZeRO's owners do not have; use stage "
-        '0, Adam or SGD, or islands with "gradients": {"method": "none"}',
+        _divides_for_older_muon,
+        "the Muon optimizer with ZeRO 1 to 3 needs deepspeed>=0.19.8; install it, or use stage 0, Adam or SGD, or "
+        'islands with "gradients": {"method": "none"}',
     ),
 )
 """Limits that do not apply to islands that leave gradients to DeepSpeed."""

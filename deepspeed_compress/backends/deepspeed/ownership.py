@@ -69,6 +69,11 @@ def check_ownership(engine: Any, config: CompressConfig) -> None:
             f"({type(engine.optimizer).__name__}) was made without it (allowed: the optimizer of ZeRO 1 and 2, made by "
             'deepspeed_compress.initialize, or after install); write "contiguous"'
         )
+    if config.ownership == "balanced" and any(group.get("use_muon") for group in engine.optimizer.param_groups):
+        raise UnsupportedError(
+            '/deepspeed_compress/ownership is "balanced", but Muon keeps the momentum of whole matrices on several '
+            'ranks, which files in the order of the program do not have; write "contiguous"'
+        )
 
 
 def _deal(group: dict[str, Any], ranks: int) -> list[Any]:

@@ -110,6 +110,7 @@ ZERO_12 = (
         ("self", "grads", "grad_params", "communication_data_type", "elements_per_buffer"),
         since="0.19.8",
     ),
+    Seam(_Z12 + "_apply_muon_updates_cpu_offload", ("self",), since="0.19.8"),
 )
 OWNERSHIP = (
     Seam(_ENGINE + "_configure_zero_optimizer", ("self", "optimizer")),
@@ -135,6 +136,7 @@ ZERO_3 = (
     Seam(_Z3 + "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads"),
     Seam(_Z3 + "independent_gradient_partition_epilogue"),
     Seam(_Z3 + "partition_grads"),
+    Seam(_Z3 + "_apply_muon_to_accumulated_grads", ("self",), since="0.19.8"),
 )
 
 _GATHER = (

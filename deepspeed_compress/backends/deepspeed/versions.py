@@ -10,6 +10,7 @@ from packaging.version import Version
 
 __all__ = [
     "has_compact_gradients",
+    "orthogonalizes_in_step",
     "owns_parameter",
     "reduces_separate_gradients",
     "skips_invalid_norms",
@@ -26,6 +27,14 @@ def has_compact_gradients(optimizer: Any) -> bool:
     return _since("0.19.8") and any(
         optimizer._use_compact_grad_partition_buffer(group) for group in range(len(optimizer.bit16_groups))
     )
+
+
+def orthogonalizes_in_step() -> bool:
+    """Return True if Muon orthogonalizes the reduced gradients of a whole step, under each ZeRO stage, as since 0.19.8.
+
+    Before, it does so while ZeRO 3 reduces a bucket, and a skipped step changes its momentum.
+    """
+    return _since("0.19.8")
 
 
 def owns_parameter(parameter: Any) -> bool:

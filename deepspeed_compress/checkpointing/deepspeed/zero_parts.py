@@ -64,6 +64,7 @@ def state_of_zero_12(
     """
     _expect(found[0], SINGLE_PARTITION_OF_FP32_GROUPS, "ZeRO 1 or 2")
     optimizer, names = engine.optimizer, engine.param_names
+    _expect_no_muon(engine.optimizer, found[0])
     bf16 = isinstance(optimizer, BF16_Optimizer)
     groups = optimizer.bf16_groups if bf16 else optimizer.round_robin_bit16_groups
     masters = optimizer.fp32_groups_flat_partition if bf16 else optimizer.single_partition_of_fp32_groups
@@ -117,6 +118,15 @@ def _expect(state: Mapping[str, Any], key: str, stage: str) -> None:
         raise StateError(
             f"its files are not those of {stage}, or were written with elastic_checkpoint, so they cannot be resharded "
             "for another number of ranks; load it with the settings and the number of ranks that saved it"
+        )
+
+
+def _expect_no_muon(optimizer: Any, state: Mapping[str, Any]) -> None:
+    groups = state[BASE_OPTIMIZER_STATE]["param_groups"]
+    if any(group.get("use_muon") for group in groups) and not isinstance(optimizer, BF16_Optimizer):
+        raise StateError(
+            "Muon's momentum under ZeRO 1 and 2 has whole matrices on several ranks, so it cannot be resharded for "
+            "another number of ranks; load it with the number of ranks that saved it"
         )
 
 

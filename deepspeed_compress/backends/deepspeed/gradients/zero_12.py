@@ -8,7 +8,8 @@ never reads.
 On GPU, DeepSpeed's streams overlap this with backward. On CPU, the backend's own threads send messages. There the
 method only sends the bucket. Results are awaited and copied into the gradients after the last bucket is closed, in the
 call of `reduce_ipg_grads` for all dtypes; DeepSpeed reads the gradients only after that. Under ZeRO 1, DeepSpeed
-reduces after backward, so reductions begin early (`early`).
+reduces after backward, so reductions begin early (`early`). Muon's matrices that have several owners are completed once
+their means are there (`muon`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions, bucket_size, reduces_now
+from deepspeed_compress.backends.deepspeed.gradients.muon import SplitMatrices, count_gathers
 from deepspeed_compress.backends.deepspeed.versions import has_compact_gradients
 from deepspeed_compress.collectives.buckets import LAYOUTS, Partition, partition_by_sizes
 from deepspeed_compress.collectives.reducer import Pending
@@ -42,6 +44,8 @@ def attach_zero_12(engine: Any, session: Session) -> Callable[[], int]:
         A function that returns the bytes that this rank sends for weights in one optimizer step.
     """
     optimizer, patches = engine.optimizer, session.patches
+    if optimizer.cpu_offload:
+        count_gathers(optimizer, session, "_apply_muon_updates_cpu_offload")
     if session.config.gradients.method == "none":
         _count_only(optimizer, session)
         return partial(_weight_bytes, optimizer)
@@ -82,7 +86,8 @@ class _Buckets:
         self._ranks: int = optimizer.dp_process_group.size()
         self._scale = optimizer.sequence_parallel_size / self._ranks if optimizer.gradient_average else 1.0
         self._partition_of = lru_cache(maxsize=LAYOUTS)(partial(_partition, optimizer, self._ranks))
-        self.later = _DeferredReductions(optimizer) if _may_wait(optimizer) else None
+        self._split = SplitMatrices(optimizer, session)
+        self.later = _DeferredReductions(optimizer, self._split) if _may_wait(optimizer) else None
         self.early: EarlyReductions | None = None
         session.on_interruption(self._discard)
         if self.later is not None and _waits_for_backward(engine):
@@ -100,18 +105,22 @@ class _Buckets:
         size = tensor.numel() * communication_data_type.itemsize
         self._session.meter.count("bytes_uncompressed", ring_all_reduce(size, self._ranks))
         keys = tuple(self._optimizer.ipg_buckets[communication_data_type].params)
+        partition = self._partition_of(keys)
         if self.later is None:
             self._keep(tensor)
-            self._session.reduce(tensor, self._partition_of(keys), self._scale, everywhere=False)
+            self._session.reduce(tensor, partition, self._scale, everywhere=False)
+            if not self._optimizer.cpu_offload:
+                # With offload, DeepSpeed's `step` gathers the matrices itself.
+                self._split.complete(partition, lambda part: tensor.narrow(0, part.offset, part.numel))
         else:
             begun = self.early.take(communication_data_type, tensor.dtype, keys) if self.early else None
-            self.later.pending.append(begun or self._session.start(tensor, self._partition_of(keys), self._scale))
+            self.later.add(partition, begun or self._session.start(tensor, partition, self._scale))
         return tensor
 
     def _discard(self) -> None:
         """Discard the buckets of a failed backward pass. Collective."""
         if self.later is not None:
-            discard(self.later.taken(), self._optimizer.dp_process_group)
+            discard([pending for _, pending in self.later.taken()], self._optimizer.dp_process_group)
             self._session.forget_step()
 
     def _keep(self, tensor: Tensor) -> None:
@@ -233,22 +242,30 @@ Count = Callable[[int, torch.dtype], None]
 class _DeferredReductions:
     """Pending reductions, and a replacement for DeepSpeed's `reduce_ipg_grads` that finishes them."""
 
-    def __init__(self, optimizer: Any) -> None:
-        self.pending: list[Pending] = []
+    def __init__(self, optimizer: Any, split: SplitMatrices) -> None:
+        self._pending: list[tuple[Partition, Pending]] = []
         self._optimizer = optimizer
+        self._split = split
         self._parameters = {name: parameter for parameter, name in optimizer.param_names.items()}
         self._original = optimizer.reduce_ipg_grads
+
+    def add(self, partition: Partition, pending: Pending) -> None:
+        """Keep a reduction of a bucket with these owners for `reduce_ipg_grads`."""
+        self._pending.append((partition, pending))
 
     def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> None:
         """Call DeepSpeed's `reduce_ipg_grads`; in the call for all dtypes, then finish the pending reductions."""
         self._original(comm_dtype=comm_dtype)
         if comm_dtype is None:
-            for pending in self.taken():
+            reduced = self.taken()
+            for _, pending in reduced:
                 self._land(pending)
+            for partition, _ in reduced:
+                self._split.complete(partition, self._gradient)
 
-    def taken(self) -> list[Pending]:
+    def taken(self) -> list[tuple[Partition, Pending]]:
         """Return the pending reductions and forget them; the caller must finish them."""
-        pending, self.pending = self.pending, []
+        pending, self._pending = self._pending, []
         return pending
 
     def _land(self, pending: Pending) -> None:

@@ -22,6 +22,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, get_all
 from torch import Tensor
 
 from deepspeed_compress.backends.deepspeed.gradients.early import bucket_size
+from deepspeed_compress.backends.deepspeed.gradients.muon import count_gathers
 from deepspeed_compress.backends.deepspeed.groups import reduction_group
 from deepspeed_compress.collectives.buckets import Partition, partition_by_sizes
 from deepspeed_compress.collectives.reducer import Pending
@@ -58,6 +59,7 @@ def attach_zero_3(engine: Any, session: Session) -> Callable[[], int]:
             trained = sum(parameter.ds_numel for group in optimizer.fp16_groups for parameter in group)
             patches.replace(optimizer, "reduce_bucket_size", bucket_size(trained))
     _count_weights(optimizer, session)
+    count_gathers(optimizer, session, "_apply_muon_to_accumulated_grads")
     return lambda: 0  # counted already, gather by gather
 
 

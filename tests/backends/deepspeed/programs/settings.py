@@ -193,7 +193,7 @@ PROGRAMS = (
         fails=NO_FP32_SUMS,
         rounded=True,
     ),
-    Program("Muon", learn, config=MUON, refused=dict.fromkeys((1, 2, 3), "Muon")),
+    Program("Muon", learn, config=MUON),
     Program("fp16, overflows", overflowing, config=FP16, rounded=True),
     Program("fp16, static loss scale", static_scale, config={"fp16": {"enabled": True, "loss_scale": 128.0}}),
     Program("autocast of the user", autocast_outside),
