@@ -1,0 +1,114 @@
+"""Programs that train mixtures of experts: of DeepSpeed's own layer, and of layers that know nothing of DeepSpeed."""
+
+from collections.abc import Callable
+
+import torch
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.utils import set_z3_leaf_modules
+from torch import Tensor, nn
+
+from tests.backends.deepspeed.programs.program import WIDTH, Program, Run
+
+
+class Experts(nn.Module):
+    """DeepSpeed's layer. With `spread` s, each of s ranks holds a part of the experts."""
+
+    def __init__(self, spread: int, count: int = 2) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 16)
+        self.experts = MoE(16, nn.Linear(16, 16), num_experts=count, ep_size=spread, k=1, min_capacity=0, use_rts=False)
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.experts(self.first(x))[0])
+
+
+class WithExperts:
+    """Layers with each of the sizes of `spread`; experts have parameter groups of their own."""
+
+    def __init__(self, *spread: int) -> None:
+        self.spread = spread
+
+    def __call__(self, run: Run) -> None:
+        layers = [nn.Sequential(Experts(size, count=4), nn.Linear(1, WIDTH)) for size in self.spread]
+        model = nn.Sequential(*layers, nn.Linear(WIDTH, 1))
+        given = {"params": list(model.parameters()), "name": "all"}
+        run.learn(run.start(model, model_parameters=split_params_into_different_moe_groups_for_optimizer(given)))
+
+
+class Routed(nn.Module):
+    """Each input takes one of the experts, the others do not run: on some rank, some get no gradient."""
+
+    def __init__(self, count: int = 4) -> None:
+        super().__init__()
+        self.gate = nn.Linear(17, count)
+        self.experts = nn.ModuleList(nn.Linear(17, 17) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(dim=-1).max(dim=-1)
+        out = torch.zeros_like(x)
+        for index in chosen.unique().tolist():
+            rows = chosen == index
+            out[rows] = weights[rows, None] * self.experts[index](x[rows])
+        return x + out
+
+
+def routed(run: Run) -> None:
+    """Experts that see no input on a rank."""
+    model = nn.Sequential(nn.Linear(WIDTH, 17), Routed(), nn.Linear(17, 1))
+    if run.stage == 3:
+        set_z3_leaf_modules(model, [Routed])
+    run.learn(run.start(model), steps=4)
+
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 32, "num_experts_per_tok": 1}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+
+
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(MixtralConfig(**SIZES, **HEADS, intermediate_size=24, num_local_experts=8))
+
+
+def qwen3() -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    experts = {"moe_intermediate_size": 8, "num_experts": 8}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **HEADS, **experts, intermediate_size=24))
+
+
+class Mixture:
+    """A model of transformers whose experts are parameters like all others; few tokens, so some experts see none."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        self.make = make
+
+    def __call__(self, run: Run) -> None:
+        model = self.make()
+        if run.stage == 3:
+            set_z3_leaf_modules(model, [type(layer.mlp) for layer in model.model.layers[:1]])
+        engine = run.start(model)
+        generator = torch.Generator().manual_seed(run.rank)
+        for _ in range(4):
+            tokens = torch.randint(0, 32, (1, 5), generator=generator)
+            loss = engine(input_ids=tokens, labels=tokens, use_cache=False, output_router_logits=True).loss
+            run.keep("loss", loss)
+            engine.backward(loss)
+            run.step(engine)
+
+
+NOT_IN_ZERO_3 = {3: "not supported with ZeRO Stage 3"}
+SPREAD_WEIGHTS = dict.fromkeys((1, 2), "mixture-of-experts")
+OF_LAYERS = {"alone": True, "fails": NOT_IN_ZERO_3, "refused_weights": SPREAD_WEIGHTS}
+
+PROGRAMS = (
+    Program("experts on each rank", WithExperts(1), **OF_LAYERS),
+    Program("experts spread over ranks", WithExperts(2), **OF_LAYERS),
+    Program("experts spread over 2 of 4 ranks", WithExperts(2), ranks=4, **OF_LAYERS),
+    Program("experts spread over 1, 2 and 4 ranks", WithExperts(2, 1, 4), ranks=4, **OF_LAYERS),
+    Program("experts without an input on a rank", routed),
+    Program("mixture of transformers: Mixtral", Mixture(mixtral)),
+    Program("mixture of transformers: Qwen3-MoE", Mixture(qwen3)),
+)
