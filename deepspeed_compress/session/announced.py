@@ -51,28 +51,34 @@ def _between_islands(islands: Islands | None) -> list[str]:
 
 
 def gradient_texts(
-    session: Session, parameters: Parameters, partition: Partition, everywhere: bool, alone: int, times: int = 1
+    session: Session,
+    parameters: Parameters,
+    partitions: Sequence[Partition],
+    everywhere: bool,
+    alone: int,
+    times: int = 1,
 ) -> list[str]:
     """Return texts on excluded parameters, and on the bytes that rank 0 sends in a step and keeps between steps.
 
     Args:
         session: the session of the run.
         parameters: the model's parameters.
-        partition: cut of one bucket with all parameters.
+        partitions: cut of one bucket with all parameters of each group of ranks.
         everywhere: reduce to all ranks instead of to the owners.
         alone: bytes that the engine sends without compression.
         times: reductions per step.
     """
     total = sum(parameters.numel(name) for name in parameters.shapes)
-    raw = uncompressed(session.chosen_reducer(LATE), partition)
-    found = mean_cost(session, partition, everywhere)
+    raw = {name for one in partitions for name in uncompressed(session.chosen_reducer(LATE, one), one)}
+    costs = [mean_cost(session, partition, everywhere) for partition in partitions]
+    sent, kept = sum(one.sent for one in costs), sum(one.kept for one in costs)
     share = 1 - sum(parameters.numel(name) for name in raw) / max(1, total)
     count = len(parameters.shapes)
     return [
         f"{count - len(raw)} of {count} parameters are compressed ({share:.1%} of the elements), {len(raw)} "
         "are excluded",
-        f"rank 0 sends about {size(times * found.sent)} of gradients a step, uncompressed {size(alone)}",
-        f"residuals take up to {size(found.kept)}",
+        f"rank 0 sends about {size(times * sent)} of gradients a step, uncompressed {size(alone)}",
+        f"residuals take up to {size(kept)}",
     ]
 
 

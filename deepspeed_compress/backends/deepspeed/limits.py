@@ -20,6 +20,7 @@ from deepspeed_compress.compression.kernels import FASTEST
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.session.momentum import find_second_momentum
+from deepspeed_compress.session.nodes import ranks_per_node
 
 __all__ = [
     "compresses",
@@ -52,6 +53,7 @@ def refuse_unsupported(engine: Any, config: CompressConfig) -> None:
         *_shared_layers(engine, config),
         *_momentum(engine, config),
         *_unskippable(engine, config),
+        *_experts(engine, config),
     ]
     if compresses(config):
         problems += find_limits(engine)
@@ -111,6 +113,11 @@ def _subclassed(engine: Any) -> bool:
     return isinstance(engine.optimizer, known) and type(engine.optimizer) not in known
 
 
+def _shares_layers(engine: Any) -> bool:
+    """Return True if ranks share layers in another way than by expert parallelism."""
+    return isinstance(engine, PipelineEngine) or tensor_size(engine) > 1 or engine.sequence_parallel_size > 1
+
+
 def has_optimizer(engine: Any) -> bool:
     """Return True if the engine has an optimizer with parameter groups, so that there are gradients to reduce."""
     return engine.optimizer is not None and bool(getattr(engine.optimizer, "param_groups", None))
@@ -118,8 +125,11 @@ def has_optimizer(engine: Any) -> bool:
 
 def _has_separate_gradients(engine: Any) -> bool:
     """Return True if this version of DeepSpeed reduces separate gradients, in a way that cannot be reproduced."""
-    separate = engine_kind(engine) == "zero_12" and not engine.optimizer.contiguous_gradients
-    return separate and not reduces_separate_gradients()
+    return _separates(engine) and not reduces_separate_gradients()
+
+
+def _separates(engine: Any) -> bool:
+    return engine_kind(engine) == "zero_12" and not engine.optimizer.contiguous_gradients
 
 
 def _divides_for_muon(engine: Any) -> bool:
@@ -144,6 +154,11 @@ _LIMITS_OF_GRADIENTS: _Limits = (
         "zero_optimization.contiguous_gradients is false, which needs deepspeed>=0.19.8; install it, or write true",
     ),
     (
+        lambda engine: engine.has_moe_layers and _separates(engine),
+        "zero_optimization.contiguous_gradients is false, with which DeepSpeed averages different experts with each "
+        "other; write true",
+    ),
+    (
         _divides_for_muon,
         "the Muon optimizer needs whole gradient matrices on several ranks, which ZeRO's owners do not have; use stage "
         '0, Adam or SGD, or islands with "gradients": {"method": "none"}',
@@ -156,9 +171,9 @@ _LIMITS: _Limits = (
         'it has no optimizer: there are no gradients to reduce; add "optimizer" or pass one',
     ),
     (
-        lambda engine: engine.has_moe_layers,
-        "it has mixture-of-experts layers, whose gradients are averaged over expert groups: not available in this "
-        "version; remove the section deepspeed_compress for this model",
+        lambda engine: engine.has_moe_layers and _shares_layers(engine),
+        "its mixture-of-experts layers are combined with pipeline, tensor or sequence parallelism, which is not "
+        "available in this version; use data and expert parallelism alone, or remove the section deepspeed_compress",
     ),
     (
         _subclassed,
@@ -220,6 +235,19 @@ def _shared_layers(engine: Any, config: CompressConfig) -> Iterator[str]:
             f"{tensor_size(engine)} ranks share each layer, and anchors of /deepspeed_compress/islands/elastic have "
             'whole layers (allowed with elastic: 1); train without tp_model_init, or write "size" in place of "elastic"'
         )
+
+
+def _experts(engine: Any, config: CompressConfig) -> Iterator[str]:
+    """Yield the keys of the section that cannot be combined with experts that have reduction groups of their own."""
+    if not engine.has_moe_layers:
+        return
+    pointer, layers = "/deepspeed_compress/", "the model has mixture-of-experts layers"
+    if config.islands is not None:
+        yield f"{pointer}islands: {layers}, which islands do not exchange; remove the key"
+    if config.ownership == "balanced" and compresses(config):
+        yield f'{pointer}ownership is "balanced", but {layers} with partitions of their own; write "contiguous"'
+    if ranks_per_node(config) is not None:
+        yield f"{pointer}gradients/hierarchy: {layers}, which are not averaged over all ranks of a node; remove the key"
 
 
 def _momentum(engine: Any, config: CompressConfig) -> Iterator[str]:
