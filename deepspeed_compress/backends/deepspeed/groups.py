@@ -1,4 +1,4 @@
-"""Groups of ranks that reduce together: the data-parallel group, its parts within and across nodes, those of experts."""
+"""Groups of ranks that reduce together: the data-parallel group, its parts by node, and the groups of experts."""
 
 from collections.abc import Sequence
 from typing import Any
