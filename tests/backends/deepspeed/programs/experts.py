@@ -82,23 +82,25 @@ def qwen3() -> nn.Module:
 class Mixture:
     """A model of transformers whose experts are parameters like all others; few tokens, so some experts see none."""
 
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
-        self.make = make
+    def __init__(self, make: Callable[[], nn.Module], spread: bool = False) -> None:
+        self.make, self.spread = make, spread
 
     def __call__(self, run: Run) -> None:
         model = self.make()
-        if run.stage == 3:
+        if run.stage == 3 and not self.spread:
             set_z3_leaf_modules(model, [type(layer.mlp) for layer in model.model.layers[:1]])
         engine = run.start(model)
         generator = torch.Generator().manual_seed(run.rank)
         for _ in range(4):
             tokens = torch.randint(0, 32, (1, 5), generator=generator)
-            loss = engine(input_ids=tokens, labels=tokens, use_cache=False, output_router_logits=True).loss
+            router = not self.spread
+            loss = engine(input_ids=tokens, labels=tokens, use_cache=False, output_router_logits=router).loss
             run.keep("loss", loss)
             engine.backward(loss)
             run.step(engine)
 
 
+AUTO_EP = {"expert_parallel": {"enabled": True, "autoep_size": 2, "use_grouped_mm": False}}
 NOT_IN_ZERO_3 = {3: "not supported with ZeRO Stage 3"}
 OF_LAYERS = {"alone": True, "fails": NOT_IN_ZERO_3}
 ON_FOUR = {"ranks": 4, "rounded": True, **OF_LAYERS}
@@ -112,4 +114,5 @@ PROGRAMS = (
     Program("experts without an input on a rank", routed, stages=(0, 3)),
     Program("mixture of transformers: Mixtral", Mixture(mixtral)),
     Program("mixture of transformers: Qwen3-MoE", Mixture(qwen3)),
+    Program("AutoEP 2 x data 2", Mixture(mixtral, spread=True), config=AUTO_EP, ranks=4, rounded=True, alone=True),
 )
