@@ -177,8 +177,8 @@ def test_ranks_with_other_experts_decide_alike(stage: int) -> None:
 
 
 REFUSED = {
-    "islands": {"section": {"islands": {"size": 1, "sync_every": 2}}},
-    "gradients/hierarchy": {"section": {"gradients": {"bits": 4, "hierarchy": {"ranks_per_node": 1}}}},
+    "islands": {"section": {"islands": {"size": 2, "sync_every": 2}}},
+    "gradients/hierarchy": {"section": {"gradients": {"bits": 4, "hierarchy": {"ranks_per_node": 2}}}},
     'ownership is "balanced"': {"section": {**INT4, "ownership": "balanced"}},
     "contiguous_gradients is false": {"section": INT4, "zero": {"contiguous_gradients": False}},
 }
@@ -195,6 +195,6 @@ def refusals(rank: int) -> dict[str, str]:
 
 
 def test_what_experts_do_not_support_is_refused_by_name() -> None:
-    for found in run_forks(2, refusals):
+    for found in run_forks(4, refusals):
         for text in REFUSED:
             assert text in found.get(text, "")

@@ -1,6 +1,9 @@
 """Programs that train mixtures of experts: of DeepSpeed's own layer, and of layers that know nothing of DeepSpeed."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from deepspeed.moe.layer import MoE
@@ -79,6 +82,19 @@ def qwen3() -> nn.Module:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **HEADS, **experts, intermediate_size=24))
 
 
+class Registry(dict[str, Any]):
+    """The registry as AutoEP of DeepSpeed 0.19.8 expects it: that of transformers 5.23 knows no default."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return super().get(key if isinstance(key, str) else str(type(key)), {} if default is None else default)
+
+
+def registry_with_defaults() -> AbstractContextManager[object]:
+    from transformers.utils import output_capturing
+
+    return patch.object(output_capturing, "_CAN_RECORD_REGISTRY", Registry(output_capturing._CAN_RECORD_REGISTRY))
+
+
 class Mixture:
     """A model of transformers whose experts are parameters like all others; few tokens, so some experts see none."""
 
@@ -89,7 +105,8 @@ class Mixture:
         model = self.make()
         if run.stage == 3 and not self.spread:
             set_z3_leaf_modules(model, [type(layer.mlp) for layer in model.model.layers[:1]])
-        engine = run.start(model)
+        with registry_with_defaults():
+            engine = run.start(model)
         generator = torch.Generator().manual_seed(run.rank)
         for _ in range(4):
             tokens = torch.randint(0, 32, (1, 5), generator=generator)
