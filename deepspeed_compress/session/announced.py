@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from deepspeed_compress.collectives.buckets import Partition
 from deepspeed_compress.collectives.reduction import Parameters
@@ -82,14 +82,27 @@ def gradient_texts(
     ]
 
 
-def weight_text(weights: CompressedWeights, parameters: Parameters, ranks: int, itemsize: int, when: str) -> str:
+def weight_text(
+    weights: CompressedWeights,
+    parameters: Parameters,
+    gathered: Iterable[tuple[Collection[str], int]],
+    itemsize: int,
+    when: str,
+) -> str:
     """Return a text on the bytes of weights that a rank sends `when` they are gathered.
 
-    `itemsize` is the bytes of an uncompressed element.
+    Args:
+        weights: the settings.
+        parameters: the model's parameters.
+        gathered: names of the parameters that are gathered over the same ranks, with the number of these ranks.
+        itemsize: bytes of an uncompressed element.
+        when: occasion on which they are gathered.
     """
-    numels = {name: parameters.numel(name) for name in parameters.shapes}
-    raw = [numels[name] for name in parameters.uncompressed(weights.min_numel) & numels.keys()]
-    coded = weights.compressor().payload_bytes(sum(numels.values()) - sum(raw))
-    sent = ring_all_gather(coded + sum(raw) * itemsize, ranks)
-    alone = ring_all_gather(sum(numels.values()) * itemsize, ranks)
+    sent = alone = 0
+    for names, ranks in gathered:
+        numels = {name: parameters.numel(name) for name in names}
+        raw = sum(numels[name] for name in parameters.uncompressed(weights.min_numel) & numels.keys())
+        coded = weights.compressor().payload_bytes(sum(numels.values()) - raw)
+        sent += ring_all_gather(coded + raw * itemsize, ranks)
+        alone += ring_all_gather(sum(numels.values()) * itemsize, ranks)
     return f"about {size(sent)} of weights {when}, uncompressed {size(alone)}"

@@ -58,9 +58,9 @@ def _figures(engine: Any, session: Session, parameters: Parameters, kind: str) -
     if config.gradients.method != "none":
         parts += _gradients(engine, session, parameters, kind)
     if isinstance(config.weights, CompressedWeights):
-        ranks, itemsize = reduction_group(engine).size(), engine.get_data_types()[0].itemsize
+        gathered, itemsize = _averaged(engine, parameters), engine.get_data_types()[0].itemsize
         when = "each time they are gathered" if kind == "zero_3" else "a step"
-        parts.append(weight_text(config.weights, parameters, ranks, itemsize, when))
+        parts.append(weight_text(config.weights, parameters, gathered, itemsize, when))
     elif parts and engine.zero_optimization_stage() in _SEND_WEIGHTS and config.islands is None:
         parts.append(_plain_weights(engine, parameters))
     return parts
