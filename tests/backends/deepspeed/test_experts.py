@@ -1,5 +1,6 @@
 """Mixtures of experts of DeepSpeed's layer: groups, residuals, skipped steps, checkpoints and figures of their own."""
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 
 import deepspeed_compress
 from deepspeed_compress.compression import state
-from deepspeed_compress.errors import StateError, UnsupportedError
+from deepspeed_compress.errors import CompressWarning, StateError, UnsupportedError
 from deepspeed_compress.session.state_files import check_experts
 from deepspeed_compress.session.traffic import ring_all_reduce
 from tests.backends.deepspeed.programs.experts import Experts
@@ -71,9 +72,9 @@ def test_a_nan_in_one_expert_skips_the_step_on_all_ranks(stage: int, spread: int
         assert ours == expected
 
 
-def saving(rank: int, stage: int, spread: int, directory: str) -> tuple[Any, Any, Any, Any]:
+def saving(rank: int, stage: int, spread: int, more: Mapping[str, Any], directory: str) -> tuple[Any, Any, Any, Any]:
     """Return weights and residuals of a run that continues after saving, and of one that resumes."""
-    job, batches = Job(stage, INT4), data(rank, Job(steps=6))
+    job, batches = Job(stage, {**INT4, **more}), data(rank, Job(steps=6))
     engine = start(job, spread)
     run(engine, batches[:3])
     engine.save_checkpoint(directory)
@@ -91,11 +92,19 @@ def saving(rank: int, stage: int, spread: int, directory: str) -> tuple[Any, Any
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stage", "spread"),
-    [(4, 1, 2), pytest.param(2, 2, 1, marks=pytest.mark.slow), pytest.param(4, 0, 2, marks=pytest.mark.slow)],
+    ("ranks", "stage", "spread", "more"),
+    [
+        (4, 1, 2, {}),
+        pytest.param(4, 2, 2, {"weights": {"bits": 8, "min_numel": 10}}, marks=pytest.mark.slow),
+        pytest.param(2, 2, 1, {}, marks=pytest.mark.slow),
+        pytest.param(4, 0, 2, {}, marks=pytest.mark.slow),
+    ],
 )
-def test_a_run_resumes_with_the_residuals_of_its_experts(tmp_path: Path, ranks: int, stage: int, spread: int) -> None:
-    for rank, (saved, loaded, continued, resumed) in enumerate(run_forks(ranks, saving, stage, spread, str(tmp_path))):
+def test_a_run_resumes_with_the_residuals_of_its_experts(
+    tmp_path: Path, ranks: int, stage: int, spread: int, more: Mapping[str, Any]
+) -> None:
+    found = run_forks(ranks, saving, stage, spread, more, str(tmp_path))
+    for rank, (saved, loaded, continued, resumed) in enumerate(found):
         owner = f"ep_size_{spread}_rank_{rank % spread}/"
         names = {name for name, values in saved.items() if values}
         assert names >= {"gradients", owner + "gradients"}
@@ -106,6 +115,38 @@ def test_a_run_resumes_with_the_residuals_of_its_experts(tmp_path: Path, ranks: 
         assert not any("deepspeed_experts" in name for (name, _, _), _ in saved["gradients"])
         assert loaded == saved
         assert resumed == continued
+
+
+METHODS = (
+    {"method": "powersgd", "rank": 2},
+    {"method": "topk", "density": 0.1},
+    {"method": "sign"},
+    {"method": "bf16", "overrides": [{"parameters": "deepspeed_experts", "bits": 4}]},
+)
+
+
+def learning(rank: int, stage: int, spread: int) -> list[tuple[list[str], dict[str, list[float]]]]:
+    """Train with every method; return its warnings, and the weights."""
+    found = []
+    for method in METHODS:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always", CompressWarning)
+            engine = start(Job(stage, {"gradients": method}), spread)
+            run(engine, data(rank, Job(steps=4)))
+        said = [str(one.message) for one in seen if issubclass(one.category, CompressWarning)]
+        found.append((said, weights(engine)))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("stage", "spread"), [(0, 2), pytest.param(1, 1, marks=pytest.mark.slow)])
+def test_every_method_keeps_the_same_bits_where_the_same_parameters_are(stage: int, spread: int) -> None:
+    for (said, first), (_, second) in zip(*run_forks(2, learning, stage, spread), strict=True):
+        assert not said
+        assert all(torch.isfinite(torch.tensor(values)).all() for values in first.values())
+        for name, values in first.items():
+            if spread == 1 or "deepspeed_experts" not in name:
+                assert values == second[name], name
 
 
 def description(position: state.Position, *names: str) -> state.Description:
@@ -173,7 +214,7 @@ def steering(rank: int, stage: int) -> list[str]:
 def test_ranks_with_other_experts_decide_alike(stage: int) -> None:
     first, second = run_forks(2, steering, stage)
     assert first == second
-    assert first
+    assert any("adapt" in event for event in first)
 
 
 REFUSED = {

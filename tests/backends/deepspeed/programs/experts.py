@@ -117,6 +117,7 @@ class Mixture:
             run.step(engine)
 
 
+SUMS_IN_FP32 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 AUTO_EP = {"expert_parallel": {"enabled": True, "autoep_size": 2, "use_grouped_mm": False}}
 NOT_IN_ZERO_3 = {3: "not supported with ZeRO Stage 3"}
 OF_LAYERS = {"alone": True, "fails": NOT_IN_ZERO_3}
@@ -127,6 +128,14 @@ PROGRAMS = (
     Program("experts spread over ranks", WithExperts(2), **OF_LAYERS),
     Program("experts spread over 2 of 4 ranks", WithExperts(2), **ON_FOUR),
     Program("experts spread over 1, 2 and 4 ranks", WithExperts(2, 1, 4), **ON_FOUR),
+    Program(
+        "experts spread over ranks, bf16, sums in fp32",
+        WithExperts(2),
+        config=SUMS_IN_FP32,
+        rounded=True,
+        alone=True,
+        fails={0: "unsupported mix of model_dtype", **NOT_IN_ZERO_3},
+    ),
     # Under ZeRO 1 and 2, DeepSpeed hangs if a parameter has a gradient on some ranks only.
     Program("experts without an input on a rank", routed, stages=(0, 3)),
     Program("mixture of transformers: Mixtral", Mixture(mixtral)),
