@@ -121,7 +121,7 @@ METHODS = (
     {"method": "powersgd", "rank": 2},
     {"method": "topk", "density": 0.1},
     {"method": "sign"},
-    {"method": "bf16", "overrides": [{"parameters": "deepspeed_experts", "bits": 4}]},
+    {"method": "bf16", "overrides": [{"parameters": "deepspeed_experts", "method": "blockwise", "bits": 4}]},
 )
 
 
