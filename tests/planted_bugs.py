@@ -96,7 +96,7 @@ BUGS: Mapping[str, Bug] = {
     ),
     "a large gradient is freed while it is reduced": Bug(
         "backends/deepspeed/gradients/zero_12.py",
-        "            self._keep(tensor)\n",
+        "        self._keep(tensor)\n",
         "",
         ("backends/deepspeed/test_streams.py",),
     ),

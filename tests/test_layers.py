@@ -66,6 +66,7 @@ TABLE = {
         "torch",
     ),
     "collectives.pace": allow("config", "torch"),
+    "collectives.grouped": allow("collectives compression config"),
     "collectives.reduction": allow("collectives compression config errors", "torch"),
     "collectives.weight_reduction": allow("collectives compression config", "torch"),
     "transport": allow("errors"),

@@ -6,7 +6,7 @@ reducers of the most recent descriptions.
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 
@@ -150,30 +150,49 @@ class Codecs:
     inside: Codec | None = None
 
 
-class Reductions:
-    """Reducers of a run for any gradient settings.
-
-    The first use of settings emits a CompressWarning for each override that matches no parameter, and if nothing is
-    left to compress.
-    """
-
-    def __init__(self, context: ReductionContext) -> None:
-        self.context = context
-        # Not bound methods: a reference cycle would keep the process groups alive until garbage collection.
-        self._channels_of = lru_cache(maxsize=SETTINGS)(partial(find_channels, context.parameters))
-        self._reduction = lru_cache(maxsize=SETTINGS)(partial(_make_reduction, context))
-
-    def at(self, settings: AnyCompressedGradients, step: int) -> Reduction:
-        """Return the reducers for `settings` in optimizer step `step` (0-based)."""
-        codecs = find_codecs(settings, self.context.parameters, step)
-        return self._reduction(settings, codecs, self._channels_of(settings))
-
-
 @dataclass(frozen=True, eq=False)
 class ChannelTable:
     """Map from parameter name to channel. Parameters that are not in it are sent uncompressed."""
 
     channel_of: Mapping[str, int]
+
+
+class Reductions:
+    """Reducers of a run for any gradient settings.
+
+    The first use of settings emits a CompressWarning for each override that matches no parameter, and if nothing is
+    left to compress.
+
+    Args:
+        context: the groups, parameters and stores of the reducers.
+        channels_of: returns the channels for given settings, where other reductions of the same model have found them
+            already; None to find them, and to emit the warnings.
+    """
+
+    def __init__(
+        self, context: ReductionContext, channels_of: Callable[[AnyCompressedGradients], ChannelTable] | None = None
+    ) -> None:
+        self.context = context
+        # Not bound methods: a reference cycle would keep the process groups alive until garbage collection.
+        self._channels_of = channels_of or lru_cache(maxsize=SETTINGS)(partial(find_channels, context.parameters))
+        self._reduction = lru_cache(maxsize=SETTINGS)(partial(_make_reduction, context))
+
+    def over(self, groups: Groups, owner: str, seed: int) -> "Reductions":
+        """Return the reductions of parameters of the same model that are averaged over other `groups`.
+
+        Args:
+            groups: the ranks that have these parameters.
+            owner: name of these parameters, under which their residuals are kept (see `ResidualStores`).
+            seed: seed of their random numbers.
+        """
+        context = self.context
+        other = replace(context, groups=groups, stores=context.stores.of(owner), run=replace(context.run, seed=seed))
+        return Reductions(other, self._channels_of)
+
+    def at(self, settings: AnyCompressedGradients, step: int) -> Reduction:
+        """Return the reducers for `settings` in optimizer step `step` (0-based)."""
+        codecs = find_codecs(settings, self.context.parameters, step)
+        return self._reduction(settings, codecs, self._channels_of(settings))
 
 
 def find_codecs(settings: AnyCompressedGradients, parameters: Parameters, step: int) -> Codecs:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from deepspeed_compress.compression.layouts import Layout, numel_of
-from deepspeed_compress.compression.residuals import STORAGE, Residuals
+from deepspeed_compress.compression.residuals import STORAGE, Residuals, kind_of
 from deepspeed_compress.compression.transforms import Identity, Transform, described, transform_of
 from deepspeed_compress.errors import StateError
 
@@ -45,9 +45,9 @@ _MAX_RANKS = 1 << 20
 STEM = "deepspeed_compress"
 """Prefix of the file names."""
 SHARED = frozenset({"factors"})
-"""Stores that are equal on all ranks of a data-parallel group."""
+"""Kinds of stores that are equal on all ranks of a data-parallel group."""
 OWNED = frozenset({"means", "node_means", "spread", "anchor", "outer_momentum"})
-"""Stores in which one rank owns each element. All other stores add up over the ranks."""
+"""Kinds of stores in which one rank owns each element. All other stores add up over the ranks."""
 
 
 @dataclass(frozen=True)
@@ -344,7 +344,7 @@ def restore(
         for name in stores.keys() & saved.keys():
             if same or _takes(name, description.position, position):
                 exact = same and description.storage[name] == stores[name].dtype
-                factor = 0.0 if name in OWNED else 1.0
+                factor = 0.0 if kind_of(name) in OWNED else 1.0
                 _load(stores[name], saved[name], description.storage[name], exact, device, factor)
         change = loss_scale / description.loss_scale
     for store in stores.values() if change != 1.0 else ():
@@ -353,9 +353,9 @@ def restore(
 
 
 def _takes(name: str, saved: Position, position: Position) -> bool:
-    if name in SHARED:
+    if kind_of(name) in SHARED:
         return saved.index == 0
-    return name in OWNED or saved.index % position.size == position.index
+    return kind_of(name) in OWNED or saved.index % position.size == position.index
 
 
 def _load(store: Residuals, saved: _SavedStore, storage: str, exact: bool, device: torch.device, factor: float) -> None:

@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from deepspeed_compress.collectives.buckets import Partition
 from deepspeed_compress.collectives.reduction import Parameters
@@ -58,39 +58,58 @@ def _between_islands(islands: Islands | None) -> list[str]:
 
 
 def gradient_texts(
-    session: Session, parameters: Parameters, partition: Partition, everywhere: bool, alone: int, times: int = 1
+    session: Session,
+    parameters: Parameters,
+    partitions: Sequence[Partition],
+    everywhere: bool,
+    alone: int,
+    times: int = 1,
 ) -> list[str]:
     """Return texts on excluded parameters, and on the bytes that rank 0 sends in a step and keeps between steps.
 
     Args:
         session: the session of the run.
         parameters: the model's parameters.
-        partition: cut of one bucket with all parameters.
+        partitions: cut of one bucket with all parameters of each group of ranks.
         everywhere: reduce to all ranks instead of to the owners.
         alone: bytes that the engine sends without compression.
         times: reductions per step.
     """
     total = sum(parameters.numel(name) for name in parameters.shapes)
-    raw = uncompressed(session.chosen_reducer(LATE), partition)
-    found = mean_cost(session, partition, everywhere)
+    raw = {name for one in partitions for name in uncompressed(session.chosen_reducer(LATE, one), one)}
+    costs = [mean_cost(session, partition, everywhere) for partition in partitions]
+    sent, kept = sum(one.sent for one in costs), sum(one.kept for one in costs)
     share = 1 - sum(parameters.numel(name) for name in raw) / max(1, total)
     count = len(parameters.shapes)
     return [
         f"{count - len(raw)} of {count} parameters are compressed ({share:.1%} of the elements), {len(raw)} "
         "are excluded",
-        f"rank 0 sends about {size(times * found.sent)} of gradients a step, uncompressed {size(alone)}",
-        f"residuals take up to {size(found.kept)}",
+        f"rank 0 sends about {size(times * sent)} of gradients a step, uncompressed {size(alone)}",
+        f"residuals take up to {size(kept)}",
     ]
 
 
-def weight_text(weights: CompressedWeights, parameters: Parameters, ranks: int, itemsize: int, when: str) -> str:
+def weight_text(
+    weights: CompressedWeights,
+    parameters: Parameters,
+    gathered: Iterable[tuple[Collection[str], int]],
+    itemsize: int,
+    when: str,
+) -> str:
     """Return a text on the bytes of weights that a rank sends `when` they are gathered.
 
-    `itemsize` is the bytes of an uncompressed element.
+    Args:
+        weights: the settings.
+        parameters: the model's parameters.
+        gathered: names of the parameters that are gathered over the same ranks, with the number of these ranks.
+        itemsize: bytes of an uncompressed element.
+        when: occasion on which they are gathered.
     """
-    numels = {name: parameters.numel(name) for name in parameters.shapes}
-    raw = [numels[name] for name in parameters.uncompressed(weights.min_numel) & numels.keys()]
-    coded = weights.compressor().payload_bytes(sum(numels.values()) - sum(raw))
-    sent = ring_all_gather(coded + sum(raw) * itemsize, ranks)
-    alone = ring_all_gather(sum(numels.values()) * itemsize, ranks)
+    sent = alone = 0
+    for names, ranks in gathered:
+        numels = {name: parameters.numel(name) for name in names}
+        raw = sum(numels[name] for name in parameters.uncompressed(weights.min_numel) & numels.keys())
+        coded = weights.compressor().payload_bytes(sum(numels.values()) - raw)
+        sent += ring_all_gather(coded + raw * itemsize, ranks)
+        alone += ring_all_gather(sum(numels.values()) * itemsize, ranks)
     return f"about {size(sent)} of weights {when}, uncompressed {size(alone)}"

@@ -4,7 +4,7 @@ An engine describes itself as an `Attachment`. The parts exist before the sessio
 engine gets the parts that it needs, and the session gets everything in its constructor.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
+from deepspeed_compress.collectives.grouped import GroupedReductions, SeparateParameters
 from deepspeed_compress.collectives.pace import make_pace
 from deepspeed_compress.collectives.reducer import Run, StepClock
-from deepspeed_compress.collectives.reduction import Groups, Parameters, ReductionContext, Reductions
+from deepspeed_compress.collectives.reduction import Groups, Parameters, ReductionContext
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import CompressConfig, total_steps
 from deepspeed_compress.monitor import EventSink, Journal, Meter, utc_now
@@ -33,6 +34,10 @@ def _nobody_listens() -> bool:
     return False
 
 
+def _nothing_separate() -> Sequence[SeparateParameters]:
+    return ()
+
+
 @dataclass(frozen=True)
 class Attachment:
     """Description of an engine, and of this rank, for which a session is made.
@@ -45,6 +50,7 @@ class Attachment:
         byte_report: see `Reporter`.
         writes: True if this rank writes decisions.
         make_groups: makes the groups for messages; called only if gradients are compressed.
+        find_separate: makes the groups of parameters that are averaged over other ranks; called after `make_groups`.
         transactional: True if a step may be skipped, or its reductions rolled back.
         group: the ranks that report together; None for the whole job.
         available: the choices of an adaptive policy.
@@ -61,6 +67,7 @@ class Attachment:
     byte_report: ByteReport
     writes: bool
     make_groups: Callable[[], Groups]
+    find_separate: Callable[[], Sequence[SeparateParameters]] = _nothing_separate
     transactional: bool = True
     group: ProcessGroup | None = None
     available: AllowedChoices = field(default_factory=AllowedChoices)
@@ -87,7 +94,7 @@ class Parts:
     config: CompressConfig
     policy: Policy
     run: Run
-    reductions: Reductions | None
+    reductions: GroupedReductions | None
     records: Records
     patches: Patches
 
@@ -117,8 +124,9 @@ def make_parts(attachment: Attachment, patches: Patches) -> Parts:
     return Parts(config, policy, run, _reductions(attachment, run), records, patches)
 
 
-def _reductions(attachment: Attachment, run: Run) -> Reductions | None:
+def _reductions(attachment: Attachment, run: Run) -> GroupedReductions | None:
     if attachment.config.gradients.method == "none":
         return None
     stores = ResidualStores(attachment.transactional)
-    return Reductions(ReductionContext(attachment.make_groups(), attachment.parameters, stores, run))
+    context = ReductionContext(attachment.make_groups(), attachment.parameters, stores, run)
+    return GroupedReductions(context, attachment.find_separate())

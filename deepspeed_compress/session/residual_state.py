@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deepspeed_compress.compression.residuals import Residuals, ResidualStores
+from deepspeed_compress.compression.residuals import Residuals, ResidualStores, kind_of
 from deepspeed_compress.compression.state import OWNED
 from deepspeed_compress.config import CompressConfig, CompressedGradients, ErrorFeedbackConfig
 from deepspeed_compress.session.switching import hand_over_means, make_expected
@@ -14,7 +14,7 @@ from deepspeed_compress.session.switching import hand_over_means, make_expected
 __all__ = ["FinishedStep", "ResidualState"]
 
 _RESIDUALS = frozenset({"gradients", "means", "node", "node_means"})
-"""Names of the stores that hold residuals; the others hold momenta, factors, and values still to be passed on."""
+"""Kinds of stores that hold residuals; the others hold momenta, factors, and values still to be passed on."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,15 @@ class ResidualState:
             store.clear()
 
     def clear_residuals(self) -> None:
-        for name in _RESIDUALS & self.by_name.keys():
-            self.by_name[name].clear()
+        for store in self._of(_RESIDUALS):
+            store.clear()
+
+    def _of(self, kinds: frozenset[str]) -> list[Residuals]:
+        return [store for name, store in self.by_name.items() if kind_of(name) in kinds]
 
     def residual_norm(self, loss_scale: float) -> float | None:
         """Return the L2 norm of this rank's residuals, without momenta; None if it keeps none."""
-        left = [store for name, store in self.by_name.items() if name in _RESIDUALS]
+        left = self._of(_RESIDUALS)
         if not left:
             return None
         # Synchronize with the GPU once, whatever the number of stores.
@@ -110,6 +113,6 @@ class ResidualState:
 
     def _prune(self) -> None:
         """Drop the residuals of elements that other ranks own; the first step has shown which they are."""
-        for name in OWNED & self.by_name.keys():
-            self.by_name[name].prune()
+        for store in self._of(OWNED):
+            store.prune()
         self._prunes = False

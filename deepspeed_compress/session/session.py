@@ -96,16 +96,23 @@ class Session:
     @property
     def parameters(self) -> Parameters | None:
         """Return the model's parameters as reducers know them; None if reduction is left to DeepSpeed."""
-        return None if self._reductions is None else self._reductions.context.parameters
+        return None if self._reductions is None else self._reductions.parameters
 
     @property
     def reducer(self) -> Reducer:
-        """Return the reducer of the running step."""
-        return self._settings.reducer
+        """Return the reducer of the running step for the parameters that all data-parallel ranks have."""
+        return self._settings.reducers.every[0]
 
-    def chosen_reducer(self, step: int) -> Reducer:
-        """Return the reducer of the configured settings in optimizer step `step` (0-based), whatever is in force."""
-        return self._settings.chosen_reducer(step)
+    def reducer_of(self, partition: Partition) -> Reducer:
+        """Return the reducer of the running step for the bucket that `partition` cuts.
+
+        Its parameters determine the group of ranks over which they are averaged; experts have their own.
+        """
+        return self._settings.reducers.of(partition)
+
+    def chosen_reducer(self, step: int, partition: Partition) -> Reducer:
+        """Return the reducer of a bucket for the configured settings in step `step` (0-based), whatever is in force."""
+        return self._settings.chosen_reducer(step, partition)
 
     @property
     def settings(self) -> str:
@@ -167,12 +174,12 @@ class Session:
 
     def reduce(self, bucket: Tensor, partition: Partition, scale: float, everywhere: bool) -> None:
         """Reduce `bucket` in place: to its owners, or to all ranks if `everywhere` (see `PayloadReducer`)."""
-        reducer = self.reducer
+        reducer = self.reducer_of(partition)
         self._sample(bucket, partition, everywhere)
         self._scale = scale
         operation = reducer.all_reduce if everywhere else reducer.reduce_scatter
         self._count(partition, everywhere)
-        truth = true_sum(reducer.group, bucket) if self._sampled() else None
+        truth = true_sum(reducer.group, bucket) if self._sampled(partition) else None
         operation(bucket, partition, scale)
         if truth is not None:
             own = partition.owned_by(reducer.group.rank())
@@ -229,21 +236,21 @@ class Session:
 
     def start(self, bucket: Tensor, partition: Partition, scale: float) -> Pending:
         """Begin to reduce `bucket` to its owners; it may be overwritten."""
-        if self._sampled():
+        if self._sampled(partition):
             self.reduce(bucket, partition, scale, everywhere=False)
-            own = partition.owned_by(self.reducer.group.rank())
+            own = partition.owned_by(self.reducer_of(partition).group.rank())
             return Reduced(own, gather(bucket, own))
         self._sample(bucket, partition, everywhere=False)
         self._count(partition, everywhere=False)
-        return self.reducer.start_reduce_scatter(bucket, partition, scale)
+        return self.reducer_of(partition).start_reduce_scatter(bucket, partition, scale)
 
     def start_everywhere(self, bucket: Tensor, partition: Partition, scale: float) -> PendingMeans | None:
         """Begin to reduce `bucket` on all ranks.
 
         Returns None if the reduction cannot be deferred; it is then done already.
         """
-        reducer = self.reducer
-        if not isinstance(reducer, PayloadReducer) or reducer.group.size() == 1 or self._sampled():
+        reducer = self.reducer_of(partition)
+        if not isinstance(reducer, PayloadReducer) or reducer.group.size() == 1 or self._sampled(partition):
             self.reduce(bucket, partition, scale, everywhere=True)
             return None
         self._sample(bucket, partition, everywhere=True)
@@ -254,12 +261,12 @@ class Session:
     def _sample(self, bucket: Tensor, partition: Partition, everywhere: bool) -> None:
         """Let an adaptive policy measure its candidates on `bucket`."""
         if self._plan.probe and self._inputs is not None and self._inputs.prober is not None:
-            self._inputs.prober.see(bucket, partition, self.reducer.group.rank(), everywhere)
+            self._inputs.prober.see(bucket, partition, self.reducer_of(partition).group.rank(), everywhere)
 
     def _count(self, partition: Partition, everywhere: bool) -> None:
         """Count the bytes of parameters that are sent uncompressed: excluded, small, or chosen by an override."""
         if self.meter.timed:
-            transfers = self.reducer.transfers(partition, everywhere)
+            transfers = self.reducer_of(partition).transfers(partition, everywhere)
             self.meter.bytes_raw += sum(one.uncompressed_bytes for one in transfers)
 
     def _compares(self) -> bool:
@@ -267,9 +274,10 @@ class Session:
         every = self.config.monitor.cosine_every
         return every > 0 and (self.clock.step + 1) % every == 0 and not self.dense
 
-    def _sampled(self) -> bool:
-        """Return True if this bucket is to be compared: the first one of a step that compares."""
-        return self._compares() and self.meter.cosine is None
+    def _sampled(self, partition: Partition) -> bool:
+        """Return True if this bucket is to be compared: the first one of all ranks in a step that compares."""
+        first = self._compares() and self.meter.cosine is None
+        return first and self.reducer_of(partition) is self.reducer
 
     def finish(self, finished: FinishedStep) -> bool:
         """Finish a step: update residuals, report, decide, and begin the next step.

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from deepspeed_compress.collectives.reduction import Parameters
 from deepspeed_compress.compression import state
 from deepspeed_compress.compression.layouts import Range
+from deepspeed_compress.compression.residuals import kind_of, owner_of
 from deepspeed_compress.compression.segments import PADDING
 from deepspeed_compress.config import CompressConfig, masked
 from deepspeed_compress.errors import CompressWarning, StateError
@@ -75,6 +76,7 @@ def load_state_files(session: Session, directory: Path, place: Place, loss_scale
         found = state.sources(directory, place.rank, place.position)
         check_owners(found[0][1], session.config)
         check_parameters([description for _, description in found], session.parameters)
+        check_experts(found[0][1], session.stores, place.position)
         session.residuals.expect(found[0][1].storage)
         same = state.restore(session.stores, found, place.position, loss_scale, place.device)
         session.residuals.restored(same)
@@ -125,7 +127,7 @@ def check_owners(saved: state.Description, config: CompressConfig) -> None:
     Residuals of senders are not affected: their sum is the same whichever rank holds them.
     """
     owners = saved.section.get("ownership", "contiguous")
-    kept = sorted(name for name in state.OWNED & saved.layouts.keys() if saved.layouts[name])
+    kept = sorted(name for name, slots in saved.layouts.items() if slots and kind_of(name) in state.OWNED)
     if kept and owners != config.ownership:
         raise StateError(
             f'/deepspeed_compress/ownership: "{config.ownership}" cannot continue from a checkpoint with '
@@ -158,11 +160,27 @@ def check_parameters(saved: Sequence[state.Description], parameters: Parameters 
         )
 
 
+def check_experts(saved: state.Description, stores: Iterable[str], position: state.Position) -> None:
+    """Raise StateError if this rank has other experts than the rank that saved the state.
+
+    Their parameters have equal names on all ranks, so the names of their `stores` tell which experts they belong to.
+    """
+    theirs, mine = ({owner_of(name) for name in names} - {""} for names in (saved.layouts, stores))
+    if saved.position == position and theirs <= mine:
+        return
+    if theirs | mine:
+        raise StateError(
+            f"the residuals of experts cannot be redistributed: they were saved by {saved.position.size} ranks for "
+            f"{_some(sorted(theirs)) or 'no experts'}, but this run has {position.size} ranks, and this one has "
+            f"{_some(sorted(mine)) or 'no experts'} (allowed: the same number of ranks, and the same ep_size)"
+        )
+
+
 def _ranges(saved: Sequence[state.Description]) -> Iterator[Range]:
     """Yield the saved ranges of parameters; shared stores are left out, because they hold factors."""
     for description in saved:
         for memory, layouts in description.layouts.items():
-            if memory not in state.SHARED:
+            if kind_of(memory) not in state.SHARED:
                 yield from (one for layout in layouts for one in layout if one[0] != PADDING)
 
 

@@ -1,7 +1,9 @@
 """Settings in force in the running optimizer step, and the reducer that is made of them."""
 
+from deepspeed_compress.collectives.buckets import Partition
+from deepspeed_compress.collectives.grouped import GroupedReducers, GroupedReductions
 from deepspeed_compress.collectives.reducer import Reducer
-from deepspeed_compress.collectives.reduction import Reductions
+from deepspeed_compress.collectives.reduction import Reduction
 from deepspeed_compress.config import CompressConfig, CompressedGradients, WeightsConfig
 from deepspeed_compress.config.methods import NoCompression
 from deepspeed_compress.policy import Policy, StepPlan
@@ -19,42 +21,45 @@ class StepSettings:
             the engine.
     """
 
-    def __init__(self, config: CompressConfig, policy: Policy, reductions: Reductions | None) -> None:
+    def __init__(self, config: CompressConfig, policy: Policy, reductions: GroupedReductions | None) -> None:
         self.plan = StepPlan(config.gradients, config.weights)
         """Plan of the running step."""
         self._config, self._policy, self._reductions = config, policy, reductions
-        self._reducer: Reducer | None = None
+        self._reducers: GroupedReducers | None = None
 
     @property
-    def reducer(self) -> Reducer:
-        """Return the reducer of the running step."""
-        assert self._reducer is not None, 'method "none" leaves reduction to the engine, and others begin with a step'
-        return self._reducer
+    def reducers(self) -> GroupedReducers:
+        """Return the reducers of the running step."""
+        assert self._reducers is not None, 'method "none" leaves reduction to the engine, and others begin with a step'
+        return self._reducers
 
     @property
     def weights(self) -> WeightsConfig:
         """Return the weight settings of the running step; `NoCompression` if nothing is compressed."""
         return NoCompression() if self.plan.dense else self.plan.weights
 
-    def chosen_reducer(self, step: int) -> Reducer:
-        """Return the reducer of the configured settings in optimizer step `step` (0-based), whatever is in force."""
+    def chosen_reducer(self, step: int, partition: Partition) -> Reducer:
+        """Return the reducer of a bucket for the configured settings in step `step` (0-based), whatever is in force."""
         gradients = self._config.gradients
         assert self._reductions is not None
         assert isinstance(gradients, CompressedGradients)
-        return self._reductions.at(gradients, step).compressed
+        compressed = [reduction.compressed for reduction in self._reductions.at(gradients, step)]
+        return self._reductions.grouped(compressed).of(partition)
 
     def begin(self, step: int) -> None:
         """Put the settings of optimizer step `step` (0-based) in force."""
         self.plan = self._policy.begin(step)
-        self._reducer = self._resolved(step)
+        self._reducers = self._resolved(step)
 
-    def _resolved(self, step: int) -> Reducer | None:
-        """Return the reducer of optimizer step `step`, which is resolved once, here."""
+    def _resolved(self, step: int) -> GroupedReducers | None:
+        """Return the reducers of optimizer step `step`, which are resolved once, here."""
         plan, chosen = self.plan, self._config.gradients
         settings = chosen if plan.dense else plan.settings
         if self._reductions is None or not isinstance(settings, CompressedGradients):
             return None
-        reduction = self._reductions.at(settings, step)
-        if plan.flush:
+        return self._reductions.grouped([self._chosen(one) for one in self._reductions.at(settings, step)])
+
+    def _chosen(self, reduction: Reduction) -> Reducer:
+        if self.plan.flush:
             return reduction.flushing
-        return reduction.plain if plan.dense else reduction.compressed
+        return reduction.plain if self.plan.dense else reduction.compressed

@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping
 
-from deepspeed_compress.compression.residuals import ResidualStores
+from deepspeed_compress.compression.residuals import ResidualStores, full_name, kind_of, owner_of
 from deepspeed_compress.compression.state import SHARED
 from deepspeed_compress.config import CompressConfig, CompressedGradients
 
 __all__ = ["hand_over_means", "make_expected"]
 
 _OF_SOME = frozenset({"gradients", "means", "factors", "spread"})
-"""Names of the stores that some settings of a run need and others do not."""
+"""Kinds of stores that some settings of a run need and others do not."""
 
 
 def make_expected(stores: ResidualStores, config: CompressConfig, storage: Mapping[str, str]) -> None:
@@ -22,9 +22,11 @@ def make_expected(stores: ResidualStores, config: CompressConfig, storage: Mappi
     if config.adaptive is None and not config.schedule.phases:
         return
     kept = gradients.residuals if isinstance(gradients, CompressedGradients) else None
-    for name in sorted(_OF_SOME & storage.keys() - stores.by_name.keys()):
-        on_host = kept is not None and kept.on_host and name not in SHARED
-        stores.get(name, storage[name], on_host, scaled=name not in SHARED)
+    for name in sorted(storage.keys() - stores.by_name.keys()):
+        if kind_of(name) in _OF_SOME:
+            shared = kind_of(name) in SHARED
+            on_host = kept is not None and kept.on_host and not shared
+            stores.get(name, storage[name], on_host, scaled=not shared)
 
 
 def hand_over_means(stores: ResidualStores, scale: float) -> None:
@@ -33,9 +35,9 @@ def hand_over_means(stores: ResidualStores, scale: float) -> None:
     `scale` is that of the sums that became means. An owner's gradient is in the sum once, so the residual of a mean
     divided by the scale is added to the next sum.
     """
-    means, gradients = stores.by_name.get("means"), stores.by_name.get("gradients")
-    if means is None or gradients is None:
-        return
-    for piece, values in list(means.items()):
-        gradients.add([(piece, values / scale)], values.device)
-    means.clear()
+    for name in [name for name in stores.by_name if kind_of(name) == "means"]:
+        means, gradients = stores.by_name[name], stores.by_name.get(full_name("gradients", owner_of(name)))
+        if gradients is not None:
+            for piece, values in list(means.items()):
+                gradients.add([(piece, values / scale)], values.device)
+            means.clear()

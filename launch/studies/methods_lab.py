@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo  # type: ignore[attr-defined]
 
 from deepspeed_compress.collectives.buckets import even_partition
+from deepspeed_compress.collectives.grouped import GroupedReductions
 from deepspeed_compress.collectives.reducer import Run, StepClock
-from deepspeed_compress.collectives.reduction import Groups, Parameters, ReductionContext, Reductions
+from deepspeed_compress.collectives.reduction import Groups, Parameters, ReductionContext
 from deepspeed_compress.collectives.weight_reduction import WeightReduction
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import (
@@ -130,9 +131,10 @@ class Rank:
         parameters = Parameters(shapes, sorted(shapes))
         self.meter = ThreadMeter()
         run = Run(StepClock(), self.meter, config.seed)
-        reductions = Reductions(ReductionContext(Groups(group), parameters, ResidualStores(transactional=True), run))
+        context = ReductionContext(Groups(group), parameters, ResidualStores(transactional=True), run)
+        reductions = GroupedReductions(context)
         gradients, weights = _compressed(config)
-        self.plain = reductions.at(gradients, 0).plain
+        self.plain = reductions.at(gradients, 0)[0].plain
         self.session = _session(config, run, reductions)
         self.gather = WeightReduction(weights, parameters, run).difference_gather(group, sizes, HELD)
         # Use the partition of the gather: a rank receives the mean gradients of its own master weights.
@@ -189,7 +191,7 @@ class Rank:
         self.weights.copy_(self.held)
 
 
-def _session(config: CompressConfig, run: Run, reductions: Reductions) -> Session:
+def _session(config: CompressConfig, run: Run, reductions: GroupedReductions) -> Session:
     """Return a session without output and without subscribers."""
     journal = Journal(None)
     log = EventLog(journal, writes=False)

@@ -151,7 +151,7 @@ def _figures(attached: Attached, target: Target) -> list[str]:
     parameters, ranks = target.described(), target.group.size()
     partition = one_bucket([(name, parameters.numel(name)) for name in parameters.shapes], ranks, apart=False)
     alone = ring_all_reduce(sum(parameter.nbytes for parameter in target.parameters.values()), ranks)
-    return gradient_texts(attached.session, parameters, partition, True, alone)
+    return gradient_texts(attached.session, parameters, [partition], True, alone)
 
 
 def _count(attached: Attached, target: Target, model: DistributedDataParallel, inputs: object) -> None:

@@ -1,13 +1,13 @@
 """Startup announcement: one line with the settings and the bytes that are expected to be sent and kept."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
-from deepspeed_compress.backends.deepspeed.groups import reduction_group
+from deepspeed_compress.backends.deepspeed.groups import expert_names, reduction_group
 from deepspeed_compress.backends.deepspeed.limits import has_optimizer
 from deepspeed_compress.backends.deepspeed.units import NodeUnit, node_unit
 from deepspeed_compress.collectives.reduction import Parameters
@@ -80,9 +80,9 @@ def _figures(engine: Any, session: Session, parameters: Parameters, kind: str) -
     if config.gradients.method != "none":
         parts += _gradients(engine, session, parameters, kind)
     if isinstance(config.weights, CompressedWeights):
-        ranks, itemsize = reduction_group(engine).size(), engine.get_data_types()[0].itemsize
+        gathered, itemsize = _averaged(engine, parameters), engine.get_data_types()[0].itemsize
         when = "each time they are gathered" if kind == "zero_3" else "a step"
-        parts.append(weight_text(config.weights, parameters, ranks, itemsize, when))
+        parts.append(weight_text(config.weights, parameters, gathered, itemsize, when))
     elif parts and engine.zero_optimization_stage() in _SEND_WEIGHTS and config.islands is None:
         parts.append(_plain_weights(engine, parameters))
     return parts
@@ -93,17 +93,31 @@ _SEND_WEIGHTS = (1, 2)
 
 
 def _plain_weights(engine: Any, parameters: Parameters) -> str:
-    numel = sum(parameters.numel(name) for name in parameters.shapes)
-    sent = ring_all_gather(numel * engine.get_data_types()[0].itemsize, reduction_group(engine).size())
+    itemsize = engine.get_data_types()[0].itemsize
+    sent = sum(
+        ring_all_gather(sum(map(parameters.numel, names)) * itemsize, ranks)
+        for names, ranks in _averaged(engine, parameters)
+    )
     return f'weights travel uncompressed: {size(sent)} a step; add "weights": {{"bits": 4}}'
 
 
 def _gradients(engine: Any, session: Session, parameters: Parameters, kind: str) -> list[str]:
-    group = reduction_group(engine)
-    sizes = [(name, parameters.numel(name)) for name in parameters.shapes]
-    partition = one_bucket(sizes, group.size(), apart=kind == "zero_3")
+    partitions = [
+        one_bucket([(name, parameters.numel(name)) for name in names], ranks, apart=kind == "zero_3")
+        for names, ranks in _averaged(engine, parameters)
+    ]
     # ZeRO 2 and 3 reduce in every micro-step. Only ZeRO 3, and not on gloo, reduces directly to the owners.
     times = engine.gradient_accumulation_steps() if engine.zero_optimization_stage() >= 2 else 1
-    ring = ring_reduce_scatter if kind == "zero_3" and dist.get_backend(group) != "gloo" else ring_all_reduce
-    alone = times * ring(partition.numel * parameters.dtype.itemsize, group.size())
-    return gradient_texts(session, parameters, partition, kind == "zero_0", alone, times)
+    scatters = kind == "zero_3" and dist.get_backend(reduction_group(engine)) != "gloo"
+    ring = ring_reduce_scatter if scatters else ring_all_reduce
+    alone = times * sum(ring(one.numel * parameters.dtype.itemsize, one.world_size) for one in partitions)
+    return gradient_texts(session, parameters, partitions, kind == "zero_0", alone, times)
+
+
+def _averaged(engine: Any, parameters: Parameters) -> Iterator[tuple[list[str], int]]:
+    """Yield the names of the parameters that are averaged over the same ranks, and the number of these ranks."""
+    experts = expert_names(engine)
+    separate = {name for names in experts.values() for name in names}
+    yield [name for name in parameters.shapes if name not in separate], reduction_group(engine).size()
+    for group, names in experts.items():
+        yield names, engine.expert_data_parallel_group[group].size()

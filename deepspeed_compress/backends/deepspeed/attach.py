@@ -17,7 +17,7 @@ from deepspeed_compress.backends.deepspeed.announce import announce
 from deepspeed_compress.backends.deepspeed.gradients.zero_0 import attach_zero_0, may_begin_early
 from deepspeed_compress.backends.deepspeed.gradients.zero_3 import attach_zero_3
 from deepspeed_compress.backends.deepspeed.gradients.zero_12 import attach_zero_12
-from deepspeed_compress.backends.deepspeed.groups import make_groups
+from deepspeed_compress.backends.deepspeed.groups import find_separate, make_groups
 from deepspeed_compress.backends.deepspeed.limits import (
     engine_kind,
     find_limits,
@@ -202,6 +202,7 @@ def _attachment(
         # Each island writes its own decisions, under the id of one common run.
         writes=dist.get_rank(deciding_group(engine)) == 0,
         make_groups=functools.partial(make_groups, engine, config),
+        find_separate=functools.partial(find_separate, engine),
         transactional=skips or (kind == "zero_0" and may_begin_early(engine)),
         available=_available(engine, config, kind),
         step=engine.global_steps,

@@ -1,13 +1,15 @@
-"""Groups of ranks that reduce together: the data-parallel group, and its parts within and across nodes."""
+"""Groups of ranks that reduce together: the data-parallel group, its parts by node, and the groups of experts."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.deepspeed.units import node_unit
+from deepspeed_compress.collectives.grouped import SeparateParameters
 from deepspeed_compress.collectives.reduction import Groups
 from deepspeed_compress.compression.state import Position
 from deepspeed_compress.config import CompressConfig
@@ -15,7 +17,9 @@ from deepspeed_compress.session.nodes import ranks_per_node, split_by_node
 
 __all__ = [
     "downward_group",
+    "expert_names",
     "find_position",
+    "find_separate",
     "made_group",
     "make_groups",
     "partition_groups",
@@ -38,16 +42,40 @@ def reduction_group(engine: Any) -> ProcessGroup:
 
 
 def partition_groups(engine: Any) -> list[ProcessGroup]:
-    """Return the groups over which ZeRO 3 divides trained parameters, in order of parameters; empty otherwise."""
+    """Return the groups over which ZeRO 3 divides trained parameters, in order of parameters; empty otherwise.
+
+    Experts have other groups, and are left out: see `find_separate`.
+    """
     if not isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
         return []
     trained = (parameter for group in engine.optimizer.fp16_groups for parameter in group)
-    return list(dict.fromkeys(parameter.ds_process_group for parameter in trained))
+    return list(dict.fromkeys(parameter.ds_process_group for parameter in trained if not is_moe_param(parameter)))
 
 
-def _all_groups(engine: Any) -> list[tuple[int, ...]]:
-    """Return the global ranks of every data-parallel group, the same list on all ranks. Collective."""
-    mine = tuple(dist.get_process_group_ranks(reduction_group(engine)))
+def expert_names(engine: Any) -> dict[str, list[str]]:
+    """Return the names of this rank's experts, by DeepSpeed's name of the group that averages them ("ep_size_2")."""
+    names: dict[str, list[str]] = {}
+    for parameter, name in engine.param_names.items():
+        if is_moe_param(parameter):
+            names.setdefault(parameter.group_name, []).append(name)
+    return dict(sorted(names.items()))
+
+
+def find_separate(engine: Any) -> list[SeparateParameters]:
+    """Return the experts of `engine`, which are averaged over the ranks that hold the same ones. Collective."""
+    return [_experts(engine, group_name, names) for group_name, names in expert_names(engine).items()]
+
+
+def _experts(engine: Any, group_name: str, names: Sequence[str]) -> SeparateParameters:
+    group = engine.expert_data_parallel_group[group_name]
+    # Ranks of one expert-parallel group hold different experts, whose parameters have equal names.
+    owner = f"{group_name}_rank_{engine.expert_parallel_group[group_name].rank()}"
+    return SeparateParameters(owner, frozenset(names), Groups(group, downward=downward_group(_all_groups(group))))
+
+
+def _all_groups(group: ProcessGroup) -> list[tuple[int, ...]]:
+    """Return the global ranks of `group` and of the other ranks' groups, the same list on all ranks. Collective."""
+    mine = tuple(dist.get_process_group_ranks(group))
     found: list[tuple[int, ...]] = [()] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return sorted(set(found))
@@ -62,7 +90,7 @@ def find_position(engine: Any, config: CompressConfig, island: Sequence[int] | N
         island: the global ranks of this rank's island. If given, only groups of this island count, because each island
             has its own files.
     """
-    groups, rank = _all_groups(engine), dist.get_rank()
+    groups, rank = _all_groups(reduction_group(engine)), dist.get_rank()
     if island is not None:
         groups = [group for group in groups if group[0] in island]
     number, mine = next((number, group) for number, group in enumerate(groups) if rank in group)
@@ -79,7 +107,7 @@ def make_groups(engine: Any, config: CompressConfig) -> Groups:
     """
     whole = reduction_group(engine)
     on_node = ranks_per_node(config)
-    everyone = _all_groups(engine)
+    everyone = _all_groups(whole)
     if on_node is None:
         return Groups(whole, downward=downward_group(everyone))
     divided = [split_by_node(group, on_node, dist.get_world_size()) for group in everyone]

@@ -24,6 +24,7 @@ from deepspeed_compress.compression.kernels import FASTEST
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.session.momentum import find_second_momentum
+from deepspeed_compress.session.nodes import ranks_per_node
 
 __all__ = [
     "compresses",
@@ -57,6 +58,7 @@ def refuse_unsupported(engine: Any, config: CompressConfig) -> None:
         *_momentum(engine, config),
         *_unskippable(engine, config),
         *_unsharded(engine),
+        *_experts(engine, config),
     ]
     if compresses(config) or node_unit(engine) is not None:
         problems += find_limits(engine)
@@ -116,6 +118,11 @@ def _subclassed(engine: Any) -> bool:
     return isinstance(engine.optimizer, known) and type(engine.optimizer) not in known
 
 
+def _shares_layers(engine: Any) -> bool:
+    """Return True if ranks share layers in another way than by expert parallelism."""
+    return isinstance(engine, PipelineEngine) or tensor_size(engine) > 1 or engine.sequence_parallel_size > 1
+
+
 def has_optimizer(engine: Any) -> bool:
     """Return True if the engine has an optimizer with parameter groups, so that there are gradients to reduce."""
     return engine.optimizer is not None and bool(getattr(engine.optimizer, "param_groups", None))
@@ -123,14 +130,20 @@ def has_optimizer(engine: Any) -> bool:
 
 def _has_separate_gradients(engine: Any) -> bool:
     """Return True if this version of DeepSpeed reduces separate gradients, in a way that cannot be reproduced."""
-    separate = engine_kind(engine) == "zero_12" and not engine.optimizer.contiguous_gradients
-    return separate and not reduces_separate_gradients()
+    return _separates(engine) and not reduces_separate_gradients()
+
+
+def _separates(engine: Any) -> bool:
+    return engine_kind(engine) == "zero_12" and not engine.optimizer.contiguous_gradients
 
 
 def _divides_for_older_muon(engine: Any) -> bool:
     """Return True if Muon steps parts of matrices in a version of DeepSpeed that orthogonalizes while it reduces."""
-    muon = any(getattr(parameter, "use_muon", False) for parameter in engine.module.parameters())
-    return muon and int(engine.zero_optimization_stage()) > 0 and not orthogonalizes_in_step()
+    return _uses_muon(engine) and int(engine.zero_optimization_stage()) > 0 and not orthogonalizes_in_step()
+
+
+def _uses_muon(engine: Any) -> bool:
+    return any(getattr(parameter, "use_muon", False) for parameter in engine.module.parameters())
 
 
 def _own_quantization(engine: Any) -> bool:
@@ -152,6 +165,9 @@ _LIMITS_OF_GRADIENTS: _Limits = (
         _divides_for_older_muon,
         "the Muon optimizer with ZeRO 1 to 3 needs deepspeed>=0.19.8; install it, or use stage 0, Adam or SGD, or "
         'islands with "gradients": {"method": "none"}',
+        lambda engine: engine.has_moe_layers and _separates(engine),
+        "zero_optimization.contiguous_gradients is false, with which DeepSpeed averages different experts with each "
+        "other; write true",
     ),
 )
 """Limits that do not apply to islands that leave gradients to DeepSpeed."""
@@ -161,9 +177,9 @@ _LIMITS: _Limits = (
         'it has no optimizer: there are no gradients to reduce; add "optimizer" or pass one',
     ),
     (
-        lambda engine: engine.has_moe_layers,
-        "it has mixture-of-experts layers, whose gradients are averaged over expert groups: not available in this "
-        "version; remove the section deepspeed_compress for this model",
+        lambda engine: engine.has_moe_layers and _shares_layers(engine),
+        "its mixture-of-experts layers are combined with pipeline, tensor or sequence parallelism, which is not "
+        "available in this version; use data and expert parallelism alone, or remove the section deepspeed_compress",
     ),
     (
         _subclassed,
@@ -227,6 +243,24 @@ def _shared_layers(engine: Any, config: CompressConfig) -> Iterator[str]:
         )
 
 
+def _experts(engine: Any, config: CompressConfig) -> Iterator[str]:
+    """Yield the keys of the section that cannot be combined with experts that have reduction groups of their own."""
+    if not engine.has_moe_layers:
+        return
+    unit = node_unit(engine)
+    if unit is not None:
+        yield f"{unit.pointer}: the model has mixture-of-experts layers with groups of their own; remove the key"
+    if _uses_muon(engine) and engine_kind(engine) == "zero_12":
+        yield "the Muon optimizer would have to complete matrices of experts, which other ranks hold; use AdamW or SGD"
+    pointer, layers = "/deepspeed_compress/", "the model has mixture-of-experts layers"
+    if config.islands is not None:
+        yield f"{pointer}islands: {layers}, which islands do not exchange; remove the key"
+    if config.ownership == "balanced" and compresses(config):
+        yield f'{pointer}ownership is "balanced", but {layers} with partitions of their own; write "contiguous"'
+    if ranks_per_node(config) is not None:
+        yield f"{pointer}gradients/hierarchy: {layers}, which are not averaged over all ranks of a node; remove the key"
+
+
 def _momentum(engine: Any, config: CompressConfig) -> Iterator[str]:
     return find_second_momentum(engine.optimizer.param_groups, config) if has_optimizer(engine) else iter(())
 
@@ -234,6 +268,11 @@ def _momentum(engine: Any, config: CompressConfig) -> Iterator[str]:
 def _unsharded(engine: Any) -> Iterator[str]:
     """Yield a problem if nodes should shard a model whose optimizer works with whole gradients."""
     unit = node_unit(engine)
+    if unit is not None and engine_kind(engine) == "zero_12" and _uses_muon(engine):
+        yield (
+            f"{unit.pointer}: DeepSpeed orthogonalizes Muon's gradients under ZeRO 1 and 2 before they are averaged "
+            "over the nodes; use ZeRO stage 3, AdamW or SGD"
+        )
     if unit is not None and engine_kind(engine) == "zero_0":
         yield (
             f"{unit.pointer} needs gradient shards, but {type(engine.optimizer).__name__} clips whole gradients; "

@@ -174,13 +174,15 @@ class _Scale:
 
 
 def _bf16(engine: Any, judge: Judge) -> AbstractContextManager[None]:
-    original = bf16_optimizer.get_global_norm_of_tensors
+    # With experts, the norm of the other parameters is only a part of it.
+    name = "get_norm_with_moe_layers" if engine.has_moe_layers else "get_global_norm_of_tensors"
+    original = getattr(bf16_optimizer, name)
 
-    def get_global_norm_of_tensors(*args: Any, **options: Any) -> Any:
+    def judged_norm(*args: Any, **options: Any) -> Any:
         norm = original(*args, **options)
         return math.inf if judge(norm) else norm
 
-    return _exchanged(bf16_optimizer, "get_global_norm_of_tensors", get_global_norm_of_tensors)
+    return _exchanged(bf16_optimizer, name, judged_norm)
 
 
 @contextmanager

@@ -202,9 +202,9 @@ def _figures(divided: _Divided, session: Session) -> list[str]:
         alone = [
             uncompressed_bytes(unit, names, divided.ranks) for unit in divided.units if (names := [*unit.trained()])
         ]
-        texts += gradient_texts(session, trained, one_bucket(sizes, shards, apart=True), False, sum(alone))
+        texts += gradient_texts(session, trained, [one_bucket(sizes, shards, apart=True)], False, sum(alone))
     if isinstance(config.weights, CompressedWeights):
         itemsize = max(dtype.itemsize for unit in divided.units for dtype in unit.gather_dtypes())
-        when = "each time they are gathered"
-        texts.append(weight_text(config.weights, divided.gathered, shards, itemsize, when))
+        names, when = list(divided.gathered.shapes), "each time they are gathered"
+        texts.append(weight_text(config.weights, divided.gathered, [(names, shards)], itemsize, when))
     return texts

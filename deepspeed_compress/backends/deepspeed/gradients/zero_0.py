@@ -46,8 +46,9 @@ def attach_zero_0(engine: Any, session: Session) -> Callable[[], int]:
     else:
         session.patches.wrap(engine, "allreduce_bucket", partial(_reduce, engine, session, _early(engine, session)))
     session.patches.wrap(engine, "sparse_all_gather", partial(_count_sparse, session))
-    flats = getattr(engine.optimizer, "bf16_groups_flat", [])
-    return lambda: sum(ring_all_gather(flat.nbytes, engine.seq_data_parallel_group.size()) for flat in flats)
+    flats, groups = (getattr(engine.optimizer, name, []) for name in ("bf16_groups_flat", "real_dp_process_group"))
+    sizes = [(flat.nbytes, group.size()) for flat, group in zip(flats, groups, strict=True)]
+    return lambda: sum(ring_all_gather(size, ranks) for size, ranks in sizes)
 
 
 def _count(

@@ -12,7 +12,8 @@ reduces after backward, so reductions begin early (`early`). Muon's matrices tha
 their means are there (`muon`).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -26,7 +27,7 @@ from deepspeed_compress.backends.deepspeed.gradients.muon import SplitMatrices, 
 from deepspeed_compress.backends.deepspeed.versions import has_compact_gradients
 from deepspeed_compress.collectives.buckets import LAYOUTS, Partition, partition_by_sizes
 from deepspeed_compress.collectives.reducer import Pending
-from deepspeed_compress.compression.segments import Segment
+from deepspeed_compress.compression.segments import Segment, gather, scatter
 from deepspeed_compress.session.interrupted import discard
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.traffic import ring_all_gather, ring_all_reduce
@@ -72,6 +73,50 @@ def _written(engine: Any) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+@dataclass(frozen=True)
+class _Part:
+    """The parameters of a bucket that the same ranks reduce: all of them, or experts and others separately.
+
+    Attributes:
+        keys: the parameters, in the order of the bucket.
+        places: the place of each parameter in the bucket.
+        partition: the owners of the part's elements.
+    """
+
+    keys: tuple[Key, ...]
+    places: tuple[Segment, ...]
+    partition: Partition
+
+    def of(self, bucket: Tensor) -> Tensor:
+        """Return the elements of this part: `bucket` itself if it has no other part, else a copy in fp32."""
+        return bucket if self.partition.numel == bucket.numel() else gather(bucket, self.places)
+
+
+Parts = Callable[[tuple[Key, ...]], Sequence[_Part]]
+"""Function that returns the parts of a bucket."""
+
+
+def _parts_of(optimizer: Any) -> Parts:
+    return lru_cache(maxsize=LAYOUTS)(partial(_parts, optimizer))
+
+
+def _parts(optimizer: Any, keys: tuple[Key, ...]) -> list[_Part]:
+    """Return the parts of the bucket `keys`, in the order of their first parameters."""
+    found: dict[Any, list[tuple[Key, Segment]]] = {}
+    offset = 0
+    for key in keys:
+        parameter = optimizer.bit16_groups[key[0]][key[1]]
+        place = Segment(optimizer.param_names[parameter], 0, parameter.numel(), offset, 0)
+        found.setdefault(optimizer.real_dp_process_group[key[0]], []).append((key, place))
+        offset += place.numel
+    return [_part(optimizer, group.size(), entries) for group, entries in found.items()]
+
+
+def _part(optimizer: Any, ranks: int, entries: Sequence[tuple[Key, Segment]]) -> _Part:
+    keys, places = tuple(key for key, _ in entries), tuple(place for _, place in entries)
+    return _Part(keys, places, _partition(optimizer, ranks, keys))
+
+
 class _Buckets:
     """Reduction of the buckets that DeepSpeed fills.
 
@@ -83,15 +128,17 @@ class _Buckets:
     def __init__(self, engine: Any, session: Session) -> None:
         self._optimizer = optimizer = engine.optimizer
         self._session = session
-        self._ranks: int = optimizer.dp_process_group.size()
-        self._scale = optimizer.sequence_parallel_size / self._ranks if optimizer.gradient_average else 1.0
-        self._partition_of = lru_cache(maxsize=LAYOUTS)(partial(_partition, optimizer, self._ranks))
+        ranks = optimizer.dp_process_group.size()
+        # DeepSpeed also divides the gradients of experts by the data-parallel size, whatever the size of their group.
+        self._scale = optimizer.sequence_parallel_size / ranks if optimizer.gradient_average else 1.0
+        self._parts_of = _parts_of(optimizer)
         self._split = SplitMatrices(optimizer, session)
         self.later = _DeferredReductions(optimizer, self._split) if _may_wait(optimizer) else None
         self.early: EarlyReductions | None = None
         session.on_interruption(self._discard)
         if self.later is not None and _waits_for_backward(engine):
-            gradients = _Gradients(engine, self._partition_of, self._scale)
+            partition_of = lru_cache(maxsize=LAYOUTS)(partial(_partition, optimizer, ranks))
+            gradients = _Gradients(engine, partition_of, self._scale)
             self.early = EarlyReductions(session, gradients, optimizer.reduce_gradients)
             for handle in self.early.handles:
                 # DeepSpeed's `destroy` removes these together with its own hooks.
@@ -102,20 +149,25 @@ class _Buckets:
         """Reduce the flat bucket `tensor`, possibly empty, in place of DeepSpeed's `gradient_reduction_w_predivide`."""
         if not tensor.numel():
             return tensor
-        size = tensor.numel() * communication_data_type.itemsize
-        self._session.meter.count("bytes_uncompressed", ring_all_reduce(size, self._ranks))
-        keys = tuple(self._optimizer.ipg_buckets[communication_data_type].params)
-        partition = self._partition_of(keys)
-        if self.later is None:
-            self._keep(tensor)
-            self._session.reduce(tensor, partition, self._scale, everywhere=False)
-            if not self._optimizer.cpu_offload:
-                # With offload, DeepSpeed's `step` gathers the matrices itself.
-                self._split.complete(partition, lambda part: tensor.narrow(0, part.offset, part.numel))
-        else:
-            begun = self.early.take(communication_data_type, tensor.dtype, keys) if self.early else None
-            self.later.add(partition, begun or self._session.start(tensor, partition, self._scale))
+        for part in self._parts_of(tuple(self._optimizer.ipg_buckets[communication_data_type].params)):
+            self._session.meter.count("bytes_uncompressed", _all_reduced(part, communication_data_type))
+            self._reduce(part, tensor, communication_data_type)
         return tensor
+
+    def _reduce(self, part: _Part, tensor: Tensor, communication_data_type: torch.dtype) -> None:
+        """Reduce `part` of the flat bucket `tensor`, or begin to."""
+        if self.later is not None:
+            begun = self.early.take(communication_data_type, tensor.dtype, part.keys) if self.early else None
+            self.later.add(part.partition, begun or self._session.start(part.of(tensor), part.partition, self._scale))
+            return
+        self._keep(tensor)
+        flat = part.of(tensor)
+        self._session.reduce(flat, part.partition, self._scale, everywhere=False)
+        if not self._optimizer.cpu_offload:
+            # With offload, DeepSpeed's `step` gathers the matrices itself.
+            self._split.complete(part.partition, lambda one: flat.narrow(0, one.offset, one.numel))
+        if flat is not tensor:
+            scatter(flat, part.places, tensor)
 
     def _discard(self) -> None:
         """Discard the buckets of a failed backward pass. Collective."""
@@ -175,10 +227,11 @@ def _may_wait(optimizer: Any) -> bool:
 def _waits_for_backward(engine: Any) -> bool:
     """Return True if DeepSpeed reduces only after backward and the user did not choose that.
 
-    This holds under ZeRO 1 without a pipeline, if `overlap_comm` is not in the file.
+    This holds under ZeRO 1 without a pipeline and without experts, if `overlap_comm` is not in the file.
     """
     optimizer, written = engine.optimizer, _written(engine).get("overlap_comm")
-    return not optimizer.partition_gradients and written is None and not isinstance(engine, PipelineEngine)
+    plain = not isinstance(engine, PipelineEngine) and not engine.has_moe_layers
+    return not optimizer.partition_gradients and written is None and plain
 
 
 class _Gradients:
@@ -288,10 +341,11 @@ class _DeferredReductions:
 
 def _count_only(optimizer: Any, session: Session) -> None:
     """Count bytes in the all-reduce in which both flat and separate gradients end."""
-    count = partial(_count, session, optimizer.dp_process_group.size())
     if optimizer.contiguous_gradients:
-        session.patches.wrap(optimizer, "average_tensor", partial(_average_tensor, count))
+        count_parts = partial(_average_tensor, optimizer, session, _parts_of(optimizer))
+        session.patches.wrap(optimizer, "average_tensor", count_parts)
     else:
+        count = partial(_count, session, optimizer.dp_process_group.size())
         session.patches.wrap(optimizer, "allreduce_bucket", partial(_allreduce_bucket, count))
 
 
@@ -299,8 +353,21 @@ def _count(session: Session, ranks: int, numel: int, dtype: torch.dtype) -> None
     session.meter.count_engine_reduction(ring_all_reduce(numel * dtype.itemsize, ranks))
 
 
-def _average_tensor(count: Count, average: Any, tensor: Tensor, communication_data_type: torch.dtype) -> None:
-    count(tensor.numel(), communication_data_type)
+def _all_reduced(part: _Part, dtype: torch.dtype) -> int:
+    """Return the bytes that this rank sends if DeepSpeed all-reduces `part`."""
+    return ring_all_reduce(part.partition.numel * dtype.itemsize, part.partition.world_size)
+
+
+def _average_tensor(
+    optimizer: Any,
+    session: Session,
+    parts_of: Parts,
+    average: Any,
+    tensor: Tensor,
+    communication_data_type: torch.dtype,
+) -> None:
+    for part in parts_of(tuple(optimizer.ipg_buckets[communication_data_type].params)):
+        session.meter.count_engine_reduction(_all_reduced(part, communication_data_type))
     average(tensor, communication_data_type)
 
 
@@ -328,5 +395,5 @@ def _partition(optimizer: Any, ranks: int, keys: tuple[Key, ...]) -> Partition:
 
 def _weight_bytes(optimizer: Any) -> int:
     """Return the bytes that this rank sends in `step` to gather the updated 16- or 32-bit weights."""
-    ranks = optimizer.dp_process_group.size()
-    return sum(ring_all_gather(flat.nbytes, ranks) for flat in optimizer.bit16_groups_flat)
+    groups = zip(optimizer.bit16_groups_flat, optimizer.real_dp_process_group, strict=True)
+    return sum(ring_all_gather(flat.nbytes, group.size()) for flat, group in groups)

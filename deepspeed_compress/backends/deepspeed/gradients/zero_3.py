@@ -20,6 +20,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, get_allgather_dtype
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.deepspeed.gradients.early import bucket_size
 from deepspeed_compress.backends.deepspeed.gradients.muon import count_gathers
@@ -136,7 +137,7 @@ class _Buckets:
         size = sum(parameter.ds_numel for parameter in parameters) * dtype.itemsize
         # Without `reduce_scatter`, DeepSpeed all-reduces the contiguous bucket.
         ring = ring_all_reduce if contiguous or self._all_reduces else ring_reduce_scatter
-        return ring(size, self._group.size())
+        return ring(size, _group_of(parameters).size())
 
     def _reduced_shares(self, parameters: Sequence[Any], dtype: torch.dtype, scale: float) -> list[Tensor]:
         """Return this rank's share of the mean gradient of each parameter, padded to its partition.
@@ -146,7 +147,8 @@ class _Buckets:
             is deferred; `finish` then hands the shares to DeepSpeed.
         """
         bucket = torch.cat([parameter.grad.reshape(-1).to(dtype) for parameter in parameters])
-        pending = self._session.start(bucket, _partition(self._optimizer, parameters, self._group.size()), scale)
+        partition = _partition(self._optimizer, parameters, _group_of(parameters).size())
+        pending = self._session.start(bucket, partition, scale)
         reduction = _Reduction(tuple(parameters), dtype, pending, gather(bucket, pending.own))
         if not self.defers:
             return self._shares(reduction)
@@ -179,7 +181,8 @@ class _Buckets:
 
     def _places(self, reduction: _Reduction, sizes: Sequence[int]) -> Iterator[Segment]:
         """Yield this rank's segments of a bucket at their offsets in the concatenated, padded shares."""
-        names, ranks, rank = self._optimizer.param_names, self._group.size(), self._group.rank()
+        names, group = self._optimizer.param_names, _group_of(reduction.parameters)
+        ranks, rank = group.size(), group.rank()
         # A segment's `begin` is relative to the whole parameter, but the share begins at rank * share size.
         begins = {
             names[parameter]: place - rank * math.ceil(parameter.ds_numel / ranks)
@@ -187,6 +190,12 @@ class _Buckets:
         }
         for segment in reduction.pending.own:
             yield replace(segment, offset=begins[segment.parameter] + segment.begin)
+
+
+def _group_of(parameters: Sequence[Any]) -> ProcessGroup:
+    """Return the ranks that reduce the bucket of `parameters`. DeepSpeed puts experts into buckets of their own."""
+    group: ProcessGroup = parameters[0].ds_process_group
+    return group
 
 
 def _partition(optimizer: Any, parameters: Sequence[Any], ranks: int) -> Partition:

@@ -1,6 +1,6 @@
 """All programs."""
 
-from tests.backends.deepspeed.programs import calls, engines, layouts, parameters, saving, settings
+from tests.backends.deepspeed.programs import calls, engines, experts, layouts, parameters, saving, settings
 
 PROGRAMS = (
     *calls.PROGRAMS,
@@ -9,4 +9,5 @@ PROGRAMS = (
     *saving.PROGRAMS,
     *engines.PROGRAMS,
     *layouts.PROGRAMS,
+    *experts.PROGRAMS,
 )

@@ -5,7 +5,6 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 
@@ -101,33 +100,6 @@ def sequence_parallel(run: Run) -> None:
     run.learn(engine, steps=4)
 
 
-class Experts(nn.Module):
-    def __init__(self, spread: int) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, 16)
-        self.experts = MoE(16, nn.Linear(16, 16), num_experts=2, ep_size=spread, k=1, min_capacity=0, use_rts=False)
-        self.head = nn.Linear(16, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.experts(self.first(x))[0])
-
-
-def experts_on_each_rank(run: Run) -> None:
-    learn_experts(run, 1)
-
-
-def experts_spread(run: Run) -> None:
-    learn_experts(run, 2)
-
-
-def learn_experts(run: Run, spread: int) -> None:
-    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-
-    model = Experts(spread)
-    given = {"params": list(model.parameters()), "name": "all"}
-    run.learn(run.start(model, model_parameters=split_params_into_different_moe_groups_for_optimizer(given)))
-
-
 class Slices:
     """Stand-in for Megatron's `mpu`. Ranks 0 and 1 hold one model, and ranks 2 and 3 its replica."""
 
@@ -167,8 +139,6 @@ def model_parallel(run: Run) -> None:
 
 
 NO_FP32_SUMS = {0: "unsupported mix of model_dtype"}
-NOT_IN_ZERO_3 = {3: "not supported with ZeRO Stage 3"}
-NO_EXPERTS = dict.fromkeys((0, 1, 2, 3), "mixture-of-experts")
 OF_FOUR = {"ranks": 4, "alone": True}
 
 PROGRAMS = (
@@ -220,6 +190,4 @@ PROGRAMS = (
         rounded=True,
         **OF_FOUR,
     ),
-    Program("experts on each rank", experts_on_each_rank, alone=True, fails=NOT_IN_ZERO_3, refused=NO_EXPERTS),
-    Program("experts spread over ranks", experts_spread, alone=True, fails=NOT_IN_ZERO_3, refused=NO_EXPERTS),
 )
