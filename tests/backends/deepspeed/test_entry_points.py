@@ -187,6 +187,7 @@ def engine_like(**changes) -> SimpleNamespace:
         "optimizer": SimpleNamespace(param_groups=[{}]),
         "has_moe_layers": False,
         "module": network(),
+        "mpu": None,
         "device": "cpu",
         "torch_autocast_z0_gradscaler": None,
         "is_deepcompile_active": lambda: False,
@@ -205,7 +206,6 @@ def test_nothing_to_refuse():
         ({"has_moe_layers": True}, "mixture-of-experts"),
         ({"optimizer": None}, "no optimizer"),
         ({"is_deepcompile_active": lambda: True}, "DeepCompile"),
-        ({"torch_autocast_z0_gradscaler": object()}, "torch_autocast"),
         ({"device": "meta"}, "without kernels"),
     ],
 )
