@@ -190,6 +190,11 @@ NOTHING = {"gradients": {"method": "none"}}
         ({}, zero(zero_quantized_gradients=True), "/zero_optimization/zero_quantized_gradients"),
         (WEIGHTS, zero(zero_hpz_partition_size=2), "/zero_optimization/zero_hpz_partition_size"),
         (
+            {"islands": {"size": 2, "sync_every": 10}},
+            zero(zero_hpz_partition_size=2),
+            "/zero_optimization/zero_hpz_partition_size",
+        ),
+        (
             WEIGHTS,
             zero(zero_quantized_nontrainable_weights=True),
             "/zero_optimization/zero_quantized_nontrainable_weights",

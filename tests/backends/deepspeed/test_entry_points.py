@@ -12,6 +12,7 @@ import pytest
 import deepspeed_compress
 from deepspeed_compress import CompressWarning, ConfigError, SeamError, UnsupportedError
 from deepspeed_compress.backends.deepspeed import limits, seams
+from deepspeed_compress.backends.deepspeed.division import IslandUnit
 from deepspeed_compress.config import CompressConfig, parse_section
 from deepspeed_compress.session.torch_version import check_torch
 from tests.support.forks import RankError, run_forks
@@ -179,10 +180,17 @@ def test_seam_that_has_changed(seam, problem):
         seams.check_seams([seam], "0.19.8")
 
 
+def zero_config(**changes) -> SimpleNamespace:
+    """Return a configuration of DeepSpeed with these keys of `zero_optimization`."""
+    zero = SimpleNamespace(**{"zero_quantized_gradients": False, "zero_hpz_partition_size": 1, **changes})
+    return SimpleNamespace(zero_config=zero, compile_config=SimpleNamespace(deepcompile=False))
+
+
+ISLAND = IslandUnit((0,), 0, 2, 1, *([None] * 6), living=[])
+
+
 def engine_like(**changes) -> SimpleNamespace:
     """What `refuse_unsupported` looks at, with nothing to refuse."""
-    zero = SimpleNamespace(zero_quantized_gradients=False, zero_hpz_partition_size=1)
-    compile_config = SimpleNamespace(deepcompile=False)
     usual = {
         "optimizer": SimpleNamespace(param_groups=[{}]),
         "has_moe_layers": False,
@@ -191,13 +199,14 @@ def engine_like(**changes) -> SimpleNamespace:
         "device": "cpu",
         "torch_autocast_z0_gradscaler": None,
         "is_deepcompile_active": lambda: False,
-        "_config": SimpleNamespace(zero_config=zero, compile_config=compile_config),
+        "_config": zero_config(),
     }
     return SimpleNamespace(**{**usual, **changes})
 
 
 def test_nothing_to_refuse():
     limits.refuse_unsupported(engine_like(), CompressConfig())
+    limits.refuse_unsupported(engine_like(_config=zero_config(zero_hpz_partition_size=2)), CompressConfig())
 
 
 @pytest.mark.parametrize(
@@ -207,6 +216,8 @@ def test_nothing_to_refuse():
         ({"optimizer": None}, "no optimizer"),
         ({"is_deepcompile_active": lambda: True}, "DeepCompile"),
         ({"device": "meta"}, "without kernels"),
+        ({"_config": zero_config(zero_quantized_gradients=True)}, "zero_quantized_gradients"),
+        ({"_config": zero_config(zero_hpz_partition_size=2), "mpu": ISLAND}, "across islands"),
     ],
 )
 def test_refused(changes, message):
