@@ -362,7 +362,7 @@ def test_gathers_from_second_copies_are_counted(extra: dict[str, Any]) -> None:
     """With hpZ, two of four ranks have a copy of the weights after the first gather of a step."""
     section = {"gradients": {"bits": 4}, "monitor": {"every": 1}}
     for partition in (1, 2):
-        job = Job(3, section, {"zero_hpz_partition_size": partition, **extra}, accumulation=2)
+        job = Job(3, section, {"zero_hpz_partition_size": partition, **extra})
         seen = run_forks(4, watch_second_copies, job)[0]
         assert len(seen) == job.steps
         assert all(sent == counted > 0 for sent, counted in seen)

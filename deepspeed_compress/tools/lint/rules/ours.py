@@ -143,10 +143,11 @@ def compress_scaled_autocast(document: Document, context: Context) -> Findings:
 
     Every rank has a gradient scaler of torch, which skips steps on its own, and the engine is refused.
 
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+    Wrong: {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "torch_autocast": {"enabled": true, "dtype": "fp16"}, "deepspeed_compress": {"parallelism": {"tensor": 2}}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+    Right: {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "torch_autocast": {"enabled": true, "dtype": "bf16"}, "deepspeed_compress": {"parallelism": {"tensor": 2}}}
+    Context: {"world_size": 4, "model": {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}}
     Proof: raises a loss scale of its own
     """
     found = _problems(document, context)
