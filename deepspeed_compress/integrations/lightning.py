@@ -97,7 +97,8 @@ def _finishing(original: Method) -> Method:
 
 def _session(strategy: Any) -> "Session | None":
     # Not getattr: the engine forwards unknown names to the user's model.
-    return vars(strategy.model).get("compression")
+    session: Session | None = vars(strategy.model).get("compression")
+    return session
 
 
 def _wait(session: "Session | None") -> None:

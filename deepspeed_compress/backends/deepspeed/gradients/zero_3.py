@@ -244,7 +244,7 @@ def _fetch_bytes(parameter: Any) -> int:
     return _bytes_to_others(parameter, parameter.ds_secondary_tensor, parameter.ds_zero_param_process_group)
 
 
-def _bytes_to_others(parameter: Any, share: Tensor, group: dist.ProcessGroup) -> int:
+def _bytes_to_others(parameter: Any, share: Any, group: dist.ProcessGroup) -> int:
     if parameter.ds_status != ZeroParamStatus.NOT_AVAILABLE:
         return 0
     size = share.ds_numel * get_allgather_dtype(parameter, parameter.ds_tensor).itemsize
