@@ -142,9 +142,13 @@ TABLE = {
     "integrations.install": allow("integrations", lazily="deepspeed backends.deepspeed.initialize"),
     "integrations.run": allow("config errors foreign_warnings integrations", lazily="session"),
     "integrations.launch": allow("errors", lazily="accelerate deepspeed torch"),
-    "integrations.early": allow("config errors integrations.importing integrations.replacing", "accelerate"),
+    "integrations.early": allow("integrations.importing integrations.replacing integrations.sections", "accelerate"),
+    "integrations.sections": allow("config errors"),
+    "integrations.lightning": allow(
+        "config errors integrations.importing integrations.replacing integrations.sections", lazily="session"
+    ),
     "integrations.trainers": allow(
-        "checkpointing.catalog config errors integrations.early integrations.replacing "
+        "checkpointing.catalog config errors integrations.replacing integrations.sections "
         "integrations.trainer_callback launcher.heartbeat",
         "deepspeed torch transformers",
     ),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from deepspeed_compress.config.models import SECTION, CompressConfig, Parallelism
-from deepspeed_compress.config.native import STAGE, value_at
+from deepspeed_compress.config.native import STAGE, TENSOR, value_at
 from deepspeed_compress.config.problems import show
 from deepspeed_compress.diagnostics import Diagnostic, Path, at, pointer, write
 
@@ -30,6 +30,11 @@ def find_unsupported(ds_config: Mapping[str, Any], section: CompressConfig | Non
         if applies(value := value_at(ds_config, path), section)
     ]
     return [*problems, *_scaler_without_zero(ds_config, section)]
+
+
+def _divided(section: CompressConfig) -> bool:
+    """Return True if one job is divided into islands."""
+    return section.islands is not None and section.islands.elastic is None
 
 
 _ZERO = "zero_optimization"
@@ -61,9 +66,15 @@ _UNSUPPORTED: tuple[_Unsupported, ...] = (
     ),
     (
         (_ZERO, "zero_hpz_partition_size"),
-        lambda value, _: isinstance(value, int) and value > 1,
-        "ZeRO++ reduces over process groups of its own (allowed: 1)",
-        "1",
+        lambda value, section: isinstance(value, int) and value > 1 and section.weights.method != "none",
+        "ZeRO++ gathers weights from a second copy (allowed: 1)",
+        f'1, or {SECTION}.weights.method "none"',
+    ),
+    (
+        (_ZERO, "zero_hpz_partition_size"),
+        lambda value, section: isinstance(value, int) and value > 1 and _divided(section),
+        "ZeRO++ would gather weights across islands, which differ (allowed: 1)",
+        f"1, or no {SECTION}.islands",
     ),
     (
         (_ZERO, "zenflow"),
@@ -91,15 +102,20 @@ _AUTOCAST: Path = ("torch_autocast", "dtype")
 
 
 def _scaler_without_zero(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
-    """Check that torch's gradient scaler is not used without ZeRO, because it then works outside of DeepSpeed."""
-    dtype, stage = value_at(ds_config, _AUTOCAST), STAGE.effective(ds_config, section.parallelism or Parallelism())
-    on = (
+    """Check that torch's gradient scaler is not used without ZeRO by ranks that hold different parameters.
+
+    Each of them would skip steps on its own.
+    """
+    parallelism = section.parallelism or Parallelism()
+    dtype, stage = value_at(ds_config, _AUTOCAST), STAGE.effective(ds_config, parallelism)
+    split = parallelism.pipeline > 1 or TENSOR.effective(ds_config, parallelism) > 1
+    on = split and (
         value_at(ds_config, ("torch_autocast", "enabled")) is True
         and value_at(ds_config, ("fp16", "enabled")) is not True
     )
     if on and stage == 0 and dtype in ("fp16", "float16", "half", "torch.float16"):
         what = (
-            f"{show(dtype)} without ZeRO scales the loss outside of DeepSpeed, where {SECTION} cannot account for "
-            "it (allowed: bfloat16)"
+            f"{show(dtype)} without ZeRO gives each pipeline stage and tensor-parallel rank a loss scale of its own, "
+            "so some may skip a step that others take (allowed: bfloat16)"
         )
         yield Diagnostic(at(*_AUTOCAST), what, write('"bfloat16", or ZeRO stage 1 to 3'))

@@ -5,19 +5,15 @@
 "auto" values have been filled in from the training arguments.
 """
 
-import difflib
-import os
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
-from deepspeed_compress.config import SECTION, check_world, expand, parse_section
-from deepspeed_compress.errors import CompressWarning, UnsupportedError
 from deepspeed_compress.integrations.importing import Undo
 from deepspeed_compress.integrations.replacing import replace_method
+from deepspeed_compress.integrations.sections import checked, has_section
 
 __all__ = ["check_early"]
 
@@ -35,8 +31,8 @@ def check_early(on_section: Callable[[], Undo]) -> Undo:
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def set_stage_and_offload(self: Any) -> None:
-            if _has_section(self.config):
-                self.config = checked(self.config)
+            if has_section(self.config):
+                self.config, _ = checked(self.config, "Trainer or Accelerate")
                 undo.callback(on_section())
             original(self)
 
@@ -44,38 +40,3 @@ def check_early(on_section: Callable[[], Undo]) -> Undo:
 
     undo.callback(replace_method(HfDeepSpeedConfig, "set_stage_and_offload", wrap))
     return undo.close
-
-
-def checked(ds_config: dict[str, Any]) -> dict[str, Any]:
-    """Return `ds_config` with the section's parallelism expanded into DeepSpeed's own keys, which Accelerate reads.
-
-    "auto" values outside the section stay. Warnings are left to the engine, which issues them once.
-
-    Raises:
-        ConfigError: if the section is invalid, or does not fit the number of ranks.
-        UnsupportedError: if the section asks for pipeline parallelism.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CompressWarning)
-        section = parse_section(ds_config)
-        expanded = expand(ds_config, section)
-        if "WORLD_SIZE" in os.environ:
-            check_world(section, int(os.environ["WORLD_SIZE"]), expanded)
-    if section.parallelism is not None and section.parallelism.pipeline > 1:
-        raise UnsupportedError(
-            f"/{SECTION}/parallelism/pipeline: {section.parallelism.pipeline} is not possible with Trainer or "
-            f"Accelerate, which run the model's forward and backward themselves (allowed: 1). {INSTEAD_OF_PIPELINE}"
-        )
-    return expanded
-
-
-INSTEAD_OF_PIPELINE = (
-    "To train the model as a pipeline, use launch/train_gpt.py, or deepspeed_compress.models.build_parallel, "
-    "deepspeed_compress.initialize and engine.train_batch (docs/parallelism.md). Otherwise, use ZeRO or "
-    '"tensor" instead of a pipeline.'
-)
-
-
-def _has_section(ds_config: dict[str, Any]) -> bool:
-    """Return True if `ds_config` has the section, or a key that is almost certainly a typo of its name."""
-    return SECTION in ds_config or bool(difflib.get_close_matches(SECTION, map(str, ds_config), n=1, cutoff=0.8))

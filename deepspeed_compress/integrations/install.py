@@ -6,6 +6,7 @@ No library is imported here before the program imports it, so that libraries rea
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,11 @@ __all__ = ["install"]
 def install(section: str | Path | dict[str, Any] | None = None) -> Callable[[], None]:
     """Attach to every engine that `deepspeed.initialize` makes from now on, if its configuration has the section.
 
-    Use it for code that calls DeepSpeed itself: HF Trainer, Accelerate, TRL, and scripts that cannot be edited.
-    Configurations without the section are passed to DeepSpeed unchanged, and engines without an optimizer, which have
-    no gradients, are left alone. If Accelerate is installed, the section is checked when the configuration is read,
-    before a model is loaded, and Trainers log compression figures (`integrations.hf`). A second call changes nothing.
-    `install` imports no library: each is changed when the program imports it.
+    Use it for code that calls DeepSpeed itself: HF Trainer, Accelerate, TRL, Lightning, and scripts that cannot be
+    edited. Configurations without the section are passed to DeepSpeed unchanged, and engines without an optimizer,
+    which have no gradients, are left alone. With Accelerate and Lightning, the section is checked when the
+    configuration is read, before a model is loaded. Trainers log compression figures (`integrations.hf`). A second call
+    changes nothing. `install` imports no library: each is changed when the program imports it.
 
     Args:
         section: a file or a dict with the section, for programs without DeepSpeed. Compression is attached to every
@@ -85,9 +86,18 @@ def _warn_of_inexact() -> Undo:
     return warn_of_inexact_weights()
 
 
+def _follow_lightning(module: str) -> Undo:
+    from deepspeed_compress.integrations.lightning import follow_strategy
+
+    return follow_strategy(sys.modules[module].DeepSpeedStrategy)
+
+
+_LIGHTNING = ("lightning.pytorch.strategies.deepspeed", "pytorch_lightning.strategies.deepspeed")
+"""Modules with a `DeepSpeedStrategy`. The package `lightning` has a copy of `pytorch_lightning`."""
 _ACTIONS: tuple[tuple[str, Callable[[], Undo]], ...] = (
     ("deepspeed", _follow_deepspeed),
     ("accelerate.utils.deepspeed", _check_early),
     ("accelerate.accelerator", _warn_of_inexact),
+    *((module, partial(_follow_lightning, module)) for module in _LIGHTNING),
 )
 """Modules, each with the action that runs after the program has imported it."""

@@ -14,8 +14,8 @@ from transformers import Trainer
 from deepspeed_compress.checkpointing.catalog import checkpoints, latest_tag
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import StateError, UnsupportedError
-from deepspeed_compress.integrations.early import INSTEAD_OF_PIPELINE
 from deepspeed_compress.integrations.replacing import replace_method
+from deepspeed_compress.integrations.sections import INSTEAD_OF_PIPELINE
 from deepspeed_compress.integrations.trainer_callback import CompressionCallback
 from deepspeed_compress.launcher.heartbeat import RESUME
 

@@ -188,7 +188,12 @@ NOTHING = {"gradients": {"method": "none"}}
     ("section", "native", "pointer"),
     [
         ({}, zero(zero_quantized_gradients=True), "/zero_optimization/zero_quantized_gradients"),
-        ({}, zero(zero_hpz_partition_size=2), "/zero_optimization/zero_hpz_partition_size"),
+        (WEIGHTS, zero(zero_hpz_partition_size=2), "/zero_optimization/zero_hpz_partition_size"),
+        (
+            {"islands": {"size": 2, "sync_every": 10}},
+            zero(zero_hpz_partition_size=2),
+            "/zero_optimization/zero_hpz_partition_size",
+        ),
         (
             WEIGHTS,
             zero(zero_quantized_nontrainable_weights=True),
@@ -203,7 +208,11 @@ NOTHING = {"gradients": {"method": "none"}}
         ({}, zero(zenflow={"topk_ratio": 0.1}), "/zero_optimization/zenflow"),
         ({}, zero(offload_optimizer={"super_offload": True}), "/zero_optimization/offload_optimizer/super_offload"),
         ({}, {"compile": {"deepcompile": True}}, "/compile/deepcompile"),
-        ({}, {"torch_autocast": {"enabled": True, "dtype": "fp16"}}, "/torch_autocast/dtype"),
+        (
+            {"parallelism": {"tensor": 2}},
+            {"torch_autocast": {"enabled": True, "dtype": "fp16"}},
+            "/torch_autocast/dtype",
+        ),
     ],
 )
 def test_what_cannot_be_attached_to_is_found_in_the_file(
@@ -228,7 +237,9 @@ def test_it_is_found_beside_a_section_that_is_wrong() -> None:
     [
         ({}, zero(zero_quantized_weights=True)),
         (WEIGHTS, zero(zero_quantized_gradients=False, zero_hpz_partition_size=1, zenflow=None)),
+        ({}, zero(zero_hpz_partition_size=2)),
         ({}, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
+        ({}, {"torch_autocast": {"enabled": True, "dtype": "fp16"}}),
         ({}, {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "zero_optimization": {"stage": 1}}),
         ({}, {"compile": None, "zero_optimization": {"stage": 1, "offload_optimizer": None}}),
         ({}, optimizer("Muon")),

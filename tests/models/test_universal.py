@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.models import Layout
@@ -162,3 +163,48 @@ def test_residuals_are_kept_in_the_same_layout_only(tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(expected[0], rel=0, abs=ROUNDING)
     assert losses[1] == pytest.approx(expected[1], rel=1e-2)
     assert losses[1] != expected[1]
+
+
+def residual_sum(engine: Any) -> float:
+    """Return the sum of all residuals of all ranks."""
+    own = sum(float(tensor.double().sum()) for _, tensor in engine.compression.stores["in"].items())
+    return mean_over_ranks([own], share_of(engine)) * dist.get_world_size()
+
+
+def save_with_residuals(rank: int, run: Run, directory: str) -> tuple[float, list[float]]:
+    """Train and save. Return the sum of the residuals in the checkpoint, and the losses after it."""
+    engine = start(run)
+    steps(engine, run, 0, SAVED)
+    engine.save_checkpoint(directory)
+    residuals = residual_sum(engine)
+    losses = steps(engine, run, SAVED, run.steps)
+    finish(engine)
+    return residuals, losses
+
+
+def resume_with_residuals(rank: int, run: Run, directory: str) -> tuple[float, list[float]]:
+    """Load the checkpoint. Return the sum of the residuals, and the losses after it."""
+    engine = start(run)
+    engine.load_checkpoint(directory)
+    residuals = residual_sum(engine)
+    losses = steps(engine, run, SAVED, run.steps)
+    finish(engine)
+    return residuals, losses
+
+
+def test_four_bits_continue_on_another_number_of_replicas(tmp_path: Path) -> None:
+    """The residuals of two replicas are divided among four."""
+    method = {"bits": 4, "block_size": 32, "error_feedback": {"dtype": "fp32"}}
+    section = {SECTION: {"parallelism": {"zero_stage": 1}, "gradients": method}}
+    model = write_config(tmp_path / "model", "llama")
+    two, four = (
+        Run(model, Layout(), 1, steps=2 * SAVED, accumulation=4 // data, data=data, extra=section) for data in (2, 4)
+    )
+    residuals, expected = run_forks(2, save_with_residuals, two, str(tmp_path))[0]
+    run_forks(1, convert, str(tmp_path), None)
+    four = replace(four, extra=UNIVERSAL | section)
+    loaded, losses = run_forks(4, resume_with_residuals, four, str(tmp_path))[0]
+    assert loaded == pytest.approx(residuals, rel=1e-4)
+    assert abs(residuals) > 1e-6
+    assert losses[0] == pytest.approx(expected[0], rel=0, abs=ROUNDING)
+    assert losses[1] == pytest.approx(expected[1], rel=1e-2)

@@ -191,8 +191,9 @@ def _checked(engine: Any, config: CompressConfig) -> str:
 def _attachment(
     engine: Any, config: CompressConfig, parameters: Parameters, kind: str, unit: IslandUnit | None
 ) -> Attachment:
-    # Without a guard, only DeepSpeed skips steps, and only its own optimizers do.
-    skips = hasattr(engine.optimizer, "overflow") or config.guard is not None
+    # Without a guard, only loss scalers skip steps: those of DeepSpeed's own optimizers, and torch's.
+    scaled = hasattr(engine.optimizer, "overflow") or engine.torch_autocast_z0_gradscaler is not None
+    skips = scaled or config.guard is not None
     return Attachment(
         config,
         engine.config,

@@ -146,9 +146,16 @@ def _uses_muon(engine: Any) -> bool:
     return any(getattr(parameter, "use_muon", False) for parameter in engine.module.parameters())
 
 
-def _own_quantization(engine: Any) -> bool:
-    zero = engine._config.zero_config
-    return bool(zero.zero_quantized_gradients) or zero.zero_hpz_partition_size > 1
+def _scales_apart(engine: Any) -> bool:
+    """Return True if ranks that hold different parameters each have a gradient scaler of torch, without ZeRO."""
+    if engine.torch_autocast_z0_gradscaler is None:
+        return False
+    return isinstance(engine, PipelineEngine) or tensor_size(engine) > 1
+
+
+def _divides_second_copy(engine: Any) -> bool:
+    """Return True if hpZ, whose groups are consecutive ranks of the job, is used with islands or nodes of this job."""
+    return engine._config.zero_config.zero_hpz_partition_size > 1 and isinstance(engine.mpu, RankUnit)
 
 
 def _device_type(engine: Any) -> str:
@@ -191,9 +198,10 @@ _LIMITS: _Limits = (
         f"it is on a device without kernels; available: {', '.join(FASTEST)}",
     ),
     (
-        lambda engine: engine.torch_autocast_z0_gradscaler is not None,
-        "torch_autocast in fp16 without ZeRO scales the loss where DeepSpeed cannot see it; use ZeRO 1 to 3, or "
-        'torch_autocast with "dtype": "bfloat16"',
+        _scales_apart,
+        "torch_autocast in fp16 without ZeRO gives each pipeline stage and tensor-parallel rank a loss scale of its "
+        "own, so some may skip a step that others take; use ZeRO 1 to 3, or torch_autocast with "
+        '"dtype": "bfloat16"',
     ),
     (
         lambda engine: engine.is_deepcompile_active() or engine._config.compile_config.deepcompile,
@@ -204,9 +212,13 @@ _LIMITS: _Limits = (
         "ZeRO 3 divides its parameters over several groups of ranks; make all of them in one deepspeed.zero.Init",
     ),
     (
-        _own_quantization,
-        "ZeRO++ reduces over other groups; remove zero_optimization.zero_quantized_gradients and "
-        "zero_hpz_partition_size (this package compresses instead)",
+        lambda engine: bool(engine._config.zero_config.zero_quantized_gradients),
+        "ZeRO++ quantizes gradients itself; remove zero_optimization.zero_quantized_gradients",
+    ),
+    (
+        _divides_second_copy,
+        "zero_optimization.zero_hpz_partition_size would gather weights across islands or nodes; remove it, or islands "
+        "or shard_within",
     ),
 )
 

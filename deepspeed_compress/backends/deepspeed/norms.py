@@ -53,7 +53,7 @@ class Norms:
         self._engine = engine
         self._skips = skips
         self._watch = _WATCHES[_kind(engine)]
-        self._overflows = bool(engine.fp16_enabled())
+        self._overflows = bool(engine.fp16_enabled()) or engine.torch_autocast_z0_gradscaler is not None
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -76,9 +76,9 @@ class Norms:
 
 
 def loss_scale(engine: Any) -> float:
-    """Return the loss scale of the gradients; 1.0 for optimizers without one."""
-    # fp16 autocast under ZeRO uses a torch gradient scaler.
-    scaler = getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+    """Return the loss scale of the gradients; 1.0 without one."""
+    # fp16 autocast uses a torch gradient scaler, which the engine has without ZeRO, and the optimizer under ZeRO.
+    scaler = engine.torch_autocast_z0_gradscaler or getattr(engine.optimizer, "torch_autocast_gradscaler", None)
     if scaler is not None:
         return float(scaler.get_scale())
     return float(getattr(engine.optimizer, "loss_scale", None) or 1.0)
@@ -196,8 +196,9 @@ def _plain(engine: Any, judge: Judge) -> Iterator[None]:
         return norms[-1]
 
     def step_if_wanted(*args: Any, **options: Any) -> Any:
+        norm = _everywhere(norms[-1] if norms else _norm(engine), engine)
         # The engine reads `overflow` after the step, and counts a skipped step.
-        optimizer.overflow = judge(_everywhere(norms[-1] if norms else _norm(engine), engine))
+        optimizer.overflow = judge(norm * loss_scale(engine) / _remaining_scale(optimizer))
         return None if optimizer.overflow else step(*args, **options)
 
     with ExitStack() as stack:
@@ -205,6 +206,15 @@ def _plain(engine: Any, judge: Judge) -> Iterator[None]:
         stack.enter_context(_exchanged(optimizer, "step", step_if_wanted))
         stack.enter_context(_exchanged(optimizer, "overflow", False))
         yield
+
+
+def _remaining_scale(optimizer: Any) -> float:
+    """Return the factor that gradients carry when `optimizer` steps.
+
+    torch's gradient scaler has divided them by the loss scale, unless a fused optimizer is to do so.
+    """
+    scale = vars(optimizer).get("grad_scale")
+    return 1.0 if scale is None else float(scale)
 
 
 def _norm(engine: Any) -> torch.Tensor:

@@ -38,8 +38,9 @@ class Steps:
     def take(self, original: Callable[..., None], *args: Any) -> None:
         """Run DeepSpeed's `_take_model_step`, and finish the step in the session.
 
-        DeepSpeed calls it only at accumulation boundaries, however they are decided. It counts a step that the loss
-        scaler discards in `skipped_steps`.
+        DeepSpeed calls it only at accumulation boundaries, however they are decided. It counts a step that its own loss
+        scaler discards in `skipped_steps`. One that torch's gradient scaler discards without ZeRO is not counted, but
+        the scale falls, which happens in no other step.
         """
         engine, session = self.engine, self.session
         scale, skipped = loss_scale(engine), engine.skipped_steps
@@ -49,7 +50,7 @@ class Steps:
             self.nodes.average()
         with self.norms.recording() if self.norms is not None else nullcontext():
             original(*args)
-        applied = engine.skipped_steps == skipped
+        applied = engine.skipped_steps == skipped and loss_scale(engine) >= scale
         session.meter.count("bytes_weights", self.weight_bytes() if applied else 0)
         if session.synchronises:
             session.renew_weights()

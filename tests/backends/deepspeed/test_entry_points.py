@@ -12,6 +12,7 @@ import pytest
 import deepspeed_compress
 from deepspeed_compress import CompressWarning, ConfigError, SeamError, UnsupportedError
 from deepspeed_compress.backends.deepspeed import limits, seams
+from deepspeed_compress.backends.deepspeed.division import IslandUnit
 from deepspeed_compress.config import CompressConfig, parse_section
 from deepspeed_compress.session.torch_version import check_torch
 from tests.support.forks import RankError, run_forks
@@ -179,24 +180,33 @@ def test_seam_that_has_changed(seam, problem):
         seams.check_seams([seam], "0.19.8")
 
 
+def zero_config(**changes) -> SimpleNamespace:
+    """Return a configuration of DeepSpeed with these keys of `zero_optimization`."""
+    zero = SimpleNamespace(**{"zero_quantized_gradients": False, "zero_hpz_partition_size": 1, **changes})
+    return SimpleNamespace(zero_config=zero, compile_config=SimpleNamespace(deepcompile=False))
+
+
+ISLAND = IslandUnit((0,), 0, 2, 1, *([None] * 6), living=[])
+
+
 def engine_like(**changes) -> SimpleNamespace:
     """Return a stand-in with the attributes that `refuse_unsupported` reads, and no reason for a refusal."""
-    zero = SimpleNamespace(zero_quantized_gradients=False, zero_hpz_partition_size=1)
-    compile_config = SimpleNamespace(deepcompile=False)
     usual = {
         "optimizer": SimpleNamespace(param_groups=[{}]),
         "has_moe_layers": False,
         "module": network(),
+        "mpu": None,
         "device": "cpu",
         "torch_autocast_z0_gradscaler": None,
         "is_deepcompile_active": lambda: False,
-        "_config": SimpleNamespace(zero_config=zero, compile_config=compile_config),
+        "_config": zero_config(),
     }
     return SimpleNamespace(**{**usual, **changes})
 
 
 def test_nothing_to_refuse():
     limits.refuse_unsupported(engine_like(), CompressConfig())
+    limits.refuse_unsupported(engine_like(_config=zero_config(zero_hpz_partition_size=2)), CompressConfig())
 
 
 @pytest.mark.parametrize(
@@ -205,8 +215,9 @@ def test_nothing_to_refuse():
         ({"has_moe_layers": True}, "mixture-of-experts"),
         ({"optimizer": None}, "no optimizer"),
         ({"is_deepcompile_active": lambda: True}, "DeepCompile"),
-        ({"torch_autocast_z0_gradscaler": object()}, "torch_autocast"),
         ({"device": "meta"}, "without kernels"),
+        ({"_config": zero_config(zero_quantized_gradients=True)}, "zero_quantized_gradients"),
+        ({"_config": zero_config(zero_hpz_partition_size=2), "mpu": ISLAND}, "across islands"),
     ],
 )
 def test_refused(changes, message):

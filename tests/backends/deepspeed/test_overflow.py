@@ -7,6 +7,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
+from deepspeed_compress.backends.deepspeed.norms import loss_scale
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, train, weights
 
@@ -59,7 +60,7 @@ def snapshot(engine) -> dict:
         for direction, store in engine.compression.stores.items()
         for piece, tensor in store.items()
     }
-    return {"scale": float(engine.optimizer.loss_scale), "residuals": residuals}
+    return {"scale": loss_scale(engine), "residuals": residuals}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -82,13 +83,18 @@ AUTOCAST = {
 }
 
 
+def scaler_of(engine) -> torch.amp.GradScaler:
+    """Return the gradient scaler of fp16 autocast, which belongs to the engine without ZeRO."""
+    return engine.torch_autocast_z0_gradscaler or engine.optimizer.torch_autocast_gradscaler
+
+
 def autocast_run(rank: int, *stages: int) -> list[list[dict]]:
     """Return torch's own scale and that of the residuals after every step of fp16 autocast."""
     found = []
     for stage in stages:
         job = Job(stage=stage, section=INT4, extra=AUTOCAST, steps=4)
         engine = start(job)
-        scaler = engine.optimizer.torch_autocast_gradscaler
+        scaler = scaler_of(engine)
         scaler._init_scale, scaler._growth_interval = 4.0, 2
         seen = []
         for batch in data(rank, job):
@@ -101,10 +107,34 @@ def autocast_run(rank: int, *stages: int) -> list[list[dict]]:
 
 def test_the_scale_of_fp16_autocast_is_seen():
     """The scale grows after every second step, and residuals are in its units from then on."""
-    for stages in run_forks(2, autocast_run, 1, 2, 3):
+    for stages in run_forks(2, autocast_run, 0, 1, 2, 3):
         for seen in stages:
             assert seen[-1]["scale"] > seen[0]["scale"]
             assert [step["clock"] for step in seen] == [step["scale"] for step in seen]
+
+
+def autocast_overflow(rank: int, section: dict) -> dict:
+    """Snapshots before and after a step without ZeRO that torch's gradient scaler skips, and the guard's events."""
+    job = Job(section=section, extra=AUTOCAST, steps=4)
+    engine = start(job)
+    seen = []
+    for step, (x, y) in enumerate(data(rank, job)):
+        run(engine, [(x * 1e4, y) if step == 2 and rank == 1 else (x, y)])
+        seen.append({**snapshot(engine), "parameters": weights(engine)})
+    events = [event.kind for event in engine.compression.events]
+    return {"before": seen[1], "after": seen[2], "last": seen[3], "events": events}
+
+
+@pytest.mark.parametrize("section", [INT4, {**INT4, "guard": {}}], ids=["", "guard"])
+def test_a_step_that_torch_skips_leaves_no_trace(section):
+    for rank in run_forks(2, autocast_overflow, section):
+        before, after = rank["before"], rank["after"]
+        assert after["scale"] == before["scale"] / 2
+        assert after["parameters"] == before["parameters"] != rank["last"]["parameters"]
+        assert after["residuals"] == {
+            piece: [value / 2 for value in values] for piece, values in before["residuals"].items()
+        }
+        assert "anomaly" not in rank["events"]
 
 
 WATCHED = {**INT4, "guard": {"window": 8, "cooldown_steps": 2}}
@@ -154,3 +184,43 @@ def test_a_step_that_the_guard_skips_is_no_overflow(stage, extra):
         assert rank["scalers"][EXPLODES] == rank["scalers"][EXPLODES - 1]
         assert "gradient norm" in rank["events"][0]
         assert not [text for text in rank["texts"] if "OVERFLOW" in text]
+
+
+FUSED = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True, "fused": True}}}
+UNCLIPPED = {"gradient_clipping": 0.0}
+
+
+def explode_in_autocast(rank: int, *extras: dict) -> list[dict]:
+    """Run a step without ZeRO whose gradient is far too large, and finite, once with each configuration."""
+    return [explode_once(rank, extra) for extra in extras]
+
+
+def explode_once(rank: int, extra: dict) -> dict:
+    section = {**WATCHED, "monitor": {"every": 1}}
+    job = Job(section=section, extra=extra, steps=EXPLODES + 3)
+    engine, norms, scales = start(job), [], []
+    engine.compression.subscribe(lambda step: norms.append(step.grad_norm))
+    scaler = engine.torch_autocast_z0_gradscaler
+    if scaler is not None:
+        scaler._init_scale = 8.0
+    for step, (x, y) in enumerate(data(rank, job)):
+        loss = (engine(x).float() - y).square().mean()
+        engine.backward(loss * (2000.0 if step == EXPLODES else 1.0))
+        engine.step()
+        scales.append(1.0 if scaler is None else scaler.get_scale())
+    events = [event.reason for event in engine.compression.events if event.kind == "anomaly"]
+    skipped = engine.skipped_steps
+    engine.destroy()
+    return {"skipped": skipped, "events": events, "norms": norms, "scales": scales}
+
+
+def test_the_guard_sees_norms_without_the_scale_of_torch():
+    """They are those of fp32, whether torch, clipping or a fused optimizer divides gradients by the scale."""
+    ways = {**AUTOCAST}, {**AUTOCAST, **UNCLIPPED}, {**AUTOCAST, **UNCLIPPED, **FUSED}, {**AUTOCAST, **FUSED}
+    expected, *found = run_forks(2, explode_in_autocast, {}, *ways)[0]
+    for one in found:
+        assert one["skipped"] == 1
+        assert "gradient norm" in one["events"][0]
+        assert set(one["scales"]) == {8.0}
+        # Without clipping, weights differ after the first step.
+        assert one["norms"][0] == pytest.approx(expected["norms"][0], rel=0.02)

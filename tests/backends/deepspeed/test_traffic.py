@@ -22,7 +22,7 @@ from deepspeed_compress.config import SECTION
 from deepspeed_compress.models import Layout, build_parallel, read_model_config
 from deepspeed_compress.monitor import KINDS
 from tests.support.forks import run_forks
-from tests.support.jobs import statistics_lines
+from tests.support.jobs import Job, data, run, start, statistics_lines
 
 NAMES = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0}
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 32, **NAMES}
@@ -343,3 +343,43 @@ def test_what_a_compiled_graph_sends_is_unknown(tmp_path: Path) -> None:
     run_forks(2, compiled, file, tmp_path, timeout=200)
     [line] = statistics_lines(tmp_path)
     assert line["bytes_tensor"] is None
+
+
+class Gathers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes that this rank sends in all-gathers of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sent = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() == "c10d::_allgather_base_" and args[0].is_floating_point():
+            group = dist.ProcessGroup.unbox(
+                next(arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()))
+            )
+            self.sent += RING["_allgather_base_"](args[0].nbytes, group.size())
+        return func(*args, **(kwargs or {}))
+
+
+def watch_second_copies(rank: int, job: Job) -> list[tuple[int, int]]:
+    """Return, for each step of rank 0, the bytes of weights on the wire and in the statistics."""
+    engine = start(job)
+    counted: list[int] = []
+    engine.compression.subscribe(lambda step: counted.append(step.bytes_weights))
+    sent = []
+    for batch in data(rank, job):
+        with Gathers() as gathers:
+            run(engine, [batch])
+        sent.append(gathers.sent)
+    return list(zip(sent, counted, strict=rank == 0))
+
+
+@pytest.mark.parametrize("extra", [{}, {"stage3_allgather_sequential": True}], ids=["coalesced", "sequential"])
+def test_gathers_from_second_copies_are_counted(extra: dict[str, Any]) -> None:
+    """With hpZ, two of four ranks have a copy of the weights after the first gather of a step."""
+    section = {"gradients": {"bits": 4}, "monitor": {"every": 1}}
+    for partition in (1, 2):
+        job = Job(3, section, {"zero_hpz_partition_size": partition, **extra})
+        seen = run_forks(4, watch_second_copies, job)[0]
+        assert len(seen) == job.steps
+        assert all(sent == counted > 0 for sent, counted in seen)

@@ -218,15 +218,21 @@ def _count_weights(optimizer: Any, session: Session) -> None:
     `stage3_param_persistence_threshold`. A small model is gathered once per step, a large one in forward and backward.
     """
     for parameter in optimizer.module.parameters():
-        for name in ("all_gather", "all_gather_coalesced"):
-            session.patches.wrap(parameter, name, partial(_counted, [parameter], session.meter))
+        for name, size in (("all_gather", _gather_bytes), ("all_gather_coalesced", _fetch_bytes)):
+            session.patches.wrap(parameter, name, partial(_counted, [parameter], session.meter, size))
 
 
 def _counted(
-    own: list[Any], meter: Meter, gather: Any, param_list: Iterable[Any] | None = None, *args: Any, **options: Any
+    own: list[Any],
+    meter: Meter,
+    size: Callable[[Any], int],
+    gather: Any,
+    param_list: Iterable[Any] | None = None,
+    *args: Any,
+    **options: Any,
 ) -> Any:
     parameters = own if param_list is None else list(param_list)
-    meter.count("bytes_weights", sum(_gather_bytes(parameter) for parameter in parameters))
+    meter.count("bytes_weights", sum(size(parameter) for parameter in parameters))
     return gather(parameters, *args, **options)
 
 
@@ -235,7 +241,22 @@ def _gather_bytes(parameter: Any) -> int:
 
     Zero if the parameter is available or already being gathered.
     """
+    return _bytes_to_others(parameter, parameter.ds_tensor, parameter.ds_process_group)
+
+
+def _fetch_bytes(parameter: Any) -> int:
+    """Return the bytes that this rank sends to gather `parameter` for forward or backward.
+
+    With hpZ (ZeRO++), each group of `zero_hpz_partition_size` ranks has a second copy of the weights, from the first
+    gather of a step to the optimizer step, and gathers from that.
+    """
+    if parameter.ds_secondary_tensor is None:
+        return _gather_bytes(parameter)
+    return _bytes_to_others(parameter, parameter.ds_secondary_tensor, parameter.ds_zero_param_process_group)
+
+
+def _bytes_to_others(parameter: Any, share: Any, group: dist.ProcessGroup) -> int:
     if parameter.ds_status != ZeroParamStatus.NOT_AVAILABLE:
         return 0
-    size = parameter.ds_tensor.ds_numel * get_allgather_dtype(parameter, parameter.ds_tensor).itemsize
-    return int(size * (parameter.ds_process_group.size() - 1))
+    size = share.ds_numel * get_allgather_dtype(parameter, parameter.ds_tensor).itemsize
+    return int(size * (group.size() - 1))

@@ -139,15 +139,16 @@ def compress_unsupported(document: Document, context: Context) -> Findings:
 
 @rule("DSC912", "error")
 def compress_scaled_autocast(document: Document, context: Context) -> Findings:
-    """torch_autocast in fp16 without ZeRO, together with deepspeed_compress.
+    """torch_autocast in fp16 without ZeRO, with tensor or pipeline parallelism and deepspeed_compress.
 
-    The gradient scaler of torch works outside of DeepSpeed there, and the engine is refused.
+    Every rank has a gradient scaler of torch, which skips steps on its own, and the engine is refused.
 
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "torch_autocast": {"enabled": true, "dtype": "fp16"}, "deepspeed_compress": {}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "torch_autocast": {"enabled": true, "dtype": "bf16"}, "deepspeed_compress": {}}
-    Proof: raises torch_autocast in fp16 without ZeRO
+    Wrong: {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "torch_autocast": {"enabled": true, "dtype": "fp16"}, "deepspeed_compress": {"parallelism": {"tensor": 2}}}
+    Right: {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "torch_autocast": {"enabled": true, "dtype": "bf16"}, "deepspeed_compress": {"parallelism": {"tensor": 2}}}
+    Context: {"world_size": 4, "model": {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}}
+    Proof: raises a loss scale of its own
     """
     found = _problems(document, context)
     yield from () if found is None else (one for one in found.unsupported if one.place.path == _AUTOCAST)

@@ -162,6 +162,14 @@ PROGRAMS = (
         **OF_FOUR,
     ),
     Program(
+        "AutoTP 2 x data 2, torch_autocast in fp16",
+        Split(),
+        stages=(0,),
+        refused={0: "a loss scale of its own"},
+        config={**AUTOTP, "torch_autocast": {"enabled": True, "dtype": "float16"}},
+        **OF_FOUR,
+    ),
+    Program(
         "AutoTP 2 x data 2, zero.Init",
         Split(within_zero_init=True),
         stages=(3,),

@@ -17,27 +17,32 @@ _DIFFERENT: Mapping[str, str] = MappingProxyType(
     }
 )
 """Programs that are left out, and why."""
-_REFUSED: Mapping[str, str] = MappingProxyType(
+_STAGES = (1, 2, 3)
+_OFFLOAD = dict.fromkeys(_STAGES, "moves gradients to the host before they are averaged over the nodes")
+_WHOLE = {1: "clips whole gradients"}
+_SHARDED = {3: "divided the parameters over other ranks"}
+_EXPERTS = dict.fromkeys(_STAGES, "mixture-of-experts layers with groups of their own")
+_REFUSED: Mapping[str, Mapping[int, str]] = MappingProxyType(
     {
-        "optimizer offload": "moves gradients to the host before they are averaged over the nodes",
-        "parameter and optimizer offload": "moves gradients to the host before they are averaged over the nodes",
-        "bf16, sums in fp32": "clips whole gradients",
-        "bf16, a tied embedding first, sums in fp32": "clips whole gradients",
-        "zero.Init": "divided the parameters over other ranks",
-        "zero.Init, weights written by rank 0": "divided the parameters over other ranks",
+        "Muon": dict.fromkeys((1, 2), "orthogonalizes Muon's gradients under ZeRO 1 and 2 before"),
+        "bf16, a tied embedding first, sums in fp32": _WHOLE,
+        "bf16, sums in fp32": _WHOLE,
+        "experts on each rank": _EXPERTS,
+        "experts spread over ranks": _EXPERTS,
+        "experts spread over ranks, bf16, sums in fp32": _EXPERTS,
+        "optimizer offload": _OFFLOAD,
+        "parameter and optimizer offload": _OFFLOAD,
+        "zero.Init": _SHARDED,
+        "zero.Init, weights written by rank 0": _SHARDED,
+        "zero_hpz_partition_size": {3: "would gather weights across islands or nodes"},
     }
 )
-"""Programs that are refused only with nodes, and a part of the message."""
-
-
-_FIRST_STAGE = frozenset({"clips whole gradients"})
-"""Refusals that apply to ZeRO 1 only."""
+"""ZeRO stages at which programs are refused with nodes, and a part of the message."""
 
 
 def _on_nodes(program: Program) -> Program:
-    stages, text = range(1, 4), _REFUSED.get(program.name)
-    refused = program.refused if text is None else dict.fromkeys((1,) if text in _FIRST_STAGE else stages, text)
-    return replace(program, ranks=4, refused=refused, stages=tuple(set(program.stages) & set(stages)))
+    stages = tuple(stage for stage in _STAGES if stage in program.stages)
+    return replace(program, ranks=4, refused=_REFUSED.get(program.name, program.refused), stages=stages)
 
 
 PROGRAMS_ON_NODES = tuple(_on_nodes(one) for one in PROGRAMS if one.ranks == 2 and one.name not in _DIFFERENT)

@@ -14,6 +14,8 @@ BF16 = {"bf16": {"enabled": True}}
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 2}}
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+HALF = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
+UNCLIPPED = {"gradient_clipping": 0.0}
 SAFE = {"lower_precision_safe_modules": ["torch.nn.modules.linear.Linear"]}
 NO_CLIENT_OPTIMIZER = {"optimizer": None}
 UNTESTED = {"zero_allow_untested_optimizer": True}
@@ -41,6 +43,27 @@ def overflowing(run: Run) -> None:
         engine.backward(loss * 1e5 if step in (1, 4) else loss)
         run.step(engine)
         run.keep("loss scale", float(engine.optimizer.loss_scale))
+
+
+def overflowing_autocast(run: Run) -> None:
+    """fp16 autocast, whose gradient scaler is torch's: a step is skipped, and the scale falls."""
+    overflow_in_autocast(run, run.start(network()))
+
+
+def overflowing_fused(run: Run) -> None:
+    """The same with an optimizer that unscales the gradients itself."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    overflow_in_autocast(run, run.start(model, {**NO_CLIENT_OPTIMIZER, **UNTESTED}, optimizer=optimizer))
+
+
+def overflow_in_autocast(run: Run, engine: Any) -> None:
+    scaler = engine.torch_autocast_z0_gradscaler or engine.optimizer.torch_autocast_gradscaler
+    for step in range(6):
+        loss = run.loss(engine)
+        engine.backward(loss * 1e9 if step in (1, 4) else loss)
+        run.step(engine)
+        run.keep("loss scale", float(scaler.get_scale()))
 
 
 def static_scale(run: Run) -> None:
@@ -166,7 +189,17 @@ PROGRAMS = (
         learn,
         stages=(3,),
         config=zero(zero_hpz_partition_size=2),
-        refused={3: "ZeRO++"},
+        refused_weights={3: "zero_hpz_partition_size"},
+        alone=True,
+    ),
+    Program(
+        "zero_hpz_partition_size 2 on four ranks",
+        learn,
+        stages=(3,),
+        config=zero(zero_hpz_partition_size=2),
+        refused_weights={3: "zero_hpz_partition_size"},
+        rounded=True,
+        ranks=4,
         alone=True,
     ),
     Program(
@@ -185,6 +218,9 @@ PROGRAMS = (
         config={"torch_autocast": {**AUTOCAST["torch_autocast"], **SAFE}},
         rounded=True,
     ),
+    Program("torch_autocast in fp16, overflows", overflowing_autocast, config=HALF, rounded=True),
+    Program("torch_autocast in fp16, clipping off", overflowing_autocast, config={**HALF, **UNCLIPPED}, rounded=True),
+    Program("torch_autocast in fp16, a fused optimizer", overflowing_fused, config={**HALF, **UNCLIPPED}, rounded=True),
     Program("bf16, sums in fp32", learn, config={**BF16, **FP32_SUMS}, fails=NO_FP32_SUMS, rounded=True),
     Program(
         "bf16, a tied embedding first, sums in fp32",
