@@ -72,7 +72,7 @@ def _between_nodes(session: Session, parameters: Parameters, nodes: NodeUnit) ->
     alone = ring_all_reduce(partition.numel * parameters.dtype.itemsize, nodes.count)
     if session.config.gradients.method == "none":
         return [f"rank 0 sends {size(alone)} of gradients a step"]
-    return gradient_texts(session, parameters, partition, everywhere=True, alone=alone)
+    return gradient_texts(session, parameters, [partition], everywhere=True, alone=alone)
 
 
 def _figures(engine: Any, session: Session, parameters: Parameters, kind: str) -> list[str]:

@@ -172,6 +172,8 @@ _LIMITS_OF_GRADIENTS: _Limits = (
         _divides_for_older_muon,
         "the Muon optimizer with ZeRO 1 to 3 needs deepspeed>=0.19.8; install it, or use stage 0, Adam or SGD, or "
         'islands with "gradients": {"method": "none"}',
+    ),
+    (
         lambda engine: engine.has_moe_layers and _separates(engine),
         "zero_optimization.contiguous_gradients is false, with which DeepSpeed averages different experts with each "
         "other; write true",
