@@ -8,14 +8,18 @@
 - `universal` describes the parts for DeepSpeed's checkpoint converter.
 """
 
+from importlib.metadata import version
+
 try:
+    if int(version("transformers").partition(".")[0]) < 5:
+        raise ImportError(f"transformers {version('transformers')} is installed")
     from deepspeed_compress.models.build import Layout, build_parallel, check_layout
     from deepspeed_compress.models.export import save_pretrained
     from deepspeed_compress.models.gpt import build_model, read_model_config
     from deepspeed_compress.models.vocabulary import whole_logits
 except ImportError as error:
     raise ImportError(
-        f"{error}; deepspeed_compress.models needs transformers, and DeepSpeed 0.19.8 or newer"
+        f"{error}; deepspeed_compress.models needs transformers 5 and DeepSpeed 0.19.8, or newer"
     ) from error
 
 __all__ = [

@@ -9,6 +9,7 @@ from transformers import Trainer
 import deepspeed_compress
 from deepspeed_compress import UnsupportedError
 from tests.integrations.trainers import (
+    BY_LENGTH,
     INT4,
     Job,
     Outcome,
@@ -26,7 +27,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulation": {"gradient_accumulation_steps": 3},
     "clipping": {"max_grad_norm": 0.05},
-    "lengths": {"train_sampling_strategy": "group_by_length"},
+    "lengths": dict(BY_LENGTH),
     "bf16": {"bf16": True},
 }
 CASES = [(stage, "plain") for stage in range(4)] + [(2, name) for name in SETTINGS if name != "plain"]

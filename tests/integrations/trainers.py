@@ -8,6 +8,7 @@ from typing import Any
 
 import deepspeed
 import torch
+import transformers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import deepspeed_compress
@@ -37,6 +38,12 @@ AUTO = {
 }
 """DeepSpeed configuration that transformers recommends: every value that Trainer also knows is "auto"."""
 INT4 = {"gradients": {"bits": 4}, "monitor": {"every": 1}}
+BY_LENGTH: Mapping[str, Any] = (
+    {"train_sampling_strategy": "group_by_length"}
+    if int(transformers.__version__.split(".")[0]) >= 5
+    else {"group_by_length": True}
+)
+"""Arguments with which Trainer puts sequences of similar length into a batch."""
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 
 
@@ -122,7 +129,7 @@ def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 def trainer_of(job: Job) -> Trainer:
     """Return a Trainer, made as a user would make it."""
     args = job.arguments()
-    varied = args.train_sampling_strategy == "group_by_length"
+    varied = BY_LENGTH.items() <= job.args.items()
     return Trainer(
         network(job.model),
         args,

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from deepspeed_compress.backends.deepspeed.division import divide_data
@@ -120,6 +121,9 @@ class NodeShards:
         self._engine, self._optimizer, self._unit, self._session = engine, engine.optimizer, unit, session
         self._scale = 1.0 / unit.count if engine.gradient_average else 1.0
         self._buckets = list(_make_buckets(engine, unit))
+        streams = engine.zero_optimization_stage() == 3 and not get_accelerator().resolves_data_dependency()
+        # ZeRO 3 looks for overflows on the stream of its reductions.
+        self._checks_on = self._optimizer.reduce_and_partition_stream if streams else None
 
     def average(self) -> None:
         """Replace the gradients that the optimizer is about to step with their mean over the nodes."""
@@ -138,6 +142,8 @@ class NodeShards:
             waiting = started
         if waiting is not None:
             waiting.finish()
+        if self._checks_on is not None:
+            self._checks_on.wait_stream(get_accelerator().current_stream())
 
     def _check_weights(self) -> None:
         """Compare the weights of the nodes now and then, and warn if a program has changed those of one node only."""
@@ -187,8 +193,11 @@ class _Exchange:
             self.pending.finish(self.flat)
         parts = torch.split(self.flat, [numel for _, numel in self.found])
         for (tensor, numel), part in zip(self.found, parts, strict=True):
-            # A whole gradient need not be contiguous; the part of a padded one is.
-            tensor.copy_(part.view(tensor.shape)) if numel == tensor.numel() else tensor.view(-1)[:numel].copy_(part)
+            if numel == tensor.numel():
+                tensor.copy_(part.view(tensor.shape))
+            else:
+                # ZeRO 3 pads the last shard of a parameter, which is contiguous.
+                tensor.view(-1)[:numel].copy_(part)
 
 
 def _by_start(tensors: Iterable[Tensor]) -> dict[int, Tensor]:

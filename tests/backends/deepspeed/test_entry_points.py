@@ -212,7 +212,6 @@ def test_nothing_to_refuse():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"has_moe_layers": True}, "mixture-of-experts"),
         ({"optimizer": None}, "no optimizer"),
         ({"is_deepcompile_active": lambda: True}, "DeepCompile"),
         ({"device": "meta"}, "without kernels"),
