@@ -46,6 +46,12 @@ _CONFLICTS: tuple[_Conflict, ...] = (
         '"blockwise"',
     ),
     (
+        ("checkpointing", "memory"),
+        lambda section: section.checkpointing is not None and section.checkpointing.memory is not None,
+        "only the first node writes the model, so other hosts would have nothing in memory (allowed: null)",
+        "null",
+    ),
+    (
         ("ownership",),
         lambda section: section.ownership != "contiguous",
         'all shards of a node have the same size (allowed: "contiguous")',

@@ -37,17 +37,21 @@ class Layout:
     pipeline: int = 1
     weights: bool = False
     memory: bool = False
+    within: int | None = None
+    """Ranks of a node, within which the model is sharded; None to shard over all ranks."""
 
     def __str__(self) -> str:
         parts = f", pipeline {self.pipeline} x data {self.ranks // self.pipeline}" if self.pipeline > 1 else ""
         options = ", compressed weights" * self.weights + ", memory" * self.memory
+        if self.within is not None:
+            options += f", within nodes of {self.within}"
         return f"ZeRO {self.stage}, {self.ranks} ranks{parts}{options}"
 
     def write(self, directory: Path) -> Path:
         """Write a configuration that fewer ranks cannot train, because their bits would differ."""
         saving = {"every": EVERY, "directory": str(directory / "checkpoints"), "keep": 3, "resume": True}
         section = {
-            "parallelism": {"pipeline": self.pipeline},
+            "parallelism": {"pipeline": self.pipeline, "shard_within": self.within},
             "gradients": {"bits": 4, "block_size": 32},
             "weights": WEIGHTS if self.weights else {"method": "none"},
             "checkpointing": {**saving, **({"memory": {"every": IN_MEMORY, "copies": 0}} if self.memory else {})},
@@ -161,6 +165,7 @@ def read_options() -> argparse.Namespace:
     random_kills.add_argument("--pipeline", type=int, default=1)
     random_kills.add_argument("--weights", action="store_true", help="compress weights as well")
     random_kills.add_argument("--memory", action="store_true", help=f"also save in memory, every {IN_MEMORY} steps")
+    random_kills.add_argument("--within", type=int, help="shard the model within nodes of so many ranks")
     random_kills.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
@@ -179,7 +184,7 @@ def main() -> None:
 def draw_all(options: argparse.Namespace, place: Path) -> None:
     print(COLUMNS, "|---" * 7 + "|", sep="\n", flush=True)
     for stage in options.stage:
-        layout = Layout(stage, options.ranks, options.pipeline, options.weights, options.memory)
+        layout = Layout(stage, options.ranks, options.pipeline, options.weights, options.memory, options.within)
         print(draw(layout, place / f"random_{stage}", options.kills, options.seed), flush=True)
 
 

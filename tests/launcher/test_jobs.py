@@ -85,7 +85,15 @@ def test_a_killed_rank_repeats_few_steps_and_changes_no_bit(tmp_path, undisturbe
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout", [Layout(0, memory=True), Layout(3, weights=True), Layout(1, 4, pipeline=2, weights=True)], ids=str
+    "layout",
+    [
+        Layout(0, memory=True),
+        Layout(3, weights=True),
+        Layout(1, 4, pipeline=2, weights=True),
+        Layout(2, 4, within=2),
+        Layout(3, 4, within=2),
+    ],
+    ids=str,
 )
 def test_a_restarted_job_has_the_same_bits_in_every_layout(tmp_path, layout):
     places = tmp_path / "killed", tmp_path / "whole"

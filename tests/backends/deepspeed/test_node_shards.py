@@ -267,6 +267,11 @@ def test_refusals_of_engines() -> None:
         ({"weights": {"bits": 8}}, {}, "/deepspeed_compress/weights/method"),
         ({"gradients": {"hierarchy": {"ranks_per_node": 2}}}, {}, "/deepspeed_compress/gradients/hierarchy"),
         ({"gradients": {"method": "powersgd"}}, {}, "/deepspeed_compress/gradients/method"),
+        (
+            {"checkpointing": {"directory": "saved", "memory": {"every": 5}}},
+            {},
+            "/deepspeed_compress/checkpointing/memory",
+        ),
         ({"ownership": "balanced"}, {}, "/deepspeed_compress/ownership"),
         ({"parallelism": {**NODES, "pipeline": 2}}, {}, "/deepspeed_compress/parallelism/pipeline"),
         ({}, {"stage": 0}, "/deepspeed_compress/parallelism/shard_within"),
