@@ -72,6 +72,17 @@ def test_tensor_parallelism_of_the_section_matches_deepspeed(tmp_path: Path) -> 
     assert min(first.of("compression_bytes_tensor")) > 0
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_sharding_within_nodes_matches_data_parallelism(stage: int, tmp_path: Path) -> None:
+    """Two nodes of two ranks. Adam turns the last bits of a mean into the last bits of a step."""
+    nodes = {"parallelism": {"shard_within": 2}}
+    jobs = [Job(str(tmp_path), stage, section) for section in (None, nodes | NONE, nodes | INT4)]
+    for expected, uncompressed, int4 in run_forks(4, train, *jobs):
+        assert losses(uncompressed) == pytest.approx(losses(expected), rel=1e-4)
+        assert losses(int4)[0] == pytest.approx(losses(expected)[0], rel=1e-4)
+        assert losses(int4)[-1] == pytest.approx(losses(expected)[-1], rel=0.05)
+
+
 def evaluate(rank: int, *jobs: Job) -> list[float]:
     """Evaluate without training: DeepSpeed makes an engine without an optimizer, which has no gradients to compress."""
     found = []

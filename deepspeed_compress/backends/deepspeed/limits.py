@@ -264,7 +264,7 @@ def _experts(engine: Any, config: CompressConfig) -> Iterator[str]:
     unit = node_unit(engine)
     if unit is not None:
         yield f"{unit.pointer}: the model has mixture-of-experts layers with groups of their own; remove the key"
-    if _uses_muon(engine) and engine_kind(engine) == "zero_12":
+    if compresses(config) and _uses_muon(engine) and engine_kind(engine) == "zero_12":
         yield "the Muon optimizer would have to complete matrices of experts, which other ranks hold; use AdamW or SGD"
     pointer, layers = "/deepspeed_compress/", "the model has mixture-of-experts layers"
     if config.islands is not None:
