@@ -310,7 +310,7 @@ def test_an_empty_segment_has_no_sample() -> None:
     prober = Prober(adaptive(), Parameters({"a": (0,), "b": (8,)}, ["a", "b"]), torch.device("cpu"))
     segments = (Segment("a", 0, 0, 0, 0), Segment("b", 0, 8, 0, 1))
     prober.see(torch.ones(8), Partition(segments, 2), 0, everywhere=False)
-    assert [piece.numel() for piece in prober._samples[0].pieces] == [8]
+    assert [part.numel() for part in prober._samples[0].slices] == [8]
 
 
 @pytest.mark.parametrize(

@@ -296,7 +296,7 @@ class _DeferredReductions:
     """Pending reductions, and a replacement for DeepSpeed's `reduce_ipg_grads` that finishes them."""
 
     def __init__(self, optimizer: Any, split: SplitMatrices) -> None:
-        self._pending: list[tuple[Partition, Pending]] = []
+        self.pending: list[tuple[Partition, Pending]] = []
         self._optimizer = optimizer
         self._split = split
         self._parameters = {name: parameter for parameter, name in optimizer.param_names.items()}
@@ -304,7 +304,7 @@ class _DeferredReductions:
 
     def add(self, partition: Partition, pending: Pending) -> None:
         """Keep a reduction of a bucket with these owners for `reduce_ipg_grads`."""
-        self._pending.append((partition, pending))
+        self.pending.append((partition, pending))
 
     def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> None:
         """Call DeepSpeed's `reduce_ipg_grads`; in the call for all dtypes, then finish the pending reductions."""
@@ -318,7 +318,7 @@ class _DeferredReductions:
 
     def taken(self) -> list[tuple[Partition, Pending]]:
         """Return the pending reductions and forget them; the caller must finish them."""
-        pending, self._pending = self._pending, []
+        pending, self.pending = self.pending, []
         return pending
 
     def _land(self, pending: Pending) -> None:
