@@ -44,6 +44,8 @@ BY_LENGTH: Mapping[str, Any] = (
     else {"group_by_length": True}
 )
 """Arguments with which Trainer puts sequences of similar length into a batch."""
+WARMUP: Mapping[str, Any] = {} if int(transformers.__version__.split(".")[0]) >= 5 else {"warmup_steps": 1}
+"""DeepSpeed 0.19.8 refuses schedulers without a warmup, which transformers 4 writes by default."""
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 
 
@@ -80,6 +82,7 @@ class Job:
             "save_strategy": "no",
             "disable_tqdm": True,
             "report_to": "none",
+            **WARMUP,
             **self.args,
         }
         return TrainingArguments(**settings)
