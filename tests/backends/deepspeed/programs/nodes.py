@@ -32,6 +32,8 @@ _REFUSED: Mapping[str, Mapping[int, str]] = MappingProxyType(
         "experts spread over ranks, bf16, sums in fp32": _EXPERTS,
         "optimizer offload": _OFFLOAD,
         "parameter and optimizer offload": _OFFLOAD,
+        # Refused elsewhere because of compressed gradients, which these runs do not have.
+        "universal checkpoint": {},
         "zero.Init": _SHARDED,
         "zero.Init, weights written by rank 0": _SHARDED,
         "zero_hpz_partition_size": {3: "would gather weights across islands or nodes"},
