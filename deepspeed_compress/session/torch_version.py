@@ -6,7 +6,7 @@ from deepspeed_compress.errors import SeamError
 
 __all__ = ["OLDEST_TORCH", "check_torch"]
 
-OLDEST_TORCH = Version("2.11")
+OLDEST_TORCH = Version("2.7")
 
 
 def check_torch(found: str) -> None:

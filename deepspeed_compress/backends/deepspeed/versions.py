@@ -10,6 +10,8 @@ from packaging.version import Version
 
 __all__ = [
     "has_compact_gradients",
+    "is_last_micro_batch",
+    "model_parallel_rank",
     "orthogonalizes_in_step",
     "owns_parameter",
     "reduces_separate_gradients",
@@ -27,6 +29,25 @@ def has_compact_gradients(optimizer: Any) -> bool:
     return _since("0.19.8") and any(
         optimizer._use_compact_grad_partition_buffer(group) for group in range(len(optimizer.bit16_groups))
     )
+
+
+def is_last_micro_batch(optimizer: Any) -> bool:
+    """Return True if a ZeRO optimizer is at an accumulation boundary.
+
+    `is_gradient_accumulation_boundary` is an attribute before 0.19.5, and a method since.
+    """
+    boundary = optimizer.is_gradient_accumulation_boundary
+    return bool(boundary() if _since("0.19.5") else boundary)
+
+
+def model_parallel_rank(engine: Any) -> int:
+    """Return the tensor-parallel rank in the names of checkpoint files.
+
+    Since 0.19.6, it is `checkpoint_mp_rank` of the engine. Before, its `_get_ckpt_name` asks `mpu`.
+    """
+    if _since("0.19.6"):
+        return int(engine.checkpoint_mp_rank)
+    return 0 if engine.mpu is None else int(engine.mpu.get_model_parallel_rank())
 
 
 def orthogonalizes_in_step() -> bool:
