@@ -25,8 +25,9 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("deepspeed", "torch", "transformers", "accelerate")
 VERSIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "0.19.0": ("==0.19.0", "==2.7.1", "==4.51.3", "==1.6.0"),
-        "0.19.2": ("==0.19.2", "==2.9.1", "==4.57.6", "==1.10.1"),
+        "0.18.5": ("==0.18.5", "==2.7.1", "==4.51.3", "==1.6.0"),
+        "0.19.0": ("==0.19.0", "==2.9.1", "==4.57.6", "==1.10.1"),
+        "0.19.2": ("==0.19.2", "==2.13.0", "==4.57.6", "==1.10.1"),
         "0.19.3": ("==0.19.3", "==2.13.0", "==4.57.6", "==1.10.1"),
         "0.19.5": ("==0.19.5", "==2.13.0", "==4.53.3", "==1.6.0"),
         "0.19.6": ("==0.19.6", "==2.13.0", "==5.0.0", "==1.10.1"),
@@ -39,6 +40,7 @@ VERSIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """Version specifiers of `PACKAGES`, by name of the row."""
 TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "jsonschema", "ninja")
 _DEEPSPEED = "tests/backends/deepspeed/"
+_WEIGHTS_3 = _DEEPSPEED + "test_weights_3.py::"
 PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "as DeepSpeed": (
@@ -54,8 +56,9 @@ PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "weights": (
             _DEEPSPEED + "test_weights.py::test_uncompressed_is_deepspeed_to_the_bit",
-            _DEEPSPEED + "test_weights_3.py::test_uncompressed_messages_are_what_deepspeed_does",
-            _DEEPSPEED + "test_weights_3.py::test_however_weights_are_gathered",
+            _WEIGHTS_3 + "test_uncompressed_messages_are_what_deepspeed_does",
+            _DEEPSPEED
+            + "test_weights_3.py::test_training_sees_the_same_rounded_weights_on_every_rank_and_nobody_else_does",
         ),
         "resume": ("tests/checkpointing/deepspeed/test_checkpoint.py::test_resuming_is_bit_identical_to_going_on",),
         "ownership": (_DEEPSPEED + "test_ownership.py::test_training_is_deepspeeds_to_the_bit",),
@@ -114,7 +117,7 @@ def run(row: str, options: argparse.Namespace) -> None:
     _say(f"{row}: testing")
     report = f"--junitxml={_report(options.output_dir, row)}"
     tests = [test for part in PARTS.values() for test in part]
-    command = [python, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", report, *tests]
+    command = [python, "-m", "pytest", "-q", "-n", "2", "-m", "not slow", "-p", "no:cacheprovider", report, *tests]
     subprocess.run(command, cwd=ROOT, env=_variables(environment), check=False)
     if not options.keep:
         shutil.rmtree(environment)

@@ -11,7 +11,7 @@ from deepspeed_compress.errors import SeamError
 
 __all__ = ["SUPPORTED", "Seam", "check_seams", "check_version"]
 
-SUPPORTED = (Version("0.19.0"), Version("0.20.dev0"))
+SUPPORTED = (Version("0.18.5"), Version("0.20.dev0"))
 """Supported DeepSpeed versions: the first one that works, and the first one that is not known to work."""
 
 

@@ -3,9 +3,11 @@
 Signatures that differ are listed in `seams`.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import deepspeed
+from deepspeed.checkpoint import constants
 from packaging.version import Version
 
 __all__ = [
@@ -16,6 +18,7 @@ __all__ = [
     "owns_parameter",
     "reduces_separate_gradients",
     "skips_invalid_norms",
+    "tensor_parallel_record",
 ]
 
 
@@ -77,3 +80,11 @@ def reduces_separate_gradients() -> bool:
 def skips_invalid_norms() -> bool:
     """Return True if DeepSpeed's own optimizers skip a step whose gradient norm is not finite, as since 0.19.8."""
     return _since("0.19.8")
+
+
+def tensor_parallel_record(parameter: Any) -> Mapping[str, Any] | None:
+    """Return what AutoTP records with a part of a weight for universal checkpoints; None for other parameters.
+
+    DeepSpeed records it since 0.18.9 (`DS_AUTOTP_UC_META`).
+    """
+    return getattr(parameter, constants.DS_AUTOTP_UC_META, None) if _since("0.18.9") else None
