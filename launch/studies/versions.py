@@ -26,8 +26,8 @@ PACKAGES = ("deepspeed", "torch", "transformers", "accelerate")
 VERSIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "0.18.5": ("==0.18.5", "==2.7.1", "==4.51.3", "==1.6.0"),
-        "0.19.0": ("==0.19.0", "==2.9.1", "==4.57.6", "==1.10.1"),
-        "0.19.2": ("==0.19.2", "==2.13.0", "==4.57.6", "==1.10.1"),
+        "0.19.0": ("==0.19.0", "==2.7.1", "==4.51.3", "==1.6.0"),
+        "0.19.2": ("==0.19.2", "==2.9.1", "==4.57.6", "==1.10.1"),
         "0.19.3": ("==0.19.3", "==2.13.0", "==4.57.6", "==1.10.1"),
         "0.19.5": ("==0.19.5", "==2.13.0", "==4.53.3", "==1.6.0"),
         "0.19.6": ("==0.19.6", "==2.13.0", "==5.0.0", "==1.10.1"),
@@ -39,35 +39,63 @@ VERSIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """Version specifiers of `PACKAGES`, by name of the row."""
 TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "jsonschema", "ninja")
-_DEEPSPEED = "tests/backends/deepspeed/"
-_WEIGHTS_3 = _DEEPSPEED + "test_weights_3.py::"
-PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+PARTS: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
-        "as DeepSpeed": (
-            _DEEPSPEED + "test_equal_to_deepspeed.py::test_method_none",
-            _DEEPSPEED + "test_equal_to_deepspeed.py::test_uncompressed_exchange",
-            _DEEPSPEED + "test_equal_to_deepspeed.py::test_uncompressed_exchange_in_a_pipeline",
-        ),
-        "4 bits": (
-            _DEEPSPEED + "test_compressed_training.py::test_replicas_agree_and_learn",
-            _DEEPSPEED + "test_compressed_training.py::test_bf16",
-            _DEEPSPEED + "test_compressed_training.py::test_optimizer_offload",
-            _DEEPSPEED + "test_compressed_training.py::test_pipeline",
-        ),
-        "weights": (
-            _DEEPSPEED + "test_weights.py::test_uncompressed_is_deepspeed_to_the_bit",
-            _WEIGHTS_3 + "test_uncompressed_messages_are_what_deepspeed_does",
-            _DEEPSPEED
-            + "test_weights_3.py::test_training_sees_the_same_rounded_weights_on_every_rank_and_nobody_else_does",
-        ),
-        "resume": ("tests/checkpointing/deepspeed/test_checkpoint.py::test_resuming_is_bit_identical_to_going_on",),
-        "ownership": (_DEEPSPEED + "test_ownership.py::test_training_is_deepspeeds_to_the_bit",),
-        "programs": (_DEEPSPEED + "test_random_programs.py::test_random_programs",),
-        "Trainer": ("tests/integrations/test_trainer.py::test_none_is_bit_identical_and_compression_trains",),
-        "DDP": ("tests/backends/test_ddp.py::test_a_resumed_run_is_as_if_it_had_not_stopped",),
+        "as DeepSpeed": {
+            "tests/backends/deepspeed/test_equal_to_deepspeed.py::test_method_none": (
+                "0-1-0.0",
+                "1-1-0.5",
+                "2-2-0.0",
+                "3-2-0.5",
+            ),
+            "tests/backends/deepspeed/test_equal_to_deepspeed.py::test_uncompressed_exchange": (
+                "1-default",
+                "1-contiguous_gradients",
+                "2-default",
+                "3-default",
+            ),
+            "tests/backends/deepspeed/test_equal_to_deepspeed.py::test_uncompressed_exchange_in_a_pipeline": ("1",),
+        },
+        "4 bits": {
+            "tests/backends/deepspeed/test_compressed_training.py::test_replicas_agree_and_learn": (
+                "2-share",
+                "3-share",
+            ),
+            "tests/backends/deepspeed/test_compressed_training.py::test_bf16": ("0",),
+            "tests/backends/deepspeed/test_compressed_training.py::test_optimizer_offload": ("2",),
+            "tests/backends/deepspeed/test_compressed_training.py::test_pipeline": ("0-int8",),
+        },
+        "weights": {
+            "tests/backends/deepspeed/test_weights.py::test_uncompressed_is_deepspeed_to_the_bit": (
+                "raw-zero_2",
+                "raw-bf16",
+                "dense-bf16_optimizer",
+            ),
+            "tests/backends/deepspeed/test_weights_3.py::test_uncompressed_messages_are_what_deepspeed_does": (
+                "bf16-gathered again",
+                "fp32-kept",
+            ),
+        },
+        "resume": {
+            "tests/checkpointing/deepspeed/test_checkpoint.py::test_resuming_is_bit_identical_to_going_on": (
+                "2-share",
+            ),
+        },
+        "ownership": {
+            "tests/backends/deepspeed/test_ownership.py::test_training_is_deepspeeds_to_the_bit": ("1-fp32", "2-bf16"),
+        },
+        "programs": {"tests/backends/deepspeed/test_random_programs.py::test_random_programs": ("1",)},
+        "Trainer": {
+            "tests/integrations/test_trainer.py::test_none_is_bit_identical_and_compression_trains": (
+                "1-plain",
+                "2-accumulation",
+                "3-plain",
+            ),
+        },
+        "DDP": {"tests/backends/test_ddp.py::test_a_resumed_run_is_as_if_it_had_not_stopped": ("int4", "random")},
     }
 )
-"""Test functions, by column."""
+"""Cases of test functions, by column."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +144,8 @@ def run(row: str, options: argparse.Namespace) -> None:
     python = make_environment(environment, VERSIONS[row])
     _say(f"{row}: testing")
     report = f"--junitxml={_report(options.output_dir, row)}"
-    tests = [test for part in PARTS.values() for test in part]
-    command = [python, "-m", "pytest", "-q", "-n", "2", "-m", "not slow", "-p", "no:cacheprovider", report, *tests]
-    subprocess.run(command, cwd=ROOT, env=_variables(environment), check=False)
+    command = [python, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", report]
+    subprocess.run([*command, *_columns()], cwd=ROOT, env=_variables(environment), check=False)
     if not options.keep:
         shutil.rmtree(environment)
 
@@ -158,17 +185,22 @@ def _report(directory: Path, row: str) -> Path:
 def read_outcomes(report: Path) -> Mapping[str, Outcome]:
     """Return the numbers in a JUnit report of pytest, by column; none if there is no report."""
     found: dict[str, Outcome] = {}
-    columns = {_identity(test): column for column, tests in PARTS.items() for test in tests}
+    columns = {test.replace(".py::", ".").replace("/", "."): column for test, column in _columns().items()}
     for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
-        function = f"{case.attrib['classname']}.{case.attrib['name'].partition('[')[0]}"
-        column = columns[function]
-        found[column] = found.get(column, Outcome()) + _outcome(case)
+        column = columns.get(f"{case.attrib['classname']}.{case.attrib['name']}")
+        if column is not None:
+            found[column] = found.get(column, Outcome()) + _outcome(case)
     return found
 
 
-def _identity(test: str) -> str:
-    """Return the name in reports of a test function: "tests/test_a.py::test_b" is "tests.test_a.test_b"."""
-    return test.replace(".py::", ".").replace("/", ".")
+def _columns() -> Mapping[str, str]:
+    """Return the column of each test, by its identity in pytest."""
+    return {
+        f"{function}[{case}]": column
+        for column, functions in PARTS.items()
+        for function, cases in functions.items()
+        for case in cases
+    }
 
 
 def _outcome(case: ElementTree.Element) -> Outcome:
