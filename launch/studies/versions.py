@@ -39,52 +39,52 @@ VERSIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """Version specifiers of `PACKAGES`, by name of the row."""
 TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "jsonschema", "ninja")
+_CHECKPOINT = "tests/checkpointing/deepspeed/test_checkpoint.py::"
+_DEEPSPEED = "tests/backends/deepspeed/"
 PARTS: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "as DeepSpeed": {
-            "tests/backends/deepspeed/test_equal_to_deepspeed.py::test_method_none": (
+            _DEEPSPEED + "test_equal_to_deepspeed.py::test_method_none": (
                 "0-1-0.0",
                 "1-1-0.5",
                 "2-2-0.0",
                 "3-2-0.5",
             ),
-            "tests/backends/deepspeed/test_equal_to_deepspeed.py::test_uncompressed_exchange": (
+            _DEEPSPEED + "test_equal_to_deepspeed.py::test_uncompressed_exchange": (
                 "1-default",
                 "1-contiguous_gradients",
                 "2-default",
                 "3-default",
             ),
-            "tests/backends/deepspeed/test_equal_to_deepspeed.py::test_uncompressed_exchange_in_a_pipeline": ("1",),
+            _DEEPSPEED + "test_equal_to_deepspeed.py::test_uncompressed_exchange_in_a_pipeline": ("1",),
         },
         "4 bits": {
-            "tests/backends/deepspeed/test_compressed_training.py::test_replicas_agree_and_learn": (
+            _DEEPSPEED + "test_compressed_training.py::test_replicas_agree_and_learn": (
                 "2-share",
                 "3-share",
             ),
-            "tests/backends/deepspeed/test_compressed_training.py::test_bf16": ("0",),
-            "tests/backends/deepspeed/test_compressed_training.py::test_optimizer_offload": ("2",),
-            "tests/backends/deepspeed/test_compressed_training.py::test_pipeline": ("0-int8",),
+            _DEEPSPEED + "test_compressed_training.py::test_bf16": ("0",),
+            _DEEPSPEED + "test_compressed_training.py::test_optimizer_offload": ("2",),
+            _DEEPSPEED + "test_compressed_training.py::test_pipeline": ("0-int8",),
         },
         "weights": {
-            "tests/backends/deepspeed/test_weights.py::test_uncompressed_is_deepspeed_to_the_bit": (
+            _DEEPSPEED + "test_weights.py::test_uncompressed_is_deepspeed_to_the_bit": (
                 "raw-zero_2",
                 "raw-bf16",
                 "dense-bf16_optimizer",
             ),
-            "tests/backends/deepspeed/test_weights_3.py::test_uncompressed_messages_are_what_deepspeed_does": (
+            _DEEPSPEED + "test_weights_3.py::test_uncompressed_messages_are_what_deepspeed_does": (
                 "bf16-gathered again",
                 "fp32-kept",
             ),
         },
         "resume": {
-            "tests/checkpointing/deepspeed/test_checkpoint.py::test_resuming_is_bit_identical_to_going_on": (
-                "2-share",
-            ),
+            _CHECKPOINT + "test_resuming_is_bit_identical_to_going_on": ("2-share",),
         },
         "ownership": {
-            "tests/backends/deepspeed/test_ownership.py::test_training_is_deepspeeds_to_the_bit": ("1-fp32", "2-bf16"),
+            _DEEPSPEED + "test_ownership.py::test_training_is_deepspeeds_to_the_bit": ("1-fp32", "2-bf16"),
         },
-        "programs": {"tests/backends/deepspeed/test_random_programs.py::test_random_programs": ("1",)},
+        "programs": {_DEEPSPEED + "test_random_programs.py::test_random_programs": ("1",)},
         "Trainer": {
             "tests/integrations/test_trainer.py::test_none_is_bit_identical_and_compression_trains": (
                 "1-plain",

@@ -7,7 +7,8 @@ import pytest
 from deepspeed_compress.backends.deepspeed.seams import SUPPORTED
 from launch.studies.versions import PARTS, ROOT, VERSIONS, Outcome, read_outcomes, table
 
-CASE = '<testcase classname="tests.backends.deepspeed.test_ownership" name="test_training_is_deepspeeds_to_the_bit[1-fp32]">'
+NAME = "test_training_is_deepspeeds_to_the_bit[1-fp32]"
+CASE = f'<testcase classname="tests.backends.deepspeed.test_ownership" name="{NAME}">'
 REFUSED = "UnsupportedError: this engine cannot be compressed:\n- a setting needs deepspeed&gt;=0.19.8"
 REPORT = f"""<testsuites><testsuite>
 {CASE}</testcase>{CASE}</testcase>{CASE}<skipped/></testcase>{CASE}<error/></testcase>
