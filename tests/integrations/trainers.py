@@ -9,6 +9,7 @@ from typing import Any
 import deepspeed
 import torch
 import transformers
+from packaging.version import Version
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import deepspeed_compress
@@ -44,8 +45,8 @@ BY_LENGTH: Mapping[str, Any] = (
     else {"group_by_length": True}
 )
 """Arguments with which Trainer puts sequences of similar length into a batch."""
-WARMUP: Mapping[str, Any] = {} if int(transformers.__version__.split(".")[0]) >= 5 else {"warmup_steps": 1}
-"""DeepSpeed 0.19.8 refuses schedulers without a warmup, which transformers 4 writes by default."""
+WARMUP: Mapping[str, Any] = {} if Version(transformers.__version__) >= Version("5.23") else {"warmup_steps": 1}
+"""DeepSpeed 0.19.3 and newer refuse schedulers without a warmup, which transformers 5.0 and older write by default."""
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 
 
