@@ -36,8 +36,8 @@ def check_equal_layouts(master_weights: FlatMasterWeights, unit: RankUnit) -> No
     if len(set(every)) > len({place for place, _ in every}):
         raise UnsupportedError(
             f"{unit.pointer}: DeepSpeed has divided the parameters over other ranks than the key does, as "
-            "deepspeed.zero.Init does over the whole job (allowed: the same division); make the model outside of it, "
-            "or remove the key"
+            "deepspeed.zero.Init does over the whole job (allowed: the same division); call "
+            "deepspeed_compress.install() before the model is made, make it outside of zero.Init, or remove the key"
         )
 
 
