@@ -45,9 +45,15 @@ def joined(
     found = [*(figures() if ranks > 1 else ()), *_between_islands(config.islands)]
     if not found:
         return f"{first}; nothing is {'compressed' if ranks > 1 else 'sent, so nothing is compressed'}"
+    return "; ".join([first, *found, *_start(config)]) + ' ("monitor": {"announce": false} leaves this line out)'
+
+
+def _start(config: CompressConfig) -> list[str]:
+    """Return the text on steps at the start that are not compressed; none if all steps are."""
+    if config.auto is not None:
+        return ["auto: uncompressed steps come first, and compression stays if it makes steps faster"]
     warmup = config.schedule.warmup_steps
-    last = [f"the first {warmup} steps are uncompressed"] if warmup else []
-    return "; ".join([first, *found, *last]) + ' ("monitor": {"announce": false} leaves this line out)'
+    return [f"the first {warmup} steps are uncompressed"] if warmup else []
 
 
 def _between_islands(islands: Islands | None) -> list[str]:

@@ -85,6 +85,20 @@ def test_sharding_within_nodes_matches_data_parallelism(stage: int, tmp_path: Pa
         assert losses(int4)[-1] == pytest.approx(losses(expected)[-1], rel=0.05)
 
 
+def decide(rank: int, job: Job) -> list[str]:
+    """Train, and return the kinds of decisions."""
+    deepspeed_compress.install()
+    trainer = trainer_of(job)
+    trainer.train()
+    return [event.kind for event in trainer.model_wrapped.compression.events]
+
+
+def test_preset_auto_decides(tmp_path: Path) -> None:
+    """Accelerate would take the "auto" of the preset for a value that it must fill in."""
+    job = Job(str(tmp_path), 2, {"preset": "auto", "auto": {"steps": 3}}, {"max_steps": 16})
+    assert run_forks(2, decide, job) == [["auto"]] * 2
+
+
 def load_and_train(rank: int, saved: str, *jobs: Job) -> list[tuple[int, dict[str, list[float]], list[float]]]:
     """Load weights after `TrainingArguments`, so transformers makes the model in `deepspeed.zero.Init`.
 

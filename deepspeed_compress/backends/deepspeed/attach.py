@@ -153,7 +153,8 @@ def _attach(engine: Any, config: CompressConfig, unit: IslandUnit | None, kind: 
     inputs = _policy_inputs(engine, parts, parameters, None if differences is None else differences.traffic())
     saving = None if config.checkpointing is None else attach_background(engine, config.checkpointing, patches)
     islands, island_files = _attach_islands(engine, unit, parameters, parts)
-    session = Session(parts, inputs, exact, saving, islands)
+    slowest = functools.partial(largest_of_all, device=engine.device, group=deciding_group(engine))
+    session = Session(parts, inputs, exact, saving, islands, slowest)
     shards = None if nodes is None else attach_nodes(engine, nodes, session)
     weight_bytes = _no_bytes if nodes else _replace_collectives(engine, kind, session, parameters, parts.run)
     watched = Norms(engine, session.policy.skips) if session.policy.guards else None
@@ -222,7 +223,7 @@ def _difference_weights(engine: Any, kind: str, parts: Parts, parameters: Parame
         engine,
         lambda settings: WeightReduction(settings, parameters, parts.run).difference_gather,
         written,
-        lambda: parts.settings.weights,
+        lambda: None if parts.settings.plan.alone else parts.settings.weights,
         parts.patches,
     )
 
@@ -257,7 +258,8 @@ def _replace_collectives(engine: Any, kind: str, session: Session, parameters: P
     if kind == "zero_3":
         attach_weights_3(engine, WeightReduction(weights, parameters, run), session)
         return weight_bytes
-    return _no_bytes
+    # Compressed weights are counted when they are sent.
+    return lambda: weight_bytes() if session.alone else 0
 
 
 def detach(engine: Any) -> Any:

@@ -159,7 +159,7 @@ class NodeShards:
     def _start(self, partition: Partition, found: Sequence[tuple[Tensor, int]]) -> "_Exchange":
         """Begin to average the first `numel` elements of each (tensor, numel) in `found`."""
         flat = torch.cat([tensor.reshape(-1)[:numel] for tensor, numel in found])
-        if self._session.config.gradients.method == "none":
+        if self._session.alone:
             return _Exchange(found, self._mean(flat), None)
         self._session.meter.count("bytes_uncompressed", ring_all_reduce(flat.nbytes, self._unit.count))
         return _Exchange(found, flat, self._session.start_everywhere(flat, partition, self._scale))

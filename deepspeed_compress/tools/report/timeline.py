@@ -61,6 +61,7 @@ SYMBOLS: Mapping[str, Symbol] = MappingProxyType(
         "schedule": _CHANGE,
         "return": _CHANGE,
         "adapt": _CHANGE,
+        "auto": _CHANGE,
         "residuals_cleared": Symbol("residuals cleared", "yellow", _DIAMOND, "d"),
     }
 )

@@ -22,23 +22,46 @@ import torch.distributed as dist
 from deepspeed_compress.backends.deepspeed.gradients import early
 from deepspeed_compress.errors import CompressError
 from deepspeed_compress.integrations import install
+from deepspeed_compress.policy import policy
+from deepspeed_compress.policy.auto import AutoChoice
 from tests.backends.deepspeed.programs.program import Program, Records, Run
 from tests.support.forks import RankError, run_forks
 
+_RAW: Mapping[str, Any] = {"method": "bf16", "overrides": [{"parameters": ".+", "method": "none"}]}
 SECTIONS: Mapping[str, Mapping[str, Any] | None] = MappingProxyType(
     {
         "plain": None,
         "none": {"gradients": {"method": "none"}},
-        "raw": {"gradients": {"method": "bf16", "overrides": [{"parameters": ".+", "method": "none"}]}},
+        "raw": {"gradients": _RAW},
+        "auto": {"gradients": _RAW, "auto": {}},
         "4 bits": {"gradients": {"bits": 4, "block_size": 32}},
         "weights": {"gradients": {"bits": 4, "block_size": 32}, "weights": {"bits": 8, "min_numel": 10}},
         "nodes": {"gradients": {"method": "none"}, "parallelism": {"shard_within": 2}},
     }
 )
-"""Sections by name. `plain` has no package. `raw` sends every parameter uncompressed through our own exchange."""
+"""Sections by name. `plain` has no package. `raw` sends every parameter uncompressed through our own exchange,
+and `auto` does so in some steps, between others that are left to DeepSpeed (see `_Alternating`)."""
 
 SECONDS = 30
 """Timeout of a collective in seconds."""
+
+
+class _Alternating(AutoChoice):
+    """Choice that never ends. Of four steps, one is ours, one sends residuals, and two are DeepSpeed's."""
+
+    @property
+    def alone(self) -> bool:
+        return self._steps % 4 != 1
+
+    def see(self, step_ms: float | None) -> bool:
+        self._steps += 1
+        return False
+
+    def saved(self) -> dict[str, Any]:
+        return {"steps": self._steps}
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        self._steps = saved["steps"]
 
 
 @dataclass(frozen=True)
@@ -131,6 +154,8 @@ def run_task(task: Task, rank: int, directory: Path) -> Result:
     # Other stages take the bucket size from the configuration.
     small = patch.object(early, "SMALLEST_BUCKET", 600 if task.stage == 0 else early.SMALLEST_BUCKET)
     small.start()
+    alternating = patch.object(policy, "AutoChoice", _Alternating)
+    alternating.start()
     try:
         run.program.train(run)
         run.finish()
@@ -141,6 +166,7 @@ def run_task(task: Task, rank: int, directory: Path) -> Result:
         message = f"{type(error).__name__}: {error}"
         return Result(run.records, message, refused, "".join(traceback.format_tb(error.__traceback__)))
     finally:
+        alternating.stop()
         small.stop()
         uninstall()
         gc.collect()
