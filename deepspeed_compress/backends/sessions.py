@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from deepspeed_compress.backends.groups import find_place_in, make_groups
 from deepspeed_compress.backends.steps import Scaler, StepFollower, Steps
-from deepspeed_compress.collectives.reduction import Groups, Parameters
+from deepspeed_compress.collectives.parameters import Parameters
+from deepspeed_compress.collectives.reduction import Groups
 from deepspeed_compress.compression import state
 from deepspeed_compress.config import SECTION, CompressConfig, check_world, parse_section, read_ds_config
 from deepspeed_compress.config.names import user_name

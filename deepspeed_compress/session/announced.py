@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from deepspeed_compress.collectives.buckets import Partition
-from deepspeed_compress.collectives.reduction import Parameters
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.config import CompressConfig, CompressedWeights, Islands, brief
 from deepspeed_compress.config.numbers import size
 from deepspeed_compress.errors import CompressWarning

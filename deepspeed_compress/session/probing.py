@@ -11,8 +11,8 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_compress.collectives.buckets import Partition
 from deepspeed_compress.collectives.low_rank import LowRank, Matrix, find_matrices
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.probes import link_seconds
-from deepspeed_compress.collectives.reduction import Parameters
 from deepspeed_compress.config import GradientsConfig, MethodConfig, PowerSGDGradients, WeightsConfig
 from deepspeed_compress.config.schedules import OWN_MOMENTUM
 from deepspeed_compress.policy import AlphaBeta, CandidateSelector, Measurement, WeightCosts, fit, low_rank_error

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.collectives.reduction import Parameters
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.compression import state
 from deepspeed_compress.compression.layouts import Range
 from deepspeed_compress.compression.residuals import kind_of, owner_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deepspeed_compress.collectives.buckets import Partition
-from deepspeed_compress.collectives.reduction import Parameters
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.config import SECTION, brief, find_problems, parse_section
 from deepspeed_compress.errors import CompressWarning

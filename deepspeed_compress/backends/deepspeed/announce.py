@@ -10,7 +10,7 @@ import torch.distributed as dist
 from deepspeed_compress.backends.deepspeed.groups import expert_names, reduction_group
 from deepspeed_compress.backends.deepspeed.limits import has_optimizer
 from deepspeed_compress.backends.deepspeed.units import NodeUnit, node_unit
-from deepspeed_compress.collectives.reduction import Parameters
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.config import CompressedWeights, find_missing
 from deepspeed_compress.config.numbers import size
 from deepspeed_compress.errors import CompressWarning

@@ -37,8 +37,8 @@ from deepspeed_compress.checkpointing.deepspeed.background import attach_backgro
 from deepspeed_compress.checkpointing.deepspeed.checkpoint import CompressionState
 from deepspeed_compress.checkpointing.deepspeed.participants import Participant, attach_participants
 from deepspeed_compress.checkpointing.deepspeed.resharding import Resharding
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import Run
-from deepspeed_compress.collectives.reduction import Parameters
 from deepspeed_compress.collectives.weight_reduction import WeightReduction
 from deepspeed_compress.config import SECTION, CompressConfig, CompressedWeights, check_world, parse_section
 from deepspeed_compress.config.names import user_name

@@ -19,7 +19,7 @@ from deepspeed_compress.backends.megatron.shares import Share
 from deepspeed_compress.backends.megatron.steps import MegatronSteps
 from deepspeed_compress.backends.megatron.weights import PlainWeights, Weights, has_masters
 from deepspeed_compress.backends.sessions import Config, Exchanged, make_session_parts, read_section
-from deepspeed_compress.collectives.reduction import Parameters
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.weight_reduction import WeightReduction
 from deepspeed_compress.config import CompressConfig, CompressedWeights
 from deepspeed_compress.errors import StateError

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from deepspeed_compress.backends.megatron.buckets import BucketGroup, describe
-from deepspeed_compress.collectives.reduction import Parameters
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.config.names import user_name
 from deepspeed_compress.session.traffic import ring_all_gather
 

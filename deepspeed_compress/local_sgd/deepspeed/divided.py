@@ -28,8 +28,9 @@ from deepspeed_compress.checkpointing.deepspeed.participants import (
     SaveRequest,
     attach_participants,
 )
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import StepClock
-from deepspeed_compress.collectives.reduction import Groups, Parameters, ReductionContext
+from deepspeed_compress.collectives.reduction import Groups, ReductionContext
 from deepspeed_compress.compression import state
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import CompressConfig, masked

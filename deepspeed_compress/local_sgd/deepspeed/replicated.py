@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from deepspeed_compress.backends.deepspeed.units import IslandUnit
 from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasterWeights, MasterSlice
-from deepspeed_compress.collectives.reduction import Parameters
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.errors import UnsupportedError
 
