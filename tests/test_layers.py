@@ -96,9 +96,9 @@ TABLE = {
     "backends.deepspeed.builds": allow("errors"),
     "backends.deepspeed.seams": allow("errors", "packaging"),
     "backends.deepspeed.versions": allow("", "deepspeed packaging"),
+    "backends.deepspeed.target": allow("backends.deepspeed collectives config policy session", "torch deepspeed"),
     "backends.deepspeed.attach": allow(
-        "backends.deepspeed checkpointing.deepspeed local_sgd.deepspeed collectives config errors monitor policy "
-        "session",
+        "backends.deepspeed checkpointing.deepspeed local_sgd.deepspeed collectives config errors monitor session",
         "torch deepspeed",
     ),
     "backends.deepspeed.initialize": allow(
