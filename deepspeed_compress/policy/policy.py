@@ -219,7 +219,7 @@ class Policy:
         held = self._pinned
         if not self._rolls_back:
             self._pinned, self._good, self._state = None, None, replace(self._state, floor=0)
-        if saved.get("of", self._section) != self._section:
+        if saved["of"] != self._section:
             held = held or (settings if self._state.level else None)
             self._pinned, self._good = None, None
             self._state = replace(self._state, level=0, floor=0, quiet=0, residuals=())

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.compression import state
 from deepspeed_compress.compression.layouts import Range
@@ -116,8 +117,7 @@ def on_all_ranks(work: Callable[[], None], group: ProcessGroup | None = None) ->
         work()
     except Exception as error:  # whatever it is, the other ranks must be told
         problem = str(error) if isinstance(error, StateError) else f"rank {dist.get_rank()}: {error!r}"
-    problems: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(problems, problem, group=group)
+    problems = gather_objects(problem, group)
     return "; ".join(dict.fromkeys(found for found in problems if found))
 
 

@@ -300,12 +300,6 @@ def test_a_saved_setting_that_is_not_a_candidate_is_replaced(settings: dict[str,
     assert found.due(48)
 
 
-def test_indices_in_an_older_state_file_are_ignored() -> None:
-    with pytest.warns(CompressWarning, match="until the next measurement"):
-        found = loaded({**chosen(3), "choice": [3]})
-    assert brief(found.settings) == "blockwise bits=8"
-
-
 def test_an_empty_segment_has_no_sample() -> None:
     prober = Prober(adaptive(), Parameters({"a": (0,), "b": (8,)}, ["a", "b"]), torch.device("cpu"))
     segments = (Segment("a", 0, 0, 0, 0), Segment("b", 0, 8, 0, 1))

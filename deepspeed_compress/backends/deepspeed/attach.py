@@ -17,6 +17,7 @@ from deepspeed_compress.backends.deepspeed.announce import (
     warn_of_uncounted,
     warn_of_unheeded_type,
 )
+from deepspeed_compress.backends.deepspeed.engine_target import EngineTarget, describe, find_parameters
 from deepspeed_compress.backends.deepspeed.gradients.zero_0 import attach_zero_0
 from deepspeed_compress.backends.deepspeed.gradients.zero_3 import attach_zero_3
 from deepspeed_compress.backends.deepspeed.gradients.zero_12 import attach_zero_12
@@ -27,7 +28,6 @@ from deepspeed_compress.backends.deepspeed.norms import Norms, loss_scale
 from deepspeed_compress.backends.deepspeed.ownership import check_ownership
 from deepspeed_compress.backends.deepspeed.restarts import attach_heartbeat
 from deepspeed_compress.backends.deepspeed.step import Steps, follow_steps
-from deepspeed_compress.backends.deepspeed.target import Target, describe, find_parameters
 from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, RankUnit, deciding_group, node_unit
 from deepspeed_compress.backends.deepspeed.weights.zero_3 import attach_weights_3, check_weights_3
 from deepspeed_compress.backends.deepspeed.weights.zero_12 import Weights, attach_weights, check_weights
@@ -115,7 +115,7 @@ def attach_section(engine: Any, config: CompressConfig, unit: IslandUnit | None 
     # The engine forwards unknown names to the user's model, so `hasattr` is not reliable.
     if "compression" in vars(engine):
         raise ConfigError("the engine is already attached: call attach once, or use only initialize or install")
-    target = Target(engine, config, _checked(engine, config), unit, node_unit(engine))
+    target = EngineTarget(engine, config, _checked(engine, config), unit, node_unit(engine))
     _check_divided(target)
     check_ownership(engine, config)
     warn_of_single_rank_hosts(config, unit)
@@ -125,7 +125,7 @@ def attach_section(engine: Any, config: CompressConfig, unit: IslandUnit | None 
     return engine
 
 
-def _attach(target: Target, patches: Patches) -> None:
+def _attach(target: EngineTarget, patches: Patches) -> None:
     """Attach all parts to the engine, in this order. Each part receives the earlier ones that it needs."""
     engine, config = target.engine, target.config
     if target.node is not None:
@@ -150,7 +150,7 @@ def _attach(target: Target, patches: Patches) -> None:
     patches.on_undo(session.discard_unfinished)
 
 
-def _make_session(target: Target, parameters: Parameters, parts: Parts) -> tuple[Session, Sequence[Participant]]:
+def _make_session(target: EngineTarget, parameters: Parameters, parts: Parts) -> tuple[Session, Sequence[Participant]]:
     """Return the session, and the participants in saving and loading, the outermost one first.
 
     The parts that the session receives in its constructor are attached here, in this order: compressed weights under
@@ -167,7 +167,7 @@ def _make_session(target: Target, parameters: Parameters, parts: Parts) -> tuple
     return session, [one for one in participants if one is not None]
 
 
-def _make_steps(target: Target, parameters: Parameters, session: Session, run: Run) -> Steps:
+def _make_steps(target: EngineTarget, parameters: Parameters, session: Session, run: Run) -> Steps:
     """Return the replacement for the optimizer step.
 
     The parts that it calls are attached here, in this order: means over nodes, or else the engine's own collectives;
@@ -197,7 +197,7 @@ def _checked(engine: Any, config: CompressConfig) -> str:
     return kind
 
 
-def _check_divided(target: Target) -> None:
+def _check_divided(target: EngineTarget) -> None:
     """Check that ranks were divided into islands or nodes before the engine was made, if the section says so.
 
     Raises:
@@ -216,7 +216,7 @@ def _check_divided(target: Target) -> None:
         )
 
 
-def _attach_difference_weights(target: Target, parameters: Parameters, parts: Parts) -> Weights | None:
+def _attach_difference_weights(target: EngineTarget, parameters: Parameters, parts: Parts) -> Weights | None:
     """Compress the weights that the optimizer sends; None if they are not compressed, or gathered as ZeRO 3 does."""
     written = parts.config.weights
     if target.kind == "zero_3" or not isinstance(written, CompressedWeights):
@@ -231,7 +231,7 @@ def _attach_difference_weights(target: Target, parameters: Parameters, parts: Pa
 
 
 def _attach_islands(
-    target: Target, parameters: Parameters, parts: Parts
+    target: EngineTarget, parameters: Parameters, parts: Parts
 ) -> tuple[IslandExchanges | None, Participant | None]:
     """Return the exchanges with other islands, and their participant in saving and loading; None without islands."""
     if target.island is not None:
@@ -254,7 +254,7 @@ def _policy_inputs(
     return PolicyInputs(follow_losses(engine, parts.patches), largest, prober)
 
 
-def _replace_collectives(target: Target, parameters: Parameters, session: Session, run: Run) -> WeightBytes:
+def _replace_collectives(target: EngineTarget, parameters: Parameters, session: Session, run: Run) -> WeightBytes:
     """Replace or count the reduction of gradients, and the gather of weights under ZeRO 3.
 
     Returns:

@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.deepspeed.units import node_unit
 from deepspeed_compress.collectives.grouped import SeparateParameters
+from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.reduction import Groups
 from deepspeed_compress.compression.state import Position
 from deepspeed_compress.config import CompressConfig
@@ -76,8 +77,7 @@ def _experts(engine: Any, group_name: str, names: Sequence[str]) -> SeparatePara
 def _all_groups(group: ProcessGroup) -> list[tuple[int, ...]]:
     """Return the global ranks of `group` and of the other ranks' groups, the same list on all ranks. Collective."""
     mine = tuple(dist.get_process_group_ranks(group))
-    found: list[tuple[int, ...]] = [()] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
+    found = gather_objects(mine)
     return sorted(set(found))
 
 

@@ -42,8 +42,7 @@ class Saved:
         members: numbers of the islands in the last committed round.
         claimed: run and version of the checkpoint from which the run began; None if it began with new weights.
         unproven: True until something is exchanged after the run began with new weights.
-        holders: the islands that have an anchor of the lineage and have not left, by number. The file of an earlier
-            release has none: then they are the members of the last round.
+        holders: the islands that have an anchor of the lineage and have not left, by number.
     """
 
     run: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
@@ -58,7 +57,7 @@ class Saved:
     holders: dict[int, Holder] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        found: Mapping[Any, Any] = self.holders or {number: Holder(self.version) for number in self.members}
+        found: Mapping[Any, Any] = self.holders
         # JSON keys are strings.
         self.holders = {int(number): one if isinstance(one, Holder) else Holder(**one) for number, one in found.items()}
 

@@ -50,10 +50,7 @@ def _trainer_log(files: RunDirectory) -> Columns:
 
 
 def _statistics(files: RunDirectory) -> Columns:
-    columns = _columns(files.statistics)
-    # Older versions wrote only the name of the method.
-    columns.setdefault("settings", columns.get("method", {}))
-    return columns
+    return _columns(files.statistics)
 
 
 def _guarded_loss(files: RunDirectory) -> Columns:

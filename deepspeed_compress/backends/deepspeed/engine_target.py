@@ -15,6 +15,7 @@ from deepspeed_compress.backends.deepspeed.gradients.zero_0 import may_begin_ear
 from deepspeed_compress.backends.deepspeed.groups import find_separate, make_groups
 from deepspeed_compress.backends.deepspeed.limits import shared_parameters
 from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, deciding_group
+from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.config.names import user_name
@@ -22,11 +23,11 @@ from deepspeed_compress.policy import AllowedChoices
 from deepspeed_compress.session.machines import equal_machines
 from deepspeed_compress.session.parts import Attachment
 
-__all__ = ["Target", "describe", "find_parameters"]
+__all__ = ["EngineTarget", "describe", "find_parameters"]
 
 
 @dataclass(frozen=True)
-class Target:
+class EngineTarget:
     """An engine to attach to.
 
     Attributes:
@@ -44,15 +45,14 @@ class Target:
     node: NodeUnit | None
 
 
-def find_parameters(target: Target) -> Parameters:
+def find_parameters(target: EngineTarget) -> Parameters:
     """Return the model's parameters as reducers know them. Collective."""
     engine = target.engine
     shapes = {name: tuple(_shape(parameter)) for parameter, name in engine.param_names.items()}
     user_names = {name: user_name(parameter, name) for parameter, name in engine.param_names.items()}
-    every_name: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     # Each pipeline stage has a part of the model, so only all of them together show whether an override matches
     # nothing.
-    dist.all_gather_object(every_name, list(user_names.values()))
+    every_name = gather_objects(list(user_names.values()))
     dtype = _RAW_DTYPE[target.kind](engine) if target.node is None else engine.optimizer.gradient_accumulation_dtype
     return Parameters(
         shapes=shapes,
@@ -63,7 +63,7 @@ def find_parameters(target: Target) -> Parameters:
     )
 
 
-def describe(target: Target, parameters: Parameters) -> Attachment:
+def describe(target: EngineTarget, parameters: Parameters) -> Attachment:
     """Return the description of the engine and of this rank from which the session's parts are made."""
     engine, config, kind = target.engine, target.config, target.kind
     # Without a guard, only loss scalers skip steps: those of DeepSpeed's own optimizers, and torch's.
@@ -93,7 +93,7 @@ def _shape(parameter: Any) -> torch.Size:
     return getattr(parameter, "ds_shape", parameter.shape)  # type: ignore[no-any-return]
 
 
-def _available(target: Target) -> AllowedChoices:
+def _available(target: EngineTarget) -> AllowedChoices:
     """Return the settings that an adaptive policy may choose from.
 
     Under ZeRO 3 no rank keeps the weights that it gathers, so weight settings are not among them.
