@@ -16,8 +16,6 @@ from deepspeed_compress.compression.state import Position
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.session.nodes import ranks_per_node, split_by_node
 
-__all__ = ["find_place_among", "find_place_in", "make_group", "make_groups", "make_hybrid_groups"]
-
 
 def make_groups(whole: ProcessGroup, config: CompressConfig) -> Groups:
     """Return groups of the ranks of `whole`, divided by nodes if `config` has a hierarchy.

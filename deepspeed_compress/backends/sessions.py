@@ -30,8 +30,6 @@ from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.state_files import Place, load_state_files, save_on_all, save_state_files
 from deepspeed_compress.session.torch_version import check_torch
 
-__all__ = ["Attached", "Config", "Exchanged", "Target", "attach_session", "make_session_parts", "read_section"]
-
 Config = str | Path | dict[str, Any]
 """Path or content of a ds_config.json, of which only the section `deepspeed_compress` is used."""
 

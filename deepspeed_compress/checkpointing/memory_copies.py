@@ -31,8 +31,6 @@ from deepspeed_compress.transport.secret import Secret
 from deepspeed_compress.transport.server import Bounds, Server
 from deepspeed_compress.transport.tls import find_tls
 
-__all__ = ["COPIES", "Destination", "Receiver", "send_copies", "write_checked"]
-
 COPIES = "copies"
 """Name of the service."""
 _PATIENCE = 60.0

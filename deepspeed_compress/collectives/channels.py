@@ -10,8 +10,6 @@ from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.config import AnyCompressedGradients, Override, PowerSGDGradients
 from deepspeed_compress.errors import CompressWarning
 
-__all__ = ["MAIN", "RAW", "ChannelTable", "find_channels", "find_low_rank", "overrides_with_channel"]
-
 RAW = 0
 """Channel of uncompressed parameters; elements keep the gradient dtype."""
 MAIN = 1

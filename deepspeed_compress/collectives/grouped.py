@@ -14,8 +14,6 @@ from deepspeed_compress.collectives.reduction import Groups, Reduction, Reductio
 from deepspeed_compress.compression.segments import PADDING
 from deepspeed_compress.config import AnyCompressedGradients
 
-__all__ = ["GroupedReducers", "GroupedReductions", "SeparateParameters"]
-
 
 @dataclass(frozen=True)
 class SeparateParameters:

@@ -5,8 +5,6 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-__all__ = ["gather_objects"]
-
 T = TypeVar("T")
 
 

@@ -12,8 +12,6 @@ from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.config import Communication
 from deepspeed_compress.config.durations import bit_rate
 
-__all__ = ["Pace", "make_pace"]
-
 
 @dataclass
 class Pace:

@@ -6,8 +6,6 @@ from functools import cached_property
 
 import torch
 
-__all__ = ["Parameters"]
-
 
 @dataclass(frozen=True)
 class Parameters:

@@ -42,8 +42,6 @@ from deepspeed_compress.config import (
     PowerSGDGradients,
 )
 
-__all__ = ["SETTINGS", "Groups", "Reduction", "ReductionContext", "Reductions"]
-
 FACTORS_LEVEL = 2
 """Level of the reducer of low-rank factors (see `Messages`). Level 0 is between nodes and level 1 inside a node."""
 SETTINGS = 16

@@ -16,8 +16,6 @@ from deepspeed_compress.compression.codec import Codec
 from deepspeed_compress.compression.compressors import Cast
 from deepspeed_compress.config import CompressedWeights
 
-__all__ = ["WeightReduction"]
-
 LEVEL = 3
 """Level of the reducer of gathered weights (see `Messages`). Lower levels belong to gradients."""
 

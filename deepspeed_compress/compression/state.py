@@ -24,20 +24,6 @@ from deepspeed_compress.compression.residuals import STORAGE, Residuals, kind_of
 from deepspeed_compress.compression.transforms import Transform, described, transform_of
 from deepspeed_compress.errors import StateError
 
-__all__ = [
-    "OWNED",
-    "SHARED",
-    "Contents",
-    "Description",
-    "Position",
-    "contents",
-    "read_description",
-    "restore",
-    "sources",
-    "state_file",
-    "write",
-]
-
 VERSION = 3
 _MAX_RANKS = 1 << 20
 STEM = "deepspeed_compress"

@@ -23,8 +23,6 @@ from deepspeed_compress.session.copies import leave_out_of_copies
 if TYPE_CHECKING:
     from deepspeed_compress.backends.sessions import Attached, Config
 
-__all__ = ["FirstForward", "Models"]
-
 _FOLDER = "deepspeed_compress"
 """Folder below a checkpoint of Trainer or Accelerate, with one folder for each model of that checkpoint."""
 

@@ -13,8 +13,6 @@ from torch.distributed import ProcessGroup
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.errors import CompressError
 
-__all__ = ["IslandRanks", "LeaderDecision", "SyncInterval"]
-
 T = TypeVar("T")
 
 

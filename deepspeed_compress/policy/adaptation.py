@@ -20,8 +20,6 @@ from deepspeed_compress.policy.adaptive import AllowedChoices, CandidateSelector
 from deepspeed_compress.policy.measurement import Choice, Measurement
 from deepspeed_compress.policy.observation import Observation
 
-__all__ = ["Adaptation", "ChosenSettings"]
-
 WINDOW = 32
 SLOWDOWN = 1.5
 """Slowdown of the last steps, relative to the median step, that triggers an extra measurement."""

@@ -18,8 +18,6 @@ from deepspeed_compress.policy.measurement import Measurement
 from deepspeed_compress.policy.observation import Observation
 from deepspeed_compress.policy.schedule import SettingsSchedule
 
-__all__ = ["Actions", "Policy", "StepPlan"]
-
 _NOT_FROM_GUARD = frozenset({"schedule", "adapt"})
 """Kinds of events that take effect even if the guard is in dry-run mode."""
 

@@ -13,8 +13,6 @@ from deepspeed_compress.session.expected import LATE, mean_cost, uncompressed
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.traffic import ring_all_gather
 
-__all__ = ["gradient_texts", "joined", "tell", "weight_text"]
-
 
 def tell(text: Callable[[], str]) -> None:
     """Write the startup line to standard error."""

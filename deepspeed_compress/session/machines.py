@@ -8,8 +8,6 @@ from torch.distributed import ProcessGroup
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.errors import CompressWarning
 
-__all__ = ["equal_machines"]
-
 
 def equal_machines(device: torch.device, group: ProcessGroup | None = None) -> bool:
     """Return True if PyTorch would choose the same kernels on all ranks of `group`, or of the job if None.

@@ -28,8 +28,6 @@ from deepspeed_compress.session.reporting import ByteReport, Reporter
 from deepspeed_compress.session.residual_state import ResidualState
 from deepspeed_compress.session.step_settings import StepSettings
 
-__all__ = ["Attachment", "Parts", "make_parts"]
-
 
 def _nobody_listens() -> bool:
     return False

@@ -27,8 +27,6 @@ from deepspeed_compress.session.trials import (
     weighted,
 )
 
-__all__ = ["Prober", "WeightTraffic"]
-
 SLICE_NUMEL = 4096
 """Number of consecutive elements per slice of a sample."""
 RATE = 32

@@ -24,8 +24,6 @@ from deepspeed_compress.session.probing import Prober
 from deepspeed_compress.session.protocols import BackgroundCheckpoints, IslandExchanges
 from deepspeed_compress.session.residual_state import FinishedStep
 
-__all__ = ["Session"]
-
 
 class Session:
     """Compression of one engine, available as `engine.compression` for the life of the engine.

@@ -20,9 +20,6 @@ from deepspeed_compress.config import CompressConfig, masked
 from deepspeed_compress.errors import CompressWarning, StateError
 from deepspeed_compress.session.session import Session
 
-__all__ = ["Place", "Write", "check_owners", "load_state_files", "on_all_ranks", "save_on_all", "save_state_files"]
-
-
 Write = Callable[[state.Contents, Path], None]
 """`state.write`, or a function that does the same later."""
 

@@ -13,8 +13,6 @@ from deepspeed_compress.transport.frames import DEFAULT_LIMITS, Limits
 from deepspeed_compress.transport.handshake import Steps, client_steps
 from deepspeed_compress.transport.secret import SECRET, SECRET_FILE
 
-__all__ = ["connect", "own_address", "parse_address"]
-
 
 def connect(
     address: str,

@@ -20,15 +20,6 @@ from deepspeed_compress.session.expected import one_bucket
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.traffic import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 
-__all__ = [
-    "announce",
-    "announcement",
-    "warn_of_single_rank_hosts",
-    "warn_of_uncompressed",
-    "warn_of_uncounted",
-    "warn_of_unheeded_type",
-]
-
 
 def announce(engine: Any, session: Session, parameters: Parameters, kind: str) -> None:
     """Write the announcement to standard error, on rank 0, unless `monitor.announce` is false.

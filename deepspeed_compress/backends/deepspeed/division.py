@@ -30,17 +30,6 @@ from deepspeed_compress.config import Islands
 from deepspeed_compress.errors import CompressWarning, ConfigError, UnsupportedError
 from deepspeed_compress.session.patches import Patches
 
-__all__ = [
-    "SEAMS",
-    "check_undivided",
-    "divide_call",
-    "divide_data",
-    "groups_restored_on_failure",
-    "make_divided",
-    "make_islands",
-    "make_nodes",
-]
-
 SEAMS = (
     Seam("deepspeed.utils.groups:_init_tp_mesh_device", ("tensor_model_parallel_size", "data_parallel_size")),
     Seam("deepspeed.utils.groups:get_data_parallel_group", ()),

@@ -23,8 +23,6 @@ from deepspeed_compress.policy import AllowedChoices
 from deepspeed_compress.session.machines import equal_machines
 from deepspeed_compress.session.parts import Attachment
 
-__all__ = ["EngineTarget", "describe", "find_parameters"]
-
 
 @dataclass(frozen=True)
 class EngineTarget:

@@ -16,17 +16,6 @@ from deepspeed_compress.compression.state import Position
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.session.nodes import ranks_per_node, split_by_node
 
-__all__ = [
-    "downward_group",
-    "expert_names",
-    "find_position",
-    "find_separate",
-    "made_group",
-    "make_groups",
-    "partition_groups",
-    "reduction_group",
-]
-
 
 def reduction_group(engine: Any) -> ProcessGroup:
     """Return the group of ranks over which the gradients of `engine` are averaged.

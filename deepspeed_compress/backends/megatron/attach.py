@@ -29,8 +29,6 @@ from deepspeed_compress.session.parts import Parts
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.state_files import Place, on_all_ranks, save_on_all
 
-__all__ = ["Attached", "attach"]
-
 EXPERTS = "experts"
 """Subdirectory for everything that concerns only experts."""
 

@@ -15,8 +15,6 @@ from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.config.names import user_name
 from deepspeed_compress.session.traffic import ring_all_gather
 
-__all__ = ["Share"]
-
 
 @dataclass(frozen=True)
 class Share:

@@ -30,8 +30,6 @@ from deepspeed_compress.errors import CompressWarning, StateError
 from deepspeed_compress.session.state_files import on_all_ranks
 from deepspeed_compress.transport.client import own_address
 
-__all__ = ["HostMemory", "Hosts"]
-
 T = TypeVar("T")
 
 _HOSTS = "DS_COMPRESS_HOSTS"

@@ -14,8 +14,6 @@ from deepspeed_compress.checkpointing.writer import Outcome
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.errors import CompressWarning, StateError
 
-__all__ = ["Progress"]
-
 
 class Progress:
     """Progress of checkpoints on all ranks.

@@ -21,8 +21,6 @@ from deepspeed_compress.checkpointing.memory_directory import HostSave, Missing,
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.errors import CompressWarning, StateError
 
-__all__ = ["Candidate", "find_complete", "find_newest_step"]
-
 _CHUNK = 2**24
 
 

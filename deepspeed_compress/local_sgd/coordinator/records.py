@@ -8,8 +8,6 @@ from typing import Any
 from deepspeed_compress.local_sgd.coordinator.requests import Join
 from deepspeed_compress.local_sgd.coordinator.wire import Round
 
-__all__ = ["Holder", "Island", "RunningRound", "Saved"]
-
 KEPT = 1000
 """Number of versions that are remembered: an island that returns after more exchanges is treated as a new one."""
 PATIENCE = 30.0

@@ -20,8 +20,6 @@ from deepspeed_compress.local_sgd.shared_anchor import SharedAnchor
 from deepspeed_compress.local_sgd.strategy import ExchangeStrategy
 from deepspeed_compress.transport.client import own_address
 
-__all__ = ["connect"]
-
 
 def connect(context: ExchangeContext) -> ExchangeStrategy:
     """Return the exchange strategy that the configuration names, with its connections. Collective in the island."""

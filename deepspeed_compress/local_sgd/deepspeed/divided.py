@@ -51,8 +51,6 @@ from deepspeed_compress.session.parts import Parts
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.state_files import check_owners, on_all_ranks
 
-__all__ = ["attach_islands", "stay_apart"]
-
 
 def attach_islands(
     engine: Any, unit: IslandUnit, parameters: Parameters, parts: Parts

@@ -51,8 +51,6 @@ from deepspeed_compress.monitor import Event
 from deepspeed_compress.session.parts import Parts
 from deepspeed_compress.session.state_files import check_owners, on_all_ranks, save_on_all
 
-__all__ = ["SEEDS", "ElasticIsland", "attach_elastic", "prepare_call"]
-
 _POINTER = "/deepspeed_compress/islands/elastic"
 _STEM = "deepspeed_compress_islands"
 _AHEAD = "ahead"

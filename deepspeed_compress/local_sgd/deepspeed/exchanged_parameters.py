@@ -11,8 +11,6 @@ from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMas
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.errors import CompressWarning, ConfigError
 
-__all__ = ["matches", "select_exchanged"]
-
 _POINTER = "/deepspeed_compress/islands/own"
 
 

@@ -17,8 +17,6 @@ from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.errors import UnsupportedError
 
-__all__ = ["check_equal_blocks", "divide_replicated"]
-
 _Range = tuple[str, int, int]
 """A parameter, its first element, and the end (exclusive)."""
 

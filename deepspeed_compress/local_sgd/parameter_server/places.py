@@ -22,8 +22,6 @@ from deepspeed_compress.local_sgd.parameter_server.calls import Slice
 from deepspeed_compress.local_sgd.round_peers import group_of_one
 from deepspeed_compress.monitor import Meter
 
-__all__ = ["NAMES", "Place", "make_messages", "make_place", "read_place", "refuse_unfit"]
-
 T = TypeVar("T")
 
 NAMES = ("anchor", "momentum", "waiting")

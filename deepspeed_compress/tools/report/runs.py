@@ -16,8 +16,6 @@ from deepspeed_compress.tools.outputs.printable import printable
 from deepspeed_compress.tools.run_checks import is_number
 from deepspeed_compress.tools.run_directory import METRICS, RunDirectory, read_directory
 
-__all__ = ["SOURCES", "Columns", "Run", "load_runs"]
-
 Columns = dict[str, dict[int, Any]]
 
 _LOGGED = "compression_"

@@ -33,8 +33,6 @@ from deepspeed_compress.session.interrupted import discard
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.traffic import ring_all_reduce, ring_reduce_scatter
 
-__all__ = ["attach_zero_3"]
-
 _PREFIX = "_DeepSpeedZeroOptimizer_Stage3__"
 
 
