@@ -12,8 +12,6 @@ from deepspeed_compress.config import SECTION, CompressConfig
 from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.session.momentum import find_second_momentum
 
-__all__ = ["find_common_limits", "find_foreign_optimizer", "refuse"]
-
 
 def _other_ownership(config: CompressConfig) -> str | None:
     return None if config.ownership == "contiguous" else config.ownership

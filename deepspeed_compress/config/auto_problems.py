@@ -6,8 +6,6 @@ from deepspeed_compress.config.models import CompressConfig, Schedule
 from deepspeed_compress.config.problems import problem
 from deepspeed_compress.diagnostics import Diagnostic, Path
 
-__all__ = ["find_auto_contradictions"]
-
 _CONFLICTS: tuple[tuple[Path, Callable[[CompressConfig], bool], str, str], ...] = (
     (
         ("gradients", "method"),

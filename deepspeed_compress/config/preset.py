@@ -6,8 +6,6 @@ from typing import Any
 from deepspeed_compress.config.models import SECTION, Parallelism
 from deepspeed_compress.config.native import STAGE, value_at
 
-__all__ = ["with_preset"]
-
 _WEIGHT_BITS = {1: 4, 2: 4, 3: 8}
 """Bits of weights by ZeRO stage. Their losses have been measured: see `docs/results.md`."""
 _OWN_GATHERS = ("zero_hpz_partition_size", "zero_quantized_weights", "stage3_use_all_reduce_for_fetch_params")

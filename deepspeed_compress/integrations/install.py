@@ -15,8 +15,6 @@ from deepspeed_compress.integrations.importing import Undo, after_import
 from deepspeed_compress.integrations.plain import attach_to_all
 from deepspeed_compress.integrations.replacing import replace_method
 
-__all__ = ["install"]
-
 
 def install(section: str | Path | dict[str, Any] | None = None) -> Callable[[], None]:
     """Attach to every engine that `deepspeed.initialize` makes from now on, if its configuration has the section.

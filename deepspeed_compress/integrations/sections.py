@@ -8,8 +8,6 @@ from typing import Any
 from deepspeed_compress.config import SECTION, CompressConfig, check_world, expand, parse_section, with_preset
 from deepspeed_compress.errors import CompressWarning, UnsupportedError
 
-__all__ = ["INSTEAD_OF_PIPELINE", "checked", "has_section"]
-
 INSTEAD_OF_PIPELINE = (
     "To train the model as a pipeline, use launch/train_gpt.py, or deepspeed_compress.models.build_parallel, "
     "deepspeed_compress.initialize and engine.train_batch (docs/parallelism.md). Otherwise, use ZeRO or "

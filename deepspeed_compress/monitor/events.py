@@ -12,8 +12,6 @@ from deepspeed_compress.config.islands import island_directory
 from deepspeed_compress.config.numbers import finite
 from deepspeed_compress.monitor.journal import Journal
 
-__all__ = ["CONFIGURATION", "EVENTS", "Event", "EventLog", "write_configuration"]
-
 EVENTS = "events.jsonl"
 CONFIGURATION = "ds_config.json"
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from deepspeed_compress.config import Auto
 
-__all__ = ["AutoChoice", "Verdict"]
-
 WARM_UP = 4
 """Number of steps of each kind that are not measured: first steps allocate, compile, and learn the order of buckets."""
 

@@ -27,8 +27,6 @@ from deepspeed_compress.policy.measurement import Measurement
 from deepspeed_compress.policy.observation import Observation
 from deepspeed_compress.policy.schedule import SettingsSchedule
 
-__all__ = ["Actions", "Policy", "StepPlan"]
-
 _NOT_FROM_GUARD = frozenset({"schedule", "adapt", "auto"})
 """Kinds of events that take effect even if the guard is in dry-run mode."""
 
@@ -247,7 +245,7 @@ class Policy:
         held = self._pinned
         if not self._rolls_back:
             self._pinned, self._good, self._state = None, None, replace(self._state, floor=0)
-        if saved.get("of", self._section) != self._section:
+        if saved["of"] != self._section:
             held = held or (settings if self._state.level else None)
             self._pinned, self._good = None, None
             self._state = replace(self._state, level=0, floor=0, quiet=0, residuals=())

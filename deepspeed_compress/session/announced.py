@@ -5,15 +5,13 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from deepspeed_compress.collectives.buckets import Partition
-from deepspeed_compress.collectives.reduction import Parameters
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.config import CompressConfig, CompressedWeights, Islands, brief
 from deepspeed_compress.config.numbers import size
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.session.expected import LATE, mean_cost, uncompressed
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.traffic import ring_all_gather
-
-__all__ = ["gradient_texts", "joined", "tell", "weight_text"]
 
 
 def tell(text: Callable[[], str]) -> None:

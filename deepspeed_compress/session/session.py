@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from deepspeed_compress.collectives.buckets import Partition
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.payload import PayloadReducer, PendingMeans
 from deepspeed_compress.collectives.probes import cosine_with_truth, true_sum
 from deepspeed_compress.collectives.reducer import Pending, Reduced, Reducer
-from deepspeed_compress.collectives.reduction import Parameters
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import gather
 from deepspeed_compress.config import PowerSGDGradients, WeightsConfig
@@ -23,8 +23,6 @@ from deepspeed_compress.session.parts import Parts
 from deepspeed_compress.session.probing import Prober
 from deepspeed_compress.session.protocols import BackgroundCheckpoints, IslandExchanges
 from deepspeed_compress.session.residual_state import FinishedStep
-
-__all__ = ["Session"]
 
 
 class Session:

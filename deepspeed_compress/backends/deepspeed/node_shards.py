@@ -39,8 +39,6 @@ from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.traffic import ring_all_reduce
 
-__all__ = ["NodeShards", "attach_nodes", "equalize_weights"]
-
 
 def equalize_weights(engine: Any, unit: NodeUnit) -> bool:
     """Copy the weights of the first node to the nodes in which they differ. Collective.

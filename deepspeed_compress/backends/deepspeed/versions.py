@@ -8,14 +8,6 @@ from typing import Any
 import deepspeed
 from packaging.version import Version
 
-__all__ = [
-    "has_compact_gradients",
-    "orthogonalizes_in_step",
-    "owns_parameter",
-    "reduces_separate_gradients",
-    "skips_invalid_norms",
-]
-
 
 def _since(first: str) -> bool:
     """Return True if the installed DeepSpeed is `first` or newer. Previews and local builds count as their release."""

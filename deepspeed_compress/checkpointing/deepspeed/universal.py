@@ -14,8 +14,6 @@ from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 from deepspeed_compress.errors import StateError
 from deepspeed_compress.session.state_files import on_all_ranks
 
-__all__ = ["check_universal", "universal_if_newest"]
-
 _LATEST = "latest_universal"
 
 

@@ -21,8 +21,6 @@ import torch
 
 from deepspeed_compress.errors import CompressWarning
 
-__all__ = ["MARCH", "load_library"]
-
 MARCH = "DS_COMPRESS_MARCH"
 """Environment variable with the instruction set of the kernels (the compiler's `-march`). Default: this processor's."""
 _EXTENSIONS = "TORCH_EXTENSIONS_DIR"

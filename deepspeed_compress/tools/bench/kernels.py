@@ -26,8 +26,6 @@ from deepspeed_compress.tools.bench.moved_bytes import CountingKernels
 from deepspeed_compress.tools.bench.rows import Row, new_document, save_document
 from deepspeed_compress.tools.plots import check_plotting, plot_bars
 
-__all__ = ["BLOCK", "OPERATIONS", "Kernels", "Operation", "bytes_moved", "measure", "run"]
-
 BLOCK = 256
 TOP_K_BLOCK, DENSITY = 4096, 0.01
 KEY = 0x1234_5678_9ABC_DEF0

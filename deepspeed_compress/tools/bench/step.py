@@ -26,8 +26,6 @@ from deepspeed_compress.tools.bench.workload import (
 )
 from deepspeed_compress.tools.plots import check_plotting
 
-__all__ = ["merge", "missing_rates", "run", "steps_at"]
-
 HEADER_BYTES = 14 + 20 + 32
 """Header bytes per packet: Ethernet, IPv4, and TCP with timestamps."""
 FAST, MANY_STEPS, FEW_STEPS = 500e6, 7, 3

@@ -18,8 +18,6 @@ from deepspeed_compress.tools.bench.systems import System, compute_only, make, t
 from deepspeed_compress.tools.bench.traces import trace_step
 from deepspeed_compress.tools.bench.workload import Contender, Group, Workload, stage_of
 
-__all__ = ["measure", "measure_group"]
-
 SETTLING_STEPS = 1
 """Steps after each change of the rate that are not measured, while the congestion window adapts."""
 UNCOMPRESSED = "bytes_uncompressed"

@@ -8,8 +8,6 @@ from deepspeed_compress.config import SECTION, CompressConfig
 from deepspeed_compress.config.patches import merged
 from deepspeed_compress.config.schedules import OWN_MOMENTUM
 
-__all__ = ["accumulated", "apply", "difference", "slower", "with_gradients", "with_section", "with_stage"]
-
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """Return the merge patch that turns `old` into `new`.

@@ -15,8 +15,6 @@ from deepspeed_compress.config.contradictions import find_unknown_momentum
 from deepspeed_compress.config.patches import merged
 from deepspeed_compress.errors import CompressWarning, ConfigError
 
-__all__ = ["BASELINE", "FILE", "SPACE", "Candidate", "Excluded", "find_candidates", "load_space"]
-
 BASELINE = "none"
 FILE = "file"
 """Name of the candidate with the section as the user wrote it."""

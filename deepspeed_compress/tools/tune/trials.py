@@ -24,24 +24,6 @@ from deepspeed_compress.tools.run_directory import read_statistics
 from deepspeed_compress.tools.tune.halving import Result, Rung
 from deepspeed_compress.tools.tune.space import Candidate
 
-__all__ = [
-    "CONFIG",
-    "LINES",
-    "LOG",
-    "PLACEHOLDER",
-    "TRIAL",
-    "Task",
-    "Trials",
-    "excludes_momentum",
-    "figures",
-    "finished_before",
-    "for_trial",
-    "save_result",
-    "steps_done",
-    "trial_config",
-    "with_config",
-]
-
 TRIAL = "deepspeed_compress_trial"
 """Key next to the section, in the files of trials only, that holds the `Task`.
 

@@ -31,7 +31,7 @@ STEPS = (
     "backends.deepspeed.initialize.keep_file_order",
     "backends.deepspeed.initialize.attach_section",
     "backends.deepspeed.attach.check_ownership",
-    "backends.deepspeed.attach._parameters",
+    "backends.deepspeed.attach.find_parameters",
     "backends.deepspeed.attach.make_parts",
     "backends.deepspeed.attach.follow_losses",
     "backends.deepspeed.attach._replace_collectives",

@@ -11,8 +11,9 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_compress.backends.deepspeed.gradients import early
 from deepspeed_compress.collectives.buckets import even_partition
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import Run, StepClock
-from deepspeed_compress.collectives.reduction import Groups, Parameters, ReductionContext, Reductions
+from deepspeed_compress.collectives.reduction import Groups, ReductionContext, Reductions
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import brief, parse_section
 from deepspeed_compress.monitor import Meter

@@ -14,7 +14,7 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 
 import deepspeed_compress
 from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasterWeights, MasterSlice
-from deepspeed_compress.collectives.reduction import Parameters
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.config import find_problems, parse_section
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed.replicated import check_equal_blocks

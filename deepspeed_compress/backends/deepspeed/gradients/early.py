@@ -28,8 +28,6 @@ from deepspeed_compress.collectives.reducer import Pending
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import Session
 
-__all__ = ["EarlyReductions", "Gradients", "bucket_size", "reduces_now"]
-
 Key = Any
 """Hashable identity of a parameter in DeepSpeed's bucket; each seam defines its own."""
 BUCKETS = 8

@@ -5,8 +5,6 @@ from collections.abc import Callable
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import Session
 
-__all__ = ["Attach", "attach_reduction"]
-
 Attach = Callable[[Patches], None]
 """Function that replaces methods, and makes the given patches undo that."""
 

@@ -26,8 +26,6 @@ from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.traffic import ring_all_gather, ring_all_reduce
 
-__all__ = ["attach_zero_0", "may_begin_early"]
-
 Bucket = Sequence[Tensor]
 Contents = Sequence[tuple[str, int]]
 """(parameter, numel) of each part of a flat tensor, in order. Padding is named `PADDING`."""

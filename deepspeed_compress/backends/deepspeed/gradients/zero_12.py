@@ -34,8 +34,6 @@ from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.traffic import ring_all_gather, ring_all_reduce
 
-__all__ = ["attach_zero_12"]
-
 Key = tuple[int, int, int]
 """Identity of a parameter in DeepSpeed's bucket: (optimizer group, index in the group, parameter id)."""
 

@@ -35,8 +35,6 @@ from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.traffic import ring_all_reduce, ring_reduce_scatter
 
-__all__ = ["attach_zero_3"]
-
 _PREFIX = "_DeepSpeedZeroOptimizer_Stage3__"
 
 

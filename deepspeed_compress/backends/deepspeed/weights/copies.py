@@ -14,15 +14,6 @@ from deepspeed_compress.backends.deepspeed.units import RankUnit
 from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasterWeights
 from deepspeed_compress.errors import UnsupportedError
 
-__all__ = [
-    "check_equal_layouts",
-    "copy_from_first",
-    "copy_weights",
-    "fingerprint",
-    "held_data",
-    "named_untrained",
-]
-
 
 def check_equal_layouts(master_weights: FlatMasterWeights, unit: RankUnit) -> None:
     """Check that ranks of equal place in their islands or nodes hold the same elements. Collective.

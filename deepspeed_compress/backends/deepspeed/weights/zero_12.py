@@ -28,8 +28,6 @@ from deepspeed_compress.errors import SeamError, UnsupportedError
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.probing import WeightTraffic
 
-__all__ = ["GatherFactory", "Weights", "attach_weights", "check_weights", "flat_sizes"]
-
 
 class GatherFactory(Protocol):
     """Factory for the gather of one flat buffer: `DifferenceGather` with all but its first three parameters bound."""
