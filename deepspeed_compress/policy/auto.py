@@ -49,6 +49,15 @@ class AutoChoice:
         self._compresses: bool | None = None
 
     @property
+    def length(self) -> int:
+        """Return the number of steps from the start of a comparison to the first step of the faster kind."""
+        return 2 * (WARM_UP + self._config.steps) + 1
+
+    def restart(self) -> None:
+        """Begin a new comparison with the next step."""
+        self.load({"uncompressed_ms": None, "compresses": None})
+
+    @property
     def measures(self) -> bool:
         """Return True until the choice is made."""
         return self._compresses is None

@@ -171,6 +171,19 @@ class Session:
         """Write `event` to the log of decisions of the run."""
         self._records.log.record(event)
 
+    def compare_again(self) -> int:
+        """Repeat the comparison of `auto`, for instance because the network has changed. Call it on all ranks.
+
+        Returns:
+            The number of steps until the next choice is in force; 0 without `auto`.
+        """
+        auto = self.policy.auto
+        if auto is None:
+            return 0
+        auto.restart()
+        self.begin(self.clock.step, self.clock.loss_scale)
+        return auto.length
+
     def report_metric(self, value: float) -> None:
         """Judge this step by `value` (less is better) instead of the loss, for `guard.rollback`.
 

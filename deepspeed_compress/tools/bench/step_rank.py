@@ -136,7 +136,8 @@ def _measure_rate(
     if rate is not None:
         set_own_rate(rate)
     dist.barrier()
-    gauges.times(step, SETTLING_STEPS)
+    choosing = 0 if system.session is None else system.session.compare_again()
+    gauges.times(step, SETTLING_STEPS + choosing)
     counted.clear()
     begin, steps = gauges.quiet_counters() if rate is not None else None, count * system.period
     seconds = _by_period(gauges.times(step, steps), system.period)

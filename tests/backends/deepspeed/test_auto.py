@@ -63,6 +63,25 @@ def test_uncompressed_steps_are_those_of_deepspeed_and_the_faster_kind_stays(sta
         assert found[0][2] == found[1][2]
 
 
+def repeat(rank: int, job: Job) -> list[str]:
+    """Return the settings of the steps after a second comparison was asked for."""
+    engine, settings = steered(job, FASTER + SLOWER), []
+    batches = data(rank, job)
+    run(engine, batches[: 2 * EACH + 2])
+    assert engine.compression.compare_again() == 2 * EACH + 1
+    for batch in batches[2 * EACH + 2 :]:
+        settings.append(f"{engine.compression.settings}{' alone' if engine.compression.alone else ''}")
+        run(engine, [batch])
+    return settings
+
+
+@pytest.mark.slow(2)
+def test_a_comparison_can_be_repeated() -> None:
+    """The residuals are sent before DeepSpeed is left alone, which takes one of its steps."""
+    expected = ["none", *["none alone"] * (EACH - 1), *["blockwise bits=4"] * EACH, "none", "none alone"]
+    assert run_forks(2, repeat, job_of(1, steps=4 * EACH + 4)) == [expected] * 2
+
+
 def sent(rank: int, job: Job) -> list[tuple[int, int]]:
     """Return the bytes of every step that were sent, and those that DeepSpeed would send."""
     engine, seen = steered(job, SLOWER), []
