@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from deepspeed_compress.config import SECTION, CompressConfig, read_ds_config
+from deepspeed_compress.config import CompressConfig, read_ds_config, with_preset
 from deepspeed_compress.errors import DataError
 from deepspeed_compress.tools.run_directory import STATISTICS, Line, drop_replaced, read_directory
 
@@ -87,8 +87,8 @@ def _of_first_island(events: Sequence[Line] | None) -> tuple[Line, ...] | None:
 
 def _section(config: Line | None) -> CompressConfig | None:
     try:
-        return CompressConfig.model_validate((config or {})[SECTION])
-    except (KeyError, ValidationError):
+        return CompressConfig.model_validate(with_preset(config or {}))
+    except ValidationError:
         return None
 
 

@@ -38,7 +38,7 @@ FIRST_PART = 5
 """The first 1/`FIRST_PART` of the steps, at least three, is warm-up and not measured."""
 _LOGGERS = ("tensorboard", "wandb", "comet", "csv_monitor")
 """Loggers of DeepSpeed. They are disabled, because a trial is not one of the user's runs."""
-_LATER = ("guard", "adaptive")
+_LATER = ("guard", "adaptive", "auto")
 """Keys of the section that change settings during a run. A trial must measure the settings it is for."""
 
 
