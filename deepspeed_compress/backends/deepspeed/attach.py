@@ -1,6 +1,7 @@
 """Entry points for an existing engine: `attach` compresses its traffic, and `detach` undoes that."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -57,15 +58,32 @@ __all__ = ["attach", "attach_section", "detach"]
 WeightBytes = Callable[[], int]
 """Function that returns the bytes that this rank sends for weights in one optimizer step."""
 
-_ATTACH: Mapping[str, Callable[[Any, Session], WeightBytes]] = MappingProxyType(
-    {"zero_0": attach_zero_0, "zero_12": attach_zero_12, "zero_3": attach_zero_3}
+
+@dataclass(frozen=True)
+class _Stage:
+    """Seams of a kind of engine.
+
+    Attributes:
+        attach: replaces the reduction of gradients.
+        gradient_seams: seams that `attach` needs.
+        check_weights: raises UnsupportedError if weights cannot be compressed.
+        weight_seams: seams that compressed weights need.
+    """
+
+    attach: Callable[[Any, Session], WeightBytes]
+    gradient_seams: tuple[seams.Seam, ...]
+    check_weights: Callable[[Any], None] = check_weights
+    weight_seams: tuple[seams.Seam, ...] = seams.WEIGHTS
+
+
+_STAGES: Mapping[str, _Stage] = MappingProxyType(
+    {
+        "zero_0": _Stage(attach_zero_0, seams.ZERO_0),
+        "zero_12": _Stage(attach_zero_12, seams.ZERO_12),
+        "zero_3": _Stage(attach_zero_3, seams.ZERO_3, check_weights_3, seams.WEIGHTS_3),
+    }
 )
-_WEIGHTS: Mapping[str, tuple[Callable[[Any], None], tuple[seams.Seam, ...]]] = MappingProxyType(
-    {"zero_3": (check_weights_3, seams.WEIGHTS_3)}
-)
-_SEAMS: Mapping[str, tuple[seams.Seam, ...]] = MappingProxyType(
-    {"zero_0": seams.ZERO_0, "zero_12": seams.ZERO_12, "zero_3": seams.ZERO_3}
-)
+"""Stages by kind of engine (see `engine_kind`)."""
 
 
 def attach(engine: Any) -> Any:
@@ -188,13 +206,15 @@ def _checked(engine: Any, config: CompressConfig) -> str:
     check_torch(torch.__version__)
     check_world(config, dist.get_world_size(), engine.config)
     kind = engine_kind(engine)
+    stage = _STAGES[kind]
     refuse_unsupported(engine, config)
     watched = norms.SEAMS + losses.SEAMS if config.guard is not None or config.adaptive is not None else ()
-    seams.check_seams(seams.STEP + _SEAMS[kind] + parallel.SEAMS + comms_log.SEAMS + watched, deepspeed.__version__)
+    seams.check_seams(
+        seams.STEP + stage.gradient_seams + parallel.SEAMS + comms_log.SEAMS + watched, deepspeed.__version__
+    )
     if config.weights.method != "none":
-        check, needed = _WEIGHTS.get(kind, (check_weights, seams.WEIGHTS))
-        check(engine)
-        seams.check_seams(needed, deepspeed.__version__)
+        stage.check_weights(engine)
+        seams.check_seams(stage.weight_seams, deepspeed.__version__)
     return kind
 
 
@@ -268,7 +288,7 @@ def _replace_collectives(target: EngineTarget, parameters: Parameters, session: 
         if engine.seq_data_parallel_group.size() > 1:
             warn_of_uncounted(uncounted)
         return _no_bytes
-    weight_bytes = _ATTACH[target.kind](engine, session)
+    weight_bytes = _STAGES[target.kind].attach(engine, session)
     if not isinstance(weights, CompressedWeights):
         return weight_bytes
     if target.kind == "zero_3":
