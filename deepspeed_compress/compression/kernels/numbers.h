@@ -25,12 +25,14 @@ inline float float_of(uint32_t bits) {
 
 inline uint32_t magnitude(float x) { return bits_of(x) & 0x7FFFFFFFu; }
 
-// Rounds to nearest even. NaN stays NaN.
-inline uint16_t to_bf16(float x) {
+// Rounds a number other than NaN to nearest even.
+inline uint16_t round_to_bf16(float x) {
     const uint32_t bits = bits_of(x);
-    const uint16_t rounded = (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
-    return magnitude(x) > 0x7F800000u ? 0x7FC0 : rounded;
+    return uint16_t((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
 }
+
+// Rounds to nearest even. NaN stays NaN.
+inline uint16_t to_bf16(float x) { return magnitude(x) > 0x7F800000u ? 0x7FC0 : round_to_bf16(x); }
 
 // Like `to_bf16`, but finite values stay finite.
 inline uint16_t to_bf16_saturating(float x) {
@@ -65,6 +67,11 @@ struct Bf16 {
     using Stored = uint16_t;
     static float load(uint16_t x) { return from_bf16(x); }
     static uint16_t store(float x) { return to_bf16_saturating(x); }
+};
+
+// Bf16 for numbers that are finite after rounding.
+struct FiniteBf16 : Bf16 {
+    static uint16_t store(float x) { return round_to_bf16(x); }
 };
 
 struct Fp16 {
