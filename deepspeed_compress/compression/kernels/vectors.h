@@ -25,6 +25,7 @@ constexpr int WIDTH = 4;
 #endif
 
 typedef float Vector __attribute__((vector_size(WIDTH * sizeof(float))));
+typedef int32_t Integers __attribute__((vector_size(WIDTH * sizeof(int32_t))));
 typedef uint32_t Words __attribute__((vector_size(WIDTH * sizeof(uint32_t))));
 
 inline Vector load(const float* x) {
