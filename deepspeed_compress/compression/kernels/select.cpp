@@ -87,6 +87,7 @@ class Selector {
         candidates = 0;
         for (int64_t begin = 0; begin < n; begin += TOGETHER) {
             const int64_t end = std::min(begin + TOGETHER, n);
+            __builtin_prefetch(x + begin + n);  // of the next row
             if (end - begin == TOGETHER && all_below<TOGETHER>(x + begin, bound)) continue;
             if (int64_t(values.size()) < candidates + TOGETHER)
                 values.resize(2 * candidates + TOGETHER), columns.resize(values.size());
