@@ -33,18 +33,19 @@ void make_signed(const Form& form, uint8_t* codes, int64_t n) {
     }
 }
 
-void add_signed(const uint8_t* codes, float scale, float* out, int64_t n) {
+// Adds the codes of COUNT messages, of which each has `stride` bytes, times their scales, one after another.
+template <int COUNT>
+void add_signed(const uint8_t* __restrict codes, int64_t stride, const float* __restrict scales, float* __restrict out,
+                int64_t n) {
     const auto* signed_codes = reinterpret_cast<const int8_t*>(codes);
     for (int64_t i = 0; i < n; i++) {
-        const float product = float(signed_codes[i]) * scale;
-        out[i] += product;
+        float sum = out[i];
+        for (int m = 0; m < COUNT; m++) {
+            const float product = float(signed_codes[m * stride + i]) * scales[m];
+            sum += product;
+        }
+        out[i] = sum;
     }
-}
-
-void add_block(const Form& form, const uint8_t* packed, float scale, float* out, int64_t n, uint8_t* codes) {
-    unpack(packed, n, form, codes);
-    make_signed(form, codes, n);
-    add_signed(codes, scale, out, n);
 }
 
 // Adds a message in which bytes contain codes of two blocks.
@@ -58,8 +59,28 @@ void add_straddling(const Form& form, const void* numbers, int number_type, cons
         const float number = load_number(numbers, number_type, block) * scale;
         const int64_t first = block * form.block_size, count = std::min(form.block_size, n - first);
         make_signed(form, codes.data() + first, count);
-        add_signed(codes.data() + first, number, out + first, count);
+        add_signed<1>(codes.data() + first, 0, &number, out + first, count);
     }
+}
+
+struct Messages {
+    const void* const* numbers;
+    int number_type;
+    const uint8_t* const* codes;
+};
+
+// Adds COUNT messages, starting with number `m`, to a block of `out`. `work` has space for the codes of all.
+template <int COUNT>
+void add_messages(const Form& form, const Messages& messages, int m, int64_t block, float scale, float* out, int64_t n,
+                  uint8_t* work) {
+    float scales[COUNT];
+    for (int i = 0; i < COUNT; i++) {
+        uint8_t* codes = work + i * form.block_size;
+        unpack(messages.codes[m + i] + code_bytes(form, block * form.block_size), n, form, codes);
+        make_signed(form, codes, n);
+        scales[i] = load_number(messages.numbers[m + i], messages.number_type, block) * scale;
+    }
+    add_signed<COUNT>(work, form.block_size, scales, out, n);
 }
 
 }  // namespace
@@ -76,18 +97,20 @@ void compress_dequantize_add(const void* const* numbers, int number_type, const 
         for (int m = 0; m < messages; m++) add_straddling(form, numbers[m], number_type, codes[m], n, out, scale, threads);
         return;
     }
+    constexpr int TOGETHER = 4;  // messages that are added in registers
+    const Messages all{numbers, number_type, codes};
     const int64_t blocks = (n + block_size - 1) / block_size;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        std::vector<uint8_t> work(block_size);
+        std::vector<uint8_t> work(TOGETHER * block_size);
 #pragma omp for schedule(static)
         for (int64_t block = 0; block < blocks; block++) {
             const int64_t first = block * block_size, count = std::min(block_size, n - first);
             if (!add) std::fill(out + first, out + first + count, 0.0f);
-            for (int m = 0; m < messages; m++) {
-                const float number = load_number(numbers[m], number_type, block) * scale;
-                add_block(form, codes[m] + code_bytes(form, first), number, out + first, count, work.data());
-            }
+            int m = 0;
+            for (; m + TOGETHER <= messages; m += TOGETHER)
+                add_messages<TOGETHER>(form, all, m, block, scale, out + first, count, work.data());
+            for (; m < messages; m++) add_messages<1>(form, all, m, block, scale, out + first, count, work.data());
         }
     }
 }
