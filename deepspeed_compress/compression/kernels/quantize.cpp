@@ -67,7 +67,8 @@ void with_rule(const Job& job, int64_t first, float scale, F use) {
 
 template <typename Rule>
 void encode(Rule rule, const float* __restrict x, int64_t n, uint8_t* __restrict codes) {
-    for (int64_t i = 0; i < n; i++) codes[i] = rule(x[i], i).code;
+    uint32_t number = 0;  // as wide as an element, for the sake of vectors
+    for (int64_t i = 0; i < n; i++) codes[i] = rule(x[i], number++).code;
 }
 
 // Also stores the differences between the elements and what their codes stand for.
@@ -75,8 +76,9 @@ template <typename M, typename Rule>
 void encode_and_store(Rule rule, const float* __restrict x, int64_t n, float scale, uint8_t* __restrict codes,
                       typename M::Stored* __restrict after) {
     const float factor = -scale;
+    uint32_t number = 0;
     for (int64_t i = 0; i < n; i++) {
-        const Encoded encoded = rule(x[i], i);
+        const Encoded encoded = rule(x[i], number++);
         const float product = encoded.multiple * factor;
         codes[i] = encoded.code;
         after[i] = M::store(x[i] + product);

@@ -1,4 +1,4 @@
-// Rules that encode one element of a block whose scale is known. Each returns the code, and the multiple of the scale
+// Rules that encode element number i of a block whose scale is known. Each returns the code, and the multiple of the scale
 // that the code stands for. They have no branches, so that loops over them are vectorized.
 
 #pragma once
@@ -27,11 +27,11 @@ struct Rounding {
     uint32_t first;
     uint64_t key;
 
-    Encoded operator()(float x, int64_t i) const {
+    Encoded operator()(float x, uint32_t i) const {
         // Adding it rounds numbers below 2**22 to integers, which appear in the low bits. Clipping first changes nothing.
         constexpr float SHIFT = 0x1.8p23f;
         float q = x / divisor;
-        if (STOCHASTIC) q += uniform_number(first + uint32_t(i), key);
+        if (STOCHASTIC) q += uniform_number(first + i, key);
         if (STOCHASTIC || !FITS) q = q < -levels ? -levels : q;
         if (STOCHASTIC || !FITS) q = q > levels ? levels : q;
         if (!FITS) q = q == q ? q : 0.0f;
@@ -44,7 +44,7 @@ struct Rounding {
 };
 
 struct Sign {
-    Encoded operator()(float x, int64_t) const {
+    Encoded operator()(float x, uint32_t) const {
         const bool positive = x >= 0;
         return {uint8_t(positive), positive ? 1.0f : -1.0f};
     }
@@ -55,7 +55,7 @@ template <typename L>
 struct Nearest {
     Borders<L> borders;
 
-    Encoded operator()(float x, int64_t) const {
+    Encoded operator()(float x, uint32_t) const {
         const int32_t positive = x >= 0, place = borders.place(std::fabs(x));
         const float magnitude = borders.nearest(std::fabs(x));
         const int32_t code = L::MAGNITUDES[0] ? L::COUNT * positive + place : 1 + place * (2 * positive - 1);
