@@ -29,6 +29,8 @@ from deepspeed_compress.monitor import Meter
 from tests.support.reducers import normal, payload_reducer, raw_bytes
 from tests.support.threads import run_threads
 
+pytestmark = pytest.mark.sampled_cases(4, "deepspeed_compress/collectives", "tests/collectives/test_powersgd.py")
+
 FP32 = Cast(torch.float32)
 SHAPES: Mapping[str, tuple[int, ...]] = {
     "wide": (6, 20),

@@ -12,6 +12,8 @@ from deepspeed_compress.checkpointing.completeness import find_problems
 from tests.integrations.trainers import INT4, SAVING, Job, Outcome, keep_checkpoint, train, trainer_of
 from tests.support.forks import run_forks
 
+pytestmark = pytest.mark.sampled_cases(4, "deepspeed_compress/integrations", "tests/integrations/test_checkpoints.py")
+
 
 def training_logs(outcome: Outcome) -> list[dict[str, float]]:
     """Return the training logs without times, and without bytes of weights and totals that include them.

@@ -12,6 +12,10 @@ from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start
 from tests.support.methods import METHODS, NO_MOMENTUM, WITHOUT_MOMENTUM, by_stage
 
+pytestmark = pytest.mark.sampled_cases(
+    4, "deepspeed_compress/backends/deepspeed/announce.py", "tests/backends/deepspeed/test_announce.py"
+)
+
 WHOLE = {"reduce_bucket_size": 10**6}
 FIGURES = re.compile(
     r"rank 0 sends about ([\d,]+) bytes of gradients a step, uncompressed ([\d,]+) bytes; "

@@ -19,6 +19,10 @@ from deepspeed_compress.collectives.buckets import partition_by_sizes
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, weights
 
+pytestmark = pytest.mark.sampled_cases(
+    4, "deepspeed_compress/backends/deepspeed/gradients", "tests/backends/deepspeed/test_early.py"
+)
+
 SMALL = {"reduce_bucket_size": 200}
 """Bucket size at which the gradients of the network make four buckets."""
 RANDOM = {"gradients": {"method": "stochastic_linear", "bits": 4, "block_size": 32}}

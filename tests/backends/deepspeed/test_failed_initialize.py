@@ -22,6 +22,10 @@ from tests.support.coordinators import become_island, coordinator, own_ports
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, network, run, weights
 
+pytestmark = pytest.mark.sampled_cases(
+    4, "deepspeed_compress/backends/deepspeed/initialize.py", "tests/backends/deepspeed/test_failed_initialize.py"
+)
+
 PACKAGE = "deepspeed_compress."
 ENGINE = PACKAGE + "backends.deepspeed."
 STEPS = (

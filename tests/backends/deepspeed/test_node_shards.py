@@ -23,6 +23,10 @@ from tests.support.jobs import Job, data, network, run, start, train, weights
 from tests.support.resuming import residuals_of
 from tests.support.tensor_islands import AUTO_TP, start_tensor, take_steps
 
+pytestmark = pytest.mark.sampled_cases(
+    4, "deepspeed_compress/backends/deepspeed/node_shards.py", "tests/backends/deepspeed/test_node_shards.py"
+)
+
 NODES: Mapping[str, Any] = {"shard_within": 2}
 UNCOMPRESSED: Mapping[str, Any] = {"gradients": {"method": "none"}, "parallelism": NODES}
 INT4: Mapping[str, Any] = {"gradients": {"bits": 4, "block_size": 32, "min_numel": 0}, "parallelism": NODES}

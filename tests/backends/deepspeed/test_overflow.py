@@ -11,6 +11,10 @@ from deepspeed_compress.backends.deepspeed.norms import loss_scale
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, train, weights
 
+pytestmark = pytest.mark.sampled_cases(
+    4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_overflow.py"
+)
+
 INT4 = {"gradients": {"bits": 4, "block_size": 32, "error_feedback": {"dtype": "fp32"}}}
 SCALE = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 3, "min_loss_scale": 1}
 

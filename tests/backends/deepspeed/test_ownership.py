@@ -39,7 +39,12 @@ KINDS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = MappingProxyType(
     }
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*matches every parameter:deepspeed_compress.CompressWarning")
+pytestmark = [
+    pytest.mark.sampled_cases(
+        4, "deepspeed_compress/backends/deepspeed/ownership.py", "tests/backends/deepspeed/test_ownership.py"
+    ),
+    pytest.mark.filterwarnings("ignore:.*matches every parameter:deepspeed_compress.CompressWarning"),
+]
 
 
 def test_orders_are_permutations_and_level() -> None:

@@ -12,6 +12,10 @@ from tests.backends.deepspeed.programs.judge import found, wanted
 from tests.backends.deepspeed.programs.ranks import run_tasks, tasks_of
 from tests.support.properties import properties
 
+pytestmark = pytest.mark.sampled_cases(
+    4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_random_programs.py"
+)
+
 ALL = ("plain", "none", "raw", "4 bits")
 # Ranks start once for a list of programs, and programs are printed in full, so shrinking would not help.
 in_lists = settings(properties, phases=[Phase.generate])

@@ -18,6 +18,10 @@ from deepspeed_compress.errors import UnsupportedError
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, Outcome, data, network, run, start, train, weights
 
+pytestmark = pytest.mark.sampled_cases(
+    4, "deepspeed_compress/backends/deepspeed/weights", "tests/backends/deepspeed/test_weights_3.py"
+)
+
 INT8 = {"method": "blockwise", "bits": 8, "block_size": 32}
 ROUNDED = Job(3, {"gradients": {"method": "none"}, "weights": INT8})
 RAW = Job(3, {"gradients": {"method": "none"}, "weights": {**INT8, "min_numel": 10**6}})

@@ -19,6 +19,10 @@ from deepspeed_compress.collectives.gather import DifferenceGather
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, pipeline
 
+pytestmark = pytest.mark.sampled_cases(
+    4, "deepspeed_compress/backends/deepspeed/weights", "tests/backends/deepspeed/test_weights_overlap.py"
+)
+
 WIDTH, STEPS = 12, 5
 
 

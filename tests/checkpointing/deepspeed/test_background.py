@@ -30,6 +30,10 @@ from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, data, run, run_pipeline, start, weights
 from tests.support.resuming import resume, save_and_continue
 
+pytestmark = pytest.mark.sampled_cases(
+    4, "deepspeed_compress/checkpointing/deepspeed", "tests/checkpointing/deepspeed/test_background.py"
+)
+
 SECTION = {"gradients": {"bits": 4, "block_size": 32}, "checkpointing": {}}
 SLOW = {"max_rate": "100 kB/s"}
 """Rate at which a write is slower than the steps of these tests."""

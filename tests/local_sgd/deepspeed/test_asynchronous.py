@@ -14,6 +14,10 @@ from tests.support.coordinators import become_island, own_ports, parameter_serve
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, weights
 
+pytestmark = pytest.mark.sampled_cases(
+    4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_asynchronous.py"
+)
+
 STAGES = (0, 1, 2, 3)
 
 

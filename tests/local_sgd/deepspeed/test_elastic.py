@@ -22,6 +22,10 @@ from tests.support.forks import run_forks
 from tests.support.island_jobs import elastic_section, wait_for
 from tests.support.jobs import MUON, Job, data, moments, network, run, start, weights
 
+pytestmark = pytest.mark.sampled_cases(
+    4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_elastic.py"
+)
+
 STAGES = (0, 1, 2, 3)
 FUSED: Mapping[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
 """DeepSpeed's own AdamW."""

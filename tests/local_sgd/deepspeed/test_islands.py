@@ -23,6 +23,10 @@ from tests.support.forks import run_forks
 from tests.support.island_jobs import HEAD, SGD, largest, section, train, warned
 from tests.support.jobs import BATCH, MUON, Job, data, moments, network, run, start, weights
 
+pytestmark = pytest.mark.sampled_cases(
+    4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_islands.py"
+)
+
 OFFLOADED: Mapping[str, Any] = {"zero": {"offload_optimizer": {"device": "cpu"}}, "extra": {}}
 BF16: Mapping[str, Any] = {"bf16": {"enabled": True}}
 WHOLE: Mapping[str, Any] = {"reduce_scatter": False}

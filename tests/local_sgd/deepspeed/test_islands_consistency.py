@@ -22,6 +22,10 @@ from tests.support.forks import run_forks
 from tests.support.island_jobs import HEAD, SGD, largest, section, train
 from tests.support.jobs import WIDTH, Job, data, network, run, start, weights
 
+pytestmark = pytest.mark.sampled_cases(
+    4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_islands_consistency.py"
+)
+
 
 @pytest.mark.parametrize("threshold", [40, 10**5])
 def test_persistent_zero_3_parameters_have_the_values_of_the_mean(threshold: int) -> None:

@@ -24,6 +24,10 @@ from tests.support.island_jobs import SGD, largest, section
 from tests.support.jobs import BATCH, Job, weights
 from tests.support.tensor_islands import AUTO_TP, TENSOR, llama, start_tensor, take_steps
 
+pytestmark = pytest.mark.sampled_cases(
+    4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_islands_tensor.py"
+)
+
 PLAIN: Mapping[str, Any] = {"sync_every": 1, "exchange": {"method": "none"}}
 SAVED = 4
 """Number of steps before a checkpoint."""
