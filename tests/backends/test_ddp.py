@@ -47,7 +47,7 @@ from tests.support.two_branches import (
     training_problem,
 )
 
-pytestmark = pytest.mark.sampled(3, "deepspeed_compress/backends", "tests/backends/test_ddp.py")
+pytestmark = pytest.mark.sampled(4, "deepspeed_compress/backends/ddp", "tests/backends/test_ddp.py")
 
 
 # The programs: each makes the gradients of one optimizer step.
@@ -602,6 +602,7 @@ def gpts(rank: int, given: Mapping[str, Any], directory: str) -> list[tuple[floa
     return [gpt(rank, given, seed, f"{directory}/{seed}") for seed in SEEDS]
 
 
+@pytest.mark.slow
 def test_four_bits_send_an_eighth_and_learn_as_much(tmp_path: Path) -> None:
     exact = run_forks(2, gpts, NONE, str(tmp_path / "none"))
     given = {"gradients": {"method": "blockwise", "bits": 4, "min_numel": 0}}

@@ -18,7 +18,7 @@ from tests.support.forks import run_forks
 from tests.support.megatron import Options, checkpointing, start
 from tests.support.methods import METHODS, WITHOUT_MOMENTUM
 
-pytestmark = pytest.mark.sampled(3, "deepspeed_compress/backends", "tests/backends/test_megatron.py")
+pytestmark = pytest.mark.sampled(4, "deepspeed_compress/backends/megatron", "tests/backends/test_megatron.py")
 
 FEEDBACK = {"error_feedback": {"dtype": "fp32"}}
 FOUR_BITS = {"gradients": {"method": "blockwise", "bits": 4, "block_size": 32, "min_numel": 0, **FEEDBACK}}

@@ -8,8 +8,8 @@ from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, network, train
 from tests.support.methods import METHODS, NO_MOMENTUM, WITHOUT_MOMENTUM, by_stage
 
-pytestmark = pytest.mark.sampled(
-    2, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_compressed_training.py"
+pytestmark = pytest.mark.sampled_cases(
+    4, "deepspeed_compress/backends/deepspeed/gradients", "tests/backends/deepspeed/test_compressed_training.py"
 )
 
 
