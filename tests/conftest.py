@@ -29,7 +29,7 @@ from tests.support.selection import changed, environment_of, head, in_share, pro
 
 pytest_plugins = ["tests.gpu.plugin"]
 
-SHARES = 3
+SHARES = 5
 """Number of shares for slow tests whose mark gives no other number."""
 COMMIT = "TESTS_COMMIT"
 """Name of the environment variable with the commit that selects slow tests. All processes of a run must agree on it."""

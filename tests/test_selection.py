@@ -83,6 +83,13 @@ def test_slow(number): ...
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("number", range(40))
 def test_sampled(number): ...
+
+@pytest.mark.sampled_cases(4)
+@pytest.mark.parametrize("number", range(10))
+def test_cases(number): ...
+
+@pytest.mark.sampled_cases(4)
+def test_alone(): ...
 """
 
 
@@ -100,8 +107,10 @@ def test_a_commit_chooses_the_same_tests_each_time(tmp_path: Path) -> None:
     )
     assert first == again != second
     assert default < first
-    assert 0 < len(default) < 40
-    assert len(collected(file, "0", "")) == 80
+    assert 0 < sum("test_sampled" in test for test in default) < 40
+    assert sum("test_cases" in test for test in default) == 3
+    assert "test_many.py::test_alone" in default
+    assert len(collected(file, "0", "")) == 91
 
 
 def collected(file: Path, commit: str, selection: str) -> set[str]:

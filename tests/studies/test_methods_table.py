@@ -257,7 +257,7 @@ def test_the_plot_names_every_point_and_what_it_cannot_show(tmp_path: Path) -> N
     assert files[1].stat().st_size > 10_000
 
 
-@pytest.mark.slow(4)
+@pytest.mark.slow(8)
 def test_the_program_runs_what_is_missing_and_names_what_fails(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -61,7 +61,6 @@ def test_momentum_is_not_applied_twice(method):
         run_forks(2, attach_with_momentum, method)
 
 
-@pytest.mark.case_a_stage
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("inside", ["none", "blockwise"])
 def test_two_levels(stage, inside):
@@ -91,7 +90,6 @@ def test_same_seed_same_bits(stage):
     assert first != third
 
 
-@pytest.mark.case_a_stage
 @pytest.mark.parametrize("zero", [{"overlap_comm": True}, {"contiguous_gradients": False}], ids=["overlap", "separate"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_reduction_options(stage, zero):
@@ -120,7 +118,6 @@ def test_optimizer_offload(stage):
     assert_learned(outcomes(2, stage=stage, zero=zero, extra=extra, section={"gradients": METHODS["int8"]}, steps=40))
 
 
-@pytest.mark.case_a_stage
 @pytest.mark.parametrize("method", ["int8", "topk_int4"])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_pipeline(stage, method):

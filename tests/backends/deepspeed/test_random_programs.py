@@ -44,7 +44,7 @@ def test_random_programs(stage, data):
     check(stage, data.draw(st.lists(programs(stage), min_size=5, max_size=5)))
 
 
-@pytest.mark.slow(4)
+@pytest.mark.slow(8)
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @settings(in_lists, max_examples=3)

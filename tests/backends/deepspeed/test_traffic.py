@@ -348,6 +348,7 @@ def compiled(rank: int, file: Path, monitor: Path) -> None:
     train(engine, direct=False)
 
 
+@pytest.mark.slow
 def test_what_a_compiled_graph_sends_is_unknown(tmp_path: Path) -> None:
     file = tmp_path / "model.json"
     file.write_text(json.dumps(LLAMA))
