@@ -2,9 +2,8 @@
 
 Marks:
     slow(parts): not in a default run. CI runs one of `parts` shares, chosen by the commit.
-    sampled(parts, *sources): a default run has a fixed one of `parts` shares. The others are slow, and CI runs them all
-        if a source has changed.
-    sampled_cases(parts, *sources): like `sampled`, but at least one case of every test remains in a default run.
+    sampled(parts, *sources): a default run has one of `parts` shares of the cases of every test, and at least one case.
+        The others are slow, and CI runs them all if a source has changed.
     case_a_stage: a default run has one case per ZeRO stage. The others are slow.
     serial: no other test runs at the same time.
     gpu: needs a GPU, or --gpu-device cpu.
@@ -70,12 +69,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     commit = int(os.environ[COMMIT], 16)
     for item in cases_beside_one_a_stage(items):
         item.add_marker(pytest.mark.slow)
-    for item, arguments in sampled_cases(items):
+    for item, arguments in cases_beside_a_sample(items):
         leave_to_shares(item, *arguments)
-    for item in items:
-        sampled = item.get_closest_marker("sampled")
-        if sampled and not in_share(item.nodeid, sampled.args[0], 0):
-            leave_to_shares(item, *sampled.args)
     for item in items:
         slow = item.get_closest_marker("slow")
         if slow and in_share(item.nodeid, slow.args[0] if slow.args else SHARES, commit):
@@ -89,11 +84,11 @@ def leave_to_shares(item: pytest.Item, parts: int, *sources: str) -> None:
         item.add_marker(pytest.mark.due)
 
 
-def sampled_cases(items: Sequence[pytest.Item]) -> Iterator[tuple[pytest.Item, tuple[Any, ...]]]:
-    """Yield the cases that the mark `sampled_cases` leaves to other runs, with the arguments of the mark."""
+def cases_beside_a_sample(items: Sequence[pytest.Item]) -> Iterator[tuple[pytest.Item, tuple[Any, ...]]]:
+    """Yield the cases that the mark `sampled` leaves to other runs, with its arguments."""
     tests: dict[tuple[object, tuple[Any, ...]], list[pytest.Item]] = defaultdict(list)
     for item in items:
-        mark = item.get_closest_marker("sampled_cases")
+        mark = item.get_closest_marker("sampled")
         others = item.get_closest_marker("slow") or item.get_closest_marker("case_a_stage")
         if isinstance(item, pytest.Function) and mark and not others:
             tests[item.obj, mark.args].append(item)

@@ -18,6 +18,8 @@ from launch.studies.agents import SETTINGS, Run, draw, rows
 from launch.train_agents import CONFIG, main, parse_options, read_config, renewals
 from tests.support.forks import run_forks
 
+pytestmark = pytest.mark.sampled(2, "tests/agents/test_agents.py")
+
 
 def by_definition(ratios: Tensor, rewards: Tensor, discounts: Tensor, values: Tensor, trace: float) -> list[float]:
     """Return the targets of one cart, computed as the sum of equation (1) of arXiv:1802.01561."""

@@ -20,6 +20,8 @@ from tests.support.codecs import noise
 from tests.support.reducers import integers, interleaved, payload_reducer
 from tests.support.threads import run_nodes
 
+pytestmark = pytest.mark.sampled(3, "deepspeed_compress/collectives", "tests/collectives/test_hierarchical.py")
+
 T = TypeVar("T")
 FP32 = Cast(torch.float32)
 STOCHASTIC = Blockwise(8, 32, stochastic=True)

@@ -29,7 +29,7 @@ from deepspeed_compress.monitor import Meter
 from tests.support.reducers import normal, payload_reducer, raw_bytes
 from tests.support.threads import run_threads
 
-pytestmark = pytest.mark.sampled_cases(4, "deepspeed_compress/collectives", "tests/collectives/test_powersgd.py")
+pytestmark = pytest.mark.sampled(4, "deepspeed_compress/collectives", "tests/collectives/test_powersgd.py")
 
 FP32 = Cast(torch.float32)
 SHAPES: Mapping[str, tuple[int, ...]] = {

@@ -23,6 +23,8 @@ from deepspeed_compress.monitor import Meter
 from tests.support.forks import run_forks
 from tests.support.streams import Device, Event, Stream
 
+pytestmark = pytest.mark.sampled(3, "deepspeed_compress/collectives", "tests/collectives/test_streams.py")
+
 NUMEL = 400
 READ = "aten.add.Tensor reads on default, which does not wait for side"
 REUSED = "memory of aten.add.Tensor on default is reused while side uses it"

@@ -21,6 +21,8 @@ from deepspeed_compress.compression.kernels.compiled import MARCH
 from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers
 from tests.support.properties import properties
 
+pytestmark = pytest.mark.sampled(3, "deepspeed_compress/compression/kernels", "tests/compression/test_cpu_kernels.py")
+
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 cpu = implementations(CPU)["cpu"]

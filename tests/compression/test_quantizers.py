@@ -25,6 +25,8 @@ from tests.compression.oracles import Doubles, Grid
 from tests.support.codecs import encode, transmit
 from tests.support.properties import properties
 
+pytestmark = pytest.mark.sampled(3, "deepspeed_compress/compression", "tests/compression/test_quantizers.py")
+
 BF16, FP16 = torch.bfloat16, torch.float16
 BLOCK = 64
 BITS = (8, 4, 2)

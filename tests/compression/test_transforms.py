@@ -18,6 +18,8 @@ from deepspeed_compress.compression.transforms import DCT, Hadamard, Identity, T
 from tests.support.codecs import noise
 from tests.support.properties import properties
 
+pytestmark = pytest.mark.sampled(3, "deepspeed_compress/compression", "tests/compression/test_transforms.py")
+
 Doubles = NDArray[np.float64]
 WIDTHS = {"wide": 13, "narrow": 3, "column": 1}
 TRANSFORMS: tuple[Transform, ...] = (Identity(), Hadamard(16, seed=3), Hadamard(1), DCT(WIDTHS, 4), DCT(WIDTHS))

@@ -15,7 +15,7 @@ from deepspeed_compress.config import SECTION
 from tests.integrations.trainers import INT4, collate, network, sentences, weights
 from tests.support.forks import run_forks
 
-pytestmark = pytest.mark.sampled_cases(4, "deepspeed_compress/integrations", "tests/integrations/test_accelerate.py")
+pytestmark = pytest.mark.sampled(4, "deepspeed_compress/integrations", "tests/integrations/test_accelerate.py")
 
 NONE = {"gradients": {"method": "none"}}
 BATCH = 4

@@ -12,7 +12,7 @@ from deepspeed_compress.checkpointing.completeness import find_problems
 from tests.integrations.trainers import INT4, SAVING, Job, Outcome, keep_checkpoint, train, trainer_of
 from tests.support.forks import run_forks
 
-pytestmark = pytest.mark.sampled_cases(4, "deepspeed_compress/integrations", "tests/integrations/test_checkpoints.py")
+pytestmark = pytest.mark.sampled(4, "deepspeed_compress/integrations", "tests/integrations/test_checkpoints.py")
 
 
 def training_logs(outcome: Outcome) -> list[dict[str, float]]:

@@ -21,7 +21,7 @@ from deepspeed_compress.local_sgd.parameter_server.records import Records
 from deepspeed_compress.local_sgd.parameter_server.service import Answer, Service
 from deepspeed_compress.local_sgd.parameter_server.store import Store
 
-pytestmark = pytest.mark.sampled_cases(4, "deepspeed_compress/local_sgd", "tests/local_sgd/test_parameter_server.py")
+pytestmark = pytest.mark.sampled(4, "deepspeed_compress/local_sgd", "tests/local_sgd/test_parameter_server.py")
 
 NUMEL = 96
 HALF = NUMEL // 2

@@ -17,6 +17,8 @@ from tests.models.families import LENGTH, random_tokens, save_model
 from tests.support.forks import run_forks
 from tests.support.megatron import start
 
+pytestmark = pytest.mark.sampled(3, "deepspeed_compress/models", "tests/models/test_megatron.py")
+
 EVEN = {"vocab_size": 98, "n_inner": 46}
 FOUR_LAYERS = {**EVEN, "n_layer": 4}
 VIRTUAL = "virtual_pipeline_model_parallel_size"

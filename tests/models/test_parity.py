@@ -20,7 +20,7 @@ from tests.models.families import MODELS, padded, random_tokens, save_model
 from tests.models.runs import SEED, Run, finish, start
 from tests.support.forks import run_forks
 
-pytestmark = pytest.mark.sampled_cases(4, "deepspeed_compress/models", "tests/models/test_parity.py")
+pytestmark = pytest.mark.sampled(4, "deepspeed_compress/models", "tests/models/test_parity.py")
 
 ROWS = 3
 SIDES = ("none", "left", "right")

@@ -13,6 +13,8 @@ from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, start
 from tests.support.jobs import run as train
 
+pytestmark = pytest.mark.sampled(3, "tests/studies/test_race.py")
+
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_its_sections_are_valid_and_differ_in_settings_alone(name: str) -> None:

@@ -12,7 +12,7 @@ from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start
 from tests.support.methods import METHODS, NO_MOMENTUM, WITHOUT_MOMENTUM, by_stage
 
-pytestmark = pytest.mark.sampled_cases(
+pytestmark = pytest.mark.sampled(
     4, "deepspeed_compress/backends/deepspeed/announce.py", "tests/backends/deepspeed/test_announce.py"
 )
 

@@ -19,7 +19,7 @@ from deepspeed_compress.collectives.buckets import partition_by_sizes
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, weights
 
-pytestmark = pytest.mark.sampled_cases(
+pytestmark = pytest.mark.sampled(
     4, "deepspeed_compress/backends/deepspeed/gradients", "tests/backends/deepspeed/test_early.py"
 )
 

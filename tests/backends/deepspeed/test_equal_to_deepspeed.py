@@ -5,7 +5,7 @@ import pytest
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, train, weights
 
-pytestmark = pytest.mark.sampled_cases(
+pytestmark = pytest.mark.sampled(
     4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_equal_to_deepspeed.py"
 )
 

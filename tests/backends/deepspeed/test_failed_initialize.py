@@ -22,7 +22,7 @@ from tests.support.coordinators import become_island, coordinator, own_ports
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, network, run, weights
 
-pytestmark = pytest.mark.sampled_cases(
+pytestmark = pytest.mark.sampled(
     4, "deepspeed_compress/backends/deepspeed/initialize.py", "tests/backends/deepspeed/test_failed_initialize.py"
 )
 

@@ -17,9 +17,7 @@ from tests.support.forks import RankError, run_forks
 from tests.support.jobs import MUON, Job, data, network, run, start, train, weights
 from tests.support.resuming import resume, save_and_continue
 
-pytestmark = pytest.mark.sampled_cases(
-    4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_muon.py"
-)
+pytestmark = pytest.mark.sampled(4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_muon.py")
 
 RAW = {"gradients": {"method": "bf16", "overrides": [{"parameters": ".+", "method": "none"}]}}
 """Every parameter uncompressed through our own exchange."""

@@ -23,7 +23,7 @@ from tests.support.jobs import Job, data, network, run, start, train, weights
 from tests.support.resuming import residuals_of
 from tests.support.tensor_islands import AUTO_TP, start_tensor, take_steps
 
-pytestmark = pytest.mark.sampled_cases(
+pytestmark = pytest.mark.sampled(
     4, "deepspeed_compress/backends/deepspeed/node_shards.py", "tests/backends/deepspeed/test_node_shards.py"
 )
 

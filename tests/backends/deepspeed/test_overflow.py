@@ -11,7 +11,7 @@ from deepspeed_compress.backends.deepspeed.norms import loss_scale
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, train, weights
 
-pytestmark = pytest.mark.sampled_cases(
+pytestmark = pytest.mark.sampled(
     4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_overflow.py"
 )
 

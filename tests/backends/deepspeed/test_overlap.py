@@ -10,9 +10,7 @@ from deepspeed_compress.backends.deepspeed.gradients.zero_3 import _Buckets
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, Outcome, data, run, start, weights
 
-pytestmark = pytest.mark.sampled_cases(
-    4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_overlap.py"
-)
+pytestmark = pytest.mark.sampled(4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_overlap.py")
 
 INT4 = {"gradients": {"bits": 4, "block_size": 32}}
 SMALL = {"reduce_bucket_size": 200}

@@ -40,7 +40,7 @@ KINDS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = MappingProxyType(
 )
 
 pytestmark = [
-    pytest.mark.sampled_cases(
+    pytest.mark.sampled(
         4, "deepspeed_compress/backends/deepspeed/ownership.py", "tests/backends/deepspeed/test_ownership.py"
     ),
     pytest.mark.filterwarnings("ignore:.*matches every parameter:deepspeed_compress.CompressWarning"),

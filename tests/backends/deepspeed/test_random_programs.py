@@ -12,7 +12,7 @@ from tests.backends.deepspeed.programs.judge import found, wanted
 from tests.backends.deepspeed.programs.ranks import run_tasks, tasks_of
 from tests.support.properties import properties
 
-pytestmark = pytest.mark.sampled_cases(
+pytestmark = pytest.mark.sampled(
     4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_random_programs.py"
 )
 

@@ -16,7 +16,7 @@ from deepspeed_compress.tools.run_directory import read_statistics
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, statistics_lines
 
-pytestmark = pytest.mark.sampled_cases(
+pytestmark = pytest.mark.sampled(
     4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_statistics.py"
 )
 

@@ -25,9 +25,7 @@ from deepspeed_compress.monitor import KINDS
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, statistics_lines
 
-pytestmark = pytest.mark.sampled_cases(
-    4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_traffic.py"
-)
+pytestmark = pytest.mark.sampled(4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_traffic.py")
 
 NAMES = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0}
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 32, **NAMES}

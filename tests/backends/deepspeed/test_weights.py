@@ -29,7 +29,7 @@ from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, data, network, run, run_pipeline, start, steady_data, weights
 from tests.support.seeds import SEEDS, Excess
 
-pytestmark = pytest.mark.sampled_cases(
+pytestmark = pytest.mark.sampled(
     4, "deepspeed_compress/backends/deepspeed/weights", "tests/backends/deepspeed/test_weights.py"
 )
 

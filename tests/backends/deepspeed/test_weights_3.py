@@ -18,7 +18,7 @@ from deepspeed_compress.errors import UnsupportedError
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, Outcome, data, network, run, start, train, weights
 
-pytestmark = pytest.mark.sampled_cases(
+pytestmark = pytest.mark.sampled(
     4, "deepspeed_compress/backends/deepspeed/weights", "tests/backends/deepspeed/test_weights_3.py"
 )
 

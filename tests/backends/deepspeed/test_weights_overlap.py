@@ -19,7 +19,7 @@ from deepspeed_compress.collectives.gather import DifferenceGather
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, pipeline
 
-pytestmark = pytest.mark.sampled_cases(
+pytestmark = pytest.mark.sampled(
     4, "deepspeed_compress/backends/deepspeed/weights", "tests/backends/deepspeed/test_weights_overlap.py"
 )
 

@@ -30,7 +30,7 @@ from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, data, run, run_pipeline, start, weights
 from tests.support.resuming import resume, save_and_continue
 
-pytestmark = pytest.mark.sampled_cases(
+pytestmark = pytest.mark.sampled(
     4, "deepspeed_compress/checkpointing/deepspeed", "tests/checkpointing/deepspeed/test_background.py"
 )
 

@@ -13,7 +13,7 @@ from tests.support.jobs import Job, data, run, start, weights
 from tests.support.methods import METHODS, NO_MOMENTUM, WITHOUT_MOMENTUM, by_stage
 from tests.support.resuming import residuals_of, resume, save_and_continue
 
-pytestmark = pytest.mark.sampled_cases(
+pytestmark = pytest.mark.sampled(
     4, "deepspeed_compress/checkpointing/deepspeed", "tests/checkpointing/deepspeed/test_checkpoint.py"
 )
 

@@ -13,7 +13,7 @@ from deepspeed_compress import CompressWarning, StateError
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, run, start, weights
 
-pytestmark = pytest.mark.sampled_cases(
+pytestmark = pytest.mark.sampled(
     4, "deepspeed_compress/checkpointing/deepspeed", "tests/checkpointing/deepspeed/test_sizes.py"
 )
 

@@ -14,7 +14,7 @@ from tests.support.coordinators import become_island, own_ports, parameter_serve
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, weights
 
-pytestmark = pytest.mark.sampled_cases(
+pytestmark = pytest.mark.sampled(
     4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_asynchronous.py"
 )
 

@@ -22,7 +22,7 @@ from tests.support.forks import run_forks
 from tests.support.island_jobs import elastic_section, wait_for
 from tests.support.jobs import MUON, Job, data, moments, network, run, start, weights
 
-pytestmark = pytest.mark.sampled_cases(
+pytestmark = pytest.mark.sampled(
     4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_elastic.py"
 )
 

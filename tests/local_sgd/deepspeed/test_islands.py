@@ -23,7 +23,7 @@ from tests.support.forks import run_forks
 from tests.support.island_jobs import HEAD, SGD, largest, section, train, warned
 from tests.support.jobs import BATCH, MUON, Job, data, moments, network, run, start, weights
 
-pytestmark = pytest.mark.sampled_cases(
+pytestmark = pytest.mark.sampled(
     4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_islands.py"
 )
 

@@ -17,7 +17,7 @@ from tests.support.forks import run_forks
 from tests.support.island_jobs import warned
 from tests.support.jobs import Job, data, run, start, weights
 
-pytestmark = pytest.mark.sampled_cases(
+pytestmark = pytest.mark.sampled(
     4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_islands_adaptive.py"
 )
 

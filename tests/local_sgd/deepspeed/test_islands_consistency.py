@@ -22,7 +22,7 @@ from tests.support.forks import run_forks
 from tests.support.island_jobs import HEAD, SGD, largest, section, train
 from tests.support.jobs import WIDTH, Job, data, network, run, start, weights
 
-pytestmark = pytest.mark.sampled_cases(
+pytestmark = pytest.mark.sampled(
     4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_islands_consistency.py"
 )
 

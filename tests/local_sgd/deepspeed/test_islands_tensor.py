@@ -24,7 +24,7 @@ from tests.support.island_jobs import SGD, largest, section
 from tests.support.jobs import BATCH, Job, weights
 from tests.support.tensor_islands import AUTO_TP, TENSOR, llama, start_tensor, take_steps
 
-pytestmark = pytest.mark.sampled_cases(
+pytestmark = pytest.mark.sampled(
     4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_islands_tensor.py"
 )
 

@@ -16,6 +16,8 @@ from deepspeed_compress.tools.lint.scanner import MAX_DEPTH, MAX_INTEGER, MAX_PA
 from tests.support.properties import properties
 from tests.tools.lint.texts import CONFIGS, NOISE, broken
 
+pytestmark = pytest.mark.sampled(4, "deepspeed_compress/tools/lint", "tests/tools/lint/test_document.py")
+
 MANY = settings(properties, max_examples=300)
 
 

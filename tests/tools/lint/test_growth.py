@@ -19,7 +19,7 @@ from deepspeed_compress.tools.outputs import Report, render
 # Processor time depends on what else runs.
 pytestmark = [
     pytest.mark.serial,
-    pytest.mark.sampled_cases(4, "deepspeed_compress/tools/lint", "tests/tools/lint/test_growth.py"),
+    pytest.mark.sampled(4, "deepspeed_compress/tools/lint", "tests/tools/lint/test_growth.py"),
 ]
 
 Text = Callable[[int], str]
