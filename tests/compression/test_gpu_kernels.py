@@ -20,7 +20,7 @@ from tests.support.triton_interpreter import Runner, compiled, gpu_or_interprete
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
     # The interpreter is slow.
-    pytest.mark.sampled(12, "deepspeed_compress/compression/kernels", "tests/compression/test_gpu_kernels.py"),
+    pytest.mark.sampled(24, "deepspeed_compress/compression/kernels", "tests/compression/test_gpu_kernels.py"),
 ]
 
 FORMS = {

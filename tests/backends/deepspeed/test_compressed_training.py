@@ -9,7 +9,7 @@ from tests.support.jobs import Job, network, train
 from tests.support.methods import METHODS, NO_MOMENTUM, WITHOUT_MOMENTUM, by_stage
 
 pytestmark = pytest.mark.sampled(
-    4, "deepspeed_compress/backends/deepspeed/gradients", "tests/backends/deepspeed/test_compressed_training.py"
+    8, "deepspeed_compress/backends/deepspeed/gradients", "tests/backends/deepspeed/test_compressed_training.py"
 )
 
 

@@ -30,7 +30,7 @@ from tests.support.jobs import Job, data, network, run, run_pipeline, start, ste
 from tests.support.seeds import SEEDS, Excess
 
 pytestmark = pytest.mark.sampled(
-    4, "deepspeed_compress/backends/deepspeed/weights", "tests/backends/deepspeed/test_weights.py"
+    8, "deepspeed_compress/backends/deepspeed/weights", "tests/backends/deepspeed/test_weights.py"
 )
 
 NONE = {"gradients": {"method": "none"}}

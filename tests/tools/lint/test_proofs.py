@@ -14,7 +14,7 @@ from tests.tools.lint.starting import Outcome, read_configuration, start
 PROVED = [rule for rule in RULES if rule.proof.kind != "unproved"]
 
 pytestmark = [
-    pytest.mark.sampled(14, "deepspeed_compress/tools/lint", "tests/tools/lint"),
+    pytest.mark.sampled(28, "deepspeed_compress/tools/lint", "tests/tools/lint"),
     pytest.mark.timeout(600),
 ]
 
