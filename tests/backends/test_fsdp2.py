@@ -602,6 +602,8 @@ def gathered(rank: int, options: Mapping[str, Any], early: bool) -> dict[str, An
     return found
 
 
+# Every case runs by default, because each shards weights in another way.
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("ranks", "options", "early"),
     [

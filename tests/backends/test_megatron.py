@@ -315,7 +315,14 @@ def go_on(run: Run) -> list[list[float]]:
     return run.weights()
 
 
-@pytest.mark.parametrize("given", [FOUR_BITS, STOCHASTIC, LOW_RANK], ids=["int4", "random", "rank"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param(STOCHASTIC, id="random"),
+        pytest.param(FOUR_BITS, id="int4", marks=pytest.mark.slow),
+        pytest.param(LOW_RANK, id="rank", marks=pytest.mark.slow),
+    ],
+)
 def test_a_resumed_run_is_as_if_it_had_not_stopped(tmp_path: Path, given: Mapping[str, Any]) -> None:
     assert run_forks(2, resume, str(tmp_path), given) == [[(True, True)] * 4] * 2
 
