@@ -14,8 +14,6 @@ from tests.compression.sparse_oracles import Floats, kept_of
 from tests.support.codecs import decode, encode, transmit
 from tests.support.properties import properties
 
-pytestmark = pytest.mark.sampled(3, "deepspeed_compress/compression", "tests/compression/test_forms.py")
-
 DENSITIES = ("0.001", "0.01", "0.07", "0.1", "0.3", "0.55", "1")
 
 

@@ -25,7 +25,7 @@ from tests.compression.oracles import Doubles, Grid
 from tests.support.codecs import encode, transmit
 from tests.support.properties import properties
 
-pytestmark = pytest.mark.sampled(3, "deepspeed_compress/compression", "tests/compression/test_quantizers.py")
+SAMPLED = pytest.mark.sampled(3, "deepspeed_compress/compression", "tests/compression/test_quantizers.py")
 
 BF16, FP16 = torch.bfloat16, torch.float16
 BLOCK = 64
@@ -110,6 +110,7 @@ def test_every_code_matches_the_published_form(
         assert (np.abs(found - expected)[undecided] <= 1.001 * grid.step).all()
 
 
+@SAMPLED
 @pytest.mark.parametrize(("codec", "oracle"), UNBIASED, ids=[repr(codec) for codec, _ in UNBIASED])
 def test_the_mean_over_keys_equals_the_input(codec: BlockQuantizer, oracle: Callable[[Doubles], Grid]) -> None:
     """It is within 5 standard errors for 1000 keys. 0.01 % of a step is allowed for fp32."""
@@ -257,6 +258,7 @@ def test_fitted_levels_have_a_smaller_error_than_signs_and_absmax_levels() -> No
         assert errors[2] < 0.7 * oracles.squared_error(exact, absmax)
 
 
+@SAMPLED
 @pytest.mark.parametrize("name", ["normal", "laplace"])
 @pytest.mark.parametrize(
     ("codec", "magnitudes", "slack"),
@@ -333,6 +335,7 @@ def test_quantization_matches_fake_quantize_of_torch(bits: int) -> None:
     assert float(steps.abs().max()) < 1.001
 
 
+@SAMPLED
 @pytest.mark.parametrize("codec", [codec for codec in QUANTIZERS if not codec.stochastic], ids=repr)
 @examples
 @given(x=vectors)
@@ -341,6 +344,7 @@ def test_blocks_are_quantized_independently(codec: BlockQuantizer, x: Tensor) ->
     assert torch.equal(transmit(codec, x), alone)
 
 
+@SAMPLED
 @every_quantizer
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, BLOCK + 5, 2 * BLOCK - 1, 3 * BLOCK + 1])

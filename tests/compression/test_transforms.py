@@ -18,7 +18,7 @@ from deepspeed_compress.compression.transforms import DCT, Hadamard, Identity, T
 from tests.support.codecs import noise
 from tests.support.properties import properties
 
-pytestmark = pytest.mark.sampled(3, "deepspeed_compress/compression", "tests/compression/test_transforms.py")
+SAMPLED = pytest.mark.sampled(3, "deepspeed_compress/compression", "tests/compression/test_transforms.py")
 
 Doubles = NDArray[np.float64]
 WIDTHS = {"wide": 13, "narrow": 3, "column": 1}
@@ -44,6 +44,7 @@ def hadamard(size: int) -> Doubles:
     return np.array([[(-1) ** (i & j).bit_count() for j in range(size)] for i in range(size)]) / math.sqrt(size)
 
 
+@SAMPLED
 @every_transform
 @properties
 @given(segments=LAYOUTS, seed=st.integers(0, 99))
@@ -73,6 +74,7 @@ def test_forward_inverts_the_inverse(transform: Transform, segments: tuple[Segme
     assert torch.allclose(back, coefficients, rtol=0, atol=1e-5)
 
 
+@SAMPLED
 @every_transform
 @properties
 @given(segments=LAYOUTS)
@@ -82,6 +84,7 @@ def test_coefficients_can_be_summed_before_the_inverse(transform: Transform, seg
     assert torch.allclose(transform.inverse(total, segments), torch.stack(parts).sum(dim=0), rtol=0, atol=2e-5)
 
 
+@SAMPLED
 @every_transform
 @properties
 @given(segments=LAYOUTS)

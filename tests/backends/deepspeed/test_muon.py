@@ -17,7 +17,7 @@ from tests.support.forks import RankError, run_forks
 from tests.support.jobs import MUON, Job, data, network, run, start, train, weights
 from tests.support.resuming import resume, save_and_continue
 
-pytestmark = pytest.mark.sampled(4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_muon.py")
+SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_muon.py")
 
 RAW = {"gradients": {"method": "bf16", "overrides": [{"parameters": ".+", "method": "none"}]}}
 """Every parameter uncompressed through our own exchange."""
@@ -56,6 +56,7 @@ ROUNDED = {"fp32 sums"}
 """Settings with which DeepSpeed adds gradients in bf16, and we add them in fp32."""
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_method_none_is_deepspeed(stage: int) -> None:
     settings = OF_ZERO_3 if stage == 3 else SETTINGS
@@ -64,6 +65,7 @@ def test_method_none_is_deepspeed(stage: int) -> None:
         assert outcomes[::2] == outcomes[1::2]
 
 
+@SAMPLED
 @quiet
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_uncompressed_exchange(stage: int) -> None:
@@ -99,6 +101,7 @@ def train_models(rank: int, stage: int) -> dict[str, list[dict[str, list[float]]
     return found
 
 
+@SAMPLED
 @quiet
 @pytest.mark.parametrize("stage", [1, 2])
 def test_matrices_of_several_owners_on_four_ranks(stage: int) -> None:
@@ -136,6 +139,7 @@ COMPRESSED: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", [1, 2])
 def test_owners_of_a_matrix_have_the_same_momentum(stage: int) -> None:
     jobs = [muon(stage, BOTH, accumulation=2, **settings) for settings in COMPRESSED.values()]
@@ -154,6 +158,7 @@ def test_sums_in_fp32_differ_by_rounding() -> None:
             assert raw[name] == pytest.approx(values, rel=2**-7, abs=2**-9 * max(map(abs, values)))
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_skipped_step_leaves_no_trace(stage: int) -> None:
     section = {**INT4, "seed": 1}
@@ -164,6 +169,7 @@ def test_a_skipped_step_leaves_no_trace(stage: int) -> None:
         assert bad.parameters == good.parameters
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_resuming_is_bit_identical_to_going_on(stage: int, tmp_path: Path) -> None:
     every = {"both": {}, "bf16": {"extra": BF16}, "offload": {"zero": OFFLOAD}}
@@ -172,6 +178,7 @@ def test_resuming_is_bit_identical_to_going_on(stage: int, tmp_path: Path) -> No
     assert run_forks(2, resume, jobs, str(tmp_path)) == continued
 
 
+@SAMPLED
 @quiet
 @pytest.mark.filterwarnings("ignore:.*on_missing_state:deepspeed_compress.CompressWarning")
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -188,6 +195,7 @@ def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
         run_forks(1, resume, {"job": muon(1, INT4)}, str(tmp_path))
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_ranks_of_an_island_agree(stage: int, compiled: bool) -> None:

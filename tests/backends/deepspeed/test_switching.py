@@ -212,6 +212,7 @@ def waiting(stores: ResidualStores, names: tuple[str, ...]) -> list[float]:
 EXACT = {"error_feedback": {"dtype": "fp32"}}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_nothing_is_lost_when_methods_take_turns(everywhere: bool) -> None:
     """The sum of outputs equals the sum of inputs up to rounding once residuals were sent.

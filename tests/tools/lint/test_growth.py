@@ -17,10 +17,8 @@ from deepspeed_compress.tools.lint.selection import Selection
 from deepspeed_compress.tools.outputs import Report, render
 
 # Processor time depends on what else runs.
-pytestmark = [
-    pytest.mark.serial,
-    pytest.mark.sampled(4, "deepspeed_compress/tools/lint", "tests/tools/lint/test_growth.py"),
-]
+pytestmark = pytest.mark.serial
+SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/tools/lint", "tests/tools/lint/test_growth.py")
 
 Text = Callable[[int], str]
 
@@ -70,6 +68,7 @@ def seconds(text: str) -> float:
     return time.process_time() - start
 
 
+@SAMPLED
 @pytest.mark.parametrize("name", TEXTS)
 def test_time_grows_with_the_text(name: str) -> None:
     """Four times the text may take eight times as long. Quadratic time would be sixteen times as long."""
