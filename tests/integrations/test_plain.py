@@ -188,7 +188,7 @@ def compiled(rank: int) -> list[list[list[float]]]:
 
 
 def test_a_compiled_model_is_compressed() -> None:
-    for alone, installed, again in run_forks(2, compiled):
+    for alone, installed, again in run_forks(2, compiled, compiled=True):
         assert alone == again != installed
 
 

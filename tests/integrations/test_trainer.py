@@ -24,6 +24,8 @@ from tests.integrations.trainers import (
 )
 from tests.support.forks import run_forks
 
+pytestmark = pytest.mark.sampled(4, "deepspeed_compress/integrations", "tests/integrations/test_trainer.py")
+
 NONE = {"gradients": {"method": "none"}}
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
