@@ -4,7 +4,7 @@ from packaging.version import Version
 
 from deepspeed_compress.errors import SeamError
 
-OLDEST_TORCH = Version("2.11")
+OLDEST_TORCH = Version("2.7")
 
 
 def check_torch(found: str) -> None:

@@ -1,4 +1,5 @@
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -6,8 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepspeed_compress.compression import kernels
 from deepspeed_compress.compression.compressors import random_key
 from deepspeed_compress.compression.kernels import for_device, reference
+from deepspeed_compress.errors import CompressWarning
 from tests.support.properties import properties
 
 CPU = torch.device("cpu")
@@ -140,3 +143,10 @@ def test_top_k_prefers_nan_to_infinity(k: int) -> None:
 def test_a_device_without_an_implementation_is_named() -> None:
     with pytest.raises(KeyError, match="meta"):
         for_device(torch.device("meta"))
+
+
+def test_an_older_triton_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pytest.importorskip("triton"), "__version__", "3.5.1")
+    monkeypatch.delitem(sys.modules, "deepspeed_compress.compression.kernels.gpu", raising=False)
+    with pytest.warns(CompressWarning, match=r"plain torch.*Triton 3\.5\.1 is installed; Triton 3\.6 or newer"):
+        assert kernels._implementation.__wrapped__("cuda") is reference

@@ -5,22 +5,30 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress.backends.deepspeed.seams import SUPPORTED
-from launch.studies.versions import PARTS, ROOT, VERSIONS, Outcome, read_outcome, table
+from launch.studies.versions import PARTS, ROOT, VERSIONS, Outcome, read_outcomes, table
 
-REPORT = '<testsuites><testsuite errors="1" failures="2" skipped="3" tests="10"/></testsuites>'
+NAME = "test_training_is_deepspeeds_to_the_bit[1-fp32]"
+CASE = f'<testcase classname="tests.backends.deepspeed.test_ownership" name="{NAME}">'
+REFUSED = "UnsupportedError: this engine cannot be compressed:\n- a setting needs deepspeed&gt;=0.19.8"
+REPORT = f"""<testsuites><testsuite>
+{CASE}</testcase>{CASE}</testcase>{CASE}<skipped/></testcase>{CASE}<error/></testcase>
+{CASE}<failure>AssertionError</failure></testcase>{CASE}<failure>{REFUSED}</failure></testcase>
+</testsuite></testsuites>"""
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_the_tests_of_a_column_exist(part: str) -> None:
-    assert all((ROOT / file).is_file() for file in PARTS[part])
+    for file, function in (test.split("::") for test in PARTS[part]):
+        assert f"def {function}(" in (ROOT / file).read_text()
 
 
 def test_the_oldest_supported_deepspeed_has_a_row() -> None:
     assert f"=={SUPPORTED[0]}" in {deepspeed for deepspeed, *_ in VERSIONS.values()}
 
 
-def test_a_table_counts_failures_and_errors(tmp_path: Path) -> None:
-    (tmp_path / "0.19.8-4-bits.xml").write_text(REPORT)
-    assert read_outcome(tmp_path / "0.19.8-4-bits.xml") == Outcome(passed=4, failed=3, skipped=3)
+def test_a_table_counts_refusals_apart_from_failures(tmp_path: Path) -> None:
+    (tmp_path / "0.19.8.xml").write_text(REPORT)
+    assert read_outcomes(tmp_path / "0.19.8.xml") == {"ownership": Outcome(passed=2, failed=2, skipped=1, refused=1)}
     row = list(table(tmp_path, ["0.19.8"]))[-1]
-    assert "| 0.19.8 | 2.13.0 | 5.23.0 | 1.15.0 | not run | 4 of 7, 3 skipped | not run |" in row
+    assert "| 0.19.8 | 2.13.0 | 5.23.0 | 1.15.0 | not run | not run |" in row
+    assert "| 2, 2 failed, 1 refused, 1 skipped |" in row

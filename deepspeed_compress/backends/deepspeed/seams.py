@@ -9,7 +9,7 @@ from packaging.version import Version
 
 from deepspeed_compress.errors import SeamError
 
-SUPPORTED = (Version("0.19.6"), Version("0.20.dev0"))
+SUPPORTED = (Version("0.18.5"), Version("0.20.dev0"))
 """Supported DeepSpeed versions: the first one that works, and the first one that is not known to work."""
 
 
@@ -42,6 +42,7 @@ class Seam:
 _Z12 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer."
 _Z3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3."
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine."
+_LOAD_MODULE = ("self", "checkpoint", "strict", "custom_load_fn", "fetch_z3_params")
 
 STEP = (
     Seam(_ENGINE + "_take_model_step", ("self", "lr_kwargs", "block_eigenvalue"), until="0.19.8"),
@@ -70,17 +71,11 @@ STEP = (
         _ENGINE + "_get_mp_rank_zero_checkpoint_names",
         ("self", "load_dir", "tag", "mp_rank", "dp_world_size", "bf16_mode"),
     ),
+    Seam(_ENGINE + "load_module_state_dict", _LOAD_MODULE, until="0.19.3"),
     Seam(
         _ENGINE + "load_module_state_dict",
-        (
-            "self",
-            "checkpoint",
-            "strict",
-            "custom_load_fn",
-            "fetch_z3_params",
-            "z3_params_to_fetch",
-            "allowed_missing_keys",
-        ),
+        (*_LOAD_MODULE, "z3_params_to_fetch", "allowed_missing_keys"),
+        since="0.19.3",
     ),
     Seam(_ENGINE + "_copy_recovery_script", ("self", "save_path")),
 )

@@ -3,9 +3,11 @@
 Signatures that differ are listed in `seams`.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import deepspeed
+from deepspeed.checkpoint import constants
 from packaging.version import Version
 
 
@@ -19,6 +21,25 @@ def has_compact_gradients(optimizer: Any) -> bool:
     return _since("0.19.8") and any(
         optimizer._use_compact_grad_partition_buffer(group) for group in range(len(optimizer.bit16_groups))
     )
+
+
+def is_last_micro_batch(optimizer: Any) -> bool:
+    """Return True if a ZeRO optimizer is at an accumulation boundary.
+
+    `is_gradient_accumulation_boundary` is an attribute before 0.19.5, and a method since.
+    """
+    boundary = optimizer.is_gradient_accumulation_boundary
+    return bool(boundary() if _since("0.19.5") else boundary)
+
+
+def model_parallel_rank(engine: Any) -> int:
+    """Return the tensor-parallel rank in the names of checkpoint files.
+
+    Since 0.19.6, it is `checkpoint_mp_rank` of the engine. Before, its `_get_ckpt_name` asks `mpu`.
+    """
+    if _since("0.19.6"):
+        return int(engine.checkpoint_mp_rank)
+    return 0 if engine.mpu is None else int(engine.mpu.get_model_parallel_rank())
 
 
 def orthogonalizes_in_step() -> bool:
@@ -48,3 +69,11 @@ def reduces_separate_gradients() -> bool:
 def skips_invalid_norms() -> bool:
     """Return True if DeepSpeed's own optimizers skip a step whose gradient norm is not finite, as since 0.19.8."""
     return _since("0.19.8")
+
+
+def tensor_parallel_record(parameter: Any) -> Mapping[str, Any] | None:
+    """Return what AutoTP records with a part of a weight for universal checkpoints; None for other parameters.
+
+    DeepSpeed records it since 0.18.9 (`DS_AUTOTP_UC_META`).
+    """
+    return getattr(parameter, constants.DS_AUTOTP_UC_META, None) if _since("0.18.9") else None

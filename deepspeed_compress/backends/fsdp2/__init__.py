@@ -10,6 +10,12 @@
 `attach` is the entry point.
 """
 
-from deepspeed_compress.backends.fsdp2.adapter import Attached, attach
+from deepspeed_compress.backends.fsdp2.units import check_torch_of_fsdp2
+
+try:
+    from deepspeed_compress.backends.fsdp2.adapter import Attached, attach
+except ImportError:
+    check_torch_of_fsdp2()
+    raise
 
 __all__ = ["Attached", "attach"]

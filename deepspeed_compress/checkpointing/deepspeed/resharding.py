@@ -23,6 +23,7 @@ from deepspeed.checkpoint.constants import (
 from torch import Tensor
 
 from deepspeed_compress.backends.deepspeed.units import node_unit
+from deepspeed_compress.backends.deepspeed.versions import model_parallel_rank
 from deepspeed_compress.checkpointing.catalog import latest_tag
 from deepspeed_compress.checkpointing.deepspeed.participants import LoadRequest, Participant
 from deepspeed_compress.checkpointing.deepspeed.places import find_place
@@ -222,7 +223,7 @@ class _Cut:
         files = engine._get_mp_rank_zero_checkpoint_names(
             str(self._saved.directory),
             self._saved.tag,
-            engine.checkpoint_mp_rank,
+            model_parallel_rank(engine),
             self._saved.ranks,
             engine.bfloat16_enabled(),
         )

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META, PARAM, ZERO_STAGE
+from deepspeed.checkpoint.constants import PARAM, ZERO_STAGE
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 
+from deepspeed_compress.backends.deepspeed.versions import tensor_parallel_record
 from deepspeed_compress.errors import StateError
 from deepspeed_compress.session.state_files import on_all_ranks
 
@@ -115,7 +116,7 @@ def _numel(parameter: Any) -> int:
 
 def _shape(parameter: Any) -> tuple[int, ...] | None:
     """Return the shape of the whole weight; None if this rank has a part and the whole shape is unknown."""
-    meta = getattr(parameter, DS_AUTOTP_UC_META, None)
+    meta = tensor_parallel_record(parameter)
     shape = getattr(parameter, "ds_shape", parameter.shape) if meta is None else meta.get("logical_shape")
     return None if shape is None else tuple(shape)
 

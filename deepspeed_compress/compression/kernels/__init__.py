@@ -24,7 +24,7 @@ SWITCH = "DEEPSPEED_COMPRESS_KERNELS"
 _MISSING: Mapping[str, str] = MappingProxyType(
     {
         "cpu": "a C++ compiler (g++, or $CXX) and ninja are needed: apt-get install g++; pip install ninja",
-        "cuda": "Triton is needed: pip install triton",
+        "cuda": "Triton 3.6 or newer is needed, which PyTorch 2.11 brings: pip install 'torch>=2.11'",
     }
 )
 

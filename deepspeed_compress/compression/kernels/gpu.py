@@ -12,6 +12,7 @@ than 8192 elements, bit strings of more than 16 bits per value, and tensors that
 from collections.abc import Sequence
 
 import torch
+import triton
 from torch import Tensor
 
 from deepspeed_compress.compression.kernels import gpu_bits, gpu_blocks, reference
@@ -42,6 +43,10 @@ __all__ = [
     "unpack_bits",
     "unpack_codes",
 ]
+
+if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
+    # Triton 3.3 does not compile these kernels, and 3.5 divides with denormal numbers flushed to zero.
+    raise ImportError(f"Triton {triton.__version__} is installed")
 
 square_norm = reference.square_norm
 top_k_sampled = top_k_rows

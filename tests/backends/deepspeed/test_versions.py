@@ -2,10 +2,12 @@
 
 from itertools import chain
 from types import SimpleNamespace
+from typing import Any
 
 import deepspeed
 import pytest
 import torch
+from deepspeed.checkpoint import constants
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from deepspeed_compress.backends.deepspeed import limits, parallel, seams, versions
@@ -13,7 +15,7 @@ from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.config import CompressConfig
 from launch.studies.versions import VERSIONS
 
-RELEASES = [row for row in VERSIONS if row != "newest"]
+RELEASES = sorted({deepspeed.removeprefix("==") for deepspeed, *_ in VERSIONS.values() if deepspeed})
 FORMS = [*chain(seams.STEP, seams.ZERO_0, seams.ZERO_12, seams.ZERO_3, seams.OWNERSHIP, seams.WEIGHTS, parallel.SEAMS)]
 
 
@@ -52,6 +54,33 @@ def test_only_the_form_of_the_installed_version_is_checked() -> None:
 def test_an_older_optimizer_owns_empty_parameters_and_has_no_compact_gradients(installed: None) -> None:
     assert versions.owns_parameter(torch.nn.Parameter(torch.zeros(0)))
     assert not versions.has_compact_gradients(SimpleNamespace(bit16_groups=[[]]))
+
+
+@pytest.mark.parametrize(
+    ("installed", "boundary"),
+    [("0.19.4", False), ("0.19.4", True), ("0.19.5", lambda: False), ("0.19.5", lambda: True)],
+    indirect=["installed"],
+)
+def test_an_accumulation_boundary_is_an_attribute_or_a_method(installed: None, boundary: Any) -> None:
+    optimizer = SimpleNamespace(is_gradient_accumulation_boundary=boundary)
+    assert versions.is_last_micro_batch(optimizer) is (boundary() if callable(boundary) else boundary)
+
+
+@pytest.mark.parametrize("mpu", [None, SimpleNamespace(get_model_parallel_rank=lambda: 3)])
+@pytest.mark.parametrize("installed", ["0.19.5"], indirect=True)
+def test_an_older_engine_asks_mpu_for_its_rank_in_file_names(installed: None, mpu: Any) -> None:
+    assert versions.model_parallel_rank(SimpleNamespace(mpu=mpu)) == (0 if mpu is None else 3)
+
+
+@pytest.mark.parametrize("installed", ["0.19.6"], indirect=True)
+def test_a_newer_engine_knows_its_rank_in_file_names(installed: None) -> None:
+    assert versions.model_parallel_rank(SimpleNamespace(mpu=None, checkpoint_mp_rank=2)) == 2
+
+
+@pytest.mark.parametrize(("installed", "expected"), [("0.18.8", None), ("0.18.9", {"a": 1})], indirect=["installed"])
+def test_tensor_parallelism_records_shapes_since_0_18_9(installed: None, expected: Any) -> None:
+    parameter = SimpleNamespace(**{constants.DS_AUTOTP_UC_META: {"a": 1}})
+    assert versions.tensor_parallel_record(parameter) == expected
 
 
 @pytest.mark.parametrize(

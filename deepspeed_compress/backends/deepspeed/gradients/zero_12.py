@@ -25,7 +25,7 @@ from torch import Tensor
 from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions, bucket_size, reduces_now
 from deepspeed_compress.backends.deepspeed.gradients.following import attach_reduction
 from deepspeed_compress.backends.deepspeed.gradients.muon import SplitMatrices, count_gathers
-from deepspeed_compress.backends.deepspeed.versions import has_compact_gradients
+from deepspeed_compress.backends.deepspeed.versions import has_compact_gradients, is_last_micro_batch
 from deepspeed_compress.collectives.buckets import LAYOUTS, Partition, partition_by_sizes
 from deepspeed_compress.collectives.reducer import Pending
 from deepspeed_compress.compression.segments import Segment, gather, scatter
@@ -132,7 +132,7 @@ class _Buckets:
         self._session = session
         ranks = optimizer.dp_process_group.size()
         # DeepSpeed also divides the gradients of experts by the data-parallel size, whatever the size of their group.
-        self._scale = optimizer.sequence_parallel_size / ranks if optimizer.gradient_average else 1.0
+        self._scale = optimizer.sequence_parallel_size / ranks if engine.gradient_average else 1.0
         self._parts_of = _parts_of(optimizer)
         self._split = SplitMatrices(optimizer, session)
         self.later = _DeferredReductions(optimizer, self._split) if _may_wait(optimizer) else None
@@ -282,7 +282,7 @@ class _Gradients:
         return ordered if _messages(self.partition(ordered)) == _messages(self.partition(keys)) else keys
 
     def complete_now(self) -> bool:
-        return reduces_now(self._engine) and bool(self._optimizer.is_gradient_accumulation_boundary())
+        return reduces_now(self._engine) and is_last_micro_batch(self._optimizer)
 
 
 def _messages(partition: Partition) -> list[list[tuple[str, int]]]:
