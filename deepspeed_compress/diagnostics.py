@@ -7,24 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-__all__ = [
-    "SEVERITIES",
-    "Diagnostic",
-    "Edit",
-    "Fix",
-    "LineIndex",
-    "Path",
-    "Place",
-    "Severity",
-    "Span",
-    "at",
-    "at_key",
-    "at_steps",
-    "encodable",
-    "pointer",
-    "write",
-]
-
 Severity = Literal["error", "warning", "info"]
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 """Severities, the most severe first."""

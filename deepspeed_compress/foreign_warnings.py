@@ -3,8 +3,6 @@
 import sys
 import warnings
 
-__all__ = ["hide_foreign_warnings"]
-
 _PACKAGES = r"(accelerate|deepspeed|torch|transformers)(\.|$)"
 _ABOUT_THEMSELVES: tuple[tuple[str, type[Warning]], ...] = (
     (r".*is deprecated. Please use `torch\.distributed", FutureWarning),

@@ -2,18 +2,21 @@
 
 Marks:
     slow(parts): not in a default run. CI runs one of `parts` shares, chosen by the commit.
-    sampled(parts, *sources): a default run has a fixed one of `parts` shares. The others are slow, and CI runs them all
-        if a source has changed.
+    sampled(parts, *sources): a default run has one of `parts` shares of the cases of every test, and at least one case.
+        The others are slow, and CI runs them all if a source has changed.
     case_a_stage: a default run has one case per ZeRO stage. The others are slow.
     serial: no other test runs at the same time.
     gpu: needs a GPU, or --gpu-device cpu.
 """
 
+import math
 import os
 import secrets
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
+from zlib import crc32
 
 import pytest
 
@@ -25,7 +28,7 @@ from tests.support.selection import changed, environment_of, head, in_share, pro
 
 pytest_plugins = ["tests.gpu.plugin"]
 
-SHARES = 3
+SHARES = 5
 """Number of shares for slow tests whose mark gives no other number."""
 COMMIT = "TESTS_COMMIT"
 """Name of the environment variable with the commit that selects slow tests. All processes of a run must agree on it."""
@@ -66,23 +69,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     commit = int(os.environ[COMMIT], 16)
     for item in cases_beside_one_a_stage(items):
         item.add_marker(pytest.mark.slow)
+    for item, arguments in cases_beside_a_sample(items):
+        leave_to_shares(item, *arguments)
     for item in items:
-        leave_to_shares(item)
         slow = item.get_closest_marker("slow")
         if slow and in_share(item.nodeid, slow.args[0] if slow.args else SHARES, commit):
             item.add_marker(pytest.mark.due)
 
 
-def leave_to_shares(item: pytest.Item) -> None:
-    """Mark a sampled test as slow unless it is in the fixed share, and as due if its sources have changed."""
-    sampled = item.get_closest_marker("sampled")
-    if sampled is None:
-        return
-    parts, *sources = sampled.args
-    if not in_share(item.nodeid, parts, 0):
-        item.add_marker(pytest.mark.slow(parts))
-    if changed(tuple(sources)):
+def leave_to_shares(item: pytest.Item, parts: int, *sources: str) -> None:
+    """Mark a test as slow, and as due if one of its sources has changed."""
+    item.add_marker(pytest.mark.slow(parts))
+    if changed(sources):
         item.add_marker(pytest.mark.due)
+
+
+def cases_beside_a_sample(items: Sequence[pytest.Item]) -> Iterator[tuple[pytest.Item, tuple[Any, ...]]]:
+    """Yield the cases that the mark `sampled` leaves to other runs, with its arguments."""
+    tests: dict[tuple[object, tuple[Any, ...]], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        others = item.get_closest_marker("slow") or item.get_closest_marker("case_a_stage")
+        if isinstance(item, pytest.Function) and mark and not others:
+            tests[item.obj, mark.args].append(item)
+    for (_, arguments), cases in tests.items():
+        kept = math.ceil(len(cases) / arguments[0])
+        for item in sorted(cases, key=lambda case: crc32(case.nodeid.encode()))[kept:]:
+            yield item, arguments
 
 
 def cases_beside_one_a_stage(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:

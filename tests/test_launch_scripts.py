@@ -259,7 +259,7 @@ def test_shellcheck_has_nothing_to_say() -> None:
     assert process.returncode == 0
 
 
-@pytest.mark.slow(2)
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("script", "settings"),

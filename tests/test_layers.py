@@ -65,9 +65,11 @@ TABLE = {
         "compression.residuals compression.segments",
         "torch",
     ),
-    "collectives.pace": allow("config", "torch"),
+    "collectives.objects": allow("", "torch"),
+    "collectives.pace": allow("collectives.objects config", "torch"),
     "collectives.grouped": allow("collectives compression config"),
-    "collectives.reduction": allow("collectives compression config errors", "torch"),
+    "collectives.channels": allow("collectives config errors"),
+    "collectives.reduction": allow("collectives compression config", "torch"),
     "collectives.weight_reduction": allow("collectives compression config", "torch"),
     "transport": allow("errors"),
     "launcher": allow(),
@@ -95,9 +97,11 @@ TABLE = {
     "backends.deepspeed.builds": allow("errors"),
     "backends.deepspeed.seams": allow("errors", "packaging"),
     "backends.deepspeed.versions": allow("", "deepspeed packaging"),
+    "backends.deepspeed.engine_target": allow(
+        "backends.deepspeed collectives config policy session", "torch deepspeed"
+    ),
     "backends.deepspeed.attach": allow(
-        "backends.deepspeed checkpointing.deepspeed local_sgd.deepspeed collectives config errors monitor policy "
-        "session",
+        "backends.deepspeed checkpointing.deepspeed local_sgd.deepspeed collectives config errors monitor session",
         "torch deepspeed",
     ),
     "backends.deepspeed.initialize": allow(
@@ -106,14 +110,15 @@ TABLE = {
     "backends.deepspeed.restarts": allow("checkpointing launcher.heartbeat errors session", "torch"),
     "backends.deepspeed.step": allow("backends.deepspeed checkpointing.deepspeed.checkpoint session"),
     "checkpointing.deepspeed": allow(
-        "backends.deepspeed checkpointing collectives.reorder compression.state config errors session",
+        "backends.deepspeed checkpointing collectives.objects collectives.reorder compression.state config errors "
+        "session transport.client",
         "torch deepspeed",
     ),
     "checkpointing.deepspeed.agreement": allow("", "torch"),
     "checkpointing.deepspeed.exclusive": allow("checkpointing session.state_files errors", "torch"),
     "local_sgd": allow("collectives compression config errors monitor", "torch"),
     "local_sgd.anchors": allow("transport", "torch"),
-    "local_sgd.island_ranks": allow("errors", "torch"),
+    "local_sgd.island_ranks": allow("collectives.objects errors", "torch"),
     "local_sgd.moments": allow("", "torch"),
     "local_sgd.elastic_exchange": allow("local_sgd collectives config errors", "torch"),
     "local_sgd.coordinator": allow("errors transport", "pydantic"),
@@ -121,7 +126,8 @@ TABLE = {
         "local_sgd collectives compression config errors monitor transport", "torch safetensors"
     ),
     "local_sgd.deepspeed": allow(
-        "backends.deepspeed checkpointing.deepspeed collectives compression config errors local_sgd monitor session",
+        "backends.deepspeed checkpointing.deepspeed collectives compression config errors local_sgd monitor session "
+        "transport.client",
         "torch deepspeed",
     ),
     "backends": allow("collectives compression config diagnostics errors monitor session", "torch packaging"),
@@ -190,7 +196,6 @@ TABLE = {
     "tools.lint": allow(
         "__init__ config diagnostics errors tools.arguments tools.outputs tools.rules", "yaml", lazily="pydantic"
     ),
-    "tools.lint.generate_keys": allow(lazily="deepspeed pydantic torch"),
     "tools.plan": allow("config errors policy tools.plan_islands tools.plots", lazily="matplotlib rich"),
     "tools.plan_islands": allow("config errors", lazily="models rich"),
     "tools.line_files": allow("errors tools.outputs.printable", lazily="rich"),

@@ -81,8 +81,11 @@ import pytest
 def test_slow(number): ...
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("number", range(40))
+@pytest.mark.parametrize("number", range(42))
 def test_sampled(number): ...
+
+@pytest.mark.sampled(4)
+def test_alone(): ...
 """
 
 
@@ -100,8 +103,9 @@ def test_a_commit_chooses_the_same_tests_each_time(tmp_path: Path) -> None:
     )
     assert first == again != second
     assert default < first
-    assert 0 < len(default) < 40
-    assert len(collected(file, "0", "")) == 80
+    assert sum("test_sampled" in test for test in default) == 11
+    assert "test_many.py::test_alone" in default
+    assert len(collected(file, "0", "")) == 83
 
 
 def collected(file: Path, commit: str, selection: str) -> set[str]:

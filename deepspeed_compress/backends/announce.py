@@ -8,8 +8,6 @@ from torch.distributed import ProcessGroup
 from deepspeed_compress.session.announced import joined, tell
 from deepspeed_compress.session.session import Session
 
-__all__ = ["announce"]
-
 
 def announce(session: Session, group: ProcessGroup, where: str, figures: Callable[[], Sequence[str]]) -> None:
     """Write the line to standard error, on the first rank of `group`, unless `monitor.announce` is false.

@@ -10,12 +10,11 @@ from dataclasses import replace
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.reduction import Groups
 from deepspeed_compress.compression.state import Position
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.session.nodes import ranks_per_node, split_by_node
-
-__all__ = ["find_place_among", "find_place_in", "make_group", "make_groups", "make_hybrid_groups"]
 
 
 def make_groups(whole: ProcessGroup, config: CompressConfig) -> Groups:
@@ -60,8 +59,7 @@ def find_place_among(whole: ProcessGroup | None, config: CompressConfig) -> Posi
     All ranks of the job must call this.
     """
     mine: tuple[int, ...] = () if whole is None else tuple(dist.get_process_group_ranks(whole))
-    found: list[tuple[int, ...]] = [()] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
+    found = gather_objects(mine)
     groups = sorted(set(found) - {()})
     if whole is None:
         return None

@@ -12,8 +12,6 @@ from deepspeed_compress.config import SECTION, CompressConfig
 from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.session.momentum import find_second_momentum
 
-__all__ = ["find_common_limits", "find_foreign_optimizer", "refuse"]
-
 
 def _other_ownership(config: CompressConfig) -> str | None:
     return None if config.ownership == "contiguous" else config.ownership
@@ -25,6 +23,7 @@ def _phases_of_weights(config: CompressConfig) -> object:
 
 _LIMITS: tuple[tuple[str, Callable[[CompressConfig], object], str], ...] = (
     ("guard", lambda config: config.guard, "a step is left out where DeepSpeed computes the norm of its gradients"),
+    ("auto", lambda config: config.auto, "DeepSpeed's engine is compared with, and other engines are not yet"),
     ("adaptive", lambda config: config.adaptive, "it is judged by losses, which DeepSpeed's engine knows"),
     ("islands", lambda config: config.islands, "DeepSpeed divides the ranks into them"),
     ("checkpointing", lambda config: config.checkpointing, "it writes what DeepSpeed's engine saves"),

@@ -6,8 +6,6 @@ from torch.optim import Optimizer
 
 from deepspeed_compress.errors import UnsupportedError
 
-__all__ = ["unwrap"]
-
 _INSIDE = ("optimizer", "optim")
 """Attributes in which wrappers keep it: Accelerate's `AcceleratedOptimizer`, torch's `PostLocalSGDOptimizer`."""
 

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from deepspeed_compress.backends.groups import find_place_in, make_groups
 from deepspeed_compress.backends.steps import Scaler, StepFollower, Steps
-from deepspeed_compress.collectives.reduction import Groups, Parameters
+from deepspeed_compress.collectives.parameters import Parameters
+from deepspeed_compress.collectives.reduction import Groups
 from deepspeed_compress.compression import state
 from deepspeed_compress.config import SECTION, CompressConfig, check_world, parse_section, read_ds_config
 from deepspeed_compress.config.names import user_name
@@ -28,8 +29,6 @@ from deepspeed_compress.session.reporting import Sizes
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.state_files import Place, load_state_files, save_on_all, save_state_files
 from deepspeed_compress.session.torch_version import check_torch
-
-__all__ = ["Attached", "Config", "Exchanged", "Target", "attach_session", "make_session_parts", "read_section"]
 
 Config = str | Path | dict[str, Any]
 """Path or content of a ds_config.json, of which only the section `deepspeed_compress` is used."""

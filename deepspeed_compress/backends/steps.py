@@ -11,8 +11,6 @@ from deepspeed_compress.session.copies import leave_out_of_copies
 from deepspeed_compress.session.residual_state import FinishedStep
 from deepspeed_compress.session.session import Session
 
-__all__ = ["UNKNOWN", "Scaler", "StepFollower", "Steps"]
-
 UNKNOWN = None
 """Number of samples of a step, which only an engine would count."""
 SEVERAL = 3

@@ -10,20 +10,6 @@ from pathlib import Path
 from deepspeed_compress.checkpointing.completeness import Save, read_lists, replace_text
 from deepspeed_compress.errors import StateError
 
-__all__ = [
-    "LATEST",
-    "Checkpoint",
-    "checkpoints",
-    "latest_tag",
-    "protected",
-    "prune",
-    "publish",
-    "remove",
-    "superfluous",
-    "tags_to_try",
-]
-
-
 LATEST = "latest"
 
 

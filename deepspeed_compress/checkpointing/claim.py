@@ -14,8 +14,6 @@ from pathlib import Path
 
 from deepspeed_compress.errors import StateError
 
-__all__ = ["Claim", "this_start"]
-
 _FILE = ".deepspeed_compress_start"
 _LENGTH = 32
 

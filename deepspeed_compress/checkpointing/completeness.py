@@ -16,28 +16,6 @@ from typing import Any
 
 from deepspeed_compress.errors import StateError
 
-__all__ = [
-    "FileList",
-    "Save",
-    "check_place",
-    "digest",
-    "find_damaged",
-    "find_missing",
-    "find_problems",
-    "list_failure",
-    "list_file",
-    "list_paths",
-    "listed",
-    "read_list",
-    "read_lists",
-    "rename",
-    "replace_text",
-    "temporary",
-    "unlist",
-    "unlist_all",
-    "write_list",
-]
-
 VERSION = 1
 _STEM = "deepspeed_compress_files_rank_"
 

@@ -15,8 +15,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-__all__ = ["DirectFile"]
-
 _BLOCK = 1 << 20
 """Number of bytes written at a time. They fit into a processor's cache between their copy and their digest."""
 

@@ -7,8 +7,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-__all__ = ["LOCK", "hold", "in_turn"]
-
 LOCK = ".deepspeed_compress.lock"
 
 

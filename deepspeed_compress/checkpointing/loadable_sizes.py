@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-__all__ = ["loads_on"]
-
 
 def loads_on(place: Path) -> str:
     """Return a short text for the tag directory `place`. Replicas are the ranks of one data-parallel group."""

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["MemoryCatalog"]
-
 _KEPT = 2
 """Number of complete checkpoints to keep, since one may turn out to be damaged."""
 

@@ -9,7 +9,6 @@ When a rank ends, it waits for copies in progress as long as they advance, but n
 
 import hashlib
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,8 +30,6 @@ from deepspeed_compress.transport.frames import Limits
 from deepspeed_compress.transport.secret import Secret
 from deepspeed_compress.transport.server import Bounds, Server
 from deepspeed_compress.transport.tls import find_tls
-
-__all__ = ["COPIES", "Destination", "Receiver", "own_address", "send_copies", "write_checked"]
 
 COPIES = "copies"
 """Name of the service."""
@@ -75,14 +72,6 @@ class Destination:
     port: int
     key: bytes
     max_rate: float | None = None
-
-
-def own_address(towards: str) -> str:
-    """Return this host's address on the route to `towards`, at which other hosts reach it. Sends nothing."""
-    family = socket.getaddrinfo(towards, None, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family[0], socket.SOCK_DGRAM) as probe:
-        probe.connect((towards, 9))
-        return str(probe.getsockname()[0])
 
 
 def send_copies(

@@ -18,17 +18,6 @@ from pathlib import Path
 from deepspeed_compress.checkpointing.completeness import FileList, list_paths, read_list, replace_text, unlist_all
 from deepspeed_compress.errors import StateError
 
-__all__ = [
-    "ENVIRONMENT",
-    "HostSave",
-    "Missing",
-    "find_host_saves",
-    "job_directory",
-    "job_name",
-    "keep_only",
-    "missing_files",
-]
-
 ENVIRONMENT = "DS_COMPRESS_MEMORY_DIR"
 """Environment variable with the directory, for systems that create it and remove it at the end of the job."""
 _SHARED_MEMORY = Path("/dev/shm")

@@ -3,8 +3,6 @@
 import time
 from typing import Any
 
-__all__ = ["DRAIN", "LOOK", "Movement"]
-
 DRAIN = 30.0
 """Maximum number of seconds for which shutdown waits for advancing copies."""
 STILL = 2.0

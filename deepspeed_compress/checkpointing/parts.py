@@ -8,8 +8,6 @@ from torch import Tensor
 
 from deepspeed_compress.errors import StateError
 
-__all__ = ["Fragments", "Piece", "even_piece"]
-
 
 @dataclass(frozen=True)
 class Piece:

@@ -7,8 +7,6 @@ from collections.abc import Collection
 
 import torch
 
-__all__ = ["leave_rank"]
-
 _NICE = 19
 """Lowest priority, in favor of training."""
 

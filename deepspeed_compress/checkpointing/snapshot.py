@@ -17,8 +17,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["NOTHING", "Call", "Copies", "HostCopies", "Kept", "Memory", "Snapshot", "read_calls"]
-
 _ALIGNMENT = 64
 
 

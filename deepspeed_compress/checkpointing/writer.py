@@ -31,8 +31,6 @@ from deepspeed_compress.checkpointing.processes import leave_rank
 from deepspeed_compress.checkpointing.snapshot import Call, Kept, read_calls
 from deepspeed_compress.errors import StateError
 
-__all__ = ["Outcome", "Task", "Writer", "write_torch"]
-
 T = TypeVar("T")
 
 _LOOK_EVERY = 0.05

@@ -9,18 +9,6 @@ from functools import cached_property, lru_cache
 
 from deepspeed_compress.compression.segments import Segment
 
-__all__ = [
-    "LAYOUTS",
-    "Partition",
-    "cut",
-    "even_cut",
-    "even_partition",
-    "partition_by_owners",
-    "partition_by_sizes",
-    "relabel",
-    "select",
-]
-
 LAYOUTS = 1024
 """Number of bucket layouts whose derived data is cached.
 

@@ -11,8 +11,6 @@ from deepspeed_compress.collectives.messages import Transfer
 from deepspeed_compress.collectives.reducer import Pending, Reducer, StepClock
 from deepspeed_compress.compression.residuals import Residuals
 
-__all__ = ["ClippingReducer"]
-
 
 class ClippingReducer:
     """Reducer that clips the gradient of every parameter to the L2 norm `clip_norm` and passes it to `reducer`.

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-__all__ = ["Link", "PendingExchange", "exchange"]
-
 
 class Waiting(Protocol):
     """Interface of a handle that can be waited for, such as a torch `Work`."""

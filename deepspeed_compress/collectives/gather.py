@@ -23,8 +23,6 @@ from deepspeed_compress.compression.codec import Codec
 from deepspeed_compress.compression.compressors.base import message_key
 from deepspeed_compress.compression.segments import contiguous_view, elements, scatter
 
-__all__ = ["CHUNK_NUMEL", "EXACT", "DifferenceGather", "PendingWeights"]
-
 EXACT = 0
 """Channel of uncompressed parameters. It sends the master weights rounded to the dtype of the held weights."""
 

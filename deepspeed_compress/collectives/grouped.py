@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from deepspeed_compress.collectives.buckets import Partition
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import Reducer
-from deepspeed_compress.collectives.reduction import Groups, Parameters, Reduction, ReductionContext, Reductions
+from deepspeed_compress.collectives.reduction import Groups, Reduction, ReductionContext, Reductions
 from deepspeed_compress.compression.segments import PADDING
 from deepspeed_compress.config import AnyCompressedGradients
-
-__all__ = ["GroupedReducers", "GroupedReductions", "SeparateParameters"]
 
 
 @dataclass(frozen=True)

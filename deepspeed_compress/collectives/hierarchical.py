@@ -15,8 +15,6 @@ from deepspeed_compress.collectives.reducer import Pending, Reducer, reduce_at_o
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import Segment, gather, scatter
 
-__all__ = ["HierarchicalReducer"]
-
 
 @dataclass(frozen=True)
 class _Levels:

@@ -15,8 +15,6 @@ from deepspeed_compress.collectives.reducer import Pending, reduce_at_once
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import Segment, gather, scatter
 
-__all__ = ["HybridReducer"]
-
 
 @dataclass(frozen=True)
 class _Part:

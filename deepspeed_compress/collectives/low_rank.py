@@ -17,19 +17,6 @@ from torch import Tensor
 from deepspeed_compress.collectives.buckets import Partition, even_partition, select
 from deepspeed_compress.compression.segments import Segment
 
-__all__ = [
-    "LowRank",
-    "LowRankLayout",
-    "Matrix",
-    "Stack",
-    "clean",
-    "find_matrices",
-    "make_low_rank_layout",
-    "orthonormal",
-    "revived",
-    "split",
-]
-
 Shape = tuple[int, ...]
 
 STACK_NUMEL = 1 << 18

@@ -9,8 +9,6 @@ from deepspeed_compress.compression.feedback import Feedback, NoFeedback, Spread
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import Segment
 
-__all__ = ["Channel", "MessageLayout", "Messages", "Piece", "Transfer", "layouts_of_parts", "make_layouts"]
-
 
 @dataclass(frozen=True)
 class Channel:

@@ -6,13 +6,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.config import Communication
 from deepspeed_compress.config.durations import bit_rate
-
-__all__ = ["Pace", "make_pace"]
 
 
 @dataclass
@@ -55,6 +53,5 @@ def _processes_of_host(group: ProcessGroup | None) -> int:
     given = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
     if given is not None:
         return int(given)
-    names: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(names, socket.gethostname(), group=group)
+    names = gather_objects(socket.gethostname(), group)
     return names.count(socket.gethostname())

@@ -22,8 +22,6 @@ from deepspeed_compress.compression.feedback import NoFeedback
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import Segment, contiguous_view, elements, gather, scatter
 
-__all__ = ["PayloadReducer", "PendingGather", "PendingMeans"]
-
 
 @dataclass(frozen=True)
 class _Round:

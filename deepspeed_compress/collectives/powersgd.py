@@ -34,8 +34,6 @@ from deepspeed_compress.compression.kernels import for_device
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import Segment, elements, gather, scatter
 
-__all__ = ["PowerSGDReducer"]
-
 
 class PowerSGDReducer:
     """Reducer of matrices through `factors`, which all-reduces their factors, and of the rest by `others`.

@@ -14,18 +14,6 @@ from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import Segment, gather
 from deepspeed_compress.monitor import Meter
 
-__all__ = [
-    "INSIDE_LEVEL",
-    "LEVELS",
-    "MessageCounter",
-    "Pending",
-    "Reduced",
-    "Reducer",
-    "Run",
-    "StepClock",
-    "reduce_at_once",
-]
-
 LEVELS = 8
 """Maximum number of reducers in one run that number their messages independently."""
 INSIDE_LEVEL = 1

@@ -4,22 +4,26 @@
 reducers of the most recent descriptions.
 """
 
-import re
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 
-import torch
 from torch.distributed import ProcessGroup
 
+from deepspeed_compress.collectives.channels import (
+    MAIN,
+    ChannelTable,
+    find_channels,
+    find_low_rank,
+    overrides_with_channel,
+)
 from deepspeed_compress.collectives.clipping import ClippingReducer
 from deepspeed_compress.collectives.exchange import Link
 from deepspeed_compress.collectives.gather import CHUNK_NUMEL
 from deepspeed_compress.collectives.hierarchical import HierarchicalReducer
 from deepspeed_compress.collectives.hybrid import HybridReducer
-from deepspeed_compress.collectives.low_rank import LowRank
 from deepspeed_compress.collectives.messages import Channel, Messages
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.payload import PayloadReducer
 from deepspeed_compress.collectives.powersgd import PowerSGDReducer
 from deepspeed_compress.collectives.reducer import Reducer, Run
@@ -37,19 +41,11 @@ from deepspeed_compress.config import (
     OverrideConfig,
     PowerSGDGradients,
 )
-from deepspeed_compress.errors import CompressWarning
 
-__all__ = ["SETTINGS", "Groups", "Parameters", "Reduction", "ReductionContext", "Reductions"]
-
-RAW = 0
-"""Channel of uncompressed parameters; elements keep the gradient dtype."""
-MAIN = 1
-"""Channel of the chosen method. The channels of overrides follow it."""
 FACTORS_LEVEL = 2
 """Level of the reducer of low-rank factors (see `Messages`). Level 0 is between nodes and level 1 inside a node."""
 SETTINGS = 16
 """Number of settings whose reducers are cached, since adaptation candidates and guard levels alternate."""
-GRADIENTS = "/deepspeed_compress/gradients"
 
 
 @dataclass(frozen=True)
@@ -69,41 +65,6 @@ class Groups:
     across: ProcessGroup | None = None
     downward: ProcessGroup | None = None
     copies: bool = False
-
-
-@dataclass(frozen=True)
-class Parameters:
-    """Facts about the model that reducers need.
-
-    Attributes:
-        shapes: shapes of this rank's parameters, by name.
-        everywhere: user-facing names of the parameters of all ranks.
-        excluded: names of parameters that must stay uncompressed, whatever the configuration says.
-        dtype: dtype of the gradients, and of uncompressed elements in messages.
-        user_names: user-facing names of the parameters for which it differs from the internal name.
-    """
-
-    shapes: Mapping[str, tuple[int, ...]]
-    everywhere: Sequence[str]
-    excluded: frozenset[str] = frozenset()
-    dtype: torch.dtype = torch.float32
-    user_names: Mapping[str, str] = field(default_factory=dict)
-
-    @cached_property
-    def widths(self) -> dict[str, int]:
-        """Return the row length of each matrix. All dimensions after the first are flattened into one."""
-        return {name: int(torch.Size(shape[1:]).numel()) for name, shape in self.shapes.items() if len(shape) > 1}
-
-    def numel(self, name: str) -> int:
-        return int(torch.Size(self.shapes[name]).numel())
-
-    def user_name(self, name: str) -> str:
-        """Return the name that the patterns of overrides are matched against."""
-        return self.user_names.get(name, name)
-
-    def uncompressed(self, min_numel: int) -> frozenset[str]:
-        """Return the excluded parameters and those with fewer than `min_numel` elements."""
-        return self.excluded | {name for name in self.shapes if self.numel(name) < min_numel}
 
 
 @dataclass(frozen=True)
@@ -148,13 +109,6 @@ class Codecs:
     main: Codec
     overrides: tuple[Codec, ...] = ()
     inside: Codec | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class ChannelTable:
-    """Map from parameter name to channel. Parameters that are not in it are sent uncompressed."""
-
-    channel_of: Mapping[str, int]
 
 
 class Reductions:
@@ -205,7 +159,7 @@ def find_codecs(settings: AnyCompressedGradients, parameters: Parameters, step: 
     inside = settings.hierarchy.inside if isinstance(settings, LayeredGradients) and settings.hierarchy else None
     return Codecs(
         main,
-        tuple(_override_codec(one, raw, step) for one in _own(settings)),
+        tuple(_override_codec(one, raw, step) for one in overrides_with_channel(settings)),
         Codec(inside.compressor(step)) if isinstance(inside, MethodConfig) else None,
     )
 
@@ -215,70 +169,6 @@ def _override_codec(override: Override, raw: Codec, step: int) -> Codec:
         # Between two sends, everything is added to the error-feedback buffer.
         return Codec(NoSend())
     return Codec(override.compressor(step)) if isinstance(override, MethodConfig) else raw
-
-
-def _own(settings: AnyCompressedGradients) -> list[Override]:
-    """Return the overrides that have their own channel."""
-    return [override for override in settings.overrides if not override.is_uncompressed]
-
-
-def find_channels(parameters: Parameters, settings: AnyCompressedGradients) -> ChannelTable:
-    """Return the channel of every compressed parameter: that of the first matching override, else the method's.
-
-    Warns as described in `Reductions`.
-    """
-    excluded = {parameters.user_name(name) for name in parameters.excluded}
-    _warn_about_unmatched(settings.overrides, [name for name in parameters.everywhere if name not in excluded])
-    own, raw = _own(settings), parameters.uncompressed(settings.min_numel)
-    found = {}
-    for name in parameters.shapes:
-        override = _first_match(settings.overrides, parameters.user_name(name))
-        if name not in raw and not (override is not None and override.is_uncompressed):
-            found[name] = MAIN if override is None else MAIN + 1 + own.index(override)
-    _warn_if_uncompressed(settings, parameters, found)
-    return ChannelTable(found)
-
-
-def _first_match(overrides: Sequence[Override], name: str) -> Override | None:
-    return next((one for one in overrides if re.search(one.parameters, name)), None)
-
-
-def _warn_about_unmatched(overrides: Sequence[Override], names: Sequence[str]) -> None:
-    """Emit a CompressWarning for each override that is not the first match of any of `names`."""
-    used = {id(_first_match(overrides, name)) for name in names}
-    for index, override in enumerate(overrides if names else ()):
-        if id(override) not in used:
-            warnings.warn(
-                f"{GRADIENTS}/overrides/{index}/parameters: {override.parameters!r} matches none of the {len(names)} "
-                f"parameters that are left for it (for example {names[0]!r}), so it has no effect; write a regular "
-                "expression that is found in their names, or remove the override",
-                CompressWarning,
-                stacklevel=2,
-            )
-
-
-def _warn_if_uncompressed(settings: AnyCompressedGradients, parameters: Parameters, found: Mapping[str, int]) -> None:
-    """Emit a CompressWarning if `settings` leave no parameter of this rank compressed."""
-    low_rank = _low_rank(settings, parameters, found) if isinstance(settings, PowerSGDGradients) else None
-    left = [name for name in found if low_rank is None or found[name] != MAIN or low_rank.saves(name)]
-    if left or not parameters.shapes:
-        return
-    reasons = [f"min_numel {settings.min_numel}"] if settings.min_numel else []
-    if low_rank is not None:
-        reasons.append(f"rank {low_rank.rank}, at which factors are no smaller than matrices")
-    reasons += ["overrides"] if settings.overrides else []
-    reasons.append("copies of parameters on ranks outside the data-parallel group")
-    warnings.warn(
-        f'{GRADIENTS}/method: "{settings.method}" compresses none of the {len(parameters.shapes)} parameters of this '
-        f'rank, because of {" or ".join(reasons)}. Write smaller values, remove overrides, or set "method": "none".',
-        CompressWarning,
-        stacklevel=2,
-    )
-
-
-def _low_rank(settings: PowerSGDGradients, parameters: Parameters, channel_of: Mapping[str, int]) -> LowRank:
-    shapes = {name: shape for name, shape in parameters.shapes.items() if channel_of.get(name, RAW) == MAIN}
-    return LowRank(shapes, settings.rank)
 
 
 def _make_reduction(
@@ -353,7 +243,7 @@ class _ReducerBuilder:
         yield from self._override_channels()
 
     def _override_channels(self) -> Iterator[Channel]:
-        for override, codec in zip(_own(self.settings), self.codecs.overrides, strict=True):
+        for override, codec in zip(overrides_with_channel(self.settings), self.codecs.overrides, strict=True):
             feedback, back = (self._feedback(override, name) for name in ("gradients", "means"))
             yield self._channel(codec, feedback, back, self._spread(override))
 
@@ -386,7 +276,7 @@ class _ReducerBuilder:
             return Messages((self.raw,), level=1)
         inside = hierarchy.inside
         there, back = (self._feedback(inside, name) for name in ("node", "node_means"))
-        sent = [settings.method, *(override.method for override in _own(settings))]
+        sent = [settings.method, *(override.method for override in overrides_with_channel(settings))]
         chosen = {name: 1 for name, index in self.channel_of.items() if sent[index - MAIN] != "none"}
         return Messages((self.raw, self._channel(self.codecs.inside, there, back)), chosen, level=1)
 
@@ -404,7 +294,7 @@ class _ReducerBuilder:
         return PowerSGDReducer(
             self._payload(context.groups.whole, others, context.groups.downward),
             self._payload(context.groups.whole, factors, context.groups.downward),
-            _low_rank(settings, context.parameters, self.channel_of),
+            find_low_rank(settings, context.parameters, self.channel_of),
             None if kept is None else context.stores.get("gradients", kept.dtype, kept.on_host),
             context.stores.get("factors", "fp32", scaled=False),
         )

@@ -9,8 +9,6 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_compress.collectives.exchange import Link
 
-__all__ = ["Reordering"]
-
 
 @dataclass(frozen=True)
 class _Place:

@@ -9,14 +9,12 @@ from torch.distributed import ProcessGroup
 from deepspeed_compress.collectives.exchange import Link
 from deepspeed_compress.collectives.gather import EXACT, DifferenceGather
 from deepspeed_compress.collectives.messages import Channel, Messages
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.payload import PayloadReducer
 from deepspeed_compress.collectives.reducer import Run
-from deepspeed_compress.collectives.reduction import Parameters
 from deepspeed_compress.compression.codec import Codec
 from deepspeed_compress.compression.compressors import Cast
 from deepspeed_compress.config import CompressedWeights
-
-__all__ = ["WeightReduction"]
 
 LEVEL = 3
 """Level of the reducer of gathered weights (see `Messages`). Lower levels belong to gradients."""

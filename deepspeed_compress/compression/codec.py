@@ -10,8 +10,6 @@ from deepspeed_compress.compression.compressors.base import Compressor, FusedFee
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.compression.transforms import Identity, Transform
 
-__all__ = ["Codec", "NoSend"]
-
 
 @dataclass(frozen=True)
 class NoSend:

@@ -17,8 +17,6 @@ from deepspeed_compress.compression.kernels.forms import ResidualBuffers
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import Segment
 
-__all__ = ["ErrorFeedback", "Feedback", "MomentumCorrection", "NoFeedback", "SpreadSum"]
-
 
 class Feedback(Protocol):
     """Treatment of the compression error of a message."""

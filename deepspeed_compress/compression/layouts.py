@@ -4,8 +4,6 @@ from collections.abc import Iterator, Sequence
 
 from deepspeed_compress.compression.segments import Segment
 
-__all__ = ["Layout", "Range", "cuts", "layout_of", "numel_of", "placed", "segments_of"]
-
 Range = tuple[str, int, int]
 """A range of a parameter's elements: (name, begin, numel)."""
 Layout = tuple[Range, ...]

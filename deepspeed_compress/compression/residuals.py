@@ -18,8 +18,6 @@ from deepspeed_compress.compression.layouts import Layout, Range, cuts, layout_o
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.compression.transforms import Identity, Transform
 
-__all__ = ["STORAGE", "ResidualStores", "Residuals", "full_name", "kind_of", "owner_of"]
-
 ELEMENTS = Identity()
 """The basis of plain, untransformed elements."""
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["PADDING", "Segment", "contiguous_view", "elements", "gather", "scatter"]
-
 PADDING = ""
 """Parameter name of elements that only pad a buffer."""
 

@@ -21,26 +21,10 @@ from torch import Tensor
 
 from deepspeed_compress.compression.layouts import Layout, numel_of
 from deepspeed_compress.compression.residuals import STORAGE, Residuals, kind_of
-from deepspeed_compress.compression.transforms import Identity, Transform, described, transform_of
+from deepspeed_compress.compression.transforms import Transform, described, transform_of
 from deepspeed_compress.errors import StateError
 
-__all__ = [
-    "OWNED",
-    "SHARED",
-    "Contents",
-    "Description",
-    "Position",
-    "contents",
-    "read_description",
-    "restore",
-    "sources",
-    "state_file",
-    "write",
-]
-
 VERSION = 3
-BEFORE_BASES = 2
-"""Older version, in which all values are plain elements of parameters. It can still be read."""
 _MAX_RANKS = 1 << 20
 STEM = "deepspeed_compress"
 """Prefix of the file names."""
@@ -170,10 +154,7 @@ def write(contents: Contents, file: Path, held: Callable[[], AbstractContextMana
 
 
 def _digest(file: Path, description: Description) -> str:
-    plain = asdict(replace(description, sha256=""))
-    if description.version == BEFORE_BASES:
-        del plain["bases"]
-    fields = json.dumps(plain, sort_keys=True)
+    fields = json.dumps(asdict(replace(description, sha256="")), sort_keys=True)
     with file.open("rb") as stream:
         tensors = hashlib.file_digest(stream, "sha256").hexdigest()
     return hashlib.sha256(f"{tensors}{fields}".encode()).hexdigest()
@@ -183,15 +164,13 @@ def read_description(file: Path) -> Description:
     """Return the description in the JSON next to `file`.
 
     Raises:
-        StateError: the file is missing, damaged, or not of this package or a supported version.
+        StateError: the file is missing, damaged, or not of this package or of another version.
     """
     path = file.with_suffix(".json")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        if found["version"] == BEFORE_BASES:
-            found["bases"] = {name: [described(Identity())] * len(slots) for name, slots in found["layouts"].items()}
-        elif found["version"] != VERSION:
-            raise StateError(f"{path} has version {found['version']}; this package reads {BEFORE_BASES} and {VERSION}")
+        if found["version"] != VERSION:
+            raise StateError(f"{path} has version {found['version']}; this package reads {VERSION}")
         layouts = {name: [_layout(layout) for layout in slots] for name, slots in found["layouts"].items()}
         position = Position(**found["position"])
         return _checked(Description(**{**found, "position": position, "layouts": layouts}))

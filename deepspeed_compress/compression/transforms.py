@@ -16,8 +16,6 @@ from torch import Tensor
 from deepspeed_compress.compression.kernels import for_device
 from deepspeed_compress.compression.segments import Segment
 
-__all__ = ["DCT", "Hadamard", "Identity", "Transform", "described", "transform_of"]
-
 
 class Transform(Protocol):
     """An orthonormal linear map of flat fp32 vectors: a pure function of the vector and of the map's settings.

@@ -13,6 +13,7 @@ from deepspeed_compress.config.methods import MethodConfig
 from deepspeed_compress.config.models import (
     SECTION,
     Adaptive,
+    Auto,
     CompressConfig,
     Guard,
     Lint,
@@ -42,6 +43,7 @@ from deepspeed_compress.config.places import (
     PowerSGDGradients,
     WeightsConfig,
 )
+from deepspeed_compress.config.preset import with_preset
 from deepspeed_compress.config.schedules import phase_ends, total_steps
 from deepspeed_compress.config.schema import json_schema
 from deepspeed_compress.config.secrets import MASK, masked, masked_arguments
@@ -53,6 +55,7 @@ __all__ = [
     "SECTION",
     "Adaptive",
     "AnyCompressedGradients",
+    "Auto",
     "Checkpointing",
     "Communication",
     "CompressConfig",
@@ -106,5 +109,6 @@ __all__ = [
     "total_steps",
     "weight_candidates",
     "weights_of",
+    "with_preset",
     "written",
 ]

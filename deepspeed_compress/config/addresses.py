@@ -5,8 +5,6 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-__all__ = ["Address", "check_address"]
-
 _MOST = 65535
 _HOST = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,252})"
 

@@ -25,14 +25,6 @@ from deepspeed_compress.config.problems import listed, problem
 from deepspeed_compress.config.schedules import FIXED, OWN_MOMENTUM
 from deepspeed_compress.diagnostics import Diagnostic, Path, pointer
 
-__all__ = [
-    "chooses_weights",
-    "find_adaptive_problems",
-    "find_empty_choice",
-    "gradient_candidates",
-    "weight_candidates",
-]
-
 Patch = Mapping[str, Any]
 
 USUAL: tuple[Patch, ...] = (

@@ -7,8 +7,6 @@ from pydantic import Field
 from deepspeed_compress.config.durations import ByteRate, Duration
 from deepspeed_compress.config.methods import Model
 
-__all__ = ["Checkpointing", "MemoryCheckpoints"]
-
 
 class MemoryCheckpoints(Model):
     """Checkpoints in the memory of each host (`/dev/shm`), which outlive the training processes.

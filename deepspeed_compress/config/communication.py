@@ -3,8 +3,6 @@
 from deepspeed_compress.config.durations import BitRate
 from deepspeed_compress.config.methods import Model
 
-__all__ = ["Communication"]
-
 
 class Communication(Model):
     """Settings of the messages with gradients and weights."""

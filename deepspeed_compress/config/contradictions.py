@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from deepspeed_compress.config.auto_problems import find_auto_contradictions
 from deepspeed_compress.config.candidates import find_adaptive_problems, find_empty_choice
 from deepspeed_compress.config.island_problems import find_island_contradictions, find_island_mismatches
 from deepspeed_compress.config.methods import Model
@@ -145,6 +146,7 @@ _CHECKS = (
     _group_beyond_block,
     find_island_contradictions,
     find_sharding_contradictions,
+    find_auto_contradictions,
     _checkpoint_directory,
     find_schedule_problems,
     find_adaptive_problems,

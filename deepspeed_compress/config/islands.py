@@ -12,8 +12,6 @@ from deepspeed_compress.config.methods import BlockwiseConfig, Model
 from deepspeed_compress.config.overrides import Pattern
 from deepspeed_compress.config.places import BlockwiseGradients, ErrorFeedbackConfig, GradientsConfig, TopKGradients
 
-__all__ = ["PRESETS", "Asynchronous", "Elastic", "Islands", "Outer", "SecondMoments", "island_directory"]
-
 
 class Outer(Model):
     """Outer optimizer, which applies the mean of the islands' weight changes since the last exchange."""

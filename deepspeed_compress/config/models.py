@@ -160,6 +160,18 @@ class Adaptive(Model):
     form one more group."""
 
 
+class Auto(Model):
+    """Comparison of compressed with uncompressed steps at the start of a run, which keeps the faster ones.
+
+    The first steps are left to DeepSpeed, uncompressed, and their times are measured. As many compressed steps follow.
+    """
+
+    steps: int = Field(default=8, ge=3)
+    """Optimizer steps of each kind that are measured, after four that are not."""
+    margin: float = Field(default=0.03, ge=0, lt=1)
+    """Fraction of the time of an uncompressed step by which compressed ones must be shorter to be kept."""
+
+
 class Monitor(Model):
     """Statistics of the traffic: how often they are measured, and where they are written."""
 
@@ -189,6 +201,9 @@ class CompressConfig(Model):
     Every key has a default: `{}` is 8-bit blockwise gradients with error feedback.
     """
 
+    preset: Literal["auto"] | None = None
+    """`auto` is short for `"auto": {}` with 4-bit gradients and, where weights are gathered, 4-bit weights (8-bit ones
+    with ZeRO 3). Keys that the file has stay as written. null presets nothing."""
     parallelism: Parallelism | None = None
     """Degrees of parallelism; null leaves them to DeepSpeed's own keys."""
     gradients: GradientsConfig = BlockwiseGradients()
@@ -205,6 +220,9 @@ class CompressConfig(Model):
     backward pass."""
     schedule: Schedule = Schedule()
     """Changes of the settings over the steps of training."""
+    auto: Auto | None = None
+    """Comparison with uncompressed steps, after which the run continues with the faster kind; null compresses from the
+    first step."""
     adaptive: Adaptive | None = None
     """Automatic choice of settings during training, from measurements of the network and the gradients; null keeps the
     settings as written."""

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-__all__ = ["HF_NAME", "user_name"]
-
 HF_NAME = "hf_name"
 """Attribute of a parameter whose name differs in the module that DeepSpeed got: a pipeline numbers its layers."""
 

@@ -3,20 +3,6 @@
 import math
 from typing import Any
 
-__all__ = [
-    "UNKNOWN",
-    "change",
-    "finite",
-    "gibibytes",
-    "megabytes",
-    "milliseconds",
-    "rounded",
-    "short",
-    "shown",
-    "size",
-    "span",
-]
-
 UNKNOWN = "-"
 """Text in place of a missing number."""
 

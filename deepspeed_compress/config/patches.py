@@ -12,19 +12,6 @@ from deepspeed_compress.config.overrides import Override
 from deepspeed_compress.config.places import CompressedWeights, GradientsConfig, WeightsConfig
 from deepspeed_compress.config.sparse_methods import SparseConfig
 
-__all__ = [
-    "brief",
-    "merged",
-    "merged_places",
-    "patch_places",
-    "patched",
-    "patched_weights",
-    "settings_of",
-    "weight_places",
-    "weights_of",
-    "written",
-]
-
 _FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         method: frozenset(model.model_fields)

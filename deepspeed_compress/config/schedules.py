@@ -9,16 +9,6 @@ from deepspeed_compress.config.problems import listed, problem, show
 from deepspeed_compress.config.sparse_methods import SparseConfig
 from deepspeed_compress.diagnostics import Diagnostic, Path
 
-__all__ = [
-    "FIXED",
-    "OWN_MOMENTUM",
-    "THIRDS",
-    "find_schedule_problems",
-    "find_unknown_length",
-    "phase_ends",
-    "total_steps",
-]
-
 OWN_MOMENTUM = frozenset({"dgc", "demo"})
 """Methods that give gradients a momentum before they are sent."""
 THIRDS = (0.2, 0.8, 1.0)

@@ -4,8 +4,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["MASK", "masked", "masked_arguments"]
-
 MASK = "***"
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 """Words of "apiKey", "API_KEY", "api-key" and "apikey2"."""

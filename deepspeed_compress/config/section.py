@@ -16,6 +16,7 @@ from deepspeed_compress.config.models import SECTION, CompressConfig, Parallelis
 from deepspeed_compress.config.notices import find_notices
 from deepspeed_compress.config.patches import merged_places
 from deepspeed_compress.config.planned import find_planned
+from deepspeed_compress.config.preset import with_preset
 from deepspeed_compress.config.problems import listed, problem, raise_problems, show
 from deepspeed_compress.config.schema import SchemaView, choices, describe, value_at
 from deepspeed_compress.config.unsupported import find_unsupported
@@ -38,7 +39,7 @@ def parse_section(ds_config: Mapping[str, Any]) -> CompressConfig:
     problems = _section_problems(ds_config)
     if problems:
         raise_problems(problems)
-    section = CompressConfig.model_validate(ds_config[SECTION])
+    section = CompressConfig.model_validate(with_preset(ds_config))
     for notice in find_notices(section):
         warnings.warn(str(notice), CompressWarning, stacklevel=2)
     return section
@@ -71,7 +72,7 @@ def sort_problems(ds_config: Mapping[str, Any], world_size: int | None = None) -
     """Return the problems that `find_problems` finds, by what they contradict."""
     own = _section_problems(ds_config)
     prefix = pointer((SECTION, "parallelism"))
-    section = ds_config.get(SECTION)
+    section = with_preset(ds_config)
     parsed = None if own else CompressConfig.model_validate(section)
     conflicts: list[Diagnostic] = []
     if isinstance(section, dict) and not any(p.pointer.startswith(prefix) for p in own):
@@ -85,7 +86,7 @@ def sort_problems(ds_config: Mapping[str, Any], world_size: int | None = None) -
 def _section_problems(ds_config: Mapping[str, Any]) -> list[Diagnostic]:
     if SECTION not in ds_config:
         return [_missing_section(ds_config)]
-    raw = ds_config[SECTION]
+    raw = with_preset(ds_config)
     problems = list(find_planned(raw))
     try:
         section = CompressConfig.model_validate(raw)

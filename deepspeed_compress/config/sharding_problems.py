@@ -9,8 +9,6 @@ from deepspeed_compress.config.places import LayeredGradients, PowerSGDGradients
 from deepspeed_compress.config.problems import problem, show
 from deepspeed_compress.diagnostics import Diagnostic, Path, at, pointer, write
 
-__all__ = ["find_sharding_contradictions", "find_sharding_mismatches"]
-
 _KEY: Path = ("parallelism", "shard_within")
 
 _Conflict = tuple[Path, Callable[[CompressConfig], bool], str, str]

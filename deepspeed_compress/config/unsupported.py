@@ -11,8 +11,6 @@ from deepspeed_compress.config.native import STAGE, TENSOR, value_at
 from deepspeed_compress.config.problems import show
 from deepspeed_compress.diagnostics import Diagnostic, Path, at, pointer, write
 
-__all__ = ["find_unsupported"]
-
 
 def find_unsupported(ds_config: Mapping[str, Any], section: CompressConfig | None) -> list[Diagnostic]:
     """Return the requested DeepSpeed features that reduce gradients or gather weights in incompressible ways.

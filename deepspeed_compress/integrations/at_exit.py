@@ -11,8 +11,6 @@ import warnings
 
 from deepspeed_compress.errors import CompressWarning
 
-__all__ = ["warn_at_exit"]
-
 SECTION = "deepspeed_compress"
 """Same as `config.SECTION`, repeated here so that `config` need not be imported."""
 

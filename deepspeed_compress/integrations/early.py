@@ -15,8 +15,6 @@ from deepspeed_compress.integrations.importing import Undo
 from deepspeed_compress.integrations.replacing import replace_method
 from deepspeed_compress.integrations.sections import checked, has_section
 
-__all__ = ["check_early"]
-
 
 def check_early(on_section: Callable[[], Undo]) -> Undo:
     """Check and expand the section of every configuration that is read from now on.

@@ -17,8 +17,6 @@ from deepspeed_compress.errors import ConfigError, SeamError, UnsupportedError
 from deepspeed_compress.launcher.failures import EXIT_PERMANENT
 from deepspeed_compress.launcher.heartbeat import AGENT
 
-__all__ = ["report_failures"]
-
 _LOST_PEER = (
     "connection closed by peer",
     "connection reset by peer",

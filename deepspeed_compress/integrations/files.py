@@ -8,8 +8,6 @@ from typing import Any
 from deepspeed_compress.config import SECTION, find_missing, is_misspelled, parse_section, read_ds_config
 from deepspeed_compress.errors import CompressWarning, ConfigError
 
-__all__ = ["check_configurations", "find_configurations", "find_uncompressed"]
-
 OPTIONS = ("--deepspeed", "--deepspeed_config", "--deepspeed_config_file", "--deepspeed-config")
 """Options that pass a DeepSpeed configuration to scripts and launchers."""
 

@@ -23,8 +23,6 @@ from deepspeed_compress.session.copies import leave_out_of_copies
 if TYPE_CHECKING:
     from deepspeed_compress.backends.sessions import Attached, Config
 
-__all__ = ["FirstForward", "Models"]
-
 _FOLDER = "deepspeed_compress"
 """Folder below a checkpoint of Trainer or Accelerate, with one folder for each model of that checkpoint."""
 
@@ -146,12 +144,11 @@ class Models:
 
         Models that have not been trained yet load them at their first training pass, after their optimizers.
         """
-        found = self._followed(models)
-        for model, folder in zip(found, _saved_folders(directory, len(found)), strict=True):
+        for number, model in enumerate(self._followed(models)):
             if model in self._attached:
-                self._attached[model].load(folder)
+                self._attached[model].load(_folder(directory, number))
             else:
-                self._to_load[model] = folder
+                self._to_load[model] = _folder(directory, number)
 
     def _followed(self, models: Sequence[nn.Module]) -> list[nn.Module]:
         """Return the followed model for each of `models`, which may be the model itself or the module inside it.
@@ -229,15 +226,6 @@ def _module_ids(model: nn.Module) -> set[int]:
         model = getattr(model, name, model)
         found.add(id(model))
     return found
-
-
-def _saved_folders(directory: Path, count: int) -> list[Path]:
-    """Return the folders of `count` models.
-
-    The first version of this package numbered models by their creation, so the only saved model may have any number.
-    """
-    found = list((directory / _FOLDER).glob("model_*"))
-    return found if len(found) == count == 1 else [_folder(directory, number) for number in range(count)]
 
 
 def _reshard(model: nn.Module) -> None:

@@ -11,8 +11,6 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-__all__ = ["Undo", "after_import", "is_waiting"]
-
 Undo = Callable[[], None]
 
 

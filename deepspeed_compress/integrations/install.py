@@ -15,8 +15,6 @@ from deepspeed_compress.integrations.importing import Undo, after_import
 from deepspeed_compress.integrations.plain import attach_to_all
 from deepspeed_compress.integrations.replacing import replace_method
 
-__all__ = ["install"]
-
 
 def install(section: str | Path | dict[str, Any] | None = None) -> Callable[[], None]:
     """Attach to every engine that `deepspeed.initialize` makes from now on, if its configuration has the section.
@@ -52,7 +50,19 @@ def install(section: str | Path | dict[str, Any] | None = None) -> Callable[[], 
 def _follow_deepspeed() -> Undo:
     import deepspeed
 
-    return replace_method(deepspeed, "initialize", _attaching)
+    with ExitStack() as undo:
+        undo.callback(replace_method(deepspeed, "initialize", _attaching))
+        undo.callback(replace_method(deepspeed.zero.Init, "__init__", _sharding_within))
+        return undo.pop_all().close
+
+
+def _sharding_within(original: Callable[..., None]) -> Callable[..., None]:
+    def init(*args: Any, **options: Any) -> None:
+        from deepspeed_compress.backends.deepspeed.initialize import zero_init_arguments
+
+        original(**zero_init_arguments(original, args, options))
+
+    return init
 
 
 def _attaching(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,8 +11,6 @@ from typing import Any
 
 from deepspeed_compress.errors import ConfigError
 
-__all__ = ["LAUNCHERS", "launch_command"]
-
 RUNNER = "deepspeed_compress.integrations.run"
 
 

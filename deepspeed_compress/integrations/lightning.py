@@ -19,8 +19,6 @@ from deepspeed_compress.integrations.sections import checked, has_section
 if TYPE_CHECKING:
     from deepspeed_compress.session.session import Session
 
-__all__ = ["follow_strategy"]
-
 Method = Callable[..., Any]
 
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from deepspeed_compress.backends.sessions import Config
     from deepspeed_compress.integrations.followed import Models
 
-__all__ = ["attach_to_all"]
-
 
 def attach_to_all(config: "Config") -> Undo:
     """Compress every `DistributedDataParallel` or `fully_shard` model made from now on, with the section in `config`.

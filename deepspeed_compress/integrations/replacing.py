@@ -8,8 +8,6 @@ from typing import Any
 
 from deepspeed_compress.errors import CompressWarning
 
-__all__ = ["is_replaced", "replace_method"]
-
 _OURS = "_compress_original"
 
 

@@ -24,8 +24,6 @@ from deepspeed_compress.integrations.importing import Undo, after_import
 from deepspeed_compress.integrations.install import install
 from deepspeed_compress.integrations.replacing import replace_method
 
-__all__ = ["main"]
-
 USAGE = "usage: python -m deepspeed_compress.integrations.run [--local_rank=N] [--section=FILE] [-m] SCRIPT ..."
 _SECTION = "--section="
 

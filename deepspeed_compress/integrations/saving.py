@@ -10,8 +10,6 @@ from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.integrations.replacing import replace_method
 
-__all__ = ["warn_of_inexact_weights"]
-
 
 def warn_of_inexact_weights() -> Callable[[], None]:
     """Make `Accelerator.get_state_dict` warn if the compressed weights are behind the optimizer's weights.

@@ -5,10 +5,8 @@ import os
 import warnings
 from typing import Any
 
-from deepspeed_compress.config import SECTION, CompressConfig, check_world, expand, parse_section
+from deepspeed_compress.config import SECTION, CompressConfig, check_world, expand, parse_section, with_preset
 from deepspeed_compress.errors import CompressWarning, UnsupportedError
-
-__all__ = ["INSTEAD_OF_PIPELINE", "checked", "has_section"]
 
 INSTEAD_OF_PIPELINE = (
     "To train the model as a pipeline, use launch/train_gpt.py, or deepspeed_compress.models.build_parallel, "
@@ -40,6 +38,8 @@ def checked(ds_config: dict[str, Any], frameworks: str) -> tuple[dict[str, Any],
         warnings.simplefilter("ignore", CompressWarning)
         section = parse_section(ds_config)
         expanded = expand(ds_config, section)
+        # Accelerate takes any "auto" for a value that it must fill in.
+        expanded[SECTION] = with_preset(expanded)
         if "WORLD_SIZE" in os.environ:
             check_world(section, int(os.environ["WORLD_SIZE"]), expanded)
     if section.parallelism is not None and section.parallelism.pipeline > 1:

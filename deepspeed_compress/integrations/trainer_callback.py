@@ -21,8 +21,6 @@ from deepspeed_compress.monitor import StepStatistics
 from deepspeed_compress.session.protocols import BackgroundCheckpoints
 from deepspeed_compress.session.session import Session
 
-__all__ = ["CompressionCallback", "use_own_data_order"]
-
 
 def _check_engine(trainer: Trainer) -> None:
     """Raise UnsupportedError unless `trainer` is about to train a compressed engine that Accelerate knows."""

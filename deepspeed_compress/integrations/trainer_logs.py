@@ -7,8 +7,6 @@ from typing import Any
 
 from deepspeed_compress.monitor import KINDS, StepStatistics
 
-__all__ = ["log_entries", "to_megabytes"]
-
 _NEWEST: Mapping[str, Callable[[StepStatistics], float | None]] = MappingProxyType(
     {"residual_norm": lambda step: step.residual_norm, "cosine": lambda step: step.cosine}
 )

@@ -19,8 +19,6 @@ from deepspeed_compress.integrations.sections import INSTEAD_OF_PIPELINE
 from deepspeed_compress.integrations.trainer_callback import CompressionCallback
 from deepspeed_compress.launcher.heartbeat import RESUME
 
-__all__ = ["add_callback", "configuration_of", "follow_trainers", "refuse_pipeline"]
-
 
 def follow_trainers() -> Callable[[], None]:
     """Add a `CompressionCallback` to every later Trainer whose configuration has the section.

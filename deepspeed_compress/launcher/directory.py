@@ -8,8 +8,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["JobDirectory", "job_directory"]
-
 _SHARED = Path("/dev/shm")
 _PREFIX, _UNFINISHED_PREFIX = "ds_compress_", ".ds_compress_"
 """Prefixes of finished directories, and of those under construction, which are never considered abandoned."""

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 from deepspeed_compress.launcher.placement import Host
 
-__all__ = ["EARLY_FAILURES", "EQUAL_FAILURES", "EXIT_PERMANENT", "Failure", "failing_slot", "is_permanent"]
-
 EARLY_FAILURES = 3
 """Number of consecutive failures in one slot, each before the first step, after which that slot is dropped."""
 EXIT_PERMANENT = 78

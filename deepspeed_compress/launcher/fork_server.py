@@ -23,8 +23,6 @@ from typing import Any
 
 from deepspeed_compress.launcher.fork_server_messages import LineConnection
 
-__all__ = ["main"]
-
 RUNNER = "deepspeed_compress.integrations.run"
 _PRELOADED = (
     "accelerate",

@@ -6,8 +6,6 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["LineConnection"]
-
 _CHUNK = 1 << 16
 
 

@@ -11,8 +11,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["AGENT", "HOSTS", "MEMORY", "RESUME", "Heartbeat", "HeartbeatWriter", "read_heartbeat"]
-
 AGENT = "DS_COMPRESS_AGENT"
 """Environment variable of ranks that an agent has started: the directory of their heartbeats."""
 RESUME = "DS_COMPRESS_RESUME"

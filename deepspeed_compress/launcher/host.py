@@ -22,8 +22,6 @@ from deepspeed_compress.transport.errors import AuthenticationError, OtherServic
 from deepspeed_compress.transport.fields import check_message
 from deepspeed_compress.transport.frames import Limits
 
-__all__ = ["Agent"]
-
 _POLL_INTERVAL = 0.05
 _BEAT_INTERVAL = 1.0
 _SUPERVISOR_TIMEOUT = LOST_AFTER / 2

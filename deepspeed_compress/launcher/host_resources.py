@@ -8,8 +8,6 @@ from pathlib import Path
 
 from deepspeed_compress.launcher.heartbeat import Heartbeat, read_heartbeat
 
-__all__ = ["HostStart", "ReservedPort", "Slots", "remove_shared_memory"]
-
 _SHARED_MEMORY = Path("/dev/shm")
 
 

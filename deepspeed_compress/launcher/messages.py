@@ -6,8 +6,6 @@ from typing import Any
 
 from deepspeed_compress.transport.fields import Table, a_boolean, a_number, a_text, an_integer, every, optional
 
-__all__ = ["FROM_AGENTS", "FROM_SUPERVISOR", "SUPERVISOR", "Message"]
-
 Message = Mapping[str, Any]
 SUPERVISOR = "supervisor"
 """Name of the service that the supervisor runs."""

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Host", "Placement", "place"]
-
 
 @dataclass(frozen=True)
 class Host:

@@ -6,8 +6,6 @@ from typing import Any
 
 from deepspeed_compress.config import SECTION, Parallelism, parse_section, tensor_size
 
-__all__ = ["size_problem"]
-
 BATCH, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 

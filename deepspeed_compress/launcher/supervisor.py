@@ -22,8 +22,6 @@ from deepspeed_compress.launcher.failures import (
 from deepspeed_compress.launcher.messages import Message
 from deepspeed_compress.launcher.placement import Host, Placement, place
 
-__all__ = ["LOST_AFTER", "JobOptions", "Supervisor"]
-
 LOST_AFTER = 10.0
 """Seconds of silence after which a host is considered lost.
 

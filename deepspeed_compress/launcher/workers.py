@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from deepspeed_compress.launcher.fork_server_messages import LineConnection
 
-__all__ = ["Ended", "Workers", "describe_end"]
-
 FORK_SERVER = "deepspeed_compress.launcher.fork_server"
 _CLOSE_TIMEOUT = 5.0
 

@@ -20,8 +20,6 @@ from deepspeed_compress.transport.fields import Table, a_mapping, a_number, an_i
 from deepspeed_compress.transport.frames import Limits
 from deepspeed_compress.transport.server import Bounds, Server
 
-__all__ = ["AnchorCopy", "AnchorServer", "VersionedAnchor", "fetch_anchor"]
-
 VersionedAnchor = tuple[int, Mapping[str, Any], Mapping[str, Tensor]]
 """Version, metadata, and flat fp32 tensors on the host by name."""
 ANCHOR = "anchor"

@@ -28,8 +28,6 @@ from deepspeed_compress.local_sgd.island_ranks import IslandRanks, LeaderDecisio
 from deepspeed_compress.local_sgd.round_peers import group_of_one
 from deepspeed_compress.local_sgd.strategy import ExchangeResult
 
-__all__ = ["AsynchronousExchange", "ServerCalls"]
-
 _PAUSE = 0.1
 """Seconds to wait before ranks that received different versions ask again."""
 

@@ -27,8 +27,6 @@ from deepspeed_compress.local_sgd.round_peers import MakeGroups, RoundPeers, gro
 from deepspeed_compress.local_sgd.shared_anchor import SharedAnchor
 from deepspeed_compress.local_sgd.strategy import ExchangeResult
 
-__all__ = ["ElasticExchange", "Rendezvous"]
-
 MAX_VOID_ROUNDS = 5
 """Number of consecutive void rounds that indicates a network problem rather than failed islands."""
 

@@ -26,20 +26,6 @@ from deepspeed_compress.config.places import BlockwiseGradients
 from deepspeed_compress.local_sgd.moments import PendingMoments
 from deepspeed_compress.monitor import Meter
 
-__all__ = [
-    "ANCHOR",
-    "MOMENTUM",
-    "AnchorState",
-    "LocalSGDExchange",
-    "MasterWeights",
-    "Peers",
-    "PendingExchange",
-    "Share",
-    "cosine_to_others",
-    "move_anchor",
-    "write_anchor",
-]
-
 ANCHOR, MOMENTUM = "anchor", "outer_momentum"
 """Names of the fp32 stores that are equal on all islands."""
 _PLAIN = BlockwiseGradients()

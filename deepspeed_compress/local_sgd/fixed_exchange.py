@@ -24,8 +24,6 @@ from deepspeed_compress.local_sgd.exchange import (
 )
 from deepspeed_compress.local_sgd.moments import SecondMoments
 
-__all__ = ["FixedExchange"]
-
 
 class FixedExchange:
     """Exchanges of one rank with a fixed set of islands.

@@ -14,8 +14,6 @@ from deepspeed_compress.compression.segments import Segment, elements, scatter
 from deepspeed_compress.config import CompressedGradients, GradientsConfig
 from deepspeed_compress.config.places import BlockwiseGradients
 
-__all__ = ["FramedMessages", "as_bytes", "read_bytes"]
-
 
 @dataclass(frozen=True)
 class FramedMessages:

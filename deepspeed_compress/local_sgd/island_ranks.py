@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.errors import CompressError
-
-__all__ = ["IslandRanks", "LeaderDecision", "SyncInterval"]
 
 T = TypeVar("T")
 
@@ -48,11 +47,7 @@ class IslandRanks:
 
     def gather(self, value: T) -> list[T]:
         """Return the `value` of every rank, on all ranks. Collective."""
-        found = [value]
-        if self.group is not None:
-            found *= self.group.size()
-            dist.all_gather_object(found, value, group=self.group)
-        return found
+        return [value] if self.group is None else gather_objects(value, self.group)
 
     def all_equal(self, value: int) -> bool:
         """Return True if all ranks have the same `value`, which must not be negative. Collective."""

@@ -14,8 +14,6 @@ from deepspeed_compress.config import Islands
 from deepspeed_compress.local_sgd.coordinator.wire import Round
 from deepspeed_compress.local_sgd.exchange import Peers
 
-__all__ = ["MakeGroups", "RoundPeers", "group_of_one", "make_groups"]
-
 MakeGroups = Callable[[Round, int, int, float], Groups]
 """Function that creates the groups of a round; see `make_groups`."""
 

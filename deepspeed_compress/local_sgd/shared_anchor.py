@@ -20,8 +20,6 @@ from deepspeed_compress.local_sgd.anchors import AnchorCopy, VersionedAnchor, fe
 from deepspeed_compress.local_sgd.coordinator.wire import AnchorSources
 from deepspeed_compress.local_sgd.exchange import ANCHOR, MOMENTUM, AnchorState
 
-__all__ = ["SharedAnchor"]
-
 
 class SharedAnchor:
     """The anchor of this rank, with its version.

@@ -6,8 +6,6 @@ from typing import Any, Protocol
 
 from deepspeed_compress.compression.residuals import ResidualStores
 
-__all__ = ["ExchangeResult", "ExchangeStrategy"]
-
 
 @dataclass(frozen=True)
 class ExchangeResult:

@@ -9,8 +9,6 @@ from deepspeed.runtime.utils import partition_balanced
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.models.layers import DecoderLayer, Embedding, Prologue
 
-__all__ = ["Partition", "partition_by"]
-
 Partition = Callable[[Sequence[Any], int], list[int]]
 """Function of (layers, stages) to stages + 1 bounds; stage i has the layers in range(bounds[i], bounds[i + 1])."""
 

@@ -21,8 +21,6 @@ from deepspeed_compress.models.tensor import finish_split, split_layers
 from deepspeed_compress.models.universal import describe_parts
 from deepspeed_compress.models.vocabulary import split_vocabulary, use_split_loss, vocabulary_weights
 
-__all__ = ["Layout", "build_parallel", "check_layout"]
-
 KEY = "/deepspeed_compress/parallelism"
 
 

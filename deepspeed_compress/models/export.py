@@ -19,8 +19,6 @@ from deepspeed_compress.config.names import user_name
 from deepspeed_compress.models.skeleton import TRANSPOSED
 from deepspeed_compress.models.sources import INDEX, SINGLE, saved_name
 
-__all__ = ["save_pretrained", "write_pretrained"]
-
 FILE_BYTES = 5 * 2**30
 """Maximum bytes of tensors per file and in memory at a time. A single larger tensor gets its own file."""
 

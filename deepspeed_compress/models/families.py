@@ -13,8 +13,6 @@ from typing import Any
 
 from deepspeed_compress.errors import UnsupportedError
 
-__all__ = ["FAMILIES", "Family", "family_of"]
-
 Sizes = tuple[int, ...]
 
 

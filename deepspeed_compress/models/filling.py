@@ -10,8 +10,6 @@ from deepspeed_compress.config.names import HF_NAME
 from deepspeed_compress.models.skeleton import TRANSPOSED
 from deepspeed_compress.models.sources import Source
 
-__all__ = ["fill"]
-
 
 def fill(module: nn.Module, source: Source) -> None:
     """Load the weight of every parameter of `module` that is on the meta device.

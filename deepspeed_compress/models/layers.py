@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-__all__ = ["DecoderLayer", "Embedding", "Head", "Prologue", "next_token_loss", "project_with"]
-
 StageInput = Tensor | tuple[Tensor, Tensor]
 
 

@@ -11,8 +11,6 @@ from deepspeed_compress.models.balance import Partition
 from deepspeed_compress.models.families import Family
 from deepspeed_compress.models.layers import DecoderLayer, Embedding, Head, Prologue, next_token_loss, project_with
 
-__all__ = ["CausalLMPipeline", "make_topology", "pipeline_layers"]
-
 TIED = "embedding"
 """Key of the tied weight that the first and the last stage share."""
 

@@ -9,8 +9,6 @@ from transformers.pytorch_utils import Conv1D
 
 from deepspeed_compress.config.names import HF_NAME
 
-__all__ = ["TRANSPOSED", "build_skeleton", "linear_layers"]
-
 TRANSPOSED = "hf_transposed"
 """Attribute of a weight whose transpose is the weight in the transformers model."""
 

@@ -15,8 +15,6 @@ from transformers import PretrainedConfig
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.models.gpt import build_model, has_weights
 
-__all__ = ["INDEX", "SINGLE", "Source", "open_source", "saved_name"]
-
 Source = Callable[[str], Tensor]
 """Function from the name of a parameter in the transformers causal LM to its whole tensor, in fp32 on the CPU."""
 

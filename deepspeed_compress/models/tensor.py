@@ -17,8 +17,6 @@ from transformers import PretrainedConfig
 
 from deepspeed_compress.models.families import Family
 
-__all__ = ["finish_split", "split_layers"]
-
 
 def split_layers(module: nn.Module, config: PretrainedConfig, family: Family, group: ProcessGroup) -> AutoTP:
     """Split the layers of `module` that `family` names between the ranks of `group`. Weights are filled in afterwards.

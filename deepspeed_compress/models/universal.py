@@ -8,8 +8,6 @@ from deepspeed.checkpoint.constants import PIPELINE_REPLICATED_PARAMETER_PATTERN
 from deepspeed.module_inject.layers import collect_autotp_universal_checkpoint_info
 from torch import nn
 
-__all__ = ["describe_parts"]
-
 TIED = r"^tied_modules\."
 """Pattern of weights that several pipeline stages hold; the converter takes them from the first of these stages."""
 

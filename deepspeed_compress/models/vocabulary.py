@@ -17,8 +17,6 @@ from torch import nn
 
 from deepspeed_compress.config.names import HF_NAME
 
-__all__ = ["split_vocabulary", "use_split_loss", "vocabulary_weights", "whole_logits"]
-
 
 def vocabulary_weights(model: Any) -> frozenset[str]:
     """Return the weight names of the token embedding and the head, or an empty set if they must stay whole.

@@ -12,20 +12,18 @@ from deepspeed_compress.config.islands import island_directory
 from deepspeed_compress.config.numbers import finite
 from deepspeed_compress.monitor.journal import Journal
 
-__all__ = ["CONFIGURATION", "EVENTS", "Event", "EventLog", "write_configuration"]
-
 EVENTS = "events.jsonl"
 CONFIGURATION = "ds_config.json"
 
 
 @dataclass(frozen=True)
 class Event:
-    """A decision of the schedule, the guard or the adaptive policy.
+    """A decision of the schedule, the guard, the adaptive policy or `auto`.
 
     Attributes:
         step: optimizer steps done.
-        kind: "schedule", "anomaly", "return", "full_sync", "residuals_cleared", "rollback", "checkpoint_rollback" or
-            "adapt".
+        kind: "schedule", "anomaly", "return", "full_sync", "residuals_cleared", "rollback", "checkpoint_rollback",
+            "adapt" or "auto".
         reason: the reason, for people.
         evidence: the figures that led to the decision.
         before: settings of gradients before, in short form.

@@ -3,8 +3,6 @@
 import os
 from pathlib import Path
 
-__all__ = ["make_private", "open_private"]
-
 
 def open_private(path: str, flags: int) -> int:
     """Open `path` as an `opener` for `open`: a new file is private to its user, an existing one keeps its mode.

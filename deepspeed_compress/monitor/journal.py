@@ -14,8 +14,6 @@ from typing import Any, BinaryIO
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor.files import make_private, open_private
 
-__all__ = ["STATISTICS", "Journal", "Part", "utc_now"]
-
 STATISTICS = "compression.jsonl"
 TAIL_BYTES = 1 << 16
 """Number of bytes at the end of a file that are searched for the end of a line."""

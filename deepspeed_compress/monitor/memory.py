@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["peak_memory"]
-
 
 def peak_memory(device: "torch.device") -> int:
     """Return the peak memory so far in bytes: allocated on a GPU, resident on the CPU."""

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["KINDS", "PHASES", "Meter"]
-
 PHASES = ("compress", "communicate", "decompress")
 KINDS = ("bytes_sent", "bytes_weights", "bytes_pipeline", "bytes_tied", "bytes_tensor", "bytes_islands")
 """Kinds of bytes that leave a rank: gradients, weights, activations and their gradients between pipeline stages,

@@ -7,8 +7,6 @@ from typing import Any, Protocol
 from deepspeed_compress.config.numbers import finite
 from deepspeed_compress.monitor.journal import STATISTICS, Journal
 
-__all__ = ["EventSink", "StatisticsWriter", "StepStatistics"]
-
 EVENT_PREFIX = "Train/Samples/compression_"
 LABELS = frozenset({"step", "samples", "method", "rank", "settings", "slowest_rank"})
 """Fields that are labels, not measurements."""

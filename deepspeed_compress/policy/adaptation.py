@@ -20,8 +20,6 @@ from deepspeed_compress.policy.adaptive import AllowedChoices, CandidateSelector
 from deepspeed_compress.policy.measurement import Choice, Measurement
 from deepspeed_compress.policy.observation import Observation
 
-__all__ = ["Adaptation", "ChosenSettings"]
-
 WINDOW = 32
 SLOWDOWN = 1.5
 """Slowdown of the last steps, relative to the median step, that triggers an extra measurement."""
@@ -128,10 +126,8 @@ class Adaptation:
         Settings that are no longer among the candidates lead to a CompressWarning.
         """
         self._step_times, self._next, self._last = tuple(saved["paces"]), saved["next"], saved["last"]
-        self._hidden = saved.get("room", 0.0)
-        # Older state files hold indices into a list that may have changed.
-        choice = saved["choice"] if isinstance(saved["choice"], Mapping) else {}
-        known = {name: settings_of(text) for name, text in choice.items()}
+        self._hidden = saved["room"]
+        known = {name: settings_of(text) for name, text in saved["choice"].items()}
         candidates = self.adaptive.candidates
         lost = [name for name in self._group_names if known.get(name) not in candidates]
         gradients = (0 if name in lost else candidates.index(known[name]) for name in self._group_names)
@@ -145,9 +141,9 @@ class Adaptation:
     def _known_weights(self, saved: Mapping[str, Any]) -> int | None:
         """Return the index of the saved candidate of weights, or None if it is no longer a candidate.
 
-        Older state files have none. If weights are not chosen, the configured settings hold (index 0).
+        If weights are not chosen, the configured settings hold (index 0).
         """
-        if "weights" not in saved or len(self.adaptive.weights) == 1:
+        if len(self.adaptive.weights) == 1:
             return 0
         settings = weights_of(saved["weights"])
         return self.adaptive.weights.index(settings) if settings in self.adaptive.weights else None

@@ -26,8 +26,6 @@ from deepspeed_compress.config import (
 from deepspeed_compress.policy.measurement import Choice, Measurement
 from deepspeed_compress.policy.penalty import penalty, weights_penalty
 
-__all__ = ["AllowedChoices", "CandidateSelector", "Decision", "allocations"]
-
 CLOSE = 0.01
 """Relative difference below which predictions count as equal; the candidate with the smallest error is then chosen."""
 MAX_ERROR_WITHOUT_FEEDBACK = 0.3

@@ -4,8 +4,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["AlphaBeta", "fit"]
-
 
 @dataclass(frozen=True)
 class AlphaBeta:

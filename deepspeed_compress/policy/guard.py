@@ -14,8 +14,6 @@ from typing import Any
 from deepspeed_compress.config import Guard as GuardConfig
 from deepspeed_compress.policy.observation import Observation
 
-__all__ = ["Anomaly", "Guard", "GuardState", "Verdict"]
-
 MAX_SKIPS = 5
 """Maximum number of steps skipped in a row. After that, large norms are considered normal."""
 PATIENCE = 6

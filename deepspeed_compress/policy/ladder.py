@@ -5,8 +5,6 @@ from typing import Any
 
 from deepspeed_compress.config import GradientsConfig, patched
 
-__all__ = ["ladder"]
-
 UNCOMPRESSED: Mapping[str, Any] = {"method": "none"}
 
 

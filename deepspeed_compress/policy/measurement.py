@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from deepspeed_compress.policy.alpha_beta import AlphaBeta
 
-__all__ = ["Choice", "Measurement", "WeightCosts"]
-
 ALL_HIDDEN = 0.1
 """Share of the message time that counts as fully hidden; the step always waits for the last messages."""
 

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-__all__ = ["Observation"]
-
 
 @dataclass(frozen=True)
 class Observation:

@@ -16,8 +16,6 @@ from types import MappingProxyType
 
 from deepspeed_compress.config.places import BlockwiseWeights, SignWeights, WeightsConfig
 
-__all__ = ["low_rank_error", "penalty", "weights_penalty"]
-
 Curve = tuple[tuple[float, float], ...]
 """Points (relative error, steps needed per step of uncompressed training), in ascending order."""
 

@@ -7,20 +7,27 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from deepspeed_compress.config import CompressConfig, GradientsConfig, WeightsConfig, brief, settings_of, written
+from deepspeed_compress.config import (
+    CompressConfig,
+    GradientsConfig,
+    NoneGradients,
+    WeightsConfig,
+    brief,
+    settings_of,
+    written,
+)
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor import Event
 from deepspeed_compress.policy.adaptation import Adaptation
 from deepspeed_compress.policy.adaptive import AllowedChoices
+from deepspeed_compress.policy.auto import AutoChoice
 from deepspeed_compress.policy.guard import Anomaly, Guard, GuardState
 from deepspeed_compress.policy.ladder import ladder
 from deepspeed_compress.policy.measurement import Measurement
 from deepspeed_compress.policy.observation import Observation
 from deepspeed_compress.policy.schedule import SettingsSchedule
 
-__all__ = ["Actions", "Policy", "StepPlan"]
-
-_NOT_FROM_GUARD = frozenset({"schedule", "adapt"})
+_NOT_FROM_GUARD = frozenset({"schedule", "adapt", "auto"})
 """Kinds of events that take effect even if the guard is in dry-run mode."""
 
 
@@ -36,6 +43,7 @@ class StepPlan:
         sync: this step is a full synchronization.
         probe: the step is measured for `Policy.adapt`.
         changed: the settings of gradients differ from those of the previous step.
+        alone: the engine reduces gradients and gathers weights itself, as without this package.
     """
 
     settings: GradientsConfig
@@ -45,6 +53,7 @@ class StepPlan:
     sync: bool = False
     probe: bool = False
     changed: bool = False
+    alone: bool = False
 
     @property
     def text(self) -> str:
@@ -81,6 +90,7 @@ class Policy:
         self._guard = None if config.guard is None else Guard(config.guard)
         self._scheduled = SettingsSchedule(config, total)
         self.adaptation = None if config.adaptive is None else Adaptation(config, available)
+        self.auto = None if config.auto is None else AutoChoice(config.auto)
         self._record = record
         self._state = GuardState()
         self._pinned: GradientsConfig | None = None
@@ -106,7 +116,7 @@ class Policy:
     def begin(self, step: int) -> StepPlan:
         """Return the plan of optimizer step `step` (0-based), which is about to begin."""
         chosen, before = self._chosen(step), self._chosen(max(step - 1, 0))
-        if self.adaptation is None:
+        if self.adaptation is None and self.auto is None:
             self._record_schedule(step, before, chosen)
         if step != self._step:
             self._step, self._was_dense = step, self._plan.dense
@@ -123,8 +133,19 @@ class Policy:
         sync = not off and self._is_sync(step)
         probe = self.adaptation is not None and step > self._config.schedule.warmup_steps and self.adaptation.due(step)
         dense, flush = off or sync, stops or sync
-        self._plan = StepPlan(settings, self._weights(step), dense, flush, sync, probe, changed)
+        # Residuals that remain are sent by a step of ours.
+        alone = self.auto is not None and self.auto.alone and not flush
+        self._plan = StepPlan(settings, self._weights(step), dense, flush, sync, probe, changed, alone)
         return self._plan
+
+    def choose(self, step: int, slowest_ms: float) -> None:
+        """End a part of the comparison of `auto` after the finished `step`; see `AutoChoice.close`."""
+        assert self.auto is not None
+        verdict = self.auto.close(slowest_ms)
+        if verdict is not None:
+            evidence = {"uncompressed_ms": verdict.uncompressed_ms, "compressed_ms": verdict.compressed_ms}
+            after = brief(self._config.gradients) if verdict.compresses else "none"
+            self._emit(step, "auto", verdict.reason, evidence, brief(self._config.gradients), after)
 
     def adapt(self, step: int, seen: Measurement) -> None:
         """Choose again after the finished `step`, which was a probe."""
@@ -202,7 +223,9 @@ class Policy:
         settings = {name: None if value is None else written(value) for name, value in kept.items()}
         adaptation = None if self.adaptation is None else self.adaptation.saved()
         steps = {"step": self._step, "was_dense": self._was_dense}
-        return {"guard": self._state.saved(), "adaptation": adaptation, "of": self._section, **steps, **settings}
+        auto = None if self.auto is None else self.auto.saved()
+        state = {"guard": self._state.saved(), "adaptation": adaptation, "auto": auto, "of": self._section}
+        return {**state, **steps, **settings}
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Continue from the state that `saved` returned; call `begin` afterwards.
@@ -215,11 +238,14 @@ class Policy:
         self._pinned, self._good = (None if text is None else settings_of(text) for text in kept)
         if self.adaptation is not None and saved["adaptation"] is not None:
             self.adaptation.load(saved["adaptation"])
+        # Older state files have no such entry.
+        if self.auto is not None and saved.get("auto") is not None:
+            self.auto.load(saved["auto"])
         self._plan, self._step, self._was_dense = self._loaded(settings), saved["step"], saved["was_dense"]
         held = self._pinned
         if not self._rolls_back:
             self._pinned, self._good, self._state = None, None, replace(self._state, floor=0)
-        if saved.get("of", self._section) != self._section:
+        if saved["of"] != self._section:
             held = held or (settings if self._state.level else None)
             self._pinned, self._good = None, None
             self._state = replace(self._state, level=0, floor=0, quiet=0, residuals=())
@@ -270,6 +296,8 @@ class Policy:
         return self._guard is not None and not self._guard.config.dry_run
 
     def _chosen(self, step: int) -> GradientsConfig:
+        if self.auto is not None and self.auto.alone:
+            return NoneGradients()
         if self._pinned is not None:
             return self._pinned
         scheduled = self._scheduled.at(step)

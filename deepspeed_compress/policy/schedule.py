@@ -17,8 +17,6 @@ from deepspeed_compress.config import (
     phase_ends,
 )
 
-__all__ = ["SettingsSchedule", "timeline"]
-
 RAMP_STAGES = 16
 """Number of stages in which a ramp lowers the density. Every density has its own message sizes."""
 

@@ -5,15 +5,13 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from deepspeed_compress.collectives.buckets import Partition
-from deepspeed_compress.collectives.reduction import Parameters
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.config import CompressConfig, CompressedWeights, Islands, brief
 from deepspeed_compress.config.numbers import size
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.session.expected import LATE, mean_cost, uncompressed
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.traffic import ring_all_gather
-
-__all__ = ["gradient_texts", "joined", "tell", "weight_text"]
 
 
 def tell(text: Callable[[], str]) -> None:
@@ -45,9 +43,15 @@ def joined(
     found = [*(figures() if ranks > 1 else ()), *_between_islands(config.islands)]
     if not found:
         return f"{first}; nothing is {'compressed' if ranks > 1 else 'sent, so nothing is compressed'}"
+    return "; ".join([first, *found, *_start(config)]) + ' ("monitor": {"announce": false} leaves this line out)'
+
+
+def _start(config: CompressConfig) -> list[str]:
+    """Return the text on steps at the start that are not compressed; none if all steps are."""
+    if config.auto is not None:
+        return ["auto: uncompressed steps come first, and compression stays if it makes steps faster"]
     warmup = config.schedule.warmup_steps
-    last = [f"the first {warmup} steps are uncompressed"] if warmup else []
-    return "; ".join([first, *found, *last]) + ' ("monitor": {"announce": false} leaves this line out)'
+    return [f"the first {warmup} steps are uncompressed"] if warmup else []
 
 
 def _between_islands(islands: Islands | None) -> list[str]:

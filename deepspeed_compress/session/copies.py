@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-__all__ = ["leave_out_of_copies"]
-
 _PACKAGE = __name__.partition(".")[0]
 _REDUCE = "__reduce_ex__"
 

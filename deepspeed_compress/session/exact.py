@@ -11,8 +11,6 @@ from typing import Any
 
 from deepspeed_compress.session.patches import Patches
 
-__all__ = ["ExactWeights", "attach_exact"]
-
 
 class ExactWeights:
     """Updater of an engine's weights.

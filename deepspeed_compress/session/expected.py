@@ -13,8 +13,6 @@ from deepspeed_compress.collectives.reducer import Reducer
 from deepspeed_compress.config import CompressedGradients
 from deepspeed_compress.session.session import Session
 
-__all__ = ["LATE", "Cost", "cost", "mean_cost", "one_bucket", "uncompressed"]
-
 LATE = 10**9
 """Optimizer step after the end of every density warm-up."""
 MOST = 64

@@ -9,8 +9,6 @@ from torch.distributed import ProcessGroup
 from deepspeed_compress.collectives.reducer import Pending
 from deepspeed_compress.errors import StateError
 
-__all__ = ["discard"]
-
 
 def discard(pending: Sequence[Pending], group: ProcessGroup) -> None:
     """Wait for reductions whose sums are not needed any more, so that no later message is mistaken for one of theirs.

@@ -3,12 +3,10 @@
 import warnings
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.errors import CompressWarning
-
-__all__ = ["equal_machines"]
 
 
 def equal_machines(device: torch.device, group: ProcessGroup | None = None) -> bool:
@@ -17,8 +15,7 @@ def equal_machines(device: torch.device, group: ProcessGroup | None = None) -> b
     Otherwise, a CompressWarning is issued on all ranks. PowerSGD needs equal kernels, because every rank computes the
     mean of matrices for itself. Collective.
     """
-    found: list[object] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, _machine(device), group=group)
+    found = gather_objects(_machine(device), group)
     kinds = sorted(set(map(str, found)))
     if len(kinds) > 1:
         warnings.warn(

@@ -7,8 +7,6 @@ from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.config.contradictions import WITH_TRAINER
 from deepspeed_compress.config.schedules import OWN_MOMENTUM
 
-__all__ = ["find_second_momentum"]
-
 
 def find_second_momentum(param_groups: Iterable[Mapping[str, Any]], config: CompressConfig) -> Iterator[str]:
     """Yield a problem, with the fix, if an optimizer with these groups would apply momentum a second time."""

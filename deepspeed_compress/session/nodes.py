@@ -6,8 +6,6 @@ from itertools import groupby
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.errors import ConfigError
 
-__all__ = ["ranks_per_node", "split_by_node"]
-
 _POINTER = "/deepspeed_compress/gradients/hierarchy/ranks_per_node"
 
 

@@ -18,8 +18,6 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_compress.session.probing import Prober
 
-__all__ = ["BusyTimes", "Losses", "PolicyInputs", "StepMeans", "largest_of_all", "new_run", "of_first"]
-
 T = TypeVar("T")
 
 

@@ -14,8 +14,9 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_compress.collectives.grouped import GroupedReductions, SeparateParameters
 from deepspeed_compress.collectives.pace import make_pace
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import Run, StepClock
-from deepspeed_compress.collectives.reduction import Groups, Parameters, ReductionContext
+from deepspeed_compress.collectives.reduction import Groups, ReductionContext
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import CompressConfig, total_steps
 from deepspeed_compress.monitor import EventSink, Journal, Meter, utc_now
@@ -26,8 +27,6 @@ from deepspeed_compress.session.records import Records, make_records
 from deepspeed_compress.session.reporting import ByteReport, Reporter
 from deepspeed_compress.session.residual_state import ResidualState
 from deepspeed_compress.session.step_settings import StepSettings
-
-__all__ = ["Attachment", "Parts", "make_parts"]
 
 
 def _nobody_listens() -> bool:

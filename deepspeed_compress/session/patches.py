@@ -8,8 +8,6 @@ from typing import Any
 
 from deepspeed_compress.errors import CompressError, SeamError
 
-__all__ = ["Patches"]
-
 _ABSENT = object()
 
 

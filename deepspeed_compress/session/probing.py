@@ -11,8 +11,8 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_compress.collectives.buckets import Partition
 from deepspeed_compress.collectives.low_rank import LowRank, Matrix, find_matrices
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.probes import link_seconds
-from deepspeed_compress.collectives.reduction import Parameters
 from deepspeed_compress.config import GradientsConfig, MethodConfig, PowerSGDGradients, WeightsConfig
 from deepspeed_compress.config.schedules import OWN_MOMENTUM
 from deepspeed_compress.policy import AlphaBeta, CandidateSelector, Measurement, WeightCosts, fit, low_rank_error
@@ -26,8 +26,6 @@ from deepspeed_compress.session.trials import (
     try_messages,
     weighted,
 )
-
-__all__ = ["Prober", "WeightTraffic"]
 
 SLICE_NUMEL = 4096
 """Number of consecutive elements per slice of a sample."""

@@ -6,8 +6,6 @@ from typing import Any, Protocol
 
 from deepspeed_compress.checkpointing.snapshot import Call
 
-__all__ = ["BackgroundCheckpoints", "IslandExchanges"]
-
 
 class BackgroundCheckpoints(Protocol):
     """Checkpoints that are written in the background."""

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from deepspeed_compress.monitor import EventLog, EventSink, Journal, StatisticsWriter
 from deepspeed_compress.session.reporting import Reporter
 
-__all__ = ["Records", "make_records"]
-
 
 @dataclass(frozen=True)
 class Records:

@@ -13,8 +13,6 @@ from deepspeed_compress.monitor import KINDS, Meter, StepStatistics, peak_memory
 from deepspeed_compress.policy import Observation, StepPlan
 from deepspeed_compress.session.observer import BusyTimes
 
-__all__ = ["ByteReport", "Reporter", "Sizes"]
-
 Sink = Callable[[StepStatistics], None]
 Sizes = Mapping[str, Any]
 """Bytes (int) by field of the meter; None for what could not be counted."""

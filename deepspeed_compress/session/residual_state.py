@@ -11,8 +11,6 @@ from deepspeed_compress.compression.state import OWNED
 from deepspeed_compress.config import CompressConfig, CompressedGradients, ErrorFeedbackConfig
 from deepspeed_compress.session.switching import hand_over_means, make_expected
 
-__all__ = ["FinishedStep", "ResidualState"]
-
 _RESIDUALS = frozenset({"gradients", "means", "node", "node_means"})
 """Kinds of stores that hold residuals; the others hold momenta, factors, and values still to be passed on."""
 

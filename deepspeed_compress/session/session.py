@@ -1,17 +1,17 @@
 """Compression of one engine: the reducer that is in force, and the residuals and momenta that steps update."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from deepspeed_compress.collectives.buckets import Partition
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.payload import PayloadReducer, PendingMeans
 from deepspeed_compress.collectives.probes import cosine_with_truth, true_sum
 from deepspeed_compress.collectives.reducer import Pending, Reduced, Reducer
-from deepspeed_compress.collectives.reduction import Parameters
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import gather
 from deepspeed_compress.config import PowerSGDGradients, WeightsConfig
@@ -23,8 +23,6 @@ from deepspeed_compress.session.parts import Parts
 from deepspeed_compress.session.probing import Prober
 from deepspeed_compress.session.protocols import BackgroundCheckpoints, IslandExchanges
 from deepspeed_compress.session.residual_state import FinishedStep
-
-__all__ = ["Session"]
 
 
 class Session:
@@ -40,6 +38,7 @@ class Session:
             master weights.
         saving: checkpoints that are written in the background; None if saving blocks training.
         islands: exchanges with other islands; None if all ranks train as one.
+        slowest: returns the largest value of all ranks, from this rank's; needed if the policy compares step times.
 
     Examples:
         In a training script:
@@ -56,6 +55,7 @@ class Session:
         exact: ExactWeights | None = None,
         saving: BackgroundCheckpoints | None = None,
         islands: IslandExchanges | None = None,
+        slowest: Callable[[float], float] | None = None,
     ) -> None:
         self.config = parts.config
         self.policy = parts.policy
@@ -82,6 +82,8 @@ class Session:
         self._records = parts.records
         self._inputs = inputs
         self._discards: list[Callable[[], None]] = []
+        self._slowest = slowest
+        self._followers: list[Callable[[bool], None]] = []
 
     @property
     def events(self) -> Sequence[Event]:
@@ -125,6 +127,11 @@ class Session:
         return self._plan.dense
 
     @property
+    def alone(self) -> bool:
+        """Return True if the engine itself reduces gradients and gathers weights in the running step, uncompressed."""
+        return self._plan.alone or self._reductions is None
+
+    @property
     def weights(self) -> WeightsConfig:
         """Return the weight settings of the running step; `NoCompression` if nothing is compressed."""
         return self._settings.weights
@@ -163,6 +170,19 @@ class Session:
     def record(self, event: Event) -> None:
         """Write `event` to the log of decisions of the run."""
         self._records.log.record(event)
+
+    def compare_again(self) -> int:
+        """Repeat the comparison of `auto`, for instance because the network has changed. Call it on all ranks.
+
+        Returns:
+            The number of steps until the next choice is in force; 0 without `auto`.
+        """
+        auto = self.policy.auto
+        if auto is None:
+            return 0
+        auto.restart()
+        self.begin(self.clock.step, self.clock.loss_scale)
+        return auto.length
 
     def report_metric(self, value: float) -> None:
         """Judge this step by `value` (less is better) instead of the loss, for `guard.rollback`.
@@ -203,9 +223,18 @@ class Session:
         """Roll back what the running step has written into error-feedback buffers and momenta."""
         self.residuals.rollback()
 
-    def on_interruption(self, discard: Callable[[], None]) -> None:
-        """Have `discard_unfinished` call `discard`, which drops reductions that were begun and never finished."""
+    def on_interruption(self, discard: Callable[[], None]) -> Callable[[], None]:
+        """Have `discard_unfinished` call `discard`, which drops reductions that were begun and never finished.
+
+        Returns:
+            A function that undoes this.
+        """
         self._discards.append(discard)
+        return partial(self._discards.remove, discard)
+
+    def on_step(self, follow: Callable[[bool], None]) -> None:
+        """Call `follow` at the beginning of every step, with True if the engine is left alone in it."""
+        self._followers.append(follow)
 
     def discard_unfinished(self) -> None:
         """Drop what a failed backward pass has sent, so that none of it reaches the state that is loaded next.
@@ -293,15 +322,16 @@ class Session:
         residuals = self._largest_residual(finished) if self.policy.wants_residuals(step) else None
         seen = Observation(step, finished.applied, finished.grad_norm, means.loss, residuals, means.step_ms)
         if self._records.reporter.due(step):
-            if self.config.gradients.method == "none":
+            if self.alone:
                 self.meter.bytes_raw = self.meter.bytes_sent
-            norm = functools.partial(self.residuals.residual_norm, finished.scale_after)
+            norm = partial(self.residuals.residual_norm, finished.scale_after)
             self._records.reporter.report(seen, finished.samples, self._plan, step_ms, norm)
         actions = self.policy.observe(seen)
         if self._plan.probe and self._inputs is not None and self._inputs.prober is not None:
             self._adapt(self._inputs.prober, finished, step_ms)
         if actions.check_residuals:
             self._check_residuals(finished)
+        self._compare(step, step_ms if finished.applied else None)
         self.begin(step, finished.scale_after)
         return actions.load_checkpoint
 
@@ -326,6 +356,13 @@ class Session:
         self.policy.adapt(finished.step, prober.measure(self.reducer.group, waited / 1e3, step_ms / 1e3))
         # The measurement is not part of any step's time.
         self._records.reporter.step_ended()
+
+    def _compare(self, step: int, step_ms: float | None) -> None:
+        """Let the policy compare compressed with uncompressed steps. Collective when enough of a kind are measured."""
+        auto = self.policy.auto
+        if auto is not None and auto.measures and auto.see(step_ms):
+            assert self._slowest is not None
+            self.policy.choose(step, self._slowest(auto.median))
 
     def _check_residuals(self, finished: FinishedStep) -> None:
         """Clear the residuals on all ranks if those of one are damaged, because they would feed the damage back."""
@@ -369,6 +406,8 @@ class Session:
         """Start optimizer step `step` (0-based), whose gradients carry the factor `loss_scale`."""
         self.clock.begin(step, loss_scale)
         self._settings.begin(step)
+        for follow in self._followers:
+            follow(self.alone)
         if self._plan.changed and isinstance(self._plan.settings, PowerSGDGradients) and self._scale is not None:
             self.residuals.hand_over_means(self._scale)
         self._exchange_ms = 0.0

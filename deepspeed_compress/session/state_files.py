@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.collectives.reduction import Parameters
+from deepspeed_compress.collectives.objects import gather_objects
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.compression import state
 from deepspeed_compress.compression.layouts import Range
 from deepspeed_compress.compression.residuals import kind_of, owner_of
@@ -18,9 +19,6 @@ from deepspeed_compress.compression.segments import PADDING
 from deepspeed_compress.config import CompressConfig, masked
 from deepspeed_compress.errors import CompressWarning, StateError
 from deepspeed_compress.session.session import Session
-
-__all__ = ["Place", "Write", "check_owners", "load_state_files", "on_all_ranks", "save_on_all", "save_state_files"]
-
 
 Write = Callable[[state.Contents, Path], None]
 """`state.write`, or a function that does the same later."""
@@ -116,8 +114,7 @@ def on_all_ranks(work: Callable[[], None], group: ProcessGroup | None = None) ->
         work()
     except Exception as error:  # whatever it is, the other ranks must be told
         problem = str(error) if isinstance(error, StateError) else f"rank {dist.get_rank()}: {error!r}"
-    problems: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(problems, problem, group=group)
+    problems = gather_objects(problem, group)
     return "; ".join(dict.fromkeys(found for found in problems if found))
 
 

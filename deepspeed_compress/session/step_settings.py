@@ -8,8 +8,6 @@ from deepspeed_compress.config import CompressConfig, CompressedGradients, Weigh
 from deepspeed_compress.config.methods import NoCompression
 from deepspeed_compress.policy import Policy, StepPlan
 
-__all__ = ["StepSettings"]
-
 
 class StepSettings:
     """Settings in force. They change only in `begin`.

@@ -6,8 +6,6 @@ from deepspeed_compress.compression.residuals import ResidualStores, full_name, 
 from deepspeed_compress.compression.state import SHARED
 from deepspeed_compress.config import CompressConfig, CompressedGradients
 
-__all__ = ["hand_over_means", "make_expected"]
-
 _OF_SOME = frozenset({"gradients", "means", "factors", "spread"})
 """Kinds of stores that some settings of a run need and others do not."""
 

@@ -4,8 +4,6 @@ from packaging.version import Version
 
 from deepspeed_compress.errors import SeamError
 
-__all__ = ["OLDEST_TORCH", "check_torch"]
-
 OLDEST_TORCH = Version("2.7")
 
 

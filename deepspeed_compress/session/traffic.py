@@ -1,7 +1,5 @@
 """Bytes per rank that DeepSpeed's own collectives send with the ring algorithms of gloo and NCCL."""
 
-__all__ = ["ring_all_gather", "ring_all_reduce", "ring_reduce_scatter"]
-
 
 def ring_reduce_scatter(size: int, ranks: int) -> int:
     """Return the bytes that each of `ranks` sends to reduce-scatter a buffer of `size` bytes."""

@@ -11,18 +11,6 @@ from torch import Tensor
 from deepspeed_compress.collectives.low_rank import orthonormal
 from deepspeed_compress.compression.compressors import Compressor
 
-__all__ = [
-    "MESSAGE",
-    "Trial",
-    "bytes_each",
-    "decode_seconds",
-    "encode_seconds",
-    "low_rank_seconds",
-    "now",
-    "try_messages",
-    "weighted",
-]
-
 MESSAGE = 2**20
 """Elements of the message from which sizes are computed, and of samples that are only timed."""
 

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-__all__ = ["epilog", "integer_from", "port", "positive_integer", "positive_number", "rate", "share"]
-
 
 def epilog(examples: Sequence[str], more: str = "") -> dict[str, Any]:
     """Return arguments for a parser whose help ends with `examples` (given without "ds-compress ") and `more`."""

@@ -19,8 +19,6 @@ from deepspeed_compress.config import (
     read_ds_config,
 )
 
-__all__ = ["run"]
-
 
 def run(options: argparse.Namespace) -> int:
     """Print the errors, or the section with its defaults. Return exit code 1 if there are errors, else 0."""

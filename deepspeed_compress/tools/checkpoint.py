@@ -14,8 +14,6 @@ from deepspeed_compress.config.numbers import UNKNOWN, size
 from deepspeed_compress.errors import DataError
 from deepspeed_compress.tools.outputs.printable import printable
 
-__all__ = ["run"]
-
 
 def run(options: argparse.Namespace) -> int:
     """Run the requested subcommand and return its exit code."""

@@ -4,8 +4,6 @@ import json
 import os
 from pathlib import Path
 
-__all__ = ["write_json", "write_text"]
-
 
 def write_json(file: Path, value: object, private: bool = False) -> None:
     """Write `value` as indented JSON. If `private`, only the user can read the file, which may contain passwords."""

@@ -17,8 +17,6 @@ from deepspeed_compress.local_sgd.coordinator.server import StateFile, island_se
 from deepspeed_compress.transport.errors import AuthenticationError
 from deepspeed_compress.transport.tls import set_tls
 
-__all__ = ["run"]
-
 
 def run(options: argparse.Namespace) -> int:
     """Run the requested action and return its exit code."""

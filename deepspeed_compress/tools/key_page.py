@@ -12,8 +12,6 @@ from typing import Any
 from deepspeed_compress.config import json_schema
 from deepspeed_compress.config.schema import choices, describe
 
-__all__ = ["key_page"]
-
 Node = dict[str, Any]
 Variants = Mapping[str | None, Node]
 

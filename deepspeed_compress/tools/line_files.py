@@ -16,8 +16,6 @@ from typing import Any, BinaryIO
 from deepspeed_compress.errors import DataError
 from deepspeed_compress.tools.outputs.printable import printable
 
-__all__ = ["SAMPLE", "Check", "LineIndex", "Part", "index_lines", "loads", "read_lines", "sampled"]
-
 SAMPLE = 20_000
 """Number of lines of a file that are kept in memory if the caller asks for a sample."""
 LONGEST = 1 << 16

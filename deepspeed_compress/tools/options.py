@@ -8,17 +8,6 @@ from typing import Any
 
 from deepspeed_compress.tools.arguments import epilog, integer_from, port, positive_integer, positive_number, rate
 
-__all__ = [
-    "add_check_arguments",
-    "add_checkpoint_arguments",
-    "add_islands_arguments",
-    "add_plan_arguments",
-    "add_report_arguments",
-    "add_run_arguments",
-    "add_schema_arguments",
-    "own_run_options",
-]
-
 CLEAR_LOCKS = "remove locks that killed builds of DeepSpeed operators have left; otherwise programs wait for them"
 
 

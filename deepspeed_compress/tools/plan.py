@@ -23,8 +23,6 @@ from deepspeed_compress.policy import SettingsSchedule, timeline
 from deepspeed_compress.tools import plan_islands
 from deepspeed_compress.tools.plots import check_plotting, style_axes
 
-__all__ = ["Interval", "intervals", "plan", "run"]
-
 LONG = 0.15
 """Fraction of the picture's width that an interval needs for its label."""
 

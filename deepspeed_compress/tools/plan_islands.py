@@ -21,8 +21,6 @@ from deepspeed_compress.config.durations import bit_rate
 from deepspeed_compress.config.numbers import short
 from deepspeed_compress.errors import CompressWarning, ConfigError
 
-__all__ = ["Plan", "fitting", "plans", "run"]
-
 _OWN, _SIZE = "/deepspeed_compress/islands/own", "/deepspeed_compress/islands/size"
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 CANDIDATES = (1, 2, 5, 10, 20, 30, 50, 100, 200, 500, 1000)

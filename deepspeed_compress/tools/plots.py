@@ -10,8 +10,6 @@ from typing import Any
 
 from deepspeed_compress.errors import UnsupportedError
 
-__all__ = ["INSTALL", "Label", "can_plot", "check_plotting", "label_points", "plain_decades", "plot_bars", "style_axes"]
-
 INSTALL = "pip install 'deepspeed-compress[plot]'"
 COLOURS = ("#0b5394", "#e69138", "#38761d", "#a61c00", "#674ea7", "#76a5af", "#b45f06")
 GREY, GRID = "#8c959f", "#eaeef2"

@@ -13,8 +13,6 @@ from typing import TypeVar
 
 from deepspeed_compress.diagnostics import Diagnostic, Severity
 
-__all__ = ["Rule", "rules_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:

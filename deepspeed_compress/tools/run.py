@@ -13,8 +13,6 @@ from deepspeed_compress.tools import supervise
 from deepspeed_compress.transport.secret import pass_on
 from deepspeed_compress.transport.tls import set_tls
 
-__all__ = ["run"]
-
 
 def run(options: argparse.Namespace) -> int:
     """Replace this process by the launcher, or run the agent of this host and return the job's exit code.

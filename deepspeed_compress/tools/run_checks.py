@@ -7,8 +7,6 @@ from typing import Any
 
 from deepspeed_compress.tools.line_files import Check
 
-__all__ = ["EVENT", "METRIC", "STATISTIC", "SUMMARY_FIELDS", "TRAINER_STATE", "Field", "find_problem", "is_number"]
-
 Field = tuple[str, Callable[[Any], bool]]
 """Description of what is allowed, and the predicate that checks it."""
 LARGEST = 1e100

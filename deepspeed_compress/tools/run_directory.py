@@ -35,7 +35,7 @@ __all__ = [
     "SUMMARY",
     "Line",
     "RunDirectory",
-    "in_order",
+    "drop_replaced",
     "read_directory",
     "read_metrics",
     "read_statistics",
@@ -108,7 +108,7 @@ def read_directory(directory: Path, config: Line | None = None) -> RunDirectory:
     index, events = index_lines(monitor / STATISTICS, STATISTIC), _event_files(monitor)
     run = (summary or {}).get("run") or _last_run(index)
     parts = _parts_of(run, [index, *events])
-    positions = _in_order(index, _standing(index, parts, run))
+    positions = _drop_replaced(index, _valid_positions(index, parts, run))
     statistics = tuple(index.load(index.sample(positions)))
     # The file is created with the first event. Without it, a version that records settings has had no event.
     has_events = (monitor / EVENTS).is_file() or any("settings" in line for line in statistics)
@@ -117,11 +117,11 @@ def read_directory(directory: Path, config: Line | None = None) -> RunDirectory:
         monitor,
         statistics,
         len(positions),
-        tuple(line for file in events for line in _sample(file, _standing(file, parts, run))) if has_events else None,
+        _events(events, parts, run) if has_events else None,
         read_metrics(directory, sample=True),
         summary,
         ds_config or _object(monitor / CONFIGURATION),
-        _trainer(directory, _farthest(index, positions)),
+        _trainer(directory, _last_possible_step(index, positions)),
         next((found for name in RESULTS if (found := _object(directory / name))), None),
     )
 
@@ -131,13 +131,13 @@ def read_statistics(directory: Path, run: str | None = None) -> tuple[Line, ...]
     index = index_lines(directory / STATISTICS, STATISTIC)
     run = run or _last_run(index)
     parts = _parts_of(run, [index, *_event_files(directory)])
-    return tuple(index.load(_in_order(index, _standing(index, parts, run))))
+    return tuple(index.load(_drop_replaced(index, _valid_positions(index, parts, run))))
 
 
 def read_metrics(directory: Path, sample: bool = False) -> tuple[Line, ...]:
     """Return the valid lines of metrics.jsonl in `directory`, or a sample if requested and there are many."""
     index = index_lines(directory / METRICS, METRIC)
-    positions = _in_order_with_several(index)
+    positions = _drop_replaced_figures(index)
     return tuple(_sample(index, positions) if sample else index.load(positions))
 
 
@@ -147,11 +147,16 @@ def _event_files(directory: Path) -> list[LineIndex]:
     return [index_lines(file, EVENT) for file in files]
 
 
+def _events(files: Iterable[LineIndex], parts: Sequence[Part], run: str | None) -> tuple[Line, ...]:
+    """Return the valid events of `run` in `files`, or a sample of each file if there are many."""
+    return tuple(line for file in files for line in _sample(file, _valid_positions(file, parts, run)))
+
+
 def _sample(index: LineIndex, positions: Sequence[int]) -> Iterator[Line]:
     return index.load(index.sample(positions))
 
 
-def in_order(lines: Iterable[Line]) -> tuple[Line, ...]:
+def drop_replaced(lines: Iterable[Line]) -> tuple[Line, ...]:
     """Return `lines` without those that a later line of the same or an earlier step replaces."""
     kept: list[Line] = []
     for line in lines:
@@ -161,7 +166,7 @@ def in_order(lines: Iterable[Line]) -> tuple[Line, ...]:
     return tuple(kept)
 
 
-def _in_order(index: LineIndex, positions: Iterable[int]) -> "array[int]":
+def _drop_replaced(index: LineIndex, positions: Iterable[int]) -> "array[int]":
     """Return `positions` without those that a later line of the same or an earlier step replaces."""
     kept = array("q")
     for position in positions:
@@ -171,8 +176,8 @@ def _in_order(index: LineIndex, positions: Iterable[int]) -> "array[int]":
     return kept
 
 
-def _in_order_with_several(index: LineIndex) -> "array[int]":
-    """Do the same as `_in_order` for a file in which several lines of one step may have different figures."""
+def _drop_replaced_figures(index: LineIndex) -> "array[int]":
+    """Do the same as `_drop_replaced` for a file in which several lines of one step may have different figures."""
     kept, figures = array("q"), [keys - {"step"} for keys in index.known_keys]
     for position, step in enumerate(index.steps):
         while kept and (index.steps[kept[-1]] > step or _repeats(index, kept, position, figures)):
@@ -191,7 +196,7 @@ def _repeats(index: LineIndex, kept: Sequence[int], position: int, figures: Sequ
     return False
 
 
-def _standing(index: LineIndex, parts: Sequence[Part], run: str | None) -> "array[int]":
+def _valid_positions(index: LineIndex, parts: Sequence[Part], run: str | None) -> "array[int]":
     """Return the positions of the lines of `run` whose steps no later one of its `parts` has repeated."""
     last = [_last_step(part, parts, run) for part in index.all_parts]
     pairs = enumerate(zip(index.steps, index.parts, strict=True))
@@ -235,15 +240,15 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _trainer(directory: Path, farthest: float) -> Line | None:
-    """Return Trainer's newest state up to step `farthest`. Older, longer runs may have left checkpoints too."""
+def _trainer(directory: Path, last_step: float) -> Line | None:
+    """Return Trainer's newest state up to step `last_step`. Older, longer runs may have left checkpoints too."""
     files = [directory / TRAINER, *directory.glob(f"checkpoint-*/{TRAINER}")]
     states = [state for file in files if (state := _object(file, TRAINER_STATE))]
-    ours = [state for state in states if (state.get("global_step") or 0) <= farthest]
+    ours = [state for state in states if (state.get("global_step") or 0) <= last_step]
     return max(ours, key=lambda state: state.get("global_step") or 0, default=None)
 
 
-def _farthest(index: LineIndex, positions: Sequence[int]) -> float:
+def _last_possible_step(index: LineIndex, positions: Sequence[int]) -> float:
     """Return the last step that the run can have made, or infinity if no line states which run it belongs to."""
     first = index.part(positions[0]) if positions else None
     if first is None:

@@ -7,8 +7,6 @@ import sys
 from deepspeed_compress.config import json_schema
 from deepspeed_compress.tools.key_page import key_page
 
-__all__ = ["run"]
-
 
 def run(options: argparse.Namespace) -> int:
     """Print the schema or the keys, or write them to a file. Return the exit code."""

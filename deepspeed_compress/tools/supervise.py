@@ -29,8 +29,6 @@ from deepspeed_compress.local_sgd.coordinator.server import Server, Service
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.fields import check_message
 
-__all__ = ["run", "uses_agent"]
-
 _LOCAL_ONLY = ("127.0.0.1", 0)
 _SERVICE = Service(SUPERVISOR, "agent", partial(check_message, table=FROM_AGENTS))
 _AGENT_OPTIONS = ("ranks", "hosts", "spares", "rendezvous", "hang", "grace", "wait", "cold")

@@ -23,8 +23,6 @@ from deepspeed_compress.monitor import KINDS
 from deepspeed_compress.tools.plots import check_plotting, plain_decades, style_axes
 from deepspeed_compress.tools.run_directory import Line, read_metrics, read_summary
 
-__all__ = ["Point", "TimedRun", "common_goal", "curve", "draw", "draw_panels", "print_table", "read_run", "time_to"]
-
 Point = tuple[float, float]
 """Seconds of training, and the held-out loss at that time."""
 COLOURS = ("#8c959f", "#1f6feb", "#2da44e", "#8250df", "#e16f24", "#cf222e", "#bf3989", "#1b7c83", "#9a6700", "#57606a")

@@ -22,8 +22,6 @@ from deepspeed_compress.checkpointing.catalog import latest_tag
 from deepspeed_compress.checkpointing.completeness import find_problems, replace_text
 from deepspeed_compress.errors import DataError, StateError
 
-__all__ = ["convert", "transpose_gpt2"]
-
 LATEST_UNIVERSAL = "latest_universal"
 """File that names the universal checkpoint of a directory, for DeepSpeed."""
 

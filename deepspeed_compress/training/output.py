@@ -17,8 +17,6 @@ from deepspeed_compress.monitor import KINDS
 from deepspeed_compress.tools.files import write_text
 from deepspeed_compress.tools.run_directory import METRICS, Line, read_metrics, read_statistics
 
-__all__ = ["Display", "Metrics", "Throttled", "check_new", "compression_figures", "display", "final_figures"]
-
 
 def check_new(output_dir: Path) -> None:
     """Check that `output_dir` holds no run yet, so that none is overwritten by accident.

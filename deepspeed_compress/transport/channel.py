@@ -7,8 +7,6 @@ import ssl
 import threading
 import time
 
-__all__ = ["Channel", "keep_alive"]
-
 _POLL_INTERVAL = 0.5
 """Seconds between checks for the end of the channel by another thread."""
 _HUNG_UP = getattr(select, "POLLRDHUP", select.POLLHUP)

@@ -13,8 +13,6 @@ from deepspeed_compress.transport.frames import DEFAULT_LIMITS, Limits
 from deepspeed_compress.transport.handshake import Steps, client_steps
 from deepspeed_compress.transport.secret import SECRET, SECRET_FILE
 
-__all__ = ["connect", "parse_address"]
-
 
 def connect(
     address: str,
@@ -64,6 +62,15 @@ def parse_address(address: str) -> tuple[str, int]:
     if found is None or int(found[3]) > 65535:
         raise ValueError(f"{address!r} is not an address (allowed: host:port); write 10.0.0.1:29400")
     return found[1] or found[2], int(found[3])
+
+
+def own_address(towards: str) -> str:
+    """Return the address of this host on its route to the host `towards`, at which other hosts reach it."""
+    family = socket.getaddrinfo(towards, None, type=socket.SOCK_DGRAM)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # Connecting a UDP socket sends nothing. Its port is that of the discard service, but any other would do.
+        probe.connect((towards, 9))
+        return str(probe.getsockname()[0])
 
 
 def _with_tls(connected: socket.socket, credentials: Credentials) -> socket.socket:

@@ -9,8 +9,6 @@ from deepspeed_compress.transport.channel import Channel, keep_alive
 from deepspeed_compress.transport.errors import ConnectionClosedError, ProtocolError
 from deepspeed_compress.transport.frames import HEADER, Head, Limits, decode, encode, sizes
 
-__all__ = ["CHUNK", "Buffer", "Connection"]
-
 Buffer = bytes | bytearray | memoryview
 CHUNK = 1 << 18
 """Bytes of a body that are read or written under one deadline."""

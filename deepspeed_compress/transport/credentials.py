@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from deepspeed_compress.transport.secret import Secret, find_secret
 from deepspeed_compress.transport.tls import Tls, find_tls
 
-__all__ = ["Credentials"]
-
 
 @dataclass(frozen=True)
 class Credentials:

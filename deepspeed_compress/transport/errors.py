@@ -1,7 +1,5 @@
 """Errors of one connection. All are OSErrors, so code that handles a lost connection handles these too."""
 
-__all__ = ["AuthenticationError", "ConnectionClosedError", "OtherServiceError", "ProtocolError", "ServerBusyError"]
-
 
 class ConnectionClosedError(ConnectionError):
     """Close of the connection between two frames, by either side."""

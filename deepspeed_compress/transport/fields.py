@@ -7,19 +7,6 @@ from typing import Any
 from deepspeed_compress.transport.errors import ProtocolError
 from deepspeed_compress.transport.frames import Head
 
-__all__ = [
-    "Check",
-    "Table",
-    "a_boolean",
-    "a_mapping",
-    "a_number",
-    "a_text",
-    "an_integer",
-    "check_message",
-    "every",
-    "optional",
-]
-
 Check = Callable[[Any], bool]
 Table = Mapping[str, Mapping[str, Check]]
 """Checks of the fields of each kind. A missing field is None; a field without a check is ignored."""

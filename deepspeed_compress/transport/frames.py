@@ -13,8 +13,6 @@ from typing import Any
 
 from deepspeed_compress.transport.errors import ProtocolError
 
-__all__ = ["DEFAULT_LIMITS", "DEPTH", "HEADER", "Head", "Limits", "decode", "encode", "sizes"]
-
 Head = Mapping[str, Any]
 HEADER = struct.Struct("!4sIQ")
 """Magic bytes, size of the head, size of the body."""

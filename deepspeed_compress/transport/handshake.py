@@ -17,8 +17,6 @@ from typing import NamedTuple
 
 from deepspeed_compress.transport.errors import AuthenticationError, OtherServiceError, ProtocolError, ServerBusyError
 
-__all__ = ["VERSION", "Step", "Steps", "client_steps", "server_steps"]
-
 VERSION = 1
 """Version of the transport. Both sides must have the same one."""
 _MAGIC = b"DSCOMPR\n"

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from deepspeed_compress.transport.handshake import Steps
 
-__all__ = ["PendingConnection", "PendingConnections", "PendingLimits"]
-
 
 @dataclass(frozen=True)
 class PendingLimits:

@@ -4,8 +4,6 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["RateLimitedLog", "ignore"]
-
 
 def ignore(text: str) -> None:
     """Discard the line."""

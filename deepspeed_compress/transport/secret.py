@@ -14,8 +14,6 @@ from pathlib import Path
 
 from deepspeed_compress.errors import ConfigError
 
-__all__ = ["SECRET", "SECRET_FILE", "Secret", "default_file", "find_secret", "pass_on"]
-
 SECRET = "DS_COMPRESS_SECRET"
 """Environment variable that holds the secret itself."""
 SECRET_FILE = "DS_COMPRESS_SECRET_FILE"

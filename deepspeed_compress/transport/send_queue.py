@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from deepspeed_compress.transport.connection import Connection
 from deepspeed_compress.transport.frames import Head, encode
 
-__all__ = ["SendQueue", "flush_all"]
-
 
 class SendQueue:
     """Queue that sends heads over `connection`, in order, without blocking the caller.

@@ -19,8 +19,6 @@ from deepspeed_compress.transport.handshake import server_steps
 from deepspeed_compress.transport.pending import PendingConnection, PendingConnections, PendingLimits
 from deepspeed_compress.transport.rate_limited_log import RateLimitedLog, ignore
 
-__all__ = ["DEFAULT_BOUNDS", "Bounds", "Server", "listen"]
-
 _CHECK_INTERVAL = 0.2
 """Seconds between checks for unauthenticated connections whose deadline has passed."""
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})

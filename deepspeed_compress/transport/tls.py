@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from deepspeed_compress.errors import ConfigError
 
-__all__ = ["TLS_AUTHORITY", "TLS_CERTIFICATE", "Tls", "find_tls", "set_tls"]
-
 TLS_CERTIFICATE = "DS_COMPRESS_TLS_CERTIFICATE"
 """Environment variable with the path of a PEM file: the certificate of this side, and its key without a password."""
 TLS_AUTHORITY = "DS_COMPRESS_TLS_AUTHORITY"

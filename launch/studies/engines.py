@@ -7,7 +7,7 @@ The table has the mean training losses, the final held-out losses, the change du
 the mean losses of all runs are within half a percent of each other.
 
 Uncompressed engines round differently. At a constant learning rate these differences grow to a few tenths of a percent
-in single losses and held-out losses. Therefore the goal is about means. The largest difference between uncompressed
+in single losses and held-out losses. So the goal compares means. The largest difference between uncompressed
 engines in the first steps, before rounding shows, is printed below the table.
 
 Megatron's GPTModel gets the weights of the Hugging Face model (deepspeed_compress.models.megatron). Its distributed

@@ -57,7 +57,7 @@ class Block(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Language model of bytes; returns its loss on a batch, and that of the balance of experts."""
+    """Language model of bytes. It returns its loss on a batch, and the loss that balances the load of the experts."""
 
     def __init__(self, experts: int, ep_size: int) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, nargs="+", required=True, help="text files or directories")
     parser.add_argument("--steps", type=positive_integer, default=300, help="(default: 300)")
     parser.add_argument("--stage", type=int, choices=(0, 1, 2), default=1, help="ZeRO stage (default: 1)")
-    parser.add_argument("--experts", type=positive_integer, default=4, help="of each layer (default: 4)")
+    parser.add_argument("--experts", type=positive_integer, default=4, help="experts in each layer (default: 4)")
     parser.add_argument("--ep-size", type=positive_integer, default=1, help="ranks that share the experts (default: 1)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

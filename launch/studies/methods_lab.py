@@ -23,8 +23,9 @@ from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo  # type:
 
 from deepspeed_compress.collectives.buckets import even_partition
 from deepspeed_compress.collectives.grouped import GroupedReductions
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import Run, StepClock
-from deepspeed_compress.collectives.reduction import Groups, Parameters, ReductionContext
+from deepspeed_compress.collectives.reduction import Groups, ReductionContext
 from deepspeed_compress.collectives.weight_reduction import WeightReduction
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import (

@@ -51,7 +51,7 @@ def since(begin: Milliseconds) -> Milliseconds:
 
 
 class Timed:
-    """Engine with the durations of its steps and of their ends, by each of `CLOCKS`."""
+    """Engine with the durations of its steps, and of the work at the end of each step, by each of `CLOCKS`."""
 
     def __init__(self, model_file: Path, keys: dict[str, Any], directory: Path) -> None:
         model = build_model(model_file, read_model_config(model_file), seed=0)
@@ -94,7 +94,7 @@ class Timed:
         return statistics.median(step[clock] for step in self.steps[WARM_UP:])
 
     def end(self, clock: int) -> float:
-        """Return the median over windows of the mean duration of an end. One step in ten may be monitored."""
+        """Return the median over windows of the mean duration of a step's end. One step in ten may be monitored."""
         ends = [end[clock] for end in self.ends[WARM_UP:]]
         return statistics.median(
             statistics.fmean(ends[first : first + WINDOW]) for first in range(0, len(ends), WINDOW)

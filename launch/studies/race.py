@@ -2,10 +2,10 @@
 """Race `adaptive` against fixed settings to a held-out loss on emulated hosts. Needs Linux and root.
 
 All settings train the same model from the same weights on the same batches, under ZeRO 1 at a constant learning rate.
-The goal is the held-out loss of 4 bits both ways after --steps steps. The others may train 1.4 times as long to reach
-it. Seconds are those of training steps with the measurements of candidates, without the first step. The adaptive run is
-not told the rate. Finished runs are kept and not repeated. The race takes about eight minutes on two idle cores; on a
-busy machine the ratio says little.
+The goal is the held-out loss of 4-bit gradients and weights after --steps steps. The others may train 1.4 times as long
+to reach it. Seconds are those of training steps with the measurements of candidates, without the first step. The
+adaptive run is not told the rate. Finished runs are kept and not repeated. The race takes about eight minutes on two
+idle cores; on a busy machine the ratio says little.
 
 examples, from the root of the repository:
   python -m launch.studies.race --data data/shakespeare --output-dir runs/race

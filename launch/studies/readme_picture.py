@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Draw the picture of the README: the loss of DDP, DDP with PowerSGD and ours over minutes of training at 100 Mbit/s.
+"""Draw the picture of the README: losses over minutes of training at 100 Mbit/s.
+
+The runs are those of DDP, DDP with PowerSGD, and this package.
 
 `readme_picture.json` holds the curves of seed 0 that `time_to_loss` trained, and the median seconds of a step that
 `bench step` measured (docs/results.md, "Time to a loss" and "Step time"). To replace the curves, name the directory of

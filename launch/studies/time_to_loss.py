@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Compute the time to a loss for ours and for peers: steps to the loss, times the step time on a network.
+"""Compute how long this package and its peers take to a loss: steps to the loss, times the step time on a network.
 
 Losses do not depend on the network, and step times do not depend on the loss. So every setting is trained once per
 seed on this machine, without a slow network, until its held-out loss and its smoothed training loss (the mean of 50
 batches) reach those of DDP after --steps steps. `ds-compress bench step` measures the step times. All settings have the
 same text, seeds and batches, and AdamW, or the optimizer of their file, at a constant rate after 20 steps, so that
-every point of a curve is as good as the run could be by then.
+every point of a curve shows the best loss that the run can have by then.
 
 PowerSGD and post-local SGD start after a tenth of the steps, as PyTorch recommends. Earlier steps are timed as steps of
 DDP, and the warm-up of a file as steps of DeepSpeed. The losses of DDP also stand for DeepSpeed and FSDP2, which only
@@ -92,7 +92,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--data", type=Path, nargs="+", required=True, help="text files or directories")
     parser.add_argument("--output-dir", type=Path, required=True, help="directory for curves, tables and pictures")
-    ours = "configurations of this package (default: 4 bits, 4 bits both ways, overlapped ones, wan, islands)"
+    ours = "configurations of this package (default: 4-bit gradients, also weights, overlapped, wan, islands)"
     parser.add_argument("--configs", type=Path, nargs="*", default=OURS, metavar="FILE", help=ours)
     parser.add_argument("--peers", nargs="*", choices=(*PEERS, *FSDP2), default=PEERS, metavar="PEER")
     parser.add_argument("--only", type=re.compile, default=re.compile(""), metavar="REGEX", help="settings to train")

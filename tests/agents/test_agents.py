@@ -18,6 +18,8 @@ from launch.studies.agents import SETTINGS, Run, draw, rows
 from launch.train_agents import CONFIG, main, parse_options, read_config, renewals
 from tests.support.forks import run_forks
 
+SAMPLED = pytest.mark.sampled(2, "tests/agents/test_agents.py")
+
 
 def by_definition(ratios: Tensor, rewards: Tensor, discounts: Tensor, values: Tensor, trace: float) -> list[float]:
     """Return the targets of one cart, computed as the sum of equation (1) of arXiv:1802.01561."""
@@ -212,6 +214,7 @@ def run_program(rank: int, *argv: str) -> None:
     main(argv)
 
 
+@SAMPLED
 @pytest.mark.parametrize("arguments", [("--exchange-every", "2"), ("--exchange-every", "0", "--correction", "none")])
 def test_agents_train(arguments: tuple[str, ...], tmp_path: Path) -> None:
     run_forks(4, run_program, *f"--output-dir {tmp_path} --updates 4 --score-every 4".split(), *arguments)

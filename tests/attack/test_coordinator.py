@@ -19,6 +19,8 @@ from tests.support.hostile import Message, attack_authenticated, attack_unauthen
 from tests.support.processes import MEGABYTE, resident_memory, serve_islands
 from tests.support.transport import until
 
+pytestmark = pytest.mark.sampled(3, "deepspeed_compress/local_sgd/coordinator", "tests/attack/test_coordinator.py")
+
 COUNT = 10_000
 TIMEOUT = 3.0
 TERMS = {"timeout": TIMEOUT, "minimum": 2}

@@ -33,6 +33,8 @@ from deepspeed_compress.errors import CompressError
 from deepspeed_compress.tools.run_directory import read_directory
 from tests.support.checkpoints import save, write
 
+pytestmark = pytest.mark.sampled(3, "tests/attack/test_files.py")
+
 MEMORY = Path("/dev/shm")
 """Directory in memory, which is faster than a disk."""
 MOST_MEMORY = 500 * 2**10

@@ -24,6 +24,8 @@ from tests.support.hostile import Message, attack_authenticated, attack_unauthen
 from tests.support.processes import MEGABYTE, resident_memory
 from tests.support.transport import until
 
+pytestmark = pytest.mark.sampled(3, "tests/attack/test_supervisor.py")
+
 COUNT = 10_000
 JOB = "the job of honest agents"
 PATIENCE = 4.5

@@ -49,7 +49,7 @@ from tests.support.two_branches import (
     training_problem,
 )
 
-pytestmark = pytest.mark.sampled(3, "deepspeed_compress/backends", "tests/backends/test_fsdp2.py")
+pytestmark = pytest.mark.sampled(8, "deepspeed_compress/backends/fsdp2", "tests/backends/test_fsdp2.py")
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
 BF16_BOTH = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True)
@@ -261,14 +261,16 @@ def share(name: str) -> float:
     return factor * (2.0 if EVERY[name][1].mesh else 1.0) / dist.get_world_size()
 
 
+@pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_what_is_left_out_is_remembered_in_every_program(ranks: int) -> None:
+def test_what_is_left_out_is_remembered_in_every_program(ranks: int, part: int) -> None:
     kept = [name for name in PROGRAMS if name != "clipping"]
-    assert run_forks(ranks, conserve, kept) == [[]] * ranks
+    assert run_forks(ranks, conserve, kept[part::4]) == [[]] * ranks
 
 
-def test_what_is_left_out_is_remembered_between_copies() -> None:
-    assert run_forks(4, conserve, list(OF_FOUR)) == [[]] * 4
+@pytest.mark.parametrize("part", range(2))
+def test_what_is_left_out_is_remembered_between_copies(part: int) -> None:
+    assert run_forks(4, conserve, list(OF_FOUR)[part::2]) == [[]] * 4
 
 
 def overflow(rank: int, scaled: bool, mesh: tuple[int, ...]) -> dict[str, Any]:
@@ -454,17 +456,25 @@ PATIENCE = 400
 
 
 @pytest.mark.timeout(2 * PATIENCE)
-def test_every_method_trains() -> None:
-    assert run_forks(2, train_methods, METHODS_OF_FSDP2, (), timeout=PATIENCE) == [[]] * 2
+@pytest.mark.parametrize("part", range(8))
+def test_every_method_trains(part: int) -> None:
+    methods = {name: METHODS_OF_FSDP2[name] for name in list(METHODS_OF_FSDP2)[part::8]}
+    assert run_forks(2, train_methods, methods, (), timeout=PATIENCE) == [[]] * 2
 
 
 @pytest.mark.timeout(2 * PATIENCE)
-def test_methods_train_in_copies_of_shards() -> None:
+@pytest.mark.parametrize("part", range(4))
+def test_methods_train_in_copies_of_shards(part: int) -> None:
     """Check one method of each kind of message and residual; every method is trained above."""
     names = ("int4_stochastic", "sign", "topk_int4", "randomk", "int8_memory", "dgc", "overrides", "clipped")
-    methods = {name: METHODS_OF_FSDP2[name] for name in names}
-    assert run_forks(4, train_methods, {**methods, "inside": INSIDE}, HSDP, timeout=PATIENCE) == [[]] * 4
-    assert run_forks(4, train_methods, {"inside": INSIDE}, (), timeout=PATIENCE) == [[]] * 4
+    methods = {name: METHODS_OF_FSDP2[name] for name in names[part::4]}
+    assert run_forks(4, train_methods, methods, HSDP, timeout=PATIENCE) == [[]] * 4
+
+
+@pytest.mark.timeout(2 * PATIENCE)
+@pytest.mark.parametrize("mesh", [HSDP, ()])
+def test_two_levels_train(mesh: tuple[int, ...]) -> None:
+    assert run_forks(4, train_methods, {"inside": INSIDE}, mesh, timeout=PATIENCE) == [[]] * 4
 
 
 def sent_between(rank: int, given: Mapping[str, Any], setting: Setting) -> tuple[dict[str, Any], int, int]:
@@ -592,6 +602,8 @@ def gathered(rank: int, options: Mapping[str, Any], early: bool) -> dict[str, An
     return found
 
 
+# Every case runs by default, because each shards weights in another way.
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("ranks", "options", "early"),
     [
@@ -843,6 +855,7 @@ def gpts(rank: int, given: Mapping[str, Any], directory: str) -> list[tuple[floa
     return [gpt(rank, given, seed, f"{directory}/{seed}") for seed in SEEDS]
 
 
+@pytest.mark.slow
 def test_four_bits_send_an_eighth_and_learn_as_much(tmp_path: Path) -> None:
     both = {"gradients": {"method": "blockwise", "bits": 4, "min_numel": 0}}
     runs = {

@@ -19,7 +19,7 @@ from deepspeed_compress.config import SECTION
 from tests.support.forks import run_forks
 from tests.support.megatron import Gpt, Options, checkpointing, on_cpu, start
 
-pytestmark = pytest.mark.sampled(3, "deepspeed_compress/backends", "tests/backends/test_megatron_layouts.py")
+pytestmark = pytest.mark.sampled(8, "deepspeed_compress/backends/megatron", "tests/backends/test_megatron_layouts.py")
 
 FEEDBACK = {"error_feedback": {"dtype": "fp32"}}
 FOUR_BITS = {"gradients": {"method": "blockwise", "bits": 4, "block_size": 64, **FEEDBACK}}

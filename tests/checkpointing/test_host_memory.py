@@ -14,7 +14,7 @@ import pytest
 from deepspeed_compress.checkpointing import completeness as files
 from deepspeed_compress.checkpointing.completeness import FileList, read_list
 from deepspeed_compress.checkpointing.memory_catalog import MemoryCatalog
-from deepspeed_compress.checkpointing.memory_copies import COPIES, Destination, Receiver, own_address, send_copies
+from deepspeed_compress.checkpointing.memory_copies import COPIES, Destination, Receiver, send_copies
 from deepspeed_compress.checkpointing.memory_directory import (
     ENVIRONMENT,
     find_host_saves,
@@ -25,7 +25,7 @@ from deepspeed_compress.checkpointing.memory_directory import (
 )
 from deepspeed_compress.checkpointing.movement import Movement
 from deepspeed_compress.errors import StateError
-from deepspeed_compress.transport.client import connect
+from deepspeed_compress.transport.client import connect, own_address
 from deepspeed_compress.transport.connection import Connection
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.frames import encode

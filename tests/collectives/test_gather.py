@@ -19,6 +19,8 @@ from deepspeed_compress.monitor import Meter
 from tests.support.codecs import encode
 from tests.support.threads import run_threads
 
+SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/collectives", "tests/collectives/test_gather.py")
+
 SIZES = (("norm", 7), ("matrix", 500), ("bias", 3), ("tied", 90), ("", 8))
 NUMEL = sum(numel for _, numel in SIZES)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -98,6 +100,7 @@ CODECS = (
 )
 
 
+@SAMPLED
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: type(codec.compressor).__name__)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -155,6 +158,7 @@ def updated(compressor: Compressor, part: Tensor, wanted: Tensor) -> Tensor:
     return values.to(part.dtype)
 
 
+@SAMPLED
 @pytest.mark.parametrize("compressor", [INT8, TopK(0.1, 64)], ids=["int8", "topk"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_gather_matches_a_recursion_in_one_process(dtype: torch.dtype, compressor: Compressor) -> None:

@@ -20,6 +20,8 @@ from tests.support.codecs import noise
 from tests.support.reducers import integers, interleaved, payload_reducer
 from tests.support.threads import run_nodes
 
+SAMPLED = pytest.mark.sampled(3, "deepspeed_compress/collectives", "tests/collectives/test_hierarchical.py")
+
 T = TypeVar("T")
 FP32 = Cast(torch.float32)
 STOCHASTIC = Blockwise(8, 32, stochastic=True)
@@ -48,6 +50,7 @@ def run_hierarchy(
     return run_nodes(nodes, locals_, on_rank)
 
 
+@SAMPLED
 @every_shape
 @pytest.mark.parametrize("make", [interleaved, lambda ranks: even_partition([("w", 101), ("b", 3)], ranks)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -93,6 +96,7 @@ def test_all_ranks_get_the_same_bits_from_lossy_levels(nodes: int, locals_: int)
         assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
 
 
+@SAMPLED
 @pytest.mark.parametrize("locals_", [2, 3])
 def test_feedback_on_both_levels_makes_the_mean_approach_the_exact_sum(locals_: int) -> None:
     """The residuals after 30 steps with the same gradients are bounded, so the mean result approaches the exact sum."""

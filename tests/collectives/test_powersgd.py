@@ -29,6 +29,8 @@ from deepspeed_compress.monitor import Meter
 from tests.support.reducers import normal, payload_reducer, raw_bytes
 from tests.support.threads import run_threads
 
+SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/collectives", "tests/collectives/test_powersgd.py")
+
 FP32 = Cast(torch.float32)
 SHAPES: Mapping[str, tuple[int, ...]] = {
     "wide": (6, 20),
@@ -329,6 +331,7 @@ def test_error_feedback_reduces_the_accumulated_error() -> None:
     assert errors[True] < 0.5 * errors[False]
 
 
+@SAMPLED
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("factors", "factor_feedback"),
@@ -496,6 +499,7 @@ def test_huge_and_tiny_gradients_are_scaled_correctly(power: int) -> None:
         torch.testing.assert_close(found / factor, usual, rtol=1e-3, atol=1e-3)
 
 
+@SAMPLED
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", LOW_RANK)
 @pytest.mark.parametrize("factors", [FP32, Blockwise(4, 32)], ids=repr)

@@ -33,7 +33,7 @@ from tests.support.properties import properties
 from tests.support.reducers import integers, interleaved, normal, raw_bytes
 from tests.support.threads import connect, run_threads
 
-pytestmark = pytest.mark.sampled(2, "deepspeed_compress/collectives", "tests/collectives/test_reducers.py")
+SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/collectives", "tests/collectives/test_reducers.py")
 
 FP32 = Cast(torch.float32)
 INT4 = Blockwise(4, 32)
@@ -93,6 +93,7 @@ def reduced(
     return run_threads(len(buckets), work)
 
 
+@SAMPLED
 @every_dtype
 @every_numel
 @every_ranks
@@ -103,6 +104,7 @@ def test_all_reduce_with_an_exact_codec_gives_the_sum(ranks: int, numel: int, dt
         assert torch.equal(found, sum(buckets))
 
 
+@SAMPLED
 @every_dtype
 @every_numel
 @every_ranks
@@ -128,6 +130,7 @@ def test_the_scale_turns_the_sum_into_the_mean(operation: str, ranks: int) -> No
         torch.testing.assert_close(gather(found, own), gather(mean, own), rtol=1e-6, atol=1e-6)
 
 
+@SAMPLED
 @pytest.mark.parametrize("codec", [codec for codec in CODECS if not is_random(codec)], ids=repr)
 def test_reduce_scatter_adds_decoded_messages_to_exact_own_elements(codec: Compressor) -> None:
     ranks, partition = 3, interleaved(3)
@@ -138,6 +141,7 @@ def test_reduce_scatter_adds_decoded_messages_to_exact_own_elements(codec: Compr
         torch.testing.assert_close(gather(found, partition.owned_by(rank)), 0.5 * sum(parts), rtol=1e-6, atol=1e-6)
 
 
+@SAMPLED
 @every_dtype
 @every_codec
 def test_all_ranks_get_the_same_bits(codec: Compressor, dtype: torch.dtype) -> None:
@@ -184,6 +188,7 @@ def message_bytes(partition: Partition, owner: int, codecs: Sequence[Compressor]
     return sum(codec.payload_bytes(numel) for codec, numel in zip(codecs, numels, strict=True))
 
 
+@SAMPLED
 @pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter"])
 @every_numel
 @every_ranks
@@ -269,6 +274,7 @@ def long_run(
     return run_threads(partition.world_size, work)
 
 
+@SAMPLED
 @pytest.mark.parametrize("codec", [INT4, TOPK, STOCHASTIC, Cast(torch.bfloat16)], ids=repr)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_results_of_all_reduce_and_residuals_add_up_to_the_exact_sum(ranks: int, codec: Compressor) -> None:
@@ -284,6 +290,7 @@ def test_results_of_all_reduce_and_residuals_add_up_to_the_exact_sum(ranks: int,
     assert left.abs().max() > 1e-3
 
 
+@SAMPLED
 @pytest.mark.parametrize("codec", [INT4, TOPK, STOCHASTIC, Cast(torch.bfloat16)], ids=repr)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_results_of_reduce_scatter_and_residuals_add_up_to_the_exact_sum(ranks: int, codec: Compressor) -> None:
@@ -300,6 +307,7 @@ def test_results_of_reduce_scatter_and_residuals_add_up_to_the_exact_sum(ranks: 
 ROTATED = Codec(TOPK, DCT({"weight": 10}, 4))
 
 
+@SAMPLED
 @pytest.mark.parametrize("own_exact", [True, False])
 @pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter"])
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -329,6 +337,7 @@ def test_error_feedback_reduces_the_drift_of_the_running_sum() -> None:
     assert errors[True] < errors[False]
 
 
+@SAMPLED
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @every_codec
 def test_a_non_finite_element_of_one_rank_reaches_all_ranks(codec: Compressor, bad: float) -> None:
@@ -339,6 +348,7 @@ def test_a_non_finite_element_of_one_rank_reaches_all_ranks(codec: Compressor, b
         assert not found.isfinite().all()
 
 
+@SAMPLED
 @pytest.mark.parametrize(("source", "owner"), [(0, 1), (1, 0), (1, 1)])
 @every_codec
 def test_a_non_finite_element_reaches_only_its_owner(codec: Compressor, source: int, owner: int) -> None:
@@ -547,6 +557,7 @@ def test_delayed_parameters_arrive_as_the_sum_of_their_steps() -> None:
             assert torch.equal(found, gather(expected, partition.owned_by(rank)))
 
 
+@SAMPLED
 @pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter"])
 @pytest.mark.parametrize("micro_steps", [1, 2])
 @pytest.mark.parametrize("skipped", [(), (4,), (5,), (2, 7)])

@@ -23,6 +23,8 @@ from deepspeed_compress.monitor import Meter
 from tests.support.forks import run_forks
 from tests.support.streams import Device, Event, Stream
 
+SAMPLED = pytest.mark.sampled(3, "deepspeed_compress/collectives", "tests/collectives/test_streams.py")
+
 NUMEL = 400
 READ = "aten.add.Tensor reads on default, which does not wait for side"
 REUSED = "memory of aten.add.Tensor on default is reused while side uses it"
@@ -168,11 +170,13 @@ OPERATIONS: dict[str, Callable[[Any, Stream, Any, torch.Tensor], None]] = {
 }
 
 
+@SAMPLED
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_messages_stay_allocated_until_they_are_used(operation: str) -> None:
     assert run_forks(2, find_races, operation) == [[], []]
 
 
+@SAMPLED
 @pytest.mark.parametrize("operation", ["reduce_scatter", "all_reduce"])
 def test_the_levels_of_a_hierarchy_wait_for_each_other(operation: str) -> None:
     assert run_forks(4, find_races, operation) == [[]] * 4

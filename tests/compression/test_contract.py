@@ -16,6 +16,8 @@ from deepspeed_compress.compression.compressors.base import ALIGNMENT
 from tests.support.codecs import CODECS, SETTINGS, decode, encode, is_random, noise, transmit
 from tests.support.properties import properties
 
+SAMPLED = pytest.mark.sampled(3, "deepspeed_compress/compression", "tests/compression/test_contract.py")
+
 SPARSE = (TopK, RandomK, BlockTopK)
 LARGEST = torch.finfo(torch.float32).max
 TINY = 2.0**-149
@@ -78,6 +80,7 @@ def test_settings_build_the_class_that_the_suite_covers(method: str) -> None:
     assert {type(codec) for codec in SETTINGS[method]} == {type(methods_of_config()[method].compressor())}
 
 
+@SAMPLED
 @every_codec
 @examples
 @given(st.data())
@@ -98,6 +101,7 @@ def test_an_empty_tensor_has_an_empty_payload(codec: Compressor) -> None:
     assert transmit(codec, torch.empty(0)).numel() == 0
 
 
+@SAMPLED
 @every_codec
 @examples
 @given(st.data())
@@ -111,6 +115,7 @@ def test_neither_input_nor_payload_is_modified(codec: Compressor, data: st.DataO
     assert torch.equal(payload, sent)
 
 
+@SAMPLED
 @every_codec
 @examples
 @given(st.data())
@@ -119,6 +124,7 @@ def test_zeros_stay_zeros(codec: Compressor, data: st.DataObject) -> None:
     assert torch.equal(transmit(codec, torch.zeros(numel)), torch.zeros(numel))
 
 
+@SAMPLED
 @every_codec
 @examples
 @given(st.data())
@@ -134,6 +140,7 @@ def test_equal_elements_stay_equal(codec: Compressor, data: st.DataObject) -> No
     assert getattr(codec, "rescale", False) or ((sent - value).abs() <= 2**-8 * abs(value)).all()
 
 
+@SAMPLED
 @every_codec
 @examples
 @given(st.data())
@@ -145,6 +152,7 @@ def test_signs_and_magnitudes_survive_denormals(codec: Compressor, data: st.Data
     assert (decoded.abs() <= bound).all()
 
 
+@SAMPLED
 @every_codec
 @examples
 @given(st.data())
@@ -159,6 +167,7 @@ def test_huge_elements_stay_finite(codec: Compressor, data: st.DataObject) -> No
     assert LARGEST in x or decoded.isfinite().all()
 
 
+@SAMPLED
 @every_codec
 @examples
 @given(st.data())
@@ -170,6 +179,7 @@ def test_a_non_finite_element_decodes_as_non_finite(codec: Compressor, data: st.
     assert not transmit(codec, x).isfinite().all()
 
 
+@SAMPLED
 @every_codec
 @examples
 @given(st.data())

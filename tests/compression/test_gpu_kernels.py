@@ -17,11 +17,8 @@ from deepspeed_compress.compression.kernels import reference
 from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers
 from tests.support.triton_interpreter import Runner, compiled, gpu_or_interpreter, inexact
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
-    # The interpreter is slow.
-    pytest.mark.sampled(7, "deepspeed_compress/compression/kernels", "tests/compression/test_gpu_kernels.py"),
-]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+SAMPLED = pytest.mark.sampled(24, "deepspeed_compress/compression/kernels", "tests/compression/test_gpu_kernels.py")
 
 FORMS = {
     "int8": BlockFormat("absmax", 127, 8, 256),
@@ -128,6 +125,7 @@ def check_encoding(
     assert_same(after[0], after[1])
 
 
+@SAMPLED
 @pytest.mark.parametrize("key", [None, KEY])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
@@ -185,6 +183,7 @@ def check_residual_in_place(device: torch.device, dtype: torch.dtype) -> None:
     assert_same(before, after.cpu())
 
 
+@SAMPLED
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_residual_may_be_updated_in_place(run: Runner, dtype: torch.dtype) -> None:
     run(check_residual_in_place, dtype)
@@ -227,6 +226,7 @@ def check_decoding(device: torch.device, numel: int, form: BlockFormat, dtype: t
         assert_same(out, expected)
 
 
+@SAMPLED
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_decoding_matches_the_reference(run: Runner, form: BlockFormat, dtype: torch.dtype) -> None:
@@ -252,12 +252,14 @@ def check_sums(device: torch.device, form: BlockFormat, ranks: int, offset: int)
         assert_same(out, expected)
 
 
+@SAMPLED
 @pytest.mark.parametrize("ranks", [0, 1, 3, 8, 9])
 @pytest.mark.parametrize("name", ["int8", "int4", "sign", "four levels"])
 def test_sums_of_messages_match_the_reference(run: Runner, name: str, ranks: int) -> None:
     run(check_sums, FORMS[name], ranks, 0)
 
 
+@SAMPLED
 @pytest.mark.parametrize("offset", [1, 2, 4, 8])
 def test_sums_of_unaligned_messages_match_the_reference(run: Runner, offset: int) -> None:
     run(check_sums, FORMS["int4"], 2, offset)
@@ -289,6 +291,7 @@ def check_uniform(device: torch.device, key: int) -> None:
         assert_same(gpu.uniform(count, key, device), reference.uniform(count, key, torch.device("cpu")))
 
 
+@SAMPLED
 @pytest.mark.parametrize("key", [0, 1, 2**31, 2**32 - 1, 2**32, 2**63, 2**64 - 1, KEY])
 def test_uniform_numbers_match_the_reference(run: Runner, key: int) -> None:
     run(check_uniform, key)
@@ -310,6 +313,7 @@ def check_casts(device: torch.device, dtype: torch.dtype, numel: int) -> None:
     assert_same(own_sums, sums)
 
 
+@SAMPLED
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_casts_match_the_reference(run: Runner, dtype: torch.dtype) -> None:
     for numel in (0, 1, 2048, NUMEL):
@@ -369,6 +373,7 @@ def check_top_k(device: torch.device, width: int, k: int) -> None:
         assert_same(gpu.top_k_rows(rows.to(device), k), reference.top_k_rows(rows, k))
 
 
+@SAMPLED
 @pytest.mark.parametrize(
     ("width", "k"),
     [(1, 1), (7, 1), (64, 3), (64, 64), (100, 99), (256, 3), (1000, 10), (4096, 41), (8192, 82)],
@@ -398,6 +403,7 @@ def check_rows(device: torch.device, width: int, stochastic: bool) -> None:
     assert_same(own, out)
 
 
+@SAMPLED
 @pytest.mark.parametrize("stochastic", [False, True])
 @pytest.mark.parametrize("width", [1, 33, 256, 4000])
 def test_quantization_of_rows_matches_the_reference(run: Runner, width: int, stochastic: bool) -> None:
@@ -418,6 +424,7 @@ def check_long_rows(device: torch.device, rows: int, width: int, k: int) -> None
     assert_same(gpu.top_k_sampled(ordinary[:1].to(device), k), reference.top_k_sampled(ordinary[:1], k))
 
 
+@SAMPLED
 @pytest.mark.parametrize(("rows", "width", "k"), [(1, 8193, 8193), (2, 33_000, 400), (1, 70_000, 7)])
 def test_top_k_of_rows_shared_by_several_programs_matches_the_reference(
     run: Runner, rows: int, width: int, k: int
@@ -533,6 +540,7 @@ def check_other_compiled(capability: int) -> None:
     assert set().union(*(inexact(kernel.ptx) for kernel in kernels)) == set()
 
 
+@SAMPLED
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("name", ["int8", "int4, one block per program", "ternary", "qsgd", "sign", "four levels"])
 def test_compiled_block_kernels_are_exact_and_load_16_bytes(compiler: Runner, name: str, capability: int) -> None:
@@ -540,11 +548,13 @@ def test_compiled_block_kernels_are_exact_and_load_16_bytes(compiler: Runner, na
         compiler(check_compiled_blocks, capability, FORMS[name], dtype, residual)
 
 
+@SAMPLED
 @pytest.mark.parametrize("capability", [80, 90])
 def test_other_compiled_kernels_are_exact(compiler: Runner, capability: int) -> None:
     compiler(check_other_compiled, capability)
 
 
+@SAMPLED
 @pytest.mark.parametrize(
     ("instruction", "found"),
     [

@@ -25,6 +25,8 @@ from tests.compression.oracles import Doubles, Grid
 from tests.support.codecs import encode, transmit
 from tests.support.properties import properties
 
+SAMPLED = pytest.mark.sampled(3, "deepspeed_compress/compression", "tests/compression/test_quantizers.py")
+
 BF16, FP16 = torch.bfloat16, torch.float16
 BLOCK = 64
 BITS = (8, 4, 2)
@@ -108,10 +110,11 @@ def test_every_code_matches_the_published_form(
         assert (np.abs(found - expected)[undecided] <= 1.001 * grid.step).all()
 
 
+@SAMPLED
 @pytest.mark.parametrize(("codec", "oracle"), UNBIASED, ids=[repr(codec) for codec, _ in UNBIASED])
 def test_the_mean_over_keys_equals_the_input(codec: BlockQuantizer, oracle: Callable[[Doubles], Grid]) -> None:
-    """It is within 5 standard errors for 2000 keys. 0.01 % of a step is allowed for fp32."""
-    count, x = 2000, sample(3, BLOCK)
+    """It is within 5 standard errors for 1000 keys. 0.01 % of a step is allowed for fp32."""
+    count, x = 1000, sample(3, BLOCK)
     mean = torch.stack([transmit(codec, x, key) for key in range(count)]).double().mean(dim=0).numpy()
     grid = oracle(x.double().numpy())
     assert (np.abs(mean - x.double().numpy()) <= 5 * grid.standard_error(count) + 1e-4 * grid.step).all()
@@ -255,6 +258,7 @@ def test_fitted_levels_have_a_smaller_error_than_signs_and_absmax_levels() -> No
         assert errors[2] < 0.7 * oracles.squared_error(exact, absmax)
 
 
+@SAMPLED
 @pytest.mark.parametrize("name", ["normal", "laplace"])
 @pytest.mark.parametrize(
     ("codec", "magnitudes", "slack"),
@@ -331,6 +335,7 @@ def test_quantization_matches_fake_quantize_of_torch(bits: int) -> None:
     assert float(steps.abs().max()) < 1.001
 
 
+@SAMPLED
 @pytest.mark.parametrize("codec", [codec for codec in QUANTIZERS if not codec.stochastic], ids=repr)
 @examples
 @given(x=vectors)
@@ -339,6 +344,7 @@ def test_blocks_are_quantized_independently(codec: BlockQuantizer, x: Tensor) ->
     assert torch.equal(transmit(codec, x), alone)
 
 
+@SAMPLED
 @every_quantizer
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, BLOCK + 5, 2 * BLOCK - 1, 3 * BLOCK + 1])

@@ -236,7 +236,7 @@ def test_random_k_sends_only_its_seed_and_the_values() -> None:
     assert [codec.payload_bytes(numel) for numel in (0, 1, 64, 100)] == [0, 8, 4 + 16 * 4, 4 + (16 + 9) * 4]
 
 
-DRAWS = 4000
+DRAWS = 2000
 
 
 def drawn(codec: Compressor, x: Tensor) -> Tensor:

@@ -18,6 +18,8 @@ from deepspeed_compress.compression.transforms import DCT, Hadamard, Identity, T
 from tests.support.codecs import noise
 from tests.support.properties import properties
 
+SAMPLED = pytest.mark.sampled(3, "deepspeed_compress/compression", "tests/compression/test_transforms.py")
+
 Doubles = NDArray[np.float64]
 WIDTHS = {"wide": 13, "narrow": 3, "column": 1}
 TRANSFORMS: tuple[Transform, ...] = (Identity(), Hadamard(16, seed=3), Hadamard(1), DCT(WIDTHS, 4), DCT(WIDTHS))
@@ -42,6 +44,7 @@ def hadamard(size: int) -> Doubles:
     return np.array([[(-1) ** (i & j).bit_count() for j in range(size)] for i in range(size)]) / math.sqrt(size)
 
 
+@SAMPLED
 @every_transform
 @properties
 @given(segments=LAYOUTS, seed=st.integers(0, 99))
@@ -71,6 +74,7 @@ def test_forward_inverts_the_inverse(transform: Transform, segments: tuple[Segme
     assert torch.allclose(back, coefficients, rtol=0, atol=1e-5)
 
 
+@SAMPLED
 @every_transform
 @properties
 @given(segments=LAYOUTS)
@@ -80,6 +84,7 @@ def test_coefficients_can_be_summed_before_the_inverse(transform: Transform, seg
     assert torch.allclose(transform.inverse(total, segments), torch.stack(parts).sum(dim=0), rtol=0, atol=2e-5)
 
 
+@SAMPLED
 @every_transform
 @properties
 @given(segments=LAYOUTS)

@@ -8,6 +8,8 @@ import pytest
 
 from deepspeed_compress.config import SECTION, json_schema
 
+pytestmark = pytest.mark.sampled(4, "deepspeed_compress/config", "tests/config/test_schema.py")
+
 
 def test_schema_is_valid_and_describes_every_key() -> None:
     schema = json_schema()

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from deepspeed_compress.collectives.buckets import Partition, even_partition
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import Run, StepClock
-from deepspeed_compress.collectives.reduction import Groups, Parameters, ReductionContext, Reductions
+from deepspeed_compress.collectives.reduction import Groups, ReductionContext, Reductions
 from deepspeed_compress.collectives.weight_reduction import WeightReduction
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import SECTION, parse_section

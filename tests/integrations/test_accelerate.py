@@ -15,6 +15,8 @@ from deepspeed_compress.config import SECTION
 from tests.integrations.trainers import INT4, collate, network, sentences, weights
 from tests.support.forks import run_forks
 
+pytestmark = pytest.mark.sampled(4, "deepspeed_compress/integrations", "tests/integrations/test_accelerate.py")
+
 NONE = {"gradients": {"method": "none"}}
 BATCH = 4
 

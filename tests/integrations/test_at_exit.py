@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.sampled(4, "deepspeed_compress/integrations", "tests/integrations/test_at_exit.py")
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import warnings

@@ -12,6 +12,8 @@ from deepspeed_compress.checkpointing.completeness import find_problems
 from tests.integrations.trainers import INT4, SAVING, Job, Outcome, keep_checkpoint, train, trainer_of
 from tests.support.forks import run_forks
 
+SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/integrations", "tests/integrations/test_checkpoints.py")
+
 
 def training_logs(outcome: Outcome) -> list[dict[str, float]]:
     """Return the training logs without times, and without bytes of weights and totals that include them.
@@ -23,6 +25,7 @@ def training_logs(outcome: Outcome) -> list[dict[str, float]]:
     return [{key: value for key, value in entry.items() if key not in left_out} for entry in entries]
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", range(4))
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(stage: int, tmp_path: Path) -> None:
     job = Job(str(tmp_path), stage, INT4, {**SAVING, "per_device_train_batch_size": 3})
@@ -50,6 +53,7 @@ def test_a_resumed_run_with_compressed_weights_has_the_same_bits(tmp_path: Path)
 BEST = {**SAVING, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_best_model_is_loaded_at_the_end(stage: int, tmp_path: Path) -> None:
     """The learning rate is so large that the first of the two evaluations is the best."""
@@ -95,6 +99,7 @@ def test_saved_models_are_exact(saving: str, tmp_path: Path) -> None:
         assert max(float((saved[name] - exact[name].detach()).abs().max()) for name in saved) == 0.0
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", [1, 3])
 def test_background_checkpoints_match_blocking_ones(stage: int, tmp_path: Path) -> None:
     """Trainer also removes old checkpoints during training, and loads the best one at the end."""

@@ -12,6 +12,8 @@ from deepspeed_compress.config import SECTION
 from deepspeed_compress.integrations.importing import after_import, is_waiting
 from deepspeed_compress.launcher import fork_server
 
+SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/integrations", "tests/integrations/test_environment.py")
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import json, os, pathlib, sys
@@ -52,6 +54,7 @@ def run(tmp_path: Path, *options: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
+@SAMPLED
 @pytest.mark.parametrize(
     "options",
     [

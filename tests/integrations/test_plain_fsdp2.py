@@ -23,6 +23,8 @@ from tests.support.forks import run_forks
 from tests.support.sharded import WEIGHTS, Setting
 from tests.support.two_branches import FOUR_BITS, NONE, Branches, loss_of, section, start, take_steps
 
+SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/integrations", "tests/integrations/test_plain_fsdp2.py")
+
 STEPS = 5
 BOTH_DIRECTIONS = {**FOUR_BITS, "weights": WEIGHTS["weights"]}
 
@@ -54,6 +56,7 @@ def variants(rank: int, settings: dict[str, Any], mesh: tuple[int, ...]) -> list
     return [*found, *(train(*Setting(one, mesh).build()[:2], rank) for one in (None, settings))]
 
 
+@SAMPLED
 @pytest.mark.parametrize(
     ("settings", "mesh"),
     [(FOUR_BITS, ()), (NONE, ()), (BOTH_DIRECTIONS, ()), (FOUR_BITS, (2, 2))],

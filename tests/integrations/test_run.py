@@ -290,7 +290,7 @@ LAUNCHES = {
 }
 
 
-@pytest.mark.slow(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHES)
 def test_an_unmodified_script_is_compressed(launcher: str, port: str, tmp_path: Path) -> None:
     options = [*LAUNCHES[launcher].split(), port]
@@ -314,7 +314,7 @@ def test_an_invalid_section_ends_the_script(tmp_path: Path) -> None:
     assert f"/{SECTION}/gradients/bit: unknown key" in done.stderr
 
 
-@pytest.mark.slow(2)
+@pytest.mark.slow
 def test_trainer_refuses_to_train_if_accelerate_ignores_deepspeed(
     port: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,7 +326,7 @@ def test_trainer_refuses_to_train_if_accelerate_ignores_deepspeed(
     assert "does not train a DeepSpeed engine" in done.stderr
 
 
-@pytest.mark.slow(2)
+@pytest.mark.slow
 def test_a_configuration_passed_to_accelerate_launch_is_compressed(port: str, tmp_path: Path) -> None:
     """Only `accelerate launch` gets the configuration; the script does not mention DeepSpeed."""
     options = [*LAUNCHES["accelerate"].split(), port, "--deepspeed_config_file", config_file(tmp_path)]
@@ -336,7 +336,7 @@ def test_a_configuration_passed_to_accelerate_launch_is_compressed(port: str, tm
     assert len([entry for entry in found["logs"] if entry.get("compression_ratio", 0) > 15]) == 2
 
 
-@pytest.mark.slow(2)
+@pytest.mark.slow
 def test_the_trainer_example_trains_saves_and_resumes(port: str, tmp_path: Path) -> None:
     """The documented command trains on a short text, and the same command resumes it."""
     (tmp_path / "text.txt").write_text("the king said nothing, for who would answer him?\n" * 600)

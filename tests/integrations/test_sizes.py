@@ -9,6 +9,8 @@ import pytest
 from tests.integrations.trainers import SAVING, Job, keep_checkpoint, train
 from tests.support.forks import run_forks
 
+pytestmark = pytest.mark.sampled(4, "deepspeed_compress/integrations", "tests/integrations/test_sizes.py")
+
 NONE: dict[str, Any] = {"gradients": {"method": "none"}}
 MICRO_BATCHES = 4
 """Micro-batches of all ranks in a step."""

@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
-from transformers import Trainer
+from transformers import GPT2LMHeadModel, Trainer
 
 import deepspeed_compress
 from deepspeed_compress import UnsupportedError
@@ -19,8 +20,11 @@ from tests.integrations.trainers import (
     sentences,
     train,
     trainer_of,
+    weights,
 )
 from tests.support.forks import run_forks
+
+pytestmark = pytest.mark.sampled(4, "deepspeed_compress/integrations", "tests/integrations/test_trainer.py")
 
 NONE = {"gradients": {"method": "none"}}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -72,7 +76,7 @@ def test_tensor_parallelism_of_the_section_matches_deepspeed(tmp_path: Path) -> 
     assert min(first.of("compression_bytes_tensor")) > 0
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_sharding_within_nodes_matches_data_parallelism(stage: int, tmp_path: Path) -> None:
     """Two nodes of two ranks. Adam turns the last bits of a mean into the last bits of a step."""
     nodes = {"parallelism": {"shard_within": 2}}
@@ -81,6 +85,71 @@ def test_sharding_within_nodes_matches_data_parallelism(stage: int, tmp_path: Pa
         assert losses(uncompressed) == pytest.approx(losses(expected), rel=1e-4)
         assert losses(int4)[0] == pytest.approx(losses(expected)[0], rel=1e-4)
         assert losses(int4)[-1] == pytest.approx(losses(expected)[-1], rel=0.05)
+
+
+def decide(rank: int, job: Job) -> list[str]:
+    """Train, and return the kinds of decisions."""
+    deepspeed_compress.install()
+    trainer = trainer_of(job)
+    trainer.train()
+    return [event.kind for event in trainer.model_wrapped.compression.events]
+
+
+def test_preset_auto_decides(tmp_path: Path) -> None:
+    """Accelerate would take the "auto" of the preset for a value that it must fill in."""
+    job = Job(str(tmp_path), 2, {"preset": "auto", "auto": {"steps": 3}}, {"max_steps": 16})
+    assert run_forks(2, decide, job) == [["auto"]] * 2
+
+
+def load_and_train(rank: int, saved: str, *jobs: Job) -> list[tuple[int, dict[str, list[float]], list[float]]]:
+    """Load weights after `TrainingArguments`, so transformers makes the model in `deepspeed.zero.Init`.
+
+    Returns:
+        For each job, the number of ranks that share a parameter, the weights that an evaluation used, and the losses of
+        training.
+    """
+    found = []
+    # A launched program gets this from Accelerate.
+    deepspeed.init_distributed()
+    for job in jobs:
+        uninstall = deepspeed_compress.install() if job.section is not None else lambda: None
+        trainer = loading_trainer(saved, job)
+        trainer.evaluate()
+        evaluated = weights(trainer.model_wrapped)
+        forget_accelerate()
+        trainer = loading_trainer(saved, job)
+        shared = trainer.model.transformer.wte.weight.ds_process_group.size()
+        trainer.train()
+        found.append((shared, evaluated, Outcome({}, trainer.state.log_history).of("loss")))
+        uninstall()
+        trainer.model_wrapped.destroy()
+        forget_accelerate()
+    return found
+
+
+def loading_trainer(saved: str, job: Job) -> Trainer:
+    """Return a Trainer of the model in the directory `saved`."""
+    args = job.arguments()
+    model = GPT2LMHeadModel.from_pretrained(saved)
+    return Trainer(model, args, data_collator=collate, train_dataset=sentences(48), eval_dataset=sentences(8))
+
+
+def test_a_model_that_is_loaded_for_zero_3_is_sharded_within_nodes_and_islands(tmp_path: Path) -> None:
+    """Only the first rank of the job reads weights, so those of the second part come from the first."""
+    network("gpt2").save_pretrained(tmp_path / "saved")
+    nodes = {"parallelism": {"shard_within": 2}}
+    # The engine of an evaluation has no optimizer, so it is not attached to.
+    islands = {"islands": {"size": 2, "sync_every": 2}}
+    sections = (None, nodes | NONE, nodes | INT4, islands)
+    jobs = [Job(str(tmp_path), 3, section, extra=CONSTANT) for section in sections]
+    for expected, uncompressed, int4, island in run_forks(4, load_and_train, str(tmp_path / "saved"), *jobs):
+        assert (expected[0], uncompressed[0], int4[0], island[0]) == (4, 2, 2, 2)
+        assert uncompressed[1] == int4[1] == island[1] == expected[1]
+        assert island[2][0] == pytest.approx(expected[2][0], rel=1e-4)
+        assert island[2][-1] == pytest.approx(expected[2][-1], rel=0.05)
+        assert uncompressed[2] == pytest.approx(expected[2], rel=1e-4)
+        assert int4[2][0] == pytest.approx(expected[2][0], rel=1e-4)
+        assert int4[2][-1] == pytest.approx(expected[2][-1], rel=0.05)
 
 
 def evaluate(rank: int, *jobs: Job) -> list[float]:

@@ -17,8 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import Run, StepClock
-from deepspeed_compress.collectives.reduction import Parameters, ReductionContext
+from deepspeed_compress.collectives.reduction import ReductionContext
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import Islands, Outer
 from deepspeed_compress.errors import ConfigError, IslandError

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore
 
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import Run, StepClock
-from deepspeed_compress.collectives.reduction import Groups, Parameters, ReductionContext
+from deepspeed_compress.collectives.reduction import Groups, ReductionContext
 from deepspeed_compress.compression.residuals import Residuals, ResidualStores
 from deepspeed_compress.config import Islands
 from deepspeed_compress.errors import ConfigError, IslandError

@@ -21,6 +21,8 @@ from deepspeed_compress.local_sgd.parameter_server.records import Records
 from deepspeed_compress.local_sgd.parameter_server.service import Answer, Service
 from deepspeed_compress.local_sgd.parameter_server.store import Store
 
+SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/local_sgd", "tests/local_sgd/test_parameter_server.py")
+
 NUMEL = 96
 HALF = NUMEL // 2
 EXACT = {"method": "none"}
@@ -143,6 +145,7 @@ def sent(head: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
 
 
+@SAMPLED
 @pytest.mark.parametrize("exchange", [EXACT, TOPK, {"method": "blockwise", "bits": 4}, {"method": "randomk"}])
 @pytest.mark.parametrize("kind", ["enter", "resume", "leave", "fresh", "seed", "push"])
 def test_a_mutated_call_is_refused_or_applied_and_can_be_replayed(

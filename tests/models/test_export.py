@@ -21,6 +21,8 @@ from tests.models.families import VOCABULARY, random_tokens, save_model
 from tests.models.runs import ROWS, SEED, Run, start, train
 from tests.support.forks import run_forks
 
+SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/models", "tests/models/test_export.py")
+
 BF16 = {"bf16": {"enabled": True}}
 STAGES, SLICES, BOTH, WHOLE = Layout(pipeline=2), Layout(tensor=2), Layout(tensor=2, pipeline=2), Layout()
 
@@ -114,6 +116,7 @@ CASES = {
 }
 
 
+@SAMPLED
 @pytest.mark.parametrize("case", CASES)
 def test_a_trained_model_survives_export(case: str, tmp_path: Path) -> None:
     family, tied, run = CASES[case]
@@ -124,6 +127,7 @@ def test_a_trained_model_survives_export(case: str, tmp_path: Path) -> None:
     check_index(tmp_path / "after", model)
 
 
+@SAMPLED
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("gpt2", True)])

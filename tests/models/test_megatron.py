@@ -17,6 +17,8 @@ from tests.models.families import LENGTH, random_tokens, save_model
 from tests.support.forks import run_forks
 from tests.support.megatron import start
 
+SAMPLED = pytest.mark.sampled(3, "deepspeed_compress/models", "tests/models/test_megatron.py")
+
 EVEN = {"vocab_size": 98, "n_inner": 46}
 FOUR_LAYERS = {**EVEN, "n_layer": 4}
 VIRTUAL = "virtual_pipeline_model_parallel_size"
@@ -72,6 +74,7 @@ def tensors(directory: Path) -> dict[str, Tensor]:
     return {name: one for file in directory.glob("*.safetensors") for name, one in load_file(file).items()}
 
 
+@SAMPLED
 @pytest.mark.parametrize(
     ("name", "tied"),
     [("whole", True), ("tensor", False), ("pipeline", False), ("interleaved", True), ("both", True)],

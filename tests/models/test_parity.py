@@ -20,6 +20,8 @@ from tests.models.families import MODELS, padded, random_tokens, save_model
 from tests.models.runs import SEED, Run, finish, start
 from tests.support.forks import run_forks
 
+SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/models", "tests/models/test_parity.py")
+
 ROWS = 3
 SIDES = ("none", "left", "right")
 
@@ -98,6 +100,7 @@ def test_every_family_has_a_toy_model() -> None:
     assert set(MODELS) == set(FAMILIES)
 
 
+@SAMPLED
 @pytest.mark.parametrize("family", MODELS)
 def test_two_pipeline_stages_compute_the_same_bits(family: str, saved: Saved) -> None:
     paths = [saved[family, tied] for tied in TIED]
@@ -108,6 +111,7 @@ def test_two_pipeline_stages_compute_the_same_bits(family: str, saved: Saved) ->
             check(seen[side], model, side, tolerance=0.0)
 
 
+@SAMPLED
 @pytest.mark.parametrize("family", MODELS)
 def test_two_tensor_parallel_ranks_compute_the_same_logits(family: str, saved: Saved) -> None:
     """Logits are about 1 to 10, and sums of two halves differ by a few units in the last place."""

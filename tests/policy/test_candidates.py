@@ -296,14 +296,6 @@ def test_saved_weights_that_are_no_longer_a_candidate_are_replaced_by_the_config
     assert second.due(48)
 
 
-def test_older_state_files_without_weights_can_be_loaded() -> None:
-    saved = through_json(adaptation().saved())
-    del saved["weights"], saved["room"]
-    second = adaptation()
-    second.load(saved)
-    assert second._choice == Choice((0,), 0)
-
-
 def test_plans_and_events_contain_gradients_and_weights() -> None:
     events: list[Any] = []
     found = Policy(section(candidates=[POWERSGD], weights=WEIGHTS), None, events.append, ALL)

@@ -393,12 +393,6 @@ def test_a_rollback_survives_a_resume() -> None:
     assert resume(pinned_state(), 40, schedule=PHASES, guard=ROLLBACK) == "blockwise bits=8"
 
 
-def test_a_rollback_in_an_older_state_file_survives_a_resume() -> None:
-    saved = pinned_state()
-    del saved["of"], saved["guard"]["odd"]
-    assert resume(saved, 40, schedule=PHASES, guard=ROLLBACK) == "blockwise bits=8"
-
-
 @pytest.mark.parametrize(
     ("section", "settings"),
     [

@@ -42,7 +42,7 @@ def test_steps_that_a_resumed_run_has_abandoned_do_not_count(tmp_path: Path) -> 
     assert curve(read_metrics(tmp_path)) == [(1.0, 8.0), (3.0, 7.0)]
 
 
-@pytest.mark.slow(4)
+@pytest.mark.slow(8)
 @pytest.mark.timeout(400)
 def test_losses_are_compared(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     files = ToyFiles(tmp_path)

@@ -28,6 +28,8 @@ from launch.studies.methods_table import cells, markdown, table_rows
 from tests.studies.toy import MODEL, ToyFiles
 from tests.support.sections import OF_WEIGHTS
 
+SAMPLED = pytest.mark.sampled(4, "tests/studies/test_methods_table.py")
+
 ROOT = Path(__file__).parents[2]
 STEPS, RANKS = 3, 3
 
@@ -124,6 +126,7 @@ def test_the_learning_rate_rises_then_falls_to_a_tenth(lab: Lab) -> None:
     assert rates == pytest.approx([5e-5, 1e-3, 1e-3, 5.5e-4, 1e-4])
 
 
+@SAMPLED
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name != "none"])
 def test_all_ranks_train_the_same_weights(lab: Lab, name: str) -> None:
     trained, uncompressed = lab.train(name), lab.train("none")[0][0]
@@ -255,7 +258,7 @@ def test_the_plot_names_every_point_and_what_it_cannot_show(tmp_path: Path) -> N
     assert files[1].stat().st_size > 10_000
 
 
-@pytest.mark.slow(4)
+@pytest.mark.slow(8)
 def test_the_program_runs_what_is_missing_and_names_what_fails(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,7 @@ CLOCKS = ("time", "processor")
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow(4)
+@pytest.mark.slow(8)
 @pytest.mark.serial
 def test_it_tells_the_cost_of_every_setting(port: str) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port"]

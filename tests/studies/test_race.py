@@ -13,6 +13,8 @@ from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, start
 from tests.support.jobs import run as train
 
+SAMPLED = pytest.mark.sampled(3, "tests/studies/test_race.py")
+
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_its_sections_are_valid_and_differ_in_settings_alone(name: str) -> None:
@@ -25,6 +27,7 @@ def losses(rank: int, job: Job) -> tuple[list[float], str]:
     return train(engine, data(rank, job)), engine.compression.settings
 
 
+@SAMPLED
 @pytest.mark.parametrize("name", PAIRS)
 def test_its_sections_train(name: str) -> None:
     found = run_forks(2, losses, Job(1, section_of(name), steps=4))

@@ -165,7 +165,7 @@ def test_outcomes_are_means_over_seeds_unless_one_misses_the_loss() -> None:
     assert outcomes(worse, 10, times)[1].seconds == {}
 
 
-@pytest.mark.slow(4)
+@pytest.mark.slow(8)
 @pytest.mark.timeout(400)
 def test_a_study_from_text_to_tables(tmp_path: Path, files: StudyFiles, capfd: pytest.CaptureFixture[str]) -> None:
     where = ["--data", str(files.text), "--output-dir", str(tmp_path), "--model", str(files.model), "--hosts", "2"]

@@ -26,7 +26,12 @@ class RankError(Exception):
 
 
 def run_forks(
-    ranks: int, work: Callable[..., T], *args: Any, timeout: float = 360, shared_memory: bool = False
+    ranks: int,
+    work: Callable[..., T],
+    *args: Any,
+    timeout: float = 360,
+    shared_memory: bool = False,
+    compiled: bool = False,
 ) -> list[T]:
     """Run `work(rank, *args)` on every rank, with the environment that the deepspeed launcher sets.
 
@@ -39,6 +44,8 @@ def run_forks(
         timeout: seconds after which a rank hangs.
         shared_memory: use DeepSpeed's shared memory, which `inference_all_reduce` of tensor-parallel layers needs. It
             takes 66 MiB per rank and more time than the rest of the start.
+        compiled: let torch.compile compile, which takes seconds. Its kernels, and their rounding, depend on the shapes
+            that the rank saw before.
 
     Returns:
         The results in rank order.
@@ -59,8 +66,9 @@ def run_forks(
             "MASTER_PORT": str(port),
             "DS_ACCELERATOR": "cpu",
         }
+        switches = (shared_memory, compiled)
         processes = [
-            context.Process(target=_run, args=(rank, environment, shared_memory, work, args, sender), daemon=True)
+            context.Process(target=_run, args=(rank, environment, switches, work, args, sender), daemon=True)
             for rank, (_, sender) in enumerate(pipes)
         ]
         try:
@@ -119,7 +127,7 @@ def _outcome(rank: int, receiver: Connection) -> tuple[bool, Any]:
 def _run(
     rank: int,
     environment: dict[str, str],
-    shared_memory: bool,
+    switches: tuple[bool, bool],
     work: Callable[..., Any],
     args: tuple[Any, ...],
     result: Connection,
@@ -134,6 +142,9 @@ def _run(
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     os.environ |= {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    shared_memory, compiled = switches
+    if not compiled:
+        torch.compiler.set_stance("force_eager")
     if not shared_memory:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     try:

@@ -96,7 +96,7 @@ def checkpoint(run: Path) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.slow(2)
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_resumed_run_equals_an_uninterrupted_one(arguments: list[str], port: str, tmp_path: Path) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"

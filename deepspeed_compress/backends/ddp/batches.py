@@ -15,8 +15,6 @@ from torch.nn import Parameter
 from deepspeed_compress.backends.sessions import Target
 from deepspeed_compress.collectives.buckets import Partition, even_partition
 
-__all__ = ["Batch", "Plan"]
-
 
 @dataclass(frozen=True)
 class Place:

@@ -17,8 +17,6 @@ from deepspeed_compress.collectives.buckets import Partition
 from deepspeed_compress.compression.segments import Segment, gather
 from deepspeed_compress.session.session import Session
 
-__all__ = ["Unused"]
-
 
 class Unused:
     """Tracker of the parameters of `target` that were used since the last reduction."""

@@ -1,25 +1,24 @@
-"""Startup announcement: one line with the settings and the bytes that are expected to be sent and kept."""
+"""Startup announcement: one line with the settings and the bytes to be sent and kept, and warnings about the engine."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from deepspeed_compress.backends.deepspeed.groups import expert_names, reduction_group
 from deepspeed_compress.backends.deepspeed.limits import has_optimizer
-from deepspeed_compress.backends.deepspeed.units import NodeUnit, node_unit
-from deepspeed_compress.collectives.reduction import Parameters
-from deepspeed_compress.config import CompressedWeights, find_missing
+from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, node_unit
+from deepspeed_compress.collectives.parameters import Parameters
+from deepspeed_compress.config import SECTION, CompressConfig, CompressedWeights, find_missing
 from deepspeed_compress.config.numbers import size
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.session.announced import gradient_texts, joined, tell, weight_text
 from deepspeed_compress.session.expected import one_bucket
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.traffic import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-
-__all__ = ["announce", "announcement", "warn_of_uncompressed"]
 
 
 def announce(engine: Any, session: Session, parameters: Parameters, kind: str) -> None:
@@ -42,6 +41,45 @@ def warn_of_uncompressed(engine: Any, ds_config: Mapping[str, Any]) -> None:
         meant = 'Or say that it is meant, by "gradients": {"method": "none"} in it'
         text = f"an engine is not compressed: {problem} {meant}"
         warnings.warn(text, CompressWarning, stacklevel=4)
+
+
+def warn_of_unheeded_type(engine: Any, config: CompressConfig, dtype: torch.dtype) -> None:
+    """Warn if `communication_data_type` has no effect.
+
+    Sums are computed in fp32 whatever the file says; uncompressed elements are sent in `dtype`.
+    """
+    written = engine.config.get("communication_data_type")
+    if config.gradients.method != "none" and written is not None and engine.communication_data_type != dtype:
+        text = (
+            f'/communication_data_type: "{written}" has no effect with compressed gradients: uncompressed elements are '
+            f"sent in {str(dtype).removeprefix('torch.')}, and sums are computed in fp32. Remove the key, or write "
+            f'"method": "{written}" into {SECTION}.gradients'
+        )
+        warnings.warn(text, CompressWarning, stacklevel=4)
+
+
+def warn_of_single_rank_hosts(config: CompressConfig, unit: IslandUnit | None) -> None:
+    """Warn if adaptive settings have no effect because islands by host have one data-parallel rank each.
+
+    For islands of a given size, the warning is raised when the section is read.
+    """
+    by_host = config.islands is not None and config.islands.by_host
+    if config.adaptive is not None and by_host and unit is not None and unit.get_data_parallel_world_size() == 1:
+        text = (
+            f"/{SECTION}/adaptive: has no effect, because each host has one data-parallel rank, which sends neither "
+            "gradients nor weights (allowed: null); remove the key"
+        )
+        warnings.warn(text, CompressWarning, stacklevel=4)
+
+
+def warn_of_uncounted(reasons: Sequence[str]) -> None:
+    """Warn that bytes are not counted in this engine.
+
+    Only method "none" reaches this point: nothing is replaced, and unknown figures are written as 0 rather than
+    estimated.
+    """
+    text = f"{SECTION}: bytes of gradients and weights cannot be counted in this engine, and are reported as 0: "
+    warnings.warn(text + "; ".join(reasons), CompressWarning, stacklevel=4)
 
 
 def announcement(engine: Any, session: Session, parameters: Parameters, kind: str) -> str:

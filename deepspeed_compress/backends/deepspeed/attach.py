@@ -1,29 +1,28 @@
 """Entry points for an existing engine: `attach` compresses its traffic, and `detach` undoes that."""
 
-import functools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_compress.backends.deepspeed import comms_log, losses, norms, parallel, seams
-from deepspeed_compress.backends.deepspeed.announce import announce
-from deepspeed_compress.backends.deepspeed.gradients.zero_0 import attach_zero_0, may_begin_early
+from deepspeed_compress.backends.deepspeed.announce import (
+    announce,
+    warn_of_single_rank_hosts,
+    warn_of_uncounted,
+    warn_of_unheeded_type,
+)
+from deepspeed_compress.backends.deepspeed.engine_target import EngineTarget, describe, find_parameters
+from deepspeed_compress.backends.deepspeed.gradients.zero_0 import attach_zero_0
 from deepspeed_compress.backends.deepspeed.gradients.zero_3 import attach_zero_3
 from deepspeed_compress.backends.deepspeed.gradients.zero_12 import attach_zero_12
-from deepspeed_compress.backends.deepspeed.groups import find_separate, make_groups
-from deepspeed_compress.backends.deepspeed.limits import (
-    engine_kind,
-    find_limits,
-    refuse_unsupported,
-    shared_parameters,
-)
+from deepspeed_compress.backends.deepspeed.limits import engine_kind, find_limits, refuse_unsupported
 from deepspeed_compress.backends.deepspeed.losses import follow_losses
 from deepspeed_compress.backends.deepspeed.node_shards import attach_nodes, equalize_weights
 from deepspeed_compress.backends.deepspeed.norms import Norms, loss_scale
@@ -37,20 +36,17 @@ from deepspeed_compress.checkpointing.deepspeed.background import attach_backgro
 from deepspeed_compress.checkpointing.deepspeed.checkpoint import CompressionState
 from deepspeed_compress.checkpointing.deepspeed.participants import Participant, attach_participants
 from deepspeed_compress.checkpointing.deepspeed.resharding import Resharding
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import Run
-from deepspeed_compress.collectives.reduction import Parameters
 from deepspeed_compress.collectives.weight_reduction import WeightReduction
-from deepspeed_compress.config import SECTION, CompressConfig, CompressedWeights, check_world, parse_section
-from deepspeed_compress.config.names import user_name
-from deepspeed_compress.errors import CompressWarning, ConfigError, UnsupportedError
+from deepspeed_compress.config import CompressConfig, CompressedWeights, check_world, parse_section
+from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed.divided import attach_islands, stay_apart
 from deepspeed_compress.local_sgd.deepspeed.elastic import attach_elastic
 from deepspeed_compress.monitor import write_configuration
-from deepspeed_compress.policy import AllowedChoices
 from deepspeed_compress.session.exact import attach_exact
-from deepspeed_compress.session.machines import equal_machines
 from deepspeed_compress.session.observer import PolicyInputs, largest_of_all
-from deepspeed_compress.session.parts import Attachment, Parts, make_parts
+from deepspeed_compress.session.parts import Parts, make_parts
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.probing import Prober, WeightTraffic
 from deepspeed_compress.session.protocols import IslandExchanges
@@ -62,15 +58,32 @@ __all__ = ["attach", "attach_section", "detach"]
 WeightBytes = Callable[[], int]
 """Function that returns the bytes that this rank sends for weights in one optimizer step."""
 
-_ATTACH: Mapping[str, Callable[[Any, Session], WeightBytes]] = MappingProxyType(
-    {"zero_0": attach_zero_0, "zero_12": attach_zero_12, "zero_3": attach_zero_3}
+
+@dataclass(frozen=True)
+class _Stage:
+    """Seams of a kind of engine.
+
+    Attributes:
+        attach: replaces the reduction of gradients.
+        gradient_seams: seams that `attach` needs.
+        check_weights: raises UnsupportedError if weights cannot be compressed.
+        weight_seams: seams that compressed weights need.
+    """
+
+    attach: Callable[[Any, Session], WeightBytes]
+    gradient_seams: tuple[seams.Seam, ...]
+    check_weights: Callable[[Any], None] = check_weights
+    weight_seams: tuple[seams.Seam, ...] = seams.WEIGHTS
+
+
+_STAGES: Mapping[str, _Stage] = MappingProxyType(
+    {
+        "zero_0": _Stage(attach_zero_0, seams.ZERO_0),
+        "zero_12": _Stage(attach_zero_12, seams.ZERO_12),
+        "zero_3": _Stage(attach_zero_3, seams.ZERO_3, check_weights_3, seams.WEIGHTS_3),
+    }
 )
-_WEIGHTS: Mapping[str, tuple[Callable[[Any], None], tuple[seams.Seam, ...]]] = MappingProxyType(
-    {"zero_3": (check_weights_3, seams.WEIGHTS_3)}
-)
-_SEAMS: Mapping[str, tuple[seams.Seam, ...]] = MappingProxyType(
-    {"zero_0": seams.ZERO_0, "zero_12": seams.ZERO_12, "zero_3": seams.ZERO_3}
-)
+"""Stages by kind of engine (see `engine_kind`)."""
 
 
 def attach(engine: Any) -> Any:
@@ -120,56 +133,71 @@ def attach_section(engine: Any, config: CompressConfig, unit: IslandUnit | None 
     # The engine forwards unknown names to the user's model, so `hasattr` is not reliable.
     if "compression" in vars(engine):
         raise ConfigError("the engine is already attached: call attach once, or use only initialize or install")
-    kind = _checked(engine, config)
-    missing: type[RankUnit] | None = None
-    if config.islands is not None and config.islands.elastic is None and unit is None:
-        missing = IslandUnit
-    if config.parallelism is not None and config.parallelism.shard_within is not None and node_unit(engine) is None:
-        missing = NodeUnit
-    if missing is not None:
-        raise ConfigError(
-            f"{missing.pointer} divides ranks before an engine is made, but this engine already exists: use "
-            "deepspeed_compress.initialize or install, or remove the key"
-        )
+    target = EngineTarget(engine, config, _checked(engine, config), unit, node_unit(engine))
+    _check_divided(target)
     check_ownership(engine, config)
-    _warn_of_single_rank_hosts(config, unit)
+    warn_of_single_rank_hosts(config, unit)
     patches = Patches()
     with patches.undone_on_failure():
-        _attach(engine, config, unit, kind, patches)
+        _attach(target, patches)
     return engine
 
 
-def _attach(engine: Any, config: CompressConfig, unit: IslandUnit | None, kind: str, patches: Patches) -> None:
-    nodes = node_unit(engine)
-    if nodes is not None:
-        equalize_weights(engine, nodes)
-    parameters = _parameters(engine, kind)
-    _warn_of_unheeded_type(engine, config, parameters.dtype)
-    parts = make_parts(_attachment(engine, config, parameters, kind, unit), patches)
-    if unit is not None:
-        patches.on_undo(functools.partial(stay_apart, engine, unit))
-    differences = _difference_weights(engine, kind, parts, parameters)
-    exact = None if differences is None else attach_exact(engine, differences.synchronise, patches)
-    inputs = _policy_inputs(engine, parts, parameters, None if differences is None else differences.traffic())
-    saving = None if config.checkpointing is None else attach_background(engine, config.checkpointing, patches)
-    islands, island_files = _attach_islands(engine, unit, parameters, parts)
-    session = Session(parts, inputs, exact, saving, islands)
-    shards = None if nodes is None else attach_nodes(engine, nodes, session)
-    weight_bytes = _no_bytes if nodes else _replace_collectives(engine, kind, session, parameters, parts.run)
-    watched = Norms(engine, session.policy.skips) if session.policy.guards else None
-    ended = parallel.count_parallel(engine, session.meter, patches)
-    participants = (island_files, saving, CompressionState(engine, session), Resharding(engine, config))
-    attach_participants(engine, [one for one in participants if one is not None], patches)
-    follow_steps(Steps(engine, session, watched, weight_bytes, ended, shards))
+def _attach(target: EngineTarget, patches: Patches) -> None:
+    """Attach all parts to the engine, in this order. Each part receives the earlier ones that it needs."""
+    engine, config = target.engine, target.config
+    if target.node is not None:
+        equalize_weights(engine, target.node)
+    parameters = find_parameters(target)
+    warn_of_unheeded_type(engine, config, parameters.dtype)
+    parts = make_parts(describe(target, parameters), patches)
+    if target.island is not None:
+        patches.on_undo(partial(stay_apart, engine, target.island))
+    session, participants = _make_session(target, parameters, parts)
+    steps = _make_steps(target, parameters, session, parts.run)
+    attach_participants(engine, participants, patches)
+    follow_steps(steps)
     attach_heartbeat(engine, session)
     session.begin(engine.global_steps, loss_scale(engine))
     patches.replace(engine, "compression", session)
     if engine.global_rank == 0:
         write_configuration(session.journal, engine.config)
-    announce(engine, session, parameters, kind)
+    announce(engine, session, parameters, target.kind)
     # Last, because it is collective: an earlier failure may have occurred on one rank only.
     patches.on_undo(session.renew_weights)
     patches.on_undo(session.discard_unfinished)
+
+
+def _make_session(target: EngineTarget, parameters: Parameters, parts: Parts) -> tuple[Session, Sequence[Participant]]:
+    """Return the session, and the participants in saving and loading, the outermost one first.
+
+    The parts that the session receives in its constructor are attached here, in this order: compressed weights under
+    ZeRO 1 and 2, figures for the policy, checkpoints in the background, and islands.
+    """
+    engine, config, patches = target.engine, target.config, parts.patches
+    weights = _attach_difference_weights(target, parameters, parts)
+    exact = None if weights is None else attach_exact(engine, weights.synchronise, patches)
+    inputs = _policy_inputs(engine, parts, parameters, None if weights is None else weights.traffic())
+    saving = None if config.checkpointing is None else attach_background(engine, config.checkpointing, patches)
+    islands, island_files = _attach_islands(target, parameters, parts)
+    slowest = partial(largest_of_all, device=engine.device, group=deciding_group(engine))
+    session = Session(parts, inputs, exact, saving, islands, slowest)
+    participants = (island_files, saving, CompressionState(engine, session), Resharding(engine, config))
+    return session, [one for one in participants if one is not None]
+
+
+def _make_steps(target: EngineTarget, parameters: Parameters, session: Session, run: Run) -> Steps:
+    """Return the replacement for the optimizer step.
+
+    The parts that it calls are attached here, in this order: means over nodes, or else the engine's own collectives;
+    the norm of gradients; and the traffic of other kinds of parallelism.
+    """
+    engine, patches = target.engine, session.patches
+    nodes = None if target.node is None else attach_nodes(engine, target.node, session)
+    weight_bytes = _no_bytes if nodes else _replace_collectives(target, parameters, session, run)
+    norms = Norms(engine, session.policy.skips) if session.policy.guards else None
+    ended = parallel.count_parallel(engine, session.meter, patches)
+    return Steps(engine, session, norms, weight_bytes, ended, nodes)
 
 
 def _checked(engine: Any, config: CompressConfig) -> str:
@@ -178,86 +206,100 @@ def _checked(engine: Any, config: CompressConfig) -> str:
     check_torch(torch.__version__)
     check_world(config, dist.get_world_size(), engine.config)
     kind = engine_kind(engine)
+    stage = _STAGES[kind]
     refuse_unsupported(engine, config)
     watched = norms.SEAMS + losses.SEAMS if config.guard is not None or config.adaptive is not None else ()
-    seams.check_seams(seams.STEP + _SEAMS[kind] + parallel.SEAMS + comms_log.SEAMS + watched, deepspeed.__version__)
+    seams.check_seams(
+        seams.STEP + stage.gradient_seams + parallel.SEAMS + comms_log.SEAMS + watched, deepspeed.__version__
+    )
     if config.weights.method != "none":
-        check, needed = _WEIGHTS.get(kind, (check_weights, seams.WEIGHTS))
-        check(engine)
-        seams.check_seams(needed, deepspeed.__version__)
+        stage.check_weights(engine)
+        seams.check_seams(stage.weight_seams, deepspeed.__version__)
     return kind
 
 
-def _attachment(
-    engine: Any, config: CompressConfig, parameters: Parameters, kind: str, unit: IslandUnit | None
-) -> Attachment:
-    # Without a guard, only loss scalers skip steps: those of DeepSpeed's own optimizers, and torch's.
-    scaled = hasattr(engine.optimizer, "overflow") or engine.torch_autocast_z0_gradscaler is not None
-    skips = scaled or config.guard is not None
-    return Attachment(
-        config,
-        engine.config,
-        parameters,
-        engine.device,
-        parallel.make_byte_report(engine),
-        # Each island writes its own decisions, under the id of one common run.
-        writes=dist.get_rank(deciding_group(engine)) == 0,
-        make_groups=functools.partial(make_groups, engine, config),
-        find_separate=functools.partial(find_separate, engine),
-        transactional=skips or (kind == "zero_0" and may_begin_early(engine)),
-        available=_available(engine, config, kind),
-        step=engine.global_steps,
-        sink=engine.monitor,
-        island=None if unit is None else unit.number,
-        others_listen=comms_log.listens,
-    )
+def _check_divided(target: EngineTarget) -> None:
+    """Check that ranks were divided into islands or nodes before the engine was made, if the section says so.
+
+    Raises:
+        ConfigError: they were not.
+    """
+    islands, parallelism = target.config.islands, target.config.parallelism
+    missing: type[RankUnit] | None = None
+    if islands is not None and islands.elastic is None and target.island is None:
+        missing = IslandUnit
+    if parallelism is not None and parallelism.shard_within is not None and target.node is None:
+        missing = NodeUnit
+    if missing is not None:
+        raise ConfigError(
+            f"{missing.pointer} divides ranks before an engine is made, but this engine already exists: use "
+            "deepspeed_compress.initialize or install, or remove the key"
+        )
 
 
-def _difference_weights(engine: Any, kind: str, parts: Parts, parameters: Parameters) -> Weights | None:
+def _attach_difference_weights(target: EngineTarget, parameters: Parameters, parts: Parts) -> Weights | None:
     """Compress the weights that the optimizer sends; None if they are not compressed, or gathered as ZeRO 3 does."""
     written = parts.config.weights
-    if kind == "zero_3" or not isinstance(written, CompressedWeights):
+    if target.kind == "zero_3" or not isinstance(written, CompressedWeights):
         return None
     return attach_weights(
-        engine,
+        target.engine,
         lambda settings: WeightReduction(settings, parameters, parts.run).difference_gather,
         written,
-        lambda: parts.settings.weights,
+        lambda: None if parts.settings.plan.alone else parts.settings.weights,
         parts.patches,
     )
 
 
 def _attach_islands(
-    engine: Any, unit: IslandUnit | None, parameters: Parameters, parts: Parts
+    target: EngineTarget, parameters: Parameters, parts: Parts
 ) -> tuple[IslandExchanges | None, Participant | None]:
     """Return the exchanges with other islands, and their participant in saving and loading; None without islands."""
-    if unit is not None:
-        return attach_islands(engine, unit, parameters, parts)
+    if target.island is not None:
+        return attach_islands(target.engine, target.island, parameters, parts)
     if parts.config.islands is None:
         return None, None
-    island = attach_elastic(engine, parameters, parts)
+    island = attach_elastic(target.engine, parameters, parts)
     return island, island
 
 
-def _replace_collectives(engine: Any, kind: str, session: Session, parameters: Parameters, run: Run) -> WeightBytes:
+def _policy_inputs(
+    engine: Any, parts: Parts, parameters: Parameters, weights: WeightTraffic | None
+) -> PolicyInputs | None:
+    if not parts.policy.observes:
+        return None
+    prober, group = None, deciding_group(engine)
+    if parts.policy.adaptation is not None:
+        prober = Prober(parts.policy.adaptation.adaptive, parameters, engine.device, group, weights)
+    largest = partial(largest_of_all, device=engine.device, group=group)
+    return PolicyInputs(follow_losses(engine, parts.patches), largest, prober)
+
+
+def _replace_collectives(target: EngineTarget, parameters: Parameters, session: Session, run: Run) -> WeightBytes:
     """Replace or count the reduction of gradients, and the gather of weights under ZeRO 3.
 
     Returns:
         A function that returns the bytes of weights that remain to be counted after an optimizer step.
     """
-    uncounted, weights = find_limits(engine), session.config.weights
+    engine, weights = target.engine, session.config.weights
+    uncounted = find_limits(engine)
     if uncounted:
         # A single rank sends none.
         if engine.seq_data_parallel_group.size() > 1:
-            _warn_uncounted(uncounted)
+            warn_of_uncounted(uncounted)
         return _no_bytes
-    weight_bytes = _ATTACH[kind](engine, session)
+    weight_bytes = _STAGES[target.kind].attach(engine, session)
     if not isinstance(weights, CompressedWeights):
         return weight_bytes
-    if kind == "zero_3":
+    if target.kind == "zero_3":
         attach_weights_3(engine, WeightReduction(weights, parameters, run), session)
         return weight_bytes
-    return _no_bytes
+    # Compressed weights are counted when they are sent.
+    return lambda: weight_bytes() if session.alone else 0
+
+
+def _no_bytes() -> int:
+    return 0
 
 
 def detach(engine: Any) -> Any:
@@ -288,100 +330,3 @@ def detach(engine: Any) -> Any:
         )
     session.patches.undo()
     return engine
-
-
-def _warn_of_unheeded_type(engine: Any, config: CompressConfig, dtype: torch.dtype) -> None:
-    """Warn if `communication_data_type` has no effect.
-
-    Sums are computed in fp32 whatever the file says; uncompressed elements are sent in `dtype`.
-    """
-    written = engine.config.get("communication_data_type")
-    if config.gradients.method != "none" and written is not None and engine.communication_data_type != dtype:
-        text = (
-            f'/communication_data_type: "{written}" has no effect with compressed gradients: uncompressed elements are '
-            f"sent in {str(dtype).removeprefix('torch.')}, and sums are computed in fp32. Remove the key, or write "
-            f'"method": "{written}" into {SECTION}.gradients'
-        )
-        warnings.warn(text, CompressWarning, stacklevel=4)
-
-
-def _warn_of_single_rank_hosts(config: CompressConfig, unit: IslandUnit | None) -> None:
-    """Warn if adaptive settings have no effect because islands by host have one data-parallel rank each.
-
-    For islands of a given size, the warning is raised when the section is read.
-    """
-    by_host = config.islands is not None and config.islands.by_host
-    if config.adaptive is not None and by_host and unit is not None and unit.get_data_parallel_world_size() == 1:
-        text = (
-            f"/{SECTION}/adaptive: has no effect, because each host has one data-parallel rank, which sends neither "
-            "gradients nor weights (allowed: null); remove the key"
-        )
-        warnings.warn(text, CompressWarning, stacklevel=4)
-
-
-def _warn_uncounted(reasons: Sequence[str]) -> None:
-    """Warn that bytes are not counted in this engine.
-
-    Only method "none" reaches this point: nothing is replaced, and unknown figures are written as 0 rather than
-    estimated.
-    """
-    text = f"{SECTION}: bytes of gradients and weights cannot be counted in this engine, and are reported as 0: "
-    warnings.warn(text + "; ".join(reasons), CompressWarning, stacklevel=4)
-
-
-def _no_bytes() -> int:
-    return 0
-
-
-def _parameters(engine: Any, kind: str) -> Parameters:
-    shapes = {name: tuple(_shape(parameter)) for parameter, name in engine.param_names.items()}
-    user_names = {name: user_name(parameter, name) for parameter, name in engine.param_names.items()}
-    every_name: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    # Each pipeline stage has a part of the model, so only all of them together show whether an override matches
-    # nothing.
-    dist.all_gather_object(every_name, list(user_names.values()))
-    return Parameters(
-        shapes=shapes,
-        everywhere=sorted({name for some in every_name for name in some}),
-        excluded=frozenset(shared_parameters(engine)),
-        dtype=_RAW_DTYPE[kind](engine) if node_unit(engine) is None else engine.optimizer.gradient_accumulation_dtype,
-        user_names=user_names,
-    )
-
-
-def _shape(parameter: Any) -> torch.Size:
-    """Return the shape of the whole parameter; under ZeRO 3, this rank holds only a part."""
-    return getattr(parameter, "ds_shape", parameter.shape)  # type: ignore[no-any-return]
-
-
-def _available(engine: Any, config: CompressConfig, kind: str) -> AllowedChoices:
-    """Return the settings that an adaptive policy may choose from.
-
-    Under ZeRO 3 no rank keeps the weights that it gathers, so weight settings are not among them.
-    """
-    if config.adaptive is None:
-        return AllowedChoices()
-    return AllowedChoices(low_rank=equal_machines(engine.device, deciding_group(engine)), weights=kind != "zero_3")
-
-
-def _policy_inputs(
-    engine: Any, parts: Parts, parameters: Parameters, weights: WeightTraffic | None
-) -> PolicyInputs | None:
-    if not parts.policy.observes:
-        return None
-    prober, group = None, deciding_group(engine)
-    if parts.policy.adaptation is not None:
-        prober = Prober(parts.policy.adaptation.adaptive, parameters, engine.device, group, weights)
-    largest = functools.partial(largest_of_all, device=engine.device, group=group)
-    return PolicyInputs(follow_losses(engine, parts.patches), largest, prober)
-
-
-_RAW_DTYPE: Mapping[str, Callable[[Any], torch.dtype]] = MappingProxyType(
-    {
-        # The bf16 optimizer reduces gradients in its gradient accumulation dtype.
-        "zero_0": lambda engine: engine.get_data_types()[isinstance(engine.optimizer, BF16_Optimizer)],
-        "zero_12": lambda engine: engine.communication_data_type,
-        "zero_3": lambda engine: engine.get_data_types()[0],
-    }
-)
-"""Dtype of the gradients in DeepSpeed's buckets. Uncompressed elements are sent in it, so they are not rounded."""

@@ -20,8 +20,6 @@ from pathlib import Path
 
 from deepspeed_compress.errors import CompressWarning
 
-__all__ = ["abandoned_locks", "clear_locks", "print_locks", "warn_of_abandoned_locks"]
-
 GRACE = 10.0
 """Age in seconds below which a lock is ignored, because every load takes the lock for a moment."""
 STALE = 2 * 3600.0

@@ -15,8 +15,6 @@ from deepspeed.comm import comm
 from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.session.session import Session
 
-__all__ = ["NAMES", "SEAMS", "listens", "log_traffic"]
-
 SEAMS = (
     Seam(
         "deepspeed.utils.comms_logging:CommsLogger.append",

@@ -25,20 +25,10 @@ from torch.utils.data import DistributedSampler
 from deepspeed_compress.backends.deepspeed.groups import downward_group, made_group
 from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, RankUnit
+from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.config import Islands
 from deepspeed_compress.errors import CompressWarning, ConfigError, UnsupportedError
 from deepspeed_compress.session.patches import Patches
-
-__all__ = [
-    "SEAMS",
-    "check_undivided",
-    "divide_call",
-    "divide_data",
-    "groups_restored_on_failure",
-    "make_divided",
-    "make_islands",
-    "make_nodes",
-]
 
 SEAMS = (
     Seam("deepspeed.utils.groups:_init_tp_mesh_device", ("tensor_model_parallel_size", "data_parallel_size")),
@@ -197,9 +187,8 @@ def _ranks_of_host(division: _Division) -> int:
     Raises:
         ConfigError: neither launcher was used, or hosts have unequal numbers of ranks. Raised on all ranks.
     """
-    local: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(local, os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE"))
-    if None in local:
+    local = gather_objects(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE", ""))
+    if not all(local):
         raise ConfigError(
             f"{division.key}: this launcher sets neither LOCAL_WORLD_SIZE nor LOCAL_SIZE (allowed: a number of ranks "
             f"in place of the host); write 8, for instance, if {division.parts} have 8 ranks"

@@ -10,21 +10,11 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.deepspeed.units import node_unit
 from deepspeed_compress.collectives.grouped import SeparateParameters
+from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.reduction import Groups
 from deepspeed_compress.compression.state import Position
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.session.nodes import ranks_per_node, split_by_node
-
-__all__ = [
-    "downward_group",
-    "expert_names",
-    "find_position",
-    "find_separate",
-    "made_group",
-    "make_groups",
-    "partition_groups",
-    "reduction_group",
-]
 
 
 def reduction_group(engine: Any) -> ProcessGroup:
@@ -76,8 +66,7 @@ def _experts(engine: Any, group_name: str, names: Sequence[str]) -> SeparatePara
 def _all_groups(group: ProcessGroup) -> list[tuple[int, ...]]:
     """Return the global ranks of `group` and of the other ranks' groups, the same list on all ranks. Collective."""
     mine = tuple(dist.get_process_group_ranks(group))
-    found: list[tuple[int, ...]] = [()] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
+    found = gather_objects(mine)
     return sorted(set(found))
 
 

@@ -23,6 +23,7 @@ from deepspeed_compress.backends.deepspeed.limits import has_optimizer
 from deepspeed_compress.backends.deepspeed.ownership import dealing
 from deepspeed_compress.backends.deepspeed.restarts import resume_newest
 from deepspeed_compress.backends.deepspeed.units import IslandUnit, RankUnit
+from deepspeed_compress.backends.deepspeed.weights.copies import copy_weights
 from deepspeed_compress.checkpointing.deepspeed.ownership_files import keep_file_order
 from deepspeed_compress.config import (
     SECTION,
@@ -36,7 +37,7 @@ from deepspeed_compress.config import (
 from deepspeed_compress.errors import CompressError, ConfigError
 from deepspeed_compress.local_sgd.deepspeed.elastic import prepare_call
 
-__all__ = ["initialize", "initialize_if_asked"]
+__all__ = ["initialize", "initialize_if_asked", "zero_init_arguments"]
 
 
 def initialize(*args: Any, **options: Any) -> Any:
@@ -116,6 +117,9 @@ def _made_and_attached(
         if wanted(result[0]):
             attach_section(result[0], config, unit if isinstance(unit, IslandUnit) else None)
             resume_newest(result[0], result[0].compression)
+        elif unit is not None:
+            # Libraries load weights on the first rank, so `deepspeed.zero.Init` shares them in the first part only.
+            copy_weights(list(result[0].module.parameters()), result[0].device, unit.peers)
         return result if unit is None and config.islands is None else _with_data(result, training_data)
 
 
@@ -137,21 +141,26 @@ def _destroyed_on_failure(engine: Any) -> Iterator[None]:
 
 def _divided(config: CompressConfig, call: dict[str, Any]) -> tuple[RankUnit | None, dict[str, Any]]:
     """Return this rank's part, if the job is divided into islands or nodes, and the call that makes its engine."""
+    unit = _make_unit(config, call["config"])
+    if unit is not None:
+        return unit, divide_call(unit, call, call["config"])
+    check_undivided()
+    return None, call if config.islands is None else prepare_call(call)
+
+
+def _make_unit(config: CompressConfig, ds_config: Mapping[str, Any]) -> RankUnit | None:
+    """Return this rank's part if the section divides the job into islands or nodes; None otherwise. Collective."""
     parallelism = config.parallelism or Parallelism()
     in_job = config.islands is not None and config.islands.elastic is None
     if not in_job and parallelism.shard_within is None:
-        check_undivided()
-        return None, call if config.islands is None else prepare_call(call)
+        return None
     seams.check_version(deepspeed.__version__)
     seams.check_seams(division.SEAMS, deepspeed.__version__)
-    tensor = tensor_size(call["config"], parallelism)
-    unit: RankUnit
+    tensor = tensor_size(ds_config, parallelism)
     if config.islands is not None:
-        unit = make_islands(config.islands, tensor)
-    else:
-        assert parallelism.shard_within is not None
-        unit = make_nodes(parallelism.shard_within, tensor)
-    return unit, divide_call(unit, call, call["config"])
+        return make_islands(config.islands, tensor)
+    assert parallelism.shard_within is not None
+    return make_nodes(parallelism.shard_within, tensor)
 
 
 def _with_data(result: Any, training_data: Any) -> Any:
@@ -177,3 +186,28 @@ def initialize_if_asked(original: Callable[..., Any], args: tuple[Any, ...], opt
     result = original(*args, **options)
     warn_of_uncompressed(result[0], ds_config)
     return result
+
+
+def zero_init_arguments(original: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `deepspeed.zero.Init` by name, with the group to shard over if the job is divided.
+
+    ZeRO 3 then shards parameters over the ranks of this island or node, as the engine does later. A group that the
+    program passes stays. The weights of the first island or node are copied to the others when the engine is made.
+
+    Args:
+        original: `deepspeed.zero.Init.__init__`.
+        args: the positional arguments of a call, the first one being the instance.
+        options: the keyword arguments.
+
+    Raises:
+        ConfigError: the section is invalid, or the ranks of the job cannot be divided in this way.
+    """
+    call = _bind(original, args, options)
+    source = next((given for given in (call.get("config_dict_or_path"), call.get("config")) if given is not None), None)
+    grouped = any(call.get(name) is not None for name in ("data_parallel_group", "sequence_data_parallel_group"))
+    ds_config = {} if source is None or grouped or not call.get("enabled", True) else read_ds_config(source)
+    if SECTION not in ds_config:
+        return call
+    config = parse_section(ds_config)
+    unit = _make_unit(config, expand(ds_config, config))
+    return call if unit is None else {**call, "data_parallel_group": unit.data}

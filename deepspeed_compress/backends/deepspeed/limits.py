@@ -26,16 +26,6 @@ from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.session.momentum import find_second_momentum
 from deepspeed_compress.session.nodes import ranks_per_node
 
-__all__ = [
-    "compresses",
-    "engine_kind",
-    "find_limits",
-    "has_optimizer",
-    "refuse_unsupported",
-    "shared_parameters",
-    "tensor_size",
-]
-
 
 def engine_kind(engine: Any) -> str:
     """Return the seam of `engine`: "zero_3", "zero_12", or "zero_0" for every optimizer that all-reduces gradients."""

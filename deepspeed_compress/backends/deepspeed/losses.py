@@ -11,8 +11,6 @@ from deepspeed_compress.backends.deepspeed.units import deciding_group
 from deepspeed_compress.session.observer import Losses
 from deepspeed_compress.session.patches import Patches
 
-__all__ = ["SEAMS", "follow_losses"]
-
 SEAMS = (Seam("deepspeed.runtime.engine:DeepSpeedEngine.backward"),)
 
 

@@ -39,8 +39,6 @@ from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.traffic import ring_all_reduce
 
-__all__ = ["NodeShards", "attach_nodes", "equalize_weights"]
-
 
 def equalize_weights(engine: Any, unit: NodeUnit) -> bool:
     """Copy the weights of the first node to the nodes in which they differ. Collective.
@@ -159,7 +157,7 @@ class NodeShards:
     def _start(self, partition: Partition, found: Sequence[tuple[Tensor, int]]) -> "_Exchange":
         """Begin to average the first `numel` elements of each (tensor, numel) in `found`."""
         flat = torch.cat([tensor.reshape(-1)[:numel] for tensor, numel in found])
-        if self._session.config.gradients.method == "none":
+        if self._session.alone:
             return _Exchange(found, self._mean(flat), None)
         self._session.meter.count("bytes_uncompressed", ring_all_reduce(flat.nbytes, self._unit.count))
         return _Exchange(found, flat, self._session.start_everywhere(flat, partition, self._scale))

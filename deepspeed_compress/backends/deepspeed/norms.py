@@ -22,8 +22,6 @@ from deepspeed_compress.backends.deepspeed.limits import engine_kind
 from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.backends.deepspeed.units import deciding_group
 
-__all__ = ["SEAMS", "Norms", "loss_scale"]
-
 SEAMS = (
     Seam("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.scaled_global_norm", ("self", "norm_type")),
     Seam("deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._get_norm_groups"),

@@ -18,8 +18,6 @@ from deepspeed_compress.backends.deepspeed.versions import owns_parameter
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.errors import UnsupportedError
 
-__all__ = ["DEALT", "GivenOrder", "balanced_order", "check_ownership", "dealing"]
-
 DEALT = "compress_file_order"
 """Attribute of an engine with reordered parameters, which holds the object that keeps the order of its files.
 

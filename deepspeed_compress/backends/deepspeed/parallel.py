@@ -28,8 +28,6 @@ from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.reporting import ByteReport, Sizes
 from deepspeed_compress.session.traffic import ring_all_gather, ring_all_reduce
 
-__all__ = ["SEAMS", "count_parallel", "make_byte_report"]
-
 _BACKEND = "deepspeed.comm.torch:TorchBackend."
 
 SEAMS = (

@@ -17,8 +17,6 @@ from deepspeed_compress.launcher.heartbeat import AGENT, RESUME, HeartbeatWriter
 from deepspeed_compress.session.protocols import BackgroundCheckpoints
 from deepspeed_compress.session.session import Session
 
-__all__ = ["attach_heartbeat", "resume_newest"]
-
 
 def attach_heartbeat(engine: Any, session: Session) -> None:
     """Send a heartbeat after each optimizer step and before each forward pass, if an agent has started this rank.

@@ -9,8 +9,6 @@ from packaging.version import Version
 
 from deepspeed_compress.errors import SeamError
 
-__all__ = ["SUPPORTED", "Seam", "check_seams", "check_version"]
-
 SUPPORTED = (Version("0.18.5"), Version("0.20.dev0"))
 """Supported DeepSpeed versions: the first one that works, and the first one that is not known to work."""
 

@@ -11,8 +11,6 @@ from deepspeed_compress.config import Checkpointing
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.launcher.heartbeat import AGENT
 
-__all__ = ["SigtermHandler", "saves_on_sigterm"]
-
 
 def saves_on_sigterm(settings: Checkpointing) -> bool:
     """Return True if ranks save a checkpoint on SIGTERM: as configured, otherwise if an agent started them."""

@@ -12,8 +12,6 @@ from deepspeed_compress.checkpointing.deepspeed.checkpoint import load_last
 from deepspeed_compress.session.residual_state import FinishedStep
 from deepspeed_compress.session.session import Session
 
-__all__ = ["Steps", "follow_steps"]
-
 
 @dataclass(frozen=True)
 class Steps:

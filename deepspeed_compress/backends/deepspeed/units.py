@@ -6,8 +6,6 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-__all__ = ["IslandUnit", "NodeUnit", "RankUnit", "deciding_group", "node_unit"]
-
 
 @dataclass(frozen=True)
 class RankUnit:

@@ -10,17 +10,6 @@ import deepspeed
 from deepspeed.checkpoint import constants
 from packaging.version import Version
 
-__all__ = [
-    "has_compact_gradients",
-    "is_last_micro_batch",
-    "model_parallel_rank",
-    "orthogonalizes_in_step",
-    "owns_parameter",
-    "reduces_separate_gradients",
-    "skips_invalid_norms",
-    "tensor_parallel_record",
-]
-
 
 def _since(first: str) -> bool:
     """Return True if the installed DeepSpeed is `first` or newer. Previews and local builds count as their release."""

@@ -24,8 +24,9 @@ from deepspeed_compress.backends.limits import find_common_limits, find_foreign_
 from deepspeed_compress.backends.optimizers import unwrap
 from deepspeed_compress.backends.sessions import Attached, Config, Exchanged, attach_session, read_section
 from deepspeed_compress.backends.steps import Scaler
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import Run
-from deepspeed_compress.collectives.reduction import Groups, Parameters
+from deepspeed_compress.collectives.reduction import Groups
 from deepspeed_compress.collectives.weight_reduction import WeightReduction
 from deepspeed_compress.compression.state import Position
 from deepspeed_compress.config import CompressConfig, CompressedWeights

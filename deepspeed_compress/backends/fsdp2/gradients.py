@@ -26,8 +26,6 @@ from deepspeed_compress.config.schedules import OWN_MOMENTUM
 from deepspeed_compress.errors import SeamError, UnsupportedError
 from deepspeed_compress.session.traffic import ring_all_reduce, ring_reduce_scatter
 
-__all__ = ["compress_gradients", "count_gradients", "uncompressed_bytes"]
-
 
 def compress_gradients(units: Sequence[Unit], ranks: Ranks, attached: Attached) -> Callable[[], None]:
     """Reduce the gradients of `units` by the session.

@@ -11,8 +11,6 @@ from torch import Tensor
 from deepspeed_compress.collectives.buckets import LAYOUTS, Partition
 from deepspeed_compress.compression.segments import Segment, gather, scatter
 
-__all__ = ["Layout", "Sizes", "find_layout"]
-
 Sizes = tuple[tuple[str, tuple[int, ...]], ...]
 """Names and shapes of parameters."""
 

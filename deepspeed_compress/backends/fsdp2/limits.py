@@ -9,8 +9,6 @@ from deepspeed_compress.backends.fsdp2.units import Ranks, Unit
 from deepspeed_compress.config import SECTION, CompressConfig, CompressedWeights
 from deepspeed_compress.session.nodes import ranks_per_node
 
-__all__ = ["find_division_limits", "find_gradient_limits", "find_weight_limits"]
-
 _REDUCED = (torch.float32, torch.bfloat16)
 _GATHERED = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -18,8 +18,6 @@ from torch.nn import Parameter
 
 from deepspeed_compress.errors import SeamError, UnsupportedError
 
-__all__ = ["Ranks", "Unit", "check_torch_of_fsdp2", "find_units", "reduce_by_shards_alone"]
-
 KNOWN = (Version("2.13"), Version("2.14.dev0"))
 """Supported versions of torch: from the first one, up to and excluding the second."""
 

@@ -26,8 +26,6 @@ from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.session.session import Session
 
-__all__ = ["Gathers", "is_gathered_by_us"]
-
 
 class _Waited(dist.Work):
     """A gather in progress, in the form that FSDP2 waits for."""

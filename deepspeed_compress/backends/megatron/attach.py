@@ -19,7 +19,8 @@ from deepspeed_compress.backends.megatron.shares import Share
 from deepspeed_compress.backends.megatron.steps import MegatronSteps
 from deepspeed_compress.backends.megatron.weights import PlainWeights, Weights, has_masters
 from deepspeed_compress.backends.sessions import Config, Exchanged, make_session_parts, read_section
-from deepspeed_compress.collectives.reduction import Parameters
+from deepspeed_compress.collectives.objects import gather_objects
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.weight_reduction import WeightReduction
 from deepspeed_compress.config import CompressConfig, CompressedWeights
 from deepspeed_compress.errors import StateError
@@ -27,8 +28,6 @@ from deepspeed_compress.session.exact import ExactWeights
 from deepspeed_compress.session.parts import Parts
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.state_files import Place, on_all_ranks, save_on_all
-
-__all__ = ["Attached", "attach"]
 
 EXPERTS = "experts"
 """Subdirectory for everything that concerns only experts."""
@@ -161,7 +160,7 @@ def attach(ddp_modules: Any, optimizer: Any, config: Config) -> Attached:
     return Attached(
         dense.attached(steps),
         None if experts is None else experts.attached(steps),
-        any_experts=_on_any(experts is not None),
+        any_experts=any(gather_objects(experts is not None)),
         weights=[weights for one in present for weights in one.compressed],
     )
 
@@ -222,15 +221,8 @@ def _weights(share: Share, parts: Parts, parameters: Parameters) -> Iterator[Pla
 
 def _of_all(problems: Iterable[str]) -> list[str]:
     """Return the problems of all ranks. Pipeline stages differ, and no rank may wait for one that has stopped."""
-    found: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(found, list(problems))
+    found = gather_objects(list(problems))
     return list(dict.fromkeys(problem for each in found for problem in each))
-
-
-def _on_any(here: bool) -> bool:
-    found = [False] * dist.get_world_size()
-    dist.all_gather_object(found, here)
-    return any(found)
 
 
 def _nothing() -> None:

@@ -15,8 +15,6 @@ from torch.nn import Parameter
 from deepspeed_compress.collectives.buckets import Partition, even_partition
 from deepspeed_compress.compression.segments import PADDING
 
-__all__ = ["Bucket", "BucketGroup", "describe", "flat_sizes", "name_parameters"]
-
 
 @dataclass(frozen=True, eq=False)
 class Bucket:

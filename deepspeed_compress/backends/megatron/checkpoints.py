@@ -17,8 +17,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from torch import Tensor
 
-__all__ = ["KEY", "load_files", "request_files", "saved_files"]
-
 KEY = "deepspeed_compress"
 """Key in a state dict, and of the objects in the checkpoint, one per rank."""
 

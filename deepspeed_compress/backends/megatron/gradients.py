@@ -27,8 +27,6 @@ from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.traffic import ring_all_reduce, ring_reduce_scatter
 
-__all__ = ["Gradients", "count_gradients"]
-
 
 @dataclass(frozen=True)
 class Ring:

@@ -16,8 +16,6 @@ from deepspeed_compress.backends.megatron.weights import has_masters
 from deepspeed_compress.config import SECTION, CompressConfig, CompressedWeights
 from deepspeed_compress.errors import SeamError
 
-__all__ = ["check_version", "find_limits"]
-
 OLDEST, NEWEST = Version("0.16.0"), Version("0.17")
 """Supported versions: from the first, up to and excluding the second."""
 SUPPORTED = f"megatron-core >={OLDEST},<{NEWEST}"

@@ -6,16 +6,14 @@ from functools import cached_property, reduce
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from deepspeed_compress.backends.megatron.buckets import BucketGroup, describe
-from deepspeed_compress.collectives.reduction import Parameters
+from deepspeed_compress.collectives.objects import gather_objects
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.config.names import user_name
 from deepspeed_compress.session.traffic import ring_all_gather
-
-__all__ = ["Share"]
 
 
 @dataclass(frozen=True)
@@ -74,8 +72,7 @@ class Share:
         here = {one for group in self.sources for one in group.params}
         mine = {name: one for one, name in self.names.items() if one in here}
         called = {name: _called(one, name) for name, one in mine.items()}
-        found: list[list[str]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(found, sorted(set(called.values())))
+        found = gather_objects(sorted(set(called.values())))
         dtypes = {bucket.grad_data.dtype for group in self.sources for bucket in group.buckets}
         return Parameters(
             shapes={name: tuple(one.shape) for name, one in mine.items()},

@@ -9,8 +9,6 @@ from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.residual_state import FinishedStep
 from deepspeed_compress.session.session import Session
 
-__all__ = ["MegatronSteps", "StepHook"]
-
 
 class StepHook(Protocol):
     """Interface for objects that act before and after each step of the optimizer."""

@@ -21,8 +21,6 @@ from deepspeed_compress.monitor import Meter
 from deepspeed_compress.session.parts import Parts
 from deepspeed_compress.session.traffic import ring_all_gather
 
-__all__ = ["GatherFactory", "PlainWeights", "Weights", "has_masters"]
-
 GatherFactory = Callable[[Sequence[tuple[str, int]], torch.dtype], DifferenceGather]
 """Factory for the gather of a flat buffer, from its (name, numel) pairs in order, including padding, and its dtype."""
 

@@ -6,8 +6,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-__all__ = ["Agreement"]
-
 
 @dataclass
 class Agreement:

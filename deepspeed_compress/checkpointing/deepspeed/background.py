@@ -41,8 +41,6 @@ from deepspeed_compress.config.durations import byte_rate, seconds
 from deepspeed_compress.session.observer import new_run
 from deepspeed_compress.session.patches import Patches
 
-__all__ = ["BackgroundSaving", "attach_background"]
-
 
 def attach_background(engine: Any, settings: Checkpointing, patches: Patches) -> "BackgroundSaving":
     """Have DeepSpeed pass every file of `engine` to the returned `BackgroundSaving`. Collective.

@@ -21,8 +21,6 @@ from deepspeed_compress.session.protocols import BackgroundCheckpoints
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.state_files import Place, load_state_files, save_on_all, save_state_files
 
-__all__ = ["CompressionState", "load_last", "load_state"]
-
 
 class CompressionState(Participant):
     """Participant that saves and loads the state of compression of `engine`, which `session` holds."""

@@ -17,8 +17,6 @@ from deepspeed_compress.checkpointing.directory_lock import hold, in_turn
 from deepspeed_compress.errors import ConfigError, StateError
 from deepspeed_compress.session.state_files import on_all_ranks
 
-__all__ = ["alone_in", "start_of_all", "take_for_island"]
-
 _ISLAND = "deepspeed_compress_island.json"
 """File in a checkpoint directory that names the island to which it belongs."""
 

@@ -7,8 +7,6 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
 from deepspeed_compress.errors import UnsupportedError
 
-__all__ = ["check_saving"]
-
 
 def check_saving(engine: Any) -> None:
     """Check that DeepSpeed saves in a way that can be done in the background.

@@ -20,15 +20,15 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_compress.checkpointing.claim import Claim
 from deepspeed_compress.checkpointing.memory_catalog import MemoryCatalog
-from deepspeed_compress.checkpointing.memory_copies import Destination, Receiver, own_address
+from deepspeed_compress.checkpointing.memory_copies import Destination, Receiver
 from deepspeed_compress.checkpointing.memory_directory import ENVIRONMENT, job_directory, job_name
 from deepspeed_compress.checkpointing.writer import Task
+from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.config import MemoryCheckpoints
 from deepspeed_compress.config.durations import byte_rate
 from deepspeed_compress.errors import CompressWarning, StateError
 from deepspeed_compress.session.state_files import on_all_ranks
-
-__all__ = ["HostMemory", "Hosts"]
+from deepspeed_compress.transport.client import own_address
 
 T = TypeVar("T")
 
@@ -121,7 +121,7 @@ class HostMemory:
 
     def _from_first(self, work: Callable[[], T]) -> T:
         """Return the result of `work` on the first rank. Collective."""
-        found = self._gathered(self._on_all(lambda: [work()] if self._rank == 0 else []))
+        found = gather_objects(self._on_all(lambda: [work()] if self._rank == 0 else []), self._group)
         return found[0][0]
 
     def _on_all(self, work: Callable[[], T]) -> T:
@@ -136,15 +136,10 @@ class HostMemory:
             raise StateError(f"{_KEY}: {problem}")
         return found[0]
 
-    def _gathered(self, one: T) -> list[T]:
-        found: list[T] = [one] * dist.get_world_size(self._group)
-        dist.all_gather_object(found, one, group=self._group)
-        return found
-
     def _find_hosts(self) -> Hosts:
         seen = self.directory.stat()
         machine = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-        found = self._gathered((machine, seen.st_dev, seen.st_ino))
+        found = gather_objects((machine, seen.st_dev, seen.st_ino), self._group)
         ranks = tuple(tuple(rank for rank, one in enumerate(found) if one == host) for host in dict.fromkeys(found))
         return Hosts(ranks, next(here for here, some in enumerate(ranks) if self._rank in some))
 
@@ -153,7 +148,7 @@ class HostMemory:
         key = self._from_first(lambda: secrets.token_bytes(32))
         self._receiver = self._on_all(lambda: Receiver(self.directory, key) if self.leads else None)
         own = (self._on_all(self._address), 0 if self._receiver is None else self._receiver.port)
-        address, port = self._gathered(own)[self.hosts.leaders[self.hosts.next]]
+        address, port = gather_objects(own, self._group)[self.hosts.leaders[self.hosts.next]]
         rate = None if settings.max_rate is None else byte_rate(settings.max_rate)
         return Destination(address, port, key, rate)
 

@@ -26,8 +26,6 @@ from deepspeed_compress.collectives.reorder import Reordering
 from deepspeed_compress.errors import StateError
 from deepspeed_compress.session.patches import Patches
 
-__all__ = ["keep_file_order"]
-
 Move = Callable[[Tensor, torch.device], Tensor]
 
 

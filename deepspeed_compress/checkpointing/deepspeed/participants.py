@@ -15,8 +15,6 @@ from typing import Any
 from deepspeed_compress.checkpointing.deepspeed.tags import tag_of
 from deepspeed_compress.session.patches import Patches
 
-__all__ = ["LoadRequest", "Participant", "SaveRequest", "attach_participants"]
-
 
 @dataclass(frozen=True)
 class SaveRequest:

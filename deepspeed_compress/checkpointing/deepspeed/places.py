@@ -7,8 +7,6 @@ from deepspeed_compress.backends.deepspeed.units import IslandUnit
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.session.state_files import Place
 
-__all__ = ["find_place"]
-
 
 def find_place(engine: Any, config: CompressConfig) -> Place:
     """Return the place of this rank's files. Collective.

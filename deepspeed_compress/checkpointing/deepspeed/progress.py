@@ -9,12 +9,10 @@ from torch.distributed import ProcessGroup
 from deepspeed_compress.backends.deepspeed.sigterm import SigtermHandler
 from deepspeed_compress.checkpointing.deepspeed.agreement import Agreement
 from deepspeed_compress.checkpointing.deepspeed.memory_placement import HostMemory
-from deepspeed_compress.checkpointing.deepspeed.recovery import gathered
 from deepspeed_compress.checkpointing.deepspeed.writer_queue import WriterQueue
 from deepspeed_compress.checkpointing.writer import Outcome
+from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.errors import CompressWarning, StateError
-
-__all__ = ["Progress"]
 
 
 class Progress:
@@ -113,7 +111,7 @@ class Progress:
     def _report(self) -> None:
         """Report, on all ranks, what failed on any. Collective."""
         own = [(failure, self._description(failure)) for queue in self._queues for failure in queue.take_failures()]
-        found = [failure for some in gathered(own, self._agreement.group) for failure in some]
+        found = [failure for some in gather_objects(own, self._agreement.group) for failure in some]
         news = [text for failure, text in found if self._is_new(failure)]
         if news and self._stops:
             raise StateError("; ".join(news))

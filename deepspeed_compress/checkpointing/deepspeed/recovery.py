@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,11 +18,9 @@ from deepspeed_compress.checkpointing.completeness import FileList, find_damaged
 from deepspeed_compress.checkpointing.deepspeed.memory_placement import HostMemory
 from deepspeed_compress.checkpointing.memory_copies import write_checked
 from deepspeed_compress.checkpointing.memory_directory import HostSave, Missing, find_host_saves, missing_files
+from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.errors import CompressWarning, StateError
 
-__all__ = ["Candidate", "find_complete", "find_newest_step", "gathered"]
-
-T = TypeVar("T")
 _CHUNK = 2**24
 
 
@@ -42,13 +39,6 @@ class Candidate:
     tag: str
     step: int = 0
     save: tuple[int, str, str, int] | None = None
-
-
-def gathered(one: T, group: ProcessGroup) -> list[T]:
-    """Return `one` of every rank of `group`. Collective."""
-    found: list[T] = [one] * dist.get_world_size(group)
-    dist.all_gather_object(found, one, group=group)
-    return found
 
 
 def find_complete(directory: Path, tag: str | None, memory: HostMemory | None, group: ProcessGroup) -> Candidate | None:
@@ -91,7 +81,7 @@ def _candidates(directory: Path, tag: str | None, memory: HostMemory | None, gro
     """Return the checkpoints to try, newest first. For the same step, the one in memory comes first."""
     if tag is not None:
         return [Candidate(directory, tag)]
-    on_disk, problem = gathered(_looked(directory) if dist.get_rank() == 0 else ([], ""), group)[0]
+    on_disk, problem = gather_objects(_looked(directory) if dist.get_rank() == 0 else ([], ""), group)[0]
     if problem:
         raise StateError(problem)
     in_memory = [] if memory is None else _in_memory(memory, group)
@@ -127,7 +117,7 @@ def _in_memory(memory: HostMemory, group: ProcessGroup) -> list[Candidate]:
         if one.world != len(everybody)
     ]
     seen = [(one.save, frozenset(one.lists)) for one in held if one.world == len(everybody)]
-    found = gathered((seen, problems), group)
+    found = gather_objects((seen, problems), group)
     problems = _all_of([some for _, some in found])
     candidates: list[Candidate] = []
     for save in sorted({save for some, _ in found for save, _ in some}, reverse=True):
@@ -146,7 +136,7 @@ def _problems(candidate: Candidate, memory: HostMemory | None, group: ProcessGro
     if memory is not None and candidate.save is not None:
         return _bring_together(candidate, memory, group)
     place, rank, world = candidate.directory / candidate.tag, dist.get_rank(), dist.get_world_size()
-    return _all_of(gathered(list(find_problems(place, rank, world)), group))
+    return _all_of(gather_objects(list(find_problems(place, rank, world)), group))
 
 
 def _all_of(found: list[list[str]]) -> list[str]:
@@ -157,7 +147,7 @@ def _bring_together(candidate: Candidate, memory: HostMemory, group: ProcessGrou
     """Send every host the files that its ranks need, and return the problems that prevent loading. Collective."""
     held = [one for one in find_host_saves(memory.directory)[0] if one.save == candidate.save]
     lists, damage = _look_through(held, candidate.directory / candidate.tag, memory)
-    found = gathered((lists, damage), group)
+    found = gather_objects((lists, damage), group)
     by_host = [{rank: one for local in ranks for rank, one in found[local][0].items()} for ranks in memory.hosts.ranks]
     everything = {rank: one for some in by_host for rank, one in some.items()}
     problems = _all_of([some for _, some in found])
@@ -167,7 +157,7 @@ def _bring_together(candidate: Candidate, memory: HostMemory, group: ProcessGrou
     here = frozenset(by_host[memory.hosts.here])
     missing = missing_files(everything, map(frozenset, by_host), map(frozenset, memory.hosts.ranks))
     failed = _fetch(list(missing), candidate, memory, {r: everything[r] for r in memory.hosts.ours if r not in here})
-    failures = _all_of(gathered(failed, group))
+    failures = _all_of(gather_objects(failed, group))
     for problem in problems if not failures else ():
         warnings.warn(f"{problem}; the files of another host are used instead", CompressWarning, stacklevel=8)
     return failures

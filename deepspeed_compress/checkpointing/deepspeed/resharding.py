@@ -35,8 +35,6 @@ from deepspeed_compress.errors import CompressWarning, StateError
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.state_files import on_all_ranks
 
-__all__ = ["Resharding"]
-
 
 @dataclass(frozen=True)
 class _Saved:

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from deepspeed_compress.checkpointing.snapshot import Copies, HostCopies, Memory
 
-__all__ = ["StreamCopies", "copies_for_device", "make_memory"]
-
 
 def copies_for_device() -> Copies:
     """Return the kind of copies with which snapshots are taken from this process's accelerator."""

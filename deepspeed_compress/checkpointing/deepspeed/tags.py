@@ -2,8 +2,6 @@
 
 from typing import Any
 
-__all__ = ["tag_of"]
-
 
 def tag_of(engine: Any, tag: object) -> str:
     """Return the name of the directory that `save_checkpoint` of `engine` writes for `tag`.

@@ -15,8 +15,6 @@ from deepspeed_compress.backends.deepspeed.versions import tensor_parallel_recor
 from deepspeed_compress.errors import StateError
 from deepspeed_compress.session.state_files import on_all_ranks
 
-__all__ = ["check_universal", "universal_if_newest"]
-
 _LATEST = "latest_universal"
 
 

@@ -9,8 +9,6 @@ from deepspeed_compress.checkpointing.snapshot import Memory
 from deepspeed_compress.checkpointing.writer import Outcome, Task, Writer
 from deepspeed_compress.config.durations import seconds
 
-__all__ = ["Interval", "WriterQueue"]
-
 _BUFFERS = 2
 """Number of snapshot buffers: one may be written while the next is taken."""
 

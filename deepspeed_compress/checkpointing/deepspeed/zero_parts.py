@@ -25,8 +25,6 @@ from torch import Tensor
 from deepspeed_compress.checkpointing.parts import Fragments, Piece, even_piece
 from deepspeed_compress.errors import StateError
 
-__all__ = ["state_of_zero_3", "state_of_zero_12"]
-
 MASTER = "fp32"
 """Name of the fp32 master weights among the optimizer's states."""
 _PADDINGS = "param_alignment_paddings"

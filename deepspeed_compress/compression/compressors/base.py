@@ -9,18 +9,6 @@ from torch import Tensor
 
 from deepspeed_compress.compression.kernels.forms import ResidualBuffers
 
-__all__ = [
-    "ALIGNMENT",
-    "DTYPES",
-    "Compressor",
-    "FusedFeedback",
-    "FusedSum",
-    "aligned",
-    "message_key",
-    "random_key",
-    "random_keys",
-]
-
 ALIGNMENT = 4
 """Payload sizes are multiples of this many bytes, so that fp32 fields can be viewed in place."""
 

@@ -10,8 +10,6 @@ from deepspeed_compress.compression.compressors.cast import Cast
 from deepspeed_compress.compression.compressors.selection import Selection
 from deepspeed_compress.compression.kernels import for_device
 
-__all__ = ["BlockTopK"]
-
 
 @dataclass(frozen=True)
 class BlockTopK:

@@ -9,8 +9,6 @@ import torch
 from deepspeed_compress.compression.compressors.blocks import FormQuantizer
 from deepspeed_compress.compression.kernels.forms import LEVELS, BlockFormat
 
-__all__ = ["Blockwise"]
-
 _FITTED: Mapping[int, str] = MappingProxyType({2: "lloyd", 3: "eight"})
 """Kinds of `BlockFormat` with fitted levels, for bit widths at which levels scaled by max|x| are too coarse."""
 

@@ -8,8 +8,6 @@ from torch import Tensor
 from deepspeed_compress.compression.compressors.base import aligned
 from deepspeed_compress.compression.kernels import for_device
 
-__all__ = ["Cast"]
-
 
 @dataclass(frozen=True)
 class Cast:

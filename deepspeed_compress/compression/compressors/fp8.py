@@ -9,8 +9,6 @@ from torch import Tensor
 
 from deepspeed_compress.compression.compressors.blocks import RowQuantizer, fitted
 
-__all__ = ["FP8"]
-
 FORMATS: Mapping[str, torch.dtype] = MappingProxyType({"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2})
 
 

@@ -9,8 +9,6 @@ from torch import Tensor
 from deepspeed_compress.compression.compressors.blocks import RowQuantizer
 from deepspeed_compress.compression.kernels import for_device
 
-__all__ = ["Linear"]
-
 
 @dataclass(frozen=True)
 class Linear(RowQuantizer):

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from deepspeed_compress.compression.compressors.blocks import SymmetricQuantizer, fitted
 
-__all__ = ["Percentile"]
-
 
 @dataclass(frozen=True)
 class Percentile(SymmetricQuantizer):

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from deepspeed_compress.compression.compressors.blocks import FormQuantizer
 from deepspeed_compress.compression.kernels.forms import BlockFormat
 
-__all__ = ["QSGD"]
-
 
 @dataclass(frozen=True)
 class QSGD(FormQuantizer):

@@ -11,8 +11,6 @@ from deepspeed_compress.compression.compressors.cast import Cast
 from deepspeed_compress.compression.compressors.selection import Selection
 from deepspeed_compress.compression.kernels import for_device
 
-__all__ = ["RandomK"]
-
 _SEED_BYTES = 4
 _DRAWS = 2
 """Random keys per part: one for its columns and one for its shifts."""

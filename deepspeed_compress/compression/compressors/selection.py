@@ -11,8 +11,6 @@ from deepspeed_compress.compression.compressors.base import aligned
 from deepspeed_compress.compression.kernels import for_device
 from deepspeed_compress.compression.kernels.forms import ResidualBuffers
 
-__all__ = ["Selection"]
-
 
 @dataclass(frozen=True)
 class Selection:

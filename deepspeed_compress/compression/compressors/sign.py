@@ -7,8 +7,6 @@ import torch
 from deepspeed_compress.compression.compressors.blocks import FormQuantizer
 from deepspeed_compress.compression.kernels.forms import BlockFormat
 
-__all__ = ["Sign"]
-
 
 @dataclass(frozen=True)
 class Sign(FormQuantizer):

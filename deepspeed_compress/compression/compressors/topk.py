@@ -12,8 +12,6 @@ from deepspeed_compress.compression.compressors.selection import Selection
 from deepspeed_compress.compression.kernels import for_device
 from deepspeed_compress.compression.kernels.forms import ResidualBuffers
 
-__all__ = ["TopK"]
-
 
 @dataclass(frozen=True)
 class TopK:

@@ -21,19 +21,21 @@ import torch
 
 from deepspeed_compress.errors import CompressWarning
 
-__all__ = ["MARCH", "load_library"]
-
 MARCH = "DS_COMPRESS_MARCH"
 """Environment variable with the instruction set of the kernels (the compiler's `-march`). Default: this processor's."""
+_FAST = ("AVX2", "AVX-512", "NEON", "SVE")
+"""Instruction sets with which no kernel is slow. Earlier ones of x86-64 have no fused multiply-add."""
 _EXTENSIONS = "TORCH_EXTENSIONS_DIR"
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
-_SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cpp")))
+SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cpp")))
+"""The C++ files, which do not depend on torch."""
 _HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
-_FLAGS = (
+FLAGS = (
     *("-O3", "-fopenmp", "-std=c++17"),
     # Match the bits of the reference, which rounds products and sums separately: no fused multiply-add.
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
+"""Options of the compiler on every processor."""
 
 
 def load_library() -> ctypes.CDLL:
@@ -51,6 +53,27 @@ def load_library() -> ctypes.CDLL:
             if not _is_trusted(path):
                 _build(path)
     return ctypes.CDLL(str(path))
+
+
+def instruction_set(library: ctypes.CDLL) -> str:
+    """Return the name of the vector instructions that `library` is compiled for, such as "AVX2"."""
+    function = library.compress_instruction_set
+    function.argtypes, function.restype = [], ctypes.c_char_p
+    return str(function().decode())
+
+
+def warn_if_slow(library: ctypes.CDLL) -> None:
+    """Warn if `library` uses slow instructions."""
+    name = instruction_set(library)
+    if name in _FAST:
+        return
+    chosen = os.environ.get(MARCH)
+    reason = f"{MARCH}={chosen} chooses that; unset it" if chosen else "this processor, or the compiler, has no AVX2"
+    warnings.warn(
+        f"compression runs with {name} instructions, several times slower than with AVX2: {reason}",
+        CompressWarning,
+        stacklevel=2,
+    )
 
 
 def _directory() -> Path:
@@ -118,13 +141,13 @@ def _library_name() -> str:
 
 def _flags() -> list[str]:
     """Return the compiler's options."""
-    return [*_FLAGS, f"-march={os.environ.get(MARCH) or 'native'}"]
+    return [*FLAGS, f"-march={os.environ.get(MARCH) or 'native'}"]
 
 
 def _fingerprint() -> str:
     """Return a hash of everything that the library depends on; machines of several kinds may share a home."""
     parts = [*_flags(), os.environ.get("CXX", ""), torch.__version__, platform.machine(), _processor_features()]
-    texts = (file.read_text() for file in (*_SOURCES, *_HEADERS))
+    texts = (file.read_text() for file in (*SOURCES, *_HEADERS))
     return hashlib.sha256("\0".join([*parts, *texts]).encode()).hexdigest()[:16]
 
 
@@ -148,7 +171,7 @@ def _build(path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         cpp_extension.load(
             "deepspeed_compress_kernels",
-            [str(source) for source in _SOURCES],
+            [str(source) for source in SOURCES],
             extra_cflags=_flags(),
             extra_ldflags=["-fopenmp"],
             build_directory=directory,

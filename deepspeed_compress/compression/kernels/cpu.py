@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_compress.compression.kernels import reference
-from deepspeed_compress.compression.kernels.compiled import load_library
+from deepspeed_compress.compression.kernels.compiled import load_library, warn_if_slow
 from deepspeed_compress.compression.kernels.forms import LEVELS, BlockFormat, ResidualBuffers, scale_limit
 from deepspeed_compress.compression.kernels.reference import (
     dequantize_rows_add,
@@ -94,6 +94,7 @@ _LIBRARY = _declared(
     ("compress_dct", [_POINTER, _STRIDES, _POINTER, _STRIDES, _LONG, _LONG, _INT, _INT, _INT, _INT]),
     ("compress_hadamard", [_POINTER, _LONG, _LONG, _POINTER, _INT]),
 )
+warn_if_slow(_LIBRARY)
 
 
 def _at(tensor: Tensor, numel: int, *dtypes: torch.dtype) -> int:

@@ -7,8 +7,6 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-__all__ = ["LEVELS", "OUTER", "TRITS", "BlockFormat", "FittedLevels", "ResidualBuffers", "fitted", "scale_limit"]
-
 TRITS = 5
 """Number of ternary codes per byte: 3**5 = 243 of its 256 values."""
 

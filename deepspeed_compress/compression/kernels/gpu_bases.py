@@ -14,8 +14,6 @@ from deepspeed_compress.compression.kernels import reference
 from deepspeed_compress.compression.kernels.gpu_launch import flat, power_of_two, programs
 from deepspeed_compress.compression.kernels.reference_bases import dct_matrix
 
-__all__ = ["dct_tiles", "hadamard_tiles"]
-
 _WARP_TILE = 1024
 """Elements of a program with one warp: 32 registers per thread."""
 _MAX_BLOCK = 8192

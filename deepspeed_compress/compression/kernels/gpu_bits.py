@@ -11,20 +11,6 @@ must be launched with `enable_fp_fusion=False`, because the reference rounds eve
 import triton
 import triton.language as tl
 
-__all__ = [
-    "add_scaled",
-    "as_fp32",
-    "cast_numbers",
-    "from_fp32",
-    "load",
-    "mixed",
-    "pack",
-    "saturated",
-    "store",
-    "uniform_numbers",
-    "unpack",
-]
-
 _INFINITY = tl.constexpr(float("inf"))
 _BF16_NAN = tl.constexpr(0x7FC0)
 

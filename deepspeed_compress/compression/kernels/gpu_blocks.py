@@ -13,8 +13,6 @@ import triton.language as tl
 from deepspeed_compress.compression.kernels.forms import OUTER
 from deepspeed_compress.compression.kernels.gpu_bits import as_fp32, from_fp32, mixed, saturated
 
-__all__ = ["decode", "encode", "integers", "rounded"]
-
 _OUTER = tl.constexpr(OUTER)
 _MIDDLE = tl.constexpr((1 + OUTER) / 2)
 """Threshold between the inner and the outer level, in units of the scale."""

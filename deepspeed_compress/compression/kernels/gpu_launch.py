@@ -6,8 +6,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["TILE", "alignment", "bits", "flat", "halves", "power_of_two", "programs", "warps"]
-
 TILE = 2048
 """Elements per program. With `_PER_WARP`, this keeps four 16-byte loads per thread in flight."""
 _PER_WARP = 512

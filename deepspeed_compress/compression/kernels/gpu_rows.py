@@ -15,8 +15,6 @@ from deepspeed_compress.compression.kernels.gpu_bits import load, store
 from deepspeed_compress.compression.kernels.gpu_blocks import integers, rounded
 from deepspeed_compress.compression.kernels.gpu_launch import TILE, flat, programs
 
-__all__ = ["dequantize_rows_add", "quantize_rows", "quantize_rows_between"]
-
 _INFINITY = tl.constexpr(float("inf"))
 
 

@@ -16,8 +16,6 @@ from deepspeed_compress.compression.kernels import reference
 from deepspeed_compress.compression.kernels.gpu_bits import load
 from deepspeed_compress.compression.kernels.gpu_launch import TILE, flat, power_of_two, programs, warps
 
-__all__ = ["top_k_rows"]
-
 _MAX_ROW = 8192
 _SHARE, _SHARE_TILE = 32768, 2048
 """Elements of a longer row per program, and the number of them that it processes at a time."""

@@ -46,6 +46,25 @@ double sum_squares(const typename M::Stored* values, int64_t n) {
 
 extern "C" {
 
+// Returns the vector instructions that the library is compiled for.
+const char* compress_instruction_set() {
+#if defined(__AVX512F__)
+    return "AVX-512";
+#elif defined(__AVX2__) && defined(__FMA__)
+    return "AVX2";
+#elif defined(__AVX__)
+    return "AVX";
+#elif defined(__SSE2__)
+    return "SSE";
+#elif defined(__ARM_FEATURE_SVE)
+    return "SVE";
+#elif defined(__ARM_NEON)
+    return "NEON";
+#else
+    return "no vector";
+#endif
+}
+
 void compress_uniform(int64_t count, uint64_t key, float* out, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
     for (int64_t i = 0; i < count; i++) out[i] = uniform_number(uint32_t(i), key);

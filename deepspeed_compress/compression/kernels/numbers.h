@@ -25,12 +25,14 @@ inline float float_of(uint32_t bits) {
 
 inline uint32_t magnitude(float x) { return bits_of(x) & 0x7FFFFFFFu; }
 
-// Rounds to nearest even. NaN stays NaN.
-inline uint16_t to_bf16(float x) {
+// Rounds a number other than NaN to nearest even.
+inline uint16_t round_to_bf16(float x) {
     const uint32_t bits = bits_of(x);
-    const uint16_t rounded = (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
-    return magnitude(x) > 0x7F800000u ? 0x7FC0 : rounded;
+    return uint16_t((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
 }
+
+// Rounds to nearest even. NaN stays NaN.
+inline uint16_t to_bf16(float x) { return magnitude(x) > 0x7F800000u ? 0x7FC0 : round_to_bf16(x); }
 
 // Like `to_bf16`, but finite values stay finite.
 inline uint16_t to_bf16_saturating(float x) {
@@ -40,19 +42,30 @@ inline uint16_t to_bf16_saturating(float x) {
 
 inline float from_bf16(uint16_t x) { return float_of(uint32_t(x) << 16); }
 
+// Rounds to nearest even. In integers, because compilers for several processors have no 16-bit floating-point type.
+inline uint16_t to_fp16(float x) {
+    constexpr uint32_t BIAS = 112u << 23;  // between the exponents of the types
+    const uint32_t bits = magnitude(x), sign = (bits_of(x) ^ bits) >> 16;
+    const uint32_t normal = (bits - BIAS + 0xFFFu + (bits >> 13 & 1u)) >> 13;
+    const uint32_t denormal = bits_of(float_of(bits) + 0.5f) - bits_of(0.5f);  // the sum is rounded to units of 2**-24
+    const uint32_t special = bits > 0x7F800000u ? 0x7E00u | (bits >> 13 & 0x3FFu) : 0x7C00u;
+    const uint32_t rounded = bits < 0x38800000u ? denormal : normal;
+    return uint16_t(sign | (bits >= 0x47800000u ? special : rounded));
+}
+
+// Like `to_fp16`, but finite values stay finite.
 inline uint16_t to_fp16_saturating(float x) {
     const float largest = 65504.0f;
-    const float value = std::fabs(x) > largest && magnitude(x) < 0x7F800000u ? std::copysign(largest, x) : x;
-    const _Float16 half = _Float16(value);
-    uint16_t raw;
-    std::memcpy(&raw, &half, 2);
-    return raw;
+    const bool is_large = std::fabs(x) > largest && magnitude(x) < 0x7F800000u;
+    return to_fp16(is_large ? std::copysign(largest, x) : x);
 }
 
 inline float from_fp16(uint16_t raw) {
-    _Float16 half;
-    std::memcpy(&half, &raw, 2);
-    return float(half);
+    constexpr uint32_t BIAS = 112u << 23;
+    const uint32_t bits = uint32_t(raw & 0x7FFF) << 13, sign = uint32_t(raw & 0x8000) << 16;
+    const uint32_t normal = bits + (bits >= 0x0F800000u ? 2 * BIAS : BIAS);  // infinity and NaN have the largest exponent
+    const uint32_t denormal = bits_of(float_of(bits + BIAS + (1u << 23)) - float_of(BIAS + (1u << 23)));
+    return float_of(sign | (bits < 0x00800000u ? denormal : normal));
 }
 
 struct Fp32 {
@@ -65,6 +78,11 @@ struct Bf16 {
     using Stored = uint16_t;
     static float load(uint16_t x) { return from_bf16(x); }
     static uint16_t store(float x) { return to_bf16_saturating(x); }
+};
+
+// Bf16 for numbers that are finite after rounding.
+struct FiniteBf16 : Bf16 {
+    static uint16_t store(float x) { return round_to_bf16(x); }
 };
 
 struct Fp16 {
@@ -84,13 +102,7 @@ template <typename Real>
 float store_number(void* numbers, int type, int64_t i, Real scale, double limit) {
     const Real value = std::isfinite(scale) && scale > Real(limit) ? Real(limit) : scale;
     if (type == FP32) return static_cast<float*>(numbers)[i] = float(value);
-    uint16_t raw;
-    if (type == BF16) {
-        raw = to_bf16(float(value));
-    } else {
-        const _Float16 half = _Float16(value);
-        std::memcpy(&raw, &half, 2);
-    }
+    const uint16_t raw = type == BF16 ? to_bf16(float(value)) : to_fp16(float(value));
     static_cast<uint16_t*>(numbers)[i] = raw;
     return load_number(numbers, type, i);
 }

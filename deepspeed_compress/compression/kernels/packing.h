@@ -10,17 +10,12 @@
 
 namespace {
 
+// The widths of which the codes of whole groups are packed and unpacked together, by the loops below.
 template <int BITS>
-void pack_whole(const uint8_t* codes, int64_t bytes, uint8_t* out) {
-    constexpr int PER = 8 / BITS, MASK = (1 << BITS) - 1;
-    for (int64_t i = 0; i < bytes; i++) {
-        uint64_t group = 0;
-        std::memcpy(&group, codes + i * PER, PER);
-        uint32_t byte = 0;
-        for (int place = 0; place < PER; place++) byte |= uint32_t(group >> (8 * place) & MASK) << (BITS * place);
-        out[i] = uint8_t(byte);
-    }
-}
+void pack_whole(const uint8_t* codes, int64_t bytes, uint8_t* out);
+
+template <int BITS>
+void unpack_whole(const uint8_t* packed, int64_t bytes, uint8_t* codes);
 
 template <>
 void pack_whole<8>(const uint8_t* codes, int64_t bytes, uint8_t* out) {
@@ -37,21 +32,22 @@ void pack_whole<4>(const uint8_t* codes, int64_t bytes, uint8_t* out) {
 }
 
 template <>
+void pack_whole<2>(const uint8_t* codes, int64_t bytes, uint8_t* out) {
+    for (int64_t i = 0; i < bytes; i++) {
+        uint32_t group;
+        std::memcpy(&group, codes + 4 * i, 4);
+        group &= 0x03030303u;
+        group |= group >> 6;
+        out[i] = uint8_t(group | group >> 12);
+    }
+}
+
+template <>
 void pack_whole<1>(const uint8_t* codes, int64_t bytes, uint8_t* out) {
     for (int64_t i = 0; i < bytes; i++) {
         uint64_t group;  // the multiplication moves bit 0 of each byte to the top byte
         std::memcpy(&group, codes + 8 * i, 8);
         out[i] = uint8_t((group & 0x0101010101010101u) * 0x0102040810204080u >> 56);
-    }
-}
-
-template <int BITS>
-void unpack_whole(const uint8_t* packed, int64_t bytes, uint8_t* codes) {
-    constexpr int PER = 8 / BITS, MASK = (1 << BITS) - 1;
-    for (int64_t i = 0; i < bytes; i++) {
-        uint64_t group = 0;
-        for (int place = 0; place < PER; place++) group |= uint64_t(packed[i] >> (BITS * place) & MASK) << (8 * place);
-        std::memcpy(codes + i * PER, &group, PER);
     }
 }
 
@@ -65,6 +61,16 @@ void unpack_whole<4>(const uint8_t* packed, int64_t bytes, uint8_t* codes) {
     for (int64_t i = 0; i < bytes; i++) {
         const uint16_t pair = uint16_t((packed[i] & 0x0F) | (packed[i] & 0xF0) << 4);
         std::memcpy(codes + 2 * i, &pair, 2);
+    }
+}
+
+template <>
+void unpack_whole<2>(const uint8_t* packed, int64_t bytes, uint8_t* codes) {
+    for (int64_t i = 0; i < bytes; i++) {
+        uint32_t group = packed[i];
+        group = (group | group << 12) & 0x000F000Fu;
+        group = (group | group << 6) & 0x03030303u;
+        std::memcpy(codes + 4 * i, &group, 4);
     }
 }
 

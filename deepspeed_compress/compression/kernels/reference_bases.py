@@ -7,8 +7,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-__all__ = ["dct_matrix", "dct_tiles", "hadamard_tiles"]
-
 
 def dct_tiles(tiles: Tensor, out: Tensor, inverse: bool) -> None:
     """Write the orthonormal DCT-II of each of `tiles`, in both directions, to `out`, which must not overlap `tiles`.

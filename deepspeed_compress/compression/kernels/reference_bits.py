@@ -6,8 +6,6 @@ from torch import Tensor
 
 from deepspeed_compress.compression.kernels.forms import TRITS
 
-__all__ = ["pack_bits", "pack_codes", "pack_trits", "unpack_bits", "unpack_codes", "unpack_trits"]
-
 
 def pack_bits(values: Tensor, width: int, out: Tensor) -> None:
     """Pack non-negative integers below 2**`width` into a dense little-endian bit string in `out` (uint8)."""

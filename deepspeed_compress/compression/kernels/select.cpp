@@ -1,95 +1,107 @@
 // Selection of the largest magnitudes of rows, and of their sums with residuals, with the results of reference.py.
+//
+// Magnitudes are compared as integers, so NaN is above infinity.
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <functional>
 #include <vector>
 
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
-
 #include "numbers.h"
+#include "vectors.h"
 
 namespace {
 
-// Returns the k-th largest of `values`, which are reordered.
-uint32_t kth_largest(std::vector<uint32_t>& values, int64_t k) {
-    std::nth_element(values.begin(), values.begin() + (k - 1), values.end(), std::greater<uint32_t>());
-    return values[k - 1];
-}
+constexpr int MAGNITUDE_BITS = 31;
 
-typedef uint32_t Words __attribute__((vector_size(LANES * sizeof(uint32_t))));
+inline Integers magnitudes(const float* x) { return (Integers)((Words)load(x) & 0x7FFFFFFFu); }
 
-inline Words magnitudes(const float* x) {
-    Words bits;
-    std::memcpy(&bits, x, sizeof bits);
-    return bits & 0x7FFFFFFFu;
-}
-
-// Calls `found` with the index of every magnitude of at least `bound`. Optimized for few of them.
-template <typename F>
-inline void each_at_least(const float* x, int64_t n, uint32_t bound, F found) {
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) {
-        const Words all = magnitudes(x + i);
-#if defined(__AVX512F__)
-        for (uint32_t left = _mm512_cmpge_epu32_mask((__m512i)all, _mm512_set1_epi32(int32_t(bound))); left; left &= left - 1)
-            found(i + __builtin_ctz(left));
-#else
-        bool any = false;
-        for (int lane = 0; lane < LANES; lane++) any |= all[lane] >= bound;
-        for (int lane = 0; any && lane < LANES; lane++)
-            if (all[lane] >= bound) found(i + lane);
-#endif
+// Returns the k-th largest of `count` magnitudes, with all but its upper `bits` bits cleared. Counting the smaller ones
+// once for each bit takes several passes, but no branch depends on the values.
+int32_t kth_largest(const int32_t* values, int64_t count, int64_t k, int bits) {
+    int32_t found = 0;
+    for (int bit = MAGNITUDE_BITS - 1; bit >= MAGNITUDE_BITS - bits; bit--) {
+        const int32_t next = found | 1 << bit;
+        int64_t smaller = 0;
+        for (int64_t begin = 0; begin < count; begin += 1 << 20) {
+            int32_t here = 0;
+            for (int64_t i = begin; i < std::min<int64_t>(count, begin + (1 << 20)); i++) here += values[i] < next;
+            smaller += here;
+        }
+        if (count - smaller >= k) found = next;
     }
-    for (; i < n; i++)
-        if (magnitude(x[i]) >= bound) found(i);
+    return found;
 }
 
-struct Selector {
-    int64_t n, k, depth;
-    std::vector<uint32_t> maxima, values;
-    std::vector<int64_t> columns;
+// Returns true if none of COUNT magnitudes is at least `bound`.
+template <int COUNT>
+inline bool all_below(const float* x, int32_t bound) {
+    Integers any = {};
+    for (int i = 0; i < COUNT; i += WIDTH) any |= magnitudes(x + i) >= bound;
+    return is_zero((Words)any);
+}
 
+class Selector {
+  public:
     Selector(int64_t n, int64_t k) : n(n), k(k), depth(1) {
         // A compromise between few maxima to search and few elements above the bound; 2k to 4k groups measured best.
         while (depth * 4 * k <= n && depth < 1024) depth *= 2;
     }
 
-    // A group consists of `depth` elements at a stride of LANES; elements beyond the end are treated as 0. The k
-    // largest maxima of groups are k elements, so the k-th largest element is no smaller than the smallest of them.
-    uint32_t lower_bound(const float* x) {
-        maxima.clear();
-        for (int64_t begin = 0; begin < n; begin += depth * LANES) {
-            const int64_t end = std::min(begin + depth * LANES, n);
-            Words largest = {};
-            int64_t i = begin;
-            for (; i + LANES <= end; i += LANES) {
-                const Words all = magnitudes(x + i);
-                largest = all > largest ? all : largest;
-            }
-            for (int lane = 0; i < end; i++, lane++) largest[lane] = std::max<uint32_t>(largest[lane], magnitude(x[i]));
-            for (int lane = 0; lane < LANES; lane++) maxima.push_back(largest[lane]);
-        }
-        return int64_t(maxima.size()) >= k ? kth_largest(maxima, k) : 0;
-    }
-
+    // Writes the columns of the k largest magnitudes of n to `out`, ascending. Among equal ones, the first ones win.
     void select(const float* x, int64_t* out) {
-        const uint32_t bound = lower_bound(x);
-        values.clear(), columns.clear();
-        each_at_least(x, n, bound, [&](int64_t i) { values.push_back(magnitude(x[i])), columns.push_back(i); });
-        std::vector<uint32_t>& order = maxima;
-        order = values;
-        const uint32_t threshold = kth_largest(order, k);
+        find_candidates(x, lower_bound(x));
+        const int32_t threshold = kth_largest(values.data(), candidates, k, MAGNITUDE_BITS);
         int64_t equal = k;
-        for (uint32_t value : values) equal -= value > threshold;
-        for (size_t c = 0; c < values.size(); c++) {
+        for (int64_t c = 0; c < candidates; c++) equal -= values[c] > threshold;
+        for (int64_t c = 0; c < candidates; c++) {
             if (values[c] < threshold || (values[c] == threshold && equal-- <= 0)) continue;
             *out++ = columns[c];
         }
     }
+
+  private:
+    static constexpr int TOGETHER = 16;  // elements, of which few contain a candidate
+    static constexpr int BOUND_BITS = 16;
+
+    // A group consists of `depth` elements at a stride of WIDTH; elements beyond the end are treated as 0. The k largest
+    // maxima of groups are k elements, so the k-th largest element is no smaller than the smallest of them.
+    int32_t lower_bound(const float* x) {
+        maxima.clear();
+        for (int64_t begin = 0; begin < n; begin += depth * WIDTH) {
+            const int64_t end = std::min(begin + depth * WIDTH, n);
+            Integers largest = {};
+            int64_t i = begin;
+            for (; i + WIDTH <= end; i += WIDTH) {
+                const Integers all = magnitudes(x + i);
+                largest = all > largest ? all : largest;
+            }
+            for (int lane = 0; i < end; i++, lane++) largest[lane] = std::max<int32_t>(largest[lane], magnitude(x[i]));
+            for (int lane = 0; lane < WIDTH; lane++) maxima.push_back(largest[lane]);
+        }
+        const int64_t groups = maxima.size();
+        return groups >= k ? kth_largest(maxima.data(), groups, k, BOUND_BITS) : 0;
+    }
+
+    void find_candidates(const float* x, int32_t bound) {
+        candidates = 0;
+        for (int64_t begin = 0; begin < n; begin += TOGETHER) {
+            const int64_t end = std::min(begin + TOGETHER, n);
+            __builtin_prefetch(x + begin + n);  // of the next row
+            if (end - begin == TOGETHER && all_below<TOGETHER>(x + begin, bound)) continue;
+            if (int64_t(values.size()) < candidates + TOGETHER)
+                values.resize(2 * candidates + TOGETHER), columns.resize(values.size());
+            for (int64_t i = begin; i < end; i++) {
+                values[candidates] = magnitude(x[i]), columns[candidates] = i;
+                candidates += values[candidates] >= bound;
+            }
+        }
+    }
+
+    const int64_t n, k;
+    int64_t depth, candidates = 0;
+    std::vector<int32_t> maxima, values;
+    std::vector<int64_t> columns;
 };
 
 // Rows, their residuals, and the selected elements of their sum.

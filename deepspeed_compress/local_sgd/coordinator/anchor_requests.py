@@ -8,8 +8,6 @@ from deepspeed_compress.local_sgd.coordinator.reasons import absent_holders, too
 from deepspeed_compress.local_sgd.coordinator.records import Island
 from deepspeed_compress.local_sgd.coordinator.requests import Claim, Sources
 
-__all__ = ["AnchorRequests"]
-
 
 class AnchorRequests:
     """Islands of `membership` that wait for an anchor."""

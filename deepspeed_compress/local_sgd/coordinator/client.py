@@ -18,8 +18,6 @@ from deepspeed_compress.transport.errors import AuthenticationError, OtherServic
 from deepspeed_compress.transport.fields import check_message
 from deepspeed_compress.transport.frames import Limits
 
-__all__ = ["CoordinatorClient", "forget", "status"]
-
 _ANSWERS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "arrive": frozenset({"round", "over", "anchor"}),

@@ -39,8 +39,6 @@ from deepspeed_compress.local_sgd.coordinator.requests import Request, read_requ
 from deepspeed_compress.local_sgd.coordinator.rounds import Rounds
 from deepspeed_compress.local_sgd.coordinator.wire import Message
 
-__all__ = ["Coordinator", "Saved"]
-
 
 class Coordinator:
     """Decisions on membership, rounds, and their commitment.

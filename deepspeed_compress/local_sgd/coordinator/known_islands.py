@@ -9,8 +9,6 @@ from collections.abc import Collection, Iterable, Iterator
 
 from deepspeed_compress.local_sgd.coordinator.records import Holder, Island, Saved
 
-__all__ = ["KnownIslands"]
-
 
 class KnownIslands:
     """Holders of anchors in `saved`, and the time for which each has been absent.

@@ -8,8 +8,6 @@ from deepspeed_compress.local_sgd.coordinator.records import Holder, Island, Sav
 from deepspeed_compress.local_sgd.coordinator.requests import Join
 from deepspeed_compress.local_sgd.coordinator.wire import Message
 
-__all__ = ["Membership"]
-
 
 class Membership:
     """Islands of a run.

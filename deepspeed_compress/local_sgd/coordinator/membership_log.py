@@ -5,8 +5,6 @@ from collections.abc import Callable, Mapping
 from deepspeed_compress.local_sgd.coordinator.wire import Message
 from deepspeed_compress.transport.rate_limited_log import RateLimitedLog
 
-__all__ = ["MembershipLog"]
-
 
 class MembershipLog:
     """Log that turns the messages of a coordinator to its islands, or of a supervisor to its agents, into lines.

@@ -10,8 +10,6 @@ from deepspeed_compress.transport.fields import (
     every,
 )
 
-__all__ = ["FROM_COORDINATOR"]
-
 _MOST = 1 << 53
 _NUMBER = an_integer(0, _MOST)
 _NAME, _ADDRESS, _TEXT = a_text(64, least=1), a_text(300), a_text(4096)

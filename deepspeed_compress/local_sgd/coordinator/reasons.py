@@ -5,8 +5,6 @@ from collections.abc import Collection, Mapping
 from deepspeed_compress.local_sgd.coordinator.records import Holder, Saved
 from deepspeed_compress.local_sgd.coordinator.requests import Join
 
-__all__ = ["absent_holders", "names_of", "not_returned", "older_state", "too_few", "too_few_loaded", "votes_missing"]
-
 _SHOWN = 20
 """Most islands that a reason names."""
 

@@ -8,8 +8,6 @@ from typing import Any
 from deepspeed_compress.local_sgd.coordinator.requests import Join
 from deepspeed_compress.local_sgd.coordinator.wire import Round
 
-__all__ = ["Holder", "Island", "RunningRound", "Saved"]
-
 KEPT = 1000
 """Number of versions that are remembered: an island that returns after more exchanges is treated as a new one."""
 PATIENCE = 30.0
@@ -42,8 +40,7 @@ class Saved:
         members: numbers of the islands in the last committed round.
         claimed: run and version of the checkpoint from which the run began; None if it began with new weights.
         unproven: True until something is exchanged after the run began with new weights.
-        holders: the islands that have an anchor of the lineage and have not left, by number. The file of an earlier
-            release has none: then they are the members of the last round.
+        holders: the islands that have an anchor of the lineage and have not left, by number.
     """
 
     run: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
@@ -58,7 +55,7 @@ class Saved:
     holders: dict[int, Holder] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        found: Mapping[Any, Any] = self.holders or {number: Holder(self.version) for number in self.members}
+        found: Mapping[Any, Any] = self.holders
         # JSON keys are strings.
         self.holders = {int(number): one if isinstance(one, Holder) else Holder(**one) for number, one in found.items()}
 

@@ -10,21 +10,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from deepspeed_compress.transport.errors import ProtocolError
 
-__all__ = [
-    "Arrive",
-    "Beat",
-    "Claim",
-    "Forget",
-    "Join",
-    "Leave",
-    "Ready",
-    "Request",
-    "Sources",
-    "Vote",
-    "check_request",
-    "read_request",
-]
-
 _LONGEST_TERMS = 1 << 16
 """Largest size in bytes of the terms of an island, as JSON."""
 _SHOWN = 300

@@ -9,8 +9,6 @@ from deepspeed_compress.local_sgd.coordinator.records import Island, RunningRoun
 from deepspeed_compress.local_sgd.coordinator.requests import Arrive, Vote
 from deepspeed_compress.local_sgd.coordinator.wire import Outcome, Partner, Round
 
-__all__ = ["Rounds"]
-
 TRIES = 2
 """Void rounds in a row after which islands are left out in turn: a link between two may be broken."""
 

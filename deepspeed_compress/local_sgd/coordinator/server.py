@@ -25,8 +25,6 @@ from deepspeed_compress.transport.rate_limited_log import RateLimitedLog, ignore
 from deepspeed_compress.transport.send_queue import SendQueue, flush_all
 from deepspeed_compress.transport.server import Server as TransportServer
 
-__all__ = ["Machine", "Server", "Service", "StateFile", "island_server", "lock_file", "rename_durably"]
-
 TICK = 0.1
 """Seconds between ticks of the clock."""
 LATE = 1.0

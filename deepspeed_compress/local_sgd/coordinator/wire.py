@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["COORDINATOR", "AnchorSources", "Message", "Outcome", "Partner", "Round"]
-
 Message = Mapping[str, Any]
 COORDINATOR = "coordinator"
 """Name of the service."""

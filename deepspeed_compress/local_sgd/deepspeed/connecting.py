@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from torch._C._distributed_c10d import TCPStore
 
 from deepspeed_compress.collectives.reduction import Groups
-from deepspeed_compress.config import Elastic
 from deepspeed_compress.local_sgd.anchors import AnchorServer
 from deepspeed_compress.local_sgd.asynchronous_exchange import AsynchronousExchange
 from deepspeed_compress.local_sgd.coordinator.client import CoordinatorClient
@@ -19,8 +18,7 @@ from deepspeed_compress.local_sgd.parameter_server.client import PushClient
 from deepspeed_compress.local_sgd.round_peers import group_of_one
 from deepspeed_compress.local_sgd.shared_anchor import SharedAnchor
 from deepspeed_compress.local_sgd.strategy import ExchangeStrategy
-
-__all__ = ["connect"]
+from deepspeed_compress.transport.client import own_address
 
 
 def connect(context: ExchangeContext) -> ExchangeStrategy:
@@ -77,7 +75,8 @@ class _RoundConnections:
     """
 
     def __init__(self, context: ExchangeContext, anchor: SharedAnchor) -> None:
-        self._context, self._host = context, _own_host(context.elastic)
+        self._context = context
+        self._host = own_address(context.elastic.rendezvous.rpartition(":")[0])
         self._server = AnchorServer(self._host, anchor.copy, context.elastic.timeout_seconds)
         self.address = self._server.address
         self.client: CoordinatorClient | None = None
@@ -109,13 +108,3 @@ class _RoundConnections:
             self.client.leave()
             self.client = None
         self._server.close()
-
-
-def _own_host(elastic: Elastic) -> str:
-    """Return the address of this machine on its route to the coordinator, at which the other islands can reach it."""
-    host, _, port = elastic.rendezvous.rpartition(":")
-    family, _, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # Connecting a UDP socket sends nothing.
-        probe.connect(address)
-        return str(probe.getsockname()[0])

@@ -14,13 +14,6 @@ from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMas
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.local_sgd.deepspeed.exchanged_parameters import matches
 
-__all__ = [
-    "clear_non_finite",
-    "digest_parameters",
-    "recover_from_divergence",
-    "untrained_parameters",
-]
-
 
 def untrained_parameters(engine: Any, trained: Collection[str], own: Sequence[str]) -> list[Parameter]:
     """Return the parameters that islands neither train nor keep to themselves.

@@ -11,8 +11,6 @@ from deepspeed_compress.local_sgd.exchange import MasterWeights
 from deepspeed_compress.local_sgd.island_ranks import IslandRanks
 from deepspeed_compress.local_sgd.moments import SecondMoments
 
-__all__ = ["ExchangeContext"]
-
 
 @dataclass(frozen=True)
 class ExchangeContext:

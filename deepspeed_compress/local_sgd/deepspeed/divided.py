@@ -28,8 +28,10 @@ from deepspeed_compress.checkpointing.deepspeed.participants import (
     SaveRequest,
     attach_participants,
 )
+from deepspeed_compress.collectives.objects import gather_objects
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import StepClock
-from deepspeed_compress.collectives.reduction import Groups, Parameters, ReductionContext
+from deepspeed_compress.collectives.reduction import Groups, ReductionContext
 from deepspeed_compress.compression import state
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import CompressConfig, masked
@@ -48,8 +50,6 @@ from deepspeed_compress.local_sgd.fixed_exchange import FixedExchange
 from deepspeed_compress.session.parts import Parts
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.state_files import check_owners, on_all_ranks
-
-__all__ = ["attach_islands", "stay_apart"]
 
 
 def attach_islands(
@@ -72,8 +72,7 @@ def attach_islands(
         master_weights = divide_replicated(master_weights, parameters, unit)
     check_equal_layouts(master_weights, unit)
     _warn_of_unequal_rates(engine)
-    names: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, [one.parameter for one in trained.slices])
+    names = gather_objects([one.parameter for one in trained.slices])
     # No exchange sends untrained weights.
     copy_weights(untrained_parameters(engine, {*chain(*names)}, settings.own), engine.device, unit.peers)
     reduction_context = ReductionContext(
@@ -100,8 +99,7 @@ def attach_islands(
 
 def _warn_of_unequal_rates(engine: Any) -> None:
     """Warn, on each rank whose learning rates differ from those of the first rank. Collective."""
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, rates_of(engine))
+    every = gather_objects(rates_of(engine))
     warn_of_unequal_rates(rates_of(engine), every[0], "the first island")
 
 
@@ -228,8 +226,7 @@ class _Files(Participant):
         Raises:
             StateError: they have not. Raised on all ranks.
         """
-        tags: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(tags, tag)
+        tags = gather_objects(tag)
         if len(set(tags)) > 1:
             found = ", ".join(sorted({str(tag) for tag in tags}))
             raise StateError(

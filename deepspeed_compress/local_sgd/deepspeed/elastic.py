@@ -26,8 +26,9 @@ from torch.utils.data import DistributedSampler
 from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasterWeights, find_master_weights
 from deepspeed_compress.checkpointing.deepspeed.exclusive import take_for_island
 from deepspeed_compress.checkpointing.deepspeed.participants import LoadRequest, Participant, SaveRequest
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import StepClock
-from deepspeed_compress.collectives.reduction import Parameters, ReductionContext
+from deepspeed_compress.collectives.reduction import ReductionContext
 from deepspeed_compress.compression import state
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import Elastic, Islands, masked
@@ -49,8 +50,6 @@ from deepspeed_compress.local_sgd.strategy import ExchangeResult
 from deepspeed_compress.monitor import Event
 from deepspeed_compress.session.parts import Parts
 from deepspeed_compress.session.state_files import check_owners, on_all_ranks, save_on_all
-
-__all__ = ["SEEDS", "ElasticIsland", "attach_elastic", "prepare_call"]
 
 _POINTER = "/deepspeed_compress/islands/elastic"
 _STEM = "deepspeed_compress_islands"

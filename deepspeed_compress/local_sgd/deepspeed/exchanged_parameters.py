@@ -8,10 +8,8 @@ from dataclasses import replace
 import torch
 
 from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasterWeights
-from deepspeed_compress.collectives.reduction import Parameters
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.errors import CompressWarning, ConfigError
-
-__all__ = ["matches", "select_exchanged"]
 
 _POINTER = "/deepspeed_compress/islands/own"
 

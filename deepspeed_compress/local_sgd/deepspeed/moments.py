@@ -13,8 +13,6 @@ from deepspeed_compress.config import Islands
 from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.local_sgd.moments import SecondMoment, SecondMoments
 
-__all__ = ["find_second_moments"]
-
 _POINTER = "/deepspeed_compress/islands/second_moments"
 _KEY = "exp_avg_sq"
 """Key in the state of torch.optim.Adam, DeepSpeed's FusedAdam and CPUAdam, and optimizers modeled on them."""

@@ -14,8 +14,6 @@ from typing import Any
 
 from deepspeed_compress.errors import CompressWarning, UnsupportedError
 
-__all__ = ["LearningRates", "rates_of", "warn_of_unequal_rates"]
-
 _POINTER = "/deepspeed_compress/islands"
 _PROGRESS = frozenset(
     {"last_epoch", "last_batch_iteration", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter", "lr_lambdas"}

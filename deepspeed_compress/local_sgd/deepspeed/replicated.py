@@ -12,11 +12,10 @@ import torch.distributed as dist
 
 from deepspeed_compress.backends.deepspeed.units import IslandUnit
 from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasterWeights, MasterSlice
-from deepspeed_compress.collectives.reduction import Parameters
+from deepspeed_compress.collectives.objects import gather_objects
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.errors import UnsupportedError
-
-__all__ = ["check_equal_blocks", "divide_replicated"]
 
 _Range = tuple[str, int, int]
 """A parameter, its first element, and the end (exclusive)."""
@@ -38,8 +37,7 @@ def divide_replicated(master_weights: FlatMasterWeights, parameters: Parameters,
     parts = {name: (sizes[name] * rank // tensor, sizes[name] * (rank + 1) // tensor) for name in shared}
     kept = [part for one in master_weights.slices for part in _within(one, parts.get(one.parameter))]
     mine = [(one.parameter, one.begin, one.begin + one.numel) for one in kept if one.parameter in shared]
-    every: list[list[_Range]] = [[] for _ in unit.ranks]
-    dist.all_gather_object(every, mine, group=unit.whole)
+    every = gather_objects(mine, unit.whole)
     parts_of_ranks = [_Part.of(master_weights, ranges) for ranges in every]
     return replace(master_weights, slices=kept, publish=_ReplicaBroadcast(master_weights, parts_of_ranks, unit).publish)
 
@@ -55,8 +53,7 @@ def check_equal_blocks(master_weights: FlatMasterWeights, parameters: Parameters
     cuts = [
         (one.parameter, one.begin, one.numel) for one in master_weights.stepped if one.parameter in parameters.excluded
     ]
-    every: list[Sequence[tuple[str, int, int]]] = [[] for _ in unit.ranks]
-    dist.all_gather_object(every, cuts, group=unit.whole)
+    every = gather_objects(cuts, unit.whole)
     if any(one != every[place - place % unit.tensor] for place, one in enumerate(every)):
         raise UnsupportedError(
             "/deepspeed_compress/islands/second_moments: the tensor ranks hold unequal parts of layers, so they "

@@ -5,8 +5,6 @@ from pathlib import Path, PurePath
 
 from deepspeed_compress.errors import ConfigError
 
-__all__ = ["ISLAND", "check_tag", "tag_of_file"]
-
 ISLAND = re.compile(r"island_\d{4}")
 """Name of an island's directory."""
 

@@ -12,21 +12,6 @@ from deepspeed_compress.config import Islands
 from deepspeed_compress.transport.connection import Buffer
 from deepspeed_compress.transport.frames import Head
 
-__all__ = [
-    "LARGEST",
-    "Part",
-    "Slice",
-    "Terms",
-    "check_slices",
-    "integer",
-    "read_head",
-    "read_layout",
-    "read_part",
-    "read_shapes",
-    "shown",
-    "text",
-]
-
 LARGEST = 2**63 - 1
 MOST_RANKS = 2**16
 MOST_DIMENSIONS = 64

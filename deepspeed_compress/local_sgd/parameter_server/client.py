@@ -13,8 +13,6 @@ from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.errors import AuthenticationError, OtherServiceError
 from deepspeed_compress.transport.frames import Head, Limits
 
-__all__ = ["LARGEST_BODY", "PARAMETER_SERVER", "PushClient"]
-
 PARAMETER_SERVER = "parameter server"
 """Name of the service."""
 LARGEST_BODY = 1 << 36

@@ -7,8 +7,6 @@ from typing import Any, BinaryIO
 from deepspeed_compress.transport.connection import Buffer
 from deepspeed_compress.transport.frames import Head
 
-__all__ = ["read_entry", "write_entry"]
-
 _LINE = 1 << 28
 """Largest size in bytes of a line, which holds the heads of all ranks of an island."""
 _PIECE = 1 << 16

@@ -7,8 +7,6 @@ from typing import Protocol
 
 from deepspeed_compress.local_sgd.parameter_server.records import Records
 
-__all__ = ["DEFAULT_ROOM", "Caller", "Membership", "Room", "check_holder"]
-
 
 class Caller(Protocol):
     """Connection of a rank."""

@@ -11,8 +11,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import Run, StepClock
-from deepspeed_compress.collectives.reduction import Groups, Parameters, ReductionContext, Reductions
+from deepspeed_compress.collectives.reduction import Groups, ReductionContext, Reductions
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.config import Islands, Outer
@@ -20,8 +21,6 @@ from deepspeed_compress.local_sgd.framed_messages import FramedMessages
 from deepspeed_compress.local_sgd.parameter_server.calls import Slice
 from deepspeed_compress.local_sgd.round_peers import group_of_one
 from deepspeed_compress.monitor import Meter
-
-__all__ = ["NAMES", "Place", "make_messages", "make_place", "read_place", "refuse_unfit"]
 
 T = TypeVar("T")
 

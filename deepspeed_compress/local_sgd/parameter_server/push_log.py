@@ -25,8 +25,6 @@ from deepspeed_compress.local_sgd.parameter_server.store import Store
 from deepspeed_compress.transport.connection import Buffer
 from deepspeed_compress.transport.frames import Head
 
-__all__ = ["Entry", "PushLog"]
-
 Entry = tuple[Sequence[Head], Sequence[Buffer]]
 """Heads and bodies of all ranks of an island."""
 _RECORDS = "records"

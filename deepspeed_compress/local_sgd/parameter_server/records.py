@@ -15,8 +15,6 @@ from deepspeed_compress.local_sgd.parameter_server.calls import (
     text,
 )
 
-__all__ = ["Island", "Records"]
-
 T = TypeVar("T")
 
 

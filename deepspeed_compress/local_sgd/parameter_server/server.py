@@ -19,8 +19,6 @@ from deepspeed_compress.transport.rate_limited_log import ignore
 from deepspeed_compress.transport.server import DEFAULT_BOUNDS, Bounds
 from deepspeed_compress.transport.server import Server as TransportServer
 
-__all__ = ["LIMITS", "Server"]
-
 LIMITS = Limits(head=1 << 24)
 """Heads hold the names and shapes of all parameters; bodies are bounded by what the service expects."""
 

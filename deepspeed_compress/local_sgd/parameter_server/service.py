@@ -22,8 +22,6 @@ from deepspeed_compress.local_sgd.parameter_server.store import Change, Store
 from deepspeed_compress.transport.connection import Buffer
 from deepspeed_compress.transport.frames import Head
 
-__all__ = ["Answer", "Service"]
-
 Answer = tuple[Head, Buffer]
 CHECK_INTERVAL = 0.5
 """Seconds between checks whether a rank that waits for others is still connected."""

@@ -30,8 +30,6 @@ from deepspeed_compress.local_sgd.parameter_server.records import Island, Record
 from deepspeed_compress.transport.connection import Buffer
 from deepspeed_compress.transport.frames import Head
 
-__all__ = ["Change", "Store"]
-
 WHOLE = 1 - 1e-6
 """Sum of weights that makes a whole mean, up to rounding."""
 _SHOWN = 200

@@ -11,8 +11,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-__all__ = ["without_cuda"]
-
 
 @contextmanager
 def without_cuda() -> Iterator[None]:

@@ -11,8 +11,6 @@ from transformers import PretrainedConfig
 
 from deepspeed_compress.errors import UnsupportedError
 
-__all__ = ["GPTOptions", "gpt_options"]
-
 _TANH = partial(F.gelu, approximate="tanh")
 _ACTIVATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {"gelu_new": _TANH, "gelu_pytorch_tanh": _TANH, "gelu": F.gelu, "relu": F.relu}

@@ -23,8 +23,6 @@ from deepspeed_compress.models.megatron.options import gpt_options
 from deepspeed_compress.models.skeleton import build_skeleton
 from deepspeed_compress.models.sources import open_source
 
-__all__ = ["load_weights", "save_pretrained"]
-
 
 def _identity(value: Tensor, heads: int) -> Tensor:
     return value

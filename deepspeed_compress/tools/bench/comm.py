@@ -17,8 +17,6 @@ from deepspeed_compress.tools.bench.links import UNLIMITED, bits_per_second, che
 from deepspeed_compress.tools.bench.rows import Row, check_launched, new_document, run_on_hosts, save_document
 from deepspeed_compress.tools.plots import COLOURS, WIDTH, check_plotting, style_axes
 
-__all__ = ["plot_comm", "run", "table_of"]
-
 RANK_PROGRAM = "deepspeed_compress.tools.bench.comm_rank"
 CAPTION = "bus: minimum bytes that a rank must send, per second; link: fraction of the link's rate"
 

@@ -17,8 +17,6 @@ from deepspeed_compress.tools.bench import gauges
 from deepspeed_compress.tools.bench.links import set_own_rate
 from deepspeed_compress.tools.bench.rows import Emit, Log, Row, rank_main
 
-__all__ = ["COLLECTIVES", "Collective", "measure", "measure_messages"]
-
 
 @dataclass(frozen=True)
 class Collective:

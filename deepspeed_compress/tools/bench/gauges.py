@@ -25,19 +25,6 @@ from deepspeed_compress.tools.bench.links import DEVICE
 from deepspeed_compress.tools.bench.mirror import MIRROR, join_mirror
 from deepspeed_compress.training.ranks import Ranks, start_ranks
 
-__all__ = [
-    "Counters",
-    "Peak",
-    "device",
-    "gather",
-    "join",
-    "join_images",
-    "over_ranks",
-    "quiet_counters",
-    "ranks_of_host",
-    "times",
-]
-
 
 @dataclass(frozen=True)
 class Counters:

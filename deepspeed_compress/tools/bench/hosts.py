@@ -41,8 +41,6 @@ from deepspeed_compress.tools.bench.links import (
     set_rate,
 )
 
-__all__ = ["Cluster", "Run", "signals_as_exceptions"]
-
 NETWORK = "10.77.0."
 MTU = 1500
 

@@ -20,13 +20,12 @@ from rich.table import Table
 from torch import Tensor
 
 from deepspeed_compress.compression.kernels import implementations
+from deepspeed_compress.compression.kernels.compiled import instruction_set, load_library
 from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.tools.bench.moved_bytes import CountingKernels
 from deepspeed_compress.tools.bench.rows import Row, new_document, save_document
 from deepspeed_compress.tools.plots import check_plotting, plot_bars
-
-__all__ = ["BLOCK", "OPERATIONS", "Kernels", "Operation", "bytes_moved", "measure", "run"]
 
 BLOCK = 256
 TOP_K_BLOCK, DENSITY = 4096, 0.01
@@ -138,6 +137,7 @@ OPERATIONS: Sequence[Operation] = (
     Operation("quantize int4", partial(_quantize, INT4)),
     Operation("quantize int4, stochastic", partial(_quantize, INT4, stochastic=True)),
     Operation("quantize sign", partial(_quantize, SIGN)),
+    Operation("quantize int8, bf16 memory", partial(_quantize, INT8, memory=torch.bfloat16)),
     Operation("quantize int4, bf16 memory", partial(_quantize, INT4, memory=torch.bfloat16)),
     Operation("quantize sign, bf16 memory", partial(_quantize, SIGN, memory=torch.bfloat16)),
     Operation("decode-accumulate int8", partial(_dequantize, INT8)),
@@ -165,8 +165,9 @@ def run(options: argparse.Namespace) -> int:
     """Measure, print, write and draw. Return the exit code."""
     if options.plot:
         check_plotting("--plot")
-    rows = measure(options.numel, torch.device(options.device), options.repeats, options.only, options.in_use)
-    heading = f"{options.numel:,} fp32 elements on {_name(torch.device(options.device))}"
+    device = torch.device(options.device)
+    rows = measure(options.numel, device, options.repeats, options.only, options.in_use, options.minima)
+    heading = f"{options.numel:,} fp32 elements on {_name(device)}"
     Console(width=None if sys.stdout.isatty() else 132).print(_table(heading, rows))
     if options.json:
         save_document(new_document(rows) | {"device": heading}, options.json)
@@ -176,11 +177,17 @@ def run(options: argparse.Namespace) -> int:
 
 
 def measure(
-    numel: int, device: torch.device, repeats: int, only: re.Pattern[str] | None = None, in_use: bool = False
+    numel: int,
+    device: torch.device,
+    repeats: int,
+    only: re.Pattern[str] | None = None,
+    in_use: bool = False,
+    minima: bool = False,
 ) -> list[Row]:
     """Measure a copy and every operation whose name matches `only`, on one core or GPU.
 
-    If `in_use`, measure only the implementation that training uses.
+    If `in_use`, measure only the implementation that training uses. If `minima`, rates are those of the least times,
+    and copies before every call are what they are compared with.
 
     Raises:
         ConfigError: No operation matches, or `numel` is too small.
@@ -197,21 +204,27 @@ def measure(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return list(_measured(numel, device, repeats, chosen, in_use))
+        return list(_measured(numel, device, repeats, chosen, in_use, minima))
     finally:
         torch.set_num_threads(threads)
 
 
-def _measured(numel: int, device: torch.device, repeats: int, chosen: list[Operation], in_use: bool) -> Iterator[Row]:
+def _measured(
+    numel: int, device: torch.device, repeats: int, chosen: list[Operation], in_use: bool, minima: bool
+) -> Iterator[Row]:
     x = torch.randn(numel, generator=torch.Generator().manual_seed(SEED)).to(device)
-    copy = _row(COPY, "torch", x, seconds(partial(torch.empty_like(x).copy_, x), device, repeats), 2 * x.nbytes)
+    rate, copy_x = min if minima else statistics.median, partial(torch.empty_like(x).copy_, x)
+    copy = _row(COPY, "torch", x, seconds([copy_x], device, repeats)[0], 2 * x.nbytes, rate)
     yield copy | {"of_copy": 1.0, "moved_of_copy": 1.0}
     found = list(implementations(device).items())
     for operation in chosen:
         for name, module in found[:1] if in_use else found:
             moved = bytes_moved(operation, module, x)
-            row = _row(operation.name, name, x, seconds(operation.prepare(module, x), device, repeats), moved)
-            ratios = (row[rate] / copy[rate] for rate in ("gb_per_s", "moved_gb_per_s"))
+            calls: list[Callable[[], object]] = [operation.prepare(module, x), *([copy_x] if minima else [])]
+            taken, *copies = seconds(calls, device, repeats)
+            row = _row(operation.name, name, x, taken, moved, rate)
+            base = _row(COPY, "torch", x, copies[0], 2 * x.nbytes, rate) if copies else copy
+            ratios = (row[key] / base[key] for key in ("gb_per_s", "moved_gb_per_s"))
             yield row | dict(zip(("of_copy", "moved_of_copy"), ratios, strict=True))
 
 
@@ -222,24 +235,31 @@ def bytes_moved(operation: Operation, kernels: Kernels, x: Tensor) -> int:
     return counting.moved
 
 
-def _row(operation: str, implementation: str, x: Tensor, taken: list[float], moved: int) -> Row:
-    median = statistics.median(taken)
+def _row(
+    operation: str, implementation: str, x: Tensor, taken: list[float], moved: int, rate: Callable[[list[float]], float]
+) -> Row:
+    """Return a row whose rates are those of the time that `rate` selects."""
     return {
         "operation": operation,
         "implementation": implementation,
         "numel": x.numel(),
-        "seconds": {"median": median, "min": min(taken), "max": max(taken)},
-        "gb_per_s": 4e-9 * x.numel() / median,
+        "seconds": {"median": statistics.median(taken), "min": min(taken), "max": max(taken)},
+        "gb_per_s": 4e-9 * x.numel() / rate(taken),
         "bytes_moved": moved,
-        "moved_gb_per_s": 1e-9 * moved / median,
+        "moved_gb_per_s": 1e-9 * moved / rate(taken),
     }
 
 
-def seconds(call: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
-    """Return the seconds of each of `repeats` calls. An untimed call before them compiles and touches memory."""
-    call()
+def seconds(calls: Sequence[Callable[[], object]], device: torch.device, repeats: int) -> list[list[float]]:
+    """Return the seconds of each of `repeats` calls of each of `calls`, which take turns.
+
+    Untimed calls before them compile and touch memory.
+    """
+    for call in calls:
+        call()
     clock = _on_gpu if device.type == "cuda" else _on_cpu
-    return [clock(call) for _ in range(repeats)]
+    rounds = [[clock(call) for call in calls] for _ in range(repeats)]
+    return [list(taken) for taken in zip(*rounds, strict=True)]
 
 
 def _on_cpu(call: Callable[[], object]) -> float:
@@ -264,7 +284,8 @@ def _name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     path = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*: (.+)", path.read_text() if path.is_file() else "")
-    return f"one core of {found[1] if found else platform.processor() or platform.machine()}"
+    core = f"one core of {found[1] if found else platform.processor() or platform.machine()}"
+    return f"{core} with {instruction_set(load_library())}" if "cpu" in implementations(device) else core
 
 
 def _table(heading: str, rows: list[Row]) -> Table:
@@ -278,7 +299,7 @@ def _table(heading: str, rows: list[Row]) -> Table:
         if index and row["operation"] != rows[index - 1]["operation"]:
             table.add_section()
         rates = (row[name] for name in ("gb_per_s", "of_copy", "moved_gb_per_s", "moved_of_copy"))
-        figures = (1e3 * row["seconds"]["median"], *rates)
+        figures = (4e-6 * row["numel"] / row["gb_per_s"], *rates)
         table.add_row(row["operation"], row["implementation"], *(f"{figure:.2f}" for figure in figures))
     return table
 

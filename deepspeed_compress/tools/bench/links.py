@@ -12,23 +12,6 @@ from types import MappingProxyType
 
 from deepspeed_compress.errors import CompressError
 
-__all__ = [
-    "DEVICE",
-    "HOSTS_VARIABLE",
-    "NAMESPACES",
-    "PREFIX",
-    "UNLIMITED",
-    "ClusterError",
-    "bits_per_second",
-    "check_machine",
-    "clean",
-    "enter_user_namespace",
-    "ip",
-    "run_tool",
-    "set_own_rate",
-    "set_rate",
-]
-
 DEVICE = "eth0"
 PREFIX = "dscompress"
 """Prefix of namespace names: PREFIX + process id + "-" + host number or "bridge"."""

@@ -26,8 +26,6 @@ from deepspeed_compress.tools.bench.gauges import device
 from deepspeed_compress.tools.bench.torch_loop import DTYPES, Optimizer
 from deepspeed_compress.tools.bench.workload import Workload
 
-__all__ = ["MegatronStepper"]
-
 _RECOMPUTE: Mapping[str, Any] = MappingProxyType(
     {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 )

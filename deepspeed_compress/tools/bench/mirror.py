@@ -17,8 +17,6 @@ from torch import Tensor
 from torch._C._distributed_c10d import _create_work_from_future
 from torch.futures import Future
 
-__all__ = ["MIRROR", "Letter", "Mirror", "join_mirror", "reflect"]
-
 MIRROR = "mirror"
 """Name of the backend in torch.distributed."""
 

@@ -6,8 +6,6 @@ from torch import Tensor
 
 from deepspeed_compress.compression.kernels.forms import ResidualBuffers
 
-__all__ = ["CountingKernels"]
-
 _ADDING = {"add", "sum"}
 """Words in the names of kernels that add to their last argument."""
 

@@ -112,6 +112,8 @@ def _kernels_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", metavar="PATTERN", type=re.compile, help="measure operations whose name matches")
     in_use = "measure only the implementation that training uses here, without plain PyTorch, which needs much memory"
     parser.add_argument("--in-use", action="store_true", help=in_use)
+    minima = "compare least times, with a copy before every call, for a machine with other load (try --repeats 50)"
+    parser.add_argument("--minima", action="store_true", help=minima)
     _add_output(parser, "draw bars of the throughput")
 
 

@@ -24,8 +24,6 @@ from deepspeed_compress.tools.bench.gauges import device, ranks_of_host
 from deepspeed_compress.tools.bench.torch_loop import Optimizer, PeerStepper, TorchStepper, Wrapped, bare_model
 from deepspeed_compress.tools.bench.workload import Workload
 
-__all__ = ["PEERS", "Peer"]
-
 POWERSGD_START = 2
 """First optimizer step at which PowerSGD's hook accepts a warm start with error feedback."""
 ONE_BUCKET_MB = 2**30

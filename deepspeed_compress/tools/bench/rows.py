@@ -16,18 +16,6 @@ from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.tools.bench.hosts import Cluster, Run
 from deepspeed_compress.tools.files import write_json
 
-__all__ = [
-    "Emit",
-    "Log",
-    "Row",
-    "check_launched",
-    "new_document",
-    "rank_main",
-    "read_document",
-    "run_on_hosts",
-    "save_document",
-]
-
 Row = dict[str, Any]
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deepspeed_compress.config import SECTION
+from deepspeed_compress.config import SECTION, with_preset
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.tools.bench.hosts import signals_as_exceptions
 from deepspeed_compress.tools.bench.links import bits_per_second, check_machine
@@ -25,8 +25,6 @@ from deepspeed_compress.tools.bench.workload import (
     without_section,
 )
 from deepspeed_compress.tools.plots import check_plotting
-
-__all__ = ["merge", "missing_rates", "run", "steps_at"]
 
 HEADER_BYTES = 14 + 20 + 32
 """Header bytes per packet: Ethernet, IPv4, and TCP with timestamps."""
@@ -235,10 +233,11 @@ def _shards_within(row: Row) -> bool:
 def _counts_for(other: Row, row: Row, rows: Sequence[Row]) -> bool:
     if other["contender"]["kind"] != OURS or other["rate"] != row["rate"] or _uncompressed(other, rows) is not row:
         return False
-    section = other["contender"]["ds_config"][SECTION]
+    section = with_preset(other["contender"]["ds_config"])
     weights: Row = section.get("weights") or {}
-    # Islands do not exchange the gradients of all ranks.
-    return bool(weights.get("method", "none") == "none" and not section.get("islands"))
+    # Islands do not exchange the gradients of all ranks, and `auto` may leave them to DeepSpeed.
+    whole = not section.get("islands") and "auto" not in section
+    return bool(weights.get("method", "none") == "none" and whole)
 
 
 def _bytes(traffic: Sequence[Row], predictions: Sequence[float] | None) -> Row:

@@ -18,8 +18,6 @@ from deepspeed_compress.tools.bench.systems import System, compute_only, make, t
 from deepspeed_compress.tools.bench.traces import trace_step
 from deepspeed_compress.tools.bench.workload import Contender, Group, Workload, stage_of
 
-__all__ = ["measure", "measure_group"]
-
 SETTLING_STEPS = 1
 """Steps after each change of the rate that are not measured, while the congestion window adapts."""
 UNCOMPRESSED = "bytes_uncompressed"
@@ -138,7 +136,8 @@ def _measure_rate(
     if rate is not None:
         set_own_rate(rate)
     dist.barrier()
-    gauges.times(step, SETTLING_STEPS)
+    choosing = 0 if system.session is None else system.session.compare_again()
+    gauges.times(step, SETTLING_STEPS + choosing)
     counted.clear()
     begin, steps = gauges.quiet_counters() if rate is not None else None, count * system.period
     seconds = _by_period(gauges.times(step, steps), system.period)

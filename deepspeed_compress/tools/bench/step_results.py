@@ -15,8 +15,6 @@ from deepspeed_compress.tools.bench.rows import Row
 from deepspeed_compress.tools.bench.workload import COMPUTE_ONLY, stage_of
 from deepspeed_compress.tools.plots import plot_bars
 
-__all__ = ["plot_steps", "print_steps", "same_work", "step_table", "title"]
-
 WIDTH = 132
 """Width of the output in columns if it is not a terminal."""
 

@@ -20,8 +20,6 @@ from deepspeed_compress.tools.bench.torch_loop import Optimizer, TorchStepper, W
 from deepspeed_compress.tools.bench.workload import Contender, Workload
 from deepspeed_compress.training.stepper import PipelineStepper, PlainStepper, Share, Stepper, share_of
 
-__all__ = ["System", "compute_only", "make", "tokens"]
-
 CONSTANT_RATE = Optimizer()
 
 

@@ -16,8 +16,6 @@ from deepspeed_compress.tools.bench.gauges import device
 from deepspeed_compress.tools.bench.workload import Workload
 from deepspeed_compress.training.stepper import Stepper
 
-__all__ = ["DTYPES", "Optimizer", "PeerStepper", "TorchStepper", "Wrapped", "bare_model"]
-
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 )

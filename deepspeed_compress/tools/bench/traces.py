@@ -14,8 +14,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from deepspeed_compress.tools.bench.gauges import device
 
-__all__ = ["SHARES", "STEP", "covered", "shares", "trace_step"]
-
 STEP = "deepspeed_compress.step"
 """Name of the span of the whole step."""
 _PHASES: Mapping[str, str] = MappingProxyType({"encode": "compress", "decode": "decompress", "exchange": "communicate"})

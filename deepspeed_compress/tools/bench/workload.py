@@ -9,8 +9,6 @@ from deepspeed_compress.config import SECTION, Parallelism, check_world, expand,
 from deepspeed_compress.config import read_ds_config as read_file
 from deepspeed_compress.errors import ConfigError
 
-__all__ = ["COMPUTE_ONLY", "DEEPSPEED", "OURS", "Contender", "Group", "Workload", "group_contenders", "stage_of"]
-
 DEEPSPEED, OURS, COMPUTE_ONLY = "deepspeed", "compressed", "compute-only"
 _OTHER_KEYS: Mapping[str, Mapping[str, Any]] = {
     "deepspeed": {},

@@ -15,8 +15,6 @@ from deepspeed_compress.tools.doctor.patches import difference
 from deepspeed_compress.tools.doctor.run import Line, Run
 from deepspeed_compress.tools.doctor.thresholds import Thresholds
 
-__all__ = ["NEEDS", "OTHER_KINDS", "SAMPLES", "Case", "Slowest", "Times"]
-
 P = ParamSpec("P")
 
 OTHER_KINDS = ("bytes_pipeline", "bytes_tied", "bytes_tensor", "bytes_islands")

@@ -13,8 +13,6 @@ from deepspeed_compress.tools.doctor.diagnose import Diagnosis, diagnose, patche
 from deepspeed_compress.tools.doctor.outputs import as_json, print_text
 from deepspeed_compress.tools.doctor.run import read_run
 
-__all__ = ["FAILED", "FOUND", "HEALTHY", "run"]
-
 HEALTHY, FOUND, FAILED = 0, 1, 2
 
 

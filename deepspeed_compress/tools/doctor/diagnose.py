@@ -11,8 +11,6 @@ from deepspeed_compress.tools.doctor.patches import apply
 from deepspeed_compress.tools.doctor.rule import DoctorRule
 from deepspeed_compress.tools.doctor.rules import RULES
 
-__all__ = ["Diagnosis", "diagnose", "patched"]
-
 
 @dataclass(frozen=True)
 class Diagnosis:

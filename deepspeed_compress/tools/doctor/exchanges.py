@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from deepspeed_compress.tools.doctor.case import SAMPLES, Case
 
-__all__ = ["Rise", "after_exchanges", "rise_at_exchanges"]
-
 
 @dataclass(frozen=True)
 class Rise:

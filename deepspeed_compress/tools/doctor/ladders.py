@@ -10,8 +10,6 @@ from deepspeed_compress.config import GradientsConfig, NoneGradients, PowerSGDGr
 from deepspeed_compress.config.methods import BlockwiseConfig, LinearConfig, PercentileConfig
 from deepspeed_compress.config.sparse_methods import RandomKConfig
 
-__all__ = ["BLOCKS", "forgets", "softer", "stronger"]
-
 Patch = dict[str, Any]
 
 BLOCKS = frozenset({"blockwise", "linear", "stochastic_linear", "percentile", "fp8_e4m3", "fp8_e5m2", "sign", "qsgd"})

@@ -3,8 +3,6 @@
 import argparse
 from pathlib import Path
 
-__all__ = ["add_doctor_arguments"]
-
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     """Add RUN_DIR and the options of `doctor` to `parser`."""

@@ -14,8 +14,6 @@ from deepspeed_compress.tools.doctor.diagnose import Diagnosis
 from deepspeed_compress.tools.outputs.machine import DOCTOR_KEYS, DOCTOR_SEVERITIES, objects, page, to_json
 from deepspeed_compress.tools.outputs.printable import printable
 
-__all__ = ["as_json", "print_text"]
-
 _COLOURS: Mapping[Severity, str] = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
 

@@ -4,11 +4,9 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from deepspeed_compress.config import SECTION, CompressConfig
+from deepspeed_compress.config import SECTION, CompressConfig, with_preset
 from deepspeed_compress.config.patches import merged
 from deepspeed_compress.config.schedules import OWN_MOMENTUM
-
-__all__ = ["accumulated", "apply", "difference", "slower", "with_gradients", "with_section", "with_stage"]
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,7 +49,7 @@ def with_gradients(config: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[
     If the method changes, keys that the new method does not have are removed. If the old method kept a momentum of its
     own and the new one does not, the optimizer's momentum is restored.
     """
-    section = CompressConfig.model_validate(config[SECTION])
+    section = CompressConfig.model_validate(with_preset(config))
     removed = {key for key, value in patch.items() if value is None}
     if "method" not in config[SECTION].get("gradients", {}) and section.gradients.method == patch.get(
         "method", "blockwise"

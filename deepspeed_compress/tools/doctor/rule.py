@@ -7,8 +7,6 @@ from deepspeed_compress.diagnostics import Diagnostic, Severity
 from deepspeed_compress.tools.doctor.case import Case
 from deepspeed_compress.tools.rules import Rule
 
-__all__ = ["Check", "DoctorRule", "rule"]
-
 Check = Callable[[Case], Iterable[Diagnostic]]
 
 

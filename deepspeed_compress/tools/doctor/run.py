@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from deepspeed_compress.config import SECTION, CompressConfig, read_ds_config
+from deepspeed_compress.config import CompressConfig, read_ds_config, with_preset
 from deepspeed_compress.errors import DataError
-from deepspeed_compress.tools.run_directory import STATISTICS, Line, in_order, read_directory
+from deepspeed_compress.tools.run_directory import STATISTICS, Line, drop_replaced, read_directory
 
 __all__ = ["Line", "Run", "read_run"]
 
@@ -87,8 +87,8 @@ def _of_first_island(events: Sequence[Line] | None) -> tuple[Line, ...] | None:
 
 def _section(config: Line | None) -> CompressConfig | None:
     try:
-        return CompressConfig.model_validate((config or {})[SECTION])
-    except (KeyError, ValidationError):
+        return CompressConfig.model_validate(with_preset(config or {}))
+    except ValidationError:
         return None
 
 
@@ -98,7 +98,7 @@ def _points(lines: Sequence[Line], key: str) -> Points:
     A null means "unknown" before the first value that is not null, and "not finite" (NaN) after it.
     """
     found, seen = [], False
-    for line in in_order(line for line in lines if key in line):
+    for line in drop_replaced(line for line in lines if key in line):
         value = line[key]
         seen = seen or value is not None
         if seen:

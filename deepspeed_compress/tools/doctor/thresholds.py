@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-__all__ = ["Thresholds"]
-
 
 @dataclass(frozen=True)
 class Thresholds:

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-__all__ = ["Turn", "noise", "quarters", "smoothed", "turn"]
-
 _MAD_TO_DEVIATION = 0.6745
 """Median absolute value of a standard normal variable."""
 

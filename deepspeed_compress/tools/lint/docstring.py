@@ -19,8 +19,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-__all__ = ["Proof", "Texts", "read_texts"]
-
 _FIELD = re.compile(r"^(Wrong|Right|Context|Proof):", re.MULTILINE)
 
 ProofKind = Literal["raises", "ignores", "warns", "accepts", "unproved"]

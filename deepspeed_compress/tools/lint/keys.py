@@ -1,4 +1,4 @@
-"""The keys that DeepSpeed knows, by section: keys.json, which `generate_keys` writes."""
+"""The keys that DeepSpeed knows, by section: keys.json, which `launch/lint_keys.py` writes."""
 
 import json
 from collections.abc import Iterator, Mapping

@@ -15,8 +15,6 @@ from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.options import Framework
 from deepspeed_compress.tools.rules import Rule
 
-__all__ = ["Check", "Context", "Findings", "LintRule", "family_of", "rule"]
-
 
 @dataclass(frozen=True, slots=True)
 class Context:

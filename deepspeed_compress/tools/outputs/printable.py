@@ -1,7 +1,5 @@
 """Making text from files safe for a terminal or a page."""
 
-__all__ = ["printable"]
-
 
 def printable(text: str) -> str:
     r"""Return `text` with every nonprintable character, such as ESC or a lone surrogate, as "\x1b" or "\ud800".

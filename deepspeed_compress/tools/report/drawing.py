@@ -15,8 +15,6 @@ from deepspeed_compress.tools.report.panels import Bars, Chart, Line, bars, char
 from deepspeed_compress.tools.report.runs import Run
 from deepspeed_compress.tools.report.style import light
 
-__all__ = ["Scale", "draw_picture", "step_scale", "svg_chart", "value_scale"]
-
 
 @dataclass(frozen=True)
 class Scale:

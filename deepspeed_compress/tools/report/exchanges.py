@@ -5,8 +5,6 @@ from typing import Any
 
 from deepspeed_compress.tools.report.runs import Run
 
-__all__ = ["count", "extra_milliseconds", "sent", "void", "waited_seconds"]
-
 _EXCHANGE, _VOID = "islands_exchange", "islands_void"
 
 

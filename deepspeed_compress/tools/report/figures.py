@@ -9,8 +9,6 @@ from deepspeed_compress.config.numbers import UNKNOWN, change, gibibytes, megaby
 from deepspeed_compress.tools.report import exchanges
 from deepspeed_compress.tools.report.runs import Run
 
-__all__ = ["TRAFFIC", "Metric", "TrafficKind", "table_head", "table_rows", "tiles"]
-
 
 @dataclass(frozen=True)
 class TrafficKind:

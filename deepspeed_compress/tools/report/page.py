@@ -21,8 +21,6 @@ from deepspeed_compress.tools.report.timeline import (
     steps_by_setting,
 )
 
-__all__ = ["page"]
-
 _escape = html.escape
 
 

@@ -8,8 +8,6 @@ from deepspeed_compress.tools.report.figures import TRAFFIC
 from deepspeed_compress.tools.report.runs import Run
 from deepspeed_compress.tools.report.timeline import Marker, markers, settings_timelines
 
-__all__ = ["Bars", "Chart", "Line", "Missing", "bars", "charts", "missing"]
-
 POINTS = 360
 """Maximum number of points of a line, roughly. More would not be visible."""
 

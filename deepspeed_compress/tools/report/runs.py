@@ -16,8 +16,6 @@ from deepspeed_compress.tools.outputs.printable import printable
 from deepspeed_compress.tools.run_checks import is_number
 from deepspeed_compress.tools.run_directory import METRICS, RunDirectory, read_directory
 
-__all__ = ["SOURCES", "Columns", "Run", "load_runs"]
-
 Columns = dict[str, dict[int, Any]]
 
 _LOGGED = "compression_"
@@ -50,10 +48,7 @@ def _trainer_log(files: RunDirectory) -> Columns:
 
 
 def _statistics(files: RunDirectory) -> Columns:
-    columns = _columns(files.statistics)
-    # Older versions wrote only the name of the method.
-    columns.setdefault("settings", columns.get("method", {}))
-    return columns
+    return _columns(files.statistics)
 
 
 def _guarded_loss(files: RunDirectory) -> Columns:

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-__all__ = ["COLOURS", "PAGE", "SCRIPT", "STYLE", "css_variables", "light"]
-
 COLOURS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "paper": ("#ffffff", "#0d1117"),

@@ -9,21 +9,6 @@ from typing import Any
 from deepspeed_compress.config.numbers import span
 from deepspeed_compress.tools.report.runs import Run
 
-__all__ = [
-    "SHOWN",
-    "SYMBOLS",
-    "Marker",
-    "SettingsInterval",
-    "SettingsTimeline",
-    "Symbol",
-    "event_head",
-    "event_rows",
-    "markers",
-    "setting_colours",
-    "settings_timelines",
-    "steps_by_setting",
-]
-
 SHOWN = 300
 """Maximum number of events in the table. The last ones are shown."""
 
@@ -61,6 +46,7 @@ SYMBOLS: Mapping[str, Symbol] = MappingProxyType(
         "schedule": _CHANGE,
         "return": _CHANGE,
         "adapt": _CHANGE,
+        "auto": _CHANGE,
         "residuals_cleared": Symbol("residuals cleared", "yellow", _DIAMOND, "d"),
     }
 )

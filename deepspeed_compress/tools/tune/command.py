@@ -35,8 +35,6 @@ from deepspeed_compress.tools.tune.summary import (
 )
 from deepspeed_compress.tools.tune.trials import Trials, excludes_momentum, with_config
 
-__all__ = ["run"]
-
 IDENTITY, OPTIMAL = "tuning.json", "ds_config_optimal.json"
 WIDTH = 160
 """Width of the output in columns if stdout is not a terminal."""

@@ -13,20 +13,6 @@ from typing import Literal
 
 from deepspeed_compress.tools.tune.space import BASELINE
 
-__all__ = [
-    "METRICS",
-    "Result",
-    "Round",
-    "Rung",
-    "best",
-    "loss_gap",
-    "make_rungs",
-    "promoted",
-    "reasons",
-    "reserve",
-    "trials_left",
-]
-
 FACTOR = 3
 """Factor between the steps of consecutive rungs. One in as many candidates is promoted, but at least two."""
 NARROWING = 2.0

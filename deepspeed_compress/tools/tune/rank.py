@@ -18,8 +18,6 @@ from deepspeed_compress.integrations.importing import Undo, after_import
 if TYPE_CHECKING:
     from deepspeed_compress.tools.tune.recorder import EngineWatcher
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str]) -> None:
     """Run the program named by `arguments`, as `integrations.run` does, until the trial is over.

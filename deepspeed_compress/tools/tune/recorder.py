@@ -22,8 +22,6 @@ from deepspeed_compress.integrations.replacing import replace_method
 from deepspeed_compress.monitor import KINDS, StepStatistics
 from deepspeed_compress.tools.tune.trials import TRIAL, Task
 
-__all__ = ["EngineWatcher"]
-
 
 class Recorder:
     """Recorder of the losses and times of optimizer steps on this rank, and of statistics on the rank that has them."""

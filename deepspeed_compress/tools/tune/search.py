@@ -16,8 +16,6 @@ from deepspeed_compress.tools.tune.halving import Result, Round, Rung, promoted,
 from deepspeed_compress.tools.tune.space import BASELINE, Candidate
 from deepspeed_compress.tools.tune.trials import LOG, Trials
 
-__all__ = ["Budget", "Display", "Outcome", "search"]
-
 AS_LONG, STARTUP = 3.0, 60.0
 """Longest trial relative to the baseline's, and seconds added to it. A candidate that slow is no gain."""
 

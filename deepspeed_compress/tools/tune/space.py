@@ -10,12 +10,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from deepspeed_compress.config import SECTION, CompressConfig, brief, find_notices, find_problems, parse_section
+from deepspeed_compress.config import (
+    SECTION,
+    CompressConfig,
+    brief,
+    find_notices,
+    find_problems,
+    parse_section,
+    with_preset,
+)
 from deepspeed_compress.config.contradictions import find_unknown_momentum
 from deepspeed_compress.config.patches import merged
 from deepspeed_compress.errors import CompressWarning, ConfigError
-
-__all__ = ["BASELINE", "FILE", "SPACE", "Candidate", "Excluded", "find_candidates", "load_space"]
 
 BASELINE = "none"
 FILE = "file"
@@ -48,7 +54,7 @@ The methods that send least also send weights in 4 bits, if weights are gathered
 first moment and is tried only if the file states that the optimizer has none.
 """
 
-_OF_COMPRESSION = frozenset({"schedule", "guard", "adaptive", "seed", "on_missing_state"})
+_OF_COMPRESSION = frozenset({"schedule", "guard", "adaptive", "auto", "seed", "on_missing_state"})
 """Keys of the section without effect if nothing is compressed."""
 
 
@@ -91,7 +97,7 @@ def find_candidates(
         patches: Patches to try. Defaults to those of `SPACE`.
         no_momentum: Whether the optimizer has no momentum if the file does not specify the optimizer.
     """
-    written: Mapping[str, Any] = ds_config.get(SECTION, {})
+    written: Mapping[str, Any] = with_preset(ds_config) or {}
     sections = {FILE: written} if SECTION in ds_config else {}
     sections |= {name: _patched(written, patch) for name, patch in (patches or _built_in(ds_config)).items()}
     kept, left = [_baseline(written)], []
@@ -108,7 +114,7 @@ def find_candidates(
 
 def _built_in(ds_config: Mapping[str, Any]) -> Mapping[str, Patch]:
     """Return `SPACE`, without compressed weights if no weights are gathered under this file."""
-    gathered = not _reason(ds_config, _patched(ds_config.get(SECTION, {}), {"weights": _INT4}))
+    gathered = not _reason(ds_config, _patched(with_preset(ds_config) or {}, {"weights": _INT4}))
     return SPACE if gathered else {name: {**patch, **_PLAIN} for name, patch in SPACE.items()}
 
 
@@ -197,6 +203,6 @@ def _check_alone(where: str, ds_config: Mapping[str, Any], patch: Patch) -> None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CompressWarning)
         try:
-            parse_section({SECTION: _patched(ds_config.get(SECTION, {}), patch)})
+            parse_section({SECTION: _patched(with_preset(ds_config) or {}, patch)})
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None

@@ -19,19 +19,6 @@ from deepspeed_compress.tools.tune.halving import Result, Round, best, loss_gap,
 from deepspeed_compress.tools.tune.search import Outcome
 from deepspeed_compress.tools.tune.space import BASELINE, Candidate, Excluded
 
-__all__ = [
-    "HEAD",
-    "Objective",
-    "Row",
-    "Summary",
-    "as_json",
-    "as_markdown",
-    "as_table",
-    "conclusion",
-    "draw_pareto",
-    "summarise",
-]
-
 
 @dataclass(frozen=True)
 class Objective:

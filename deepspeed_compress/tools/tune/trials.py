@@ -24,24 +24,6 @@ from deepspeed_compress.tools.run_directory import read_statistics
 from deepspeed_compress.tools.tune.halving import Result, Rung
 from deepspeed_compress.tools.tune.space import Candidate
 
-__all__ = [
-    "CONFIG",
-    "LINES",
-    "LOG",
-    "PLACEHOLDER",
-    "TRIAL",
-    "Task",
-    "Trials",
-    "excludes_momentum",
-    "figures",
-    "finished_before",
-    "for_trial",
-    "save_result",
-    "steps_done",
-    "trial_config",
-    "with_config",
-]
-
 TRIAL = "deepspeed_compress_trial"
 """Key next to the section, in the files of trials only, that holds the `Task`.
 
@@ -56,7 +38,7 @@ FIRST_PART = 5
 """The first 1/`FIRST_PART` of the steps, at least three, is warm-up and not measured."""
 _LOGGERS = ("tensorboard", "wandb", "comet", "csv_monitor")
 """Loggers of DeepSpeed. They are disabled, because a trial is not one of the user's runs."""
-_LATER = ("guard", "adaptive")
+_LATER = ("guard", "adaptive", "auto")
 """Keys of the section that change settings during a run. A trial must measure the settings it is for."""
 
 

@@ -10,6 +10,8 @@ from deepspeed.accelerator import get_accelerator
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, run_pipeline, start, weights
 
+pytestmark = pytest.mark.sampled(4, "deepspeed_compress/policy", "tests/backends/deepspeed/test_adaptive.py")
+
 ADAPTIVE = {"probe_every": 4, "max_error": 0.3, "candidates": [{"bits": 8}, {"bits": 4}, {"bits": 2}]}
 
 

@@ -12,6 +12,10 @@ from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start
 from tests.support.methods import METHODS, NO_MOMENTUM, WITHOUT_MOMENTUM, by_stage
 
+SAMPLED = pytest.mark.sampled(
+    4, "deepspeed_compress/backends/deepspeed/announce.py", "tests/backends/deepspeed/test_announce.py"
+)
+
 WHOLE = {"reduce_bucket_size": 10**6}
 FIGURES = re.compile(
     r"rank 0 sends about ([\d,]+) bytes of gradients a step, uncompressed ([\d,]+) bytes; "
@@ -76,6 +80,7 @@ def compare(line: str, seen: dict[str, float], messages: int = 1) -> None:
     assert kept == pytest.approx(seen["kept"], rel=0.05, abs=64 * messages)
 
 
+@SAMPLED
 @pytest.mark.parametrize(("stage", "names"), by_stage(list(SETTINGS)))
 def test_every_method_sends_and_keeps_what_the_line_says(stage: int, names: list[str]) -> None:
     first, second = run_forks(2, measure, *(job(stage, SETTINGS[name]) for name in names), timeout=200)
@@ -123,6 +128,7 @@ def test_nothing_to_say(section: Any, ranks: int, text: str) -> None:
     assert bool(first[0][0]) is bool(text)
 
 
+@SAMPLED
 @pytest.mark.parametrize(("size", "where"), [(1, "1 data-parallel ranks"), (2, "2 data-parallel ranks")])
 def test_islands_say_what_they_exchange(size: int, where: str) -> None:
     islands = {"size": size, "sync_every": 5, "exchange": {"bits": 4}}

@@ -8,8 +8,8 @@ from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, network, train
 from tests.support.methods import METHODS, NO_MOMENTUM, WITHOUT_MOMENTUM, by_stage
 
-pytestmark = pytest.mark.sampled(
-    2, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_compressed_training.py"
+SAMPLED = pytest.mark.sampled(
+    8, "deepspeed_compress/backends/deepspeed/gradients", "tests/backends/deepspeed/test_compressed_training.py"
 )
 
 
@@ -29,6 +29,7 @@ def assert_learned(results: list) -> None:
     assert sum(late) < 0.8 * sum(early)
 
 
+@SAMPLED
 @pytest.mark.parametrize(("stage", "names"), by_stage(list(METHODS)))
 def test_replicas_agree_and_learn(stage, names):
     """Methods run one after the other in the same processes."""
@@ -37,6 +38,7 @@ def test_replicas_agree_and_learn(stage, names):
         assert_learned(list(results))
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_methods_with_a_momentum_of_their_own(stage):
     jobs = [Job(stage, {"gradients": method}, extra=NO_MOMENTUM, steps=40) for method in WITHOUT_MOMENTUM.values()]
@@ -61,7 +63,7 @@ def test_momentum_is_not_applied_twice(method):
         run_forks(2, attach_with_momentum, method)
 
 
-@pytest.mark.case_a_stage
+@SAMPLED
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("inside", ["none", "blockwise"])
 def test_two_levels(stage, inside):
@@ -70,6 +72,7 @@ def test_two_levels(stage, inside):
     assert_learned(outcomes(4, stage=stage, section=section, steps=40, accumulation=2))
 
 
+@SAMPLED
 @pytest.mark.parametrize("size", [3, 4])
 def test_nodes_that_do_not_fit(size):
     section = {"gradients": {"hierarchy": {"ranks_per_node": size}}}
@@ -77,11 +80,13 @@ def test_nodes_that_do_not_fit(size):
         outcomes(4, stage=2, section=section)
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_three_ranks(stage):
     assert_learned(outcomes(3, stage=stage, section={"gradients": METHODS["int8"]}, steps=40))
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", [0, 2])
 def test_same_seed_same_bits(stage):
     job = Job(stage=stage, section={"gradients": METHODS["int4_stochastic"], "seed": 5})
@@ -91,7 +96,7 @@ def test_same_seed_same_bits(stage):
     assert first != third
 
 
-@pytest.mark.case_a_stage
+@SAMPLED
 @pytest.mark.parametrize("zero", [{"overlap_comm": True}, {"contiguous_gradients": False}], ids=["overlap", "separate"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_reduction_options(stage, zero):
@@ -99,12 +104,14 @@ def test_reduction_options(stage, zero):
     assert_learned(outcomes(2, stage=stage, zero=zero, section=section, steps=40, accumulation=2))
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bf16(stage):
     extra = {"bf16": {"enabled": True}}
     assert_learned(outcomes(2, stage=stage, extra=extra, section={"gradients": METHODS["int8"]}, steps=40))
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", [1, 2])
 def test_bf16_with_fp32_accumulation(stage):
     """With fp32 accumulation, ZeRO 1 becomes DeepSpeed's BF16_Optimizer, which reduces on the path of ZeRO 0."""
@@ -113,6 +120,7 @@ def test_bf16_with_fp32_accumulation(stage):
     assert_learned(outcomes(2, **job, section={"gradients": METHODS["int8"]}))
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_optimizer_offload(stage):
     zero = {"offload_optimizer": {"device": "cpu"}}
@@ -120,7 +128,7 @@ def test_optimizer_offload(stage):
     assert_learned(outcomes(2, stage=stage, zero=zero, extra=extra, section={"gradients": METHODS["int8"]}, steps=40))
 
 
-@pytest.mark.case_a_stage
+@SAMPLED
 @pytest.mark.parametrize("method", ["int8", "topk_int4"])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_pipeline(stage, method):

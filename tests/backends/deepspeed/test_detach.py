@@ -13,6 +13,8 @@ from deepspeed_compress.errors import ConfigError, SeamError
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, network, run, start, weights
 
+pytestmark = pytest.mark.sampled(4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_detach.py")
+
 RAW = {"gradients": {"method": "bf16", "overrides": [{"parameters": ".+", "method": "none"}]}}
 GRADIENTS = {"bits": 4, "block_size": 32}
 EVERYTHING = {"guard": {}, "adaptive": {}, "monitor": {"every": 1}}

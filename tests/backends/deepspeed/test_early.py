@@ -19,6 +19,10 @@ from deepspeed_compress.collectives.buckets import partition_by_sizes
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, weights
 
+SAMPLED = pytest.mark.sampled(
+    4, "deepspeed_compress/backends/deepspeed/gradients", "tests/backends/deepspeed/test_early.py"
+)
+
 SMALL = {"reduce_bucket_size": 200}
 """Bucket size at which the gradients of the network make four buckets."""
 RANDOM = {"gradients": {"method": "stochastic_linear", "bits": 4, "block_size": 32}}
@@ -241,6 +245,7 @@ PROGRAMS = {
 }
 
 
+@SAMPLED
 @pytest.mark.parametrize("section", [RANDOM, INT4], ids=["random", "int4"])
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("stage", STAGES)
@@ -269,6 +274,7 @@ def test_all_buckets_are_under_way_when_backward_is_over(stage: int) -> None:
         assert early.under_way == [BUCKETS[stage]] * 4
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", STAGES)
 def test_disappointments_are_rare(stage: int) -> None:
     """Every failure doubles the required number of equal steps: 2 + 4 + 8 + 16 of 40 after the first four."""
@@ -298,6 +304,7 @@ def test_a_resumed_run_which_has_to_learn_again_has_the_same_bits(stage: int, tm
 INTERRUPTED = (loaded_after_a_failure, loaded_with_the_same_gradients, detached_after_a_failure, within_no_sync)
 
 
+@SAMPLED
 @pytest.mark.parametrize("program", INTERRUPTED)
 @pytest.mark.parametrize("stage", STAGES)
 def test_nothing_that_a_failed_pass_has_sent_survives(

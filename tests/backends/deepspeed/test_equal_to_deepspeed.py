@@ -5,6 +5,10 @@ import pytest
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, train, weights
 
+pytestmark = pytest.mark.sampled(
+    4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_equal_to_deepspeed.py"
+)
+
 RAW = {"gradients": {"method": "bf16", "overrides": [{"parameters": ".+", "method": "none"}]}}
 """Section that sends every parameter uncompressed through our own exchange."""
 NONE = {"gradients": {"method": "none"}}

@@ -21,6 +21,8 @@ from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, weights
 from tests.support.resuming import residuals_of
 
+pytestmark = pytest.mark.sampled(4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_experts.py")
+
 INT4 = {"gradients": {"bits": 4, "block_size": 32, "error_feedback": {"dtype": "fp32"}}, "seed": 1}
 RAW = {"gradients": {"method": "bf16", "overrides": [{"parameters": ".+", "method": "none"}]}}
 

@@ -22,6 +22,10 @@ from tests.support.coordinators import become_island, coordinator, own_ports
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, network, run, weights
 
+SAMPLED = pytest.mark.sampled(
+    4, "deepspeed_compress/backends/deepspeed/initialize.py", "tests/backends/deepspeed/test_failed_initialize.py"
+)
+
 PACKAGE = "deepspeed_compress."
 ENGINE = PACKAGE + "backends.deepspeed."
 STEPS = (
@@ -31,7 +35,7 @@ STEPS = (
     "backends.deepspeed.initialize.keep_file_order",
     "backends.deepspeed.initialize.attach_section",
     "backends.deepspeed.attach.check_ownership",
-    "backends.deepspeed.attach._parameters",
+    "backends.deepspeed.attach.find_parameters",
     "backends.deepspeed.attach.make_parts",
     "backends.deepspeed.attach.follow_losses",
     "backends.deepspeed.attach._replace_collectives",
@@ -116,6 +120,7 @@ def expected() -> list[dict[str, list[float]]]:
     return run_forks(2, plainly, Job(1, section=None, steps=3))
 
 
+@SAMPLED
 @pytest.mark.parametrize("name", [*(PACKAGE + step for step in STEPS), *DEEPSPEED])
 def test_a_failure_at_any_step_leaves_no_division(name: str, expected: list[dict[str, list[float]]]) -> None:
     job = Job(1, section=ISLANDS, steps=3)
@@ -123,6 +128,7 @@ def test_a_failure_at_any_step_leaves_no_division(name: str, expected: list[dict
         assert found == [True, 2, plain]
 
 
+@SAMPLED
 @pytest.mark.parametrize("name", [ENGINE + "initialize.keep_file_order", ENGINE + "attach.announce", *DEEPSPEED[1:]])
 def test_a_failure_leaves_neither_patches_nor_another_order(name: str, expected: list[dict[str, list[float]]]) -> None:
     job = Job(1, section=BALANCED, steps=3)

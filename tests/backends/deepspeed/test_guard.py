@@ -14,6 +14,8 @@ from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, run_pipeline, start, steady_data, train, weights
 from tests.support.seeds import SEEDS, Excess
 
+pytestmark = pytest.mark.sampled(4, "deepspeed_compress/policy", "tests/backends/deepspeed/test_guard.py")
+
 STEPS = 60
 GUARDED = {"gradients": {"bits": 4}, "guard": GUARD}
 BF16 = {"bf16": {"enabled": True}}

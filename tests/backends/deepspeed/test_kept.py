@@ -21,6 +21,8 @@ from deepspeed_compress.checkpointing.snapshot import Call, Snapshot
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start
 
+pytestmark = pytest.mark.sampled(4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_kept.py")
+
 SECTION = {"gradients": {"bits": 4, "block_size": 32}}
 
 

@@ -14,8 +14,10 @@ import deepspeed_compress
 from deepspeed_compress import ConfigError
 from deepspeed_compress.backends.deepspeed import limits
 from tests.support.forks import RankError, run_forks
-from tests.support.jobs import MUON, Job, Outcome, data, network, run, start, train, weights
+from tests.support.jobs import MUON, Job, data, network, run, start, train, weights
 from tests.support.resuming import resume, save_and_continue
+
+SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_muon.py")
 
 RAW = {"gradients": {"method": "bf16", "overrides": [{"parameters": ".+", "method": "none"}]}}
 """Every parameter uncompressed through our own exchange."""
@@ -54,27 +56,23 @@ ROUNDED = {"fp32 sums"}
 """Settings with which DeepSpeed adds gradients in bf16, and we add them in fp32."""
 
 
-def train_uncompiled(rank: int, *jobs: Job) -> list[Outcome]:
-    """Call `train` without torch.compile, whose kernels, and rounding, depend on the shapes that it saw before."""
-    torch.compiler.set_stance("force_eager")
-    return train(rank, *jobs)
-
-
+@SAMPLED
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_method_none_is_deepspeed(stage: int) -> None:
     settings = OF_ZERO_3 if stage == 3 else SETTINGS
     jobs = [muon(stage, one, accumulation=2, **settings[name]) for name in settings for one in (None, NONE)]
-    for outcomes in run_forks(2, train_uncompiled, *jobs):
+    for outcomes in run_forks(2, train, *jobs):
         assert outcomes[::2] == outcomes[1::2]
 
 
+@SAMPLED
 @quiet
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_uncompressed_exchange(stage: int) -> None:
     """Two addends sum to the same bits in either order, so all bits must equal DeepSpeed's."""
     settings = OF_ZERO_3 if stage == 3 else SETTINGS
     jobs = [muon(stage, one, accumulation=2, **settings[name]) for name in settings for one in (None, RAW)]
-    for outcomes in run_forks(2, train_uncompiled, *jobs):
+    for outcomes in run_forks(2, train, *jobs):
         pairs = dict(zip(settings, zip(outcomes[::2], outcomes[1::2], strict=True), strict=True))
         assert {name for name, (plain, raw) in pairs.items() if plain != raw} <= ROUNDED
 
@@ -88,7 +86,6 @@ MODELS = {
 
 def train_models(rank: int, stage: int) -> dict[str, list[dict[str, list[float]]]]:
     """Return the weights of every model without the package, uncompressed, and compressed."""
-    torch.compiler.set_stance("force_eager")
     found: dict[str, list[dict[str, list[float]]]] = {}
     for name, make in MODELS.items():
         for section in (None, RAW, BOTH):
@@ -104,6 +101,7 @@ def train_models(rank: int, stage: int) -> dict[str, list[dict[str, list[float]]
     return found
 
 
+@SAMPLED
 @quiet
 @pytest.mark.parametrize("stage", [1, 2])
 def test_matrices_of_several_owners_on_four_ranks(stage: int) -> None:
@@ -118,7 +116,6 @@ def test_matrices_of_several_owners_on_four_ranks(stage: int) -> None:
 
 def momenta(rank: int, *jobs: Job) -> list[dict[str, list[float]]]:
     """Return Muon's momentum of every matrix that this rank owns a part of, after each job."""
-    torch.compiler.set_stance("force_eager")
     found = []
     for job in jobs:
         engine = start(job)
@@ -142,6 +139,7 @@ COMPRESSED: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", [1, 2])
 def test_owners_of_a_matrix_have_the_same_momentum(stage: int) -> None:
     jobs = [muon(stage, BOTH, accumulation=2, **settings) for settings in COMPRESSED.values()]
@@ -160,56 +158,51 @@ def test_sums_in_fp32_differ_by_rounding() -> None:
             assert raw[name] == pytest.approx(values, rel=2**-7, abs=2**-9 * max(map(abs, values)))
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_skipped_step_leaves_no_trace(stage: int) -> None:
     section = {**INT4, "seed": 1}
     poisoned = muon(stage, section, steps=5, poison=(2, 1), accumulation=2)
     without = muon(stage, section, steps=5, skip=(2,), accumulation=2)
-    for bad, good in run_forks(2, train_uncompiled, poisoned, without):
+    for bad, good in run_forks(2, train, poisoned, without):
         assert bad.skipped == 1
         assert bad.parameters == good.parameters
 
 
-def go_on(rank: int, jobs: dict[str, Job], directory: str) -> dict[str, dict[str, list[float]]]:
-    torch.compiler.set_stance("force_eager")
-    return save_and_continue(rank, jobs, directory)
-
-
-def come_back(rank: int, jobs: dict[str, Job], directory: str) -> dict[str, dict[str, list[float]]]:
-    torch.compiler.set_stance("force_eager")
-    return resume(rank, jobs, directory)
-
-
+@SAMPLED
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_resuming_is_bit_identical_to_going_on(stage: int, tmp_path: Path) -> None:
     every = {"both": {}, "bf16": {"extra": BF16}, "offload": {"zero": OFFLOAD}}
     jobs = {name: muon(stage, BOTH, steps=8, **settings) for name, settings in every.items()}
-    continued = run_forks(2, go_on, jobs, str(tmp_path))
-    assert run_forks(2, come_back, jobs, str(tmp_path)) == continued
+    continued = run_forks(2, save_and_continue, jobs, str(tmp_path))
+    assert run_forks(2, resume, jobs, str(tmp_path)) == continued
 
 
+@SAMPLED
 @quiet
 @pytest.mark.filterwarnings("ignore:.*on_missing_state:deepspeed_compress.CompressWarning")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_files_are_those_of_deepspeed(stage: int, tmp_path: Path) -> None:
     """What one of the two saves, the other loads."""
     plain, ours = muon(stage, steps=8), muon(stage, {**RAW, "on_missing_state": "reset"}, steps=8)
-    continued = run_forks(2, go_on, {"plain": plain, "ours": ours}, str(tmp_path))
-    assert run_forks(2, come_back, {"plain": ours, "ours": plain}, str(tmp_path)) == continued
+    continued = run_forks(2, save_and_continue, {"plain": plain, "ours": ours}, str(tmp_path))
+    assert run_forks(2, resume, {"plain": ours, "ours": plain}, str(tmp_path)) == continued
 
 
 def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
-    run_forks(2, go_on, {"job": muon(1, INT4, steps=5)}, str(tmp_path))
+    run_forks(2, save_and_continue, {"job": muon(1, INT4, steps=5)}, str(tmp_path))
     with pytest.raises(RankError, match="Muon's momentum under ZeRO 1 and 2 has whole matrices"):
-        run_forks(1, come_back, {"job": muon(1, INT4)}, str(tmp_path))
+        run_forks(1, resume, {"job": muon(1, INT4)}, str(tmp_path))
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", [1, 3])
-def test_ranks_of_an_island_agree(stage: int) -> None:
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_ranks_of_an_island_agree(stage: int, compiled: bool) -> None:
     """Matrices are exchanged within an island of two ranks."""
     islands = {"size": 2, "sync_every": 3, "exchange": {"bits": 4, "block_size": 32, "min_numel": 8}}
     job = muon(stage, {**INT4, "islands": islands}, steps=5)
-    one, two, three, four = (found[0].parameters for found in run_forks(4, train_uncompiled, job))
+    one, two, three, four = (found[0].parameters for found in run_forks(4, train, job, compiled=compiled))
     assert one == two
     assert three == four
     assert one != three

@@ -23,6 +23,10 @@ from tests.support.jobs import Job, data, network, run, start, train, weights
 from tests.support.resuming import residuals_of
 from tests.support.tensor_islands import AUTO_TP, start_tensor, take_steps
 
+SAMPLED = pytest.mark.sampled(
+    4, "deepspeed_compress/backends/deepspeed/node_shards.py", "tests/backends/deepspeed/test_node_shards.py"
+)
+
 NODES: Mapping[str, Any] = {"shard_within": 2}
 UNCOMPRESSED: Mapping[str, Any] = {"gradients": {"method": "none"}, "parallelism": NODES}
 INT4: Mapping[str, Any] = {"gradients": {"bits": 4, "block_size": 32, "min_numel": 0}, "parallelism": NODES}
@@ -59,6 +63,7 @@ def train_from_unequal_weights(rank: int, job: Job) -> dict[str, list[float]]:
     return weights(engine)
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_all_nodes_begin_with_the_weights_of_the_first(stage: int) -> None:
     found = run_forks(4, train_from_unequal_weights, Job(stage, section=INT4))
@@ -67,6 +72,7 @@ def test_all_nodes_begin_with_the_weights_of_the_first(stage: int) -> None:
     assert found[3]["2.weight"] == first
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_four_bits_on_all_ranks_alike(stage: int) -> None:
     """Every rank ends with the same weights, near those of uncompressed training, also after accumulation."""
@@ -86,6 +92,7 @@ def sent_bytes(rank: int, job: Job) -> list[tuple[int, int, int]]:
     return seen
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_rank_sends_its_share_once_a_step(stage: int) -> None:
     """With accumulation too, and no weights."""
@@ -116,6 +123,7 @@ def overflow(rank: int, stage: int) -> list[tuple[float, int, dict[str, list[flo
     return seen
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_overflow_in_one_node_is_skipped_by_all(stage: int) -> None:
     found = run_forks(4, overflow, stage)
@@ -162,6 +170,7 @@ def test_resume_is_exact_and_files_are_written_once(stage: int, tmp_path: Path) 
     assert len([name for name in names if name.startswith("deepspeed_compress_rank") and name.endswith("json")]) == 4
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", [1, 3])
 def test_checkpoints_in_the_background(stage: int, tmp_path: Path) -> None:
     job = Job(stage, section={**INT4, "checkpointing": {}}, steps=6)
@@ -169,6 +178,7 @@ def test_checkpoints_in_the_background(stage: int, tmp_path: Path) -> None:
     assert run_forks(4, resume, job, str(tmp_path)) == saved
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", [1, 3])
 def test_checkpoints_at_other_sizes(stage: int, tmp_path: Path) -> None:
     """DeepSpeed alone loads what two ranks share; six ranks in three nodes, and four without nodes, go on too."""
@@ -200,6 +210,7 @@ def train_tensor(rank: int, *jobs: Job) -> list[tuple[list[float], dict[str, lis
     return found
 
 
+@SAMPLED
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_nodes_of_two_shards_whose_layers_two_ranks_share(stage: int) -> None:
@@ -325,6 +336,7 @@ def change_one_node(rank: int, job: Job) -> tuple[list[bool], dict[str, list[flo
     return warned, weights(engine)
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", [1, 3])
 def test_nodes_that_differ_are_reported_and_made_equal(stage: int) -> None:
     found = run_forks(4, change_one_node, Job(stage, section=INT4, steps=6))

@@ -11,6 +11,8 @@ from deepspeed_compress.backends.deepspeed.norms import loss_scale
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, train, weights
 
+SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_overflow.py")
+
 INT4 = {"gradients": {"bits": 4, "block_size": 32, "error_feedback": {"dtype": "fp32"}}}
 SCALE = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 3, "min_loss_scale": 1}
 
@@ -45,6 +47,7 @@ def fp16_run(rank: int, stage: int, section: dict = INT4) -> list[dict]:
     return seen
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_guard_takes_an_overflow_for_what_it_is(stage):
     """A loss scale that was too large is not an anomaly, and a guard changes nothing else."""

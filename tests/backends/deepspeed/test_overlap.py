@@ -10,6 +10,8 @@ from deepspeed_compress.backends.deepspeed.gradients.zero_3 import _Buckets
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, Outcome, data, run, start, weights
 
+SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_overlap.py")
+
 INT4 = {"gradients": {"bits": 4, "block_size": 32}}
 SMALL = {"reduce_bucket_size": 200}
 
@@ -127,6 +129,7 @@ def test_messages_downward_have_connections_of_their_own() -> None:
     assert run_forks(4, lane_of, {"ranks_per_node": 2}) == [[0, 2], [1, 3]] * 2
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_bucket_size_is_chosen_where_none_is_given(stage: int) -> None:
     [(size, given)] = set(run_forks(2, bucket_sizes, stage))

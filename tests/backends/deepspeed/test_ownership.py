@@ -40,6 +40,9 @@ KINDS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = MappingProxyType(
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*matches every parameter:deepspeed_compress.CompressWarning")
+SAMPLED = pytest.mark.sampled(
+    4, "deepspeed_compress/backends/deepspeed/ownership.py", "tests/backends/deepspeed/test_ownership.py"
+)
 
 
 def test_orders_are_permutations_and_level() -> None:
@@ -82,6 +85,7 @@ def train(rank: int, *jobs: Job) -> list[tuple[list[float], dict[str, list[float
     return found
 
 
+@SAMPLED
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_training_is_deepspeeds_to_the_bit(stage: int, kind: str) -> None:
@@ -110,6 +114,7 @@ def resumed(rank: int, one: Job, directory: str) -> dict[str, list[float]]:
     return weights(engine)
 
 
+@SAMPLED
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_checkpoints_go_both_ways(stage: int, kind: str, tmp_path: Path) -> None:
@@ -259,6 +264,7 @@ def test_three_ranks(tmp_path: Path) -> None:
     assert run_forks(3, put_together, str(tmp_path)) == [(True, True)] * 3
 
 
+@SAMPLED
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_groups_and_frozen_parameters(ranks: int, tmp_path: Path) -> None:
     plain = run_forks(ranks, grouped, None, str(tmp_path))

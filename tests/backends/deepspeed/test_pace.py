@@ -8,6 +8,8 @@ import pytest
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, weights
 
+pytestmark = pytest.mark.sampled(4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_pace.py")
+
 RATE = 160_000
 """Bits per second of a host with two processes. Each process may send 10,000 bytes per second."""
 SECTION = {"gradients": {"bits": 8, "block_size": 32}}

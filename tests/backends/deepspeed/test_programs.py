@@ -27,7 +27,7 @@ def test_uncompressed_exchange(tmp_path, stage):
     assert unexpected(tmp_path, stage, ("plain", "raw")) == []
 
 
-@pytest.mark.slow(4)
+@pytest.mark.slow(8)
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_section(tmp_path, stage):
@@ -36,7 +36,7 @@ def test_every_section(tmp_path, stage):
     assert unexpected(tmp_path, stage, sections) == []
 
 
-@pytest.mark.slow(4)
+@pytest.mark.slow(8)
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_sharded_within_nodes(tmp_path, stage):

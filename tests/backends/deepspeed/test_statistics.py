@@ -16,6 +16,10 @@ from deepspeed_compress.tools.run_directory import read_statistics
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, statistics_lines
 
+pytestmark = pytest.mark.sampled(
+    4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_statistics.py"
+)
+
 NUMEL = sum(inner * outer + outer for inner, outer in ((12, 31), (31, 17), (17, 3))) + 3
 
 

@@ -17,6 +17,8 @@ from deepspeed_compress.collectives.payload import PayloadReducer
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start
 
+pytestmark = pytest.mark.sampled(4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_streams.py")
+
 ZERO = {"reduce_bucket_size": 200, "overlap_comm": True}
 """ZeRO settings with a bucket size below the 31 x 12 and 31 x 17 elements of gradients."""
 INT4 = {"bits": 4, "block_size": 32}

@@ -11,8 +11,9 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_compress.backends.deepspeed.gradients import early
 from deepspeed_compress.collectives.buckets import even_partition
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import Run, StepClock
-from deepspeed_compress.collectives.reduction import Groups, Parameters, ReductionContext, Reductions
+from deepspeed_compress.collectives.reduction import Groups, ReductionContext, Reductions
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import brief, parse_section
 from deepspeed_compress.monitor import Meter
@@ -22,7 +23,7 @@ from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, weights
 from tests.support.threads import run_threads
 
-pytestmark = pytest.mark.sampled(2, "deepspeed_compress/policy", "tests/backends/deepspeed/test_switching.py")
+pytestmark = pytest.mark.sampled(8, "deepspeed_compress/policy", "tests/backends/deepspeed/test_switching.py")
 
 BITS, RANK2, RANK4 = {"bits": 4}, {"method": "powersgd", "rank": 2}, {"method": "powersgd", "rank": 4}
 THREE = {"method": "sign", "levels": 3, "block_size": 64}
@@ -212,6 +213,7 @@ def waiting(stores: ResidualStores, names: tuple[str, ...]) -> list[float]:
 EXACT = {"error_feedback": {"dtype": "fp32"}}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_nothing_is_lost_when_methods_take_turns(everywhere: bool) -> None:
     """The sum of outputs equals the sum of inputs up to rounding once residuals were sent.

@@ -25,6 +25,8 @@ from deepspeed_compress.monitor import KINDS
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, statistics_lines
 
+pytestmark = pytest.mark.sampled(4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_traffic.py")
+
 NAMES = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0}
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 32, **NAMES}
 LLAMA = {
@@ -344,10 +346,11 @@ def compiled(rank: int, file: Path, monitor: Path) -> None:
     train(engine, direct=False)
 
 
+@pytest.mark.slow
 def test_what_a_compiled_graph_sends_is_unknown(tmp_path: Path) -> None:
     file = tmp_path / "model.json"
     file.write_text(json.dumps(LLAMA))
-    run_forks(2, compiled, file, tmp_path, timeout=200)
+    run_forks(2, compiled, file, tmp_path, timeout=200, compiled=True)
     [line] = statistics_lines(tmp_path)
     assert line["bytes_tensor"] is None
 

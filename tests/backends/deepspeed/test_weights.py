@@ -29,8 +29,8 @@ from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, data, network, run, run_pipeline, start, steady_data, weights
 from tests.support.seeds import SEEDS, Excess
 
-pytestmark = pytest.mark.sampled(
-    2, "deepspeed_compress/backends/deepspeed/weights", "tests/backends/deepspeed/test_weights.py"
+SAMPLED = pytest.mark.sampled(
+    8, "deepspeed_compress/backends/deepspeed/weights", "tests/backends/deepspeed/test_weights.py"
 )
 
 NONE = {"gradients": {"method": "none"}}
@@ -200,6 +200,7 @@ def epsilon_of(job: Job) -> float:
     return torch.finfo(dtype).eps
 
 
+@SAMPLED
 @pytest.mark.parametrize("name", JOBS)
 def test_replicas_agree_and_follow_the_masters(name: str) -> None:
     """Mean losses over the seeds are those of uncompressed training."""
@@ -215,6 +216,7 @@ def pipelines(job: Job, setting: Setting | None) -> list[Outcome]:
     return [outcome for (outcome,) in run_forks(4, train, job, setting)]
 
 
+@SAMPLED
 @pytest.mark.parametrize("name", PIPELINES)
 def test_pipelines(name: str) -> None:
     """Ranks 0 and 1 have the first stage. Both stages hold the tied matrix, whose copies must stay equal."""
@@ -228,6 +230,7 @@ def test_pipelines(name: str) -> None:
     assert tied[0] == tied[2]
 
 
+@SAMPLED
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.parametrize("setting", [Setting(raw=True), Setting(dense_steps=99)], ids=["raw", "dense"])
 def test_uncompressed_is_deepspeed_to_the_bit(name: str, setting: Setting) -> None:
@@ -237,6 +240,7 @@ def test_uncompressed_is_deepspeed_to_the_bit(name: str, setting: Setting) -> No
         assert min(ours.sent) > 0
 
 
+@SAMPLED
 @pytest.mark.parametrize("name", PIPELINES)
 def test_uncompressed_pipeline_is_deepspeed_to_the_bit(name: str) -> None:
     job = replace(PIPELINES[name], steps=4)
@@ -244,6 +248,7 @@ def test_uncompressed_pipeline_is_deepspeed_to_the_bit(name: str) -> None:
     assert [rank.bits for rank in plain] == [rank.bits for rank in raw]
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", [1, 2])
 def test_an_exact_compressor_trains_as_deepspeed(stage: int) -> None:
     """In fp32, held + (master - held) rounds by one unit in the last place."""
@@ -268,6 +273,7 @@ def test_bytes_are_those_of_the_messages() -> None:
         assert compressed.sent == [2 * INT8.payload_bytes(251)] * 4
 
 
+@SAMPLED
 @pytest.mark.parametrize("name", ["zero_1", "zero_2", "fp16", "bf16_optimizer"])
 def test_a_skipped_step_leaves_no_trace(name: str) -> None:
     """After a NaN in one rank's batch nothing is sent, and training continues as if the step had not happened."""
@@ -419,6 +425,7 @@ def save_and_resume(rank: int, job: Job, directory: str) -> tuple[list[float], O
     return distances, gone_on, observe(resumed_engine, resumed_meter, batches[half:])
 
 
+@SAMPLED
 @pytest.mark.parametrize("name", ["zero_1", "zero_2", "bf16", "bf16_optimizer", "offload"])
 def test_resume_is_going_on_after_the_save(name: str, tmp_path: Any) -> None:
     job = replace(JOBS[name], steps=8)

@@ -18,6 +18,10 @@ from deepspeed_compress.errors import UnsupportedError
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, Outcome, data, network, run, start, train, weights
 
+SAMPLED = pytest.mark.sampled(
+    4, "deepspeed_compress/backends/deepspeed/weights", "tests/backends/deepspeed/test_weights_3.py"
+)
+
 INT8 = {"method": "blockwise", "bits": 8, "block_size": 32}
 ROUNDED = Job(3, {"gradients": {"method": "none"}, "weights": INT8})
 RAW = Job(3, {"gradients": {"method": "none"}, "weights": {**INT8, "min_numel": 10**6}})
@@ -25,6 +29,7 @@ AGAIN = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage
 """ZeRO settings that keep no weights from forward to backward."""
 
 
+@SAMPLED
 @pytest.mark.parametrize("zero", [{}, AGAIN], ids=["kept", "gathered again"])
 @pytest.mark.parametrize("dtype", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
 def test_uncompressed_messages_are_what_deepspeed_does(zero: dict[str, int], dtype: dict[str, Any]) -> None:

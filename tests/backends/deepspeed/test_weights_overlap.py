@@ -19,6 +19,10 @@ from deepspeed_compress.collectives.gather import DifferenceGather
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, pipeline
 
+SAMPLED = pytest.mark.sampled(
+    4, "deepspeed_compress/backends/deepspeed/weights", "tests/backends/deepspeed/test_weights_overlap.py"
+)
+
 WIDTH, STEPS = 12, 5
 
 
@@ -276,6 +280,7 @@ def test_a_forward_pass_that_raises_leaves_nothing_behind() -> None:
     assert run_forks(2, fail_in_forward) == [True, True]
 
 
+@SAMPLED
 @pytest.mark.parametrize(("stage", "ownership"), [(1, "contiguous"), (2, "balanced")])
 def test_bits_are_those_of_waiting(stage: int, ownership: str) -> None:
     for same in run_forks(2, compare, stage, ownership):

@@ -14,7 +14,7 @@ from tests.support.methods import METHODS, NO_MOMENTUM, WITHOUT_MOMENTUM, by_sta
 from tests.support.resuming import residuals_of, resume, save_and_continue
 
 pytestmark = pytest.mark.sampled(
-    2, "deepspeed_compress/checkpointing/deepspeed", "tests/checkpointing/deepspeed/test_checkpoint.py"
+    4, "deepspeed_compress/checkpointing/deepspeed", "tests/checkpointing/deepspeed/test_checkpoint.py"
 )
 
 INT4 = {"gradients": {"bits": 4, "block_size": 32, "rounding": "stochastic"}}

@@ -14,7 +14,7 @@ from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, run, start, weights
 
 pytestmark = pytest.mark.sampled(
-    2, "deepspeed_compress/checkpointing/deepspeed", "tests/checkpointing/deepspeed/test_sizes.py"
+    8, "deepspeed_compress/checkpointing/deepspeed", "tests/checkpointing/deepspeed/test_sizes.py"
 )
 
 INT8 = {"gradients": {"bits": 8, "block_size": 32, "error_feedback": {"dtype": "fp32"}}}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_compress.local_sgd.coordinator.records import Saved
+from deepspeed_compress.local_sgd.coordinator.records import Holder, Saved
 from tests.support.coordinated import PATIENCE, TIMEOUT, CoordinatorHarness, terms
 
 
@@ -198,7 +198,16 @@ def test_two_coordinators_with_copies_of_one_state_do_not_both_continue() -> Non
 
 
 def test_a_loaded_checkpoint_replaces_a_lost_island() -> None:
-    saved = Saved(run="x", version=14, lineage=[12, 13, 14], next_round=15, next_number=3, members=[0, 1, 2])
+    members = [0, 1, 2]
+    saved = Saved(
+        run="x",
+        version=14,
+        lineage=[12, 13, 14],
+        next_round=15,
+        next_number=3,
+        members=members,
+        holders=dict.fromkeys(members, Holder(14)),
+    )
     world = CoordinatorHarness(minimum=2, saved=saved, came_back=True)
     for number, name in enumerate("ab"):
         world.join(name)

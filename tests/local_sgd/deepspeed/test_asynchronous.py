@@ -14,6 +14,10 @@ from tests.support.coordinators import become_island, own_ports, parameter_serve
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, weights
 
+SAMPLED = pytest.mark.sampled(
+    4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_asynchronous.py"
+)
+
 STAGES = (0, 1, 2, 3)
 
 
@@ -50,6 +54,7 @@ def apart(rank: int, job: Job, size: int, ports: list[int]) -> tuple[int, list[f
     return found
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", STAGES)
 def test_islands_of_two_ranks_have_the_anchor_of_the_server(stage: int) -> None:
     """Corresponding ranks hold the anchor that was newest when their island last pulled."""
@@ -79,6 +84,7 @@ def one_island(rank: int, alone: Job, ours: Job, ports: list[int]) -> list[dict[
     return found
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_single_island_trains_as_deepspeed_does(stage: int) -> None:
     with parameter_server() as server, own_ports(1) as ports:

@@ -22,6 +22,8 @@ from tests.support.forks import run_forks
 from tests.support.island_jobs import elastic_section, wait_for
 from tests.support.jobs import MUON, Job, data, moments, network, run, start, weights
 
+SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_elastic.py")
+
 STAGES = (0, 1, 2, 3)
 FUSED: Mapping[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
 """DeepSpeed's own AdamW."""
@@ -49,6 +51,7 @@ def apart(rank: int, job: Job, size: int, ports: list[int], seen_of: Any = weigh
     return seen
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", STAGES)
 def test_islands_have_the_same_weights_at_every_version(stage: int) -> None:
     with coordinator() as address, own_ports(2) as ports:
@@ -71,6 +74,7 @@ def corrected(engine: Any) -> dict[str, list[float]]:
     return {"steps": [steps]} | {name: [one / (1 - beta**steps) for one in values] for name, values in found.items()}
 
 
+@SAMPLED
 @pytest.mark.parametrize(("stage", "extra"), [(0, {}), (1, {}), (0, FUSED), (0, MUON)])
 def test_islands_have_the_same_second_moments_at_every_version(stage: int, extra: Mapping[str, Any]) -> None:
     with coordinator() as address, own_ports(2) as ports:
@@ -105,6 +109,7 @@ def one_island(rank: int, alone: Job, elastic: Job, ports: list[int]) -> list[di
     return found
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_single_island_trains_as_deepspeed_does(stage: int) -> None:
     with coordinator() as address, own_ports(1) as ports:
@@ -146,6 +151,7 @@ def resumed(rank: int, job: Job, ports: list[int], directories: list[str]) -> tu
     return version, {"anchor": anchor}, float(engine.global_steps)
 
 
+@SAMPLED
 @pytest.mark.parametrize("more", [{}, {"checkpointing": {}}], ids=["at once", "in the background"])
 def test_all_islands_restart_from_the_newest_checkpoint(tmp_path: Path, more: Mapping[str, Any]) -> None:
     directories = [str(tmp_path / name) for name in "ab"]
@@ -248,6 +254,7 @@ def remember(exchange: Any, seen: dict[int, list[float]]) -> None:
     seen[exchange.version] = exchange.shared_anchor.copy(1)[2]["anchor"].tolist() if exchange.version else []
 
 
+@SAMPLED
 @pytest.mark.parametrize(("before", "after"), [(4, 3), (2, 4)])
 def test_the_number_of_islands_may_change_when_all_restart(before: int, after: int, tmp_path: Path) -> None:
     come_back(goes_on, before, after, tmp_path)
@@ -505,6 +512,7 @@ def diverges(rank: int, job: Job, ports: list[int]) -> list[bool]:
     return seen
 
 
+@SAMPLED
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_an_island_that_diverged_continues_with_the_weights_of_the_others(asynchronous: bool) -> None:
     """Without ZeRO, DeepSpeed applies non-finite steps, and the optimizer keeps the values in its state."""

@@ -23,6 +23,8 @@ from tests.support.forks import run_forks
 from tests.support.island_jobs import HEAD, SGD, largest, section, train, warned
 from tests.support.jobs import BATCH, MUON, Job, data, moments, network, run, start, weights
 
+SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_islands.py")
+
 OFFLOADED: Mapping[str, Any] = {"zero": {"offload_optimizer": {"device": "cpu"}}, "extra": {}}
 BF16: Mapping[str, Any] = {"bf16": {"enabled": True}}
 WHOLE: Mapping[str, Any] = {"reduce_scatter": False}
@@ -39,6 +41,7 @@ def apart(rank: int, job: Job) -> list[dict[str, list[float]]]:
     return seen
 
 
+@SAMPLED
 @pytest.mark.parametrize(
     ("stage", "extra"),
     # Without ZeRO, only fp32 master weights are supported.
@@ -51,6 +54,7 @@ def test_one_island_that_averages_every_step_equals_deepspeed(stage: int, extra:
         assert ours == plain
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_islands_that_average_every_step_equal_data_parallelism(stage: int) -> None:
     """With SGD, the mean of the steps equals the step along the mean gradient."""
@@ -61,6 +65,7 @@ def test_two_islands_that_average_every_step_equal_data_parallelism(stage: int) 
         assert plain.losses == pytest.approx(ours.losses, abs=1e-6)
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", STAGES)
 def test_islands_agree_only_after_an_exchange(stage: int) -> None:
     job = Job(stage, section=section(size=2, sync_every=3, exchange={"method": "blockwise", "bits": 4}), steps=6)
@@ -91,6 +96,7 @@ def names_apart(one: Mapping[str, list[float]], other: Mapping[str, list[float]]
     return {name for name in one if one[name] != other[name]}
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_island_keeps_parameters_of_its_own(stage: int) -> None:
     """They are local from the first step on; the other parameters agree after exchanges."""
@@ -119,6 +125,7 @@ def moments_by_step(rank: int, job: Job) -> list[dict[str, list[float]]]:
     return seen
 
 
+@SAMPLED
 @pytest.mark.parametrize(("stage", "extra"), [(0, {}), (1, {}), (1, BF16), (2, OFFLOADED), (3, {})])
 def test_islands_have_the_same_second_moments_after_an_exchange(stage: int, extra: Mapping[str, Any]) -> None:
     shared = section(size=2, sync_every=2, second_moments={"block_size": 1})
@@ -132,6 +139,7 @@ def test_islands_have_the_same_second_moments_after_an_exchange(stage: int, extr
         assert first == second
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", STAGES)
 def test_islands_with_muon_exchange_second_moments_of_adam_parameters_only(stage: int) -> None:
     shared = section(size=2, sync_every=2, second_moments={"block_size": 1})
@@ -156,6 +164,7 @@ def of_matrices_alone(rank: int, job: Job) -> str:
     return str(refused.value)
 
 
+@SAMPLED
 @pytest.mark.parametrize(("delay", "fragments"), [(0, 1), (1, 1), (1, 2)])
 def test_second_moments_are_scaled_to_the_mean_of_their_sums(delay: int, fragments: int) -> None:
     """Compared with two ranks that never exchange, whose moments equal those before the first exchange."""
@@ -196,6 +205,7 @@ def words_of_a_rare_row(rank: int, stage: int, delay: int) -> list[float]:
     return found
 
 
+@SAMPLED
 @pytest.mark.parametrize("delay", [0, 2])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_row_first_seen_while_moments_are_in_flight_takes_normal_steps(stage: int, delay: int) -> None:
@@ -221,6 +231,7 @@ def with_optimizer(rank: int, kind: str, options: Mapping[str, Any]) -> str:
     return ""
 
 
+@SAMPLED
 @pytest.mark.parametrize(
     ("kind", "options", "text"),
     [
@@ -288,6 +299,7 @@ def gradients(rank: int, job: Job) -> list[tuple[int, int]]:
     return found
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", [1, 3])
 def test_gradient_traffic_inside_an_island_equals_that_of_a_job_of_its_size(stage: int) -> None:
     """Each of two islands sends as many bytes as a job of its size, compressed."""
@@ -367,6 +379,7 @@ def resume(rank: int, job: Job, directory: str, first: int) -> dict[str, list[fl
 DILOCO = section(size=2, preset="diloco", sync_every=4, fragments=2, delay=1, own=[HEAD], second_moments={})
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_resumed_run_continues_bit_for_bit(stage: int, tmp_path: Path) -> None:
     job = Job(stage, section=DILOCO, steps=9)
@@ -375,6 +388,7 @@ def test_a_resumed_run_continues_bit_for_bit(stage: int, tmp_path: Path) -> None
     assert (tmp_path / "latest").read_text() == (tmp_path / "island_0001" / "latest").read_text()
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_resumed_run_with_muon_continues_up_to_rounding(stage: int, tmp_path: Path) -> None:
     """DeepSpeed's own Muon does not resume bit for bit either."""
@@ -386,6 +400,7 @@ def test_a_resumed_run_with_muon_continues_up_to_rounding(stage: int, tmp_path: 
         assert largest(one, other) < 1e-6
 
 
+@SAMPLED
 @pytest.mark.parametrize(("saved", "loaded"), [(2, 4), (4, 3)])
 def test_the_number_of_islands_may_change_on_resume(saved: int, loaded: int, tmp_path: Path) -> None:
     job = Job(1, section=section(size=1, preset="sparseloco", sync_every=2), steps=8)
@@ -424,6 +439,7 @@ def resume_from(rank: int, job: Job, directory: str, tag: str | None, first: int
     return weights(engine)
 
 
+@SAMPLED
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("tag", ["epoch/1", "a.b", "run.tmp", "epoch/1/step.7", "e p", "./x"])
 def test_a_tag_may_be_a_path(tag: str, named: bool, tmp_path: Path) -> None:
@@ -478,6 +494,7 @@ def be_slower(rank: int, job: Job, ending: str) -> int:
     return int(engine.global_steps)
 
 
+@SAMPLED
 @pytest.mark.parametrize("ending", ["destroy", "detach", "exit"])
 def test_an_island_that_ends_first_waits_for_pending_exchanges(ending: str) -> None:
     job = Job(1, section=section(size=1, sync_every=4, delay=3, exchange={"method": "blockwise", "bits": 4}))
@@ -528,6 +545,7 @@ def refused(rank: int, job: Job) -> str:
     return ""
 
 
+@SAMPLED
 @pytest.mark.parametrize(
     ("islands", "text"),
     [
@@ -596,6 +614,7 @@ def two_at_once(rank: int, divided: Job, whole: Job, first_ends: int) -> list[ob
     return [refusal, ranks, start(whole).seq_data_parallel_group.size()]
 
 
+@SAMPLED
 @pytest.mark.parametrize("first_ends", [0, 1])
 def test_the_division_remains_for_the_second_of_two_engines(first_ends: int) -> None:
     divided, whole = Job(1, section=section(size=1)), Job(1, section={})

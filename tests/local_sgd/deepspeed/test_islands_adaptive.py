@@ -17,6 +17,10 @@ from tests.support.forks import run_forks
 from tests.support.island_jobs import warned
 from tests.support.jobs import Job, data, run, start, weights
 
+pytestmark = pytest.mark.sampled(
+    4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_islands_adaptive.py"
+)
+
 STEPS = 24
 LATE = 1
 """Number of steps done when the island of rank 2 skips one that it would have measured."""

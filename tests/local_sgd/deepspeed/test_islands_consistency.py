@@ -22,7 +22,12 @@ from tests.support.forks import run_forks
 from tests.support.island_jobs import HEAD, SGD, largest, section, train
 from tests.support.jobs import WIDTH, Job, data, network, run, start, weights
 
+SAMPLED = pytest.mark.sampled(
+    4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_islands_consistency.py"
+)
 
+
+@SAMPLED
 @pytest.mark.parametrize("threshold", [40, 10**5])
 def test_persistent_zero_3_parameters_have_the_values_of_the_mean(threshold: int) -> None:
     kept = {"stage3_param_persistence_threshold": threshold}
@@ -90,6 +95,7 @@ def collected(rank: int, job: Job) -> tuple[int, int]:
     return engine.seq_data_parallel_group.size(), engine.optimizer.dp_process_group.size()
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", [1, 3])
 def test_an_engine_that_is_collected_late_keeps_the_division_of_the_next_one(stage: int) -> None:
     assert run_forks(4, collected, Job(stage, section=section(size=2, sync_every=2))) == [(2, 2)] * 4
@@ -106,6 +112,7 @@ def phase(rank: int, job: Job, directory: str, first: int, tag: str | None) -> t
     return step, weights(engine)
 
 
+@SAMPLED
 @pytest.mark.parametrize("tag", [None, "global_step8"])
 def test_directories_of_former_islands_are_not_read(tag: str | None, tmp_path: Path) -> None:
     job = Job(1, section=section(size=1, sync_every=4), steps=12)
@@ -169,6 +176,7 @@ def frozen(rank: int, job: Job, requires_grad: bool) -> dict[str, list[float]]:
     return weights(engine)
 
 
+@SAMPLED
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize(("stage", "threshold"), [(0, 0), (1, 0), (3, 0), (3, 10**5)])
 def test_untrained_weights_are_equal_in_all_islands(stage: int, threshold: int, requires_grad: bool) -> None:
@@ -188,6 +196,7 @@ def healed(rank: int, job: Job) -> tuple[list[bool], list[str]]:
     return seen, [str(one.message) for one in caught if issubclass(one.category, CompressWarning)]
 
 
+@SAMPLED
 @pytest.mark.parametrize("moments", [None, {}])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_an_island_that_diverged_continues_with_the_weights_of_the_others(stage: int, moments: Any) -> None:
@@ -206,6 +215,7 @@ def test_an_island_that_diverged_continues_with_the_weights_of_the_others(stage:
 COMPRESSED: Mapping[str, Any] = {"method": "topk", "density": 0.1}
 
 
+@SAMPLED
 @pytest.mark.parametrize(
     ("shared", "gradients"),
     [
@@ -274,6 +284,7 @@ def detached(rank: int, job: Job, directory: str) -> tuple[dict[str, list[float]
     return kept, weights(engine)
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_islands_do_not_overwrite_each_other_after_detach(stage: int, tmp_path: Path) -> None:
     ranks = run_forks(4, detached, Job(stage, section=section(size=2, sync_every=4), steps=7), str(tmp_path))
@@ -370,6 +381,7 @@ def with_frozen(rank: int, dtype: torch.dtype) -> list[int]:
     return engine.module.frozen.detach().contiguous().view(torch.uint8).tolist()
 
 
+@SAMPLED
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8, torch.bool, torch.int64, torch.complex64])
 def test_frozen_weights_of_any_dtype_are_copied_from_the_first_island(dtype: torch.dtype) -> None:
     expected = of_bytes(dtype, 33, seed=0).view(torch.uint8).tolist()

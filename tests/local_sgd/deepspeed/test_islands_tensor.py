@@ -14,7 +14,7 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 
 import deepspeed_compress
 from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasterWeights, MasterSlice
-from deepspeed_compress.collectives.reduction import Parameters
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.config import find_problems, parse_section
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed.replicated import check_equal_blocks
@@ -23,6 +23,10 @@ from tests.support.forks import run_forks
 from tests.support.island_jobs import SGD, largest, section
 from tests.support.jobs import BATCH, Job, weights
 from tests.support.tensor_islands import AUTO_TP, TENSOR, llama, start_tensor, take_steps
+
+SAMPLED = pytest.mark.sampled(
+    4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_islands_tensor.py"
+)
 
 PLAIN: Mapping[str, Any] = {"sync_every": 1, "exchange": {"method": "none"}}
 SAVED = 4
@@ -62,6 +66,7 @@ def train(rank: int, *jobs: Job) -> list[Run]:
     return found
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_uncompressed_exchange_every_step_equals_data_parallelism(stage: int) -> None:
     """A run with islands equals one without.
@@ -79,6 +84,7 @@ def test_an_uncompressed_exchange_every_step_equals_data_parallelism(stage: int)
         assert largest(together.weights[-1], together.weights[0]) > 1e-3
 
 
+@SAMPLED
 @pytest.mark.parametrize("stage", [0, 2])
 def test_replicated_weights_stay_equal_and_are_sent_once(stage: int) -> None:
     """With four bits, the rounding of an element depends on the elements around it."""
@@ -119,6 +125,7 @@ def copies(rank: int, job: Job, heads: int) -> list[dict[str, list[float]]]:
     return found
 
 
+@SAMPLED
 @pytest.mark.parametrize(("stage", "heads"), [(0, 3), (2, 6)])
 def test_replicated_weights_have_the_same_second_moments(stage: int, heads: int) -> None:
     """Otherwise they would not stay equal between exchanges."""
@@ -170,6 +177,7 @@ TOPK = {**section(size=2, preset="diloco", sync_every=2), "gradients": {"method"
 """Settings of one island that applies momentum, and whose ranks keep gradient residuals."""
 
 
+@SAMPLED
 @pytest.mark.parametrize(("stage", "methods"), [(1, DILOCO), (2, TOPK)])
 def test_a_resumed_run_continues_bit_for_bit(stage: int, methods: Mapping[str, Any], tmp_path: Path) -> None:
     job = Job(stage, extra=AUTO_TP, section=methods, steps=7)

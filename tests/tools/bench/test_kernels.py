@@ -87,6 +87,7 @@ def test_operations_call_the_kernels_that_their_names_say() -> None:
         "quantize int4": {"quantize": ("absmax", 4, 6146, False, None)},
         "quantize int4, stochastic": {"quantize": ("absmax", 4, 6146, True, None)},
         "quantize sign": {"quantize": ("mean", 1, 1537, False, None)},
+        "quantize int8, bf16 memory": {"quantize": ("absmax", 8, 12292, False, torch.bfloat16)},
         "quantize int4, bf16 memory": {"quantize": ("absmax", 4, 6146, False, torch.bfloat16)},
         "quantize sign, bf16 memory": {"quantize": ("mean", 1, 1537, False, torch.bfloat16)},
         "decode-accumulate int8": {"decode": ("absmax", 8, torch.float32)},
@@ -101,6 +102,13 @@ def test_operations_call_the_kernels_that_their_names_say() -> None:
         "quantize rows between extremes": {"quantize_rows_between": (48, 256)},
         "decode-accumulate rows": {"dequantize_rows_add": (48,)},
     }
+
+
+def test_minima_are_compared_with_copies_between_calls() -> None:
+    copy, row = measure(NUMEL, CPU, 9, re.compile("quantize int8$"), in_use=True, minima=True)
+    for one in (copy, row):
+        assert one["gb_per_s"] == pytest.approx(4e-9 * NUMEL / one["seconds"]["min"])
+    assert row["of_copy"] > 0
 
 
 def test_only_selects_operations() -> None:
@@ -167,7 +175,7 @@ def test_bench_kernels_prints_saves_and_draws(tmp_path: Path, capsys: pytest.Cap
     arguments = ["--numel", "8192", "--repeats", "1", "--only", "sign", "--json", str(file), "--plot", str(picture)]
     assert main(["bench", "kernels", *arguments]) == 0
     out = capsys.readouterr().out
-    assert "8,192 fp32 elements on one core of" in out
+    assert re.search(r"8,192 fp32 elements on one core of .* with \S+", out)
     assert "decode-accumulate sign" in out
     document = json.loads(file.read_text())
     assert len(document["rows"]) == 1 + 3 * len(implementations(CPU))

@@ -285,6 +285,7 @@ def test_the_processes_of_a_launcher_are_measured(tmp_path: Path, torchrun: tupl
 TOY = {"model_type": "gpt2", "vocab_size": 128, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2}
 
 
+@pytest.mark.slow
 def test_one_rank_and_its_images_are_measured_and_traced(tmp_path: Path) -> None:
     output, traces, model = tmp_path / "bench.json", tmp_path / "traces", tmp_path / "toy.json"
     model.write_text(json.dumps(TOY))

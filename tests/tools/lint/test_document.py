@@ -16,6 +16,8 @@ from deepspeed_compress.tools.lint.scanner import MAX_DEPTH, MAX_INTEGER, MAX_PA
 from tests.support.properties import properties
 from tests.tools.lint.texts import CONFIGS, NOISE, broken
 
+SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/tools/lint", "tests/tools/lint/test_document.py")
+
 MANY = settings(properties, max_examples=300)
 
 
@@ -207,6 +209,7 @@ LARGE = {
 }
 
 
+@SAMPLED
 @pytest.mark.parametrize("text", LARGE.values(), ids=LARGE)
 def test_ten_megabytes(text: str) -> None:
     start = time.process_time()
@@ -217,6 +220,7 @@ def test_ten_megabytes(text: str) -> None:
     assert len(document.problems) <= MAX_PROBLEMS
 
 
+@SAMPLED
 @pytest.mark.parametrize("name", ["numbers", "brackets", "comments", "string"])
 def test_memory_is_bounded(name: str) -> None:
     tracemalloc.start()

@@ -4,14 +4,14 @@ import deepspeed
 import pytest
 
 from deepspeed_compress.config import CompressConfig
-from deepspeed_compress.tools.lint import generate_keys
 from deepspeed_compress.tools.lint.keys import closest, keys, known_values, places, unknown_keys
 from deepspeed_compress.tools.lint.rules.keys import _KEYS_OF_OURS
 from deepspeed_compress.tools.lint.scanner import parse
+from launch import lint_keys
 
 
 def test_the_table_is_up_to_date() -> None:
-    assert generate_keys.text() == generate_keys.FILE.read_text(encoding="utf-8")
+    assert lint_keys.text() == lint_keys.FILE.read_text(encoding="utf-8")
     assert keys().version == deepspeed.__version__
 
 

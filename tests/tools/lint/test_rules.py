@@ -12,6 +12,8 @@ from deepspeed_compress.tools.lint.runner import lint_document, lint_text
 from deepspeed_compress.tools.lint.scanner import parse
 from deepspeed_compress.tools.lint.selection import Selection
 
+SAMPLED = pytest.mark.sampled(3, "deepspeed_compress/tools/lint", "tests/tools/lint/test_rules.py")
+
 BESIDES = {"DSC332": {"DSC303"}, "DSC604": {"DSC803"}}
 """Rules that also find something in the bad example of another rule."""
 
@@ -30,6 +32,7 @@ def test_nothing_is_found_in_a_good_example(rule: LintRule) -> None:
     assert found(rule.right, rule) == Counter()
 
 
+@SAMPLED
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.code}-{rule.name}")
 def test_the_fixes_of_a_rule_leave_nothing_for_it_to_find(rule: LintRule) -> None:
     context = Context(**rule.context)

@@ -97,8 +97,8 @@ def test_a_thousand_files(tmp_path: Path) -> None:
     for number in range(1000):
         text = json.dumps({**CONFIG, "gradient_clipping": number}, indent=2)
         (tmp_path / f"ds_config_{number}.json").write_text(text)
-    rounds = [(bare(), seconds_to_lint(tmp_path)) for _ in range(3)]
-    assert min(seconds for _, seconds in rounds) < 260 * min(seconds for seconds, _ in rounds)
+    limit = 260 * min(bare() for _ in range(3))
+    assert any(seconds_to_lint(tmp_path) < limit for _ in range(3))
 
 
 @pytest.mark.parametrize("depth", [1, 99])

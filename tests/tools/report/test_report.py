@@ -65,7 +65,7 @@ def test_the_page_needs_no_other_files(runs: tuple[Path, Path]) -> None:
 
 
 def test_the_page_shows_no_secrets(tmp_path: Path) -> None:
-    """Older versions copied secrets into the run's configuration."""
+    """A program may have written its configuration, with secrets, into the directory of the run."""
     run = small_run(tmp_path / "run", 2.0, None)
     (run / "ds_config.json").write_text(json.dumps({"comet": {"api_key": "abcdef"}}))
     text = page([alone(run)])
@@ -466,9 +466,3 @@ def test_a_setting_has_the_same_color_in_both_runs(tmp_path: Path) -> None:
 def test_many_intervals_of_a_setting_are_abbreviated(tmp_path: Path) -> None:
     [timeline] = settings_timelines([settings_run(tmp_path / "run", "na" * 10)])
     assert steps_by_setting(timeline)["none"] == "steps 2, 6, 10, 14, 18, 22, and 4 more times"
-
-
-def test_runs_of_older_versions_show_their_method_as_setting(tmp_path: Path) -> None:
-    run = small_run(tmp_path / "run", 2.0, None)
-    write_lines(run / "compression.jsonl", [{"step": 1, "method": "topk"}])
-    assert [interval.setting for interval in settings_timelines([alone(run)])[0].intervals] == ["topk"]

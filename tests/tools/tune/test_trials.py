@@ -16,6 +16,8 @@ from deepspeed_compress.tools.tune.space import Candidate
 from deepspeed_compress.tools.tune.trials import Trials
 from tests.support.processes import wait_until_gone
 
+pytestmark = pytest.mark.sampled(3, "deepspeed_compress/tools/tune", "tests/tools/tune/test_trials.py")
+
 RUNG = Rung(1, 30, 0.01, 0.0)
 CANDIDATE = Candidate("int4", {"gradients": {"bits": 4}})
 

@@ -25,9 +25,8 @@ from torch.distributed import ProcessGroup
 from deepspeed_compress.collectives.buckets import Partition
 from deepspeed_compress.collectives.payload import PayloadReducer, PendingMeans
 from deepspeed_compress.collectives.reducer import Pending
+from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import Session
-
-__all__ = ["EarlyReductions", "Gradients", "bucket_size", "reduces_now"]
 
 Key = Any
 """Hashable identity of a parameter in DeepSpeed's bucket; each seam defines its own."""
@@ -167,9 +166,12 @@ class EarlyReductions:
         session: the engine's session.
         gradients: the gradients of the engine.
         original: DeepSpeed's function that reduces all buckets of a step.
+        patches: removes the hooks of the gradients.
     """
 
-    def __init__(self, session: Session, gradients: Gradients, original: Callable[..., object]) -> None:
+    def __init__(
+        self, session: Session, gradients: Gradients, original: Callable[..., object], patches: Patches
+    ) -> None:
         self._session = session
         self._gradients = gradients
         self._original = original
@@ -179,9 +181,13 @@ class EarlyReductions:
             parameter.register_post_accumulate_grad_hook(self._gradient_is_there)
             for parameter in gradients.parameters()
         ]
+        patches.on_undo(self.remove_hooks)
+        patches.on_undo(session.on_interruption(self._discard))
+
+    def remove_hooks(self) -> None:
+        """Remove the hooks of the gradients. Nothing begins early from now on."""
         for handle in self.handles:
-            session.patches.on_undo(handle.remove)
-        session.on_interruption(self._discard)
+            handle.remove()
 
     def reduce(self, *arguments: Any, **options: Any) -> None:
         """Reduce all buckets as DeepSpeed does, after all ranks have agreed on what was sent early."""

@@ -29,8 +29,6 @@ from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.traffic import ring_all_gather
 
-__all__ = ["SplitMatrices", "count_gathers"]
-
 SliceOf = Callable[[Segment], Tensor]
 """Function that returns the elements of a segment, as a flat view of the gradient that DeepSpeed reads."""
 

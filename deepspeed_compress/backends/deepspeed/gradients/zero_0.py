@@ -17,14 +17,14 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions, bucket_size, reduces_now
+from deepspeed_compress.backends.deepspeed.gradients.following import attach_reduction
 from deepspeed_compress.backends.deepspeed.groups import reduction_group
 from deepspeed_compress.collectives.buckets import LAYOUTS, Partition, even_partition
 from deepspeed_compress.collectives.payload import PayloadReducer
 from deepspeed_compress.compression.segments import PADDING
+from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.traffic import ring_all_gather, ring_all_reduce
-
-__all__ = ["attach_zero_0", "may_begin_early"]
 
 Bucket = Sequence[Tensor]
 Contents = Sequence[tuple[str, int]]
@@ -40,15 +40,20 @@ def attach_zero_0(engine: Any, session: Session) -> Callable[[], int]:
         A function that returns the bytes that this rank sends for weights in one optimizer step. The bf16 optimizer
         partitions its states and gathers the weights; other optimizers send none.
     """
-    if session.config.gradients.method == "none":
-        session.patches.wrap(engine, "allreduce_bucket", partial(_count, engine, session))
-        session.patches.wrap(engine, "allreduce_and_copy", partial(_unless_alone, engine))
-    else:
-        session.patches.wrap(engine, "allreduce_bucket", partial(_reduce, engine, session, _early(engine, session)))
+    attach_reduction(session, partial(_replace, engine, session), partial(_only_count, engine, session))
     session.patches.wrap(engine, "sparse_all_gather", partial(_count_sparse, session))
     flats, groups = (getattr(engine.optimizer, name, []) for name in ("bf16_groups_flat", "real_dp_process_group"))
     sizes = [(flat.nbytes, group.size()) for flat, group in zip(flats, groups, strict=True)]
     return lambda: sum(ring_all_gather(size, ranks) for size, ranks in sizes)
+
+
+def _replace(engine: Any, session: Session, patches: Patches) -> None:
+    patches.wrap(engine, "allreduce_bucket", partial(_reduce, engine, session, _early(engine, session, patches)))
+
+
+def _only_count(engine: Any, session: Session, patches: Patches) -> None:
+    patches.wrap(engine, "allreduce_bucket", partial(_count, engine, session))
+    patches.wrap(engine, "allreduce_and_copy", partial(_unless_alone, engine))
 
 
 def _count(
@@ -105,15 +110,15 @@ def may_begin_early(engine: Any) -> bool:
     return own and not engine.has_moe_layers and torch.device(engine.device).type == "cpu"
 
 
-def _early(engine: Any, session: Session) -> EarlyReductions | None:
+def _early(engine: Any, session: Session, patches: Patches) -> EarlyReductions | None:
     if not may_begin_early(engine):
         return None
-    gradients, patches = _Gradients(engine), session.patches
+    gradients = _Gradients(engine)
     reduces = partial(_in_buckets, engine.buffered_allreduce_fallback, session, gradients)
-    early = EarlyReductions(session, gradients, reduces)
+    early = EarlyReductions(session, gradients, reduces, patches)
     patches.replace(engine, "buffered_allreduce_fallback", early.reduce)
-    for handle in early.handles:
-        patches.precede(engine, "destroy", handle.remove)
+    # DeepSpeed's `destroy` removes its own hooks only.
+    session.patches.precede(engine, "destroy", early.remove_hooks)
     return early
 
 

@@ -23,16 +23,16 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions, bucket_size, reduces_now
+from deepspeed_compress.backends.deepspeed.gradients.following import attach_reduction
 from deepspeed_compress.backends.deepspeed.gradients.muon import SplitMatrices, count_gathers
 from deepspeed_compress.backends.deepspeed.versions import has_compact_gradients, is_last_micro_batch
 from deepspeed_compress.collectives.buckets import LAYOUTS, Partition, partition_by_sizes
 from deepspeed_compress.collectives.reducer import Pending
 from deepspeed_compress.compression.segments import Segment, gather, scatter
 from deepspeed_compress.session.interrupted import discard
+from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.traffic import ring_all_gather, ring_all_reduce
-
-__all__ = ["attach_zero_12"]
 
 Key = tuple[int, int, int]
 """Identity of a parameter in DeepSpeed's bucket: (optimizer group, index in the group, parameter id)."""
@@ -44,17 +44,20 @@ def attach_zero_12(engine: Any, session: Session) -> Callable[[], int]:
     Returns:
         A function that returns the bytes that this rank sends for weights in one optimizer step.
     """
-    optimizer, patches = engine.optimizer, session.patches
+    optimizer = engine.optimizer
     if optimizer.cpu_offload:
         count_gathers(optimizer, session, "_apply_muon_updates_cpu_offload")
-    if session.config.gradients.method == "none":
-        _count_only(optimizer, session)
-        return partial(_weight_bytes, optimizer)
+    attach_reduction(session, partial(_replace, engine, session), partial(_count_only, optimizer, session))
+    return partial(_weight_bytes, optimizer)
+
+
+def _replace(engine: Any, session: Session, patches: Patches) -> None:
+    optimizer = engine.optimizer
     if "reduce_bucket_size" not in _written(engine):
         # DeepSpeed's default of 500 million elements would send most models in one bucket, after backward.
         size = bucket_size(sum(flat.numel() for flat in optimizer.bit16_groups_flat))
         patches.replace(optimizer, "reduce_bucket_size", size)
-    buckets = _Buckets(engine, session)
+    buckets = _Buckets(engine, session, patches)
     patches.replace(optimizer, "reduce_scatter", False)
     patches.replace(optimizer, "gradient_reduction_w_predivide", buckets.reduce)
     patches.replace(optimizer, "buffered_reduce_fallback", buckets.reduce_separate)
@@ -64,7 +67,6 @@ def attach_zero_12(engine: Any, session: Session) -> Callable[[], int]:
         patches.replace(optimizer, "reduce_ipg_grads", buckets.later.reduce_ipg_grads)
     if buckets.early is not None:
         patches.replace(optimizer, "reduce_gradients", buckets.early.reduce)
-    return partial(_weight_bytes, optimizer)
 
 
 def _written(engine: Any) -> Mapping[str, Any]:
@@ -125,7 +127,7 @@ class _Buckets:
         early: speculative reductions; None if reductions do not begin before DeepSpeed asks for them.
     """
 
-    def __init__(self, engine: Any, session: Session) -> None:
+    def __init__(self, engine: Any, session: Session, patches: Patches) -> None:
         self._optimizer = optimizer = engine.optimizer
         self._session = session
         ranks = optimizer.dp_process_group.size()
@@ -135,15 +137,15 @@ class _Buckets:
         self._split = SplitMatrices(optimizer, session)
         self.later = _DeferredReductions(optimizer, self._split) if _may_wait(optimizer) else None
         self.early: EarlyReductions | None = None
-        session.on_interruption(self._discard)
+        patches.on_undo(session.on_interruption(self._discard))
         if self.later is not None and _waits_for_backward(engine):
             partition_of = lru_cache(maxsize=LAYOUTS)(partial(_partition, optimizer, ranks))
             gradients = _Gradients(engine, partition_of, self._scale)
-            self.early = EarlyReductions(session, gradients, optimizer.reduce_gradients)
+            self.early = EarlyReductions(session, gradients, optimizer.reduce_gradients, patches)
             for handle in self.early.handles:
                 # DeepSpeed's `destroy` removes these together with its own hooks.
                 optimizer._grad_acc_hooks.append(handle)
-                session.patches.on_undo(partial(optimizer._grad_acc_hooks.remove, handle))
+                patches.on_undo(partial(optimizer._grad_acc_hooks.remove, handle))
 
     def reduce(self, tensor: Tensor, communication_data_type: torch.dtype) -> Tensor:
         """Reduce the flat bucket `tensor`, possibly empty, in place of DeepSpeed's `gradient_reduction_w_predivide`."""
@@ -339,14 +341,14 @@ class _DeferredReductions:
         return gradient.view(-1)[segment.begin : segment.begin + segment.numel]
 
 
-def _count_only(optimizer: Any, session: Session) -> None:
+def _count_only(optimizer: Any, session: Session, patches: Patches) -> None:
     """Count bytes in the all-reduce in which both flat and separate gradients end."""
     if optimizer.contiguous_gradients:
         count_parts = partial(_average_tensor, optimizer, session, _parts_of(optimizer))
-        session.patches.wrap(optimizer, "average_tensor", count_parts)
+        patches.wrap(optimizer, "average_tensor", count_parts)
     else:
         count = partial(_count, session, optimizer.dp_process_group.size())
-        session.patches.wrap(optimizer, "allreduce_bucket", partial(_allreduce_bucket, count))
+        patches.wrap(optimizer, "allreduce_bucket", partial(_allreduce_bucket, count))
 
 
 def _count(session: Session, ranks: int, numel: int, dtype: torch.dtype) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.deepspeed.gradients.early import bucket_size
+from deepspeed_compress.backends.deepspeed.gradients.following import attach_reduction
 from deepspeed_compress.backends.deepspeed.gradients.muon import count_gathers
 from deepspeed_compress.backends.deepspeed.groups import reduction_group
 from deepspeed_compress.collectives.buckets import Partition, partition_by_sizes
@@ -30,10 +31,9 @@ from deepspeed_compress.collectives.reducer import Pending
 from deepspeed_compress.compression.segments import Segment, gather, scatter
 from deepspeed_compress.monitor import Meter
 from deepspeed_compress.session.interrupted import discard
+from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.traffic import ring_all_reduce, ring_reduce_scatter
-
-__all__ = ["attach_zero_3"]
 
 _PREFIX = "_DeepSpeedZeroOptimizer_Stage3__"
 
@@ -45,23 +45,30 @@ def attach_zero_3(engine: Any, session: Session) -> Callable[[], int]:
         A function that returns the bytes for weights that remain to be counted after an optimizer step. It always
         returns 0, because each gather is counted when it happens.
     """
-    optimizer, patches = engine.optimizer, session.patches
-    buckets, none = _Buckets(engine, session), session.config.gradients.method == "none"
-    patches.wrap(optimizer, _PREFIX + "avg_scatter_grads", buckets.count if none else buckets.reduce)
-    contiguous = buckets.count_contiguous if none else buckets.reduce_contiguous
-    patches.wrap(optimizer, _PREFIX + "avg_scatter_contiguous_grads", contiguous)
-    if not none:
-        patches.wrap(optimizer, "independent_gradient_partition_epilogue", buckets.finish)
-        if buckets.defers and optimizer.reduce_scatter:
-            # A bucket is copied once anyway, into the order of its message.
-            patches.replace(optimizer, "contiguous_gradients", False)
-        if "reduce_bucket_size" not in engine.config.get("zero_optimization", {}):
-            # DeepSpeed's default of 500 million elements would send most models in one bucket, after backward.
-            trained = sum(parameter.ds_numel for group in optimizer.fp16_groups for parameter in group)
-            patches.replace(optimizer, "reduce_bucket_size", bucket_size(trained))
+    optimizer, buckets = engine.optimizer, _Buckets(engine, session)
+    attach_reduction(session, partial(_replace, engine, buckets), partial(_only_count, optimizer, buckets))
     _count_weights(optimizer, session)
     count_gathers(optimizer, session, "_apply_muon_to_accumulated_grads")
     return lambda: 0  # counted already, gather by gather
+
+
+def _replace(engine: Any, buckets: "_Buckets", patches: Patches) -> None:
+    optimizer = engine.optimizer
+    patches.wrap(optimizer, _PREFIX + "avg_scatter_grads", buckets.reduce)
+    patches.wrap(optimizer, _PREFIX + "avg_scatter_contiguous_grads", buckets.reduce_contiguous)
+    patches.wrap(optimizer, "independent_gradient_partition_epilogue", buckets.finish)
+    if buckets.defers and optimizer.reduce_scatter:
+        # A bucket is copied once anyway, into the order of its message.
+        patches.replace(optimizer, "contiguous_gradients", False)
+    if "reduce_bucket_size" not in engine.config.get("zero_optimization", {}):
+        # DeepSpeed's default of 500 million elements would send most models in one bucket, after backward.
+        trained = sum(parameter.ds_numel for group in optimizer.fp16_groups for parameter in group)
+        patches.replace(optimizer, "reduce_bucket_size", bucket_size(trained))
+
+
+def _only_count(optimizer: Any, buckets: "_Buckets", patches: Patches) -> None:
+    patches.wrap(optimizer, _PREFIX + "avg_scatter_grads", buckets.count)
+    patches.wrap(optimizer, _PREFIX + "avg_scatter_contiguous_grads", buckets.count_contiguous)
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,6 @@ from deepspeed_compress.backends.deepspeed.units import RankUnit
 from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasterWeights
 from deepspeed_compress.errors import UnsupportedError
 
-__all__ = [
-    "check_equal_layouts",
-    "copy_from_first",
-    "copy_weights",
-    "fingerprint",
-    "held_data",
-    "named_untrained",
-]
-
 
 def check_equal_layouts(master_weights: FlatMasterWeights, unit: RankUnit) -> None:
     """Check that ranks of equal place in their islands or nodes hold the same elements. Collective.
@@ -36,8 +27,8 @@ def check_equal_layouts(master_weights: FlatMasterWeights, unit: RankUnit) -> No
     if len(set(every)) > len({place for place, _ in every}):
         raise UnsupportedError(
             f"{unit.pointer}: DeepSpeed has divided the parameters over other ranks than the key does, as "
-            "deepspeed.zero.Init does over the whole job (allowed: the same division); make the model outside of it, "
-            "or remove the key"
+            "deepspeed.zero.Init does over the whole job (allowed: the same division); call "
+            "deepspeed_compress.install() before the model is made, make it outside of zero.Init, or remove the key"
         )
 
 

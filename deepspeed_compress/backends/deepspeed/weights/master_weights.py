@@ -20,8 +20,6 @@ from deepspeed_compress.collectives.buckets import even_partition
 from deepspeed_compress.compression.segments import PADDING, Segment
 from deepspeed_compress.errors import UnsupportedError
 
-__all__ = ["SEAMS", "FlatMasterWeights", "find_master_weights"]
-
 SEAMS = (
     Seam("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.update_lp_params", ("self",)),
     Seam("deepspeed.runtime.bf16_optimizer:BF16_Optimizer.update_lp_params", ("self",)),

@@ -28,8 +28,6 @@ from deepspeed_compress.collectives.gather import DifferenceGather, PendingWeigh
 from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.session.patches import Patches
 
-__all__ = ["ArrivingWeights"]
-
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _Needs = tuple[tuple[int, int], ...]
 """(parameter group, last round) pairs that must have arrived."""

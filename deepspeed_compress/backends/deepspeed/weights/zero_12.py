@@ -28,8 +28,6 @@ from deepspeed_compress.errors import SeamError, UnsupportedError
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.probing import WeightTraffic
 
-__all__ = ["GatherFactory", "Weights", "attach_weights", "check_weights", "flat_sizes"]
-
 
 class GatherFactory(Protocol):
     """Factory for the gather of one flat buffer: `DifferenceGather` with all but its first three parameters bound."""
@@ -90,7 +88,7 @@ def attach_weights(
     engine: Any,
     factory_of: Callable[[CompressedWeights], GatherFactory],
     written: CompressedWeights,
-    in_force: Callable[[], WeightsConfig],
+    in_force: Callable[[], WeightsConfig | None],
     patches: Patches,
 ) -> "Weights":
     """Compress the weights that `step` of the engine's optimizer sends. Single-rank groups are left unchanged.
@@ -100,7 +98,7 @@ def attach_weights(
         factory_of: returns the factory of gathers for given settings.
         written: the settings in the section. All settings in force share its `overlap`.
         in_force: returns the settings of the running step; it must return the same on all ranks. Weights are exact if
-            the settings say that they are not compressed.
+            the settings say that they are not compressed. None leaves the step to DeepSpeed.
         patches: undoes the replacement.
 
     Returns:
@@ -128,7 +126,7 @@ class Weights:
         engine: Any,
         factory_of: Callable[[CompressedWeights], GatherFactory],
         written: CompressedWeights,
-        in_force: Callable[[], WeightsConfig],
+        in_force: Callable[[], WeightsConfig | None],
         patches: Patches,
     ) -> None:
         self._optimizer = engine.optimizer
@@ -188,19 +186,21 @@ class Weights:
     def step(self, original: Any, *args: Any, **options: Any) -> Any:
         """Run DeepSpeed's `step` with the weight gather replaced."""
         self._await()
-        with self.taken_over():
+        settings = self._in_force()
+        if settings is None:
+            return original(*args, **options)
+        with self.taken_over(settings):
             return original(*args, **options)
 
     @contextmanager
-    def taken_over(self) -> Iterator[None]:
-        """Replace DeepSpeed's gather of this optimizer's weights within the block.
+    def taken_over(self, settings: WeightsConfig) -> Iterator[None]:
+        """Replace DeepSpeed's gather of this optimizer's weights within the block, and send them as `settings` says.
 
         Raises:
             SeamError: a step was applied without calling `all_gather_dp_groups`.
         """
         module, pending = self._kind.module, [True]
         original = module.all_gather_dp_groups
-        settings = self._in_force()
         send = self._difference(settings) if isinstance(settings, CompressedWeights) else self.synchronise
 
         def all_gather_dp_groups(groups_flat: list[Tensor], *args: Any, **options: Any) -> None:

@@ -23,8 +23,6 @@ from deepspeed_compress.collectives.weight_reduction import WeightReduction
 from deepspeed_compress.errors import SeamError, UnsupportedError
 from deepspeed_compress.session.session import Session
 
-__all__ = ["attach_weights_3", "check_weights_3"]
-
 _OFF = (
     ("zero_hpz_partition_size", "zero_hpz_partition_size", 1),
     ("zero_quantized_weights", "zero_quantized_weights", False),

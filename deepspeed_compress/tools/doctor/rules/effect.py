@@ -56,9 +56,12 @@ def _include_more(case: Case) -> tuple[str, dict[str, Any] | None]:
     needs=("config",),
 )
 def never_in_force(case: Case) -> Iterator[Diagnostic]:
-    """Report a method that was in force in no measured step, unless the guard or the adaptive policy decided so."""
+    """Report a method that was in force in no measured step, unless the policy decided so."""
     section = case.run.section
-    decided = any(event["kind"] not in ("schedule", "full_sync") for event in case.run.events or ())
+    # Until `auto` decides, uncompressed steps are intended.
+    decided = (section is not None and section.auto is not None) or any(
+        event["kind"] not in ("schedule", "full_sync") for event in case.run.events or ()
+    )
     if section is None or section.gradients.method == "none" or decided or _was_in_force(case):
         return
     last = case.run.steps[-1]["step"]

@@ -63,6 +63,7 @@ _MANY, _SHOWN = 10, 8
 _KEYS_OF_OURS = frozenset(
     {
         "adaptive",
+        "auto",
         "checkpointing",
         "communication",
         "gradients",
@@ -73,6 +74,7 @@ _KEYS_OF_OURS = frozenset(
         "on_missing_state",
         "ownership",
         "parallelism",
+        "preset",
         "schedule",
         "seed",
         "weights",

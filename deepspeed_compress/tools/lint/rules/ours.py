@@ -94,10 +94,10 @@ def parsed_section(document: Document) -> "CompressConfig | None":
         return None
     from pydantic import ValidationError
 
-    from deepspeed_compress.config import CompressConfig
+    from deepspeed_compress.config import CompressConfig, with_preset
 
     try:
-        return CompressConfig.model_validate(document.get(OUR_SECTION))
+        return CompressConfig.model_validate(with_preset(document.data))
     except ValidationError:
         return None
 

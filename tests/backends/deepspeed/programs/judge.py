@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.backends.deepspeed.programs.ranks import Result, Task
 
-EXACT = frozenset({"plain", "none", "raw"})
+EXACT = frozenset({"plain", "none", "raw", "auto"})
 """Sections that must be bit-identical to DeepSpeed. With the others, ranks must agree if DeepSpeed's ranks agree."""
 
 
@@ -43,6 +43,7 @@ def wanted(task: Task) -> Outcome:
         return Outcome("fails", program.fails[stage])
     refusals: Mapping[str, Mapping[int, str]] = {
         "raw": program.refused,
+        "auto": program.refused,
         "4 bits": program.refused,
         "nodes": program.refused,
         "weights": {**program.refused_weights, **program.refused},
@@ -53,7 +54,7 @@ def wanted(task: Task) -> Outcome:
 
 
 def kind(task: Task) -> str:
-    if task.section == "nodes" or (task.section == "raw" and task.program.rounded):
+    if task.section == "nodes" or (task.section in ("raw", "auto") and task.program.rounded):
         return "near"
     return "equal" if task.section in EXACT else "ranks equal"
 

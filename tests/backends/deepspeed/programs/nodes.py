@@ -20,7 +20,6 @@ _DIFFERENT: Mapping[str, str] = MappingProxyType(
 _STAGES = (1, 2, 3)
 _OFFLOAD = dict.fromkeys(_STAGES, "moves gradients to the host before they are averaged over the nodes")
 _WHOLE = {1: "clips whole gradients"}
-_SHARDED = {3: "divided the parameters over other ranks"}
 _EXPERTS = dict.fromkeys(_STAGES, "mixture-of-experts layers with groups of their own")
 _REFUSED: Mapping[str, Mapping[int, str]] = MappingProxyType(
     {
@@ -34,8 +33,6 @@ _REFUSED: Mapping[str, Mapping[int, str]] = MappingProxyType(
         "parameter and optimizer offload": _OFFLOAD,
         # Refused elsewhere because of compressed gradients, which these runs do not have.
         "universal checkpoint": {},
-        "zero.Init": _SHARDED,
-        "zero.Init, weights written by rank 0": _SHARDED,
         "zero_hpz_partition_size": {3: "would gather weights across islands or nodes"},
     }
 )

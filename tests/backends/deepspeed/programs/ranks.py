@@ -22,23 +22,46 @@ import torch.distributed as dist
 from deepspeed_compress.backends.deepspeed.gradients import early
 from deepspeed_compress.errors import CompressError
 from deepspeed_compress.integrations import install
+from deepspeed_compress.policy import policy
+from deepspeed_compress.policy.auto import AutoChoice
 from tests.backends.deepspeed.programs.program import Program, Records, Run
 from tests.support.forks import RankError, run_forks
 
+_RAW: Mapping[str, Any] = {"method": "bf16", "overrides": [{"parameters": ".+", "method": "none"}]}
 SECTIONS: Mapping[str, Mapping[str, Any] | None] = MappingProxyType(
     {
         "plain": None,
         "none": {"gradients": {"method": "none"}},
-        "raw": {"gradients": {"method": "bf16", "overrides": [{"parameters": ".+", "method": "none"}]}},
+        "raw": {"gradients": _RAW},
+        "auto": {"gradients": _RAW, "auto": {}},
         "4 bits": {"gradients": {"bits": 4, "block_size": 32}},
         "weights": {"gradients": {"bits": 4, "block_size": 32}, "weights": {"bits": 8, "min_numel": 10}},
         "nodes": {"gradients": {"method": "none"}, "parallelism": {"shard_within": 2}},
     }
 )
-"""Sections by name. `plain` has no package. `raw` sends every parameter uncompressed through our own exchange."""
+"""Sections by name. `plain` has no package. `raw` sends every parameter uncompressed through our own exchange,
+and `auto` does so in some steps, between others that are left to DeepSpeed (see `_Alternating`)."""
 
 SECONDS = 30
 """Timeout of a collective in seconds."""
+
+
+class _Alternating(AutoChoice):
+    """Choice that never ends. Of four steps, one is ours, one sends residuals, and two are DeepSpeed's."""
+
+    @property
+    def alone(self) -> bool:
+        return self._steps % 4 != 1
+
+    def see(self, step_ms: float | None) -> bool:
+        self._steps += 1
+        return False
+
+    def saved(self) -> dict[str, Any]:
+        return {"steps": self._steps}
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        self._steps = saved["steps"]
 
 
 @dataclass(frozen=True)
@@ -77,12 +100,18 @@ def tasks_of(programs: Iterable[Program], stage: int, sections: Sequence[str]) -
     ]
 
 
-def run_tasks(tasks: Sequence[Task], directory: Path) -> Iterator[tuple[Task, list[Result]]]:
-    """Yield tasks and results by rank, in order. After a failure, the remaining tasks run on new ranks."""
+def run_tasks(tasks: Sequence[Task], directory: Path, seconds: int = SECONDS) -> Iterator[tuple[Task, list[Result]]]:
+    """Yield tasks and results by rank, in order. After a failure, the remaining tasks run on new ranks.
+
+    Args:
+        tasks: the tasks.
+        directory: place for the results of the ranks.
+        seconds: timeout of a collective, after which a rank that others have left alone fails.
+    """
     for _, together in itertools.groupby(tasks, _shares):
         batch = list(together)
         while batch:
-            results = _run(batch, directory / str(time.monotonic_ns()))
+            results = _run(batch, directory / str(time.monotonic_ns()), seconds)
             yield from zip(batch, results, strict=False)
             batch = batch[len(results) :]
 
@@ -91,13 +120,13 @@ def _shares(task: Task) -> tuple[int, str]:
     return task.program.ranks, task.program.name if task.program.alone else ""
 
 
-def _run(batch: list[Task], directory: Path) -> list[list[Result]]:
+def _run(batch: list[Task], directory: Path, seconds: int) -> list[list[Result]]:
     """Return the results of the tasks that ended, of which the last may have failed. Ranks without a result hung."""
     directory.mkdir(parents=True)
     ranks = batch[0].program.ranks
     # If ranks died or hung, the finished tasks have left their results.
     with contextlib.suppress(RankError, TimeoutError):
-        run_forks(ranks, _work, batch, directory, timeout=2 * SECONDS + 5 * len(batch))
+        run_forks(ranks, _work, batch, directory, seconds, timeout=2 * seconds + 5 * len(batch))
     results: list[list[Result]] = []
     for index in range(len(batch)):
         results.append([_read(directory / f"{index}-{rank}.pickle") for rank in range(ranks)])
@@ -110,9 +139,9 @@ def _read(file: Path) -> Result:
     return pickle.loads(file.read_bytes()) if file.exists() else Result([], "hangs")
 
 
-def _work(rank: int, batch: list[Task], directory: Path) -> None:
+def _work(rank: int, batch: list[Task], directory: Path, seconds: int) -> None:
     sys.stdout = io.StringIO()
-    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=SECONDS))
+    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=seconds))
     for index, task in enumerate(batch):
         # Exclude imported objects from garbage collection, which DeepSpeed runs often, to make it fast.
         gc.freeze()
@@ -131,6 +160,8 @@ def run_task(task: Task, rank: int, directory: Path) -> Result:
     # Other stages take the bucket size from the configuration.
     small = patch.object(early, "SMALLEST_BUCKET", 600 if task.stage == 0 else early.SMALLEST_BUCKET)
     small.start()
+    alternating = patch.object(policy, "AutoChoice", _Alternating)
+    alternating.start()
     try:
         run.program.train(run)
         run.finish()
@@ -141,6 +172,7 @@ def run_task(task: Task, rank: int, directory: Path) -> Result:
         message = f"{type(error).__name__}: {error}"
         return Result(run.records, message, refused, "".join(traceback.format_tb(error.__traceback__)))
     finally:
+        alternating.stop()
         small.stop()
         uninstall()
         gc.collect()

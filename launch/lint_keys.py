@@ -1,8 +1,8 @@
-"""Script that writes keys.json: every key that the installed DeepSpeed knows, by section.
+"""Write the linter's table of keys: every key that the installed DeepSpeed knows, by section.
 
-Run `python -m deepspeed_compress.tools.lint.generate_keys [FILE]`. This is the only module here that imports deepspeed;
-the linter reads the file. Sections that are pydantic models list their fields. For all others, DeepSpeed receives a
-configuration that records which keys are read, and with which defaults.
+Run `python -m launch.lint_keys [FILE]`. The linter reads the file and never imports DeepSpeed. Sections that are
+pydantic models list their fields. For all others, DeepSpeed receives a configuration that records which keys are read,
+and with which defaults.
 """
 
 import enum
@@ -18,7 +18,7 @@ from typing import Any
 Key = dict[str, Any]
 Section = dict[str, Any]
 
-FILE = Path(__file__).with_name("keys.json")
+FILE = Path(__file__).parents[1] / "deepspeed_compress" / "tools" / "lint" / "keys.json"
 
 _KINDS: Mapping[object, str] = {
     bool: "boolean",
@@ -91,14 +91,14 @@ _SEEDS: Mapping[str, Mapping[str, Any]] = {
 """Sections without a model, with values that make DeepSpeed read all of their keys."""
 
 
-class Noted(dict[str, Any]):
+class RecordingConfig(dict[str, Any]):
     """Configuration that records the keys that are read, with the default if there is one."""
 
     def __init__(self, content: Mapping[str, Any], asked: dict[str, Key]) -> None:
         super().__init__(content)
         self.asked = asked
 
-    def __copy__(self) -> "Noted":
+    def __copy__(self) -> "RecordingConfig":
         return self
 
     def __contains__(self, key: object) -> bool:
@@ -125,8 +125,7 @@ def generate() -> dict[str, Any]:
     import deepspeed
     from deepspeed.runtime import config
 
-    noted = _noted_sections()
-    sections = {name: _section("ignored", keys) for name, keys in noted.items()}
+    sections = {name: _section("ignored", keys) for name, keys in _recorded_sections().items()}
     sections["pipeline"] = _section("ignored", {key: {} for key in config.get_pipeline_config({})})
     for name, model in _models():
         sections |= dict(_of_model(name, model))
@@ -161,15 +160,15 @@ def _add_to_parent(sections: dict[str, Section], name: str) -> None:
         sections[parent]["keys"] = dict(sorted(keys.items()))
 
 
-def _noted_sections() -> dict[str, dict[str, Key]]:
+def _recorded_sections() -> dict[str, dict[str, Key]]:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     asked: dict[str, dict[str, Key]] = {name: {} for name in ("", *_SEEDS)}
-    root = Noted({"train_batch_size": 1}, asked[""])
+    root = RecordingConfig({"train_batch_size": 1}, asked[""])
     places = {"": root}
     for name, content in _SEEDS.items():
         parent, _, key = name.rpartition("/")
-        places[name] = Noted(content, asked[name])
+        places[name] = RecordingConfig(content, asked[name])
         dict.__setitem__(places[parent], key, places[name])
     DeepSpeedConfig(root)
     return asked

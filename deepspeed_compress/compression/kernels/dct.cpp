@@ -1,4 +1,4 @@
-// Orthonormal transforms of tiles up to 64 x 64 (DCT) and of blocks of powers of two (Hadamard), called through ctypes.
+// Orthonormal DCT of tiles up to 64 x 64, called through ctypes.
 //
 // Every element is computed by the same operations in the same order on every processor, so all ranks get the same
 // bits. They differ from the matrix products of the reference by rounding.
@@ -7,62 +7,13 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <utility>
 #include <vector>
 
-#if defined(__AVX512F__) || defined(__FMA__)
-#include <immintrin.h>
-#endif
+#include "vectors.h"
 
 namespace {
 
-constexpr int SIZE = 64;   // maximum side of a tile
-constexpr int LANES = 16;  // columns that are transformed together
-
-typedef float Lanes __attribute__((vector_size(LANES * sizeof(float))));
-
-// Returns product * factor + sum with a single rounding, independent of the compiler's choice.
-inline Lanes fused(Lanes product, float factor, Lanes sum) {
-#if defined(__AVX512F__)
-    return (Lanes)_mm512_fmadd_ps((__m512)product, _mm512_set1_ps(factor), (__m512)sum);
-#else
-    Lanes result;
-    for (int lane = 0; lane < LANES; lane++) result[lane] = std::fma(product[lane], factor, sum[lane]);
-    return result;
-#endif
-}
-
-// Exchanges the upper right and the lower left quadrant of every square of 2 * STEP rows and columns.
-template <int STEP>
-inline void exchange_quarters(Lanes* rows) {
-#if defined(__clang__)
-    float* x = reinterpret_cast<float*>(rows);
-    for (int row = 0; row < LANES; row++)
-        for (int lane = 0; lane < LANES; lane++)
-            if (!(row & STEP) && (lane & STEP)) std::swap(x[row * LANES + lane], x[(row + STEP) * LANES + lane - STEP]);
-#else
-    typedef int32_t Index __attribute__((vector_size(LANES * sizeof(int32_t))));
-    Index upper, lower;
-    for (int lane = 0; lane < LANES; lane++) {
-        upper[lane] = lane & STEP ? LANES + lane - STEP : lane;
-        lower[lane] = lane & STEP ? LANES + lane : lane + STEP;
-    }
-    for (int row = 0; row < LANES; row++) {
-        if (row & STEP) continue;
-        const Lanes above = rows[row], below = rows[row + STEP];
-        rows[row] = __builtin_shuffle(above, below, upper);
-        rows[row + STEP] = __builtin_shuffle(above, below, lower);
-    }
-#endif
-}
-
-// Transposes a square of LANES x LANES.
-inline void transpose(Lanes* rows) {
-    exchange_quarters<8>(rows);
-    exchange_quarters<4>(rows);
-    exchange_quarters<2>(rows);
-    exchange_quarters<1>(rows);
-}
+constexpr int SIZE = 64;  // maximum side of a tile
 
 // Entries of the orthonormal DCT-II matrix that act on differences, for each halving of 64: level h has h x h of them.
 struct Tables {
@@ -83,10 +34,10 @@ const Tables TABLES;
 
 // Sets out[k] = sum of in[n] * matrix[k][n], or matrix[n][k] if TRANSPOSED, with up to eight outputs in registers.
 template <int HALF, bool TRANSPOSED>
-inline void product(const Lanes* in, const float* matrix, Lanes* out) {
+inline void product(const Vector* in, const float* matrix, Vector* out) {
     constexpr int TOGETHER = HALF < 8 ? HALF : 8;
     for (int k = 0; k < HALF; k += TOGETHER) {
-        Lanes sums[TOGETHER] = {};
+        Vector sums[TOGETHER] = {};
         for (int n = 0; n < HALF; n++)
             for (int o = 0; o < TOGETHER; o++) {
                 const float entry = TRANSPOSED ? matrix[n * HALF + k + o] : matrix[(k + o) * HALF + n];
@@ -98,9 +49,9 @@ inline void product(const Lanes* in, const float* matrix, Lanes* out) {
 
 // Odd outputs are computed from the differences of opposite inputs, even outputs by a DCT of their sums.
 template <int COUNT>
-inline void forward(Lanes* x, const float* matrix, Lanes* out, int stride) {
+inline void forward(Vector* x, const float* matrix, Vector* out, int stride) {
     constexpr int HALF = COUNT / 2;
-    Lanes sums[HALF], differences[HALF], odd[HALF];
+    Vector sums[HALF], differences[HALF], odd[HALF];
     for (int n = 0; n < HALF; n++) sums[n] = x[n] + x[COUNT - 1 - n], differences[n] = x[n] - x[COUNT - 1 - n];
     product<HALF, false>(differences, matrix, odd);
     for (int k = 0; k < HALF; k++) out[(2 * k + 1) * stride] = odd[k];
@@ -108,14 +59,14 @@ inline void forward(Lanes* x, const float* matrix, Lanes* out, int stride) {
 }
 
 template <>
-inline void forward<1>(Lanes* x, const float*, Lanes* out, int) {
+inline void forward<1>(Vector* x, const float*, Vector* out, int) {
     out[0] = x[0] * TABLES.first;
 }
 
 template <int COUNT>
-inline void inverse(const Lanes* in, int stride, const float* matrix, Lanes* x) {
+inline void inverse(const Vector* in, int stride, const float* matrix, Vector* x) {
     constexpr int HALF = COUNT / 2;
-    Lanes sums[HALF], differences[HALF], odd[HALF];
+    Vector sums[HALF], differences[HALF], odd[HALF];
     for (int k = 0; k < HALF; k++) odd[k] = in[(2 * k + 1) * stride];
     product<HALF, true>(odd, matrix, differences);
     inverse<HALF>(in, 2 * stride, matrix + HALF * HALF, sums);
@@ -123,15 +74,15 @@ inline void inverse(const Lanes* in, int stride, const float* matrix, Lanes* x) 
 }
 
 template <>
-inline void inverse<1>(const Lanes* in, int, const float*, Lanes* x) {
+inline void inverse<1>(const Vector* in, int, const float*, Vector* x) {
     x[0] = in[0] * TABLES.first;
 }
 
-// Returns `size` rounded up to whole vectors.
-inline int padded(int size) { return (size + LANES - 1) / LANES * LANES; }
+constexpr int PADDING = 16;  // a multiple of the width of all processors' vectors
+inline int padded(int size) { return (size + PADDING - 1) / PADDING * PADDING; }
 
 // The orthonormal DCT-II matrices of all sizes up to that of a tile. For each input, the factors of all outputs are
-// contiguous and zero-padded to whole vectors.
+// contiguous and zero-padded.
 struct Matrices {
     std::vector<float> forward[SIZE + 1], inverse[SIZE + 1];
 
@@ -151,21 +102,21 @@ struct Matrices {
 
 const Matrices MATRICES;
 
-// Transforms `size` vectors by a matrix of any size. The output is zero-padded to whole vectors.
-inline void any_size(const Lanes* in, int size, const float* matrix, Lanes* out) {
+// Transforms `size` vectors by a matrix of any size. The output is zero-padded.
+inline void any_size(const Vector* in, int size, const float* matrix, Vector* out) {
     constexpr int TOGETHER = 8;
     const int outputs = padded(size);
     for (int k = 0; k < outputs; k += TOGETHER) {
-        Lanes sums[TOGETHER] = {};
+        Vector sums[TOGETHER] = {};
         for (int n = 0; n < size; n++)
             for (int o = 0; o < TOGETHER; o++) sums[o] = fused(in[n], matrix[n * outputs + k + o], sums[o]);
         for (int o = 0; o < TOGETHER; o++) out[k + o] = sums[o];
     }
 }
 
-// Transforms LANES columns of `height` elements.
+// Transforms WIDTH columns of `height` elements.
 template <bool INVERSE>
-inline void lanes(Lanes* in, int height, Lanes* out) {
+inline void lanes(Vector* in, int height, Vector* out) {
     if (height != SIZE)
         any_size(in, height, MATRICES.of(height, INVERSE), out);
     else if (INVERSE)
@@ -177,14 +128,13 @@ inline void lanes(Lanes* in, int height, Lanes* out) {
 // Transforms all columns of a tile in a work space of SIZE x SIZE, and writes the transposed result to another.
 template <bool INVERSE>
 void columns(const float* tile, int height, int width, float* transposed) {
-    for (int column = 0; column < width; column += LANES) {
-        Lanes in[SIZE], out[SIZE];
-        for (int row = 0; row < height; row++) std::memcpy(&in[row], tile + row * SIZE + column, sizeof(Lanes));
+    for (int column = 0; column < width; column += WIDTH) {
+        Vector in[SIZE], out[SIZE];
+        for (int row = 0; row < height; row++) in[row] = load(tile + row * SIZE + column);
         lanes<INVERSE>(in, height, out);
-        for (int row = 0; row < height; row += LANES) {
+        for (int row = 0; row < height; row += WIDTH) {
             transpose(out + row);
-            for (int lane = 0; lane < LANES; lane++)
-                std::memcpy(transposed + (column + lane) * SIZE + row, &out[row + lane], sizeof(Lanes));
+            for (int lane = 0; lane < WIDTH; lane++) store(transposed + (column + lane) * SIZE + row, out[row + lane]);
         }
     }
 }
@@ -212,53 +162,44 @@ void dense_tile(const Place& place, float* out, int64_t out_stride) {
 
 constexpr int FEW = 256;  // coefficients; at this number, one basis row per coefficient costs half of a dense transform
 
-// Returns a bit mask of the nonzero ones among the first `count` of LANES elements. NaN is nonzero.
-inline uint32_t not_zero(const float* x, int count) {
-#if defined(__AVX512F__)
-    const __m512 all = _mm512_maskz_loadu_ps(__mmask16((1u << count) - 1), x);
-    return _mm512_cmp_ps_mask(all, _mm512_setzero_ps(), _CMP_NEQ_UQ);
-#else
-    uint32_t found = 0;
-    for (int lane = 0; lane < count; lane++) found |= uint32_t(x[lane] != 0.0f) << lane;
-    return found;
-#endif
-}
-
-// Finds the positions (row * SIZE + column) of nonzero elements. Returns their number, or -1 if it exceeds FEW.
+// Finds the positions (row * SIZE + column) of nonzero elements, which include NaN. Returns their number, or -1 if it
+// exceeds FEW.
 int find_few(const Place& place, uint16_t* found) {
+    constexpr int TOGETHER = 16;
     int count = 0;
     for (int row = 0; row < place.height; row++)
-        for (int column = 0; column < place.width; column += LANES) {
-            const int width = std::min(LANES, place.width - column);
-            uint32_t left = not_zero(place.tile + row * place.stride + column, width);
-            if (count + __builtin_popcount(left) > FEW) return -1;
-            for (; left; left &= left - 1) found[count++] = uint16_t(row * SIZE + column + __builtin_ctz(left));
+        for (int column = 0; column < place.width; column += TOGETHER) {
+            const float* x = place.tile + row * place.stride + column;
+            const int width = std::min(TOGETHER, place.width - column);
+            if (width == TOGETHER && all_zero<TOGETHER>(x)) continue;
+            for (int lane = 0; lane < width; lane++) {
+                if (x[lane] == 0.0f) continue;
+                if (count == FEW) return -1;
+                found[count++] = uint16_t(row * SIZE + column + lane);
+            }
         }
     return count;
 }
 
 // Inverts a tile of few coefficients: adds one basis row per coefficient, then transforms all columns.
 void sparse_tile(const Place& place, const uint16_t* found, int count, float* out, int64_t out_stride) {
-    alignas(64) Lanes half[SIZE][SIZE / LANES];
-    const int parts = padded(place.width) / LANES;
+    alignas(64) Vector half[SIZE][SIZE / WIDTH];
+    const int parts = (place.width + WIDTH - 1) / WIDTH;
     std::memset(half, 0, sizeof half[0] * place.height);
     const float* basis = MATRICES.of(place.width, true);
     for (int c = 0; c < count; c++) {
         const int row = found[c] / SIZE, column = found[c] % SIZE;
         const float coefficient = place.tile[row * place.stride + column];
-        for (int part = 0; part < parts; part++) {
-            Lanes factors;
-            std::memcpy(&factors, basis + column * parts * LANES + part * LANES, sizeof factors);
-            half[row][part] = fused(factors, coefficient, half[row][part]);
-        }
+        for (int part = 0; part < parts; part++)
+            half[row][part] = fused(load(basis + column * padded(place.width) + part * WIDTH), coefficient, half[row][part]);
     }
     for (int part = 0; part < parts; part++) {
-        Lanes in[SIZE], result[SIZE];
+        Vector in[SIZE], result[SIZE];
         for (int row = 0; row < place.height; row++) in[row] = half[row][part];
         lanes<true>(in, place.height, result);
-        const int width = std::min(LANES, place.width - part * LANES);
+        const int width = std::min(WIDTH, place.width - part * WIDTH);
         for (int row = 0; row < place.height; row++)
-            std::memcpy(out + row * out_stride + part * LANES, &result[row], width * sizeof(float));
+            std::memcpy(out + row * out_stride + part * WIDTH, &result[row], width * sizeof(float));
     }
 }
 
@@ -289,22 +230,5 @@ void compress_dct(const float* tiles, const int64_t* strides, float* out, const 
             else
                 dense_tile<false>(place, to, out_strides[2]);
         }
-}
-
-// Multiplies `count` blocks of `size` elements, a power of two, by Sylvester's matrix times size**-0.5. `out` may be
-// `blocks`.
-void compress_hadamard(const float* blocks, int64_t count, int64_t size, float* out, int threads) {
-    const float factor = float(1 / std::sqrt(double(size)));
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
-    for (int64_t block = 0; block < count; block++) {
-        float* x = out + block * size;
-        for (int64_t i = 0; i < size; i++) x[i] = blocks[block * size + i] * factor;
-        for (int64_t stride = 1; stride < size; stride *= 2)
-            for (int64_t i = 0; i < size; i += 2 * stride)
-                for (int64_t j = i; j < i + stride; j++) {
-                    const float sum = x[j] + x[j + stride], difference = x[j] - x[j + stride];
-                    x[j] = sum, x[j + stride] = difference;
-                }
-    }
 }
 }

@@ -1,0 +1,203 @@
+"""`auto`: uncompressed steps of DeepSpeed alone, then compressed ones, and then the faster kind."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import deepspeed_compress
+from deepspeed_compress.policy.auto import WARM_UP
+from tests.support.forks import run_forks
+from tests.support.jobs import Job, Outcome, data, run, run_pipeline, start, train, weights
+
+STEPS = 3
+"""Measured steps of each kind."""
+EACH = WARM_UP + STEPS
+"""Steps of each kind."""
+BOTH = {"auto": {"steps": STEPS}, "gradients": {"bits": 4, "min_numel": 0}, "weights": {"bits": 4}}
+SECTIONS = {0: {key: BOTH[key] for key in ("auto", "gradients")}, 1: BOTH, 2: BOTH, 3: {**BOTH, "weights": {"bits": 8}}}
+FASTER, SLOWER = (100.0, 50.0), (100.0, 98.0)
+"""Milliseconds of uncompressed and of compressed steps; below the margin of 3 %, compression ends."""
+
+
+def job_of(stage: int, steps: int = 2 * EACH + 4) -> Job:
+    return Job(stage, SECTIONS[stage], steps=steps)
+
+
+def steered(job: Job, times: tuple[float, float]) -> Any:
+    """Return an engine whose steps seem to take `times`."""
+    engine = start(job)
+    answers = iter(times)
+    engine.compression._slowest = lambda _: next(answers)
+    return engine
+
+
+def compare(rank: int, job: Job, times: tuple[float, float]) -> tuple[list[str], list[float], Any, list[str]]:
+    """Return the settings of every step, the losses, the final weights, and the events."""
+    engine, settings, losses = steered(job, times), [], []
+    for batch in data(rank, job):
+        session = engine.compression
+        settings.append(f"{session.settings}{' alone' if session.alone else ''}")
+        losses += run(engine, [batch])
+    return settings, losses, weights(engine), [str(event) for event in engine.compression.events]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_uncompressed_steps_are_those_of_deepspeed_and_the_faster_kind_stays(stage: int) -> None:
+    job = job_of(stage)
+    alone = run_forks(2, train, Job(stage, steps=job.steps))
+    kept, ended = run_forks(2, compare, job, FASTER), run_forks(2, compare, job, SLOWER)
+    for [expected], (settings, losses, parameters, events), other in zip(alone, kept, ended, strict=True):
+        assert settings == ["none alone"] * EACH + ["blockwise bits=4"] * (EACH + 4)
+        # The loss of a step is computed before its gradients are compressed, but, under ZeRO 3, after its weights.
+        own = EACH if stage == 3 else EACH + 1
+        assert losses[:own] == other[1][:own] == expected.losses[:own]
+        assert losses[own:] != expected.losses[own:]
+        assert losses[own : 2 * EACH] == other[1][own : 2 * EACH]
+        assert parameters != expected.parameters
+        assert "2.00 times as fast), so compression stays" in events[0]
+        # The residuals are sent by one step of ours before DeepSpeed is left alone.
+        assert other[0][2 * EACH :] == ["none", *["none alone"] * 3]
+        assert "so this run continues uncompressed: blockwise bits=4 -> none" in other[3][0]
+    for found in (kept, ended):
+        assert found[0][2] == found[1][2]
+
+
+def repeat(rank: int, job: Job) -> list[str]:
+    """Return the settings of the steps after a second comparison was asked for."""
+    engine, settings = steered(job, FASTER + SLOWER), []
+    batches = data(rank, job)
+    run(engine, batches[: 2 * EACH + 2])
+    assert engine.compression.compare_again() == 2 * EACH + 1
+    for batch in batches[2 * EACH + 2 :]:
+        settings.append(f"{engine.compression.settings}{' alone' if engine.compression.alone else ''}")
+        run(engine, [batch])
+    return settings
+
+
+@pytest.mark.slow(2)
+def test_a_comparison_can_be_repeated() -> None:
+    """The residuals are sent before DeepSpeed is left alone, which takes one of its steps."""
+    expected = ["none", *["none alone"] * (EACH - 1), *["blockwise bits=4"] * EACH, "none", "none alone"]
+    assert run_forks(2, repeat, job_of(1, steps=4 * EACH + 4)) == [expected] * 2
+
+
+def sent(rank: int, job: Job) -> list[tuple[int, int]]:
+    """Return the bytes of every step that were sent, and those that DeepSpeed would send."""
+    engine, seen = steered(job, SLOWER), []
+    engine.compression.subscribe(lambda figures: seen.append((figures.bytes_sent, figures.bytes_uncompressed)))
+    run(engine, data(rank, job))
+    return seen
+
+
+@pytest.mark.slow(2)
+@pytest.mark.parametrize("stage", range(4))
+def test_bytes_of_steps_of_deepspeed_are_counted(stage: int) -> None:
+    [found, _] = run_forks(2, sent, job_of(stage))
+    own, last = found[:EACH], found[-3:]
+    assert {*own, *last} == {own[0]}
+    assert own[0][0] == own[0][1] > 0
+    for compressed, uncompressed in found[EACH + 1 : 2 * EACH]:
+        assert compressed < uncompressed == own[0][1]
+
+
+def resume(rank: int, job: Job, directory: str, saved: int, times: tuple[float, float] = SLOWER) -> tuple[Any, Any]:
+    """Return the results of continuing after a save, and of a new engine that loads it."""
+    batches, first = data(rank, job), steered(job, times)
+    run(first, batches[:saved])
+    first.save_checkpoint(directory)
+    continued = run(first, batches[saved:]), weights(first)
+    first.destroy()
+    # Only what remains to be measured is asked for.
+    again = steered(job, times if saved < EACH else times[1:])
+    again.load_checkpoint(directory)
+    return continued, (run(again, batches[saved:]), weights(again))
+
+
+@pytest.mark.sampled(3, "deepspeed_compress/policy", "tests/backends/deepspeed/test_auto.py")
+@pytest.mark.parametrize(
+    ("stage", "saved"), [(0, 2 * EACH + 2), (1, 2 * EACH), (2, 2 * EACH + 1), (3, 2 * EACH + 2), (1, EACH)]
+)
+def test_a_resumed_run_continues_with_the_choice(stage: int, saved: int, tmp_path: Path) -> None:
+    for continued, resumed in run_forks(2, resume, job_of(stage), str(tmp_path), saved):
+        assert resumed == continued
+
+
+@pytest.mark.slow(2)
+@pytest.mark.parametrize("stage", range(4))
+def test_a_run_that_is_resumed_during_compressed_steps_measures_them_again(stage: int, tmp_path: Path) -> None:
+    """Measured times are not saved. The residuals are, although the new engine begins with uncompressed steps."""
+    job = job_of(stage, steps=3 * EACH)
+    for continued, resumed in run_forks(2, resume, job, str(tmp_path), EACH + 2, FASTER):
+        assert resumed == continued
+
+
+def detach(rank: int, job: Job, steps: int) -> tuple[list[float], Any]:
+    engine, batches = steered(job, FASTER), data(rank, job)
+    losses = run(engine, batches[:steps])
+    deepspeed_compress.detach(engine)
+    return losses + run(engine, batches[steps:]), weights(engine)
+
+
+@pytest.mark.slow(2)
+@pytest.mark.parametrize("stage", range(4))
+def test_detached_during_uncompressed_steps(stage: int) -> None:
+    job = job_of(stage, steps=4)
+    for (losses, parameters), [expected] in zip(
+        run_forks(2, detach, job, 2), run_forks(2, train, Job(stage, steps=4)), strict=True
+    ):
+        assert Outcome(losses, parameters) == expected
+
+
+@pytest.mark.slow(2)
+@pytest.mark.parametrize("stage", range(4))
+def test_detached_during_compressed_steps(stage: int) -> None:
+    [first, second] = run_forks(2, detach, job_of(stage, steps=EACH + 5), EACH + 2)
+    assert first[1] == second[1]
+
+
+@pytest.mark.slow(2)
+def test_sharded_within_nodes() -> None:
+    """Four ranks in two nodes of two. Only the means between the nodes are compressed."""
+    section = {"auto": {"steps": STEPS}, "gradients": BOTH["gradients"], "parallelism": {"shard_within": 2}}
+    job = Job(2, section, steps=2 * EACH + 3)
+    plain = Job(2, {"gradients": {"method": "none"}, "parallelism": {"shard_within": 2}}, steps=job.steps)
+    uncompressed = run_forks(4, train, plain)
+    found = run_forks(4, compare, job, SLOWER)
+    for [expected], (settings, losses, parameters, _) in zip(uncompressed, found, strict=True):
+        assert settings[EACH : 2 * EACH] == ["blockwise bits=4"] * EACH
+        assert settings[2 * EACH :] == ["none", "none alone", "none alone"]
+        assert losses[: EACH + 1] == expected.losses[: EACH + 1]
+        assert losses[EACH + 1 :] != expected.losses[EACH + 1 :]
+        assert parameters == found[0][2]
+
+
+@pytest.mark.slow(2)
+def test_a_pipeline() -> None:
+    """Two stages of two ranks. Each stage reduces by itself, and all ranks decide alike."""
+    section = {key: BOTH[key] for key in ("auto", "gradients")} | {"parallelism": {"pipeline": 2}}
+    job = Job(1, section, steps=2 * EACH + 3, accumulation=2, stages=2)
+    for settings, losses, _ in run_forks(4, compare_pipeline, job):
+        assert settings[-3:] == ["none", "none alone", "none alone"]
+        assert losses[-1] < losses[0]
+
+
+def compare_pipeline(rank: int, job: Job) -> tuple[list[str], list[float], list[str]]:
+    engine, settings, losses = steered(job, SLOWER), [], []
+    batches = data(rank, job)
+    for step in range(job.steps):
+        session = engine.compression
+        settings.append(f"{session.settings}{' alone' if session.alone else ''}")
+        losses += run_pipeline(engine, batches[step * job.accumulation : (step + 1) * job.accumulation])
+    return settings, losses, [str(event) for event in engine.compression.events]
+
+
+@pytest.mark.slow(2)
+def test_skipped_steps_are_not_measured() -> None:
+    """A step that the loss scaler skips makes its kind last one step longer."""
+    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
+    job = Job(2, SECTIONS[2], extra=fp16, steps=2 * EACH + 4, poison=(WARM_UP + 1, 0))
+    for settings, _, parameters, _ in (found := run_forks(2, compare, job, SLOWER)):
+        assert settings.count("none alone") == EACH + 1 + 2
+        assert settings.count("blockwise bits=4") == EACH
+        assert parameters == found[0][2]
