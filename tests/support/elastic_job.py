@@ -65,9 +65,7 @@ class ElasticJob:
                 self.versions,
                 section(address or self.address, **self.elastic, **elastic),
             )
-        process = context.Process(
-            target=forks._run, args=(0, ENVIRONMENT, False, live, (plan,), _Silent()), daemon=True
-        )
+        process = context.Process(target=forks.run_rank, args=(0, ENVIRONMENT, live, (plan,), _Silent()), daemon=True)
         process.start()
         self.islands.append(process)
         return process
@@ -143,8 +141,8 @@ def served(state: Path, asynchronous: bool) -> Iterator[str]:
 
 
 def wait_for_islands(found: ElasticJob, count: int) -> None:
-    """Wait until `count` islands train."""
-    deadline = time.time() + 30
+    """Wait until `count` islands train. The fork server and DeepSpeed start first."""
+    deadline = time.time() + 60
     while sum(one["kind"] == "joined" for one in found.lines()) < count:
         assert time.time() < deadline, "islands do not join"
         time.sleep(0.05)

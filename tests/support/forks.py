@@ -66,9 +66,9 @@ def run_forks(
             "MASTER_PORT": str(port),
             "DS_ACCELERATOR": "cpu",
         }
-        switches = (shared_memory, compiled)
+        switches = {"shared_memory": shared_memory, "compiled": compiled}
         processes = [
-            context.Process(target=_run, args=(rank, environment, switches, work, args, sender), daemon=True)
+            context.Process(target=run_rank, args=(rank, environment, work, args, sender), kwargs=switches, daemon=True)
             for rank, (_, sender) in enumerate(pipes)
         ]
         try:
@@ -124,14 +124,16 @@ def _outcome(rank: int, receiver: Connection) -> tuple[bool, Any]:
     return found
 
 
-def _run(
+def run_rank(
     rank: int,
     environment: dict[str, str],
-    switches: tuple[bool, bool],
     work: Callable[..., Any],
     args: tuple[Any, ...],
     result: Connection,
+    shared_memory: bool = False,
+    compiled: bool = False,
 ) -> None:
+    """Run `work(rank, *args)` in this process, and send (True, its result) or (False, the traceback) to `result`."""
     import deepspeed
     import torch
 
@@ -142,7 +144,6 @@ def _run(
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     os.environ |= {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    shared_memory, compiled = switches
     if not compiled:
         torch.compiler.set_stance("force_eager")
     if not shared_memory:

@@ -85,7 +85,7 @@ def test_an_island_that_is_cut_off_stops_and_the_others_continue(tmp_path: Path)
             reached(found, 10)
         (end,) = wait_for(found, 2, "error")
     assert "/deepspeed_compress/islands/elastic/rendezvous: " in end["text"]
-    assert "more than give_up, 3 s: it cannot be reached" in end["text"]
+    assert "longer than give_up, 3 s: it cannot be reached" in end["text"]
     assert [one["kind"] for one in found.lines(0)].count("end") == 1
     assert found.standstill(besides=2) < TIMEOUT + 1
     agree(found)
