@@ -98,6 +98,15 @@ def test_check_shows_the_resolved_section(write, capsys: pytest.CaptureFixture[s
     assert f"warning: /{SECTION}/seed" in out
 
 
+def test_check_marks_what_the_preset_has_written(write, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", write({"preset": "auto", "weights": {"bits": 8}}, zero_optimization={"stage": 2})]) == 0
+    lines = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if "│" in line]
+    origins = {key.strip(): origin.strip() for key, _, origin in lines}
+    assert origins["/gradients/bits"] == "preset"
+    assert origins["/preset"] == origins["/weights/bits"] == ""
+    assert origins["/auto/steps"] == "default"
+
+
 def test_check_lists_every_error(write, capsys: pytest.CaptureFixture[str]) -> None:
     section = {"gradients": {"bits": 5, "bit": 4}, "parallelism": {"zero_stage": 1, "tensor": 3}}
     assert main(["check", write(section, zero_optimization={"stage": 2}), "--world-size", "4"]) == 1

@@ -17,6 +17,7 @@ from deepspeed_compress.config import (
     find_problems,
     parse_section,
     read_ds_config,
+    with_preset,
 )
 
 
@@ -39,9 +40,11 @@ def _print_resolved(ds_config: dict[str, Any], world_size: int | None) -> None:
         section = parse_section(ds_config)
         ranks = check_world(section, world_size, ds_config) if world_size is not None else None
     table = Table("key", "value", "", title=f"{SECTION}, with defaults")
-    written = dict(_leaves(ds_config[SECTION]))
-    for key, value in _leaves(section.model_dump(mode="json")):
-        table.add_row(key, escape(json.dumps(value)), "" if key in written else "default")
+    written = ds_config[SECTION]
+    origins = dict.fromkeys(_keys(with_preset(ds_config)), "preset") | dict.fromkeys(_keys(written), "")
+    # Training sees the values of the preset in place of the key.
+    for key, value in _leaves(section.model_dump(mode="json") | {"preset": written.get("preset")}):
+        table.add_row(key, escape(json.dumps(value)), origins.get(key, "default"))
     console = Console()
     console.print(table)
     expanded = expand(ds_config, section)
@@ -51,6 +54,11 @@ def _print_resolved(ds_config: dict[str, Any], world_size: int | None) -> None:
         console.print(f"data-parallel size: {ranks} of {world_size} ranks")
     for warning in caught:
         console.print(f"warning: {warning.message}", markup=False, soft_wrap=True)
+
+
+def _keys(section: Mapping[str, Any]) -> list[str]:
+    """Return the JSON pointers of the values in `section`."""
+    return [key for key, _ in _leaves(section)]
 
 
 def _leaves(value: object, key: str = "") -> list[tuple[str, object]]:
