@@ -55,16 +55,20 @@ class _PendingSums:
         return local
 
 
-@dataclass(frozen=True)
+@dataclass
 class PendingGather:
-    """Handle of an all-gather in progress, which `wait` writes into the bucket."""
+    """Handle of an all-gather in progress, which `wait` writes into the bucket.
+
+    Like a handle of torch.distributed, it may be waited for several times, which DeepSpeed before 0.19.8 does.
+    """
 
     reducer: "PayloadReducer"
     bucket: Tensor
     rounds: Sequence[_Round]
 
     def wait(self) -> None:
-        for sent in self.rounds:
+        rounds, self.rounds = self.rounds, ()
+        for sent in rounds:
             self.reducer.take(self.bucket, sent)
 
 

@@ -745,3 +745,20 @@ def test_a_non_finite_element_is_reported_at_once_even_if_it_is_held_back(
     results = run_threads(2, work)
     assert not results[owner].isfinite().any()
     assert not results[1 - owner].any()
+
+
+def test_a_gather_may_be_waited_for_several_times() -> None:
+    """DeepSpeed before 0.19.8 waits for each of several handles once per parameter."""
+
+    def work(group: ProcessGroup, rank: int) -> Tensor:
+        reducer, bucket, cut = make_reducer(group, [FP32]), torch.zeros(211), layout(211, 2)
+        for segment in cut.owned_by(rank):
+            bucket[segment.offset : segment.offset + segment.numel] = rank + 1.0
+        pending = reducer.start_all_gather(bucket, cut)
+        pending.wait()
+        pending.wait()
+        return bucket
+
+    first, second = run_threads(2, work)
+    assert torch.equal(first, second)
+    assert first.unique().tolist() == [1.0, 2.0]
