@@ -172,7 +172,9 @@ class Session:
         self._records.log.record(event)
 
     def compare_again(self) -> int:
-        """Repeat the comparison of `auto`, for instance because the network has changed. Call it on all ranks.
+        """Repeat the comparison of `auto`, for instance because the network has changed.
+
+        Call it on all ranks, between optimizer steps.
 
         Returns:
             The number of steps until the next choice is in force; 0 without `auto`.
