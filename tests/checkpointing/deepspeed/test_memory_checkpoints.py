@@ -9,7 +9,6 @@ import threading
 import time
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,25 +75,42 @@ def messages_of(caught: Sequence[warnings.WarningMessage]) -> list[str]:
     return [str(one.message) for one in caught if issubclass(one.category, CompressWarning)]
 
 
-def train(rank: int, plan: Plan, resumed: bool = False, killed: tuple[int, float] | None = None) -> tuple:
+@dataclass(frozen=True)
+class Kill:
+    """A rank that dies some seconds after it began a step, counted from one."""
+
+    rank: int
+    step: int
+    seconds: float
+
+
+# Each step of a job in which a rank is killed takes at least these seconds, so the job outlives every kill.
+STEP_SECONDS = 0.01
+# Before this step all ranks wait until the checkpoints that are on their way are complete.
+COMPLETE = 6
+
+
+def train(rank: int, plan: Plan, resumed: bool = False, kill: Kill | None = None) -> tuple:
     """Train to the last step, and return what was loaded, the warnings about it, and the parameters.
 
     Args:
         rank: this rank.
         plan: the job.
         resumed: True to load the newest checkpoint first.
-        killed: a rank to kill, and the seconds after which it is killed.
+        kill: the rank that dies, and when. None kills no rank.
     """
     engine = plan.start(rank)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         path, state = engine.load_checkpoint(plan.disk_directory) if resumed else (None, None)
-    if killed is not None and killed[0] == rank:
-        threading.Timer(killed[1], os.kill, (os.getpid(), signal.SIGKILL)).start()
-    for batch in batches_of(engine, rank, plan)[(state or {}).get("done", 0) :]:
+    for number, batch in enumerate(batches_of(engine, rank, plan)[(state or {}).get("done", 0) :], 1):
+        if kill is not None:
+            if number == COMPLETE:
+                engine.compression.saving.wait()
+            if (rank, number) == (kill.rank, kill.step):
+                threading.Timer(kill.seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            time.sleep(STEP_SECONDS)
         step(engine, plan, [batch])
-        if killed is not None:
-            time.sleep(0.01)
     found = weights(engine)
     engine.destroy()
     dist.barrier()
@@ -116,16 +132,16 @@ def test_a_rank_that_is_killed_at_any_instant_costs_no_more_than_an_interval(tmp
         return Plan(**{**vars(CASES[name]), "root": str(tmp_path / part)})
 
     undisturbed = run_forks(CASES[name].ranks, train, plan("whole"))
-    chance, loaded = random.Random(name), []
-    for trial in range(3):
+    chance = random.Random(name)
+    last = CASES[name].steps - 4
+    for trial, first in enumerate((1, 1, COMPLETE + 1)):
         one = plan(str(trial))
-        killed = (chance.randrange(one.ranks), chance.uniform(0.0, 0.8))
-        with suppress(RankError, TimeoutError):
-            run_forks(one.ranks, train, one, False, killed, timeout=8)
+        kill = Kill(chance.randrange(one.ranks), chance.randint(first, last), chance.uniform(0.0, 3 * STEP_SECONDS))
+        with pytest.raises((RankError, TimeoutError)):
+            run_forks(one.ranks, train, one, False, kill, timeout=8)
         resumed = run_forks(one.ranks, train, one, True)
-        loaded.append(resumed[0][0])
         assert [found for *_, found in resumed] == [found for *_, found in undisturbed]
-    assert any(path and path.startswith("host0") for path in loaded)
+        assert kill.step <= COMPLETE or resumed[0][0].startswith("host0")
 
 
 def train_and_die(rank: int, plan: Plan, steps: int) -> None:
