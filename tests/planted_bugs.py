@@ -329,7 +329,7 @@ BUGS: Mapping[str, Bug] = {
         ("local_sgd/deepspeed/test_islands_guard.py",),
     ),
     "an exchange of islands counts as waiting for gradients": Bug(
-        "session/session.py",
+        "session/step_end.py",
         '["communicate"] - self._exchange_ms',
         '["communicate"]',
         ("local_sgd/deepspeed/test_islands_adaptive.py",),

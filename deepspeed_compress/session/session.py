@@ -16,13 +16,13 @@ from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import gather
 from deepspeed_compress.config import PowerSGDGradients, WeightsConfig
 from deepspeed_compress.monitor import Event, StepStatistics
-from deepspeed_compress.policy import Observation, StepPlan
+from deepspeed_compress.policy import StepPlan
 from deepspeed_compress.session.exact import ExactWeights
-from deepspeed_compress.session.observer import PolicyInputs, StepMeans
+from deepspeed_compress.session.observer import PolicyInputs
 from deepspeed_compress.session.parts import Parts
-from deepspeed_compress.session.probing import Prober
 from deepspeed_compress.session.protocols import BackgroundCheckpoints, IslandExchanges
 from deepspeed_compress.session.residual_state import FinishedStep
+from deepspeed_compress.session.step_end import StepEnd
 
 
 class Session:
@@ -74,15 +74,13 @@ class Session:
         self.resumed: Mapping[str, Any] | None = None
         """Client state of the checkpoint from which the engine resumed when it was made; None for a new run."""
         self._settings = parts.settings
-        self._exchange_ms = 0.0
-        """Milliseconds that a measured step has waited for other islands."""
         self._scale: float | None = None
         """Scale of the sums that all ranks receive, from the latest reduction."""
         self._reductions = parts.reductions
         self._records = parts.records
         self._inputs = inputs
         self._discards: list[Callable[[], None]] = []
-        self._slowest = slowest
+        self._step_end = StepEnd(parts, inputs, slowest)
         self._followers: list[Callable[[bool], None]] = []
 
     @property
@@ -315,26 +313,8 @@ class Session:
 
         Returns True if the checkpoint saved last is to be loaded.
         """
-        self.residuals.settle(finished, self.dense)
-        step, step_ms = finished.step, self._records.reporter.step_ended()
-        # A skipped step is shorter than others, so its time says nothing about theirs.
-        means = (
-            self._inputs.losses.next(step_ms if finished.applied else None) if self._inputs is not None else StepMeans()
-        )
-        residuals = self._largest_residual(finished) if self.policy.wants_residuals(step) else None
-        seen = Observation(step, finished.applied, finished.grad_norm, means.loss, residuals, means.step_ms)
-        if self._records.reporter.due(step):
-            if self.alone:
-                self.meter.bytes_raw = self.meter.bytes_sent
-            norm = partial(self.residuals.residual_norm, finished.scale_after)
-            self._records.reporter.report(seen, finished.samples, self._plan, step_ms, norm)
-        actions = self.policy.observe(seen)
-        if self._plan.probe and self._inputs is not None and self._inputs.prober is not None:
-            self._adapt(self._inputs.prober, finished, step_ms)
-        if actions.check_residuals:
-            self._check_residuals(finished)
-        self._compare(step, step_ms if finished.applied else None)
-        self.begin(step, finished.scale_after)
+        actions = self._step_end.finish(finished, self.alone)
+        self.begin(finished.step, finished.scale_after)
         return actions.load_checkpoint
 
     def exchange_with_islands(self, step: int) -> None:
@@ -342,40 +322,7 @@ class Session:
         if self.islands is None:
             return
         self.islands.step_ended(step)
-        if self._plan.probe:
-            # The meter has begun the next step, whose gradients have not been waited for yet.
-            self._exchange_ms = self.meter.milliseconds()["communicate"]
-
-    def _adapt(self, prober: Prober, finished: FinishedStep, step_ms: float | None) -> None:
-        """Let the policy choose by this step.
-
-        If the step was skipped or its time is unknown, drop its samples; the next step is measured instead.
-        """
-        if step_ms is None or not finished.applied:
-            prober.forget()
-            return
-        waited = self.meter.milliseconds()["communicate"] - self._exchange_ms
-        self.policy.adapt(finished.step, prober.measure(self.reducer.group, waited / 1e3, step_ms / 1e3))
-        # The measurement is not part of any step's time.
-        self._records.reporter.step_ended()
-
-    def _compare(self, step: int, step_ms: float | None) -> None:
-        """Let the policy compare compressed with uncompressed steps. Collective when enough of a kind are measured."""
-        auto = self.policy.auto
-        if auto is not None and auto.measures and auto.see(step_ms):
-            assert self._slowest is not None
-            self.policy.choose(step, self._slowest(auto.median))
-
-    def _check_residuals(self, finished: FinishedStep) -> None:
-        """Clear the residuals on all ranks if those of one are damaged, because they would feed the damage back."""
-        largest = self._largest_residual(finished)
-        if largest is not None and self.policy.damaged(finished.step, largest):
-            self.residuals.clear_residuals()
-
-    def _largest_residual(self, finished: FinishedStep) -> float | None:
-        """Return the largest residual norm of all ranks; inf if one is NaN, None if not observed. Collective."""
-        norm = self.residuals.residual_norm(finished.scale_after)
-        return None if self._inputs is None or norm is None else self._inputs.largest(norm)
+        self._step_end.exchanged()
 
     def decisions(self) -> dict[str, Any]:
         """Return the state that the next decisions depend on, as JSON values; equal on all ranks."""
@@ -412,5 +359,5 @@ class Session:
             follow(self.alone)
         if self._plan.changed and isinstance(self._plan.settings, PowerSGDGradients) and self._scale is not None:
             self.residuals.hand_over_means(self._scale)
-        self._exchange_ms = 0.0
+        self._step_end.begin()
         self.meter.reset(timed=self._plan.probe or self._records.reporter.due(step + 1))

@@ -28,7 +28,7 @@ def steered(job: Job, times: tuple[float, float]) -> Any:
     """Return an engine whose steps seem to take `times`."""
     engine = start(job)
     answers = iter(times)
-    engine.compression._slowest = lambda _: next(answers)
+    engine.compression._step_end._slowest = lambda _: next(answers)
     return engine
 
 
