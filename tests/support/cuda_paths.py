@@ -82,7 +82,7 @@ def on_streams() -> Iterator[Gpu]:
         (Tensor, "record_stream"): lambda tensor, stream: gpu.record(tensor, stream),
         (exchange, "_BY_DEVICE"): {"cpu": gpu.start},
         (zero_0, "may_begin_early"): lambda *_: False,
-        (zero_12, "_may_wait"): lambda _: False,
+        (zero_12, "may_wait"): lambda _: False,
     }
     with ExitStack() as stack:
         stack.enter_context(plain_torch())

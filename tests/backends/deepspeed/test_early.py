@@ -13,8 +13,8 @@ import torch
 
 import deepspeed_compress
 from deepspeed_compress.backends.deepspeed.gradients import early as early_module
-from deepspeed_compress.backends.deepspeed.gradients import zero_12
 from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions
+from deepspeed_compress.backends.deepspeed.gradients.zero_1_gradients import Zero1Gradients
 from deepspeed_compress.collectives.buckets import partition_by_sizes
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, weights
@@ -343,7 +343,7 @@ def test_nothing_begins_early_where_deepspeed_decides_otherwise() -> None:
 def test_owners_lie_side_by_side_only_where_no_message_changes():
     parts = {"a": [(0, 4)], "b": [(1, 4)], "c": [(0, 2), (1, 2)]}
     names = list(parts)
-    gradients = object.__new__(zero_12._Gradients)
+    gradients = object.__new__(Zero1Gradients)
     gradients.partition = lambda keys: partition_by_sizes([(names[key[1]], parts[names[key[1]]]) for key in keys], 2)
     gradients._optimizer = SimpleNamespace(bit16_groups=[names], param_names={name: name for name in names})
     a, b, c = ((0, index, index) for index in range(3))

@@ -8,12 +8,11 @@ never reads.
 On GPU, DeepSpeed's streams overlap this with backward. On CPU, the backend's own threads send messages. There the
 method only sends the bucket. Results are awaited and copied into the gradients after the last bucket is closed, in the
 call of `reduce_ipg_grads` for all dtypes; DeepSpeed reads the gradients only after that. Under ZeRO 1, DeepSpeed
-reduces after backward, so reductions begin early (`early`). Muon's matrices that have several owners are completed once
-their means are there (`muon`).
+reduces after backward, so reductions begin early (`early`, `zero_1_gradients`). Muon's matrices that have several
+owners are completed once their means are there (`muon`).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
@@ -22,20 +21,18 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
-from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions, bucket_size, reduces_now
+from deepspeed_compress.backends.deepspeed.gradients.deferred import DeferredReductions, may_wait
+from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions, bucket_size
 from deepspeed_compress.backends.deepspeed.gradients.following import attach_reduction
 from deepspeed_compress.backends.deepspeed.gradients.muon import SplitMatrices, count_gathers
-from deepspeed_compress.backends.deepspeed.versions import has_compact_gradients, is_last_micro_batch
-from deepspeed_compress.collectives.buckets import LAYOUTS, Partition, partition_by_sizes
-from deepspeed_compress.collectives.reducer import Pending
-from deepspeed_compress.compression.segments import Segment, gather, scatter
+from deepspeed_compress.backends.deepspeed.gradients.parts import Key, Part, PartsOf, partition_of, parts_of
+from deepspeed_compress.backends.deepspeed.gradients.zero_1_gradients import Zero1Gradients
+from deepspeed_compress.collectives.buckets import LAYOUTS
+from deepspeed_compress.compression.segments import scatter
 from deepspeed_compress.session.interrupted import discard
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.traffic import ring_all_gather, ring_all_reduce
-
-Key = tuple[int, int, int]
-"""Identity of a parameter in DeepSpeed's bucket: (optimizer group, index in the group, parameter id)."""
 
 
 def attach_zero_12(engine: Any, session: Session) -> Callable[[], int]:
@@ -75,50 +72,6 @@ def _written(engine: Any) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-@dataclass(frozen=True)
-class _Part:
-    """The parameters of a bucket that the same ranks reduce: all of them, or experts and others separately.
-
-    Attributes:
-        keys: the parameters, in the order of the bucket.
-        places: the place of each parameter in the bucket.
-        partition: the owners of the part's elements.
-    """
-
-    keys: tuple[Key, ...]
-    places: tuple[Segment, ...]
-    partition: Partition
-
-    def of(self, bucket: Tensor) -> Tensor:
-        """Return the elements of this part: `bucket` itself if it has no other part, else a copy in fp32."""
-        return bucket if self.partition.numel == bucket.numel() else gather(bucket, self.places)
-
-
-Parts = Callable[[tuple[Key, ...]], Sequence[_Part]]
-"""Function that returns the parts of a bucket."""
-
-
-def _parts_of(optimizer: Any) -> Parts:
-    return lru_cache(maxsize=LAYOUTS)(partial(_parts, optimizer))
-
-
-def _parts(optimizer: Any, keys: tuple[Key, ...]) -> list[_Part]:
-    """Return the parts of the bucket `keys`, in the order of their first parameters."""
-    found: dict[Any, list[tuple[Key, Segment]]] = {}
-    offset = 0
-    for key in keys:
-        parameter = optimizer.bit16_groups[key[0]][key[1]]
-        place = Segment(optimizer.param_names[parameter], 0, parameter.numel(), offset, 0)
-        found.setdefault(optimizer.real_dp_process_group[key[0]], []).append((key, place))
-        offset += place.numel
-    return [_part(optimizer, group.size(), entries) for group, entries in found.items()]
-
-
-def _part(optimizer: Any, ranks: int, entries: Sequence[tuple[Key, Segment]]) -> _Part:
-    keys, places = tuple(key for key, _ in entries), tuple(place for _, place in entries)
-    return _Part(keys, places, _partition(optimizer, ranks, keys))
-
-
 class _Buckets:
     """Reduction of the buckets that DeepSpeed fills.
 
@@ -133,14 +86,14 @@ class _Buckets:
         ranks = optimizer.dp_process_group.size()
         # DeepSpeed also divides the gradients of experts by the data-parallel size, whatever the size of their group.
         self._scale = optimizer.sequence_parallel_size / ranks if engine.gradient_average else 1.0
-        self._parts_of = _parts_of(optimizer)
+        self._parts_of = parts_of(optimizer)
         self._split = SplitMatrices(optimizer, session)
-        self.later = _DeferredReductions(optimizer, self._split) if _may_wait(optimizer) else None
+        self.later = DeferredReductions(optimizer, self._split) if may_wait(optimizer) else None
         self.early: EarlyReductions | None = None
         patches.on_undo(session.on_interruption(self._discard))
         if self.later is not None and _waits_for_backward(engine):
-            partition_of = lru_cache(maxsize=LAYOUTS)(partial(_partition, optimizer, ranks))
-            gradients = _Gradients(engine, partition_of, self._scale)
+            partitions = lru_cache(maxsize=LAYOUTS)(partial(partition_of, optimizer, ranks))
+            gradients = Zero1Gradients(engine, partitions, self._scale)
             self.early = EarlyReductions(session, gradients, optimizer.reduce_gradients, patches)
             for handle in self.early.handles:
                 # DeepSpeed's `destroy` removes these together with its own hooks.
@@ -152,11 +105,11 @@ class _Buckets:
         if not tensor.numel():
             return tensor
         for part in self._parts_of(tuple(self._optimizer.ipg_buckets[communication_data_type].params)):
-            self._session.meter.count("bytes_uncompressed", _all_reduced(part, communication_data_type))
+            self._session.meter.count("bytes_uncompressed", part.all_reduced(communication_data_type))
             self._reduce(part, tensor, communication_data_type)
         return tensor
 
-    def _reduce(self, part: _Part, tensor: Tensor, communication_data_type: torch.dtype) -> None:
+    def _reduce(self, part: Part, tensor: Tensor, communication_data_type: torch.dtype) -> None:
         """Reduce `part` of the flat bucket `tensor`, or begin to."""
         if self.later is not None:
             begun = self.early.take(communication_data_type, tensor.dtype, part.keys) if self.early else None
@@ -215,17 +168,6 @@ class _Buckets:
         self.reduce_separate(None, grads, communication_data_type)
 
 
-def _may_wait(optimizer: Any) -> bool:
-    """Return True if reductions can be deferred until the last bucket is closed.
-
-    They can if DeepSpeed reads no reduced bucket before that, and if the device has no streams to overlap them with.
-    """
-    if has_compact_gradients(optimizer):
-        return False
-    on_host = all(flat.device.type == "cpu" for flat in optimizer.bit16_groups_flat)
-    return on_host and optimizer.contiguous_gradients and not optimizer.cpu_offload
-
-
 def _waits_for_backward(engine: Any) -> bool:
     """Return True if DeepSpeed reduces only after backward and the user did not choose that.
 
@@ -236,115 +178,13 @@ def _waits_for_backward(engine: Any) -> bool:
     return not optimizer.partition_gradients and written is None and plain
 
 
-class _Gradients:
-    """Gradients of an engine with ZeRO 1; see `Gradients`."""
-
-    everywhere = False
-
-    def __init__(self, engine: Any, partition_of: Callable[[tuple[Key, ...]], Partition], scale: float) -> None:
-        self.group = engine.optimizer.dp_process_group
-        self.scale = scale
-        self.partition = partition_of
-        self.side_by_side = lru_cache(maxsize=LAYOUTS)(self._side_by_side)
-        self._engine = engine
-        self._optimizer = engine.optimizer
-        self._keys = {id(parameter): key for key, parameter in self._parameters()}
-
-    def _parameters(self) -> Iterator[tuple[Key, Any]]:
-        for number, group in enumerate(self._optimizer.bit16_groups):
-            for parameter in group:
-                yield (number, parameter.param_idx_in_group, self._optimizer.get_param_id(parameter)), parameter
-
-    def parameters(self) -> Iterator[Any]:
-        return (parameter for _, parameter in self._parameters() if parameter.requires_grad)
-
-    def key(self, parameter: Any) -> Key:
-        return self._keys[id(parameter)]
-
-    def of(self, key: Key) -> Tensor:
-        parameter = self._optimizer.bit16_groups[key[0]][key[1]]
-        gradient: Tensor | None = self._optimizer.get_gradient_for_reduction(parameter)
-        return torch.zeros_like(parameter).reshape(-1) if gradient is None else gradient.reshape(-1)
-
-    def due(self) -> Iterator[Key]:
-        for key, parameter in self._parameters():
-            if parameter.numel() and self._optimizer.get_gradient_for_reduction(parameter) is not None:
-                yield key
-
-    def _side_by_side(self, keys: tuple[Key, ...]) -> tuple[Key, ...]:
-        """Return `keys` sorted by the first owner of each parameter.
-
-        Returns them unchanged if sorting would move a parameter with two owners within the message to the second one.
-        """
-        names = {key: self._optimizer.param_names[self._optimizer.bit16_groups[key[0]][key[1]]] for key in keys}
-        owners = {part.parameter: part.owner for part in reversed(self.partition(keys).segments)}
-        ordered = tuple(sorted(keys, key=lambda key: owners.get(names[key], 0)))
-        return ordered if _messages(self.partition(ordered)) == _messages(self.partition(keys)) else keys
-
-    def complete_now(self) -> bool:
-        return reduces_now(self._engine) and is_last_micro_batch(self._optimizer)
-
-
-def _messages(partition: Partition) -> list[list[tuple[str, int]]]:
-    """Return (parameter, first element) of each segment that each owner receives, in order."""
-    ranks = range(partition.world_size)
-    return [[(part.parameter, part.begin) for part in partition.owned_by(rank)] for rank in ranks]
-
-
 Count = Callable[[int, torch.dtype], None]
-
-
-class _DeferredReductions:
-    """Pending reductions, and a replacement for DeepSpeed's `reduce_ipg_grads` that finishes them."""
-
-    def __init__(self, optimizer: Any, split: SplitMatrices) -> None:
-        self.pending: list[tuple[Partition, Pending]] = []
-        self._optimizer = optimizer
-        self._split = split
-        self._parameters = {name: parameter for parameter, name in optimizer.param_names.items()}
-        self._original = optimizer.reduce_ipg_grads
-
-    def add(self, partition: Partition, pending: Pending) -> None:
-        """Keep a reduction of a bucket with these owners for `reduce_ipg_grads`."""
-        self.pending.append((partition, pending))
-
-    def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> None:
-        """Call DeepSpeed's `reduce_ipg_grads`; in the call for all dtypes, then finish the pending reductions."""
-        self._original(comm_dtype=comm_dtype)
-        if comm_dtype is None:
-            reduced = self.taken()
-            for _, pending in reduced:
-                self._land(pending)
-            for partition, _ in reduced:
-                self._split.complete(partition, self._gradient)
-
-    def taken(self) -> list[tuple[Partition, Pending]]:
-        """Return the pending reductions and forget them; the caller must finish them."""
-        pending, self.pending = self.pending, []
-        return pending
-
-    def _land(self, pending: Pending) -> None:
-        """Finish a reduction, and write the means over this rank's local gradients.
-
-        DeepSpeed has already moved the unreduced gradients of this rank's parameters out of the bucket.
-        """
-        if not pending.own:
-            pending.finish(torch.zeros(0))
-            return
-        places = [self._gradient(segment) for segment in pending.own]
-        sums = pending.finish(torch.cat(places).to(torch.float32))
-        for place, part in zip(places, torch.split(sums, [place.numel() for place in places]), strict=True):
-            place.copy_(part)
-
-    def _gradient(self, segment: Segment) -> Tensor:
-        gradient: Tensor = self._optimizer.get_gradient_for_reduction(self._parameters[segment.parameter])
-        return gradient.view(-1)[segment.begin : segment.begin + segment.numel]
 
 
 def _count_only(optimizer: Any, session: Session, patches: Patches) -> None:
     """Count bytes in the all-reduce in which both flat and separate gradients end."""
     if optimizer.contiguous_gradients:
-        count_parts = partial(_average_tensor, optimizer, session, _parts_of(optimizer))
+        count_parts = partial(_average_tensor, optimizer, session, parts_of(optimizer))
         patches.wrap(optimizer, "average_tensor", count_parts)
     else:
         count = partial(_count, session, optimizer.dp_process_group.size())
@@ -355,21 +195,16 @@ def _count(session: Session, ranks: int, numel: int, dtype: torch.dtype) -> None
     session.meter.count_engine_reduction(ring_all_reduce(numel * dtype.itemsize, ranks))
 
 
-def _all_reduced(part: _Part, dtype: torch.dtype) -> int:
-    """Return the bytes that this rank sends if DeepSpeed all-reduces `part`."""
-    return ring_all_reduce(part.partition.numel * dtype.itemsize, part.partition.world_size)
-
-
 def _average_tensor(
     optimizer: Any,
     session: Session,
-    parts_of: Parts,
+    parts: PartsOf,
     average: Any,
     tensor: Tensor,
     communication_data_type: torch.dtype,
 ) -> None:
-    for part in parts_of(tuple(optimizer.ipg_buckets[communication_data_type].params)):
-        session.meter.count_engine_reduction(_all_reduced(part, communication_data_type))
+    for part in parts(tuple(optimizer.ipg_buckets[communication_data_type].params)):
+        session.meter.count_engine_reduction(part.all_reduced(communication_data_type))
     average(tensor, communication_data_type)
 
 
@@ -378,21 +213,6 @@ def _allreduce_bucket(
 ) -> Any:
     count(sum(tensor.numel() for tensor in bucket), communication_data_type)
     return allreduce(bucket, communication_data_type, **options)
-
-
-def _partition(optimizer: Any, ranks: int, keys: tuple[Key, ...]) -> Partition:
-    """Return the owner of each slice of a bucket, from DeepSpeed's tables (`initialize_gradient_partition`)."""
-    parts = []
-    for group, index, parameter_id in keys:
-        parameter = optimizer.bit16_groups[group][index]
-        starts = optimizer.grad_start_offset[group]
-        owners = sorted(optimizer.param_to_partition_ids[group][parameter_id], key=lambda p: starts[p][parameter_id])
-        # Before 0.19.7, DeepSpeed divides with `/`, so its offsets are whole numbers of type float.
-        begins = [int(starts[owner][parameter_id]) for owner in owners]
-        ends = [*begins[1:], parameter.numel()]
-        sizes = [(owner, end - begin) for owner, begin, end in zip(owners, begins, ends, strict=True)]
-        parts.append((optimizer.param_names[parameter], sizes))
-    return partition_by_sizes(parts, ranks)
 
 
 def _weight_bytes(optimizer: Any) -> int:

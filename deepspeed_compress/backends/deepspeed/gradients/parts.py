@@ -1,0 +1,79 @@
+"""Parts of the buckets of ZeRO 1 and 2: parameters that the same ranks reduce, and which of them owns which slice."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed_compress.collectives.buckets import LAYOUTS, Partition, partition_by_sizes
+from deepspeed_compress.compression.segments import Segment, gather
+from deepspeed_compress.session.traffic import ring_all_reduce
+
+Key = tuple[int, int, int]
+"""Identity of a parameter in DeepSpeed's bucket: (optimizer group, index in the group, parameter id)."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The parameters of a bucket that the same ranks reduce: all of them, or experts and others separately.
+
+    Attributes:
+        keys: the parameters, in the order of the bucket.
+        places: the place of each parameter in the bucket.
+        partition: the owners of the part's elements.
+    """
+
+    keys: tuple[Key, ...]
+    places: tuple[Segment, ...]
+    partition: Partition
+
+    def of(self, bucket: Tensor) -> Tensor:
+        """Return the elements of this part: `bucket` itself if it has no other part, else a copy in fp32."""
+        return bucket if self.partition.numel == bucket.numel() else gather(bucket, self.places)
+
+    def all_reduced(self, dtype: torch.dtype) -> int:
+        """Return the bytes that this rank sends if DeepSpeed all-reduces this part in `dtype`."""
+        return ring_all_reduce(self.partition.numel * dtype.itemsize, self.partition.world_size)
+
+
+PartsOf = Callable[[tuple[Key, ...]], Sequence[Part]]
+"""Function that returns the parts of a bucket."""
+
+
+def parts_of(optimizer: Any) -> PartsOf:
+    return lru_cache(maxsize=LAYOUTS)(partial(_parts, optimizer))
+
+
+def _parts(optimizer: Any, keys: tuple[Key, ...]) -> list[Part]:
+    """Return the parts of the bucket `keys`, in the order of their first parameters."""
+    found: dict[Any, list[tuple[Key, Segment]]] = {}
+    offset = 0
+    for key in keys:
+        parameter = optimizer.bit16_groups[key[0]][key[1]]
+        place = Segment(optimizer.param_names[parameter], 0, parameter.numel(), offset, 0)
+        found.setdefault(optimizer.real_dp_process_group[key[0]], []).append((key, place))
+        offset += place.numel
+    return [_part(optimizer, group.size(), entries) for group, entries in found.items()]
+
+
+def _part(optimizer: Any, ranks: int, entries: Sequence[tuple[Key, Segment]]) -> Part:
+    keys, places = tuple(key for key, _ in entries), tuple(place for _, place in entries)
+    return Part(keys, places, partition_of(optimizer, ranks, keys))
+
+
+def partition_of(optimizer: Any, ranks: int, keys: tuple[Key, ...]) -> Partition:
+    """Return the owner of each slice of a bucket, from DeepSpeed's tables (`initialize_gradient_partition`)."""
+    parts = []
+    for group, index, parameter_id in keys:
+        parameter = optimizer.bit16_groups[group][index]
+        starts = optimizer.grad_start_offset[group]
+        owners = sorted(optimizer.param_to_partition_ids[group][parameter_id], key=lambda p: starts[p][parameter_id])
+        # Before 0.19.7, DeepSpeed divides with `/`, so its offsets are whole numbers of type float.
+        begins = [int(starts[owner][parameter_id]) for owner in owners]
+        ends = [*begins[1:], parameter.numel()]
+        sizes = [(owner, end - begin) for owner, begin, end in zip(owners, begins, ends, strict=True)]
+        parts.append((optimizer.param_names[parameter], sizes))
+    return partition_by_sizes(parts, ranks)

@@ -1,0 +1,111 @@
+"""Conclusions at the end of an optimizer step: residuals, figures, and decisions of the policy."""
+
+from collections.abc import Callable
+from functools import partial
+
+from deepspeed_compress.policy import Actions, Observation
+from deepspeed_compress.session.observer import PolicyInputs, StepMeans
+from deepspeed_compress.session.parts import Parts
+from deepspeed_compress.session.probing import Prober
+from deepspeed_compress.session.residual_state import FinishedStep
+
+
+class StepEnd:
+    """Updates residuals, reports, and lets the policy decide when a step is over.
+
+    Args:
+        parts: the parts of the session.
+        inputs: figures of all ranks for the policy; None if the policy observes nothing.
+        slowest: returns the largest value of all ranks, from this rank's; needed if the policy compares step times.
+    """
+
+    def __init__(self, parts: Parts, inputs: PolicyInputs | None, slowest: Callable[[float], float] | None) -> None:
+        self._policy, self._settings, self._residuals = parts.policy, parts.settings, parts.residuals
+        self._meter, self._reporter = parts.run.meter, parts.records.reporter
+        self._inputs, self._slowest = inputs, slowest
+        self._exchange_ms = 0.0
+        """Milliseconds that a measured step has waited for other islands."""
+
+    def begin(self) -> None:
+        """Begin the next step, which has not waited for other islands."""
+        self._exchange_ms = 0.0
+
+    def exchanged(self) -> None:
+        """Note that the ranks have exchanged with other islands, so that a measured step leaves this time out."""
+        if self._settings.plan.probe:
+            # The meter has begun the next step, whose gradients have not been waited for yet.
+            self._exchange_ms = self._meter.milliseconds()["communicate"]
+
+    def finish(self, finished: FinishedStep, alone: bool) -> Actions:
+        """Finish a step. Collective.
+
+        Args:
+            finished: the step.
+            alone: True if the engine itself has reduced gradients and gathered weights in it.
+
+        Returns:
+            What the policy wants to be done.
+        """
+        self._residuals.settle(finished, self._settings.plan.dense)
+        step_ms = self._reporter.step_ended()
+        # A skipped step is shorter than others, so its time says nothing about theirs.
+        timed_ms = step_ms if finished.applied else None
+        seen = self._observe(finished, timed_ms)
+        self._report(seen, finished, step_ms, alone)
+        actions = self._policy.observe(seen)
+        prober = self._prober()
+        if prober is not None:
+            self._adapt(prober, finished, timed_ms)
+        if actions.check_residuals:
+            self._check_residuals(finished)
+        self._compare(finished.step, timed_ms)
+        return actions
+
+    def _observe(self, finished: FinishedStep, timed_ms: float | None) -> Observation:
+        means = StepMeans() if self._inputs is None else self._inputs.losses.next(timed_ms)
+        residuals = self._largest_residual(finished) if self._policy.wants_residuals(finished.step) else None
+        return Observation(finished.step, finished.applied, finished.grad_norm, means.loss, residuals, means.step_ms)
+
+    def _report(self, seen: Observation, finished: FinishedStep, step_ms: float | None, alone: bool) -> None:
+        if not self._reporter.due(finished.step):
+            return
+        if alone:
+            self._meter.bytes_raw = self._meter.bytes_sent
+        norm = partial(self._residuals.residual_norm, finished.scale_after)
+        self._reporter.report(seen, finished.samples, self._settings.plan, step_ms, norm)
+
+    def _prober(self) -> Prober | None:
+        """Return the measurements of candidates; None in steps that measure none."""
+        return self._inputs.prober if self._settings.plan.probe and self._inputs is not None else None
+
+    def _adapt(self, prober: Prober, finished: FinishedStep, timed_ms: float | None) -> None:
+        """Let the policy choose by this step.
+
+        If the step was skipped or its time is unknown, drop its samples; the next step is measured instead.
+        """
+        if timed_ms is None:
+            prober.forget()
+            return
+        waited = self._meter.milliseconds()["communicate"] - self._exchange_ms
+        group = self._settings.reducers.every[0].group
+        self._policy.adapt(finished.step, prober.measure(group, waited / 1e3, timed_ms / 1e3))
+        # The measurement is not part of any step's time.
+        self._reporter.step_ended()
+
+    def _compare(self, step: int, timed_ms: float | None) -> None:
+        """Let the policy compare compressed with uncompressed steps. Collective when enough of a kind are measured."""
+        auto = self._policy.auto
+        if auto is not None and auto.measures and auto.see(timed_ms):
+            assert self._slowest is not None
+            self._policy.choose(step, self._slowest(auto.median))
+
+    def _check_residuals(self, finished: FinishedStep) -> None:
+        """Clear the residuals on all ranks if those of one are damaged, because they would feed the damage back."""
+        largest = self._largest_residual(finished)
+        if largest is not None and self._policy.damaged(finished.step, largest):
+            self._residuals.clear_residuals()
+
+    def _largest_residual(self, finished: FinishedStep) -> float | None:
+        """Return the largest residual norm of all ranks; inf if one is NaN, None if not observed. Collective."""
+        norm = self._residuals.residual_norm(finished.scale_after)
+        return None if self._inputs is None or norm is None else self._inputs.largest(norm)
