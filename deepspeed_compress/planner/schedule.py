@@ -1,0 +1,158 @@
+"""From micro-batches to a step: the pipeline's bubble, and messages that hide behind computation."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from deepspeed_compress.planner.compute import (
+    Device,
+    LayerCost,
+    Work,
+    head_cost,
+    layer_cost,
+    optimizer_seconds,
+    recomputed,
+)
+from deepspeed_compress.planner.layout import Layout
+from deepspeed_compress.planner.links import NOTHING, SOURCE, Links, Message
+from deepspeed_compress.planner.model import Model
+from deepspeed_compress.planner.term import Term
+from deepspeed_compress.planner.traffic import DataParallel, Traffic, largest_stage, stage_message, tensor_traffic
+
+CONTENTION = 0.2
+"""Seconds that computation loses per second of a hidden message: NCCL's channels occupy 24 of 108 multiprocessors."""
+_FITTED = "fitted to published runs on A100 (published_steps.csv)"
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Work of one micro-batch on the slowest stage.
+
+    Attributes:
+        layer: Forward and backward of a layer.
+        again: What backward computes again in a layer.
+        head: Forward and backward of the head.
+        layers: Layers of the stage.
+        heads: Share of the head on the stage.
+    """
+
+    layer: LayerCost
+    again: Work
+    head: LayerCost
+    layers: float
+    heads: float
+
+    @property
+    def forward(self) -> float:
+        """Seconds of forward."""
+        return self.layers * self.layer.forward.seconds + self.heads * self.head.forward.seconds
+
+    @property
+    def backward(self) -> float:
+        """Seconds of backward, with what is computed again."""
+        return self.layers * (self.layer.backward + self.again).seconds + self.heads * self.head.backward.seconds
+
+    @property
+    def work(self) -> Work:
+        """All work of the micro-batch."""
+        layer = self.layer.forward + self.layer.backward + self.again
+        return layer.times(self.layers) + (self.head.forward + self.head.backward).times(self.heads)
+
+    @property
+    def waiting(self) -> float:
+        """Seconds in which the GPU waits for the CPU."""
+        return self.forward + self.backward - self.work.busy
+
+
+def micro_batch(device: Device, model: Model, seq: int, layout: Layout) -> MicroBatch:
+    """Return the work of a micro-batch on the slowest stage.
+
+    Megatron's stages have equally many layers, and the last one has the head, too. The stages of `build_parallel` have
+    equally much work, up to whole layers.
+    """
+    cost = layer_cost(device, model, seq, layout)
+    stages, layers = layout.pipeline, model.layers / layout.pipeline
+    even = layout.engine == "deepspeed" and stages > 1
+    own = layers + 0.5 if even else float(-(-model.layers // stages))
+    heads = 1 / stages if even else 1.0
+    return MicroBatch(cost, recomputed(cost, device.software, layout), head_cost(device, model, seq, layout), own, heads)
+
+
+def step_terms(links: Links, device: Device, model: Model, seq: int, layout: Layout, batch: MicroBatch) -> list[Term]:
+    """Return the terms whose seconds add up to those of a step."""
+    count = layout.accumulation
+    terms = list(_computing(batch, layout, device))
+    tensor = tensor_traffic(links, device, model, seq, layout)
+    exposed = 1 - (1 - CONTENTION) * tensor.hidden
+    between = stage_message(links, model, seq, layout) if layout.pipeline > 1 else NOTHING
+    for name, message, share in (
+        ("tensor-parallel all-reduces", tensor.message.times(batch.layers), exposed),
+        ("messages between stages", between, 1.0),
+    ):
+        if message.seconds:
+            formula = f"{count} micro-batches x {message.sent / 1e9:.3g} GB"
+            terms.append(_message_term(name, message.times(count), share, formula))
+    if layout.pipeline > 1:
+        terms.append(_bubble(layout, model, batch, exposed * tensor.message.seconds, between.seconds))
+    terms.append(_optimizer(device, model, layout))
+    window = {
+        "nothing": 0.0,
+        "last backward": batch.backward,
+        "backward": count * batch.backward,
+        "first forward": batch.forward,
+        "all": count * (batch.forward + batch.backward),
+    }
+    shared = dict(window)
+    for traffic in DataParallel(links, device, model, layout).all():
+        terms += _hidden(traffic, shared)
+    return [term for term in terms if term.seconds or term.busy]
+
+
+def _computing(batch: MicroBatch, layout: Layout, device: Device) -> Iterator[Term]:
+    work, constants, count = batch.work, device.constants, layout.accumulation
+    hooks = batch.layers * device.software.hooks if layout.zero == 3 else 0.0
+    of = f"{count} micro-batches x {{:.4g}} ms"
+    rows = (
+        ("matrix products", "compute", work.matmul, f"{constants.matmul:.3f} of peak for large ones; {_FITTED}"),
+        ("attention", "compute", work.attention, f"kernel of generation {device.software.attention}: gpus.py"),
+        ("elementwise kernels", "memory", work.elementwise, f"{constants.memory:.3f} of memory bandwidth; {_FITTED}"),
+        ("starts of kernels", "launch", work.kernels, f"{constants.kernel * 1e6:.1f} us each; {_FITTED}"),
+        ("waiting for the CPU", "launch", batch.waiting, f"{device.software.name}: software.py"),
+        ("hooks of ZeRO 3", "launch", hooks, f"{device.software.name}: software.py"),
+    )
+    for name, kind, seconds, source in rows:
+        yield Term(name, kind, count * seconds, count * seconds, 0.0, of.format(1e3 * seconds), source)
+
+
+def _message_term(name: str, message: Message, exposed: float, formula: str) -> Term:
+    return Term(name, message.link, exposed * message.seconds, message.seconds, message.sent, formula, SOURCE)
+
+
+def _bubble(layout: Layout, model: Model, batch: MicroBatch, tensor: float, between: float) -> Term:
+    """Return the time in which a stage has nothing to do: while the pipeline fills and drains."""
+    layers = model.layers / layout.pipeline
+    layer = (batch.layer.forward.seconds + (batch.layer.backward + batch.again).seconds) + tensor
+    head = (batch.head.forward + batch.head.backward).seconds
+    mean = layers * layer + head / layout.pipeline + between
+    seconds = (layout.pipeline - 1) * mean / layout.virtual
+    formula = f"({layout.pipeline} - 1) stages x {1e3 * mean:.4g} ms / {layout.virtual}"
+    return Term("pipeline bubble", "bubble", seconds, seconds, 0.0, formula, "2104.04473, section 2.2")
+
+
+def _optimizer(device: Device, model: Model, layout: Layout) -> Term:
+    owned = largest_stage(model, layout).parameters / (layout.shards if layout.zero else 1)
+    seconds = optimizer_seconds(device, owned)
+    formula = f"{owned:.3g} parameters x {device.software.optimizer:g} bytes"
+    return Term("optimizer", "memory", seconds, seconds, 0.0, formula, f"Adam in mixed precision; {_FITTED}")
+
+
+def _hidden(traffic: Traffic, free: dict[str, float]) -> Iterator[Term]:
+    """Yield the terms of messages. They use up the computation in `free` behind which others could hide."""
+    seconds = traffic.message.seconds
+    hidden = min(seconds, free[traffic.window])
+    for window in free:
+        free[window] = max(0.0, free[window] - (hidden if window != "nothing" else 0.0))
+    exposed = (seconds - hidden + CONTENTION * hidden) / seconds if seconds else 0.0
+    yield _message_term(traffic.name, traffic.message, exposed, f"{traffic.formula}; {hidden:.3g} s hidden")
+    if traffic.coding:
+        source = "bytes that the kernels move (traffic.py)"
+        yield Term(f"coding of {traffic.name}", "memory", traffic.coding, traffic.coding, 0.0, traffic.formula, source)
