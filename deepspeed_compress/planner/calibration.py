@@ -2,28 +2,45 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 
 from deepspeed_compress.planner.gpus import Constants
 from deepspeed_compress.planner.predict import Prediction, Predictor
 from deepspeed_compress.planner.published import Run
 
-USUAL = Constants()
-_PRIOR = (0.05, 0.1, 0.15, 0.3)
-"""Relative standard errors of the usual constants before any run is seen, in the order of their fields."""
+
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    """Range of the runs that the constants are fitted to."""
+
+    gpu: str
+    software: str
+    parameters: tuple[float, float]
+    gpus: int
+    network: float
+
+
+CALIBRATED = Calibrated("A100-80", "megatron", (1.7e9, 1.0e12), 3072, 200e9)
+"""The 18 runs of `published_steps.csv`, whose nodes have eight cards of 200 Gbit/s."""
+FITTED = Constants()
+"""Result of `fit` for the runs of `published_steps.csv`."""
+EXPECTED = Constants(matmul=0.87, memory=0.75, link=0.67, kernel=8e-6)
+"""Constants before any run is seen: public measurements of matrix products, copies, collectives, and empty kernels."""
+_EXPECTED_ERRORS = (0.05, 0.1, 0.15, 0.3)
+"""Their relative standard errors, in the order of their fields."""
 _NOISE = 0.05
 """Relative error of a published run: two papers differ by a tenth on equal layouts."""
 _SMALL = 1e-3
 
 
-def predict_run(run: Run, constants: Constants = USUAL) -> Prediction:
+def predict_run(run: Run, constants: Constants = FITTED) -> Prediction:
     """Return the prediction of a published run."""
     return Predictor(run.cluster, run.model, run.software, run.seq, constants).predict(run.layout)
 
 
 def fit(runs: Sequence[Run], rounds: int = 3) -> Constants:
-    """Return the constants that fit `runs` best: least squares of logarithms, with the usual constants as a prior."""
-    logs = [math.log(value) for value in astuple(USUAL)]
+    """Return the constants that fit `runs` best: least squares of logarithms, with `EXPECTED` as a prior."""
+    logs = [math.log(value) for value in astuple(EXPECTED)]
     for _ in range(rounds):
         residuals, slopes = _residuals(runs, logs)
         change = _solve(residuals, slopes, logs)
@@ -70,13 +87,14 @@ def _residuals(runs: Sequence[Run], logs: Sequence[float]) -> tuple[list[float],
 
 def _solve(residuals: Sequence[float], slopes: Sequence[Sequence[float]], logs: Sequence[float]) -> list[float]:
     """Return the Gauss-Newton step of the least-squares problem with the prior."""
-    usual = [math.log(value) for value in astuple(USUAL)]
+    usual = [math.log(value) for value in astuple(EXPECTED)]
     size = len(logs)
     matrix = [
-        [_dot(slopes[i], slopes[j]) / _NOISE**2 + (i == j) / _PRIOR[i] ** 2 for j in range(size)] for i in range(size)
+        [_dot(slopes[i], slopes[j]) / _NOISE**2 + (i == j) / _EXPECTED_ERRORS[i] ** 2 for j in range(size)]
+        for i in range(size)
     ]
     right = [
-        -_dot(slopes[i], residuals) / _NOISE**2 - (logs[i] - usual[i]) / _PRIOR[i] ** 2 for i in range(size)
+        -_dot(slopes[i], residuals) / _NOISE**2 - (logs[i] - usual[i]) / _EXPECTED_ERRORS[i] ** 2 for i in range(size)
     ]
     return _gauss(matrix, right)
 

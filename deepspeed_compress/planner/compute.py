@@ -124,7 +124,9 @@ def attention_cost(device: Device, model: Model, seq: int, layout: Layout) -> tu
     product = layout.micro * heads * (device.product(seq, seq, size) + device.product(seq, size, seq))
     # Dropout reads, and writes the result and a mask. Backward of the softmax reads two matrices in place of one.
     dropout, softmax = 5 if model.dropout else 0, device.software.scores
-    return product + device.moved((softmax + dropout) * pairs), 2 * product + device.moved((softmax + 2 + dropout) * pairs)
+    return product + device.moved((softmax + dropout) * pairs), 2 * product + device.moved(
+        (softmax + 2 + dropout) * pairs
+    )
 
 
 def _elementwise(model: Model, software: Software, tensor: int, sequence_parallel: bool) -> float:

@@ -18,10 +18,10 @@ class Constants:
         kernel: Seconds that a kernel takes beyond its work: start, tail, and the gap to the next one.
     """
 
-    matmul: float = 0.871
-    memory: float = 0.757
-    link: float = 0.66
-    kernel: float = 8e-6
+    matmul: float = 0.889
+    memory: float = 0.736
+    link: float = 0.646
+    kernel: float = 8.2e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,9 @@ _GPUS = (
     _gpu("GB200", 2500, (192.0, 8000), ("NVLink", 900), 72, 0.74, _FLASH_HOPPER, "GB200 NVL72 data sheet"),
     _gpu("V100", 125, (34.1, 900), ("NVLink", 150), 8, 0.75, _FLASH_OTHER, "V100 data sheet (32 GB)"),
     _gpu("L40S", 362, (51.5, 864), ("PCIe", 32), 8, 0.70, _FLASH_AMPERE, "L40S data sheet"),
-    _gpu("4090", 165, (25.3, 1008), ("PCIe", 16), 8, 0.93, _FLASH_AMPERE, "Ada whitepaper; no peer access: by the host"),
+    _gpu(
+        "4090", 165, (25.3, 1008), ("PCIe", 16), 8, 0.93, _FLASH_AMPERE, "Ada whitepaper; no peer access: by the host"
+    ),
     _gpu("MI300X", 1307, (206.0, 5300), ("xGMI", 448), 8, 0.51, _FLASH_OTHER, f"MI300X data sheet; {_MAMF}"),
     _gpu("MI250X", 383, (137.0, 3277), ("xGMI", 100), 4, 0.74, _FLASH_OTHER, f"MI250X data sheet; {_MAMF}"),
 )
@@ -112,5 +114,7 @@ def find_gpu(name: str) -> Gpu:
     plain = name.upper().replace(" ", "").replace("-SXM4", "").replace("-SXM5", "").replace("-SXM", "")
     plain = _ALIASES.get(plain, plain)
     if plain not in GPUS:
-        raise ConfigError(f"--gpus: {name} is not in the table (allowed: {', '.join(GPUS)}); write 64xH100, for example")
+        raise ConfigError(
+            f"--gpus: {name} is not in the table (allowed: {', '.join(GPUS)}); write 64xH100, for example"
+        )
     return GPUS[plain]

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Recompute = Literal["none", "full", "selective"]
+Engine = Literal["deepspeed", "megatron"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Layout:
     weight_bits: int = 0
     islands: int = 1
     sync_every: int = 1
-    engine: Literal["deepspeed", "megatron"] = "deepspeed"
+    engine: Engine = "deepspeed"
 
     @property
     def ranks(self) -> int:
@@ -74,6 +75,8 @@ class Layout:
         parts += [f"{letter}{size}" for letter, size in (("t", self.tensor), ("p", self.pipeline)) if size > 1]
         parts += [f"v{self.virtual}"] * (self.virtual > 1) + [f"node{self.shard_within}"] * bool(self.shard_within)
         parts += [f"b{self.micro}x{self.accumulation}"] + [self.recompute] * (self.recompute != "none")
-        parts += [f"g{self.gradient_bits}"] * bool(self.gradient_bits) + [f"w{self.weight_bits}"] * bool(self.weight_bits)
+        parts += [f"g{self.gradient_bits}"] * bool(self.gradient_bits) + [f"w{self.weight_bits}"] * bool(
+            self.weight_bits
+        )
         parts += [f"i{self.islands}every{self.sync_every}"] * (self.islands > 1)
         return "-".join(parts + ["megatron"] * (self.engine == "megatron"))

@@ -63,7 +63,9 @@ def needed_memory(model: Model, software: Software, seq: int, layout: Layout) ->
     last = layers * layer + max(again, logits)
     states, work = _states(model, software, layout, parameters)
     if layout.pipeline == 1 or last > first:
-        return Memory(states, layers * layer + (again if again > logits else 0.0), logits if logits >= again else 0.0, work)
+        return Memory(
+            states, layers * layer + (again if again > logits else 0.0), logits if logits >= again else 0.0, work
+        )
     return Memory(states, first, 0.0, work)
 
 

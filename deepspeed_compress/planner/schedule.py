@@ -74,7 +74,9 @@ def micro_batch(device: Device, model: Model, seq: int, layout: Layout) -> Micro
     even = layout.engine == "deepspeed" and stages > 1
     own = layers + 0.5 if even else float(-(-model.layers // stages))
     heads = 1 / stages if even else 1.0
-    return MicroBatch(cost, recomputed(cost, device.software, layout), head_cost(device, model, seq, layout), own, heads)
+    return MicroBatch(
+        cost, recomputed(cost, device.software, layout), head_cost(device, model, seq, layout), own, heads
+    )
 
 
 def step_terms(links: Links, device: Device, model: Model, seq: int, layout: Layout, batch: MicroBatch) -> list[Term]:
@@ -104,23 +106,27 @@ def step_terms(links: Links, device: Device, model: Model, seq: int, layout: Lay
     shared = dict(window)
     for traffic in DataParallel(links, device, model, layout).all():
         terms += _hidden(traffic, shared)
-    return [term for term in terms if term.seconds or term.busy]
+    return [term for term in terms if term.busy > 1e-9]
 
 
 def _computing(batch: MicroBatch, layout: Layout, device: Device) -> Iterator[Term]:
     work, constants, count = batch.work, device.constants, layout.accumulation
     hooks = batch.layers * device.software.hooks if layout.zero == 3 else 0.0
-    of = f"{count} micro-batches x {{:.4g}} ms"
+    rate, bandwidth = device.gpu.matmul_rate(constants), device.gpu.memory_rate * constants.memory
+    shares = f"{constants.matmul:.3f} and {constants.memory:.3f} of the A100's peaks; {_FITTED}"
+    program = f"{device.software.name}: software.py"
+    products = f"operations / {rate / 1e12:.0f} TFLOP/s + bytes / {bandwidth / 1e9:.0f} GB/s"
     rows = (
-        ("matrix products", "compute", work.matmul, f"{constants.matmul:.3f} of peak for large ones; {_FITTED}"),
-        ("attention", "compute", work.attention, f"kernel of generation {device.software.attention}: gpus.py"),
-        ("elementwise kernels", "memory", work.elementwise, f"{constants.memory:.3f} of memory bandwidth; {_FITTED}"),
-        ("starts of kernels", "launch", work.kernels, f"{constants.kernel * 1e6:.1f} us each; {_FITTED}"),
-        ("waiting for the CPU", "launch", batch.waiting, f"{device.software.name}: software.py"),
-        ("hooks of ZeRO 3", "launch", hooks, f"{device.software.name}: software.py"),
+        ("matrix products", "compute", work.matmul, products, shares),
+        ("attention", "compute", work.attention, f"kernel of generation {device.software.attention}", "gpus.py"),
+        ("elementwise kernels", "memory", work.elementwise, f"bytes / {bandwidth / 1e9:.0f} GB/s", program),
+        ("starts of kernels", "launch", work.kernels, f"{constants.kernel * 1e6:.1f} us per kernel", _FITTED),
+        ("waiting for the CPU", "launch", batch.waiting, "kernels of a layer x dispatch - time of the GPU", program),
+        ("hooks of ZeRO 3", "launch", hooks, f"{1e3 * device.software.hooks:g} ms per layer", program),
     )
-    for name, kind, seconds, source in rows:
-        yield Term(name, kind, count * seconds, count * seconds, 0.0, of.format(1e3 * seconds), source)
+    for name, kind, seconds, formula, source in rows:
+        total = count * seconds
+        yield Term(name, kind, total, total, 0.0, f"{formula}; {count} micro-batches x {1e3 * seconds:.4g} ms", source)
 
 
 def _message_term(name: str, message: Message, exposed: float, formula: str) -> Term:

@@ -56,9 +56,25 @@ class Software:
 
 _FUSED = {"norm": 4.0, "residual": 4.0, "activation": 4.0, "gated": 6.0, "rotary": 4.0, "scores": 4.0, "backward": 1.6}
 """One kernel for each: two-byte elements, read once and written once."""
-_PLAIN = {"norm": 8.0, "residual": 6.0, "activation": 8.0, "gated": 10.0, "rotary": 16.0, "scores": 8.0, "backward": 1.8}
+_PLAIN = {
+    "norm": 8.0,
+    "residual": 6.0,
+    "activation": 8.0,
+    "gated": 10.0,
+    "rotary": 16.0,
+    "scores": 8.0,
+    "backward": 1.8,
+}
 """PyTorch's own fused norms and activations, and separate kernels for everything else."""
-_EAGER = {"norm": 26.0, "residual": 6.0, "activation": 12.0, "gated": 10.0, "rotary": 22.0, "scores": 14.0, "backward": 2.0}
+_EAGER = {
+    "norm": 26.0,
+    "residual": 6.0,
+    "activation": 12.0,
+    "gated": 10.0,
+    "rotary": 22.0,
+    "scores": 14.0,
+    "backward": 2.0,
+}
 """Separate kernels: norms and softmax in fp32 take up to five, rotary positions take six."""
 
 SOFTWARE: Mapping[str, Software] = MappingProxyType(
