@@ -1,6 +1,7 @@
 """Prediction of training steps on a cluster before anything starts; standard library only, no torch.
 
-Data flows one way. A `Cluster`, a `Model` and a `Layout` become terms, terms become a `Prediction`, and predictions are ranked::
+Data flows one way. A `Cluster`, a `Model` and a `Layout` become terms, terms become a `Prediction`, and predictions
+are ranked::
 
     Cluster (gpus, cluster) + Model (model) + Software (software) + Layout (layout)
         -> compute, traffic (with links): terms of a micro-batch and of a step

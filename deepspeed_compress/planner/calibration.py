@@ -13,14 +13,13 @@ from deepspeed_compress.planner.published import Run
 class Calibrated:
     """Range of the runs that the constants are fitted to."""
 
-    gpu: str
     software: str
     parameters: tuple[float, float]
     gpus: int
     network: float
 
 
-CALIBRATED = Calibrated("A100-80", "megatron", (1.7e9, 1.0e12), 3072, 200e9)
+CALIBRATED = Calibrated("megatron", (1.7e9, 1.0e12), 3072, 200e9)
 """The 18 runs of `published_steps.csv`, whose nodes have eight cards of 200 Gbit/s."""
 FITTED = Constants()
 """Result of `fit` for the runs of `published_steps.csv`."""

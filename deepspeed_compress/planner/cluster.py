@@ -57,7 +57,8 @@ def read_cluster(gpus: str, network: str, per_node: int | None = None) -> Cluste
     size = min(per_node or gpu.per_node, count)
     if count % size:
         raise ConfigError(
-            f"--gpus: {count} GPUs do not fill nodes of {size} (allowed: multiples); write --gpus-per-node N, or another number"
+            f"--gpus: {count} GPUs do not fill nodes of {size} (allowed: multiples of {size}); write another number, "
+            "or --gpus-per-node N"
         )
     return Cluster(gpu, count, size, _network(network, size))
 
@@ -69,9 +70,17 @@ def _network(text: str, per_node: int) -> float:
     """Return the bytes per second of a node."""
     pattern = r"(?:([0-9]+)x)?([0-9.]+)([mgt])(?:bit(?:/s)?|bps)(?:/(node|gpu|card))?"
     match = re.fullmatch(pattern, text.strip().lower().replace(" ", ""))
-    if match is None or not 0 < float(match[2]):
+    if match is None or _rate(match[2]) <= 0:
         raise ConfigError(
             f"--network: {text!r} is not a rate; write 100gbit/node, 8x200gbit for all cards of a node, or 200gbit/gpu"
         )
     cards = int(match[1] or 1) * (per_node if match[4] in ("gpu", "card") else 1)
-    return cards * float(match[2]) * _UNITS[match[3]] / 8
+    return cards * _rate(match[2]) * _UNITS[match[3]] / 8
+
+
+def _rate(text: str) -> float:
+    """Return a number, or 0 if the text is none, such as "1.2.3"."""
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0

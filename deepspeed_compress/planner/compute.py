@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from deepspeed_compress.planner.gpus import Constants, Gpu
 from deepspeed_compress.planner.layout import Layout
 from deepspeed_compress.planner.model import Model
-from deepspeed_compress.planner.software import Software
+from deepspeed_compress.planner.software import Elementwise, Software
 
 HALF = 2
 """Bytes of an element in bf16."""
@@ -83,7 +83,7 @@ def layer_cost(device: Device, model: Model, seq: int, layout: Layout) -> LayerC
         for (rows, columns, inner), count in products
     )
     scores, scores_back = attention_cost(device, model, seq, layout)
-    moved = _elementwise(model, software, tensor, layout.sequence_parallel) * tokens
+    moved = _elementwise(model, software.elementwise, tensor, layout.sequence_parallel) * tokens
     accumulate = software.accumulate * model.layer_parameters / tensor * (layout.accumulation > 1)
     # Without a flash kernel, attention takes four more: scale, softmax, dropout, and a transpose.
     kernels = software.kernels + (0 if software.attention else 4)
@@ -92,7 +92,7 @@ def layer_cost(device: Device, model: Model, seq: int, layout: Layout) -> LayerC
     backward = Work(
         twice,
         scores_back,
-        device.moved(software.backward * moved + accumulate),
+        device.moved(software.elementwise.backward * moved + accumulate),
         2 * kernels * start,
         # Autograd issues kernels without Python.
         2 * kernels * software.dispatch / 2,
@@ -123,20 +123,22 @@ def attention_cost(device: Device, model: Model, seq: int, layout: Layout) -> tu
     pairs = layout.micro * heads * seq * seq
     product = layout.micro * heads * (device.product(seq, seq, size) + device.product(seq, size, seq))
     # Dropout reads, and writes the result and a mask. Backward of the softmax reads two matrices in place of one.
-    dropout, softmax = 5 if model.dropout else 0, device.software.scores
+    dropout, softmax = 5 if model.dropout else 0, device.software.elementwise.scores
     return product + device.moved((softmax + dropout) * pairs), 2 * product + device.moved(
         (softmax + 2 + dropout) * pairs
     )
 
 
-def _elementwise(model: Model, software: Software, tensor: int, sequence_parallel: bool) -> float:
+def _elementwise(model: Model, bytes_of: Elementwise, tensor: int, sequence_parallel: bool) -> float:
     """Return the bytes per token that elementwise kernels move in a forward pass of a layer."""
-    residual = software.residual + 3 * model.dropout
-    whole = 2 * (software.norm + residual) * model.hidden / (tensor if sequence_parallel else 1)
-    rotary = 0 if model.positions else software.rotary * (model.heads + model.kv_heads) * model.head_size
+    residual = bytes_of.residual + 3 * model.dropout
+    # PyTorch has a kernel for the norms of GPT, but older programs have none for those of Llama.
+    norm = bytes_of.norm if model.gated else min(bytes_of.norm, 8.0)
+    whole = 2 * (norm + residual) * model.hidden / (tensor if sequence_parallel else 1)
+    rotary = 0 if model.positions else bytes_of.rotary * (model.heads + model.kv_heads) * model.head_size
     # Queries, keys and values are brought into the order of heads, and back.
     reorder = 2 * HALF * (model.qkv + model.heads * model.head_size)
-    activation = (software.gated if model.gated else software.activation) * model.ffn * model.active
+    activation = (bytes_of.gated if model.gated else bytes_of.activation) * model.ffn * model.active
     mixing = 4 * HALF * model.hidden * model.active if model.experts > 1 else 0
     return whole + (rotary + reorder + activation + mixing) / tensor
 

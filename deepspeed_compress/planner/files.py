@@ -68,7 +68,8 @@ def command(layout: Layout, cluster: Cluster, model: str, seq: int, steps: int, 
     """
     nodes = f"--nnodes {cluster.nodes} --node_rank $NODE_RANK --master_addr $MASTER_ADDR " if cluster.nodes > 1 else ""
     if program == "hf":
-        return f"ds-compress run --launcher torchrun {nodes}--nproc_per_node {cluster.per_node} train.py --deepspeed ds_config.json"
+        launcher = f"ds-compress run --launcher torchrun {nodes}--nproc_per_node {cluster.per_node}"
+        return f"{launcher} train.py --deepspeed ds_config.json"
     several = f"NODES={cluster.nodes} NODE_RANK=$NODE_RANK MASTER_ADDR=$MASTER_ADDR " if cluster.nodes > 1 else ""
     options = f"--model {model} --seq-len {seq} --steps {steps} --data DATA --output-dir runs/plan"
     return f"RANKS={cluster.per_node} {several}launch/torchrun.sh ds_config.json {options}"

@@ -6,6 +6,9 @@ from types import MappingProxyType
 
 from deepspeed_compress.errors import ConfigError
 
+CALIBRATED_GPU = "A100-80"
+"""GPU of the runs that the constants are fitted to."""
+
 
 @dataclass(frozen=True, slots=True)
 class Constants:
@@ -96,7 +99,9 @@ _GPUS = (
         "4090", 165, (25.3, 1008), ("PCIe", 16), 8, 0.93, _FLASH_AMPERE, "Ada whitepaper; no peer access: by the host"
     ),
     _gpu("MI300X", 1307, (206.0, 5300), ("xGMI", 448), 8, 0.51, _FLASH_OTHER, f"MI300X data sheet; {_MAMF}"),
-    _gpu("MI250X", 383, (137.0, 3277), ("xGMI", 100), 4, 0.74, _FLASH_OTHER, f"MI250X data sheet; {_MAMF}"),
+    _gpu(
+        "MI250X", 191.5, (68.7, 1638), ("xGMI", 50), 8, 0.77, _FLASH_OTHER, f"one of its two dies: data sheet; {_MAMF}"
+    ),
 )
 
 GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.name: gpu for gpu in _GPUS})

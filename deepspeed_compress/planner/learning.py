@@ -1,7 +1,7 @@
 """How much longer a run must be: critical batch size, and what compression and islands cost in loss.
 
-A gap in loss becomes a share of additional tokens by the slope of the loss curve of 2203.15556 (Chinchilla, approach 3),
-at the run's own sizes: at 20 tokens per parameter, 0.1 % of the loss are about 2.5 % of the tokens.
+A gap in loss becomes a share of additional tokens by the slope of the loss curve of 2203.15556 (Chinchilla, approach
+3), at the run's own sizes: at 20 tokens per parameter, 0.1 % of the loss are about 2.5 % of the tokens.
 """
 
 import math
@@ -41,7 +41,8 @@ def loss_gap(layout: Layout, parameters: float) -> float:
 def island_gap(islands: int, parameters: float) -> float:
     """Return the relative increase of the loss by islands, at least 0."""
     (factor, exponent), (alone, decay) = DILOCO[islands], DILOCO[1]
-    return max(0.0, factor / alone * parameters ** (exponent - decay) - 1)
+    ratio = factor / alone * math.pow(parameters, exponent - decay)
+    return max(0.0, ratio - 1)
 
 
 def critical_batch(tokens: float) -> float:

@@ -74,14 +74,13 @@ class Links:
         if group.ranks == 1:
             return NOTHING
         sent = size * (group.ranks - 1) / group.ranks
+        between = group.nodes - 1
+        near, far = (group.ranks - 1 - between) * self._node_hop, between * NETWORK_HOP
+        inside = sent / self.node_rate if group.local > 1 else 0.0
         # Each node sends the buffer once, over the cards that belong to the group's share of the node.
-        times = {self.cluster.gpu.link: sent / self.node_rate if group.local > 1 else 0.0}
-        if group.nodes > 1:
-            times["network"] = sent / (self.network_rate * group.local)
-        link = max(times, key=times.__getitem__)
-        between = group.nodes - 1 if group.nodes > 1 else 0
-        hops = between * NETWORK_HOP + (group.ranks - 1 - between) * self._node_hop
-        return Message(times[link] + START + hops, sent, link)
+        outside = sent / (self.network_rate * group.local) if between else 0.0
+        link = "network" if outside + far > inside + near else self.cluster.gpu.link
+        return Message(max(inside, outside) + START + near + far, sent, link)
 
     def reduce(self, size: float, group: Group) -> Message:
         """Return the cost of an all-reduce: a ring, or a tree if its few hops are worth more than its bandwidth."""

@@ -64,13 +64,18 @@ def read_run(row: Mapping[str, str | None]) -> Run:
         layout = replace(layout, engine="megatron")
     gpu = find_gpu(cells.get("gpu", "A100-80"))
     per_node = min(int(cells.get("per_node", gpu.per_node)), layout.ranks)
-    # Usual networks: one 200 Gbit/s card for each A100, 400 for each Hopper, 100 for four of the older ones.
-    usual = {"A100-80": 200, "A100-40": 200, "V100": 25, "L40S": 50, "4090": 12.5}.get(gpu.name, 400) * per_node
+    usual = _USUAL_NETWORKS.get(gpu.name, 400) * per_node
     network = float(cells.get("network_gbit", usual)) * 1e9 / 8
     seconds = _seconds(cells, layout, seq)
     memory = float(cells["mem_gb"]) * 1e9 if "mem_gb" in cells else None
     name = f"{cells.get('source', '')} {model.name} {layout}"
     return Run(name, Cluster(gpu, layout.ranks, per_node, network), model, software, layout, seq, seconds, memory)
+
+
+_USUAL_NETWORKS: Mapping[str, float] = {
+    "A100-80": 200, "A100-40": 200, "V100": 25, "L40S": 50, "4090": 12.5, "MI250X": 100
+}  # fmt: skip
+"""Gbit/s of a GPU's share of its node's cards; 400 for those that are not listed."""
 
 
 def _year(cells: Mapping[str, str]) -> float:
@@ -86,7 +91,7 @@ def _year(cells: Mapping[str, str]) -> float:
 
 
 _ATTENTION = ((2022.7, 0), (2023.6, 1), (9999.0, 2))
-"""Generation of the usual attention kernel until a year: flash attention came in mid-2022, its second one in mid-2023."""
+"""Generation of the usual attention kernel until a year: the first came in mid-2022, the second in mid-2023."""
 _ATTENTION_HF = ((2024.0, 0), (9999.0, 2))
 """The same in transformers, which had separate kernels by default until version 4.36."""
 

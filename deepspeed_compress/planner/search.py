@@ -1,11 +1,12 @@
 """Ranking of all layouts by the days that a training run takes."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from deepspeed_compress.planner.calibration import CALIBRATED
 from deepspeed_compress.planner.cluster import Cluster
+from deepspeed_compress.planner.gpus import CALIBRATED_GPU
 from deepspeed_compress.planner.layout import Engine, Layout
 from deepspeed_compress.planner.layouts import Layouts
 from deepspeed_compress.planner.learning import extra_tokens, loss_gap, outside
@@ -94,8 +95,8 @@ class Job:
 
     def outside(self, layout: Layout) -> Iterator[str]:
         """Yield what of this job lies outside of the runs that the model was fitted to."""
-        if self.cluster.gpu.name != CALIBRATED.gpu:
-            yield f"{self.cluster.gpu.name}: constants are scaled from {CALIBRATED.gpu}"
+        if self.cluster.gpu.name != CALIBRATED_GPU:
+            yield f"{self.cluster.gpu.name}: constants are scaled from {CALIBRATED_GPU}"
         if self.software.name != CALIBRATED.software:
             yield f"{self.software.name}: all fitted runs used Megatron"
         low, high = CALIBRATED.parameters
@@ -151,8 +152,8 @@ def _best_of_each_kind(found: Iterable[Candidate]) -> list[Candidate]:
     best: dict[tuple[object, ...], Candidate] = {}
     for one in found:
         layout = one.layout
-        kind = (layout.engine, layout.tensor, layout.pipeline, layout.zero, layout.shard_within, layout.islands)
-        kind += (bool(layout.gradient_bits or layout.weight_bits),)
+        sizes = (layout.tensor, layout.pipeline, layout.zero, layout.shard_within, layout.islands)
+        kind = (layout.engine, *sizes, bool(layout.gradient_bits or layout.weight_bits))
         if kind not in best or one.days < best[kind].days:
             best[kind] = one
     return sorted(best.values(), key=lambda one: one.days)
@@ -171,37 +172,51 @@ class Turn:
     factor: float
 
 
+_CHANGES: Mapping[str, Callable[[Cluster, float], Cluster]] = {
+    "the network": lambda cluster, factor: replace(cluster, network=cluster.network * factor),
+    "links inside nodes": lambda cluster, factor: _with_gpu(cluster, link_rate=cluster.gpu.link_rate * factor),
+    "matrix products": lambda cluster, factor: _with_gpu(cluster, peak=cluster.gpu.peak * factor),
+    "memory": lambda cluster, factor: _with_gpu(cluster, memory_rate=cluster.gpu.memory_rate * factor),
+}
+
+
+def _with_gpu(cluster: Cluster, **rates: float) -> Cluster:
+    return replace(cluster, gpu=replace(cluster.gpu, **rates))  # type: ignore[arg-type]
+
+
 def turns(job: Job, first: Layout, second: Layout) -> Iterator[Turn]:
     """Yield the smallest changes of a rate, up to 16 times, from which on `second` is faster than `first`."""
-    gpu = job.cluster.gpu
-    changes: dict[str, Callable[[float], Cluster]] = {
-        "network": lambda factor: replace(job.cluster, network=job.cluster.network * factor),
-        gpu.link: lambda factor: replace(job.cluster, gpu=replace(gpu, link_rate=gpu.link_rate * factor)),
-        "matrix products": lambda factor: replace(job.cluster, gpu=replace(gpu, peak=gpu.peak * factor)),
-        "memory bandwidth": lambda factor: replace(job.cluster, gpu=replace(gpu, memory_rate=gpu.memory_rate * factor)),
-    }
-    for what, change in changes.items():
+    for what, change in _CHANGES.items():
         for direction in (2.0, 0.5):
-            factor = _crossing(lambda factor, change=change: _lead(job, change(factor), first, second), direction)  # type: ignore[misc]
+            factor = _crossing(Race(job, change, first, second), direction)
             if factor is not None:
                 yield Turn(what, factor)
 
 
-def _lead(job: Job, cluster: Cluster, first: Layout, second: Layout) -> float:
-    """Return the days by which `first` is ahead of `second` on a cluster."""
-    changed = replace(job, cluster=cluster)
-    one, two = (changed.candidate(changed.predictor(layout).predict(layout)) for layout in (first, second))
-    return two.days - one.days
+@dataclass(frozen=True, slots=True)
+class Race:
+    """Two layouts on clusters that differ by one rate."""
+
+    job: Job
+    change: Callable[[Cluster, float], Cluster]
+    first: Layout
+    second: Layout
+
+    def lead(self, factor: float) -> float:
+        """Return the days by which the first is ahead if the rate is `factor` times as high."""
+        job = replace(self.job, cluster=self.change(self.job.cluster, factor))
+        one, two = (job.candidate(job.predictor(layout).predict(layout)) for layout in (self.first, self.second))
+        return two.days - one.days
 
 
-def _crossing(lead: Callable[[float], float], direction: float) -> float | None:
-    """Return the factor at which the lead ends, between 1 and `direction` to the fourth power, or None."""
+def _crossing(race: Race, direction: float) -> float | None:
+    """Return the factor at which the lead ends, between 1 and the fourth power of `direction`, or None."""
     near, far = 1.0, direction
-    while lead(far) > 0:
-        if abs(far) in (16.0, 1 / 16):
+    while race.lead(far) > 0:
+        if far == direction**4:
             return None
         near, far = far, far * direction
-    for _ in range(12):
+    for _ in range(10):
         middle = (near * far) ** 0.5
-        near, far = (middle, far) if lead(middle) > 0 else (near, middle)
+        near, far = (middle, far) if race.lead(middle) > 0 else (near, middle)
     return far

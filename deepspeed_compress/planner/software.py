@@ -6,41 +6,53 @@ from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
-class Software:
-    """Costs of a program. Bytes are those that forward moves per element; backward moves `backward` times as many.
+class Elementwise:
+    """Bytes per element that the elementwise kernels of a program move in forward.
 
     Attributes:
-        name: Name to print.
         norm: Bytes per element of hidden states, for each of the two norms of a layer.
         residual: Bytes per element of hidden states, for each of the two additions; dropout takes 3 more.
         activation: Bytes per element of the MLP's width without a gate.
         gated: Bytes per element of the MLP's width with a gate.
         rotary: Bytes per element of queries and keys, for rotary positions.
         scores: Bytes per pair of tokens and head for mask and softmax, without a flash kernel.
-        loss: Bytes per logit, forward and backward together.
         backward: Bytes of backward relative to those of forward.
-        kernels: Kernels of a layer's forward; backward has twice as many.
-        dispatch: Seconds of the CPU per kernel. Below them, the GPU waits for the CPU.
-        hooks: Seconds per layer and micro-batch in which the GPU waits, because the CPU gathers and releases parts (ZeRO 3).
-        optimizer: Bytes per parameter that the rank updates.
-        accumulate: Bytes per parameter and micro-batch to add gradients.
-        gradient: Bytes of a gradient element on the network.
-        overlaps: Whether data-parallel messages of every ZeRO stage overlap with computation.
-        tensor_overlaps: Whether all-reduces of tensor-parallel backward overlap with weight gradients.
-        every_micro_batch: Whether ZeRO 2 reduces after every micro-batch.
-        selective: Share of the matrix products that selective recomputation repeats; 0 if it repeats only the attention.
-        attention: Generation of the flash-attention kernel; 0 for separate kernels.
     """
 
-    name: str
     norm: float
     residual: float
     activation: float
     gated: float
     rotary: float
     scores: float
-    loss: float
     backward: float
+
+
+@dataclass(frozen=True, slots=True)
+class Software:
+    """Costs of a program.
+
+    Attributes:
+        name: Name to print.
+        elementwise: Bytes that elementwise kernels move.
+        loss: Bytes per logit, forward and backward together.
+        kernels: Kernels of a layer's forward; backward has twice as many.
+        dispatch: Seconds of the CPU per kernel. Below them, the GPU waits for the CPU.
+        hooks: Seconds per layer and micro-batch in which the GPU waits for the CPU to gather and release parts of
+            the model (ZeRO 3).
+        optimizer: Bytes per parameter that the rank updates.
+        accumulate: Bytes per parameter and micro-batch to add gradients.
+        gradient: Bytes of a gradient element on the network.
+        overlaps: Whether data-parallel messages of every ZeRO stage overlap with computation.
+        tensor_overlaps: Whether all-reduces of tensor-parallel backward overlap with weight gradients.
+        every_micro_batch: Whether ZeRO 2 reduces after every micro-batch.
+        selective: Share of the matrix products that selective recomputation repeats; 0 if it repeats only attention.
+        attention: Generation of the flash-attention kernel; 0 for separate kernels.
+    """
+
+    name: str
+    elementwise: Elementwise
+    loss: float
     kernels: int
     dispatch: float
     hooks: float
@@ -54,45 +66,29 @@ class Software:
     attention: int = 2
 
 
-_FUSED = {"norm": 4.0, "residual": 4.0, "activation": 4.0, "gated": 6.0, "rotary": 4.0, "scores": 4.0, "backward": 1.6}
+_FUSED = Elementwise(norm=4, residual=4, activation=4, gated=6, rotary=4, scores=4, backward=1.6)
 """One kernel for each: two-byte elements, read once and written once."""
-_PLAIN = {
-    "norm": 8.0,
-    "residual": 6.0,
-    "activation": 8.0,
-    "gated": 10.0,
-    "rotary": 16.0,
-    "scores": 8.0,
-    "backward": 1.8,
-}
+_PLAIN = Elementwise(norm=8, residual=6, activation=8, gated=10, rotary=16, scores=8, backward=1.8)
 """PyTorch's own fused norms and activations, and separate kernels for everything else."""
-_EAGER = {
-    "norm": 26.0,
-    "residual": 6.0,
-    "activation": 12.0,
-    "gated": 10.0,
-    "rotary": 22.0,
-    "scores": 14.0,
-    "backward": 2.0,
-}
+_EAGER = Elementwise(norm=26, residual=6, activation=12, gated=10, rotary=22, scores=14, backward=2.0)
 """Separate kernels: norms and softmax in fp32 take up to five, rotary positions take six."""
 
 SOFTWARE: Mapping[str, Software] = MappingProxyType(
     {
         "megatron": Software(
-            "megatron", **_FUSED, loss=36, kernels=20, dispatch=7e-6, hooks=0, optimizer=42, accumulate=8, gradient=4,
+            "megatron", _FUSED, loss=36, kernels=20, dispatch=7e-6, hooks=0, optimizer=42, accumulate=8, gradient=4,
             overlaps=True, tensor_overlaps=True, every_micro_batch=False, selective=0,
         ),
         "fsdp": Software(
-            "fsdp", **_PLAIN, loss=30, kernels=30, dispatch=8e-6, hooks=2e-4, optimizer=50, accumulate=6, gradient=2,
+            "fsdp", _PLAIN, loss=30, kernels=30, dispatch=8e-6, hooks=2e-4, optimizer=50, accumulate=6, gradient=2,
             overlaps=True, tensor_overlaps=False, every_micro_batch=True, selective=0.5,
         ),
         "deepspeed": Software(
-            "deepspeed", **_EAGER, loss=40, kernels=45, dispatch=9e-6, hooks=1.5e-3, optimizer=56, accumulate=6,
+            "deepspeed", _EAGER, loss=40, kernels=45, dispatch=1.2e-5, hooks=1.5e-3, optimizer=56, accumulate=6,
             gradient=2, overlaps=False, tensor_overlaps=False, every_micro_batch=True, selective=0,
         ),
         "hf": Software(
-            "hf", **_EAGER, loss=52, kernels=55, dispatch=1.2e-5, hooks=2e-3, optimizer=56, accumulate=6,
+            "hf", _EAGER, loss=52, kernels=48, dispatch=1.6e-5, hooks=2e-3, optimizer=56, accumulate=6,
             gradient=2, overlaps=False, tensor_overlaps=False, every_micro_batch=True, selective=0,
         ),
     }

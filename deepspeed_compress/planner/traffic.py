@@ -11,7 +11,7 @@ from deepspeed_compress.planner.model import Model
 
 Window = Literal["nothing", "last backward", "backward", "first forward", "all"]
 
-BUCKETS = 8
+BUCKETS = 8.0
 """Messages that a model's gradients are sent in (configuration page: buckets of an eighth of the model)."""
 SCALE_BITS = 0.125
 """Bits of the scales of method `blockwise` per element: 32 for each block of 256."""
@@ -82,9 +82,9 @@ def tensor_traffic(links: Links, device: Device, model: Model, seq: int, layout:
 
 def stage_message(links: Links, model: Model, seq: int, layout: Layout) -> Message:
     """Return the cost of the messages of a micro-batch between stages, forward and backward."""
-    size = layout.micro * seq * model.hidden * HALF
     # Megatron sends each tensor rank's part, and gathers the parts inside the node.
-    size /= layout.tensor if layout.engine == "megatron" else 1
+    parts = layout.tensor if layout.engine == "megatron" else 1
+    size = layout.micro * seq * model.hidden * HALF / parts
     return links.send(size, links.cluster.nodes > 1).times(2 * layout.virtual)
 
 

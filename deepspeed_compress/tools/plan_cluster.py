@@ -12,6 +12,7 @@ from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.planner.calibration import CALIBRATED
 from deepspeed_compress.planner.cluster import read_cluster
 from deepspeed_compress.planner.files import command, ds_config
+from deepspeed_compress.planner.gpus import CALIBRATED_GPU
 from deepspeed_compress.planner.learning import critical_batch
 from deepspeed_compress.planner.model import read_model
 from deepspeed_compress.planner.predict import Prediction
@@ -20,6 +21,11 @@ from deepspeed_compress.planner.software import SOFTWARE
 
 SHOWN, OTHERS = 10, 3
 """Rows of the table: layouts that the program can start, and layouts that only Megatron can."""
+WIDTH = 130
+"""Least width of tables in characters."""
+LEGEND = """\
+Names: zero1 is the ZeRO stage; d replicas, t tensor ranks, p stages, v interleaved stages; node8 shards within nodes;
+b1x16 is the micro-batch and their number; g4, w4 are bits of gradients, weights; i2every30 are 2 islands, 30 steps."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -100,10 +106,11 @@ def _print_plan(plan: Plan, job: Job) -> None:
     table.add_section()
     for number, candidate in enumerate(plan.others[:OTHERS], 1):
         table.add_row(f"M{number}", *_cells(candidate, plan, job))
-    console = Console()
-    console.print(table)
+    # A narrower table would cut the names of layouts.
+    Console(width=max(Console().width, WIDTH)).print(table)
+    print(LEGEND)
     for line in _notes(plan, job):
-        console.print(line, highlight=False, markup=False)
+        print(line)
     _print_refused(plan)
 
 
@@ -141,11 +148,11 @@ def _notes(plan: Plan, job: Job) -> Iterator[str]:
         yield "M: only Megatron can start it (interleaved stages, sequence parallelism)."
     limit = critical_batch(job.tokens)
     if job.batch * job.seq > limit:
-        yield f"The batch is larger than the critical one of about {short(limit)} tokens: it needs more tokens for a loss."
+        yield f"The batch exceeds the critical one of about {short(limit)} tokens, so the run needs more tokens."
     outside = list(job.outside(plan.candidates[0].layout))
     if outside:
-        yield f"Outside of the calibration ({CALIBRATED.gpu}, {CALIBRATED.software}): {'; '.join(outside)}."
-    yield f"{plan.considered:,} layouts predicted. ds-compress plan cluster ... --explain 1 shows the terms of the first."
+        yield f"Outside of the calibration ({CALIBRATED_GPU}, {CALIBRATED.software}): {'; '.join(outside)}."
+    yield f"{plan.considered:,} layouts predicted. --explain 1 shows the terms of the first."
 
 
 def _print_refused(plan: Plan) -> None:
@@ -181,8 +188,7 @@ def _explain(candidate: Candidate, plan: Plan, job: Job) -> None:
     for term in sorted(prediction.terms, key=lambda term: -term.seconds):
         sent = f"{term.sent / 1e9:.3g}" if term.sent else ""
         table.add_row(term.name, f"{term.seconds:.3g}", f"{term.busy:.3g}", sent, term.kind, term.formula, term.source)
-    console = Console()
-    console.print(table)
+    Console(width=max(Console().width, WIDTH)).print(table)
     parts = (
         ("states", memory.states),
         ("activations", memory.activations),
