@@ -1,5 +1,6 @@
 """Public figures of GPUs, and the constants that turn them into achieved rates."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -93,6 +94,13 @@ _GPUS = (
     _gpu("GH200", 989, (102.0, 4000), ("NVLink", 450), 4, 0.82, _FLASH_HOPPER, f"GH200 data sheet; {_MAMF}"),
     _gpu("B200", 2250, (192.0, 8000), ("NVLink", 900), 8, 0.77, _FLASH_HOPPER, f"HGX B200 data sheet; {_MAMF}"),
     _gpu("GB200", 2500, (192.0, 8000), ("NVLink", 900), 72, 0.74, _FLASH_HOPPER, "GB200 NVL72 data sheet"),
+    _gpu("H20", 148, (103.0, 4000), ("NVLink", 450), 8, 0.90, _FLASH_HOPPER, "H20 data sheet"),
+    _gpu("H100-PCIe", 756, (85.0, 2000), ("PCIe", 64), 8, 0.79, _FLASH_HOPPER, "H100 data sheet"),
+    _gpu("A800", 312, (85.1, 2039), ("NVLink", 200), 8, 0.87, _FLASH_AMPERE, "A800 data sheet; rates as A100"),
+    _gpu("A6000", 155, (51.5, 768), ("PCIe", 32), 8, 0.80, _FLASH_AMPERE, "RTX A6000 data sheet"),
+    _gpu(
+        "3090", 71, (25.8, 936), ("PCIe", 16), 8, 0.93, _FLASH_AMPERE, "GA102 whitepaper; no peer access: by the host"
+    ),
     _gpu("V100", 125, (34.1, 900), ("NVLink", 150), 8, 0.75, _FLASH_OTHER, "V100 data sheet (32 GB)"),
     _gpu("L40S", 362, (51.5, 864), ("PCIe", 32), 8, 0.70, _FLASH_AMPERE, "L40S data sheet"),
     _gpu(
@@ -105,21 +113,20 @@ _GPUS = (
 )
 
 GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.name: gpu for gpu in _GPUS})
-_ALIASES: Mapping[str, str] = MappingProxyType(
-    {"A100": "A100-80", "A100-80GB": "A100-80", "A100-40GB": "A100-40", "RTX4090": "4090", "V100-32": "V100"}
-)
 
 
-def find_gpu(name: str) -> Gpu:
-    """Return the GPU called `name`, in any case, with or without "-SXM".
+def find_gpu(text: str) -> Gpu:
+    """Return the GPU whose name `text` has or contains, such as "H100", "A100-SXM4-40GB" or "RTX 4090".
 
     Raises:
         ConfigError: The table has no such GPU.
     """
-    plain = name.upper().replace(" ", "").replace("-SXM4", "").replace("-SXM5", "").replace("-SXM", "")
-    plain = _ALIASES.get(plain, plain)
-    if plain not in GPUS:
+    plain = text.upper().replace(" ", "").replace("-SXM4", "").replace("-SXM5", "").replace("-SXM", "")
+    if re.match("(NVIDIA-?)?A100", plain):
+        plain = "A100-40" if "40G" in plain or plain.endswith("40") else "A100-80"
+    names = [name for name in GPUS if name.upper() in plain]
+    if not names:
         raise ConfigError(
-            f"--gpus: {name} is not in the table (allowed: {', '.join(GPUS)}); write 64xH100, for example"
+            f"--gpus: {text} is not in the table (allowed: {', '.join(GPUS)}); write 64xH100, for example"
         )
-    return GPUS[plain]
+    return GPUS[max(names, key=len)]

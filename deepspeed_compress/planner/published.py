@@ -66,7 +66,7 @@ def read_run(row: Mapping[str, str | None]) -> Run:
     per_node = min(int(cells.get("per_node", gpu.per_node)), layout.ranks)
     usual = _USUAL_NETWORKS.get(gpu.name, 400) * per_node
     network = float(cells.get("network_gbit", usual)) * 1e9 / 8
-    seconds = _seconds(cells, layout, seq)
+    seconds = _seconds(cells, model, layout, seq)
     memory = float(cells["mem_gb"]) * 1e9 if "mem_gb" in cells else None
     name = f"{cells.get('source', '')} {model.name} {layout}"
     return Run(name, Cluster(gpu, layout.ranks, per_node, network), model, software, layout, seq, seconds, memory)
@@ -112,6 +112,12 @@ def _software(cells: Mapping[str, str], layout: Layout, year: float) -> Software
     return replace(software, attention=attention)
 
 
+def _zero(text: str) -> int:
+    """Return the ZeRO stage; full sharding of FSDP equals stage 3."""
+    digits = re.search("[0-3]", text)
+    return int(digits[0]) if digits else 3 if "fsdp" in text.lower() else 0
+
+
 def _layout(cells: Mapping[str, str]) -> Layout:
     tensor, pipeline = int(cells.get("tp", 1)), int(cells.get("pp", 1))
     data = int(cells.get("dp", 0)) or int(cells["gpus"]) // (tensor * pipeline)
@@ -123,7 +129,7 @@ def _layout(cells: Mapping[str, str]) -> Layout:
         tensor=tensor,
         pipeline=pipeline,
         data=data,
-        zero=int(cells.get("zero", 0)),
+        zero=_zero(cells.get("zero", "0")),
         micro=micro,
         accumulation=max(1, round(batch / (micro * data))),
         recompute=recompute,
@@ -149,11 +155,12 @@ _SHAPES: Mapping[tuple[int, int], tuple[int, int]] = {
 
 
 def _model(cells: Mapping[str, str]) -> Model:
-    hidden, heads = int(cells["hidden"]), int(cells["heads"])
-    vocab, name = int(cells.get("vocab", 51200)), cells.get("model", "model")
+    hidden, name = int(cells["hidden"]), cells.get("model", "model")
+    heads = int(cells.get("heads", hidden // 128))
     text = f"{name} {cells.get('note', '')}".lower()
     usual = bool(re.search("llama|mistral|mixtral|qwen|vicuna|deepseek", text))
     gated = cells.get("gated", str(usual)).lower() in ("1", "true", "yes")
+    vocab = int(cells.get("vocab", 32000 if gated else 51200))
     plain = (round(8 * hidden / 3 / 256) * 256 if gated else 4 * hidden, heads)
     ffn, kv_heads = _SHAPES.get((hidden, vocab), plain) if gated else plain
     if "65b" in text:
@@ -177,10 +184,16 @@ def _model(cells: Mapping[str, str]) -> Model:
     )
 
 
-def _seconds(cells: Mapping[str, str], layout: Layout, seq: int) -> float | None:
-    """Return the measured seconds of a step, from the step time or from tokens per second and GPU."""
+def _seconds(cells: Mapping[str, str], model: Model, layout: Layout, seq: int) -> float | None:
+    """Return the measured seconds of a step, from its time, tokens per second and GPU, or TFLOP/s and GPU."""
+    tokens = layout.batch * seq / layout.ranks
     if "step_s" in cells:
         return float(cells["step_s"])
     if "tok_s_gpu" in cells:
-        return layout.batch * seq / (float(cells["tok_s_gpu"]) * layout.ranks)
-    return None
+        return tokens / float(cells["tok_s_gpu"])
+    if "tflops_gpu" not in cells:
+        return None
+    # Megatron's convention counts all pairs of tokens, and the recomputed forward pass if it says "HW".
+    everything = model.flops_per_token(seq) + 6 * model.layers * seq * model.heads * model.head_size
+    repeated = 4 / 3 if layout.recompute == "full" and "HW" in cells.get("tflops_kind", "") else 1.0
+    return tokens * everything * repeated / (float(cells["tflops_gpu"]) * 1e12)

@@ -197,6 +197,8 @@ def _explain(candidate: Candidate, plan: Plan, job: Job) -> None:
     )
     sizes = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts)
     print(f"Memory: {memory.total / 1e9:.1f} GB of {job.cluster.gpu.memory / 1e9:.1f} ({sizes}): {candidate.verdict}.")
+    peak = job.model.flops_per_token(job.seq) * prediction.rate / (job.cluster.gpus * job.cluster.gpu.peak)
+    print(f"Model FLOPs: {100 * peak:.0f} % of the GPUs' peak.")
     print(f"Tokens: {100 * candidate.extra:.1f} % more than without compression, for the same loss.")
     for line in _rivals(candidate, plan, job):
         print(line)
