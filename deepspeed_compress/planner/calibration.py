@@ -19,7 +19,7 @@ class Calibrated:
     network: float
 
 
-CALIBRATED = Calibrated("megatron", (1.7e9, 1.0e12), 3072, 200e9)
+CALIBRATED = Calibrated("megatron", (1.6e9, 1.02e12), 3072, 200e9)
 """The 18 runs of `published_steps.csv`, whose nodes have eight cards of 200 Gbit/s."""
 FITTED = Constants()
 """Result of `fit` for the runs of `published_steps.csv`."""

@@ -7,7 +7,10 @@ from deepspeed_compress.planner.layout import Layout
 
 
 def ds_config(layout: Layout, cluster: Cluster) -> dict[str, Any]:
-    """Return the DeepSpeed configuration of a layout that DeepSpeed can start."""
+    """Return the DeepSpeed configuration of a layout that DeepSpeed can start.
+
+    `train_batch_size` is left to DeepSpeed, which counts tensor ranks as replicas in its check of that key.
+    """
     zero: dict[str, Any] = {"stage": layout.zero}
     if layout.zero >= 2:
         zero["overlap_comm"] = True
@@ -24,7 +27,6 @@ def ds_config(layout: Layout, cluster: Cluster) -> dict[str, Any]:
             "outer": {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.5},
         }
     return {
-        "train_batch_size": layout.batch,
         "train_micro_batch_size_per_gpu": layout.micro,
         "gradient_accumulation_steps": layout.accumulation,
         "gradient_clipping": 1.0,
