@@ -1,7 +1,7 @@
 """Seconds of collectives: bandwidth of the links, and a delay for each hop (the alpha-beta model)."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deepspeed_compress.planner.cluster import NETWORK_SHARE, Cluster
 from deepspeed_compress.planner.gpus import Constants
@@ -32,20 +32,27 @@ class Message:
 
     Attributes:
         seconds: Seconds that it takes.
-        sent: Bytes that a rank sends.
+        inside: Bytes that a rank sends to others in its node.
+        outside: Bytes that a rank sends to other nodes, as a mean over the ranks of the node.
         link: Slowest link on its way.
     """
 
     seconds: float
-    sent: float
+    inside: float
+    outside: float
     link: str
 
     def times(self, count: float) -> "Message":
         """Return the cost of `count` such messages."""
-        return Message(count * self.seconds, count * self.sent, self.link)
+        return Message(count * self.seconds, count * self.inside, count * self.outside, self.link)
+
+    def then(self, other: "Message") -> "Message":
+        """Return the cost of this message and another after it, named after the slower link."""
+        link = self.link if self.seconds >= other.seconds else other.link
+        return Message(self.seconds + other.seconds, self.inside + other.inside, self.outside + other.outside, link)
 
 
-NOTHING = Message(0.0, 0.0, "none")
+NOTHING = Message(0.0, 0.0, 0.0, "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +84,11 @@ class Links:
         between = group.nodes - 1
         near, far = (group.ranks - 1 - between) * self._node_hop, between * NETWORK_HOP
         inside = sent / self.node_rate if group.local > 1 else 0.0
+        crossing = sent / group.local if between else 0.0
         # Each node sends the buffer once, over the cards that belong to the group's share of the node.
         outside = sent / (self.network_rate * group.local) if between else 0.0
         link = "network" if outside + far > inside + near else self.cluster.gpu.link
-        return Message(max(inside, outside) + START + near + far, sent, link)
+        return Message(max(inside, outside) + START + near + far, sent - crossing, crossing, link)
 
     def reduce(self, size: float, group: Group) -> Message:
         """Return the cost of an all-reduce: a ring, or a tree if its few hops are worth more than its bandwidth."""
@@ -90,7 +98,7 @@ class Links:
         depth = 2 * (math.log2(group.nodes) * NETWORK_HOP * 2 + (group.local - 1) * self._node_hop)
         # A tree reaches about 0.9 of a ring's bandwidth.
         tree = self._without_hops(size, group) / 0.9 + START + depth
-        return Message(min(ring.seconds, tree), ring.sent, ring.link)
+        return replace(ring, seconds=min(ring.seconds, tree))
 
     def _without_hops(self, size: float, group: Group) -> float:
         sent = 2 * size * (group.ranks - 1) / group.ranks
@@ -106,13 +114,14 @@ class Links:
         link = max(times, key=times.__getitem__)
         # NCCL serves eight peers at a time.
         hops = (group.ranks - 1) / 8 * (NETWORK_HOP if group.nodes > 1 else self._node_hop)
-        return Message(times[link] + START + hops, inside + outside, link)
+        return Message(times[link] + START + hops, inside, outside, link)
 
     def send(self, size: float, far: bool) -> Message:
         """Return the cost of a message to one rank, in another node if `far`."""
         rate = self.network_rate if far else self.node_rate
         hop = NETWORK_HOP if far else self._node_hop
-        return Message(size / rate + hop, size, "network" if far else self.cluster.gpu.link)
+        seconds = size / rate + hop
+        return Message(seconds, 0.0, size, "network") if far else Message(seconds, size, 0.0, self.cluster.gpu.link)
 
     @property
     def _node_hop(self) -> float:

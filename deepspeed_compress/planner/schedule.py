@@ -15,7 +15,7 @@ from deepspeed_compress.planner.compute import (
 from deepspeed_compress.planner.layout import Layout
 from deepspeed_compress.planner.links import NOTHING, SOURCE, Links, Message
 from deepspeed_compress.planner.model import Model
-from deepspeed_compress.planner.term import Term
+from deepspeed_compress.planner.term import Term, local
 from deepspeed_compress.planner.traffic import DataParallel, Traffic, largest_stage, stage_message, tensor_traffic
 
 CONTENTION = 0.2
@@ -91,7 +91,7 @@ def step_terms(links: Links, device: Device, model: Model, seq: int, layout: Lay
         ("messages between stages", between, 1.0),
     ):
         if message.seconds:
-            formula = f"{count} micro-batches x {message.sent / 1e9:.3g} GB"
+            formula = f"{count} micro-batches x {(message.inside + message.outside) / 1e9:.3g} GB"
             terms.append(_message_term(name, message.times(count), share, formula))
     if layout.pipeline > 1:
         terms.append(_bubble(layout, model, batch, exposed * tensor.message.seconds, between.seconds))
@@ -126,11 +126,15 @@ def _computing(batch: MicroBatch, layout: Layout, device: Device) -> Iterator[Te
     )
     for name, kind, seconds, formula, source in rows:
         total = count * seconds
-        yield Term(name, kind, total, total, 0.0, f"{formula}; {count} micro-batches x {1e3 * seconds:.4g} ms", source)
+        yield Term(
+            name, kind, total, total, 0.0, 0.0, f"{formula}; {count} micro-batches x {1e3 * seconds:.4g} ms", source
+        )
 
 
 def _message_term(name: str, message: Message, exposed: float, formula: str) -> Term:
-    return Term(name, message.link, exposed * message.seconds, message.seconds, message.sent, formula, SOURCE)
+    return Term(
+        name, message.link, exposed * message.seconds, message.seconds, message.inside, message.outside, formula, SOURCE
+    )
 
 
 def _bubble(layout: Layout, model: Model, batch: MicroBatch, tensor: float, between: float) -> Term:
@@ -141,14 +145,14 @@ def _bubble(layout: Layout, model: Model, batch: MicroBatch, tensor: float, betw
     mean = layers * layer + head / layout.pipeline + between
     seconds = (layout.pipeline - 1) * mean / layout.virtual
     formula = f"({layout.pipeline} - 1) stages x {1e3 * mean:.4g} ms / {layout.virtual}"
-    return Term("pipeline bubble", "bubble", seconds, seconds, 0.0, formula, "2104.04473, section 2.2")
+    return local("pipeline bubble", "bubble", seconds, formula, "2104.04473, section 2.2")
 
 
 def _optimizer(device: Device, model: Model, layout: Layout) -> Term:
     owned = largest_stage(model, layout).parameters / (layout.shards if layout.zero else 1)
     seconds = optimizer_seconds(device, owned)
     formula = f"{owned:.3g} parameters x {device.software.optimizer:g} bytes"
-    return Term("optimizer", "memory", seconds, seconds, 0.0, formula, f"Adam in mixed precision; {_FITTED}")
+    return local("optimizer", "memory", seconds, formula, f"Adam in mixed precision; {_FITTED}")
 
 
 def _hidden(traffic: Traffic, free: dict[str, float]) -> Iterator[Term]:
@@ -161,4 +165,6 @@ def _hidden(traffic: Traffic, free: dict[str, float]) -> Iterator[Term]:
     yield _message_term(traffic.name, traffic.message, exposed, f"{traffic.formula}; {hidden:.3g} s hidden")
     if traffic.coding:
         source = "bytes that the kernels move (traffic.py)"
-        yield Term(f"coding of {traffic.name}", "memory", traffic.coding, traffic.coding, 0.0, traffic.formula, source)
+        yield Term(
+            f"coding of {traffic.name}", "memory", traffic.coding, traffic.coding, 0.0, 0.0, traffic.formula, source
+        )

@@ -19,6 +19,8 @@ TIE = 0.05
 """Relative difference of days within which layouts should be measured: most of the error is common to all of them."""
 HOPELESS = 1.5
 """Factor of the best days above which a layout's computation alone rules it out."""
+GAIN = 0.01
+"""Relative gain below which compression of gradients, of weights, or islands are not worth their settings."""
 _DAY = 86400.0
 
 
@@ -59,6 +61,12 @@ class Plan:
     others: tuple[Candidate, ...]
     considered: int
     refused: Counter[str]
+
+    @property
+    def recommended(self) -> Candidate:
+        """The first of the fastest that surely fits into memory; the fastest if none does."""
+        tied = (one for one in self.candidates if self.is_tied(one) and one.verdict == "fits")
+        return next(tied, self.candidates[0])
 
     def is_tied(self, candidate: Candidate) -> bool:
         """Return True if the prediction cannot tell this candidate from the fastest."""
@@ -148,15 +156,27 @@ def _computing_days(candidate: Candidate) -> float:
 
 
 def _best_of_each_kind(found: Iterable[Candidate]) -> list[Candidate]:
-    """Return the fastest candidate of each kind, sorted. Kinds differ in what one would have to start differently."""
+    """Return the fastest candidate of each kind, sorted. Kinds differ in what one would have to start differently.
+
+    Variants with compression or islands are left out unless they gain `GAIN` for each thing that they compress.
+    """
     best: dict[tuple[object, ...], Candidate] = {}
     for one in found:
-        layout = one.layout
-        sizes = (layout.tensor, layout.pipeline, layout.zero, layout.shard_within, layout.islands)
-        kind = (layout.engine, *sizes, bool(layout.gradient_bits or layout.weight_bits))
-        if kind not in best or one.days < best[kind].days:
+        kind = (*_division(one.layout), one.layout.islands, one.layout.compressed)
+        if kind not in best or _handicapped(one) < _handicapped(best[kind]):
             best[kind] = one
-    return sorted(best.values(), key=lambda one: one.days)
+    plain = {_division(one.layout): one for one in best.values() if not one.layout.compressed}
+    worth = (one for one in best.values() if _handicapped(one) <= plain[_division(one.layout)].days)
+    return sorted(worth, key=lambda one: one.days)
+
+
+def _division(layout: Layout) -> tuple[object, ...]:
+    return (layout.engine, layout.tensor, layout.pipeline, layout.zero, layout.shard_within)
+
+
+def _handicapped(candidate: Candidate) -> float:
+    layout = candidate.layout
+    return candidate.days * (1 + GAIN * sum((layout.gradient_bits > 0, layout.weight_bits > 0, layout.islands > 1)))
 
 
 @dataclass(frozen=True, slots=True)

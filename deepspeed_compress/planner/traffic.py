@@ -153,11 +153,11 @@ class DataParallel:
         payload = elements / inside * (bits + SCALE_BITS) / 8
         message = self.links.exchange(payload, between)
         if zero == 0:
-            message = _sum(message, self.links.gather(payload, between))
+            message = message.then(self.links.gather(payload, between))
         if inside == 1:
             return message
         summed = self.links.gather(elements * self.device.software.gradient, self.links.group(local, stride))
-        return _sum(message, summed.times(1 if zero else 2))
+        return message.then(summed.times(1 if zero else 2))
 
     def _updated(self) -> Traffic:
         """Return the gather of updated weights under ZeRO 1 and 2."""
@@ -188,7 +188,7 @@ class DataParallel:
         bits = layout.gradient_bits
         if bits:
             payload = elements * (bits + SCALE_BITS) / 8
-            message = _sum(self.links.exchange(payload, group), self.links.gather(payload, group))
+            message = self.links.exchange(payload, group).then(self.links.gather(payload, group))
         else:
             message = self.links.reduce(elements * self.device.software.gradient, group)
         coding = self.device.moved((ENCODE + DECODE) * elements) if bits else 0.0
@@ -200,13 +200,7 @@ class DataParallel:
         layout, elements = self.layout, self._parameters / (self.layout.shards if self.layout.zero else 1)
         group = self.links.group(layout.islands, layout.tensor * layout.island_size)
         payload = elements * (4 + SCALE_BITS) / 8
-        message = _sum(self.links.exchange(payload, group), self.links.gather(payload, group))
+        message = self.links.exchange(payload, group).then(self.links.gather(payload, group))
         coding = self.device.moved((ENCODE + DECODE) * elements) / layout.sync_every
         formula = f"{payload / 1e9:.3g} GB among {layout.islands} islands, every {layout.sync_every} steps"
         return Traffic("islands", message.times(1 / layout.sync_every), "nothing", coding, formula)
-
-
-def _sum(first: Message, second: Message) -> Message:
-    """Return the cost of two messages after each other, named after the slower link."""
-    link = first.link if first.seconds >= second.seconds else second.link
-    return Message(first.seconds + second.seconds, first.sent + second.sent, link)

@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         _explain(_chosen(plan, options.explain), plan, job)
     if options.output is not None:
-        _write(plan.candidates[0], job, options)
+        _write(plan.recommended, job, options)
     return 0
 
 
@@ -99,7 +99,7 @@ def _print_plan(plan: Plan, job: Job) -> None:
     title = f"{job.model.name}, {short(job.model.parameters)} parameters, on {job.cluster}"
     batch = f"{job.batch} sequences of {job.seq} tokens per step, {short(job.tokens)} tokens in all"
     table = Table(title=f"{title}\n{batch}", title_justify="left", box=box.SIMPLE)
-    for head in ("", "layout", "step in s (80 %)", "tokens/s", "GB", "sent GB", "days", "limited by"):
+    for head in ("", "layout", "step in s (80 %)", "tokens/s", "memory", "node sends", "days", "limited by"):
         table.add_column(head, justify="left" if head in ("", "layout", "limited by") else "right", no_wrap=True)
     for number, candidate in enumerate(plan.candidates[:SHOWN], 1):
         table.add_row(str(number), *_cells(candidate, plan, job))
@@ -119,13 +119,13 @@ def _cells(candidate: Candidate, plan: Plan, job: Job) -> Sequence[str]:
     low, high = prediction.interval
     tie = "* " if candidate.layout.engine == job.engine and plan.is_tied(candidate) else ""
     tight = "?" if candidate.verdict == "tight" else ""
-    sent = sum(term.sent for term in prediction.terms if term.kind == "network")
+    sent = job.cluster.per_node * sum(term.outside for term in prediction.terms)
     return (
         f"{tie}{candidate.layout}",
         f"{prediction.seconds:.3g} ({low:.3g}-{high:.3g})",
         f"{prediction.rate:,.0f}",
-        f"{prediction.memory.total / 1e9:.0f}{tight}",
-        f"{sent / 1e9:.2g}",
+        f"{prediction.memory.total / 1e9:.0f} GB{tight}",
+        f"{sent / 1e9:.3g} GB",
         f"{candidate.days:.3g}",
         limits(prediction),
     )
@@ -181,27 +181,33 @@ def _explain(candidate: Candidate, plan: Plan, job: Job) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    prediction, memory = candidate.prediction, candidate.prediction.memory
+    prediction = candidate.prediction
     table = Table(title=f"{candidate.layout}: {prediction.seconds:.4g} s", title_justify="left", box=box.SIMPLE)
-    for head in ("term", "s", "busy s", "sent GB", "resource", "formula", "source"):
-        table.add_column(head, justify="right" if head in ("s", "busy s", "sent GB") else "left")
+    numbers = ("s", "busy s", "GB in node", "GB out")
+    for head in ("term", *numbers, "resource", "formula", "source"):
+        table.add_column(head, justify="right" if head in numbers else "left")
     for term in sorted(prediction.terms, key=lambda term: -term.seconds):
-        sent = f"{term.sent / 1e9:.3g}" if term.sent else ""
-        table.add_row(term.name, f"{term.seconds:.3g}", f"{term.busy:.3g}", sent, term.kind, term.formula, term.source)
+        sizes = (f"{size / 1e9:.3g}" if size else "" for size in (term.inside, term.outside))
+        times = (f"{term.seconds:.3g}", f"{term.busy:.3g}")
+        table.add_row(term.name, *times, *sizes, term.kind, term.formula, term.source)
     Console(width=max(Console().width, WIDTH)).print(table)
-    parts = (
-        ("states", memory.states),
-        ("activations", memory.activations),
-        ("logits", memory.logits),
-        ("buffers", memory.work),
-    )
-    sizes = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts)
-    print(f"Memory: {memory.total / 1e9:.1f} GB of {job.cluster.gpu.memory / 1e9:.1f} ({sizes}): {candidate.verdict}.")
-    peak = job.model.flops_per_token(job.seq) * prediction.rate / (job.cluster.gpus * job.cluster.gpu.peak)
-    print(f"Model FLOPs: {100 * peak:.0f} % of the GPUs' peak.")
-    print(f"Tokens: {100 * candidate.extra:.1f} % more than without compression, for the same loss.")
-    for line in _rivals(candidate, plan, job):
+    for line in (*_summary(candidate, job), *_rivals(candidate, plan, job)):
         print(line)
+
+
+def _summary(candidate: Candidate, job: Job) -> Iterator[str]:
+    memory, peak = candidate.prediction.memory, job.cluster.gpus * job.cluster.gpu.peak
+    parts = {
+        "states": memory.states,
+        "activations": memory.activations,
+        "logits": memory.logits,
+        "buffers": memory.work,
+    }
+    sizes = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items())
+    yield f"Memory: {memory.total / 1e9:.1f} GB of {job.cluster.gpu.memory / 1e9:.1f} ({sizes}): {candidate.verdict}."
+    used = job.model.flops_per_token(job.seq) * candidate.prediction.rate / peak
+    yield f"Model FLOPs: {100 * used:.0f} % of the GPUs' peak."
+    yield f"Tokens: {100 * candidate.extra:.1f} % more than without compression, for the same loss."
 
 
 def _rivals(candidate: Candidate, plan: Plan, job: Job) -> Iterator[str]:

@@ -2,7 +2,7 @@ import pytest
 
 from deepspeed_compress.planner.cluster import NETWORK_SHARE, read_cluster
 from deepspeed_compress.planner.gpus import Constants
-from deepspeed_compress.planner.links import Links, Message
+from deepspeed_compress.planner.links import NOTHING, Links
 
 
 def links(gpus: str = "16xA100", network: str = "100gbit/node") -> Links:
@@ -30,6 +30,7 @@ def test_a_node_sends_a_reduced_buffer_once() -> None:
     apart = links().gather(1e9, links().group(2, 8))
     assert apart.seconds == pytest.approx(1e9 / 2 / (12.5e9 * NETWORK_SHARE / 8), rel=0.01)
     assert (together.link, apart.link) == ("network", "network")
+    assert (8 * together.outside, apart.outside) == pytest.approx((1e9 * 15 / 16, 1e9 / 2))
 
 
 def test_an_exchange_sends_each_ranks_own_part() -> None:
@@ -47,7 +48,7 @@ def test_rings_of_many_ranks_wait_for_hops_and_trees_for_few() -> None:
 
 def test_one_rank_sends_nothing() -> None:
     alone = links().group(1, 8)
-    assert links().gather(1e9, alone) == links().exchange(1e9, alone) == Message(0.0, 0.0, "none")
+    assert links().gather(1e9, alone) == links().exchange(1e9, alone) == NOTHING
     assert links().reduce(1e9, alone).seconds == 0.0
 
 
