@@ -44,7 +44,7 @@ class Memory:
         return "tight" if self.total <= size else "does not fit"
 
 
-def needed_memory(model: Model, software: Software, seq: int, layout: Layout) -> Memory:
+def needed_memory(model: Model, software: Software, seq: int, layout: Layout, per_node: int) -> Memory:
     """Return the memory of the first or the last stage, whichever needs more.
 
     The first stage keeps the activations of as many micro-batches as there are stages; the last one has the logits.
@@ -61,7 +61,7 @@ def needed_memory(model: Model, software: Software, seq: int, layout: Layout) ->
     # bf16 logits, their fp32 copy, and its gradient; Megatron's loss works in place.
     logits = tokens * model.vocab / layout.tensor * (6 if software.name == "megatron" else 10)
     last = layers * layer + max(again, logits)
-    states, work = _states(model, software, layout, parameters)
+    states, work = _states(software, layout, parameters), _buffers(model, layout, parameters, per_node)
     if layout.pipeline == 1 or last > first:
         return Memory(
             states, layers * layer + (again if again > logits else 0.0), logits if logits >= again else 0.0, work
@@ -69,24 +69,30 @@ def needed_memory(model: Model, software: Software, seq: int, layout: Layout) ->
     return Memory(states, first, 0.0, work)
 
 
-def _states(model: Model, software: Software, layout: Layout, parameters: float) -> tuple[float, float]:
-    """Return the bytes of weights, gradients and optimizer states, and of buffers for communication."""
+def _states(software: Software, layout: Layout, parameters: float) -> float:
+    """Return the bytes of weights, gradients and optimizer states."""
+    shards, megatron = layout.shards, software.name == "megatron"
+    owned = parameters / (shards if layout.zero else 1)
+    weights = 2 * parameters / (shards if layout.zero == 3 else 1)
+    gradients = (4 if megatron else 2) * parameters / (shards if layout.zero >= 2 else 1)
+    # Master weights and two moments. DeepSpeed copies the gradients that it owns to fp32 in the optimizer step.
+    return weights + gradients + (12 if megatron else 16) * owned
+
+
+def _buffers(model: Model, layout: Layout, parameters: float, per_node: int) -> float:
+    """Return the bytes of buckets, and of what compression and islands keep."""
     shards = layout.shards
-    weights = parameters * 2 / (shards if layout.zero == 3 else 1)
-    kept = 4 if software.name == "megatron" else 2
-    gradients = parameters * kept / (shards if layout.zero >= 2 else 1)
-    moments = parameters * 12 / (shards if layout.zero else 1)
-    # DeepSpeed copies its part of the gradients to fp32 in the optimizer step; buckets hold an eighth of the model.
-    copies = 0.0 if software.name == "megatron" else 4 * parameters / (shards if layout.zero else 1)
-    unit = min(parameters, 2 * model.layer_parameters / layout.tensor) if layout.zero == 3 else parameters / 8
-    buckets = 0.0 if shards == 1 else 4 * min(unit, 5e8)
+    # Buckets hold an eighth of the model, or two gathered layers.
+    bucket = min(parameters, 2 * model.layer_parameters / layout.tensor) if layout.zero == 3 else parameters / 8
+    buffers = 0.0 if shards == 1 else 4 * min(bucket, 5e8)
     if layout.gradient_bits and layout.data > 1:
-        # Error feedback in bf16, twice, because a step may be skipped (configuration page).
-        inside = layout.shard_within or 1
-        buckets += 4 * parameters / inside
+        node = per_node // layout.tensor
+        # Error feedback in bf16 for what leaves the node, twice, because a step may be skipped (configuration page).
+        buffers += 4 * parameters / (layout.shard_within or (node if layout.data > node else 1))
     if layout.islands > 1:
-        buckets += 8 * parameters / (shards if layout.zero else 1)
-    return weights + gradients + moments + copies, buckets
+        # The anchor, and the residuals of exchanges.
+        buffers += 8 * parameters / (shards if layout.zero else 1)
+    return buffers
 
 
 def kept_per_token(model: Model, software: Software, seq: int, layout: Layout) -> float:

@@ -92,7 +92,7 @@ class Predictor:
 
     def memory(self, layout: Layout) -> Memory:
         """Return the memory that a layout needs."""
-        return needed_memory(self.model, self.software, self.seq, layout)
+        return needed_memory(self.model, self.software, self.seq, layout, self.cluster.per_node)
 
     @property
     def links(self) -> Links:

@@ -205,7 +205,7 @@ def _with_gpu(cluster: Cluster, **rates: float) -> Cluster:
 
 
 def turns(job: Job, first: Layout, second: Layout) -> Iterator[Turn]:
-    """Yield the smallest changes of a rate, up to 16 times, from which on `second` is faster than `first`."""
+    """Yield the smallest changes of a rate, up to 4 times, from which on `second` is faster than `first`."""
     for what, change in _CHANGES.items():
         for direction in (2.0, 0.5):
             factor = _crossing(Race(job, change, first, second), direction)
@@ -230,10 +230,10 @@ class Race:
 
 
 def _crossing(race: Race, direction: float) -> float | None:
-    """Return the factor at which the lead ends, between 1 and the fourth power of `direction`, or None."""
+    """Return the factor at which the lead ends, between 1 and the square of `direction`, or None."""
     near, far = 1.0, direction
     while race.lead(far) > 0:
-        if far == direction**4:
+        if far == direction**2:
             return None
         near, far = far, far * direction
     for _ in range(10):

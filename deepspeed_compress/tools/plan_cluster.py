@@ -217,12 +217,10 @@ def _rivals(candidate: Candidate, plan: Plan, job: Job) -> Iterator[str]:
     if candidate is first and len(ranked) < 2:
         return
     second = ranked[1] if candidate is first else candidate
-    found = list(turns(job, first.layout, second.layout))
-    yield f"{second.layout} ({second.days:.3g} days) would be faster than {first.layout} ({first.days:.3g} days):"
-    for turn in found:
+    yield f"{second.layout} ({second.days:.3g} days) would be faster than {first.layout} ({first.days:.3g} days)"
+    for turn in turns(job, first.layout, second.layout):
         yield f"  with {turn.factor:.2g} times the rate of {turn.what}"
-    if not found:
-        yield "  with no rate of a link, of matrix products or of memory up to 16 times higher or lower"
+    yield f"  if the latter took {100 * (second.days / first.days - 1):.0f} % longer than predicted"
 
 
 def _write(candidate: Candidate, job: Job, options: argparse.Namespace) -> None:

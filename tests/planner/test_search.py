@@ -87,10 +87,10 @@ def test_ten_thousand_gpus_take_seconds() -> None:
 
 
 def test_a_change_that_lets_the_second_win_does_so() -> None:
-    task = job("64xH100", "400gbit")
+    task = job("64xH100", "1200gbit")
     compressed, plain = layout(shard_within=8, gradient_bits=4), layout(shard_within=8)
     factor = next(turn.factor for turn in turns(task, compressed, plain) if turn.what == "the network")
     assert factor > 1
-    faster = job("64xH100", f"{400 * factor * 1.01:.3f}gbit")
+    faster = job("64xH100", f"{1200 * factor * 1.01:.3f}gbit")
     days = [faster.candidate(faster.predictor(one).predict(one)).days for one in (compressed, plain)]
     assert days[1] < days[0]
