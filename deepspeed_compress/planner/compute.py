@@ -56,9 +56,9 @@ class Device:
     software: Software
 
     def product(self, rows: float, columns: float, inner: float) -> float:
-        """Return the seconds of a matrix product: its operations, and its matrices read and written once."""
+        """Return the seconds of a matrix product: of its operations, or to read and write its matrices (roofline)."""
         operations = 2 * rows * columns * inner / self.gpu.matmul_rate(self.constants)
-        return operations + self.moved(HALF * (rows * inner + inner * columns + rows * columns))
+        return max(operations, self.moved(HALF * (rows * inner + inner * columns + rows * columns)))
 
     def moved(self, size: float) -> float:
         """Return the seconds in which a kernel reads and writes `size` bytes."""

@@ -22,10 +22,10 @@ class Constants:
         kernel: Seconds that a kernel takes beyond its work: start, tail, and the gap to the next one.
     """
 
-    matmul: float = 0.889
-    memory: float = 0.736
-    link: float = 0.646
-    kernel: float = 8.2e-6
+    matmul: float = 0.819
+    memory: float = 0.647
+    link: float = 0.610
+    kernel: float = 8.99e-6
 
 
 @dataclass(frozen=True, slots=True)

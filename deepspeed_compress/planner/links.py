@@ -10,7 +10,7 @@ NODE_HOP, NETWORK_HOP, PCIE_HOP = 3.4e-6, 14e-6, 5.7e-6
 """Seconds of a hop in a ring, of large messages (NCCL, src/graph/tuning.cc, `hwLatencies`, protocol Simple)."""
 START = 8.4e-6
 """Seconds that a collective takes to start (the same file, `baseLat`)."""
-SOURCE = "alpha-beta: shares of the links' rates; hops of NCCL's tuning.cc"
+SOURCE = "links.py; hops of NCCL"
 
 
 @dataclass(frozen=True, slots=True)

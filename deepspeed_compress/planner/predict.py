@@ -18,7 +18,7 @@ SPREAD = {"compute": 0.05, "memory": 0.10, "launch": 0.4, "bubble": 0.10, "netwo
 LINK_SPREAD = 0.15
 FITTED_GPU, SCALED_GPU = 0.07, 0.09
 """Relative standard error of a whole step on the GPU of the fit, and on one whose constants are scaled from it."""
-PROGRAMS = {"megatron": 0.0, "fsdp": 0.08, "deepspeed": 0.12, "hf": 0.15}
+PROGRAMS = {"megatron": 0.0, "megatron-deepspeed": 0.08, "fsdp": 0.08, "deepspeed": 0.12, "hf": 0.15}
 """The same by program. None but Megatron was in the fit."""
 QUANTILE = 1.28
 """Standard errors on each side of an interval that holds in 80 % of the cases."""

@@ -1,7 +1,7 @@
 """Published training steps as predictions: one CSV format for calibration and for checks.
 
 Columns: those of `published_steps.csv` (sizes of the model, GPUs, layout, step time). Empty cells take the usual value.
-Further columns are read if they exist: `software` (megatron, fsdp, deepspeed, hf), `attention` (generation of the flash
+Further columns are read if they exist: `software` (a key of `SOFTWARE`), `attention` (generation of the flash
 kernel; 0 for separate kernels), `network_gbit` (rate of a node), `per_node`, `ffn`, `kv_heads`, `head_size`, `gated`,
 `tied`, `experts`, `active`, `shard_within`, and `year`.
 """
@@ -98,7 +98,12 @@ _ATTENTION_HF = ((2024.0, 0), (9999.0, 2))
 
 def _software(cells: Mapping[str, str], layout: Layout, year: float) -> Software:
     text = f"{cells.get('software', '')} {cells.get('source', '')} {cells.get('note', '')}".lower()
-    names = {"megatron": "megatron|nemo|sc21", "hf": r"\bhf\b|hugging|axolotl|trainer", "fsdp": "fsdp|titan|foundry"}
+    names = {
+        "megatron-deepspeed": "megatron-deepspeed|bloom|mt-?nlg",
+        "megatron": "megatron|nemo|sc21",
+        "hf": r"\bhf\b|hugging|axolotl|trainer",
+        "fsdp": "fsdp|titan|foundry",
+    }
     divided = layout.tensor > 1 or layout.pipeline > 1
     usual = "megatron" if divided else "deepspeed" if layout.zero == 3 or "deepspeed" in text else "fsdp"
     found = next((name for name, pattern in names.items() if re.search(pattern, text)), usual)

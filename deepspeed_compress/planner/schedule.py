@@ -20,7 +20,7 @@ from deepspeed_compress.planner.traffic import DataParallel, Traffic, largest_st
 
 CONTENTION = 0.2
 """Seconds that computation loses per second of a hidden message: NCCL's channels occupy 24 of 108 multiprocessors."""
-_FITTED = "fitted to published runs on A100 (published_steps.csv)"
+_FITTED = "fitted on A100"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def _computing(batch: MicroBatch, layout: Layout, device: Device) -> Iterator[Te
     work, constants, count = batch.work, device.constants, layout.accumulation
     hooks = batch.layers * device.software.hooks if layout.zero == 3 else 0.0
     rate, bandwidth = device.gpu.matmul_rate(constants), device.gpu.memory_rate * constants.memory
-    shares = f"{constants.matmul:.3f} and {constants.memory:.3f} of the A100's peaks; {_FITTED}"
+    shares = f"{constants.matmul:.3f} and {constants.memory:.3f} of peak; {_FITTED}"
     program = f"{device.software.name}: software.py"
     products = f"operations / {rate / 1e12:.0f} TFLOP/s + bytes / {bandwidth / 1e9:.0f} GB/s"
     rows = (
@@ -125,16 +125,13 @@ def _computing(batch: MicroBatch, layout: Layout, device: Device) -> Iterator[Te
         ("hooks of ZeRO 3", "launch", hooks, f"{1e3 * device.software.hooks:g} ms per layer", program),
     )
     for name, kind, seconds, formula, source in rows:
-        total = count * seconds
-        yield Term(
-            name, kind, total, total, 0.0, 0.0, f"{formula}; {count} micro-batches x {1e3 * seconds:.4g} ms", source
-        )
+        figures = f"{formula}; {count} micro-batches x {1e3 * seconds:.4g} ms"
+        yield local(name, kind, count * seconds, figures, source)
 
 
 def _message_term(name: str, message: Message, exposed: float, formula: str) -> Term:
-    return Term(
-        name, message.link, exposed * message.seconds, message.seconds, message.inside, message.outside, formula, SOURCE
-    )
+    busy, sizes = message.seconds, (message.inside, message.outside)
+    return Term(name, message.link, exposed * busy, busy, *sizes, formula, SOURCE)
 
 
 def _bubble(layout: Layout, model: Model, batch: MicroBatch, tensor: float, between: float) -> Term:
@@ -152,7 +149,7 @@ def _optimizer(device: Device, model: Model, layout: Layout) -> Term:
     owned = largest_stage(model, layout).parameters / (layout.shards if layout.zero else 1)
     seconds = optimizer_seconds(device, owned)
     formula = f"{owned:.3g} parameters x {device.software.optimizer:g} bytes"
-    return local("optimizer", "memory", seconds, formula, f"Adam in mixed precision; {_FITTED}")
+    return local("optimizer", "memory", seconds, formula, "software.py")
 
 
 def _hidden(traffic: Traffic, free: dict[str, float]) -> Iterator[Term]:
@@ -164,7 +161,4 @@ def _hidden(traffic: Traffic, free: dict[str, float]) -> Iterator[Term]:
     exposed = (seconds - hidden + CONTENTION * hidden) / seconds if seconds else 0.0
     yield _message_term(traffic.name, traffic.message, exposed, f"{traffic.formula}; {hidden:.3g} s hidden")
     if traffic.coding:
-        source = "bytes that the kernels move (traffic.py)"
-        yield Term(
-            f"coding of {traffic.name}", "memory", traffic.coding, traffic.coding, 0.0, 0.0, traffic.formula, source
-        )
+        yield local(f"coding of {traffic.name}", "memory", traffic.coding, traffic.formula, "traffic.py")

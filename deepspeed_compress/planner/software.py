@@ -79,6 +79,10 @@ SOFTWARE: Mapping[str, Software] = MappingProxyType(
             "megatron", _FUSED, loss=36, kernels=20, dispatch=7e-6, hooks=0, optimizer=42, accumulate=8, gradient=4,
             overlaps=True, tensor_overlaps=True, every_micro_batch=False, selective=0,
         ),
+        "megatron-deepspeed": Software(
+            "megatron-deepspeed", _FUSED, loss=36, kernels=20, dispatch=7e-6, hooks=1.5e-3, optimizer=56, accumulate=12,
+            gradient=2, overlaps=False, tensor_overlaps=False, every_micro_batch=True, selective=0,
+        ),
         "fsdp": Software(
             "fsdp", _PLAIN, loss=30, kernels=30, dispatch=8e-6, hooks=2e-4, optimizer=50, accumulate=6, gradient=2,
             overlaps=True, tensor_overlaps=False, every_micro_batch=True, selective=0.5,

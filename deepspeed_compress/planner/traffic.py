@@ -81,11 +81,15 @@ def tensor_traffic(links: Links, device: Device, model: Model, seq: int, layout:
 
 
 def stage_message(links: Links, model: Model, seq: int, layout: Layout) -> Message:
-    """Return the cost of the messages of a micro-batch between stages, forward and backward."""
-    # Megatron sends each tensor rank's part, and gathers the parts inside the node.
-    parts = layout.tensor if layout.engine == "megatron" else 1
-    size = layout.micro * seq * model.hidden * HALF / parts
-    return links.send(size, links.cluster.nodes > 1).times(2 * layout.virtual)
+    """Return the cost of the messages of a micro-batch between stages, forward and backward.
+
+    Megatron sends each tensor rank's part, gathers the parts inside the node, and sends while it receives. DeepSpeed sends
+    everything from every tensor rank, and one message after the other.
+    """
+    megatron = layout.engine == "megatron"
+    size = layout.micro * seq * model.hidden * HALF / (layout.tensor if megatron else 1)
+    sent = links.send(size, links.cluster.nodes > 1)
+    return sent.times(2 * layout.virtual) if megatron else sent.times(4)
 
 
 @dataclass(frozen=True, slots=True)
