@@ -112,6 +112,7 @@ def step_terms(links: Links, device: Device, model: Model, seq: int, layout: Lay
 def _computing(batch: MicroBatch, layout: Layout, device: Device) -> Iterator[Term]:
     work, constants, count = batch.work, device.constants, layout.accumulation
     hooks = batch.layers * device.software.hooks if layout.zero == 3 else 0.0
+    idle = device.software.idle * (batch.forward + batch.backward)
     rate, bandwidth = device.gpu.matmul_rate(constants), device.gpu.memory_rate * constants.memory
     shares = f"{constants.matmul:.3f} and {constants.memory:.3f} of peak; {_FITTED}"
     program = f"{device.software.name}: software.py"
@@ -122,6 +123,7 @@ def _computing(batch: MicroBatch, layout: Layout, device: Device) -> Iterator[Te
         ("elementwise kernels", "memory", work.elementwise, f"bytes / {bandwidth / 1e9:.0f} GB/s", program),
         ("starts of kernels", "launch", work.kernels, f"{constants.kernel * 1e6:.1f} us per kernel", _FITTED),
         ("waiting for the CPU", "launch", batch.waiting, "kernels of a layer x dispatch - time of the GPU", program),
+        ("idle GPU", "launch", idle, f"{device.software.idle:g} of the computation", program),
         ("hooks of ZeRO 3", "launch", hooks, f"{1e3 * device.software.hooks:g} ms per layer", program),
     )
     for name, kind, seconds, formula, source in rows:

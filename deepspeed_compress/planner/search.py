@@ -104,16 +104,16 @@ class Job:
     def outside(self, layout: Layout) -> Iterator[str]:
         """Yield what of this job lies outside of the runs that the model was fitted to."""
         if self.cluster.gpu.name != CALIBRATED_GPU:
-            yield f"{self.cluster.gpu.name}: constants are scaled from {CALIBRATED_GPU}"
+            yield f"{self.cluster.gpu.name}: scaled from {CALIBRATED_GPU}"
         if self.software.name != CALIBRATED.software:
-            yield f"{self.software.name}: all fitted runs used Megatron"
+            yield f"{self.software.name}: fitted on {CALIBRATED.software}"
         low, high = CALIBRATED.parameters
         if not low <= self.model.parameters <= high:
             yield f"{self.model.parameters / 1e9:.3g}B parameters (fitted: {low / 1e9:g}B to {high / 1e9:g}B)"
         if self.cluster.gpus > CALIBRATED.gpus:
             yield f"{self.cluster.gpus:,} GPUs (fitted: up to {CALIBRATED.gpus:,})"
         if self.cluster.nodes > 1 and self.cluster.network < CALIBRATED.network:
-            yield "networks below 1,600 Gbit/s per node"
+            yield f"network below {CALIBRATED.network * 8e-9:,.0f} Gbit/s per node"
         yield from outside(layout, self.model.parameters)
 
 

@@ -1,7 +1,7 @@
 """What a training program adds to the arithmetic of a model: memory traffic, kernels, and work of the CPU."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 
@@ -40,6 +40,7 @@ class Software:
         dispatch: Seconds of the CPU per kernel. Below them, the GPU waits for the CPU.
         hooks: Seconds per layer and micro-batch in which the GPU waits for the CPU to gather and release parts of
             the model (ZeRO 3).
+        idle: Share of the computation in which the GPU is idle: data, logging, the allocator, synchronization.
         optimizer: Bytes per parameter that the rank updates.
         accumulate: Bytes per parameter and micro-batch to add gradients.
         gradient: Bytes of a gradient element on the network.
@@ -56,6 +57,7 @@ class Software:
     kernels: int
     dispatch: float
     hooks: float
+    idle: float
     optimizer: float
     accumulate: float
     gradient: float
@@ -73,28 +75,70 @@ _PLAIN = Elementwise(norm=8, residual=6, activation=8, gated=10, rotary=16, scor
 _EAGER = Elementwise(norm=26, residual=6, activation=12, gated=10, rotary=22, scores=14, backward=2.0)
 """Separate kernels: norms and softmax in fp32 take up to five, rotary positions take six."""
 
-SOFTWARE: Mapping[str, Software] = MappingProxyType(
-    {
-        "megatron": Software(
-            "megatron", _FUSED, loss=36, kernels=20, dispatch=7e-6, hooks=0, optimizer=42, accumulate=8, gradient=4,
-            overlaps=True, tensor_overlaps=True, every_micro_batch=False, selective=0,
-        ),
-        "megatron-deepspeed": Software(
-            "megatron-deepspeed", _FUSED, loss=36, kernels=20, dispatch=7e-6, hooks=1.5e-3, optimizer=56, accumulate=12,
-            gradient=2, overlaps=False, tensor_overlaps=False, every_micro_batch=True, selective=0,
-        ),
-        "fsdp": Software(
-            "fsdp", _PLAIN, loss=30, kernels=30, dispatch=8e-6, hooks=2e-4, optimizer=50, accumulate=6, gradient=2,
-            overlaps=True, tensor_overlaps=False, every_micro_batch=True, selective=0.5,
-        ),
-        "deepspeed": Software(
-            "deepspeed", _EAGER, loss=40, kernels=45, dispatch=1.2e-5, hooks=1.5e-3, optimizer=56, accumulate=6,
-            gradient=2, overlaps=False, tensor_overlaps=False, every_micro_batch=True, selective=0,
-        ),
-        "hf": Software(
-            "hf", _EAGER, loss=52, kernels=48, dispatch=1.6e-5, hooks=2e-3, optimizer=56, accumulate=6,
-            gradient=2, overlaps=False, tensor_overlaps=False, every_micro_batch=True, selective=0,
-        ),
-    }
-)  # fmt: skip
-"""Costs by program. Bytes and kernels are counted from the programs' operators; times of the CPU are typical ones."""
+_MEGATRON = Software(
+    name="megatron",
+    elementwise=_FUSED,
+    loss=36,
+    kernels=20,
+    dispatch=7e-6,
+    hooks=0.0,
+    idle=0.0,
+    optimizer=42,
+    accumulate=8,
+    gradient=4,
+    overlaps=True,
+    tensor_overlaps=True,
+    every_micro_batch=False,
+    selective=0.0,
+)
+_DEEPSPEED = Software(
+    name="deepspeed",
+    elementwise=_EAGER,
+    loss=40,
+    kernels=45,
+    dispatch=1.2e-5,
+    hooks=1.5e-3,
+    idle=0.08,
+    optimizer=56,
+    accumulate=6,
+    gradient=2,
+    overlaps=False,
+    tensor_overlaps=False,
+    every_micro_batch=True,
+    selective=0.0,
+)
+_FSDP = replace(
+    _DEEPSPEED,
+    name="fsdp",
+    elementwise=_PLAIN,
+    loss=30,
+    kernels=30,
+    dispatch=8e-6,
+    hooks=2e-4,
+    idle=0.05,
+    optimizer=50,
+    overlaps=True,
+    selective=0.5,
+)
+_PROGRAMS = (
+    _MEGATRON,
+    _DEEPSPEED,
+    _FSDP,
+    replace(_DEEPSPEED, name="hf", loss=52, kernels=48, dispatch=1.6e-5, hooks=2e-3, idle=0.1),
+    replace(
+        _DEEPSPEED,
+        name="megatron-deepspeed",
+        elementwise=_FUSED,
+        loss=36,
+        kernels=20,
+        dispatch=7e-6,
+        idle=0.05,
+        accumulate=12,
+    ),
+)
+
+SOFTWARE: Mapping[str, Software] = MappingProxyType({program.name: program for program in _PROGRAMS})
+"""Costs by program. Bytes and kernels are counted from its operators; times of the CPU and idle shares are typical ones.
+
+Megatron's idle share is in the fitted constants.
+"""

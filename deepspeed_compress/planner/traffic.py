@@ -1,7 +1,7 @@
 """Messages of a layout: between tensor ranks, pipeline stages, replicas, and islands."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from deepspeed_compress.planner.compute import HALF, Device
@@ -83,13 +83,14 @@ def tensor_traffic(links: Links, device: Device, model: Model, seq: int, layout:
 def stage_message(links: Links, model: Model, seq: int, layout: Layout) -> Message:
     """Return the cost of the messages of a micro-batch between stages, forward and backward.
 
-    Megatron sends each tensor rank's part, gathers the parts inside the node, and sends while it receives. DeepSpeed sends
-    everything from every tensor rank, and one message after the other.
+    Megatron sends each tensor rank's part, gathers the parts inside the node, and sends while it receives. DeepSpeed
+    sends everything from every tensor rank, and waits for each of the four messages that a stage sends or receives.
     """
     megatron = layout.engine == "megatron"
     size = layout.micro * seq * model.hidden * HALF / (layout.tensor if megatron else 1)
     sent = links.send(size, links.cluster.nodes > 1)
-    return sent.times(2 * layout.virtual) if megatron else sent.times(4)
+    both = sent.times(2 * layout.virtual)
+    return both if megatron else replace(both, seconds=2 * both.seconds)
 
 
 @dataclass(frozen=True, slots=True)

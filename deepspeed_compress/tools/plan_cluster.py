@@ -9,10 +9,8 @@ from pathlib import Path
 
 from deepspeed_compress.config.numbers import short
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.planner.calibration import CALIBRATED
 from deepspeed_compress.planner.cluster import read_cluster
 from deepspeed_compress.planner.files import command, ds_config
-from deepspeed_compress.planner.gpus import CALIBRATED_GPU
 from deepspeed_compress.planner.learning import critical_batch
 from deepspeed_compress.planner.model import read_model
 from deepspeed_compress.planner.predict import Prediction
@@ -145,18 +143,18 @@ def _notes(plan: Plan, job: Job) -> Iterator[str]:
     if any(one.verdict == "tight" for one in (*plan.candidates[:SHOWN], *plan.others[:OTHERS])):
         yield "? Memory is tight: it fits only if the estimate is right."
     if plan.others:
-        yield "M: only Megatron can start it (interleaved stages, sequence parallelism)."
+        yield "M: only Megatron can start it."
     limit = critical_batch(job.tokens)
     if job.batch * job.seq > limit:
         yield f"The batch exceeds the critical one of about {short(limit)} tokens, so the run needs more tokens."
     outside = list(job.outside(plan.candidates[0].layout))
     if outside:
-        yield f"Outside of the calibration ({CALIBRATED_GPU}, {CALIBRATED.software}): {'; '.join(outside)}."
-    yield f"{plan.considered:,} layouts predicted. --explain 1 shows the terms of the first."
+        yield f"Outside of the calibration: {'; '.join(outside)}."
+    yield f"{plan.considered:,} layouts predicted; --explain 1 shows the terms of the first."
 
 
 def _print_refused(plan: Plan) -> None:
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in plan.refused.most_common())
+    reasons = ", ".join(f"{reason} ({count:,})" for reason, count in plan.refused.most_common())
     if reasons:
         print(f"Refused: {reasons}.")
 
