@@ -20,17 +20,24 @@ Verdict = Literal["fits", "tight", "does not fit"]
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of the fullest rank."""
+    """Bytes of the fullest rank.
+
+    Attributes:
+        states: Weights, gradients, and optimizer states.
+        activations: Activations that wait for backward.
+        logits: Logits, and what the loss keeps.
+        buffers: Buckets, residuals, and anchors.
+    """
 
     states: float
     activations: float
     logits: float
-    work: float
+    buffers: float
 
     @property
     def allocated(self) -> float:
         """Bytes that tensors need at the peak."""
-        return self.states + self.activations + self.logits + self.work
+        return self.states + self.activations + self.logits + self.buffers
 
     @property
     def total(self) -> float:
@@ -50,23 +57,22 @@ def needed_memory(model: Model, software: Software, seq: int, layout: Layout, pe
     The first stage keeps the activations of as many micro-batches as there are stages; the last one has the logits.
     """
     parameters = largest_stage(model, layout).parameters
-    tokens, layers = layout.micro * seq, -(-model.layers // layout.pipeline)
-    layer = tokens * kept_per_token(model, software, seq, layout)
-    full = tokens * _everything_per_token(model, software, seq, layout)
+    states, buffers = _states(software, layout, parameters), _buffers(model, layout, parameters, per_node)
+    tokens = layout.micro * seq
+    kept = tokens * kept_per_token(model, software, seq, layout) * -(-model.layers // layout.pipeline)
     # Backward computes one layer again, with all its activations.
-    again = full if layout.recompute == "full" else 0.0
-    waiting = min(layout.accumulation, layout.pipeline)
-    interleaving = 1 + (layout.pipeline - 1) / (layout.pipeline * layout.virtual) if layout.virtual > 1 else 1.0
-    first = waiting * interleaving * layers * layer + again
+    again = tokens * _everything_per_token(model, software, seq, layout) if layout.recompute == "full" else 0.0
     # bf16 logits, their fp32 copy, and its gradient; Megatron's loss works in place.
     logits = tokens * model.vocab / layout.tensor * (6 if software.name == "megatron" else 10)
-    last = layers * layer + max(again, logits)
-    states, work = _states(software, layout, parameters), _buffers(model, layout, parameters, per_node)
-    if layout.pipeline == 1 or last > first:
-        return Memory(
-            states, layers * layer + (again if again > logits else 0.0), logits if logits >= again else 0.0, work
-        )
-    return Memory(states, first, 0.0, work)
+    first = Memory(states, _waiting(layout) * kept + again, 0.0, buffers)
+    last = Memory(states, kept, logits, buffers) if logits > again else Memory(states, kept + again, 0.0, buffers)
+    return max(first, last, key=lambda stage: stage.allocated)
+
+
+def _waiting(layout: Layout) -> float:
+    """Return the micro-batches whose activations the first stage keeps (2205.05198, section 4.2.3)."""
+    interleaving = 1 + (layout.pipeline - 1) / (layout.pipeline * layout.virtual) if layout.virtual > 1 else 1.0
+    return min(layout.accumulation, layout.pipeline) * interleaving
 
 
 def _states(software: Software, layout: Layout, parameters: float) -> float:

@@ -1,6 +1,6 @@
 """From micro-batches to a step: the pipeline's bubble, and messages that hide behind computation."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from deepspeed_compress.planner.compute import (
@@ -13,14 +13,23 @@ from deepspeed_compress.planner.compute import (
     recomputed,
 )
 from deepspeed_compress.planner.layout import Layout
-from deepspeed_compress.planner.links import NOTHING, SOURCE, Links, Message
+from deepspeed_compress.planner.links import SOURCE, Links, Message
 from deepspeed_compress.planner.model import Model
 from deepspeed_compress.planner.term import Term, local
-from deepspeed_compress.planner.traffic import DataParallel, Traffic, largest_stage, stage_message, tensor_traffic
+from deepspeed_compress.planner.traffic import (
+    DataParallel,
+    Traffic,
+    Window,
+    largest_stage,
+    stage_message,
+    tensor_traffic,
+)
 
 CONTENTION = 0.2
 """Seconds that computation loses per second of a hidden message: NCCL's channels occupy 24 of 108 multiprocessors."""
 _FITTED = "fitted on A100"
+_NOTHING = 1e-9
+"""Seconds below which a term is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,32 +90,41 @@ def micro_batch(device: Device, model: Model, seq: int, layout: Layout) -> Micro
 
 def step_terms(links: Links, device: Device, model: Model, seq: int, layout: Layout, batch: MicroBatch) -> list[Term]:
     """Return the terms whose seconds add up to those of a step."""
-    count = layout.accumulation
-    terms = list(_computing(batch, layout, device))
+    traffic = DataParallel(links, device, model, layout).all()
+    terms = [
+        *_computing(batch, layout, device),
+        *_in_line(links, device, model, seq, layout, batch),
+        _optimizer(device, model, layout),
+        *_overlapping(traffic, _windows(batch, layout.accumulation)),
+    ]
+    return [term for term in terms if term.busy > _NOTHING]
+
+
+def _in_line(links: Links, device: Device, model: Model, seq: int, layout: Layout, batch: MicroBatch) -> Iterator[Term]:
+    """Yield the messages that micro-batches wait for, and the bubble of the pipeline."""
     tensor = tensor_traffic(links, device, model, seq, layout)
     exposed = 1 - (1 - CONTENTION) * tensor.hidden
-    between = stage_message(links, model, seq, layout) if layout.pipeline > 1 else NOTHING
-    for name, message, share in (
-        ("tensor-parallel all-reduces", tensor.message.times(batch.layers), exposed),
-        ("messages between stages", between, 1.0),
-    ):
-        if message.seconds:
-            formula = f"{count} micro-batches x {(message.inside + message.outside) / 1e9:.3g} GB"
-            terms.append(_message_term(name, message.times(count), share, formula))
+    yield _in_micro_batches("tensor-parallel all-reduces", tensor.message.times(batch.layers), exposed, layout)
     if layout.pipeline > 1:
-        terms.append(_bubble(layout, model, batch, exposed * tensor.message.seconds, between.seconds))
-    terms.append(_optimizer(device, model, layout))
-    window = {
+        between = stage_message(links, model, seq, layout)
+        yield _in_micro_batches("messages between stages", between, 1.0, layout)
+        yield _bubble(layout, model, batch, exposed * tensor.message.seconds, between.seconds)
+
+
+def _in_micro_batches(name: str, message: Message, exposed: float, layout: Layout) -> Term:
+    formula = f"{layout.accumulation} micro-batches x {(message.inside + message.outside) / 1e9:.3g} GB"
+    return _message_term(name, message.times(layout.accumulation), exposed, formula)
+
+
+def _windows(batch: MicroBatch, count: int) -> dict[Window, float]:
+    """Return the seconds of computation behind which messages may hide."""
+    return {
         "nothing": 0.0,
         "last backward": batch.backward,
         "backward": count * batch.backward,
         "first forward": batch.forward,
         "all": count * (batch.forward + batch.backward),
     }
-    shared = dict(window)
-    for traffic in DataParallel(links, device, model, layout).all():
-        terms += _hidden(traffic, shared)
-    return [term for term in terms if term.busy > 1e-9]
 
 
 def _computing(batch: MicroBatch, layout: Layout, device: Device) -> Iterator[Term]:
@@ -116,7 +134,7 @@ def _computing(batch: MicroBatch, layout: Layout, device: Device) -> Iterator[Te
     rate, bandwidth = device.gpu.matmul_rate(constants), device.gpu.memory_rate * constants.memory
     shares = f"{constants.matmul:.3f} and {constants.memory:.3f} of peak; {_FITTED}"
     program = f"{device.software.name}: software.py"
-    products = f"operations / {rate / 1e12:.0f} TFLOP/s + bytes / {bandwidth / 1e9:.0f} GB/s"
+    products = f"max(operations / {rate / 1e12:.0f} TFLOP/s, bytes / {bandwidth / 1e9:.0f} GB/s)"
     rows = (
         ("matrix products", "compute", work.matmul, products, shares),
         ("attention", "compute", work.attention, f"kernel of generation {device.software.attention}", "gpus.py"),
@@ -154,13 +172,13 @@ def _optimizer(device: Device, model: Model, layout: Layout) -> Term:
     return local("optimizer", "memory", seconds, formula, "software.py")
 
 
-def _hidden(traffic: Traffic, free: dict[str, float]) -> Iterator[Term]:
-    """Yield the terms of messages. They use up the computation in `free` behind which others could hide."""
-    seconds = traffic.message.seconds
-    hidden = min(seconds, free[traffic.window])
-    for window in free:
-        free[window] = max(0.0, free[window] - (hidden if window != "nothing" else 0.0))
-    exposed = (seconds - hidden + CONTENTION * hidden) / seconds if seconds else 0.0
-    yield _message_term(traffic.name, traffic.message, exposed, f"{traffic.formula}; {hidden:.3g} s hidden")
-    if traffic.coding:
-        yield local(f"coding of {traffic.name}", "memory", traffic.coding, traffic.formula, "traffic.py")
+def _overlapping(messages: Iterable[Traffic], free: dict[Window, float]) -> Iterator[Term]:
+    """Yield the terms of messages. Each uses up some of the computation in `free`, behind which others could hide."""
+    for traffic in messages:
+        seconds = traffic.message.seconds
+        hidden = min(seconds, free[traffic.window])
+        free = {window: max(0.0, left - hidden) for window, left in free.items()}
+        exposed = 1 - (1 - CONTENTION) * hidden / seconds if seconds else 0.0
+        yield _message_term(traffic.name, traffic.message, exposed, f"{traffic.formula}; {hidden:.3g} s hidden")
+        if traffic.coding:
+            yield local(f"coding of {traffic.name}", "memory", traffic.coding, traffic.formula, "traffic.py")

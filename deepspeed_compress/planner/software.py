@@ -138,7 +138,7 @@ _PROGRAMS = (
 )
 
 SOFTWARE: Mapping[str, Software] = MappingProxyType({program.name: program for program in _PROGRAMS})
-"""Costs by program. Bytes and kernels are counted from its operators; times of the CPU and idle shares are typical ones.
+"""Costs by program. Bytes and kernels are counted from its operators; times of the CPU and idle shares are typical.
 
 Megatron's idle share is in the fitted constants.
 """

@@ -35,7 +35,8 @@ def run(options: argparse.Namespace) -> int:
     if not plan.candidates:
         _print_refused(plan)
         raise ConfigError(
-            f"--gpus: no layout of {job.model.name} on {job.cluster} fits; write more GPUs, or GPUs with more memory"
+            f"--gpus: no layout of {job.model.name} that {job.engine} can start fits {job.cluster}; write more GPUs, or "
+            "GPUs with more memory"
         )
     if options.explain is None:
         _print_plan(plan, job)
@@ -199,7 +200,7 @@ def _summary(candidate: Candidate, job: Job) -> Iterator[str]:
         "states": memory.states,
         "activations": memory.activations,
         "logits": memory.logits,
-        "buffers": memory.work,
+        "buffers": memory.buffers,
     }
     sizes = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items())
     yield f"Memory: {memory.total / 1e9:.1f} GB of {job.cluster.gpu.memory / 1e9:.1f} ({sizes}): {candidate.verdict}."
@@ -212,7 +213,7 @@ def _rivals(candidate: Candidate, plan: Plan, job: Job) -> Iterator[str]:
     """Yield what would have to change for this candidate to win, or for the second to win over the first."""
     ranked = plan.candidates
     first = ranked[0]
-    if candidate is first and len(ranked) < 2:
+    if (candidate is first and len(ranked) < 2) or candidate.days < first.days:
         return
     second = ranked[1] if candidate is first else candidate
     yield f"{second.layout} ({second.days:.3g} days) would be faster than {first.layout} ({first.days:.3g} days)"
