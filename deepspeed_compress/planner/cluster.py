@@ -60,14 +60,18 @@ def read_cluster(gpus: str, network: str, per_node: int | None = None) -> Cluste
             f"--gpus: {count} GPUs do not fill nodes of {size} (allowed: multiples of {size}); write another number, "
             "or --gpus-per-node N"
         )
-    return Cluster(gpu, count, size, _network(network, size))
+    return Cluster(gpu, count, size, read_network(network, size))
 
 
 _UNITS = {"m": 1e6, "g": 1e9, "t": 1e12}
 
 
-def _network(text: str, per_node: int) -> float:
-    """Return the bytes per second of a node."""
+def read_network(text: str, per_node: int) -> float:
+    """Return the bytes per second of a node.
+
+    Raises:
+        ConfigError: The text is no rate.
+    """
     pattern = r"(?:([0-9]+)x)?([0-9.]+)([mgt])(?:bit(?:/s)?|bps)(?:/(node|gpu|card))?"
     match = re.fullmatch(pattern, text.strip().lower().replace(" ", ""))
     if match is None or _rate(match[2]) <= 0:

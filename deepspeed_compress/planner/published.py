@@ -2,7 +2,7 @@
 
 Columns: those of `published_steps.csv` (sizes of the model, GPUs, layout, step time). Empty cells take the usual value.
 Further columns are read if they exist: `software` (a key of `SOFTWARE`), `attention` (generation of the flash
-kernel; 0 for separate kernels), `network_gbit` (rate of a node), `per_node`, `ffn`, `kv_heads`, `head_size`, `gated`,
+kernel; 0 for separate kernels), `network` (as `--network`), `per_node`, `ffn`, `kv_heads`, `head_size`, `gated`,
 `tied`, `experts`, `active`, `shard_within`, and `year`.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from deepspeed_compress.planner.cluster import Cluster
+from deepspeed_compress.planner.cluster import Cluster, read_network
 from deepspeed_compress.planner.gpus import find_gpu
 from deepspeed_compress.planner.layout import Layout, Recompute
 from deepspeed_compress.planner.model import Model
@@ -64,8 +64,8 @@ def read_run(row: Mapping[str, str | None]) -> Run:
         layout = replace(layout, engine="megatron")
     gpu = find_gpu(cells.get("gpu", "A100-80"))
     per_node = min(int(cells.get("per_node", gpu.per_node)), layout.ranks)
-    usual = _USUAL_NETWORKS.get(gpu.name, 400) * per_node
-    network = float(cells.get("network_gbit", usual)) * 1e9 / 8
+    usual = f"{_USUAL_NETWORKS.get(gpu.name, 400)}gbit/gpu"
+    network = read_network(cells.get("network", usual), per_node)
     seconds = _seconds(cells, model, layout, seq)
     memory = float(cells["mem_gb"]) * 1e9 if "mem_gb" in cells else None
     name = f"{cells.get('source', '')} {model.name} {layout}"
@@ -155,8 +155,20 @@ _SHAPES: Mapping[tuple[int, int], tuple[int, int]] = {
     (16384, 128256): (53248, 8),
     (3072, 128256): (8192, 8),
     (2048, 128256): (8192, 8),
+    (2048, 32000): (5632, 4),
+    (3584, 152064): (18944, 4),
+    (5120, 152064): (13824, 8),
+    (8192, 152064): (29568, 8),
 }
-"""MLP width and key-value heads of Llama models, by hidden size and vocabulary (their config.json)."""
+"""MLP width and key-value heads of Llama and Qwen models, by hidden size and vocabulary (their config.json)."""
+
+
+_NAMED_SHAPES: Mapping[str, tuple[int, int]] = {
+    "llama.*65b": (22016, 64),
+    "mistral.*7b|mixtral.*8x7b": (14336, 8),
+    "mixtral.*8x22b": (16384, 8),
+}
+"""The same for models that share their hidden size and vocabulary with others."""
 
 
 def _model(cells: Mapping[str, str]) -> Model:
@@ -168,8 +180,9 @@ def _model(cells: Mapping[str, str]) -> Model:
     vocab = int(cells.get("vocab", 32000 if gated else 51200))
     plain = (round(8 * hidden / 3 / 256) * 256 if gated else 4 * hidden, heads)
     ffn, kv_heads = _SHAPES.get((hidden, vocab), plain) if gated else plain
-    if "65b" in text:
-        ffn, kv_heads = 22016, 64
+    for pattern, sizes in _NAMED_SHAPES.items():
+        if re.search(pattern, text):
+            ffn, kv_heads = sizes
     return Model(
         name=name,
         family="llama" if gated else "gpt2",
@@ -183,8 +196,8 @@ def _model(cells: Mapping[str, str]) -> Model:
         vocab=vocab,
         tied=cells.get("tied", str(not gated)).lower() in ("1", "true", "yes"),
         positions=0 if gated else int(float(cells["seq"])),
-        experts=int(cells.get("experts", 1)),
-        active=int(cells.get("active", 1)),
+        experts=int(cells.get("experts", 8 if "mixtral" in text else 1)),
+        active=int(cells.get("active", 2 if "mixtral" in text else 1)),
         dropout=not gated and not re.search("mpt|opt|neox", text),
     )
 

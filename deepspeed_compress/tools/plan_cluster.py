@@ -35,8 +35,8 @@ def run(options: argparse.Namespace) -> int:
     if not plan.candidates:
         _print_refused(plan)
         raise ConfigError(
-            f"--gpus: no layout of {job.model.name} that {job.engine} can start fits {job.cluster}; write more GPUs, or "
-            "GPUs with more memory"
+            f"--gpus: no layout of {job.model.name} that {job.engine} can start fits {job.cluster}; write more GPUs, "
+            "or GPUs with more memory"
         )
     if options.explain is None:
         _print_plan(plan, job)

@@ -51,7 +51,7 @@ def test_a_row_with_few_cells_takes_usual_values() -> None:
 
 def test_tokens_per_second_become_seconds() -> None:
     cells = {"layers": "32", "hidden": "4096", "heads": "32", "seq": "2048", "gpus": "8", "mbs": "4", "gbs": "64"}
-    run = read_run({**cells, "zero": "3", "tok_s_gpu": "2048", "mem_gb": "40", "software": "hf", "network_gbit": "100"})
+    run = read_run({**cells, "zero": "3", "tok_s_gpu": "2048", "mem_gb": "40", "software": "hf", "network": "100gbit"})
     assert run.seconds == pytest.approx(8.0)
     assert (run.memory, run.software.name, run.layout.accumulation) == (40e9, "hf", 2)
     assert run.cluster.network == pytest.approx(12.5e9)
