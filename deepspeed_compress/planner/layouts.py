@@ -117,10 +117,12 @@ class Layouts:
                 )
 
     def _islands(self, layout: Layout) -> Iterator[Layout]:
-        """Yield islands of whole nodes."""
+        """Yield islands of whole nodes. In islands of one replica, all ZeRO stages are alike."""
         for islands in DILOCO:
             size, left = divmod(layout.data, islands)
-            if islands > 1 and not left and size * layout.tensor % self.cluster.per_node == 0:
+            if islands == 1 or left or (size == 1 and layout.zero > 1):
+                continue
+            if size * layout.tensor % self.cluster.per_node == 0:
                 yield replace(layout, islands=islands, sync_every=SYNC_EVERY)
 
 

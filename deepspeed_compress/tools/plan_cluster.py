@@ -19,7 +19,7 @@ from deepspeed_compress.planner.software import SOFTWARE
 
 SHOWN, OTHERS = 10, 3
 """Rows of the table: layouts that the program can start, and layouts that only Megatron can."""
-WIDTH = 130
+WIDTH = 160
 """Least width of tables in characters."""
 LEGEND = """\
 Names: zero1 is the ZeRO stage; d replicas, t tensor ranks, p stages, v interleaved stages; node8 shards within nodes;
