@@ -80,10 +80,10 @@ class Predictor:
     constants: Constants = field(default_factory=Constants)
     _batches: dict[Layout, MicroBatch] = field(default_factory=dict)
 
-    def predict(self, layout: Layout, memory: Memory | None = None) -> Prediction:
+    def predict(self, layout: Layout) -> Prediction:
         """Return the prediction of a layout."""
         terms = step_terms(self.links, self.device, self.model, self.seq, layout, self._batch(layout))
-        return Prediction(layout, tuple(terms), memory or self.memory(layout), layout.batch * self.seq, self._common)
+        return Prediction(layout, tuple(terms), self.memory(layout), layout.batch * self.seq, self._common)
 
     @property
     def _common(self) -> float:
