@@ -62,8 +62,8 @@ class Publisher:
         every: number of calls of `publish` per version.
         full_every: number of versions per full copy.
         keep_full: number of full copies to keep. Everything before the oldest of them is deleted.
-        asynchronous: encode and store in a thread, so that `publish` only copies the weights to host memory. Call `wait` at
-            the end of training.
+        asynchronous: encode and store in a thread, so that `publish` only copies the weights to host memory. Call
+            `wait` at the end of training.
 
     Attributes:
         calls: number of calls of `publish` so far.
