@@ -4,8 +4,8 @@
 
 A model is first trained at a high learning rate. From there, AdamW continues at each of `--lr`, and every step is
 published in bf16. Steps while Adam's moments adapt to the new learning rate are left out. A receiver applies each
-version, and its weights are compared bit by bit. Speeds are those of one thread (by processor time), on one version, next to
-a copy of the same weights.
+version, and its weights are compared bit by bit. Speeds are those of one thread, by processor time, for one version,
+next to a copy of the same weights.
 """
 
 import argparse
@@ -128,11 +128,17 @@ def speeds(old: Sequence[Tensor], new: Sequence[Tensor]) -> tuple[float, float, 
     held = [one.clone() for one in old]
     seconds = (
         fastest(lambda: [encode(before, after) for before, after in zip(old, new, strict=True)]),
-        fastest(lambda: [apply(payload, one) for payload, one in zip(payloads, held, strict=True)]),
+        fastest(lambda: apply_all(payloads, held)),
         fastest(lambda: [one.copy_(before) for one, before in zip(held, old, strict=True)]),
     )
     encoding, applying, copying = (sum(2 * one.numel() for one in new) / 1e6 / one for one in seconds)
     return encoding, applying, copying
+
+
+def apply_all(payloads: Sequence[bytes], held: Sequence[Tensor]) -> None:
+    """Apply a change to each of `held`."""
+    for payload, one in zip(payloads, held, strict=True):
+        apply(payload, one)
 
 
 def fastest(call: Callable[[], object]) -> float:
