@@ -138,6 +138,7 @@ TABLE = {
         "torch megatron numpy packaging",
     ),
     "rollout": allow("collectives.buckets collectives.objects compression.compressors.base errors", "pydantic torch"),
+    "rollout.served_store": allow("rollout.store errors transport"),
     "rollout.changes": allow("compression.kernels.reference_bits errors", "numpy torch zstandard"),
     "models": allow("config.names errors", "torch deepspeed transformers safetensors", lazily="megatron"),
     "training": allow(
