@@ -3,6 +3,7 @@
 Nothing here imports torch, deepspeed or transformers.
 """
 
+from deepspeed_compress.config.activations import Activations, PipelineActivations, TensorActivations
 from deepspeed_compress.config.candidates import gradient_candidates, weight_candidates
 from deepspeed_compress.config.checkpointing import Checkpointing, MemoryCheckpoints
 from deepspeed_compress.config.communication import Communication
@@ -53,6 +54,7 @@ from deepspeed_compress.config.sparse_methods import SparseConfig
 __all__ = [
     "MASK",
     "SECTION",
+    "Activations",
     "Adaptive",
     "AnyCompressedGradients",
     "Auto",
@@ -82,11 +84,13 @@ __all__ = [
     "OverrideConfig",
     "Parallelism",
     "Phase",
+    "PipelineActivations",
     "PowerSGDGradients",
     "Ramp",
     "Rollback",
     "Schedule",
     "SparseConfig",
+    "TensorActivations",
     "WeightsConfig",
     "brief",
     "check_world",
