@@ -16,8 +16,8 @@ import torch
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor import (
     KINDS,
-    SAVED,
     PHASES,
+    SAVED,
     Event,
     EventLog,
     Journal,

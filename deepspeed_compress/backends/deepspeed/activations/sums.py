@@ -65,9 +65,11 @@ class CompressedSum:
 
     def __call__(self, x: Tensor) -> Tensor:
         group, meter = self.group, self.reducer.run.meter
-        if x.dtype not in DTYPES or not x.numel():
+        if x.dtype not in DTYPES:
             return ExactSum(group)(x)
         total, before = x.clone(memory_format=torch.contiguous_format), meter.bytes_tensor
+        if not x.numel():
+            return total
         self.reducer.all_reduce(total.view(-1), _partition(total.numel(), group.size()), 1.0)
         meter.count("bytes_tensor_saved", ring_all_reduce(x.nbytes, group.size()) + before - meter.bytes_tensor)
         return total
