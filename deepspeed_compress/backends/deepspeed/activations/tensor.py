@@ -45,15 +45,15 @@ def attach_tensor(engine: Any, settings: TensorActivations, run: Run, patches: P
     model, bits = engine.module, settings.bits
     gradients: _SumOver = ExactSum
     hooks: list[_Attached] = []
-    if bits is not None:
-        gradients = cache(lambda group: compressed_sum(group, gradient_codec(bits), run))
-        hooks += _take_over_rows(model, cache(lambda group: compressed_sum(group, activation_codec(bits), run)))
-    hooks += _take_over_columns(model, gradients, settings, run)
     leave = weakref.finalize(engine, _leave, hooks)
     leave.atexit = False
     patches.on_undo(leave)
     patches.precede(engine, "destroy", leave)
     patches.replace(engine, "compile", _refuse_to_compile)
+    if bits is not None:
+        gradients = cache(lambda group: compressed_sum(group, gradient_codec(bits), run))
+        hooks += _take_over_rows(model, cache(lambda group: compressed_sum(group, activation_codec(bits), run)))
+    hooks += _take_over_columns(model, gradients, settings, run)
 
 
 def _refuse_to_compile(*_: Any, **__: Any) -> None:
