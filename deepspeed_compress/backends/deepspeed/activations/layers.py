@@ -52,7 +52,7 @@ class LayerHooks:
         They leave calls to DeepSpeed that are traced, or in which it sums by other means than in each layer. Hooks of
         another engine may have taken over already.
         """
-        if layer is not self._layer():
+        if not self._is_own(layer):
             return False
         if self._runs:  # an interrupt has ended the last call before its hook
             self.restore(layer)
@@ -64,7 +64,10 @@ class LayerHooks:
 
     def _ran(self, layer: Any) -> bool:
         """Return True if the hooks have taken over the call of `layer` that ends now."""
-        return self._runs and layer is self._layer()
+        return self._runs and self._is_own(layer)
+
+    def _is_own(self, layer: Any) -> bool:
+        return self._layer() is layer
 
     def restore(self, layer: Any) -> None:
         """Give the layer its group again."""

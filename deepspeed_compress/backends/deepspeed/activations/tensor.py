@@ -88,7 +88,8 @@ def _take_over_rows(model: nn.Module, sum_over: _SumOver) -> Iterator[_Attached]
     """Sum outputs by `sum_over` in training."""
     training = TrainingPass(model)
     yield training
-    for layer in filter(is_row, model.modules()):
+    rows: list[Any] = list(filter(is_row, model.modules()))
+    for layer in rows:
         hooks = RowHooks(layer, sum_over(layer.mp_group), training)
         hooks.attach(layer)
         yield hooks

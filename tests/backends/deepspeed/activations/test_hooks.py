@@ -99,7 +99,7 @@ def gradient(model: nn.Module, x: Tensor) -> Tensor:
     return x.grad
 
 
-def plain(one: Shared) -> nn.Module:
+def plain(one: Shared) -> Attention:
     """Return a copy without our sums, as a deepcopy is."""
     return copy.deepcopy(one.model)
 
@@ -161,7 +161,7 @@ def test_recomputation_of_one_layer_of_three(recomputed: str, reentrant: bool) -
             layer = getattr(model, name)
             again = recompute and name == recomputed
             read.append(checkpoint(layer, y, use_reentrant=reentrant) if again else layer(y))
-        torch.stack(read).sin().sum().backward()
+        torch.stack(read).sin().sum().backward()  # type: ignore[no-untyped-call]
         return x.grad  # type: ignore[return-value]
 
     expected = 2 * run(plain(one), hidden(), False)
@@ -185,7 +185,7 @@ def test_a_backward_pass_through_one_layer_alone() -> None:
     read = [layer(y) for layer in one.layers]
     read[1].sum().backward()
     expected = hidden()
-    plain(one).k(expected.tanh()).sum().backward()  # type: ignore[operator]
+    plain(one).k(expected.tanh()).sum().backward()
     assert torch.allclose(x.grad, 2 * expected.grad)  # type: ignore[arg-type, operator]
 
 
@@ -231,7 +231,7 @@ def test_a_copy_is_as_without_us_and_does_not_keep_the_model() -> None:
     other = plain(one)
     gradient(other, hidden())
     assert one.total.calls == 0
-    assert [layer.summed_itself for layer in (other.q, other.k, other.v)] == [1, 1, 1]  # type: ignore[attr-defined]
+    assert [layer.summed_itself for layer in (other.q, other.k, other.v)] == [1, 1, 1]
     model = weakref.ref(one.model)
     del one
     gc.collect()
@@ -254,8 +254,9 @@ def test_detached_layers_sum_by_themselves() -> None:
     with pytest.raises(KeyboardInterrupt):
         one.model(hidden())
     one.model.k.fails = None
-    for attached in (*one.hooks, one.shared):
-        attached.detach()
+    for hooks in one.hooks:
+        hooks.detach()
+    one.shared.detach()
     for layer in one.layers:
         layer.summed_itself = 0
         assert layer.mp_group is one.total.group

@@ -237,7 +237,7 @@ def outputs_of(engine: Any) -> list[Any]:
         found.append(engine.module.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0).tolist())
     other = copy.deepcopy(engine.module)
     loss = loss_of(other, tokens(1))
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     found += [float(loss.detach()), [one.grad.tolist() for one in other.parameters() if one.grad is not None]]
     return found
 
@@ -250,7 +250,7 @@ def test_evaluation_generation_and_copies_are_exact() -> None:
 
 def detached(rank: int) -> list[tuple[int, Outcome]]:
     """Return the number of hooks and the results of DeepSpeed alone, and of an engine after `detach`."""
-    found = []
+    found: list[tuple[int, Outcome]] = []
     for activations in (None, EIGHT):
         engine = start(Job(activations))
         if activations is not None:
