@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepspeed_compress
 from deepspeed_compress.backends.deepspeed.activations.layers import is_column, is_row
+from deepspeed_compress.config import SECTION
 from tests.support.forks import run_forks
 from tests.support.jobs import weights
 from tests.support.split_llama import LAYERS, Job, loss_of, replicated, start, tokens, train
@@ -275,6 +276,18 @@ def hooks_of(model: nn.Module) -> int:
 def test_a_detached_engine_is_deepspeed_alone() -> None:
     for plain, ours in run_forks(2, detached, shared_memory=True):
         assert ours == plain
+
+
+def without_the_key(rank: int) -> bool:
+    """Return whether attaching a section without `activations` leaves the hooks of all layers as they are."""
+    engine = start(Job(extra={SECTION: {"gradients": {"method": "none"}}}))
+    before = hooks_of(engine.module)
+    deepspeed_compress.attach(engine)
+    return hooks_of(engine.module) == before and "compile" not in vars(engine)
+
+
+def test_without_the_key_nothing_is_attached() -> None:
+    assert run_forks(2, without_the_key, shared_memory=True) == [True, True]
 
 
 def poisoned(rank: int) -> list[bool]:
