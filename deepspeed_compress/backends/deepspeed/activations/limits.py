@@ -35,14 +35,12 @@ def refuse_idle_activations(engine: Any, config: CompressConfig) -> None:
 
 def _tensor_problems(engine: Any, settings: TensorActivations) -> Iterator[str]:
     place, modules = f"{_PLACE}tensor", list(engine.module.modules())
+    split = any(is_column(module) or is_row(module) for module in modules)
     if tensor_size(engine) == 1:
         yield f"{place} has no effect, because no ranks share layers; train with tensor parallelism, or remove the key"
-    elif isinstance(engine, PipelineEngine):
-        # A stage may have no layers of the kind that other stages have.
-        pass
-    elif not any(is_column(module) or is_row(module) for module in modules):
+    elif not split and not isinstance(engine, PipelineEngine):  # a stage may have no decoder layers
         yield f"{place} has no effect, because AutoTP has split no layer of this model; remove the key"
-    elif settings.bits is None and all(len(layers) == 1 for _, layers in find_siblings(engine.module)):
+    elif split and settings.bits is None and all(len(layers) == 1 for _, layers in find_siblings(engine.module)):
         yield f'{place}/merge has no effect, because no layers of this model read one tensor; add "bits": 8'
     if TensorParallel_Layer.tp_overlap_comm:
         yield f"{place}: tensor_parallel.tp_overlap_comm sums gradients in another way; write false"
