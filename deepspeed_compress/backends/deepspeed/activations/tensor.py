@@ -76,8 +76,9 @@ def _take_over_columns(
 
 def _share(parent: nn.Module, readers: Sequence[Any], total: TensorSum, run: Run) -> Iterator[_Attached]:
     shared = SharedInput(total, run.meter, len(readers))
-    shared.attach(parent)
-    yield shared
+    if len(readers) > 1:
+        shared.attach(parent)
+        yield shared
     for layer in readers:
         hooks = ColumnHooks(layer, shared)
         hooks.attach(layer)
