@@ -61,7 +61,8 @@ def unauthenticated(server: Server) -> socket.socket:
     return socket.create_connection(("127.0.0.1", server.port), timeout=5)
 
 
-def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
+    """Wait until `condition` is met. The limit is for a hang, on a machine that does other things too."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"the condition was not met within {seconds} s"
