@@ -134,7 +134,6 @@ def runs(count: int) -> Iterator[tuple[str, bytes, list[str]]]:
         yield name, content, [*given.get(name, [name]), *options, *output]
 
 
-@pytest.mark.timeout(300)
 def test_mutated_files_lead_to_findings_or_a_plain_error(lint: Run, tmp_path: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     codes = set()

@@ -55,7 +55,7 @@ class Agent:
         self._end.set()
         self._connection.end()
         for thread in self._threads:
-            thread.join(5)
+            thread.join(60)
         self._connection.close()
 
     def _beat(self) -> None:
@@ -151,16 +151,16 @@ def joined(address: str, number: int) -> Connection:
 
 
 def receive_all(there: Connection) -> None:
-    while there.receive(5) is not None:
+    while there.receive(60) is not None:
         continue
 
 
 def test_the_name_of_the_job_is_not_revealed_to_other_agents() -> None:
     with supervised() as address, joined(address, 2) as there:
-        answer = there.receive(5)
+        answer = there.receive(60)
         assert answer == {"kind": "refused", "why": "another job uses this address"}
         there.send({"kind": "status"})
-        assert JOB not in json.dumps(there.receive(5))
+        assert JOB not in json.dumps(there.receive(60))
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def start(*arguments: str) -> subprocess.CompletedProcess[str]:
     left_out = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
     command = [sys.executable, "-m", "deepspeed_compress.cli", "run", "--launcher", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 PROGRAM = str(Path(__file__).with_name("lightning_program.py"))

@@ -286,7 +286,7 @@ def test_a_deleted_directory_is_created_again(tmp_path: Path) -> None:
     assert [line["step"] for line in read(tmp_path / "run")] == [2]
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_pipes_without_a_reader_do_not_block(tmp_path: Path) -> None:
     for name in ("compression.jsonl", "events.jsonl", "ds_config.json"):
         os.mkfifo(tmp_path / name)
