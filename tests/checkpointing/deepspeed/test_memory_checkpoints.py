@@ -156,8 +156,16 @@ LOST = {
 }
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_host_that_is_lost_comes_back_from_its_neighbour(tmp_path, stage):
+@pytest.mark.parametrize(
+    ("stage", "lost_hosts"),
+    [
+        (1, ("second", "both")),
+        pytest.param(1, ("none", "first"), marks=pytest.mark.slow),
+        pytest.param(3, tuple(LOST), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_host_that_is_lost_comes_back_from_its_neighbour(tmp_path, stage, lost_hosts):
     whole = tmp_path / "whole"
     whole.mkdir()
     plan = Plan(str(tmp_path), stage, every=2, disk=4, copies=1, hosts=2, ranks=4, steps=10)
@@ -165,7 +173,7 @@ def test_a_host_that_is_lost_comes_back_from_its_neighbour(tmp_path, stage):
     interrupted(plan, 7)
     saved = tmp_path / "saved"
     shutil.copytree(tmp_path, saved, ignore=shutil.ignore_patterns("whole", "saved"))
-    for lost, expected in LOST.values():
+    for lost, expected in map(LOST.__getitem__, lost_hosts):
         for part in ("host0", "host1", "disk"):
             shutil.rmtree(tmp_path / part, ignore_errors=True)
             shutil.copytree(saved / part, tmp_path / part)

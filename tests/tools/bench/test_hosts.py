@@ -109,7 +109,7 @@ def seconds_of_transfer() -> float:
     return float(run.outputs[0])
 
 
-@measures_links
+@needs_hosts
 def test_a_failing_host_ends_the_others_and_leaves_nothing() -> None:
     with Cluster(2) as cluster:
         run = cluster.run(["sh", "-c", "if [ $RANK = 0 ]; then sleep 600; else echo so; exit 3; fi"], timeout=400)
