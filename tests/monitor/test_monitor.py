@@ -343,7 +343,10 @@ def write_many(directory: str, run: str) -> None:
         journal.add("compression.jsonl", {"step": step})
 
 
-def test_a_job_that_is_suspended_while_it_writes_does_not_block_another(tmp_path: Path) -> None:
+def test_a_job_that_is_suspended_while_it_writes_does_not_block_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deepspeed_compress.monitor.journal.PATIENCE", 0.2)
     journal = Journal(str(tmp_path), "run")
     write_all(journal, 1)
     with (tmp_path / "compression.jsonl").open("ab") as file:
