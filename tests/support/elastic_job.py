@@ -29,7 +29,8 @@ ENVIRONMENT = {"MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
 
 
 def section(address: str, **elastic: Any) -> Mapping[str, Any]:
-    settings = {"rendezvous": address, "timeout": f"{TIMEOUT:g} s", "minimum": 1, "give_up": "20 s", **elastic}
+    seconds = {"timeout": f"{TIMEOUT:g} s", "give_up": f"{LONGEST:g} s"}
+    settings = {"rendezvous": address, "minimum": 1, **seconds, **elastic}
     exchange = {"method": "blockwise", "bits": 4}
     return {
         "gradients": {"method": "none"},

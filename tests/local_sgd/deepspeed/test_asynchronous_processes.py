@@ -94,6 +94,6 @@ def test_the_server_is_killed_and_goes_on_with_all_that_was_pushed(tmp_path: Pat
             assert status(address)["version"] >= killed
             found.wait()
             server.send_signal(signal.SIGTERM)
-            assert server.wait(60) == 0
+            assert server.wait(120) == 0
     assert all(pushes(found, island) > 5 for island in range(2))
     assert {one["number"] for one in found.lines() if one["kind"] == "end"} == {0, 1}
