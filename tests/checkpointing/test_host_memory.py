@@ -91,7 +91,7 @@ def test_a_copy_stays_below_the_directory(tmp_path, receiver, tag):
     _, one = listed(tmp_path)
     with connected(receiver) as connection:
         connection.send({"kind": "copy", "tag": tag, "list": one.fields}, bytes(3000))
-        answer = connection.receive(10)
+        answer = connection.receive(120)
         assert answer is not None
         assert answer["kind"] == "refused"
     assert find_host_saves(tmp_path / "next") == ([], [])
@@ -99,7 +99,7 @@ def test_a_copy_stays_below_the_directory(tmp_path, receiver, tag):
 
 def connected(receiver: Receiver, key: bytes = KEY) -> Connection:
     credentials = Credentials(Secret(key, "the tests"))
-    return connect(f"127.0.0.1:{receiver.port}", COPIES, credentials)
+    return connect(f"127.0.0.1:{receiver.port}", COPIES, credentials, timeout=120.0)
 
 
 def begun(tmp_path: Path, receiver: Receiver) -> Connection:
