@@ -143,7 +143,7 @@ def _run(name: str, model: str, files: Path, output: Path, steps: int, address: 
     }
     argv = [part for key, value in options.items() for part in (f"--{key}", str(value))]
     argv += f"--steps {steps} --seq-len 16 --held-out 0.2 --eval-batches 1 --eval-every 0 --sample-tokens 0".split()
-    assert run_forks(ranks(name), train, argv, timeout=220) == [0] * ranks(name)
+    assert run_forks(ranks(name), train, argv) == [0] * ranks(name)
     summary: dict[str, Any] = json.loads((output / "summary.json").read_text())
     return summary
 

@@ -116,7 +116,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(command: list[str], place: Path) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     variables = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
-    return subprocess.run(command, capture_output=True, text=True, cwd=place, env=variables, timeout=200)
+    return subprocess.run(command, capture_output=True, text=True, cwd=place, env=variables)
 
 
 @pytest.mark.sampled(3, "docs", "README.md", "tests/test_docs_commands.py")

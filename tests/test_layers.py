@@ -1,6 +1,7 @@
 """Allowed imports between modules, checked against the imports of every module."""
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -273,8 +274,10 @@ def names_of(node: ast.AST, package: str) -> Iterator[str]:
         yield from (
             f"{above}{node.module}.{alias.name}" if node.module else f"{above}{alias.name}" for alias in node.names
         )
-    elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
-        yield from (arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant))
+    elif isinstance(node, ast.Call):
+        names = [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)]
+        # Unparsing takes most of the time, and few calls begin with a literal.
+        yield from names if names and ast.unparse(node.func).endswith(("import_module", "__import__")) else ()
 
 
 def imports_of(source: str, package: str) -> set[Import]:
@@ -306,6 +309,7 @@ def violations(part: str, imports: set[Import]) -> list[str]:
     return sorted(one.target for one in imports if not fine(one))
 
 
+@functools.cache
 def imports_in(module: Path) -> set[Import]:
     package = ".".join([PACKAGE, *module.relative_to(ROOT).parent.parts])
     return imports_of(module.read_text(encoding="utf-8"), package)

@@ -92,25 +92,35 @@ def test_alone(): ...
 def test_a_commit_chooses_the_same_tests_each_time(tmp_path: Path) -> None:
     file = tmp_path / "test_many.py"
     file.write_text(MANY)
-    default, first, second, again = (
-        collected(file, commit, selection)
-        for commit, selection in (
-            ("0", "not slow"),
-            ("1", "not slow or due"),
-            ("2", "not slow or due"),
-            ("1", "not slow or due"),
-        )
+    default, first, second, again, whole = collected(
+        file,
+        ("0", "not slow"),
+        ("1", "not slow or due"),
+        ("2", "not slow or due"),
+        ("1", "not slow or due"),
+        ("0", ""),
     )
     assert first == again != second
     assert default < first
     assert sum("test_sampled" in test for test in default) == 11
     assert "test_many.py::test_alone" in default
-    assert len(collected(file, "0", "")) == 83
+    assert len(whole) == 83
 
 
-def collected(file: Path, commit: str, selection: str) -> set[str]:
-    """Return the ids of the tests of `file` that are selected, without their directory."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "tests.conftest", "-m", selection]
-    environment = os.environ | {"TESTS_COMMIT": commit}
-    run = subprocess.run([*command, str(file)], env=environment, capture_output=True, text=True, check=True, cwd=ROOT)
-    return {line.rpartition("/")[2] for line in run.stdout.splitlines() if "::" in line}
+COLLECTS = """
+import os, sys, pytest
+file, *runs = sys.argv[1:]
+for commit, selection in zip(runs[::2], runs[1::2]):
+    os.environ["TESTS_COMMIT"] = commit
+    print("RUN")
+    assert pytest.main(["--collect-only", "-q", "-p", "tests.conftest", "-m", selection, file]) == 0
+"""
+
+
+def collected(file: Path, *runs: tuple[str, str]) -> list[set[str]]:
+    """Return the ids of the tests of `file` that each pair of a commit and a selection chooses, without directories."""
+    arguments = [one for run in runs for one in run]
+    command = [sys.executable, "-c", COLLECTS, str(file), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    outputs = done.stdout.split("RUN\n")[1:]
+    return [{line.rpartition("/")[2] for line in output.splitlines() if "::" in line} for output in outputs]

@@ -1,4 +1,4 @@
-"""Ten thousand hostile messages to a coordinator, while honest islands exchange without disturbance."""
+"""Thousands of hostile messages to a coordinator, while honest islands exchange without disturbance."""
 
 import json
 import socket
@@ -15,13 +15,12 @@ from deepspeed_compress.local_sgd.coordinator.wire import COORDINATOR
 from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.frames import HEADER, Limits, encode
-from tests.support.hostile import Message, attack_authenticated, attack_unauthenticated, flood
+from tests.support.hostile import COUNTS, Message, attack_authenticated, attack_unauthenticated, flood
 from tests.support.processes import MEGABYTE, resident_memory, serve_islands
 from tests.support.transport import until
 
 pytestmark = pytest.mark.sampled(3, "deepspeed_compress/local_sgd/coordinator", "tests/attack/test_coordinator.py")
 
-COUNT = 10_000
 TIMEOUT = 3.0
 TERMS = {"timeout": TIMEOUT, "minimum": 2}
 
@@ -55,7 +54,7 @@ class Islands:
 
     def end(self) -> None:
         self._end.set()
-        self._thread.join(20)
+        self._thread.join(60)
         assert not self._thread.is_alive(), "an honest island hangs"
         for one in self.clients:
             one.leave()
@@ -88,16 +87,17 @@ def templates(number: int) -> list[Message]:
     ]
 
 
-def test_hostile_messages_do_not_disturb_honest_islands(tmp_path: Path) -> None:
+@COUNTS
+def test_hostile_messages_do_not_disturb_honest_islands(tmp_path: Path, count: int) -> None:
     with serve_islands(tmp_path) as (address, pid):
         islands = Islands(address)
-        until(lambda: len(islands.rounds) > 3, 20)
+        until(lambda: len(islands.rounds) > 3)
         before = resident_memory(pid)
-        assert attack_unauthenticated(address, COUNT // 2, seed=1) > COUNT // 4
-        sent = attack_authenticated(address, COORDINATOR, Credentials.find(), templates, COUNT // 2, seed=2)
-        assert sent >= COUNT // 2
+        assert attack_unauthenticated(address, count // 2, seed=1) > count // 4
+        sent = attack_authenticated(address, COORDINATOR, Credentials.find(), templates, count // 2, seed=2)
+        assert sent >= count // 2
         before_rounds = len(islands.rounds)
-        until(lambda: len(islands.rounds) > before_rounds + 3, 20)
+        until(lambda: len(islands.rounds) > before_rounds + 3)
         assert [one["number"] for one in status(address)["islands"]] == [0, 1]
         islands.end()
         assert resident_memory(pid) < before + 64 * MEGABYTE
@@ -127,7 +127,7 @@ def test_a_flooder_that_reads_no_answers_does_not_delay_honest_islands(tmp_path:
             flooding.join(15)
             before_rounds = len(islands.rounds)
             assert before_rounds > 3
-            until(lambda: len(islands.rounds) > before_rounds, 20)
+            until(lambda: len(islands.rounds) > before_rounds)
         islands.end()
         assert resident_memory(pid) < before + 64 * MEGABYTE
     assert sent
@@ -144,7 +144,7 @@ def test_a_lone_surrogate_in_a_name_does_not_disturb_honest_islands(tmp_path: Pa
             with connect(address, COORDINATOR, Credentials.find()) as there:
                 there.send_encoded(HEADER.pack(b"DSCF", len(head), 0) + head)
                 with pytest.raises(ConnectionError):
-                    there.receive(5)
+                    there.receive(60)
         islands.end()
     assert all(committed for found in islands.rounds for _, committed in found)
 

@@ -24,7 +24,7 @@ from deepspeed_compress.tools.outputs.printable import printable
 from tests.support.runs import trainer_run
 from tests.support.synthetic_runs import HEALTHY, config
 
-ROUNDS, SEEDS = 100, 20
+ROUNDS, SEEDS = 40, 50
 """Rounds per seed and number of seeds, or 2,000 rounds per kind of file. All seeds but the first are slow."""
 STEPS = 8
 FILES = (

@@ -306,6 +306,7 @@ def test_every_implementation_has_all_operations() -> None:
     assert set(cpu.__all__) == set(reference.__all__)
 
 
+@pytest.mark.slow(2)
 @pytest.mark.skipif(
     platform.machine() != "x86_64" or shutil.which("objdump") is None, reason="reads x86-64 machine code with objdump"
 )

@@ -18,6 +18,7 @@ from tests.gpu.check import PARTS, ROOT, Part, limits, main, parse, run_part
 from tests.gpu.findings import VERDICTS, Finding, document, print_table
 from tests.gpu.wheels import COMMANDS, install_wheels
 from tests.support.processes import wait_until_gone
+from tests.support.transport import until
 
 FOUND = [
     Finding("bits: quantize", "pass", "3 sizes", "as plain torch", part="kernels"),
@@ -93,12 +94,12 @@ def test_a_missing_gpu_is_an_error_at_once(tmp_path: Path, capsys: pytest.Captur
     assert "torch finds no GPU here; write --device cpu" in capsys.readouterr().err
 
 
-def run(tmp_path: Path, *then: str, seconds: float = 120.0) -> list[Finding]:
+def run(tmp_path: Path, *then: str) -> list[Finding]:
     """Return the findings of a part whose further tests do what is in `then`."""
     tests = [f"@pytest.mark.gpu\ndef test_odd_{number}():\n    {one}\n" for number, one in enumerate(then)]
     (tmp_path / "test_odd.py").write_text(SOURCE.format(tests="\n".join(tests)))
     environment = {"PYTHONPATH": str(ROOT)}
-    first, *others = run_part(Part("odd", "", 1.0, tmp_path), time.time() + seconds, environment=environment)
+    first, *others = run_part(Part("odd", "", 1.0, tmp_path), time.time() + 600, environment=environment)
     assert first == Finding("first", "pass", "1", "2", part="odd")
     return others
 
@@ -127,21 +128,28 @@ def test_a_crash_is_a_finding(tmp_path: Path, then: str, message: str) -> None:
     assert re.search(message, crash.why, re.DOTALL)
 
 
-def test_a_part_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
-    file = tmp_path / "child"
+def test_a_part_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time is up once it has started a process."""
+    file, wait = tmp_path / "child", check._wait
+
+    def wait_for_child(process: "subprocess.Popen[bytes]", seconds: float) -> str:
+        until(lambda: file.is_file() and file.read_text() != "")
+        return wait(process, 0.0)
+
+    monkeypatch.setattr(check, "_wait", wait_for_child)
     (tmp_path / "child.py").write_text(
         f"import os, time\nopen({str(file)!r}, 'w').write(str(os.getpid()))\ntime.sleep(99)\n"
     )
     child = f"[sys.executable, {str(tmp_path / 'child.py')!r}]"
-    [hanging] = run(tmp_path, f"subprocess.Popen({child}); time.sleep(99)", seconds=10.0)
+    [hanging] = run(tmp_path, f"subprocess.Popen({child}); time.sleep(99)")
     assert hanging.verdict == "fail"
-    assert hanging.why.startswith("ended at its limit of 10 s")
+    assert hanging.why.startswith("ended at its limit of 0 s")
     wait_until_gone(int(file.read_text()))
 
 
 def test_finding_nothing_is_no_success(tmp_path: Path) -> None:
     (tmp_path / "test_empty.py").write_text("")
-    [finding] = run_part(Part("empty", "", 1.0, tmp_path), time.time() + 120, environment={"PYTHONPATH": str(ROOT)})
+    [finding] = run_part(Part("empty", "", 1.0, tmp_path), time.time() + 600, environment={"PYTHONPATH": str(ROOT)})
     assert (finding.verdict, finding.why[:19]) == ("fail", "ended with status 5")
 
 

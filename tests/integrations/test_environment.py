@@ -49,7 +49,6 @@ def run(tmp_path: Path, *options: str) -> "subprocess.CompletedProcess[str]":
         env={**environment, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
     )
 

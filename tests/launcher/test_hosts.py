@@ -8,15 +8,31 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed_compress.launcher.supervisor import LOST_AFTER
 from tests.launcher.standstill import most_lost
-from tests.support.agents import Job, at_step, command, kill, records, result, starts, steps, until, write_config
+from tests.support.agents import (
+    Job,
+    at_step,
+    command,
+    hold,
+    kill,
+    records,
+    release,
+    result,
+    starts,
+    steps,
+    until,
+    write_config,
+)
 from tests.support.agents_on_hosts import STARTING, Cut, HostsJob
 from tests.support.hosts import needs_hosts
 
 EVERY = 3
 STEPS = 20
+LAST = STEPS - 1
+"""Step after which ranks wait until the test has cut all links that it cuts."""
 GOAL = 30.0
-"""Longest interruption of a job in seconds. Ten of them are the silence after which a host is considered lost."""
+"""Longest interruption of a job in seconds, on a machine without other work."""
 
 
 def place(directory: Path, every: int = EVERY, memory: dict | None = None, **changes) -> Path:
@@ -60,9 +76,11 @@ def losses(directory: Path, world: int) -> set[tuple[int, float]]:
 def check(job: HostsJob, cut: Cut) -> None:
     """Check that cut-off ranks end before others start, because both would write the same checkpoints."""
     took = job.resumed(cut)
-    print(f"after the cut: {took}")
+    # A busy machine slows down every start, so an interruption may take as long as the first start and the silence.
+    limit = max(GOAL, LOST_AFTER + job.seconds_to_start())
+    print(f"after the cut: {took}, at most {limit:.0f} s")
     assert took.ended < took.begun, took
-    assert took.step < GOAL, took
+    assert took.step < limit, took
 
 
 def check_lost(directory: Path) -> None:
@@ -74,9 +92,12 @@ def check_lost(directory: Path) -> None:
 @needs_hosts
 def test_a_spare_takes_over_from_a_host_that_is_cut_off(tmp_path, undisturbed):
     directory = place(tmp_path / "job")
+    hold(directory, LAST)
     with HostsJob(directory, 2, 1, last=STEPS) as job:
         job.until_saved(6)
-        check(job, job.cut(job.others()[:1]))
+        cut = job.cut(job.others()[:1])
+        release(directory, LAST)
+        check(job, cut)
         assert job.end() == [0, 0], job.log
         assert "cannot be reached, after" in job.log
     assert result(directory) == result(undisturbed(2))
@@ -88,6 +109,7 @@ def test_a_spare_takes_over_from_a_host_that_is_cut_off(tmp_path, undisturbed):
 @needs_hosts
 def test_after_a_hang_and_a_lost_host_fewer_ranks_train_the_same_batches(tmp_path, undisturbed):
     directory = place(tmp_path / "job")
+    hold(directory, LAST)
     with HostsJob(directory, 2, 0, "--hang", "3 s", last=STEPS) as job:
         job.until_saved(3)
         [host] = job.others()
@@ -96,7 +118,9 @@ def test_after_a_hang_and_a_lost_host_fewer_ranks_train_the_same_batches(tmp_pat
         until(lambda: len(of_starts(directory, "world")) == 2, job.agents[0])
         print(f"begun {time.time() - stopped:.1f} s after SIGSTOP")
         job.until_saved(9)
-        check(job, job.cut([host]))
+        cut = job.cut([host])
+        release(directory, LAST)
+        check(job, cut)
         assert job.end() == [0], job.log
     assert of_starts(directory, "world") == [2, 2, 1]
     assert losses(directory, 2) < losses(undisturbed(2), 2)
@@ -110,6 +134,7 @@ def test_a_host_rejoins_after_its_link_returns(tmp_path, undisturbed):
     """The link is down for 4 s, and later for 15 s."""
     # Fewer ranks cannot train this configuration, because their bits would differ.
     directory = place(tmp_path / "job", train_micro_batch_size_per_gpu=6, gradient_accumulation_steps=1)
+    hold(directory, LAST)
     with HostsJob(directory, 2, 0, last=STEPS) as job:
         job.until_saved(3)
         [host] = job.others()
@@ -123,6 +148,7 @@ def test_a_host_rejoins_after_its_link_returns(tmp_path, undisturbed):
         )
         job.until_saved(9)
         longer = job.cut([host])
+        release(directory, LAST)
         time.sleep(max(0.0, longer.time + 15 - time.time()))
         job.cluster.mend(host)
         check(job, longer)
@@ -137,22 +163,24 @@ def test_a_host_rejoins_after_its_link_returns(tmp_path, undisturbed):
 def test_one_lost_host_loads_from_its_neighbors_memory_and_two_load_from_disk(tmp_path, undisturbed):
     """The first host that is cut off returns as a spare for the two hosts that are cut off together."""
     directory = place(tmp_path / "job", every=15, memory={"every": 2, "copies": 1})
-    (directory / "hold").touch()
-    with HostsJob(directory, 3, 2, last=STEPS, hold=17) as job:
+    hold(directory, 8, 17)
+    with HostsJob(directory, 3, 2, last=STEPS) as job:
         until(at_step(directory, 0, 8), job.agents[0], STARTING)
         lost = job.others()[0]
-        check(job, job.cut([lost]))
+        cut = job.cut([lost])
+        release(directory, 8)
+        check(job, cut)
         job.cluster.mend(lost)
         until(at_step(directory, 0, 17), job.agents[0])
         job.until_saved(15)
         job.until_joined(lost)
         both = job.others()
-        (directory / "hold").unlink()
+        release(directory, 17)
         check(job, job.cut(both))
         assert lost in job.hosts()
         assert job.end() == [0, 0, 0], job.log
         assert "global_step16 in memory is ignored: no host has the files of ranks" in job.log
     first, second, third = of_starts(directory, "first")
     assert (first, third) == (0, 15)
-    assert second in (6, 8, 10), "these steps exist only in memory"
+    assert second in (6, 8), "these steps exist only in memory"
     assert result(directory) == result(undisturbed(3))

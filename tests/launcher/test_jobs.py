@@ -11,15 +11,31 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed_compress.checkpointing.memory_directory import find_host_saves
 from deepspeed_compress.launcher.directory import job_directory
 from deepspeed_compress.local_sgd.coordinator.client import status
-from tests.launcher.standstill import Layout
-from tests.support import agents
-from tests.support.agents import Job, at_step, command, kill, records, result, starts, steps, until, write_config
+from tests.launcher.standstill import Layout, wait_for_steps
+from tests.support.agents import (
+    Job,
+    at_step,
+    command,
+    hold,
+    kill,
+    records,
+    release,
+    result,
+    saved_step,
+    starts,
+    steps,
+    until,
+    write_config,
+)
 from tests.support.leftovers import own_port
 
 EVERY = 3
 STEPS = 20
+LAST = STEPS - 1
+"""Step after which ranks wait until the test has done all that it does to them."""
 SLOWLY = {"PAUSE": "0.05"}
 
 
@@ -67,18 +83,26 @@ def lost_steps(directory: Path) -> list[int]:
     return found
 
 
+def kill_held(directory: Path, job: Job, rank: int, step: int) -> None:
+    """Kill a rank that waits after `step`, once all checkpoints up to there are complete."""
+    pid = until(at_step(directory, rank, step), job)
+    until(lambda: saved_step(directory) >= step // EVERY * EVERY, job)
+    kill(pid)
+    release(directory, step)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_killed_rank_repeats_few_steps_and_changes_no_bit(tmp_path, undisturbed, stage):
     directory = place(tmp_path / "killed", stage)
-    with Job(command(directory, steps=STEPS), directory / "log", **SLOWLY) as job:
-        kill(until(at_step(directory, 1, 8), job))
-        kill(until(at_step(directory, 0, 15), job))
+    hold(directory, 8, 14)
+    with Job(command(directory, steps=STEPS), directory / "log") as job:
+        kill_held(directory, job, 1, 8)
+        kill_held(directory, job, 0, 14)
         assert job.wait() == 0, job.log
     assert result(directory) == undisturbed(stage)
     assert len(starts(directory, 0)) == 3
-    # The checkpoint that was being written may be incomplete, but the one before is complete.
-    assert all(0 <= lost <= 2 * EVERY for lost in lost_steps(directory)), lost_steps(directory)
+    assert all(0 <= lost < EVERY for lost in lost_steps(directory)), lost_steps(directory)
     assert "was killed by SIGKILL" in job.log
     assert "restart 2 of 5, with 2 ranks" in job.log
 
@@ -101,10 +125,12 @@ def test_a_restarted_job_has_the_same_bits_in_every_layout(tmp_path, layout):
     for directory in places:
         directory.mkdir()
         layout.write(directory)
+        if directory == places[0]:
+            hold(directory, 5)
         arguments = command(directory, steps=12, ranks=layout.ranks)
-        with Job(arguments, directory / "log", **(SLOWLY if directory == places[0] else {}), **stages) as job:
+        with Job(arguments, directory / "log", **stages) as job:
             if directory == places[0]:
-                kill(until(at_step(directory, layout.ranks - 1, 5), job))
+                kill_held(directory, job, layout.ranks - 1, 5)
             assert job.wait() == 0, job.log
     assert result(places[0]) == result(places[1])
     assert [len(starts(directory, 0)) for directory in places] == [2, 1]
@@ -116,27 +142,34 @@ def test_ranks_may_be_killed_at_any_time(tmp_path, undisturbed, stage):
     """Ranks are also killed while they start, save, or are being stopped."""
     # Fewer ranks cannot train this configuration, because their bits would differ.
     directory = place(tmp_path / "killed", stage, train_micro_batch_size_per_gpu=6, gradient_accumulation_steps=1)
-    draw, kills = random.Random(stage), 0
-    with Job(command(directory, "--restarts", "40", steps=STEPS), directory / "log", **SLOWLY) as job:
-        while kills < 12 and job.process.poll() is None:
+    hold(directory, LAST)
+    draw, killed = random.Random(stage), set[int]()
+    options = ("--restarts", "40", "--grace", "2 s")
+    with Job(command(directory, *options, steps=STEPS), directory / "log", **SLOWLY) as job:
+        for number in range(12):
+            # A slot in which three starts in a row end before their first step is not used again.
+            if number % 3 == 0:
+                wait_for_steps(directory, 2, killed, job)
             time.sleep(draw.uniform(0, 1.2))
-            pids = [starts(directory, rank)[-1:] for rank in range(2)]
-            if all(pids):
-                kill(pids[draw.randrange(2)][0]["pid"])
-                kills += 1
+            pids = until(lambda: all(found := [starts(directory, rank)[-1:] for rank in range(2)]) and found, job)
+            chosen = pids[draw.randrange(2)][0]["pid"]
+            kill(chosen)
+            killed.add(chosen)
+        release(directory, LAST)
         assert job.wait() == 0, job.log
     assert result(directory) == undisturbed(stage)
-    assert all(lost <= 2 * EVERY for lost in lost_steps(directory)), lost_steps(directory)
+    # Two checkpoints may be on their way, and a third one in a rank that is a step behind.
+    assert all(lost <= 3 * EVERY for lost in lost_steps(directory)), lost_steps(directory)
 
 
 @pytest.mark.slow
 def test_a_hanging_rank_is_restarted(tmp_path):
     directory = place(tmp_path / "hangs")
+    hold(directory, LAST)
     with Job(command(directory, "--hang", "3 s", steps=STEPS), directory / "log", **SLOWLY) as job:
         kill(until(at_step(directory, 1, 5), job), signal.SIGSTOP)
-        stopped = time.time()
-        until(lambda: len(starts(directory, 1)) == 2, job)
-        assert starts(directory, 1)[-1]["time"] - stopped < agents.PATIENCE / 2
+        release(directory, LAST)
+        until(lambda: len(starts(directory, 1)) > 1, job)
         assert job.wait() == 0, job.log
     assert "no heartbeat from any rank for 3 s (--hang)" in job.log
 
@@ -144,9 +177,12 @@ def test_a_hanging_rank_is_restarted(tmp_path):
 @pytest.mark.slow
 def test_sigterm_saves_and_the_next_job_resumes(tmp_path, undisturbed):
     directory = place(tmp_path / "ended", deepspeed_compress=section(tmp_path / "ended", resume=True))
+    hold(directory, 5)
     with Job(command(directory, steps=STEPS), directory / "log", **SLOWLY) as job:
         until(at_step(directory, 1, 5), job)
         job.process.send_signal(signal.SIGTERM)
+        until(lambda: "a signal has asked the job to end" in job.log, job)
+        release(directory, 5)
         assert job.wait() == 143, job.log
     # The program ends in the step that is saved, before it records that step.
     last = steps(directory, 0)[-1]["step"] + 1
@@ -166,11 +202,22 @@ def section(directory: Path, **checkpointing) -> dict:
 def test_a_killed_rank_resumes_from_memory_if_the_disk_has_no_checkpoint(tmp_path, undisturbed):
     saving = section(tmp_path / "killed", every=1000, memory={"every": 2})
     directory = place(tmp_path / "killed", deepspeed_compress=saving)
-    with Job(command(directory, steps=STEPS), directory / "log", **SLOWLY) as job:
-        kill(until(at_step(directory, 1, 9), job))
+    hold(directory, 9)
+    with Job(command(directory, steps=STEPS), directory / "log") as job:
+        pid = until(at_step(directory, 1, 9), job)
+        until(lambda: is_in_memory(directory, "global_step8"), job)
+        kill(pid)
+        release(directory, 9)
         assert job.wait() == 0, job.log
     assert result(directory) == undisturbed(1)
-    assert [0 <= lost <= 4 for lost in lost_steps(directory)] == [True], lost_steps(directory)
+    assert [0 <= lost <= 1 for lost in lost_steps(directory)] == [True], lost_steps(directory)
+
+
+def is_in_memory(directory: Path, tag: str) -> bool:
+    """Return True if the checkpoint `tag` is complete in the memory of the host of a job with two ranks."""
+    memory = Path(starts(directory, 0)[-1]["env"]["DS_COMPRESS_MEMORY_DIR"])
+    found = [held for place in memory.iterdir() for held in find_host_saves(place)[0] if held.tag == tag]
+    return any(held.lists.keys() == {0, 1} for held in found)
 
 
 @pytest.mark.slow
@@ -189,9 +236,10 @@ def test_checkpoints_of_another_job_are_refused_without_a_restart(tmp_path):
 @pytest.mark.slow
 def test_two_jobs_of_one_user_do_not_interfere(tmp_path):
     directories = [place(tmp_path / name) for name in ("one", "two")]
+    hold(directories[0], 5)
     jobs = [Job(command(one, steps=STEPS), one / "log", **SLOWLY) for one in directories]
     with jobs[0], jobs[1]:
-        kill(until(at_step(directories[0], 1, 5), jobs[0]))
+        kill_held(directories[0], jobs[0], 1, 5)
         assert [job.wait() for job in jobs] == [0, 0], "".join(job.log for job in jobs)
     one, two = (starts(directory, 0)[0]["env"] for directory in directories)
     for name in ("MASTER_PORT", "DS_COMPRESS_AGENT", "DS_COMPRESS_MEMORY_DIR"):
@@ -207,23 +255,22 @@ def hosts(directory: Path, port: int, *options: str, ranks: int = 1) -> list[str
 @pytest.mark.slow
 def test_a_spare_host_takes_over_and_without_one_fewer_ranks_train_the_same_batches(tmp_path):
     directory = place(tmp_path / "hosts")
-    # Wait at this step until the spare has joined.
-    (directory / "hold").touch()
-    pace = {"PAUSE": "0.1", "HOLD": "5"}
+    hold(directory, 5, 10)
     with own_port() as port:
         arguments = hosts(directory, port, "--spares", "1")
-        with Job(arguments, directory / "log_0", **pace) as first:
+        with Job(arguments, directory / "log_0") as first:
             until(lambda: "nothing" if port_is_open(port) else None, first)
-            with Job(arguments, directory / "log_1", **pace) as second:
+            with Job(arguments, directory / "log_1") as second:
                 until(lambda: starts(directory, 1), second)
-                with Job(arguments, directory / "log_2", **pace) as third:
+                with Job(arguments, directory / "log_2") as third:
                     until(lambda: len(status(f"127.0.0.1:{port}")["hosts"]) == 3, third)
                     until(at_step(directory, 1, 5), third)
-                    (directory / "hold").unlink()
                     second.process.kill()
+                    release(directory, 5)
                     until(lambda: len(starts(directory, 1)) == 2, third)
-                    until(lambda: [one for one in steps(directory, 1) if one["step"] >= 10], third)
+                    until(at_step(directory, 1, 10), third)
                     third.process.kill()
+                    release(directory, 10)
                     assert first.wait() == 0, first.log
     worlds = [one["world"] for one in records(directory) if "world" in one and one["rank"] == 0]
     assert worlds == [2, 2, 1]

@@ -14,7 +14,7 @@ def address() -> Iterator[str]:
     server, ready = island_server(None, "127.0.0.1", 0), threading.Event()
     thread = threading.Thread(target=server.run, args=(ready.set,), daemon=True)
     thread.start()
-    ready.wait(5)
+    assert ready.wait(120), "the server does not start"
     yield f"127.0.0.1:{server.port}"
     server.stop()
-    thread.join(5)
+    thread.join(60)

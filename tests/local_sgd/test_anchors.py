@@ -32,7 +32,7 @@ def handed(version: int, numel: int = NUMEL) -> VersionedAnchor:
 
 @contextlib.contextmanager
 def handing_out(
-    copy: Callable[[int], VersionedAnchor | None] = handed, turns: Turns | None = None, timeout: float = 1.0
+    copy: Callable[[int], VersionedAnchor | None] = handed, turns: Turns | None = None, timeout: float = 60.0
 ) -> Iterator[str]:
     """Yield the address of a rank that serves an anchor."""
     server = AnchorServer("127.0.0.1", copy, timeout, OWN, turns or Turns())
@@ -41,7 +41,7 @@ def handing_out(
     finally:
         begun = time.monotonic()
         server.close()
-        assert time.monotonic() - begun < 0.5, "the end waits for others"
+        assert time.monotonic() - begun < 20, "the end waits for others"
 
 
 @contextlib.contextmanager
@@ -118,7 +118,7 @@ def test_a_malformed_request_gets_no_anchor(head: Mapping[str, Any]) -> None:
 
 def test_islands_that_join_together_take_turns() -> None:
     """One client does not read and occupies one of two turns. All others are served in the other turn."""
-    with handing_out(lambda version: handed(version, 1 << 21), Turns(transfers=2), 60.0) as address:
+    with handing_out(lambda version: handed(version, 1 << 21), Turns(transfers=2)) as address:
         limits, sizes = Limits(body=1 << 26), dict.fromkeys(SIZES, 1 << 21)
         with connect(address, ANCHOR, OWN, limits=limits) as silent, ThreadPoolExecutor(6) as pool:
             silent.send({"kind": ANCHOR, "version": 1})
@@ -128,11 +128,11 @@ def test_islands_that_join_together_take_turns() -> None:
 
 
 def test_an_island_is_told_when_too_many_join() -> None:
-    with handing_out(lambda version: handed(version, 1 << 21), Turns(transfers=1)) as address:
+    with handing_out(lambda version: handed(version, 1 << 21), Turns(transfers=1), 20.0) as address:
         with connect(address, ANCHOR, OWN, limits=Limits(body=1 << 26)) as silent:
             silent.send({"kind": ANCHOR, "version": 1})
             assert silent.receive(5)
             with pytest.raises(ConnectionError, match="is busy"):
-                fetch_anchor(address, 1, 1.0, dict.fromkeys(SIZES, 1 << 21), "mine", OWN)
+                fetch_anchor(address, 1, 2.0, dict.fromkeys(SIZES, 1 << 21), "mine", OWN)
         # The turn is free again.
         assert fetch_anchor(address, 1, 20.0, dict.fromkeys(SIZES, 1 << 21), "mine", OWN)[0] == 1

@@ -109,7 +109,6 @@ def test_tensor_and_data_parallelism_match_a_single_process(stage: int, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_eight_ranks_match_a_single_process_over_twenty_steps(tmp_path: Path) -> None:
     """Gradients are clipped: their norm is above 1 at first."""
     kinds = [(family, tied) for family in ("gpt2", "llama") for tied in TIED]
@@ -257,7 +256,6 @@ def test_dropout_is_equal_in_tensor_groups_and_different_in_replicas(tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_dropout_of_eight_ranks_survives_recomputation(tmp_path: Path) -> None:
     run = Run(write_config(tmp_path, "gpt2", **DROPOUT), BOTH, stage=1, data=2)
     again = replace(run, layout=replace(BOTH, recompute=True))

@@ -289,7 +289,7 @@ def test_a_deleted_directory_is_created_again(tmp_path: Path) -> None:
     assert [line["step"] for line in read(tmp_path / "run")] == [2]
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_pipes_without_a_reader_do_not_block(tmp_path: Path) -> None:
     for name in ("compression.jsonl", "events.jsonl", "ds_config.json"):
         os.mkfifo(tmp_path / name)
@@ -346,7 +346,10 @@ def write_many(directory: str, run: str) -> None:
         journal.add("compression.jsonl", {"step": step})
 
 
-def test_a_job_that_is_suspended_while_it_writes_does_not_block_another(tmp_path: Path) -> None:
+def test_a_job_that_is_suspended_while_it_writes_does_not_block_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deepspeed_compress.monitor.journal.PATIENCE", 0.2)
     journal = Journal(str(tmp_path), "run")
     write_all(journal, 1)
     with (tmp_path / "compression.jsonl").open("ab") as file:

@@ -34,7 +34,7 @@ def trained(rank: int, directory: Path, files: ToyFiles, kinds: list[str]) -> di
 @pytest.mark.parametrize("compressed", [False, True], ids=["uncompressed", "four_bits"])
 def test_engines_agree(tmp_path: Path, compressed: bool) -> None:
     kinds = [pair[compressed] for pair in engines.ENGINES.values()]
-    found, _ = run_forks(2, trained, tmp_path, ToyFiles(tmp_path), kinds, timeout=200)
+    found, _ = run_forks(2, trained, tmp_path, ToyFiles(tmp_path), kinds)
     losses, held_out, _ = found["ddp-int4" if compressed else "ddp"]
     for theirs, their_held_out, counted in found.values():
         assert theirs == pytest.approx(losses, rel=5e-3 if compressed else 2e-6)

@@ -53,7 +53,7 @@ def trained(rank: int, jobs: list[Job], cache: Path) -> list[Curve]:
 
 
 def curves(files: StudyFiles, jobs: list[Job]) -> list[Curve]:
-    first, second = run_forks(2, trained, jobs, files.cache, timeout=300)
+    first, second = run_forks(2, trained, jobs, files.cache)
     assert first == second
     return first
 
@@ -166,7 +166,6 @@ def test_outcomes_are_means_over_seeds_unless_one_misses_the_loss() -> None:
 
 
 @pytest.mark.slow(8)
-@pytest.mark.timeout(400)
 def test_a_study_from_text_to_tables(tmp_path: Path, files: StudyFiles, capfd: pytest.CaptureFixture[str]) -> None:
     where = ["--data", str(files.text), "--output-dir", str(tmp_path), "--model", str(files.model), "--hosts", "2"]
     short = ["--steps", "6", "--eval-every", "2", "--seq-len", "16", "--only", "^(ddp|ddp-bf16|zero0_int4)$"]

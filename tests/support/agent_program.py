@@ -2,8 +2,8 @@
 
 python agent_program.py --deepspeed FILE DIRECTORY STEPS
 
-Environment variables: PAUSE, seconds after each step; STAGES, number of pipeline stages; HOLD, a step after which the
-program waits as long as DIRECTORY/hold exists.
+Environment variables: PAUSE, seconds after each step; STAGES, number of pipeline stages.
+After step N, the program waits as long as DIRECTORY/hold_N exists.
 """
 
 import argparse
@@ -27,7 +27,6 @@ parser.add_argument("steps", type=int)
 options = parser.parse_args()
 RANK = int(os.environ["RANK"])
 PAUSE = float(os.environ.get("PAUSE", "0"))
-HOLD = int(os.environ.get("HOLD", "0"))
 STAGES = int(os.environ.get("STAGES", "1"))
 
 
@@ -69,7 +68,7 @@ for step in range(engine.global_steps, options.steps):
     loss = train(x[mine], y[mine])
     record(step=step + 1, loss=float(loss.detach()))
     time.sleep(PAUSE)
-    while step + 1 == HOLD and (options.directory / "hold").exists():
+    while (options.directory / f"hold_{step + 1}").exists():
         time.sleep(0.01)
 values = []
 for parameter in engine.module.parameters():

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 PROGRAM = Path(__file__).parent / "agent_program.py"
-PATIENCE = 120.0
-"""Time limit in seconds, on a machine that is busy with other things."""
+PATIENCE = 400.0
+"""Time limit in seconds for what only a hang delays that long, on a machine that is busy with other things."""
 
 
 def write_config(directory: Path, stage: int = 1, every: int = 3, **changes: Any) -> Path:
@@ -114,6 +114,22 @@ def at_step(directory: Path, rank: int, step: int) -> Callable[[], int | None]:
         )
 
     return find
+
+
+def saved_step(directory: Path) -> int:
+    """Return the step of the newest complete checkpoint on disk; 0 if there is none."""
+    latest = directory / "checkpoints" / "latest"
+    return int(latest.read_text().strip().removeprefix("global_step")) if latest.is_file() else 0
+
+
+def hold(directory: Path, *steps: int) -> None:
+    """Make all ranks wait after each of `steps`, until `release`."""
+    for step in steps:
+        (directory / f"hold_{step}").touch()
+
+
+def release(directory: Path, step: int) -> None:
+    (directory / f"hold_{step}").unlink()
 
 
 def result(directory: Path) -> list[dict[str, Any]]:

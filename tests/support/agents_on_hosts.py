@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepspeed_compress.tools.bench.hosts import Cluster
-from tests.support.agents import Job, command, records, starts, steps, until
+from tests.support.agents import Job, command, records, saved_step, starts, steps, until
 from tests.support.processes import alive
 
 PORT = 29400
@@ -53,18 +53,20 @@ class HostsJob:
     At the end of the context, all agents are killed.
     """
 
-    def __init__(self, directory: Path, hosts: int, spares: int, *options: str, last: int, hold: int = 0) -> None:
+    def __init__(self, directory: Path, hosts: int, spares: int, *options: str, last: int) -> None:
         self.directory = directory
         self.cluster = Cluster(hosts + spares, "100mbit")
         self.agents: list[Job] = []
         meeting = ("--hosts", str(hosts), "--spares", str(spares), "--rendezvous", f"{self.cluster.address(0)}:{PORT}")
         self._command = [*OWN_MEMORY, *command(directory, *meeting, *options, steps=last, ranks=1)]
-        self._pace = {"PAUSE": "0.1", "HOLD": str(hold)}
+        self._pace = {"PAUSE": "0.1"}
+        self._begun = 0.0
         self._undo = ExitStack()
 
     def __enter__(self) -> "HostsJob":
         with ExitStack() as undo:
             undo.enter_context(self.cluster)
+            self._begun = time.time()
             self.agents = [undo.enter_context(self._agent(host)) for host in range(self.cluster.hosts)]
             self._undo = undo.pop_all()
         return self
@@ -80,6 +82,10 @@ class HostsJob:
     def log(self) -> str:
         """Return the output of all agents."""
         return "".join(f"--- host {host}\n{agent.log}" for host, agent in enumerate(self.agents))
+
+    def seconds_to_start(self) -> float:
+        """Return the seconds from the start of the agents to the first step."""
+        return float(steps(self.directory, 0)[0]["time"]) - self._begun
 
     def hosts(self) -> list[int]:
         """Return the host of each rank of the newest start."""
@@ -99,8 +105,7 @@ class HostsJob:
 
     def until_saved(self, step: int) -> None:
         """Wait until a complete checkpoint of `step` or a later step is on disk."""
-        latest = self.directory / "checkpoints" / "latest"
-        until(lambda: latest.is_file() and _number(latest.read_text()) >= step, self.agents[0], STARTING)
+        until(lambda: saved_step(self.directory) >= step, self.agents[0], STARTING)
 
     def until_joined(self, host: int) -> None:
         """Wait until the agent of `host` is connected to the supervisor."""
@@ -127,7 +132,3 @@ class HostsJob:
     def _since(self, cut: Cut, key: str) -> list[dict]:
         """Return the records of rank 0 with `key` after the cut."""
         return [one for one in records(self.directory) if one["rank"] == 0 and key in one and one["time"] > cut.time]
-
-
-def _number(tag: str) -> int:
-    return int(tag.strip().removeprefix("global_step"))

@@ -41,7 +41,7 @@ def look_at(browser: str, page: str, script: str, size: tuple[int, int], scratch
     harness.write_text(HARNESS.format(width=size[0], height=size[1], script=script, page=quoted), encoding="utf-8")
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
     place = [f"--user-data-dir={scratch / 'profile'}", f"--window-size={max(size[0], 600)},{size[1] + 100}"]
-    done = subprocess.run([*command, *place, harness.as_uri()], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([*command, *place, harness.as_uri()], capture_output=True, text=True, check=True)
     console = re.findall(r":CONSOLE[^\]]*\] (.*)", done.stderr)
     found = re.search(r'<pre id="result">(.+?)</pre>', done.stdout, re.DOTALL)
     assert found, f"no result; console: {console}"

@@ -35,12 +35,12 @@ def serving(server: Server | ParameterServer) -> Iterator[None]:
     ready = threading.Event()
     thread = threading.Thread(target=server.run, args=(ready.set,), daemon=True)
     thread.start()
-    assert ready.wait(10), "the server does not start"
+    assert ready.wait(120), "the server does not start"
     try:
         yield
     finally:
         server.stop()
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive(), "the server does not end"
 
 

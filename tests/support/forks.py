@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 GRACE = 30.0
-"""Seconds for which the other ranks may continue after one has failed."""
+"""Default number of seconds for which the other ranks may continue after one has failed."""
 
 
 class RankError(Exception):
@@ -30,6 +30,7 @@ def run_forks(
     work: Callable[..., T],
     *args: Any,
     timeout: float = 360,
+    grace: float = GRACE,
     shared_memory: bool = False,
     compiled: bool = False,
 ) -> list[T]:
@@ -42,6 +43,7 @@ def run_forks(
         work: function to run; it and its results must be picklable.
         args: further arguments of `work`.
         timeout: seconds after which a rank hangs.
+        grace: seconds for which the other ranks may continue after one has failed or died.
         shared_memory: use DeepSpeed's shared memory, which `inference_all_reduce` of tensor-parallel layers needs. It
             takes 66 MiB per rank and more time than the rest of the start.
         compiled: let torch.compile compile, which takes seconds. Its kernels, and their rounding, depend on the shapes
@@ -75,7 +77,7 @@ def run_forks(
             for process, (_, sender) in zip(processes, pipes, strict=True):
                 process.start()
                 sender.close()
-            return _results([receiver for receiver, _ in pipes], time.monotonic() + timeout)
+            return _results([receiver for receiver, _ in pipes], time.monotonic() + timeout, grace)
         finally:
             for receiver, _ in pipes:
                 receiver.close()
@@ -96,7 +98,7 @@ def _end(processes: Iterable[BaseProcess]) -> None:
             process.join()
 
 
-def _results(receivers: list[Connection], deadline: float) -> list[Any]:
+def _results(receivers: list[Connection], deadline: float, grace: float) -> list[Any]:
     outcomes: dict[int, tuple[bool, Any]] = {}
     while waiting := [one for rank, one in enumerate(receivers) if rank not in outcomes]:
         ready = connection.wait(waiting, max(0.0, deadline - time.monotonic()))
@@ -106,7 +108,7 @@ def _results(receivers: list[Connection], deadline: float) -> list[Any]:
             rank = receivers.index(cast(Connection, one))
             outcomes[rank] = _outcome(rank, receivers[rank])
             if not outcomes[rank][0]:
-                deadline = min(deadline, time.monotonic() + GRACE)
+                deadline = min(deadline, time.monotonic() + grace)
     hanging = [rank for rank in range(len(receivers)) if rank not in outcomes]
     failures = [str(value) for _, (good, value) in sorted(outcomes.items()) if not good]
     if hanging and not failures:

@@ -15,12 +15,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import pytest
+
 from deepspeed_compress.transport.client import connect, parse_address
 from deepspeed_compress.transport.connection import Connection
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.frames import HEADER, Limits
 
 Message = Mapping[str, Any]
+COUNTS = pytest.mark.parametrize("count", [2_000, pytest.param(10_000, marks=pytest.mark.slow)])
+"""Number of hostile messages that a service is sent."""
 ODD: tuple[Any, ...] = (
     None, True, False, -1, 0, 1, 0.5, -0.0, 1 << 62, -(1 << 62), 10**400, 1e308, "", "x", "\ud800", "\x00", "9" * 5000,
     "../../etc/passwd", [], [[]], [None], {}, {"kind": "join"}, [1] * 1000, float("nan"), float("inf"),

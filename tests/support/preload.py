@@ -15,8 +15,12 @@ from tests.support.operations import load_operations
 
 MODULES = (
     "deepspeed",
+    "deepspeed.comm.mori",
     "deepspeed.module_inject.auto_ep_config",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.utils.pin_memory",
     "deepspeed_compress.backends.megatron",
     "deepspeed_compress.backends.deepspeed.initialize",
     "deepspeed_compress.integrations.hf",
@@ -24,6 +28,8 @@ MODULES = (
     "deepspeed_compress.training.main",
     "pytest",
     "tests.support.jobs",
+    "torch._subclasses.schema_check_mode",
+    "torch.profiler._cupti_monitor",
     "torch.utils.tensorboard",
     "transformers.integrations.deepspeed",
     "transformers.models.gpt2.modeling_gpt2",
@@ -40,6 +46,9 @@ def _prepare() -> None:
     deepspeed = sys.modules["deepspeed"]
     deepspeed.utils.logger.setLevel(logging.ERROR)
     load_operations()
+    # This loads the C++ kernels.
+    kernels = sys.modules["deepspeed_compress.compression.kernels"]
+    kernels.for_device(sys.modules["torch"].device("cpu"))
     # Parsing a first section builds the pydantic models.
     config = sys.modules["deepspeed_compress.config"]
     config.parse_section({config.SECTION: {}})

@@ -131,7 +131,6 @@ def test_run_passes_the_path_and_certificates_to_its_program(home: Path) -> None
         env=dict(os.environ),
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     shown = ast.literal_eval(done.stdout.splitlines()[-1])

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from deepspeed_compress.transport import frames
 from deepspeed_compress.transport.client import connect, parse_address
 from deepspeed_compress.transport.connection import Connection
 from deepspeed_compress.transport.credentials import Credentials
@@ -21,7 +20,7 @@ from deepspeed_compress.transport.errors import (
     OtherServiceError,
     ServerBusyError,
 )
-from deepspeed_compress.transport.frames import HEADER, Limits, encode
+from deepspeed_compress.transport.frames import DEFAULT_LIMITS, HEADER, Limits, encode
 from deepspeed_compress.transport.pending import PendingLimits
 from deepspeed_compress.transport.secret import Secret
 from deepspeed_compress.transport.send_queue import SendQueue
@@ -40,23 +39,23 @@ def test_frames_arrive_complete_in_both_directions() -> None:
         for size in (0, 1, 1000, 3 * MEGABYTE + 17):
             body = draw.randbytes(size)
             there.send({"kind": "x", "size": size}, body)
-            assert there.receive(5) == {"kind": "x", "size": size}
+            assert there.receive(60) == {"kind": "x", "size": size}
             assert there.left == size
             assert there.read_body() == body
         there.send_pieces({"kind": "y"}, 6, iter([b"ab", b"", b"cdef"]))
-        there.receive(5)
+        there.receive(60)
         memory = bytearray(4)
         there.read_into(memory)
         assert (memory, there.left) == (b"abcd", 2)
         there.send({"kind": "z"})
-        assert there.receive(5) == {"kind": "z"}, "the unread rest of a body is dropped"
+        assert there.receive(60) == {"kind": "z"}, "the unread rest of a body is dropped"
 
 
 def test_a_connection_survives_a_receive_timeout() -> None:
     with serving() as server, connected(server) as there:
         assert there.receive(0.05) is None
         there.send({"kind": "x"})
-        assert there.receive(5) == {"kind": "x"}
+        assert there.receive(60) == {"kind": "x"}
 
 
 def test_arrived_returns_all_waiting_messages() -> None:
@@ -72,22 +71,22 @@ def test_arrived_returns_all_waiting_messages() -> None:
 @pytest.mark.parametrize("tampered", [b"GET / HTTP/1.1\r\n\r\n", HEADER.pack(b"DSCF", 2**32 - 1, 0), b"\0" * 500])
 def test_an_invalid_frame_ends_only_its_connection(tampered: bytes) -> None:
     with serving() as server, connected(server) as there, connected(server) as other:
-        there._channel.write(memoryview(tampered), time.monotonic() + 5)
+        there._channel.write(memoryview(tampered), time.monotonic() + 60)
         with pytest.raises(OSError, match=ENDED):
-            there.receive(5)
+            there.receive(60)
         other.send({"kind": "x"})
-        assert other.receive(5) == {"kind": "x"}
+        assert other.receive(60) == {"kind": "x"}
 
 
 def test_an_announced_body_allocates_no_memory() -> None:
-    limits = Limits(head=frames.DEFAULT_LIMITS.head, body=1 << 40)
+    limits = Limits(head=DEFAULT_LIMITS.head, body=1 << 40)
     with serving(limits=limits) as server:
         tracemalloc.start()
         try:
             for head, body in ((MEGABYTE, 0), (0, 1 << 40)):
                 there = connected(server)
                 text = b"" if head else encode({"kind": "x"}, body)
-                there._channel.write(memoryview(text or HEADER.pack(b"DSCF", head, body)), time.monotonic() + 5)
+                there._channel.write(memoryview(text or HEADER.pack(b"DSCF", head, body)), time.monotonic() + 60)
                 time.sleep(0.2)
                 there.close()
             assert tracemalloc.get_traced_memory()[1] < 2 * MEGABYTE
@@ -98,11 +97,11 @@ def test_an_announced_body_allocates_no_memory() -> None:
 def test_an_incomplete_frame_times_out() -> None:
     with serving(limits=Limits(patience=0.3)) as server:
         there = connected(server)
-        there._channel.write(memoryview(encode({"kind": "x"})[:-1]), time.monotonic() + 5)
+        there._channel.write(memoryview(encode({"kind": "x"})[:-1]), time.monotonic() + 60)
         begun = time.monotonic()
         with pytest.raises(OSError, match=ENDED):
-            there.receive(5)
-        assert 0.2 < time.monotonic() - begun < 3
+            there.receive(60)
+        assert 0.2 < time.monotonic() - begun < DEFAULT_LIMITS.patience / 2
         there.close()
 
 
@@ -112,14 +111,18 @@ def test_a_trickle_of_bytes_does_not_extend_the_deadline_of_a_head() -> None:
         begun, frame = time.monotonic(), encode({"kind": "x" * 500})
         with pytest.raises(OSError, match=ENDED):
             trickle(there, frame)
-        assert time.monotonic() - begun < 3
+        assert time.monotonic() - begun < PAUSE * len(frame)
         there.close()
+
+
+PAUSE = 0.05
+"""Seconds between two bytes of a client that sends slowly."""
 
 
 def trickle(connection: Connection, data: bytes) -> None:
     for byte in data:
-        connection._channel.write(memoryview(bytes([byte])), time.monotonic() + 1)
-        time.sleep(0.05)
+        connection._channel.write(memoryview(bytes([byte])), time.monotonic() + 60)
+        time.sleep(PAUSE)
 
 
 def test_a_write_times_out_if_the_other_side_does_not_read() -> None:
@@ -174,7 +177,7 @@ def test_connecting_to_a_silent_listener_times_out() -> None:
         begun = time.monotonic()
         with pytest.raises(TimeoutError):
             connect(f"127.0.0.1:{port}", SERVICE, CREDENTIALS, timeout=0.2)
-        assert time.monotonic() - begun < 3
+        assert time.monotonic() - begun < 5, "the default timeout"
 
 
 def test_unauthenticated_connections_are_limited_in_number_and_time() -> None:
@@ -183,10 +186,10 @@ def test_unauthenticated_connections_are_limited_in_number_and_time() -> None:
         flood = [unauthenticated(server) for _ in range(30)]
         with connected(server) as there:
             there.send({"kind": "x"})
-            assert there.receive(5) == {"kind": "x"}
+            assert there.receive(60) == {"kind": "x"}
         assert threading.active_count() - before < 15
         assert sum(map(is_closed, flood)) >= 22
-        until(lambda: all(map(is_closed, flood)), 6)
+        until(lambda: all(map(is_closed, flood)))
         for one in flood:
             one.close()
 
@@ -212,7 +215,7 @@ def test_a_flood_does_not_lock_out_an_honest_client() -> None:
             for _ in range(20):
                 with connected(server) as there:
                     there.send({"kind": "x"})
-                    assert there.receive(5) == {"kind": "x"}
+                    assert there.receive(60) == {"kind": "x"}
         finally:
             end.set()
             for one in threads:
@@ -267,10 +270,10 @@ def test_a_shutdown_with_drain_lets_running_calls_finish() -> None:
     thread.start()
     with connected(server) as there:
         there.send({"kind": "x"})
-        assert begun.wait(5)
+        assert begun.wait(60)
         server.stop(drain=5.0)
-        assert there.receive(5) == {"kind": "done"}
-    thread.join(2)
+        assert there.receive(60) == {"kind": "done"}
+    thread.join(60)
     assert not thread.is_alive()
     assert len(ended) == 1
     with pytest.raises(ConnectionRefusedError):
@@ -289,22 +292,28 @@ def test_an_error_in_the_service_ends_one_connection_and_is_logged() -> None:
         with connected(server) as there:
             there.send({"kind": "x"})
             with pytest.raises(OSError, match=ENDED):
-                there.receive(5)
+                there.receive(60)
         until(lambda: log != [])
         assert log[0].endswith("was closed: KeyError: 'missing'")
         with connected(server) as there:
             there.send({"kind": "x", "missing": "y"})
-            assert there.receive(5) == {"kind": "y"}
+            assert there.receive(60) == {"kind": "y"}
 
 
 def test_a_client_above_the_rate_limit_is_slowed_down() -> None:
-    with serving(limits=Limits(rate=100.0, burst=20)) as server, connected(server) as there:
+    """A busy machine may be slower, but hardly three times."""
+    with serving(limits=Limits(rate=100.0, burst=20)) as server:
+        assert any(0.3 < seconds_for_echoes(server, 60) < 3 for _ in range(3))
+
+
+def seconds_for_echoes(server: Server, count: int) -> float:
+    with connected(server) as there:
         begun = time.monotonic()
-        for _ in range(60):
+        for _ in range(count):
             there.send({"kind": "x"})
-        for _ in range(60):
-            assert there.receive(5) == {"kind": "x"}
-        assert 0.3 < time.monotonic() - begun < 3
+        for _ in range(count):
+            assert there.receive(60) == {"kind": "x"}
+        return time.monotonic() - begun
 
 
 def test_a_client_that_does_not_read_is_disconnected_before_memory_fills() -> None:
@@ -331,9 +340,9 @@ def test_a_flush_returns_after_all_queued_messages_are_written_in_order() -> Non
         queue.end()
 
     with serving(talk) as server, connected(server) as there:
-        assert [(there.receive(5) or {})["number"] for _ in range(100)] == list(range(100))
+        assert [(there.receive(60) or {})["number"] for _ in range(100)] == list(range(100))
         with pytest.raises(ConnectionClosedError):
-            there.receive(5)
+            there.receive(60)
 
 
 @pytest.fixture
@@ -354,7 +363,7 @@ def test_large_descriptor_numbers_work(many_descriptors: list[int]) -> None:
     with serving() as server, connected(server) as there:
         assert there._channel.socket.fileno() > 1023
         there.send({"kind": "x"})
-        assert there.receive(5) == {"kind": "x"}
+        assert there.receive(60) == {"kind": "x"}
         assert not there.has_hung_up()
     assert there.has_hung_up()
 
@@ -371,7 +380,7 @@ def test_a_server_recovers_after_running_out_of_descriptors(many_descriptors: li
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
         with connected(server) as there:
             there.send({"kind": "x"})
-            assert there.receive(5) == {"kind": "x"}
+            assert there.receive(60) == {"kind": "x"}
         waiting.close()
 
 
@@ -402,7 +411,7 @@ def test_only_certificates_of_the_same_authority_are_accepted(tmp_path) -> None:
             sender = threading.Thread(target=there.send, args=({"kind": "x"}, body))
             # Both directions at once, which OpenSSL alone does not allow.
             sender.start()
-            assert there.receive(5) == {"kind": "x"}
+            assert there.receive(60) == {"kind": "x"}
             assert there.read_body() == body
             sender.join()
         for other in (elsewhere, wrong):
@@ -414,7 +423,7 @@ def test_only_certificates_of_the_same_authority_are_accepted(tmp_path) -> None:
                 connected(server, unknown)
         with connected(server, member) as there:
             there.send({"kind": "x"})
-            assert there.receive(5) == {"kind": "x"}
+            assert there.receive(60) == {"kind": "x"}
     with serving() as server, pytest.raises(OSError, match=r"only one side uses TLS, or|TLS failed"):
         connected(server, member)
 

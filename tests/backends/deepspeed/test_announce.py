@@ -83,7 +83,7 @@ def compare(line: str, seen: dict[str, float], messages: int = 1) -> None:
 @SAMPLED
 @pytest.mark.parametrize(("stage", "names"), by_stage(list(SETTINGS)))
 def test_every_method_sends_and_keeps_what_the_line_says(stage: int, names: list[str]) -> None:
-    first, second = run_forks(2, measure, *(job(stage, SETTINGS[name]) for name in names), timeout=200)
+    first, second = run_forks(2, measure, *(job(stage, SETTINGS[name]) for name in names))
     for name, (line, seen) in zip(names, first, strict=True):
         assert f"ZeRO {stage}, 2 data-parallel ranks" in line, name
         compare(line, seen)
@@ -93,7 +93,7 @@ def test_every_method_sends_and_keeps_what_the_line_says(stage: int, names: list
 def test_micro_steps_and_nodes_count() -> None:
     jobs = [job(2, {"bits": 8, "block_size": 32}, accumulation=2), job(0, {"hierarchy": {"ranks_per_node": 2}})]
     inside = {"bits": 4, "hierarchy": {"ranks_per_node": 2, "inside": {"bits": 8}}}
-    first, *_ = run_forks(4, measure, *jobs, job(2, inside), timeout=200)
+    first, *_ = run_forks(4, measure, *jobs, job(2, inside))
     for line, seen in first:
         compare(line, seen, messages=4)
 
@@ -142,7 +142,7 @@ def test_weights_that_travel_uncompressed_are_told_with_their_size() -> None:
     gradients = {"bits": 4, "block_size": 32}
     jobs = [job(stage, gradients) for stage in range(4)]
     jobs += [job(1, {"method": "none"}), Job(stage=1, section={"gradients": gradients, "weights": {"bits": 8}})]
-    lines, sent = zip(*run_forks(2, measure, *jobs, timeout=200)[0], strict=True)
+    lines, sent = zip(*run_forks(2, measure, *jobs)[0], strict=True)
     advice = re.compile(r'weights travel uncompressed: ([\d,]+) bytes a step; add "weights": \{"bits": 4\}')
     matches = [advice.search(line) for line in lines]
     assert [found is not None for found in matches] == [False, True, True, False, False, False]

@@ -311,7 +311,7 @@ def test_nothing_that_a_failed_pass_has_sent_survives(
     stage: int, program: Callable[[Any, int, Job], list[float]], tmp_path: Path
 ) -> None:
     job = Job(stage, RANDOM, SMALL, steps=8, extra={"directory": str(tmp_path)})
-    ranks = run_forks(2, interrupted, job, program, timeout=120)
+    ranks = run_forks(2, interrupted, job, program)
     assert ranks[0][0].parameters == ranks[1][0].parameters
     for early, late in ranks:
         assert (early.losses, early.parameters) == (late.losses, late.parameters)

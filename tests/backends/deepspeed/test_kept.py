@@ -100,7 +100,7 @@ def tensors(found: Any, name: str = "") -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("stage", range(4))
 def test_it_is_what_was_there_though_the_program_changes_it_at_once(tmp_path: Path, stage: int) -> None:
-    run_forks(2, save_and_change, str(tmp_path), stage, timeout=220)
+    run_forks(2, save_and_change, str(tmp_path), stage)
     files = [file.relative_to(tmp_path / "deepspeed") for file in (tmp_path / "deepspeed").rglob("*_states.pt")]
     assert len(files) == len(CHANGES) * {0: 1, 1: 3, 2: 3, 3: 4}[stage]
     for file in files:
@@ -138,6 +138,6 @@ def test_tensors_are_not_pickled(tmp_path: Path, stage: int) -> None:
 
     If pickled, they are copied three times and sent through a pipe.
     """
-    for sizes in run_forks(2, sizes_of_calls, str(tmp_path), stage, timeout=100):
+    for sizes in run_forks(2, sizes_of_calls, str(tmp_path), stage):
         assert sizes
         assert max(sizes) < 50_000

@@ -21,7 +21,6 @@ def unexpected(directory, stage: int, sections: tuple[str, ...], programs=PROGRA
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("stage", [1])
 def test_uncompressed_exchange(tmp_path, stage):
     assert unexpected(tmp_path, stage, ("plain", "raw")) == []

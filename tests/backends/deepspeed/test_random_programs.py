@@ -36,7 +36,6 @@ def check(stage: int, drawn: list) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @settings(in_lists, max_examples=2)
 @given(data=st.data())

@@ -213,7 +213,7 @@ def run_case(tmp_path: Path, case: Case) -> list[list[tuple[dict[str, int], Size
     file = tmp_path / "model.json"
     file.write_text(json.dumps(case.model))
     pipeline, tensor, data = case.layout
-    return run_forks(pipeline * tensor * data, watch, case, file, tmp_path, timeout=200, shared_memory=tensor > 1)
+    return run_forks(pipeline * tensor * data, watch, case, file, tmp_path, shared_memory=tensor > 1)
 
 
 COMPRESSED = {"gradients": {"bits": 4, "block_size": 32, "min_numel": 64}}
@@ -355,7 +355,7 @@ def compiled(rank: int, file: Path, monitor: Path) -> None:
 def test_what_a_compiled_graph_sends_is_unknown(tmp_path: Path) -> None:
     file = tmp_path / "model.json"
     file.write_text(json.dumps(LLAMA))
-    run_forks(2, compiled, file, tmp_path, timeout=200, compiled=True)
+    run_forks(2, compiled, file, tmp_path, compiled=True)
     [line] = statistics_lines(tmp_path)
     assert line["bytes_tensor"] is None
 

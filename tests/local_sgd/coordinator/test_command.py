@@ -32,7 +32,7 @@ def serving(state: Path, *more: str) -> Iterator[str]:
         yield f"127.0.0.1:{port[1]}"
     finally:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
+        assert process.wait(120) == 0
         process.stdout.close()
 
 
@@ -42,7 +42,7 @@ def test_the_command_serves_until_stopped_and_resumes_from_its_state_file(
     state, runs = tmp_path / "state.json", []
     for number in range(2):
         with serving(state) as address:
-            client = CoordinatorClient(address, 2.0, 5.0, {"timeout": 2.0, "minimum": 1}, "host:1", ["host:2"])
+            client = CoordinatorClient(address, 2.0, 60.0, {"timeout": 2.0, "minimum": 1}, "host:1", ["host:2"])
             assert client.number == number
             assert main(["islands", "status", address, "--json"]) == 0
             runs.append(json.loads(capsys.readouterr().out))
@@ -55,13 +55,13 @@ def test_status_prints_a_readable_table(tmp_path: Path, capsys: pytest.CaptureFi
     with serving(tmp_path / "state.json") as address:
         assert main(["islands", "status", address]) == 0
         assert capsys.readouterr().out.endswith("no island is connected\n")
-        client = CoordinatorClient(address, 2.0, 5.0, {"timeout": 2.0, "minimum": 1}, "10.0.0.7:1", ["10.0.0.7:2"])
+        client = CoordinatorClient(address, 2.0, 60.0, {"timeout": 2.0, "minimum": 1}, "10.0.0.7:1", ["10.0.0.7:2"])
         assert main(["islands", "status", address]) == 0
         client.leave()
     about, titles, row = capsys.readouterr().out.splitlines()
     assert about.startswith(f"run {client.run}, version 0, round none")
     assert re.split(r"\s{2,}", titles) == ["island", "host", "version", "waiting", "last seen (s)"]
-    assert re.fullmatch(r"0\s+10\.0\.0\.7\s+0\s+False\s+0\.\d", row)
+    assert re.fullmatch(r"0\s+10\.0\.0\.7\s+0\s+False\s+\d+\.\d", row)
 
 
 def test_status_names_the_secret_to_copy(
@@ -127,9 +127,9 @@ def test_state_files_are_readable_only_by_their_user(tmp_path: Path, more: list[
 def numbers_given(address: str, asynchronous: bool) -> list[int]:
     """Rounds of two islands are logged."""
     if not asynchronous:
-        return [CoordinatorClient(address, 2.0, 5.0, {"timeout": 2.0}, "host:1", ["host:2"]).number for _ in range(2)]
+        return [CoordinatorClient(address, 2.0, 60.0, {"timeout": 2.0}, "host:1", ["host:2"]).number for _ in range(2)]
     terms = {"exchange": {"method": "none"}, "outer": {}, "ranks": 1, "max_staleness": 1}
-    client = PushClient(address, 1.0, 5.0)
+    client = PushClient(address, 1.0, 60.0)
     found = [client.ask({"kind": "enter", "terms": terms})[0]["number"] for _ in range(2)]
     client.close()
     return found
@@ -137,9 +137,7 @@ def numbers_given(address: str, asynchronous: bool) -> list[int]:
 
 def test_two_coordinators_cannot_use_one_state_file(tmp_path: Path) -> None:
     with serving(tmp_path / "state.json"):
-        again = subprocess.run(
-            [*SERVE, "--state", str(tmp_path / "state.json")], capture_output=True, text=True, timeout=20
-        )
+        again = subprocess.run([*SERVE, "--state", str(tmp_path / "state.json")], capture_output=True, text=True)
     assert again.returncode == 1
     assert "another coordinator uses this file" in again.stderr
 
@@ -167,7 +165,7 @@ def test_status_reports_an_unreachable_address(address: str, text: str, capsys: 
 def test_forget_removes_dead_islands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serving(tmp_path / "state.json") as address:
         lost, there = (
-            CoordinatorClient(address, 2.0, 5.0, {"timeout": 2.0}, f"host{n}:1", ["host:2"]) for n in range(2)
+            CoordinatorClient(address, 2.0, 60.0, {"timeout": 2.0}, f"host{n}:1", ["host:2"]) for n in range(2)
         )
         for one in (lost, there):
             assert one.sources().version == 1

@@ -478,7 +478,7 @@ def be_slower(rank: int, job: Job, ending: str) -> int:
     atexit.register = lambda work, *given: ends.append(work)  # type: ignore[assignment]
     engine = start(job)
     for batch in data(rank, job):
-        time.sleep(0.4 * rank)
+        time.sleep(0.15 * rank)
         run(engine, [batch])
     match ending:
         case "destroy":

@@ -46,7 +46,7 @@ def measured(rank: int, found: Group) -> tuple[list[dict[str, Any]], list[str]]:
 def test_all_contenders_are_measured_and_rank_0_reports_them(tmp_path: Path) -> None:
     section = {"parallelism": {"zero_stage": 1}, "gradients": {"bits": 4}, "schedule": {"warmup_steps": 100}}
     found = group(tmp_path, section, PEERS)
-    (rows, progress), others = run_forks(2, measured, found, timeout=200)
+    (rows, progress), others = run_forks(2, measured, found)
     assert others == ([], [])
     names = ["deepspeed", "deepspeed-bf16", "zero1", *PEERS[2:]]
     assert [row["contender"]["name"] for row in rows] == names
@@ -70,7 +70,7 @@ def test_all_contenders_are_measured_and_rank_0_reports_them(tmp_path: Path) -> 
 
 def test_stages_of_a_pipeline_are_measured(tmp_path: Path) -> None:
     section = {"parallelism": {"pipeline": 2}, "gradients": {"method": "none"}}
-    (rows, _), _ = run_forks(2, measured, group(tmp_path, section, ("deepspeed", "ddp")), timeout=200)
+    (rows, _), _ = run_forks(2, measured, group(tmp_path, section, ("deepspeed", "ddp")))
     assert [row["contender"]["name"] for row in rows] == ["deepspeed", "zero1", "ddp"]
     assert all(rank["bytes_pipeline"] > 0 for rank in rows[1]["traffic"])
 

@@ -126,11 +126,11 @@ print([source.document.data for source in sources(sys.argv[1:], Search(), sys.st
 @pytest.mark.parametrize("argument", ["/dev/stdin", "/dev/fd/0", "<(cat)", "-"])
 def test_files_opened_by_the_shell_are_read(argument: str) -> None:
     command = ["bash", "-c", f"cat | {sys.executable} -c '{FROM_THE_SHELL}' {argument}"]
-    done = subprocess.run(command, input="{a: 1}", capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, input="{a: 1}", capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("[{'a': 1}]\n", "")
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 def test_endless_files_are_not_opened(tmp_path: Path) -> None:
     fifo = tmp_path / "ds_config.json"
     os.mkfifo(fifo)

@@ -15,9 +15,6 @@ from deepspeed_compress.tools.lint.runner import lint_document
 from deepspeed_compress.tools.lint.selection import Selection
 from deepspeed_compress.tools.outputs import Report, render
 
-# Processor time depends on what else runs.
-pytestmark = pytest.mark.serial
-
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 2,
@@ -75,11 +72,16 @@ def bare() -> float:
     return float(subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True, check=True).stdout)
 
 
+# Processor time depends on what else runs.
+@pytest.mark.serial
 def test_starts_quickly(config: Path) -> None:
     """The limit is the time of ten interpreters, since a busy core slows both down. One takes 0.03 s if idle."""
     rounds = [(bare(), *start(config)) for _ in range(5)]
     assert min(seconds for _, seconds, _ in rounds) < 10 * min(seconds for seconds, _, _ in rounds)
     assert not HEAVY & rounds[0][2]
+
+
+FILES = 250
 
 
 def seconds_to_lint(directory: Path) -> float:
@@ -88,22 +90,23 @@ def seconds_to_lint(directory: Path) -> float:
     found = list(sources([str(directory)], Search(), sys.stdin.buffer))
     diagnostics = [one for source in found for one in lint_document(source.document, Context(), Selection(), RULES)]
     render(Report(tuple(diagnostics), len(found)), "full")
-    assert len(found) == 1000
+    assert len(found) == FILES
     return time.process_time() - start
 
 
-def test_a_thousand_files(tmp_path: Path) -> None:
-    """The limit is the time of 260 interpreters, 5 s on an idle core. The best of three counts on a shared core."""
-    for number in range(1000):
+@pytest.mark.serial
+def test_many_files(tmp_path: Path) -> None:
+    """The limit is the time of 65 interpreters, 1.2 s on an idle core. The best of three counts on a shared core."""
+    for number in range(FILES):
         text = json.dumps({**CONFIG, "gradient_clipping": number}, indent=2)
         (tmp_path / f"ds_config_{number}.json").write_text(text)
-    limit = 260 * min(bare() for _ in range(3))
+    limit = 65 * min(bare() for _ in range(3))
     assert any(seconds_to_lint(tmp_path) < limit for _ in range(3))
 
 
 @pytest.mark.parametrize("depth", [1, 99])
 def test_ten_megabytes_through_every_rule(tmp_path: Path, depth: int) -> None:
-    """Large files are truncated. The remaining part must not take long either."""
+    """Large files are truncated. The remaining part takes a tenth of the limit if nothing else runs."""
     path = tmp_path / "ds_config.json"
     inside = ", ".join(f'"key{number}": [{number}, "auto", true]' for number in range(200_000))
     path.write_text('{"zero_optimization": ' * depth + f"{{{inside}}}" + "}" * depth)

@@ -15,6 +15,7 @@ from deepspeed_compress.tools.tune.halving import Result, Rung
 from deepspeed_compress.tools.tune.space import Candidate
 from deepspeed_compress.tools.tune.trials import Trials
 from tests.support.processes import wait_until_gone
+from tests.support.transport import until
 
 pytestmark = pytest.mark.sampled(3, "deepspeed_compress/tools/tune", "tests/tools/tune/test_trials.py")
 
@@ -26,18 +27,38 @@ def nothing(done: int) -> None:
     pass
 
 
+DAY = 86_400.0
+
+
+class Clock:
+    """Stand-in for the module `time` in which a day passes once the program of a trial has written a file."""
+
+    sleep = staticmethod(time.sleep)
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def monotonic(self) -> float:
+        return time.monotonic() + 2 * DAY * (self._file.is_file() and self._file.stat().st_size > 0)
+
+
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that runs a trial with a Python program as its process, and returns the result."""
+    """Return a function that runs a trial with a Python program as its process, and returns the result.
+
+    The time of the trial is up once a file exists, whose name is its second argument.
+    """
     made = Trials({"custom": 1}, Path("ds.json"), "none", ["train.py", "--deepspeed", "ds.json"], tmp_path / "out")
 
-    def run(program: str, seconds: float = 60) -> Result:
+    def run(program: str, until: str = "") -> Result:
         def command(launcher: str, arguments: list[str], runner: str) -> list[str]:
             assert (launcher, runner) == ("none", "deepspeed_compress.tools.tune.rank")
             return [sys.executable, "-c", program, *arguments]
 
         monkeypatch.setattr("deepspeed_compress.integrations.launch.launch_command", command)
-        return made.run(CANDIDATE, RUNG, seconds, nothing)
+        if until:
+            monkeypatch.setattr(trials, "time", Clock(made.directory(CANDIDATE, RUNG) / until))
+        return made.run(CANDIDATE, RUNG, DAY, nothing)
 
     run.trials = made  # type: ignore[attr-defined]
     return run
@@ -126,7 +147,7 @@ def test_a_trial_that_says_nothing(start: Any) -> None:
 
 @pytest.mark.parametrize("end", ["raise SystemExit(1)", "import os; os.abort()", "import time; time.sleep(600)"])
 def test_figures_count_however_the_script_ends_after_them(end: str, start: Any) -> None:
-    assert start(WRITES + end, seconds=3).status == "finished"
+    assert start(WRITES + end, until="trial.jsonl").status == "finished"
 
 
 def test_what_was_left_of_a_trial_before_does_not_stay(start: Any) -> None:
@@ -143,16 +164,23 @@ time.sleep(600)
 
 
 def test_a_trial_whose_time_is_up_ends_with_everything_that_it_started(start: Any) -> None:
-    result = start(HANGS, seconds=2)
+    result = start(HANGS, until="child")
     assert (result.status, result.error) == ("stopped", "time was up")
     wait_until_gone(int((start.trials.directory(CANDIDATE, RUNG) / "child").read_text()))
 
 
+IGNORES = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+(pathlib.Path(sys.argv[3]).parent / "ignores").write_text("SIGTERM")
+time.sleep(600)
+"""
+
+
 def test_what_does_not_end_by_itself_is_ended(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials, "PATIENCE", 0.5)
-    result = start("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)", seconds=1)
+    result = start(IGNORES, until="ignores")
     assert result.status == "stopped"
-    assert result.seconds < 20
 
 
 TUNES = """
@@ -174,10 +202,8 @@ def test_a_signal_ends_the_trial_too(number: signal.Signals, tmp_path: Path) -> 
     process = subprocess.Popen(
         [sys.executable, "-c", TUNES, str(program), str(tmp_path)], stderr=subprocess.DEVNULL, env={**os.environ}
     )
-    deadline = time.monotonic() + 60
     child = tmp_path / "child"
-    while not (child.is_file() and child.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    until(lambda: child.is_file() and child.read_text() != "")
     process.send_signal(number)
-    assert process.wait(30) != 0
+    assert process.wait(120) != 0
     wait_until_gone(int(child.read_text()))

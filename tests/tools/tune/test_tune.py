@@ -33,7 +33,6 @@ def tune(directory: Path, port: str) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=290,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -42,7 +41,6 @@ def tune(directory: Path, port: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.serial
-@pytest.mark.timeout(600)
 def test_a_real_search(port: str, tmp_path: Path) -> None:
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}}
     (tmp_path / "ds.json").write_text(json.dumps(config))

@@ -100,18 +100,17 @@ def tasks_of(programs: Iterable[Program], stage: int, sections: Sequence[str]) -
     ]
 
 
-def run_tasks(tasks: Sequence[Task], directory: Path, seconds: int = SECONDS) -> Iterator[tuple[Task, list[Result]]]:
+def run_tasks(tasks: Sequence[Task], directory: Path) -> Iterator[tuple[Task, list[Result]]]:
     """Yield tasks and results by rank, in order. After a failure, the remaining tasks run on new ranks.
 
     Args:
         tasks: the tasks.
         directory: place for the results of the ranks.
-        seconds: timeout of a collective, after which a rank that others have left alone fails.
     """
     for _, together in itertools.groupby(tasks, _shares):
         batch = list(together)
         while batch:
-            results = _run(batch, directory / str(time.monotonic_ns()), seconds)
+            results = _run(batch, directory / str(time.monotonic_ns()))
             yield from zip(batch, results, strict=False)
             batch = batch[len(results) :]
 
@@ -120,13 +119,13 @@ def _shares(task: Task) -> tuple[int, str]:
     return task.program.ranks, task.program.name if task.program.alone else ""
 
 
-def _run(batch: list[Task], directory: Path, seconds: int) -> list[list[Result]]:
+def _run(batch: list[Task], directory: Path) -> list[list[Result]]:
     """Return the results of the tasks that ended, of which the last may have failed. Ranks without a result hung."""
     directory.mkdir(parents=True)
     ranks = batch[0].program.ranks
     # If ranks died or hung, the finished tasks have left their results.
     with contextlib.suppress(RankError, TimeoutError):
-        run_forks(ranks, _work, batch, directory, seconds, timeout=2 * seconds + 5 * len(batch))
+        run_forks(ranks, _work, batch, directory, timeout=2 * SECONDS + 5 * len(batch))
     results: list[list[Result]] = []
     for index in range(len(batch)):
         results.append([_read(directory / f"{index}-{rank}.pickle") for rank in range(ranks)])
@@ -139,9 +138,9 @@ def _read(file: Path) -> Result:
     return pickle.loads(file.read_bytes()) if file.exists() else Result([], "hangs")
 
 
-def _work(rank: int, batch: list[Task], directory: Path, seconds: int) -> None:
+def _work(rank: int, batch: list[Task], directory: Path) -> None:
     sys.stdout = io.StringIO()
-    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=seconds))
+    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=SECONDS))
     for index, task in enumerate(batch):
         # Exclude imported objects from garbage collection, which DeepSpeed runs often, to make it fast.
         gc.freeze()
