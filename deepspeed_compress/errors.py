@@ -6,6 +6,7 @@ CompressError
 ├── UnsupportedError    the configuration is valid, but cannot be right for this engine
 ├── IslandError         an island has lost the others for too long
 ├── StateError          saved compression state is missing, damaged or from another run
+├── RolloutError        weights for rollout workers cannot be published, read or verified
 └── DataError           a corpus or tokenizer cannot be found or read
 
 CompressWarning (a UserWarning)   a setting has no effect, or costs more than it gains
@@ -17,6 +18,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "IslandError",
+    "RolloutError",
     "SeamError",
     "StateError",
     "UnsupportedError",
@@ -45,6 +47,10 @@ class IslandError(CompressError, RuntimeError):
 
 class StateError(CompressError, RuntimeError):
     """Saved compression state that is missing, damaged or belongs to another run."""
+
+
+class RolloutError(CompressError, RuntimeError):
+    """Weights for rollout workers that cannot be published, read or verified."""
 
 
 class DataError(CompressError, ValueError):

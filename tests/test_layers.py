@@ -136,6 +136,8 @@ TABLE = {
         "monitor session",
         "torch megatron numpy packaging",
     ),
+    "rollout": allow("collectives.buckets collectives.objects compression.compressors.base errors", "pydantic torch"),
+    "rollout.changes": allow("compression.kernels.reference_bits errors", "numpy torch zstandard"),
     "models": allow("config.names errors", "torch deepspeed transformers safetensors", lazily="megatron"),
     "training": allow(
         "config backends.deepspeed.builds backends.deepspeed.units errors foreign_warnings models monitor "

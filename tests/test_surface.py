@@ -20,6 +20,7 @@ NAMES = [
     "ConfigError",
     "DataError",
     "IslandError",
+    "RolloutError",
     "SeamError",
     "StateError",
     "UnsupportedError",

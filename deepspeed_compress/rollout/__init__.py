@@ -1,0 +1,12 @@
+"""Exact, sparse weight updates from a trainer to rollout workers, which generate with the newest policy.
+
+Data flows one way: the slices of a model that a rank publishes (`sources`) are encoded as changes (`changes`), which
+form the parts of a version (`parts`, `shares`, `versions`) in a store (`store`), from which a receiver applies them to
+its module (`receiver`).
+"""
+
+from deepspeed_compress.rollout.publisher import Published, Publisher
+from deepspeed_compress.rollout.receiver import Receiver
+from deepspeed_compress.rollout.store import DirectoryStore, Store
+
+__all__ = ["DirectoryStore", "Published", "Publisher", "Receiver", "Store"]

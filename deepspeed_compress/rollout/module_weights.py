@@ -1,0 +1,82 @@
+"""Parameters of a receiving module, to which slices of a version are applied."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed_compress.compression.compressors.base import DTYPES
+from deepspeed_compress.errors import RolloutError
+from deepspeed_compress.rollout.changes import apply
+from deepspeed_compress.rollout.parts import EncodedSlice, SliceDigest, values_digest
+from deepspeed_compress.rollout.versions import Manifest, model_digest
+
+__all__ = ["ModuleWeights"]
+
+
+class ModuleWeights:
+    """Parameters of a module that hold a published model.
+
+    Args:
+        module: the module.
+        manifest: the version that the module will hold.
+
+    Raises:
+        RolloutError: the module has other parameters than the published model.
+    """
+
+    def __init__(self, module: nn.Module, manifest: Manifest) -> None:
+        self._manifest, self._dtype = manifest, DTYPES[manifest.dtype]
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        _check(parameters, manifest.tensors, self._dtype)
+        self._tensors = {name: parameters[name].detach() for name in manifest.tensors}
+
+    def apply(self, one: EncodedSlice) -> None:
+        """Bring a slice to its next version, in place.
+
+        Raises:
+            RolloutError: the change is malformed or made for another tensor.
+        """
+        place = self._place(one.slice)
+        held = self._published(place)
+        apply(one.payload, held)
+        if held.data_ptr() != place.data_ptr():
+            place.copy_(held)
+
+    def verify(self, slices: Sequence[SliceDigest]) -> None:
+        """Check that the module holds the version of the manifest, of which `slices` are all digests.
+
+        Raises:
+            RolloutError: it does not.
+        """
+        if model_digest(slices) != self._manifest.digest:
+            raise RolloutError(f"the parts are not those of version {self._manifest.version}")
+        for one in slices:
+            if values_digest(self._published(self._place(one))) != one.digest:
+                raise RolloutError(f'"{one.name}" differs from what version {self._manifest.version} should be')
+
+    def _place(self, one: SliceDigest) -> Tensor:
+        """Return the elements of a slice as a view of the module's parameter."""
+        tensor = self._tensors.get(one.name)
+        if tensor is None or not 0 <= one.start <= one.start + one.numel <= tensor.numel():
+            raise RolloutError(f'a part has elements {one.start} to {one.start + one.numel} of an unknown "{one.name}"')
+        return tensor.view(-1).narrow(0, one.start, one.numel)
+
+    def _published(self, place: Tensor) -> Tensor:
+        """Return the values in the published type on the CPU: `place` itself if it is so, otherwise a copy."""
+        return place.to("cpu", self._dtype)
+
+
+def _check(parameters: Mapping[str, Tensor], tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+    for name, shape in tensors.items():
+        if name not in parameters:
+            raise RolloutError(f'the module has no parameter "{name}", which is published')
+        own = parameters[name]
+        if tuple(own.shape) != shape or not own.is_contiguous():
+            raise RolloutError(f'"{name}" has the shape {tuple(own.shape)}, but {shape} is published (contiguous)')
+        if torch.promote_types(own.dtype, dtype) != own.dtype:
+            raise RolloutError(f'"{name}" has the type {own.dtype}, which does not hold all values of {dtype}')
+    published = {id(parameters[name]) for name in tensors}
+    missing = [name for name, own in parameters.items() if own.numel() and id(own) not in published]
+    if missing:
+        raise RolloutError(f"the module has parameters that are not published: {', '.join(missing[:3])}")

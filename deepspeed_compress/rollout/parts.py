@@ -1,0 +1,142 @@
+"""Parts of a version: the encoded slices of tensors that one rank publishes in one blob.
+
+A part is an index in JSON, followed by the payloads of its slices. The index has the digest of each slice's values
+after the update, so a receiver can check what it holds without holding any other version.
+"""
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from deepspeed_compress.errors import RolloutError
+from deepspeed_compress.rollout.changes import count_changed
+from deepspeed_compress.rollout.store import Store
+
+__all__ = [
+    "Digest",
+    "EncodedSlice",
+    "PartEntry",
+    "Record",
+    "Size",
+    "SliceDigest",
+    "read_part",
+    "values_digest",
+    "write_parts",
+]
+
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+"""SHA-256 in hexadecimal digits."""
+Size = Annotated[int, Field(ge=0)]
+
+_PART_BYTES = 64 << 20
+"""Bytes of payload after which another part begins. A receiver holds one part of a full copy at a time."""
+_ATTEMPTS = 3
+"""Number of times that a part is fetched if it arrives damaged."""
+_LENGTH = struct.Struct("<I")
+
+
+class Record(BaseModel):
+    """Base class of everything that a manifest consists of."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class PartEntry(Record):
+    """A part: its name in the store, its bytes, its SHA-256, and the number of values that it changes."""
+
+    name: str
+    size: Size
+    digest: Digest
+    changed: Size
+
+
+@dataclass(frozen=True, order=True)
+class SliceDigest:
+    """Digest of a slice of a tensor.
+
+    Attributes:
+        name: name of the tensor.
+        start: first element, in the flattened tensor.
+        numel: number of elements.
+        digest: SHA-256 of the values.
+    """
+
+    name: str
+    start: int
+    numel: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class EncodedSlice:
+    """A slice after an update, and the payload that leads to it (see `changes.encode`)."""
+
+    slice: SliceDigest
+    payload: bytes
+
+
+def values_digest(values: Tensor) -> str:
+    """Return the SHA-256 of the bits of a flat, contiguous tensor on the CPU."""
+    return hashlib.sha256(values.detach().view(torch.uint8).numpy()).hexdigest()
+
+
+def write_parts(store: Store, stem: str, slices: Iterable[EncodedSlice]) -> list[PartEntry]:
+    """Store `slices` as one or several parts whose names begin with `stem`. Return their entries."""
+    entries: list[PartEntry] = []
+    waiting: list[EncodedSlice] = []
+    for one in slices:
+        waiting.append(one)
+        if sum(len(each.payload) for each in waiting) >= _PART_BYTES:
+            entries.append(_write(store, f"{stem}.{len(entries):04d}", waiting))
+            waiting = []
+    if waiting:
+        entries.append(_write(store, f"{stem}.{len(entries):04d}", waiting))
+    return entries
+
+
+def _write(store: Store, name: str, slices: Sequence[EncodedSlice]) -> PartEntry:
+    index = [{**asdict(one.slice), "bytes": len(one.payload)} for one in slices]
+    head = json.dumps(index, separators=(",", ":")).encode()
+    data = b"".join([_LENGTH.pack(len(head)), head, *(one.payload for one in slices)])
+    store.put(name, data)
+    changed = sum(count_changed(one.payload) for one in slices)
+    return PartEntry(name=name, size=len(data), digest=hashlib.sha256(data).hexdigest(), changed=changed)
+
+
+def read_part(store: Store, entry: PartEntry) -> list[EncodedSlice]:
+    """Return the slices of a part. If its digest differs from its entry, fetch it again.
+
+    Raises:
+        RolloutError: it is not in the store, or arrives damaged every time.
+    """
+    for _ in range(_ATTEMPTS):
+        try:
+            data = store.get(entry.name)
+        except KeyError:
+            raise RolloutError(f"part {entry.name} is no longer in the store") from None
+        if len(data) == entry.size and hashlib.sha256(data).hexdigest() == entry.digest:
+            return list(_slices(data))
+    raise RolloutError(f"part {entry.name} has arrived damaged {_ATTEMPTS} times: its SHA-256 is not {entry.digest}")
+
+
+def _slices(data: bytes) -> Iterator[EncodedSlice]:
+    """Yield the slices of a part whose digest was checked.
+
+    Raises:
+        RolloutError: the part is malformed.
+    """
+    try:
+        place = _LENGTH.size + _LENGTH.unpack_from(data)[0]
+        for entry in json.loads(data[_LENGTH.size : place]):
+            size = int(entry.pop("bytes"))
+            yield EncodedSlice(SliceDigest(**entry), data[place : place + size])
+            place += size
+    except (ValueError, TypeError, KeyError, AttributeError, struct.error) as error:
+        raise RolloutError(f"the index of a part is malformed: {error}") from error

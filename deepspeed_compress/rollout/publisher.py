@@ -1,0 +1,187 @@
+"""Publication of a model's weights by the ranks that train it."""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed_compress.compression.compressors.base import DTYPES
+from deepspeed_compress.rollout.ranks import PublishingRanks
+from deepspeed_compress.rollout.shares import Chain, Share, digest_slices, make_manifest, write_share
+from deepspeed_compress.rollout.sources import Slice, find_slices, unwrap
+from deepspeed_compress.rollout.store import Store
+from deepspeed_compress.rollout.versions import (
+    Dtype,
+    delete_old_versions,
+    delete_unfinished,
+    find_full_copies,
+    find_versions,
+    model_digest,
+    read_manifest,
+    write_manifest,
+)
+
+__all__ = ["Published", "Publisher"]
+
+
+@dataclass(frozen=True)
+class Published:
+    """Report of a published version.
+
+    Attributes:
+        version: its number.
+        digest: digest of the whole model, which a receiver of this version has too.
+        change_bytes: bytes of the changes since the version before and of the manifest, over all ranks.
+        full_bytes: bytes of the full copy; 0 if the version has none.
+        changed: share of the values that changed; 1.0 if the version before is not known.
+        seconds: time from the call of `publish` until the version was complete.
+    """
+
+    version: int
+    digest: str
+    change_bytes: int
+    full_bytes: int
+    changed: float
+    seconds: float
+
+
+class Publisher:
+    """Publisher of a model's weights. Every rank of the job has one, and calls its methods together with the others.
+
+    Each rank encodes and stores only its share of the model, and holds two copies of the share in host memory, in the
+    published type. After a restart, the first call publishes a full copy, unless the newest version in the store has
+    the same digest as the model.
+
+    Args:
+        model: a module, a DDP or FSDP2 model, or a DeepSpeed engine with ZeRO 0 to 3.
+        store: storage that all ranks and all receivers share.
+        dtype: type of the published weights, to which those of training are cast: "bf16", "fp16" or "fp32".
+        every: number of calls of `publish` per version.
+        full_every: number of versions per full copy.
+        keep: number of full copies to keep. Everything before the oldest of them is deleted.
+        overlap: encode and store in a thread, so that `publish` only copies the weights to host memory.
+
+    Examples:
+        >>> publisher = Publisher(engine, DirectoryStore("/shared/policy"))
+        >>> publisher.publish()  # the initial weights
+        >>> engine.step()
+        >>> publisher.publish()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        store: Store,
+        dtype: Dtype = "bf16",
+        every: int = 1,
+        full_every: int = 100,
+        keep: int = 2,
+        overlap: bool = False,
+    ) -> None:
+        self._module, self._store, self._dtype = unwrap(model), store, dtype
+        self._every, self._full_every, self._keep = every, full_every, keep
+        self._ranks = PublishingRanks()
+        self._thread = ThreadPoolExecutor(1, "rollout") if overlap else None
+        self._running: Future[Published] | None = None
+        self._calls = 0
+        self._chain: Chain | None = None
+        """End of the chain in the store, to which `_held` belongs; None before the first version, or after an error."""
+        self._held: list[Slice] = []
+        self._spare: list[Slice] = []
+
+    def publish(self, full: bool = False) -> Published | None:
+        """Publish the current weights. Call it between optimizer steps, on all ranks.
+
+        Args:
+            full: publish now, with a full copy, even if neither is due.
+
+        Returns:
+            The report; None if no version is due. With `overlap`, the report of the version before, if there is one.
+
+        Raises:
+            RolloutError: a rank could not publish; with `overlap`, the version before. The next version has a full
+                copy.
+        """
+        self._calls += 1
+        if (self._calls - 1) % self._every and not full:
+            return None
+        begin, before = time.perf_counter(), self.wait()
+        new = self._copy_weights()
+        if self._thread is None:
+            return self._publish(new, full, begin)
+        self._running = self._thread.submit(self._publish, new, full, begin)
+        return before
+
+    def wait(self) -> Published | None:
+        """Wait for the version that a thread publishes. Return its report, or None if there is no such version.
+
+        Raises:
+            RolloutError: see `publish`.
+        """
+        running, self._running = self._running, None
+        return None if running is None else running.result()
+
+    def _copy_weights(self) -> list[Slice]:
+        """Return copies of this rank's slices in host memory, in the published type."""
+        slices = find_slices(self._module, self._ranks.rank, self._ranks.size)
+        if _layout(slices) != _layout(self._spare):
+            self._spare = [replace(one, values=_host_buffer(one.values, DTYPES[self._dtype])) for one in slices]
+        for one, copy in zip(slices, self._spare, strict=True):
+            copy.values.copy_(one.values)
+        return self._spare
+
+    def _publish(self, new: list[Slice], full: bool, begin: float) -> Published:
+        """Publish `new` and hold it. All collective calls are made here, in this order."""
+        chain, self._chain = self._chain, None
+        held = None if chain is None else self._held
+        if chain is None:
+            chain = self._ranks.from_first(self._find_chain)
+            digests = self._ranks.gather(lambda: digest_slices(new))
+            if model_digest(one for some in digests for one in some) == chain.digest:
+                return self._hold(new, chain, Published(chain.version, chain.digest, 0, 0, 0.0, _since(begin)))
+        full = full or held is None or chain.version + 1 - chain.full >= self._full_every
+        rank, version = self._ranks.rank, chain.version + 1
+        shares = self._ranks.gather(lambda: write_share(self._store, version, rank, new, held, full))
+        published = self._ranks.from_first(lambda: self._complete(chain, shares, begin))
+        newest = Chain(version, published.digest, version if full else chain.full)
+        return self._hold(new, newest, published)
+
+    def _hold(self, new: list[Slice], chain: Chain, published: Published) -> Published:
+        self._spare, self._held, self._chain = self._held, new, chain
+        return published
+
+    def _find_chain(self) -> Chain:
+        """Return the end of the chain in the store, and delete what a killed publisher left behind it."""
+        newest = max(find_versions(self._store), default=0)
+        delete_unfinished(self._store, newest)
+        if not newest:
+            return Chain(0, "", 0)
+        manifest = read_manifest(self._store, newest)
+        # Another type has other bits, which no change can lead to.
+        digest = manifest.digest if manifest.dtype == self._dtype else ""
+        return Chain(newest, digest, max(find_full_copies(self._store), default=0))
+
+    def _complete(self, chain: Chain, shares: Sequence[Share], begin: float) -> Published:
+        """Complete a version of which all ranks have written their shares, and delete old ones."""
+        manifest = make_manifest(chain, self._dtype, shares)
+        size = write_manifest(self._store, manifest)
+        delete_old_versions(self._store, self._keep)
+        changes, total = manifest.changes, sum(one.numel for share in shares for one in share.digests)
+        changed = 1.0 if changes is None else sum(part.changed for part in changes.parts) / max(1, total)
+        change_bytes = size + (0 if changes is None else changes.size)
+        return Published(manifest.version, manifest.digest, change_bytes, manifest.full_size, changed, _since(begin))
+
+
+def _layout(slices: Sequence[Slice]) -> list[tuple[str, int, int]]:
+    return [(one.name, one.start, one.values.numel()) for one in slices]
+
+
+def _host_buffer(values: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(values.numel(), dtype=dtype, pin_memory=values.is_cuda)
+
+
+def _since(begin: float) -> float:
+    return time.perf_counter() - begin

@@ -1,0 +1,151 @@
+"""Reception of published weights by a module that generates with them."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+
+from torch import nn
+
+from deepspeed_compress.errors import RolloutError
+from deepspeed_compress.rollout.module_weights import ModuleWeights
+from deepspeed_compress.rollout.parts import PartEntry, SliceDigest, read_part
+from deepspeed_compress.rollout.request_lock import RequestLock
+from deepspeed_compress.rollout.store import Store
+from deepspeed_compress.rollout.versions import Manifest, find_versions, read_manifest
+
+__all__ = ["Receiver"]
+
+
+@dataclass(frozen=True)
+class _Path:
+    """Parts that lead to the newest version.
+
+    Attributes:
+        full: parts of a full copy, with which the path begins; empty if it begins with the held version.
+        changes: parts with the changes of the versions after that, in order.
+    """
+
+    full: Sequence[PartEntry]
+    changes: Sequence[PartEntry]
+
+    @property
+    def size(self) -> int:
+        return sum(part.size for part in (*self.full, *self.changes))
+
+
+class Receiver:
+    """Receiver of the newest published version in a module, bit for bit.
+
+    The module may have the published type or a wider one, on any device. The first update takes a full copy. A later
+    one applies the changes of all versions since the held one, or takes a newer full copy if that is smaller.
+
+    Args:
+        module: the module, with the parameter names of the published model. Tied parameters may have any of their
+            names.
+        store: storage that the publishing ranks write to.
+
+    Attributes:
+        version: the held version; None before the first update, or after one that failed midway.
+        digest: model digest of the held version.
+
+    Examples:
+        >>> receiver = Receiver(model, DirectoryStore("/shared/policy"))
+        >>> receiver.update()
+        >>> with receiver.request():
+        ...     model.generate(prompt)
+    """
+
+    def __init__(self, module: nn.Module, store: Store) -> None:
+        self.version: int | None = None
+        self.digest = ""
+        self._module, self._store = module, store
+        self._lock = RequestLock()
+
+    @contextmanager
+    def request(self) -> Iterator[int]:
+        """Keep updates out of the block, which uses the module. Yields the held version.
+
+        Raises:
+            RolloutError: no version is held.
+        """
+        with self._lock.request():
+            if self.version is None:
+                raise RolloutError("the module holds no version: call update() until it returns True")
+            yield self.version
+
+    def update(self) -> bool:
+        """Bring the module to the newest complete version. Call it from one thread.
+
+        Changes are fetched and checked while requests run, which are paused only to apply them. If a part is damaged or
+        missing, or the result is not what the publisher holds, take a full copy instead.
+
+        Returns:
+            True if the module changed; False if it already has the newest version, or there is none.
+
+        Raises:
+            RolloutError: the newest version cannot be reached. `version` is None if the module has been changed.
+        """
+        newest = max(find_versions(self._store), default=None)
+        if newest is None:
+            return False
+        manifest = read_manifest(self._store, newest)
+        if (self.version, self.digest) == (newest, manifest.digest):
+            return False
+        problems = []
+        for path in sorted(self._find_paths(manifest), key=lambda one: one.size):
+            try:
+                self._follow(path, manifest)
+                return True
+            except RolloutError as error:
+                problems.append(str(error))
+        reasons = "; ".join(problems) or "no full copy leads to it"
+        raise RolloutError(f"version {newest} cannot be reached: {reasons}")
+
+    def _find_paths(self, newest: Manifest) -> Iterator[_Path]:
+        """Yield the path from the held version and the path from the newest full copy, as far as they exist."""
+        changes: list[PartEntry] = []
+        needs_full = True
+        for manifest in self._walk_back(newest):
+            if needs_full and manifest.full is not None:
+                needs_full = False
+                yield _Path(manifest.full, tuple(changes))
+            if manifest.changes is not None:
+                changes = [*manifest.changes.parts, *changes]
+                if (manifest.changes.base, manifest.changes.base_digest) == (self.version, self.digest):
+                    yield _Path((), tuple(changes))
+            passed = self.version is None or manifest.version <= self.version + 1
+            if passed and not needs_full:
+                return
+
+    def _walk_back(self, manifest: Manifest) -> Iterator[Manifest]:
+        """Yield `manifest`, and those of the versions that it builds on, as far as they are in the store."""
+        yield manifest
+        while manifest.changes is not None:
+            base = manifest.changes
+            try:
+                manifest = read_manifest(self._store, base.base)
+            except RolloutError:
+                return
+            if manifest.digest != base.base_digest:
+                return
+            yield manifest
+
+    def _follow(self, path: _Path, newest: Manifest) -> None:
+        """Bring the module to `newest`.
+
+        Raises:
+            RolloutError: a part is damaged or missing, or the result differs from `newest`.
+        """
+        weights = ModuleWeights(self._module, newest)
+        # Changes are small. A full copy is not, and one part of it is in memory at a time.
+        changes = [read_part(self._store, part) for part in path.changes]
+        with self._lock.pause():
+            held: dict[tuple[str, int], SliceDigest] = {}
+            full = (read_part(self._store, part) for part in path.full)
+            for one in chain.from_iterable(chain(full, changes)):
+                self.version = None
+                weights.apply(one)
+                held[one.slice.name, one.slice.start] = one.slice
+            weights.verify(list(held.values()))
+            self.version, self.digest = newest.version, newest.digest

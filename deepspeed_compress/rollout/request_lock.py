@@ -1,0 +1,41 @@
+"""Lock that lets requests run at the same time, and pauses them during an update."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class RequestLock:
+    """Readers-writer lock. An update waits for the requests that run, and new requests wait for the update."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._requests = 0
+        self._paused = False
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Keep updates out of the block."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._paused)
+            self._requests += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._requests -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Keep requests, and other updates, out of the block."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._paused)
+            self._paused = True
+            self._changed.wait_for(lambda: not self._requests)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._paused = False
+                self._changed.notify_all()

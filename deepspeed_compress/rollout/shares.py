@@ -1,0 +1,118 @@
+"""Shares of a version: what each rank writes, and the manifest that the first rank makes of it."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from deepspeed_compress.errors import UnsupportedError
+from deepspeed_compress.rollout.changes import encode
+from deepspeed_compress.rollout.parts import EncodedSlice, PartEntry, SliceDigest, values_digest, write_parts
+from deepspeed_compress.rollout.sources import Slice
+from deepspeed_compress.rollout.store import Store
+from deepspeed_compress.rollout.versions import Changes, Dtype, Manifest, model_digest, part_stem
+
+__all__ = ["Chain", "Share", "digest_slices", "make_manifest", "write_share"]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """End of the chain of versions in a store.
+
+    Attributes:
+        version: the newest version; 0 in an empty store.
+        digest: its model digest.
+        full: the newest version with a full copy.
+    """
+
+    version: int
+    digest: str
+    full: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank has written of a version.
+
+    Attributes:
+        shapes: shapes of the whole tensors of its slices, by name.
+        digests: digests of its slices.
+        changes: parts with changes; None if no rank holds the version before.
+        full: parts with all values; None if the version has no full copy.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    digests: Sequence[SliceDigest]
+    changes: Sequence[PartEntry] | None
+    full: Sequence[PartEntry] | None
+
+
+def digest_slices(slices: Sequence[Slice]) -> list[SliceDigest]:
+    """Return the digests of slices in host memory."""
+    return [SliceDigest(one.name, one.start, one.values.numel(), values_digest(one.values)) for one in slices]
+
+
+def write_share(
+    store: Store, version: int, rank: int, slices: Sequence[Slice], held: Sequence[Slice] | None, full: bool
+) -> Share:
+    """Write this rank's share of a version.
+
+    Args:
+        store: the store.
+        version: number of the version.
+        rank: this rank.
+        slices: its slices in host memory.
+        held: the same slices of the version before; None if it is not known.
+        full: write a full copy too.
+    """
+    digests, changes, copies = digest_slices(slices), None, None
+    if held is not None:
+        encoded = _encode(slices, digests, [one.values for one in held])
+        changes = write_parts(store, part_stem(version, False, rank), encoded)
+    if full:
+        encoded = _encode(slices, digests, [None] * len(slices))
+        copies = write_parts(store, part_stem(version, True, rank), encoded)
+    return Share({one.name: one.shape for one in slices}, digests, changes, copies)
+
+
+def _encode(
+    slices: Sequence[Slice], digests: Sequence[SliceDigest], olds: Sequence[Tensor | None]
+) -> Iterator[EncodedSlice]:
+    for one, digest, old in zip(slices, digests, olds, strict=True):
+        yield EncodedSlice(digest, encode(old, one.values))
+
+
+def make_manifest(chain: Chain, dtype: Dtype, shares: Sequence[Share]) -> Manifest:
+    """Return the manifest of the version after `chain`, of which all ranks have written `shares`.
+
+    Raises:
+        UnsupportedError: the shares are not exactly one copy of a model.
+    """
+    tensors = {name: shape for share in shares for name, shape in share.shapes.items()}
+    slices = sorted(digest for share in shares for digest in share.digests)
+    _check_cover(tensors, slices)
+    changes = [entry for share in shares for entry in share.changes or ()]
+    full = [entry for share in shares for entry in share.full or ()]
+    has_changes = all(share.changes is not None for share in shares)
+    return Manifest(
+        version=chain.version + 1,
+        dtype=dtype,
+        tensors=tensors,
+        digest=model_digest(slices),
+        changes=Changes(base=chain.version, base_digest=chain.digest, parts=tuple(changes)) if has_changes else None,
+        full=tuple(full) if all(share.full is not None for share in shares) else None,
+    )
+
+
+def _check_cover(tensors: Mapping[str, tuple[int, ...]], slices: Sequence[SliceDigest]) -> None:
+    """Check that ascending `slices` are every element of `tensors` exactly once."""
+    ends: dict[str, int] = defaultdict(int)
+    for one in slices:
+        if one.start != ends[one.name]:
+            raise UnsupportedError(f'ranks publish elements of "{one.name}" twice or not at all, near {ends[one.name]}')
+        ends[one.name] += one.numel
+    short = [name for name, shape in tensors.items() if ends[name] != math.prod(shape)]
+    if short:
+        raise UnsupportedError(f"ranks do not publish all elements of {', '.join(sorted(short)[:3])}")

@@ -1,0 +1,73 @@
+"""Storage for versions: named, immutable blobs of bytes."""
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from deepspeed_compress.errors import RolloutError
+
+__all__ = ["DirectoryStore", "Store"]
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,120}")
+
+
+class Store(Protocol):
+    """Storage of named blobs, which publishing ranks and receivers share.
+
+    A blob that can be read is complete. Errors of the storage itself are OSErrors.
+    """
+
+    def put(self, name: str, data: bytes) -> None:
+        """Store `data` as `name`. It replaces an older blob of that name at once."""
+
+    def get(self, name: str) -> bytes:
+        """Return a blob.
+
+        Raises:
+            KeyError: there is none of that name.
+        """
+
+    def names(self) -> Sequence[str]:
+        """Return the names of all blobs. Names that a killed writer has left unfinished end in ".unfinished"."""
+
+    def delete(self, name: str) -> None:
+        """Delete a blob if it exists."""
+
+
+class DirectoryStore:
+    """Store in a directory that publishing ranks and receivers share, for example on NFS.
+
+    A blob is written to a temporary name in the same directory, synced, and renamed.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        self._path.mkdir(parents=True, exist_ok=True)
+
+    def put(self, name: str, data: bytes) -> None:
+        file = self._file(name)
+        temporary = file.with_name(f"{name}.unfinished")
+        with temporary.open("wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(file)
+
+    def get(self, name: str) -> bytes:
+        try:
+            return self._file(name).read_bytes()
+        except FileNotFoundError:
+            raise KeyError(name) from None
+
+    def names(self) -> Sequence[str]:
+        return [entry.name for entry in os.scandir(self._path)]
+
+    def delete(self, name: str) -> None:
+        self._file(name).unlink(missing_ok=True)
+
+    def _file(self, name: str) -> Path:
+        if _NAME.fullmatch(name) is None:
+            raise RolloutError(f"{name!r} is not a name of a blob (allowed: lowercase letters, digits, '.' and '-')")
+        return self._path / name
