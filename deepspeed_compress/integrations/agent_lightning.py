@@ -20,14 +20,10 @@ from agentlightning.types import Dataset
 
 from deepspeed_compress.agents.grpo import Sample
 from deepspeed_compress.agents.learner import Learned, Learner
-from deepspeed_compress.errors import CompressError
+from deepspeed_compress.errors import RolloutError
 
 POLL_S = 0.05
 """Seconds between two questions to the store or to the endpoint."""
-
-
-class RolloutError(CompressError):
-    """Rollouts that never finish, or whose traces have no tokens."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ def test_advantages_are_standard_deviations_from_the_mean_of_a_group() -> None:
 
 @pytest.mark.parametrize(("completion", "logprobs"), [((), ()), ((5, 6), (-1.0,))])
 def test_a_sample_without_tokens_or_log_probabilities_is_refused(completion: Any, logprobs: Any) -> None:
-    with pytest.raises(ValueError, match="at least one token|log-probabilities"):
+    with pytest.raises(ValueError, match=r"at least one token|log-probabilities"):
         Sample((1,), completion, logprobs, 1.0, "a")
 
 
