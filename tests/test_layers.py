@@ -107,6 +107,7 @@ TABLE = {
     "backends.deepspeed.initialize": allow(
         "backends.deepspeed checkpointing.deepspeed local_sgd.deepspeed config errors", "deepspeed"
     ),
+    "backends.deepspeed.rollout": allow("config errors session.patches", lazily="rollout"),
     "backends.deepspeed.restarts": allow("checkpointing launcher.heartbeat errors session", "torch"),
     "backends.deepspeed.step": allow("backends.deepspeed checkpointing.deepspeed.checkpoint session"),
     "checkpointing.deepspeed": allow(
@@ -137,6 +138,7 @@ TABLE = {
         "torch megatron numpy packaging",
     ),
     "rollout": allow("collectives.buckets collectives.objects compression.compressors.base errors", "pydantic torch"),
+    "rollout.served_store": allow("rollout.store errors transport"),
     "rollout.changes": allow("compression.kernels.reference_bits errors", "numpy torch zstandard"),
     "models": allow("config.names errors", "torch deepspeed transformers safetensors", lazily="megatron"),
     "training": allow(

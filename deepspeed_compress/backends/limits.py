@@ -27,6 +27,11 @@ _LIMITS: tuple[tuple[str, Callable[[CompressConfig], object], str], ...] = (
     ("adaptive", lambda config: config.adaptive, "it is judged by losses, which DeepSpeed's engine knows"),
     ("islands", lambda config: config.islands, "DeepSpeed divides the ranks into them"),
     ("checkpointing", lambda config: config.checkpointing, "it writes what DeepSpeed's engine saves"),
+    (
+        "rollout",
+        lambda config: config.rollout,
+        "it follows steps of DeepSpeed's engine (use rollout.Publisher)",
+    ),
     ("ownership", _other_ownership, "it is the order of parameters in DeepSpeed's optimizer"),
     ("parallelism", lambda config: config.parallelism, "the engine was made without it"),
     ("schedule/phases", _phases_of_weights, "settings of weights hold throughout"),

@@ -44,6 +44,7 @@ from deepspeed_compress.config.places import (
     WeightsConfig,
 )
 from deepspeed_compress.config.preset import with_preset
+from deepspeed_compress.config.rollout import Rollout
 from deepspeed_compress.config.schedules import phase_ends, total_steps
 from deepspeed_compress.config.schema import json_schema
 from deepspeed_compress.config.secrets import MASK, masked, masked_arguments
@@ -85,6 +86,7 @@ __all__ = [
     "PowerSGDGradients",
     "Ramp",
     "Rollback",
+    "Rollout",
     "Schedule",
     "SparseConfig",
     "WeightsConfig",

@@ -21,6 +21,7 @@ from deepspeed_compress.config.places import (
     PowerSGDGradients,
 )
 from deepspeed_compress.config.problems import problem, show
+from deepspeed_compress.config.rollout_problems import find_rollout_contradictions
 from deepspeed_compress.config.schedules import OWN_MOMENTUM, find_schedule_problems, find_unknown_length
 from deepspeed_compress.config.sharding_problems import find_sharding_contradictions, find_sharding_mismatches
 from deepspeed_compress.config.sparse_methods import BlockTopKConfig, SparseConfig
@@ -146,6 +147,7 @@ _CHECKS = (
     _group_beyond_block,
     find_island_contradictions,
     find_sharding_contradictions,
+    find_rollout_contradictions,
     find_auto_contradictions,
     _checkpoint_directory,
     find_schedule_problems,

@@ -10,6 +10,7 @@ from deepspeed_compress.config.islands import Islands
 from deepspeed_compress.config.methods import Model, NoCompression
 from deepspeed_compress.config.overrides import Pattern
 from deepspeed_compress.config.places import BlockwiseGradients, GradientsConfig, WeightsConfig
+from deepspeed_compress.config.rollout import Rollout
 from deepspeed_compress.config.sparse_methods import Density
 
 SECTION = "deepspeed_compress"
@@ -230,6 +231,8 @@ class CompressConfig(Model):
     """Detection of anomalies, after which compression is weakened; null watches nothing."""
     checkpointing: Checkpointing | None = None
     """Checkpoints that are written in the background; null leaves saving to DeepSpeed."""
+    rollout: Rollout | None = None
+    """Weights for rollout workers (RL), published after each step; null publishes none."""
     communication: Communication = Communication()
     """Settings of all messages that this package sends."""
     monitor: Monitor = Monitor()

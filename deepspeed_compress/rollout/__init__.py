@@ -7,6 +7,7 @@ its module (`receiver`).
 
 from deepspeed_compress.rollout.publisher import Published, Publisher
 from deepspeed_compress.rollout.receiver import Receiver
+from deepspeed_compress.rollout.served_store import ServedStore, StoreServer
 from deepspeed_compress.rollout.store import DirectoryStore, Store
 
-__all__ = ["DirectoryStore", "Published", "Publisher", "Receiver", "Store"]
+__all__ = ["DirectoryStore", "Published", "Publisher", "Receiver", "ServedStore", "Store", "StoreServer"]

@@ -61,8 +61,12 @@ class Publisher:
         dtype: type of the published weights, to which those of training are cast: "bf16", "fp16" or "fp32".
         every: number of calls of `publish` per version.
         full_every: number of versions per full copy.
-        keep: number of full copies to keep. Everything before the oldest of them is deleted.
-        overlap: encode and store in a thread, so that `publish` only copies the weights to host memory.
+        keep_full: number of full copies to keep. Everything before the oldest of them is deleted.
+        asynchronous: encode and store in a thread, so that `publish` only copies the weights to host memory. Call
+            `wait` at the end of training.
+
+    Attributes:
+        calls: number of calls of `publish` so far.
 
     Examples:
         >>> publisher = Publisher(engine, DirectoryStore("/shared/policy"))
@@ -78,15 +82,15 @@ class Publisher:
         dtype: Dtype = "bf16",
         every: int = 1,
         full_every: int = 100,
-        keep: int = 2,
-        overlap: bool = False,
+        keep_full: int = 2,
+        asynchronous: bool = False,
     ) -> None:
         self._module, self._store, self._dtype = unwrap(model), store, dtype
-        self._every, self._full_every, self._keep = every, full_every, keep
+        self._every, self._full_every, self._keep_full = every, full_every, keep_full
         self._ranks = PublishingRanks()
-        self._thread = ThreadPoolExecutor(1, "rollout") if overlap else None
+        self._thread = ThreadPoolExecutor(1, "rollout") if asynchronous else None
         self._running: Future[Published] | None = None
-        self._calls = 0
+        self.calls = 0
         self._chain: Chain | None = None
         """End of the chain in the store, to which `_held` belongs; None before the first version, or after an error."""
         self._held: list[Slice] = []
@@ -99,14 +103,14 @@ class Publisher:
             full: publish now, with a full copy, even if neither is due.
 
         Returns:
-            The report; None if no version is due. With `overlap`, the report of the version before, if there is one.
+            The report; None if no version is due. If asynchronous, the report of the version before, if there is one.
 
         Raises:
-            RolloutError: a rank could not publish; with `overlap`, the version before. The next version has a full
+            RolloutError: a rank could not publish; if asynchronous, the version before. The next version has a full
                 copy.
         """
-        self._calls += 1
-        if (self._calls - 1) % self._every and not full:
+        self.calls += 1
+        if (self.calls - 1) % self._every and not full:
             return None
         begin, before = time.perf_counter(), self.wait()
         new = self._copy_weights()
@@ -168,7 +172,7 @@ class Publisher:
         """Complete a version of which all ranks have written their shares, and delete old ones."""
         manifest = make_manifest(chain, self._dtype, shares)
         size = write_manifest(self._store, manifest)
-        delete_old_versions(self._store, self._keep)
+        delete_old_versions(self._store, self._keep_full)
         changes, total = manifest.changes, sum(one.numel for share in shares for one in share.digests)
         changed = 1.0 if changes is None else sum(part.changed for part in changes.parts) / max(1, total)
         change_bytes = size + (0 if changes is None else changes.size)

@@ -129,7 +129,7 @@ def _zero_3(name: str, parameter: Any) -> Iterator[Slice]:
 
 def _sharded(name: str, parameter: DTensor) -> Iterator[Slice]:
     """Yield this rank's rows of a parameter under FSDP2."""
-    mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate()
+    mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate() or ()
     sharding = [(dim, one) for dim, one in enumerate(parameter.placements) if not one.is_replicate()]
     if len(sharding) > 1 or any(type(one) is not Shard or one.dim != 0 for _, one in sharding):
         raise UnsupportedError(
@@ -138,7 +138,7 @@ def _sharded(name: str, parameter: DTensor) -> Iterator[Slice]:
         )
     local = parameter.to_local().detach()
     shard_dim = sharding[0][0] if sharding else None
-    copy = [place for dim, place in enumerate(coordinate or ()) if dim != shard_dim]
+    copy = [place for dim, place in enumerate(coordinate) if dim != shard_dim]
     if local.numel() and not any(copy):
         rows = 0 if shard_dim is None else _first_row(parameter.shape[0], mesh.size(shard_dim), coordinate[shard_dim])
         row_numel = math.prod(parameter.shape[1:])
@@ -151,7 +151,7 @@ def _first_row(rows: int, shards: int, index: int) -> int:
 
 
 def _pieces(one: Slice) -> Iterator[Slice]:
-    begin = 0
-    for piece in one.values.split(_MAX_NUMEL):
-        yield Slice(one.name, one.shape, one.start + begin, piece)
-        begin += piece.numel()
+    """Yield the pieces of a slice that is too long."""
+    for begin in range(0, one.values.numel(), _MAX_NUMEL):
+        numel = min(_MAX_NUMEL, one.values.numel() - begin)
+        yield Slice(one.name, one.shape, one.start + begin, one.values.narrow(0, begin, numel))

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
+import deepspeed_compress
 from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.rollout import DirectoryStore, Publisher, Receiver
 from tests.support.forks import run_forks
@@ -141,3 +142,47 @@ def columns(rank: int, path: Path) -> str:
 
 def test_fsdp2_with_shards_of_columns_is_refused(tmp_path: Path) -> None:
     assert all("only Shard(0)" in text for text in run_forks(2, columns, tmp_path))
+
+
+def by_section(rank: int, path: Path, extra: dict[str, Any], poison: tuple[int, int] | None) -> int | None:
+    """Train with the section, and check the newest version at the end of each step."""
+    section = {"gradients": {"method": "none"}, "rollout": {"directory": str(path), **extra}}
+    engine = start(Job(stage=2, steps=VERSIONS, section=section, extra=BF16, poison=poison))
+    module = network().to(torch.bfloat16)
+    receiver = Receiver(module, DirectoryStore(path))
+    for _ in engine_steps(engine, data(rank, Job(steps=VERSIONS, poison=poison))):
+        engine.rollout.wait()
+        dist.barrier()
+        receiver.update()
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter, published_weights(engine)[name]), name
+    deepspeed_compress.detach(engine)
+    assert "rollout" not in vars(engine)
+    return receiver.version
+
+
+@pytest.mark.parametrize(
+    ("extra", "poison", "version"),
+    [({}, None, 1 + VERSIONS), ({"asynchronous": False, "every": 2}, None, 3), ({}, (1, 0), VERSIONS)],
+    ids=["asynchronous", "every", "skipped step"],
+)
+def test_an_engine_publishes_by_its_section(
+    extra: dict[str, Any], poison: tuple[int, int] | None, version: int, tmp_path: Path
+) -> None:
+    """The first version has the initial weights. A step that is skipped makes no version."""
+    assert run_forks(2, by_section, tmp_path, extra, poison) == [version] * 2
+
+
+def tensor_parallel(rank: int, path: Path) -> str:
+    dist.init_process_group("gloo")
+    engine = start(Job())
+    engine.seq_data_parallel_group = dist.new_group([rank], use_local_synchronization=True)
+    with pytest.raises(UnsupportedError) as raised:
+        Publisher(engine, DirectoryStore(path))
+    return str(raised.value)
+
+
+def test_an_engine_whose_ranks_hold_different_models_is_refused(tmp_path: Path) -> None:
+    assert all(
+        "only if the data-parallel group has all ranks" in text for text in run_forks(2, tensor_parallel, tmp_path)
+    )

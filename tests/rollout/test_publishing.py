@@ -125,7 +125,7 @@ def test_a_late_receiver_takes_a_full_copy_that_is_smaller_than_the_changes(tmp_
 
 
 def test_a_new_receiver_takes_the_newest_full_copy_and_the_changes_after_it(tmp_path: Path) -> None:
-    pair = Pair(tmp_path, full_every=4, keep=10)
+    pair = Pair(tmp_path, full_every=4, keep_full=10)
     pair.publish(10)
     for name in pair.blobs("full")[:-1]:
         pair.store.delete(name)
@@ -136,7 +136,7 @@ def test_a_new_receiver_takes_the_newest_full_copy_and_the_changes_after_it(tmp_
 
 @pytest.mark.parametrize("keep", [1, 2])
 def test_the_store_stays_bounded_and_has_a_full_copy(tmp_path: Path, keep: int) -> None:
-    pair = Pair(tmp_path, full_every=3, keep=keep)
+    pair = Pair(tmp_path, full_every=3, keep_full=keep)
     pair.publish(20)
     assert len(pair.blobs("full")) == keep
     assert len(pair.blobs("manifest")) <= 3 * keep
@@ -277,8 +277,8 @@ def test_a_version_that_could_not_be_stored_is_followed_by_a_full_copy(pair: Pai
     pair.check(receiver)
 
 
-def test_with_overlap_a_version_has_the_weights_of_the_call(tmp_path: Path) -> None:
-    pair = Pair(tmp_path, overlap=True)
+def test_an_asynchronous_version_has_the_weights_of_the_call(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, asynchronous=True)
     receiver = pair.receiver()
     assert pair.publisher.publish() is None
     for version in range(1, 6):

@@ -28,6 +28,7 @@ from deepspeed_compress.backends.deepspeed.node_shards import attach_nodes, equa
 from deepspeed_compress.backends.deepspeed.norms import Norms, loss_scale
 from deepspeed_compress.backends.deepspeed.ownership import check_ownership
 from deepspeed_compress.backends.deepspeed.restarts import attach_heartbeat
+from deepspeed_compress.backends.deepspeed.rollout import attach_rollout
 from deepspeed_compress.backends.deepspeed.step import Steps, follow_steps
 from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, RankUnit, deciding_group, node_unit
 from deepspeed_compress.backends.deepspeed.weights.zero_3 import attach_weights_3, check_weights_3
@@ -190,14 +191,16 @@ def _make_steps(target: EngineTarget, parameters: Parameters, session: Session, 
     """Return the replacement for the optimizer step.
 
     The parts that it calls are attached here, in this order: means over nodes, or else the engine's own collectives;
-    the norm of gradients; and the traffic of other kinds of parallelism.
+    the norm of gradients; the traffic of other kinds of parallelism; and weights for rollout workers.
     """
     engine, patches = target.engine, session.patches
     nodes = None if target.node is None else attach_nodes(engine, target.node, session)
     weight_bytes = _no_bytes if nodes else _replace_collectives(target, parameters, session, run)
     norms = Norms(engine, session.policy.skips) if session.policy.guards else None
     ended = parallel.count_parallel(engine, session.meter, patches)
-    return Steps(engine, session, norms, weight_bytes, ended, nodes)
+    settings = session.config.rollout
+    rollout = None if settings is None else attach_rollout(engine, settings, patches)
+    return Steps(engine, session, norms, weight_bytes, ended, nodes, rollout)
 
 
 def _checked(engine: Any, config: CompressConfig) -> str:

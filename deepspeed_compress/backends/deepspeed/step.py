@@ -8,6 +8,7 @@ from typing import Any
 from deepspeed_compress.backends.deepspeed.comms_log import log_traffic
 from deepspeed_compress.backends.deepspeed.node_shards import NodeShards
 from deepspeed_compress.backends.deepspeed.norms import Norms, loss_scale
+from deepspeed_compress.backends.deepspeed.rollout import RolloutSteps
 from deepspeed_compress.checkpointing.deepspeed.checkpoint import load_last
 from deepspeed_compress.session.residual_state import FinishedStep
 from deepspeed_compress.session.session import Session
@@ -24,6 +25,7 @@ class Steps:
         weight_bytes: returns the bytes that this rank sends for weights in one step.
         ended: called after every step.
         nodes: averages gradients over the nodes before a step, if the model is sharded within them; None otherwise.
+        rollout: publishes the weights for rollout workers; None if the section does not ask for it.
     """
 
     engine: Any
@@ -32,6 +34,7 @@ class Steps:
     weight_bytes: Callable[[], int]
     ended: Callable[[], None]
     nodes: NodeShards | None = None
+    rollout: RolloutSteps | None = None
 
     def take(self, original: Callable[..., None], *args: Any) -> None:
         """Run DeepSpeed's `_take_model_step`, and finish the step in the session.
@@ -44,6 +47,8 @@ class Steps:
         scale, skipped = loss_scale(engine), engine.skipped_steps
         if session.saving is not None:
             session.saving.before_step()
+        if self.rollout is not None:
+            self.rollout.before_step()
         if self.nodes is not None:
             self.nodes.average()
         with self.norms.recording() if self.norms is not None else nullcontext():
@@ -58,6 +63,8 @@ class Steps:
         if session.finish(done):
             load_last(engine)
         session.exchange_with_islands(engine.global_steps)
+        if self.rollout is not None:
+            self.rollout.step_ended(applied)
         if session.saving is not None:
             session.saving.step_ended(engine.global_steps, applied)
         self.ended()

@@ -1,0 +1,25 @@
+"""Settings of weight updates for rollout workers."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from deepspeed_compress.config.methods import Model
+
+
+class Rollout(Model):
+    """Weights for rollout workers, which generate with the newest policy: exact changes, published after each step."""
+
+    directory: Annotated[str, Field(min_length=1)]
+    """Directory of the published versions, which all ranks and all rollout workers share."""
+    every: int = Field(default=1, ge=1)
+    """Optimizer steps per version."""
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Data type of the published weights, to which those of training are cast."""
+    full_every: int = Field(default=100, ge=1)
+    """Number of versions per full copy. Receivers that start, or have missed much, begin with a full copy."""
+    keep_full: int = Field(default=2, ge=1)
+    """Number of full copies to keep. Everything before the oldest of them is deleted."""
+    asynchronous: bool = True
+    """Encode and write a version in a thread during the next step, so that training only waits for a copy of the
+    weights; false waits until the version is complete."""

@@ -1,0 +1,33 @@
+"""Settings that weights for rollout workers cannot be combined with."""
+
+from collections.abc import Callable, Iterator
+
+from deepspeed_compress.config.models import CompressConfig
+from deepspeed_compress.config.places import CompressedWeights
+from deepspeed_compress.config.problems import problem
+from deepspeed_compress.diagnostics import Diagnostic
+
+_CONFLICTS: tuple[tuple[str, Callable[[CompressConfig], bool]], ...] = (
+    (
+        "weights with overlap, which arrive during the next step",
+        lambda section: isinstance(section.weights, CompressedWeights) and section.weights.overlap,
+    ),
+    ("pipeline stages", lambda section: section.parallelism is not None and section.parallelism.pipeline > 1),
+    ("tensor parallelism", lambda section: section.parallelism is not None and section.parallelism.tensor > 1),
+    (
+        "hybrid sharding",
+        lambda section: section.parallelism is not None and section.parallelism.shard_within is not None,
+    ),
+    (
+        "islands of one job, which have several models",
+        lambda section: section.islands is not None and section.islands.elastic is None,
+    ),
+)
+"""Settings that weights are not published with, and functions that find them."""
+
+
+def find_rollout_contradictions(section: CompressConfig) -> Iterator[Diagnostic]:
+    """Yield what the section combines with `rollout`, although no rank publishes it correctly."""
+    for what, applies in _CONFLICTS if section.rollout is not None else ():
+        if applies(section):
+            yield problem(("rollout",), f"cannot be combined with {what} (allowed: null)", "one of the two")

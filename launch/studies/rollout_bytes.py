@@ -1,0 +1,172 @@
+"""Measure the bytes of exact weight updates for rollout workers, by learning rate.
+
+    python -m launch.studies.rollout_bytes --data data/shakespeare --output-dir runs/rollout
+
+A model is first trained at a high learning rate. From there, AdamW continues at each of `--lr`, and every step is
+published in bf16. Steps while Adam's moments adapt to the new learning rate are left out. A receiver applies each
+version, and its weights are compared bit by bit. Speeds are those of one thread, by processor time, for one version,
+next to a copy of the same weights.
+"""
+
+import argparse
+import copy
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed_compress.models import build_model, read_model_config
+from deepspeed_compress.rollout import DirectoryStore, Publisher, Receiver
+from deepspeed_compress.rollout.changes import apply, encode
+from deepspeed_compress.training.data import open_cache
+from launch.studies.text import cache_dir, prepare_data
+
+SEQUENCES, TOKENS = 4, 128
+SETTLE = 5
+"""First steps at a learning rate that are not reported."""
+REPEATS = 5
+"""Repetitions of a timed call, of which the fastest one counts."""
+COLUMNS = ("learning rate", "changed values", "bytes per version", "whole bf16", "ratio", "encode", "apply", "copy")
+
+
+@dataclass(frozen=True)
+class Result:
+    """Means over the versions of a learning rate, and speeds in MB of bf16 weights per second."""
+
+    changed: float
+    version_bytes: float
+    whole_bytes: int
+    encode: float
+    apply: float
+    copy: float
+
+
+def main() -> None:
+    """Train, and print a row for each learning rate."""
+    options = parse_options()
+    torch.set_num_threads(1)
+    batches = read_batches(options)
+    model = build_model(options.model, read_model_config(options.model), seed=0)
+    for _ in train(model, batches, options.warm_up_lr, options.warm_up):
+        pass
+    print(line(COLUMNS), line(["---"] * len(COLUMNS)), sep="\n", flush=True)
+    for lr in options.lr:
+        print(line(cells(lr, measure(copy.deepcopy(model), batches, lr, options.versions))), flush=True)
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--data", type=Path, nargs="+", required=True, help="text files or directories")
+    add("--output-dir", type=Path, required=True, metavar="DIR", help="directory for the tokenizer and the tokens")
+    add("--model", type=Path, default=Path("configs/models/gpt_10m.json"), help="default: configs/models/gpt_10m.json")
+    add("--warm-up", type=int, default=150, metavar="N", help="steps before anything is published; default: 150")
+    add("--warm-up-lr", type=float, default=1e-3, metavar="LR", help="their learning rate; default: 1e-3")
+    add("--versions", type=int, default=20, metavar="N", help="versions per learning rate; default: 20")
+    add("--lr", type=float, nargs="+", default=[1e-7, 1e-6, 1e-5, 1e-4], help="default: 1e-7 1e-6 1e-5 1e-4")
+    return parser.parse_args()
+
+
+def read_batches(options: argparse.Namespace) -> Iterator[Tensor]:
+    """Yield random batches of the text."""
+    tokens = torch.from_numpy(open_cache(cache_dir(options), prepare_data(options)).tokens.astype("int64"))
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        starts = torch.randint(len(tokens) - TOKENS, (SEQUENCES,), generator=generator).tolist()
+        yield torch.stack([tokens[start : start + TOKENS] for start in starts])
+
+
+def train(model: nn.Module, batches: Iterator[Tensor], lr: float, steps: int) -> Iterator[int]:
+    """Take AdamW steps, and yield the number of each."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    for step in range(steps):
+        tokens = next(batches)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield step
+
+
+def measure(model: nn.Module, batches: Iterator[Tensor], lr: float, versions: int) -> Result:
+    """Publish each step, and receive all versions at the end."""
+    shares, sizes = [], []
+    with TemporaryDirectory() as directory:
+        store = DirectoryStore(directory)
+        publisher = Publisher(model, store, full_every=10**6)
+        publisher.publish()
+        receiver = Receiver(received := copy.deepcopy(model).to(torch.bfloat16), store)
+        receiver.update()
+        old, new = weights(model), weights(model)
+        for step in train(model, batches, lr, SETTLE + versions):
+            published = publisher.publish()
+            assert published is not None
+            old, new = new, weights(model)
+            if step >= SETTLE:
+                shares.append(published.changed)
+                sizes.append(published.change_bytes)
+        receiver.update()
+    equal = [torch.equal(one, own) for one, own in zip(weights(received), new, strict=True)]
+    assert all(equal), "the receiver's weights differ from the published ones"
+    whole = sum(2 * one.numel() for one in new)
+    return Result(statistics.fmean(shares), statistics.fmean(sizes), whole, *speeds(old, new))
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    """Return copies of all parameters as flat bf16 tensors."""
+    return [one.detach().to(torch.bfloat16, copy=True).view(-1) for one in model.parameters()]
+
+
+def speeds(old: Sequence[Tensor], new: Sequence[Tensor]) -> tuple[float, float, float]:
+    """Return the speeds of encoding, applying and copying one version."""
+    payloads = [encode(before, after) for before, after in zip(old, new, strict=True)]
+    held = [one.clone() for one in old]
+    seconds = (
+        fastest(lambda: [encode(before, after) for before, after in zip(old, new, strict=True)]),
+        fastest(lambda: apply_all(payloads, held)),
+        fastest(lambda: [one.copy_(before) for one, before in zip(held, old, strict=True)]),
+    )
+    encoding, applying, copying = (sum(2 * one.numel() for one in new) / 1e6 / one for one in seconds)
+    return encoding, applying, copying
+
+
+def apply_all(payloads: Sequence[bytes], held: Sequence[Tensor]) -> None:
+    """Apply a change to each of `held`."""
+    for payload, one in zip(payloads, held, strict=True):
+        apply(payload, one)
+
+
+def fastest(call: Callable[[], object]) -> float:
+    """Return the processor time of the fastest call, in seconds. Other programs change it less than wall time."""
+    times = []
+    for _ in range(REPEATS):
+        begin = time.process_time()
+        call()
+        times.append(time.process_time() - begin)
+    return min(times)
+
+
+def cells(lr: float, found: Result) -> list[str]:
+    """Return the cells of a row."""
+    ratio = found.whole_bytes / found.version_bytes
+    sizes = (f"{found.version_bytes / 1e3:.0f} KB", f"{found.whole_bytes / 1e3:.0f} KB", f"{ratio:.0f}")
+    return [
+        f"{lr:g}",
+        f"{found.changed:.2%}",
+        *sizes,
+        *(f"{one:.0f}" for one in (found.encode, found.apply, found.copy)),
+    ]
+
+
+def line(found: Sequence[str]) -> str:
+    """Return a line of a Markdown table."""
+    return f"| {' | '.join(found)} |"
+
+
+if __name__ == "__main__":
+    main()
