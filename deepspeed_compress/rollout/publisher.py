@@ -3,12 +3,15 @@
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
 
 from deepspeed_compress.compression.compressors.base import DTYPES
+from deepspeed_compress.errors import ConfigError, RolloutError
 from deepspeed_compress.rollout.ranks import PublishingRanks
 from deepspeed_compress.rollout.shares import Chain, Share, digest_slices, make_manifest, write_share
 from deepspeed_compress.rollout.sources import Slice, find_slices, unwrap
@@ -65,6 +68,10 @@ class Publisher:
         asynchronous: encode and store in a thread, so that `publish` only copies the weights to host memory. Call
             `wait` at the end of training.
 
+    Raises:
+        ConfigError: `dtype` is not known.
+        UnsupportedError: ranks of the engine hold different parts of the model, other than by ZeRO.
+
     Attributes:
         calls: number of calls of `publish` so far.
 
@@ -85,6 +92,8 @@ class Publisher:
         keep_full: int = 2,
         asynchronous: bool = False,
     ) -> None:
+        if dtype not in get_args(Dtype):
+            raise ConfigError(f"dtype {dtype!r} is not known (allowed: {', '.join(get_args(Dtype))})")
         self._module, self._store, self._dtype = unwrap(model), store, dtype
         self._every, self._full_every, self._keep_full = every, full_every, keep_full
         self._ranks = PublishingRanks()
@@ -161,12 +170,12 @@ class Publisher:
         """Return the end of the chain in the store, and delete what a killed publisher left behind it."""
         newest = max(find_versions(self._store), default=0)
         delete_unfinished(self._store, newest)
-        if not newest:
-            return Chain(0, "", 0)
-        manifest = read_manifest(self._store, newest)
-        # Another type has other bits, which no change can lead to.
-        digest = manifest.digest if manifest.dtype == self._dtype else ""
-        return Chain(newest, digest, max(find_full_copies(self._store), default=0))
+        full, digest = max(find_full_copies(self._store), default=0), ""
+        # A damaged manifest proves nothing, and no change leads to the bits of another type.
+        with suppress(RolloutError):
+            manifest = read_manifest(self._store, newest)
+            digest = manifest.digest if manifest.dtype == self._dtype else ""
+        return Chain(newest, digest, full)
 
     def _complete(self, chain: Chain, shares: Sequence[Share], begin: float) -> Published:
         """Complete a version of which all ranks have written their shares, and delete old ones."""

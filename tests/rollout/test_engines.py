@@ -1,5 +1,6 @@
 """A receiver holds the bits of an engine's weights, whatever way its ranks share them."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,11 @@ def test_zero_3_in_fp32_with_three_ranks(tmp_path: Path) -> None:
     run_forks(3, zero, job(3, VERSIONS, 1e-3, {}), tmp_path)
 
 
+def test_zero_3_with_parameters_that_stay_gathered(tmp_path: Path) -> None:
+    kept = {"stage3_param_persistence_threshold": 300}
+    run_forks(2, zero, replace(job(3, VERSIONS, 1e-3, BF16), zero=kept), tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("lr", [1e-6, 1e-5, 1e-4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -146,7 +152,8 @@ def test_fsdp2_with_shards_of_columns_is_refused(tmp_path: Path) -> None:
 
 def by_section(rank: int, path: Path, extra: dict[str, Any], poison: tuple[int, int] | None) -> int | None:
     """Train with the section, and check the newest version at the end of each step."""
-    section = {"gradients": {"method": "none"}, "rollout": {"directory": str(path), **extra}}
+    section = {"gradients": {"method": "none"}, **extra}
+    section["rollout"] = {"directory": str(path), **extra.get("rollout", {})}
     engine = start(Job(stage=2, steps=VERSIONS, section=section, extra=BF16, poison=poison))
     module = network().to(torch.bfloat16)
     receiver = Receiver(module, DirectoryStore(path))
@@ -163,8 +170,13 @@ def by_section(rank: int, path: Path, extra: dict[str, Any], poison: tuple[int, 
 
 @pytest.mark.parametrize(
     ("extra", "poison", "version"),
-    [({}, None, 1 + VERSIONS), ({"asynchronous": False, "every": 2}, None, 3), ({}, (1, 0), VERSIONS)],
-    ids=["asynchronous", "every", "skipped step"],
+    [
+        ({}, None, 1 + VERSIONS),
+        ({"rollout": {"asynchronous": False, "every": 2}}, None, 3),
+        ({}, (1, 0), VERSIONS),
+        ({"weights": {"bits": 4, "block_size": 32}}, None, 1 + VERSIONS),
+    ],
+    ids=["asynchronous", "every", "skipped step", "compressed weights"],
 )
 def test_an_engine_publishes_by_its_section(
     extra: dict[str, Any], poison: tuple[int, int] | None, version: int, tmp_path: Path

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed_compress.errors import RolloutError
+from deepspeed_compress.errors import ConfigError, RolloutError
 from deepspeed_compress.rollout import DirectoryStore, Publisher, Receiver
 
 
@@ -333,6 +333,25 @@ def test_a_module_that_does_not_fit_is_refused_unchanged(
     change(module)
     with pytest.raises(RolloutError, match=message):
         Receiver(module, pair.store).update()
+
+
+def test_a_publisher_after_a_damaged_manifest_publishes_a_full_copy(pair: Pair) -> None:
+    pair.publish(2)
+    pair.path.joinpath(pair.blobs("manifest")[-1]).write_bytes(b"{")
+    with pytest.raises(RolloutError, match="the manifest of version 2 is malformed"):
+        pair.receiver().update()
+    pair.restart()
+    published = pair.publisher.publish()
+    assert published is not None
+    assert (published.version, published.full_bytes > 0) == (3, True)
+    receiver = pair.receiver()
+    receiver.update()
+    pair.check(receiver)
+
+
+def test_an_unknown_type_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="dtype 'bfloat16' is not known"):
+        Pair(tmp_path, dtype="bfloat16")
 
 
 def test_a_name_of_a_blob_cannot_leave_the_directory(tmp_path: Path) -> None:
