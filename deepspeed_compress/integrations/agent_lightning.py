@@ -174,6 +174,8 @@ class DeepSpeedAlgorithm(Algorithm):
         try:
             for number in range(1, self._plan.batches + 1):
                 while len(waiting) < min(self._plan.behind + 1, self._plan.batches - number + 1):
+                    # The policy learns from this batch after all that wait, and has that many more versions then.
+                    await self._served(self._version + len(waiting) - self._plan.behind)
                     waiting.append(await self._queue(tasks, f"{number}.{len(waiting)}"))
                 await self._take(number, waiting.popleft())
         finally:
@@ -185,10 +187,13 @@ class DeepSpeedAlgorithm(Algorithm):
             for index in self._order.sample(range(len(dataset)), len(dataset)):
                 yield dataset[index]
 
-    async def _queue(self, tasks: Iterator[Any], name: str) -> _Queued:
-        """Queue the rollouts of a batch once the endpoint has weights that are new enough."""
-        while await self._endpoint.version() < self._version - self._plan.behind:
+    async def _served(self, version: int) -> None:
+        """Wait until the endpoint answers with weights of `version` or newer."""
+        while await self._endpoint.version() < version:
             await asyncio.sleep(POLL_S)
+
+    async def _queue(self, tasks: Iterator[Any], name: str) -> _Queued:
+        """Queue the rollouts of a batch."""
         chosen = list(itertools.islice(tasks, self._plan.tasks))
         store = self.get_store()
         resources = await store.add_resources({self._endpoint.resource: self._endpoint.as_resource()})
