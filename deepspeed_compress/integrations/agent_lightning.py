@@ -116,7 +116,7 @@ class _Queued:
     """Group of each rollout, by its id."""
 
 
-class DeepSpeedAlgorithm(Algorithm):
+class DeepSpeedAlgorithm(Algorithm):  # type: ignore[misc]
     """Trains the policy of an agent by GRPO.
 
     The first rank passes it to Agent-Lightning's `Trainer`; the other ranks call `follow`.
@@ -237,16 +237,16 @@ class DeepSpeedAlgorithm(Algorithm):
     async def _finished(self, rollouts: list[str]) -> Sequence[Rollout]:
         """Return these rollouts once all have ended."""
         until = time.monotonic() + self._plan.timeout_s
-        while len(finished := await self.get_store().wait_for_rollouts(rollout_ids=rollouts, timeout=POLL_S)) < len(
-            rollouts
-        ):
-            if time.monotonic() > until:
-                raise RolloutError(
-                    f"{len(rollouts) - len(finished)} of {len(rollouts)} rollouts have not finished in "
-                    f"{self._plan.timeout_s:g} seconds: check the runners, or raise timeout_s"
-                )
+        while time.monotonic() < until:
+            finished: Sequence[Rollout]
+            finished = await self.get_store().wait_for_rollouts(rollout_ids=rollouts, timeout=POLL_S)
+            if len(finished) == len(rollouts):
+                return finished
             await asyncio.sleep(POLL_S)
-        return finished
+        raise RolloutError(
+            f"some of {len(rollouts)} rollouts have not finished in {self._plan.timeout_s:g} seconds: "
+            "check the runners, or raise timeout_s"
+        )
 
     async def _samples(self, rollout: str, group: str) -> list[Sample]:
         spans = await self.get_store().query_spans(rollout, attempt_id="latest")
