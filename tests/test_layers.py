@@ -138,7 +138,7 @@ TABLE = {
         "torch megatron numpy packaging",
     ),
     "agents": allow("", "torch"),
-    "agents.endpoint": allow("agents", "fastapi pydantic"),
+    "agents.endpoint": allow("agents errors", "fastapi pydantic"),
     "rollout": allow("collectives.buckets collectives.objects compression.compressors.base errors", "pydantic torch"),
     "rollout.served_store": allow("rollout.store errors transport"),
     "rollout.changes": allow("compression.kernels.reference_bits errors", "numpy torch zstandard"),

@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field
 
 from deepspeed_compress.agents.generation import Sampling
 from deepspeed_compress.agents.policy import Answer, Policy
+from deepspeed_compress.errors import RolloutError
 
 
 class Message(BaseModel):
@@ -85,7 +86,10 @@ class _Service:
         if not prompt:
             raise HTTPException(400, "the messages contain no token of the model's vocabulary")
         futures = [self._policy.submit(prompt, request.sampling) for _ in range(request.n)]
-        answers = await asyncio.gather(*map(asyncio.wrap_future, futures))
+        try:
+            answers = await asyncio.gather(*map(asyncio.wrap_future, futures))
+        except RolloutError as error:
+            raise HTTPException(503, f"the weights cannot be updated: {error}") from error
         return self._response(prompt, answers)
 
     def _prompt(self, messages: list[Message]) -> list[int]:

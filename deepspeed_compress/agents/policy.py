@@ -81,18 +81,11 @@ class Policy:
             try:
                 self.version = self._update()
             except Exception as error:
-                self._fail(error)
-                return
-            batch = self._next_batch()
-            if batch:
-                self._answer(batch)
-
-    def _fail(self, error: Exception) -> None:
-        """Pass `error`, which keeps the weights from being updated, to all requests until `stop`."""
-        while not self._stopped.is_set():
-            for request in self._collected():
-                request.answer.set_exception(error)
-            self._wait()
+                # The weights may be incomplete. The next update may succeed, for example when the store is back.
+                self._wait()
+                _fail(self._collected(), error)
+            else:
+                self._answer(self._next_batch())
 
     def _wait(self) -> None:
         """Wait a moment for a request."""
@@ -106,26 +99,40 @@ class Policy:
         while not self._waiting.empty():
             self._kept.append(self._waiting.get())
         collected, self._kept = self._kept, []
-        return collected
+        return [request for request in collected if not request.answer.cancelled()]
 
     def _next_batch(self) -> list[_Request]:
         """Return the oldest request and those that can share its batch; empty if none waits."""
         if not self._kept:
             self._wait()
         waiting = self._collected()
-        batch = [one for one in waiting if one.sampling == waiting[0].sampling][: self._largest]
-        taken = set(map(id, batch))
+        alike = [one for one in waiting if one.sampling == waiting[0].sampling][: self._largest]
+        taken = set(map(id, alike))
         self._kept = [one for one in waiting if id(one) not in taken]
-        return batch
+        return [one for one in alike if one.answer.set_running_or_notify_cancel()]
 
     def _answer(self, batch: Sequence[_Request]) -> None:
-        prompts = [one.prompt for one in batch]
         try:
-            completions = complete(self._model, prompts, batch[0].sampling, self._pad, self._end)
+            completions = self._complete(batch)
         except Exception as error:
-            # A prompt that the model refuses fails its own request, and not the thread.
-            for request in batch:
-                request.answer.set_exception(error)
+            if len(batch) == 1:
+                batch[0].answer.set_exception(error)
+            else:
+                # A prompt that the model refuses fails alone.
+                for request in batch:
+                    self._answer([request])
             return
         for request, completion in zip(batch, completions, strict=True):
             request.answer.set_result(Answer(completion, self.version))
+
+    def _complete(self, batch: Sequence[_Request]) -> list[Completion]:
+        if not batch:
+            return []
+        prompts = [one.prompt for one in batch]
+        return complete(self._model, prompts, batch[0].sampling, self._pad, self._end)
+
+
+def _fail(requests: Sequence[_Request], error: Exception) -> None:
+    for request in requests:
+        if request.answer.set_running_or_notify_cancel():
+            request.answer.set_exception(error)

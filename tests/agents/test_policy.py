@@ -1,6 +1,7 @@
 """Sampling, and an endpoint whose answers name the version of the weights."""
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from deepspeed_compress.agents.generation import Completion, Sampling, complete
 from deepspeed_compress.agents.grpo import next_token_logprobs
 from deepspeed_compress.agents.policy import Policy
+from deepspeed_compress.errors import RolloutError
 from tests.agents.models import END, PAD, network, tokenizer
 
 
@@ -82,23 +84,66 @@ def test_requests_with_other_settings_are_not_mixed() -> None:
     assert all(len(one.tokens) == length or one.finished for one, length in zip(found, lengths, strict=True))
 
 
+def held_until(begin: threading.Event) -> Callable[[], int]:
+    """Return updates that keep the policy's thread waiting until `begin`, so that requests share a batch."""
+
+    def update() -> int:
+        # The first call comes from the constructor.
+        if threading.current_thread().name == "policy":
+            begin.wait()
+        return 0
+
+    return update
+
+
 def test_a_prompt_that_is_too_long_fails_alone() -> None:
-    policy = Policy(network(), PAD, END, idle_s=0.001)
+    begin = threading.Event()
+    policy = Policy(network(), PAD, END, held_until(begin))
+    good, bad, other = (policy.submit(prompt, Sampling(4)) for prompt in ((1,), (1,) * 100, (2, 3)))
+    begin.set()
     with pytest.raises((IndexError, RuntimeError, ValueError)):
-        policy.submit((1,) * 100, Sampling(4)).result()
+        bad.result()
+    assert good.result().completion.tokens
+    assert other.result().completion.tokens
+    policy.stop()
+
+
+def test_a_canceled_request_is_left_out() -> None:
+    begin = threading.Event()
+    policy = Policy(network(), PAD, END, held_until(begin), idle_s=0.001)
+    futures = [policy.submit((1, 2), Sampling(4)) for _ in range(3)]
+    assert futures[1].cancel()
+    begin.set()
+    assert futures[0].result().completion.tokens
+    assert futures[2].result().completion.tokens
     assert policy.submit((1,), Sampling(4)).result().completion.tokens
     policy.stop()
 
 
-def test_failing_updates_reach_the_requests() -> None:
-    calls = iter([0])
+def test_requests_during_a_failed_update_fail_and_later_ones_are_answered() -> None:
+    broken = threading.Event()
 
     def update() -> int:
-        return next(calls)
+        if broken.is_set():
+            raise RolloutError("the store is away")
+        return 0
 
     policy = Policy(network(), PAD, END, update, idle_s=0.001)
-    with pytest.raises(StopIteration):
-        policy.submit((1,), Sampling(4)).result()
+    answers = client(policy=policy)
+    request = {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 2}
+    assert answers.post("/v1/chat/completions", json=request).status_code == 200
+    broken.set()
+    refused = answers.post("/v1/chat/completions", json=request)
+    # The update before this request may have succeeded.
+    while refused.status_code == 200:
+        refused = answers.post("/v1/chat/completions", json=request)
+    assert refused.status_code == 503
+    assert "the store is away" in refused.json()["detail"]
+    broken.clear()
+    answer = answers.post("/v1/chat/completions", json=request)
+    while answer.status_code == 503:
+        answer = answers.post("/v1/chat/completions", json=request)
+    assert answer.status_code == 200
     policy.stop()
 
 
