@@ -90,6 +90,7 @@ TABLE = {
     "checkpointing.loadable_sizes": allow(),
     "monitor": allow("config errors", "torch"),
     "policy": allow("config errors monitor"),
+    "planner": allow("errors"),
     "session": allow("checkpointing collectives compression config errors monitor policy", "torch packaging"),
     "backends.deepspeed": allow(
         "launcher.heartbeat collectives compression config errors monitor session", "torch deepspeed"
@@ -203,7 +204,10 @@ TABLE = {
     "tools.lint": allow(
         "__init__ config diagnostics errors tools.arguments tools.outputs tools.rules", "yaml", lazily="pydantic"
     ),
-    "tools.plan": allow("config errors policy tools.plan_islands tools.plots", lazily="matplotlib rich"),
+    "tools.plan": allow(
+        "config errors policy tools.plan_cluster tools.plan_islands tools.plots", lazily="matplotlib rich"
+    ),
+    "tools.plan_cluster": allow("config errors planner", lazily="rich"),
     "tools.plan_islands": allow("config errors", lazily="models rich"),
     "tools.line_files": allow("errors tools.outputs.printable", lazily="rich"),
     "tools.run_checks": allow("tools.line_files"),

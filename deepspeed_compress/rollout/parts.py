@@ -84,7 +84,7 @@ class EncodedSlice:
 
 def values_digest(values: Tensor) -> str:
     """Return the SHA-256 of the bits of a flat, contiguous tensor on the CPU."""
-    return hashlib.sha256(memoryview(values.detach().view(torch.uint8).numpy())).hexdigest()
+    return hashlib.sha256(values.detach().view(torch.uint8).numpy().data).hexdigest()
 
 
 def write_parts(store: Store, stem: str, slices: Iterable[EncodedSlice]) -> list[PartEntry]:

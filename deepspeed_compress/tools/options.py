@@ -137,6 +137,41 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     islands.add_argument("--hosts", type=several, required=True, metavar="N", help="number of islands, from 2 up")
     what = "duration of an optimizer step without exchanges (default: 1)"
     islands.add_argument("--step", type=positive_number, default=1.0, metavar="SECONDS", help=what)
+    _add_cluster_arguments(subjects)
+
+
+def _add_cluster_arguments(subjects: Any) -> None:
+    cluster = _add(
+        subjects,
+        "cluster",
+        "predict which layout and which compression trains a model first on a cluster",
+        [
+            "plan cluster --model config.json --gpus 64xH100 --network 100gbit/node --batch 4M-tokens --seq 4096",
+            "plan cluster --model config.json --gpus 16xA100 --network 10gbit --batch 256 --seq 2048 --explain 1",
+            "plan cluster --model config.json --gpus 8xA100 --network 100gbit --batch 256 --seq 2048 --output plan",
+        ],
+    )
+    cluster.set_defaults(subject="cluster")
+    what = "config.json of the model, or a directory with one"
+    cluster.add_argument("--model", type=Path, required=True, metavar="FILE|DIR", help=what)
+    cluster.add_argument("--gpus", required=True, metavar="NxTYPE", help="GPUs, such as 64xH100")
+    what = "rate of a node (100gbit or 100gbit/node), of its cards (8x200gbit), or of a card per GPU (200gbit/gpu)"
+    cluster.add_argument("--network", required=True, metavar="RATE", help=what)
+    what = "GPUs in a node (default: the usual number of that type)"
+    cluster.add_argument("--gpus-per-node", type=positive_integer, metavar="N", help=what)
+    what = "batch of a step: sequences (1024), or tokens (4M-tokens; M is 1,048,576)"
+    cluster.add_argument("--batch", required=True, metavar="BATCH", help=what)
+    cluster.add_argument("--seq", type=positive_integer, required=True, metavar="N", help="tokens of a sequence")
+    what = "tokens of the whole run, such as 300B (default: 20 for each parameter)"
+    cluster.add_argument("--tokens", metavar="N", help=what)
+    what = "program that trains: launch/train_gpt.py or your own loop, Hugging Face Trainer, or Megatron-core"
+    cluster.add_argument("--software", choices=("deepspeed", "hf", "megatron"), default="deepspeed", help=what)
+    what = "generation of its flash-attention kernel, or 0 for separate kernels (default: %(default)s)"
+    cluster.add_argument("--attention", type=int, choices=(0, 1, 2, 3), default=2, help=what)
+    what = "show the terms of a layout: its number in the table, or its name"
+    cluster.add_argument("--explain", metavar="N|LAYOUT", help=what)
+    what = "write ds_config.json and launch.sh of the best layout to DIR"
+    cluster.add_argument("--output", type=Path, metavar="DIR", help=what)
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:

@@ -20,7 +20,7 @@ from deepspeed_compress.config import (
 )
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.policy import SettingsSchedule, timeline
-from deepspeed_compress.tools import plan_islands
+from deepspeed_compress.tools import plan_cluster, plan_islands
 from deepspeed_compress.tools.plots import check_plotting, style_axes
 
 LONG = 0.15
@@ -144,5 +144,5 @@ def draw(found: Sequence[Interval], file: Path) -> None:
 
 
 _SUBJECTS: Mapping[str, Callable[[argparse.Namespace], int]] = MappingProxyType(
-    {"schedule": run, "islands": plan_islands.run}
+    {"schedule": run, "islands": plan_islands.run, "cluster": plan_cluster.run}
 )

@@ -307,3 +307,21 @@ def test_what_knows_one_island_alone_is_not_for_islands_of_a_job(native: dict[st
     job, elastic = (find_problems({**native, SECTION: section}) for section in sections)
     assert [problem.pointer for problem in job] == [place]
     assert elastic == []
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"weights": {"bits": 4, "overlap": True}}, "weights with overlap, which arrive during the next step"),
+        ({"parallelism": {"pipeline": 2}}, "pipeline stages"),
+        ({"parallelism": {"tensor": 2}}, "tensor parallelism"),
+        ({"parallelism": {"shard_within": "node"}}, "hybrid sharding"),
+        ({"islands": {"size": 2}}, "islands of one job, which have several models"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_weights_are_not_published_if_ranks_hold_several_models(other: dict[str, Any], words: str) -> None:
+    ds_config = {SECTION: {"gradients": {"method": "none"}, **other, "rollout": {"directory": "/shared"}}}
+    found = [str(one) for one in find_problems(ds_config) if one.pointer == f"/{SECTION}/rollout"]
+    assert len(found) == 1
+    assert f"cannot be combined with {words} (allowed: null)" in found[0]

@@ -126,7 +126,7 @@ def fsdp2(rank: int, path: Path, sizes: tuple[int, ...], lr: float, versions: in
     return follow(rank, model, torch_steps(model, rank, lr, versions), path, versions)
 
 
-@pytest.mark.parametrize("sizes", [(2,), (3,), (2, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [(2,), pytest.param((3,), marks=pytest.mark.slow), (2, 2)], ids=str)
 def test_fsdp2(sizes: tuple[int, ...], tmp_path: Path) -> None:
     run_forks(torch.tensor(sizes).prod().item(), fsdp2, tmp_path, sizes, 1e-3, VERSIONS)
 
@@ -172,7 +172,7 @@ def by_section(rank: int, path: Path, extra: dict[str, Any], poison: tuple[int, 
     ("extra", "poison", "version"),
     [
         ({}, None, 1 + VERSIONS),
-        ({"rollout": {"asynchronous": False, "every": 2}}, None, 3),
+        pytest.param({"rollout": {"asynchronous": False, "every": 2}}, None, 3, marks=pytest.mark.slow),
         ({}, (1, 0), VERSIONS),
         ({"weights": {"bits": 4, "block_size": 32}}, None, 1 + VERSIONS),
     ],

@@ -1,0 +1,12 @@
+"""Prediction of training steps on a cluster before anything starts; standard library only, no torch.
+
+Data flows one way. A `Cluster`, a `Model` and a `Layout` become terms, terms become a `Prediction`, and predictions
+are ranked::
+
+    Cluster (gpus, cluster) + Model (model) + Software (software) + Layout (layout)
+        -> compute, traffic (with links): terms of a micro-batch and of a step
+        -> schedule: pipeline and overlap -> seconds of a step
+        -> memory, learning -> predict: Prediction
+    layouts: all layouts, and why others are refused -> search: ranking -> files: configuration and command
+    published, calibration: the same prediction for published runs, to fit the constants and to know the error
+"""

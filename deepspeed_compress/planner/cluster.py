@@ -1,0 +1,90 @@
+"""A cluster: its GPUs, its nodes, and the network between them."""
+
+import re
+from dataclasses import dataclass
+
+from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.planner.gpus import Gpu, find_gpu
+
+NETWORK_SHARE = 0.85
+"""Share of a network card's line rate that collectives reach (published nccl-tests on InfiniBand and RoCE)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Equal nodes with equal GPUs.
+
+    Attributes:
+        gpu: Type of all GPUs.
+        gpus: Number of GPUs.
+        per_node: GPUs in a node, which share the node's network.
+        network: Bytes per second, in each direction, of all network cards of a node together.
+    """
+
+    gpu: Gpu
+    gpus: int
+    per_node: int
+    network: float
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return -(-self.gpus // self.per_node)
+
+    def __str__(self) -> str:
+        nodes = f"{self.nodes} node{'s' * (self.nodes > 1)} of {self.per_node}"
+        network = f", {self.network * 8e-9:g} Gbit/s per node" if self.nodes > 1 else ""
+        return f"{self.gpus:,} {self.gpu.name} in {nodes}{network}"
+
+
+def read_cluster(gpus: str, network: str, per_node: int | None = None) -> Cluster:
+    """Return the cluster that options describe.
+
+    Args:
+        gpus: Number and type, such as "64xH100".
+        network: Rate of a node, such as "100gbit" or "100gbit/node"; of its cards, "8x200gbit"; or of one card for each
+            GPU, "200gbit/gpu".
+        per_node: GPUs in a node, or None for the usual number of this type, at most all.
+
+    Raises:
+        ConfigError: A text cannot be read, or the GPUs do not fill whole nodes.
+    """
+    match = re.fullmatch(r"([0-9,_]+)\s*[xX]\s*(.+)", gpus.strip())
+    count = int(re.sub("[,_]", "", match[1])) if match and re.search("[0-9]", match[1]) else 0
+    if match is None or not count:
+        raise ConfigError(f"--gpus: {gpus!r} is not a number and a type; write 64xH100, for example")
+    gpu = find_gpu(match[2])
+    size = min(per_node or gpu.per_node, count)
+    if count % size:
+        raise ConfigError(
+            f"--gpus: {count} GPUs do not fill nodes of {size} (allowed: multiples of {size}); write another number, "
+            "or --gpus-per-node N"
+        )
+    return Cluster(gpu, count, size, read_network(network, size))
+
+
+_UNITS = {"m": 1e6, "g": 1e9, "t": 1e12}
+
+
+def read_network(text: str, per_node: int) -> float:
+    """Return the bytes per second of a node.
+
+    Raises:
+        ConfigError: The text is no rate.
+    """
+    pattern = r"(?:([0-9]+)x)?([0-9.]+)([mgt])(?:bit(?:/s)?|bps)(?:/(node|gpu|card))?"
+    match = re.fullmatch(pattern, text.strip().lower().replace(" ", ""))
+    if match is None or _rate(match[2]) <= 0:
+        raise ConfigError(
+            f"--network: {text!r} is not a rate; write 100gbit/node, 8x200gbit for all cards of a node, or 200gbit/gpu"
+        )
+    cards = int(match[1] or 1) * (per_node if match[4] in ("gpu", "card") else 1)
+    return cards * _rate(match[2]) * _UNITS[match[3]] / 8
+
+
+def _rate(text: str) -> float:
+    """Return a number, or 0 if the text is none, such as "1.2.3"."""
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0

@@ -1,0 +1,132 @@
+"""Public figures of GPUs, and the constants that turn them into achieved rates."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from deepspeed_compress.errors import ConfigError
+
+CALIBRATED_GPU = "A100-80"
+"""GPU of the runs that the constants are fitted to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """Shares of the published figures that training achieves, fitted to published runs on A100.
+
+    Attributes:
+        matmul: Share of the peak rate that large matrix products reach.
+        memory: Share of the memory bandwidth that elementwise kernels reach.
+        link: Share of the link's rate between the GPUs of a node that collectives reach.
+        kernel: Seconds that a kernel takes beyond its work: start, tail, and the gap to the next one.
+    """
+
+    matmul: float = 0.819
+    memory: float = 0.647
+    link: float = 0.610
+    kernel: float = 8.99e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """Published figures of a GPU.
+
+    Attributes:
+        name: Name of the GPU.
+        peak: Dense bf16 operations per second; fp16 for GPUs without bf16.
+        memory_rate: Memory bandwidth in bytes per second.
+        memory: Memory in bytes.
+        link_rate: Bytes per second in one direction between a GPU and the others of its node.
+        link: Name of that link.
+        per_node: GPUs in the usual node.
+        best_matmul: Share of `peak` that the best matrix product reached in public measurements.
+        flash: Share of `best_matmul` that flash attention reaches, by its generation.
+        source: Origin of the figures.
+    """
+
+    name: str
+    peak: float
+    memory_rate: float
+    memory: float
+    link_rate: float
+    link: str
+    per_node: int
+    best_matmul: float
+    flash: Mapping[int, float]
+    source: str
+
+    def matmul_rate(self, constants: Constants) -> float:
+        """Return operations per second of large matrix products, scaled from the A100 by the best measured shares."""
+        return self.peak * constants.matmul * self.best_matmul / _A100_BEST
+
+
+_A100_BEST = 0.87
+_FLASH_AMPERE: Mapping[int, float] = MappingProxyType({1: 0.42, 2: 0.65, 3: 0.65})
+"""Mean over forward and backward of 2205.14135 (generation 1) and figures 4 to 6 of 2307.08691 (generation 2)."""
+_FLASH_HOPPER: Mapping[int, float] = MappingProxyType({1: 0.25, 2: 0.48, 3: 0.75})
+"""The same on H100: figures 5 and 6 of 2407.08608."""
+_FLASH_OTHER: Mapping[int, float] = MappingProxyType({1: 0.4, 2: 0.5, 3: 0.5})
+_MAMF = "best matrix product: ml-engineering, compute/accelerator (mamf-finder)"
+
+
+def _gpu(
+    name: str,
+    tflops: float,
+    memory: tuple[float, float],
+    link: tuple[str, float],
+    per_node: int,
+    best: float,
+    flash: Mapping[int, float],
+    source: str,
+) -> Gpu:
+    """Return a GPU from its figures in teraflops, gigabytes, and gigabytes per second."""
+    size, rate = memory
+    return Gpu(name, tflops * 1e12, rate * 1e9, size * 1e9, link[1] * 1e9, link[0], per_node, best, flash, source)
+
+
+_GPUS = (
+    _gpu("A100-80", 312, (85.1, 2039), ("NVLink", 300), 8, 0.87, _FLASH_AMPERE, f"A100 data sheet; {_MAMF}"),
+    _gpu("A100-40", 312, (42.4, 1555), ("NVLink", 300), 8, 0.87, _FLASH_AMPERE, f"A100 data sheet; {_MAMF}"),
+    _gpu("H100", 989, (85.0, 3350), ("NVLink", 450), 8, 0.79, _FLASH_HOPPER, f"H100 SXM data sheet; {_MAMF}"),
+    _gpu("H200", 989, (151.0, 4800), ("NVLink", 450), 8, 0.80, _FLASH_HOPPER, f"H200 data sheet; {_MAMF}"),
+    _gpu("H800", 989, (85.0, 3350), ("NVLink", 200), 8, 0.79, _FLASH_HOPPER, "2412.19437; rates as H100"),
+    _gpu("GH200", 989, (102.0, 4000), ("NVLink", 450), 4, 0.82, _FLASH_HOPPER, f"GH200 data sheet; {_MAMF}"),
+    _gpu("B200", 2250, (192.0, 8000), ("NVLink", 900), 8, 0.77, _FLASH_HOPPER, f"HGX B200 data sheet; {_MAMF}"),
+    _gpu("GB200", 2500, (192.0, 8000), ("NVLink", 900), 72, 0.74, _FLASH_HOPPER, "GB200 NVL72 data sheet"),
+    _gpu("H20", 148, (103.0, 4000), ("NVLink", 450), 8, 0.90, _FLASH_HOPPER, "H20 data sheet"),
+    _gpu("H100-PCIe", 756, (85.0, 2000), ("PCIe", 64), 8, 0.79, _FLASH_HOPPER, "H100 data sheet"),
+    _gpu("A800", 312, (85.1, 2039), ("NVLink", 200), 8, 0.87, _FLASH_AMPERE, "A800 data sheet; rates as A100"),
+    _gpu("A6000", 155, (51.5, 768), ("PCIe", 32), 8, 0.80, _FLASH_AMPERE, "RTX A6000 data sheet"),
+    _gpu(
+        "3090", 71, (25.8, 936), ("PCIe", 16), 8, 0.93, _FLASH_AMPERE, "GA102 whitepaper; no peer access: by the host"
+    ),
+    _gpu("V100", 125, (34.1, 900), ("NVLink", 150), 8, 0.75, _FLASH_OTHER, "V100 data sheet (32 GB)"),
+    _gpu("L40S", 362, (51.5, 864), ("PCIe", 32), 8, 0.70, _FLASH_AMPERE, "L40S data sheet"),
+    _gpu(
+        "4090", 165, (25.3, 1008), ("PCIe", 16), 8, 0.93, _FLASH_AMPERE, "Ada whitepaper; no peer access: by the host"
+    ),
+    _gpu("MI300X", 1307, (206.0, 5300), ("xGMI", 448), 8, 0.51, _FLASH_OTHER, f"MI300X data sheet; {_MAMF}"),
+    _gpu(
+        "MI250X", 191.5, (68.7, 1638), ("xGMI", 50), 8, 0.77, _FLASH_OTHER, f"one of its two dies: data sheet; {_MAMF}"
+    ),
+)
+
+GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.name: gpu for gpu in _GPUS})
+
+
+def find_gpu(text: str) -> Gpu:
+    """Return the GPU whose name `text` has or contains, such as "H100", "A100-SXM4-40GB" or "RTX 4090".
+
+    Raises:
+        ConfigError: The table has no such GPU.
+    """
+    plain = text.upper().replace(" ", "").replace("-SXM4", "").replace("-SXM5", "").replace("-SXM", "")
+    if re.match("(NVIDIA-?)?A100", plain):
+        plain = "A100-40" if "40G" in plain or plain.endswith("40") else "A100-80"
+    names = [name for name in GPUS if name.upper() in plain]
+    if not names:
+        raise ConfigError(
+            f"--gpus: {text} is not in the table (allowed: {', '.join(GPUS)}); write 64xH100, for example"
+        )
+    return GPUS[max(names, key=len)]

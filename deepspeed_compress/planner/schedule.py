@@ -1,0 +1,184 @@
+"""From micro-batches to a step: the pipeline's bubble, and messages that hide behind computation."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from deepspeed_compress.planner.compute import (
+    Device,
+    LayerCost,
+    Work,
+    head_cost,
+    layer_cost,
+    optimizer_seconds,
+    recomputed,
+)
+from deepspeed_compress.planner.layout import Layout
+from deepspeed_compress.planner.links import SOURCE, Links, Message
+from deepspeed_compress.planner.model import Model
+from deepspeed_compress.planner.term import Term, local
+from deepspeed_compress.planner.traffic import (
+    DataParallel,
+    Traffic,
+    Window,
+    largest_stage,
+    stage_message,
+    tensor_traffic,
+)
+
+CONTENTION = 0.2
+"""Seconds that computation loses per second of a hidden message: NCCL's channels occupy 24 of 108 multiprocessors."""
+_FITTED = "fitted on A100"
+_NOTHING = 1e-9
+"""Seconds below which a term is left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Work of one micro-batch on the slowest stage.
+
+    Attributes:
+        layer: Forward and backward of a layer.
+        again: What backward computes again in a layer.
+        head: Forward and backward of the head.
+        layers: Layers of the stage.
+        heads: Share of the head on the stage.
+    """
+
+    layer: LayerCost
+    again: Work
+    head: LayerCost
+    layers: float
+    heads: float
+
+    @property
+    def forward(self) -> float:
+        """Seconds of forward."""
+        return self.layers * self.layer.forward.seconds + self.heads * self.head.forward.seconds
+
+    @property
+    def backward(self) -> float:
+        """Seconds of backward, with what is computed again."""
+        return self.layers * (self.layer.backward + self.again).seconds + self.heads * self.head.backward.seconds
+
+    @property
+    def work(self) -> Work:
+        """All work of the micro-batch."""
+        layer = self.layer.forward + self.layer.backward + self.again
+        return layer.times(self.layers) + (self.head.forward + self.head.backward).times(self.heads)
+
+    @property
+    def waiting(self) -> float:
+        """Seconds in which the GPU waits for the CPU."""
+        return self.forward + self.backward - self.work.busy
+
+
+def micro_batch(device: Device, model: Model, seq: int, layout: Layout) -> MicroBatch:
+    """Return the work of a micro-batch on the slowest stage.
+
+    Megatron's stages have equally many layers, and the last one has the head, too. The stages of `build_parallel` have
+    equally much work, up to whole layers.
+    """
+    cost = layer_cost(device, model, seq, layout)
+    stages, layers = layout.pipeline, model.layers / layout.pipeline
+    even = layout.engine == "deepspeed" and stages > 1
+    own = layers + 0.5 if even else float(-(-model.layers // stages))
+    heads = 1 / stages if even else 1.0
+    return MicroBatch(
+        cost, recomputed(cost, device.software, layout), head_cost(device, model, seq, layout), own, heads
+    )
+
+
+def step_terms(links: Links, device: Device, model: Model, seq: int, layout: Layout, batch: MicroBatch) -> list[Term]:
+    """Return the terms whose seconds add up to those of a step."""
+    traffic = DataParallel(links, device, model, layout).all()
+    terms = [
+        *_computing(batch, layout, device),
+        *_in_line(links, device, model, seq, layout, batch),
+        _optimizer(device, model, layout),
+        *_overlapping(traffic, _windows(batch, layout.accumulation)),
+    ]
+    return [term for term in terms if term.busy > _NOTHING]
+
+
+def _in_line(links: Links, device: Device, model: Model, seq: int, layout: Layout, batch: MicroBatch) -> Iterator[Term]:
+    """Yield the messages that micro-batches wait for, and the bubble of the pipeline."""
+    tensor = tensor_traffic(links, device, model, seq, layout)
+    exposed = 1 - (1 - CONTENTION) * tensor.hidden
+    yield _in_micro_batches("tensor-parallel all-reduces", tensor.message.times(batch.layers), exposed, layout)
+    if layout.pipeline > 1:
+        between = stage_message(links, model, seq, layout)
+        yield _in_micro_batches("messages between stages", between, 1.0, layout)
+        yield _bubble(layout, model, batch, exposed * tensor.message.seconds, between.seconds)
+
+
+def _in_micro_batches(name: str, message: Message, exposed: float, layout: Layout) -> Term:
+    formula = f"{layout.accumulation} micro-batches x {(message.inside + message.outside) / 1e9:.3g} GB"
+    return _message_term(name, message.times(layout.accumulation), exposed, formula)
+
+
+def _windows(batch: MicroBatch, count: int) -> dict[Window, float]:
+    """Return the seconds of computation behind which messages may hide."""
+    return {
+        "nothing": 0.0,
+        "last backward": batch.backward,
+        "backward": count * batch.backward,
+        "first forward": batch.forward,
+        "all": count * (batch.forward + batch.backward),
+    }
+
+
+def _computing(batch: MicroBatch, layout: Layout, device: Device) -> Iterator[Term]:
+    work, constants, count = batch.work, device.constants, layout.accumulation
+    hooks = batch.layers * device.software.hooks if layout.zero == 3 else 0.0
+    idle = device.software.idle * (batch.forward + batch.backward)
+    rate, bandwidth = device.gpu.matmul_rate(constants), device.gpu.memory_rate * constants.memory
+    shares = f"{constants.matmul:.3f} and {constants.memory:.3f} of peak; {_FITTED}"
+    program = f"{device.software.name}: software.py"
+    products = f"max(operations / {rate / 1e12:.0f} TFLOP/s, bytes / {bandwidth / 1e9:.0f} GB/s)"
+    rows = (
+        ("matrix products", "compute", work.matmul, products, shares),
+        ("attention", "compute", work.attention, f"kernel of generation {device.software.attention}", "gpus.py"),
+        ("elementwise kernels", "memory", work.elementwise, f"bytes / {bandwidth / 1e9:.0f} GB/s", program),
+        ("starts of kernels", "launch", work.kernels, f"{constants.kernel * 1e6:.1f} us per kernel", _FITTED),
+        ("waiting for the CPU", "launch", batch.waiting, "kernels of a layer x dispatch - time of the GPU", program),
+        ("idle GPU", "launch", idle, f"{device.software.idle:g} of the computation", program),
+        ("hooks of ZeRO 3", "launch", hooks, f"{1e3 * device.software.hooks:g} ms per layer", program),
+    )
+    for name, kind, seconds, formula, source in rows:
+        figures = f"{formula}; {count} micro-batches x {1e3 * seconds:.4g} ms"
+        yield local(name, kind, count * seconds, figures, source)
+
+
+def _message_term(name: str, message: Message, exposed: float, formula: str) -> Term:
+    busy, sizes = message.seconds, (message.inside, message.outside)
+    return Term(name, message.link, exposed * busy, busy, *sizes, formula, SOURCE)
+
+
+def _bubble(layout: Layout, model: Model, batch: MicroBatch, tensor: float, between: float) -> Term:
+    """Return the time in which a stage has nothing to do: while the pipeline fills and drains."""
+    layers = model.layers / layout.pipeline
+    layer = (batch.layer.forward.seconds + (batch.layer.backward + batch.again).seconds) + tensor
+    head = (batch.head.forward + batch.head.backward).seconds
+    mean = layers * layer + head / layout.pipeline + between
+    seconds = (layout.pipeline - 1) * mean / layout.virtual
+    formula = f"({layout.pipeline} - 1) stages x {1e3 * mean:.4g} ms / {layout.virtual}"
+    return local("pipeline bubble", "bubble", seconds, formula, "2104.04473, section 2.2")
+
+
+def _optimizer(device: Device, model: Model, layout: Layout) -> Term:
+    owned = largest_stage(model, layout).parameters / (layout.shards if layout.zero else 1)
+    seconds = optimizer_seconds(device, owned)
+    formula = f"{owned:.3g} parameters x {device.software.optimizer:g} bytes"
+    return local("optimizer", "memory", seconds, formula, "software.py")
+
+
+def _overlapping(messages: Iterable[Traffic], free: dict[Window, float]) -> Iterator[Term]:
+    """Yield the terms of messages. Each uses up some of the computation in `free`, behind which others could hide."""
+    for traffic in messages:
+        seconds = traffic.message.seconds
+        hidden = min(seconds, free[traffic.window])
+        free = {window: max(0.0, left - hidden) for window, left in free.items()}
+        exposed = 1 - (1 - CONTENTION) * hidden / seconds if seconds else 0.0
+        yield _message_term(traffic.name, traffic.message, exposed, f"{traffic.formula}; {hidden:.3g} s hidden")
+        if traffic.coding:
+            yield local(f"coding of {traffic.name}", "memory", traffic.coding, traffic.formula, "traffic.py")

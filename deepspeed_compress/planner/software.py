@@ -1,0 +1,144 @@
+"""What a training program adds to the arithmetic of a model: memory traffic, kernels, and work of the CPU."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class Elementwise:
+    """Bytes per element that the elementwise kernels of a program move in forward.
+
+    Attributes:
+        norm: Bytes per element of hidden states, for each of the two norms of a layer.
+        residual: Bytes per element of hidden states, for each of the two additions; dropout takes 3 more.
+        activation: Bytes per element of the MLP's width without a gate.
+        gated: Bytes per element of the MLP's width with a gate.
+        rotary: Bytes per element of queries and keys, for rotary positions.
+        scores: Bytes per pair of tokens and head for mask and softmax, without a flash kernel.
+        backward: Bytes of backward relative to those of forward.
+    """
+
+    norm: float
+    residual: float
+    activation: float
+    gated: float
+    rotary: float
+    scores: float
+    backward: float
+
+
+@dataclass(frozen=True, slots=True)
+class Software:
+    """Costs of a program.
+
+    Attributes:
+        name: Name to print.
+        elementwise: Bytes that elementwise kernels move.
+        loss: Bytes per logit, forward and backward together.
+        kernels: Kernels of a layer's forward; backward has twice as many.
+        dispatch: Seconds of the CPU per kernel. Below them, the GPU waits for the CPU.
+        hooks: Seconds per layer and micro-batch in which the GPU waits for the CPU to gather and release parts of
+            the model (ZeRO 3).
+        idle: Share of the computation in which the GPU is idle: data, logging, the allocator, synchronization.
+        optimizer: Bytes per parameter that the rank updates.
+        accumulate: Bytes per parameter and micro-batch to add gradients.
+        gradient: Bytes of a gradient element on the network.
+        overlaps: Whether data-parallel messages of every ZeRO stage overlap with computation.
+        tensor_overlaps: Whether all-reduces of tensor-parallel backward overlap with weight gradients.
+        every_micro_batch: Whether ZeRO 2 reduces after every micro-batch.
+        selective: Share of the matrix products that selective recomputation repeats; 0 if it repeats only attention.
+        attention: Generation of the flash-attention kernel; 0 for separate kernels.
+    """
+
+    name: str
+    elementwise: Elementwise
+    loss: float
+    kernels: int
+    dispatch: float
+    hooks: float
+    idle: float
+    optimizer: float
+    accumulate: float
+    gradient: float
+    overlaps: bool
+    tensor_overlaps: bool
+    every_micro_batch: bool
+    selective: float
+    attention: int = 2
+
+
+_FUSED = Elementwise(norm=4, residual=4, activation=4, gated=6, rotary=4, scores=4, backward=1.6)
+"""One kernel for each: two-byte elements, read once and written once."""
+_PLAIN = Elementwise(norm=8, residual=6, activation=8, gated=10, rotary=16, scores=8, backward=1.8)
+"""PyTorch's own fused norms and activations, and separate kernels for everything else."""
+_EAGER = Elementwise(norm=26, residual=6, activation=12, gated=10, rotary=22, scores=14, backward=2.0)
+"""Separate kernels: norms and softmax in fp32 take up to five, rotary positions take six."""
+
+_MEGATRON = Software(
+    name="megatron",
+    elementwise=_FUSED,
+    loss=36,
+    kernels=20,
+    dispatch=7e-6,
+    hooks=0.0,
+    idle=0.0,
+    optimizer=42,
+    accumulate=8,
+    gradient=4,
+    overlaps=True,
+    tensor_overlaps=True,
+    every_micro_batch=False,
+    selective=0.0,
+)
+_DEEPSPEED = Software(
+    name="deepspeed",
+    elementwise=_EAGER,
+    loss=40,
+    kernels=45,
+    dispatch=1.2e-5,
+    hooks=1.5e-3,
+    idle=0.08,
+    optimizer=56,
+    accumulate=6,
+    gradient=2,
+    overlaps=False,
+    tensor_overlaps=False,
+    every_micro_batch=True,
+    selective=0.0,
+)
+_FSDP = replace(
+    _DEEPSPEED,
+    name="fsdp",
+    elementwise=_PLAIN,
+    loss=30,
+    kernels=30,
+    dispatch=8e-6,
+    hooks=2e-4,
+    idle=0.05,
+    optimizer=50,
+    overlaps=True,
+    selective=0.5,
+)
+_PROGRAMS = (
+    _MEGATRON,
+    _DEEPSPEED,
+    _FSDP,
+    replace(_DEEPSPEED, name="hf", loss=52, kernels=48, dispatch=1.6e-5, hooks=2e-3, idle=0.1),
+    replace(
+        _DEEPSPEED,
+        name="megatron-deepspeed",
+        elementwise=_FUSED,
+        loss=36,
+        kernels=20,
+        dispatch=7e-6,
+        idle=0.05,
+        accumulate=12,
+    ),
+)
+
+SOFTWARE: Mapping[str, Software] = MappingProxyType({program.name: program for program in _PROGRAMS})
+"""Costs by program. Bytes and kernels are counted from its operators; times of the CPU and idle shares are typical.
+
+Megatron's idle share is in the fitted constants.
+"""

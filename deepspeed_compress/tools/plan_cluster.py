@@ -1,0 +1,233 @@
+"""``ds-compress plan cluster``: predict which layout and which compression trains a model first on a cluster."""
+
+import argparse
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from deepspeed_compress.config.numbers import short
+from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.planner.cluster import read_cluster
+from deepspeed_compress.planner.files import command, ds_config
+from deepspeed_compress.planner.learning import critical_batch
+from deepspeed_compress.planner.model import read_model
+from deepspeed_compress.planner.predict import Prediction
+from deepspeed_compress.planner.search import Candidate, Job, Plan, search, turns
+from deepspeed_compress.planner.software import SOFTWARE
+
+SHOWN, OTHERS = 10, 3
+"""Rows of the table: layouts that the program can start, and layouts that only Megatron can."""
+WIDTH = 160
+"""Least width of tables in characters."""
+LEGEND = """\
+Names: zero1 is the ZeRO stage; d replicas, t tensor ranks, p stages, v interleaved stages; node8 shards within nodes;
+b1x16 is the micro-batch and their number; g4, w4 are bits of gradients, weights; i2every30 are 2 islands, 30 steps."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the best layouts, explain one of them, or write the files of the best. Return the exit code."""
+    job = _job(options)
+    if options.output is not None and job.engine == "megatron":
+        raise ConfigError("--output: Megatron reads no ds_config.json; leave it out, or write --software deepspeed")
+    plan = search(job)
+    if not plan.candidates:
+        _print_refused(plan)
+        raise ConfigError(
+            f"--gpus: no layout of {job.model.name} that {job.engine} can start fits {job.cluster}; write more GPUs, "
+            "or GPUs with more memory"
+        )
+    if options.explain is None:
+        _print_plan(plan, job)
+    else:
+        _explain(_chosen(plan, options.explain), plan, job)
+    if options.output is not None:
+        _write(plan.recommended, job, options)
+    return 0
+
+
+def _job(options: argparse.Namespace) -> Job:
+    model = read_model(options.model)
+    batch = read_batch(options.batch, options.seq)
+    tokens = read_count(options.tokens, "--tokens") if options.tokens else 20.0 * model.parameters
+    software = replace(SOFTWARE[options.software], attention=options.attention)
+    cluster = read_cluster(options.gpus, options.network, options.gpus_per_node)
+    return Job(cluster, model, software, options.seq, batch, tokens)
+
+
+def read_batch(text: str, seq: int) -> int:
+    """Return the sequences of a step, from a number such as "1024" or from tokens such as "4M-tokens".
+
+    Units of tokens are powers of 1,024 here, as in the batches of published runs.
+
+    Raises:
+        ConfigError: The text is neither, or less than a sequence.
+    """
+    match = re.fullmatch(r"([0-9.]+)([km]?)-?tokens", text.strip().lower())
+    try:
+        sequences = round(float(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2]] / seq) if match else int(text)
+    except ValueError:
+        sequences = 0
+    if sequences < 1:
+        raise ConfigError(f"--batch: {text!r} is not a batch; write 1024 for sequences, or 4M-tokens")
+    return sequences
+
+
+def read_count(text: str, option: str) -> float:
+    """Return a number such as 300B, with decimal units.
+
+    Raises:
+        ConfigError: The text is no such number.
+    """
+    match = re.fullmatch(r"([0-9.]+)([kmbt]?)", text.strip().lower())
+    try:
+        number = float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[match[2]] if match else 0.0
+    except ValueError:
+        number = 0.0
+    if number <= 0:
+        raise ConfigError(f"{option}: {text!r} is not a number; write 300B, for example")
+    return number
+
+
+def _print_plan(plan: Plan, job: Job) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    title = f"{job.model.name}, {short(job.model.parameters)} parameters, on {job.cluster}"
+    batch = f"{job.batch} sequences of {job.seq} tokens per step, {short(job.tokens)} tokens in all"
+    table = Table(title=f"{title}\n{batch}", title_justify="left", box=box.SIMPLE)
+    for head in ("", "layout", "step in s (80 %)", "tokens/s", "memory", "node sends", "days", "limited by"):
+        table.add_column(head, justify="left" if head in ("", "layout", "limited by") else "right", no_wrap=True)
+    for number, candidate in enumerate(plan.candidates[:SHOWN], 1):
+        table.add_row(str(number), *_cells(candidate, plan, job))
+    table.add_section()
+    for number, candidate in enumerate(plan.others[:OTHERS], 1):
+        table.add_row(f"M{number}", *_cells(candidate, plan, job))
+    # A narrower table would cut the names of layouts.
+    Console(width=max(Console().width, WIDTH)).print(table)
+    print(LEGEND)
+    for line in _notes(plan, job):
+        print(line)
+    _print_refused(plan)
+
+
+def _cells(candidate: Candidate, plan: Plan, job: Job) -> Sequence[str]:
+    prediction = candidate.prediction
+    low, high = prediction.interval
+    tie = "* " if candidate.layout.engine == job.engine and plan.is_tied(candidate) else ""
+    tight = "?" if candidate.verdict == "tight" else ""
+    sent = job.cluster.per_node * sum(term.outside for term in prediction.terms)
+    return (
+        f"{tie}{candidate.layout}",
+        f"{prediction.seconds:.3g} ({low:.3g}-{high:.3g})",
+        f"{prediction.rate:,.0f}",
+        f"{prediction.memory.total / 1e9:.0f} GB{tight}",
+        f"{sent / 1e9:.3g} GB",
+        f"{candidate.days:.3g}",
+        limits(prediction),
+    )
+
+
+def limits(prediction: Prediction) -> str:
+    """Return the two kinds of terms that take most of the step, with their shares."""
+    shares = {term.kind: prediction.share(term.kind) for term in prediction.terms}
+    largest = sorted(shares, key=shares.__getitem__, reverse=True)[:2]
+    return ", ".join(f"{kind} {100 * shares[kind]:.0f} %" for kind in largest if shares[kind] >= 0.05)
+
+
+def _notes(plan: Plan, job: Job) -> Iterator[str]:
+    ties = sum(map(plan.is_tied, plan.candidates))
+    if ties > 1:
+        yield f"* The prediction cannot tell these {ties} apart: measure them."
+    if any(one.verdict == "tight" for one in (*plan.candidates[:SHOWN], *plan.others[:OTHERS])):
+        yield "? Memory is tight: it fits only if the estimate is right."
+    if plan.others:
+        yield "M: only Megatron can start it."
+    limit = critical_batch(job.tokens)
+    if job.batch * job.seq > limit:
+        yield f"The batch exceeds the critical one of about {short(limit)} tokens, so the run needs more tokens."
+    outside = list(job.outside(plan.candidates[0].layout))
+    if outside:
+        yield f"Outside of the calibration: {'; '.join(outside)}."
+    yield f"{plan.considered:,} layouts predicted; --explain 1 shows the terms of the first."
+
+
+def _print_refused(plan: Plan) -> None:
+    reasons = ", ".join(f"{reason} ({count:,})" for reason, count in plan.refused.most_common())
+    if reasons:
+        print(f"Refused: {reasons}.")
+
+
+def _chosen(plan: Plan, text: str) -> Candidate:
+    """Return the candidate with this number or name.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    numbers = {str(number): one for number, one in enumerate(plan.candidates, 1)}
+    numbers |= {f"M{number}": one for number, one in enumerate(plan.others, 1)}
+    names = {str(one.layout): one for one in numbers.values()}
+    found = numbers.get(text.upper()) or names.get(text)
+    if found is None:
+        raise ConfigError(f"--explain: {text} is not in the table; write a number from 1 to {len(plan.candidates)}")
+    return found
+
+
+def _explain(candidate: Candidate, plan: Plan, job: Job) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    prediction = candidate.prediction
+    table = Table(title=f"{candidate.layout}: {prediction.seconds:.4g} s", title_justify="left", box=box.SIMPLE)
+    numbers = ("s", "busy s", "GB in node", "GB out")
+    for head in ("term", *numbers, "resource", "formula", "source"):
+        table.add_column(head, justify="right" if head in numbers else "left")
+    for term in sorted(prediction.terms, key=lambda term: -term.seconds):
+        sizes = (f"{size / 1e9:.3g}" if size else "" for size in (term.inside, term.outside))
+        times = (f"{term.seconds:.3g}", f"{term.busy:.3g}")
+        table.add_row(term.name, *times, *sizes, term.kind, term.formula, term.source)
+    Console(width=max(Console().width, WIDTH)).print(table)
+    for line in (*_summary(candidate, job), *_rivals(candidate, plan, job)):
+        print(line)
+
+
+def _summary(candidate: Candidate, job: Job) -> Iterator[str]:
+    memory, peak = candidate.prediction.memory, job.cluster.gpus * job.cluster.gpu.peak
+    parts = {
+        "states": memory.states,
+        "activations": memory.activations,
+        "logits": memory.logits,
+        "buffers": memory.buffers,
+    }
+    sizes = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items())
+    yield f"Memory: {memory.total / 1e9:.1f} GB of {job.cluster.gpu.memory / 1e9:.1f} ({sizes}): {candidate.verdict}."
+    used = job.model.flops_per_token(job.seq) * candidate.prediction.rate / peak
+    yield f"Model FLOPs: {100 * used:.0f} % of the GPUs' peak."
+    yield f"Tokens: {100 * candidate.extra:.1f} % more than without compression, for the same loss."
+
+
+def _rivals(candidate: Candidate, plan: Plan, job: Job) -> Iterator[str]:
+    """Yield what would have to change for this candidate to win, or for the second to win over the first."""
+    ranked = plan.candidates
+    first = ranked[0]
+    if (candidate is first and len(ranked) < 2) or candidate.days < first.days:
+        return
+    second = ranked[1] if candidate is first else candidate
+    yield f"{second.layout} ({second.days:.3g} days) would be faster than {first.layout} ({first.days:.3g} days)"
+    for turn in turns(job, first.layout, second.layout):
+        yield f"  with {turn.factor:.2g} times the rate of {turn.what}"
+    yield f"  if the latter took {100 * (second.days / first.days - 1):.0f} % longer than predicted"
+
+
+def _write(candidate: Candidate, job: Job, options: argparse.Namespace) -> None:
+    directory: Path = options.output
+    directory.mkdir(parents=True, exist_ok=True)
+    layout, steps = candidate.layout, max(1, round(job.tokens / (job.batch * job.seq)))
+    start = command(layout, job.cluster, str(options.model), job.seq, steps, options.software)
+    config = json.dumps(ds_config(layout, job.cluster), indent=2)
+    (directory / "ds_config.json").write_text(config + "\n", encoding="utf-8")
+    (directory / "launch.sh").write_text(f"#!/usr/bin/env bash\n# {layout}\n{start}\n", encoding="utf-8")
+    print(f"{directory / 'ds_config.json'}\n{directory / 'launch.sh'}: {start}")

@@ -1,0 +1,96 @@
+"""Rankings on typical clusters, and the limits of the search."""
+
+import time
+
+import pytest
+
+from deepspeed_compress.planner.layouts import Layouts
+from deepspeed_compress.planner.search import Plan, search, turns
+from deepspeed_compress.planner.software import SOFTWARE
+from tests.planner.jobs import LLAMA_1B, LLAMA_7B, LLAMA_70B, job, layout
+
+
+def best(plan: Plan) -> str:
+    return str(plan.candidates[0].layout)
+
+
+def test_one_node_needs_neither_islands_nor_many_bits_saved() -> None:
+    plan = search(job("8xA100", "100gbit", batch=256))
+    plain = min(one.days for one in plan.candidates if not one.layout.compressed)
+    assert plan.candidates[0].layout.islands == 1
+    assert plan.candidates[0].days > 0.97 * plain
+
+
+def test_a_slow_network_needs_compression_or_islands() -> None:
+    plan = search(job("16xA100", "10gbit", batch=256))
+    plain = min(one.days for one in plan.candidates if not one.layout.compressed)
+    assert plan.candidates[0].layout.compressed
+    assert plan.candidates[0].days < 0.7 * plain
+
+
+def test_one_gpu_per_host_at_1_gbit_is_limited_by_the_network() -> None:
+    plan = search(job("4x4090", "1gbit", LLAMA_1B, batch=128, seq=2048, tokens=20e9, per_node=1))
+    assert plan.candidates[0].layout.gradient_bits in (3, 4)
+    assert plan.candidates[0].layout.tensor == 1
+    assert plan.candidates[0].prediction.share("network") > 0.3
+
+
+def test_70b_on_64_gpus_needs_a_pipeline_or_tensor_ranks() -> None:
+    plan = search(job("64xH100", "100gbit", LLAMA_70B))
+    first = plan.candidates[0].layout
+    assert first.tensor * first.pipeline > 1
+    assert all(one.verdict != "does not fit" for one in plan.candidates)
+    assert plan.refused["does not fit into memory"] > 100
+
+
+def test_the_fastest_come_first_and_each_kind_once() -> None:
+    plan = search(job("64xH100", "100gbit"))
+    days = [one.days for one in plan.candidates]
+    assert days == sorted(days)
+    assert len({str(one.layout) for one in plan.candidates}) == len(days)
+    assert plan.is_tied(plan.candidates[0])
+    assert not plan.is_tied(plan.candidates[-1])
+
+
+def test_only_megatron_interleaves() -> None:
+    plan = search(job("64xH100", "100gbit", LLAMA_70B))
+    assert all(one.layout.virtual == 1 and not one.layout.sequence_parallel for one in plan.candidates)
+    assert {one.layout.engine for one in plan.others} == {"megatron"}
+    own = search(job("64xH100", "100gbit", LLAMA_70B, software=SOFTWARE["megatron"]))
+    assert {one.layout.engine for one in own.candidates} == {"megatron"}
+    assert own.others == ()
+
+
+def test_all_layouts_use_all_gpus_and_the_batch() -> None:
+    layouts = Layouts(job("64xH100", "100gbit").cluster, LLAMA_7B, 1024)
+    found = list(layouts.plain())
+    found += [variant for plain in found[:200] for variant in layouts.compressed(plain)]
+    assert {(one.ranks, one.batch) for one in found} == {(64, 1024)}
+    assert not [one for one in found if one.engine == "deepspeed" and one.zero >= 2 and one.pipeline > 1]
+    assert not [one for one in found if one.islands > 1 and one.island_size * one.tensor % 8]
+
+
+@pytest.mark.parametrize(
+    ("batch", "reason"), [(1000, "replicas do not divide the batch"), (64, "fewer micro-batches than stages")]
+)
+def test_refusals_are_counted_by_reason(batch: int, reason: str) -> None:
+    layouts = Layouts(job("64xH100", "100gbit").cluster, LLAMA_7B, batch)
+    list(layouts.plain())
+    assert layouts.refused[reason] > 0
+
+
+def test_ten_thousand_gpus_take_seconds() -> None:
+    start = time.process_time()
+    plan = search(job("10240xH100", "8x400gbit", LLAMA_70B, batch=10240))
+    assert plan.candidates
+    assert time.process_time() - start < 10
+
+
+def test_a_change_that_lets_the_second_win_does_so() -> None:
+    task = job("64xH100", "1200gbit")
+    compressed, plain = layout(shard_within=8, gradient_bits=4), layout(shard_within=8)
+    factor = next(turn.factor for turn in turns(task, compressed, plain) if turn.what == "the network")
+    assert factor > 1
+    faster = job("64xH100", f"{1200 * factor * 1.01:.3f}gbit")
+    days = [faster.candidate(faster.predictor(one).predict(one)).days for one in (compressed, plain)]
+    assert days[1] < days[0]

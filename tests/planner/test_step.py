@@ -1,0 +1,84 @@
+"""Terms of a step: what makes it longer or shorter, and by how much."""
+
+import pytest
+
+from deepspeed_compress.planner.learning import critical_batch, extra_tokens, island_gap, loss_gap
+from deepspeed_compress.planner.predict import Prediction
+from tests.planner.jobs import LLAMA_70B, layout, predictor
+
+
+def seconds(prediction: Prediction, name: str) -> float:
+    return sum(term.seconds for term in prediction.terms if term.name == name)
+
+
+def test_the_terms_add_up_to_the_step() -> None:
+    prediction = predictor().predict(layout(zero=2, gradient_bits=4, weight_bits=4))
+    assert prediction.seconds == pytest.approx(sum(term.seconds for term in prediction.terms))
+    assert sum(map(prediction.share, {term.kind for term in prediction.terms})) == pytest.approx(1.0)
+    assert prediction.interval[0] < prediction.seconds < prediction.interval[1]
+    assert all(term.formula and term.source for term in prediction.terms)
+
+
+def test_recomputation_costs_a_forward_pass() -> None:
+    """A forward pass is a third of the products of a step, except those of the head, which are not repeated."""
+    none, full = (predictor().predict(layout(recompute=kind)) for kind in ("none", "full"))
+    ratio = seconds(full, "matrix products") / seconds(none, "matrix products")
+    assert ratio == pytest.approx(4 / 3, rel=0.02)
+    assert full.memory.activations < none.memory.activations / 5
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_fewer_bits_send_fewer_bytes(zero: int) -> None:
+    predictions = [predictor().predict(layout(zero=zero, gradient_bits=bits)) for bits in (0, 8, 4, 3)]
+    sent = [sum(term.outside for term in one.terms if term.name == "gradients") for one in predictions]
+    assert sent == sorted(set(sent), reverse=True)
+
+
+def test_hybrid_sharding_keeps_weights_inside_nodes() -> None:
+    everywhere, inside = (predictor().predict(layout(zero=3, shard_within=size)) for size in (0, 8))
+    on_network = [sum(term.outside for term in one.terms if "weights" in term.name) for one in (everywhere, inside)]
+    assert on_network[0] > 0 == on_network[1]
+    assert inside.seconds < everywhere.seconds
+    assert inside.memory.states > everywhere.memory.states
+
+
+def test_islands_divide_the_bytes_by_the_steps_between_exchanges() -> None:
+    often, rarely = (predictor().predict(layout(zero=1, islands=8, sync_every=every)) for every in (10, 30))
+    assert seconds(often, "islands") == pytest.approx(3 * seconds(rarely, "islands"))
+
+
+def test_a_pipeline_is_idle_while_it_fills() -> None:
+    few, many = (
+        predictor(model=LLAMA_70B).predict(layout(data=8, pipeline=8, accumulation=count)) for count in (8, 128)
+    )
+    assert few.share("bubble") > 0.3
+    assert many.share("bubble") < 0.06
+
+
+def test_a_stage_of_70b_does_not_fit_without_sharding() -> None:
+    memory = predictor(model=LLAMA_70B).memory(layout(zero=1))
+    assert memory.verdict(85e9) == "does not fit"
+    assert predictor(model=LLAMA_70B).memory(layout(zero=3, recompute="full")).verdict(85e9) == "fits"
+
+
+def test_states_follow_the_zero_stage() -> None:
+    """16 bytes per parameter without sharding, and the copy of gradients that DeepSpeed's step makes."""
+    states = [predictor().memory(layout(zero=zero)).states / predictor().model.parameters for zero in range(4)]
+    assert states == pytest.approx([20, 4.25, 2.28, 0.3125], rel=0.01)
+
+
+def test_a_gap_in_loss_becomes_tokens() -> None:
+    assert extra_tokens(0.001, 7e9, 140e9) == pytest.approx(0.025, rel=0.05)
+    assert extra_tokens(0.0, 7e9, 140e9) == 0.0
+
+
+def test_islands_lose_less_in_larger_models() -> None:
+    assert island_gap(2, 10.5e6) == pytest.approx(0.009, abs=0.001)
+    assert island_gap(4, 10.5e6) == pytest.approx(0.023, abs=0.001)
+    assert island_gap(8, 20e9) == 0.0
+    assert loss_gap(layout(gradient_bits=4, weight_bits=4), 1e9) == pytest.approx(0.0004)
+    assert loss_gap(layout(zero=3, weight_bits=4), 1e9) == pytest.approx(0.0043)
+
+
+def test_the_critical_batch_grows_with_the_data() -> None:
+    assert 10e6 < critical_batch(300e9) < 30e6

@@ -1,0 +1,84 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from deepspeed_compress.cli import main
+from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.tools.plan_cluster import read_batch, read_count
+
+LLAMA = {"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32}
+LLAMA |= {"num_key_value_heads": 8, "intermediate_size": 8192, "vocab_size": 32000}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA))
+    return str(file)
+
+
+def plan(model: str, *more: str) -> int:
+    given = ["--model", model, "--gpus", "16xA100", "--network", "10gbit", "--batch", "256", "--seq", "2048"]
+    return main(["plan", "cluster", *given, *more])
+
+
+def test_the_best_layouts_are_printed(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(model) == 0
+    out = capsys.readouterr().out
+    assert "16 A100-80 in 2 nodes of 8, 10 Gbit/s per node" in out
+    assert " 10 " in out
+    assert " M1 " in out
+    assert "zero" in out
+    assert "Outside of the calibration" in out
+    assert "Refused: " in out
+
+
+def test_a_layout_is_explained(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(model, "--explain", "2") == 0
+    out = capsys.readouterr().out
+    assert "matrix products" in out
+    assert "Memory: " in out
+    assert "would be faster than" in out
+    name = out.split(":")[0].strip()
+    assert plan(model, "--explain", name) == 0
+    assert capsys.readouterr().out == out
+    assert plan(model, "--explain", "999") == 1
+    assert "--explain: 999 is not in the table" in capsys.readouterr().err
+
+
+def test_the_files_of_the_best_pass_the_linter(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(model, "--output", f"{tmp_path}/plan") == 0
+    assert main(["lint", f"{tmp_path}/plan/ds_config.json", "--world-size", "16"]) == 0
+    assert "launch/torchrun.sh ds_config.json" in (tmp_path / "plan" / "launch.sh").read_text()
+    assert plan(model, "--output", f"{tmp_path}/plan", "--software", "megatron") == 1
+    assert "--output: Megatron" in capsys.readouterr().err
+
+
+def test_a_model_that_fits_nowhere_is_refused(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(model).write_text(json.dumps(LLAMA | {"num_hidden_layers": 2000, "hidden_size": 8192}))
+    assert plan(model) == 1
+    captured = capsys.readouterr()
+    assert "does not fit into memory" in captured.out
+    assert "no layout of" in captured.err
+
+
+def test_batches_are_sequences_or_tokens() -> None:
+    assert (read_batch("1024", 4096), read_batch("4M-tokens", 4096), read_batch("512k-tokens", 2048)) == (
+        1024,
+        1024,
+        256,
+    )
+    assert read_count("300B", "--tokens") == 300e9
+
+
+@pytest.mark.parametrize("text", ["0", "many", "4M", "1.2.3M-tokens", "1-tokens"])
+def test_a_wrong_batch_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--batch"):
+        read_batch(text, 4096)
+
+
+@pytest.mark.parametrize("text", ["", "0", "B", "1.2.3B"])
+def test_a_wrong_number_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--tokens"):
+        read_count(text, "--tokens")
