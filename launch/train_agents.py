@@ -25,6 +25,8 @@ from deepspeed_compress.tools.plots import COLOURS, check_plotting, style_axes
 from launch.agents.sums import make_model, save, teach
 
 CONFIG = Path(__file__).parent / "agents" / "ds_config.json"
+QUIET = {"AGENTOPS_LOG_LEVEL": "ERROR", "AGENTOPS_LOGGING_TO_FILE": "False", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+"""Variables with which Agent-Lightning's packages write no files, and ask no server for prices."""
 END_S = 20.0
 """Seconds that a process gets to end."""
 
@@ -34,9 +36,9 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--output-dir", type=Path, required=True, metavar="DIR", help="new directory for all files of the run")
     add("--config", type=Path, default=CONFIG, metavar="FILE", help="ds_config.json; default: the one in launch/agents")
-    add("--supervised-steps", type=int, default=300, metavar="N", help="steps before rewards; default: 300")
+    add("--supervised-steps", type=int, default=600, metavar="N", help="steps before rewards; default: 600")
     add("--batches", type=int, default=60, metavar="N", help="batches of rollouts; default: 60")
-    add("--tasks", type=int, default=8, metavar="N", help="tasks in a batch; default: 8")
+    add("--tasks", type=int, default=32, metavar="N", help="tasks in a batch; default: 32")
     add("--episodes", type=int, default=8, metavar="N", help="rollouts of each task; default: 8")
     add(
         "--behind",
@@ -116,7 +118,7 @@ def _free_port() -> int:
 @contextmanager
 def _process(arguments: Sequence[str], log: Path) -> Iterator["subprocess.Popen[bytes]"]:
     """Run Python with `arguments`, and end the process with the block."""
-    environment = {**os.environ, "AGENTOPS_LOGGING_LEVEL": "ERROR", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    environment = {**os.environ, **QUIET}
     with log.open("wb") as output:
         process = subprocess.Popen([sys.executable, *arguments], stdout=output, stderr=output, env=environment)
         try:
