@@ -25,6 +25,7 @@ _LIMITS: tuple[tuple[str, Callable[[CompressConfig], object], str], ...] = (
     ("guard", lambda config: config.guard, "a step is left out where DeepSpeed computes the norm of its gradients"),
     ("auto", lambda config: config.auto, "DeepSpeed's engine is compared with, and other engines are not yet"),
     ("adaptive", lambda config: config.adaptive, "it is judged by losses, which DeepSpeed's engine knows"),
+    ("activations", lambda config: config.activations, "it changes layers and stages of DeepSpeed"),
     ("islands", lambda config: config.islands, "DeepSpeed divides the ranks into them"),
     ("checkpointing", lambda config: config.checkpointing, "it writes what DeepSpeed's engine saves"),
     (

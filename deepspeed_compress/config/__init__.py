@@ -3,6 +3,7 @@
 Nothing here imports torch, deepspeed or transformers.
 """
 
+from deepspeed_compress.config.activations import Activations, PipelineActivations, TensorActivations
 from deepspeed_compress.config.candidates import gradient_candidates, weight_candidates
 from deepspeed_compress.config.checkpointing import Checkpointing, MemoryCheckpoints
 from deepspeed_compress.config.communication import Communication
@@ -54,6 +55,7 @@ from deepspeed_compress.config.sparse_methods import SparseConfig
 __all__ = [
     "MASK",
     "SECTION",
+    "Activations",
     "Adaptive",
     "AnyCompressedGradients",
     "Auto",
@@ -83,12 +85,14 @@ __all__ = [
     "OverrideConfig",
     "Parallelism",
     "Phase",
+    "PipelineActivations",
     "PowerSGDGradients",
     "Ramp",
     "Rollback",
     "Rollout",
     "Schedule",
     "SparseConfig",
+    "TensorActivations",
     "WeightsConfig",
     "brief",
     "check_world",

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from deepspeed_compress.config.activation_problems import find_activation_mismatches, find_idle_activations
 from deepspeed_compress.config.auto_problems import find_auto_contradictions
 from deepspeed_compress.config.candidates import find_adaptive_problems, find_empty_choice
 from deepspeed_compress.config.island_problems import find_island_contradictions, find_island_mismatches
@@ -47,6 +48,7 @@ def find_mismatches(
         *_ownership_unavailable(ds_config, section),
         *find_island_mismatches(ds_config, section, world_size),
         *find_sharding_mismatches(ds_config, section, world_size),
+        *find_activation_mismatches(ds_config, section),
     ]
     return problems + ([] if world_size is None else list(_uneven_nodes(section, world_size)))
 
@@ -147,7 +149,11 @@ _CHECKS = (
     _group_beyond_block,
     find_island_contradictions,
     find_sharding_contradictions,
+<<<<<<< HEAD
     find_rollout_contradictions,
+=======
+    find_idle_activations,
+>>>>>>> activations
     find_auto_contradictions,
     _checkpoint_directory,
     find_schedule_problems,

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from deepspeed_compress.config.activations import Activations
 from deepspeed_compress.config.checkpointing import Checkpointing
 from deepspeed_compress.config.communication import Communication
 from deepspeed_compress.config.islands import Islands
@@ -212,6 +213,9 @@ class CompressConfig(Model):
     weights: WeightsConfig = NoCompression()
     """Compression of updated weights when ranks gather them: of their differences with ZeRO 1 and 2, of the weights
     themselves with ZeRO 3."""
+    activations: Activations | None = None
+    """Compression of activations and their gradients between ranks that hold different parts of the model, by tensor or
+    pipeline parallelism; null leaves them to DeepSpeed."""
     islands: Islands | None = None
     """Groups of ranks that train independently and exchange weight changes periodically; null trains all ranks
     together."""

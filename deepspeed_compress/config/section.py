@@ -10,12 +10,12 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from deepspeed_compress.config.auto_values import find_auto_values
 from deepspeed_compress.config.contradictions import find_contradictions, find_mismatches
 from deepspeed_compress.config.expand import find_conflicts
 from deepspeed_compress.config.models import SECTION, CompressConfig, Parallelism
 from deepspeed_compress.config.notices import find_notices
 from deepspeed_compress.config.patches import merged_places
-from deepspeed_compress.config.planned import find_planned
 from deepspeed_compress.config.preset import with_preset
 from deepspeed_compress.config.problems import listed, problem, raise_problems, show
 from deepspeed_compress.config.schema import SchemaView, choices, describe, value_at
@@ -87,7 +87,7 @@ def _section_problems(ds_config: Mapping[str, Any]) -> list[Diagnostic]:
     if SECTION not in ds_config:
         return [_missing_section(ds_config)]
     raw = with_preset(ds_config)
-    problems = list(find_planned(raw))
+    problems = list(find_auto_values(raw))
     try:
         section = CompressConfig.model_validate(raw)
         problems += _patch_problems(section) or find_contradictions(section)

@@ -3,7 +3,7 @@
 from deepspeed_compress.monitor.events import CONFIGURATION, EVENTS, Event, EventLog, write_configuration
 from deepspeed_compress.monitor.journal import STATISTICS, Journal, Part, utc_now
 from deepspeed_compress.monitor.memory import peak_memory
-from deepspeed_compress.monitor.meter import KINDS, PHASES, Meter
+from deepspeed_compress.monitor.meter import KINDS, PHASES, SAVED, Meter
 from deepspeed_compress.monitor.writer import EventSink, StatisticsWriter, StepStatistics
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "EVENTS",
     "KINDS",
     "PHASES",
+    "SAVED",
     "STATISTICS",
     "Event",
     "EventLog",

@@ -13,6 +13,8 @@ PHASES = ("compress", "communicate", "decompress")
 KINDS = ("bytes_sent", "bytes_weights", "bytes_pipeline", "bytes_tied", "bytes_tensor", "bytes_islands")
 """Kinds of bytes that leave a rank: gradients, weights, activations and their gradients between pipeline stages,
 gradients of tied weights, collectives of tensor-parallel layers, and exchanges between islands. They do not overlap."""
+SAVED = ("bytes_weights_saved", "bytes_pipeline_saved", "bytes_tensor_saved")
+"""Bytes that DeepSpeed alone would have sent in addition to those of a kind."""
 
 
 @dataclass
@@ -28,6 +30,8 @@ class Meter:
         bytes_raw: the uncompressed part of `bytes_sent`.
         bytes_uncompressed: bytes that DeepSpeed alone would have sent in place of `bytes_sent`.
         bytes_weights_saved: bytes that uncompressed weights would have taken in addition to `bytes_weights`.
+        bytes_pipeline_saved: bytes that DeepSpeed alone would have sent in addition to `bytes_pipeline`.
+        bytes_tensor_saved: bytes that DeepSpeed alone would have sent in addition to `bytes_tensor`.
     """
 
     timed: bool = True
@@ -40,6 +44,8 @@ class Meter:
     bytes_tied: int = 0
     bytes_tensor: int = 0
     bytes_islands: int = 0
+    bytes_pipeline_saved: int = 0
+    bytes_tensor_saved: int = 0
     cosine: Callable[[], float] | None = None
     """Returns the sampled cosine; the call waits for the GPU."""
     islands_cosine: Callable[[], float] | None = None

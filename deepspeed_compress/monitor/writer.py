@@ -39,6 +39,8 @@ class StepStatistics:
         residual_norm: L2 norm of rank 0's residuals.
         cosine: cosine between the decoded and the true mean gradient of the sampled bucket; None if not sampled.
         bytes_islands: bytes that this rank sent to other islands after the previous step.
+        bytes_pipeline_saved: bytes that DeepSpeed alone would send between stages in addition.
+        bytes_tensor_saved: bytes that DeepSpeed alone would send between tensor-parallel ranks in addition.
         islands_cosine: cosine between the update of this rank's fp32 master weights and that of the other islands;
             None without an exchange.
         settings: settings in force, in short form.
@@ -72,6 +74,8 @@ class StepStatistics:
     residual_norm: float | None
     cosine: float | None
     bytes_islands: int = 0
+    bytes_pipeline_saved: int = 0
+    bytes_tensor_saved: int = 0
     islands_cosine: float | None = None
     settings: str = ""
     step_ms: float | None = None

@@ -40,7 +40,7 @@ def joined(
     """
     methods = f"gradients {brief(config.gradients)}, weights {brief(config.weights)}"
     first = f"{methods}; {where}, {ranks} {members}"
-    found = [*(figures() if ranks > 1 else ()), *_between_islands(config.islands)]
+    found = [*(figures() if ranks > 1 else ()), *_inside_model(config), *_between_islands(config.islands)]
     if not found:
         return f"{first}; nothing is {'compressed' if ranks > 1 else 'sent, so nothing is compressed'}"
     return "; ".join([first, *found, *_start(config)]) + ' ("monitor": {"announce": false} leaves this line out)'
@@ -52,6 +52,19 @@ def _start(config: CompressConfig) -> list[str]:
         return ["auto: uncompressed steps come first, and compression stays if it makes steps faster"]
     warmup = config.schedule.warmup_steps
     return [f"the first {warmup} steps are uncompressed"] if warmup else []
+
+
+def _inside_model(config: CompressConfig) -> list[str]:
+    """Return the texts on what ranks with different parts of the model send to each other."""
+    tensor = None if config.activations is None else config.activations.tensor
+    pipeline = None if config.activations is None else config.activations.pipeline
+    found = []
+    if tensor is not None:
+        how = (["merged"] if tensor.merge else []) + ([f"in {tensor.bits} bits"] if tensor.bits else [])
+        found.append(f"sums of tensor parallelism are {' and '.join(how)}")
+    if pipeline is not None:
+        found.append(f"activations between stages are in {pipeline.bits} bits")
+    return found
 
 
 def _between_islands(islands: Islands | None) -> list[str]:

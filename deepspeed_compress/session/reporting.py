@@ -9,7 +9,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.config import Monitor
-from deepspeed_compress.monitor import KINDS, Meter, StepStatistics, peak_memory
+from deepspeed_compress.monitor import KINDS, SAVED, Meter, StepStatistics, peak_memory
 from deepspeed_compress.policy import Observation, StepPlan
 from deepspeed_compress.session.observer import BusyTimes
 
@@ -121,7 +121,7 @@ def _total_ratio(sizes: Sizes) -> float | None:
         return None
     sent = sum(sizes[kind] or 0 for kind in KINDS)
     ours = sizes["bytes_sent"] + sizes["bytes_islands"]
-    alone = sent - ours + sizes["bytes_uncompressed"] + sizes["bytes_weights_saved"]
+    alone = sent - ours + sizes["bytes_uncompressed"] + sum(sizes[saved] for saved in SAVED)
     return alone / sent if sent else None
 
 

@@ -325,3 +325,53 @@ def test_weights_are_not_published_if_ranks_hold_several_models(other: dict[str,
     found = [str(one) for one in find_problems(ds_config) if one.pointer == f"/{SECTION}/rollout"]
     assert len(found) == 1
     assert f"cannot be combined with {words} (allowed: null)" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("section", "file", "pointer", "words"),
+    [
+        ({"activations": {}}, {}, "activations", "no effect without tensor or pipeline"),
+        ({"activations": {"tensor": {"merge": False}}}, {}, "activations/tensor/merge", "no effect without bits"),
+        (
+            {"activations": {"tensor": {}}, "parallelism": {"tensor": 1}},
+            {},
+            "activations/tensor",
+            f"no effect with /{SECTION}/parallelism/tensor: 1",
+        ),
+        (
+            {"activations": {"tensor": {"bits": 8}}},
+            {"tensor_parallel": {"autotp_size": 1}},
+            "activations/tensor",
+            "no effect with /tensor_parallel/autotp_size: 1",
+        ),
+        (
+            {"activations": {"tensor": {}}},
+            {"tensor_parallel": {"autotp_size": 2, "tp_overlap_comm": True}},
+            "activations/tensor",
+            "cannot be combined with /tensor_parallel/tp_overlap_comm: true",
+        ),
+        (
+            {"activations": {"pipeline": {}}, "parallelism": {"pipeline": 1}},
+            {},
+            "activations/pipeline",
+            f"no effect with /{SECTION}/parallelism/pipeline: 1",
+        ),
+    ],
+)
+def test_activations_without_effect(section: dict[str, Any], file: dict[str, Any], pointer: str, words: str) -> None:
+    [problem] = find_problems({**file, SECTION: section})
+    assert problem.pointer == f"/{SECTION}/{pointer}"
+    assert words in str(problem)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"activations": {"tensor": {}}},
+        {"activations": {"tensor": {"merge": False, "bits": 4}, "pipeline": {"bits": 8}}},
+        {"activations": {"tensor": {"bits": 8}}, "parallelism": {"tensor": 2, "pipeline": 2}},
+    ],
+)
+def test_activations_that_may_have_an_effect(section: dict[str, Any]) -> None:
+    """A program may divide its model by itself, which the file does not show."""
+    assert find_problems({SECTION: section}) == []

@@ -84,6 +84,8 @@ def test_one_key_has_one_default_but_for_these() -> None:
         "memory",
         "method",
         "momentum",
+        "pipeline",
+        "tensor",
         "timeout",
         "values",
         "weights",

@@ -23,7 +23,6 @@ from deepspeed_compress.config import (
 from deepspeed_compress.config import methods as m
 from deepspeed_compress.config import places as p
 from deepspeed_compress.config.islands import PRESETS
-from deepspeed_compress.config.planned import PLANNED_KEYS
 from deepspeed_compress.errors import CompressWarning, ConfigError
 from tests.support.properties import properties
 
@@ -258,10 +257,10 @@ def test_one_problem_names_key_value_allowed_and_remedy(section: object, pointer
 
 
 def test_all_problems_come_at_once() -> None:
-    section = {"gradient": {}, "gradients": {"bits": 5, "block_size": "auto"}, "seed": "x", "activations": {}}
+    section = {"gradient": {}, "gradients": {"bits": 5, "block_size": "auto"}, "seed": "x", "activations": {"bits": 8}}
     with pytest.raises(ConfigError, match=r"^5 problems in") as caught:
         parse_section({SECTION: section})
-    for pointer in ("gradient", "gradients/bits", "gradients/block_size", "seed", "activations"):
+    for pointer in ("gradient", "gradients/bits", "gradients/block_size", "seed", "activations/bits"):
         assert f"/{SECTION}/{pointer}: " in str(caught.value)
 
 
@@ -283,23 +282,6 @@ def test_missing_section_says_what_to_add() -> None:
 
 def test_an_unknown_key_names_three_places_at_most() -> None:
     assert problems_of({"block_size": 64})["/block_size"].count(f"/{SECTION}/") == 1 + 3
-
-
-@pytest.mark.parametrize("path", [(*place, key) for place, names in PLANNED_KEYS.items() for key in sorted(names)])
-def test_planned_parts_are_recognised_and_refused(path: tuple[str, ...]) -> None:
-    section: object = {}
-    for part in reversed(path):
-        section = {part: section}
-    [(pointer, problem)] = problems_of(section).items()
-    assert pointer == "/" + "/".join(map(str, path))
-    assert "not available in this version (available: " in problem
-    assert "available: )" not in problem
-    with pytest.raises(ConfigError):
-        parse_section({SECTION: section})
-
-
-def test_these_keys_are_planned() -> None:
-    assert {(): {"activations", "tensor_collectives"}} == PLANNED_KEYS
 
 
 NAMES = sorted(

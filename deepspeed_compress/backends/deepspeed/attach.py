@@ -12,6 +12,8 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_compress.backends.deepspeed import comms_log, losses, norms, parallel, seams
+from deepspeed_compress.backends.deepspeed.activations import pipeline, tensor
+from deepspeed_compress.backends.deepspeed.activations.limits import refuse_idle_activations
 from deepspeed_compress.backends.deepspeed.announce import (
     announce,
     warn_of_single_rank_hosts,
@@ -156,6 +158,7 @@ def _attach(target: EngineTarget, patches: Patches) -> None:
         patches.on_undo(partial(stay_apart, engine, target.island))
     session, participants = _make_session(target, parameters, parts)
     steps = _make_steps(target, parameters, session, parts.run)
+    _attach_activations(target, parts)
     attach_participants(engine, participants, patches)
     follow_steps(steps)
     attach_heartbeat(engine, session)
@@ -211,10 +214,13 @@ def _checked(engine: Any, config: CompressConfig) -> str:
     kind = engine_kind(engine)
     stage = _STAGES[kind]
     refuse_unsupported(engine, config)
+    refuse_idle_activations(engine, config)
     watched = norms.SEAMS + losses.SEAMS if config.guard is not None or config.adaptive is not None else ()
     seams.check_seams(
         seams.STEP + stage.gradient_seams + parallel.SEAMS + comms_log.SEAMS + watched, deepspeed.__version__
     )
+    if config.activations is not None:
+        seams.check_seams(tensor.SEAMS + pipeline.SEAMS, deepspeed.__version__)
     if config.weights.method != "none":
         stage.check_weights(engine)
         seams.check_seams(stage.weight_seams, deepspeed.__version__)
@@ -264,6 +270,15 @@ def _attach_islands(
         return None, None
     island = attach_elastic(target.engine, parameters, parts)
     return island, island
+
+
+def _attach_activations(target: EngineTarget, parts: Parts) -> None:
+    """Compress what ranks that hold different parts of the model send to each other, if the section says so."""
+    activations = target.config.activations
+    if activations is not None and activations.tensor is not None:
+        tensor.attach_tensor(target.engine, activations.tensor, parts.run, parts.patches)
+    if activations is not None and activations.pipeline is not None:
+        pipeline.attach_pipeline(target.engine, activations.pipeline, parts.run, parts.patches)
 
 
 def _policy_inputs(

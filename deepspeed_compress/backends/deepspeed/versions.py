@@ -3,17 +3,32 @@
 Signatures that differ are listed in `seams`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import deepspeed
 from deepspeed.checkpoint import constants
+from deepspeed.module_inject import layers
 from packaging.version import Version
 
 
 def _since(first: str) -> bool:
     """Return True if the installed DeepSpeed is `first` or newer. Previews and local builds count as their release."""
     return Version(deepspeed.__version__).release >= Version(first).release
+
+
+def column_forwards() -> tuple[Callable[..., Any], ...]:
+    """Return the forward methods of column-parallel layers. `SubParamLinearLayer` exists since 0.18.6."""
+    return _forwards("LinearLayer", "SubParamLinearLayer")
+
+
+def row_forwards() -> tuple[Callable[..., Any], ...]:
+    """Return the forward methods of row-parallel layers. `SubParamLinearAllreduce` exists since 0.18.6."""
+    return _forwards("LinearAllreduce", "SubParamLinearAllreduce")
+
+
+def _forwards(*names: str) -> tuple[Callable[..., Any], ...]:
+    return tuple(getattr(layers, name).forward for name in names if hasattr(layers, name))
 
 
 def has_compact_gradients(optimizer: Any) -> bool:

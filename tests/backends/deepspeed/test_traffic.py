@@ -218,6 +218,8 @@ def run_case(tmp_path: Path, case: Case) -> list[list[tuple[dict[str, int], Size
 
 COMPRESSED = {"gradients": {"bits": 4, "block_size": 32, "min_numel": 64}}
 DENSE = {"gradients": {"method": "none"}}
+ACTIVATIONS = {"activations": {"tensor": {"bits": 8}, "pipeline": {"bits": 4}}}
+SUMS = {"activations": {"tensor": {}}}
 OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
 CASES = {
     "pipeline": Case((2, 1, 2), GPT2, section=COMPRESSED),
@@ -226,6 +228,9 @@ CASES = {
     "tensor, ZeRO 0": Case((1, 2, 1), QWEN3, stage=0, section=DENSE),
     "all": Case((2, 2, 2), GPT2, section=COMPRESSED),
     "all, recomputed": Case((2, 2, 1), QWEN3, section=DENSE, recompute=True),
+    "all, compressed activations": Case((2, 2, 1), QWEN3, section=DENSE | ACTIVATIONS, recompute=True),
+    "all, compressed": Case((2, 2, 2), GPT2, section=COMPRESSED | ACTIVATIONS),
+    "tensor, merged sums": Case((1, 2, 2), LLAMA, stage=2, section=COMPRESSED | SUMS),
     "Muon, ZeRO 1": Case((1, 1, 2), GPT2, section=COMPRESSED | {"weights": {"min_numel": 64}}, optimizer=MUON),
     "Muon, ZeRO 2, offload": Case((1, 1, 2), GPT2, 2, COMPRESSED, optimizer=MUON, zero=OFFLOAD),
     "Muon, ZeRO 3": Case((1, 1, 2), GPT2, 3, COMPRESSED, optimizer=MUON, zero={"reduce_scatter": False}),

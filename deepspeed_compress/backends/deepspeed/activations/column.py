@@ -1,0 +1,136 @@
+"""Gradient sums of column-parallel layers, whose input every tensor-parallel rank has.
+
+DeepSpeed sums the gradient of the input in the backward pass of every such layer. Query, key and value read the same
+tensor, and so do gate and up. They get one tensor in its place, whose gradient autograd adds up before it is summed
+over the ranks.
+"""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from deepspeed_compress.backends.deepspeed.activations.layers import LayerHooks, is_column
+from deepspeed_compress.backends.deepspeed.activations.sums import SumGradient, TensorSum
+from deepspeed_compress.monitor import Meter
+from deepspeed_compress.session.traffic import ring_all_reduce
+
+
+def find_siblings(model: nn.Module) -> Iterator[tuple[nn.Module, list[Any]]]:
+    """Yield each module with column-parallel layers as children, and these layers; every layer once."""
+    seen: set[nn.Module] = set()
+    for parent in model.modules():
+        layers = [child for child in parent.children() if is_column(child) and child not in seen]
+        seen.update(layers)
+        if layers:
+            yield parent, layers
+
+
+@dataclass(frozen=True)
+class _SumForReaders:
+    """Sum of a gradient that DeepSpeed would compute once for each of the `readers`."""
+
+    total: TensorSum
+    meter: Meter
+    readers: Collection[int]
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        alone = ring_all_reduce(gradient.nbytes, self.total.group.size())
+        self.meter.count("bytes_tensor_saved", (len(self.readers) - 1) * alone)
+        return self.total(gradient)
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """Input that some layers (`readers`, by id) have read in one version, and the tensor that they got in its place."""
+
+    source: Tensor
+    version: int
+    readers: set[int]
+    replaced: Tensor
+
+    def is_for(self, reader: int, x: Tensor) -> bool:
+        return self.source is x and self.version == x._version and reader not in self.readers
+
+
+@dataclass
+class SharedInput:
+    """Input of sibling layers, whose gradient is summed once for all that read the same tensor.
+
+    Attributes:
+        total: sum over the ranks.
+        meter: counter of the bytes saved.
+        layers: number of siblings.
+    """
+
+    total: TensorSum
+    meter: Meter
+    layers: int
+    _reading: _Reading | None = field(default=None, init=False)
+    _handle: RemovableHandle | None = field(default=None, init=False)
+
+    def attach(self, parent: nn.Module) -> None:
+        """Release the input whenever the forward pass of the module around the siblings has ended."""
+        self._handle = parent.register_forward_hook(self._forget, always_call=True)
+
+    def detach(self) -> None:
+        """Remove the hook."""
+        if self._handle is not None:
+            self._handle.remove()
+        self._reading = None
+
+    def read(self, reader: int, x: Tensor) -> Tensor:
+        """Return the tensor that the layer `reader` gets in place of `x`, which requires a gradient.
+
+        Readers get the same tensor if they read the same one, unchanged, and each only once. So a layer that runs
+        again, for instance because it is recomputed, never joins an earlier pass. This depends on the program alone,
+        and is the same on all ranks.
+        """
+        if self._reading is None or not self._reading.is_for(reader, x):
+            self._reading = self._first(x)
+        reading = self._reading
+        reading.readers.add(reader)
+        if len(reading.readers) == self.layers:
+            self._reading = None
+        return reading.replaced
+
+    def _first(self, x: Tensor) -> _Reading:
+        # Autograd keeps the sum, so it must not refer to tensors.
+        readers: set[int] = set()
+        replaced = SumGradient.apply(x, _SumForReaders(self.total, self.meter, readers))  # type: ignore[no-untyped-call]
+        return _Reading(x, x._version, readers, replaced)
+
+    def _forget(self, parent: nn.Module, inputs: Any, output: Any) -> None:
+        self._reading = None
+
+    def __deepcopy__(self, memo: Any) -> "SharedInput":
+        """Return this object, which copies of the module carry in their hooks."""
+        return self
+
+
+class ColumnHooks(LayerHooks):
+    """Hooks of a column-parallel layer: its input is replaced by one whose gradient is summed."""
+
+    def __init__(self, layer: Any, shared: SharedInput) -> None:
+        super().__init__(layer)
+        self._shared = shared
+
+    def attach(self, layer: nn.Module) -> None:
+        """Register the hooks. They see the input before ZeRO 3 wraps it for each layer."""
+        before = layer.register_forward_pre_hook(self.before, prepend=True)
+        self._handles += [before, layer.register_forward_hook(self.after, prepend=True, always_call=True)]
+
+    def before(self, layer: Any, inputs: tuple[Any, ...]) -> tuple[Tensor] | None:
+        """Return the input in place of `inputs`, or None if the call has no gradient to sum."""
+        if len(inputs) != 1 or not torch.is_grad_enabled() or not inputs[0].requires_grad or not self._may_begin(layer):
+            return None
+        self._begin(layer)
+        return (self._shared.read(id(layer), inputs[0]),)
+
+    def after(self, layer: Any, inputs: tuple[Any, ...], output: Tensor | None) -> None:
+        """Give the layer its group again, even if its forward pass has raised."""
+        if self._ran(layer):
+            self.restore(layer)

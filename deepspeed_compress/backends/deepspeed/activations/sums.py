@@ -1,0 +1,125 @@
+"""Sums over tensor-parallel ranks, exact or compressed, and their place in the forward or the backward pass.
+
+A compressed sum takes two shots: every rank sends each other rank its part of the elements, and then the sums of its
+own part to all. All ranks, including the owner, decode the same bytes, so they get the same bits. Rounding is to the
+nearest code and depends on nothing but the values, so a layer that is recomputed gets the bits of its first pass.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from deepspeed import comm
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from deepspeed_compress.collectives.buckets import LAYOUTS, Partition, even_partition
+from deepspeed_compress.collectives.exchange import Link
+from deepspeed_compress.collectives.gather import CHUNK_NUMEL
+from deepspeed_compress.collectives.messages import Channel, Messages
+from deepspeed_compress.collectives.payload import PayloadReducer
+from deepspeed_compress.collectives.reducer import INSIDE_LEVEL, Run
+from deepspeed_compress.compression.codec import Codec
+from deepspeed_compress.compression.compressors import Blockwise
+from deepspeed_compress.compression.transforms import Hadamard, Identity
+from deepspeed_compress.session.traffic import ring_all_reduce
+
+BLOCK = 64
+"""Elements that share a scale. Scales are bf16, so 8 bits take 8.25 bits per element, and 4 bits 4.25."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Types of tensors that are compressed. Others, such as fp64, are sent as they are."""
+
+
+class TensorSum(Protocol):
+    """A sum over the ranks that share a layer (`group`), collective, with the same bits on all of them."""
+
+    @property
+    def group(self) -> ProcessGroup: ...
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the sum of `x` over the ranks as a new contiguous tensor of its shape and type."""
+
+
+@dataclass(frozen=True)
+class ExactSum:
+    """DeepSpeed's all-reduce over `group`."""
+
+    group: ProcessGroup
+
+    def __call__(self, x: Tensor) -> Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        comm.all_reduce(total, group=self.group)
+        return total
+
+
+@dataclass(frozen=True)
+class CompressedSum:
+    """Sum by `reducer`, which counts what it sends."""
+
+    reducer: PayloadReducer
+
+    @property
+    def group(self) -> ProcessGroup:
+        return self.reducer.group
+
+    def __call__(self, x: Tensor) -> Tensor:
+        group, meter = self.group, self.reducer.run.meter
+        if x.dtype not in DTYPES:
+            return ExactSum(group)(x)
+        total, before = x.clone(memory_format=torch.contiguous_format), meter.bytes_tensor
+        if not x.numel():
+            return total
+        self.reducer.all_reduce(total.view(-1), _partition(total.numel(), group.size()), 1.0)
+        meter.count("bytes_tensor_saved", ring_all_reduce(x.nbytes, group.size()) + before - meter.bytes_tensor)
+        return total
+
+
+@lru_cache(maxsize=LAYOUTS)
+def _partition(numel: int, ranks: int) -> Partition:
+    return even_partition([("activations", numel)], ranks)
+
+
+def activation_codec(bits: int) -> Codec:
+    """Return the codec of activations. With 4 bits, a rotation spreads their outliers over a block."""
+    return Codec(_compressor(bits), Hadamard(BLOCK) if bits < 8 else Identity())
+
+
+def gradient_codec(bits: int) -> Codec:
+    """Return the codec of gradients of activations, which a rotation would not help."""
+    return Codec(_compressor(bits))
+
+
+def _compressor(bits: int) -> Blockwise:
+    return Blockwise(bits, BLOCK, scale_dtype=torch.bfloat16)
+
+
+def compressed_sum(group: ProcessGroup, codec: Codec, run: Run) -> CompressedSum:
+    """Return a compressed sum over `group`, which counts `bytes_tensor` and is not limited by a rate of the host."""
+    messages = Messages((Channel(codec),), level=INSIDE_LEVEL)
+    return CompressedSum(PayloadReducer(Link(group), messages, run, CHUNK_NUMEL * group.size(), "bytes_tensor"))
+
+
+class SumOutput(torch.autograd.Function):
+    """Sum of a tensor in the forward pass, whose gradient passes unchanged (g of Shoeybi et al., arXiv:1909.08053)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, total: TensorSum) -> Tensor:
+        return total(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+class SumGradient(torch.autograd.Function):
+    """Identity in the forward pass, whose gradient is summed (f of Shoeybi et al., arXiv:1909.08053)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, total: TensorSum) -> Tensor:
+        ctx.total = total
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.total(gradients[0]), None

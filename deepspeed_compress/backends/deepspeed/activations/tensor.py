@@ -1,0 +1,101 @@
+"""Sums of tensor parallelism: fewer of them in the backward pass, and compressed ones in both passes."""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any, Protocol
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from deepspeed_compress.backends.deepspeed.activations.column import ColumnHooks, SharedInput, find_siblings
+from deepspeed_compress.backends.deepspeed.activations.layers import is_row
+from deepspeed_compress.backends.deepspeed.activations.row import RowHooks, TrainingPass
+from deepspeed_compress.backends.deepspeed.activations.sums import (
+    ExactSum,
+    TensorSum,
+    activation_codec,
+    compressed_sum,
+    gradient_codec,
+)
+from deepspeed_compress.backends.deepspeed.seams import Seam
+from deepspeed_compress.collectives.reducer import Run
+from deepspeed_compress.config import TensorActivations
+from deepspeed_compress.errors import UnsupportedError
+from deepspeed_compress.session.patches import Patches
+
+_LAYERS = "deepspeed.module_inject.layers:"
+SEAMS = (
+    Seam(_LAYERS + "LinearLayer.forward", ("self", "input")),
+    Seam(_LAYERS + "LinearAllreduce.forward", ("self", "input")),
+)
+
+_SumOver = Callable[[ProcessGroup], TensorSum]
+"""Function that returns the sum over a group."""
+
+
+class _Attached(Protocol):
+    """Hooks that are registered in a model."""
+
+    def detach(self) -> None: ...
+
+
+def attach_tensor(engine: Any, settings: TensorActivations, run: Run, patches: Patches) -> None:
+    """Take over the sums of split layers until the engine is destroyed, collected, or detached from."""
+    model, bits = engine.module, settings.bits
+    gradients: _SumOver = ExactSum
+    hooks: list[_Attached] = []
+    leave = weakref.finalize(engine, _leave, hooks)
+    leave.atexit = False
+    patches.on_undo(leave)
+    patches.precede(engine, "destroy", leave)
+    patches.replace(engine, "compile", _refuse_to_compile)
+    if bits is not None:
+        gradients = cache(lambda group: compressed_sum(group, gradient_codec(bits), run))
+        hooks += _take_over_rows(model, cache(lambda group: compressed_sum(group, activation_codec(bits), run)))
+    hooks += _take_over_columns(model, gradients, settings, run)
+
+
+def _refuse_to_compile(*_: Any, **__: Any) -> None:
+    raise UnsupportedError(
+        "/deepspeed_compress/activations/tensor: sums inside a compiled graph cannot be taken over; do not call "
+        "engine.compile(), or remove the key"
+    )
+
+
+def _take_over_columns(
+    model: nn.Module, sum_over: _SumOver, settings: TensorActivations, run: Run
+) -> Iterator[_Attached]:
+    """Sum the gradients of inputs by `sum_over`. A layer whose sum would be DeepSpeed's own is left alone."""
+    for parent, layers in find_siblings(model):
+        merged = [layers] if settings.merge else [[layer] for layer in layers]
+        for readers in merged:
+            if len(readers) > 1 or settings.bits is not None:
+                yield from _share(parent, readers, sum_over(readers[0].mp_group), run)
+
+
+def _share(parent: nn.Module, readers: Sequence[Any], total: TensorSum, run: Run) -> Iterator[_Attached]:
+    shared = SharedInput(total, run.meter, len(readers))
+    if len(readers) > 1:
+        shared.attach(parent)
+        yield shared
+    for layer in readers:
+        hooks = ColumnHooks(layer, shared)
+        hooks.attach(layer)
+        yield hooks
+
+
+def _take_over_rows(model: nn.Module, sum_over: _SumOver) -> Iterator[_Attached]:
+    """Sum outputs by `sum_over` in training."""
+    training = TrainingPass(model)
+    yield training
+    rows: list[Any] = list(filter(is_row, model.modules()))
+    for layer in rows:
+        hooks = RowHooks(layer, sum_over(layer.mp_group), training)
+        hooks.attach(layer)
+        yield hooks
+
+
+def _leave(hooks: Sequence[_Attached]) -> None:
+    for one in hooks:
+        one.detach()

@@ -1,0 +1,45 @@
+"""Settings of `activations` without effect, or that contradict the rest of the file."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from deepspeed_compress.config.models import SECTION, CompressConfig, Parallelism
+from deepspeed_compress.config.native import TENSOR, value_at
+from deepspeed_compress.config.problems import problem
+from deepspeed_compress.diagnostics import Diagnostic, Path, pointer
+
+_OVERLAP: Path = ("tensor_parallel", "tp_overlap_comm")
+
+
+def find_idle_activations(section: CompressConfig) -> Iterator[Diagnostic]:
+    """Yield a problem if the key `activations` changes nothing."""
+    activations = section.activations
+    if activations is None:
+        return
+    if activations.tensor is None and activations.pipeline is None:
+        what = "{} has no effect without tensor or pipeline (allowed: null)"
+        yield problem(("activations",), what, '"tensor": {}, "pipeline": {}, or null')
+    if activations.tensor is not None and not activations.tensor.merge and activations.tensor.bits is None:
+        what = "false has no effect without bits (allowed: true)"
+        yield problem(("activations", "tensor", "merge"), what, 'true, or "bits": 8')
+
+
+def find_activation_mismatches(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
+    """Yield settings of `activations` that DeepSpeed's keys, or the layout of the file, leave without effect.
+
+    Only what the file says is checked. A program may also divide the model by itself: see the checks of an engine in
+    `backends/deepspeed/activations/limits.py`.
+    """
+    activations, parallelism = section.activations, section.parallelism or Parallelism()
+    if activations is None:
+        return
+    written = TENSOR.given(parallelism) is not None or TENSOR.native(ds_config) is not None
+    if activations.tensor is not None and written and TENSOR.effective(ds_config, parallelism) == 1:
+        what = f"has no effect with {pointer(TENSOR.place(parallelism))}: 1, where no layer is split (allowed: null)"
+        yield problem(("activations", "tensor"), what, "null, or a size above 1")
+    if activations.tensor is not None and value_at(ds_config, _OVERLAP) is True:
+        what = f"cannot be combined with {pointer(_OVERLAP)}: true, which sums by other means (allowed: false)"
+        yield problem(("activations", "tensor"), what, f"null, or false at {pointer(_OVERLAP)}")
+    if activations.pipeline is not None and "pipeline" in parallelism.model_fields_set and parallelism.pipeline == 1:
+        what = f"has no effect with {pointer((SECTION, 'parallelism', 'pipeline'))}: 1 (allowed: null)"
+        yield problem(("activations", "pipeline"), what, "null, or more stages")

@@ -1,0 +1,32 @@
+"""Settings of what tensor and pipeline parallelism send: activations and their gradients."""
+
+from typing import Literal
+
+from deepspeed_compress.config.methods import Model
+
+
+class TensorActivations(Model):
+    """Sums of activations and of their gradients over the ranks that share a layer, during training."""
+
+    merge: bool = True
+    """Sum the gradient of a tensor once if several layers of a module read it: query, key and value, or gate and up.
+    This changes nothing but the order of an addition."""
+    bits: Literal[8, 4] | None = None
+    """Bits per element of these sums; null sends them uncompressed. Sums over the vocabulary stay uncompressed."""
+
+
+class PipelineActivations(Model):
+    """Activations and their gradients between pipeline stages, during training."""
+
+    bits: Literal[8, 4] = 8
+    """Bits per element of the first tensor that a stage passes on, and of its gradient. Other tensors, such as masks,
+    stay uncompressed."""
+
+
+class Activations(Model):
+    """Compression of what ranks with different parts of the model send to each other."""
+
+    tensor: TensorActivations | None = None
+    """Sums between tensor-parallel ranks; null leaves them to DeepSpeed."""
+    pipeline: PipelineActivations | None = None
+    """Messages between pipeline stages; null leaves them to DeepSpeed."""
