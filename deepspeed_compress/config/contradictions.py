@@ -149,11 +149,8 @@ _CHECKS = (
     _group_beyond_block,
     find_island_contradictions,
     find_sharding_contradictions,
-<<<<<<< HEAD
     find_rollout_contradictions,
-=======
     find_idle_activations,
->>>>>>> activations
     find_auto_contradictions,
     _checkpoint_directory,
     find_schedule_problems,
