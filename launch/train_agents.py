@@ -1,118 +1,184 @@
-"""Train two agents that share a trunk. Each agent is an island with its own ranks.
+"""Train an agent by reinforcement learning: GRPO on compressed DeepSpeed ranks, with rollouts by Agent-Lightning.
 
-    torchrun --nproc_per_node 4 -m launch.train_agents --output-dir runs/agents
+    python -m launch.train_agents --output-dir runs/agents
 
-Needs Gymnasium: pip install "deepspeed-compress[agents]". See docs/agents.md.
+A small GPT-2 first learns sums from supervised steps, then from rewards. One command starts all processes: two training
+ranks, the policy's endpoint, which receives changes of weights, and two processes that run the agent. Needs
+Agent-Lightning: pip install "deepspeed-compress[agents]". See docs/agents.md.
 """
 
 import argparse
 import json
-import statistics
-from collections.abc import Mapping, Sequence
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import deepspeed
-import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from launch.agents.agent import AGENTS, Agent, Rules
+from deepspeed_compress.tools.plots import COLOURS, check_plotting, style_axes
+from launch.agents.sums import make_model, save, teach
 
 CONFIG = Path(__file__).parent / "agents" / "ds_config.json"
-KINDS = ("bytes_sent", "bytes_islands", "bytes_uncompressed", "bytes_weights")
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train once for each seed."""
-    options = parse_options(argv)
-    deepspeed.init_distributed()
-    if dist.get_world_size() % AGENTS:
-        raise SystemExit(f"{dist.get_world_size()} processes are not divisible by {AGENTS} agents; start 2 or 4")
-    group, _ = dist.new_subgroups(dist.get_world_size() // AGENTS)  # type: ignore[no-untyped-call]
-    for seed in options.seeds:
-        train(options, group, seed)
-    dist.barrier()
-    dist.destroy_process_group()
+QUIET = {"AGENTOPS_LOG_LEVEL": "ERROR", "AGENTOPS_LOGGING_TO_FILE": "False", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+"""Variables with which Agent-Lightning's packages write no files, and ask no server for prices."""
+END_S = 20.0
+"""Seconds that a process gets to end."""
 
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train two agents that share a trunk.")
+    parser = argparse.ArgumentParser(description="Train an agent by reinforcement learning.")
     add = parser.add_argument
+    add("--output-dir", type=Path, required=True, metavar="DIR", help="new directory for all files of the run")
     add("--config", type=Path, default=CONFIG, metavar="FILE", help="ds_config.json; default: the one in launch/agents")
+    add("--supervised-steps", type=int, default=600, metavar="N", help="steps before rewards; default: 600")
+    add("--batches", type=int, default=60, metavar="N", help="batches of rollouts; default: 60")
+    add("--tasks", type=int, default=32, metavar="N", help="tasks in a batch; default: 32")
+    add("--episodes", type=int, default=8, metavar="N", help="rollouts of each task; default: 8")
     add(
-        "--output-dir", type=Path, required=True, metavar="DIR", help="directory for seed_N.json with returns and bytes"
-    )
-    add(
-        "--exchange-every",
+        "--behind",
         type=int,
+        default=1,
         metavar="N",
-        help="updates between exchanges; 0 for none; default: the value in the configuration",
+        help="largest number of versions by which rollouts may be behind; 0 waits for new weights; default: 1",
     )
-    add(
-        "--renew-every",
-        type=int,
-        metavar="N",
-        help="updates after which actors get new weights; default: at each exchange",
-    )
-    add(
-        "--correction",
-        choices=("vtrace", "none"),
-        default="vtrace",
-        help="correction for actions of older weights; default: vtrace",
-    )
-    add("--updates", type=int, default=120, metavar="N", help="updates of each agent; default: 120")
-    add("--score-every", type=int, default=10, metavar="N", help="updates between evaluations; default: 10")
-    add("--seeds", type=int, nargs="+", default=[0], metavar="N", help="seeds of the runs; default: 0")
+    add("--uncorrected", action="store_true", help="do not weight samples by their ratio to the present policy")
+    add("--ranks", type=int, default=2, metavar="N", help="training ranks; default: 2")
+    add("--runners", type=int, default=2, metavar="N", help="processes that run the agent; default: 2")
+    add("--seed", type=int, default=0, metavar="N", help="default: 0")
     return parser.parse_args(argv)
 
 
-def train(options: argparse.Namespace, group: ProcessGroup, seed: int) -> None:
-    """Train one run. Rank 0 writes its results."""
-    config = read_config(options, group.size())
-    rules = Rules(renewals(options, config), options.correction == "vtrace")
-    agent, returns = Agent(config, rules, group, seed), []
-    for update in range(1, options.updates + 1):
-        agent.update()
-        if update % options.score_every == 0:
-            returns.append({"update": update, "returns": scores(agent), "noise": agent.noise})
-    if dist.get_rank() == 0:
-        write(options.output_dir / f"seed_{seed}.json", {"curve": returns, "bytes": traffic(agent)})
-    agent.engine.destroy()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train, print a line for each batch, and draw the reward."""
+    options = parse_options(argv)
+    check_plotting("launch.train_agents")
+    options.output_dir.mkdir(parents=True)
+    model = options.output_dir / "model"
+    _teach(options, model)
+    figures = options.output_dir / "figures.jsonl"
+    with ExitStack() as processes:
+        _train(options, model, figures, processes)
+    rows = [json.loads(line) for line in figures.read_text().splitlines()]
+    picture = options.output_dir / "reward.png"
+    draw(rows, picture)
+    print(_summary(rows, model))
+    print(f"reward by batch: {picture}")
 
 
-def read_config(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
-    """Return the configuration for agents of `ranks` ranks, with the changes of `options`."""
-    config: dict[str, Any] = json.loads(options.config.read_text(encoding="utf-8"))
-    islands = config["deepspeed_compress"]["islands"]
-    islands["size"] = ranks
-    if options.exchange_every is not None:
-        islands["sync_every"] = options.exchange_every or options.updates + 1
-    return config
+def _teach(options: argparse.Namespace, directory: Path) -> None:
+    model = make_model(options.seed)
+    with _bar(options.supervised_steps, "supervised steps") as advance:
+        for loss in teach(model, options.supervised_steps, options.seed):
+            advance(f"loss {loss:.2f}")
+    save(model, directory)
 
 
-def renewals(options: argparse.Namespace, config: Mapping[str, Any]) -> int:
-    """Return after how many updates actors get new weights: by default, when agents exchange."""
-    if options.renew_every is not None:
-        return int(options.renew_every)
-    return 10 if options.exchange_every == 0 else int(config["deepspeed_compress"]["islands"]["sync_every"])
+@contextmanager
+def _bar(total: int, text: str) -> Iterator[Any]:
+    """Show a progress bar; yield a function that advances it by one and shows a text behind it."""
+    columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("{task.fields[text]}")) as progress:
+        task = progress.add_task(text, total=total, text="")
+        yield lambda shown: progress.update(task, advance=1, text=shown)
 
 
-def scores(agent: Agent) -> list[float]:
-    """Return the return of every agent, on all ranks."""
-    found: list[float] = [0.0] * dist.get_world_size()
-    dist.all_gather_object(found, agent.score())
-    return found[:: dist.get_world_size() // AGENTS]
+def _train(options: argparse.Namespace, model: Path, figures: Path, processes: ExitStack) -> None:
+    """Start all processes, and show the figures of each batch until training ends."""
+    endpoint, store = _free_port(), _free_port()
+    weights = options.output_dir / "weights"
+    logs = options.output_dir
+    serve = ["-m", "launch.agents.serve", "--model", str(model), "--weights", str(weights), "--port", str(endpoint)]
+    processes.enter_context(_process([*serve, "--seed", str(options.seed)], logs / "endpoint.log"))
+    run = ["-m", "launch.agents.agent", "--port", str(store), "--runners", str(options.runners)]
+    processes.enter_context(_process(run, logs / "agent.log"))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(options.ranks)]
+    learn = ["-m", "launch.agents.learn", "--config", str(options.config), "--model", str(model)]
+    learn += ["--weights", str(weights), "--figures", str(figures), "--endpoint", f"http://127.0.0.1:{endpoint}"]
+    for name in ("batches", "tasks", "episodes", "behind", "seed"):
+        learn += [f"--{name}", str(getattr(options, name))]
+    learn += ["--port", str(store), *(["--uncorrected"] if options.uncorrected else [])]
+    training = processes.enter_context(_process([*launcher, *learn], logs / "training.log"))
+    _follow(training, figures, options.batches)
+    if training.returncode:
+        raise SystemExit(f"training failed; see {logs / 'training.log'}")
 
 
-def traffic(agent: Agent) -> dict[str, float]:
-    """Return the mean number of bytes of each kind that a rank sends per update."""
-    return {kind: statistics.fmean(getattr(one, kind) for one in agent.traffic) for kind in KINDS}
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
-def write(file: Path, found: Any) -> None:
-    """Write `found` as JSON, after creating the directory."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+@contextmanager
+def _process(arguments: Sequence[str], log: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """Run Python with `arguments`, and end the process with the block."""
+    environment = {**os.environ, **QUIET}
+    with log.open("wb") as output:
+        process = subprocess.Popen([sys.executable, *arguments], stdout=output, stderr=output, env=environment)
+        try:
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _follow(training: "subprocess.Popen[bytes]", figures: Path, batches: int) -> None:
+    """Show each batch until `training` ends."""
+    shown = 0
+    with _bar(batches, "batches") as advance:
+        while True:
+            ended = training.poll() is not None
+            rows = figures.read_text().splitlines() if figures.exists() else []
+            for line in rows[shown:]:
+                advance(_line(json.loads(line)))
+            shown = len(rows)
+            if ended:
+                return
+            time.sleep(0.2)
+
+
+def _line(row: dict[str, Any]) -> str:
+    learned, kilobytes = row["learned"], row["bytes"] / 1e3
+    return (
+        f"reward {learned['reward']:.2f}, {row['tokens'] / row['seconds']:.0f} tokens/s, "
+        f"{kilobytes:.0f} kB per version, {learned['lag']:.1f} versions behind"
+    )
+
+
+def _summary(rows: Sequence[dict[str, Any]], model: Path) -> str:
+    tenth = max(1, len(rows) // 10)
+    first, last = (sum(row["learned"]["reward"] for row in part) / tenth for part in (rows[:tenth], rows[-tenth:]))
+    size = sum(file.stat().st_size for file in model.glob("*.safetensors")) / 2
+    sent = sum(row["bytes"] for row in rows) / len(rows)
+    return (
+        f"reward {first:.2f} at the beginning, {last:.2f} at the end; "
+        f"{sent / 1e3:.0f} kB per version, {size / sent:.1f} times fewer than whole bf16 weights"
+    )
+
+
+def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
+    """Draw the reward and the bytes of each version by batch."""
+    import matplotlib.pyplot as plt
+
+    numbers = [row["number"] for row in rows]
+    figure, (upper, lower) = plt.subplots(2, 1, sharex=True, figsize=(7, 5), layout="constrained")
+    upper.plot(numbers, [row["learned"]["reward"] for row in rows], color=COLOURS[0])
+    style_axes(upper, "Mean reward of a batch")
+    lower.plot(numbers, [row["bytes"] / 1e3 for row in rows], color=COLOURS[1])
+    style_axes(lower, "kB per published version")
+    lower.set_xlabel("batch")
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,134 @@
+"""OpenAI-compatible endpoint of a policy, which returns token ids, log-probabilities, and the version of the weights.
+
+The fields beyond OpenAI's are those of vLLM (`prompt_token_ids`, and `token_ids` of a choice), which tracers of agent
+frameworks record. The version is part of the model's name in a response: "policy@12".
+"""
+
+import asyncio
+import secrets
+import time
+import uuid
+from typing import Annotated, Any
+
+from fastapi import Depends, FastAPI, Header, HTTPException
+from pydantic import BaseModel, Field
+
+from deepspeed_compress.agents.generation import Sampling
+from deepspeed_compress.agents.policy import Answer, Policy
+from deepspeed_compress.errors import RolloutError
+
+
+class Message(BaseModel):
+    """A message of a conversation."""
+
+    role: str
+    content: str
+
+
+class ChatRequest(BaseModel):
+    """The part of OpenAI's request for a chat completion that the endpoint heeds; other fields are ignored."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int = Field(64, ge=1, le=32768)
+    max_completion_tokens: int | None = Field(None, ge=1, le=32768)
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    n: int = Field(1, ge=1, le=128)
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.max_completion_tokens or self.max_tokens, self.temperature, self.top_p)
+
+
+def make_endpoint(policy: Policy, tokenizer: Any, name: str = "policy", secret: str | None = None) -> FastAPI:
+    """Return the application that serves `policy`; run it with uvicorn.
+
+    Args:
+        policy: the policy.
+        tokenizer: a tokenizer of transformers. Without a chat template, the contents of messages are joined by lines.
+        name: name of the model.
+        secret: key that requests must bring as a bearer token; None to serve everyone who reaches the port.
+    """
+    app = FastAPI(title=name, dependencies=[Depends(_Secret(secret).check)])
+    service = _Service(policy, tokenizer, name)
+    app.add_api_route("/v1/chat/completions", service.chat, methods=["POST"])
+    app.add_api_route("/v1/models", service.models, methods=["GET"])
+    app.add_api_route("/version", service.version, methods=["GET"])
+    return app
+
+
+class _Secret:
+    """Check of the bearer token."""
+
+    def __init__(self, secret: str | None) -> None:
+        self._secret = secret
+
+    async def check(self, authorization: Annotated[str, Header()] = "") -> None:
+        expected = f"Bearer {self._secret}"
+        if self._secret is not None and not secrets.compare_digest(authorization.encode(), expected.encode()):
+            raise HTTPException(401, "the bearer token is missing or wrong")
+
+
+class _Service:
+    """Handlers of the endpoint."""
+
+    def __init__(self, policy: Policy, tokenizer: Any, name: str) -> None:
+        self._policy, self._tokenizer, self._name = policy, tokenizer, name
+
+    async def version(self) -> dict[str, int]:
+        return {"version": self._policy.version}
+
+    async def models(self) -> dict[str, Any]:
+        return {"object": "list", "data": [{"id": self._name, "object": "model", "owned_by": "deepspeed_compress"}]}
+
+    async def chat(self, request: ChatRequest) -> dict[str, Any]:
+        prompt = self._prompt(request.messages)
+        if not prompt:
+            raise HTTPException(400, "the messages contain no token of the model's vocabulary")
+        futures = [self._policy.submit(prompt, request.sampling) for _ in range(request.n)]
+        try:
+            answers = await asyncio.gather(*map(asyncio.wrap_future, futures))
+        except RolloutError as error:
+            raise HTTPException(503, f"the weights cannot be updated: {error}") from error
+        return self._response(prompt, answers)
+
+    def _prompt(self, messages: list[Message]) -> list[int]:
+        if self._tokenizer.chat_template is None:
+            return list(self._tokenizer("\n".join(one.content for one in messages)).input_ids)
+        plain = [one.model_dump() for one in messages]
+        return list(
+            self._tokenizer.apply_chat_template(plain, add_generation_prompt=True, return_dict=True)["input_ids"]
+        )
+
+    def _response(self, prompt: list[int], answers: list[Answer]) -> dict[str, Any]:
+        produced = sum(len(one.completion.tokens) for one in answers)
+        return {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            # Samples of one request may come from two versions; the oldest one is named.
+            "model": f"{self._name}@{min(one.version for one in answers)}",
+            "prompt_token_ids": prompt,
+            "choices": [self._choice(index, answer) for index, answer in enumerate(answers)],
+            "usage": {
+                "prompt_tokens": len(prompt),
+                "completion_tokens": produced,
+                "total_tokens": len(prompt) + produced,
+            },
+        }
+
+    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        completion = answer.completion
+        texts = [self._tokenizer.decode([token]) for token in completion.tokens]
+        content = [
+            {"token": text, "logprob": logprob, "bytes": None, "top_logprobs": []}
+            for text, logprob in zip(texts, completion.logprobs, strict=True)
+        ]
+        text = self._tokenizer.decode(completion.tokens, skip_special_tokens=True)
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": text},
+            "finish_reason": "stop" if completion.finished else "length",
+            "token_ids": list(completion.tokens),
+            "logprobs": {"content": content},
+        }

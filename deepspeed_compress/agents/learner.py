@@ -1,0 +1,130 @@
+"""A policy that learns from samples on a DeepSpeed engine, on all of its ranks."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepspeed_compress.agents.grpo import (
+    Batch,
+    Sample,
+    advantages,
+    collate,
+    divergence,
+    next_token_logprobs,
+    token_losses,
+)
+
+
+@dataclass(frozen=True)
+class LearnerSettings:
+    """How a policy learns.
+
+    Attributes:
+        clip: largest distance from 1 of an importance ratio that is rewarded.
+        corrected: True to weight tokens by their ratio to the policy that sampled them.
+        temperature: temperature at which completions are sampled.
+        divergence: factor of the KL divergence from the reference model; 0 for none.
+        epochs: number of passes over each batch of samples.
+        seed: seed of the order of samples.
+    """
+
+    clip: float = 0.2
+    corrected: bool = True
+    temperature: float = 1.0
+    divergence: float = 0.0
+    epochs: int = 1
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Learned:
+    """Figures of one call of `learn`.
+
+    Attributes:
+        steps: number of optimizer steps.
+        loss: mean loss of a token, over the samples of this rank.
+        reward: mean reward of all samples.
+        lag: mean number of versions by which samples were behind.
+    """
+
+    steps: int
+    loss: float
+    reward: float
+    lag: float
+
+
+class Learner:
+    """Trains the causal language model of `engine` by GRPO.
+
+    All ranks call `learn` with the same samples; each rank takes its part of them.
+
+    Args:
+        engine: the DeepSpeed engine; its `train_batch_size` is the number of completions in an optimizer step.
+        pad: id of the padding token.
+        settings: how the policy learns.
+        reference: model from which the policy should not diverge; needed if `settings.divergence` is not 0.
+    """
+
+    def __init__(self, engine: Any, pad: int, settings: LearnerSettings, reference: Any = None) -> None:
+        if settings.divergence and reference is None:
+            raise ValueError(f"divergence is {settings.divergence}, so a reference model is needed")
+        self._engine, self._pad, self._settings, self._reference = engine, pad, settings, reference
+        self._order = random.Random(settings.seed)
+        self._rank, self._ranks = dist.get_rank(engine.data_parallel_group), engine.dp_world_size
+
+    def learn(self, samples: Sequence[Sample], version: int) -> Learned:
+        """Learn from `samples`, now that the weights have version `version`. Collective."""
+        losses = []
+        scored = list(zip(samples, advantages(samples), strict=True))
+        for _ in range(self._settings.epochs):
+            self._order.shuffle(scored)
+            losses += [self._step(chunk) for chunk in self._chunks(scored)]
+        lag = sum(version - one.version for one in samples) / len(samples)
+        reward = sum(one.reward for one in samples) / len(samples)
+        return Learned(len(losses), sum(losses) / len(losses), reward, lag)
+
+    def _chunks(self, scored: Sequence[tuple[Sample, float]]) -> Iterator[list[tuple[Sample, float]]]:
+        """Yield the samples of each optimizer step, the last ones filled up with samples of weight 0."""
+        size = self._engine.train_batch_size()
+        for begin in range(0, len(scored), size):
+            chunk = list(scored[begin : begin + size])
+            filling = (replace(chunk[0][0], weight=0.0), 0.0)
+            yield chunk + [filling] * (size - len(chunk))
+
+    def _step(self, chunk: Sequence[tuple[Sample, float]]) -> float:
+        """Take an optimizer step, and return the mean loss of a token of this rank."""
+        engine = self._engine
+        tokens = sum(one.weight * len(one.completion) for one, _ in chunk)
+        own = chunk[self._rank :: self._ranks]
+        size = engine.train_micro_batch_size_per_gpu()
+        losses = [self._backward(own[begin : begin + size], tokens) for begin in range(0, len(own), size)]
+        return sum(losses) / len(losses)
+
+    def _backward(self, part: Sequence[tuple[Sample, float]], tokens: float) -> float:
+        """Run one micro-step of a step with `tokens` tokens over all ranks."""
+        engine = self._engine
+        batch = collate([one for one, _ in part], [score for _, score in part], self._pad, engine.device)
+        # DeepSpeed averages over ranks and micro-steps, but the loss is a mean over tokens.
+        scale = self._ranks * engine.gradient_accumulation_steps() / tokens
+        loss = (self._token_losses(batch) * batch.weights).sum() * scale
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach())
+
+    def _token_losses(self, batch: Batch) -> torch.Tensor:
+        settings = self._settings
+        logprobs = self._logprobs(self._engine, batch)
+        losses = token_losses(logprobs, batch, settings.clip, settings.corrected)
+        if not settings.divergence:
+            return losses
+        with torch.no_grad():
+            reference = self._logprobs(self._reference, batch)
+        return losses + settings.divergence * divergence(logprobs, reference)
+
+    def _logprobs(self, model: Any, batch: Batch) -> torch.Tensor:
+        logits = model(input_ids=batch.tokens, attention_mask=batch.attention).logits
+        return next_token_logprobs(logits, batch.tokens, self._settings.temperature)

@@ -1,0 +1,138 @@
+"""A policy that serves requests from a thread of its own, and takes new weights between batches of requests."""
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from deepspeed_compress.agents.generation import Completion, Sampling, complete
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A completion, and the version of the weights that sampled it."""
+
+    completion: Completion
+    version: int
+
+
+@dataclass(frozen=True)
+class _Request:
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    answer: "Future[Answer]" = field(default_factory=Future)
+
+
+def _first_version() -> int:
+    return 0
+
+
+class Policy:
+    """Samples completions for waiting requests, together if they have equal settings.
+
+    Weights change only between batches, so every token of a completion is sampled by the version that the answer names.
+
+    Args:
+        model: a causal language model of transformers.
+        pad: id of the padding token.
+        end: id of the token that ends a completion; None if there is none.
+        update: brings the model to its newest weights, and returns their version; called between batches, and
+            repeatedly while no request waits.
+        largest: largest number of requests in a batch.
+        idle_s: seconds between two calls of `update` while no request waits.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        pad: int,
+        end: int | None,
+        update: Callable[[], int] = _first_version,
+        largest: int = 32,
+        idle_s: float = 0.05,
+    ) -> None:
+        self._model, self._pad, self._end = model, pad, end
+        self._update, self._largest, self._idle_s = update, largest, idle_s
+        self._waiting: queue.SimpleQueue[_Request] = queue.SimpleQueue()
+        self._kept: list[_Request] = []
+        self._stopped = threading.Event()
+        self.version = update()
+        """Version of the weights that sample now."""
+        self._thread = threading.Thread(target=self._serve, name="policy", daemon=True)
+        self._thread.start()
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling) -> "Future[Answer]":
+        """Return the future answer to `prompt`, token ids."""
+        request = _Request(tuple(prompt), sampling)
+        self._waiting.put(request)
+        return request.answer
+
+    def stop(self) -> None:
+        """Stop after the running batch; requests that still wait are canceled."""
+        self._stopped.set()
+        self._thread.join()
+        for request in self._collected():
+            request.answer.cancel()
+
+    def _serve(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                self.version = self._update()
+            except Exception as error:
+                # The weights may be incomplete. The next update may succeed, for example when the store is back.
+                self._wait()
+                _fail(self._collected(), error)
+            else:
+                self._answer(self._next_batch())
+
+    def _wait(self) -> None:
+        """Wait a moment for a request."""
+        try:
+            self._kept.append(self._waiting.get(timeout=self._idle_s))
+        except queue.Empty:
+            return
+
+    def _collected(self) -> list[_Request]:
+        """Return all requests that wait, the oldest first."""
+        while not self._waiting.empty():
+            self._kept.append(self._waiting.get())
+        collected, self._kept = self._kept, []
+        return [request for request in collected if not request.answer.cancelled()]
+
+    def _next_batch(self) -> list[_Request]:
+        """Return the oldest request and those that can share its batch; empty if none waits."""
+        if not self._kept:
+            self._wait()
+        waiting = self._collected()
+        alike = [one for one in waiting if one.sampling == waiting[0].sampling][: self._largest]
+        taken = set(map(id, alike))
+        self._kept = [one for one in waiting if id(one) not in taken]
+        return [one for one in alike if one.answer.set_running_or_notify_cancel()]
+
+    def _answer(self, batch: Sequence[_Request]) -> None:
+        try:
+            completions = self._complete(batch)
+        except Exception as error:
+            if len(batch) == 1:
+                batch[0].answer.set_exception(error)
+            else:
+                # A prompt that the model refuses fails alone.
+                for request in batch:
+                    self._answer([request])
+            return
+        for request, completion in zip(batch, completions, strict=True):
+            request.answer.set_result(Answer(completion, self.version))
+
+    def _complete(self, batch: Sequence[_Request]) -> list[Completion]:
+        if not batch:
+            return []
+        prompts = [one.prompt for one in batch]
+        return complete(self._model, prompts, batch[0].sampling, self._pad, self._end)
+
+
+def _fail(requests: Sequence[_Request], error: Exception) -> None:
+    for request in requests:
+        if request.answer.set_running_or_notify_cancel():
+            request.answer.set_exception(error)

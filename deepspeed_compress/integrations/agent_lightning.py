@@ -1,0 +1,298 @@
+"""Agent-Lightning: an algorithm that trains the policy of any `LitAgent` by GRPO on a DeepSpeed engine.
+
+The first rank runs the algorithm: it queues tasks, collects the traces of their rollouts, and passes samples to the
+other ranks, which `follow`. All ranks learn, and publish the new weights to the endpoint that answers the agents.
+"""
+
+import asyncio
+import itertools
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import torch.distributed as dist
+from agentlightning import LLM, Algorithm, EnqueueRolloutRequest, Rollout, RolloutConfig, Triplet
+from agentlightning.types import Dataset
+
+from deepspeed_compress.agents.grpo import Sample
+from deepspeed_compress.agents.learner import Learned, Learner
+from deepspeed_compress.errors import RolloutError
+
+POLL_S = 0.05
+"""Seconds between two questions to the store or to the endpoint."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """OpenAI-compatible endpoint whose weights are the ones that training publishes; see `agents.endpoint`.
+
+    Attributes:
+        url: address, for example "http://10.0.0.7:8000".
+        model: name of the model.
+        secret: key that requests must bring; None if there is none.
+        resource: name under which agents find the endpoint among their resources.
+        max_tokens: largest number of tokens of a completion.
+        temperature: temperature of sampling; the same as the learner's.
+    """
+
+    url: str
+    model: str = "policy"
+    secret: str | None = None
+    resource: str = "main_llm"
+    max_tokens: int = 64
+    temperature: float = 1.0
+
+    def as_resource(self) -> LLM:
+        """Return the resource that agents receive."""
+        parameters = {"max_tokens": self.max_tokens, "temperature": self.temperature, "logprobs": True}
+        return LLM(endpoint=f"{self.url}/v1", model=self.model, api_key=self.secret, sampling_parameters=parameters)
+
+    async def version(self) -> int:
+        """Return the version of the weights that answer requests now."""
+        headers = {} if self.secret is None else {"Authorization": f"Bearer {self.secret}"}
+        async with httpx.AsyncClient(headers=headers) as client:
+            answer = await client.get(f"{self.url}/version")
+        answer.raise_for_status()
+        return int(answer.json()["version"])
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """Which rollouts train the policy.
+
+    Attributes:
+        batches: number of batches of rollouts; the policy learns once from each.
+        tasks: number of tasks in a batch.
+        episodes: number of rollouts of each task, which are compared with each other.
+        behind: largest number of versions by which a sample may be behind the weights that learn from it. With 0,
+            rollouts wait for the newest weights; with 1, rollouts of the next batch run while this one trains.
+        timeout_s: seconds after which rollouts that have not finished are an error.
+        seed: seed of the order of tasks.
+    """
+
+    batches: int
+    tasks: int = 8
+    episodes: int = 8
+    behind: int = 0
+    timeout_s: float = 600.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class BatchFigures:
+    """Figures of one batch of rollouts.
+
+    Attributes:
+        number: number of the batch, from 1.
+        version: version of the weights after it.
+        learned: what the learner reports.
+        samples: number of samples that were learned from.
+        failed: number of rollouts that failed.
+        outdated: number of samples that were dropped, because they were too far behind.
+        seconds: seconds since the previous batch.
+        tokens: number of tokens that the policy has sampled for it.
+    """
+
+    number: int
+    version: int
+    learned: Learned
+    samples: int
+    failed: int
+    outdated: int
+    seconds: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class _Queued:
+    """Rollouts of one batch."""
+
+    rollouts: Sequence[Rollout]
+    groups: dict[str, str]
+    """Group of each rollout, by its id."""
+
+
+class DeepSpeedAlgorithm(Algorithm):  # type: ignore[misc]
+    """Trains the policy of an agent by GRPO.
+
+    The first rank passes it to Agent-Lightning's `Trainer`; the other ranks call `follow`.
+
+    Args:
+        learner: the policy that learns.
+        publish: publishes the weights, and returns their version. Collective.
+        version: version of the weights that the endpoint has at the beginning.
+        endpoint: the endpoint that answers the agents.
+        plan: which rollouts train the policy.
+        report: receives the figures of each batch, on the first rank.
+
+    Examples:
+        >>> algorithm = DeepSpeedAlgorithm(learner, publish, 0, Endpoint("http://127.0.0.1:8000"), RolloutPlan(100))
+        >>> if algorithm.leads:
+        ...     agentlightning.Trainer(algorithm=algorithm, n_runners=2).fit(agent, train_dataset=tasks)
+        ... else:
+        ...     algorithm.follow()
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        publish: Callable[[], int],
+        version: int,
+        endpoint: Endpoint,
+        plan: RolloutPlan,
+        report: Callable[[BatchFigures], None] = print,
+    ) -> None:
+        super().__init__()
+        self._learner, self._publish, self._version = learner, publish, version
+        self._endpoint, self._plan, self._report = endpoint, plan, report
+        self._order = random.Random(plan.seed)
+
+    @property
+    def leads(self) -> bool:
+        """Return True on the rank that runs the algorithm."""
+        return dist.get_rank() == 0
+
+    def follow(self) -> None:
+        """Learn from the samples that the first rank passes on, until it ends."""
+        while (samples := _shared(None)) is not None:
+            self._learn(samples)
+
+    async def run(self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None) -> None:
+        """Train on the tasks of `train_dataset`; Agent-Lightning's `Trainer` calls this.
+
+        Raises:
+            RolloutError: if there are no tasks, or rollouts do not finish in time or leave no samples.
+        """
+        if train_dataset is None or not len(train_dataset):
+            raise RolloutError("there are no tasks: pass train_dataset to Trainer.fit")
+        tasks = self._tasks(train_dataset)
+        waiting: deque[_Queued] = deque()
+        try:
+            for number in range(1, self._plan.batches + 1):
+                while len(waiting) < min(self._plan.behind + 1, self._plan.batches - number + 1):
+                    # The policy learns from this batch after all that wait, and has that many more versions then.
+                    await self._served(self._version + len(waiting) - self._plan.behind)
+                    waiting.append(await self._queue(tasks, f"{number}.{len(waiting)}"))
+                await self._take(number, waiting.popleft())
+        finally:
+            await asyncio.to_thread(_shared, None)
+
+    def _tasks(self, dataset: Dataset[Any]) -> Iterator[Any]:
+        """Yield all tasks in random order, again and again."""
+        while True:
+            for index in self._order.sample(range(len(dataset)), len(dataset)):
+                yield dataset[index]
+
+    async def _served(self, version: int) -> None:
+        """Wait until the endpoint answers with weights of `version` or newer."""
+        while await self._endpoint.version() < version:
+            await asyncio.sleep(POLL_S)
+
+    async def _queue(self, tasks: Iterator[Any], name: str) -> _Queued:
+        """Queue the rollouts of a batch."""
+        chosen = list(itertools.islice(tasks, self._plan.tasks))
+        store = self.get_store()
+        resources = await store.add_resources({self._endpoint.resource: self._endpoint.as_resource()})
+        config = RolloutConfig(timeout_seconds=self._plan.timeout_s)
+        groups = [f"{name}/{index}" for index in range(len(chosen)) for _ in range(self._plan.episodes)]
+        repeated = [task for task in chosen for _ in range(self._plan.episodes)]
+        rollouts = await store.enqueue_many_rollouts(
+            [
+                EnqueueRolloutRequest(input=task, mode="train", resources_id=resources.resources_id, config=config)
+                for task in repeated
+            ]
+        )
+        return _Queued(rollouts, {one.rollout_id: group for one, group in zip(rollouts, groups, strict=True)})
+
+    async def _take(self, number: int, queued: _Queued) -> None:
+        """Learn from a batch of rollouts once all have finished."""
+        begin = time.perf_counter()
+        finished = await self._finished([one.rollout_id for one in queued.rollouts])
+        succeeded = [one.rollout_id for one in finished if one.status == "succeeded"]
+        sampled = [one for rollout in succeeded for one in await self._samples(rollout, queued.groups[rollout])]
+        samples = [one for one in sampled if one.version >= self._version - self._plan.behind]
+        if not samples:
+            raise RolloutError(
+                f"batch {number} has no samples: {len(finished) - len(succeeded)} of {len(finished)} rollouts failed, "
+                f"and {len(sampled)} samples are more than {self._plan.behind} versions behind"
+            )
+        learned = await asyncio.to_thread(self._lead, samples)
+        self._report(
+            BatchFigures(
+                number,
+                self._version,
+                learned,
+                len(samples),
+                len(finished) - len(succeeded),
+                len(sampled) - len(samples),
+                time.perf_counter() - begin,
+                sum(len(one.completion) for one in sampled),
+            )
+        )
+
+    async def _finished(self, rollouts: list[str]) -> Sequence[Rollout]:
+        """Return these rollouts once all have ended."""
+        until = time.monotonic() + self._plan.timeout_s
+        while time.monotonic() < until:
+            finished: Sequence[Rollout]
+            finished = await self.get_store().wait_for_rollouts(rollout_ids=rollouts, timeout=POLL_S)
+            if len(finished) == len(rollouts):
+                return finished
+            await asyncio.sleep(POLL_S)
+        raise RolloutError(
+            f"some of {len(rollouts)} rollouts have not finished in {self._plan.timeout_s:g} seconds: "
+            "check the runners, or raise timeout_s"
+        )
+
+    async def _samples(self, rollout: str, group: str) -> list[Sample]:
+        spans = await self.get_store().query_spans(rollout, attempt_id="latest")
+        return samples_of(self.get_adapter().adapt(spans), group)
+
+    def _lead(self, samples: Sequence[Sample]) -> Learned:
+        """Pass `samples` to all ranks, and learn from them together."""
+        _shared(samples)
+        return self._learn(samples)
+
+    def _learn(self, samples: Sequence[Sample]) -> Learned:
+        """Learn from `samples`, and publish the new weights. Collective."""
+        learned = self._learner.learn(samples, self._version)
+        self._version = self._publish()
+        return learned
+
+
+def samples_of(triplets: Iterable[Triplet], group: str) -> list[Sample]:
+    """Return the samples of one rollout, whose last reward counts for all of its completions.
+
+    Raises:
+        RolloutError: if a trace has no token ids, log-probabilities, or version.
+    """
+    episode = list(triplets)
+    rewards = [one.reward for one in episode if one.reward is not None]
+    return [_sample(one, rewards[-1], group) for one in episode] if rewards else []
+
+
+def _sample(triplet: Triplet, reward: float, group: str) -> Sample:
+    prompt, completion = triplet.prompt["token_ids"], triplet.response["token_ids"]
+    logprobs = triplet.response.get("logprobs")
+    if not prompt or not completion or logprobs is None:
+        raise RolloutError(
+            "the trace of a completion has no token ids or log-probabilities: agents must ask the endpoint with the "
+            "resource's sampling_parameters (logprobs=True), and through the traced OpenAI client"
+        )
+    model = str(triplet.metadata["response"]["model"])
+    name, _, version = model.rpartition("@")
+    if not name:
+        raise RolloutError(f"the model {model!r} of a response names no version: use the endpoint of this package")
+    chosen = tuple(one["logprob"] for one in logprobs)
+    return Sample(tuple(prompt), tuple(completion), chosen, reward, group, int(version))
+
+
+def _shared(samples: Sequence[Sample] | None) -> Sequence[Sample] | None:
+    """Return the samples of the first rank; None when it has ended. Collective."""
+    found = [samples]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]

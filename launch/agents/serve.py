@@ -1,0 +1,36 @@
+"""The endpoint of the policy: a process that answers agents with the newest published weights."""
+
+import argparse
+from pathlib import Path
+
+import torch
+import uvicorn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from deepspeed_compress.agents.endpoint import make_endpoint
+from deepspeed_compress.agents.policy import Policy
+from deepspeed_compress.rollout import DirectoryStore, Receiver
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Serve a policy whose weights are published in a directory.")
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="model and tokenizer of transformers")
+    parser.add_argument("--weights", type=Path, required=True, metavar="DIR", help="directory of the versions")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--seed", type=int, default=0, help="seed of sampling; default: 0")
+    options = parser.parse_args()
+    torch.manual_seed(options.seed)
+    model = AutoModelForCausalLM.from_pretrained(options.model).eval()
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    receiver = Receiver(model, DirectoryStore(options.weights))
+
+    def update() -> int:
+        receiver.update()
+        return receiver.version or 0
+
+    policy = Policy(model, tokenizer.pad_token_id, tokenizer.eos_token_id, update)
+    uvicorn.run(make_endpoint(policy, tokenizer), host="127.0.0.1", port=options.port, log_level="warning")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""GRPO's advantages, batches and losses, against values computed by hand."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_compress.agents.grpo import (
+    Batch,
+    Sample,
+    advantages,
+    collate,
+    divergence,
+    next_token_logprobs,
+    token_losses,
+)
+
+
+def sample(reward: float = 1.0, group: str = "a", completion: tuple[int, ...] = (5, 6), **others: Any) -> Sample:
+    return Sample((1, 2, 3), completion, (-1.0,) * len(completion), reward, group, **others)
+
+
+def test_advantages_are_standard_deviations_from_the_mean_of_a_group() -> None:
+    samples = [sample(1.0, "a"), sample(3.0, "a"), sample(7.0, "b"), sample(7.0, "b")]
+    assert advantages(samples) == pytest.approx([-1.0, 1.0, 0.0, 0.0], abs=1e-5)
+
+
+@pytest.mark.parametrize(("completion", "logprobs"), [((), ()), ((5, 6), (-1.0,))])
+def test_a_sample_without_tokens_or_log_probabilities_is_refused(completion: Any, logprobs: Any) -> None:
+    with pytest.raises(ValueError, match=r"at least one token|log-probabilities"):
+        Sample((1,), completion, logprobs, 1.0, "a")
+
+
+def test_a_batch_has_weights_only_where_completions_are_predicted() -> None:
+    samples = [sample(), sample(completion=(5, 6, 7, 8), weight=0.5)]
+    batch = collate(samples, [1.0, -1.0], 0, torch.device("cpu"))
+    assert batch.tokens.tolist() == [[1, 2, 3, 5, 6, 0, 0], [1, 2, 3, 5, 6, 7, 8]]
+    assert batch.attention.tolist() == [[1, 1, 1, 1, 1, 0, 0], [1] * 7]
+    assert batch.weights.tolist() == [[0, 0, 1, 1, 0, 0], [0, 0, 0.5, 0.5, 0.5, 0.5]]
+    assert batch.logprobs.tolist() == [[0, 0, -1, -1, 0, 0], [0, 0, -1, -1, -1, -1]]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_log_probabilities_are_those_of_the_softmax(temperature: float) -> None:
+    logits, tokens = torch.randn(2, 4, 9), torch.randint(9, (2, 4))
+    expected = torch.distributions.Categorical(logits=logits[:, :-1] / temperature).log_prob(tokens[:, 1:])
+    torch.testing.assert_close(next_token_logprobs(logits, tokens, temperature), expected)
+
+
+def batch_of(former: float, advantage: float) -> Batch:
+    one = torch.ones(1, 1)
+    return Batch(one, one, one, one * former, one * advantage)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope"),
+    [
+        (1.1, 2.0, -2.2, -2.2),
+        (1.5, 2.0, -2.4, 0.0),
+        (0.5, 2.0, -1.0, -1.0),
+        (0.5, -2.0, 1.6, 0.0),
+        (1.5, -2.0, 3.0, 3.0),
+    ],
+)
+def test_ratios_beyond_the_clip_are_not_rewarded(ratio: float, advantage: float, loss: float, slope: float) -> None:
+    logprobs = torch.full((1, 1), math.log(ratio), requires_grad=True)
+    found = token_losses(logprobs, batch_of(0.0, advantage), clip=0.2, corrected=True)
+    found.sum().backward()
+    assert found.item() == pytest.approx(loss)
+    assert logprobs.grad is not None
+    assert logprobs.grad.item() == pytest.approx(slope)
+
+
+def test_uncorrected_samples_count_as_the_present_policys_own() -> None:
+    logprobs = torch.full((1, 1), -3.0, requires_grad=True)
+    found = token_losses(logprobs, batch_of(-0.1, 2.0), clip=0.2, corrected=False)
+    found.sum().backward()
+    assert found.item() == pytest.approx(-2.0)
+    assert logprobs.grad is not None
+    assert logprobs.grad.item() == pytest.approx(-2.0)
+
+
+def test_the_divergence_is_zero_for_equal_policies_and_unbiased_for_others() -> None:
+    policy = torch.distributions.Categorical(logits=torch.tensor([0.0, 1.0, 2.0]))
+    reference = torch.distributions.Categorical(logits=torch.tensor([1.0, 1.0, 0.0]))
+    every = torch.arange(3)
+    estimates = divergence(policy.log_prob(every), reference.log_prob(every))
+    assert (estimates >= 0).all()
+    expected = torch.distributions.kl_divergence(policy, reference)
+    torch.testing.assert_close((policy.probs * estimates).sum(), expected)
+    assert divergence(policy.log_prob(every), policy.log_prob(every)).abs().max() == 0

@@ -1,0 +1,163 @@
+"""Agent-Lightning's algorithm: samples from traces, the order of rollouts and weights, and a whole run."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("agentlightning", reason="agentlightning is not installed: pip install deepspeed-compress[agents]")
+
+from agentlightning import Triplet
+
+from deepspeed_compress.agents.grpo import Sample
+from deepspeed_compress.agents.learner import Learned
+from deepspeed_compress.errors import RolloutError
+from deepspeed_compress.integrations import agent_lightning
+from deepspeed_compress.integrations.agent_lightning import (
+    BatchFigures,
+    DeepSpeedAlgorithm,
+    Endpoint,
+    RolloutPlan,
+    samples_of,
+)
+
+
+def triplet(version: int = 3, reward: float | None = 1.0, **changes: Any) -> Triplet:
+    parts: dict[str, Any] = {
+        "prompt": {"token_ids": [1, 2]},
+        "response": {"token_ids": [3, 4], "logprobs": [{"logprob": -0.5}, {"logprob": -1.5}]},
+        "metadata": {"response": {"model": f"policy@{version}"}},
+    }
+    return Triplet(reward=reward, **{**parts, **changes})
+
+
+def test_the_last_reward_of_an_episode_counts_for_all_of_its_completions() -> None:
+    expected = Sample((1, 2), (3, 4), (-0.5, -1.5), 0.25, "task", 3)
+    found = samples_of([triplet(reward=None), triplet(reward=1.0), triplet(4, reward=0.25)], "task")
+    assert found == [expected, expected, replace(expected, version=4)]
+
+
+def test_an_episode_without_a_reward_has_no_samples() -> None:
+    assert samples_of([triplet(reward=None)], "task") == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"prompt": {"token_ids": []}},
+        {"response": {"token_ids": [3, 4]}},
+        {"response": {"token_ids": [], "logprobs": []}},
+        {"metadata": {"response": {"model": "policy"}}},
+    ],
+)
+def test_a_trace_without_tokens_log_probabilities_or_a_version_is_an_error(wrong: dict[str, Any]) -> None:
+    with pytest.raises(RolloutError, match=r"sampling_parameters|names no version"):
+        samples_of([triplet(**wrong)], "task")
+
+
+@dataclass
+class World:
+    """An endpoint, a store, runners, and a learner that note what they do."""
+
+    version: int = 1
+    served: int = 1
+    answers: int | None = None
+    """Version that answers; None for the one that is served."""
+
+    def __post_init__(self) -> None:
+        self.events: list[Any] = []
+        self.batches: dict[str, int] = {}
+        self.figures: list[BatchFigures] = []
+
+    async def add_resources(self, resources: Any) -> Any:
+        return SimpleNamespace(resources_id="r")
+
+    async def enqueue_many_rollouts(self, requests: Sequence[Any]) -> list[Any]:
+        self.events.append(("queued", self.served))
+        names = [f"{len(self.events)}/{index}" for index in range(len(requests))]
+        self.batches |= dict.fromkeys(names, self.served if self.answers is None else self.answers)
+        return [SimpleNamespace(rollout_id=name, input=one.input) for name, one in zip(names, requests, strict=True)]
+
+    async def wait_for_rollouts(self, rollout_ids: list[str], timeout: float) -> list[Any]:
+        return [SimpleNamespace(rollout_id=name, status="succeeded") for name in rollout_ids]
+
+    async def query_spans(self, rollout: str, attempt_id: str) -> Any:
+        return [triplet(self.batches[rollout])]
+
+    def adapt(self, spans: Any) -> Any:
+        return spans
+
+    def learn(self, samples: Sequence[Sample], version: int) -> Learned:
+        self.events.append(("learned", len(samples), version))
+        return Learned(1, 0.0, 1.0, 0.0)
+
+    def publish(self) -> int:
+        self.version += 1
+        return self.version
+
+
+def run(world: World, plan: RolloutPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the algorithm on one rank; the endpoint gets a version whenever it is asked."""
+
+    async def version(self: Endpoint) -> int:
+        world.served = min(world.served + 1, world.version)
+        return world.served
+
+    monkeypatch.setattr(Endpoint, "version", version)
+    monkeypatch.setattr(agent_lightning, "POLL_S", 0.0)
+    monkeypatch.setattr(agent_lightning, "_shared", lambda samples: samples)
+    algorithm = DeepSpeedAlgorithm(
+        world, world.publish, world.version, Endpoint("http://nowhere"), plan, world.figures.append
+    )
+    algorithm.set_store(world)
+    algorithm.set_adapter(world)
+    asyncio.run(algorithm.run([{"first": 1}, {"first": 2}, {"first": 3}]))
+
+
+@pytest.mark.parametrize("behind", [0, 1, 3])
+def test_rollouts_are_never_further_behind_than_allowed(behind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, plan = World(), RolloutPlan(6, tasks=2, episodes=3, behind=behind)
+    run(world, plan, monkeypatch)
+    learned = [event for event in world.events if event[0] == "learned"]
+    queued = [event for event in world.events if event[0] == "queued"]
+    assert [event[1:] for event in learned] == [(6, version) for version in range(1, 7)]
+    assert len(queued) == 6
+    assert all(figures.outdated == 0 for figures in world.figures)
+    # So many batches are queued before the policy learns from the first one.
+    assert world.events.index(learned[0]) == behind + 1
+    for batch, (_, served) in enumerate(queued):
+        assert served >= batch + 1 - behind
+    assert all(later[1] >= former[1] for former, later in pairwise(queued))
+
+
+def test_samples_that_are_too_far_behind_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(version=5, served=5, answers=4)
+    with pytest.raises(RolloutError, match="6 samples are more than 0 versions behind"):
+        run(world, RolloutPlan(1, tasks=2, episodes=3), monkeypatch)
+    assert not world.figures
+
+
+def test_training_without_tasks_is_refused() -> None:
+    algorithm = DeepSpeedAlgorithm(None, lambda: 0, 0, Endpoint("http://nowhere"), RolloutPlan(1))
+    with pytest.raises(RolloutError, match="there are no tasks"):
+        asyncio.run(algorithm.run([]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("behind", [0, 1])
+def test_a_whole_run_with_agent_lightnings_own_trainer_store_and_runners(tmp_path: Any, behind: int) -> None:
+    from launch.train_agents import main
+
+    output = tmp_path / "run"
+    main(["--output-dir", str(output), "--supervised-steps", "20", "--batches", "3", "--behind", str(behind)])
+    rows = [json.loads(line) for line in (output / "figures.jsonl").read_text().splitlines()]
+    assert [row["number"] for row in rows] == [1, 2, 3]
+    assert [row["version"] for row in rows] == [2, 3, 4]
+    assert all(row["samples"] == 64 and row["failed"] == row["outdated"] == 0 for row in rows)
+    assert all(row["learned"]["lag"] <= behind for row in rows)
+    assert (output / "reward.png").stat().st_size > 1000
