@@ -135,7 +135,7 @@ def draw(rows: Sequence[Row], file: Path) -> None:
     figure = Figure(figsize=(4.6 * len(types), 1.1 + 0.3 * tallest), layout="constrained", facecolor="white")
     for axes, gpu in zip(figure.subplots(1, len(types), squeeze=False)[0], types, strict=True):
         _draw_panel(axes, gpu, [row for row in rows if row.gpu == gpu])
-    figure.savefig(file, dpi=110)
+    figure.savefig(file, dpi=85)
 
 
 def _draw_panel(axes: Any, gpu: str, rows: Sequence[Row]) -> None:
