@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from deepspeed_compress.planner.search import Candidate, Job, Plan
@@ -22,29 +23,32 @@ GAIN = 0.05
 _SIZE = (9.0, 4.6)
 _DPI = 110
 _INK = "#1f2328"
-_COLOURS = dict(zip(KINDS, (GREY, *COLOURS), strict=False))
-_PARTS: Mapping[str, str] = {
-    "compute": COLOURS[0],
-    "memory": "#76a5af",
-    "launch": "#cfe2f3",
-    "bubble": "#ffe599",
-    "NVLink": "#38761d",
-    "xGMI": "#38761d",
-    "PCIe": "#38761d",
-    "network": "#e69138",
-}
+_COLOURS = MappingProxyType(dict(zip(KINDS, (GREY, *COLOURS), strict=False)))
+_PARTS = MappingProxyType(
+    {
+        "compute": COLOURS[0],
+        "memory": "#76a5af",
+        "launch": "#cfe2f3",
+        "bubble": "#ffe599",
+        "NVLink": "#38761d",
+        "xGMI": "#38761d",
+        "PCIe": "#38761d",
+        "network": "#e69138",
+    }
+)
 """Colors by kind of term."""
 
 
 def draw_all(plan: Plan, job: Job, directory: Path) -> Iterator[Path]:
-    """Write the pictures of a plan into `directory`, and yield their paths."""
+    """Write the pictures of a plan into `directory`, and yield their paths. A single node has no network to draw."""
     directory.mkdir(parents=True, exist_ok=True)
     yield draw_layouts(plan, job, directory / "layouts.png")
     yield draw_steps(plan.candidates[:BEST], job, directory / "steps.png")
     sizes = over_gpus(job, sizes_of(job.cluster.per_node))
     yield draw_scaling(sizes, job, directory / "scaling.png")
-    rates = over_network(job, [rate * 1e9 / 8 for rate in RATES])
-    yield draw_network(rates, job, directory / "network.png")
+    if job.cluster.nodes > 1:
+        rates = over_network(job, [rate * 1e9 / 8 for rate in RATES])
+        yield draw_network(rates, job, directory / "network.png")
 
 
 def sizes_of(per_node: int) -> list[int]:
@@ -134,7 +138,7 @@ def draw_steps(candidates: Sequence[Candidate], job: Job, file: Path) -> Path:
 def draw_scaling(sweep: Sweep, job: Job, file: Path) -> Path:
     """Draw tokens per second and GPU over the number of GPUs. Additional tokens do not count."""
     figure, axes = _figure()
-    for name, found in sweep.items():
+    for name, found in _found(sweep):
         rates = [one.prediction.rate / (1 + one.extra) / gpus for gpus, one in found.items()]
         axes.plot(list(found), rates, "o-", color=_COLOURS[name], markersize=4, label=name)
     sizes = sorted({int(gpus) for found in sweep.values() for gpus in found})
@@ -153,7 +157,7 @@ def draw_scaling(sweep: Sweep, job: Job, file: Path) -> Path:
 def draw_network(sweep: Sweep, job: Job, file: Path) -> Path:
     """Draw the seconds of the best step over the rate of a node, with the rate below which each setting pays."""
     figure, axes = _figure()
-    for (name, found), colour in zip(sweep.items(), (GREY, *COLOURS), strict=False):
+    for (name, found), colour in zip(_found(sweep), (GREY, *COLOURS), strict=False):
         rates, seconds = [rate * 8e-9 for rate in found], [one.prediction.seconds for one in found.values()]
         label = name + _worth(sweep, name)
         axes.plot(rates, seconds, "o-", color=colour, markersize=4, label=label)
@@ -166,6 +170,11 @@ def draw_network(sweep: Sweep, job: Job, file: Path) -> Path:
     axes.set_ylabel("seconds of the best step")
     style_axes(axes, f"{job.model.name} on {job.cluster.gpus:,} {job.cluster.gpu.name}, {_batch(job)}")
     return _save(figure, file)
+
+
+def _found(sweep: Sweep) -> list[tuple[str, Mapping[float, Candidate]]]:
+    """Return the settings for which any layout fits; a single node has no islands, for example."""
+    return [(name, found) for name, found in sweep.items() if found]
 
 
 def paying_rate(sweep: Sweep, name: str) -> float | None:

@@ -79,6 +79,15 @@ def test_pictures_are_drawn(
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
 
 
+def test_a_single_node_has_no_picture_of_its_network(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(plan_cluster_plots, "LARGEST", 8)
+    assert plan(model, "--gpus", "8xA100", "--plot", f"{tmp_path}/pictures") == 0
+    assert {file.stem for file in (tmp_path / "pictures").iterdir()} == {"layouts", "steps", "scaling"}
+
+
 def test_the_pareto_front_has_less_memory_or_fewer_days() -> None:
     found = search(job("16xA100", "10gbit", LLAMA_1B, batch=64)).fitting
     front = list(plan_cluster_plots.pareto_front(found))
