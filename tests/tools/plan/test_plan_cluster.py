@@ -73,7 +73,7 @@ def test_pictures_are_drawn(
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(plan_cluster_plots, "RATES", (1, 100))
     monkeypatch.setattr(plan_cluster_plots, "LARGEST", 16)
-    assert plan(model, "--plot", f"{tmp_path}/pictures") == 0
+    assert plan(model, "--batch", "32", "--plot", f"{tmp_path}/pictures") == 0
     files = [tmp_path / "pictures" / f"{name}.png" for name in ("layouts", "steps", "scaling", "network")]
     assert capsys.readouterr().out.splitlines()[-4:] == list(map(str, files))
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
@@ -84,7 +84,7 @@ def test_a_single_node_has_no_picture_of_its_network(
 ) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(plan_cluster_plots, "LARGEST", 8)
-    assert plan(model, "--gpus", "8xA100", "--plot", f"{tmp_path}/pictures") == 0
+    assert plan(model, "--batch", "32", "--gpus", "8xA100", "--plot", f"{tmp_path}/pictures") == 0
     assert {file.stem for file in (tmp_path / "pictures").iterdir()} == {"layouts", "steps", "scaling"}
 
 
