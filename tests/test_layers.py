@@ -208,7 +208,8 @@ TABLE = {
     "tools.plan": allow(
         "config errors policy tools.plan_cluster tools.plan_islands tools.plots", lazily="matplotlib rich"
     ),
-    "tools.plan_cluster": allow("config errors planner", lazily="rich"),
+    "tools.plan_cluster": allow("config errors planner tools.plan_cluster_plots tools.plots", lazily="rich"),
+    "tools.plan_cluster_plots": allow("planner tools.plots", lazily="matplotlib"),
     "tools.plan_islands": allow("config errors", lazily="models rich"),
     "tools.line_files": allow("errors tools.outputs.printable", lazily="rich"),
     "tools.run_checks": allow("tools.line_files"),

@@ -8,5 +8,6 @@ are ranked::
         -> schedule: pipeline and overlap -> seconds of a step
         -> memory, learning -> predict: Prediction
     layouts: all layouts, and why others are refused -> search: ranking -> files: configuration and command
+    sweep: the ranking on other numbers of GPUs and other networks, by setting of compression
     published, calibration: the same prediction for published runs, to fit the constants and to know the error
 """

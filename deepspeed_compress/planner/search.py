@@ -53,12 +53,14 @@ class Plan:
     Attributes:
         candidates: The best layout of each kind that the program can start, fastest first.
         others: The same for layouts that only Megatron can start.
+        fitting: All candidates that the program can start and that fit into memory, in no order.
         considered: Number of predicted layouts.
         refused: Number of refused layouts by reason.
     """
 
     candidates: tuple[Candidate, ...]
     others: tuple[Candidate, ...]
+    fitting: tuple[Candidate, ...]
     considered: int
     refused: Counter[str]
 
@@ -133,8 +135,12 @@ def search(job: Job) -> Plan:
         considered += len(variants)
         found += [variant for variant in variants if variant.verdict != "does not fit"]
     best = _best_of_each_kind(found)
-    startable, others = ([one for one in best if (one.layout.engine == job.engine) is own] for own in (True, False))
-    return Plan(tuple(startable), tuple(others), considered, layouts.refused)
+    others = tuple(one for one in best if one.layout.engine != job.engine)
+    return Plan(_startable(best, job), others, _startable(found, job), considered, layouts.refused)
+
+
+def _startable(found: Iterable[Candidate], job: Job) -> tuple[Candidate, ...]:
+    return tuple(one for one in found if one.layout.engine == job.engine)
 
 
 def _fitting(job: Job, layouts: Layouts, predictors: dict[str, Predictor]) -> Iterator[Layout]:

@@ -172,6 +172,8 @@ def _add_cluster_arguments(subjects: Any) -> None:
     cluster.add_argument("--explain", metavar="N|LAYOUT", help=what)
     what = "write ds_config.json and launch.sh of the best layout to DIR"
     cluster.add_argument("--output", type=Path, metavar="DIR", help=what)
+    what = "draw layouts, steps, other numbers of GPUs and other networks as PNG files in DIR"
+    cluster.add_argument("--plot", type=Path, metavar="DIR", help=what)
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,6 +16,8 @@ from deepspeed_compress.planner.model import read_model
 from deepspeed_compress.planner.predict import Prediction
 from deepspeed_compress.planner.search import Candidate, Job, Plan, search, turns
 from deepspeed_compress.planner.software import SOFTWARE
+from deepspeed_compress.tools.plan_cluster_plots import draw_all
+from deepspeed_compress.tools.plots import check_plotting
 
 SHOWN, OTHERS = 10, 3
 """Rows of the table: layouts that the program can start, and layouts that only Megatron can."""
@@ -27,10 +29,12 @@ b1x16 is the micro-batch and their number; g4, w4 are bits of gradients, weights
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the best layouts, explain one of them, or write the files of the best. Return the exit code."""
+    """Print the best layouts or explain one of them, write the files of the best, draw. Return the exit code."""
     job = _job(options)
     if options.output is not None and job.engine == "megatron":
         raise ConfigError("--output: Megatron reads no ds_config.json; leave it out, or write --software deepspeed")
+    if options.plot is not None:
+        check_plotting("--plot")
     plan = search(job)
     if not plan.candidates:
         _print_refused(plan)
@@ -44,6 +48,8 @@ def run(options: argparse.Namespace) -> int:
         _explain(_chosen(plan, options.explain), plan, job)
     if options.output is not None:
         _write(plan.recommended, job, options)
+    if options.plot is not None:
+        print(*draw_all(plan, job, options.plot), sep="\n")
     return 0
 
 

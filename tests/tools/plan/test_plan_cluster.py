@@ -1,3 +1,4 @@
+import itertools
 import json
 from pathlib import Path
 
@@ -5,7 +6,10 @@ import pytest
 
 from deepspeed_compress.cli import main
 from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.planner.search import search
+from deepspeed_compress.tools import plan_cluster_plots
 from deepspeed_compress.tools.plan_cluster import read_batch, read_count
+from tests.planner.jobs import LLAMA_1B, job
 
 LLAMA = {"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32}
 LLAMA |= {"num_key_value_heads": 8, "intermediate_size": 8192, "vocab_size": 32000}
@@ -61,6 +65,35 @@ def test_a_model_that_fits_nowhere_is_refused(model: str, capsys: pytest.Capture
     captured = capsys.readouterr()
     assert "does not fit into memory" in captured.out
     assert "no layout of" in captured.err
+
+
+def test_pictures_are_drawn(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(plan_cluster_plots, "RATES", (1, 100))
+    monkeypatch.setattr(plan_cluster_plots, "LARGEST", 16)
+    assert plan(model, "--batch", "32", "--plot", f"{tmp_path}/pictures") == 0
+    files = [tmp_path / "pictures" / f"{name}.png" for name in ("layouts", "steps", "scaling", "network")]
+    assert capsys.readouterr().out.splitlines()[-4:] == list(map(str, files))
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
+
+
+def test_a_single_node_has_no_picture_of_its_network(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(plan_cluster_plots, "LARGEST", 8)
+    assert plan(model, "--batch", "32", "--gpus", "8xA100", "--plot", f"{tmp_path}/pictures") == 0
+    assert {file.stem for file in (tmp_path / "pictures").iterdir()} == {"layouts", "steps", "scaling"}
+
+
+def test_the_pareto_front_has_less_memory_or_fewer_days() -> None:
+    found = search(job("16xA100", "10gbit", LLAMA_1B, batch=64)).fitting
+    front = list(plan_cluster_plots.pareto_front(found))
+    assert front[-1].days == min(one.days for one in found)
+    assert all(a.days > b.days for a, b in itertools.pairwise(front))
+    assert front[0].prediction.memory.total == min(one.prediction.memory.total for one in found)
 
 
 def test_batches_are_sequences_or_tokens() -> None:

@@ -1,0 +1,90 @@
+"""Best layouts with each setting of compression, over numbers of GPUs and over rates of the network."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from deepspeed_compress.planner.layout import Layout
+from deepspeed_compress.planner.search import Candidate, Job, search
+
+Sweep = Mapping[str, Mapping[float, Candidate]]
+"""Best candidate by setting and by the figure that varies. Figures for which nothing fits are missing."""
+
+
+def is_plain(layout: Layout) -> bool:
+    """Return True if nothing is compressed, and there are no islands."""
+    return not layout.compressed
+
+
+def is_compressed(layout: Layout) -> bool:
+    """Return True if gradients or weights are compressed, without islands."""
+    return layout.compressed and layout.islands == 1
+
+
+def has_islands(layout: Layout) -> bool:
+    """Return True if groups of replicas train independently between exchanges."""
+    return layout.islands > 1
+
+
+def has_8_bits(layout: Layout) -> bool:
+    """Return True if gradients have 8 bits, and weights, too, where they are gathered."""
+    return layout.gradient_bits == 8 and _gathers(layout, 8)
+
+
+def has_4_bits(layout: Layout) -> bool:
+    """Return True if gradients have 4 bits, and weights, too, where they are gathered."""
+    return layout.gradient_bits == 4 and _gathers(layout, 4)
+
+
+def has_3_bits(layout: Layout) -> bool:
+    """Return True if gradients have 3 bits, and weights 4 where they are gathered."""
+    return layout.gradient_bits == 3 and _gathers(layout, 4)
+
+
+def _gathers(layout: Layout, bits: int) -> bool:
+    return layout.weight_bits == (bits if layout.zero and not layout.shard_within else 0)
+
+
+Setting = Callable[[Layout], bool]
+KINDS: Mapping[str, Setting] = MappingProxyType(
+    {"uncompressed": is_plain, "compressed": is_compressed, "islands": has_islands}
+)
+"""What a job would have to start differently."""
+BITS: Mapping[str, Setting] = MappingProxyType(
+    {
+        "uncompressed": is_plain,
+        "8 bits": has_8_bits,
+        "4 bits": has_4_bits,
+        "3 bits, weights 4": has_3_bits,
+        "islands": has_islands,
+    }
+)
+"""Bits in both directions: gradients, and gathered weights."""
+
+
+def best(found: Iterable[Candidate], settings: Mapping[str, Setting]) -> dict[str, Candidate]:
+    """Return the candidate with the fewest days for each setting that any of them has."""
+    fastest: dict[str, Candidate] = {}
+    for one in sorted(found, key=lambda one: one.days):
+        for name, has in settings.items():
+            if has(one.layout):
+                fastest.setdefault(name, one)
+    return fastest
+
+
+def over_gpus(job: Job, counts: Iterable[int], settings: Mapping[str, Setting] = KINDS) -> Sweep:
+    """Return the best candidates of the same job on other numbers of GPUs."""
+    return _sweep({count: replace(job, cluster=replace(job.cluster, gpus=count)) for count in counts}, settings)
+
+
+def over_network(job: Job, rates: Iterable[float], settings: Mapping[str, Setting] = BITS) -> Sweep:
+    """Return the best candidates with nodes that send `rates` bytes per second."""
+    return _sweep({rate: replace(job, cluster=replace(job.cluster, network=rate)) for rate in rates}, settings)
+
+
+def _sweep(jobs: Mapping[float, Job], settings: Mapping[str, Setting]) -> Sweep:
+    found: dict[str, dict[float, Candidate]] = {name: {} for name in settings}
+    for figure, job in jobs.items():
+        for name, one in best(search(job).fitting, settings).items():
+            found[name][figure] = one
+    return found

@@ -1,0 +1,217 @@
+"""Pictures of ``ds-compress plan cluster``: layouts, their steps, and other sizes and networks of the cluster."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from deepspeed_compress.planner.search import Candidate, Job, Plan
+from deepspeed_compress.planner.sweep import KINDS, Sweep, best, over_gpus, over_network
+from deepspeed_compress.tools.plots import COLOURS, GREY, Label, label_points, plain_decades, style_axes
+
+BEST = 10
+"""Layouts whose steps are shown."""
+SLOWEST = 3.0
+"""Factor of the fewest days beyond which layouts are not shown in the picture of all."""
+LARGEST = 10_240
+"""GPUs up to which nodes are doubled."""
+RATES = (1, 2, 5, 10, 20, 50, 100, 200, 400, 800, 1600)
+"""Gbit/s of a node."""
+GAIN = 0.05
+"""Relative gain from which compression is said to pay, which is the difference that a prediction can see."""
+_SIZE = (9.0, 4.6)
+_DPI = 110
+_INK = "#1f2328"
+_COLOURS = MappingProxyType(dict(zip(KINDS, (GREY, *COLOURS), strict=False)))
+_PARTS = MappingProxyType(
+    {
+        "compute": COLOURS[0],
+        "memory": "#76a5af",
+        "launch": "#cfe2f3",
+        "bubble": "#ffe599",
+        "NVLink": "#38761d",
+        "xGMI": "#38761d",
+        "PCIe": "#38761d",
+        "network": "#e69138",
+    }
+)
+"""Colors by kind of term."""
+
+
+def draw_all(plan: Plan, job: Job, directory: Path) -> Iterator[Path]:
+    """Write the pictures of a plan into `directory`, and yield their paths. A single node has no network to draw."""
+    directory.mkdir(parents=True, exist_ok=True)
+    yield draw_layouts(plan, job, directory / "layouts.png")
+    yield draw_steps(plan.candidates[:BEST], job, directory / "steps.png")
+    sizes = over_gpus(job, sizes_of(job.cluster.per_node))
+    yield draw_scaling(sizes, job, directory / "scaling.png")
+    if job.cluster.nodes > 1:
+        rates = over_network(job, [rate * 1e9 / 8 for rate in RATES])
+        yield draw_network(rates, job, directory / "network.png")
+
+
+def sizes_of(per_node: int) -> list[int]:
+    """Return numbers of GPUs: nodes are doubled up to `LARGEST` GPUs."""
+    return [per_node * 2**power for power in range(32) if per_node * 2**power <= LARGEST]
+
+
+def draw_layouts(plan: Plan, job: Job, file: Path) -> Path:
+    """Draw days over memory of all layouts that fit, with the Pareto front and the names of the best."""
+    figure, axes = _figure()
+    for name, has in KINDS.items():
+        points = [_point(one) for one in plan.fitting if has(one.layout)]
+        if points:
+            axes.plot(*zip(*points, strict=True), "o", color=_COLOURS[name], markersize=3, alpha=0.5, label=name)
+    front = list(pareto_front(plan.fitting))
+    axes.plot(*_steps(front), color=_INK, linewidth=1, label="Pareto front")
+    axes.axvline(job.cluster.gpu.memory / 1e9, color=COLOURS[3], linewidth=1, linestyle=":", label="memory of a GPU")
+    fewest = front[-1].days
+    axes.set_ylim(0, SLOWEST * fewest)
+    axes.set_xlabel("memory of a GPU in GB")
+    axes.set_ylabel("days of the run")
+    style_axes(axes, f"Layouts of {_title(job)}")
+    axes.legend(frameon=False, fontsize=8, ncols=5, loc="lower right", bbox_to_anchor=(1, 1.04))
+    figure.canvas.draw()
+    label_points(axes, [Label(str(one.layout), *_point(one)) for one in _named(plan, front)])
+    _outline(axes.texts)
+    return _save(figure, file)
+
+
+def pareto_front(found: Sequence[Candidate]) -> Iterator[Candidate]:
+    """Yield the candidates that no other one beats in both memory and days, from the least memory."""
+    days = float("inf")
+    for one in sorted(found, key=_point):
+        if one.days < days:
+            days = one.days
+            yield one
+
+
+def _point(candidate: Candidate) -> tuple[float, float]:
+    """Return gigabytes and days."""
+    return candidate.prediction.memory.total / 1e9, candidate.days
+
+
+def _steps(front: Sequence[Candidate]) -> tuple[list[float], list[float]]:
+    """Return the corners of the line along the front."""
+    points = [_point(one) for one in front]
+    corners = [(after[0], before[1]) for before, after in itertools.pairwise(points)]
+    line = sorted([*points, *corners], key=lambda point: (point[0], -point[1]))
+    return [x for x, _ in line], [y for _, y in line]
+
+
+def _named(plan: Plan, front: Sequence[Candidate]) -> list[Candidate]:
+    """Return the best of each kind, and the smallest of the front that is shown."""
+    smallest = next(one for one in front if one.days < SLOWEST * front[-1].days)
+    return list({one.layout: one for one in (*best(plan.fitting, KINDS).values(), smallest)}.values())
+
+
+def _outline(texts: Sequence[Any]) -> None:
+    """Give texts a white outline, so that they can be read on top of points."""
+    from matplotlib.patheffects import withStroke
+
+    for text in texts:
+        text.set_path_effects([withStroke(linewidth=3, foreground="white")])
+
+
+def draw_steps(candidates: Sequence[Candidate], job: Job, file: Path) -> Path:
+    """Draw a bar for the step of each candidate, divided by what takes the time. Hidden messages have no part."""
+    figure, axes = _figure()
+    names = [str(one.layout) for one in candidates]
+    left = [0.0] * len(names)
+    for kind, colour in _PARTS.items():
+        seconds = [one.prediction.share(kind) * one.prediction.seconds for one in candidates]
+        if any(seconds):
+            axes.barh(names, seconds, 0.7, left, color=colour, label=kind)
+            left = [start + width for start, width in zip(left, seconds, strict=True)]
+    for place, total in enumerate(left):
+        axes.annotate(f"{total:.3g}", (total, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
+    axes.set_xlim(0, 1.08 * max(left))
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds of a step")
+    style_axes(axes, f"Best layouts of {_title(job)}, fewest days first")
+    axes.grid(visible=False, axis="y")
+    axes.legend(frameon=False, fontsize=8, ncols=len(_PARTS), loc="lower right", bbox_to_anchor=(1, 1.04))
+    return _save(figure, file)
+
+
+def draw_scaling(sweep: Sweep, job: Job, file: Path) -> Path:
+    """Draw tokens per second and GPU over the number of GPUs. Additional tokens do not count."""
+    figure, axes = _figure()
+    for name, found in _found(sweep):
+        rates = [one.prediction.rate / (1 + one.extra) / gpus for gpus, one in found.items()]
+        axes.plot(list(found), rates, "o-", color=_COLOURS[name], markersize=4, label=name)
+    sizes = sorted({int(gpus) for found in sweep.values() for gpus in found})
+    axes.set_xscale("log")
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    axes.set_xticks([], minor=True)
+    axes.set_ylim(0)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.set_xlabel(f"{job.cluster.gpu.name} GPUs")
+    axes.set_ylabel("tokens/s per GPU")
+    network = f"{job.cluster.network * 8e-9:g} Gbit/s per node"
+    style_axes(axes, f"{job.model.name}, best layout at each size, {network}, always {_batch(job)}")
+    return _save(figure, file)
+
+
+def draw_network(sweep: Sweep, job: Job, file: Path) -> Path:
+    """Draw the seconds of the best step over the rate of a node, with the rate below which each setting pays."""
+    figure, axes = _figure()
+    for (name, found), colour in zip(_found(sweep), (GREY, *COLOURS), strict=False):
+        rates, seconds = [rate * 8e-9 for rate in found], [one.prediction.seconds for one in found.values()]
+        label = name + _worth(sweep, name)
+        axes.plot(rates, seconds, "o-", color=colour, markersize=4, label=label)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
+    axes.tick_params(axis="y", which="minor", labelsize=8)
+    plain_decades(axes, (0.9 * RATES[0], 1.1 * RATES[-1]))
+    axes.set_xlabel("Gbit/s per node")
+    axes.set_ylabel("seconds of the best step")
+    style_axes(axes, f"{job.model.name} on {job.cluster.gpus:,} {job.cluster.gpu.name}, {_batch(job)}")
+    return _save(figure, file)
+
+
+def _found(sweep: Sweep) -> list[tuple[str, Mapping[float, Candidate]]]:
+    """Return the settings for which any layout fits; a single node has no islands, for example."""
+    return [(name, found) for name, found in sweep.items() if found]
+
+
+def paying_rate(sweep: Sweep, name: str) -> float | None:
+    """Return the highest rate at which a setting takes `GAIN` less time than no compression, or None."""
+    plain = sweep["uncompressed"]
+    pays = (
+        rate
+        for rate, one in sweep[name].items()
+        if rate in plain and one.prediction.seconds <= (1 - GAIN) * plain[rate].prediction.seconds
+    )
+    return max(pays, default=None)
+
+
+def _worth(sweep: Sweep, name: str) -> str:
+    rate = paying_rate(sweep, name)
+    if name == "uncompressed":
+        return ""
+    return ": never pays" if rate is None else f": pays up to {rate * 8e-9:g} Gbit/s"
+
+
+def _title(job: Job) -> str:
+    return f"{job.model.name} on {job.cluster}"
+
+
+def _batch(job: Job) -> str:
+    return f"{job.batch:,} sequences of {job.seq:,} tokens per step"
+
+
+def _figure() -> tuple[Any, Any]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=_SIZE, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure, figure.add_subplot()
+
+
+def _save(figure: Any, file: Path) -> Path:
+    figure.savefig(file, dpi=_DPI)
+    return file
