@@ -19,7 +19,7 @@ class Command:
 
     Attributes:
         name: Name of the subcommand.
-        summary: What it does.
+        summary: One line that says what it does.
         examples: Examples of its use.
         arguments: Function that adds its options to a parser.
         run: Function that takes the parsed options and returns the exit code.

@@ -67,7 +67,7 @@ class Layout:
 
     @property
     def compressed(self) -> bool:
-        """Whether any message is compressed."""
+        """True if any message is compressed."""
         return bool(self.gradient_bits or self.weight_bits or self.islands > 1)
 
     def __str__(self) -> str:

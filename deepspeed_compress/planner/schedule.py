@@ -38,7 +38,7 @@ class MicroBatch:
 
     Attributes:
         layer: Forward and backward of a layer.
-        again: What backward computes again in a layer.
+        again: Work that backward repeats in a layer.
         head: Forward and backward of the head.
         layers: Layers of the stage.
         heads: Share of the head on the stage.

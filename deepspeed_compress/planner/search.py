@@ -77,7 +77,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is planned: a model, a cluster, a batch of sequences, and the tokens of the run."""
+    """Job that is planned: a model, a cluster, a batch of sequences, and the tokens of the run."""
 
     cluster: Cluster
     model: Model
@@ -190,7 +190,7 @@ class Turn:
     """Change of the cluster from which on another layout wins.
 
     Attributes:
-        what: What changes.
+        what: Description of the change.
         factor: Factor by which it must change.
     """
 

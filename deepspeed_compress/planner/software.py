@@ -1,4 +1,4 @@
-"""What a training program adds to the arithmetic of a model: memory traffic, kernels, and work of the CPU."""
+"""Costs that a training program adds to the arithmetic of a model: memory traffic, kernels, and work of the CPU."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

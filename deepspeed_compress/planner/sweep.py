@@ -49,7 +49,7 @@ Setting = Callable[[Layout], bool]
 KINDS: Mapping[str, Setting] = MappingProxyType(
     {"uncompressed": is_plain, "compressed": is_compressed, "islands": has_islands}
 )
-"""What a job would have to start differently."""
+"""Kinds of layouts: a job chooses one before its start, and cannot change it."""
 BITS: Mapping[str, Setting] = MappingProxyType(
     {
         "uncompressed": is_plain,

@@ -8,8 +8,8 @@ class Term:
     """Part of the seconds of a step.
 
     Attributes:
-        name: What takes the time.
-        kind: What would have to be faster: "compute", "memory", "launch", "bubble", or the name of a link.
+        name: Name of the work or message.
+        kind: Resource that limits it: "compute", "memory", "launch", "bubble", or the name of a link.
         seconds: Seconds that the step becomes longer by.
         busy: Seconds that the resource works, of which `busy - seconds` are hidden behind computation.
         inside: Bytes that a rank sends in a step to others in its node.

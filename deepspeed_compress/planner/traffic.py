@@ -24,7 +24,7 @@ class Traffic:
     """Messages of one kind in a step.
 
     Attributes:
-        name: What is sent.
+        name: Name of what is sent.
         message: Cost of all of them.
         window: Computation behind which they may hide.
         coding: Seconds of the kernels that compress and decompress.

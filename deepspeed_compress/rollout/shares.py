@@ -34,7 +34,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank has written of a version.
+    """Part of a version that one rank has written.
 
     Attributes:
         shapes: shapes of the whole tensors of its slices, by name.

@@ -64,7 +64,7 @@ def make(workload: Workload, contender: Contender, optimizer: Optimizer = CONSTA
     """Create the contender on this rank.
 
     Args:
-        workload: What to compute.
+        workload: Model and batch to compute.
         contender: Contender to create.
         optimizer: Optimizer of a contender that DeepSpeed does not train.
         start: Number of dense steps of such a contender, as in `Peer`.
