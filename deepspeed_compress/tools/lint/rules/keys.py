@@ -62,6 +62,7 @@ _NEARLY = 0.9
 _MANY, _SHOWN = 10, 8
 _KEYS_OF_OURS = frozenset(
     {
+        "activations",
         "adaptive",
         "auto",
         "checkpointing",
@@ -75,6 +76,7 @@ _KEYS_OF_OURS = frozenset(
         "ownership",
         "parallelism",
         "preset",
+        "rollout",
         "schedule",
         "seed",
         "weights",
