@@ -154,7 +154,8 @@ def test_a_whole_run_with_agent_lightnings_own_trainer_store_and_runners(tmp_pat
     from launch.train_agents import main
 
     output = tmp_path / "run"
-    main(["--output-dir", str(output), "--supervised-steps", "20", "--batches", "3", "--behind", str(behind)])
+    sizes = ["--supervised-steps", "20", "--batches", "3", "--tasks", "8"]
+    main(["--output-dir", str(output), *sizes, "--behind", str(behind)])
     rows = [json.loads(line) for line in (output / "figures.jsonl").read_text().splitlines()]
     assert [row["number"] for row in rows] == [1, 2, 3]
     assert [row["version"] for row in rows] == [2, 3, 4]
