@@ -22,13 +22,13 @@ class Message(BaseModel):
     """A message of a conversation."""
 
     role: str
-    content: str
+    content: str = Field(max_length=1 << 20)
 
 
 class ChatRequest(BaseModel):
     """The part of OpenAI's request for a chat completion that the endpoint heeds; other fields are ignored."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=1000)
     max_tokens: int = Field(64, ge=1, le=32768)
     max_completion_tokens: int | None = Field(None, ge=1, le=32768)
     temperature: float = Field(1.0, ge=0)
@@ -85,12 +85,19 @@ class _Service:
         prompt = self._prompt(request.messages)
         if not prompt:
             raise HTTPException(400, "the messages contain no token of the model's vocabulary")
+        self._check_length(len(prompt) + request.sampling.max_tokens)
         futures = [self._policy.submit(prompt, request.sampling) for _ in range(request.n)]
         try:
             answers = await asyncio.gather(*map(asyncio.wrap_future, futures))
         except RolloutError as error:
             raise HTTPException(503, f"the weights cannot be updated: {error}") from error
         return self._response(prompt, answers)
+
+    def _check_length(self, tokens: int) -> None:
+        """Refuse positions that the model does not have: on a GPU, they would end the process."""
+        longest = self._policy.longest
+        if longest is not None and tokens > longest:
+            raise HTTPException(400, f"prompt and completion have up to {tokens} tokens (allowed: {longest})")
 
     def _prompt(self, messages: list[Message]) -> list[int]:
         if self._tokenizer.chat_template is None:

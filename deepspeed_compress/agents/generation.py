@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are sampled; requests with equal settings share a batch.
+    """Settings of sampling. Requests with equal ones share a batch.
 
     Attributes:
         max_tokens: largest number of tokens in a completion.

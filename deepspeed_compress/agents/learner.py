@@ -21,7 +21,7 @@ from deepspeed_compress.agents.grpo import (
 
 @dataclass(frozen=True)
 class LearnerSettings:
-    """How a policy learns.
+    """Settings of a learner.
 
     Attributes:
         clip: largest distance from 1 of an importance ratio that is rewarded.

@@ -58,6 +58,8 @@ class Policy:
         self._waiting: queue.SimpleQueue[_Request] = queue.SimpleQueue()
         self._kept: list[_Request] = []
         self._stopped = threading.Event()
+        self.longest: int | None = getattr(model.config, "max_position_embeddings", None)
+        """Largest number of tokens of a prompt and its completion; None if positions have no limit, as with ALiBi."""
         self.version = update()
         """Version of the weights that sample now."""
         self._thread = threading.Thread(target=self._serve, name="policy", daemon=True)

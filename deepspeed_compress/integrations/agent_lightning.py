@@ -116,7 +116,7 @@ class _Queued:
     """Group of each rollout, by its id."""
 
 
-class DeepSpeedAlgorithm(Algorithm):  # type: ignore[misc]
+class DeepSpeedAlgorithm(Algorithm):  # type: ignore[misc]  # Agent-Lightning has no types
     """Trains the policy of an agent by GRPO.
 
     The first rank passes it to Agent-Lightning's `Trainer`; the other ranks call `follow`.
@@ -150,6 +150,8 @@ class DeepSpeedAlgorithm(Algorithm):  # type: ignore[misc]
         self._learner, self._publish, self._version = learner, publish, version
         self._endpoint, self._plan, self._report = endpoint, plan, report
         self._order = random.Random(plan.seed)
+        self._learning = False
+        """True while all ranks learn, and if that has failed."""
 
     @property
     def leads(self) -> bool:
@@ -179,7 +181,9 @@ class DeepSpeedAlgorithm(Algorithm):  # type: ignore[misc]
                     waiting.append(await self._queue(tasks, f"{number}.{len(waiting)}"))
                 await self._take(number, waiting.popleft())
         finally:
-            await asyncio.to_thread(_shared, None)
+            # If learning has failed, the others have left, or wait for something else.
+            if not self._learning:
+                await asyncio.to_thread(_shared, None)
 
     def _tasks(self, dataset: Dataset[Any]) -> Iterator[Any]:
         """Yield all tasks in random order, again and again."""
@@ -188,9 +192,22 @@ class DeepSpeedAlgorithm(Algorithm):  # type: ignore[misc]
                 yield dataset[index]
 
     async def _served(self, version: int) -> None:
-        """Wait until the endpoint answers with weights of `version` or newer."""
-        while await self._endpoint.version() < version:
+        """Wait until the endpoint answers with weights of `version` or newer. It may start later than training."""
+        until, problem = time.monotonic() + self._plan.timeout_s, ""
+        while time.monotonic() < until:
+            try:
+                served = await self._endpoint.version()
+            except httpx.TransportError as error:
+                problem = f"it cannot be reached ({type(error).__name__})"
+            else:
+                if served >= version:
+                    return
+                problem = f"it has version {served}"
             await asyncio.sleep(POLL_S)
+        raise RolloutError(
+            f"the endpoint {self._endpoint.url} has not received version {version} in {self._plan.timeout_s:g} "
+            f"seconds: {problem}"
+        )
 
     async def _queue(self, tasks: Iterator[Any], name: str) -> _Queued:
         """Queue the rollouts of a batch."""
@@ -218,7 +235,8 @@ class DeepSpeedAlgorithm(Algorithm):  # type: ignore[misc]
         if not samples:
             raise RolloutError(
                 f"batch {number} has no samples: {len(finished) - len(succeeded)} of {len(finished)} rollouts failed, "
-                f"and {len(sampled)} samples are more than {self._plan.behind} versions behind"
+                f"and {len(sampled)} samples are more than {self._plan.behind} versions behind. Rollouts that succeed "
+                "without samples have no trace of a completion, or no reward: check the runners' tracer"
             )
         learned = await asyncio.to_thread(self._lead, samples)
         self._report(
@@ -250,12 +268,15 @@ class DeepSpeedAlgorithm(Algorithm):  # type: ignore[misc]
 
     async def _samples(self, rollout: str, group: str) -> list[Sample]:
         spans = await self.get_store().query_spans(rollout, attempt_id="latest")
-        return samples_of(self.get_adapter().adapt(spans), group)
+        return samples_of(self.get_adapter().adapt(spans), group, self._endpoint.model)
 
     def _lead(self, samples: Sequence[Sample]) -> Learned:
         """Pass `samples` to all ranks, and learn from them together."""
+        self._learning = True
         _shared(samples)
-        return self._learn(samples)
+        learned = self._learn(samples)
+        self._learning = False
+        return learned
 
     def _learn(self, samples: Sequence[Sample]) -> Learned:
         """Learn from `samples`, and publish the new weights. Collective."""
@@ -264,15 +285,23 @@ class DeepSpeedAlgorithm(Algorithm):  # type: ignore[misc]
         return learned
 
 
-def samples_of(triplets: Iterable[Triplet], group: str) -> list[Sample]:
+def samples_of(triplets: Iterable[Triplet], group: str, policy: str) -> list[Sample]:
     """Return the samples of one rollout, whose last reward counts for all of its completions.
+
+    Completions of other models than `policy`, which an agent may use too, are left out.
 
     Raises:
         RolloutError: if a trace has no token ids, log-probabilities, or version.
     """
     episode = list(triplets)
     rewards = [one.reward for one in episode if one.reward is not None]
-    return [_sample(one, rewards[-1], group) for one in episode] if rewards else []
+    own = [one for one in episode if _model(one).partition("@")[0] == policy]
+    return [_sample(one, rewards[-1], group) for one in own] if rewards else []
+
+
+def _model(triplet: Triplet) -> str:
+    """Return the name of the model that a response names."""
+    return str(triplet.metadata["response"]["model"])
 
 
 def _sample(triplet: Triplet, reward: float, group: str) -> Sample:
@@ -283,9 +312,8 @@ def _sample(triplet: Triplet, reward: float, group: str) -> Sample:
             "the trace of a completion has no token ids or log-probabilities: agents must ask the endpoint with the "
             "resource's sampling_parameters (logprobs=True), and through the traced OpenAI client"
         )
-    model = str(triplet.metadata["response"]["model"])
-    name, _, version = model.rpartition("@")
-    if not name:
+    model, _, version = _model(triplet).partition("@")
+    if not version.isdecimal():
         raise RolloutError(f"the model {model!r} of a response names no version: use the endpoint of this package")
     chosen = tuple(one["logprob"] for one in logprobs)
     return Sample(tuple(prompt), tuple(completion), chosen, reward, group, int(version))

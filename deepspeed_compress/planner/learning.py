@@ -1,4 +1,4 @@
-"""How much longer a run must be: critical batch size, and what compression and islands cost in loss.
+"""Additional tokens that a run needs: critical batch size, and the cost of compression and islands in loss.
 
 A gap in loss becomes a share of additional tokens by the slope of the loss curve of 2203.15556 (Chinchilla, approach
 3), at the run's own sizes: at 20 tokens per parameter, 0.1 % of the loss are about 2.5 % of the tokens.

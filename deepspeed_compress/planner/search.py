@@ -200,14 +200,19 @@ class Turn:
 
 _CHANGES: Mapping[str, Callable[[Cluster, float], Cluster]] = {
     "the network": lambda cluster, factor: replace(cluster, network=cluster.network * factor),
-    "links inside nodes": lambda cluster, factor: _with_gpu(cluster, link_rate=cluster.gpu.link_rate * factor),
-    "matrix products": lambda cluster, factor: _with_gpu(cluster, peak=cluster.gpu.peak * factor),
-    "memory": lambda cluster, factor: _with_gpu(cluster, memory_rate=cluster.gpu.memory_rate * factor),
+    "links inside nodes": lambda cluster, factor: _with_gpu(cluster, link_rate=factor),
+    "matrix products": lambda cluster, factor: _with_gpu(cluster, peak=factor),
+    "memory": lambda cluster, factor: _with_gpu(cluster, memory_rate=factor),
 }
 
 
-def _with_gpu(cluster: Cluster, **rates: float) -> Cluster:
-    return replace(cluster, gpu=replace(cluster.gpu, **rates))  # type: ignore[arg-type]
+def _with_gpu(cluster: Cluster, link_rate: float = 1.0, peak: float = 1.0, memory_rate: float = 1.0) -> Cluster:
+    """Return `cluster` with the rates of its GPUs multiplied by these factors."""
+    gpu = cluster.gpu
+    faster = replace(
+        gpu, link_rate=gpu.link_rate * link_rate, peak=gpu.peak * peak, memory_rate=gpu.memory_rate * memory_rate
+    )
+    return replace(cluster, gpu=faster)
 
 
 def turns(job: Job, first: Layout, second: Layout) -> Iterator[Turn]:

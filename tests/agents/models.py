@@ -1,37 +1,14 @@
-"""A small model and a tokenizer with a token for each character of sums."""
+"""The smallest model and the tokenizer of the example with sums."""
 
 from typing import Any
 
-import torch
+from launch.agents.sums import END, PAD, make_model, make_tokenizer
 
-CHARACTERS = "0123456789+="
-PAD, END = len(CHARACTERS), len(CHARACTERS) + 1
+__all__ = ["END", "PAD", "network", "tokenizer"]
 
-
-def tokenizer() -> Any:
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {character: number for number, character in enumerate(CHARACTERS)} | {"<pad>": PAD, "<end>": END}
-    plain = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    plain.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    return PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", eos_token="<end>", padding_side="left")
+tokenizer = make_tokenizer
 
 
-def network(seed: int = 0) -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(seed)
-    config = GPT2Config(
-        vocab_size=len(CHARACTERS) + 2,
-        n_positions=32,
-        n_embd=32,
-        n_layer=2,
-        n_head=2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=END,
-        eos_token_id=END,
-    )
-    return GPT2LMHeadModel(config).eval()
+def network() -> Any:
+    """Return a model for sequences of up to 20 tokens."""
+    return make_model(0, width=32, layers=2).eval()

@@ -179,6 +179,13 @@ def test_requests_need_the_secret(header: dict[str, str]) -> None:
     assert client("secret").get("/version", headers={"Authorization": "Bearer secret"}).status_code == 200
 
 
+def test_positions_that_the_model_does_not_have_are_refused() -> None:
+    request = {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 17}
+    refused = client().post("/v1/chat/completions", json=request)
+    assert refused.status_code == 400
+    assert "up to 21 tokens (allowed: 20)" in refused.json()["detail"]
+
+
 @pytest.mark.parametrize("wrong", [{"messages": []}, {"max_tokens": 0}, {"temperature": -1}, {"n": 1000}])
 def test_malformed_requests_are_refused(wrong: dict[str, Any]) -> None:
     request = {"messages": [{"role": "user", "content": "1+1="}], **wrong}

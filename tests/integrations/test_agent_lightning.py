@@ -1,6 +1,7 @@
 """Agent-Lightning's algorithm: samples from traces, the order of rollouts and weights, and a whole run."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -38,12 +39,12 @@ def triplet(version: int = 3, reward: float | None = 1.0, **changes: Any) -> Tri
 
 def test_the_last_reward_of_an_episode_counts_for_all_of_its_completions() -> None:
     expected = Sample((1, 2), (3, 4), (-0.5, -1.5), 0.25, "task", 3)
-    found = samples_of([triplet(reward=None), triplet(reward=1.0), triplet(4, reward=0.25)], "task")
+    found = samples_of([triplet(reward=None), triplet(reward=1.0), triplet(4, reward=0.25)], "task", "policy")
     assert found == [expected, expected, replace(expected, version=4)]
 
 
 def test_an_episode_without_a_reward_has_no_samples() -> None:
-    assert samples_of([triplet(reward=None)], "task") == []
+    assert samples_of([triplet(reward=None)], "task", "policy") == []
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,12 @@ def test_an_episode_without_a_reward_has_no_samples() -> None:
 )
 def test_a_trace_without_tokens_log_probabilities_or_a_version_is_an_error(wrong: dict[str, Any]) -> None:
     with pytest.raises(RolloutError, match=r"sampling_parameters|names no version"):
-        samples_of([triplet(**wrong)], "task")
+        samples_of([triplet(**wrong)], "task", "policy")
+
+
+def test_completions_of_other_models_are_left_out() -> None:
+    judge = triplet(prompt={"token_ids": []}, metadata={"response": {"model": "judge-2026"}})
+    assert samples_of([triplet(), judge], "task", "policy") == samples_of([triplet()], "task", "policy")
 
 
 @dataclass
@@ -101,8 +107,12 @@ class World:
         return self.version
 
 
-def run(world: World, plan: RolloutPlan, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the algorithm on one rank; the endpoint gets a version whenever it is asked."""
+def run(world: World, plan: RolloutPlan, monkeypatch: pytest.MonkeyPatch, told: list[Any] | None = None) -> None:
+    """Run the algorithm on one rank; the endpoint gets a version whenever it is asked.
+
+    Samples for the other ranks, and None at the end, go to `told`.
+    """
+    passed = [] if told is None else told
 
     async def version(self: Endpoint) -> int:
         world.served = min(world.served + 1, world.version)
@@ -110,7 +120,7 @@ def run(world: World, plan: RolloutPlan, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(Endpoint, "version", version)
     monkeypatch.setattr(agent_lightning, "POLL_S", 0.0)
-    monkeypatch.setattr(agent_lightning, "_shared", lambda samples: samples)
+    monkeypatch.setattr(agent_lightning, "_shared", passed.append)
     algorithm = DeepSpeedAlgorithm(
         world, world.publish, world.version, Endpoint("http://nowhere"), plan, world.figures.append
     )
@@ -140,6 +150,30 @@ def test_samples_that_are_too_far_behind_are_dropped(monkeypatch: pytest.MonkeyP
     with pytest.raises(RolloutError, match="6 samples are more than 0 versions behind"):
         run(world, RolloutPlan(1, tasks=2, episodes=3), monkeypatch)
     assert not world.figures
+
+
+@pytest.mark.parametrize("failing", [True, False])
+def test_an_end_is_told_to_the_other_ranks_unless_they_have_failed_too(
+    failing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, told = World(), []
+
+    def learn(samples: Sequence[Sample], version: int) -> Learned:
+        if failing:
+            raise RolloutError("the disk is full")
+        return Learned(1, 0.0, 1.0, 0.0)
+
+    world.learn = learn
+    with contextlib.suppress(RolloutError):
+        run(world, RolloutPlan(1, tasks=1, episodes=1), monkeypatch, told)
+    assert [samples is None for samples in told] == ([False] if failing else [False, True])
+
+
+def test_an_endpoint_that_never_gets_the_weights_is_an_error() -> None:
+    plan = RolloutPlan(1, timeout_s=0.2)
+    algorithm = DeepSpeedAlgorithm(None, lambda: 0, 1, Endpoint("http://127.0.0.1:9"), plan)
+    with pytest.raises(RolloutError, match=r"has not received version 1 .* cannot be reached"):
+        asyncio.run(algorithm._served(1))
 
 
 def test_training_without_tasks_is_refused() -> None:

@@ -100,6 +100,7 @@ class SharedInput:
     def _first(self, x: Tensor) -> _Reading:
         # Autograd keeps the sum, so it must not refer to tensors.
         readers: set[int] = set()
+        # PyTorch gives `apply` no types.
         replaced = SumGradient.apply(x, _SumForReaders(self.total, self.meter, readers))  # type: ignore[no-untyped-call]
         return _Reading(x, x._version, readers, replaced)
 

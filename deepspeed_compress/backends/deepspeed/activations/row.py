@@ -73,6 +73,7 @@ class RowHooks(LayerHooks):
         self.restore(layer)
         if output is None:
             return None
+        # PyTorch gives `apply` no types.
         total: Tensor = SumOutput.apply(output, self._total)  # type: ignore[no-untyped-call]
         return total if layer.bias is None else total + layer.bias
 
