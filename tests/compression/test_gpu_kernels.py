@@ -355,6 +355,7 @@ def check_hadamard(device: torch.device, count: int, height: int, width: int) ->
     assert_same(own, expected)
 
 
+@SAMPLED
 @pytest.mark.parametrize("shape", [(3, 32, 32), (9, 8, 16), (1, 64, 64), (5, 1, 2), (7, 1, 1), (1, 128, 128)])
 def test_hadamard_matches_the_cpu_kernels(run: Runner, shape: tuple[int, int, int]) -> None:
     run(check_hadamard, *shape)

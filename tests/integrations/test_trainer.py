@@ -134,6 +134,7 @@ def loading_trainer(saved: str, job: Job) -> Trainer:
     return Trainer(model, args, data_collator=collate, train_dataset=sentences(48), eval_dataset=sentences(8))
 
 
+@pytest.mark.slow(3)
 def test_a_model_that_is_loaded_for_zero_3_is_sharded_within_nodes_and_islands(tmp_path: Path) -> None:
     """Only the first rank of the job reads weights, so those of the second part come from the first."""
     network("gpt2").save_pretrained(tmp_path / "saved")

@@ -276,6 +276,7 @@ def goes_on_alone(rank: int, job: Job, ports: list[int], directories: list[str],
     return goes_on(rank, job, ports, directories, version, marks)
 
 
+@pytest.mark.slow(3)
 def test_an_island_without_checkpoint_or_anchor_joins_the_others_later(tmp_path: Path) -> None:
     third = come_back(goes_on_alone, 2, 3, tmp_path, timeout="2 s")[2]
     assert third[0] == []
