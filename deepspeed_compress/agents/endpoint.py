@@ -26,7 +26,7 @@ class Message(BaseModel):
 
 
 class ChatRequest(BaseModel):
-    """The part of OpenAI's request for a chat completion that the endpoint heeds; other fields are ignored."""
+    """The fields of an OpenAI chat-completion request that the endpoint reads. Other fields are ignored."""
 
     messages: list[Message] = Field(min_length=1, max_length=1000)
     max_tokens: int = Field(64, ge=1, le=32768)

@@ -241,7 +241,7 @@ def test_megatron_checks_gradients_before_they_are_reduced() -> None:
         assert ours == alone
 
 
-def clear_in_vain(rank: int) -> list[str]:
+def repeat_an_iteration(rank: int) -> list[str]:
     """Return the cases in which a repeated iteration leaves a trace."""
     start()
     wrong = []
@@ -258,7 +258,7 @@ def clear_in_vain(rank: int) -> list[str]:
 
 
 def test_an_iteration_that_is_repeated_leaves_no_trace() -> None:
-    assert run_forks(2, clear_in_vain) == [[]] * 2
+    assert run_forks(2, repeat_an_iteration) == [[]] * 2
 
 
 def resume(rank: int, directory: str, given: Mapping[str, Any]) -> list[tuple[bool, bool]]:

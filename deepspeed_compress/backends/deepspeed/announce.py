@@ -43,7 +43,7 @@ def warn_of_uncompressed(engine: Any, ds_config: Mapping[str, Any]) -> None:
         warnings.warn(text, CompressWarning, stacklevel=4)
 
 
-def warn_of_unheeded_type(engine: Any, config: CompressConfig, dtype: torch.dtype) -> None:
+def warn_of_ignored_type(engine: Any, config: CompressConfig, dtype: torch.dtype) -> None:
     """Warn if `communication_data_type` has no effect.
 
     Sums are computed in fp32 whatever the file says; uncompressed elements are sent in `dtype`.

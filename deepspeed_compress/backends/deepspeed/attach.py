@@ -18,7 +18,7 @@ from deepspeed_compress.backends.deepspeed.announce import (
     announce,
     warn_of_single_rank_hosts,
     warn_of_uncounted,
-    warn_of_unheeded_type,
+    warn_of_ignored_type,
 )
 from deepspeed_compress.backends.deepspeed.engine_target import EngineTarget, describe, find_parameters
 from deepspeed_compress.backends.deepspeed.gradients.zero_0 import attach_zero_0
@@ -152,7 +152,7 @@ def _attach(target: EngineTarget, patches: Patches) -> None:
     if target.node is not None:
         equalize_weights(engine, target.node)
     parameters = find_parameters(target)
-    warn_of_unheeded_type(engine, config, parameters.dtype)
+    warn_of_ignored_type(engine, config, parameters.dtype)
     parts = make_parts(describe(target, parameters), patches)
     if target.island is not None:
         patches.on_undo(partial(stay_apart, engine, target.island))
