@@ -98,7 +98,7 @@ def test_check_shows_the_resolved_section(write, capsys: pytest.CaptureFixture[s
     assert f"warning: /{SECTION}/seed" in out
 
 
-def test_check_marks_what_the_preset_has_written(write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_marks_the_keys_of_the_preset(write, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", write({"preset": "auto", "weights": {"bits": 8}}, zero_optimization={"stage": 2})]) == 0
     lines = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if "│" in line]
     origins = {key.strip(): origin.strip() for key, _, origin in lines}

@@ -144,7 +144,7 @@ def test_no_example_is_overlooked() -> None:
 
 
 @pytest.mark.parametrize("example", named(NOT_RUN))
-def test_what_is_not_run_says_why(example: Example) -> None:
+def test_examples_that_do_not_run_give_a_reason(example: Example) -> None:
     for reason in example.reasons:
         file = reason.removeprefix(RUN_BY)
         assert reason in REASONS or (file != reason and (ROOT / file).is_file()), f"{example.id}: {reason}"
@@ -164,7 +164,7 @@ def commands(example: Example) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("example", named([one for one in NOT_RUN if one.language == "bash"]))
-def test_what_is_not_run_names_what_exists(example: Example) -> None:
+def test_examples_that_do_not_run_name_existing_files(example: Example) -> None:
     for words in commands(example):
         modules = [word for option, word in pairwise(words) if option in ("-m", "--module")]
         ours = [name for name in modules if name.split(".")[0] in ("deepspeed_compress", "launch", "tests")]
@@ -174,7 +174,7 @@ def test_what_is_not_run_names_what_exists(example: Example) -> None:
 
 
 @pytest.mark.parametrize("example", named([one for one in NOT_RUN if one.language == "bash"]))
-def test_what_is_not_run_has_options_that_exist(example: Example, capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_that_do_not_run_use_existing_options(example: Example, capsys: pytest.CaptureFixture[str]) -> None:
     for words in commands(example):
         if words[0] == "ds-compress":
             names = list(takewhile(lambda word: re.fullmatch(r"[a-z]+", word), words[1:3]))

@@ -116,7 +116,7 @@ def test_a_dry_run_prints_the_command(script: str, settings: dict[str, str], com
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_help_says_what_to_change(script: str) -> None:
+def test_help_lists_the_settings(script: str) -> None:
     process = start(script, ["--help"])
     assert process.returncode == 0
     assert "CONFIG   one of configs/" in process.stdout
@@ -146,7 +146,7 @@ def test_nothing_starts_without_a_configuration(script: str, arguments: tuple[st
         ("slurm", {"SLURM_JOB_ID": ""}, "this is not a Slurm job"),
     ],
 )
-def test_what_is_missing_is_said(script: str, settings: dict[str, str], message: str) -> None:
+def test_missing_arguments_are_reported(script: str, settings: dict[str, str], message: str) -> None:
     process = start(script, GIVEN, settings)
     assert process.returncode == 2
     assert message in process.stderr
@@ -218,7 +218,7 @@ def test_the_quickstart_trains_three_times_through_a_link(checkout: Checkout) ->
     assert "noise" in (checkout.root / "runs/quickstart/100mbit/int4.log").read_text()
 
 
-def test_the_quickstart_says_where_there_is_no_link(checkout: Checkout) -> None:
+def test_the_quickstart_reports_a_missing_link(checkout: Checkout) -> None:
     assert "no link of 100 Mbit/s here: no tc here" in checkout.start(link=False)
     assert [call.split()[0] for call in checkout.calls("train_gpt.py")] == ["torchrun"] * 3
     assert "no network" in checkout.calls("time_to_loss")[0]

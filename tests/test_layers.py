@@ -320,7 +320,7 @@ def imports_in(module: Path) -> set[Import]:
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: str(module.relative_to(ROOT)))
-def test_a_module_imports_what_its_part_may(module: Path) -> None:
+def test_a_module_imports_only_allowed_parts(module: Path) -> None:
     part = part_of(module)
     missing = violations(part, imports_in(module))
     assert missing == [], (
@@ -331,7 +331,7 @@ def test_a_module_imports_what_its_part_may(module: Path) -> None:
 
 
 @pytest.mark.parametrize("part", sorted({part_of(module) for module in MODULES}))
-def test_a_row_allows_what_its_part_uses(part: str) -> None:
+def test_a_row_allows_only_imports_in_use(part: str) -> None:
     used = {one.target for module in MODULES if part_of(module) == part for one in imports_in(module)}
     allowed = TABLE[part].ours | TABLE[part].others
     unused = {name for name in allowed if not any(within(target, frozenset({name})) for target in used)}

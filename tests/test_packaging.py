@@ -69,7 +69,7 @@ def _pip(directory: Path, python: str, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_both_archives_hold_what_the_package_needs(installed: Installed) -> None:
+def test_both_archives_contain_all_files_of_the_package(installed: Installed) -> None:
     kinds = {"py", "cpp", "h", "json"}
     files = [file for kind in kinds for file in (ROOT / "deepspeed_compress").rglob(f"*.{kind}")]
     needed = {file.relative_to(ROOT).as_posix() for file in files}
@@ -88,7 +88,7 @@ def test_the_environment_is_small_and_has_no_torch(installed: Installed) -> None
 
 
 @pytest.mark.parametrize("name", ["initialize", "attach", "detach", "install"])
-def test_an_entry_point_says_what_to_install(installed: Installed, name: str) -> None:
+def test_an_entry_point_names_the_missing_extra(installed: Installed, name: str) -> None:
     done = installed.run("python", "-c", f"import deepspeed_compress; deepspeed_compress.{name}")
     assert done.returncode == 1
     assert 'pip install "deepspeed-compress[train]"' in done.stderr.splitlines()[-1]
@@ -131,7 +131,7 @@ def test_doctor(installed: Installed) -> None:
     assert "nothing-compressed" in done.stdout, done.stderr
 
 
-def test_a_command_that_needs_torch_says_what_to_install(installed: Installed) -> None:
+def test_a_command_that_needs_torch_names_the_missing_extra(installed: Installed) -> None:
     done = installed.run("ds-compress", "bench", "kernels", "--numel", "1M")
     assert done.returncode == 1
     assert 'pip install "deepspeed-compress[train]"' in done.stderr.splitlines()[-1]

@@ -20,11 +20,11 @@ def test_it_can_be_planted(bug: Bug) -> None:
 
 
 @pytest.mark.parametrize("bug", BUGS.values(), ids=BUGS)
-def test_the_tests_that_should_find_it_are_there(bug: Bug) -> None:
+def test_the_tests_that_should_find_it_exist(bug: Bug) -> None:
     assert [test for test in bug.tests if not (ROOT / "tests" / test).exists()] == []
 
 
-def test_a_text_that_is_not_there_once_is_an_error(tmp_path: Path) -> None:
+def test_a_text_that_does_not_occur_exactly_once_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("one\none\n")
     for old, count in (("one", 2), ("two", 0)):
         with pytest.raises(PlantError, match=f"a.py has {count} times, not once: {old}"):

@@ -27,17 +27,17 @@ def test_commits_take_turns() -> None:
     assert chosen == [processor_of(commit, ["avx2"]) for commit in COMMITS]
 
 
-def test_a_machine_without_avx2_does_not_compute_as_if_it_had_it() -> None:
+def test_a_machine_without_avx2_does_not_emulate_it() -> None:
     assert {processor_of(commit, []) for commit in COMMITS} == {"native", "default"}
 
 
 @pytest.mark.parametrize(("asked", "features"), [("avx2", []), ("avx9", ["avx2"]), ("", ["avx2"])])
-def test_what_this_machine_cannot_run_is_refused(asked: str, features: list[str]) -> None:
+def test_unavailable_processors_are_refused(asked: str, features: list[str]) -> None:
     with pytest.raises(ValueError, match=f"'{asked}' is neither of .*'default'"):
         processor_of(asked, features)
 
 
-def test_torch_computes_as_it_is_told() -> None:
+def test_torch_uses_the_selected_instructions() -> None:
     program = "import torch; print(torch.backends.cpu.get_cpu_capability())"
     for name in {processor_of(name, processor_features()) for name in COMMITS} - {"native"}:
         environment = os.environ | environment_of(name)

@@ -106,7 +106,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(deepspeed_compress._LOADED_ON_USE.keys() | deepspeed_compress._BACKENDS))
-def test_an_entry_point_without_torch_says_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_point_without_torch_names_the_missing_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(ImportError, match=r'needs torch.*pip install "deepspeed-compress\[train\]"'):
         getattr(deepspeed_compress, name)
@@ -164,7 +164,7 @@ def without_heavy(directory: Path, *arguments: str) -> subprocess.CompletedProce
         "schema",
     ],
 )
-def test_a_command_runs_without_what_trains(arguments: str, tmp_path: Path) -> None:
+def test_a_command_runs_without_training_packages(arguments: str, tmp_path: Path) -> None:
     ds_config = {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "deepspeed_compress": {}}
     (tmp_path / "ds.json").write_text(json.dumps(ds_config))
     long_run(tmp_path / "run", compressed=True)

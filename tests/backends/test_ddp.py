@@ -148,7 +148,7 @@ def conserve(rank: int, names: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_what_is_left_out_is_remembered_in_every_program(ranks: int) -> None:
+def test_error_feedback_keeps_all_gradients_in_every_program(ranks: int) -> None:
     assert run_forks(ranks, conserve, list(PROGRAMS)) == [[]] * ranks
 
 
@@ -187,7 +187,7 @@ def overflow(rank: int, scaled: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("scaled", [True, False])
-def test_a_step_that_is_left_out_leaves_no_trace(scaled: bool) -> None:
+def test_a_skipped_step_leaves_no_trace(scaled: bool) -> None:
     for found in run_forks(2, overflow, scaled):
         assert found["finite"] == [True, True, False, True, True]
         assert found["same"] == [True, True]
@@ -268,7 +268,7 @@ def resume(rank: int, directory: str, given: Mapping[str, Any]) -> tuple[bool, b
 @pytest.mark.parametrize(
     "given", [FOUR_BITS, STOCHASTIC, NO_FEEDBACK, LOW_RANK], ids=["int4", "random", "none", "rank"]
 )
-def test_a_resumed_run_is_as_if_it_had_not_stopped(tmp_path: Path, given: Mapping[str, Any]) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, given: Mapping[str, Any]) -> None:
     assert run_forks(2, resume, str(tmp_path), given) == [(True, True)] * 2
 
 
@@ -328,7 +328,7 @@ def remembered_by(rank: int, directory: str, saves: bool) -> list[float]:
     return list(found.values())
 
 
-def test_another_number_of_ranks_takes_over_the_sums(tmp_path: Path) -> None:
+def test_sums_of_residuals_survive_another_number_of_ranks(tmp_path: Path) -> None:
     saved = run_forks(3, remembered_by, str(tmp_path), True)
     loaded = run_forks(2, remembered_by, str(tmp_path), False)
     sums = [[sum(column) for column in zip(*ranks, strict=True)] for ranks in (saved, loaded)]
@@ -381,7 +381,7 @@ def replaced(rank: int, back: bool) -> list[str]:
 
 
 @pytest.mark.parametrize(("back", "times"), [(False, 1), (True, 0)])
-def test_an_optimizer_that_took_the_place_of_the_attached_one_is_told_of(back: bool, times: int) -> None:
+def test_a_replaced_optimizer_causes_a_warning(back: bool, times: int) -> None:
     assert [len(texts) for texts in run_forks(2, replaced, back)] == [times] * 2
 
 
@@ -507,7 +507,7 @@ MESSAGES = {
 }
 
 
-def test_what_cannot_be_right_is_refused_by_name() -> None:
+def test_unsupported_programs_are_refused_by_name() -> None:
     for found in run_forks(2, refusals):
         assert found.keys() == MESSAGES.keys()
         assert all(text in found[name] for name, text in MESSAGES.items())
@@ -574,7 +574,7 @@ LATE: Mapping[Callable[[], None], str] = {
 """Programs, and a part of the message that refuses each."""
 
 
-def test_what_is_seen_late_is_refused_by_name() -> None:
+def test_unsupported_programs_that_are_detected_late_are_refused_by_name() -> None:
     for texts in run_forks(2, late_refusals):
         for text, message in zip(texts, LATE.values(), strict=True):
             assert message in text
@@ -631,7 +631,7 @@ def announced(rank: int, monitor: Mapping[str, Any]) -> tuple[str, list[int]]:
     return written.getvalue(), [(one.bytes_sent, one.bytes_uncompressed) for one in figures]
 
 
-def test_the_first_rank_tells_what_is_compressed() -> None:
+def test_the_first_rank_announces_the_compression() -> None:
     (line, [(sent, alone)]), (other, _) = run_forks(2, announced, {})
     assert line.startswith("deepspeed_compress: gradients blockwise bits=4")
     assert "DDP, 2 data-parallel ranks; 8 of 8 parameters are compressed" in line
@@ -670,7 +670,7 @@ def copied(rank: int) -> list[list[float]]:
     return found
 
 
-def test_copies_and_pickles_leave_out_what_is_attached() -> None:
+def test_copies_and_pickles_exclude_the_attached_state() -> None:
     for copy_, saved in run_forks(2, copied):
         assert copy_ == saved
 
@@ -741,7 +741,7 @@ def not_an_optimizer(rank: int) -> str:
     return ""
 
 
-def test_what_cannot_be_followed_is_named() -> None:
+def test_an_object_that_is_not_an_optimizer_is_refused_by_type() -> None:
     [message] = run_forks(1, not_an_optimizer)
     assert "expected a torch optimizer, or a wrapper with one in its attribute `optimizer`, got object" in message
     assert "pass the torch optimizer" in message

@@ -263,13 +263,13 @@ def share(name: str) -> float:
 
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_what_is_left_out_is_remembered_in_every_program(ranks: int, part: int) -> None:
+def test_error_feedback_keeps_all_gradients_in_every_program(ranks: int, part: int) -> None:
     kept = [name for name in PROGRAMS if name != "clipping"]
     assert run_forks(ranks, conserve, kept[part::4]) == [[]] * ranks
 
 
 @pytest.mark.parametrize("part", range(2))
-def test_what_is_left_out_is_remembered_between_copies(part: int) -> None:
+def test_error_feedback_keeps_all_gradients_between_copies(part: int) -> None:
     assert run_forks(4, conserve, list(OF_FOUR)[part::2]) == [[]] * 4
 
 
@@ -309,7 +309,7 @@ def overflow(rank: int, scaled: bool, mesh: tuple[int, ...]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("ranks", "mesh"), [(2, ()), (4, HSDP)])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_a_step_that_is_left_out_leaves_no_trace(scaled: bool, ranks: int, mesh: tuple[int, ...]) -> None:
+def test_a_skipped_step_leaves_no_trace(scaled: bool, ranks: int, mesh: tuple[int, ...]) -> None:
     for found in run_forks(ranks, overflow, scaled, mesh):
         assert found["finite"] == [True, True, False, True, True]
         assert found["scales"] == ([8.0, 8.0, 4.0, 4.0, 4.0] if scaled else [])
@@ -374,7 +374,7 @@ def placed(parameter: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     "given", [FOUR_BITS, STOCHASTIC, NO_FEEDBACK, LOW_RANK], ids=["int4", "random", "none", "rank"]
 )
-def test_a_resumed_run_is_as_if_it_had_not_stopped(tmp_path: Path, given: Mapping[str, Any]) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, given: Mapping[str, Any]) -> None:
     assert run_forks(2, resume, str(tmp_path), given, Setting()) == [(True, True)] * 2
 
 
@@ -614,7 +614,7 @@ def gathered(rank: int, options: Mapping[str, Any], early: bool) -> dict[str, An
         (2, {"mp_policy": BF16}, False),
     ],
 )
-def test_weights_are_rounded_alike_everywhere_in_training_alone(
+def test_weights_are_rounded_equally_on_all_ranks_and_only_in_training(
     ranks: int, options: Mapping[str, Any], early: bool
 ) -> None:
     for found in run_forks(ranks, gathered, options, early):
@@ -693,7 +693,7 @@ MESSAGES = {
 }
 
 
-def test_what_cannot_be_right_is_refused_by_name() -> None:
+def test_unsupported_programs_are_refused_by_name() -> None:
     for found in run_forks(4, refusals):
         assert found.keys() == MESSAGES.keys()
         assert {name: found[name] for name, text in MESSAGES.items() if text not in found[name]} == {}
@@ -828,7 +828,7 @@ LATE = {
 }
 
 
-def test_what_is_seen_late_is_refused_by_name() -> None:
+def test_unsupported_programs_that_are_detected_late_are_refused_by_name() -> None:
     for texts in run_forks(4, late_refusals):
         assert [text for text, message in zip(texts, LATE.values(), strict=True) if message not in text] == []
 
@@ -889,7 +889,7 @@ def announced(rank: int) -> tuple[str, list[tuple[int, int, int]]]:
     return written.getvalue(), [(one.bytes_sent, one.bytes_uncompressed, one.bytes_weights) for one in figures]
 
 
-def test_the_first_rank_tells_what_is_compressed() -> None:
+def test_the_first_rank_announces_the_compression() -> None:
     (line, [seen]), (other, _) = run_forks(2, announced)
     assert "weights blockwise bits=8; FSDP2, 2 data-parallel ranks; 8 of 8 parameters are compressed" in line
     gradients_of = r"about ([\d,]+) bytes of gradients a step, uncompressed ([\d,]+) bytes"

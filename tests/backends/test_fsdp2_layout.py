@@ -20,7 +20,7 @@ def padded(shape: tuple[int, ...], ranks: int) -> int:
 
 @properties
 @given(shapes, st.integers(1, 5), st.booleans())
-def test_segments_are_what_torch_copies_there(found: list[tuple[int, ...]], ranks: int, whole: bool) -> None:
+def test_segments_match_the_copies_of_torch(found: list[tuple[int, ...]], ranks: int, whole: bool) -> None:
     gradients, first = [], 1
     for shape in found:
         # Every element has a number of its own, and padding is 0.

@@ -175,7 +175,7 @@ def conserve(rank: int, ranks: int) -> list[str]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_what_is_left_out_is_remembered(ranks: int) -> None:
+def test_error_feedback_keeps_all_gradients(ranks: int) -> None:
     assert run_forks(ranks, conserve, ranks) == [[]] * ranks
 
 
@@ -323,7 +323,7 @@ def go_on(run: Run) -> list[list[float]]:
         pytest.param(LOW_RANK, id="rank", marks=pytest.mark.slow),
     ],
 )
-def test_a_resumed_run_is_as_if_it_had_not_stopped(tmp_path: Path, given: Mapping[str, Any]) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, given: Mapping[str, Any]) -> None:
     assert run_forks(2, resume, str(tmp_path), given) == [[(True, True)] * 4] * 2
 
 
@@ -400,7 +400,7 @@ def remembered(rank: int, directory: str, saves: bool, own: bool) -> dict[str, f
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["beside", "own"])
-def test_another_number_of_ranks_takes_over_the_sums(tmp_path: Path, own: bool) -> None:
+def test_sums_of_residuals_survive_another_number_of_ranks(tmp_path: Path, own: bool) -> None:
     saved = run_forks(3, remembered, str(tmp_path), True, own)
     loaded = run_forks(2, remembered, str(tmp_path), False, own)
     sums = [{name: sum(rank[name] for rank in ranks) for name in ranks[0]} for ranks in (saved, loaded)]
@@ -611,7 +611,7 @@ def refusal(given: Mapping[str, Any], changed: Mapping[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_what_cannot_be_right_is_refused_by_name() -> None:
+def test_unsupported_programs_are_refused_by_name() -> None:
     messages = {name: text for name, (_, _, text) in REFUSED.items()}
     messages |= {"twice": "already attached", "another": "it is Linear", "optimizer": "its optimizer is AdamW"}
     for found in run_forks(2, refusals):

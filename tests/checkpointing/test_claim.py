@@ -45,7 +45,7 @@ def this_start_of_rank(rank: int) -> str:
     return this_start()
 
 
-def test_who_takes_waits_for_who_renames(tmp_path):
+def test_taking_a_directory_waits_for_a_rename_in_progress(tmp_path):
     old, new = Claim(tmp_path, OLD), Claim(tmp_path, NEW)
     old.take()
     with old.held():
@@ -66,7 +66,7 @@ def write_tensors(file: Path, claim: Claim) -> None:
 
 
 @pytest.mark.parametrize("write", [write_tensors, write_state])
-def test_what_is_late_is_not_written(tmp_path, write: Callable[[Path, Claim], None]):
+def test_a_late_process_writes_nothing(tmp_path, write: Callable[[Path, Claim], None]):
     old = Claim(tmp_path, OLD)
     Claim(tmp_path, NEW).take()
     before = set(tmp_path.iterdir())

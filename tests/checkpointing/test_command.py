@@ -41,7 +41,7 @@ def test_a_tag_is_shown_whole_in_a_narrow_window(tmp_path, capsys, monkeypatch):
     assert "global_step123456 " in capsys.readouterr().out.split("loads on")[0]
 
 
-def test_what_is_not_there_is_said(tmp_path, capsys):
+def test_missing_checkpoints_are_reported(tmp_path, capsys):
     assert main(["checkpoint", "list", str(tmp_path)]) == 1
     assert "contains no checkpoints" in capsys.readouterr().err
     write(save(tmp_path, 2))

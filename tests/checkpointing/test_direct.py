@@ -115,6 +115,6 @@ def test_a_rate(tmp_path: Path) -> None:
     assert time.monotonic() - begin >= 0.5
 
 
-def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_directory_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         DirectFile(tmp_path / "gone" / "file")

@@ -100,7 +100,7 @@ def test_the_newest_automatic_ones_are_kept_and_no_others_touched(tmp_path):
     assert half.place.is_dir()
 
 
-def test_what_latest_names_is_never_removed(tmp_path):
+def test_the_checkpoint_that_latest_names_is_never_removed(tmp_path):
     catalog.publish(write(save(tmp_path, 1, automatic=True)))
     for step in range(2, 5):
         write(save(tmp_path, step, automatic=True, latest=False))

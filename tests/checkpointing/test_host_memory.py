@@ -67,7 +67,7 @@ def test_a_rate_is_kept(tmp_path, receiver):
     assert time.monotonic() - begun > 0.3
 
 
-def test_what_is_not_of_the_job_or_does_not_fit_is_refused(tmp_path, receiver):
+def test_messages_of_other_jobs_and_oversized_ones_are_refused(tmp_path, receiver):
     place, one = listed(tmp_path)
     destination = Destination("127.0.0.1", receiver.port, KEY)
     with pytest.raises(StateError, match="another job"):
@@ -184,7 +184,7 @@ def test_an_address_that_others_can_reach():
     assert own_address("127.0.0.1") == "127.0.0.1"
 
 
-def test_a_job_is_its_directory_and_memory_is_this_users_alone(tmp_path, monkeypatch):
+def test_a_job_is_identified_by_its_directory_and_memory_is_private(tmp_path, monkeypatch):
     monkeypatch.setenv(ENVIRONMENT, str(tmp_path / "memory"))
     job = job_name(tmp_path / "disk")
     assert job == job_name(tmp_path / "disk") != job_name(tmp_path / "other")
@@ -209,7 +209,7 @@ def test_all_other_tags_are_removed(tmp_path):
     assert [place.name for place in tmp_path.iterdir()] == ["global_step2"]
 
 
-def test_the_newest_two_stay_and_what_is_not_at_its_end():
+def test_the_newest_two_written_tags_and_later_ones_are_kept():
     catalog = MemoryCatalog(copies=False)
     for number in range(1, 6):
         assert not catalog.begin(number, str(number))
@@ -248,7 +248,7 @@ def test_a_failure_is_news_once_and_after_a_success():
     assert catalog.mark_failed(5, False)
 
 
-def test_hosts_get_what_their_ranks_read_and_no_more(tmp_path):
+def test_hosts_receive_only_the_files_that_their_ranks_read(tmp_path):
     def of(rank: int, *names: str) -> FileList:
         return FileList(1, "run", 1, 4, rank, 3, True, dict.fromkeys(names, (1, "")))
 

@@ -26,7 +26,7 @@ def written(directory: Path, *steps: int) -> None:
         catalog.publish(write(save(directory, step, automatic=True)))
 
 
-def test_a_link_is_no_checkpoint_and_what_it_names_stays(tmp_path: Path) -> None:
+def test_a_link_is_not_a_checkpoint_and_its_target_is_kept(tmp_path: Path) -> None:
     written(tmp_path, 1, 2, 3)
     (tmp_path / "best").symlink_to("global_step1")
     (tmp_path / "newest").symlink_to(tmp_path / "global_step3")
@@ -61,7 +61,7 @@ def test_the_directory_and_latest_may_be_links(tmp_path: Path) -> None:
     assert ((tmp_path / "named").read_text(), latest_tag(link)) == ("global_step3", "global_step4")
 
 
-def test_links_in_the_memory_of_a_host_are_left_alone(tmp_path: Path) -> None:
+def test_links_in_the_memory_of_a_host_are_kept(tmp_path: Path) -> None:
     memory, other = tmp_path / "memory", tmp_path / "other"
     written(memory, 1)
     written(other, 7)

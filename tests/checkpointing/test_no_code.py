@@ -42,7 +42,7 @@ def test_a_weight_that_names_a_function_is_refused_and_nothing_runs(tmp_path: Pa
     assert made.exists(), "the payload would have run"
 
 
-def test_what_deepspeed_notes_beside_a_weight_is_read(tmp_path: Path) -> None:
+def test_deepspeeds_attributes_of_a_weight_are_read(tmp_path: Path) -> None:
     shape = SubparamShape(["x"], (2, 3), 0)
     file = saved(tmp_path / "zero" / "h.0.attn.c_attn.weight", torch.zeros(2, 6), **{SUB_PARAM_SHAPE: shape})
     assert list(engine_universal._differences(file, "w", (2, 6))) == []

@@ -68,7 +68,7 @@ def test_the_processes_of_a_host_share_its_rate(environment, share, monkeypatch)
     assert pace.rate == 25e6 / share
 
 
-def test_there_is_no_limiter_without_a_cap() -> None:
+def test_no_limiter_without_a_maximum_rate() -> None:
     assert make_pace(Communication()) is None
 
 

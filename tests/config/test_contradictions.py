@@ -215,7 +215,7 @@ NOTHING = {"gradients": {"method": "none"}}
         ),
     ],
 )
-def test_what_cannot_be_attached_to_is_found_in_the_file(
+def test_settings_that_attach_refuses_are_found_in_the_file(
     section: dict[str, Any], native: dict[str, Any], pointer: str
 ) -> None:
     [problem] = find_problems({**native, SECTION: section})
@@ -224,7 +224,7 @@ def test_what_cannot_be_attached_to_is_found_in_the_file(
     assert find_problems({**native, SECTION: NOTHING}) == []
 
 
-def test_it_is_found_beside_a_section_that_is_wrong() -> None:
+def test_such_settings_are_found_even_if_the_section_is_wrong() -> None:
     found = find_problems({**zero(zero_quantized_gradients=True), SECTION: {"typo": 1}})
     assert [problem.pointer for problem in found] == [
         f"/{SECTION}/typo",
@@ -246,7 +246,7 @@ def test_it_is_found_beside_a_section_that_is_wrong() -> None:
         ({}, zero(stage=1) | optimizer("Muon")),
     ],
 )
-def test_what_can_be_attached_to_passes(section: dict[str, Any], native: dict[str, Any]) -> None:
+def test_supported_settings_pass(section: dict[str, Any], native: dict[str, Any]) -> None:
     assert find_problems({**native, SECTION: section}) == []
 
 
@@ -264,7 +264,7 @@ ELASTIC_ISLANDS = {"elastic": {"rendezvous": "head.example.org:29400"}}
 
 
 @pytest.mark.parametrize("islands", [JOB_ISLANDS, ELASTIC_ISLANDS])
-def test_no_island_goes_back_to_a_checkpoint_alone(islands: dict[str, Any]) -> None:
+def test_islands_cannot_roll_back_to_a_checkpoint_individually(islands: dict[str, Any]) -> None:
     section = {"gradients": {"bits": 4}, "islands": islands, "adaptive": {}, "guard": {"rollback": {}}}
     assert find_problems({SECTION: section}) == []
     [problem] = find_problems({SECTION: {**section, "guard": {"rollback": {"checkpoint": True}}}})
@@ -302,7 +302,7 @@ def test_islands_need_masters_they_know(native: dict[str, Any], place: str | Non
         ),
     ],
 )
-def test_what_knows_one_island_alone_is_not_for_islands_of_a_job(native: dict[str, Any], place: str) -> None:
+def test_features_that_see_only_one_island_are_refused_for_islands_of_a_job(native: dict[str, Any], place: str) -> None:
     sections = ({"gradients": {"method": "none"}, "islands": islands} for islands in (JOB_ISLANDS, ELASTIC_ISLANDS))
     job, elastic = (find_problems({**native, SECTION: section}) for section in sections)
     assert [problem.pointer for problem in job] == [place]

@@ -34,7 +34,7 @@ def test_forms(text: str, expected: str) -> None:
     assert text == expected
 
 
-def test_what_is_not_finite_is_null_in_json() -> None:
+def test_values_that_are_not_finite_are_null_in_json() -> None:
     assert numbers.finite({"a": [math.inf, 1.0], "b": {"c": math.nan, "d": "x"}}) == {
         "a": [None, 1.0],
         "b": {"c": None, "d": "x"},

@@ -57,7 +57,7 @@ def test_a_valid_section_needs_neither_sources_nor_schema_nor_models_of_other_ke
         {"parallelism": {"zero_stage": "auto"}},
     ],
 )
-def test_schema_refuses_what_the_models_refuse(section: dict) -> None:
+def test_the_schema_refuses_the_same_sections_as_the_models(section: dict) -> None:
     assert not jsonschema.Draft202012Validator(json_schema()).is_valid(section)
 
 

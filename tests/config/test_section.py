@@ -273,7 +273,7 @@ def test_problems_of_parallelism_join_those_of_the_section() -> None:
     assert pointers == ["gradients/bits", "parallelism/zero_stage", "parallelism"]
 
 
-def test_missing_section_says_what_to_add() -> None:
+def test_the_error_for_a_missing_section_names_what_to_add() -> None:
     with pytest.raises(ConfigError, match=r'"deepspeed_compress": \{\} for the defaults'):
         parse_section({"train_batch_size": 8})
     with pytest.raises(ConfigError, match='found "deepspeed-compress" instead'):
@@ -333,12 +333,12 @@ def test_any_section_either_parses_or_is_a_config_error(section: object) -> None
         ({"deepspeed_compres": {}, "gradients": {}}, 'found "deepspeed_compres" instead'),
     ],
 )
-def test_a_section_that_is_missing_is_told_with_what_was_meant(file: dict[str, object], text: str) -> None:
+def test_the_error_for_a_missing_section_names_the_likely_typo(file: dict[str, object], text: str) -> None:
     [problem] = find_problems(file)
     assert text in str(problem)
 
 
-def test_what_is_written_within_an_object_of_a_preset_wins_alone() -> None:
+def test_written_keys_override_only_themselves_in_a_preset() -> None:
     islands = parse_section(
         {
             SECTION: {
@@ -377,7 +377,7 @@ SURROGATE = "\ud800x"
         {SURROGATE: {SECTION: {}}},
     ],
 )
-def test_what_no_encoding_can_write_is_told_as_json_spells_it(file: dict[str, object], tmp_path: Path) -> None:
+def test_surrogates_appear_escaped_in_errors(file: dict[str, object], tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_section(file)
     assert "\\ud800x" in str(caught.value).encode().decode()

@@ -68,7 +68,7 @@ def test_help_has_examples_and_parts(capsys: pytest.CaptureFixture[str]) -> None
     assert all(part.summary in shown for part in PARTS)
 
 
-def test_all_parts_together_take_what_is_given() -> None:
+def test_all_parts_together_use_the_whole_time() -> None:
     whole = limits(PARTS, 8)
     assert whole[PARTS[-1].name] == pytest.approx(480)
     assert list(whole.values()) == sorted(whole.values())
@@ -189,7 +189,7 @@ def test_the_page_names_the_same_wheels() -> None:
     assert "\n".join(COMMANDS).format("wheels") in page
 
 
-def test_wheels_are_installed_without_what_they_require(tmp_path: Path) -> None:
+def test_wheels_are_installed_without_dependencies(tmp_path: Path) -> None:
     info = "odd_package-1.0.dist-info"
     with zipfile.ZipFile(tmp_path / "odd_package-1.0-py3-none-any.whl", "w") as wheel:
         wheel.writestr("odd_package.py", "here = True\n")
@@ -209,7 +209,7 @@ def test_a_broken_wheel_is_an_error(tmp_path: Path) -> None:
         install_wheels(tmp_path, tmp_path / "target")
 
 
-def test_comparing_needs_torch_triton_and_pytest_alone() -> None:
+def test_comparing_needs_only_torch_triton_and_pytest() -> None:
     """Comparing and measuring load neither DeepSpeed nor the packages that read the section."""
     names = ("check", "test_kernels", "test_kernel_speed", "test_sanitizer", "test_synchronisation")
     modules = ", ".join(f"tests.gpu.{name}" for name in names)

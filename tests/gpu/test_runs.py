@@ -51,7 +51,7 @@ def test_a_loss_that_does_not_fall_is_found(losses: list[float]) -> None:
     assert "does not fall" in problem_of(run_of(found, 1, 0), 2, "")
 
 
-def test_a_crash_on_the_way_leaves_what_was_found_before() -> None:
+def test_a_crash_keeps_earlier_results() -> None:
     found = outcome(runs=2, trouble="a rank ended with status 1: no memory")
     assert (difference(found, 1), difference(found, 2, 3)) == ("", "a rank ended with status 1: no memory")
 
@@ -67,7 +67,7 @@ def test_late_messages_must_not_change_a_bit(weights: str, problem: str) -> None
     assert problem_in_mirror(Outcome((wrong,), ""), 1, 4) == "no such operation"
 
 
-def test_a_late_message_is_there_when_it_was_waited_for() -> None:
+def test_a_late_message_has_arrived_after_the_wait() -> None:
     group: Any = LateMirror(0, 2)
     group.delay(Late("cpu", 1))
     nothing = torch.empty(0, dtype=torch.uint8)

@@ -139,7 +139,7 @@ def test_every_method_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize("name", [*SECTIONS, *WEIGHTS])
-def test_an_exchange_goes_through_without_a_gpu(name: str) -> None:
+def test_an_exchange_completes_without_a_gpu(name: str) -> None:
     step = (gradients_step if name in SECTIONS else weights_step)(name, "cpu")
     step()
     step()

@@ -153,7 +153,7 @@ def test_samples_that_are_too_far_behind_are_dropped(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("failing", [True, False])
-def test_an_end_is_told_to_the_other_ranks_unless_they_have_failed_too(
+def test_the_other_ranks_are_notified_of_the_end_unless_they_have_failed_too(
     failing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world, told = World(), []

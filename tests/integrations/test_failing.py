@@ -35,7 +35,7 @@ def test_a_configuration_error_is_one_line(
 LOST_PEER = RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:31234")
 
 
-def test_the_traceback_of_a_rank_that_lost_a_peer_goes_to_a_file(
+def test_the_traceback_of_a_rank_that_lost_a_peer_is_written_to_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(AGENT, str(tmp_path))

@@ -127,7 +127,7 @@ def test_islands_that_join_together_take_turns() -> None:
             assert all(tensors["anchor"][-1] == (1 << 21) - 1 for _, _, tensors in found)
 
 
-def test_an_island_is_told_when_too_many_join() -> None:
+def test_an_island_learns_that_too_many_join() -> None:
     with handing_out(lambda version: handed(version, 1 << 21), Turns(transfers=1), 20.0) as address:
         with connect(address, ANCHOR, OWN, limits=Limits(body=1 << 26)) as silent:
             silent.send({"kind": ANCHOR, "version": 1})

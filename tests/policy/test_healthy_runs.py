@@ -34,7 +34,7 @@ def train_guarded(name: str, fault: Fault | None = None) -> Outcome:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_a_guard_leaves_a_healthy_run_alone(name: str) -> None:
+def test_a_guard_changes_nothing_in_a_healthy_run(name: str) -> None:
     found = train_guarded(name)
     assert [str(event) for event in found.events] == []
     assert found.skipped == 0

@@ -245,7 +245,7 @@ def test_a_restarted_publisher_sends_a_full_copy_of_another_model(pair: Pair) ->
     pair.check(receiver)
 
 
-def test_what_a_killed_publisher_left_unfinished_is_neither_read_nor_kept(pair: Pair) -> None:
+def test_unfinished_files_of_a_killed_publisher_are_ignored_and_removed(pair: Pair) -> None:
     pair.publish(2)
     pair.store.put("000000000003.full.00000.0000", b"unfinished")
     pair.path.joinpath("000000000003.manifest.unfinished").write_bytes(b"{")

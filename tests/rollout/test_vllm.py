@@ -68,7 +68,7 @@ def test_an_engine_loads_each_version_once(tmp_path: Path) -> None:
         publisher.publish()
 
 
-def test_a_worker_that_follows_nothing_is_told_so(tmp_path: Path) -> None:
+def test_a_worker_without_weights_raises_an_error(tmp_path: Path) -> None:
     with pytest.raises(RolloutError, match="call follow_weights first"):
         extended().update_weights()
     with pytest.raises(RolloutError, match="nothing has been published yet"):

@@ -178,7 +178,7 @@ def test_figures_leave_the_dense_start_out_but_in_the_sum() -> None:
         summarise([[dense, dense]] * 2, 100, 2)
 
 
-def test_a_run_measures_what_is_asked(lab: Lab) -> None:
+def test_a_run_measures_loss_and_bits(lab: Lab) -> None:
     result = run(lab.spec("none"), lab.model, lab.cache)
     assert result["eval_loss"] == pytest.approx(5.7, abs=0.3)
     assert (result["bits_gradients"], result["bits_weights"]) == (pytest.approx(32), pytest.approx(16))
@@ -243,12 +243,12 @@ def test_a_run_of_other_options_is_refused(lab: Lab, tmp_path: Path) -> None:
         methods_table._read(file, replace(spec, steps=9, seq_len=8))
 
 
-def test_the_front_is_what_nothing_beats() -> None:
+def test_the_front_has_the_points_that_no_other_dominates() -> None:
     points = [Point("a", 1, 5, 0), Point("b", 1, 4, 0), Point("c", 2, 4, 0), Point("d", 3, -1, 0), Point("e", 4, 0, 0)]
     assert [point.name for point in front(points)] == ["b", "d"]
 
 
-def test_the_plot_names_every_point_and_what_it_cannot_show(tmp_path: Path) -> None:
+def test_the_plot_names_every_point_and_those_without_a_finite_gap(tmp_path: Path) -> None:
     crowd = [Point(f"setting{index}", 4.0, 0.1, 0.05) for index in range(9)]
     files = [tmp_path / "plot.svg", tmp_path / "plot.png"]
     draw({"left": crowd, "right": [Point("lost", 4.0, float("nan"), 0.0)]}, files)
@@ -259,7 +259,7 @@ def test_the_plot_names_every_point_and_what_it_cannot_show(tmp_path: Path) -> N
 
 
 @pytest.mark.slow(8)
-def test_the_program_runs_what_is_missing_and_names_what_fails(
+def test_the_program_runs_missing_settings_and_names_failures(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "environ", os.environ.copy())

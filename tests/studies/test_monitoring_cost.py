@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow(8)
 @pytest.mark.serial
-def test_it_tells_the_cost_of_every_setting(port: str) -> None:
+def test_the_cost_of_every_setting_is_measured(port: str) -> None:
     """Other work on the machine may disturb a measurement, but hardly three."""
     assert any(0 < ends[0] < ends[2] for ends in (milliseconds_at_the_end(port) for _ in range(3)))
 

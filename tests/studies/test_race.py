@@ -17,7 +17,7 @@ SAMPLED = pytest.mark.sampled(3, "tests/studies/test_race.py")
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_its_sections_are_valid_and_differ_in_settings_alone(name: str) -> None:
+def test_its_sections_are_valid_and_differ_only_in_settings(name: str) -> None:
     assert not find_problems(json.loads(FILE.read_text()) | {SECTION: section_of(name)}, 2)
     assert section_of(name).keys() - section_of(BASELINE).keys() == ({"adaptive"} if name == ADAPTIVE else set())
 
@@ -57,7 +57,9 @@ def test_the_ratio_is_to_the_best_fixed_setting(tmp_path: Path, capsys: pytest.C
     assert json.loads((tmp_path / "race.json").read_text())["best"] == "coarse"
 
 
-def test_an_adaptive_run_that_never_came_there_has_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_adaptive_run_that_never_reached_the_loss_has_missed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     runs = {BASELINE: run(BASELINE, (10.0, 6.0)), ADAPTIVE: run(ADAPTIVE, (5.0, 6.5))}
     assert report("1gbit", runs, tmp_path / "race.json") is None
     assert "did not reach the loss (goal: 1.03; missed)" in capsys.readouterr().out

@@ -82,7 +82,7 @@ def compare(line: str, seen: dict[str, float], messages: int = 1) -> None:
 
 @SAMPLED
 @pytest.mark.parametrize(("stage", "names"), by_stage(list(SETTINGS)))
-def test_every_method_sends_and_keeps_what_the_line_says(stage: int, names: list[str]) -> None:
+def test_the_announced_bytes_and_memory_match_measurements(stage: int, names: list[str]) -> None:
     first, second = run_forks(2, measure, *(job(stage, SETTINGS[name]) for name in names))
     for name, (line, seen) in zip(names, first, strict=True):
         assert f"ZeRO {stage}, 2 data-parallel ranks" in line, name
@@ -98,7 +98,7 @@ def test_micro_steps_and_nodes_count() -> None:
         compare(line, seen, messages=4)
 
 
-def test_weights_and_what_is_exempt() -> None:
+def test_announced_bytes_of_weights_and_excluded_parameters() -> None:
     section = {
         "gradients": {"bits": 4, "min_numel": 100},
         "weights": {"bits": 4, "block_size": 32},
@@ -130,14 +130,14 @@ def test_nothing_to_say(section: Any, ranks: int, text: str) -> None:
 
 @SAMPLED
 @pytest.mark.parametrize(("size", "where"), [(1, "1 data-parallel ranks"), (2, "2 data-parallel ranks")])
-def test_islands_say_what_they_exchange(size: int, where: str) -> None:
+def test_the_exchange_of_islands_is_announced(size: int, where: str) -> None:
     islands = {"size": size, "sync_every": 5, "exchange": {"bits": 4}}
     section = {"gradients": {"method": "none"}, "islands": islands}
     first, *_ = run_forks(2 * size, measure, Job(stage=1, section=section, zero=WHOLE, steps=1))
     assert f"{where}; islands exchange blockwise bits=4 every 5 steps (" in first[0][0]
 
 
-def test_weights_that_travel_uncompressed_are_told_with_their_size() -> None:
+def test_uncompressed_weights_are_announced_with_their_size() -> None:
     """Only ZeRO 1 and 2 send weights in every step, and only runs that compress gradients get the advice."""
     gradients = {"bits": 4, "block_size": 32}
     jobs = [job(stage, gradients) for stage in range(4)]

@@ -28,7 +28,7 @@ def old(path: Path) -> Path:
     return path
 
 
-def test_it_is_found_and_what_to_type_is_said(lock: Path, tmp_path: Path) -> None:
+def test_an_abandoned_lock_is_found_with_the_command_that_removes_it(lock: Path, tmp_path: Path) -> None:
     here = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
     with pytest.warns(CompressWarning, match=rf"{lock}: .* 60 minutes .* loads cpu_adam .* type: rm {lock}$"):
         warn_of_abandoned_locks(here)
@@ -43,7 +43,7 @@ def test_it_is_found_in_the_usual_place(tmp_path: Path) -> None:
     assert abandoned_locks({"XDG_CACHE_HOME": str(tmp_path)}) == [path]
 
 
-def test_what_is_being_built_is_left_alone(lock: Path, tmp_path: Path) -> None:
+def test_the_lock_of_a_running_build_is_kept(lock: Path, tmp_path: Path) -> None:
     """The process that holds the lock has the file open."""
     holder = subprocess.Popen([sys.executable, "-c", f"f = open({str(lock)!r}); print(flush=True); input()"],
                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
@@ -56,7 +56,7 @@ def test_what_is_being_built_is_left_alone(lock: Path, tmp_path: Path) -> None:
     assert abandoned_locks(here) == [lock]
 
 
-def test_a_lock_that_was_just_taken_is_left_alone(lock: Path, tmp_path: Path) -> None:
+def test_a_new_lock_is_kept(lock: Path, tmp_path: Path) -> None:
     lock.touch()
     assert abandoned_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)}) == []
 
@@ -82,7 +82,7 @@ def test_run_says_it_before_anything_is_started(
     assert not lock.exists()
 
 
-def test_what_a_compiler_works_beside_is_left_alone(lock: Path, tmp_path: Path) -> None:
+def test_a_lock_next_to_a_running_compiler_is_kept(lock: Path, tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, cwd=lock.parent) as compiler:
         assert abandoned_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)}) == []
         compiler.kill()

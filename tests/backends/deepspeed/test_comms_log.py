@@ -100,7 +100,7 @@ def test_a_warm_up_has_a_record_of_its_own_size(found: dict[str, list[Records]])
     ("case", "names"),
     [("method none", set()), ("off", set()), ("another operation", set()), ("one of ours", {WEIGHTS})],
 )
-def test_the_logger_gets_what_is_ours_and_asked_for(
+def test_the_logger_receives_our_collectives_as_configured(
     case: str, names: set[str], found: dict[str, list[Records]]
 ) -> None:
     for one in found[case]:

@@ -40,7 +40,7 @@ def halved(rank: int, job: Job) -> tuple[list[float], dict[str, list[float]]]:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.filterwarnings("ignore:.*matches every parameter:deepspeed_compress.CompressWarning")
-def test_training_goes_on_bit_for_bit(stage: int) -> None:
+def test_training_continues_bit_for_bit_after_detach(stage: int) -> None:
     for plain, ours in run_forks(2, half_with_us, Job(stage, zero=ZERO), Job(stage, RAW, ZERO)):
         assert ours == plain
 
@@ -98,7 +98,7 @@ def refuse(rank: int) -> tuple[str, str]:
     return str(nothing.value), str(covered.value)
 
 
-def test_what_cannot_be_taken_off_is_said() -> None:
+def test_detach_refuses_unknown_engines_and_replaced_methods() -> None:
     for nothing, covered in run_forks(2, refuse):
         assert "nothing is attached" in nothing
         assert "save_checkpoint has since been replaced by other code" in covered

@@ -249,7 +249,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("section", [RANDOM, INT4], ids=["random", "int4"])
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_was_sent_early_changes_no_bit(stage: int, name: str, section: dict[str, Any]) -> None:
+def test_overlapped_reductions_change_no_bit(stage: int, name: str, section: dict[str, Any]) -> None:
     # Without ZeRO, only a guard skips a step whose gradients are not finite.
     guard = {"guard": {}} if stage == 0 and name == "overflow" else {}
     job = Job(stage, {**section, **guard}, SMALL, steps=8)

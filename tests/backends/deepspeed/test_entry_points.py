@@ -56,7 +56,7 @@ def without_section(rank: int) -> list[str]:
     return [str(one.message) for one in caught if one.category is CompressWarning]
 
 
-def test_an_engine_without_the_section_is_told_by_install() -> None:
+def test_install_warns_of_an_engine_without_the_section() -> None:
     first, second = run_forks(2, without_section)
     assert [text[:34] for text in first] == ["an engine is not compressed: /deep"]
     assert 'found "compress" instead' in first[0]

@@ -237,7 +237,7 @@ def refusals(rank: int) -> dict[str, str]:
     return found
 
 
-def test_what_experts_do_not_support_is_refused_by_name() -> None:
+def test_unsupported_settings_with_experts_are_refused_by_name() -> None:
     for found in run_forks(4, refusals):
         for text in REFUSED:
             assert text in found.get(text, "")

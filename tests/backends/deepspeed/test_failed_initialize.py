@@ -174,7 +174,7 @@ def former_mpu(rank: int, job: Job) -> list[bool]:
     return [after_failure, inside, groups.mpu is own]
 
 
-def test_the_division_of_before_comes_back() -> None:
+def test_the_former_division_is_restored() -> None:
     assert run_forks(2, former_mpu, Job(1, section=ISLANDS)) == [[True] * 3] * 2
 
 

@@ -128,7 +128,7 @@ def late(story: Story) -> float:
 
 
 @pytest.mark.parametrize("kind", ["zero 0", "zero 2", "zero 3"])
-def test_a_learning_rate_gone_wild_is_survived(kind: str) -> None:
+def test_training_survives_a_learning_rate_that_explodes(kind: str) -> None:
     story = both(KINDS[kind], hot)
     assert any(" anomaly " in event for event in story.events)
 
@@ -220,7 +220,7 @@ def came_back(engine: Any) -> bool:
     return any(event.kind == "checkpoint_rollback" for event in engine.compression.events)
 
 
-def test_training_that_falls_behind_goes_back_to_the_last_checkpoint(tmp_path: Path) -> None:
+def test_training_that_falls_behind_loads_the_last_checkpoint(tmp_path: Path) -> None:
     rollback = {"behind": 0.2, "patience": 4, "checkpoint": True}
     guard = {"rollback": rollback, "window": 8, "loss_spike": 1e6, "skip_steps": False, "exploding": 1e9}
     first, second = run_forks(

@@ -99,7 +99,7 @@ def tensors(found: Any, name: str = "") -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_it_is_what_was_there_though_the_program_changes_it_at_once(tmp_path: Path, stage: int) -> None:
+def test_a_checkpoint_holds_the_state_at_the_call_even_if_the_program_changes_it(tmp_path: Path, stage: int) -> None:
     run_forks(2, save_and_change, str(tmp_path), stage)
     files = [file.relative_to(tmp_path / "deepspeed") for file in (tmp_path / "deepspeed").rglob("*_states.pt")]
     assert len(files) == len(CHANGES) * {0: 1, 1: 3, 2: 3, 3: 4}[stage]

@@ -49,7 +49,7 @@ def fp16_run(rank: int, stage: int, section: dict = INT4) -> list[dict]:
 
 @SAMPLED
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_guard_takes_an_overflow_for_what_it_is(stage):
+def test_a_guard_does_not_mistake_an_overflow_for_an_anomaly(stage):
     """A loss scale that was too large is not an anomaly, and a guard changes nothing else."""
     guarded, plain = run_forks(2, fp16_run, stage, {**INT4, "guard": {}}), run_forks(2, fp16_run, stage)
     for with_guard, without in zip(guarded, plain, strict=True):

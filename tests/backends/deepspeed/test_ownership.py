@@ -207,7 +207,7 @@ def test_ownership_may_change_in_mid_training(tmp_path: Path) -> None:
     assert all(loss == loss for loss in losses)
 
 
-def test_what_owners_keep_does_not_change_owners(tmp_path: Path) -> None:
+def test_state_that_owners_keep_fixes_the_ownership(tmp_path: Path) -> None:
     delayed = {"parameters": "0.weight", "method": "blockwise", "bits": 4, "every": 2, "spread": True}
     contiguous = {"gradients": {"bits": 4, "block_size": 32, "overrides": [delayed]}}
     with pytest.raises(RankError, match=r"balanced. cannot continue .* with .contiguous., whose owners keep spread \("):
@@ -348,7 +348,7 @@ def test_states_of_blocks_are_refused(tmp_path: Path) -> None:
         (2, {}, {"gradients": {"method": "none"}, "ownership": "balanced"}),
     ],
 )
-def test_what_it_cannot_be_combined_with(stage: int, zero: dict[str, Any], section: dict[str, Any]) -> None:
+def test_unsupported_combinations_are_refused(stage: int, zero: dict[str, Any], section: dict[str, Any]) -> None:
     config = Job(stage, section, zero).config()
     with pytest.raises(ConfigError, match=r"/deepspeed_compress/ownership: \"balanced\" cannot be combined with "):
         deepspeed_compress.initialize(model=nn.Linear(2, 2), config=config)

@@ -19,7 +19,7 @@ def twice(original: Any, size: int, **options: float) -> Any:
     return 2 * original(size, **options)
 
 
-def test_what_the_class_and_the_instance_had_comes_back() -> None:
+def test_attributes_of_class_and_instance_are_restored() -> None:
     engine, patches = Engine(), Patches()
     engine.__dict__["scale"] = 3
     patches.replace(engine, "scale", 4)
@@ -51,7 +51,7 @@ def test_actions_come_in_order() -> None:
     assert done == ["before", True, "first made, last undone"]
 
 
-def test_nothing_is_undone_below_what_others_have_put_on_top() -> None:
+def test_nothing_is_undone_if_other_code_has_wrapped_a_method() -> None:
     engine, patches = Engine(), Patches()
     patches.replace(engine, "size", 1)
     patches.wrap(engine, "step", twice)

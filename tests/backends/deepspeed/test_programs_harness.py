@@ -46,7 +46,7 @@ def not_finite(run: Run) -> None:
     run.keep("loss", 1.0 if run.section is None else float("nan"))
 
 
-def test_what_goes_wrong_is_seen(tmp_path):
+def test_every_kind_of_fault_is_detected(tmp_path):
     programs = [one_bit_off, rank_1_apart, rank_1_raises, refuses, refuses_late, not_finite, good]
     tasks = tasks_of([Program(program.__name__, program) for program in programs], 0, ("plain", "raw", "4 bits"))
     results = dict(run_tasks(tasks, tmp_path))

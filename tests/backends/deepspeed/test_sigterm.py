@@ -62,7 +62,7 @@ def listen_in_a_fork() -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_a_handler_in_a_fork_receives_the_signal_alone(listening: SigtermHandler) -> None:
+def test_only_the_handler_in_a_fork_receives_the_signal(listening: SigtermHandler) -> None:
     helper = multiprocessing.get_context("fork").Process(target=listen_in_a_fork)
     helper.start()
     helper.join(20)

@@ -102,7 +102,7 @@ FIRST_LAYERS = [{"parameters": "^[02][.]", "method": "none"}]
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_stays_uncompressed(method, tmp_path):
+def test_uncompressed_bytes_are_counted(method, tmp_path):
     """A dense step sends everything uncompressed. Other steps send less, but more if layers are excluded."""
     optimizer = {"type": "AdamW", "params": {"betas": [0.0, 0.95], "torch_adam": True}}
     shared = {"ranks": 4 if "levels" in method else 2, "steps": 2, "extra": {"optimizer": optimizer}}
@@ -213,6 +213,6 @@ def largest(rank: int) -> list[float]:
     return [largest_of_all(value if rank else 1.0, "cpu") for value in (math.inf, math.nan, 2.0, -math.inf)]
 
 
-def test_what_is_not_finite_on_one_rank_is_not_finite_on_all() -> None:
+def test_a_value_that_is_not_finite_on_one_rank_is_not_finite_on_all() -> None:
     """An infinite norm must not become the largest finite number, which would pass as a norm."""
     assert run_forks(2, largest) == [[math.inf, math.inf, 2.0, 1.0]] * 2

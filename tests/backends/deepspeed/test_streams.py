@@ -56,7 +56,7 @@ def test_streams_wait_for_each_other(stage: int) -> None:
     assert run_forks(2, races, JOBS[stage]) == [[], []]
 
 
-def test_under_zero_3_no_race_comes_to_those_of_deepspeed() -> None:
+def test_zero_3_has_no_races_except_those_of_deepspeed() -> None:
     """DeepSpeed gathers weights on a stream that does not wait for the optimizer's.
 
     Programs that read the loss wait on the host.
@@ -101,7 +101,7 @@ def unfinished() -> Any:
         (unfinished, "aten.mul.Tensor reads on side, which does not wait for NCCL"),
     ],
 )
-def test_what_is_left_out_is_found(fault: Callable[[], Any], found: str) -> None:
+def test_missing_synchronization_is_detected(fault: Callable[[], Any], found: str) -> None:
     faulty = job(2, INT4, {"contiguous_gradients": fault is not unawaited})
     assert all(found in problems for problems in run_forks(2, races, [faulty], fault))
 
@@ -138,7 +138,7 @@ def copies_in_turn(rank: int) -> list[dict[str, None]]:
     return found
 
 
-def test_what_is_being_copied_may_be_changed_at_once() -> None:
+def test_a_tensor_may_change_while_its_copy_is_in_progress() -> None:
     [[ours, unheld]] = run_forks(1, copies_in_turn)
     assert not ours
     assert any("overwrites data being read on default, which does not wait for side" in problem for problem in unheld)

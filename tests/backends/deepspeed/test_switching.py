@@ -99,7 +99,7 @@ def job(stage: int, **zero: Any) -> Job:
 
 @pytest.mark.parametrize("saved", [6, 9, 12])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_resumed_run_takes_the_same_turns_with_the_same_bits(stage: int, saved: int, tmp_path: Path) -> None:
+def test_a_resumed_run_switches_methods_with_the_same_bits(stage: int, saved: int, tmp_path: Path) -> None:
     """The method at the save differs from the next one, whose factors must be in the saved state."""
     found = run_forks(2, switch, job(stage), str(tmp_path), saved)
     before, went_on, resumed = found[0]
@@ -302,7 +302,7 @@ def test_ranks_that_may_compute_other_bits_have_no_powersgd_by_default() -> None
     assert not any(name.startswith("powersgd") for name in first[1])
 
 
-def test_beside_a_method_with_a_momentum_weights_are_chosen_alone() -> None:
+def test_with_a_momentum_method_only_weights_are_chosen() -> None:
     optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True, "betas": [0.0, 0.95]}}
     section = {"gradients": {"method": "demo"}, "weights": BITS, "adaptive": OF_WEIGHTS | {"candidates": None}}
     job = Job(1, section, steps=STEPS, extra={"optimizer": optimizer})

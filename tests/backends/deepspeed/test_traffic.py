@@ -239,7 +239,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_every_kind_is_what_the_wire_sees(tmp_path: Path, case: Case) -> None:
+def test_counted_bytes_of_every_kind_match_the_interface(tmp_path: Path, case: Case) -> None:
     results = run_case(tmp_path, case)
     for rank, steps in enumerate(results):
         for step, (seen, counted) in enumerate(steps):
@@ -277,7 +277,7 @@ def interleaved(rank: int, file: Path, monitor: Path) -> tuple[list[int], list[i
     return list(alone), list(mixed)
 
 
-def test_two_engines_in_one_process_are_told_apart(tmp_path: Path) -> None:
+def test_two_engines_in_one_process_are_counted_separately(tmp_path: Path) -> None:
     file = tmp_path / "model.json"
     file.write_text(json.dumps(LLAMA))
     for alone, mixed in run_forks(2, interleaved, file, tmp_path):
@@ -336,7 +336,7 @@ def seldom(rank: int, file: Path, monitor: Path) -> int:
     return len(surveys)
 
 
-def test_ranks_compare_in_measured_steps_alone(tmp_path: Path) -> None:
+def test_ranks_compare_only_in_measured_steps(tmp_path: Path) -> None:
     file = tmp_path / "model.json"
     file.write_text(json.dumps(GPT2))
     assert run_forks(2, seldom, file, tmp_path) == [2, 2]
@@ -352,7 +352,7 @@ def compiled(rank: int, file: Path, monitor: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_compiled_graph_sends_is_unknown(tmp_path: Path) -> None:
+def test_the_bytes_of_a_compiled_graph_are_unknown(tmp_path: Path) -> None:
     file = tmp_path / "model.json"
     file.write_text(json.dumps(LLAMA))
     run_forks(2, compiled, file, tmp_path, compiled=True)

@@ -326,7 +326,7 @@ def two_engines(rank: int) -> list[dict[str, list[float]]]:
     return [weights(engine) for engine in (alone, beside, compressed)]
 
 
-def test_other_engines_are_left_alone() -> None:
+def test_other_engines_are_unchanged() -> None:
     for alone, beside, compressed in run_forks(2, two_engines):
         assert alone == beside
         assert alone != compressed

@@ -32,7 +32,7 @@ AGAIN = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage
 @SAMPLED
 @pytest.mark.parametrize("zero", [{}, AGAIN], ids=["kept", "gathered again"])
 @pytest.mark.parametrize("dtype", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
-def test_uncompressed_messages_are_what_deepspeed_does(zero: dict[str, int], dtype: dict[str, Any]) -> None:
+def test_uncompressed_messages_give_the_results_of_deepspeed(zero: dict[str, int], dtype: dict[str, Any]) -> None:
     alone, ours = (replace(job, zero=zero, extra=dtype) for job in (Job(3), RAW))
     for deepspeed_alone, with_us in run_forks(2, train, alone, ours):
         assert with_us == deepspeed_alone

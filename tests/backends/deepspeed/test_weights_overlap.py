@@ -334,7 +334,7 @@ def log_norms(rank: int, waits: bool) -> tuple[bool, bool]:
     return one_of_both, all_new
 
 
-def test_what_reads_weights_before_the_next_forward_finds_old_or_new_ones() -> None:
+def test_readers_before_the_next_forward_find_old_or_new_weights() -> None:
     assert run_forks(2, log_norms, False) == [(True, False)] * 2
 
 
@@ -357,7 +357,7 @@ def test_pipelines_are_refused() -> None:
 
 
 @pytest.mark.parametrize("extra", [{"parallelism": {"zero_stage": 3}}, {"parallelism": {"pipeline": 2}}])
-def test_what_it_cannot_be_combined_with(extra: dict[str, Any]) -> None:
+def test_unsupported_combinations_are_refused(extra: dict[str, Any]) -> None:
     given = section(True, **extra)
     given["weights"]["bits"] = 8
     config = {key: value for key, value in Job(1, given).config().items() if key != "zero_optimization"}

@@ -63,7 +63,7 @@ def messages_of(caught: Sequence[warnings.WarningMessage]) -> list[str]:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_what_is_written_beside_training_is_what_was_there(tmp_path, part):
+def test_background_checkpoints_hold_the_state_at_the_save(tmp_path, part):
     jobs = {name: JOBS[name] for name in list(JOBS)[part::4]}
     uninterrupted = run_forks(2, save_and_continue, jobs, str(tmp_path))
     resumed = run_forks(2, resume, jobs, str(tmp_path))
@@ -286,7 +286,7 @@ def save_much_of_the_program(rank: int, directory: str) -> bool:
     return before
 
 
-def test_training_does_not_wait_for_what_the_program_adds(tmp_path):
+def test_training_does_not_wait_for_state_that_the_program_adds(tmp_path):
     """The writer process reads the message about the second checkpoint only after it has written the first, and the
     message is larger than the buffer of their connection."""
     assert run_forks(2, save_much_of_the_program, str(tmp_path)) == [False, False]
@@ -305,7 +305,7 @@ def die(rank: int, directory: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_what_was_kept_is_written_though_the_ranks_are_killed(tmp_path):
+def test_a_taken_checkpoint_is_written_even_if_the_ranks_are_killed(tmp_path):
     with pytest.raises(RankError):
         run_forks(2, die, str(tmp_path))
     assert not (tmp_path / "latest").exists()
@@ -362,7 +362,7 @@ def export(rank: int, directory: str) -> list:
     return [(Path(directory) / "latest").read_text(), sorted(torch.load(Path(directory) / "model.bin"))]
 
 
-def test_exported_weights_are_written_at_once_and_detached_engines_save_as_ever(tmp_path):
+def test_exports_are_written_at_once_and_detached_engines_save_like_deepspeed(tmp_path):
     for latest, names in run_forks(2, export, str(tmp_path)):
         assert latest == "global_step2"
         assert "0.weight" in names
@@ -419,7 +419,7 @@ def two_engines(rank: int, directory: str) -> list:
     return [(Path(directory) / name / "latest").read_text() for name in engines]
 
 
-def test_engines_save_beside_each_other(tmp_path):
+def test_several_engines_save_in_one_program(tmp_path):
     assert run_forks(2, two_engines, str(tmp_path)) == [["global_step2"] * 3] * 2
 
 
@@ -507,7 +507,7 @@ def save_late(rank: int, directory: str) -> list[str]:
     return list(find_problems(claim.place))
 
 
-def test_a_tag_is_taken_from_a_former_start(tmp_path):
+def test_a_new_start_takes_over_the_tag_of_a_former_one(tmp_path):
     assert run_forks(2, save_late, str(tmp_path)) == [[], []]
 
 
@@ -515,7 +515,7 @@ def start_and_end(rank: int, directory: str) -> None:
     start(job(every=100, directory=directory)).destroy()
 
 
-def test_another_job_that_saves_there_is_refused_on_all_ranks(tmp_path):
+def test_a_directory_of_another_job_is_refused_on_all_ranks(tmp_path):
     """This process acts as the other job."""
     with hold(tmp_path), pytest.raises(RankError) as raised:
         run_forks(2, start_and_end, str(tmp_path))
@@ -561,7 +561,7 @@ def lose_what_latest_names(rank: int, directory: str) -> tuple:
     return Path(path).parent.name, [str(one.message) for one in caught if "1 is missing" in str(one.message)]
 
 
-def test_a_checkpoint_that_was_removed_is_told_of_and_the_one_before_taken(tmp_path):
+def test_a_removed_checkpoint_causes_a_warning_and_the_previous_one_is_loaded(tmp_path):
     """The tags are numbers, which DeepSpeed accepts."""
     for tag, warned in run_forks(2, lose_what_latest_names, str(tmp_path)):
         assert tag == "0"
@@ -638,7 +638,7 @@ def save_and_convert(rank: int, directory: str, steps: int, tag: str | None = No
         convert(Path(directory), None, None, None)
 
 
-def test_a_run_goes_on_from_a_universal_checkpoint_until_it_has_newer_ones(tmp_path):
+def test_a_run_resumes_from_a_universal_checkpoint_until_it_has_newer_ones(tmp_path):
     """In an empty directory, training starts at step 0."""
     assert run_forks(2, resume_universal, str(tmp_path / "empty"), 1) == [(0, 1, True)] * 2
     run_forks(2, save_and_convert, str(tmp_path / "full"), 2)
@@ -654,7 +654,7 @@ def test_a_converted_checkpoint_whose_tag_has_several_parts_is_found(tmp_path):
     assert run_forks(2, resume_universal, str(tmp_path), 1) == [(2, 3, True)] * 2
 
 
-def test_a_universal_checkpoint_that_is_gone_is_told_on_all_ranks(tmp_path):
+def test_a_missing_universal_checkpoint_is_an_error_on_all_ranks(tmp_path):
     (tmp_path / "latest_universal").write_text("gone")
     with pytest.raises(RankError, match=r"gone, which .*latest_universal names, has no mp_rank") as error:
         run_forks(2, resume_universal, str(tmp_path), 1)

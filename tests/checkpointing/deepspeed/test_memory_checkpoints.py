@@ -165,7 +165,7 @@ LOST = {
     ],
     ids=str,
 )
-def test_a_host_that_is_lost_comes_back_from_its_neighbour(tmp_path, stage, lost_hosts):
+def test_a_lost_host_is_restored_from_its_neighbor(tmp_path, stage, lost_hosts):
     whole = tmp_path / "whole"
     whole.mkdir()
     plan = Plan(str(tmp_path), stage, every=2, disk=4, copies=1, hosts=2, ranks=4, steps=10)
@@ -191,7 +191,7 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
-def test_what_is_damaged_in_memory_is_refused_and_the_one_before_taken(tmp_path):
+def test_a_damaged_copy_in_memory_is_refused_and_the_previous_one_is_loaded(tmp_path):
     plan = Plan(str(tmp_path), steps=6)
     undisturbed = None
     interrupted(plan, 5)
@@ -231,7 +231,7 @@ def fill(rank: int, plan: Plan) -> tuple:
     return warned, found, held, private
 
 
-def test_full_memory_is_told_of_once_and_the_disk_has_all(tmp_path):
+def test_full_memory_causes_one_warning_and_the_disk_has_everything(tmp_path):
     plan = Plan(str(tmp_path), every=1, disk=4, steps=8)
     first, second = run_forks(2, fill, plan)
     assert first == second
@@ -275,7 +275,7 @@ def test_a_clean_end_leaves_nothing_in_memory_and_a_failure_all(tmp_path, failin
     shutil.rmtree(found, ignore_errors=True)
 
 
-def test_another_number_of_ranks_is_told_and_loads_what_is_on_disk(tmp_path):
+def test_another_number_of_ranks_causes_a_warning_and_loads_from_disk(tmp_path):
     plan = Plan(str(tmp_path), 0, steps=6, disk=4)
     interrupted(plan, 5)
     fewer = Plan(**{**vars(plan), "ranks": 1})

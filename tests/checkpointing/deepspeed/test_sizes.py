@@ -96,7 +96,7 @@ def compare(saved: dict[str, Any], loaded: dict[str, Any], rel: float, kept: tup
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_every_element_is_there_again(stage: int, tmp_path: Path) -> None:
+def test_every_element_is_restored(stage: int, tmp_path: Path) -> None:
     """With `none`, training continues as before, up to the order of sums."""
     job = Job(stage, {"gradients": {"method": "none"}}, extra=SCHEDULER)
     saved = {before: run_forks(before, save, job, before, str(tmp_path / f"{before}"))[0] for before in (1, 2, 4)}
@@ -185,7 +185,7 @@ def load_warned(rank: int, job: Job, directory: str) -> list[str]:
     return [str(one.message) for one in caught if issubclass(one.category, CompressWarning)]
 
 
-def test_another_batch_is_told_of(tmp_path: Path) -> None:
+def test_another_batch_size_causes_a_warning(tmp_path: Path) -> None:
     job = Job(2, NONE)
     run_forks(4, save, job, 4, str(tmp_path))
     first, second = run_forks(2, load_warned, replace(job, accumulation=1), str(tmp_path))
@@ -196,7 +196,7 @@ def test_another_batch_is_told_of(tmp_path: Path) -> None:
     assert second == []
 
 
-def test_a_file_that_is_gone_is_told_on_all_ranks(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     job = Job(2, NONE)
     run_forks(4, save, job, 4, str(tmp_path))
     [file] = tmp_path.rglob("zero_pp_rank_3_mp_rank_00_optim_states.pt")

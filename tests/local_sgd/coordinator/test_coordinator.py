@@ -346,7 +346,7 @@ def test_an_island_of_another_run_is_refused() -> None:
     assert "the island belongs to run other" in world.last("a", "refused")["why"]
 
 
-def test_after_void_rounds_each_island_is_left_out_in_turn() -> None:
+def test_after_void_rounds_each_island_is_excluded_in_turn() -> None:
     """The link between a and b is broken, so every round with both is void."""
     world = CoordinatorHarness()
     world.begin("a", "b", "c")

@@ -275,7 +275,7 @@ def test_the_state_file_of_an_earlier_release_restores_the_islands_of_the_last_r
     assert world.coordinator.saved.version == 2
 
 
-def test_a_waiting_island_is_told_which_islands_are_missing() -> None:
+def test_a_waiting_island_learns_which_islands_are_missing() -> None:
     world = CoordinatorHarness(minimum=2)
     world.join("a")
     world.say("a", "sources")

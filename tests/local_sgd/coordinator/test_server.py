@@ -33,7 +33,7 @@ JOIN = {"kind": "join", "name": "x", "terms": {"timeout": 1.0}, "store": "a:1", 
         {**JOIN, "number": -1},
     ],
 )
-def test_a_malformed_message_ends_its_connection_alone(message: dict) -> None:
+def test_a_malformed_message_closes_only_its_connection(message: dict) -> None:
     with coordinator() as address:
         with connect(address, COORDINATOR, Credentials.find()) as there:
             there.send(message)

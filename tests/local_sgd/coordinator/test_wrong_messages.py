@@ -126,7 +126,7 @@ def test_an_unknown_kind_is_refused(kind: object) -> None:
         (0, 2, "island 0 is already connected from another process"),
     ],
 )
-def test_an_island_that_cannot_join_is_told_why(number: int, version: int, text: str) -> None:
+def test_an_island_that_cannot_join_learns_the_reason(number: int, version: int, text: str) -> None:
     world = exchanging()
     saved = world.coordinator.to_save()
     world.join("c", number=number, version=version, run=world.coordinator.saved.run)

@@ -115,7 +115,7 @@ def resumed(rank: int, job: Job, ports: list[int], directory: str) -> tuple[int,
     return found
 
 
-def test_an_island_that_comes_back_goes_on_where_it_saved(tmp_path: Path) -> None:
+def test_an_island_that_returns_continues_from_its_checkpoint(tmp_path: Path) -> None:
     """The same holds with a restarted server."""
     state, directory = tmp_path / "state", str(tmp_path / "saved")
     with own_ports(1) as ports:

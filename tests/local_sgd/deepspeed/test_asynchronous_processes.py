@@ -79,7 +79,7 @@ def serving(state: Path, port: int) -> Iterator[subprocess.Popen[str]]:
         server.communicate(timeout=120)
 
 
-def test_the_server_is_killed_and_goes_on_with_all_that_was_pushed(tmp_path: Path) -> None:
+def test_a_killed_server_continues_with_all_pushes(tmp_path: Path) -> None:
     with own_port() as port:
         address = f"127.0.0.1:{port}"
         found = ElasticJob(address, tmp_path, 60, elastic={"parameter_server": {}})

@@ -120,7 +120,7 @@ def test_an_island_that_was_cut_off_for_a_while_returns_to_the_others(tmp_path: 
     assert max(one["round"] for one in found.lines(0) if one.get("islands") == 3) > alone + 10
 
 
-def test_an_island_leaves_and_another_takes_its_place(tmp_path: Path) -> None:
+def test_an_island_leaves_and_another_replaces_it(tmp_path: Path) -> None:
     """The coordinator does not wait for an island that left on its own."""
     with job(tmp_path, 50, islands=2) as found:
         found.start(leaves=15)

@@ -75,7 +75,7 @@ def test_an_island_that_joins_late_has_the_learning_rates_of_the_others(name: st
     assert name == "none" or rates_of(engine) != [0.1]
 
 
-def test_a_metric_schedule_takes_over_the_state_of_the_others() -> None:
+def test_a_metric_schedule_adopts_the_state_of_the_others() -> None:
     make = SCHEDULES["plateau"]
     engine, other, _ = late(make, make, 1.0)
     assert other.lr_scheduler.num_bad_epochs == engine.lr_scheduler.num_bad_epochs

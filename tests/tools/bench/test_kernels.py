@@ -116,7 +116,7 @@ def test_only_selects_operations() -> None:
     assert {row["operation"] for row in rows} == {"copy", "block top-k 1 % of 4096"}
 
 
-def test_only_what_training_uses() -> None:
+def test_in_use_measures_only_the_implementation_of_training() -> None:
     rows = measure(NUMEL, CPU, 1, re.compile("sign"), in_use=True)
     assert {row["implementation"] for row in rows} == {"torch", next(iter(implementations(CPU)))}
 
@@ -136,7 +136,7 @@ SCALES = 4 * EVEN // 256
         ("block top-k 1 % of 4096", 4 * EVEN + 8 * 41 * EVEN / 4096),
     ],
 )
-def test_every_byte_is_counted_once_and_twice_what_is_added_to(name: str, moved: float) -> None:
+def test_every_byte_is_counted_once_and_accumulators_twice(name: str, moved: float) -> None:
     [operation] = [one for one in OPERATIONS if one.name == name]
     assert bytes_moved(operation, reference, torch.randn(EVEN)) == moved
 

@@ -9,7 +9,7 @@ from deepspeed_compress.collectives.exchange import exchange
 from deepspeed_compress.tools.bench.mirror import Mirror
 
 
-def test_a_mirror_gives_back_what_it_is_sent() -> None:
+def test_a_mirror_returns_the_message_that_it_receives() -> None:
     group: Any = Mirror(0, 2)
     outgoing = [torch.empty(0, dtype=torch.uint8), torch.arange(9, dtype=torch.uint8)]
     for length, expected in ((9, outgoing[1]), (7, torch.zeros(7, dtype=torch.uint8))):
@@ -20,7 +20,7 @@ def test_a_mirror_gives_back_what_it_is_sent() -> None:
         assert incoming[1].equal(expected)
 
 
-def test_what_was_never_sent_are_zeros() -> None:
+def test_messages_that_were_never_sent_are_zeros() -> None:
     group: Any = Mirror(0, 2)
     nothing, received = torch.empty(0, dtype=torch.uint8), torch.full((9,), 5, dtype=torch.uint8)
     exchange(group, [nothing, nothing], [nothing, received])

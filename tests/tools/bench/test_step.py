@@ -305,7 +305,7 @@ def test_one_rank_and_its_images_are_measured_and_traced(tmp_path: Path) -> None
         (("pipeline2_zero1_int4.json",), "--mirror: all ranks hold the same layers"),
     ],
 )
-def test_what_cannot_be_mirrored_is_refused(
+def test_settings_that_a_mirror_lacks_are_refused(
     arguments: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, *others = arguments

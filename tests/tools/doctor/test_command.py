@@ -24,7 +24,7 @@ def test_report_of_a_healthy_run_lists_all_checks(capsys: pytest.CaptureFixture[
     assert all(f"- {rule.summary}" in out for rule in RULES)
 
 
-def test_report_of_a_short_run_says_what_was_not_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_of_a_short_run_lists_the_omitted_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = (RUNS / "healthy-default" / "compression.jsonl").read_text(encoding="utf-8").splitlines()
     (tmp_path / "compression.jsonl").write_text("\n".join(lines[:10]), encoding="utf-8")
     main(["doctor", str(tmp_path)])

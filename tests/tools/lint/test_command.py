@@ -294,7 +294,7 @@ def test_auto_reveals_the_framework(
     assert seen == [framework, "lightning", framework, "accelerate"]
 
 
-def test_frameworks_of_many_files_are_noted_once(lint: Run) -> None:
+def test_frameworks_of_many_files_are_reported_once(lint: Run) -> None:
     for name in ("ds_config_1.json", "ds_config_2.json", "ds_config_3.json"):
         save(AUTO, name)
     save("deepspeed_config: {}", "a.yaml")
@@ -305,7 +305,7 @@ def test_frameworks_of_many_files_are_noted_once(lint: Run) -> None:
     ]
 
 
-def test_a_comment_that_ignores_nothing_is_noted(lint: Run) -> None:
+def test_a_comment_that_ignores_no_rule_causes_a_warning(lint: Run) -> None:
     save("# ds-compress: noqa: DSC1, DSC9\n{amp: 1}")
     code, _, err = lint()
     assert code == 0

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.sampled(28, "deepspeed_compress/tools/lint", "tests/too
 
 
 @pytest.mark.parametrize("rule", PROVED, ids=lambda rule: f"{rule.code}-{rule.name}")
-def test_deepspeed_does_what_the_rule_says(rule: LintRule) -> None:
+def test_deepspeed_behaves_as_the_rule_claims(rule: LintRule) -> None:
     outcome = start(rule.wrong, rule.context)
     if rule.proof.kind == "raises":
         assert re.search(rule.proof.text, outcome.error), outcome.error or "started"
@@ -54,6 +54,6 @@ def test_a_failing_start_is_detected() -> None:
     assert start('{"train_batch_size": 8}', {}) == Outcome("", "")
 
 
-def test_an_effective_setting_is_not_taken_for_ignored() -> None:
+def test_an_effective_setting_is_not_reported_as_ignored() -> None:
     plain, clipped = {"train_batch_size": 8}, {"train_batch_size": 8, "gradient_clipping": 0.5}
     assert read_configuration(plain) != read_configuration(clipped)

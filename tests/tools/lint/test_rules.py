@@ -23,7 +23,7 @@ def found(text: str, rule: LintRule) -> Counter[str]:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.code}-{rule.name}")
-def test_a_rule_finds_its_bad_example_once_and_alone(rule: LintRule) -> None:
+def test_only_the_rule_itself_finds_its_bad_example(rule: LintRule) -> None:
     assert found(rule.wrong, rule) == Counter({rule.code, *BESIDES.get(rule.code, set())})
 
 

@@ -231,7 +231,7 @@ def test_invalid_rates_are_refused(text: str) -> None:
         rate(text)
 
 
-def test_a_plan_says_what_is_outside_the_measured_range(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_marks_settings_outside_the_measured_range(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "ds_config.json"
     file.write_text(json.dumps({"deepspeed_compress": {"islands": {"by_host": True, "sync_every": 10}}}))
     usual = ["plan", "islands", str(file)]

@@ -73,7 +73,7 @@ def test_the_page_shows_no_secrets(tmp_path: Path) -> None:
     assert "abcdef" not in text
 
 
-def test_the_ratio_of_all_traffic_comes_before_that_of_gradients(tmp_path: Path) -> None:
+def test_the_ratio_of_all_traffic_precedes_that_of_gradients(tmp_path: Path) -> None:
     run = small_run(tmp_path / "run", 2.0, None)
     lines = [
         {

@@ -52,7 +52,7 @@ def read(name: str) -> Any:
     return json.loads(Path("tuning_results", name).read_text())
 
 
-def test_what_is_written(tune: Tune, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_written_files(tune: Tune, capsys: pytest.CaptureFixture[str]) -> None:
     assert tune() == 0
     optimal = read("ds_config_optimal.json")
     section = {"gradients": {"method": "blockwise", "bits": 4}, "weights": {"method": "none"}}
@@ -68,7 +68,7 @@ def test_what_is_written(tune: Tune, capsys: pytest.CaptureFixture[str]) -> None
     assert "Best: blockwise4 (blockwise bits=4): 2.50 times as fast, 7.7 times fewer bytes, loss gap +0.10%" in out
 
 
-def test_copies_of_the_configuration_are_for_the_user_alone(tune: Tune) -> None:
+def test_copies_of_the_configuration_are_private(tune: Tune) -> None:
     tune()
     files = [Path("tuning_results", name) for name in ("tuning.json", "ds_config_optimal.json")]
     assert [file.stat().st_mode & 0o777 for file in files] == [0o600, 0o600]
@@ -140,7 +140,7 @@ def test_a_baseline_that_fails_ends_it_with_its_log(tune: Tune, capsys: pytest.C
     assert read("summary.json")["stopped"] == "uncompressed training failed in rung 1"
 
 
-def test_the_same_command_goes_on_and_another_is_refused(tune: Tune, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_command_continues_and_another_is_refused(tune: Tune, capsys: pytest.CaptureFixture[str]) -> None:
     assert tune() == 0
     assert tune("--rungs", "1", "--time-budget", "1h", "--target-loss-gap", "1%") == 0
     capsys.readouterr()
@@ -169,7 +169,7 @@ def test_a_directory_of_something_else_is_refused(tune: Tune, capsys: pytest.Cap
     assert [path.name for path in Path("mine").iterdir()] == ["notes"]
 
 
-def test_what_is_wrong_is_said_before_anything_is_started(tune: Tune, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_reported_before_the_first_trial(tune: Tune, capsys: pytest.CaptureFixture[str]) -> None:
     Path("other.json").write_text(json.dumps(FILE))
     assert main(["tune", "--config", "other.json", "train.py", "--deepspeed", "ds.json"]) == 1
     assert "no argument of the command names this file" in capsys.readouterr().err
@@ -183,7 +183,7 @@ def test_what_is_wrong_is_said_before_anything_is_started(tune: Tune, capsys: py
     assert not Path("tuning_results").exists()
 
 
-def test_a_missing_script_is_told_before_the_first_trial(tune: Tune, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_script_is_reported_before_the_first_trial(tune: Tune, capsys: pytest.CaptureFixture[str]) -> None:
     assert tune(script="nowhere.py") == 1
     assert "nowhere.py: no such file" in capsys.readouterr().err
     assert not Path("tuning_results").exists()

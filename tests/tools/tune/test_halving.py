@@ -62,7 +62,7 @@ def test_short_trials_may_look_a_little_slower() -> None:
     assert reasons(a_round(result("a", 0, 104.1), rung=early), "step_time")["a"].startswith("1.04 times")
 
 
-def test_what_another_one_beats_in_everything_is_out() -> None:
+def test_dominated_candidates_are_dropped() -> None:
     found = a_round(result("a", 0.001, 80, 90), result("b", 0.002, 80, 90), result("c", 0.0, 95, 50))
     assert reasons(found, "step_time") == {"a": "", "b": "a is as good in everything", "c": ""}
 
@@ -76,7 +76,7 @@ def test_equals_do_not_dominate_each_other() -> None:
     assert set(promoted(a_round(result("a", 0, 90), result("b", 0, 90)), "step_time")) == {"a", "b"}
 
 
-def test_the_best_third_goes_on_in_order() -> None:
+def test_the_best_third_is_promoted_in_order() -> None:
     # Candidates with more bytes are faster and have a smaller loss, so none dominates another.
     tried = [result(f"c{n}", 0.009 - n / 1000, 90 - n, 100 + n) for n in range(7)]
     assert promoted(a_round(*tried), "step_time") == ["c6", "c5", "c4"]
@@ -84,7 +84,7 @@ def test_the_best_third_goes_on_in_order() -> None:
     assert reasons(a_round(*tried), "step_time")["c3"] == "not among the best 3"
 
 
-def test_two_go_on_where_there_are_two() -> None:
+def test_two_candidates_are_both_promoted() -> None:
     assert promoted(a_round(result("a", 0.001, 90), result("b", 0.0, 95)), "step_time") == ["a", "b"]
 
 
@@ -112,7 +112,7 @@ def test_a_trial_that_time_has_ended_says_nothing() -> None:
     assert best([first, unfinished], 0.005, "step_time") == (first, first.results["a"])
 
 
-def test_the_reserve_is_what_had_no_fault_and_no_place() -> None:
+def test_the_reserve_has_the_candidates_without_fault_that_were_not_promoted() -> None:
     first = a_round(*(result(f"c{n}", 0.0, 50 + n, 100 - n) for n in range(5)), result("bad", 0.5, 10))
     second = a_round(result("c0", 0.2, 50), result("c1", 0.2, 51), rung=replace(LAST, number=2, steps=90))
     assert promoted(first, "step_time") == ["c0", "c1"]

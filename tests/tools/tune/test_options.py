@@ -14,7 +14,7 @@ def parsed(*arguments: str) -> argparse.Namespace:
     return cli._parser(tune).parse_args(cli._separated(["tune", *arguments], tune))
 
 
-def test_what_follows_the_own_options_is_passed_on() -> None:
+def test_arguments_after_the_script_are_passed_on() -> None:
     rest = ["--num_gpus", "2", "train.py", "--config", "other.json", "--steps", "9", "--help", "--output=x"]
     options = parsed("--config", "ds.json", "--time-budget=1h30m", "--target-loss-gap", "1%", *rest)
     assert options.arguments == ["--", *rest]

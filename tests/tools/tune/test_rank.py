@@ -91,7 +91,7 @@ def test_trials_of_the_same_settings_see_the_same_losses(tmp_path: Path) -> None
     assert both[0] == both[1]
 
 
-def test_a_script_that_ends_too_early_is_told(tmp_path: Path) -> None:
+def test_a_script_that_ends_too_early_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"ended after 7 optimizer steps .* before the 12 of this trial") as raised:
         trial(tmp_path, "--steps", "7")
     assert "fewer --steps or --rungs" in str(raised.value)
@@ -99,6 +99,6 @@ def test_a_script_that_ends_too_early_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_script_that_makes_another_configuration_is_told(tmp_path: Path) -> None:
+def test_a_script_with_another_configuration_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="/deepspeed_compress_trial: is missing from the configuration"):
         trial(tmp_path, "--rewrite")

@@ -139,7 +139,7 @@ def test_finished_trials_are_not_run_again_and_need_no_time() -> None:
     assert list(outcome.rounds[1].results) == [BASELINE, "g", "f"]
 
 
-def test_a_trial_that_hangs_fails_and_the_search_goes_on() -> None:
+def test_a_hanging_trial_fails_and_the_search_continues() -> None:
     """The limit is three times the baseline's seconds plus one minute."""
     fake = Fake(GOOD, seconds={"c": math.inf})
     outcome = run(fake, rungs=RUNGS[:1])
@@ -183,7 +183,7 @@ def test_the_time_budget_holds_for_them_too() -> None:
     assert outcome.stopped == "the time budget was used up in rung 2"
 
 
-def test_when_all_lose_there_is_an_end() -> None:
+def test_the_search_ends_if_all_candidates_fail() -> None:
     fake = Late(GOOD, late="abcdefg")
     outcome = run(fake)
     assert sorted(name for name, number in fake.started if number == 2) == sorted([BASELINE, *"abcdefg"])
@@ -223,7 +223,7 @@ def test_without_a_budget_none_is_shown() -> None:
     assert " min" not in out.getvalue()
 
 
-def test_a_trial_tells_where_its_log_is_how_far_it_is_and_what_it_waits_for() -> None:
+def test_a_trial_shows_its_log_its_progress_and_its_wait() -> None:
     out, clock, looked = io.StringIO(), Clock(), []
     [none, int4] = candidates("int4")
     rungs = make_rungs(10, 1, 0.01)

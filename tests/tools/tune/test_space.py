@@ -70,7 +70,9 @@ def test_each_candidate_makes_a_file_without_findings(name: str) -> None:
         (file({"gradients": {"method": "none"}}), {FILE}, f'the same as "{BASELINE}"'),
     ],
 )
-def test_what_does_not_fit_the_file_is_left_out(ds_config: dict[str, Any], out: set[str], reason: str) -> None:
+def test_candidates_that_do_not_fit_the_file_are_excluded(
+    ds_config: dict[str, Any], out: set[str], reason: str
+) -> None:
     kept, left = find_candidates(ds_config)
     assert {one.name for one in left} == out
     assert all(one.reason.startswith(reason) for one in left)
@@ -78,7 +80,7 @@ def test_what_does_not_fit_the_file_is_left_out(ds_config: dict[str, Any], out: 
 
 
 @pytest.mark.parametrize("ds_config", [file(optimizer=TRAINERS), without_optimizer()])
-def test_what_the_file_leaves_open_may_be_decided_elsewhere(ds_config: dict[str, Any]) -> None:
+def test_settings_missing_from_the_file_may_come_from_elsewhere(ds_config: dict[str, Any]) -> None:
     """The command or a candidate of the user's may decide it."""
     assert "demo" in names(find_candidates(ds_config, no_momentum=True)[0])
     assert "mine" in names(find_candidates(ds_config, {"mine": {"gradients": {"method": "demo"}}})[0])
@@ -95,7 +97,7 @@ def section_of(name: str, section: Any) -> dict[str, Any]:
     return {candidate.name: dict(candidate.section) for candidate in kept}[name]
 
 
-def test_what_belongs_to_model_and_network_is_kept() -> None:
+def test_settings_of_model_and_network_are_kept() -> None:
     own = {
         "gradients": {
             "method": "topk",
@@ -122,7 +124,7 @@ def test_lossy_methods_start_uncompressed_and_a_longer_start_stays() -> None:
     assert "schedule" not in section_of("blockwise4", {})
 
 
-def test_the_baseline_keeps_what_has_a_meaning_for_it() -> None:
+def test_the_baseline_keeps_the_settings_that_apply_to_it() -> None:
     own = {
         "parallelism": {"zero_stage": 2},
         "gradients": {"method": "qsgd"},
@@ -139,7 +141,7 @@ def test_the_baseline_keeps_what_has_a_meaning_for_it() -> None:
     }
 
 
-def test_a_seed_goes_where_nothing_is_random() -> None:
+def test_a_seed_is_dropped_if_the_method_is_not_random() -> None:
     own = {"gradients": {"method": "qsgd"}, "seed": 3}
     assert "seed" not in section_of("blockwise4", own)
     assert section_of("powersgd4", own)["seed"] == 3

@@ -55,13 +55,13 @@ def test_every_mention_is_replaced() -> None:
     ]
 
 
-def test_a_path_that_stands_there_already_is_a_mention(tmp_path: Path) -> None:
+def test_an_equal_path_counts_as_a_mention(tmp_path: Path) -> None:
     """The command is checked with the file as its own replacement."""
     given = ["train.py", "--deepspeed", str(tmp_path / "ds.json")]
     assert with_config(given, tmp_path / "ds.json", tmp_path / "ds.json") == given
 
 
-def test_no_mention_is_an_error_that_says_what_to_do() -> None:
+def test_the_error_for_a_command_without_the_file_names_the_remedy() -> None:
     with pytest.raises(ConfigError, match=r"--config ds.json: no argument .* SCRIPT --deepspeed ds.json"):
         with_config(["train.py", "--lr", "1", "eyJhIjogMX0=", "x" * 5000], Path("ds.json"), FILE)
 
@@ -180,14 +180,14 @@ def test_figures_leave_the_beginning_out(tmp_path: Path) -> None:
     assert figures(tmp_path) == {"loss": 18.0, "step_ms": 7.0, "bytes": 12.5, "cosine": pytest.approx(0.6)}
 
 
-def test_how_far_a_trial_is(tmp_path: Path) -> None:
+def test_the_progress_of_a_trial(tmp_path: Path) -> None:
     assert steps_done(tmp_path) == 0
     (tmp_path / "statistics").mkdir()
     (tmp_path / "statistics" / "compression.jsonl").write_text('{"step": 5}\n{"step": 10}\n{"st')
     assert steps_done(tmp_path) == 10
 
 
-def test_only_what_has_finished_with_the_same_file_is_taken_again(tmp_path: Path) -> None:
+def test_only_finished_trials_with_the_same_file_are_reused(tmp_path: Path) -> None:
     result = Result("a", "finished", 1.5, 2.5, 3.5, None, 4.5, "", ("x", "y"))
     assert finished_before(tmp_path, {"a": 1}) is None
     (tmp_path / trials.CONFIG).write_text('{"a": 1}')

@@ -150,7 +150,7 @@ def test_figures_count_however_the_script_ends_after_them(end: str, start: Any) 
     assert start(WRITES + end, until="trial.jsonl").status == "finished"
 
 
-def test_what_was_left_of_a_trial_before_does_not_stay(start: Any) -> None:
+def test_files_of_an_earlier_trial_are_removed(start: Any) -> None:
     start(WRITES)
     assert start("pass").status == "failed"
 
@@ -177,7 +177,7 @@ time.sleep(600)
 """
 
 
-def test_what_does_not_end_by_itself_is_ended(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_that_does_not_end_is_killed(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials, "PATIENCE", 0.5)
     result = start(IGNORES, until="ignores")
     assert result.status == "stopped"

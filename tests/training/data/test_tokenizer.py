@@ -33,7 +33,7 @@ def test_a_vocabulary_needs_all_bytes(corpus: list[Path], tmp_path: Path) -> Non
         train_tokenizer(corpus, tmp_path / "t", 256)
 
 
-def test_a_directory_with_other_files_is_left_alone(corpus: list[Path], tmp_path: Path) -> None:
+def test_a_directory_with_other_files_is_kept(corpus: list[Path], tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "precious").write_text("x")
     with pytest.raises(DataError, match="is not a tokenizer"):

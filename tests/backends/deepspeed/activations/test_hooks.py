@@ -178,7 +178,7 @@ def test_two_backward_passes_over_one_graph() -> None:
     assert torch.allclose(x.grad, 4 * gradient(plain(one), hidden()))  # type: ignore[arg-type]
 
 
-def test_a_backward_pass_through_one_layer_alone() -> None:
+def test_backward_through_only_one_layer() -> None:
     one = Shared()
     x = hidden()
     y = x.tanh()
@@ -189,7 +189,7 @@ def test_a_backward_pass_through_one_layer_alone() -> None:
     assert torch.allclose(x.grad, 2 * expected.grad)  # type: ignore[arg-type, operator]
 
 
-def test_without_a_gradient_layers_are_left_alone() -> None:
+def test_layers_without_gradients_are_unchanged() -> None:
     one = Shared()
     with torch.no_grad():
         one.model(hidden())

@@ -58,7 +58,7 @@ def refused(rank: int, file: Path) -> list[str]:
     return [*found, str(caught.value)]
 
 
-def test_models_whose_sums_cannot_be_taken_over(tmp_path: Path) -> None:
+def test_models_whose_sums_cannot_be_replaced_are_refused(tmp_path: Path) -> None:
     """GPT-2 has one fused layer for query, key and value, and one for its MLP."""
     for compiled, fused in run_forks(2, refused, write_config(tmp_path / "gpt2", "gpt2"), shared_memory=True):
         assert "/activations/tensor: sums inside a compiled graph cannot be taken over" in compiled

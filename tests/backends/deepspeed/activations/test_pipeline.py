@@ -179,7 +179,7 @@ def messages(rank: int, job: Job) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("mask", [torch.int64, torch.float32, torch.bool])
-def test_masks_and_what_else_follows_stay_exact(mask: torch.dtype) -> None:
+def test_masks_and_integers_are_sent_exactly(mask: torch.dtype) -> None:
     first, second = run_forks(2, messages, Job(EIGHT, mask))
     numel = ROWS * WIDTH
     sent_as = "float16" if mask is torch.bool else str(mask).removeprefix("torch.")

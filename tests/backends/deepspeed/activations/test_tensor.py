@@ -204,7 +204,7 @@ def run_programs(rank: int, *jobs: Job) -> list[list[Records]]:
     return [[program(job) for job in jobs] for program in PROGRAMS]
 
 
-def test_programs_see_what_they_see_with_deepspeed_alone() -> None:
+def test_programs_compute_the_same_as_with_deepspeed_alone() -> None:
     """Merged sums differ by rounding, and compressed ones are equal on both ranks."""
     one, two = run_forks(2, run_programs, Job(), Job(MERGED), Job(EIGHT), shared_memory=True)
     for program, found, other in zip(PROGRAMS, one, two, strict=True):
@@ -273,7 +273,7 @@ def hooks_of(model: nn.Module) -> int:
     return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in parts)
 
 
-def test_a_detached_engine_is_deepspeed_alone() -> None:
+def test_a_detached_engine_equals_plain_deepspeed() -> None:
     for plain, ours in run_forks(2, detached, shared_memory=True):
         assert ours == plain
 
