@@ -80,7 +80,7 @@ def measure(kind: str, directory: Path, kills: int) -> list[float]:
         for number in range(kills):
             until(partial(beyond, directory, 10 * number + 7), running)
             before, now = steps(directory, 1)[-1]["step"], time.time()
-            kill(starts(directory, 1)[-1]["pid"])
+            kill(starts(directory, 1)[-1])
             # One more step may end after the kill.
             found.append(until(partial(beyond, directory, before + 1), running)[0]["time"] - now)
         assert running.wait() == 0, running.log
@@ -104,11 +104,11 @@ def draw(layout: Layout, directory: Path, kills: int, seed: int = 0) -> str:
             if draws.random() < 0.75:
                 wait_for_steps(directory, layout.ranks, killed, running)
             time.sleep(draws.uniform(0, 1.0))
-            pids = [starts(directory, rank)[-1:] for rank in range(layout.ranks)]
-            if all(pids):
-                chosen = pids[draws.randrange(layout.ranks)][0]["pid"]
+            ranks = [starts(directory, rank)[-1:] for rank in range(layout.ranks)]
+            if all(ranks):
+                [chosen] = ranks[draws.randrange(layout.ranks)]
                 kill(chosen)
-                killed.add(chosen)
+                killed.add(chosen["pid"])
         assert running.wait(600) == 0, running.log
     undisturbed = directory.with_name(f"{directory.name}_undisturbed")
     with Job(job("warm", undisturbed, last, 0, layout), log_of(undisturbed), **environment) as running:

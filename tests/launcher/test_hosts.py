@@ -113,7 +113,7 @@ def test_after_a_hang_and_a_lost_host_fewer_ranks_train_the_same_batches(tmp_pat
     with HostsJob(directory, 2, 0, "--hang", "3 s", last=STEPS) as job:
         job.until_saved(3)
         [host] = job.others()
-        kill(starts(directory, job.hosts().index(host))[-1]["pid"], signal.SIGSTOP)
+        kill(starts(directory, job.hosts().index(host))[-1], signal.SIGSTOP)
         stopped = time.time()
         until(lambda: len(of_starts(directory, "world")) == 2, job.agents[0])
         print(f"begun {time.time() - stopped:.1f} s after SIGSTOP")

@@ -85,9 +85,9 @@ def lost_steps(directory: Path) -> list[int]:
 
 def kill_held(directory: Path, job: Job, rank: int, step: int) -> None:
     """Kill a rank that waits after `step`, once all checkpoints up to there are complete."""
-    pid = until(at_step(directory, rank, step), job)
+    start = until(at_step(directory, rank, step), job)
     until(lambda: saved_step(directory) >= step // EVERY * EVERY, job)
-    kill(pid)
+    kill(start)
     release(directory, step)
 
 
@@ -151,10 +151,10 @@ def test_ranks_may_be_killed_at_any_time(tmp_path, undisturbed, stage):
             if number % 3 == 0:
                 wait_for_steps(directory, 2, killed, job)
             time.sleep(draw.uniform(0, 1.2))
-            pids = until(lambda: all(found := [starts(directory, rank)[-1:] for rank in range(2)]) and found, job)
-            chosen = pids[draw.randrange(2)][0]["pid"]
+            ranks = until(lambda: all(found := [starts(directory, rank)[-1:] for rank in range(2)]) and found, job)
+            [chosen] = ranks[draw.randrange(2)]
             kill(chosen)
-            killed.add(chosen)
+            killed.add(chosen["pid"])
         release(directory, LAST)
         assert job.wait() == 0, job.log
     assert result(directory) == undisturbed(stage)
@@ -204,9 +204,9 @@ def test_a_killed_rank_resumes_from_memory_if_the_disk_has_no_checkpoint(tmp_pat
     directory = place(tmp_path / "killed", deepspeed_compress=saving)
     hold(directory, 9)
     with Job(command(directory, steps=STEPS), directory / "log") as job:
-        pid = until(at_step(directory, 1, 9), job)
+        start = until(at_step(directory, 1, 9), job)
         until(lambda: is_in_memory(directory, "global_step8"), job)
-        kill(pid)
+        kill(start)
         release(directory, 9)
         assert job.wait() == 0, job.log
     assert result(directory) == undisturbed(1)

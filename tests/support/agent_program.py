@@ -37,7 +37,10 @@ def record(**what: object) -> None:
     os.close(descriptor)
 
 
-record(pid=os.getpid(), start=os.environ.get("DS_COMPRESS_RESUME", ""), ppid=os.getppid(), env=dict(os.environ))
+# See proc_pid_stat(5), field 22.
+ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+resumed = os.environ.get("DS_COMPRESS_RESUME", "")
+record(pid=os.getpid(), ticks=ticks, start=resumed, ppid=os.getppid(), env=dict(os.environ))
 torch.set_num_threads(1)
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 deepspeed.init_distributed("gloo")

@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+
+from tests.support.processes import start_ticks
 
 T = TypeVar("T")
 PROGRAM = Path(__file__).parent / "agent_program.py"
@@ -105,13 +107,11 @@ def starts(directory: Path, rank: int) -> list[dict[str, Any]]:
     return [one for one in records(directory) if one["rank"] == rank and "pid" in one]
 
 
-def at_step(directory: Path, rank: int, step: int) -> Callable[[], int | None]:
-    """Return a function that returns the pid of `rank` once it has made `step`."""
+def at_step(directory: Path, rank: int, step: int) -> Callable[[], dict[str, Any] | None]:
+    """Return a function that returns the latest start of `rank` once it has made `step`."""
 
-    def find() -> int | None:
-        return (
-            starts(directory, rank)[-1]["pid"] if any(one["step"] >= step for one in steps(directory, rank)) else None
-        )
+    def find() -> dict[str, Any] | None:
+        return starts(directory, rank)[-1] if any(one["step"] >= step for one in steps(directory, rank)) else None
 
     return find
 
@@ -137,6 +137,11 @@ def result(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in sorted(directory.glob("result_*.json"))]
 
 
-def kill(pid: int, number: int = signal.SIGKILL) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
+def kill(start: Mapping[str, Any], number: int = signal.SIGKILL) -> None:
+    """Send a signal to the process of a `starts` record, unless it has ended.
+
+    Its id may belong to another process or thread by then: in minutes, the tests use up all of the machine's ids.
+    """
+    with contextlib.suppress(OSError):
+        if start_ticks(start["pid"]) == start["ticks"]:
+            os.kill(start["pid"], number)

@@ -9,7 +9,16 @@ from pathlib import Path
 
 from tests.support.transport import until
 
-__all__ = ["MEGABYTE", "alive", "join_threads", "resident_memory", "serve_islands", "start_threads", "wait_until_gone"]
+__all__ = [
+    "MEGABYTE",
+    "alive",
+    "join_threads",
+    "resident_memory",
+    "serve_islands",
+    "start_threads",
+    "start_ticks",
+    "wait_until_gone",
+]
 
 MEGABYTE = 1 << 20
 
@@ -20,6 +29,15 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def start_ticks(pid: int) -> int:
+    """Return when the process started, in clock ticks since boot: with its id, this identifies it.
+
+    Raises:
+        OSError: there is no such process.
+    """
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
 def wait_until_gone(pid: int) -> None:
