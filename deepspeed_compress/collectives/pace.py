@@ -4,7 +4,8 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import Lock
 
 from torch.distributed import ProcessGroup
 
@@ -26,14 +27,16 @@ class Pace:
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     _free: float = float("-inf")
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def wait(self, size: int) -> None:
         """Block until a message of `size` bytes may be sent, and reserve its time."""
-        now = self.clock()
-        begin = max(self._free, now)
-        # Counted from the due time, so that late wakeups do not add up. Set before sleeping, because other threads may
-        # call this meanwhile.
-        self._free = begin + size / self.rate
+        # Not while sleeping, because other threads may call this meanwhile.
+        with self._lock:
+            now = self.clock()
+            begin = max(self._free, now)
+            # Counted from the due time, so that late wakeups do not add up.
+            self._free = begin + size / self.rate
         if begin > now:
             self.sleep(begin - now)
 

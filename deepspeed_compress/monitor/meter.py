@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import Lock, get_ident
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,11 +20,11 @@ SAVED = ("bytes_weights_saved", "bytes_pipeline_saved", "bytes_tensor_saved")
 
 @dataclass
 class Meter:
-    """Sums over the messages of one step on this rank; `reset` begins the next step.
+    """Sums over the messages of one step on this rank; `reset` begins the next step. Other threads may count bytes too.
 
-    Bytes are payload bytes that leave the rank, by the `KINDS`. Times are wall-clock milliseconds on the CPU and
-    elapsed stream time on a GPU, where they are taken only in `timed` steps and read by `milliseconds`, which waits for
-    the stream.
+    Bytes are payload bytes that leave the rank, by the `KINDS`. Times are wall-clock milliseconds on the CPU, of the
+    thread that begins the steps, because training does not wait for others. On a GPU, they are elapsed stream time,
+    taken only in `timed` steps and read by `milliseconds`, which waits for the stream.
 
     Attributes:
         timed: the step is reported.
@@ -52,10 +53,13 @@ class Meter:
     """Returns the cosine of the exchange between islands after the previous step."""
     _elapsed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     _events: "list[tuple[str, torch.cuda.Event, torch.cuda.Event]]" = field(default_factory=list)
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
+    _thread: int = field(default_factory=get_ident, repr=False, compare=False)
 
     def count(self, kind: str, size: int) -> None:
         """Add `size` to the bytes of `kind`, one of `KINDS`."""
-        setattr(self, kind, getattr(self, kind) + size)
+        with self._lock:
+            setattr(self, kind, getattr(self, kind) + size)
 
     def count_engine_reduction(self, size: int) -> None:
         """Add `size` bytes of gradients that the engine reduces itself: sent, and uncompressed."""
@@ -75,7 +79,8 @@ class Meter:
         if device.type != "cuda":
             begin = time.perf_counter()
             yield
-            self._elapsed[name] += 1e3 * (time.perf_counter() - begin)
+            if get_ident() == self._thread:
+                self._elapsed[name] += 1e3 * (time.perf_counter() - begin)
             return
         if not self.timed:
             yield

@@ -14,6 +14,7 @@ from deepspeed_compress.backends.deepspeed import comms_log, parallel
 from deepspeed_compress.backends.deepspeed.gradients.zero_0 import may_begin_early
 from deepspeed_compress.backends.deepspeed.groups import find_separate, make_groups
 from deepspeed_compress.backends.deepspeed.limits import shared_parameters
+from deepspeed_compress.backends.deepspeed.node_gradients import may_average_early
 from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, deciding_group
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.parameters import Parameters
@@ -67,6 +68,7 @@ def describe(target: EngineTarget, parameters: Parameters) -> Attachment:
     # Without a guard, only loss scalers skip steps: those of DeepSpeed's own optimizers, and torch's.
     scaled = hasattr(engine.optimizer, "overflow") or engine.torch_autocast_z0_gradscaler is not None
     skips = scaled or config.guard is not None
+    overlaps = may_average_early(engine) if target.node else kind == "zero_0" and may_begin_early(engine)
     return Attachment(
         config,
         engine.config,
@@ -77,7 +79,7 @@ def describe(target: EngineTarget, parameters: Parameters) -> Attachment:
         writes=dist.get_rank(deciding_group(engine)) == 0,
         make_groups=functools.partial(make_groups, engine, config),
         find_separate=functools.partial(find_separate, engine),
-        transactional=skips or (kind == "zero_0" and may_begin_early(engine)),
+        transactional=skips or overlaps,
         available=_available(target),
         step=engine.global_steps,
         sink=engine.monitor,

@@ -6,15 +6,16 @@ node's mean gradient of its own shard. Before the optimizer steps, ranks of equa
 the mean over all nodes, which is the mean over all ranks of the job. They receive the same bits, so clipping, overflow
 checks, skipped steps and the loss scale are the same on all nodes, and so are the weights, which never leave a node.
 
-The exchange takes place at the beginning of the optimizer step, because only then all backward passes of the step are
-known to be over.
+On CPU, buckets leave during the last backward pass, as soon as DeepSpeed has reduced them inside the node. They count
+only if they hold what the optimizer is about to step; otherwise, and on GPU, the exchange takes place at the beginning
+of the step.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,7 +24,9 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from deepspeed_compress.backends.deepspeed.division import divide_data
-from deepspeed_compress.backends.deepspeed.gradients.early import bucket_size
+from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions, bucket_size
+from deepspeed_compress.backends.deepspeed.gradients.following import attach_reduction
+from deepspeed_compress.backends.deepspeed.node_gradients import Found, Key, NodeGradients, may_average_early
 from deepspeed_compress.backends.deepspeed.units import NodeUnit
 from deepspeed_compress.backends.deepspeed.weights.copies import (
     check_equal_layouts,
@@ -31,11 +34,10 @@ from deepspeed_compress.backends.deepspeed.weights.copies import (
     copy_weights,
     named_untrained,
 )
-from deepspeed_compress.backends.deepspeed.weights.master_weights import MasterSlice, find_master_weights
-from deepspeed_compress.collectives.buckets import Partition, even_cut
+from deepspeed_compress.backends.deepspeed.weights.master_weights import find_master_weights
 from deepspeed_compress.collectives.payload import PendingMeans
-from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.errors import CompressWarning
+from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.traffic import ring_all_reduce
 
@@ -93,19 +95,6 @@ def _set_whole_batch(nodes: int, original: Callable[[int], None], train_batch_si
     original(train_batch_size // nodes)
 
 
-@dataclass(frozen=True)
-class _Bucket:
-    """Slices of this rank's shard that are averaged in one exchange.
-
-    Attributes:
-        slices: the slices, each with the number of its group of parameters.
-        partition: the same slices in one flat tensor, cut evenly over the nodes.
-    """
-
-    slices: Sequence[tuple[int, MasterSlice]]
-    partition: Partition
-
-
 class NodeShards:
     """Mean over the nodes of the gradients of this rank's shard.
 
@@ -117,31 +106,47 @@ class NodeShards:
 
     def __init__(self, engine: Any, unit: NodeUnit, session: Session) -> None:
         self._engine, self._optimizer, self._unit, self._session = engine, engine.optimizer, unit, session
-        self._scale = 1.0 / unit.count if engine.gradient_average else 1.0
-        self._buckets = list(_make_buckets(engine, unit))
+        self._gradients = NodeGradients(engine, unit)
+        self._early: EarlyReductions | None = None
         streams = engine.zero_optimization_stage() == 3 and not get_accelerator().resolves_data_dependency()
         # ZeRO 3 looks for overflows on the stream of its reductions.
         self._checks_on = self._optimizer.reduce_and_partition_stream if streams else None
+        attach_reduction(session, self._overlap, _overlap_nothing)
+
+    def _overlap(self, patches: Patches) -> None:
+        """Begin to average buckets during backward, if the device lets messages travel while the host computes."""
+        if not may_average_early(self._engine):
+            return
+        early = EarlyReductions(self._session, self._gradients, self._exchange, patches, in_background=True)
+        self._gradients.follow(early.note_complete, patches)
+        written = self._engine.config.get("zero_optimization")
+        if not isinstance(written, dict) or "reduce_bucket_size" not in written:
+            # DeepSpeed's default of 500 million elements would reduce most models in one bucket, after backward.
+            size = bucket_size(self._gradients.numel * self._unit.get_data_parallel_world_size())
+            patches.replace(self._optimizer, "reduce_bucket_size", size)
+        patches.replace(self, "_early", early)
 
     def average(self) -> None:
         """Replace the gradients that the optimizer is about to step with their mean over the nodes."""
         self._check_weights()
-        groups = self._optimizer.averaged_gradients
-        starts = {number: _by_start(tensors) for number, tensors in groups.items() if tensors is not None}
+        with self._gradients.handed_over():
+            (self._exchange if self._early is None else self._early.reduce)()
+        if self._checks_on is not None:
+            self._checks_on.wait_stream(get_accelerator().current_stream())
+
+    def _exchange(self) -> None:
+        """Average all buckets. Those that were sent during backward are only waited for."""
         waiting: _Exchange | None = None
-        for bucket in self._buckets:
-            found = [(starts[number][one.offset], one.numel) for number, one in bucket.slices if number in starts]
-            if len(found) < len(bucket.slices):
-                # The program has called `step` without a backward pass, on all ranks.
+        for keys in self._gradients.buckets:
+            found = self._gradients.find(keys)
+            if found is None:
                 continue
-            started = self._start(bucket.partition, found)
+            started = self._start(keys, found)
             if waiting is not None:
                 waiting.finish()
             waiting = started
         if waiting is not None:
             waiting.finish()
-        if self._checks_on is not None:
-            self._checks_on.wait_stream(get_accelerator().current_stream())
 
     def _check_weights(self) -> None:
         """Compare the weights of the nodes now and then, and warn if a program has changed those of one node only."""
@@ -154,18 +159,25 @@ class NodeShards:
             )
             warnings.warn(text, CompressWarning, stacklevel=3)
 
-    def _start(self, partition: Partition, found: Sequence[tuple[Tensor, int]]) -> "_Exchange":
-        """Begin to average the first `numel` elements of each (tensor, numel) in `found`."""
-        flat = torch.cat([tensor.reshape(-1)[:numel] for tensor, numel in found])
+    def _start(self, keys: tuple[Key, ...], found: Found) -> "_Exchange":
+        """Begin to average a bucket, or go on with what began during backward."""
+        dtype, numel = found[0][0].dtype, sum(numel for _, numel in found)
         if self._session.alone:
-            return _Exchange(found, self._mean(flat), None)
-        self._session.meter.count("bytes_uncompressed", ring_all_reduce(flat.nbytes, self._unit.count))
-        return _Exchange(found, flat, self._session.start_everywhere(flat, partition, self._scale))
+            return _Exchange(found, self._mean(self._flat(found)), None)
+        self._session.meter.count("bytes_uncompressed", ring_all_reduce(numel * dtype.itemsize, self._unit.count))
+        begun: PendingMeans | None = None if self._early is None else self._early.take(dtype, dtype, keys)
+        if begun is not None:
+            return _Exchange(found, begun.bucket, begun)
+        flat, gradients = self._flat(found), self._gradients
+        return _Exchange(found, flat, self._session.start_everywhere(flat, gradients.partition(keys), gradients.scale))
+
+    def _flat(self, found: Found) -> Tensor:
+        return torch.cat([tensor.reshape(-1)[:numel] for tensor, numel in found]).to(self._engine.device)
 
     def _mean(self, flat: Tensor) -> Tensor:
         """Return the uncompressed mean of `flat`, sent in DeepSpeed's dtype for communication."""
         # Divided first, because a sum may overflow fp16.
-        sent = flat.mul_(self._scale).to(self._engine.communication_data_type)
+        sent = flat.mul_(self._gradients.scale).to(self._engine.communication_data_type)
         dist.all_reduce(sent, group=self._unit.peers)
         self._session.meter.count_engine_reduction(ring_all_reduce(sent.nbytes, self._unit.count))
         return sent
@@ -181,7 +193,7 @@ class _Exchange:
         pending: the reduction that writes the means to `flat`; None if they are there.
     """
 
-    found: Sequence[tuple[Tensor, int]]
+    found: Found
     flat: Tensor
     pending: PendingMeans | None
 
@@ -198,35 +210,5 @@ class _Exchange:
                 tensor.view(-1)[:numel].copy_(part)
 
 
-def _by_start(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
-    """Return `tensors`, which lie side by side in a flat buffer, by the place of their first element."""
-    found = list(tensors)
-    starts = accumulate((tensor.numel() for tensor in found), initial=0)
-    return dict(zip(starts, found, strict=False))
-
-
-def _make_buckets(engine: Any, unit: NodeUnit) -> Iterator[_Bucket]:
-    """Yield the buckets of this rank's shard. A slice that is larger than the default bucket has one of its own."""
-    optimizer = engine.optimizer
-    three = engine.zero_optimization_stage() == 3
-    masters = optimizer.fp32_partitioned_groups_flat if three else optimizer.single_partition_of_fp32_groups
-    number = {id(master): place for place, master in enumerate(masters)}
-    slices = [(number[id(one.home)], one) for one in find_master_weights(engine).slices]
-    largest = bucket_size(sum(one.numel for _, one in slices))
-    bucket: list[tuple[int, MasterSlice]] = []
-    for group, one in slices:
-        if bucket and sum(other.numel for _, other in bucket) + one.numel > largest:
-            yield _Bucket(bucket, _partition(bucket, unit.count))
-            bucket = []
-        bucket.append((group, one))
-    if bucket:
-        yield _Bucket(bucket, _partition(bucket, unit.count))
-
-
-def _partition(slices: Sequence[tuple[int, MasterSlice]], nodes: int) -> Partition:
-    offsets = accumulate((one.numel for _, one in slices), initial=0)
-    segments = [
-        Segment(one.parameter, one.begin, one.numel, offset, 0)
-        for (_, one), offset in zip(slices, offsets, strict=False)
-    ]
-    return even_cut(segments, nodes)
+def _overlap_nothing(patches: Patches) -> None:
+    """Leave steps to the uncompressed exchange, which begins after backward."""

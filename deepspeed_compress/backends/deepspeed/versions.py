@@ -32,10 +32,16 @@ def _forwards(*names: str) -> tuple[Callable[..., Any], ...]:
 
 
 def has_compact_gradients(optimizer: Any) -> bool:
-    """Return True if a ZeRO 2 optimizer keeps only this rank's partition of some group's gradients (since 0.19.8)."""
-    return _since("0.19.8") and any(
-        optimizer._use_compact_grad_partition_buffer(group) for group in range(len(optimizer.bit16_groups))
-    )
+    """Return True if a ZeRO 2 optimizer keeps only this rank's partition of some group's gradients."""
+    return any(is_compact(optimizer, group) for group in range(len(optimizer.bit16_groups)))
+
+
+def is_compact(optimizer: Any, group: int) -> bool:
+    """Return True if a ZeRO 1 or 2 optimizer adds the gradients of `group` up in this rank's partition (since 0.19.8).
+
+    The others keep them in the parameters until the accumulation boundary.
+    """
+    return _since("0.19.8") and bool(optimizer._use_compact_grad_partition_buffer(group))
 
 
 def is_last_micro_batch(optimizer: Any) -> bool:

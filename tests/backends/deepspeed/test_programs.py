@@ -4,7 +4,7 @@ import pytest
 
 from tests.backends.deepspeed.programs.catalogue import PROGRAMS
 from tests.backends.deepspeed.programs.judge import found, wanted
-from tests.backends.deepspeed.programs.nodes import PROGRAMS_ON_NODES
+from tests.backends.deepspeed.programs.nodes import PROGRAMS_ON_NODES, PROGRAMS_ON_RAW_NODES
 from tests.backends.deepspeed.programs.ranks import SECTIONS, run_tasks, tasks_of
 
 
@@ -31,7 +31,7 @@ def test_uncompressed_exchange(tmp_path, stage):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_section(tmp_path, stage):
     """Covers every section except that of the test above."""
-    sections = tuple(name for name in SECTIONS if (stage, name) != (1, "raw") and name != "nodes")
+    sections = tuple(name for name in SECTIONS if (stage, name) != (1, "raw") and not name.endswith("nodes"))
     assert unexpected(tmp_path, stage, sections) == []
 
 
@@ -41,3 +41,10 @@ def test_every_section(tmp_path, stage):
 def test_sharded_within_nodes(tmp_path, stage):
     """Near DeepSpeed's on all ranks, because sums are added in another order."""
     assert unexpected(tmp_path, stage, ("plain", "nodes"), PROGRAMS_ON_NODES) == []
+
+
+@pytest.mark.slow(8)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_nodes_exchange_during_backward(tmp_path, stage):
+    assert unexpected(tmp_path, stage, ("plain", "raw nodes"), PROGRAMS_ON_RAW_NODES) == []

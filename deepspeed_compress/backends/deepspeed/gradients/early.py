@@ -14,6 +14,7 @@ the agreement. The plan comes from earlier steps, and is equal on all ranks beca
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.collectives.buckets import Partition
+from deepspeed_compress.collectives.means_thread import MeansThread
 from deepspeed_compress.collectives.payload import PayloadReducer, PendingMeans
 from deepspeed_compress.collectives.reducer import Pending
 from deepspeed_compress.session.patches import Patches
@@ -50,11 +52,8 @@ class Gradients(Protocol):
     scale: float
     everywhere: bool
 
-    def parameters(self) -> Iterable[Any]:
-        """Return the parameters that may receive a gradient."""
-
-    def key(self, parameter: Any) -> Key:
-        """Return the key that identifies `parameter` in buckets."""
+    def hooked(self) -> Iterable[tuple[Any, Key]]:
+        """Return the parameters whose hooks tell when a gradient is complete, with the keys of these gradients."""
 
     def of(self, key: Key) -> Tensor:
         """Return the current gradient of a parameter, flat. Zeros if it has none."""
@@ -101,6 +100,7 @@ class _Step:
         ready: keys of the gradients accumulated so far, in order.
         sent: for each bucket that was sent, the flat gradients and the pending reduction.
         reduced: the buckets that DeepSpeed has reduced so far.
+        thread: sends means back in the background; None if nothing was sent, or if that begins after backward.
     """
 
     number: int
@@ -110,6 +110,22 @@ class _Step:
     reduced: list[Bucket] = field(default_factory=list)
     closed: bool = False
     """True once DeepSpeed has reduced. Later reductions of the same step take DeepSpeed's normal path."""
+    thread: MeansThread | None = None
+
+    def send_back(self, pending: PendingMeans) -> None:
+        """Send the means of a bucket back in the background, as soon as the other ranks' parts are there."""
+        if self.thread is None:
+            self.thread = MeansThread()
+        self.thread.add(pending)
+
+    def send_all_back(self) -> None:
+        """Send the means of all buckets back, before the first of them is waited for."""
+        if self.thread is not None:
+            thread, self.thread = self.thread, None
+            thread.finish()
+        for _, pending in self.sent.values():
+            if isinstance(pending, PendingMeans):
+                pending.send_back()
 
 
 @dataclass
@@ -167,19 +183,26 @@ class EarlyReductions:
         gradients: the gradients of the engine.
         original: DeepSpeed's function that reduces all buckets of a step.
         patches: removes the hooks of the gradients.
+        in_background: send means back during backward, in a thread. This takes a second copy of the gradients.
     """
 
     def __init__(
-        self, session: Session, gradients: Gradients, original: Callable[..., object], patches: Patches
+        self,
+        session: Session,
+        gradients: Gradients,
+        original: Callable[..., object],
+        patches: Patches,
+        in_background: bool = False,
     ) -> None:
         self._session = session
         self._gradients = gradients
         self._original = original
+        self._in_background = in_background
         self._history = _BucketHistory()
         self._step = _Step(-1)
         self.handles = [
-            parameter.register_post_accumulate_grad_hook(self._gradient_is_there)
-            for parameter in gradients.parameters()
+            parameter.register_post_accumulate_grad_hook(partial(self._gradient_is_there, key))
+            for parameter, key in gradients.hooked()
         ]
         patches.on_undo(self.remove_hooks)
         patches.on_undo(session.on_interruption(self._discard))
@@ -246,15 +269,20 @@ class EarlyReductions:
             self._forget(step)
         self._step = _Step(-1)
 
-    def _gradient_is_there(self, parameter: Any) -> None:
-        """Mark a gradient as ready, and send the buckets that are complete.
+    def _gradient_is_there(self, key: Key, parameter: Any) -> None:
+        """Note a gradient that autograd has accumulated.
 
         Autograd calls this, possibly more than once per pass, and also in backward passes of other engines.
         """
-        if torch.compiler.is_compiling() or not self._gradients.complete_now():
+        if not torch.compiler.is_compiling():
+            self.note_complete(key)
+
+    def note_complete(self, key: Key) -> None:
+        """Mark the gradient `key` as ready in a backward pass that reduces, and send the buckets that are complete."""
+        if not self._gradients.complete_now():
             return
         step = self._current()
-        step.ready.setdefault(self._gradients.key(parameter))
+        step.ready.setdefault(key)
         if step.closed or step.reducer is None:
             return
         for bucket in self._history.order[len(step.sent) :]:
@@ -268,8 +296,12 @@ class EarlyReductions:
         flat = self._history.copy(bucket, [source.of(key).detach().to(bucket.held) for key in keys])
         number = self._numbers(reducer)[self._history.plan.index(bucket)]
         partition = source.partition(keys)
-        pending = self._session.start_early(flat, partition, source.scale, number, source.everywhere)
+        # The means overwrite a part of what is sent, which is compared later.
+        sent = flat.clone() if self._in_background else flat
+        pending = self._session.start_early(sent, partition, source.scale, number, source.everywhere)
         step.sent[bucket] = (flat, pending)
+        if self._in_background and isinstance(pending, PendingMeans):
+            step.send_back(pending)
 
     def _numbers(self, reducer: PayloadReducer) -> list[int]:
         """Return the number of the first message of each bucket of the plan, and the first number after them.
@@ -291,10 +323,7 @@ class EarlyReductions:
         dist.all_reduce(right, op=dist.ReduceOp.MIN, group=self._gradients.group)
         if right:
             reducer.skip_messages(self._numbers(reducer)[-1] - 1)
-        for _, pending in step.sent.values():
-            if isinstance(pending, PendingMeans):
-                # Send the means of all buckets before waiting for the first.
-                pending.send_back()
+        step.send_all_back()
         return bool(right)
 
     def _send_rest(self, step: _Step, reducer: PayloadReducer) -> None:
@@ -310,6 +339,7 @@ class EarlyReductions:
 
     def _forget(self, step: _Step) -> None:
         """Finish the pending reductions of `step`, drop their results, and roll back the residuals."""
+        step.send_all_back()
         for flat, pending in step.sent.values():
             nothing = flat if isinstance(pending, PendingMeans) else torch.zeros(_numel(pending))
             pending.finish(nothing)

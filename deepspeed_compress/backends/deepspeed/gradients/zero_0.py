@@ -156,8 +156,8 @@ class _Gradients:
     def parameters(self) -> Iterator[Any]:
         return (parameter for parameter in self._parameters.values() if parameter.requires_grad)
 
-    def key(self, parameter: Any) -> str:
-        return self._engine.param_names[parameter]  # type: ignore[no-any-return]
+    def hooked(self) -> Iterator[tuple[Any, str]]:
+        return ((parameter, self._engine.param_names[parameter]) for parameter in self.parameters())
 
     def of(self, key: str) -> Tensor:
         gradient = self._parameters[key].grad
@@ -169,9 +169,9 @@ class _Gradients:
 
         Parameters without a gradient count as zeros. Sparse gradients are reduced elsewhere.
         """
-        for parameter in self.parameters():
+        for parameter, name in self.hooked():
             if parameter.numel() and (parameter.grad is None or parameter.grad.layout == torch.strided):
-                yield self.key(parameter)
+                yield name
 
     def side_by_side(self, keys: tuple[str, ...]) -> tuple[str, ...]:
         """Return `keys` unchanged: a bucket is divided evenly, whatever its order."""

@@ -25,18 +25,14 @@ class Zero1Gradients:
         self.side_by_side = lru_cache(maxsize=LAYOUTS)(self._side_by_side)
         self._engine = engine
         self._optimizer = engine.optimizer
-        self._keys = {id(parameter): key for key, parameter in self._parameters()}
 
     def _parameters(self) -> Iterator[tuple[Key, Any]]:
         for number, group in enumerate(self._optimizer.bit16_groups):
             for parameter in group:
                 yield (number, parameter.param_idx_in_group, self._optimizer.get_param_id(parameter)), parameter
 
-    def parameters(self) -> Iterator[Any]:
-        return (parameter for _, parameter in self._parameters() if parameter.requires_grad)
-
-    def key(self, parameter: Any) -> Key:
-        return self._keys[id(parameter)]
+    def hooked(self) -> Iterator[tuple[Any, Key]]:
+        return ((parameter, key) for key, parameter in self._parameters() if parameter.requires_grad)
 
     def of(self, key: Key) -> Tensor:
         parameter = self._optimizer.bit16_groups[key[0]][key[1]]

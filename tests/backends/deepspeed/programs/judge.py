@@ -46,6 +46,7 @@ def wanted(task: Task) -> Outcome:
         "auto": program.refused,
         "4 bits": program.refused,
         "nodes": program.refused,
+        "raw nodes": program.refused,
         "weights": {**program.refused_weights, **program.refused},
     }
     if stage in refusals.get(task.section, {}):
@@ -54,7 +55,7 @@ def wanted(task: Task) -> Outcome:
 
 
 def kind(task: Task) -> str:
-    if task.section == "nodes" or (task.section in ("raw", "auto") and task.program.rounded):
+    if task.section in ("nodes", "raw nodes") or (task.section in ("raw", "auto") and task.program.rounded):
         return "near"
     return "equal" if task.section in EXACT else "ranks equal"
 

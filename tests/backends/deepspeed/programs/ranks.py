@@ -37,10 +37,12 @@ SECTIONS: Mapping[str, Mapping[str, Any] | None] = MappingProxyType(
         "4 bits": {"gradients": {"bits": 4, "block_size": 32}},
         "weights": {"gradients": {"bits": 4, "block_size": 32}, "weights": {"bits": 8, "min_numel": 10}},
         "nodes": {"gradients": {"method": "none"}, "parallelism": {"shard_within": 2}},
+        "raw nodes": {"gradients": _RAW, "parallelism": {"shard_within": 2}},
     }
 )
 """Sections by name. `plain` has no package. `raw` sends every parameter uncompressed through our own exchange,
-and `auto` does so in some steps, between others that are left to DeepSpeed (see `_Alternating`)."""
+and `auto` does so in some steps, between others that are left to DeepSpeed (see `_Alternating`). `nodes` exchange
+after backward, and `raw nodes` during it."""
 
 SECONDS = 30
 """Timeout of a collective in seconds."""
@@ -156,8 +158,9 @@ def run_task(task: Task, rank: int, directory: Path) -> Result:
     section = SECTIONS[task.section]
     run = Run(task.program, task.stage, rank, section, directory)
     uninstall = (lambda: None) if section is None else install()
-    # Other stages take the bucket size from the configuration.
-    small = patch.object(early, "SMALLEST_BUCKET", 600 if task.stage == 0 else early.SMALLEST_BUCKET)
+    # Other buckets have their size from the configuration.
+    ours = task.stage == 0 or task.section == "raw nodes"
+    small = patch.object(early, "SMALLEST_BUCKET", 600 if ours else early.SMALLEST_BUCKET)
     small.start()
     alternating = patch.object(policy, "AutoChoice", _Alternating)
     alternating.start()

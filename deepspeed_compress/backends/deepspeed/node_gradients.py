@@ -1,0 +1,228 @@
+"""Gradients of the shard of a rank, which are averaged over the nodes, during backward and after it.
+
+DeepSpeed reduces buckets inside the node during backward, and hands the sums of all micro-steps to the optimizer after
+it. A slice can be read from DeepSpeed's buffers once its bucket is reduced at the accumulation boundary. The program
+may still change it, by another backward pass for instance, so what was read early is compared with what the optimizer
+is about to step (see `EarlyReductions`).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed_compress.backends.deepspeed.gradients.early import bucket_size, reduces_now
+from deepspeed_compress.backends.deepspeed.offloaded_shards import OffloadedGradients, offloads_optimizer
+from deepspeed_compress.backends.deepspeed.units import NodeUnit
+from deepspeed_compress.backends.deepspeed.versions import is_compact, is_last_micro_batch
+from deepspeed_compress.backends.deepspeed.weights.master_weights import MasterSlice, find_master_weights
+from deepspeed_compress.collectives.buckets import Partition, even_cut
+from deepspeed_compress.compression.segments import Segment
+from deepspeed_compress.session.patches import Patches
+
+Key = tuple[int, int]
+"""Identity of a slice of a shard: (number of its group of parameters, first element in that group's shard)."""
+Found = list[tuple[Tensor, int]]
+"""Gradients of slices in order, each as a tensor whose first elements they are, and the number of these."""
+
+
+def may_average_early(engine: Any) -> bool:
+    """Return True if gradients may be averaged over the nodes during backward.
+
+    This requires a backend with its own threads (CPU), and gradients that DeepSpeed does not move elsewhere meanwhile.
+    """
+    return torch.device(engine.device).type == "cpu" and not offloads_optimizer(engine)
+
+
+class NodeGradients:
+    """Gradients of this rank's shard; see `Gradients`.
+
+    Args:
+        engine: an engine with ZeRO 1, 2 or 3 whose `mpu` is `unit`.
+        unit: this rank's node.
+
+    Attributes:
+        buckets: the slices that are averaged together, for each exchange. A slice that is larger than the default
+            bucket has one of its own.
+    """
+
+    everywhere = True
+
+    def __init__(self, engine: Any, unit: NodeUnit) -> None:
+        self.group = unit.peers
+        self.scale = 1.0 / unit.count if engine.gradient_average else 1.0
+        self._engine, self._optimizer = engine, engine.optimizer
+        self._parameters = {name: parameter for parameter, name in engine.param_names.items()}
+        self._slices = _find_slices(engine)
+        self._keys = _by_parameter(self._slices)
+        self.buckets = tuple(_make_buckets(self._slices))
+        self._partitions = {keys: self._cut(keys, unit.count) for keys in self.buckets}
+        self._offloaded = OffloadedGradients(engine, unit) if offloads_optimizer(engine) else None
+        self._due: Mapping[Key, Tensor] | None = None
+        """Gradients that the optimizer is about to step, by their slices; None before the step."""
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements of this rank's shard, without padding."""
+        return sum(one.numel for one in self._slices.values())
+
+    @contextmanager
+    def handed_over(self) -> Iterator[None]:
+        """Read gradients from what DeepSpeed has handed to the optimizer, in the block, which averages them."""
+        self._due = self._averaged() if self._offloaded is None else self._offloaded.take(self._slices)
+        try:
+            yield
+        finally:
+            self._due = None
+        if self._offloaded is not None:
+            self._offloaded.note_means()
+
+    def _averaged(self) -> dict[Key, Tensor]:
+        groups = self._optimizer.averaged_gradients
+        return {
+            (number, start): tensor
+            for number, tensors in groups.items()
+            if tensors is not None
+            for start, tensor in _with_starts(tensors)
+            if (number, start) in self._slices
+        }
+
+    def find(self, keys: tuple[Key, ...]) -> Found | None:
+        """Return the gradients of a bucket that were handed over, in order.
+
+        None if the program has called `step` without a backward pass, on all ranks.
+        """
+        assert self._due is not None
+        if not self._due.keys() >= set(keys):
+            return None
+        return [(self._due[key], self._slices[key].numel) for key in keys]
+
+    def hooked(self) -> Iterator[tuple[Any, Key]]:
+        """Return nothing: gradients are complete when DeepSpeed has reduced them, not when autograd has."""
+        return iter(())
+
+    def of(self, key: Key) -> Tensor:
+        one = self._slices[key]
+        if self._due is None:
+            return self._reduced(key[0], one)
+        return self._due[key].reshape(-1)[: one.numel] if key in self._due else torch.zeros_like(one.values)
+
+    def due(self) -> Iterable[Key]:
+        return () if self._due is None else self._due.keys()
+
+    def partition(self, keys: tuple[Key, ...]) -> Partition:
+        return self._partitions[keys]
+
+    def side_by_side(self, keys: tuple[Key, ...]) -> tuple[Key, ...]:
+        """Return `keys` unchanged: a bucket is divided evenly, whatever its order."""
+        return keys
+
+    def complete_now(self) -> bool:
+        return reduces_now(self._engine) and is_last_micro_batch(self._optimizer)
+
+    def follow(self, complete: Callable[[Key], None], patches: Patches) -> None:
+        """Call `complete` for every slice whose bucket DeepSpeed has reduced inside the node."""
+        if self._engine.zero_optimization_stage() == 3:
+            patches.wrap(self._optimizer, "partition_grads", partial(self._partitioned, complete))
+        else:
+            patches.wrap(self._optimizer, "reduce_ipg_grads", partial(self._reduced_buckets, complete))
+
+    def _partitioned(
+        self,
+        complete: Callable[[Key], None],
+        original: Callable[..., Any],
+        params_to_release: list[Any],
+        grad_partitions: list[Tensor],
+    ) -> Any:
+        """Call `partition_grads` of ZeRO 3, which adds a reduced bucket to the shard."""
+        parameters = list(params_to_release)
+        buffers = original(params_to_release, grad_partitions)
+        self._announce(parameters, complete)
+        return buffers
+
+    def _reduced_buckets(
+        self, complete: Callable[[Key], None], original: Callable[..., Any], comm_dtype: torch.dtype | None = None
+    ) -> None:
+        """Call `reduce_ipg_grads` of ZeRO 1 and 2, which reduces the bucket of a dtype, or those of all."""
+        optimizer = self._optimizer
+        buckets = list(optimizer.ipg_buckets.values()) if comm_dtype is None else [optimizer.ipg_buckets[comm_dtype]]
+        parameters = [optimizer.bit16_groups[group][place] for one in buckets for group, place, _ in one.params]
+        original(comm_dtype=comm_dtype)
+        self._announce(parameters, complete)
+
+    def _announce(self, parameters: Iterable[Any], complete: Callable[[Key], None]) -> None:
+        for parameter in parameters:
+            for key in self._keys.get(self._engine.param_names[parameter], ()):
+                complete(key)
+
+    def _reduced(self, group: int, one: MasterSlice) -> Tensor:
+        """Return the sum of all micro-steps so far, from DeepSpeed's buffers."""
+        optimizer, parameter = self._optimizer, self._parameters[one.parameter]
+        if self._engine.zero_optimization_stage() == 3:
+            shards = vars(optimizer)["_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"]
+            return shards[parameter.ds_id].reshape(-1)[: one.numel]  # type: ignore[no-any-return]
+        if is_compact(optimizer, group):
+            return one.within(optimizer.averaged_gradients[group].flat_partition)
+        return _reduced_slice(optimizer, group, parameter, one)
+
+    def _cut(self, keys: tuple[Key, ...], nodes: int) -> Partition:
+        slices = [self._slices[key] for key in keys]
+        offsets = accumulate((one.numel for one in slices), initial=0)
+        segments = [
+            Segment(one.parameter, one.begin, one.numel, offset, 0)
+            for one, offset in zip(slices, offsets, strict=False)
+        ]
+        return even_cut(segments, nodes)
+
+
+def _reduced_slice(optimizer: Any, group: int, parameter: Any, one: MasterSlice) -> Tensor:
+    """Return the gradient of a slice under ZeRO 1 or 2, added to those of earlier micro-steps as DeepSpeed will do."""
+    part = slice(one.begin, one.begin + one.numel)
+    gradient = optimizer.get_gradient_for_reduction(parameter)
+    newest = torch.zeros_like(one.values) if gradient is None else gradient.detach().reshape(-1)[part]
+    earlier = optimizer.all_grad_tensors.get(group)
+    if earlier is None:
+        return newest  # type: ignore[no-any-return]
+    place = next(place for place, other in enumerate(optimizer.params_in_partition[group]) if other is parameter)
+    return earlier[place].detach().reshape(-1)[part].add(newest)  # type: ignore[no-any-return]
+
+
+def _find_slices(engine: Any) -> dict[Key, MasterSlice]:
+    optimizer = engine.optimizer
+    three = engine.zero_optimization_stage() == 3
+    masters = optimizer.fp32_partitioned_groups_flat if three else optimizer.single_partition_of_fp32_groups
+    number = {id(master): place for place, master in enumerate(masters)}
+    return {(number[id(one.home)], one.offset): one for one in find_master_weights(engine).slices}
+
+
+def _by_parameter(slices: Mapping[Key, MasterSlice]) -> dict[str, list[Key]]:
+    found: dict[str, list[Key]] = {}
+    for key, one in slices.items():
+        found.setdefault(one.parameter, []).append(key)
+    return found
+
+
+def _make_buckets(slices: Mapping[Key, MasterSlice]) -> Iterator[tuple[Key, ...]]:
+    largest = bucket_size(sum(one.numel for one in slices.values()))
+    bucket: list[Key] = []
+    filled = 0
+    for key, one in slices.items():
+        if bucket and filled + one.numel > largest:
+            yield tuple(bucket)
+            bucket, filled = [], 0
+        bucket.append(key)
+        filled += one.numel
+    if bucket:
+        yield tuple(bucket)
+
+
+def _with_starts(tensors: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """Yield each of `tensors`, which lie side by side in a flat buffer, after the place of its first element."""
+    start = 0
+    for tensor in tensors:
+        yield start, tensor
+        start += tensor.numel()

@@ -1,0 +1,176 @@
+"""Buckets that travel to other nodes during backward: used if they prove right, and otherwise without any effect."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from deepspeed_compress.backends.deepspeed.gradients import early as early_module
+from deepspeed_compress.backends.deepspeed.node_shards import NodeShards
+from tests.support.forks import run_forks
+from tests.support.jobs import Job, data, run, start, weights
+
+SAMPLED = pytest.mark.sampled(
+    8, "deepspeed_compress/backends/deepspeed/node_gradients.py", "tests/backends/deepspeed/test_node_gradients.py"
+)
+RANDOM = {
+    "gradients": {"method": "stochastic_linear", "bits": 4, "block_size": 32, "min_numel": 0},
+    "parallelism": {"shard_within": 2},
+}
+"""Section of a method whose random numbers depend on the numbers of messages."""
+BF16 = {"bf16": {"enabled": True}}
+FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+
+Program = Callable[[Any, int, Job], list[float]]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Records of a run.
+
+    `under_way` holds the numbers of buckets that were sent by the end of backward, for each step that compares, and
+    `agreed` whether they were right. `buckets` is the number of buckets of the rank's shard.
+    """
+
+    losses: list[str]
+    parameters: dict[str, list[float]]
+    under_way: list[int]
+    agreed: list[bool]
+    buckets: int
+
+
+def nodes_of(engine: Any) -> NodeShards:
+    """Return what averages the gradients of `engine` over the nodes."""
+    found: NodeShards = engine._take_model_step.func.__self__.nodes
+    return found
+
+
+def train(rank: int, job: Job, early: bool, program: Program) -> Seen:
+    with patch.object(early_module, "SMALLEST_BUCKET", 100):
+        engine = start(job)
+        nodes, under_way, agreed = nodes_of(engine), [], []
+        reductions = nodes._early
+        assert reductions is not None
+        if not early:
+            reductions._history.patience = 10**9
+        agree = reductions._agree
+
+        def watched(step: Any, reducer: Any) -> bool:
+            under_way.append(len(step.sent))
+            agreed.append(agree(step, reducer))
+            return agreed[-1]
+
+        reductions._agree = watched  # type: ignore[method-assign]
+        losses = program(engine, rank, job)
+        seen = Seen([str(loss) for loss in losses], weights(engine), under_way, agreed, len(nodes._gradients.buckets))
+        engine.destroy()
+        return seen
+
+
+def ordinary(engine: Any, rank: int, job: Job) -> list[float]:
+    return run(engine, data(rank, job))
+
+
+def backward(engine: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
+    loss = (engine(batch[0]) - batch[1]).square().mean()
+    engine.backward(loss)
+    return float(loss.detach())
+
+
+def several_backwards(engine: Any, rank: int, job: Job) -> list[float]:
+    """Run two backward passes before every third step. The second one changes what the first one has sent."""
+    losses = []
+    for step, batch in enumerate(data(rank, job)):
+        losses.append(backward(engine, batch))
+        if step % 3 == 2:
+            losses.append(backward(engine, (2 * batch[0], batch[1])))
+        engine.step()
+    return losses
+
+
+def written_on_one_rank(engine: Any, rank: int, job: Job) -> list[float]:
+    """Halve the gradients of one rank before a step, after they were sent."""
+    losses = []
+    for step, batch in enumerate(data(rank, job)):
+        losses.append(backward(engine, batch))
+        if (step, rank) == (4, 3):
+            engine.optimizer.averaged_gradients[0][0].data.mul_(0.5)
+        engine.step()
+    return losses
+
+
+def given_up(engine: Any, rank: int, job: Job) -> list[float]:
+    """Give a step up after its backward pass, load a checkpoint, and train the batch again."""
+    batches, directory = data(rank, job), str(job.extra["directory"])
+    losses = run(engine, batches[:4])
+    engine.save_checkpoint(directory)
+    backward(engine, (2 * batches[4][0], batches[4][1]))
+    engine.load_checkpoint(directory)
+    early = nodes_of(engine)._early
+    assert early is not None
+    assert not early._step.sent
+    return losses + run(engine, batches[4:])
+
+
+def both(rank: int, job: Job, program: Program) -> tuple[Seen, Seen]:
+    return train(rank, job, True, program), train(rank, job, False, program)
+
+
+def check_equal(ranks: list[tuple[Seen, Seen]]) -> None:
+    """Check that what was sent during backward has changed no bit, and that all nodes have the same weights."""
+    for early, late in ranks:
+        assert (early.losses, early.parameters) == (late.losses, late.parameters)
+        assert late.agreed == []
+    assert all(early.parameters == ranks[0][0].parameters for early, _ in ranks)
+
+
+@SAMPLED
+@pytest.mark.parametrize("extra", [{}, BF16, {**BF16, **FP32_SUMS}], ids=["fp32", "bf16", "bf16, sums in fp32"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_all_buckets_are_under_way_when_backward_is_over(stage: int, accumulation: int, extra: dict[str, Any]) -> None:
+    """This holds from the second step on. The first step shows when buckets are complete."""
+    if stage == 1:
+        extra = {name: value for name, value in extra.items() if name != "data_types"}
+    ranks = run_forks(4, both, Job(stage, RANDOM, extra=extra, accumulation=accumulation), ordinary)
+    check_equal(ranks)
+    for early, _ in ranks:
+        assert early.buckets > 1
+        assert early.under_way == [early.buckets] * 3
+        assert early.agreed == [True] * 3
+
+
+@SAMPLED
+@pytest.mark.parametrize("program", [several_backwards, written_on_one_rank])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_that_change_are_sent_again(stage: int, program: Program) -> None:
+    ranks = run_forks(4, both, Job(stage, RANDOM, steps=8), program)
+    check_equal(ranks)
+    agreed = [early.agreed for early, _ in ranks]
+    # Ranks of equal place in their nodes agree with one another.
+    assert agreed[:2] == agreed[2:]
+    assert False in agreed[1]
+    assert True in agreed[1]
+    assert (False in agreed[0]) == (program is several_backwards)
+
+
+@SAMPLED
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_that_are_not_finite_travel_too(stage: int) -> None:
+    """All nodes skip the step."""
+    ranks = run_forks(4, both, Job(stage, RANDOM, steps=6, poison=(4, 3)), ordinary)
+    check_equal(ranks)
+    assert all(early.agreed == [True] * 5 for early, _ in ranks)
+    assert all(math.isfinite(value) for values in ranks[0][0].parameters.values() for value in values)
+
+
+@SAMPLED
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_nothing_that_was_sent_survives_a_load(stage: int, tmp_path: Path) -> None:
+    job = Job(stage, RANDOM, steps=8, extra={"directory": str(tmp_path)})
+    check_equal(run_forks(4, both, job, given_up))
