@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, fields, replace
 
-from deepspeed_compress.planner.gpus import Constants, Gpu
+from deepspeed_compress.planner.constants import Constants
+from deepspeed_compress.planner.gpus import Gpu
 from deepspeed_compress.planner.layout import Layout
 from deepspeed_compress.planner.model import Model
 from deepspeed_compress.planner.software import Elementwise, Software
@@ -64,6 +65,14 @@ class Device:
         """Return the seconds in which a kernel reads and writes `size` bytes."""
         return size / (self.gpu.memory_rate * self.constants.memory)
 
+    def coded(self, size: float) -> float:
+        """Return the seconds in which the compression kernels read and write `size` bytes."""
+        return self.moved(size) / self.constants.coding
+
+    def issued(self, seconds: float) -> float:
+        """Return the seconds that the CPU takes for work that takes `seconds` by the table of programs."""
+        return seconds * self.constants.cpu
+
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
@@ -87,15 +96,15 @@ def layer_cost(device: Device, model: Model, seq: int, layout: Layout) -> LayerC
     accumulate = software.accumulate * model.layer_parameters / tensor * (layout.accumulation > 1)
     # Without a flash kernel, attention takes four more: scale, softmax, dropout, and a transpose.
     kernels = software.kernels + (0 if software.attention else 4)
-    start = device.constants.kernel
-    forward = Work(once, scores, device.moved(moved), kernels * start, kernels * software.dispatch)
+    start, issue = device.constants.kernel, device.issued(software.dispatch)
+    forward = Work(once, scores, device.moved(moved), kernels * start, kernels * issue)
     backward = Work(
         twice,
         scores_back,
         device.moved(software.elementwise.backward * moved + accumulate),
         2 * kernels * start,
         # Autograd issues kernels without Python.
-        2 * kernels * software.dispatch / 2,
+        2 * kernels * issue / 2,
     )
     return LayerCost(forward, backward)
 

@@ -1,4 +1,4 @@
-"""Public figures of GPUs, and the constants that turn them into achieved rates."""
+"""Public figures of GPUs."""
 
 import re
 from collections.abc import Mapping
@@ -6,26 +6,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.planner.constants import Constants
 
 CALIBRATED_GPU = "A100-80"
 """GPU of the runs that the constants are fitted to."""
-
-
-@dataclass(frozen=True, slots=True)
-class Constants:
-    """Shares of the published figures that training achieves, fitted to published runs on A100.
-
-    Attributes:
-        matmul: Share of the peak rate that large matrix products reach.
-        memory: Share of the memory bandwidth that elementwise kernels reach.
-        link: Share of the link's rate between the GPUs of a node that collectives reach.
-        kernel: Seconds that a kernel takes beyond its work: start, tail, and the gap to the next one.
-    """
-
-    matmul: float = 0.819
-    memory: float = 0.647
-    link: float = 0.610
-    kernel: float = 8.99e-6
 
 
 @dataclass(frozen=True, slots=True)

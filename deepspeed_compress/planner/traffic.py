@@ -131,7 +131,7 @@ class DataParallel:
         else:
             message = self.links.reduce(parameters * self.device.software.gradient / pieces, group)
         inside = group.local if group.nodes > 1 else 1
-        coding = self.device.moved((ENCODE + DECODE) * parameters / inside) if bits else 0.0
+        coding = self.device.coded((ENCODE + DECODE) * parameters / inside) if bits else 0.0
         size = f"{parameters:.3g} elements of {bits + SCALE_BITS if bits else 8 * self.device.software.gradient:g} bits"
         formula = f"{size}, {repeated:g} times, among {group.local} x {group.nodes} ranks in {pieces:g} messages"
         return Traffic("gradients", message.times(pieces * repeated), self._gradient_window, coding * repeated, formula)
@@ -171,7 +171,7 @@ class DataParallel:
         size = parameters * (bits + SCALE_BITS if bits else 8 * HALF) / 8
         message = self.links.gather(size / BUCKETS, self.links.group(layout.shards, layout.tensor)).times(BUCKETS)
         hides = (bits and layout.pipeline == 1) or self.device.software.overlaps
-        coding = self.device.moved(DECODE * parameters) if bits else 0.0
+        coding = self.device.coded(DECODE * parameters) if bits else 0.0
         formula = f"{size / 1e9:.3g} GB gathered once"
         return Traffic("updated weights", message, "first forward" if hides else "nothing", coding, formula)
 
@@ -182,7 +182,7 @@ class DataParallel:
         size = parameters * (bits + SCALE_BITS if bits else 8 * HALF) / 8
         group = self.links.group(layout.shards, layout.tensor)
         message = self.links.gather(size / self._layers, group).times(self._layers * count)
-        coding = self.device.moved(DECODE * parameters * count) if bits else 0.0
+        coding = self.device.coded(DECODE * parameters * count) if bits else 0.0
         return Traffic("gathered weights", message, "all", coding, f"{size / 1e9:.3g} GB gathered {count} times")
 
     def _between_nodes(self) -> Traffic:
@@ -196,7 +196,7 @@ class DataParallel:
             message = self.links.exchange(payload, group).then(self.links.gather(payload, group))
         else:
             message = self.links.reduce(elements * self.device.software.gradient, group)
-        coding = self.device.moved((ENCODE + DECODE) * elements) if bits else 0.0
+        coding = self.device.coded((ENCODE + DECODE) * elements) if bits else 0.0
         formula = f"{elements:.3g} elements of {bits + SCALE_BITS if bits else 16:g} bits among {count} nodes"
         return Traffic("gradients between nodes", message, "nothing", coding, formula)
 
@@ -206,6 +206,6 @@ class DataParallel:
         group = self.links.group(layout.islands, layout.tensor * layout.island_size)
         payload = elements * (4 + SCALE_BITS) / 8
         message = self.links.exchange(payload, group).then(self.links.gather(payload, group))
-        coding = self.device.moved((ENCODE + DECODE) * elements) / layout.sync_every
+        coding = self.device.coded((ENCODE + DECODE) * elements) / layout.sync_every
         formula = f"{payload / 1e9:.3g} GB among {layout.islands} islands, every {layout.sync_every} steps"
         return Traffic("islands", message.times(1 / layout.sync_every), "nothing", coding, formula)
