@@ -85,7 +85,7 @@ class LayerCost:
 def layer_cost(device: Device, model: Model, seq: int, layout: Layout) -> LayerCost:
     """Return the cost of a decoder layer without recomputation. Tensor ranks share matrices and heads."""
     tokens, tensor, software = layout.micro * seq, layout.tensor, device.software
-    products = _products(model, tokens, tensor)
+    products = matrix_products(model, tokens, tensor)
     once = sum(device.product(*sizes) * count for sizes, count in products)
     twice = sum(
         (device.product(rows, inner, columns) + device.product(inner, columns, rows)) * count
@@ -109,7 +109,7 @@ def layer_cost(device: Device, model: Model, seq: int, layout: Layout) -> LayerC
     return LayerCost(forward, backward)
 
 
-def _products(model: Model, tokens: float, tensor: int) -> list[tuple[tuple[float, float, float], float]]:
+def matrix_products(model: Model, tokens: float, tensor: int) -> list[tuple[tuple[float, float, float], float]]:
     """Return rows, columns and inner size of the matrix products of a forward pass, and how often each occurs."""
     width, ffn = model.heads * model.head_size / tensor, model.ffn / tensor
     routed, used = tokens * model.active / model.experts, model.experts

@@ -94,6 +94,7 @@ _GPUS = (
     _gpu(
         "MI250X", 191.5, (68.7, 1638), ("xGMI", 50), 8, 0.77, _FLASH_OTHER, f"one of its two dies: data sheet; {_MAMF}"
     ),
+    _gpu("CPU", 0.1, (8.0, 10), ("loopback", 2), 1, 0.87, _FLASH_OTHER, "round figures of a core, for emulated hosts"),
 )
 
 GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.name: gpu for gpu in _GPUS})
