@@ -59,7 +59,12 @@ class Device:
     def product(self, rows: float, columns: float, inner: float) -> float:
         """Return the seconds of a matrix product: of its operations, or to read and write its matrices (roofline)."""
         operations = 2 * rows * columns * inner / self.gpu.matmul_rate(self.constants)
-        return max(operations, self.moved(HALF * (rows * inner + inner * columns + rows * columns)))
+        return max(operations, self.moved(self.gpu.element * (rows * inner + inner * columns + rows * columns)))
+
+    @property
+    def gradient(self) -> float:
+        """Bytes of a gradient element on the network."""
+        return self.software.gradient * self.gpu.element / HALF
 
     def moved(self, size: float) -> float:
         """Return the seconds in which a kernel reads and writes `size` bytes."""

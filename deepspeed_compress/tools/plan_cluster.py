@@ -170,17 +170,8 @@ def _print_plan(plan: Plan, job: Job, measured: Measured | None) -> None:
     title = f"{job.model.name}, {short(job.model.parameters)} parameters, on {job.cluster}"
     batch = f"{job.batch} sequences of {job.seq} tokens per step, {short(job.tokens)} tokens in all"
     table = Table(title=f"{title}\n{batch}", title_justify="left", box=box.SIMPLE)
-    for head in (
-        "",
-        "layout",
-        "step in s (80 %)",
-        *(["measured"] if measured else []),
-        "tokens/s",
-        "memory",
-        "node sends",
-        "days",
-        "limited by",
-    ):
+    figures = ("tokens/s", "memory", "node sends", "days", "limited by")
+    for head in ("", "layout", "step in s (80 %)", *(["measured"] if measured else []), *figures):
         table.add_column(head, justify="left" if head in ("", "layout", "limited by") else "right", no_wrap=True)
     for number, candidate in enumerate(plan.candidates[:SHOWN], 1):
         table.add_row(str(number), *_cells(candidate, plan, job, measured))

@@ -22,7 +22,7 @@ from deepspeed_compress.tools.bench.options import Emulation
 LAYOUTS = 3
 """Number of layouts whose steps are measured."""
 STEPS = 5
-"""Measured steps of each, or one period between exchanges of islands."""
+"""Measured steps of each; one period between exchanges if a layout has islands."""
 MOST_ELEMENTS = 2**24
 """Largest number of elements that kernels are measured with."""
 _PROBES = "deepspeed_compress.tools.bench.probe_rank"
@@ -166,11 +166,14 @@ def measure(plan: Plan, job: Job, place: Place, model: Path) -> Measured:
 
 
 def differing(plan: Plan, place: Place) -> Iterator[Layout]:
-    """Yield the best layouts that differ in tensor ranks, stages or ZeRO stage, and that can start."""
+    """Yield the best layouts that differ in tensor ranks, stages or ZeRO stage, and that can start.
+
+    Islands are left out, because their steps repeat only after an exchange.
+    """
     seen: set[tuple[int, int, int]] = set()
     for layout in (one.layout for one in plan.candidates):
         kind = (layout.tensor, layout.pipeline, layout.zero)
-        if kind not in seen and len(seen) < LAYOUTS and place.can_start(layout):
+        if kind not in seen and len(seen) < LAYOUTS and layout.islands == 1 and place.can_start(layout):
             seen.add(kind)
             yield layout
 
@@ -193,8 +196,9 @@ def _probes(job: Job) -> Row:
     model = job.model
     tokens = max(1, min(job.batch, 8)) * job.seq
     products: Sequence[tuple[float, ...]] = [sizes for sizes, _ in matrix_products(model, tokens, 1)]
-    bucket = 2 * model.parameters / BUCKETS
+    bucket = job.cluster.gpu.element * model.parameters / BUCKETS
     return {
+        "element": job.cluster.gpu.element,
         "products": sorted({tuple(map(round, sizes)) for sizes in products}),
         "numel": max(2**16, min(model.parameters, MOST_ELEMENTS)),
         "sizes": [max(1024, round(bucket / share)) for share in (64, 8, 1)],

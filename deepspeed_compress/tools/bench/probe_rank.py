@@ -5,8 +5,9 @@ All ranks measure at the same time, as they compute at the same time in training
 
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from deepspeed_compress.tools.bench.links import set_own_rate
 from deepspeed_compress.tools.bench.rows import Emit, Log, Row, rank_main
 
 REPEATS = 7
+_TYPES: Mapping[int, torch.dtype] = MappingProxyType({2: torch.bfloat16, 4: torch.float32})
 CODING = re.compile("^(quantize int4, bf16 memory|decode-accumulate int4)$")
 """Operations of `bench kernels` that encode and decode a message."""
 
@@ -24,15 +26,16 @@ CODING = re.compile("^(quantize int4, bf16 memory|decode-accumulate int4)$")
 def measure(job: Row, emit: Emit, log: Log) -> None:
     """Measure all probes. Rank 0 emits a row for each.
 
-    `job` holds the sizes of matrix products (`products`), the elements of the other kernels (`numel`), the bytes of
-    messages (`sizes`), the ranks of a host (`per_host`), and the `rate` of emulated links, or None.
+    `job` holds the bytes of an element (`element`), the sizes of matrix products (`products`), the elements of other
+    kernels (`numel`), the bytes of messages (`sizes`), the ranks of a host (`per_host`), and the `rate` of emulated
+    links, or None.
     """
     emit, log = (action if dist.get_rank() == 0 else _ignore for action in (emit, log))
     if job["rate"] is not None:
         set_own_rate(job["rate"])
     log("matrix products")
     for sizes in job["products"]:
-        emit({"kind": "product", "sizes": sizes, "seconds": _seconds(_product(*sizes))})
+        emit({"kind": "product", "sizes": sizes, "seconds": _seconds(_product(_TYPES[job["element"]], *sizes))})
     log("kernels")
     small = torch.zeros(1, device=gauges.device())
     emit({"kind": "kernel", "sizes": [], "seconds": _seconds(partial(small.add_, 1))})
@@ -48,9 +51,9 @@ def _ignore(_: object) -> None:
     """Do nothing, on ranks other than the first."""
 
 
-def _product(rows: int, columns: int, inner: int) -> Callable[[], object]:
-    left = torch.ones(rows, inner, dtype=torch.bfloat16, device=gauges.device())
-    right = torch.ones(inner, columns, dtype=torch.bfloat16, device=gauges.device())
+def _product(dtype: torch.dtype, rows: int, columns: int, inner: int) -> Callable[[], object]:
+    left = torch.ones(rows, inner, dtype=dtype, device=gauges.device())
+    right = torch.ones(inner, columns, dtype=dtype, device=gauges.device())
     return partial(torch.matmul, left, right)
 
 
