@@ -74,9 +74,9 @@ class Device:
         """Return the seconds in which the compression kernels read and write `size` bytes."""
         return self.moved(size) / self.constants.coding
 
-    def issued(self, seconds: float) -> float:
-        """Return the seconds that the CPU takes for work that takes `seconds` by the table of programs."""
-        return seconds * self.constants.cpu
+    def issued(self, cost: float) -> float:
+        """Return a cost of the CPU, in seconds or as a share, from that in the table of programs."""
+        return cost * self.constants.cpu
 
 
 @dataclass(frozen=True, slots=True)

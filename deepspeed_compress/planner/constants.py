@@ -39,7 +39,7 @@ MEANINGS: Mapping[str, str] = MappingProxyType(
         "kernel": "seconds that a kernel takes beyond its work: start, tail, and the gap to the next one",
         "network": "share of the line rate of a node's network cards that collectives reach",
         "delay": "delays of a collective and its hops, relative to those of NCCL",
-        "cpu": "CPU time to issue kernels and to gather layers under ZeRO 3, relative to the table of programs",
+        "cpu": "costs of the CPU (issuing kernels, hooks of ZeRO 3, idle share), relative to the table of programs",
         "coding": "rate of the compression kernels, relative to elementwise kernels",
         "contention": "seconds that computation loses for each second of a message behind it, at most 1",
     }

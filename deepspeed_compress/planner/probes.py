@@ -20,7 +20,7 @@ PRIOR = Prior(
         "kernel": 1.5,
         "network": 0.3,
         "delay": 2.0,
-        "cpu": 0.7,
+        "cpu": 1.5,
         "coding": 1.5,
         "contention": 0.7,
     },

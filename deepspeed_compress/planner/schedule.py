@@ -127,7 +127,7 @@ def _windows(batch: MicroBatch, count: int) -> dict[Window, float]:
 def _computing(batch: MicroBatch, layout: Layout, device: Device) -> Iterator[Term]:
     work, constants, count = batch.work, device.constants, layout.accumulation
     hooks = batch.layers * device.issued(device.software.hooks) if layout.zero == 3 else 0.0
-    idle = device.software.idle * (batch.forward + batch.backward)
+    idle = device.issued(device.software.idle) * (batch.forward + batch.backward)
     rate, bandwidth = device.gpu.matmul_rate(constants), device.gpu.memory_rate * constants.memory
     shares = f"{constants.matmul:.3f} and {constants.memory:.3f} of peak; {constants.origin}"
     program = f"{device.software.name}: software.py"
@@ -138,7 +138,7 @@ def _computing(batch: MicroBatch, layout: Layout, device: Device) -> Iterator[Te
         ("elementwise kernels", "memory", work.elementwise, f"bytes / {bandwidth / 1e9:.0f} GB/s", program),
         ("starts of kernels", "launch", work.kernels, f"{constants.kernel * 1e6:.1f} us per kernel", constants.origin),
         ("waiting for the CPU", "launch", batch.waiting, "kernels of a layer x dispatch - time of the GPU", program),
-        ("idle GPU", "launch", idle, f"{device.software.idle:g} of the computation", program),
+        ("idle GPU", "launch", idle, f"{device.issued(device.software.idle):g} of the computation", program),
         ("hooks of ZeRO 3", "launch", hooks, f"{1e3 * device.issued(device.software.hooks):g} ms per layer", program),
     )
     for name, kind, seconds, formula, source in rows:

@@ -28,7 +28,7 @@ from deepspeed_compress.planner.measured import read_constants
 from deepspeed_compress.planner.model import read_model
 from deepspeed_compress.planner.search import Candidate, Job, search
 from deepspeed_compress.planner.software import SOFTWARE
-from deepspeed_compress.tools.bench.hosts import enter_user_namespace
+from deepspeed_compress.tools.bench.links import enter_user_namespace
 from deepspeed_compress.tools.bench.options import Emulation
 from deepspeed_compress.tools.files import write_json
 from deepspeed_compress.tools.plan_measure import EmulatedPlace, measure_step

@@ -59,10 +59,9 @@ def test_every_constant_has_a_meaning_and_is_fitted() -> None:
 
 
 def test_constants_far_from_those_of_a_gpu_are_found(measured: Measured) -> None:
-    # Only steps tell these two, and leave some doubt, so the prior counts.
-    known = replace(measured.constants, cpu=SLOW.cpu, contention=SLOW.contention)
+    # Only steps tell of contention, and leave some doubt, so the prior counts.
+    known = replace(measured.constants, contention=SLOW.contention)
     assert astuple(known) == pytest.approx(astuple(SLOW), rel=0.1)
-    assert 1.0 < measured.constants.cpu < SLOW.cpu
     assert 0.2 < measured.constants.contention < SLOW.contention
 
 

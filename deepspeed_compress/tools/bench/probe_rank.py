@@ -30,7 +30,8 @@ def measure(job: Row, emit: Emit, log: Log) -> None:
     kernels (`numel`), the bytes of messages (`sizes`), the ranks of a host (`per_host`), and the `rate` of emulated
     links, or None.
     """
-    emit, log = (action if dist.get_rank() == 0 else _ignore for action in (emit, log))
+    if dist.get_rank() > 0:
+        emit = log = _ignore
     if job["rate"] is not None:
         set_own_rate(job["rate"])
     log("matrix products")
@@ -65,7 +66,8 @@ def _seconds(call: Callable[[], object]) -> float:
 
 def _mean(seconds: float) -> float:
     """Return the mean over all ranks."""
-    return statistics.mean(gauges.gather(seconds))
+    everyone: list[float] = gauges.gather(seconds)
+    return statistics.mean(everyone)
 
 
 def _groups(per_host: int) -> list[dist.ProcessGroup]:
