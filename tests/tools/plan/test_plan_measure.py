@@ -1,5 +1,7 @@
 """`plan cluster --measure`: with ranks that behave as the model says, and on emulated hosts."""
 
+import contextlib
+import io
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,8 @@ from deepspeed_compress.planner.search import Job, search
 from deepspeed_compress.planner.software import SOFTWARE
 from deepspeed_compress.tools import plan_cluster
 from deepspeed_compress.tools.bench.options import Emulation
-from deepspeed_compress.tools.plan_measure import EmulatedPlace, differing
+from deepspeed_compress.tools.plan_measure import EmulatedPlace, differing, find_place
+from tests.support.forks import RankError, run_forks
 from tests.support.hosts import measures_links
 
 MODEL = Path("configs/models/gpt_1m.json").absolute()
@@ -145,3 +148,33 @@ def test_links_and_steps_of_emulated_hosts_are_measured(tmp_path: Path) -> None:
     assert {probe["kind"] for probe in found["probes"]} >= {"product", "copy", "kernel", "coding", *KINDS}
     # Collectives reach most of an emulated link's rate.
     assert 0.5 < found["constants_from_probes"]["network"] < 1.5
+
+
+def launched(rank: int, file: str) -> tuple[int, str]:
+    """Run the command as a rank of a launcher, and return its code and output."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        where = ("--gpus", "2xCPU", "--gpus-per-node", "2", "--network", "1gbit")
+        return plan(*where, "--measure", file), out.getvalue()
+
+
+@pytest.mark.slow
+def test_ranks_of_a_launcher_measure_together_and_the_first_prints(tmp_path: Path) -> None:
+    file = tmp_path / "measured.json"
+    (code, out), other = run_forks(2, launched, str(file))
+    assert code == 0
+    assert other == (0, "")
+    found = json.loads(file.read_text())
+    assert 1 <= len(found["steps"]) <= 3
+    assert all(step["seconds"] > 0 for step in found["steps"])
+    assert "Seconds of a step" in out
+
+
+@pytest.mark.slow
+def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="4 GPUs differ from the 2 processes"):
+        run_forks(2, find_place_for, 4)
+
+
+def find_place_for(rank: int, gpus: int) -> None:
+    find_place(None, 10.0, Layout(1, 1, gpus, 1, 1, 1))
