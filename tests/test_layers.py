@@ -211,7 +211,7 @@ TABLE = {
     "tools.plan_cluster": allow(
         "config errors planner tools.files tools.plan_cluster_plots tools.plan_measure tools.plots", lazily="rich"
     ),
-    "tools.plan_measure": allow("errors planner tools.bench.options", lazily="rich tools.bench"),
+    "tools.plan_measure": allow("errors planner tools.bench.options", lazily="rich tools.bench training"),
     "tools.plan_cluster_plots": allow("planner tools.plots", lazily="matplotlib"),
     "tools.plan_islands": allow("config errors", lazily="models rich"),
     "tools.line_files": allow("errors tools.outputs.printable", lazily="rich"),

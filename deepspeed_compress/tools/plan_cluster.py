@@ -46,6 +46,7 @@ def run(options: argparse.Namespace) -> int:
         if place.is_first:
             _print_plan(plan, job, None)
         measured = measure(plan, job, place, options.model)
+        place.close()
         if not place.is_first:
             return 0
         write_json(options.measure, measured.to_json())

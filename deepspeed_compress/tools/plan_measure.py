@@ -51,6 +51,10 @@ class Place(Protocol):
         """Return the rows of `bench.step_rank` for a group of contenders."""
         ...
 
+    def close(self) -> None:
+        """End the communication of the ranks."""
+        ...
+
 
 @dataclass(frozen=True)
 class EmulatedPlace:
@@ -72,6 +76,9 @@ class EmulatedPlace:
         """Return the rows of `bench.step_rank` for a group of contenders."""
         job = {"group": group.to_json(), "rates": [self.emulation.rates[0]], "steps": [count], "traces": None}
         return self._run(_STEPS, job)
+
+    def close(self) -> None:
+        """Do nothing, since every measurement ends its processes."""
 
     def _run(self, program: str, job: Row) -> list[Row]:
         from deepspeed_compress.tools.bench.hosts import signals_as_exceptions
@@ -122,6 +129,12 @@ class LaunchedPlace:
         step_rank.measure_group(group, {None: count}, rows.append, self._log)
         found: list[Row] = gauges.gather(rows)[0]
         return found
+
+    def close(self) -> None:
+        """Leave the group of all ranks."""
+        from deepspeed_compress.training.ranks import end_ranks
+
+        end_ranks()
 
     def _log(self, text: str) -> None:
         print(f"  {text}", flush=True)

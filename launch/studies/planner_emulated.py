@@ -1,28 +1,30 @@
 #!/usr/bin/env python3
 """Compare predicted with measured steps of many layouts on emulated hosts of this machine.
 
-The constants come from one `ds-compress plan cluster --measure`. Each kind of hosts gets the layout that the planner
-chooses and a random sample of others. Rows are appended to a JSON file, so an interrupted study continues. It needs
-Linux, a quiet machine, and what `ds-compress bench --emulate` needs.
+Each kind of hosts has the constants that `ds-compress plan cluster --measure` finds there at one rate, since ranks
+share the cores of this machine. At each rate, it gets the layout that the planner chooses and a random sample of
+others. Rows are appended to a JSON file, so an interrupted study continues. It needs Linux, a quiet machine, and what
+`ds-compress bench --emulate` needs.
 
 examples, from the root of the repository:
-  ds-compress plan cluster --model configs/models/gpt_1m.json --emulate 2x2,1gbit --batch 16 --seq 64 --measure cpu.json
-  python -m launch.studies.planner_emulated --constants cpu.json --output rows.json --most 6
-  python -m launch.studies.planner_emulated --output rows.json --summary
+  python -m launch.studies.planner_emulated --output runs/planner --most 6
+  python -m launch.studies.planner_emulated --output runs/planner --summary
 """
 
 import argparse
+import itertools
 import json
 import random
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from deepspeed_compress.planner.calibration import quantile
 from deepspeed_compress.planner.cluster import read_cluster
+from deepspeed_compress.planner.constants import Constants
 from deepspeed_compress.planner.layout import Layout
 from deepspeed_compress.planner.measured import read_constants
 from deepspeed_compress.planner.model import read_model
@@ -31,11 +33,13 @@ from deepspeed_compress.planner.software import SOFTWARE
 from deepspeed_compress.tools.bench.links import enter_user_namespace
 from deepspeed_compress.tools.bench.options import Emulation
 from deepspeed_compress.tools.files import write_json
-from deepspeed_compress.tools.plan_measure import EmulatedPlace, measure_step
+from deepspeed_compress.tools.plan_measure import EmulatedPlace, measure, measure_step
 
 MACHINES = ((2, 1), (2, 2), (4, 2))
 """Hosts, and ranks of each."""
 RATES = ("100mbit", "1gbit", "5gbit")
+MEASURED_RATE = "1gbit"
+"""Rate at which the constants are measured."""
 LAYOUTS = 5
 """Layouts for each kind of hosts and each rate: the planner's choice, and a sample of others."""
 BATCH, SEQ = 16, 64
@@ -69,30 +73,29 @@ class Case:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is missing in the file, and print a summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE.json", help="file for the rows")
-    parser.add_argument("--constants", type=Path, metavar="FILE.json", help="file that --measure wrote")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="directory for rows and constants")
     parser.add_argument("--model", type=Path, default=Path("configs/models/gpt_1m.json"), metavar="FILE")
     parser.add_argument("--most", type=int, default=40, metavar="N", help="measure at most N rows now (default: 40)")
     parser.add_argument("--timeout", type=float, default=1800, metavar="SECONDS", help="time limit of a row")
     parser.add_argument("--summary", action="store_true", help="measure nothing")
     options = parser.parse_args(arguments)
-    if not options.summary and options.constants is None:
-        parser.error("write --constants FILE.json, or --summary")
-    rows: list[Row] = json.loads(options.output.read_text()) if options.output.is_file() else []
+    file = options.output / "rows.json"
+    rows: list[Row] = json.loads(file.read_text()) if file.is_file() else []
     if not options.summary:
+        options.output.mkdir(parents=True, exist_ok=True)
         enter_user_namespace([sys.executable, "-m", "launch.studies.planner_emulated", *sys.argv[1:]])
         for row in measured(options, {row["name"] for row in rows}):
             rows.append(row)
-            write_json(options.output, rows)
+            write_json(file, rows)
     print(*summary(rows), sep="\n")
     return 0
 
 
 def measured(options: argparse.Namespace, known: set[str]) -> Iterator[Row]:
     """Yield the rows of at most `options.most` cases that are not `known`."""
-    missing = [case for case in cases(options) if case.name not in known][: options.most]
-    for number, case in enumerate(missing, 1):
-        print(f"[{number}/{len(missing)}] {case.name}", flush=True)
+    missing = (case for case in cases(options) if case.name not in known)
+    for number, case in enumerate(itertools.islice(missing, options.most), 1):
+        print(f"[{number}/{options.most}] {case.name}", flush=True)
         place = EmulatedPlace(case.emulation, options.timeout)
         step = measure_step(case.candidate.layout, case.job, place, options.model)
         predicted = case.candidate.prediction.seconds
@@ -105,17 +108,32 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
     for rate in RATES:
         for hosts, per_host in MACHINES:
             emulation = Emulation(hosts, (rate,), per_host)
-            cluster = read_cluster(f"{emulation.ranks}xCPU", rate, per_host)
-            model = read_model(options.model)
-            constants = read_constants(options.constants, cluster.gpu.name)
-            tokens = 20.0 * model.parameters
-            job = Job(cluster, model, SOFTWARE["deepspeed"], SEQ, BATCH, tokens, constants)
+            job = replace(job_on(emulation, options.model), constants=constants_of(hosts, per_host, options))
             plan = search(job)
             yield Case(emulation, job, plan.candidates[0], chosen=True)
             kinds = fastest_of_each_kind(plan.fitting)
             others = [one for one in kinds if one.layout != plan.candidates[0].layout]
             for one in random.Random(f"{emulation}").sample(others, LAYOUTS - 1):
                 yield Case(emulation, job, one, chosen=False)
+
+
+def job_on(emulation: Emulation, file: Path) -> Job:
+    """Return the job on emulated hosts, with the constants of GPUs."""
+    cluster = read_cluster(f"{emulation.ranks}xCPU", emulation.rates[0], emulation.per_host)
+    model = read_model(file)
+    return Job(cluster, model, SOFTWARE["deepspeed"], SEQ, BATCH, 20.0 * model.parameters)
+
+
+def constants_of(hosts: int, per_host: int, options: argparse.Namespace) -> Constants:
+    """Return the constants of a kind of hosts. Measure them unless there is a file."""
+    file = options.output / f"constants_{hosts}x{per_host}.json"
+    if not file.is_file():
+        emulation = Emulation(hosts, (MEASURED_RATE,), per_host)
+        print(f"constants of {hosts} hosts with {per_host} ranks", flush=True)
+        job = job_on(emulation, options.model)
+        found = measure(search(job), job, EmulatedPlace(emulation, options.timeout), options.model)
+        write_json(file, found.to_json())
+    return read_constants(file, "CPU")
 
 
 def fastest_of_each_kind(found: Sequence[Candidate]) -> list[Candidate]:

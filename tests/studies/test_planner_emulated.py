@@ -14,19 +14,12 @@ from launch.studies import planner_emulated
 from launch.studies.planner_emulated import main, rank_correlation, summary
 
 
-@pytest.fixture
-def constants(tmp_path: Path) -> str:
-    file = tmp_path / "cpu.json"
-    file.write_text(json.dumps({"gpu": "CPU", "constants": asdict(Constants(delay=30.0))}))
-    return str(file)
-
-
 def row(name: str, measured: float, predicted: float, chosen: bool = False) -> dict[str, Any]:
     return {"name": name, "chosen": chosen, "measured": measured, "predicted": predicted}
 
 
 def test_an_interrupted_study_continues(
-    constants: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     taken: list[Layout] = []
 
@@ -38,15 +31,17 @@ def test_an_interrupted_study_continues(
     monkeypatch.setattr(planner_emulated, "enter_user_namespace", lambda _: None)
     monkeypatch.setattr(planner_emulated, "MACHINES", ((2, 1), (2, 2)))
     monkeypatch.setattr(planner_emulated, "RATES", ("100mbit",))
-    file = tmp_path / "rows.json"
-    given = ["--output", str(file), "--constants", constants]
+    for hosts in ("2x1", "2x2"):
+        found = {"gpu": "CPU", "constants": asdict(Constants(delay=30.0))}
+        (tmp_path / f"constants_{hosts}.json").write_text(json.dumps(found))
+    given = ["--output", str(tmp_path)]
     assert main([*given, "--most", "4"]) == 0
     assert main(given) == 0
-    rows = json.loads(file.read_text())
+    rows = json.loads((tmp_path / "rows.json").read_text())
     assert len({row["name"] for row in rows}) == len(rows) == len(taken) == 10
     assert [row["chosen"] for row in rows] == [True, *[False] * 4] * 2
     assert {layout.ranks for layout in taken} == {2, 4}
-    assert main(["--output", str(file), "--summary"]) == 0
+    assert main([*given, "--summary"]) == 0
     assert capsys.readouterr().out.splitlines()[-3].startswith("10 rows: error ")
 
 

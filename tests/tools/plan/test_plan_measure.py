@@ -55,6 +55,9 @@ class ExactPlace:
         step = Step(self.layouts[contender.name], 1.0)
         return [{"step_s": {"median": ObservedStep(self.job, step).predicted(SLOW)}}]
 
+    def close(self) -> None:
+        pass
+
 
 def plan(*more: str) -> int:
     return main(["plan", "cluster", "--model", str(MODEL), "--batch", "16", "--seq", "64", *more])
@@ -109,7 +112,7 @@ def test_measured_steps_stand_next_to_predicted_ones_and_the_file_is_used_later(
         (("--emulate", "2,1gbit", "--measure", "nowhere/measured.json"), "nowhere is not a directory"),
         (("--emulate", "2,1gbit", "--measure", "a.json", "--software", "hf"), "--measure: takes steps of"),
         (("--gpus", "2xCPU", "--network", "1gbit", "--measure", "a.json"), "a single process has nothing"),
-        (("--emulate", "2,1gbit", "--constants", "/dev/null"), "has no constants"),
+        (("--emulate", "2,1gbit", "--constants", "nowhere.json"), "cannot be read"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(
