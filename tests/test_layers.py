@@ -189,7 +189,7 @@ TABLE = {
     ),
     "tools.universal": allow("checkpointing.catalog checkpointing.completeness errors", "deepspeed torch"),
     "tools.files": allow(),
-    "tools.options": allow("tools.arguments"),
+    "tools.options": allow("tools.arguments tools.bench.options"),
     "tools.outputs": allow("diagnostics tools.rules"),
     "tools.plots": allow("errors", lazily="matplotlib"),
     "tools.rules": allow("diagnostics"),
@@ -208,7 +208,10 @@ TABLE = {
     "tools.plan": allow(
         "config errors policy tools.plan_cluster tools.plan_islands tools.plots", lazily="matplotlib rich"
     ),
-    "tools.plan_cluster": allow("config errors planner tools.plan_cluster_plots tools.plots", lazily="rich"),
+    "tools.plan_cluster": allow(
+        "config errors planner tools.files tools.plan_cluster_plots tools.plan_measure tools.plots", lazily="rich"
+    ),
+    "tools.plan_measure": allow("errors planner tools.bench.options", lazily="rich tools.bench training"),
     "tools.plan_cluster_plots": allow("planner tools.plots", lazily="matplotlib"),
     "tools.plan_islands": allow("config errors", lazily="models rich"),
     "tools.line_files": allow("errors tools.outputs.printable", lazily="rich"),

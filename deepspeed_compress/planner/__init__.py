@@ -10,4 +10,6 @@ are ranked::
     layouts: all layouts, and why others are refused -> search: ranking -> files: configuration and command
     sweep: the ranking on other numbers of GPUs and other networks, by setting of compression
     published, calibration: the same prediction for published runs, to fit the constants and to know the error
+    probes, measured: the same for measurements of a cluster, to fit the constants to it
+    constants, fit: the constants, and the fit that both use
 """

@@ -6,9 +6,6 @@ from dataclasses import dataclass
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.planner.gpus import Gpu, find_gpu
 
-NETWORK_SHARE = 0.85
-"""Share of a network card's line rate that collectives reach (published nccl-tests on InfiniBand and RoCE)."""
-
 
 @dataclass(frozen=True, slots=True)
 class Cluster:

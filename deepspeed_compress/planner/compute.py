@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, fields, replace
 
-from deepspeed_compress.planner.gpus import Constants, Gpu
+from deepspeed_compress.planner.constants import Constants
+from deepspeed_compress.planner.gpus import Gpu
 from deepspeed_compress.planner.layout import Layout
 from deepspeed_compress.planner.model import Model
 from deepspeed_compress.planner.software import Elementwise, Software
@@ -58,11 +59,24 @@ class Device:
     def product(self, rows: float, columns: float, inner: float) -> float:
         """Return the seconds of a matrix product: of its operations, or to read and write its matrices (roofline)."""
         operations = 2 * rows * columns * inner / self.gpu.matmul_rate(self.constants)
-        return max(operations, self.moved(HALF * (rows * inner + inner * columns + rows * columns)))
+        return max(operations, self.moved(self.gpu.element * (rows * inner + inner * columns + rows * columns)))
+
+    @property
+    def gradient(self) -> float:
+        """Bytes of a gradient element on the network."""
+        return self.software.gradient * self.gpu.element / HALF
 
     def moved(self, size: float) -> float:
         """Return the seconds in which a kernel reads and writes `size` bytes."""
         return size / (self.gpu.memory_rate * self.constants.memory)
+
+    def coded(self, size: float) -> float:
+        """Return the seconds in which the compression kernels read and write `size` bytes."""
+        return self.moved(size) / self.constants.coding
+
+    def issued(self, cost: float) -> float:
+        """Return a cost of the CPU, in seconds or as a share, from that in the table of programs."""
+        return cost * self.constants.cpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +90,7 @@ class LayerCost:
 def layer_cost(device: Device, model: Model, seq: int, layout: Layout) -> LayerCost:
     """Return the cost of a decoder layer without recomputation. Tensor ranks share matrices and heads."""
     tokens, tensor, software = layout.micro * seq, layout.tensor, device.software
-    products = _products(model, tokens, tensor)
+    products = matrix_products(model, tokens, tensor)
     once = sum(device.product(*sizes) * count for sizes, count in products)
     twice = sum(
         (device.product(rows, inner, columns) + device.product(inner, columns, rows)) * count
@@ -87,20 +101,20 @@ def layer_cost(device: Device, model: Model, seq: int, layout: Layout) -> LayerC
     accumulate = software.accumulate * model.layer_parameters / tensor * (layout.accumulation > 1)
     # Without a flash kernel, attention takes four more: scale, softmax, dropout, and a transpose.
     kernels = software.kernels + (0 if software.attention else 4)
-    start = device.constants.kernel
-    forward = Work(once, scores, device.moved(moved), kernels * start, kernels * software.dispatch)
+    start, issue = device.constants.kernel, device.issued(software.dispatch)
+    forward = Work(once, scores, device.moved(moved), kernels * start, kernels * issue)
     backward = Work(
         twice,
         scores_back,
         device.moved(software.elementwise.backward * moved + accumulate),
         2 * kernels * start,
         # Autograd issues kernels without Python.
-        2 * kernels * software.dispatch / 2,
+        2 * kernels * issue / 2,
     )
     return LayerCost(forward, backward)
 
 
-def _products(model: Model, tokens: float, tensor: int) -> list[tuple[tuple[float, float, float], float]]:
+def matrix_products(model: Model, tokens: float, tensor: int) -> list[tuple[tuple[float, float, float], float]]:
     """Return rows, columns and inner size of the matrix products of a forward pass, and how often each occurs."""
     width, ffn = model.heads * model.head_size / tensor, model.ffn / tensor
     routed, used = tokens * model.active / model.experts, model.experts

@@ -30,7 +30,7 @@ def ds_config(layout: Layout, cluster: Cluster) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": layout.micro,
         "gradient_accumulation_steps": layout.accumulation,
         "gradient_clipping": 1.0,
-        "bf16": {"enabled": True},
+        **({"bf16": {"enabled": True}} if cluster.gpu.element == 2 else {}),
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
         "zero_optimization": zero,
         "deepspeed_compress": section,

@@ -1,4 +1,4 @@
-"""Public figures of GPUs, and the constants that turn them into achieved rates."""
+"""Public figures of GPUs."""
 
 import re
 from collections.abc import Mapping
@@ -6,26 +6,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.planner.constants import Constants
 
 CALIBRATED_GPU = "A100-80"
 """GPU of the runs that the constants are fitted to."""
-
-
-@dataclass(frozen=True, slots=True)
-class Constants:
-    """Shares of the published figures that training achieves, fitted to published runs on A100.
-
-    Attributes:
-        matmul: Share of the peak rate that large matrix products reach.
-        memory: Share of the memory bandwidth that elementwise kernels reach.
-        link: Share of the link's rate between the GPUs of a node that collectives reach.
-        kernel: Seconds that a kernel takes beyond its work: start, tail, and the gap to the next one.
-    """
-
-    matmul: float = 0.819
-    memory: float = 0.647
-    link: float = 0.610
-    kernel: float = 8.99e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +18,7 @@ class Gpu:
 
     Attributes:
         name: Name of the GPU.
-        peak: Dense bf16 operations per second; fp16 for GPUs without bf16.
+        peak: Dense bf16 operations per second; fp16 for GPUs without bf16, and fp32 for cores.
         memory_rate: Memory bandwidth in bytes per second.
         memory: Memory in bytes.
         link_rate: Bytes per second in one direction between a GPU and the others of its node.
@@ -43,6 +27,7 @@ class Gpu:
         best_matmul: Share of `peak` that the best matrix product reached in public measurements.
         flash: Share of `best_matmul` that flash attention reaches, by its generation.
         source: Origin of the figures.
+        element: Bytes of an element of weights, activations and gradients: 4 if there are no fast bf16 products.
     """
 
     name: str
@@ -55,6 +40,7 @@ class Gpu:
     best_matmul: float
     flash: Mapping[int, float]
     source: str
+    element: int = 2
 
     def matmul_rate(self, constants: Constants) -> float:
         """Return operations per second of large matrix products, scaled from the A100 by the best measured shares."""
@@ -111,8 +97,21 @@ _GPUS = (
         "MI250X", 191.5, (68.7, 1638), ("xGMI", 50), 8, 0.77, _FLASH_OTHER, f"one of its two dies: data sheet; {_MAMF}"
     ),
 )
+_CPU = Gpu(
+    name="CPU",
+    peak=1e11,
+    memory_rate=1e10,
+    memory=8e9,
+    link_rate=2e9,
+    link="loopback",
+    per_node=1,
+    best_matmul=_A100_BEST,
+    flash=_FLASH_OTHER,
+    source="round figures of a core, for emulated hosts",
+    element=4,
+)
 
-GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.name: gpu for gpu in _GPUS})
+GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.name: gpu for gpu in (*_GPUS, _CPU)})
 
 
 def find_gpu(text: str) -> Gpu:

@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass, replace
 
-from deepspeed_compress.planner.cluster import NETWORK_SHARE, Cluster
-from deepspeed_compress.planner.gpus import Constants
+from deepspeed_compress.planner.cluster import Cluster
+from deepspeed_compress.planner.constants import Constants
 
 NODE_HOP, NETWORK_HOP, PCIE_HOP = 3.4e-6, 14e-6, 5.7e-6
 """Seconds of a hop in a ring, of large messages (NCCL, src/graph/tuning.cc, `hwLatencies`, protocol Simple)."""
@@ -70,7 +70,7 @@ class Links:
     @property
     def network_rate(self) -> float:
         """Bytes per second of a rank to other nodes, if all ranks of its node send."""
-        return self.cluster.network * NETWORK_SHARE / self.cluster.per_node
+        return self.cluster.network * self.constants.network / self.cluster.per_node
 
     def group(self, ranks: int, stride: int) -> Group:
         """Return the group of `ranks` ranks that are `stride` apart."""
@@ -82,22 +82,22 @@ class Links:
             return NOTHING
         sent = size * (group.ranks - 1) / group.ranks
         between = group.nodes - 1
-        near, far = (group.ranks - 1 - between) * self._node_hop, between * NETWORK_HOP
+        near, far = (group.ranks - 1 - between) * self._node_hop, between * self._network_hop
         inside = sent / self.node_rate if group.local > 1 else 0.0
         crossing = sent / group.local if between else 0.0
         # Each node sends the buffer once, over the cards that belong to the group's share of the node.
         outside = sent / (self.network_rate * group.local) if between else 0.0
         link = "network" if outside + far > inside + near else self.cluster.gpu.link
-        return Message(max(inside, outside) + START + near + far, sent - crossing, crossing, link)
+        return Message(max(inside, outside) + self._start + near + far, sent - crossing, crossing, link)
 
     def reduce(self, size: float, group: Group) -> Message:
         """Return the cost of an all-reduce: a ring, or a tree if its few hops are worth more than its bandwidth."""
         ring = self.gather(size, group).times(2)
         if group.nodes == 1:
             return ring
-        depth = 2 * (math.log2(group.nodes) * NETWORK_HOP * 2 + (group.local - 1) * self._node_hop)
+        depth = 2 * (math.log2(group.nodes) * self._network_hop * 2 + (group.local - 1) * self._node_hop)
         # A tree reaches about 0.9 of a ring's bandwidth.
-        tree = self._without_hops(size, group) / 0.9 + START + depth
+        tree = self._without_hops(size, group) / 0.9 + self._start + depth
         return replace(ring, seconds=min(ring.seconds, tree))
 
     def _without_hops(self, size: float, group: Group) -> float:
@@ -113,16 +113,24 @@ class Links:
         times = {self.cluster.gpu.link: inside / self.node_rate, "network": outside / self.network_rate}
         link = max(times, key=times.__getitem__)
         # NCCL serves eight peers at a time.
-        hops = (group.ranks - 1) / 8 * (NETWORK_HOP if group.nodes > 1 else self._node_hop)
-        return Message(times[link] + START + hops, inside, outside, link)
+        hops = (group.ranks - 1) / 8 * (self._network_hop if group.nodes > 1 else self._node_hop)
+        return Message(times[link] + self._start + hops, inside, outside, link)
 
     def send(self, size: float, far: bool) -> Message:
         """Return the cost of a message to one rank, in another node if `far`."""
         rate = self.network_rate if far else self.node_rate
-        hop = NETWORK_HOP if far else self._node_hop
+        hop = self._network_hop if far else self._node_hop
         seconds = size / rate + hop
         return Message(seconds, 0.0, size, "network") if far else Message(seconds, size, 0.0, self.cluster.gpu.link)
 
     @property
     def _node_hop(self) -> float:
-        return PCIE_HOP if self.cluster.gpu.link == "PCIe" else NODE_HOP
+        return self.constants.delay * (PCIE_HOP if self.cluster.gpu.link == "PCIe" else NODE_HOP)
+
+    @property
+    def _network_hop(self) -> float:
+        return self.constants.delay * NETWORK_HOP
+
+    @property
+    def _start(self) -> float:
+        return self.constants.delay * START

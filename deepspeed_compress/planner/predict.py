@@ -4,7 +4,8 @@ from dataclasses import dataclass, field, replace
 
 from deepspeed_compress.planner.cluster import Cluster
 from deepspeed_compress.planner.compute import Device
-from deepspeed_compress.planner.gpus import CALIBRATED_GPU, Constants
+from deepspeed_compress.planner.constants import Constants
+from deepspeed_compress.planner.gpus import CALIBRATED_GPU
 from deepspeed_compress.planner.layout import Layout
 from deepspeed_compress.planner.links import Links
 from deepspeed_compress.planner.memory import Memory, needed_memory

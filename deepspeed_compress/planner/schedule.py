@@ -25,9 +25,6 @@ from deepspeed_compress.planner.traffic import (
     tensor_traffic,
 )
 
-CONTENTION = 0.2
-"""Seconds that computation loses per second of a hidden message: NCCL's channels occupy 24 of 108 multiprocessors."""
-_FITTED = "fitted on A100"
 _NOTHING = 1e-9
 """Seconds below which a term is left out."""
 
@@ -95,7 +92,7 @@ def step_terms(links: Links, device: Device, model: Model, seq: int, layout: Lay
         *_computing(batch, layout, device),
         *_in_line(links, device, model, seq, layout, batch),
         _optimizer(device, model, layout),
-        *_overlapping(traffic, _windows(batch, layout.accumulation)),
+        *_overlapping(device, traffic, _windows(batch, layout.accumulation)),
     ]
     return [term for term in terms if term.busy > _NOTHING]
 
@@ -103,7 +100,7 @@ def step_terms(links: Links, device: Device, model: Model, seq: int, layout: Lay
 def _in_line(links: Links, device: Device, model: Model, seq: int, layout: Layout, batch: MicroBatch) -> Iterator[Term]:
     """Yield the messages that micro-batches wait for, and the bubble of the pipeline."""
     tensor = tensor_traffic(links, device, model, seq, layout)
-    exposed = 1 - (1 - CONTENTION) * tensor.hidden
+    exposed = _exposed(device, tensor.hidden)
     yield _in_micro_batches("tensor-parallel all-reduces", tensor.message.times(batch.layers), exposed, layout)
     if layout.pipeline > 1:
         between = stage_message(links, model, seq, layout)
@@ -129,20 +126,20 @@ def _windows(batch: MicroBatch, count: int) -> dict[Window, float]:
 
 def _computing(batch: MicroBatch, layout: Layout, device: Device) -> Iterator[Term]:
     work, constants, count = batch.work, device.constants, layout.accumulation
-    hooks = batch.layers * device.software.hooks if layout.zero == 3 else 0.0
-    idle = device.software.idle * (batch.forward + batch.backward)
+    hooks = batch.layers * device.issued(device.software.hooks) if layout.zero == 3 else 0.0
+    idle = device.issued(device.software.idle) * (batch.forward + batch.backward)
     rate, bandwidth = device.gpu.matmul_rate(constants), device.gpu.memory_rate * constants.memory
-    shares = f"{constants.matmul:.3f} and {constants.memory:.3f} of peak; {_FITTED}"
+    shares = f"{constants.matmul:.3f} and {constants.memory:.3f} of peak; {constants.origin}"
     program = f"{device.software.name}: software.py"
     products = f"max(operations / {rate / 1e12:.0f} TFLOP/s, bytes / {bandwidth / 1e9:.0f} GB/s)"
     rows = (
         ("matrix products", "compute", work.matmul, products, shares),
         ("attention", "compute", work.attention, f"kernel of generation {device.software.attention}", "gpus.py"),
         ("elementwise kernels", "memory", work.elementwise, f"bytes / {bandwidth / 1e9:.0f} GB/s", program),
-        ("starts of kernels", "launch", work.kernels, f"{constants.kernel * 1e6:.1f} us per kernel", _FITTED),
+        ("starts of kernels", "launch", work.kernels, f"{constants.kernel * 1e6:.1f} us per kernel", constants.origin),
         ("waiting for the CPU", "launch", batch.waiting, "kernels of a layer x dispatch - time of the GPU", program),
-        ("idle GPU", "launch", idle, f"{device.software.idle:g} of the computation", program),
-        ("hooks of ZeRO 3", "launch", hooks, f"{1e3 * device.software.hooks:g} ms per layer", program),
+        ("idle GPU", "launch", idle, f"{device.issued(device.software.idle):g} of the computation", program),
+        ("hooks of ZeRO 3", "launch", hooks, f"{1e3 * device.issued(device.software.hooks):g} ms per layer", program),
     )
     for name, kind, seconds, formula, source in rows:
         figures = f"{formula}; {count} micro-batches x {1e3 * seconds:.4g} ms"
@@ -172,13 +169,18 @@ def _optimizer(device: Device, model: Model, layout: Layout) -> Term:
     return local("optimizer", "memory", seconds, formula, "software.py")
 
 
-def _overlapping(messages: Iterable[Traffic], free: dict[Window, float]) -> Iterator[Term]:
+def _exposed(device: Device, hidden: float) -> float:
+    """Return the share of a message that a step takes longer for, if the share `hidden` is behind computation."""
+    return 1 - (1 - min(1.0, device.constants.contention)) * hidden
+
+
+def _overlapping(device: Device, messages: Iterable[Traffic], free: dict[Window, float]) -> Iterator[Term]:
     """Yield the terms of messages. Each uses up some of the computation in `free`, behind which others could hide."""
     for traffic in messages:
         seconds = traffic.message.seconds
         hidden = min(seconds, free[traffic.window])
         free = {window: max(0.0, left - hidden) for window, left in free.items()}
-        exposed = 1 - (1 - CONTENTION) * hidden / seconds if seconds else 0.0
+        exposed = _exposed(device, hidden / seconds) if seconds else 0.0
         yield _message_term(traffic.name, traffic.message, exposed, f"{traffic.formula}; {hidden:.3g} s hidden")
         if traffic.coding:
             yield local(f"coding of {traffic.name}", "memory", traffic.coding, traffic.formula, "traffic.py")

@@ -2,10 +2,11 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from deepspeed_compress.planner.calibration import CALIBRATED
 from deepspeed_compress.planner.cluster import Cluster
+from deepspeed_compress.planner.constants import Constants
 from deepspeed_compress.planner.gpus import CALIBRATED_GPU
 from deepspeed_compress.planner.layout import Engine, Layout
 from deepspeed_compress.planner.layouts import Layouts
@@ -77,7 +78,10 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Job that is planned: a model, a cluster, a batch of sequences, and the tokens of the run."""
+    """Job that is planned: a model, a cluster, a batch of sequences, and the tokens of the run.
+
+    `constants` are those of the prediction, fitted to published runs or to measurements on this cluster.
+    """
 
     cluster: Cluster
     model: Model
@@ -85,6 +89,7 @@ class Job:
     seq: int
     batch: int
     tokens: float
+    constants: Constants = field(default_factory=Constants)
 
     @property
     def engine(self) -> Engine:
@@ -94,7 +99,7 @@ class Job:
     def predictor(self, layout: Layout) -> Predictor:
         """Return the predictor of the program that starts `layout`."""
         software = self.software if layout.engine == self.engine else _megatron(self.software)
-        return Predictor(self.cluster, self.model, software, self.seq)
+        return Predictor(self.cluster, self.model, software, self.seq, self.constants)
 
     def candidate(self, prediction: Prediction) -> Candidate:
         """Return the days of a predicted layout."""
@@ -105,6 +110,11 @@ class Job:
 
     def outside(self, layout: Layout) -> Iterator[str]:
         """Yield what of this job lies outside of the runs that the model was fitted to."""
+        if self.constants == Constants():
+            yield from self._outside_of_published()
+        yield from outside(layout, self.model.parameters)
+
+    def _outside_of_published(self) -> Iterator[str]:
         if self.cluster.gpu.name != CALIBRATED_GPU:
             yield f"{self.cluster.gpu.name}: scaled from {CALIBRATED_GPU}"
         if self.software.name != CALIBRATED.software:
@@ -116,7 +126,6 @@ class Job:
             yield f"{self.cluster.gpus:,} GPUs (fitted: up to {CALIBRATED.gpus:,})"
         if self.cluster.nodes > 1 and self.cluster.network < CALIBRATED.network:
             yield f"network below {CALIBRATED.network * 8e-9:,.0f} Gbit/s per node"
-        yield from outside(layout, self.model.parameters)
 
 
 def _megatron(software: Software) -> Software:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from deepspeed_compress.planner.compute import HALF, Device
+from deepspeed_compress.planner.compute import Device
 from deepspeed_compress.planner.layout import Layout
 from deepspeed_compress.planner.links import Links, Message
 from deepspeed_compress.planner.model import Model
@@ -74,7 +74,7 @@ class TensorTraffic:
 
 def tensor_traffic(links: Links, device: Device, model: Model, seq: int, layout: Layout) -> TensorTraffic:
     """Return the traffic between the ranks that share a layer. What is computed again is sent again."""
-    size = layout.micro * seq * model.hidden * HALF
+    size = layout.micro * seq * model.hidden * links.cluster.gpu.element
     count = 6 if layout.recompute == "full" else 4
     message = links.reduce(size, links.group(layout.tensor, 1)).times(count)
     return TensorTraffic(message, 2 / count if device.software.tensor_overlaps else 0.0)
@@ -87,7 +87,7 @@ def stage_message(links: Links, model: Model, seq: int, layout: Layout) -> Messa
     sends everything from every tensor rank, and waits for each of the four messages that a stage sends or receives.
     """
     megatron = layout.engine == "megatron"
-    size = layout.micro * seq * model.hidden * HALF / (layout.tensor if megatron else 1)
+    size = layout.micro * seq * model.hidden * links.cluster.gpu.element / (layout.tensor if megatron else 1)
     sent = links.send(size, links.cluster.nodes > 1)
     both = sent.times(2 * layout.virtual)
     return both if megatron else replace(both, seconds=2 * both.seconds)
@@ -127,12 +127,12 @@ class DataParallel:
         if bits:
             message = self._compressed(parameters / pieces, bits, group.local, group.nodes, zero=layout.zero)
         elif layout.zero:
-            message = self.links.gather(parameters * self.device.software.gradient / pieces, group)
+            message = self.links.gather(parameters * self.device.gradient / pieces, group)
         else:
-            message = self.links.reduce(parameters * self.device.software.gradient / pieces, group)
+            message = self.links.reduce(parameters * self.device.gradient / pieces, group)
         inside = group.local if group.nodes > 1 else 1
-        coding = self.device.moved((ENCODE + DECODE) * parameters / inside) if bits else 0.0
-        size = f"{parameters:.3g} elements of {bits + SCALE_BITS if bits else 8 * self.device.software.gradient:g} bits"
+        coding = self.device.coded((ENCODE + DECODE) * parameters / inside) if bits else 0.0
+        size = f"{parameters:.3g} elements of {bits + SCALE_BITS if bits else 8 * self.device.gradient:g} bits"
         formula = f"{size}, {repeated:g} times, among {group.local} x {group.nodes} ranks in {pieces:g} messages"
         return Traffic("gradients", message.times(pieces * repeated), self._gradient_window, coding * repeated, formula)
 
@@ -161,17 +161,17 @@ class DataParallel:
             message = message.then(self.links.gather(payload, between))
         if inside == 1:
             return message
-        summed = self.links.gather(elements * self.device.software.gradient, self.links.group(local, stride))
+        summed = self.links.gather(elements * self.device.gradient, self.links.group(local, stride))
         return message.then(summed.times(1 if zero else 2))
 
     def _updated(self) -> Traffic:
         """Return the gather of updated weights under ZeRO 1 and 2."""
         layout, parameters = self.layout, self._parameters
         bits = layout.weight_bits
-        size = parameters * (bits + SCALE_BITS if bits else 8 * HALF) / 8
+        size = parameters * (bits + SCALE_BITS if bits else 8 * self.device.gpu.element) / 8
         message = self.links.gather(size / BUCKETS, self.links.group(layout.shards, layout.tensor)).times(BUCKETS)
         hides = (bits and layout.pipeline == 1) or self.device.software.overlaps
-        coding = self.device.moved(DECODE * parameters) if bits else 0.0
+        coding = self.device.coded(DECODE * parameters) if bits else 0.0
         formula = f"{size / 1e9:.3g} GB gathered once"
         return Traffic("updated weights", message, "first forward" if hides else "nothing", coding, formula)
 
@@ -179,10 +179,10 @@ class DataParallel:
         """Return the gathers of ZeRO 3, for forward and for backward of every micro-batch, layer by layer."""
         layout, parameters = self.layout, self._parameters
         bits, count = layout.weight_bits, 2 * layout.accumulation
-        size = parameters * (bits + SCALE_BITS if bits else 8 * HALF) / 8
+        size = parameters * (bits + SCALE_BITS if bits else 8 * self.device.gpu.element) / 8
         group = self.links.group(layout.shards, layout.tensor)
         message = self.links.gather(size / self._layers, group).times(self._layers * count)
-        coding = self.device.moved(DECODE * parameters * count) if bits else 0.0
+        coding = self.device.coded(DECODE * parameters * count) if bits else 0.0
         return Traffic("gathered weights", message, "all", coding, f"{size / 1e9:.3g} GB gathered {count} times")
 
     def _between_nodes(self) -> Traffic:
@@ -195,8 +195,8 @@ class DataParallel:
             payload = elements * (bits + SCALE_BITS) / 8
             message = self.links.exchange(payload, group).then(self.links.gather(payload, group))
         else:
-            message = self.links.reduce(elements * self.device.software.gradient, group)
-        coding = self.device.moved((ENCODE + DECODE) * elements) if bits else 0.0
+            message = self.links.reduce(elements * self.device.gradient, group)
+        coding = self.device.coded((ENCODE + DECODE) * elements) if bits else 0.0
         formula = f"{elements:.3g} elements of {bits + SCALE_BITS if bits else 16:g} bits among {count} nodes"
         return Traffic("gradients between nodes", message, "nothing", coding, formula)
 
@@ -206,6 +206,6 @@ class DataParallel:
         group = self.links.group(layout.islands, layout.tensor * layout.island_size)
         payload = elements * (4 + SCALE_BITS) / 8
         message = self.links.exchange(payload, group).then(self.links.gather(payload, group))
-        coding = self.device.moved((ENCODE + DECODE) * elements) / layout.sync_every
+        coding = self.device.coded((ENCODE + DECODE) * elements) / layout.sync_every
         formula = f"{payload / 1e9:.3g} GB among {layout.islands} islands, every {layout.sync_every} steps"
         return Traffic("islands", message.times(1 / layout.sync_every), "nothing", coding, formula)

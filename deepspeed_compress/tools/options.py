@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from deepspeed_compress.tools.arguments import epilog, integer_from, port, positive_integer, positive_number, rate
+from deepspeed_compress.tools.bench.options import emulation
 
 CLEAR_LOCKS = "remove locks that killed builds of DeepSpeed operators have left; otherwise programs wait for them"
 
@@ -149,14 +150,15 @@ def _add_cluster_arguments(subjects: Any) -> None:
             "plan cluster --model config.json --gpus 64xH100 --network 100gbit/node --batch 4M-tokens --seq 4096",
             "plan cluster --model config.json --gpus 16xA100 --network 10gbit --batch 256 --seq 2048 --explain 1",
             "plan cluster --model config.json --gpus 8xA100 --network 100gbit --batch 256 --seq 2048 --output plan",
+            "plan cluster --model config.json --emulate 2x2,1gbit --batch 16 --seq 64 --measure measured.json",
         ],
     )
     cluster.set_defaults(subject="cluster")
     what = "config.json of the model, or a directory with one"
     cluster.add_argument("--model", type=Path, required=True, metavar="FILE|DIR", help=what)
-    cluster.add_argument("--gpus", required=True, metavar="NxTYPE", help="GPUs, such as 64xH100")
+    cluster.add_argument("--gpus", metavar="NxTYPE", help="GPUs, such as 64xH100")
     what = "rate of a node (100gbit or 100gbit/node), of its cards (8x200gbit), or of a card per GPU (200gbit/gpu)"
-    cluster.add_argument("--network", required=True, metavar="RATE", help=what)
+    cluster.add_argument("--network", metavar="RATE", help=what)
     what = "GPUs in a node (default: the usual number of that type)"
     cluster.add_argument("--gpus-per-node", type=positive_integer, metavar="N", help=what)
     what = "batch of a step: sequences (1024), or tokens (4M-tokens; M is 1,048,576)"
@@ -168,12 +170,27 @@ def _add_cluster_arguments(subjects: Any) -> None:
     cluster.add_argument("--software", choices=("deepspeed", "hf", "megatron"), default="deepspeed", help=what)
     what = "generation of its flash-attention kernel, or 0 for separate kernels (default: %(default)s)"
     cluster.add_argument("--attention", type=int, choices=(0, 1, 2, 3), default=2, help=what)
+    _add_measurement_arguments(cluster.add_argument_group("measurement"))
     what = "show the terms of a layout: its number in the table, or its name"
     cluster.add_argument("--explain", metavar="N|LAYOUT", help=what)
     what = "write ds_config.json and launch.sh of the best layout to DIR"
     cluster.add_argument("--output", type=Path, metavar="DIR", help=what)
     what = "draw layouts, steps, other numbers of GPUs and other networks as PNG files in DIR"
     cluster.add_argument("--plot", type=Path, metavar="DIR", help=what)
+
+
+def _add_measurement_arguments(group: argparse._ArgumentGroup) -> None:
+    what = (
+        "measure links, kernels and steps of the best layouts, fit the constants to them, print the table again, and "
+        "write the figures; run it with torchrun on all GPUs, or with --emulate"
+    )
+    group.add_argument("--measure", type=Path, metavar="FILE.json", help=what)
+    what = "predict with the constants that --measure wrote"
+    group.add_argument("--constants", type=Path, metavar="FILE.json", help=what)
+    what = "cores of this machine as GPUs of emulated hosts, such as 2x2,1gbit; in place of --gpus and --network"
+    group.add_argument("--emulate", type=emulation, metavar="HOSTSxRANKS,RATE", help=what)
+    what = "time limit of each measurement on emulated hosts (default: 1800)"
+    group.add_argument("--timeout", type=positive_number, default=1800.0, metavar="SECONDS", help=what)
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:

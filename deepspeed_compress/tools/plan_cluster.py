@@ -9,14 +9,19 @@ from pathlib import Path
 
 from deepspeed_compress.config.numbers import short
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.planner.cluster import read_cluster
+from deepspeed_compress.planner.cluster import Cluster, read_cluster
+from deepspeed_compress.planner.constants import Constants
 from deepspeed_compress.planner.files import command, ds_config
+from deepspeed_compress.planner.layout import Layout
 from deepspeed_compress.planner.learning import critical_batch
+from deepspeed_compress.planner.measured import Measured, read_constants
 from deepspeed_compress.planner.model import read_model
 from deepspeed_compress.planner.predict import Prediction
 from deepspeed_compress.planner.search import Candidate, Job, Plan, search, turns
 from deepspeed_compress.planner.software import SOFTWARE
+from deepspeed_compress.tools.files import write_json
 from deepspeed_compress.tools.plan_cluster_plots import draw_all
+from deepspeed_compress.tools.plan_measure import find_place, measure, print_measured
 from deepspeed_compress.tools.plots import check_plotting
 
 SHOWN, OTHERS = 10, 3
@@ -29,12 +34,51 @@ b1x16 is the micro-batch and their number; g4, w4 are bits of gradients, weights
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the best layouts or explain one of them, write the files of the best, draw. Return the exit code."""
+    """Print the best layouts or explain one of them, measure, write the files of the best, draw. Return the exit code.
+
+    Under a launcher, only the first process prints and writes.
+    """
     job = _job(options)
+    _check(options, job)
+    plan, measured = _search(job), None
+    if options.measure is not None:
+        place = find_place(options.emulate, options.timeout, plan.candidates[0].layout)
+        if place.is_first:
+            _print_plan(plan, job, None)
+        measured = measure(plan, job, place, options.model)
+        place.close()
+        if not place.is_first:
+            return 0
+        write_json(options.measure, measured.to_json())
+        job = replace(job, constants=measured.constants)
+        plan = _search(job)
+        print_measured(measured)
+    _show(plan, job, measured, options)
+    return 0
+
+
+def _check(options: argparse.Namespace, job: Job) -> None:
+    """Check the combination of options.
+
+    Raises:
+        ConfigError: An option does not fit another one.
+    """
     if options.output is not None and job.engine == "megatron":
         raise ConfigError("--output: Megatron reads no ds_config.json; leave it out, or write --software deepspeed")
+    if options.measure is not None and options.software != "deepspeed":
+        raise ConfigError(f"--measure: takes steps of --software deepspeed, not {options.software}; leave one out")
+    if options.measure is not None and not options.measure.parent.is_dir():
+        raise ConfigError(f"--measure: {options.measure.parent} is not a directory; create it")
     if options.plot is not None:
         check_plotting("--plot")
+
+
+def _search(job: Job) -> Plan:
+    """Return the layouts of a job.
+
+    Raises:
+        ConfigError: None fits.
+    """
     plan = search(job)
     if not plan.candidates:
         _print_refused(plan)
@@ -42,15 +86,18 @@ def run(options: argparse.Namespace) -> int:
             f"--gpus: no layout of {job.model.name} that {job.engine} can start fits {job.cluster}; write more GPUs, "
             "or GPUs with more memory"
         )
+    return plan
+
+
+def _show(plan: Plan, job: Job, measured: Measured | None, options: argparse.Namespace) -> None:
     if options.explain is None:
-        _print_plan(plan, job)
+        _print_plan(plan, job, measured)
     else:
         _explain(_chosen(plan, options.explain), plan, job)
     if options.output is not None:
         _write(plan.recommended, job, options)
     if options.plot is not None:
         print(*draw_all(plan, job, options.plot), sep="\n")
-    return 0
 
 
 def _job(options: argparse.Namespace) -> Job:
@@ -58,8 +105,28 @@ def _job(options: argparse.Namespace) -> Job:
     batch = read_batch(options.batch, options.seq)
     tokens = read_count(options.tokens, "--tokens") if options.tokens else 20.0 * model.parameters
     software = replace(SOFTWARE[options.software], attention=options.attention)
-    cluster = read_cluster(options.gpus, options.network, options.gpus_per_node)
-    return Job(cluster, model, software, options.seq, batch, tokens)
+    cluster = _cluster(options)
+    constants = read_constants(options.constants, cluster.gpu.name) if options.constants else Constants()
+    return Job(cluster, model, software, options.seq, batch, tokens, constants)
+
+
+def _cluster(options: argparse.Namespace) -> Cluster:
+    """Return the cluster of --gpus and --network, or of the emulated hosts.
+
+    Raises:
+        ConfigError: Both are given, or none.
+    """
+    emulated, given = options.emulate, (options.gpus, options.network)
+    if emulated is None:
+        if None in given:
+            raise ConfigError("--gpus and --network: are missing; write both, or --emulate HOSTSxRANKS,RATE")
+        return read_cluster(*given, options.gpus_per_node)
+    if any(given) or options.gpus_per_node or len(emulated.rates) > 1 or emulated.rates == ("none",):
+        raise ConfigError(
+            "--emulate: describes all hosts and one rate; write 2x2,1gbit, for example, and leave out --gpus, "
+            "--gpus-per-node and --network"
+        )
+    return read_cluster(f"{emulated.ranks}xCPU", emulated.rates[0], emulated.per_host)
 
 
 def read_batch(text: str, seq: int) -> int:
@@ -96,7 +163,7 @@ def read_count(text: str, option: str) -> float:
     return number
 
 
-def _print_plan(plan: Plan, job: Job) -> None:
+def _print_plan(plan: Plan, job: Job, measured: Measured | None) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -104,13 +171,14 @@ def _print_plan(plan: Plan, job: Job) -> None:
     title = f"{job.model.name}, {short(job.model.parameters)} parameters, on {job.cluster}"
     batch = f"{job.batch} sequences of {job.seq} tokens per step, {short(job.tokens)} tokens in all"
     table = Table(title=f"{title}\n{batch}", title_justify="left", box=box.SIMPLE)
-    for head in ("", "layout", "step in s (80 %)", "tokens/s", "memory", "node sends", "days", "limited by"):
+    figures = ("tokens/s", "memory", "node sends", "days", "limited by")
+    for head in ("", "layout", "step in s (80 %)", *(["measured"] if measured else []), *figures):
         table.add_column(head, justify="left" if head in ("", "layout", "limited by") else "right", no_wrap=True)
     for number, candidate in enumerate(plan.candidates[:SHOWN], 1):
-        table.add_row(str(number), *_cells(candidate, plan, job))
+        table.add_row(str(number), *_cells(candidate, plan, job, measured))
     table.add_section()
     for number, candidate in enumerate(plan.others[:OTHERS], 1):
-        table.add_row(f"M{number}", *_cells(candidate, plan, job))
+        table.add_row(f"M{number}", *_cells(candidate, plan, job, measured))
     # A narrower table would cut the names of layouts.
     Console(width=max(Console().width, WIDTH)).print(table)
     print(LEGEND)
@@ -119,7 +187,7 @@ def _print_plan(plan: Plan, job: Job) -> None:
     _print_refused(plan)
 
 
-def _cells(candidate: Candidate, plan: Plan, job: Job) -> Sequence[str]:
+def _cells(candidate: Candidate, plan: Plan, job: Job, measured: Measured | None) -> Sequence[str]:
     prediction = candidate.prediction
     low, high = prediction.interval
     tie = "* " if candidate.layout.engine == job.engine and plan.is_tied(candidate) else ""
@@ -128,12 +196,18 @@ def _cells(candidate: Candidate, plan: Plan, job: Job) -> Sequence[str]:
     return (
         f"{tie}{candidate.layout}",
         f"{prediction.seconds:.3g} ({low:.3g}-{high:.3g})",
+        *([] if measured is None else [_seconds_of(candidate.layout, measured)]),
         f"{prediction.rate:,.0f}",
         f"{prediction.memory.total / 1e9:.0f} GB{tight}",
         f"{sent / 1e9:.3g} GB",
         f"{candidate.days:.3g}",
         limits(prediction),
     )
+
+
+def _seconds_of(layout: Layout, measured: Measured) -> str:
+    """Return the measured seconds of a step, or an empty text if the layout was not measured."""
+    return next((f"{step.seconds:.3g}" for step in measured.steps if step.layout == layout), "")
 
 
 def limits(prediction: Prediction) -> str:

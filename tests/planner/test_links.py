@@ -1,7 +1,7 @@
 import pytest
 
-from deepspeed_compress.planner.cluster import NETWORK_SHARE, read_cluster
-from deepspeed_compress.planner.gpus import Constants
+from deepspeed_compress.planner.cluster import read_cluster
+from deepspeed_compress.planner.constants import Constants
 from deepspeed_compress.planner.links import NOTHING, Links
 
 
@@ -26,9 +26,9 @@ def test_a_rate_per_card_is_no_rate_per_node(text: str, rate: float) -> None:
 def test_a_node_sends_a_reduced_buffer_once() -> None:
     """All ranks of a node in one group use all cards; groups of one rank per node share them."""
     together = links().gather(1e9, links().group(16, 1))
-    assert together.seconds == pytest.approx(1e9 * 15 / 16 / (12.5e9 * NETWORK_SHARE), rel=0.01)
+    assert together.seconds == pytest.approx(1e9 * 15 / 16 / (12.5e9 * Constants().network), rel=0.01)
     apart = links().gather(1e9, links().group(2, 8))
-    assert apart.seconds == pytest.approx(1e9 / 2 / (12.5e9 * NETWORK_SHARE / 8), rel=0.01)
+    assert apart.seconds == pytest.approx(1e9 / 2 / (12.5e9 * Constants().network / 8), rel=0.01)
     assert (together.link, apart.link) == ("network", "network")
     assert (8 * together.outside, apart.outside) == pytest.approx((1e9 * 15 / 16, 1e9 / 2))
 

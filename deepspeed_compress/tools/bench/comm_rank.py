@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,19 +18,22 @@ from deepspeed_compress.tools.bench import gauges
 from deepspeed_compress.tools.bench.links import set_own_rate
 from deepspeed_compress.tools.bench.rows import Emit, Log, Row, rank_main
 
+Group = Any
+"""Process group of torch."""
+
 
 @dataclass(frozen=True)
 class Collective:
     """Collective to be timed.
 
     Attributes:
-        prepare: Function that takes a uint8 buffer, whose length is a multiple of the number of ranks, and returns the
-            call to be timed.
+        prepare: Function that takes a uint8 buffer, whose length is a multiple of the number of ranks, and their group,
+            and returns the call to be timed.
         rounds: How often a ring algorithm sends the parts of the buffer that are not the rank's own. Each round sends
             (R - 1) / R of the buffer with R ranks.
     """
 
-    prepare: Callable[[Tensor], Callable[[], object]]
+    prepare: Callable[[Tensor, Group], Callable[[], object]]
     rounds: int = 1
 
     def sent(self, size: int, ranks: int) -> float:
@@ -37,31 +41,30 @@ class Collective:
         return self.rounds * size * (ranks - 1) / ranks
 
 
-def _own(buffer: Tensor) -> Tensor:
-    return buffer.new_zeros(buffer.numel() // dist.get_world_size())
+def _own(buffer: Tensor, group: Group) -> Tensor:
+    return buffer.new_zeros(buffer.numel() // dist.get_world_size(group))
 
 
-def _all_reduce(buffer: Tensor) -> Callable[[], object]:
-    return lambda: dist.all_reduce(buffer)
+def _all_reduce(buffer: Tensor, group: Group) -> Callable[[], object]:
+    return lambda: dist.all_reduce(buffer, group=group)
 
 
-def _all_gather(buffer: Tensor) -> Callable[[], object]:
-    own = _own(buffer)
-    return lambda: dist.all_gather_into_tensor(buffer, own)
+def _all_gather(buffer: Tensor, group: Group) -> Callable[[], object]:
+    own = _own(buffer, group)
+    return lambda: dist.all_gather_into_tensor(buffer, own, group=group)
 
 
-def _reduce_scatter(buffer: Tensor) -> Callable[[], object]:
-    own = _own(buffer)
-    return lambda: dist.reduce_scatter_tensor(own, buffer)
+def _reduce_scatter(buffer: Tensor, group: Group) -> Callable[[], object]:
+    own = _own(buffer, group)
+    return lambda: dist.reduce_scatter_tensor(own, buffer, group=group)
 
 
-def _all_to_all(buffer: Tensor) -> Callable[[], object]:
+def _all_to_all(buffer: Tensor, group: Group) -> Callable[[], object]:
     out = torch.empty_like(buffer)
-    return lambda: dist.all_to_all_single(out, buffer)
+    return lambda: dist.all_to_all_single(out, buffer, group=group)
 
 
-def _exchange(buffer: Tensor) -> Callable[[], object]:
-    group = dist.distributed_c10d._get_default_group()
+def _exchange(buffer: Tensor, group: Group) -> Callable[[], object]:
     outgoing = buffer.chunk(group.size())
     incoming = torch.empty_like(buffer).chunk(group.size())
     return lambda: exchange(group, outgoing, incoming)
@@ -90,25 +93,31 @@ def measure(job: Row, emit: Emit, log: Log) -> None:
     measure_messages(job["rates"], job["sizes"], emit, log)
 
 
-def measure_messages(rates: Sequence[str | None], sizes: Sequence[int], emit: Emit, log: Log) -> None:
-    """Measure every collective. Rank 0 reports progress and emits a row for each."""
-    first = dist.get_rank() == 0
+def measure_messages(
+    rates: Sequence[str | None], sizes: Sequence[int], emit: Emit, log: Log, group: Group | None = None
+) -> None:
+    """Measure every collective among the ranks of `group`, or all ranks. Rank 0 reports progress and emits the rows.
+
+    If ranks are in different groups, all groups communicate at the same time.
+    """
+    first, group = dist.get_rank() == 0, group or dist.distributed_c10d._get_default_group()
     for rate in rates:
         if rate is not None:
             set_own_rate(rate)
         for name, collective in COLLECTIVES.items():
             if first:
                 log(f"{name}{f' at {rate}' if rate else ''}")
-            row = _row(name, collective, rate, sizes)
+            row = _row(name, collective, rate, sizes, group)
             if first:
                 emit(row)
 
 
-def _row(name: str, collective: Collective, rate: str | None, sizes: Sequence[int]) -> Row:
-    ranks = dist.get_world_size()
+def _row(name: str, collective: Collective, rate: str | None, sizes: Sequence[int], group: Group) -> Row:
+    ranks = dist.get_world_size(group)
     whole = [max(1, size // ranks) * ranks for size in sizes]
     seconds = [
-        _seconds(collective.prepare(torch.zeros(size, dtype=torch.uint8, device=gauges.device()))) for size in whole
+        _seconds(collective.prepare(torch.zeros(size, dtype=torch.uint8, device=gauges.device()), group))
+        for size in whole
     ]
     sent = [collective.sent(size, ranks) for size in whole]
     fitted = fit(whole, seconds)

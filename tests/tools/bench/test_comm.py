@@ -34,7 +34,7 @@ def called(rank: int) -> dict[str, list[int]]:
     found = {}
     for name, collective in COLLECTIVES.items():
         buffer = torch.full((6,), rank + 1, dtype=torch.uint8)
-        collective.prepare(buffer)()
+        collective.prepare(buffer, dist.group.WORLD)()
         found[name] = buffer.tolist()
     dist.destroy_process_group()
     return found

@@ -1,0 +1,103 @@
+"""The fit of all constants to measurements of a cluster, and the file that keeps them."""
+
+import json
+from dataclasses import astuple, replace
+from pathlib import Path
+
+import pytest
+
+from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.planner.cluster import read_cluster
+from deepspeed_compress.planner.constants import MEANINGS, Constants
+from deepspeed_compress.planner.layout import Layout
+from deepspeed_compress.planner.measured import STEP_NOISE, Measured, ObservedStep, Step, fit_measured, read_constants
+from deepspeed_compress.planner.model import Model
+from deepspeed_compress.planner.probes import PREDICTED, PRIOR, MeasuredProbe, Probe
+from deepspeed_compress.planner.search import Job
+from deepspeed_compress.planner.software import SOFTWARE
+
+TOY = Model("toy", "gpt2", 3, 128, 4, 4, 32, 512, gated=False, vocab=4096, tied=True, positions=256)
+SLOW = Constants(0.3, 1.5, 0.2, 4e-6, 0.7, 30.0, 1.5, 0.4, 0.5)
+JOB = Job(read_cluster("8xCPU", "1gbit", 2), TOY, SOFTWARE["deepspeed"], 64, 16, 1e9)
+SIZES: dict[str, list[tuple[float, ...]]] = {
+    "product": [(512, 512, 128), (1024, 128, 4096)],
+    "copy": [(4e6,), (4e7,)],
+    "kernel": [()],
+    "coding": [(4e6,)],
+    **{
+        kind: [(size, ranks) for size in (1e4, 1e6, 1e8) for ranks in (2, 8)]
+        for kind in PREDICTED
+        if kind not in ("product", "copy", "kernel", "coding")
+    },
+}
+LAYOUTS = (
+    Layout(1, 1, 8, 2, 1, 2, gradient_bits=4),
+    Layout(2, 1, 4, 1, 1, 4),
+    Layout(1, 2, 4, 1, 1, 4),
+    Layout(1, 1, 8, 3, 1, 2),
+)
+
+
+def probes(constants: Constants) -> list[Probe]:
+    """Return the probes of a cluster that the model describes exactly."""
+    empty = [Probe(kind, sizes, 1.0) for kind, given in SIZES.items() for sizes in given]
+    return [replace(one, seconds=MeasuredProbe(one, JOB.cluster, JOB.software).predicted(constants)) for one in empty]
+
+
+def steps(constants: Constants) -> list[Step]:
+    return [Step(one, ObservedStep(JOB, Step(one, 1.0)).predicted(constants)) for one in LAYOUTS]
+
+
+@pytest.fixture(scope="module")
+def measured() -> Measured:
+    return fit_measured(JOB, probes(SLOW), steps(SLOW))
+
+
+def test_every_constant_has_a_meaning_and_is_fitted() -> None:
+    assert list(MEANINGS) == list(Constants.__dataclass_fields__)
+    assert set(PRIOR.errors) == set(MEANINGS)
+
+
+def test_constants_far_from_those_of_a_gpu_are_found(measured: Measured) -> None:
+    # Only steps tell of contention, and leave some doubt, so the prior counts.
+    known = replace(measured.constants, contention=SLOW.contention)
+    assert astuple(known) == pytest.approx(astuple(SLOW), rel=0.1)
+    assert 0.2 < measured.constants.contention < SLOW.contention
+
+
+def test_probes_alone_tell_everything_but_the_program_and_contention(measured: Measured) -> None:
+    known = replace(measured.probed, cpu=SLOW.cpu, contention=SLOW.contention)
+    assert astuple(known) == pytest.approx(astuple(SLOW), rel=0.1)
+    assert measured.probed.cpu == pytest.approx(1.0)
+
+
+def test_measured_steps_are_predicted(measured: Measured) -> None:
+    for step in measured.steps:
+        assert measured.predicted(step, measured.constants) == pytest.approx(step.seconds, rel=STEP_NOISE)
+
+
+def test_a_file_keeps_the_constants(measured: Measured, tmp_path: Path) -> None:
+    file = tmp_path / "measured.json"
+    file.write_text(json.dumps(measured.to_json()))
+    assert read_constants(file, "CPU") == measured.constants
+    with pytest.raises(ConfigError, match="were measured on CPU, not on H100"):
+        read_constants(file, "H100")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"constants": 1, "gpu": "CPU"}', '{"constants": {"matmul": 1}, "gpu": "CPU"}']
+)
+def test_another_file_is_refused(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "other.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="--constants"):
+        read_constants(file, "CPU")
+
+
+def test_constants_must_be_positive(measured: Measured, tmp_path: Path) -> None:
+    found = measured.to_json()
+    found["constants"]["matmul"] = 0
+    file = tmp_path / "zero.json"
+    file.write_text(json.dumps(found))
+    with pytest.raises(ConfigError, match="positive number"):
+        read_constants(file, "CPU")

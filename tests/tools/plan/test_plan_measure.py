@@ -1,0 +1,183 @@
+"""`plan cluster --measure`: with ranks that behave as the model says, and on emulated hosts."""
+
+import contextlib
+import io
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_compress.cli import main
+from deepspeed_compress.errors import CompressError
+from deepspeed_compress.planner.cluster import read_cluster
+from deepspeed_compress.planner.constants import Constants
+from deepspeed_compress.planner.layout import Layout
+from deepspeed_compress.planner.measured import ObservedStep, Step
+from deepspeed_compress.planner.model import read_model
+from deepspeed_compress.planner.probes import MeasuredProbe, Probe
+from deepspeed_compress.planner.search import Job, search
+from deepspeed_compress.planner.software import SOFTWARE
+from deepspeed_compress.tools import plan_cluster
+from deepspeed_compress.tools.bench.options import Emulation
+from deepspeed_compress.tools.plan_measure import EmulatedPlace, differing, find_place
+from tests.support.forks import RankError, run_forks
+from tests.support.hosts import measures_links
+
+MODEL = Path("configs/models/gpt_1m.json").absolute()
+SLOW = Constants(0.3, 1.5, 0.2, 4e-6, 0.7, 30.0, 1.5, 0.4, 0.5)
+KINDS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "exchange")
+
+
+@dataclass(frozen=True)
+class ExactPlace:
+    """Ranks whose times are those of the model with the constants `SLOW`."""
+
+    job: Job
+    layouts: dict[str, Layout]
+    is_first: bool = True
+
+    def can_start(self, layout: Layout) -> bool:
+        return layout.pipeline == 1
+
+    def probe(self, job: dict[str, Any]) -> list[dict[str, Any]]:
+        moved = [("copy", [8 * job["numel"]]), ("coding", [8 * job["numel"]]), ("kernel", [])]
+        sent = [(kind, [size, ranks]) for kind in KINDS for size in job["sizes"] for ranks in (2, 4)]
+        found = []
+        for kind, sizes in [*(("product", sizes) for sizes in job["products"]), *moved, *sent]:
+            probe = MeasuredProbe(Probe(kind, tuple(sizes), 1.0), self.job.cluster, self.job.software)
+            found.append({"kind": kind, "sizes": sizes, "seconds": probe.predicted(SLOW)})
+        return found
+
+    def steps(self, group: Any, count: int) -> list[dict[str, Any]]:
+        [contender] = group.contenders
+        step = Step(self.layouts[contender.name], 1.0)
+        return [{"step_s": {"median": ObservedStep(self.job, step).predicted(SLOW)}}]
+
+    def close(self) -> None:
+        pass
+
+
+def plan(*more: str) -> int:
+    return main(["plan", "cluster", "--model", str(MODEL), "--batch", "16", "--seq", "64", *more])
+
+
+def exact_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the ranks of `--measure`."""
+
+    def find(emulation: Emulation | None, timeout: float, first: Layout) -> ExactPlace:
+        plans = search(jobs[-1])
+        return ExactPlace(jobs[-1], {str(one.layout): one.layout for one in plans.candidates})
+
+    def make_job(options: Any) -> Job:
+        jobs.append(made(options))
+        return jobs[-1]
+
+    jobs: list[Job] = []
+    made = plan_cluster._job
+    monkeypatch.setattr(plan_cluster, "_job", make_job)
+    monkeypatch.setattr(plan_cluster, "find_place", find)
+
+
+def test_measured_steps_stand_next_to_predicted_ones_and_the_file_is_used_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exact_place(monkeypatch)
+    file = tmp_path / "measured.json"
+    assert plan("--emulate", "2x2,100mbit", "--measure", str(file)) == 0
+    out = capsys.readouterr().out
+    found = json.loads(file.read_text())
+    assert [abs(step["predicted"] / step["seconds"] - 1) < 0.05 for step in found["steps"]] == [True] * 3
+    assert "share of the peak rate that large matrix products reach" in out
+    before, after = out.split("Constants", 1)
+    assert "Outside of the calibration: CPU" in before
+    assert "measured" not in before.splitlines()[3]
+    assert f"{found['steps'][0]['seconds']:.3g}" in after
+    assert "scaled from" not in after
+    table = after[after.index("gpt_1m, ") :].splitlines()[3:8]
+    assert plan("--gpus", "4xCPU", "--gpus-per-node", "2", "--network", "100mbit", "--constants", str(file)) == 0
+    again = capsys.readouterr().out.splitlines()[3:8]
+    assert [line.split()[:3] for line in again[2:]] == [line.split()[:3] for line in table[2:]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "--gpus and --network: are missing"),
+        (("--gpus", "4xCPU"), "--gpus and --network: are missing"),
+        (("--emulate", "2,1gbit", "--gpus", "2xCPU"), "--emulate: describes all hosts"),
+        (("--emulate", "2,1gbit,100mbit"), "--emulate: describes all hosts and one rate"),
+        (("--emulate", "2,none"), "--emulate: describes all hosts and one rate"),
+        (("--emulate", "2,1gbit", "--measure", "nowhere/measured.json"), "nowhere is not a directory"),
+        (("--emulate", "2,1gbit", "--measure", "a.json", "--software", "hf"), "--measure: takes steps of"),
+        (("--gpus", "2xCPU", "--network", "1gbit", "--measure", "a.json"), "a single process has nothing"),
+        (("--emulate", "2,1gbit", "--constants", "nowhere.json"), "cannot be read"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(
+    options: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert plan(*options) == 1
+    assert message in capsys.readouterr().err
+
+
+JOB = Job(read_cluster("4xCPU", "100mbit", 2), read_model(MODEL), SOFTWARE["deepspeed"], 64, 16, 1e8)
+
+
+def test_layouts_that_are_measured_differ() -> None:
+    found = list(differing(search(JOB), EmulatedPlace(Emulation(2, ("100mbit",), 2), 10.0)))
+    assert len({(one.tensor, one.pipeline, one.zero) for one in found}) == len(found) == 3
+    assert all(one.islands == 1 for one in found)
+
+
+def test_a_program_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed_compress.tools.bench import rows
+
+    monkeypatch.setattr(rows, "run_on_hosts", lambda *_, **__: ([], "rank 1 ended with 1"))
+    with pytest.raises(CompressError, match="--measure: rank 1 ended with 1"):
+        EmulatedPlace(Emulation(2, ("100mbit",)), 10.0).probe({})
+
+
+@pytest.mark.slow
+@measures_links
+def test_links_and_steps_of_emulated_hosts_are_measured(tmp_path: Path) -> None:
+    file = tmp_path / "measured.json"
+    assert plan("--emulate", "2,100mbit", "--measure", str(file)) == 0
+    found = json.loads(file.read_text())
+    assert len(found["steps"]) == 3
+    assert all(0 < step["seconds"] < 60 for step in found["steps"])
+    assert {probe["kind"] for probe in found["probes"]} >= {"product", "copy", "kernel", "coding", *KINDS}
+    # Collectives reach most of an emulated link's rate.
+    assert 0.5 < found["constants_from_probes"]["network"] < 1.5
+
+
+def launched(rank: int, file: str) -> tuple[int, str]:
+    """Run the command as a rank of a launcher, and return its code and output."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        where = ("--gpus", "2xCPU", "--gpus-per-node", "2", "--network", "1gbit")
+        return plan(*where, "--measure", file), out.getvalue()
+
+
+@pytest.mark.slow
+def test_ranks_of_a_launcher_measure_together_and_the_first_prints(tmp_path: Path) -> None:
+    file = tmp_path / "measured.json"
+    (code, out), other = run_forks(2, launched, str(file))
+    assert code == 0
+    assert other == (0, "")
+    found = json.loads(file.read_text())
+    assert 1 <= len(found["steps"]) <= 3
+    assert all(step["seconds"] > 0 for step in found["steps"])
+    assert "Seconds of a step" in out
+
+
+@pytest.mark.slow
+def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="4 GPUs differ from the 2 processes"):
+        run_forks(2, find_place_for, 4)
+
+
+def find_place_for(rank: int, gpus: int) -> None:
+    find_place(None, 10.0, Layout(1, 1, gpus, 1, 1, 1))
