@@ -100,7 +100,7 @@ def batch(seed: int) -> Tensor:
 
 
 def loss_of(model: Any, x: Tensor) -> Tensor:
-    output = model(x.to(next(model.parameters()).dtype))
+    output: Tensor = model(x.to(next(model.parameters()).dtype))
     return (output.float() - x[:, :1]).square().mean()
 
 

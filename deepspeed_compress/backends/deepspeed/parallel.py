@@ -65,7 +65,7 @@ def _all_to_all(group: Any = None, input_split_sizes: Sequence[int] | None = Non
 
 
 def _sent_to_others(sent: Tensor, splits: Sequence[int] | None, group: Any) -> int:
-    mine = sent.nbytes // group.size() if splits is None else splits[group.rank()] * sent[:1].nbytes
+    mine: int = sent.nbytes // group.size() if splits is None else splits[group.rank()] * sent[:1].nbytes
     return sent.nbytes - mine
 
 

@@ -102,7 +102,7 @@ class _Exchange:
             outgoing = self.rows.encode(x)
         incoming = outgoing.new_zeros(sum(route.received), row_bytes(width, self.rows.bits))
         with self.meter.phase("communicate", x.device):
-            exchange(route.group, outgoing.split(route.sent), incoming.split(route.received))
+            exchange(route.group, torch.split(outgoing, route.sent), torch.split(incoming, route.received))
         away = len(x) - (mine.stop - mine.start)
         self.meter.count("bytes_experts", away * incoming.shape[1])
         self.meter.count("bytes_experts_saved", away * (width * x.element_size() - incoming.shape[1]))
@@ -136,6 +136,6 @@ class ExchangeTokens(torch.autograd.Function):
         return leg.tokens(x, route)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return ctx.leg.gradients(gradients[0], ctx.route.reversed()), None, None

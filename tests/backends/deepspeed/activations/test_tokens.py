@@ -36,7 +36,7 @@ def tokens(rank: int, rows: int, width: int, dtype: torch.dtype = torch.float32)
 
 def expected(inputs: Sequence[Tensor], plan: Sequence[Sequence[int]], rank: int) -> Tensor:
     """Return the rows that `rank` receives if nothing is rounded."""
-    return torch.cat([x.split(list(sent))[rank] for x, sent in zip(inputs, plan, strict=True)])
+    return torch.cat([torch.split(x, list(sent))[rank] for x, sent in zip(inputs, plan, strict=True)])
 
 
 def run_plan(plan: Sequence[Sequence[int]], work: Callable[[Leg, Route, int, Meter], Any], bits: int) -> list[Any]:
@@ -94,7 +94,7 @@ def test_gradients_take_the_way_back(bits: int) -> None:
     def work(leg: Leg, route: Route, rank: int, meter: Meter) -> tuple[Tensor, Tensor]:
         x = tokens(rank, sum(route.sent), 64).requires_grad_()
         found = ExchangeTokens.apply(x, leg, route)  # type: ignore[no-untyped-call]
-        found.backward(found.detach())
+        torch.autograd.backward(found, found.detach())
         assert x.grad is not None
         return x.detach(), x.grad
 
