@@ -59,9 +59,12 @@ def _all_gather(output_tensor: Tensor, input_tensor: Tensor, group: Any = None, 
     return _name(group), lambda: ring_all_gather(output_tensor.nbytes, group.size())
 
 
-def _all_to_all(group: Any = None, input_split_sizes: Sequence[int] | None = None, **tensors: Any) -> _Sent:
-    # DeepSpeed passes all arguments by name, and calls the tensor that is sent `input`.
-    return f"{_TOKENS}{_name(group)}", lambda: _sent_to_others(tensors["input"], input_split_sizes, group)
+def _all_to_all(
+    *tensors: Tensor, group: Any = None, input_split_sizes: Sequence[int] | None = None, **named: Any
+) -> _Sent:
+    # DeepSpeed passes everything by name, and calls the tensor that is sent `input`.
+    sent: Tensor = named["input"] if "input" in named else tensors[1]
+    return f"{_TOKENS}{_name(group)}", lambda: _sent_to_others(sent, input_split_sizes, group)
 
 
 def _sent_to_others(sent: Tensor, splits: Sequence[int] | None, group: Any) -> int:
@@ -216,9 +219,8 @@ def make_byte_report(engine: Any) -> ByteReport:
     """
     whole = engine.mpu.whole if isinstance(engine.mpu, IslandUnit) else dist.group.WORLD
     first, split = engine.global_rank == 0, tensor_size(engine) > 1
-    divided = (
-        split or (isinstance(engine, PipelineEngine) and engine.num_stages > 1) or bool(find_expert_layers(engine))
-    )
+    stages, spread = isinstance(engine, PipelineEngine) and engine.num_stages > 1, bool(find_expert_layers(engine))
+    divided = split or stages or spread
 
     def report(sizes: Sizes) -> tuple[int, Sizes] | None:
         tables = _tables(sizes, engine.device, whole) if divided else [sizes]
@@ -226,7 +228,8 @@ def make_byte_report(engine: Any) -> ByteReport:
             return None
         rank, found = max(enumerate(tables), key=lambda entry: sum(entry[1][kind] for kind in KINDS))
         # Traffic inside a compiled graph cannot be counted.
-        return rank, {**found, "bytes_tensor": None} if split and engine.is_compiled else found
+        inside = {"bytes_tensor": split, "bytes_experts": spread} if engine.is_compiled else {}
+        return rank, {**found, **{kind: None for kind, sent in inside.items() if sent}}
 
     return report
 

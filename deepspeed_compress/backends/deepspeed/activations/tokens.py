@@ -102,7 +102,8 @@ class _Exchange:
             outgoing = self.rows.encode(x)
         incoming = outgoing.new_zeros(sum(route.received), row_bytes(width, self.rows.bits))
         with self.meter.phase("communicate", x.device):
-            exchange(route.group, torch.split(outgoing, route.sent), torch.split(incoming, route.received))
+            parts = torch.split(outgoing, list(route.sent)), torch.split(incoming, list(route.received))
+            exchange(route.group, *parts)
         away = len(x) - (mine.stop - mine.start)
         self.meter.count("bytes_experts", away * incoming.shape[1])
         self.meter.count("bytes_experts_saved", away * (width * x.element_size() - incoming.shape[1]))

@@ -108,7 +108,7 @@ def test_a_second_derivative_is_refused() -> None:
         found = ExchangeTokens.apply(x, leg, route)  # type: ignore[no-untyped-call]
         [gradient] = torch.autograd.grad(found.square().sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
-            gradient.sum().backward()
+            torch.autograd.backward(gradient.sum())
 
     run_plan(EQUAL, work, 8)
 
