@@ -23,19 +23,26 @@ class PipelineActivations(Model):
     stay uncompressed."""
 
 
-class ExpertLeg(Model):
-    """Exchange of tokens in one direction in the forward pass, and of their gradients in the backward pass."""
+class Dispatch(Model):
+    """Exchange of tokens on their way to the experts."""
 
     bits: Literal[8, 4] = 8
-    """Bits per element."""
+    """Bits per element of these tokens in the forward pass, and of their gradients in the backward pass."""
+
+
+class Combine(Model):
+    """Exchange of what the experts return."""
+
+    bits: Literal[8, 4] = 8
+    """Bits per element of these results in the forward pass, and of their gradients in the backward pass."""
 
 
 class ExpertActivations(Model):
     """Exchanges of tokens between ranks that share the experts of a layer, during training. Counts stay exact."""
 
-    dispatch: ExpertLeg | None = None
+    dispatch: Dispatch | None = None
     """Tokens on their way to the experts, and their gradients; null sends them uncompressed."""
-    combine: ExpertLeg | None = None
+    combine: Combine | None = None
     """Results of the experts on their way back, and their gradients; null sends them uncompressed."""
 
 

@@ -69,7 +69,7 @@ class _Rows:
 
     def decode(self, encoded: Tensor, width: int) -> Tensor:
         """Return the rows (fp32 [n, width]) of `encoded`."""
-        padded = torch.empty(len(encoded), width + -width % BLOCK, device=encoded.device)
+        padded = torch.empty(len(encoded), width + -width % BLOCK, dtype=torch.float32, device=encoded.device)
         payload = self._payload(padded)
         scales, codes = self._scales_and_codes(payload, padded)
         scales.copy_(encoded[:, : scales.shape[1]])
