@@ -129,7 +129,7 @@ def check_reports(bits: int, ranks: Sequence[Outcome]) -> None:
         assert 4 * WIDTH * largest[1] == row_bytes(WIDTH, bits) * (largest[1] + saved)
 
 
-@pytest.mark.parametrize("activations", [EIGHT, FOUR], ids=["8 bits", "4 bits"])
+@pytest.mark.parametrize("activations", [pytest.param(EIGHT, marks=pytest.mark.slow), FOUR], ids=["8 bits", "4 bits"])
 def test_recomputation_changes_no_bit(activations: Mapping[str, Any]) -> None:
     jobs = [Job(activations, recompute=kind) for kind in ("", "reentrant", "other", "deepspeed")]
     for stored, *recomputed in run_forks(2, train_all, DEEPSPEED, *jobs):
