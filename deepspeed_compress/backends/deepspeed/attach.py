@@ -220,7 +220,8 @@ def _checked(engine: Any, config: CompressConfig) -> str:
         seams.STEP + stage.gradient_seams + parallel.SEAMS + comms_log.SEAMS + watched, deepspeed.__version__
     )
     if config.activations is not None:
-        seams.check_seams(tensor.SEAMS + pipeline.SEAMS + experts.SEAMS, deepspeed.__version__)
+        used = () if config.activations.experts is None else experts.SEAMS
+        seams.check_seams(tensor.SEAMS + pipeline.SEAMS + used, deepspeed.__version__)
     if config.weights.method != "none":
         stage.check_weights(engine)
         seams.check_seams(stage.weight_seams, deepspeed.__version__)
