@@ -3,7 +3,7 @@
 Nothing here imports torch, deepspeed or transformers.
 """
 
-from deepspeed_compress.config.activations import Activations, PipelineActivations, TensorActivations
+from deepspeed_compress.config.activations import Activations, ExpertActivations, PipelineActivations, TensorActivations
 from deepspeed_compress.config.candidates import gradient_candidates, weight_candidates
 from deepspeed_compress.config.checkpointing import Checkpointing, MemoryCheckpoints
 from deepspeed_compress.config.communication import Communication
@@ -67,6 +67,7 @@ __all__ = [
     "DGCGradients",
     "Elastic",
     "ErrorFeedbackConfig",
+    "ExpertActivations",
     "FeedbackGradients",
     "GradientsConfig",
     "Guard",

@@ -9,6 +9,7 @@ from deepspeed_compress.config.problems import problem
 from deepspeed_compress.diagnostics import Diagnostic, Path, pointer
 
 _OVERLAP: Path = ("tensor_parallel", "tp_overlap_comm")
+_BACKEND: Path = ("expert_parallel", "comm_backend")
 
 
 def find_idle_activations(section: CompressConfig) -> Iterator[Diagnostic]:
@@ -16,12 +17,16 @@ def find_idle_activations(section: CompressConfig) -> Iterator[Diagnostic]:
     activations = section.activations
     if activations is None:
         return
-    if activations.tensor is None and activations.pipeline is None:
-        what = "{} has no effect without tensor or pipeline (allowed: null)"
-        yield problem(("activations",), what, '"tensor": {}, "pipeline": {}, or null')
+    if activations.tensor is None and activations.pipeline is None and activations.experts is None:
+        what = "{} has no effect without tensor or pipeline or experts (allowed: null)"
+        yield problem(("activations",), what, '"tensor": {}, "pipeline": {}, "experts": {"dispatch": {}}, or null')
     if activations.tensor is not None and not activations.tensor.merge and activations.tensor.bits is None:
         what = "false has no effect without bits (allowed: true)"
         yield problem(("activations", "tensor", "merge"), what, 'true, or "bits": 8')
+    experts = activations.experts
+    if experts is not None and experts.dispatch is None and experts.combine is None:
+        what = "{} has no effect without dispatch or combine (allowed: null)"
+        yield problem(("activations", "experts"), what, '"dispatch": {}, "combine": {}, or null')
 
 
 def find_activation_mismatches(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
@@ -43,3 +48,7 @@ def find_activation_mismatches(ds_config: Mapping[str, Any], section: CompressCo
     if activations.pipeline is not None and "pipeline" in parallelism.model_fields_set and parallelism.pipeline == 1:
         what = f"has no effect with {pointer((SECTION, 'parallelism', 'pipeline'))}: 1 (allowed: null)"
         yield problem(("activations", "pipeline"), what, "null, or more stages")
+    enabled = value_at(ds_config, ("expert_parallel", "enabled"))
+    if activations.experts is not None and enabled and value_at(ds_config, _BACKEND) == "deepep":
+        what = f'cannot be combined with {pointer(_BACKEND)}: "deepep", which exchanges by itself (allowed: "comm")'
+        yield problem(("activations", "experts"), what, f'null, or "comm" at {pointer(_BACKEND)}')

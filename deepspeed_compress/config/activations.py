@@ -1,4 +1,4 @@
-"""Settings of what tensor and pipeline parallelism send: activations and their gradients."""
+"""Settings of what tensor, pipeline and expert parallelism send: activations and their gradients."""
 
 from typing import Literal
 
@@ -23,6 +23,29 @@ class PipelineActivations(Model):
     stay uncompressed."""
 
 
+class Dispatch(Model):
+    """Exchange of tokens on their way to the experts."""
+
+    bits: Literal[8, 4] = 8
+    """Bits per element of these tokens in the forward pass, and of their gradients in the backward pass."""
+
+
+class Combine(Model):
+    """Exchange of what the experts return."""
+
+    bits: Literal[8, 4] = 8
+    """Bits per element of these results in the forward pass, and of their gradients in the backward pass."""
+
+
+class ExpertActivations(Model):
+    """Exchanges of tokens between ranks that share the experts of a layer, during training. Counts stay exact."""
+
+    dispatch: Dispatch | None = None
+    """Tokens on their way to the experts, and their gradients; null sends them uncompressed."""
+    combine: Combine | None = None
+    """Results of the experts on their way back, and their gradients; null sends them uncompressed."""
+
+
 class Activations(Model):
     """Compression of what ranks with different parts of the model send to each other."""
 
@@ -30,3 +53,5 @@ class Activations(Model):
     """Sums between tensor-parallel ranks; null leaves them to DeepSpeed."""
     pipeline: PipelineActivations | None = None
     """Messages between pipeline stages; null leaves them to DeepSpeed."""
+    experts: ExpertActivations | None = None
+    """Exchanges between ranks that share experts; null leaves them to DeepSpeed."""

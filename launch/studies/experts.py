@@ -1,17 +1,20 @@
 #!/usr/bin/env python3
-"""Train a small mixture of experts with DeepSpeed's layer, with gradients uncompressed and in 4 bits.
+"""Train a small mixture of experts with DeepSpeed's layer, uncompressed and with compressed gradients or tokens.
 
     torchrun --nproc_per_node 2 -m launch.studies.experts --data data/shakespeare
+    torchrun --nproc_per_node 2 -m launch.studies.experts --data data/shakespeare --ep-size 2 --compress tokens
 
-The model predicts bytes of a text. Both runs start from the same weights and see the same batches. With `--ep-size 1`,
-each rank holds all experts, whose gradients travel; with 2, each of two ranks holds half of them, and only the other
-gradients travel. The held-out loss is the mean over both ranks.
+The model predicts bytes of a text. All runs of a seed start from the same weights and see the same batches. With
+`--ep-size 1`, each rank holds all experts, whose gradients travel; with 2, each of two ranks holds half of them: only
+the other gradients travel, and tokens do. The held-out loss is the mean over both ranks, computed without compression.
 """
 
 import argparse
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean, stdev
+from types import MappingProxyType
 from typing import Any
 
 import deepspeed
@@ -23,7 +26,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import deepspeed_compress
-from deepspeed_compress.config.numbers import change
 from deepspeed_compress.tools.arguments import positive_integer
 from deepspeed_compress.training.data import text_files
 
@@ -32,10 +34,27 @@ HELD_OUT = 32
 """Number of held-out batches of each rank."""
 BALANCE = 0.01
 """Weight of the loss that balances the load of the experts."""
-SECTIONS: Mapping[str, Mapping[str, Any]] = {
-    "uncompressed": {"gradients": {"method": "none"}},
-    "4 bits": {"gradients": {"bits": 4}},
-}
+Sections = Mapping[str, Mapping[str, Any]]
+UNCOMPRESSED: Sections = MappingProxyType({"uncompressed": {"gradients": {"method": "none"}}})
+
+
+def _tokens(dispatch: int, combine: int) -> Mapping[str, Any]:
+    experts = {"dispatch": {"bits": dispatch}, "combine": {"bits": combine}}
+    return {"gradients": {"method": "none"}, "activations": {"experts": experts}}
+
+
+SECTIONS: Mapping[str, Sections] = MappingProxyType(
+    {
+        "gradients": {**UNCOMPRESSED, "4 bits": {"gradients": {"bits": 4}}},
+        "tokens": {
+            **UNCOMPRESSED,
+            "8 bits": _tokens(8, 8),
+            "4 bits to the experts, 8 bits back": _tokens(4, 8),
+            "4 bits": _tokens(4, 4),
+        },
+    }
+)
+"""Sections that are compared, by what is compressed."""
 
 
 class Block(nn.Module):
@@ -76,9 +95,9 @@ class Mixture(nn.Module):
         return cross_entropy(self.head(x).flatten(0, 1), batch[:, 1:].flatten()), balance
 
 
-def train(options: argparse.Namespace, section: Mapping[str, Any], text: Tensor) -> tuple[float, float]:
-    """Train one run. Return its held-out loss, and the ratio of uncompressed to sent gradient bytes."""
-    torch.manual_seed(options.seed)
+def train(options: argparse.Namespace, section: Mapping[str, Any], text: Tensor, seed: int) -> tuple[float, Any]:
+    """Train one run. Return its held-out loss, and the figures of the last measured step (None except on rank 0)."""
+    torch.manual_seed(seed)
     model = Mixture(options.experts, options.ep_size)
     given = {"params": list(model.parameters()), "name": "all"}
     groups = split_params_into_different_moe_groups_for_optimizer(given)
@@ -86,14 +105,14 @@ def train(options: argparse.Namespace, section: Mapping[str, Any], text: Tensor)
     engine = deepspeed_compress.initialize(model=model, model_parameters=groups, config=config)[0]
     figures: list[Any] = []
     engine.compression.subscribe(figures.append)
-    generator = torch.Generator().manual_seed(1000 * options.seed + dist.get_rank())
+    generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
     for _ in range(options.steps):
         loss, balance = engine(_batch(text[: -len(text) // 10], generator))
         engine.backward(loss + BALANCE * balance)
         engine.step()
     found = _held_out(engine, text[-len(text) // 10 :])
     engine.destroy()
-    return found, figures[-1].ratio if figures else 1.0
+    return found, figures[-1] if figures else None
 
 
 def _config(options: argparse.Namespace, section: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,25 +140,39 @@ def _held_out(engine: Any, text: Tensor) -> float:
     return float(losses) / dist.get_world_size()
 
 
+def _describe(name: str, losses: list[float], plain: list[float], figures: Any) -> str:
+    """Return a line with the loss relative to `plain` (mean and standard error over seeds), and the bytes of a step."""
+    changes = [100 * (loss / other - 1) for loss, other in zip(losses, plain, strict=True)]
+    error = stdev(changes) / len(changes) ** 0.5 if len(changes) > 1 else 0.0
+    tokens = figures.bytes_experts, figures.bytes_experts + figures.bytes_experts_saved
+    return (
+        f"{name}: held-out loss {fmean(losses):.4f} ({fmean(changes):+.2f} ± {error:.2f} %); gradients "
+        f"{figures.bytes_sent:,} bytes a step of {figures.bytes_uncompressed:,}, tokens {tokens[0]:,} of {tokens[1]:,}"
+    )
+
+
 def main() -> None:
     """Train all runs, and print their losses on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, nargs="+", required=True, help="text files or directories")
+    parser.add_argument("--compress", choices=tuple(SECTIONS), default="gradients", help="(default: gradients)")
     parser.add_argument("--steps", type=positive_integer, default=300, help="(default: 300)")
     parser.add_argument("--stage", type=int, choices=(0, 1, 2), default=1, help="ZeRO stage (default: 1)")
     parser.add_argument("--experts", type=positive_integer, default=4, help="experts in each layer (default: 4)")
     parser.add_argument("--ep-size", type=positive_integer, default=1, help="ranks that share the experts (default: 1)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=positive_integer, default=1, help="number of seeds (default: 1)")
     options = parser.parse_args()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     deepspeed.init_distributed("gloo")
     read = b"".join(file.read_bytes() for file in text_files(options.data))
-    text, first = torch.frombuffer(bytearray(read), dtype=torch.uint8), None
-    for name, section in SECTIONS.items():
-        loss, ratio = train(options, section, text)
-        first = first or loss
+    text = torch.frombuffer(bytearray(read), dtype=torch.uint8)
+    plain: list[float] = []
+    for name, section in SECTIONS[options.compress].items():
+        runs = [train(options, section, text, seed) for seed in range(options.seeds)]
+        losses = [loss for loss, _ in runs]
+        plain = plain or losses
         if dist.get_rank() == 0:
-            print(f"{name}: held-out loss {loss:.4f} ({change(loss / first - 1)}), {ratio:.2f} times fewer bytes")
+            print(_describe(name, losses, plain, runs[-1][1]), flush=True)
 
 
 if __name__ == "__main__":

@@ -356,6 +356,13 @@ def test_weights_are_not_published_if_ranks_hold_several_models(other: dict[str,
             "activations/pipeline",
             f"no effect with /{SECTION}/parallelism/pipeline: 1",
         ),
+        ({"activations": {"experts": {}}}, {}, "activations/experts", "no effect without dispatch or combine"),
+        (
+            {"activations": {"experts": {"combine": {}}}},
+            {"expert_parallel": {"enabled": True, "autoep_size": 2, "comm_backend": "deepep"}},
+            "activations/experts",
+            'cannot be combined with /expert_parallel/comm_backend: "deepep"',
+        ),
     ],
 )
 def test_activations_without_effect(section: dict[str, Any], file: dict[str, Any], pointer: str, words: str) -> None:
@@ -370,6 +377,7 @@ def test_activations_without_effect(section: dict[str, Any], file: dict[str, Any
         {"activations": {"tensor": {}}},
         {"activations": {"tensor": {"merge": False, "bits": 4}, "pipeline": {"bits": 8}}},
         {"activations": {"tensor": {"bits": 8}}, "parallelism": {"tensor": 2, "pipeline": 2}},
+        {"activations": {"experts": {"dispatch": {"bits": 4}}}},
     ],
 )
 def test_activations_that_may_have_an_effect(section: dict[str, Any]) -> None:

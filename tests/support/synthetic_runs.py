@@ -23,6 +23,7 @@ HEALTHY: Mapping[str, Any] = {
     "bytes_pipeline": 0,
     "bytes_tied": 0,
     "bytes_tensor": 0,
+    "bytes_experts": 0,
     "bytes_islands": 0,
     "ratio": 15.6,
     "compress_ms": 5.0,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_compress.backends.deepspeed import comms_log, losses, norms, parallel, seams
-from deepspeed_compress.backends.deepspeed.activations import pipeline, tensor
+from deepspeed_compress.backends.deepspeed.activations import experts, pipeline, tensor
 from deepspeed_compress.backends.deepspeed.activations.limits import refuse_idle_activations
 from deepspeed_compress.backends.deepspeed.announce import (
     announce,
@@ -220,7 +220,8 @@ def _checked(engine: Any, config: CompressConfig) -> str:
         seams.STEP + stage.gradient_seams + parallel.SEAMS + comms_log.SEAMS + watched, deepspeed.__version__
     )
     if config.activations is not None:
-        seams.check_seams(tensor.SEAMS + pipeline.SEAMS, deepspeed.__version__)
+        used = () if config.activations.experts is None else experts.SEAMS
+        seams.check_seams(tensor.SEAMS + pipeline.SEAMS + used, deepspeed.__version__)
     if config.weights.method != "none":
         stage.check_weights(engine)
         seams.check_seams(stage.weight_seams, deepspeed.__version__)
@@ -279,6 +280,8 @@ def _attach_activations(target: EngineTarget, parts: Parts) -> None:
         tensor.attach_tensor(target.engine, activations.tensor, parts.run, parts.patches)
     if activations is not None and activations.pipeline is not None:
         pipeline.attach_pipeline(target.engine, activations.pipeline, parts.run, parts.patches)
+    if activations is not None and activations.experts is not None:
+        experts.attach_experts(target.engine, activations.experts, parts.run.meter, parts.patches)
 
 
 def _policy_inputs(

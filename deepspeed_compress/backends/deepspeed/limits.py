@@ -107,7 +107,7 @@ def _subclassed(engine: Any) -> bool:
     return isinstance(engine.optimizer, known) and type(engine.optimizer) not in known
 
 
-def _shares_layers(engine: Any) -> bool:
+def shares_layers(engine: Any) -> bool:
     """Return True if ranks share layers in another way than by expert parallelism."""
     return isinstance(engine, PipelineEngine) or tensor_size(engine) > 1 or engine.sequence_parallel_size > 1
 
@@ -175,7 +175,7 @@ _LIMITS: _Limits = (
         'it has no optimizer: there are no gradients to reduce; add "optimizer" or pass one',
     ),
     (
-        lambda engine: engine.has_moe_layers and _shares_layers(engine),
+        lambda engine: engine.has_moe_layers and shares_layers(engine),
         "its mixture-of-experts layers are combined with pipeline, tensor or sequence parallelism, which is not "
         "available in this version; use data and expert parallelism alone, or remove the section deepspeed_compress",
     ),

@@ -1,14 +1,15 @@
-"""Byte counts of pipeline and tensor parallelism, taken where DeepSpeed calls its communication backend.
+"""Byte counts of pipeline, tensor and expert parallelism, taken where DeepSpeed calls its communication backend.
 
 Everything that DeepSpeed sends passes through one object, `deepspeed.comm.comm.cdb`: activations and their gradients
-between stages, gradients of tied weights, and the collectives of tensor parallelism. While engines with such traffic
-exist, methods of that object are replaced by ones that count messages to the groups of the running engine. They count
-from a forward pass with gradients to the end of the optimizer step, so evaluations and checkpoints are excluded.
+between stages, gradients of tied weights, the collectives of tensor parallelism, and tokens between ranks that share
+experts. While engines with such traffic exist, methods of that object are replaced by ones that count messages to the
+groups of the running engine. They count from a forward pass with gradients to the end of the optimizer step, so
+evaluations and checkpoints are excluded.
 """
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +21,7 @@ from deepspeed.module_inject.layers import TensorParallel_Layer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
+from deepspeed_compress.backends.deepspeed.activations.experts import find_expert_layers
 from deepspeed_compress.backends.deepspeed.limits import tensor_size
 from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.backends.deepspeed.units import IslandUnit
@@ -36,11 +38,14 @@ SEAMS = (
     Seam("deepspeed.runtime.pipe.engine:PipelineEngine.train_batch", ("self", "data_iter")),
     Seam("deepspeed.runtime.pipe.module:PipelineModule.get_tied_weights_and_groups", ("self",)),
     Seam(_BACKEND + "inference_all_reduce", ("self", "tensor", "op", "group")),
-    *(Seam(_BACKEND + name) for name in ("all_reduce", "all_gather_into_tensor", "send", "isend")),
+    *(Seam(_BACKEND + name) for name in ("all_reduce", "all_gather_into_tensor", "all_to_all_single", "send", "isend")),
 )
 
 _STAGES = "stages"
 """Placeholder for a group name, for messages between neighboring pipeline stages, which are sent one by one."""
+
+_TOKENS = "tokens:"
+"""Prefix of the name of a group, for exchanges of tokens. Other messages to the same ranks are norms and flags."""
 
 _Sent = tuple[str | None, Callable[[], int]]
 """Name of the group, and a function that returns the bytes that this rank sends to it."""
@@ -54,6 +59,19 @@ def _all_gather(output_tensor: Tensor, input_tensor: Tensor, group: Any = None, 
     return _name(group), lambda: ring_all_gather(output_tensor.nbytes, group.size())
 
 
+def _all_to_all(
+    *tensors: Tensor, group: Any = None, input_split_sizes: Sequence[int] | None = None, **named: Any
+) -> _Sent:
+    # DeepSpeed passes everything by name, and calls the tensor that is sent `input`.
+    sent: Tensor = named["input"] if "input" in named else tensors[1]
+    return f"{_TOKENS}{_name(group)}", lambda: _sent_to_others(sent, input_split_sizes, group)
+
+
+def _sent_to_others(sent: Tensor, splits: Sequence[int] | None, group: Any) -> int:
+    mine: int = sent.nbytes // group.size() if splits is None else splits[group.rank()] * sent[:1].nbytes
+    return sent.nbytes - mine
+
+
 def _send(tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> _Sent:
     return _STAGES, lambda: tensor.nbytes
 
@@ -63,11 +81,15 @@ _SENT: Mapping[str, Callable[..., _Sent]] = MappingProxyType(
         "all_reduce": _all_reduce,
         "inference_all_reduce": _all_reduce,
         "all_gather_into_tensor": _all_gather,
+        "all_to_all_single": _all_to_all,
         "send": _send,
         "isend": _send,
     }
 )
-"""Backend methods that pipelines and split layers call. Parameters have the same names and order as there."""
+"""Backend methods that pipelines, split layers and layers of experts call.
+
+Parameters have the same names and order as there.
+"""
 
 
 def _name(group: Any) -> str | None:
@@ -143,7 +165,7 @@ def _leave(backend: Any, listener: _TrafficCounter, account: _ByteAccount, handl
 
 
 def count_parallel(engine: Any, meter: Meter, patches: Patches) -> Callable[[], None]:
-    """Count in `meter` the bytes sent for pipeline and tensor parallelism, until the engine is destroyed.
+    """Count in `meter` the bytes sent for pipeline, tensor and expert parallelism, until the engine is destroyed.
 
     Returns:
         A function to call after every optimizer step. Without such traffic, nothing is replaced and it does nothing.
@@ -179,6 +201,7 @@ def _fields(engine: Any) -> dict[str, str]:
     """Return the fields of the meter, by the names of the groups that they count."""
     layers = [layer for layer in engine.module.modules() if isinstance(layer, TensorParallel_Layer)]
     fields = {layer.mp_group.group_name: "bytes_tensor" for layer in layers if layer.tp_world_size > 1}
+    fields |= {f"{_TOKENS}{layer.ep_group.group_name}": "bytes_experts" for layer in find_expert_layers(engine)}
     if isinstance(engine, PipelineEngine) and engine.num_stages > 1:
         tied = {group.group_name: "bytes_tied" for _, group in engine.module.get_tied_weights_and_groups()}
         fields |= {_STAGES: "bytes_pipeline", **tied}
@@ -196,7 +219,8 @@ def make_byte_report(engine: Any) -> ByteReport:
     """
     whole = engine.mpu.whole if isinstance(engine.mpu, IslandUnit) else dist.group.WORLD
     first, split = engine.global_rank == 0, tensor_size(engine) > 1
-    divided = split or (isinstance(engine, PipelineEngine) and engine.num_stages > 1)
+    stages, spread = isinstance(engine, PipelineEngine) and engine.num_stages > 1, bool(find_expert_layers(engine))
+    divided = split or stages or spread
 
     def report(sizes: Sizes) -> tuple[int, Sizes] | None:
         tables = _tables(sizes, engine.device, whole) if divided else [sizes]
@@ -204,7 +228,8 @@ def make_byte_report(engine: Any) -> ByteReport:
             return None
         rank, found = max(enumerate(tables), key=lambda entry: sum(entry[1][kind] for kind in KINDS))
         # Traffic inside a compiled graph cannot be counted.
-        return rank, {**found, "bytes_tensor": None} if split and engine.is_compiled else found
+        inside = {"bytes_tensor": split, "bytes_experts": spread} if engine.is_compiled else {}
+        return rank, {**found, **{kind: None for kind, sent in inside.items() if sent}}
 
     return report
 

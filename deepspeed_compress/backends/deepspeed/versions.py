@@ -4,11 +4,14 @@ Signatures that differ are listed in `seams`.
 """
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import deepspeed
 from deepspeed.checkpoint import constants
 from deepspeed.module_inject import layers
+from deepspeed.moe import sharded_moe
 from packaging.version import Version
 
 
@@ -29,6 +32,18 @@ def row_forwards() -> tuple[Callable[..., Any], ...]:
 
 def _forwards(*names: str) -> tuple[Callable[..., Any], ...]:
     return tuple(getattr(layers, name).forward for name in names if hasattr(layers, name))
+
+
+def expert_exchanges() -> Mapping[Callable[..., Any], tuple[ModuleType, str]]:
+    """Return, by the forward method of a layer of experts, the name and module of the function that exchanges tokens.
+
+    AutoEP exists since 0.19.2.
+    """
+    found: dict[Callable[..., Any], tuple[ModuleType, str]] = {sharded_moe.MOELayer.forward: (sharded_moe, "_AllToAll")}
+    if _since("0.19.2"):
+        auto_ep = import_module("deepspeed.module_inject.auto_ep_layer")
+        found[auto_ep.AutoEPMoELayer.forward] = (auto_ep, "_AllToAllV")
+    return found
 
 
 def has_compact_gradients(optimizer: Any) -> bool:

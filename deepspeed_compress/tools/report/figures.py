@@ -32,6 +32,7 @@ TRAFFIC = (
     TrafficKind("activations between stages", "yellow", "bytes_pipeline"),
     TrafficKind("gradients of tied weights", "orange", "bytes_tied"),
     TrafficKind("tensor parallelism", "purple", "bytes_tensor"),
+    TrafficKind("tokens between experts", "cyan", "bytes_experts"),
     TrafficKind("exchanges between islands", "red", "bytes_islands"),
 )
 

@@ -121,6 +121,7 @@ OTHER_BYTES = {
     "bytes_pipeline": 2_000_000,
     "bytes_tied": 0,
     "bytes_tensor": 500_000,
+    "bytes_experts": 250_000,
 }
 
 
@@ -134,6 +135,7 @@ def test_traffic_is_stacked_by_kind(tmp_path: Path) -> None:
         "gradients, uncompressed": (8.0, 0.25),
         "activations between stages": (2.0, 2.0),
         "tensor parallelism": (0.5, 0.5),
+        "tokens between experts": (0.25, 0.25),
     }
 
 

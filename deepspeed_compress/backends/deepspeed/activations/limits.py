@@ -5,11 +5,12 @@ from typing import Any
 
 from deepspeed.module_inject.layers import TensorParallel_Layer
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from torch import nn
 
+from deepspeed_compress.backends.deepspeed.activations.attached import compiled_problems
 from deepspeed_compress.backends.deepspeed.activations.column import find_siblings
+from deepspeed_compress.backends.deepspeed.activations.experts import find_expert_layers
 from deepspeed_compress.backends.deepspeed.activations.layers import is_column, is_row
-from deepspeed_compress.backends.deepspeed.limits import tensor_size
+from deepspeed_compress.backends.deepspeed.limits import shares_layers, tensor_size
 from deepspeed_compress.config import CompressConfig, TensorActivations
 from deepspeed_compress.errors import UnsupportedError
 
@@ -29,6 +30,8 @@ def refuse_idle_activations(engine: Any, config: CompressConfig) -> None:
     problems = [] if activations.tensor is None else list(_tensor_problems(engine, activations.tensor))
     if activations.pipeline is not None and not pipeline:
         problems.append(f"{_PLACE}pipeline has no effect on an engine without pipeline stages; remove the key")
+    if activations.experts is not None:
+        problems += _expert_problems(engine)
     if problems:
         raise UnsupportedError("; ".join(problems))
 
@@ -44,9 +47,23 @@ def _tensor_problems(engine: Any, settings: TensorActivations) -> Iterator[str]:
         yield f'{place}/merge has no effect, because no layers of this model read one tensor; add "bits": 8'
     if TensorParallel_Layer.tp_overlap_comm:
         yield f"{place}: tensor_parallel.tp_overlap_comm sums gradients in another way; write false"
-    if engine.is_compiled or any(map(_is_compiled, modules)):
-        yield f"{place}: sums inside a compiled graph cannot be taken over; do not compile the model, or remove the key"
+    yield from compiled_problems(engine, place, "sums")
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+def _expert_problems(engine: Any) -> Iterator[str]:
+    place, layers = f"{_PLACE}experts", find_expert_layers(engine)
+    if not layers:
+        yield (
+            f"{place} has no effect, because no layer has experts on several ranks; spread them (ep_size of MoE, or "
+            "expert_parallel.autoep_size), or remove the key"
+        )
+    elif shares_layers(engine):
+        yield (
+            f"{place}: experts combined with pipeline, tensor or sequence parallelism, which includes expert slicing, "
+            "are not available in this version; use data and expert parallelism alone, or remove the key"
+        )
+    if any(getattr(layer, "use_tutel", False) for layer in layers):
+        yield f"{place}: Tutel's layers (use_tutel) are not available in this version; write use_tutel=False"
+    if any(getattr(layer, "comm_backend", "comm") != "comm" for layer in layers):
+        yield f'{place}: expert_parallel.comm_backend exchanges by itself; write "comm"'
+    yield from compiled_problems(engine, place, "exchanges")

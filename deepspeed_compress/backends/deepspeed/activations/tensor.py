@@ -1,13 +1,13 @@
 """Sums of tensor parallelism: fewer of them in the backward pass, and compressed ones in both passes."""
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from deepspeed_compress.backends.deepspeed.activations.attached import Attached, detach_with_engine, forbid_compiling
 from deepspeed_compress.backends.deepspeed.activations.column import ColumnHooks, SharedInput, find_siblings
 from deepspeed_compress.backends.deepspeed.activations.layers import is_row
 from deepspeed_compress.backends.deepspeed.activations.row import RowHooks, TrainingPass
@@ -21,7 +21,6 @@ from deepspeed_compress.backends.deepspeed.activations.sums import (
 from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.collectives.reducer import Run
 from deepspeed_compress.config import TensorActivations
-from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.session.patches import Patches
 
 _LAYERS = "deepspeed.module_inject.layers:"
@@ -34,38 +33,22 @@ _SumOver = Callable[[ProcessGroup], TensorSum]
 """Function that returns the sum over a group."""
 
 
-class _Attached(Protocol):
-    """Hooks that are registered in a model."""
-
-    def detach(self) -> None: ...
-
-
 def attach_tensor(engine: Any, settings: TensorActivations, run: Run, patches: Patches) -> None:
     """Take over the sums of split layers until the engine is destroyed, collected, or detached from."""
     model, bits = engine.module, settings.bits
     gradients: _SumOver = ExactSum
-    hooks: list[_Attached] = []
-    leave = weakref.finalize(engine, _leave, hooks)
-    leave.atexit = False
-    patches.on_undo(leave)
-    patches.precede(engine, "destroy", leave)
-    patches.replace(engine, "compile", _refuse_to_compile)
+    hooks: list[Attached] = []
+    detach_with_engine(engine, hooks, patches)
+    forbid_compiling(engine, "/deepspeed_compress/activations/tensor", "sums", patches)
     if bits is not None:
         gradients = cache(lambda group: compressed_sum(group, gradient_codec(bits), run))
         hooks += _take_over_rows(model, cache(lambda group: compressed_sum(group, activation_codec(bits), run)))
     hooks += _take_over_columns(model, gradients, settings, run)
 
 
-def _refuse_to_compile(*_: Any, **__: Any) -> None:
-    raise UnsupportedError(
-        "/deepspeed_compress/activations/tensor: sums inside a compiled graph cannot be taken over; do not call "
-        "engine.compile(), or remove the key"
-    )
-
-
 def _take_over_columns(
     model: nn.Module, sum_over: _SumOver, settings: TensorActivations, run: Run
-) -> Iterator[_Attached]:
+) -> Iterator[Attached]:
     """Sum the gradients of inputs by `sum_over`. A layer whose sum would be DeepSpeed's own is left alone."""
     for parent, layers in find_siblings(model):
         merged = [layers] if settings.merge else [[layer] for layer in layers]
@@ -74,7 +57,7 @@ def _take_over_columns(
                 yield from _share(parent, readers, sum_over(readers[0].mp_group), run)
 
 
-def _share(parent: nn.Module, readers: Sequence[Any], total: TensorSum, run: Run) -> Iterator[_Attached]:
+def _share(parent: nn.Module, readers: Sequence[Any], total: TensorSum, run: Run) -> Iterator[Attached]:
     shared = SharedInput(total, run.meter, len(readers))
     if len(readers) > 1:
         shared.attach(parent)
@@ -85,7 +68,7 @@ def _share(parent: nn.Module, readers: Sequence[Any], total: TensorSum, run: Run
         yield hooks
 
 
-def _take_over_rows(model: nn.Module, sum_over: _SumOver) -> Iterator[_Attached]:
+def _take_over_rows(model: nn.Module, sum_over: _SumOver) -> Iterator[Attached]:
     """Sum outputs by `sum_over` in training."""
     training = TrainingPass(model)
     yield training
@@ -94,8 +77,3 @@ def _take_over_rows(model: nn.Module, sum_over: _SumOver) -> Iterator[_Attached]
         hooks = RowHooks(layer, sum_over(layer.mp_group), training)
         hooks.attach(layer)
         yield hooks
-
-
-def _leave(hooks: Sequence[_Attached]) -> None:
-    for one in hooks:
-        one.detach()

@@ -14,6 +14,7 @@ _TITLES = {
     "bytes_pipeline": "activations between stages",
     "bytes_tied": "gradients of tied weights",
     "bytes_tensor": "collectives of split layers",
+    "bytes_experts": "tokens between experts",
     "bytes_islands": "exchanges between islands",
 }
 
@@ -70,9 +71,9 @@ def _less_of_it(case: Case) -> tuple[str, dict[str, Any] | None]:
     sizes = {kind: case.traffic.get(kind, 0.0) for kind in OTHER_KINDS}
     if islands is None or max(sizes, key=sizes.__getitem__) != "bytes_islands":
         return (
-            "Put ranks that share layers on one node, compress what they send (activations.tensor and "
-            "activations.pipeline), or split the model between fewer ranks: lower parallelism.tensor and "
-            "parallelism.pipeline, and use ZeRO instead.",
+            "Put ranks that share layers on one node, compress what they send (activations.tensor, "
+            "activations.pipeline and activations.experts), or split the model between fewer ranks: lower "
+            "parallelism.tensor and parallelism.pipeline, and use ZeRO instead.",
             None,
         )
     if islands.exchange.method == "none":

@@ -1,0 +1,133 @@
+"""Compressed exchange of tokens between ranks that share the experts of a layer.
+
+A forward pass of such a layer exchanges twice: tokens on their way to the experts (dispatch), and results on their way
+back (combine). DeepSpeed's layers look their autograd function for that up in their module, where it is replaced while
+the forward pass of a layer runs. Counts of tokens do not pass through this function, and stay exact.
+"""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.utils.hooks import RemovableHandle
+
+from deepspeed_compress.backends.deepspeed.activations.attached import Attached, detach_with_engine, forbid_compiling
+from deepspeed_compress.backends.deepspeed.activations.row import TrainingPass
+from deepspeed_compress.backends.deepspeed.activations.tokens import ExchangeTokens, Leg, Route, is_smaller, make_leg
+from deepspeed_compress.backends.deepspeed.seams import Seam
+from deepspeed_compress.backends.deepspeed.versions import expert_exchanges
+from deepspeed_compress.config import ExpertActivations
+from deepspeed_compress.monitor import Meter
+from deepspeed_compress.session.patches import Patches
+
+_AUTO_EP = "deepspeed.module_inject.auto_ep_layer:"
+SEAMS = (
+    Seam("deepspeed.moe.sharded_moe:MOELayer.forward", ("self", "input", "kwargs")),
+    Seam("deepspeed.moe.sharded_moe:_AllToAll.forward", ("ctx", "group", "input")),
+    Seam(_AUTO_EP + "AutoEPMoELayer.forward", ("self", "hidden_states"), since="0.19.2"),
+    Seam(_AUTO_EP + "_AllToAllV.forward", ("ctx", "group", "x", "input_splits", "output_splits"), since="0.19.2"),
+)
+
+_Legs = tuple[Leg | None, Leg | None]
+"""Dispatch and combine. None is exact."""
+
+
+def find_expert_layers(engine: Any) -> list[Any]:
+    """Return the layers of `engine` whose experts are spread over ranks."""
+    if not engine.has_moe_layers:
+        return []
+    known = expert_exchanges()
+    return [one for one in engine.module.modules() if type(one).forward in known and one.ep_size > 1]
+
+
+def attach_experts(engine: Any, settings: ExpertActivations, meter: Meter, patches: Patches) -> None:
+    """Take over the exchanges of layers of experts until the engine is destroyed, collected, or detached from."""
+    hooks: list[Attached] = []
+    detach_with_engine(engine, hooks, patches)
+    forbid_compiling(engine, "/deepspeed_compress/activations/experts", "exchanges", patches)
+    hooks += _take_over(engine, settings, meter)
+
+
+def _take_over(engine: Any, settings: ExpertActivations, meter: Meter) -> Iterator[Attached]:
+    training = TrainingPass(engine.module)
+    yield training
+    dispatch, combine = (
+        None if leg is None else make_leg(leg.bits, meter) for leg in (settings.dispatch, settings.combine)
+    )
+    for layer in find_expert_layers(engine):
+        hooks = _ExpertHooks(layer, (dispatch, combine), training)
+        hooks.attach(layer)
+        yield hooks
+
+
+class _Exchanges:
+    """Stand-in for DeepSpeed's autograd function during one forward pass of a layer."""
+
+    def __init__(self, theirs: Any, legs: Sequence[Leg | None]) -> None:
+        self._theirs, self._legs = theirs, list(legs)
+
+    def apply(self, group: ProcessGroup, x: Tensor, *splits: Sequence[int]) -> Tensor:
+        """Exchange `x`, the tokens that are next on their way.
+
+        Args:
+            group: ranks that share the experts.
+            x: [experts, capacity, width] without `splits`, else [tokens, width].
+            splits: tokens sent to, and received from, each rank; equal numbers of experts if absent.
+        """
+        leg = self._legs.pop(0)
+        if leg is None or not is_smaller(x, leg.bits):
+            return self._theirs.apply(group, x, *splits)  # type: ignore[no-any-return]
+        rows = x.reshape(-1, x.shape[-1])
+        sent, received = splits or [[len(rows) // group.size()] * group.size()] * 2
+        # PyTorch gives `apply` no types.
+        found: Tensor = ExchangeTokens.apply(rows, leg, Route(group, tuple(sent), tuple(received)))  # type: ignore[no-untyped-call]
+        return found if splits else found.view(x.shape)
+
+
+class _ExpertHooks:
+    """Hooks around the forward pass of one layer of experts, which replace its exchanges in training.
+
+    Copies of the layer carry the same hooks, which ignore every layer but their own, so a copy exchanges as DeepSpeed
+    does.
+    """
+
+    def __init__(self, layer: Any, legs: _Legs, training: TrainingPass) -> None:
+        self._layer, self._legs, self._training = weakref.ref(layer), legs, training
+        self._module, self._name = expert_exchanges()[type(layer).forward]
+        self._theirs = getattr(self._module, self._name)
+        self._before_call: Any = None
+        self._handles: list[RemovableHandle] = []
+
+    def attach(self, layer: nn.Module) -> None:
+        """Register the hooks."""
+        before = layer.register_forward_pre_hook(self._before)
+        self._handles += [before, layer.register_forward_hook(self._after, prepend=True, always_call=True)]
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        self._restore()
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _before(self, layer: nn.Module, inputs: Any) -> None:
+        if layer is not self._layer() or torch.compiler.is_compiling():
+            return
+        self._restore()  # an interrupt has ended the last call before its hook
+        if self._training.is_training:
+            self._before_call = getattr(self._module, self._name)
+            setattr(self._module, self._name, _Exchanges(self._theirs, self._legs))
+
+    def _after(self, layer: nn.Module, inputs: Any, output: Any) -> None:
+        if layer is self._layer():
+            self._restore()
+
+    def _restore(self) -> None:
+        if self._before_call is not None:
+            setattr(self._module, self._name, self._before_call)
+            self._before_call = None
+
+    def __deepcopy__(self, memo: Any) -> "_ExpertHooks":
+        return self
