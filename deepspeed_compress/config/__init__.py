@@ -3,7 +3,12 @@
 Nothing here imports torch, deepspeed or transformers.
 """
 
-from deepspeed_compress.config.activations import Activations, PipelineActivations, TensorActivations
+from deepspeed_compress.config.activations import (
+    Activations,
+    PipelineActivations,
+    SequenceActivations,
+    TensorActivations,
+)
 from deepspeed_compress.config.candidates import gradient_candidates, weight_candidates
 from deepspeed_compress.config.checkpointing import Checkpointing, MemoryCheckpoints
 from deepspeed_compress.config.communication import Communication
@@ -91,6 +96,7 @@ __all__ = [
     "Rollback",
     "Rollout",
     "Schedule",
+    "SequenceActivations",
     "SparseConfig",
     "TensorActivations",
     "WeightsConfig",

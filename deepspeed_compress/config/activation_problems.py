@@ -9,6 +9,7 @@ from deepspeed_compress.config.problems import problem
 from deepspeed_compress.diagnostics import Diagnostic, Path, pointer
 
 _OVERLAP: Path = ("tensor_parallel", "tp_overlap_comm")
+_SEQUENCE: Path = ("sequence_parallel_size",)
 
 
 def find_idle_activations(section: CompressConfig) -> Iterator[Diagnostic]:
@@ -16,8 +17,9 @@ def find_idle_activations(section: CompressConfig) -> Iterator[Diagnostic]:
     activations = section.activations
     if activations is None:
         return
-    if activations.tensor is None and activations.pipeline is None:
-        what = "{} has no effect without tensor or pipeline (allowed: null)"
+    if all(value is None for _, value in activations):
+        *most, last = type(activations).model_fields
+        what = f"{{}} has no effect without {', '.join(most)} or {last} (allowed: null)"
         yield problem(("activations",), what, '"tensor": {}, "pipeline": {}, or null')
     if activations.tensor is not None and not activations.tensor.merge and activations.tensor.bits is None:
         what = "false has no effect without bits (allowed: true)"
@@ -43,3 +45,9 @@ def find_activation_mismatches(ds_config: Mapping[str, Any], section: CompressCo
     if activations.pipeline is not None and "pipeline" in parallelism.model_fields_set and parallelism.pipeline == 1:
         what = f"has no effect with {pointer((SECTION, 'parallelism', 'pipeline'))}: 1 (allowed: null)"
         yield problem(("activations", "pipeline"), what, "null, or more stages")
+    if activations.sequence is not None and value_at(ds_config, _SEQUENCE) == 1:
+        what = f"has no effect with {pointer(_SEQUENCE)}: 1 (allowed: null)"
+        yield problem(("activations", "sequence"), what, "null, or a size above 1")
+    if activations.sequence is not None and parallelism.pipeline > 1:
+        what = f"cannot be combined with {pointer((SECTION, 'parallelism', 'pipeline'))} above 1 (allowed: null)"
+        yield problem(("activations", "sequence"), what, "null, or one stage")

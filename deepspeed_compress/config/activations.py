@@ -1,4 +1,4 @@
-"""Settings of what tensor and pipeline parallelism send: activations and their gradients."""
+"""Settings of what tensor, pipeline and sequence parallelism send: activations and their gradients."""
 
 from typing import Literal
 
@@ -23,6 +23,13 @@ class PipelineActivations(Model):
     stay uncompressed."""
 
 
+class SequenceActivations(Model):
+    """Queries, keys, values and outputs of attention between sequence-parallel ranks (Ulysses), during training."""
+
+    bits: Literal[8, 4] = 8
+    """Bits per element of these tensors and of their gradients. Positions stay uncompressed."""
+
+
 class Activations(Model):
     """Compression of what ranks with different parts of the model send to each other."""
 
@@ -30,3 +37,5 @@ class Activations(Model):
     """Sums between tensor-parallel ranks; null leaves them to DeepSpeed."""
     pipeline: PipelineActivations | None = None
     """Messages between pipeline stages; null leaves them to DeepSpeed."""
+    sequence: SequenceActivations | None = None
+    """All-to-alls between sequence-parallel ranks; null leaves them to DeepSpeed."""

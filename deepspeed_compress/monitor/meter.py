@@ -10,10 +10,19 @@ if TYPE_CHECKING:
     import torch
 
 PHASES = ("compress", "communicate", "decompress")
-KINDS = ("bytes_sent", "bytes_weights", "bytes_pipeline", "bytes_tied", "bytes_tensor", "bytes_islands")
+KINDS = (
+    "bytes_sent",
+    "bytes_weights",
+    "bytes_pipeline",
+    "bytes_tied",
+    "bytes_tensor",
+    "bytes_sequence",
+    "bytes_islands",
+)
 """Kinds of bytes that leave a rank: gradients, weights, activations and their gradients between pipeline stages,
-gradients of tied weights, collectives of tensor-parallel layers, and exchanges between islands. They do not overlap."""
-SAVED = ("bytes_weights_saved", "bytes_pipeline_saved", "bytes_tensor_saved")
+gradients of tied weights, collectives of tensor-parallel layers, all-to-alls of sequence parallelism, and exchanges
+between islands. They do not overlap."""
+SAVED = ("bytes_weights_saved", "bytes_pipeline_saved", "bytes_tensor_saved", "bytes_sequence_saved")
 """Bytes that DeepSpeed alone would have sent in addition to those of a kind."""
 
 
@@ -32,6 +41,7 @@ class Meter:
         bytes_weights_saved: bytes that uncompressed weights would have taken in addition to `bytes_weights`.
         bytes_pipeline_saved: bytes that DeepSpeed alone would have sent in addition to `bytes_pipeline`.
         bytes_tensor_saved: bytes that DeepSpeed alone would have sent in addition to `bytes_tensor`.
+        bytes_sequence_saved: bytes that DeepSpeed alone would have sent in addition to `bytes_sequence`.
     """
 
     timed: bool = True
@@ -43,9 +53,11 @@ class Meter:
     bytes_pipeline: int = 0
     bytes_tied: int = 0
     bytes_tensor: int = 0
+    bytes_sequence: int = 0
     bytes_islands: int = 0
     bytes_pipeline_saved: int = 0
     bytes_tensor_saved: int = 0
+    bytes_sequence_saved: int = 0
     cosine: Callable[[], float] | None = None
     """Returns the sampled cosine; the call waits for the GPU."""
     islands_cosine: Callable[[], float] | None = None

@@ -41,6 +41,8 @@ class StepStatistics:
         bytes_islands: bytes that this rank sent to other islands after the previous step.
         bytes_pipeline_saved: bytes that DeepSpeed alone would send between stages in addition.
         bytes_tensor_saved: bytes that DeepSpeed alone would send between tensor-parallel ranks in addition.
+        bytes_sequence: bytes of all-to-alls between sequence-parallel ranks.
+        bytes_sequence_saved: bytes that DeepSpeed alone would send between sequence-parallel ranks in addition.
         islands_cosine: cosine between the update of this rank's fp32 master weights and that of the other islands;
             None without an exchange.
         settings: settings in force, in short form.
@@ -76,6 +78,8 @@ class StepStatistics:
     bytes_islands: int = 0
     bytes_pipeline_saved: int = 0
     bytes_tensor_saved: int = 0
+    bytes_sequence: int = 0
+    bytes_sequence_saved: int = 0
     islands_cosine: float | None = None
     settings: str = ""
     step_ms: float | None = None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from deepspeed_compress.collectives.buckets import Partition
 from deepspeed_compress.collectives.parameters import Parameters
-from deepspeed_compress.config import CompressConfig, CompressedWeights, Islands, brief
+from deepspeed_compress.config import Activations, CompressConfig, CompressedWeights, Islands, brief
 from deepspeed_compress.config.numbers import size
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.session.expected import LATE, mean_cost, uncompressed
@@ -56,14 +56,15 @@ def _start(config: CompressConfig) -> list[str]:
 
 def _inside_model(config: CompressConfig) -> list[str]:
     """Return the texts on what ranks with different parts of the model send to each other."""
-    tensor = None if config.activations is None else config.activations.tensor
-    pipeline = None if config.activations is None else config.activations.pipeline
-    found = []
+    activations, found = config.activations or Activations(), []
+    tensor, pipeline, sequence = activations.tensor, activations.pipeline, activations.sequence
     if tensor is not None:
         how = (["merged"] if tensor.merge else []) + ([f"in {tensor.bits} bits"] if tensor.bits else [])
         found.append(f"sums of tensor parallelism are {' and '.join(how)}")
     if pipeline is not None:
         found.append(f"activations between stages are in {pipeline.bits} bits")
+    if sequence is not None:
+        found.append(f"all-to-alls of sequence parallelism are in {sequence.bits} bits")
     return found
 
 

@@ -81,6 +81,8 @@ LINE = {
     "bytes_islands": 0,
     "bytes_pipeline_saved": 0,
     "bytes_tensor_saved": 0,
+    "bytes_sequence": 0,
+    "bytes_sequence_saved": 0,
     "islands_cosine": None,
     "settings": "blockwise bits=4",
     "step_ms": 300.0,

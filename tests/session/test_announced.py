@@ -21,6 +21,7 @@ def line(**section: Any) -> str:
         ({"tensor": {"bits": 8}}, "; sums of tensor parallelism are merged and in 8 bits ("),
         ({"tensor": {"merge": False, "bits": 4}}, "; sums of tensor parallelism are in 4 bits ("),
         ({"pipeline": {"bits": 4}}, "; activations between stages are in 4 bits ("),
+        ({"sequence": {}}, "; all-to-alls of sequence parallelism are in 8 bits ("),
     ],
 )
 def test_activations_are_named(activations: dict[str, Any], text: str) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_compress.backends.deepspeed import comms_log, losses, norms, parallel, seams
-from deepspeed_compress.backends.deepspeed.activations import pipeline, tensor
+from deepspeed_compress.backends.deepspeed.activations import pipeline, sequence, tensor
 from deepspeed_compress.backends.deepspeed.activations.limits import refuse_idle_activations
 from deepspeed_compress.backends.deepspeed.announce import (
     announce,
@@ -42,7 +42,7 @@ from deepspeed_compress.checkpointing.deepspeed.resharding import Resharding
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import Run
 from deepspeed_compress.collectives.weight_reduction import WeightReduction
-from deepspeed_compress.config import CompressConfig, CompressedWeights, check_world, parse_section
+from deepspeed_compress.config import Activations, CompressConfig, CompressedWeights, check_world, parse_section
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed.divided import attach_islands, stay_apart
 from deepspeed_compress.local_sgd.deepspeed.elastic import attach_elastic
@@ -220,7 +220,7 @@ def _checked(engine: Any, config: CompressConfig) -> str:
         seams.STEP + stage.gradient_seams + parallel.SEAMS + comms_log.SEAMS + watched, deepspeed.__version__
     )
     if config.activations is not None:
-        seams.check_seams(tensor.SEAMS + pipeline.SEAMS, deepspeed.__version__)
+        seams.check_seams(tensor.SEAMS + pipeline.SEAMS + sequence.SEAMS, deepspeed.__version__)
     if config.weights.method != "none":
         stage.check_weights(engine)
         seams.check_seams(stage.weight_seams, deepspeed.__version__)
@@ -274,11 +274,13 @@ def _attach_islands(
 
 def _attach_activations(target: EngineTarget, parts: Parts) -> None:
     """Compress what ranks that hold different parts of the model send to each other, if the section says so."""
-    activations = target.config.activations
-    if activations is not None and activations.tensor is not None:
+    activations = target.config.activations or Activations()
+    if activations.tensor is not None:
         tensor.attach_tensor(target.engine, activations.tensor, parts.run, parts.patches)
-    if activations is not None and activations.pipeline is not None:
+    if activations.pipeline is not None:
         pipeline.attach_pipeline(target.engine, activations.pipeline, parts.run, parts.patches)
+    if activations.sequence is not None:
+        sequence.attach_sequence(target.engine, activations.sequence, parts.run, parts.patches)
 
 
 def _policy_inputs(

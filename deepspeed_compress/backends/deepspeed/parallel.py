@@ -1,4 +1,4 @@
-"""Byte counts of pipeline and tensor parallelism, taken where DeepSpeed calls its communication backend.
+"""Byte counts of pipeline, tensor and sequence parallelism, taken where DeepSpeed calls its communication backend.
 
 Everything that DeepSpeed sends passes through one object, `deepspeed.comm.comm.cdb`: activations and their gradients
 between stages, gradients of tied weights, and the collectives of tensor parallelism. While engines with such traffic
@@ -20,6 +20,7 @@ from deepspeed.module_inject.layers import TensorParallel_Layer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
+from deepspeed_compress.backends.deepspeed.activations.all_to_all import AllToAllCall
 from deepspeed_compress.backends.deepspeed.limits import tensor_size
 from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.backends.deepspeed.units import IslandUnit
@@ -36,7 +37,7 @@ SEAMS = (
     Seam("deepspeed.runtime.pipe.engine:PipelineEngine.train_batch", ("self", "data_iter")),
     Seam("deepspeed.runtime.pipe.module:PipelineModule.get_tied_weights_and_groups", ("self",)),
     Seam(_BACKEND + "inference_all_reduce", ("self", "tensor", "op", "group")),
-    *(Seam(_BACKEND + name) for name in ("all_reduce", "all_gather_into_tensor", "send", "isend")),
+    *(Seam(_BACKEND + name) for name in ("all_reduce", "all_gather_into_tensor", "all_to_all_single", "send", "isend")),
 )
 
 _STAGES = "stages"
@@ -58,16 +59,22 @@ def _send(tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> _Sent:
     return _STAGES, lambda: tensor.nbytes
 
 
+def _all_to_all(*args: Any, **options: Any) -> _Sent:
+    call = AllToAllCall(*args, **options)
+    return _name(call.group), call.bytes_sent
+
+
 _SENT: Mapping[str, Callable[..., _Sent]] = MappingProxyType(
     {
         "all_reduce": _all_reduce,
         "inference_all_reduce": _all_reduce,
         "all_gather_into_tensor": _all_gather,
+        "all_to_all_single": _all_to_all,
         "send": _send,
         "isend": _send,
     }
 )
-"""Backend methods that pipelines and split layers call. Parameters have the same names and order as there."""
+"""Backend methods that divided models call. Parameters have the same names and order as there."""
 
 
 def _name(group: Any) -> str | None:
@@ -143,7 +150,7 @@ def _leave(backend: Any, listener: _TrafficCounter, account: _ByteAccount, handl
 
 
 def count_parallel(engine: Any, meter: Meter, patches: Patches) -> Callable[[], None]:
-    """Count in `meter` the bytes sent for pipeline and tensor parallelism, until the engine is destroyed.
+    """Count in `meter` the bytes sent for pipeline, tensor and sequence parallelism, until the engine is destroyed.
 
     Returns:
         A function to call after every optimizer step. Without such traffic, nothing is replaced and it does nothing.
@@ -179,6 +186,8 @@ def _fields(engine: Any) -> dict[str, str]:
     """Return the fields of the meter, by the names of the groups that they count."""
     layers = [layer for layer in engine.module.modules() if isinstance(layer, TensorParallel_Layer)]
     fields = {layer.mp_group.group_name: "bytes_tensor" for layer in layers if layer.tp_world_size > 1}
+    if engine.sequence_parallel_size > 1:
+        fields[engine.seq_parallel_group.group_name] = "bytes_sequence"
     if isinstance(engine, PipelineEngine) and engine.num_stages > 1:
         tied = {group.group_name: "bytes_tied" for _, group in engine.module.get_tied_weights_and_groups()}
         fields |= {_STAGES: "bytes_pipeline", **tied}

@@ -17,7 +17,7 @@ from deepspeed_compress.tools.doctor.thresholds import Thresholds
 
 P = ParamSpec("P")
 
-OTHER_KINDS = ("bytes_pipeline", "bytes_tied", "bytes_tensor", "bytes_islands")
+OTHER_KINDS = ("bytes_pipeline", "bytes_tied", "bytes_tensor", "bytes_sequence", "bytes_islands")
 
 
 @dataclass(frozen=True)

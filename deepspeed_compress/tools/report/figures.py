@@ -32,6 +32,7 @@ TRAFFIC = (
     TrafficKind("activations between stages", "yellow", "bytes_pipeline"),
     TrafficKind("gradients of tied weights", "orange", "bytes_tied"),
     TrafficKind("tensor parallelism", "purple", "bytes_tensor"),
+    TrafficKind("sequence parallelism", "teal", "bytes_sequence"),
     TrafficKind("exchanges between islands", "red", "bytes_islands"),
 )
 

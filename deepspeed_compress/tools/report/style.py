@@ -17,6 +17,7 @@ COLOURS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "yellow": ("#d4a72c", "#d29922"),
         "orange": ("#e16f24", "#db6d28"),
         "purple": ("#8250df", "#a371f7"),
+        "teal": ("#1b7c83", "#39c5cf"),
         "red": ("#cf222e", "#f85149"),
     }
 )

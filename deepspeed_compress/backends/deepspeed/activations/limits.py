@@ -29,6 +29,8 @@ def refuse_idle_activations(engine: Any, config: CompressConfig) -> None:
     problems = [] if activations.tensor is None else list(_tensor_problems(engine, activations.tensor))
     if activations.pipeline is not None and not pipeline:
         problems.append(f"{_PLACE}pipeline has no effect on an engine without pipeline stages; remove the key")
+    if activations.sequence is not None:
+        problems += _sequence_problems(engine)
     if problems:
         raise UnsupportedError("; ".join(problems))
 
@@ -44,8 +46,34 @@ def _tensor_problems(engine: Any, settings: TensorActivations) -> Iterator[str]:
         yield f'{place}/merge has no effect, because no layers of this model read one tensor; add "bits": 8'
     if TensorParallel_Layer.tp_overlap_comm:
         yield f"{place}: tensor_parallel.tp_overlap_comm sums gradients in another way; write false"
-    if engine.is_compiled or any(map(_is_compiled, modules)):
+    if _is_compiled_anywhere(engine):
         yield f"{place}: sums inside a compiled graph cannot be taken over; do not compile the model, or remove the key"
+
+
+def _sequence_problems(engine: Any) -> Iterator[str]:
+    place = f"{_PLACE}sequence"
+    if engine.sequence_parallel_size == 1:
+        yield f"{place} has no effect, because no ranks share sequences; pass Ulysses' mpu or mesh, or remove the key"
+    if isinstance(engine, PipelineEngine):
+        yield f"{place} is not available with pipeline stages; remove the key"
+    if _is_compiled_anywhere(engine):
+        yield f"{place}: passes of a compiled model cannot be followed; do not compile the model, or remove the key"
+
+
+def refuse_to_compile(key: str, *_: Any, **__: Any) -> None:
+    """Refuse `engine.compile()`, since messages of `key` inside a compiled graph cannot be taken over.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise UnsupportedError(
+        f"{_PLACE}{key}: messages inside a compiled graph cannot be taken over; do not call engine.compile(), or "
+        "remove the key"
+    )
+
+
+def _is_compiled_anywhere(engine: Any) -> bool:
+    return engine.is_compiled or any(map(_is_compiled, engine.module.modules()))
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 from torch import nn
@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.deepspeed.activations.column import ColumnHooks, SharedInput, find_siblings
 from deepspeed_compress.backends.deepspeed.activations.layers import is_row
+from deepspeed_compress.backends.deepspeed.activations.limits import refuse_to_compile
 from deepspeed_compress.backends.deepspeed.activations.row import RowHooks, TrainingPass
 from deepspeed_compress.backends.deepspeed.activations.sums import (
     ExactSum,
@@ -21,7 +22,6 @@ from deepspeed_compress.backends.deepspeed.activations.sums import (
 from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.collectives.reducer import Run
 from deepspeed_compress.config import TensorActivations
-from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.session.patches import Patches
 
 _LAYERS = "deepspeed.module_inject.layers:"
@@ -49,18 +49,11 @@ def attach_tensor(engine: Any, settings: TensorActivations, run: Run, patches: P
     leave.atexit = False
     patches.on_undo(leave)
     patches.precede(engine, "destroy", leave)
-    patches.replace(engine, "compile", _refuse_to_compile)
+    patches.replace(engine, "compile", partial(refuse_to_compile, "tensor"))
     if bits is not None:
         gradients = cache(lambda group: compressed_sum(group, gradient_codec(bits), run))
         hooks += _take_over_rows(model, cache(lambda group: compressed_sum(group, activation_codec(bits), run)))
     hooks += _take_over_columns(model, gradients, settings, run)
-
-
-def _refuse_to_compile(*_: Any, **__: Any) -> None:
-    raise UnsupportedError(
-        "/deepspeed_compress/activations/tensor: sums inside a compiled graph cannot be taken over; do not call "
-        "engine.compile(), or remove the key"
-    )
 
 
 def _take_over_columns(

@@ -14,6 +14,7 @@ _TITLES = {
     "bytes_pipeline": "activations between stages",
     "bytes_tied": "gradients of tied weights",
     "bytes_tensor": "collectives of split layers",
+    "bytes_sequence": "all-to-alls of sequence parallelism",
     "bytes_islands": "exchanges between islands",
 }
 

@@ -1,0 +1,163 @@
+"""Compressed messages of activations compared with plain ones, on the link at hand.
+
+Encoding and decoding cost time that fewer bytes must save. They take the same time on any link, so a measurement on one
+link tells from which rate on compression costs more than it saves.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from deepspeed_compress.backends.deepspeed.activations.all_to_all import AllToAllCall, CompressedAllToAll
+from deepspeed_compress.backends.deepspeed.activations.pipeline import StageMessages
+from deepspeed_compress.backends.deepspeed.activations.sums import activation_codec, compressed_sum, gradient_codec
+from deepspeed_compress.collectives.exchange import exchange
+from deepspeed_compress.collectives.reducer import Run, StepClock
+from deepspeed_compress.monitor import Meter
+
+Kind = Literal["tensor", "pipeline", "sequence"]
+NAMES: Mapping[Kind, str] = MappingProxyType(
+    {"tensor": "a sum of tensor parallelism", "pipeline": "a message between stages", "sequence": "an all-to-all"}
+)
+NUMEL: Mapping[str, int] = MappingProxyType({"cpu": 2**18, "cuda": 2**22})
+"""Elements of the messages that are measured at the start, by type of device."""
+CALLS = 4
+"""Calls of each form, of which the first connects and compiles, and is not counted."""
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """Times of one message, on the slowest rank of a group.
+
+    Attributes:
+        kind: kind of parallelism.
+        bits: bits per element of the compressed message.
+        numel: number of elements.
+        plain: seconds of the uncompressed message.
+        compressed: seconds of the compressed message, with encoding and decoding.
+        coding: seconds of encoding and decoding.
+        saved: bytes that compression saves.
+    """
+
+    kind: Kind
+    bits: int
+    numel: int
+    plain: float
+    compressed: float
+    coding: float
+    saved: float
+
+    @property
+    def pays(self) -> bool:
+        """Return True if compression saves time on this link."""
+        return self.compressed < self.plain
+
+    @property
+    def rate(self) -> float:
+        """Return the bytes per second of a rank's link at which encoding takes the time that fewer bytes save."""
+        return self.saved / self.coding if self.coding else float("inf")
+
+    def __str__(self) -> str:
+        times = f"takes {1e3 * self.compressed:.3g} ms in {self.bits} bits, {1e3 * self.plain:.3g} ms uncompressed"
+        verdict = "" if self.pays else f", so activations.{self.kind}.bits costs time on this link"
+        return (
+            f"{NAMES[self.kind]} of {self.numel:,} elements {times}{verdict}; {self.bits} bits save time up to about "
+            f"{8e-9 * self.rate:.2g} Gbit/s per rank"
+        )
+
+
+_Forms = tuple[Callable[[], object], Callable[[], object]]
+"""Functions that transfer a message uncompressed, and compressed."""
+
+
+def _sums(group: ProcessGroup, x: Tensor, bits: int, run: Run) -> _Forms:
+    total = compressed_sum(group, activation_codec(bits), run)
+    return partial(dist.all_reduce, x, group=group), partial(total, x)
+
+
+def _shifts(group: ProcessGroup, x: Tensor, bits: int, run: Run) -> _Forms:
+    """Let every rank send a message to the next one, and the last one to the first."""
+    messages, received = StageMessages(gradient_codec(bits), run.meter), torch.empty_like(x)
+
+    plain = partial(_shift, group, x.view(torch.uint8), received.view(torch.uint8))
+    return plain, partial(_compressed_shift, group, messages, x, received)
+
+
+def _compressed_shift(group: ProcessGroup, messages: StageMessages, x: Tensor, received: Tensor) -> None:
+    payload, arrived = messages.encode(x), messages.payload(x)
+    _shift(group, payload, arrived)
+    messages.decode(arrived, received)
+
+
+def _shift(group: ProcessGroup, sent: Tensor, received: Tensor) -> None:
+    nothing = sent.new_empty(0)
+    outgoing, incoming = [nothing] * group.size(), [nothing] * group.size()
+    outgoing[(group.rank() + 1) % group.size()] = sent
+    incoming[(group.rank() - 1) % group.size()] = received
+    exchange(group, outgoing, incoming)
+
+
+def _all_to_alls(group: ProcessGroup, x: Tensor, bits: int, run: Run) -> _Forms:
+    call = AllToAllCall(torch.empty_like(x), x, group=group)
+    compressed = CompressedAllToAll(group, activation_codec(bits), run.meter, "bytes_sequence")
+    return partial(dist.all_to_all_single, call.output, x, group=group), lambda: compressed.start(call).wait()
+
+
+_FORMS: Mapping[Kind, Callable[[ProcessGroup, Tensor, int, Run], _Forms]] = MappingProxyType(
+    {"tensor": _sums, "pipeline": _shifts, "sequence": _all_to_alls}
+)
+
+
+def measure(
+    group: ProcessGroup, kind: Kind, bits: int, numel: int, dtype: torch.dtype, device: torch.device
+) -> Crossover:
+    """Measure both forms of a message of `numel` elements. Collective; waits for the GPU.
+
+    Args:
+        group: the ranks that share layers or sequences, or the stages of a pipeline.
+        kind: kind of parallelism.
+        bits: bits per element of the compressed message.
+        numel: number of elements, a multiple of the number of ranks.
+        dtype: type of the activations.
+        device: device of the activations.
+    """
+    x = torch.linspace(-1, 1, numel, device=device).to(dtype)
+    run = Run(StepClock(), Meter())
+    plain, compressed = _FORMS[kind](group, x, bits, run)
+    calls = [_timed(compressed, group, run.meter, device) for _ in range(CALLS)][1:]
+    saved = run.meter.sizes()[f"bytes_{kind}_saved"]
+    seconds = [[_seconds(plain, group, device) for _ in range(CALLS)][1:], *zip(*calls, strict=True)]
+    slowest = torch.tensor([statistics.median(one) for one in seconds], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    return Crossover(kind, bits, numel, *slowest.tolist(), saved=saved)
+
+
+def _timed(call: Callable[[], object], group: ProcessGroup, meter: Meter, device: torch.device) -> tuple[float, float]:
+    """Return the seconds of a call, and those of them that it encodes and decodes."""
+    meter.reset(timed=True)
+    seconds, phases = _seconds(call, group, device), meter.milliseconds()
+    return seconds, (phases["compress"] + phases["decompress"]) / 1e3
+
+
+def _seconds(call: Callable[[], object], group: ProcessGroup, device: torch.device) -> float:
+    # All ranks start together, so that a late rank is not mistaken for a slow link.
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    _finish(device)
+    begin = time.perf_counter()
+    call()
+    _finish(device)
+    return time.perf_counter() - begin
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
