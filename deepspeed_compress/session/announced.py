@@ -28,6 +28,7 @@ def joined(
     ranks: int,
     figures: Callable[[], Sequence[str]],
     members: str = "data-parallel ranks",
+    measured: Sequence[object] = (),
 ) -> str:
     """Return the startup line.
 
@@ -37,10 +38,12 @@ def joined(
         ranks: number of ranks, or nodes, that exchange messages.
         figures: returns the texts about traffic; called only if there are several.
         members: what is counted by `ranks`, in the plural.
+        measured: what was measured at the start, as texts.
     """
     methods = f"gradients {brief(config.gradients)}, weights {brief(config.weights)}"
     first = f"{methods}; {where}, {ranks} {members}"
-    found = [*(figures() if ranks > 1 else ()), *_inside_model(config), *_between_islands(config.islands)]
+    found = [*(figures() if ranks > 1 else ()), *_inside_model(config), *map(str, measured)]
+    found += _between_islands(config.islands)
     if not found:
         return f"{first}; nothing is {'compressed' if ranks > 1 else 'sent, so nothing is compressed'}"
     return "; ".join([first, *found, *_start(config)]) + ' ("monitor": {"announce": false} leaves this line out)'

@@ -13,6 +13,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_compress.backends.deepspeed import comms_log, losses, norms, parallel, seams
 from deepspeed_compress.backends.deepspeed.activations import pipeline, sequence, tensor
+from deepspeed_compress.backends.deepspeed.activations.crossover import Crossover, measure_engine
 from deepspeed_compress.backends.deepspeed.activations.limits import refuse_idle_activations
 from deepspeed_compress.backends.deepspeed.announce import (
     announce,
@@ -46,7 +47,7 @@ from deepspeed_compress.config import Activations, CompressConfig, CompressedWei
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed.divided import attach_islands, stay_apart
 from deepspeed_compress.local_sgd.deepspeed.elastic import attach_elastic
-from deepspeed_compress.monitor import write_configuration
+from deepspeed_compress.monitor import Event, write_configuration
 from deepspeed_compress.session.exact import attach_exact
 from deepspeed_compress.session.observer import PolicyInputs, largest_of_all
 from deepspeed_compress.session.parts import Parts, make_parts
@@ -166,7 +167,7 @@ def _attach(target: EngineTarget, patches: Patches) -> None:
     patches.replace(engine, "compression", session)
     if engine.global_rank == 0:
         write_configuration(session.journal, engine.config)
-    announce(engine, session, parameters, target.kind)
+    announce(engine, session, parameters, target.kind, _measure_activations(target, session))
     # Last, because it is collective: an earlier failure may have occurred on one rank only.
     patches.on_undo(session.renew_weights)
     patches.on_undo(session.discard_unfinished)
@@ -281,6 +282,16 @@ def _attach_activations(target: EngineTarget, parts: Parts) -> None:
         pipeline.attach_pipeline(target.engine, activations.pipeline, parts.run, parts.patches)
     if activations.sequence is not None:
         sequence.attach_sequence(target.engine, activations.sequence, parts.run, parts.patches)
+
+
+def _measure_activations(target: EngineTarget, session: Session) -> list[Crossover]:
+    """Measure compressed messages of activations, and record an event for each kind that costs time on this link."""
+    activations = target.config.activations
+    measured = [] if activations is None else measure_engine(target.engine, activations)
+    for one in measured:
+        if not one.pays:
+            session.record(Event(target.engine.global_steps, f"crossover_{one.kind}", str(one), one.figures, "", ""))
+    return measured
 
 
 def _policy_inputs(

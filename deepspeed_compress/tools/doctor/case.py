@@ -153,7 +153,15 @@ class Case:
     @property
     def waited_bytes(self) -> float:
         """Return the median bytes per step that are sent within the time measured as `communicate_ms`."""
-        return self.median("bytes_sent") + (self.median("bytes_weights") if self.weights_compressed else 0)
+        kinds = [kind for kind in self.compressed_activations if kind != "bytes_pipeline"]
+        return sum(map(self.median, ["bytes_sent", *kinds, *(["bytes_weights"] if self.weights_compressed else [])]))
+
+    @property
+    def compressed_activations(self) -> list[str]:
+        """Return the kinds of bytes of activations that are compressed, whose encoding is in the measured times."""
+        activations = self.run.section.activations if self.run.section is not None else None
+        settings = {} if activations is None else dict(activations)
+        return [f"bytes_{kind}" for kind, one in settings.items() if one is not None and one.bits is not None]
 
     @property
     def overlaps(self) -> bool:

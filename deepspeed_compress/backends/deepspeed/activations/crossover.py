@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.deepspeed.activations.all_to_all import AllToAllCall, CompressedAllToAll
+from deepspeed_compress.backends.deepspeed.activations.layers import is_row
 from deepspeed_compress.backends.deepspeed.activations.pipeline import StageMessages
 from deepspeed_compress.backends.deepspeed.activations.sums import activation_codec, compressed_sum, gradient_codec
 from deepspeed_compress.collectives.exchange import exchange
 from deepspeed_compress.collectives.reducer import Run, StepClock
+from deepspeed_compress.config import Activations
+from deepspeed_compress.config.numbers import size
 from deepspeed_compress.monitor import Meter
 
 Kind = Literal["tensor", "pipeline", "sequence"]
@@ -45,6 +48,7 @@ class Crossover:
         plain: seconds of the uncompressed message.
         compressed: seconds of the compressed message, with encoding and decoding.
         coding: seconds of encoding and decoding.
+        sent: bytes that a rank sends, compressed.
         saved: bytes that compression saves.
     """
 
@@ -54,6 +58,7 @@ class Crossover:
     plain: float
     compressed: float
     coding: float
+    sent: float
     saved: float
 
     @property
@@ -66,12 +71,23 @@ class Crossover:
         """Return the bytes per second of a rank's link at which encoding takes the time that fewer bytes save."""
         return self.saved / self.coding if self.coding else float("inf")
 
+    @property
+    def figures(self) -> dict[str, float]:
+        """Return the figures of an event."""
+        return {
+            "compressed_ms": 1e3 * self.compressed,
+            "uncompressed_ms": 1e3 * self.plain,
+            "pays_below_gbit_per_s": 8e-9 * self.rate,
+        }
+
     def __str__(self) -> str:
-        times = f"takes {1e3 * self.compressed:.3g} ms in {self.bits} bits, {1e3 * self.plain:.3g} ms uncompressed"
+        figures = self.figures
         verdict = "" if self.pays else f", so activations.{self.kind}.bits costs time on this link"
         return (
-            f"{NAMES[self.kind]} of {self.numel:,} elements {times}{verdict}; {self.bits} bits save time up to about "
-            f"{8e-9 * self.rate:.2g} Gbit/s per rank"
+            f"{NAMES[self.kind]} of {self.numel:,} elements in {self.bits} bits sends {size(self.sent)}, uncompressed "
+            f"{size(self.sent + self.saved)}, and takes {figures['compressed_ms']:.3g} ms, uncompressed "
+            f"{figures['uncompressed_ms']:.3g}{verdict}; it saves time below about "
+            f"{figures['pays_below_gbit_per_s']:.2g} Gbit/s per rank"
         )
 
 
@@ -134,11 +150,41 @@ def measure(
     run = Run(StepClock(), Meter())
     plain, compressed = _FORMS[kind](group, x, bits, run)
     calls = [_timed(compressed, group, run.meter, device) for _ in range(CALLS)][1:]
-    saved = run.meter.sizes()[f"bytes_{kind}_saved"]
+    sizes = run.meter.sizes()
     seconds = [[_seconds(plain, group, device) for _ in range(CALLS)][1:], *zip(*calls, strict=True)]
     slowest = torch.tensor([statistics.median(one) for one in seconds], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    return Crossover(kind, bits, numel, *slowest.tolist(), saved=saved)
+    saved = sizes[f"bytes_{kind}_saved"]
+    # DeepSpeed's `p2p` counts what stages send.
+    sent = sizes[f"bytes_{kind}"] or x.nbytes - saved
+    return Crossover(kind, bits, numel, *slowest.tolist(), sent, saved)
+
+
+def measure_engine(engine: Any, activations: Activations) -> list[Crossover]:
+    """Measure every kind that compresses messages of `engine`, on its own groups. Collective; waits for the GPU."""
+    dtype, device = next(engine.module.parameters()).dtype, torch.device(engine.device)
+    found = []
+    for kind, (settings, group_of) in _kinds(activations).items():
+        group = group_of(engine) if settings is not None and settings.bits is not None else None
+        if group is not None and group.size() > 1:
+            numel = NUMEL[device.type] // group.size() * group.size()
+            found.append(measure(group, kind, settings.bits, numel, dtype, device))
+    return found
+
+
+def _kinds(activations: Activations) -> Mapping[Kind, tuple[Any, Callable[[Any], ProcessGroup | None]]]:
+    """Return the settings of each kind, and a function that returns the group of an engine, None without messages."""
+    return {
+        "tensor": (activations.tensor, _group_of_layers),
+        "pipeline": (activations.pipeline, lambda engine: engine.grid.get_pipe_parallel_group()),
+        "sequence": (activations.sequence, lambda engine: engine.seq_parallel_group),
+    }
+
+
+def _group_of_layers(engine: Any) -> ProcessGroup | None:
+    """Return the group that shares the split layers of this rank, which a stage may lack."""
+    groups: list[ProcessGroup] = [layer.mp_group for layer in engine.module.modules() if is_row(layer)]
+    return next(iter(groups), None)
 
 
 def _timed(call: Callable[[], object], group: ProcessGroup, meter: Meter, device: torch.device) -> tuple[float, float]:
