@@ -97,7 +97,7 @@ _Forms = tuple[Callable[[], object], Callable[[], object]]
 
 def _sums(group: ProcessGroup, x: Tensor, bits: int, run: Run) -> _Forms:
     total = compressed_sum(group, activation_codec(bits), run)
-    return partial(dist.all_reduce, x, group=group), partial(total, x)
+    return lambda: group.allreduce([x]).wait(), lambda: total(x)
 
 
 def _shifts(group: ProcessGroup, x: Tensor, bits: int, run: Run) -> _Forms:
@@ -125,7 +125,7 @@ def _shift(group: ProcessGroup, sent: Tensor, received: Tensor) -> None:
 def _all_to_alls(group: ProcessGroup, x: Tensor, bits: int, run: Run) -> _Forms:
     call = AllToAllCall(torch.empty_like(x), x, group=group)
     compressed = CompressedAllToAll(group, activation_codec(bits), run.meter, "bytes_sequence")
-    return partial(dist.all_to_all_single, call.output, x, group=group), lambda: compressed.start(call).wait()
+    return lambda: group.alltoall_base(call.output, x, [], []).wait(), lambda: compressed.start(call).wait()
 
 
 _FORMS: Mapping[Kind, Callable[[ProcessGroup, Tensor, int, Run], _Forms]] = MappingProxyType(
@@ -153,7 +153,9 @@ def measure(
     sizes = run.meter.sizes()
     seconds = [[_seconds(plain, group, device) for _ in range(CALLS)][1:], *zip(*calls, strict=True)]
     slowest = torch.tensor([statistics.median(one) for one in seconds], dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    group.allreduce([slowest], options).wait()
     saved = sizes[f"bytes_{kind}_saved"]
     # DeepSpeed's `p2p` counts what stages send.
     sent = sizes[f"bytes_{kind}"] or x.nbytes - saved
@@ -196,7 +198,7 @@ def _timed(call: Callable[[], object], group: ProcessGroup, meter: Meter, device
 
 def _seconds(call: Callable[[], object], group: ProcessGroup, device: torch.device) -> float:
     # All ranks start together, so that a late rank is not mistaken for a slow link.
-    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    group.allreduce([torch.zeros(1, device=device)]).wait()
     _finish(device)
     begin = time.perf_counter()
     call()
