@@ -84,8 +84,9 @@ def messages(layout: Layout, compressed: bool) -> Mapping[str, Message]:
     stages = stage_message(links, LLAMA_7B, SEQ, replace(layout, engine="megatron")).times(micro)
     if layout.pipeline == 2:  # each stage sends in one direction only
         stages = stages.times(1 / 2)
-    bits = {"gradient_bits": 4, "weight_bits": 4} if compressed else {}
-    found = {one.name: one.message for one in DataParallel(links, device, LLAMA_7B, replace(layout, **bits)).all()}
+    bits = 4 if compressed else 0
+    between = replace(layout, gradient_bits=bits, weight_bits=bits)
+    found = {one.name: one.message for one in DataParallel(links, device, LLAMA_7B, between).all()}
     sizes = (
         sums if compressed else sums.times(DEEPSPEED_SUMS / MERGED_SUMS),
         stages.times((STAGE_BITS + STAGE_SCALE) / 16) if compressed else stages,

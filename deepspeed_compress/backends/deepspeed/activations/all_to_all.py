@@ -41,7 +41,8 @@ class AllToAllCall:
 
     def bytes_sent(self) -> int:
         """Return the bytes that this rank sends to others."""
-        return self.input.nbytes - self.parts()[self.group.rank()].nbytes
+        own: int = self.parts()[self.group.rank()].nbytes
+        return self.input.nbytes - own
 
 
 def _split(tensor: Tensor, splits: Splits, ranks: int) -> tuple[Tensor, ...]:

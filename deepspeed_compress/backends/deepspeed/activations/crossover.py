@@ -154,12 +154,15 @@ def measure(
     seconds = [[_seconds(plain, group, device) for _ in range(CALLS)][1:], *zip(*calls, strict=True)]
     slowest = torch.tensor([statistics.median(one) for one in seconds], dtype=torch.float64, device=device)
     options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.MAX
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
     group.allreduce([slowest], options).wait()
-    saved = sizes[f"bytes_{kind}_saved"]
+    times, saved = (
+        dict(zip(("plain", "compressed", "coding"), slowest.tolist(), strict=True)),
+        sizes[f"bytes_{kind}_saved"],
+    )
     # DeepSpeed's `p2p` counts what stages send.
     sent = sizes[f"bytes_{kind}"] or x.nbytes - saved
-    return Crossover(kind, bits, numel, *slowest.tolist(), sent, saved)
+    return Crossover(kind, bits, numel, **times, sent=sent, saved=saved)
 
 
 def measure_engine(engine: Any, activations: Activations) -> list[Crossover]:
