@@ -160,8 +160,14 @@ class Case:
     def compressed_activations(self) -> list[str]:
         """Return the kinds of bytes of activations that are compressed, whose encoding is in the measured times."""
         activations = self.run.section.activations if self.run.section is not None else None
-        settings = {} if activations is None else dict(activations)
-        return [f"bytes_{kind}" for kind, one in settings.items() if one is not None and one.bits is not None]
+        if activations is None:
+            return []
+        kinds = {
+            "bytes_tensor": activations.tensor,
+            "bytes_pipeline": activations.pipeline,
+            "bytes_sequence": activations.sequence,
+        }
+        return [name for name, settings in kinds.items() if settings is not None and settings.bits is not None]
 
     @property
     def overlaps(self) -> bool:

@@ -156,10 +156,8 @@ def measure(
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
     group.allreduce([slowest], options).wait()
-    times, saved = (
-        dict(zip(("plain", "compressed", "coding"), slowest.tolist(), strict=True)),
-        sizes[f"bytes_{kind}_saved"],
-    )
+    times = dict(zip(("plain", "compressed", "coding"), slowest.tolist(), strict=True))
+    saved = sizes[f"bytes_{kind}_saved"]
     # DeepSpeed's `p2p` counts what stages send.
     sent = sizes[f"bytes_{kind}"] or x.nbytes - saved
     return Crossover(kind, bits, numel, **times, sent=sent, saved=saved)
