@@ -283,6 +283,7 @@ def train_attention(rank: int, job: Job, heads: int) -> list[Any]:
     return losses
 
 
+@SAMPLED
 def test_attention_of_deepspeed_with_even_and_uneven_heads() -> None:
     for even, even_8, uneven, uneven_8 in run_forks(RANKS, with_own_attention, Job(), Job(EIGHT)):
         assert even != even_8 == pytest.approx(even, rel=1e-3)
