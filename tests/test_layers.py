@@ -223,6 +223,8 @@ TABLE = {
         "torch deepspeed rich",
         lazily="matplotlib",
     ),
+    "tools.bench.crossover_rank": allow("backends.deepspeed.activations.crossover tools.bench", "torch"),
+    "tools.bench.ulysses": allow("tools.bench.workload training", "torch", lazily="deepspeed transformers"),
     "tools.bench.megatron": allow("__init__ config models tools.bench", "torch megatron"),
     "tools.bench.options": allow("tools.arguments tools.bench.links"),
     "tools.doctor": allow("config diagnostics errors tools.outputs tools.rules tools.run_directory", "pydantic rich"),

@@ -3,7 +3,13 @@
 Nothing here imports torch, deepspeed or transformers.
 """
 
-from deepspeed_compress.config.activations import Activations, ExpertActivations, PipelineActivations, TensorActivations
+from deepspeed_compress.config.activations import (
+    Activations,
+    ExpertActivations,
+    PipelineActivations,
+    SequenceActivations,
+    TensorActivations,
+)
 from deepspeed_compress.config.candidates import gradient_candidates, weight_candidates
 from deepspeed_compress.config.checkpointing import Checkpointing, MemoryCheckpoints
 from deepspeed_compress.config.communication import Communication
@@ -92,6 +98,7 @@ __all__ = [
     "Rollback",
     "Rollout",
     "Schedule",
+    "SequenceActivations",
     "SparseConfig",
     "TensorActivations",
     "WeightsConfig",

@@ -10,6 +10,7 @@ from deepspeed_compress.diagnostics import Diagnostic, Path, pointer
 
 _OVERLAP: Path = ("tensor_parallel", "tp_overlap_comm")
 _BACKEND: Path = ("expert_parallel", "comm_backend")
+_SEQUENCE: Path = ("sequence_parallel_size",)
 
 
 def find_idle_activations(section: CompressConfig) -> Iterator[Diagnostic]:
@@ -17,9 +18,10 @@ def find_idle_activations(section: CompressConfig) -> Iterator[Diagnostic]:
     activations = section.activations
     if activations is None:
         return
-    if activations.tensor is None and activations.pipeline is None and activations.experts is None:
-        what = "{} has no effect without tensor or pipeline or experts (allowed: null)"
-        yield problem(("activations",), what, '"tensor": {}, "pipeline": {}, "experts": {"dispatch": {}}, or null')
+    if all(value is None for _, value in activations):
+        *most, last = type(activations).model_fields
+        what = f"{{}} has no effect without {', '.join(most)} or {last} (allowed: null)"
+        yield problem(("activations",), what, '"tensor": {}, "pipeline": {}, or null')
     if activations.tensor is not None and not activations.tensor.merge and activations.tensor.bits is None:
         what = "false has no effect without bits (allowed: true)"
         yield problem(("activations", "tensor", "merge"), what, 'true, or "bits": 8')
@@ -52,3 +54,9 @@ def find_activation_mismatches(ds_config: Mapping[str, Any], section: CompressCo
     if activations.experts is not None and enabled and value_at(ds_config, _BACKEND) == "deepep":
         what = f'cannot be combined with {pointer(_BACKEND)}: "deepep", which exchanges by itself (allowed: "comm")'
         yield problem(("activations", "experts"), what, f'null, or "comm" at {pointer(_BACKEND)}')
+    if activations.sequence is not None and value_at(ds_config, _SEQUENCE) == 1:
+        what = f"has no effect with {pointer(_SEQUENCE)}: 1 (allowed: null)"
+        yield problem(("activations", "sequence"), what, "null, or a size above 1")
+    if activations.sequence is not None and parallelism.pipeline > 1:
+        what = f"cannot be combined with {pointer((SECTION, 'parallelism', 'pipeline'))} above 1 (allowed: null)"
+        yield problem(("activations", "sequence"), what, "null, or one stage")

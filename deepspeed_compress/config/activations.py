@@ -1,4 +1,4 @@
-"""Settings of what tensor, pipeline and expert parallelism send: activations and their gradients."""
+"""Settings of what tensor, pipeline, expert and sequence parallelism send: activations and their gradients."""
 
 from typing import Literal
 
@@ -46,6 +46,13 @@ class ExpertActivations(Model):
     """Results of the experts on their way back, and their gradients; null sends them uncompressed."""
 
 
+class SequenceActivations(Model):
+    """Queries, keys, values and outputs of attention between sequence-parallel ranks (Ulysses), during training."""
+
+    bits: Literal[8, 4] = 8
+    """Bits per element of these tensors and of their gradients. Positions stay uncompressed."""
+
+
 class Activations(Model):
     """Compression of what ranks with different parts of the model send to each other."""
 
@@ -55,3 +62,5 @@ class Activations(Model):
     """Messages between pipeline stages; null leaves them to DeepSpeed."""
     experts: ExpertActivations | None = None
     """Exchanges between ranks that share experts; null leaves them to DeepSpeed."""
+    sequence: SequenceActivations | None = None
+    """All-to-alls between sequence-parallel ranks; null leaves them to DeepSpeed."""

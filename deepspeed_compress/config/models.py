@@ -214,8 +214,8 @@ class CompressConfig(Model):
     """Compression of updated weights when ranks gather them: of their differences with ZeRO 1 and 2, of the weights
     themselves with ZeRO 3."""
     activations: Activations | None = None
-    """Compression of activations and their gradients between ranks that hold different parts of the model, by tensor or
-    pipeline parallelism; null leaves them to DeepSpeed."""
+    """Compression of activations and their gradients between ranks that hold different parts of the model or of a
+    sequence, by tensor, pipeline or sequence parallelism; null leaves them to DeepSpeed."""
     islands: Islands | None = None
     """Groups of ranks that train independently and exchange weight changes periodically; null trains all ranks
     together."""

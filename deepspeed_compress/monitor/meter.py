@@ -18,12 +18,19 @@ KINDS = (
     "bytes_tied",
     "bytes_tensor",
     "bytes_experts",
+    "bytes_sequence",
     "bytes_islands",
 )
 """Kinds of bytes that leave a rank: gradients, weights, activations and their gradients between pipeline stages,
-gradients of tied weights, collectives of tensor-parallel layers, exchanges between ranks that share experts, and
-exchanges between islands. They do not overlap."""
-SAVED = ("bytes_weights_saved", "bytes_pipeline_saved", "bytes_tensor_saved", "bytes_experts_saved")
+gradients of tied weights, collectives of tensor-parallel layers, exchanges between ranks that share experts,
+all-to-alls of sequence parallelism, and exchanges between islands. They do not overlap."""
+SAVED = (
+    "bytes_weights_saved",
+    "bytes_pipeline_saved",
+    "bytes_tensor_saved",
+    "bytes_experts_saved",
+    "bytes_sequence_saved",
+)
 """Bytes that DeepSpeed alone would have sent in addition to those of a kind."""
 
 
@@ -43,6 +50,7 @@ class Meter:
         bytes_pipeline_saved: bytes that DeepSpeed alone would have sent in addition to `bytes_pipeline`.
         bytes_tensor_saved: bytes that DeepSpeed alone would have sent in addition to `bytes_tensor`.
         bytes_experts_saved: bytes that DeepSpeed alone would have sent in addition to `bytes_experts`.
+        bytes_sequence_saved: bytes that DeepSpeed alone would have sent in addition to `bytes_sequence`.
     """
 
     timed: bool = True
@@ -55,10 +63,12 @@ class Meter:
     bytes_tied: int = 0
     bytes_tensor: int = 0
     bytes_experts: int = 0
+    bytes_sequence: int = 0
     bytes_islands: int = 0
     bytes_pipeline_saved: int = 0
     bytes_tensor_saved: int = 0
     bytes_experts_saved: int = 0
+    bytes_sequence_saved: int = 0
     cosine: Callable[[], float] | None = None
     """Returns the sampled cosine; the call waits for the GPU."""
     islands_cosine: Callable[[], float] | None = None

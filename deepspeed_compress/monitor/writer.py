@@ -43,6 +43,8 @@ class StepStatistics:
         bytes_tensor_saved: bytes that DeepSpeed alone would send between tensor-parallel ranks in addition.
         bytes_experts: bytes of tokens and their gradients between ranks that share experts; None as `bytes_tensor`.
         bytes_experts_saved: bytes that DeepSpeed alone would send between ranks that share experts in addition.
+        bytes_sequence: bytes of all-to-alls between sequence-parallel ranks.
+        bytes_sequence_saved: bytes that DeepSpeed alone would send between sequence-parallel ranks in addition.
         islands_cosine: cosine between the update of this rank's fp32 master weights and that of the other islands;
             None without an exchange.
         settings: settings in force, in short form.
@@ -80,6 +82,8 @@ class StepStatistics:
     bytes_tensor_saved: int = 0
     bytes_experts: int | None = 0
     bytes_experts_saved: int = 0
+    bytes_sequence: int = 0
+    bytes_sequence_saved: int = 0
     islands_cosine: float | None = None
     settings: str = ""
     step_ms: float | None = None

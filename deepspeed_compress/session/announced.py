@@ -28,6 +28,7 @@ def joined(
     ranks: int,
     figures: Callable[[], Sequence[str]],
     members: str = "data-parallel ranks",
+    measured: Sequence[object] = (),
 ) -> str:
     """Return the startup line.
 
@@ -37,10 +38,12 @@ def joined(
         ranks: number of ranks, or nodes, that exchange messages.
         figures: returns the texts about traffic; called only if there are several.
         members: what is counted by `ranks`, in the plural.
+        measured: what was measured at the start, as texts.
     """
     methods = f"gradients {brief(config.gradients)}, weights {brief(config.weights)}"
     first = f"{methods}; {where}, {ranks} {members}"
-    found = [*(figures() if ranks > 1 else ()), *_inside_model(config), *_between_islands(config.islands)]
+    found = [*(figures() if ranks > 1 else ()), *_inside_model(config), *map(str, measured)]
+    found += _between_islands(config.islands)
     if not found:
         return f"{first}; nothing is {'compressed' if ranks > 1 else 'sent, so nothing is compressed'}"
     return "; ".join([first, *found, *_start(config)]) + ' ("monitor": {"announce": false} leaves this line out)'
@@ -56,9 +59,9 @@ def _start(config: CompressConfig) -> list[str]:
 
 def _inside_model(config: CompressConfig) -> list[str]:
     """Return the texts on what ranks with different parts of the model send to each other."""
-    activations = config.activations or Activations()
-    tensor, pipeline, experts = activations.tensor, activations.pipeline, activations.experts
-    found = []
+    activations, found = config.activations or Activations(), []
+    tensor, pipeline = activations.tensor, activations.pipeline
+    experts, sequence = activations.experts, activations.sequence
     if tensor is not None:
         how = (["merged"] if tensor.merge else []) + ([f"in {tensor.bits} bits"] if tensor.bits else [])
         found.append(f"sums of tensor parallelism are {' and '.join(how)}")
@@ -68,6 +71,8 @@ def _inside_model(config: CompressConfig) -> list[str]:
         found.append(f"tokens for experts are in {experts.dispatch.bits} bits")
     if experts is not None and experts.combine is not None:
         found.append(f"results of experts are in {experts.combine.bits} bits")
+    if sequence is not None:
+        found.append(f"all-to-alls of sequence parallelism are in {sequence.bits} bits")
     return found
 
 

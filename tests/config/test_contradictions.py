@@ -330,7 +330,7 @@ def test_weights_are_not_published_if_ranks_hold_several_models(other: dict[str,
 @pytest.mark.parametrize(
     ("section", "file", "pointer", "words"),
     [
-        ({"activations": {}}, {}, "activations", "no effect without tensor or pipeline"),
+        ({"activations": {}}, {}, "activations", "no effect without tensor, pipeline or sequence"),
         ({"activations": {"tensor": {"merge": False}}}, {}, "activations/tensor/merge", "no effect without bits"),
         (
             {"activations": {"tensor": {}}, "parallelism": {"tensor": 1}},
@@ -362,6 +362,17 @@ def test_weights_are_not_published_if_ranks_hold_several_models(other: dict[str,
             {"expert_parallel": {"enabled": True, "autoep_size": 2, "comm_backend": "deepep"}},
             "activations/experts",
             'cannot be combined with /expert_parallel/comm_backend: "deepep"',
+        (
+            {"activations": {"sequence": {}}},
+            {"sequence_parallel_size": 1},
+            "activations/sequence",
+            "no effect with /sequence_parallel_size: 1",
+        ),
+        (
+            {"activations": {"sequence": {"bits": 4}}, "parallelism": {"pipeline": 2}},
+            {},
+            "activations/sequence",
+            f"cannot be combined with /{SECTION}/parallelism/pipeline above 1",
         ),
     ],
 )
@@ -378,6 +389,7 @@ def test_activations_without_effect(section: dict[str, Any], file: dict[str, Any
         {"activations": {"tensor": {"merge": False, "bits": 4}, "pipeline": {"bits": 8}}},
         {"activations": {"tensor": {"bits": 8}}, "parallelism": {"tensor": 2, "pipeline": 2}},
         {"activations": {"experts": {"dispatch": {"bits": 4}}}},
+        {"activations": {"sequence": {"bits": 4}}},
     ],
 )
 def test_activations_that_may_have_an_effect(section: dict[str, Any]) -> None:

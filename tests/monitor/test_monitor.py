@@ -83,6 +83,8 @@ LINE = {
     "bytes_tensor_saved": 0,
     "bytes_experts": 0,
     "bytes_experts_saved": 0,
+    "bytes_sequence": 0,
+    "bytes_sequence_saved": 0,
     "islands_cosine": None,
     "settings": "blockwise bits=4",
     "step_ms": 300.0,

@@ -25,6 +25,7 @@ def line(**section: Any) -> str:
             {"experts": {"dispatch": {"bits": 4}, "combine": {}}},
             "; tokens for experts are in 4 bits; results of experts are in 8 bits (",
         ),
+        ({"sequence": {}}, "; all-to-alls of sequence parallelism are in 8 bits ("),
     ],
 )
 def test_activations_are_named(activations: dict[str, Any], text: str) -> None:

@@ -21,7 +21,7 @@ from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.traffic import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 
 
-def announce(engine: Any, session: Session, parameters: Parameters, kind: str) -> None:
+def announce(engine: Any, session: Session, parameters: Parameters, kind: str, measured: Sequence[object] = ()) -> None:
     """Write the announcement to standard error, on rank 0, unless `monitor.announce` is false.
 
     Args:
@@ -29,9 +29,10 @@ def announce(engine: Any, session: Session, parameters: Parameters, kind: str) -
         session: its session.
         parameters: its parameters.
         kind: the result of `engine_kind`.
+        measured: what was measured at the start, as texts.
     """
     if engine.global_rank == 0 and session.config.monitor.announce:
-        tell(partial(announcement, engine, session, parameters, kind))
+        tell(partial(announcement, engine, session, parameters, kind, measured))
 
 
 def warn_of_uncompressed(engine: Any, ds_config: Mapping[str, Any]) -> None:
@@ -82,7 +83,9 @@ def warn_of_uncounted(reasons: Sequence[str]) -> None:
     warnings.warn(text + "; ".join(reasons), CompressWarning, stacklevel=4)
 
 
-def announcement(engine: Any, session: Session, parameters: Parameters, kind: str) -> str:
+def announcement(
+    engine: Any, session: Session, parameters: Parameters, kind: str, measured: Sequence[object] = ()
+) -> str:
     """Return the announcement.
 
     It has the settings, the excluded parameters, the megabytes that rank 0 sends per step with and without compression,
@@ -91,7 +94,8 @@ def announcement(engine: Any, session: Session, parameters: Parameters, kind: st
     where, ranks = f"ZeRO {engine.zero_optimization_stage()}", reduction_group(engine).size()
     nodes = node_unit(engine)
     if nodes is None:
-        return joined(session.config, where, ranks, partial(_figures, engine, session, parameters, kind))
+        figures = partial(_figures, engine, session, parameters, kind)
+        return joined(session.config, where, ranks, figures, measured=measured)
     within = nodes.get_data_parallel_world_size()
     return joined(
         session.config,
@@ -99,6 +103,7 @@ def announcement(engine: Any, session: Session, parameters: Parameters, kind: st
         ranks,
         partial(_between_nodes, session, parameters, nodes),
         "nodes",
+        measured,
     )
 
 

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_compress.backends.deepspeed import comms_log, losses, norms, parallel, seams
-from deepspeed_compress.backends.deepspeed.activations import experts, pipeline, tensor
+from deepspeed_compress.backends.deepspeed.activations import experts, pipeline, sequence, tensor
+from deepspeed_compress.backends.deepspeed.activations.crossover import Crossover, measure_engine
 from deepspeed_compress.backends.deepspeed.activations.limits import refuse_idle_activations
 from deepspeed_compress.backends.deepspeed.announce import (
     announce,
@@ -42,11 +43,11 @@ from deepspeed_compress.checkpointing.deepspeed.resharding import Resharding
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import Run
 from deepspeed_compress.collectives.weight_reduction import WeightReduction
-from deepspeed_compress.config import CompressConfig, CompressedWeights, check_world, parse_section
+from deepspeed_compress.config import Activations, CompressConfig, CompressedWeights, check_world, parse_section
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed.divided import attach_islands, stay_apart
 from deepspeed_compress.local_sgd.deepspeed.elastic import attach_elastic
-from deepspeed_compress.monitor import write_configuration
+from deepspeed_compress.monitor import Event, write_configuration
 from deepspeed_compress.session.exact import attach_exact
 from deepspeed_compress.session.observer import PolicyInputs, largest_of_all
 from deepspeed_compress.session.parts import Parts, make_parts
@@ -166,7 +167,7 @@ def _attach(target: EngineTarget, patches: Patches) -> None:
     patches.replace(engine, "compression", session)
     if engine.global_rank == 0:
         write_configuration(session.journal, engine.config)
-    announce(engine, session, parameters, target.kind)
+    announce(engine, session, parameters, target.kind, _measure_activations(target, session))
     # Last, because it is collective: an earlier failure may have occurred on one rank only.
     patches.on_undo(session.renew_weights)
     patches.on_undo(session.discard_unfinished)
@@ -221,7 +222,7 @@ def _checked(engine: Any, config: CompressConfig) -> str:
     )
     if config.activations is not None:
         used = () if config.activations.experts is None else experts.SEAMS
-        seams.check_seams(tensor.SEAMS + pipeline.SEAMS + used, deepspeed.__version__)
+        seams.check_seams(tensor.SEAMS + pipeline.SEAMS + sequence.SEAMS + used, deepspeed.__version__)
     if config.weights.method != "none":
         stage.check_weights(engine)
         seams.check_seams(stage.weight_seams, deepspeed.__version__)
@@ -275,13 +276,25 @@ def _attach_islands(
 
 def _attach_activations(target: EngineTarget, parts: Parts) -> None:
     """Compress what ranks that hold different parts of the model send to each other, if the section says so."""
-    activations = target.config.activations
-    if activations is not None and activations.tensor is not None:
+    activations = target.config.activations or Activations()
+    if activations.tensor is not None:
         tensor.attach_tensor(target.engine, activations.tensor, parts.run, parts.patches)
-    if activations is not None and activations.pipeline is not None:
+    if activations.pipeline is not None:
         pipeline.attach_pipeline(target.engine, activations.pipeline, parts.run, parts.patches)
-    if activations is not None and activations.experts is not None:
+    if activations.experts is not None:
         experts.attach_experts(target.engine, activations.experts, parts.run.meter, parts.patches)
+    if activations.sequence is not None:
+        sequence.attach_sequence(target.engine, activations.sequence, parts.run, parts.patches)
+
+
+def _measure_activations(target: EngineTarget, session: Session) -> list[Crossover]:
+    """Measure compressed messages of activations, and record an event for each kind that costs time on this link."""
+    activations = target.config.activations
+    measured = [] if activations is None else measure_engine(target.engine, activations)
+    for one in measured:
+        if not one.pays:
+            session.record(Event(target.engine.global_steps, f"crossover_{one.kind}", str(one), one.figures, "", ""))
+    return measured
 
 
 def _policy_inputs(

@@ -1,15 +1,15 @@
-"""Byte counts of pipeline, tensor and expert parallelism, taken where DeepSpeed calls its communication backend.
+"""Byte counts of divided models, taken where DeepSpeed calls its communication backend.
 
 Everything that DeepSpeed sends passes through one object, `deepspeed.comm.comm.cdb`: activations and their gradients
-between stages, gradients of tied weights, the collectives of tensor parallelism, and tokens between ranks that share
-experts. While engines with such traffic exist, methods of that object are replaced by ones that count messages to the
+between stages, gradients of tied weights, the collectives of tensor parallelism, tokens between ranks that share
+experts, and the all-to-alls of sequence parallelism. While engines with such traffic exist, methods of that object are replaced by ones that count messages to the
 groups of the running engine. They count from a forward pass with gradients to the end of the optimizer step, so
 evaluations and checkpoints are excluded.
 """
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +21,7 @@ from deepspeed.module_inject.layers import TensorParallel_Layer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
+from deepspeed_compress.backends.deepspeed.activations.all_to_all import AllToAllCall
 from deepspeed_compress.backends.deepspeed.activations.experts import find_expert_layers
 from deepspeed_compress.backends.deepspeed.limits import tensor_size
 from deepspeed_compress.backends.deepspeed.seams import Seam
@@ -44,8 +45,8 @@ SEAMS = (
 _STAGES = "stages"
 """Placeholder for a group name, for messages between neighboring pipeline stages, which are sent one by one."""
 
-_TOKENS = "tokens:"
-"""Prefix of the name of a group, for exchanges of tokens. Other messages to the same ranks are norms and flags."""
+_ALL_TO_ALL = "all_to_all:"
+"""Prefix of the name of a group, for all-to-alls. Other messages to the same ranks are norms, losses and flags."""
 
 _Sent = tuple[str | None, Callable[[], int]]
 """Name of the group, and a function that returns the bytes that this rank sends to it."""
@@ -59,21 +60,13 @@ def _all_gather(output_tensor: Tensor, input_tensor: Tensor, group: Any = None, 
     return _name(group), lambda: ring_all_gather(output_tensor.nbytes, group.size())
 
 
-def _all_to_all(
-    *tensors: Tensor, group: Any = None, input_split_sizes: Sequence[int] | None = None, **named: Any
-) -> _Sent:
-    # DeepSpeed passes everything by name, and calls the tensor that is sent `input`.
-    sent: Tensor = named["input"] if "input" in named else tensors[1]
-    return f"{_TOKENS}{_name(group)}", lambda: _sent_to_others(sent, input_split_sizes, group)
-
-
-def _sent_to_others(sent: Tensor, splits: Sequence[int] | None, group: Any) -> int:
-    mine: int = sent.nbytes // group.size() if splits is None else splits[group.rank()] * sent[:1].nbytes
-    return sent.nbytes - mine
-
-
 def _send(tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> _Sent:
     return _STAGES, lambda: tensor.nbytes
+
+
+def _all_to_all(*args: Any, **options: Any) -> _Sent:
+    call = AllToAllCall(*args, **options)
+    return f"{_ALL_TO_ALL}{_name(call.group)}", call.bytes_sent
 
 
 _SENT: Mapping[str, Callable[..., _Sent]] = MappingProxyType(
@@ -86,10 +79,7 @@ _SENT: Mapping[str, Callable[..., _Sent]] = MappingProxyType(
         "isend": _send,
     }
 )
-"""Backend methods that pipelines, split layers and layers of experts call.
-
-Parameters have the same names and order as there.
-"""
+"""Backend methods that divided models call. Parameters have the same names and order as there."""
 
 
 def _name(group: Any) -> str | None:
@@ -165,7 +155,7 @@ def _leave(backend: Any, listener: _TrafficCounter, account: _ByteAccount, handl
 
 
 def count_parallel(engine: Any, meter: Meter, patches: Patches) -> Callable[[], None]:
-    """Count in `meter` the bytes sent for pipeline, tensor and expert parallelism, until the engine is destroyed.
+    """Count in `meter` the bytes sent for pipeline, tensor, expert and sequence parallelism, until the engine is destroyed.
 
     Returns:
         A function to call after every optimizer step. Without such traffic, nothing is replaced and it does nothing.
@@ -201,7 +191,9 @@ def _fields(engine: Any) -> dict[str, str]:
     """Return the fields of the meter, by the names of the groups that they count."""
     layers = [layer for layer in engine.module.modules() if isinstance(layer, TensorParallel_Layer)]
     fields = {layer.mp_group.group_name: "bytes_tensor" for layer in layers if layer.tp_world_size > 1}
-    fields |= {f"{_TOKENS}{layer.ep_group.group_name}": "bytes_experts" for layer in find_expert_layers(engine)}
+    fields |= {f"{_ALL_TO_ALL}{layer.ep_group.group_name}": "bytes_experts" for layer in find_expert_layers(engine)}
+    if engine.sequence_parallel_size > 1:
+        fields[f"{_ALL_TO_ALL}{engine.seq_parallel_group.group_name}"] = "bytes_sequence"
     if isinstance(engine, PipelineEngine) and engine.num_stages > 1:
         tied = {group.group_name: "bytes_tied" for _, group in engine.module.get_tied_weights_and_groups()}
         fields |= {_STAGES: "bytes_pipeline", **tied}

@@ -12,6 +12,7 @@ from rich.table import Table
 from deepspeed_compress.config.numbers import shown
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.policy.alpha_beta import AlphaBeta
+from deepspeed_compress.tools.bench import crossover
 from deepspeed_compress.tools.bench.hosts import signals_as_exceptions
 from deepspeed_compress.tools.bench.links import UNLIMITED, bits_per_second, check_machine
 from deepspeed_compress.tools.bench.rows import Row, check_launched, new_document, run_on_hosts, save_document
@@ -23,6 +24,8 @@ CAPTION = "bus: minimum bytes that a rank must send, per second; link: fraction 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print, write and draw. Return exit code 1 if the run failed, else 0."""
+    if options.kind != "collectives":
+        return crossover.run(options)
     if options.plot:
         check_plotting("--plot")
     if len(set(options.sizes)) < 2:

@@ -25,6 +25,7 @@ PEERS = (
     "megatron",
     "megatron-int4",
 )
+KINDS = ("collectives", "tensor", "pipeline", "sequence")
 SIZES = ("4K", "16K", "64K", "256K", "1M", "4M", "16M")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
@@ -96,6 +97,11 @@ def _step_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _comm_arguments(parser: argparse.ArgumentParser) -> None:
+    kinds = (
+        "messages to measure: collectives, or compressed and uncompressed activations of tensor, pipeline or sequence "
+        "parallelism, with the rate of the link from which on compression costs time (default: collectives)"
+    )
+    parser.add_argument("--kind", choices=KINDS, default=KINDS[0], help=kinds)
     sizes = f"bytes of a rank's buffer, such as 64K or 4M (default: {' '.join(SIZES)})"
     default = [size(text) for text in SIZES]
     parser.add_argument("--sizes", type=size, nargs="+", default=default, metavar="SIZE", help=sizes)
@@ -194,8 +200,12 @@ BENCHMARKS = {
         _step_arguments,
     ),
     "comm": Benchmark(
-        "Measure the latency and bandwidth of collectives, and of the exchange that carries compressed messages.",
-        ("--emulate 2,1gbit --json comm.json --plot comm.png", "--emulate 4,100mbit --sizes 16K 1M"),
+        "Measure collectives, the exchange that carries compressed messages, or compressed activations.",
+        (
+            "--emulate 2,1gbit --json comm.json --plot comm.png",
+            "--emulate 4,100mbit --sizes 16K 1M",
+            "--kind tensor --emulate 2,5gbit,1gbit",
+        ),
         _comm_arguments,
     ),
     "kernels": Benchmark(

@@ -146,7 +146,8 @@ def steps_at(options: argparse.Namespace, rates: Sequence[str | None]) -> Steps:
 
 def _title(group: Group, ranks: int) -> str:
     work = group.workload
-    layout = f", tensor {work.tensor} x pipeline {work.pipeline}" if work.tensor * work.pipeline > 1 else ""
+    parts = {"tensor": work.tensor, "pipeline": work.pipeline, "sequence": work.sequence}
+    layout = "".join(f", {name} {size}" for name, size in parts.items() if size > 1)
     return f"{Path(work.model).stem} on {ranks} ranks{layout}, {len(group.contenders)} systems"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepspeed_compress.monitor import KINDS
+from deepspeed_compress.monitor import KINDS, SAVED
 from deepspeed_compress.tools.bench import gauges
 from deepspeed_compress.tools.bench.links import UNLIMITED, set_own_rate
 from deepspeed_compress.tools.bench.rows import Emit, Log, Row, rank_main
@@ -179,9 +179,11 @@ def _mean_sizes(counted: list[Counted]) -> dict[str, float]:
     """Return the payload bytes per step by kind and in total, the latter also as if gradients were uncompressed."""
     if not counted:
         return {}
-    sizes = {name: statistics.mean(step.sizes[name] for step in counted) for name in (*KINDS, UNCOMPRESSED)}
-    whole = sum(sizes[name] for name in KINDS)
-    return sizes | {"predicted": whole, "predicted_uncompressed": whole - sizes["bytes_sent"] + sizes[UNCOMPRESSED]}
+    names = (*KINDS, *SAVED, UNCOMPRESSED)
+    sizes = {name: statistics.mean(step.sizes[name] for step in counted) for name in names}
+    whole, saved = (sum(sizes[name] for name in kinds) for kinds in (KINDS, SAVED))
+    alone = whole + saved - sizes["bytes_sent"] + sizes[UNCOMPRESSED]
+    return sizes | {"predicted": whole, "predicted_uncompressed": alone}
 
 
 def _residual_bytes(session: Any) -> int | None:

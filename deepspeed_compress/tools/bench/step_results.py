@@ -47,9 +47,8 @@ def same_work(row: Row) -> str:
 
 def title(row: Row) -> str:
     """Return the title of a table: what all its rows have in common."""
-    work, layout = row["workload"], ""
-    if work["tensor"] * work["pipeline"] > 1:
-        layout = f", pipeline {work['pipeline']} x tensor {work['tensor']}"
+    work = row["workload"]
+    layout = "".join(f", {name} {work[name]}" for name in ("pipeline", "tensor", "sequence") if work[name] > 1)
     batch = f"{work['accumulation']} x {work['micro_batch']} x {work['seq_len']} tokens"
     mirror = " (a mirror)" if row.get("mirror") else ""
     ranks = f"{row['ranks']} ranks" + (f", {row['per_host']} on a host" if row.get("per_host", 1) > 1 else "")

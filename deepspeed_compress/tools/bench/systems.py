@@ -17,6 +17,7 @@ from deepspeed_compress.models import Layout, build_parallel, read_model_config
 from deepspeed_compress.tools.bench.gauges import device
 from deepspeed_compress.tools.bench.peers import PEERS
 from deepspeed_compress.tools.bench.torch_loop import Optimizer, TorchStepper, Wrapped, bare_model
+from deepspeed_compress.tools.bench.ulysses import Registration, UlyssesStepper, register, share_of_sequence
 from deepspeed_compress.tools.bench.workload import Contender, Workload
 from deepspeed_compress.training.stepper import PipelineStepper, PlainStepper, Share, Stepper, share_of
 
@@ -100,9 +101,12 @@ def _engine(workload: Workload, ds_config: Mapping[str, Any]) -> System:
     compressed = SECTION in ds_config
     initialize = deepspeed_compress.initialize if compressed else deepspeed.initialize
     # DeepSpeed may modify its configuration.
-    made = initialize(model=module, model_parameters=list(module.parameters()), config=copy.deepcopy(dict(ds_config)))[
-        0
-    ]
+    registration = register(module, workload) if workload.sequence > 1 else None
+    mpu = None if registration is None else registration.mpu
+    config, trained = copy.deepcopy(dict(ds_config)), list(module.parameters())
+    made = initialize(model=module, model_parameters=trained, config=config, mpu=mpu)[0]
+    if registration is not None:
+        return _on_ulysses(made, workload, registration)
     stepper = PipelineStepper(made) if workload.pipeline > 1 else PlainStepper(made)
     session: Any = made.compression if compressed else None
     section = session.config if compressed else None
@@ -110,3 +114,14 @@ def _engine(workload: Workload, ds_config: Mapping[str, Any]) -> System:
     dense = 0 if section is None else max(section.schedule.warmup_steps, islands.warmup_steps if islands else 0)
     period = (islands.sync_steps if islands else None) or 1
     return System(stepper, share_of(made), made.destroy, session, dense, period)
+
+
+def _on_ulysses(engine: Any, workload: Workload, registration: Registration) -> System:
+    """Return the engine as a system whose attention is released together with it."""
+
+    def close() -> None:
+        engine.destroy()
+        registration.undo()
+
+    stepper, session = UlyssesStepper(engine, workload.sequence), vars(engine).get("compression")
+    return System(stepper, share_of_sequence(workload), close, session)

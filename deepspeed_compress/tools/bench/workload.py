@@ -24,7 +24,7 @@ class Workload:
     """Work that every contender does in a step, so that their times can be compared.
 
     A step has `accumulation` micro-batches of `micro_batch` sequences per data-parallel replica, which consists of
-    `tensor` x `pipeline` ranks.
+    `tensor` x `pipeline` x `sequence` ranks.
     """
 
     model: str
@@ -38,6 +38,7 @@ class Workload:
     clipping: float
     seq_len: int
     seed: int
+    sequence: int = 1
 
     @property
     def share(self) -> tuple[int, int]:
@@ -46,7 +47,7 @@ class Workload:
         Raises:
             ConfigError: The batch cannot be needed equally.
         """
-        sequences, needed = self.micro_batch * self.accumulation, self.tensor * self.pipeline
+        sequences, needed = self.micro_batch * self.accumulation, self.tensor * self.pipeline * self.sequence
         if sequences % needed:
             raise ConfigError(
                 f"--micro-batch: {self.micro_batch} sequences x {self.accumulation} micro-batches are not a multiple "
@@ -112,6 +113,8 @@ def group_contenders(
         found = [Contender(Path(file).stem, OURS, given), *_deepspeed_contenders(given, peers)]
         contenders += [contender for contender in found if contender not in contenders]
     others = [Contender(peer, peer) for peer in peers if peer not in _OTHER_KEYS]
+    if others and any(workload.sequence > 1 for workload, _ in groups.values()):
+        raise ConfigError(f"--peers {others[0].name}: cannot divide sequences; write deepspeed, or leave --peers out")
     return [Group(workload, (*_sorted(contenders), *others)) for workload, contenders in groups.values()]
 
 
@@ -143,7 +146,8 @@ def _read(file: str) -> dict[str, Any]:
 def _workload(file: str, ds_config: Mapping[str, Any], model: str, sizes: Mapping[str, Any], ranks: int) -> Workload:
     section = parse_section(ds_config)
     parallelism = section.parallelism or Parallelism()
-    replicas = check_world(section, ranks, ds_config)
+    sequence = ds_config.get("sequence_parallel_size", 1)
+    replicas = check_world(section, ranks, ds_config) // sequence
     micro_batch, accumulation = _batch(file, ds_config, sizes["micro_batch"], replicas)
     return Workload(
         model=model,
@@ -157,6 +161,7 @@ def _workload(file: str, ds_config: Mapping[str, Any], model: str, sizes: Mappin
         clipping=ds_config.get("gradient_clipping", 1.0),
         seq_len=sizes["seq_len"],
         seed=sizes["seed"],
+        sequence=sequence,
     )
 
 

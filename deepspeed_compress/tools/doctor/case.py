@@ -17,7 +17,7 @@ from deepspeed_compress.tools.doctor.thresholds import Thresholds
 
 P = ParamSpec("P")
 
-OTHER_KINDS = ("bytes_pipeline", "bytes_tied", "bytes_tensor", "bytes_experts", "bytes_islands")
+OTHER_KINDS = ("bytes_pipeline", "bytes_tied", "bytes_tensor", "bytes_experts", "bytes_sequence", "bytes_islands")
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,21 @@ class Case:
     @property
     def waited_bytes(self) -> float:
         """Return the median bytes per step that are sent within the time measured as `communicate_ms`."""
-        return self.median("bytes_sent") + (self.median("bytes_weights") if self.weights_compressed else 0)
+        kinds = [kind for kind in self.compressed_activations if kind != "bytes_pipeline"]
+        return sum(map(self.median, ["bytes_sent", *kinds, *(["bytes_weights"] if self.weights_compressed else [])]))
+
+    @property
+    def compressed_activations(self) -> list[str]:
+        """Return the kinds of bytes of activations that are compressed, whose encoding is in the measured times."""
+        activations = self.run.section.activations if self.run.section is not None else None
+        if activations is None:
+            return []
+        kinds = {
+            "bytes_tensor": activations.tensor,
+            "bytes_pipeline": activations.pipeline,
+            "bytes_sequence": activations.sequence,
+        }
+        return [name for name, settings in kinds.items() if settings is not None and settings.bits is not None]
 
     @property
     def overlaps(self) -> bool:

@@ -33,6 +33,7 @@ TRAFFIC = (
     TrafficKind("gradients of tied weights", "orange", "bytes_tied"),
     TrafficKind("tensor parallelism", "purple", "bytes_tensor"),
     TrafficKind("tokens between experts", "cyan", "bytes_experts"),
+    TrafficKind("sequence parallelism", "brown", "bytes_sequence"),
     TrafficKind("exchanges between islands", "red", "bytes_islands"),
 )
 

@@ -18,6 +18,7 @@ COLOURS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "orange": ("#e16f24", "#db6d28"),
         "purple": ("#8250df", "#a371f7"),
         "cyan": ("#1b7c83", "#39c5cf"),
+        "brown": ("#953800", "#bc6c25"),
         "red": ("#cf222e", "#f85149"),
     }
 )

@@ -50,6 +50,8 @@ class Recording:
     """Name of the run to compare with."""
     apart: bool = False
     """True if ranks learn different functions."""
+    divided: bool = False
+    """True if tensor-parallel ranks train a small Llama, always on one batch."""
     jobs: bool = False
     """True if each of the two ranks is a separate job and an island; the later island is recorded."""
 
@@ -151,6 +153,9 @@ RECORDINGS: Mapping[str, Recording] = {
         steps=40,
         baseline="dense",
     ),
+    "local-sums": Recording(
+        "activations-do-not-pay", {"activations": {"tensor": {"bits": 8}}}, stage=1, steps=40, divided=True
+    ),
     "sleeping-rank": Recording("straggler", {"gradients": INT4}, step=_sleeps),
     "excluded": Recording("nothing-compressed", {"gradients": {**INT4, "min_numel": 10_000_000}}),
     "endless-warm-up": Recording("never-in-force", {"gradients": INT4, "schedule": {"warmup_steps": 1000}}),
@@ -227,6 +232,8 @@ def train(rank: int, name: str, directory: str, until: Path | None = None) -> li
     """
     recording = RECORDINGS[name]
     os.environ |= recording.environment
+    if recording.divided:
+        return _train_divided(recording, directory)
     import torch
     from torch import nn
 
@@ -254,6 +261,14 @@ def train(rank: int, name: str, directory: str, until: Path | None = None) -> li
     return losses
 
 
+def _train_divided(recording: Recording, directory: str) -> list[float]:
+    from tests.support import split_llama
+
+    monitor = {"monitor": {"path": directory, **_monitor(recording)}}
+    engine = split_llama.start(split_llama.Job(recording.section["activations"], recording.stage, section=monitor))
+    return [loss for _ in range(recording.steps) for loss in split_llama.train(engine, steps=1)]
+
+
 def train_island(rank: int, name: str, directory: str, ports: list[int]) -> list[float]:
     """Train as a job of one rank. The earlier job continues until the recorded one has ended."""
     from tests.support.coordinators import become_island
@@ -278,7 +293,8 @@ def make(name: str) -> None:
 def _on_machine(name: str, recording: Recording, directory: Path) -> None:
     from tests.support.forks import run_forks
 
-    _write_metrics(directory, recording, run_forks(recording.ranks, train, name, str(directory), timeout=300)[0])
+    losses = run_forks(recording.ranks, train, name, str(directory), timeout=300, shared_memory=recording.divided)[0]
+    _write_metrics(directory, recording, losses)
 
 
 def _as_jobs(name: str, recording: Recording, directory: Path) -> None:

@@ -24,6 +24,13 @@ def events(count: int, every: int, reason: str = "gradient norm 9 is 30 times th
     return tuple({"step": 3 + index * every, **one} for index in range(count))
 
 
+def crossover(kind: str) -> tuple[Any, ...]:
+    """Return the event of a process that has measured that compressed activations cost time."""
+    figures = {"compressed_ms": 9.0, "uncompressed_ms": 2.0, "pays_below_gbit_per_s": 1.5}
+    common = {"reason": "", "before": "", "after": "", "dry_run": False}
+    return ({"step": 0, "kind": f"crossover_{kind}", "evidence": figures, **common},)
+
+
 ELASTIC = {"rendezvous": "head:29400"}
 ISLANDS = {"sync_every": 4, "elastic": ELASTIC}
 MOMENTUM = {**ISLANDS, "outer": {"optimizer": "nesterov", "lr": 0.7}}
@@ -110,6 +117,10 @@ FAULTY: dict[str, list[tuple[Run, Any]]] = {
             ),
             {"bits": None, "method": "none"},
         )
+    ],
+    "activations-do-not-pay": [
+        (run(events=crossover("tensor"), ds_config=config(activations={"tensor": {"bits": 8}})), None),
+        (run(events=crossover("sequence"), ds_config=config(activations={"sequence": {}})), None),
     ],
     "weights-uncompressed": [(run({"bytes_weights": 21_000_000}, config(weights=None)), None)],
     "other-traffic": [
@@ -198,6 +209,7 @@ NEAR: dict[str, list[Run]] = {
         ),
         run({"communicate_ms": 5.0, "compress_ms": 12.0, "decompress_ms": 9.0}, config(extra=NO_OVERLAP, weights=None)),
     ],
+    "activations-do-not-pay": [run(ds_config=config(activations={"tensor": {"bits": 8}}))],
     "weights-uncompressed": [
         run({"bytes_weights": 5_000_000}, config(weights=None)),
         run({"bytes_weights": 21_000_000}),
@@ -246,6 +258,13 @@ def test_rule_reports_its_fault(rule: str, found: Run, gradients: Any) -> None:
     assert [one.name for one in diagnosis.diagnostics][:1] == [rule]
     patch = diagnosis.diagnostics[0].patch or {}
     assert patch.get("deepspeed_compress", {}).get("gradients") == gradients
+
+
+def test_only_the_bits_of_a_merged_sum_are_removed() -> None:
+    activations = {"tensor": {"bits": 8}, "pipeline": {"bits": 4}}
+    for kind, patch in (("tensor", {"tensor": {"bits": None}}), ("pipeline", {"pipeline": None})):
+        found = run(events=crossover(kind), ds_config=config(activations=activations))
+        assert (examine(found).diagnostics[0].patch or {}) == {"deepspeed_compress": {"activations": patch}}
 
 
 @pytest.mark.parametrize(("rule", "found", "gradients"), FOUND)

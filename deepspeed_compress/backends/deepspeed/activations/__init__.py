@@ -1,1 +1,1 @@
-"""Seams of what tensor and pipeline parallelism send: sums inside layers, and messages between stages."""
+"""Seams of what tensor, pipeline and sequence parallelism send: sums, messages between stages, and all-to-alls."""

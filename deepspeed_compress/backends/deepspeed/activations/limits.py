@@ -32,6 +32,8 @@ def refuse_idle_activations(engine: Any, config: CompressConfig) -> None:
         problems.append(f"{_PLACE}pipeline has no effect on an engine without pipeline stages; remove the key")
     if activations.experts is not None:
         problems += _expert_problems(engine)
+    if activations.sequence is not None:
+        problems += _sequence_problems(engine)
     if problems:
         raise UnsupportedError("; ".join(problems))
 
@@ -67,3 +69,12 @@ def _expert_problems(engine: Any) -> Iterator[str]:
     if any(getattr(layer, "comm_backend", "comm") != "comm" for layer in layers):
         yield f'{place}: expert_parallel.comm_backend exchanges by itself; write "comm"'
     yield from compiled_problems(engine, place, "exchanges")
+
+
+def _sequence_problems(engine: Any) -> Iterator[str]:
+    place = f"{_PLACE}sequence"
+    if engine.sequence_parallel_size == 1:
+        yield f"{place} has no effect, because no ranks share sequences; pass Ulysses' mpu or mesh, or remove the key"
+    if isinstance(engine, PipelineEngine):
+        yield f"{place} is not available with pipeline stages; remove the key"
+    yield from compiled_problems(engine, place, "messages")

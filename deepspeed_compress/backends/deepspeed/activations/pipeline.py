@@ -50,7 +50,7 @@ class _FirstMessage:
 
 
 @dataclass(frozen=True)
-class _StageMessages:
+class StageMessages:
     """Messages of one engine, encoded by `codec`."""
 
     codec: Codec
@@ -61,25 +61,34 @@ class _StageMessages:
         if not first.is_this(tensor):
             original(tensor, stage)
             return
-        payload = self._payload(tensor)
-        with self.meter.phase("compress", tensor.device):
-            self.codec.encode(tensor.detach().reshape(-1).to(torch.float32), (), payload, key=0)
-        self.meter.count("bytes_pipeline_saved", tensor.nbytes - payload.nbytes)
-        original(payload, stage)
+        original(self.encode(tensor), stage)
 
     def receive(self, first: _FirstMessage, original: _Transfer, tensor: Tensor, stage: int) -> None:
         """Receive `tensor` from `stage`, compressed if it is the first message."""
         if not first.is_this(tensor):
             original(tensor, stage)
             return
-        payload = self._payload(tensor)
+        payload = self.payload(tensor)
         original(payload, stage)
+        self.decode(payload, tensor)
+
+    def encode(self, tensor: Tensor) -> Tensor:
+        """Return the message that carries `tensor`."""
+        payload = self.payload(tensor)
+        with self.meter.phase("compress", tensor.device):
+            self.codec.encode(tensor.detach().reshape(-1).to(torch.float32), (), payload, key=0)
+        self.meter.count("bytes_pipeline_saved", tensor.nbytes - payload.nbytes)
+        return payload
+
+    def decode(self, payload: Tensor, tensor: Tensor) -> None:
+        """Overwrite `tensor` with what `payload` carries."""
         with self.meter.phase("decompress", tensor.device):
             values = torch.empty(tensor.numel(), dtype=torch.float32, device=tensor.device)
             self.codec.decode([payload], (), values, 1.0)
             tensor.detach().copy_(values.view_as(tensor))
 
-    def _payload(self, tensor: Tensor) -> Tensor:
+    def payload(self, tensor: Tensor) -> Tensor:
+        """Return a buffer for the message that carries `tensor`."""
         size = self.codec.compressor.payload_bytes(tensor.numel())
         return torch.empty(size, dtype=torch.uint8, device=tensor.device)
 
@@ -89,7 +98,7 @@ def attach_pipeline(engine: Any, settings: PipelineActivations, run: Run, patche
 
     `_exec_schedule` looks instructions up in a table of the class, which the engine gets a copy of.
     """
-    messages = _StageMessages(gradient_codec(settings.bits), run.meter)
+    messages = StageMessages(gradient_codec(settings.bits), run.meter)
     table = dict(engine._INSTRUCTION_MAP)
     for name, kinds, transfer in (
         ("send", (schedule.SendActivation, schedule.SendGrad), messages.send),

@@ -15,6 +15,7 @@ _TITLES = {
     "bytes_tied": "gradients of tied weights",
     "bytes_tensor": "collectives of split layers",
     "bytes_experts": "tokens between experts",
+    "bytes_sequence": "all-to-alls of sequence parallelism",
     "bytes_islands": "exchanges between islands",
 }
 

@@ -138,6 +138,29 @@ def compress_fast_network(document: Document, context: Context) -> Findings:
         yield key_finding((OUR_SECTION,), what, "nothing: remove the section, or measure with and without it")
 
 
+@rule("DSC914", "warning")
+def compress_activations_inside_node(document: Document, context: Context) -> Findings:
+    """activations.tensor.bits with tensor ranks that share a node.
+
+    Links inside a node carry sums faster than they can be encoded. `ds-compress bench comm --kind tensor` measures it.
+
+    Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "tensor_parallel": {"autotp_size": 2},
+        "deepspeed_compress": {"gradients": {"method": "none"}, "activations": {"tensor": {"bits": 8}}}}
+    Right: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "tensor_parallel": {"autotp_size": 2},
+        "deepspeed_compress": {"gradients": {"method": "none"}, "activations": {"tensor": {}}}}
+    Context: {"world_size": 2, "ranks_per_node": 2,
+        "model": {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}}
+    Proof: accepts steps become longer
+    """
+    path = (OUR_SECTION, "activations", "tensor", "bits")
+    bits, tensor, node = document.integer(*path), tensor_size(document), context.ranks_per_node
+    if bits is not None and node is not None and tensor > 1 and node % tensor == 0:
+        what = f"the {tensor} ranks that share layers are on one node, whose links are faster than encoding"
+        yield finding(path, what, "null, unless ds-compress bench comm --kind tensor shows a gain")
+
+
 @rule("DSC910", "warning")
 def compress_residual_memory(document: Document, context: Context) -> Findings:
     """Residuals do not fit into the memory of the GPU.

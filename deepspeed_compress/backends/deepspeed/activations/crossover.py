@@ -1,0 +1,212 @@
+"""Compressed messages of activations compared with plain ones, on the link at hand.
+
+Encoding and decoding cost time that fewer bytes must save. They take the same time on any link, so a measurement on one
+link tells from which rate on compression costs more than it saves.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from deepspeed_compress.backends.deepspeed.activations.all_to_all import AllToAllCall, CompressedAllToAll
+from deepspeed_compress.backends.deepspeed.activations.layers import is_row
+from deepspeed_compress.backends.deepspeed.activations.pipeline import StageMessages
+from deepspeed_compress.backends.deepspeed.activations.sums import activation_codec, compressed_sum, gradient_codec
+from deepspeed_compress.collectives.exchange import exchange
+from deepspeed_compress.collectives.reducer import Run, StepClock
+from deepspeed_compress.config import Activations
+from deepspeed_compress.config.numbers import size
+from deepspeed_compress.monitor import Meter
+
+Kind = Literal["tensor", "pipeline", "sequence"]
+NAMES: Mapping[Kind, str] = MappingProxyType(
+    {"tensor": "a sum of tensor parallelism", "pipeline": "a message between stages", "sequence": "an all-to-all"}
+)
+NUMEL: Mapping[str, int] = MappingProxyType({"cpu": 2**18, "cuda": 2**22})
+"""Elements of the messages that are measured at the start, by type of device."""
+CALLS = 4
+"""Calls of each form, of which the first connects and compiles, and is not counted."""
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """Times of one message, on the slowest rank of a group.
+
+    Attributes:
+        kind: kind of parallelism.
+        bits: bits per element of the compressed message.
+        numel: number of elements.
+        plain: seconds of the uncompressed message.
+        compressed: seconds of the compressed message, with encoding and decoding.
+        coding: seconds of encoding and decoding.
+        sent: bytes that a rank sends, compressed.
+        saved: bytes that compression saves.
+    """
+
+    kind: Kind
+    bits: int
+    numel: int
+    plain: float
+    compressed: float
+    coding: float
+    sent: float
+    saved: float
+
+    @property
+    def pays(self) -> bool:
+        """Return True if compression saves time on this link."""
+        return self.compressed < self.plain
+
+    @property
+    def rate(self) -> float:
+        """Return the bytes per second of a rank's link at which encoding takes the time that fewer bytes save."""
+        return self.saved / self.coding if self.coding else float("inf")
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Return the figures of an event."""
+        return {
+            "compressed_ms": 1e3 * self.compressed,
+            "uncompressed_ms": 1e3 * self.plain,
+            "pays_below_gbit_per_s": 8e-9 * self.rate,
+        }
+
+    def __str__(self) -> str:
+        figures = self.figures
+        verdict = "" if self.pays else f", so activations.{self.kind}.bits costs time on this link"
+        return (
+            f"{NAMES[self.kind]} of {self.numel:,} elements in {self.bits} bits sends {size(self.sent)}, uncompressed "
+            f"{size(self.sent + self.saved)}, and takes {figures['compressed_ms']:.3g} ms, uncompressed "
+            f"{figures['uncompressed_ms']:.3g}{verdict}; it saves time below about "
+            f"{figures['pays_below_gbit_per_s']:.2g} Gbit/s per rank"
+        )
+
+
+_Forms = tuple[Callable[[], object], Callable[[], object]]
+"""Functions that transfer a message uncompressed, and compressed."""
+
+
+def _sums(group: ProcessGroup, x: Tensor, bits: int, run: Run) -> _Forms:
+    total = compressed_sum(group, activation_codec(bits), run)
+    return lambda: group.allreduce([x]).wait(), lambda: total(x)
+
+
+def _shifts(group: ProcessGroup, x: Tensor, bits: int, run: Run) -> _Forms:
+    """Let every rank send a message to the next one, and the last one to the first."""
+    messages, received = StageMessages(gradient_codec(bits), run.meter), torch.empty_like(x)
+
+    plain = partial(_shift, group, x.view(torch.uint8), received.view(torch.uint8))
+    return plain, partial(_compressed_shift, group, messages, x, received)
+
+
+def _compressed_shift(group: ProcessGroup, messages: StageMessages, x: Tensor, received: Tensor) -> None:
+    payload, arrived = messages.encode(x), messages.payload(x)
+    _shift(group, payload, arrived)
+    messages.decode(arrived, received)
+
+
+def _shift(group: ProcessGroup, sent: Tensor, received: Tensor) -> None:
+    nothing = sent.new_empty(0)
+    outgoing, incoming = [nothing] * group.size(), [nothing] * group.size()
+    outgoing[(group.rank() + 1) % group.size()] = sent
+    incoming[(group.rank() - 1) % group.size()] = received
+    exchange(group, outgoing, incoming)
+
+
+def _all_to_alls(group: ProcessGroup, x: Tensor, bits: int, run: Run) -> _Forms:
+    call = AllToAllCall(torch.empty_like(x), x, group=group)
+    compressed = CompressedAllToAll(group, activation_codec(bits), run.meter, "bytes_sequence")
+    return lambda: group.alltoall_base(call.output, x, [], []).wait(), lambda: compressed.start(call).wait()
+
+
+_FORMS: Mapping[Kind, Callable[[ProcessGroup, Tensor, int, Run], _Forms]] = MappingProxyType(
+    {"tensor": _sums, "pipeline": _shifts, "sequence": _all_to_alls}
+)
+
+
+def measure(
+    group: ProcessGroup, kind: Kind, bits: int, numel: int, dtype: torch.dtype, device: torch.device
+) -> Crossover:
+    """Measure both forms of a message of `numel` elements. Collective; waits for the GPU.
+
+    Args:
+        group: the ranks that share layers or sequences, or the stages of a pipeline.
+        kind: kind of parallelism.
+        bits: bits per element of the compressed message.
+        numel: number of elements, a multiple of the number of ranks.
+        dtype: type of the activations.
+        device: device of the activations.
+    """
+    x = torch.linspace(-1, 1, numel, device=device).to(dtype)
+    run = Run(StepClock(), Meter())
+    plain, compressed = _FORMS[kind](group, x, bits, run)
+    calls = [_timed(compressed, group, run.meter, device) for _ in range(CALLS)][1:]
+    sizes = run.meter.sizes()
+    seconds = [[_seconds(plain, group, device) for _ in range(CALLS)][1:], *zip(*calls, strict=True)]
+    slowest = torch.tensor([statistics.median(one) for one in seconds], dtype=torch.float64, device=device)
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+    group.allreduce([slowest], options).wait()
+    times = dict(zip(("plain", "compressed", "coding"), slowest.tolist(), strict=True))
+    saved = sizes[f"bytes_{kind}_saved"]
+    # DeepSpeed's `p2p` counts what stages send.
+    sent = sizes[f"bytes_{kind}"] or x.nbytes - saved
+    return Crossover(kind, bits, numel, **times, sent=sent, saved=saved)
+
+
+def measure_engine(engine: Any, activations: Activations) -> list[Crossover]:
+    """Measure every kind that compresses messages of `engine`, on its own groups. Collective; waits for the GPU."""
+    dtype, device = next(engine.module.parameters()).dtype, torch.device(engine.device)
+    found = []
+    for kind, (settings, group_of) in _kinds(activations).items():
+        group = group_of(engine) if settings is not None and settings.bits is not None else None
+        if group is not None and group.size() > 1:
+            numel = NUMEL[device.type] // group.size() * group.size()
+            found.append(measure(group, kind, settings.bits, numel, dtype, device))
+    return found
+
+
+def _kinds(activations: Activations) -> Mapping[Kind, tuple[Any, Callable[[Any], ProcessGroup | None]]]:
+    """Return the settings of each kind, and a function that returns the group of an engine, None without messages."""
+    return {
+        "tensor": (activations.tensor, _group_of_layers),
+        "pipeline": (activations.pipeline, lambda engine: engine.grid.get_pipe_parallel_group()),
+        "sequence": (activations.sequence, lambda engine: engine.seq_parallel_group),
+    }
+
+
+def _group_of_layers(engine: Any) -> ProcessGroup | None:
+    """Return the group that shares the split layers of this rank, which a stage may lack."""
+    groups: list[ProcessGroup] = [layer.mp_group for layer in engine.module.modules() if is_row(layer)]
+    return next(iter(groups), None)
+
+
+def _timed(call: Callable[[], object], group: ProcessGroup, meter: Meter, device: torch.device) -> tuple[float, float]:
+    """Return the seconds of a call, and those of them that it encodes and decodes."""
+    meter.reset(timed=True)
+    seconds, phases = _seconds(call, group, device), meter.milliseconds()
+    return seconds, (phases["compress"] + phases["decompress"]) / 1e3
+
+
+def _seconds(call: Callable[[], object], group: ProcessGroup, device: torch.device) -> float:
+    # All ranks start together, so that a late rank is not mistaken for a slow link.
+    group.allreduce([torch.zeros(1, device=device)]).wait()
+    _finish(device)
+    begin = time.perf_counter()
+    call()
+    _finish(device)
+    return time.perf_counter() - begin
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

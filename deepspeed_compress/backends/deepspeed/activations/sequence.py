@@ -1,0 +1,176 @@
+"""All-to-alls of sequence parallelism (Ulysses, arXiv:2309.14509), compressed in the training passes of an engine.
+
+Attention gathers the sequence and splits the heads by all-to-alls of query, key and value, and does the reverse with
+its output; the backward pass does the same with gradients. DeepSpeed's `DistributedAttention`, its FPDT, and
+`UlyssesSPAttentionHF` all call one method of DeepSpeed's communication backend. It is replaced while engines are
+attached, and compresses messages to the sequence-parallel group of the engine whose pass runs.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.comm import comm
+from torch import nn
+
+from deepspeed_compress.backends.deepspeed.activations.all_to_all import (
+    AllToAllCall,
+    CompressedAllToAll,
+    PendingAllToAll,
+)
+from deepspeed_compress.backends.deepspeed.activations.attached import forbid_compiling
+from deepspeed_compress.backends.deepspeed.activations.sums import DTYPES, activation_codec
+from deepspeed_compress.backends.deepspeed.seams import Seam
+from deepspeed_compress.collectives.reducer import Run
+from deepspeed_compress.config import SECTION, SequenceActivations
+from deepspeed_compress.errors import UnsupportedError
+from deepspeed_compress.session.patches import Patches
+
+_METHOD = "all_to_all_single"
+SEAMS = (
+    Seam(f"deepspeed.comm.torch:TorchBackend.{_METHOD}"),
+    Seam("deepspeed.runtime.engine:DeepSpeedEngine.backward"),
+)
+
+
+@dataclass
+class _EngineExchange:
+    """All-to-all of one engine, and whether it has been used."""
+
+    exchange: CompressedAllToAll
+    used: bool = False
+
+    def takes(self, call: AllToAllCall) -> bool:
+        """Return True if `call` is one of attention, in a type that can be compressed.
+
+        Groups are compared by name, since a group may have several Python objects.
+        """
+        name = getattr(call.group, "group_name", None)
+        return call.input.dtype in DTYPES and bool(name == self.exchange.group.group_name)
+
+
+@dataclass
+class _AllToAll:
+    """Replacement of the backend's method `original`, for all `engines` that are attached.
+
+    Attributes:
+        before: the backend's own attribute of that name before; None if it had none.
+        current: the exchange of the engine whose pass runs; None between passes.
+    """
+
+    original: Callable[..., Any]
+    before: Any
+    engines: int = 0
+    current: _EngineExchange | None = None
+
+    def __call__(self, *args: Any, **options: Any) -> PendingAllToAll | Any:
+        call, current = AllToAllCall(*args, **options), self.current
+        if current is None or torch.compiler.is_compiling() or not current.takes(call):
+            return self.original(*args, **options)
+        current.used = True
+        pending = current.exchange.start(call)
+        return pending if call.async_op else pending.wait()
+
+
+@dataclass
+class _Passes:
+    """Passes of one engine, during which its all-to-alls are compressed: forward with gradients, and backward.
+
+    Reentrant checkpoints recompute layers in the backward pass. A backward pass that the program starts on a tensor,
+    without the engine, is over at the latest when the optimizer steps.
+    """
+
+    switch: _AllToAll
+    own: _EngineExchange
+    model: weakref.ref[nn.Module]
+    _outer: list[_EngineExchange | None] = field(default_factory=list)
+    """Exchanges of the passes around a forward pass that runs."""
+
+    def begin_forward(self, model: nn.Module, inputs: Any) -> None:
+        """Enter a forward pass of `model`, which is a copy if it is not the engine's."""
+        self._outer.append(self.switch.current)
+        self.switch.current = self.own if model is self.model() and torch.is_grad_enabled() else None
+
+    def end_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        """Leave the forward pass."""
+        self.switch.current = self._outer.pop()
+
+    def backward(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Run the engine's method `backward`."""
+        outer, self.switch.current = self.switch.current, self.own
+        try:
+            return original(*args, **options)
+        finally:
+            self.switch.current = outer
+
+    def begin_backward(self) -> None:
+        """Enter a backward pass through the engine's outputs."""
+        self.switch.current = self.own
+
+    def before_step(self) -> None:
+        """Leave all passes.
+
+        Raises:
+            UnsupportedError: there was no all-to-all, so the setting has no effect.
+        """
+        self._outer.clear()
+        self.switch.current = None
+        if not self.own.used:
+            raise UnsupportedError(
+                f"/{SECTION}/activations/sequence has no effect: no attention has exchanged anything over the "
+                "sequence-parallel group of the engine; use DistributedAttention or UlyssesSPAttentionHF with it, "
+                "or remove the key"
+            )
+
+    def __deepcopy__(self, memo: Any) -> "_Passes":
+        """Return this object, which copies of the model carry in their hooks."""
+        return self
+
+
+def attach_sequence(engine: Any, settings: SequenceActivations, run: Run, patches: Patches) -> None:
+    """Compress the all-to-alls of attention until the engine is destroyed, collected, or detached from."""
+    backend, switch = comm.cdb, _join(comm.cdb)
+    exchange = CompressedAllToAll(
+        engine.seq_parallel_group, activation_codec(settings.bits), run.meter, "bytes_sequence"
+    )
+    passes = _Passes(switch, _EngineExchange(exchange), weakref.ref(engine.module))
+    handles = [
+        engine.module.register_forward_pre_hook(passes.begin_forward, prepend=True),
+        engine.module.register_forward_hook(passes.end_forward, always_call=True),
+    ]
+    leave = weakref.finalize(engine, _leave, backend, passes, handles)
+    leave.atexit = False
+    patches.on_undo(leave)
+    patches.precede(engine, "destroy", leave)
+    patches.wrap(engine, "backward", passes.backward)
+    patches.precede(engine, "_backward_prologue", passes.begin_backward)
+    patches.precede(engine, "_take_model_step", passes.before_step)
+    forbid_compiling(engine, "/deepspeed_compress/activations/sequence", "messages", patches)
+
+
+def _join(backend: Any) -> _AllToAll:
+    """Return the replacement of the backend's method, installed if necessary, with one more engine."""
+    found = vars(backend).get(_METHOD)
+    switch = found if isinstance(found, _AllToAll) else _AllToAll(getattr(backend, _METHOD), found)
+    setattr(backend, _METHOD, switch)
+    switch.engines += 1
+    return switch
+
+
+def _leave(backend: Any, passes: _Passes, handles: list[Any]) -> None:
+    """Undo `attach_sequence`. After the last engine, the backend gets its own method back."""
+    while handles:
+        handles.pop().remove()
+    switch = passes.switch
+    switch.engines -= 1
+    if switch.current is passes.own:
+        switch.current = None
+    if switch.engines or vars(backend).get(_METHOD) is not switch:
+        return
+    if switch.before is None:
+        delattr(backend, _METHOD)
+    else:
+        setattr(backend, _METHOD, switch.before)

@@ -1,0 +1,65 @@
+"""Compressed messages of activations compared with plain ones, and what an engine says about them."""
+
+import pytest
+import torch
+
+from deepspeed_compress.backends.deepspeed.activations.crossover import Crossover, Kind, measure
+from deepspeed_compress.config import SECTION
+from tests.support.forks import run_forks
+from tests.support.split_llama import Job, start
+from tests.support.threads import run_threads
+
+KINDS: tuple[Kind, ...] = ("tensor", "pipeline", "sequence")
+NUMEL = 2**12
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_bytes_are_counted_and_times_are_those_of_the_slowest_rank(kind: Kind, bits: int) -> None:
+    def work(group: object, rank: int) -> Crossover:
+        return measure(group, kind, bits, NUMEL, torch.bfloat16, torch.device("cpu"))  # type: ignore[arg-type]
+
+    one, two = run_threads(2, work)
+    assert one == two
+    elements = NUMEL // 2 if kind == "sequence" else NUMEL
+    assert one.sent == elements * bits // 8 + elements // 64 * 2
+    assert one.sent + one.saved == elements * 2
+    assert 0 < one.coding < one.compressed
+    assert one.plain > 0
+
+
+def crossover(plain: float, compressed: float, coding: float) -> Crossover:
+    return Crossover("tensor", 8, 10**6, plain, compressed, coding, sent=1e6, saved=1e6)
+
+
+def test_the_rate_is_that_at_which_encoding_takes_what_fewer_bytes_save() -> None:
+    found = crossover(plain=0.02, compressed=0.014, coding=0.004)
+    assert found.rate == pytest.approx(250e6)
+    # A link of this rate sends a megabyte in 4 ms.
+    assert found.coding + found.sent / found.rate == pytest.approx((found.sent + found.saved) / found.rate)
+
+
+@pytest.mark.parametrize(
+    ("compressed", "verdict"), [(0.014, "20; it"), (0.03, "20, so activations.tensor.bits costs time on this link; it")]
+)
+def test_the_text_names_the_key_if_it_costs_time(compressed: float, verdict: str) -> None:
+    found = crossover(0.02, compressed, 0.004)
+    assert found.pays == ("costs" not in verdict)
+    assert str(found) == (
+        "a sum of tensor parallelism of 1,000,000 elements in 8 bits sends 1.000 MB, uncompressed 2.000 MB, and takes "
+        f"{1e3 * compressed:g} ms, uncompressed {verdict} saves time below about 2 Gbit/s per rank"
+    )
+
+
+def events(rank: int) -> list[list[str]]:
+    """Return the kinds of events at the start with bits, and without, with which nothing is measured."""
+    activations = ({"tensor": {"bits": 8}}, {"tensor": {}})
+    engines = [start(Job(one, extra={SECTION: {}})) for one in activations]
+    return [[event.kind for event in engine.compression.events] for engine in engines]
+
+
+@pytest.mark.sampled(
+    6, "deepspeed_compress/backends/deepspeed/activations", "tests/backends/deepspeed/activations/test_crossover.py"
+)
+def test_an_engine_records_that_bits_cost_time_between_processes_of_one_machine() -> None:
+    assert run_forks(2, events, shared_memory=True) == [[["crossover_tensor"], []]] * 2

@@ -1,0 +1,346 @@
+"""Sequence parallelism with compressed all-to-alls, compared with DeepSpeed alone."""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.comm import comm
+from torch import Tensor, nn
+
+import deepspeed_compress
+from deepspeed_compress.config import SECTION
+from deepspeed_compress.errors import UnsupportedError
+from tests.support.forks import run_forks
+from tests.support.jobs import network, weights
+from tests.support.ulysses import (
+    HEAD_SIZE,
+    HEADS,
+    KEY_HEADS,
+    LAYERS,
+    LENGTH,
+    RANKS,
+    ROWS,
+    VOCABULARY,
+    Job,
+    loss_of,
+    register,
+    start,
+    train,
+)
+
+SAMPLED = pytest.mark.sampled(
+    6, "deepspeed_compress/backends/deepspeed/activations", "tests/backends/deepspeed/activations/test_sequence.py"
+)
+EIGHT: Mapping[str, Any] = {"sequence": {}}
+FOUR: Mapping[str, Any] = {"sequence": {"bits": 4}}
+UNCOMPRESSED: Mapping[str, Any] = {SECTION: {"gradients": {"method": "none"}}}
+
+
+@dataclass
+class Outcome:
+    """Results of a rank: losses, parameters, and bytes of sequence parallelism of each step, sent and saved."""
+
+    losses: list[float]
+    parameters: dict[str, list[float]]
+    bytes: list[tuple[int, int]]
+
+
+def train_all(rank: int, *jobs: Job) -> list[Outcome]:
+    mpu = register()
+    return [train_one(rank, job, mpu) for job in jobs]
+
+
+def train_one(rank: int, job: Job, mpu: Any) -> Outcome:
+    engine = start(job, mpu)
+    if SECTION in job.extra:
+        deepspeed_compress.attach(engine)
+    counted: list[tuple[int, int]] = []
+    if "compression" in vars(engine):
+        engine.compression.subscribe(lambda step: counted.append((step.bytes_sequence, step.bytes_sequence_saved)))
+    outcome = Outcome(train(engine, rank), weights(engine), counted)
+    engine.destroy()
+    assert "all_to_all_single" not in vars(comm.cdb)
+    return outcome
+
+
+ELEMENTS = 2 * LAYERS * ROWS * LENGTH // RANKS * (2 * HEADS + 2 * KEY_HEADS) * HEAD_SIZE // RANKS
+"""Elements that a rank sends in a step: query, key, value and output, and their gradients."""
+
+
+def payload(bits: int) -> int:
+    """Return the bytes of all messages of a step: codes, and a scale in bf16 for each 64 elements."""
+    return ELEMENTS * bits // 8 + ELEMENTS // 64 * 2
+
+
+def test_losses_bytes_and_recomputation() -> None:
+    """Losses are near those of DeepSpeed, bytes are those on the wire, and recomputed layers get the same bits."""
+    plain, none, eight, four = (Job(), Job(extra=UNCOMPRESSED), Job(EIGHT), Job(FOUR))
+    recomputed = [replace(eight, reentrant=reentrant) for reentrant in (True, False)]
+    ranks = run_forks(RANKS, train_all, plain, none, eight, four, *recomputed)
+    for alone, counted, in_8, in_4, *others in ranks:
+        assert (counted.losses, counted.parameters) == (alone.losses, alone.parameters)
+        assert in_8.losses == pytest.approx(alone.losses, rel=1e-3)
+        assert in_4.losses == pytest.approx(alone.losses, rel=1e-2)
+        assert alone.losses != in_8.losses != in_4.losses
+        for other in others:
+            assert (other.losses, other.parameters) == (in_8.losses, in_8.parameters)
+    _, counted, in_8, in_4, *_ = ranks[0]
+    assert counted.bytes == [(4 * ELEMENTS, 0)] * 2
+    assert in_8.bytes == [(payload(8), 4 * ELEMENTS - payload(8))] * 2
+    assert in_4.bytes == [(payload(4), 4 * ELEMENTS - payload(4))] * 2
+
+
+@SAMPLED
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_stages_with_recomputation(stage: int) -> None:
+    jobs = [Job(), *(Job(FOUR, reentrant=reentrant) for reentrant in (None, True, False))]
+    for alone, stored, *others in run_forks(RANKS, train_all, *(replace(job, stage=stage) for job in jobs)):
+        assert stored.losses == pytest.approx(alone.losses, rel=1e-2)
+        assert all((one.losses, one.parameters) == (stored.losses, stored.parameters) for one in others)
+
+
+@pytest.mark.slow
+def test_bf16_with_replicas() -> None:
+    jobs = [Job(kind, 2, extra={"bf16": {"enabled": True}}) for kind in (None, EIGHT, FOUR)]
+    for alone, in_8, in_4 in run_forks(2 * RANKS, train_all, *jobs):
+        assert in_8.losses == pytest.approx(alone.losses, rel=1e-2)
+        assert in_4.losses == pytest.approx(alone.losses, rel=2e-2)
+
+
+Program = Callable[[int, Job, Any], list[Any]]
+
+
+def outside_of_training(rank: int, job: Job, mpu: Any) -> list[Any]:
+    """Evaluate, and train a copy of the model, around a forward pass whose backward pass comes later."""
+    engine = start(job, mpu)
+    loss = loss_of(engine, 0, rank)
+    with torch.no_grad():
+        found: list[Any] = [float(loss_of(engine, 1, rank))]
+    other = copy.deepcopy(engine.module)
+    loss_of(other, 1, rank).backward()
+    found += [one.grad.tolist() for one in other.parameters() if one.grad is not None]
+    engine.backward(loss)
+    loss_of(other, 2, rank).backward()
+    engine.step()
+    return [*found, *(one.grad.tolist() for one in other.parameters() if one.grad is not None)]
+
+
+def after_detach(rank: int, job: Job, mpu: Any) -> list[Any]:
+    engine = start(job, mpu)
+    if job.activations is not None:
+        deepspeed_compress.detach(engine)
+    engine.compile(backend="eager")
+    return [train(engine, rank), weights(engine)]
+
+
+def one_alone_beside_another(rank: int, job: Job, mpu: Any) -> list[Any]:
+    """Interleave an engine that is attached with one that is not, over one group."""
+    engines = [start(job, mpu), start(replace(job, activations=None), mpu)]
+    for step in range(2):
+        losses = [loss_of(engine, step, rank) for engine in engines]
+        for engine, loss in zip(engines, losses, strict=True):
+            engine.backward(loss)
+        for engine in reversed(engines):
+            engine.step()
+    return [weights(engines[1])]
+
+
+EXACT: tuple[Program, ...] = (outside_of_training, after_detach, one_alone_beside_another)
+
+
+def accumulated(rank: int, job: Job, mpu: Any) -> list[Any]:
+    """Run two forward passes before their backward passes, and add the losses of two more."""
+    engine = start(replace(job, extra={"gradient_accumulation_steps": 3}), mpu)
+    one, two = (loss_of(engine, seed, rank) for seed in (0, 1))
+    for loss in (one, two, loss_of(engine, 2, rank) + loss_of(engine, 3, rank)):
+        engine.backward(loss)
+        engine.step()
+    return [weights(engine)]
+
+
+def backward_of_a_tensor(rank: int, job: Job, mpu: Any) -> list[Any]:
+    """Start backward passes on the loss, in place of the engine's method."""
+    engine = start(job, mpu)
+    for step in range(2):
+        loss_of(engine, step, rank).backward()  # type: ignore[no-untyped-call]
+        engine.step()
+    return [weights(engine)]
+
+
+def interrupted(rank: int, job: Job, mpu: Any) -> list[Any]:
+    """Let a layer raise in the middle of a forward pass, and drop the graph of another one."""
+    engine = start(job, mpu)
+    layer = engine.module.model.layers[1].mlp.down_proj
+
+    def fail(*_: Any) -> None:
+        raise ValueError
+
+    handle = layer.register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match=r"^$"):
+        loss_of(engine, 0, rank)
+    handle.remove()
+    loss_of(engine, 0, rank)
+    return [train(engine, rank), weights(engine)]
+
+
+def two_engines(rank: int, job: Job, mpu: Any) -> list[Any]:
+    """Interleave two engines over one group, with other bits."""
+    bits = None if job.activations is None else FOUR
+    engines = [start(job, mpu), start(replace(job, activations=bits), mpu)]
+    for step in range(2):
+        losses = [loss_of(engine, step + place, rank) for place, engine in enumerate(engines)]
+        for engine, loss in zip(engines, losses, strict=True):
+            engine.backward(loss)
+        for engine in engines:
+            engine.step()
+    return [weights(engine) for engine in engines]
+
+
+NEAR: tuple[Program, ...] = (accumulated, backward_of_a_tensor, interrupted, two_engines)
+
+
+def run_programs(rank: int, programs: tuple[Program, ...], *jobs: Job) -> list[list[list[Any]]]:
+    mpu = register()
+    return [[program(rank, job, mpu) for job in jobs] for program in programs]
+
+
+def test_everything_outside_of_training_is_exact() -> None:
+    for programs in run_forks(RANKS, run_programs, EXACT, Job(), Job(EIGHT)):
+        for program, (plain, ours) in zip(EXACT, programs, strict=True):
+            assert ours == plain, program.__name__
+
+
+@SAMPLED
+def test_programs_see_nearly_what_they_see_with_deepspeed_alone() -> None:
+    for programs in run_forks(RANKS, run_programs, NEAR, Job(), Job(EIGHT)):
+        for program, (plain, ours) in zip(NEAR, programs, strict=True):
+            difference = flattened(plain) - flattened(ours)
+            assert 0 < difference.abs().mean() < 1e-3, program.__name__
+
+
+def flattened(records: list[Any]) -> Tensor:
+    parts: list[float] = []
+    for record in records:
+        values = list(record.values()) if isinstance(record, dict) else [record]
+        parts += [x for value in values for x in (value if isinstance(value, list) else [value])]
+    return torch.tensor(parts)
+
+
+class Attention(nn.Module):
+    """Attention of DeepSpeed's `DistributedAttention`, with the batch in the first place, over tokens and one more.
+
+    Args:
+        group: the sequence-parallel group.
+        heads: number of heads of queries, keys and values, which the ranks need not divide.
+    """
+
+    def __init__(self, group: Any, heads: int) -> None:
+        from deepspeed.sequence.layer import DistributedAttention
+
+        super().__init__()
+        self.heads = heads
+        self.embedding = nn.Embedding(VOCABULARY, heads * HEAD_SIZE)
+        self.inner = nn.Linear(heads * HEAD_SIZE, 3 * heads * HEAD_SIZE)
+        self.outer = nn.Linear(heads * HEAD_SIZE, VOCABULARY)
+        self.attention = DistributedAttention(_Local(), group, 2, 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.inner(self.embedding(tokens))
+        parts = hidden.view(*tokens.shape, 3, self.heads, HEAD_SIZE).unbind(2)
+        return self.outer(self.attention(*parts, 0).flatten(2))
+
+
+class _Local(nn.Module):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        parts = [one.transpose(1, 2) for one in (query, key, value)]
+        return nn.functional.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2)
+
+
+def with_own_attention(rank: int, *jobs: Job) -> list[list[Any]]:
+    return [train_attention(rank, job, heads) for heads in (4, 3) for job in jobs]
+
+
+def train_attention(rank: int, job: Job, heads: int) -> list[Any]:
+    torch.manual_seed(0)
+    deepspeed.init_distributed("gloo")
+    config = {**job.config(), "sequence_parallel_size": RANKS, "data_parallel_size": 1, "train_batch_size": ROWS}
+    initialize = deepspeed.initialize if job.activations is None else deepspeed_compress.initialize
+    model = Attention(None, heads)
+    engine = initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    model.attention.spg = engine.seq_parallel_group
+    losses = []
+    for step in range(2):
+        tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH // RANKS), generator=torch.Generator().manual_seed(step))
+        loss = nn.functional.cross_entropy(engine(tokens).flatten(0, 1), tokens.flatten())
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    engine.destroy()
+    return losses
+
+
+@SAMPLED
+def test_attention_of_deepspeed_with_even_and_uneven_heads() -> None:
+    for even, even_8, uneven, uneven_8 in run_forks(RANKS, with_own_attention, Job(), Job(EIGHT)):
+        assert even != even_8 == pytest.approx(even, rel=1e-3)
+        assert uneven != uneven_8 == pytest.approx(uneven, rel=1e-3)
+
+
+def poisoned(rank: int, *jobs: Job) -> list[list[bool]]:
+    mpu = register()
+    return [poison(rank, start(job, mpu)) for job in jobs]
+
+
+def poison(rank: int, engine: Any) -> list[bool]:
+    """Return whether loss and gradients are finite after one rank alone has an activation that is not."""
+    engine.module.model.layers[1].self_attn.v_proj.register_forward_hook(
+        lambda module, inputs, output: output.index_fill(1, torch.tensor(0), torch.nan) if rank == 1 else output
+    )
+    loss = loss_of(engine, 0, rank)
+    engine.backward(loss)
+    gradients = [parameter.grad for parameter in engine.module.parameters()]
+    return [bool(loss.isfinite()), all(bool(one.isfinite().all()) for one in gradients)]
+
+
+@SAMPLED
+def test_a_number_that_is_not_finite_reaches_the_gradients_of_all() -> None:
+    for plain, ours in run_forks(RANKS, poisoned, Job(stage=0), Job(FOUR, 0)):
+        assert ours == plain
+        assert not ours[1]
+
+
+def refused(rank: int) -> list[str]:
+    """Return the messages for an engine without sequence parallelism, a compiled model, and one without attention."""
+    found, mpu = [], register()
+    model = network()
+    config = {**Job(EIGHT).config(), "train_micro_batch_size_per_gpu": 3}
+    engine = start(Job(EIGHT), mpu)
+    with pytest.raises(UnsupportedError) as caught:
+        engine.compile(backend="eager")
+    found.append(str(caught.value))
+    engine.destroy()
+    engine = start(Job(), mpu)
+    engine.config[SECTION] = config[SECTION]
+    engine.module.model.layers[0].mlp.compile(backend="eager")
+    with pytest.raises(UnsupportedError) as caught:
+        deepspeed_compress.attach(engine)
+    found.append(str(caught.value))
+    made = deepspeed_compress.initialize(
+        model=model, model_parameters=list(model.parameters()), config=config, mpu=mpu
+    )[0]
+    made.backward(made(torch.ones(3, 12)).sum())
+    with pytest.raises(UnsupportedError) as caught:
+        made.step()
+    return [*found, str(caught.value)]
+
+
+@SAMPLED
+def test_engines_whose_messages_cannot_be_taken_over() -> None:
+    for later, compiled, idle in run_forks(RANKS, refused):
+        assert "/activations/sequence: messages inside a compiled graph cannot be taken over" in later
+        assert "/activations/sequence: passes of a compiled model cannot be followed" in compiled
+        assert "/activations/sequence has no effect: no attention has exchanged anything" in idle
