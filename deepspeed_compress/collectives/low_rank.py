@@ -88,7 +88,7 @@ def find_matrices(partition: Partition, low_rank: LowRank) -> tuple[Matrix, ...]
 
 
 def _runs(partition: Partition) -> Iterator[Segment]:
-    """Yield the adjoining segments of each parameter as one segment, even if owners differ; skip parameters with gaps."""
+    """Yield the adjoining segments of each parameter as one, even if owners differ; skip parameters with gaps."""
     for _, group in groupby(partition.segments, key=lambda segment: segment.parameter):
         run = list(group)
         if all(after.begin == before.begin + before.numel for before, after in pairwise(run)):

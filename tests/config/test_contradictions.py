@@ -362,6 +362,7 @@ def test_weights_are_not_published_if_ranks_hold_several_models(other: dict[str,
             {"expert_parallel": {"enabled": True, "autoep_size": 2, "comm_backend": "deepep"}},
             "activations/experts",
             'cannot be combined with /expert_parallel/comm_backend: "deepep"',
+        ),
         (
             {"activations": {"sequence": {}}},
             {"sequence_parallel_size": 1},

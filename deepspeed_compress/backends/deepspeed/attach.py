@@ -17,9 +17,9 @@ from deepspeed_compress.backends.deepspeed.activations.crossover import Crossove
 from deepspeed_compress.backends.deepspeed.activations.limits import refuse_idle_activations
 from deepspeed_compress.backends.deepspeed.announce import (
     announce,
+    warn_of_ignored_type,
     warn_of_single_rank_hosts,
     warn_of_uncounted,
-    warn_of_ignored_type,
 )
 from deepspeed_compress.backends.deepspeed.engine_target import EngineTarget, describe, find_parameters
 from deepspeed_compress.backends.deepspeed.gradients.zero_0 import attach_zero_0

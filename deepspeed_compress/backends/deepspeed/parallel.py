@@ -2,9 +2,9 @@
 
 Everything that DeepSpeed sends passes through one object, `deepspeed.comm.comm.cdb`: activations and their gradients
 between stages, gradients of tied weights, the collectives of tensor parallelism, tokens between ranks that share
-experts, and the all-to-alls of sequence parallelism. While engines with such traffic exist, methods of that object are replaced by ones that count messages to the
-groups of the running engine. They count from a forward pass with gradients to the end of the optimizer step, so
-evaluations and checkpoints are excluded.
+experts, and the all-to-alls of sequence parallelism. While engines with such traffic exist, methods of that object are
+replaced by ones that count messages to the groups of the running engine. They count from a forward pass with gradients
+to the end of the optimizer step, so evaluations and checkpoints are excluded.
 """
 
 import functools
@@ -155,7 +155,7 @@ def _leave(backend: Any, listener: _TrafficCounter, account: _ByteAccount, handl
 
 
 def count_parallel(engine: Any, meter: Meter, patches: Patches) -> Callable[[], None]:
-    """Count in `meter` the bytes sent for pipeline, tensor, expert and sequence parallelism, until the engine is destroyed.
+    """Count in `meter` the bytes that ranks with different parts of a model send, until the engine is destroyed.
 
     Returns:
         A function to call after every optimizer step. Without such traffic, nothing is replaced and it does nothing.

@@ -9,7 +9,6 @@ attached, and compresses messages to the sequence-parallel group of the engine w
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
