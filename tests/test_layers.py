@@ -213,7 +213,7 @@ TABLE = {
     ),
     "tools.plan_measure": allow("errors planner tools.bench.options", lazily="rich tools.bench training"),
     "tools.plan_cluster_plots": allow("planner tools.plots", lazily="matplotlib"),
-    "tools.plan_islands": allow("config errors", lazily="models rich"),
+    "tools.plan_islands": allow("config errors planner.learning", lazily="models rich"),
     "tools.line_files": allow("errors tools.outputs.printable", lazily="rich"),
     "tools.run_checks": allow("tools.line_files"),
     "tools.run_directory": allow("config errors monitor tools.line_files tools.outputs.printable tools.run_checks"),

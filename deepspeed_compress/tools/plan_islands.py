@@ -20,12 +20,13 @@ from deepspeed_compress.config import (
 from deepspeed_compress.config.durations import bit_rate
 from deepspeed_compress.config.numbers import short
 from deepspeed_compress.errors import CompressWarning, ConfigError
+from deepspeed_compress.planner.learning import MEASURED
 
 _OWN, _SIZE = "/deepspeed_compress/islands/own", "/deepspeed_compress/islands/size"
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 CANDIDATES = (1, 2, 5, 10, 20, 30, 50, 100, 200, 500, 1000)
 _MEASURED_RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
-    {"parameters": (2.2e6, 10.5e6), "islands": (2, 4), "bit/s": (1e7, 1e9), "steps": (1, 30)}
+    {"parameters": (2.2e6, MEASURED), "islands": (2, 4), "bit/s": (1e7, 1e9), "steps": (1, 30)}
 )
 """Smallest and largest measured values, by unit. `steps` are those between two exchanges."""
 MAX_COST = 0.05
