@@ -141,7 +141,9 @@ TABLE = {
     ),
     "agents": allow("", "torch"),
     "agents.endpoint": allow("agents errors", "fastapi pydantic"),
-    "rollout": allow("collectives.buckets collectives.objects compression.compressors.base errors", "pydantic torch"),
+    "rollout": allow(
+        "collectives.buckets collectives.objects compression.compressors.base config.names errors", "pydantic torch"
+    ),
     "rollout.served_store": allow("rollout.store errors transport"),
     "rollout.changes": allow("compression.kernels.reference_bits errors", "numpy torch zstandard"),
     "models": allow("config.names errors", "torch deepspeed transformers safetensors", lazily="megatron"),
