@@ -172,6 +172,7 @@ TABLE = {
         "config errors integrations.trainer_logs local_sgd.deepspeed.elastic monitor session",
         "accelerate deepspeed transformers",
     ),
+    "integrations.trl": allow("errors", "trl"),
     "integrations.agent_lightning": allow("agents errors", "agentlightning httpx torch"),
     "integrations.failing": allow("errors launcher.failures launcher.heartbeat"),
     "integrations.at_exit": allow("errors"),
