@@ -165,7 +165,7 @@ class Publisher:
         if [one.region for one in slices] != [one.region for one in self._spare]:
             self._spare = [replace(one, values=_host_buffer(one.values, DTYPES[self._dtype])) for one in slices]
         for one, copy in zip(slices, self._spare, strict=True):
-            copy.values.copy_(one.values)
+            copy.values.view(one.values.shape).copy_(one.values)
         return self._spare
 
     def _publish(self, new: list[Slice], full: bool, begin: float) -> Published:
@@ -211,7 +211,7 @@ class Publisher:
 
 
 def _host_buffer(values: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty(values.shape, dtype=dtype, pin_memory=values.is_cuda)
+    return torch.empty(values.numel(), dtype=dtype, pin_memory=values.is_cuda)
 
 
 def _since(begin: float) -> float:

@@ -52,12 +52,10 @@ class Share:
 
 def digest_slices(slices: Sequence[Slice]) -> list[SliceDigest]:
     """Return the digests of slices in host memory."""
-    return [_digest(one) for one in slices]
-
-
-def _digest(one: Slice) -> SliceDigest:
-    values = one.values.view(-1)
-    return SliceDigest(one.name, one.start, values.numel(), values_digest(values), len(one.values), one.stride)
+    return [
+        SliceDigest(one.name, one.start, one.values.numel(), values_digest(one.values), one.rows, one.stride)
+        for one in slices
+    ]
 
 
 def write_share(
@@ -87,7 +85,7 @@ def _encode(
     slices: Sequence[Slice], digests: Sequence[SliceDigest], olds: Sequence[Tensor | None]
 ) -> Iterator[EncodedSlice]:
     for one, digest, old in zip(slices, digests, olds, strict=True):
-        yield EncodedSlice(digest, encode(None if old is None else old.view(-1), one.values.view(-1)))
+        yield EncodedSlice(digest, encode(old, one.values))
 
 
 def make_manifest(chain: Chain, dtype: Dtype, shares: Sequence[Share]) -> Manifest:

@@ -26,23 +26,25 @@ class Slice:
         name: name of the parameter in the plain model.
         shape: shape of the whole parameter.
         start: first element of the first row, in the flattened parameter.
+        rows: number of rows.
         stride: elements from the beginning of a row to that of the next; 0 if there is only one.
-        values: the elements, of shape [rows, elements of a row], in the type and on the device of training.
+        values: the elements of all rows. In training they have the shape [rows, elements of a row]; a copy in host
+            memory is flat.
     """
 
     name: str
     shape: tuple[int, ...]
     start: int
+    rows: int
     stride: int
     values: Tensor
 
     @property
     def region(self) -> Region:
-        rows, width = self.values.shape
-        return (self.name, self.start, rows, width, self.stride)
+        return (self.name, self.start, self.rows, self.values.numel() // self.rows, self.stride)
 
     def cut(self, begin: int, numel: int) -> Iterator["Slice"]:
-        """Yield slices with the `numel` elements from `begin` on, row after row."""
+        """Yield slices with the `numel` elements from `begin` on, row after row. The values must not be flat."""
         width = self.values.shape[1]
         while numel:
             row, column = divmod(begin, width)
@@ -50,7 +52,7 @@ class Slice:
             rows, columns = (numel // width, width) if whole else (1, min(width - column, numel))
             values = self.values[row : row + rows, column : column + columns]
             start, stride = self.start + row * self.stride + column, self.stride if rows > 1 else 0
-            yield Slice(self.name, self.shape, start, stride, values)
+            yield Slice(self.name, self.shape, start, rows, stride, values)
             begin, numel = begin + rows * columns, numel - rows * columns
 
 
@@ -67,8 +69,8 @@ def rectangle(name: str, shape: tuple[int, ...], row: int, column: int, values: 
     width = math.prod(shape[1:])
     start = row * width + column
     if values.shape[1] == width and values.is_contiguous():
-        return Slice(name, shape, start, 0, values.view(1, -1))
-    return Slice(name, shape, start, width if len(values) > 1 else 0, values)
+        return Slice(name, shape, start, 1, 0, values.view(1, -1))
+    return Slice(name, shape, start, len(values), width if len(values) > 1 else 0, values)
 
 
 def find_holders(everyone: Sequence[Sequence[Region]]) -> Mapping[Region, tuple[int, ...]]:

@@ -1,5 +1,6 @@
 """Slices of rows: what ranks hold is divided evenly, and a receiver refuses rows that a parameter does not have."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,8 +19,8 @@ WHOLE = torch.arange(6 * 10.0).view(6, 10)
 def place(one: Slice) -> Tensor:
     """Return a tensor like `WHOLE` with the values of a slice in their place, and -1 elsewhere."""
     found = torch.full_like(WHOLE, -1)
-    rows, width = one.values.shape
-    found.view(-1).as_strided((rows, width), (one.stride or width, 1), one.start).copy_(one.values)
+    width = one.values.shape[1]
+    found.view(-1).as_strided((one.rows, width), (one.stride or width, 1), one.start).copy_(one.values)
     return found
 
 
@@ -45,8 +46,7 @@ def held(rank: int) -> list[Slice]:
 def digests(skipped: int | None = None) -> list[SliceDigest]:
     holders = find_holders([[one.region for one in held(rank)] for rank in range(4)])
     shares = [find_shares(held(rank), holders, rank) for rank in range(4) if rank != skipped]
-    copies = [Slice(s.name, s.shape, s.start, s.stride, s.values.contiguous()) for share in shares for s in share]
-    return digest_slices(copies)
+    return digest_slices([replace(one, values=one.values.flatten()) for share in shares for one in share])
 
 
 def manifest(slices: list[SliceDigest]) -> Any:
