@@ -1,5 +1,6 @@
 """Names of parameters in the plain model, which receivers hold."""
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,7 +9,13 @@ from torch import nn
 from deepspeed_compress.config.names import user_name
 from deepspeed_compress.errors import UnsupportedError
 
-__all__ = ["plain_name"]
+__all__ = ["is_pipeline", "plain_name"]
+
+
+def is_pipeline(module: nn.Module) -> bool:
+    """Return True for a PipelineModule of DeepSpeed, which is not imported for this."""
+    deepspeed = sys.modules.get("deepspeed")
+    return deepspeed is not None and isinstance(module, deepspeed.PipelineModule)
 
 
 def plain_name(module: nn.Module, parameter: Any, name: str, names: Mapping[str, str]) -> str:
@@ -30,7 +37,7 @@ def plain_name(module: nn.Module, parameter: Any, name: str, names: Mapping[str,
         if found is not None:
             return ".".join([found, *parts[end:]])
     known = user_name(parameter, "")
-    if not known and hasattr(module, "num_stages"):
+    if not known and is_pipeline(module):
         raise UnsupportedError(
             f'parameter "{name}" of a pipeline has no known name in the plain model; pass the names of its layers to '
             f'Publisher, such as names={{"{parts[0]}": "model.layers.0"}}, or make the model by the key "parallelism"'

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from deepspeed_compress.config.names import HF_TRANSPOSED
 from deepspeed_compress.errors import UnsupportedError
-from deepspeed_compress.rollout.plain_names import plain_name
+from deepspeed_compress.rollout.plain_names import is_pipeline, plain_name
 from deepspeed_compress.rollout.slices import Slice, rectangle
 
 __all__ = ["find_held", "unwrap"]
@@ -43,7 +43,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def _check_engine(engine: Any) -> None:
-    stages = getattr(engine.module, "num_stages", 1)
+    stages = engine.module.num_stages if is_pipeline(engine.module) else 1
     tensor = max(getattr(layer, "tp_world_size", 1) for layer in engine.module.modules())
     if engine.seq_data_parallel_group.size() * stages * tensor != dist.get_world_size():
         raise UnsupportedError(
