@@ -57,11 +57,11 @@ class Mode:
 
 
 MODES = {
-    "synchronous, whole weights": Mode(False, 0),
-    "synchronous, exact": Mode(True, 0),
-    "one behind, exact": Mode(True, 1),
+    "synchronous-whole": Mode(False, 0),
+    "synchronous-exact": Mode(True, 0),
+    "one-behind": Mode(True, 1),
     "asynchronous": Mode(True, 4),
-    "asynchronous, uncorrected": Mode(True, 4, corrected=False),
+    "asynchronous-uncorrected": Mode(True, 4, corrected=False),
 }
 
 
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         weights = taught(options, seed)
         for name in options.modes:
             rows = run(options, MODES[name], weights, seed)
-            file = options.output_dir / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}.json"
+            file = options.output_dir / f"{name}-{seed}.json"
             file.write_text(json.dumps([asdict(row) for row in rows]))
             runs[name].append(rows)
     print(line(COLUMNS), line(["---"] * len(COLUMNS)), sep="\n")
