@@ -141,7 +141,9 @@ TABLE = {
     ),
     "agents": allow("", "torch"),
     "agents.endpoint": allow("agents errors", "fastapi pydantic"),
-    "rollout": allow("collectives.buckets collectives.objects compression.compressors.base errors", "pydantic torch"),
+    "rollout": allow(
+        "collectives.buckets collectives.objects compression.compressors.base config.names errors", "pydantic torch"
+    ),
     "rollout.served_store": allow("rollout.store errors transport"),
     "rollout.changes": allow("compression.kernels.reference_bits errors", "numpy torch zstandard"),
     "models": allow("config.names errors", "torch deepspeed transformers safetensors", lazily="megatron"),
@@ -170,6 +172,7 @@ TABLE = {
         "config errors integrations.trainer_logs local_sgd.deepspeed.elastic monitor session",
         "accelerate deepspeed transformers",
     ),
+    "integrations.trl": allow("errors", "trl"),
     "integrations.agent_lightning": allow("agents errors", "agentlightning httpx torch"),
     "integrations.failing": allow("errors launcher.failures launcher.heartbeat"),
     "integrations.at_exit": allow("errors"),

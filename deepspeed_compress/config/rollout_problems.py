@@ -12,8 +12,6 @@ _CONFLICTS: tuple[tuple[str, Callable[[CompressConfig], bool]], ...] = (
         "weights with overlap, which arrive during the next step",
         lambda section: isinstance(section.weights, CompressedWeights) and section.weights.overlap,
     ),
-    ("pipeline stages", lambda section: section.parallelism is not None and section.parallelism.pipeline > 1),
-    ("tensor parallelism", lambda section: section.parallelism is not None and section.parallelism.tensor > 1),
     (
         "hybrid sharding",
         lambda section: section.parallelism is not None and section.parallelism.shard_within is not None,

@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
-from deepspeed_compress.config.names import user_name
-from deepspeed_compress.models.skeleton import TRANSPOSED
+from deepspeed_compress.config.names import HF_TRANSPOSED, user_name
 from deepspeed_compress.models.sources import INDEX, SINGLE, saved_name
 
 FILE_BYTES = 5 * 2**30
@@ -82,7 +81,7 @@ def whole_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 if not seen & {known, id(parameter)}:
                     seen |= {known, id(parameter)}
                     value = whole[name].detach()
-                    yield known, value.t() if getattr(parameter, TRANSPOSED, False) else value
+                    yield known, value.t() if getattr(parameter, HF_TRANSPOSED, False) else value
 
 
 def _put_together(layer: Any) -> dict[str, nn.Parameter]:

@@ -6,8 +6,7 @@ import torch
 from deepspeed.module_inject.layers import TensorParallel_Layer
 from torch import Tensor, nn
 
-from deepspeed_compress.config.names import HF_NAME
-from deepspeed_compress.models.skeleton import TRANSPOSED
+from deepspeed_compress.config.names import HF_NAME, HF_TRANSPOSED
 from deepspeed_compress.models.sources import Source
 
 
@@ -37,7 +36,7 @@ def _cut(layer: Any) -> None:
 
 def _whole(source: Source, empty: Any) -> Tensor:
     found = source(getattr(empty, HF_NAME))
-    return found.t() if getattr(empty, TRANSPOSED, False) else found
+    return found.t() if getattr(empty, HF_TRANSPOSED, False) else found
 
 
 def _like(empty: Any, value: Tensor, copied: bool) -> nn.Parameter:

@@ -7,10 +7,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from deepspeed_compress.config.names import HF_NAME
-
-TRANSPOSED = "hf_transposed"
-"""Attribute of a weight whose transpose is the weight in the transformers model."""
+from deepspeed_compress.config.names import HF_NAME, HF_TRANSPOSED
 
 
 def build_skeleton(config: PretrainedConfig) -> PreTrainedModel:
@@ -46,5 +43,5 @@ def _linear(layer: Any) -> nn.Linear:
     made = nn.Linear(inputs, outputs, device="meta")
     made.bias = layer.bias
     made.weight.__dict__.update(layer.weight.__dict__)
-    setattr(made.weight, TRANSPOSED, True)
+    setattr(made.weight, HF_TRANSPOSED, True)
     return made

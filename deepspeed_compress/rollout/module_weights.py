@@ -41,7 +41,7 @@ class ModuleWeights:
         held = self._published(place)
         apply(one.payload, held)
         if held.data_ptr() != place.data_ptr():
-            place.copy_(held)
+            place.copy_(held.view(place.shape))
 
     def verify(self, slices: Sequence[SliceDigest]) -> None:
         """Check that the module holds the version of the manifest, of which `slices` are all digests.
@@ -56,15 +56,24 @@ class ModuleWeights:
                 raise RolloutError(f'"{one.name}" differs from what version {self._manifest.version} should be')
 
     def _place(self, one: SliceDigest) -> Tensor:
-        """Return the elements of a slice as a view of the module's parameter."""
-        tensor = self._tensors.get(one.name)
-        if tensor is None or not 0 <= one.start <= one.start + one.numel <= tensor.numel():
-            raise RolloutError(f'a part has elements {one.start} to {one.start + one.numel} of an unknown "{one.name}"')
-        return tensor.view(-1).narrow(0, one.start, one.numel)
+        """Return the elements of a slice as a view of the module's parameter, of shape [rows, elements of a row]."""
+        tensor, width = self._tensors.get(one.name), one.numel // max(1, one.rows)
+        end = one.start + (one.rows - 1) * one.stride + width
+        in_order = one.rows == 1 or (one.rows > 1 and one.stride >= width)
+        if (
+            tensor is None
+            or not in_order
+            or width * one.rows != one.numel
+            or not 0 <= one.start <= end <= tensor.numel()
+        ):
+            raise RolloutError(f'a part has elements {one.start} to {end} of an unknown "{one.name}"')
+        return tensor.view(-1).as_strided(
+            (one.rows, width), (one.stride or width, 1), tensor.storage_offset() + one.start
+        )
 
     def _published(self, place: Tensor) -> Tensor:
-        """Return the values in the published type on the CPU: `place` itself if it is so, otherwise a copy."""
-        return place.to("cpu", self._dtype)
+        """Return the values, flat, in the published type on the CPU: those of `place` itself if it is so, or a copy."""
+        return place.to("cpu", self._dtype).reshape(-1)
 
 
 def _check(parameters: Mapping[str, Tensor], tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -59,19 +59,33 @@ class PartEntry(Record):
 
 @dataclass(frozen=True, order=True)
 class SliceDigest:
-    """Digest of a slice of a tensor.
+    """Digest of a slice of a tensor: of rows of equal length, mostly of one.
 
     Attributes:
         name: name of the tensor.
         start: first element, in the flattened tensor.
-        numel: number of elements.
+        numel: number of elements in all rows.
         digest: SHA-256 of the values.
+        rows: number of rows.
+        stride: elements from the beginning of a row to that of the next; 0 if there is only one.
     """
 
     name: str
     start: int
     numel: int
     digest: str
+    rows: int = 1
+    stride: int = 0
+
+    def to_json(self) -> dict[str, str | int]:
+        """Return the entry of an index, which has rows only if there are several."""
+        entry: dict[str, str | int] = {
+            "name": self.name,
+            "start": self.start,
+            "numel": self.numel,
+            "digest": self.digest,
+        }
+        return entry if self.rows == 1 else {**entry, "rows": self.rows, "stride": self.stride}
 
 
 @dataclass(frozen=True)
@@ -102,7 +116,7 @@ def write_parts(store: Store, stem: str, slices: Iterable[EncodedSlice]) -> list
 
 
 def _write(store: Store, name: str, slices: Sequence[EncodedSlice]) -> PartEntry:
-    index = [{**asdict(one.slice), "bytes": len(one.payload)} for one in slices]
+    index = [{**one.slice.to_json(), "bytes": len(one.payload)} for one in slices]
     head = json.dumps(index, separators=(",", ":")).encode()
     data = b"".join([_LENGTH.pack(len(head)), head, *(one.payload for one in slices)])
     store.put(name, data)

@@ -1,20 +1,22 @@
 """Publication of a model's weights by the ranks that train it."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import get_args
 
 import torch
 from torch import Tensor, nn
 
 from deepspeed_compress.compression.compressors.base import DTYPES
-from deepspeed_compress.errors import ConfigError, RolloutError
+from deepspeed_compress.errors import ConfigError, RolloutError, UnsupportedError
 from deepspeed_compress.rollout.ranks import PublishingRanks
 from deepspeed_compress.rollout.shares import Chain, Share, digest_slices, make_manifest, write_share
-from deepspeed_compress.rollout.sources import Slice, find_slices, unwrap
+from deepspeed_compress.rollout.slices import Region, Slice, find_holders, find_shares
+from deepspeed_compress.rollout.sources import find_held, unwrap
 from deepspeed_compress.rollout.store import Store
 from deepspeed_compress.rollout.versions import (
     Dtype,
@@ -59,7 +61,7 @@ class Publisher:
     the same digest as the model.
 
     Args:
-        model: a module, a DDP or FSDP2 model, or a DeepSpeed engine with ZeRO 0 to 3.
+        model: a module, a DDP or FSDP2 model, or a DeepSpeed engine with ZeRO 0 to 3, AutoTP or a pipeline.
         store: storage that all ranks and all receivers share.
         dtype: type of the published weights, to which those of training are cast: "bf16", "fp16" or "fp32".
         every: number of calls of `publish` per version.
@@ -67,10 +69,14 @@ class Publisher:
         keep_full: number of full copies to keep. Everything before the oldest of them is deleted.
         asynchronous: encode and store in a thread, so that `publish` only copies the weights to host memory. Call
             `wait` at the end of training.
+        names: names of the model's submodules in the plain model that receivers hold, if they differ. A
+            PipelineModule needs the names of its layers, such as {"1": "model.layers.0"}, unless the section's
+            `parallelism` has made it.
 
     Raises:
         ConfigError: `dtype` is not known.
-        UnsupportedError: ranks of the engine hold different parts of the model, other than by ZeRO.
+        UnsupportedError: ranks hold parts of the model in a way that is not known, or a parameter has no known name in
+            the plain model.
 
     Attributes:
         calls: number of calls of `publish` so far.
@@ -91,12 +97,14 @@ class Publisher:
         full_every: int = 100,
         keep_full: int = 2,
         asynchronous: bool = False,
+        names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         if dtype not in get_args(Dtype):
             raise ConfigError(f"dtype {dtype!r} is not known (allowed: {', '.join(get_args(Dtype))})")
-        self._module, self._store, self._dtype = unwrap(model), store, dtype
+        self._store, self._dtype, self._names = store, dtype, names
         self._every, self._full_every, self._keep_full = every, full_every, keep_full
         self._ranks = PublishingRanks()
+        self._module, self._holders = self._find_holders(model)
         self._thread = ThreadPoolExecutor(1, "rollout") if asynchronous else None
         self._running: Future[Published] | None = None
         self.calls = 0
@@ -104,6 +112,20 @@ class Publisher:
         """End of the chain in the store, to which `_held` belongs; None before the first version, or after an error."""
         self._held: list[Slice] = []
         self._spare: list[Slice] = []
+
+    def _find_holders(self, model: nn.Module) -> tuple[nn.Module, Mapping[Region, tuple[int, ...]]]:
+        """Return the user's module, and the ranks that hold each region of it. Collective."""
+        module, held, problem = model, [], None
+        try:
+            module = unwrap(model)
+            held = [one.region for one in find_held(module, self._names)]
+        except UnsupportedError as error:
+            problem = str(error)
+        everyone = self._ranks.gather(lambda: (held, problem))
+        problems = [one for _, one in everyone if one is not None]
+        if problems:
+            raise UnsupportedError(problems[0])
+        return module, find_holders([regions for regions, _ in everyone])
 
     def publish(self, full: bool = False) -> Published | None:
         """Publish the current weights. Call it between optimizer steps, on all ranks.
@@ -139,11 +161,11 @@ class Publisher:
 
     def _copy_weights(self) -> list[Slice]:
         """Return copies of this rank's slices in host memory, in the published type."""
-        slices = find_slices(self._module, self._ranks.rank, self._ranks.size)
-        if _layout(slices) != _layout(self._spare):
+        slices = find_shares(find_held(self._module, self._names), self._holders, self._ranks.rank)
+        if [one.region for one in slices] != [one.region for one in self._spare]:
             self._spare = [replace(one, values=_host_buffer(one.values, DTYPES[self._dtype])) for one in slices]
         for one, copy in zip(slices, self._spare, strict=True):
-            copy.values.copy_(one.values)
+            copy.values.view(one.values.shape).copy_(one.values)
         return self._spare
 
     def _publish(self, new: list[Slice], full: bool, begin: float) -> Published:
@@ -186,10 +208,6 @@ class Publisher:
         changed = 1.0 if changes is None else sum(part.changed for part in changes.parts) / max(1, total)
         change_bytes = size + (0 if changes is None else changes.size)
         return Published(manifest.version, manifest.digest, change_bytes, manifest.full_size, changed, _since(begin))
-
-
-def _layout(slices: Sequence[Slice]) -> list[tuple[str, int, int]]:
-    return [(one.name, one.start, one.values.numel()) for one in slices]
 
 
 def _host_buffer(values: Tensor, dtype: torch.dtype) -> Tensor:

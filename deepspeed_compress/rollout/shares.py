@@ -5,12 +5,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.rollout.changes import encode
 from deepspeed_compress.rollout.parts import EncodedSlice, PartEntry, SliceDigest, values_digest, write_parts
-from deepspeed_compress.rollout.sources import Slice
+from deepspeed_compress.rollout.slices import Slice
 from deepspeed_compress.rollout.store import Store
 from deepspeed_compress.rollout.versions import Changes, Dtype, Manifest, model_digest, part_stem
 
@@ -51,7 +52,10 @@ class Share:
 
 def digest_slices(slices: Sequence[Slice]) -> list[SliceDigest]:
     """Return the digests of slices in host memory."""
-    return [SliceDigest(one.name, one.start, one.values.numel(), values_digest(one.values)) for one in slices]
+    return [
+        SliceDigest(one.name, one.start, one.values.numel(), values_digest(one.values), one.rows, one.stride)
+        for one in slices
+    ]
 
 
 def write_share(
@@ -107,12 +111,12 @@ def make_manifest(chain: Chain, dtype: Dtype, shares: Sequence[Share]) -> Manife
 
 
 def _check_cover(tensors: Mapping[str, tuple[int, ...]], slices: Sequence[SliceDigest]) -> None:
-    """Check that ascending `slices` are every element of `tensors` exactly once."""
-    ends: dict[str, int] = defaultdict(int)
+    """Check that `slices` are every element of `tensors` exactly once."""
+    rows: defaultdict[str, list[Tensor]] = defaultdict(list)
     for one in slices:
-        if one.start != ends[one.name]:
-            raise UnsupportedError(f'ranks publish elements of "{one.name}" twice or not at all, near {ends[one.name]}')
-        ends[one.name] += one.numel
-    short = [name for name, shape in tensors.items() if ends[name] != math.prod(shape)]
-    if short:
-        raise UnsupportedError(f"ranks do not publish all elements of {', '.join(sorted(short)[:3])}")
+        starts = one.start + one.stride * torch.arange(one.rows)
+        rows[one.name].append(torch.stack([starts, starts + one.numel // one.rows]))
+    for name, shape in tensors.items():
+        starts, ends = torch.cat(rows[name], 1).sort(1).values
+        if starts[0] != 0 or ends[-1] != math.prod(shape) or not torch.equal(starts[1:], ends[:-1]):
+            raise UnsupportedError(f'ranks publish elements of "{name}" twice or not at all')

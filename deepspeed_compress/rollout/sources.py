@@ -1,55 +1,38 @@
-"""Slices of a model's parameters that this rank publishes, for every way in which ranks share a model.
+"""Slices of a model's parameters that a rank holds, for every way in which ranks share a model.
 
-Each element of each parameter is published by exactly one rank, from where it already lies:
-
-- Parameters that every rank holds (a plain model, DDP, ZeRO 0 to 2) are cut into one contiguous share per rank.
-- With ZeRO 3 and FSDP2, each rank publishes its own shard, so no rank gathers the model. If several groups of ranks
-  hold the same shards, the first group publishes.
+A rank holds whole parameters (a plain model, DDP, ZeRO 0 to 2, a pipeline stage), shards of them (ZeRO 3, FSDP2), or
+the rows or columns that AutoTP gave it. Nothing is gathered: ranks that hold the same elements publish an even share
+each (see `slices.find_shares`).
 """
 
-import math
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from deepspeed_compress.collectives.buckets import even_partition
+from deepspeed_compress.config.names import HF_TRANSPOSED
 from deepspeed_compress.errors import UnsupportedError
+from deepspeed_compress.rollout.plain_names import is_pipeline, plain_name
+from deepspeed_compress.rollout.slices import Slice, rectangle
 
-__all__ = ["Slice", "find_slices", "unwrap"]
+__all__ = ["find_held", "unwrap"]
 
-_MAX_NUMEL = 1 << 24
-"""Largest number of elements of a slice. It bounds the memory that a receiver needs in addition to its model."""
-
-
-@dataclass(frozen=True, eq=False)
-class Slice:
-    """A slice of a parameter that this rank publishes.
-
-    Attributes:
-        name: name of the parameter in the model.
-        shape: shape of the whole parameter.
-        start: first element, in the flattened parameter.
-        values: the elements as a flat tensor, in the type and on the device of training.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    values: Tensor
+_SPLIT = "ds_autotp_universal_checkpoint_meta"
+"""Attribute with which AutoTP records how it has split a parameter (DS_AUTOTP_UC_META of DeepSpeed)."""
 
 
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the user's module in a DeepSpeed engine or DistributedDataParallel.
 
     Raises:
-        UnsupportedError: ranks of the engine hold different parts of the model, other than by ZeRO.
+        UnsupportedError: ranks of the engine hold different parts of the model, in an unknown way.
     """
     deepspeed = sys.modules.get("deepspeed")
     if deepspeed is not None and isinstance(model, deepspeed.DeepSpeedEngine):
@@ -60,75 +43,129 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def _check_engine(engine: Any) -> None:
-    if engine.seq_data_parallel_group.size() != dist.get_world_size():
+    stages = engine.module.num_stages if is_pipeline(engine.module) else 1
+    tensor = max(getattr(layer, "tp_world_size", 1) for layer in engine.module.modules())
+    if engine.seq_data_parallel_group.size() * stages * tensor != dist.get_world_size():
         raise UnsupportedError(
-            "weights are published only if the data-parallel group has all ranks of the job (not with pipeline stages, "
-            "tensor parallelism, islands inside of one job, or hybrid sharding)"
+            "weights are published only if the data-parallel group has all ranks of the job, apart from pipeline "
+            "stages and AutoTP (not with islands inside of one job, hybrid sharding, or other tensor parallelism)"
         )
 
 
-def find_slices(module: nn.Module, rank: int, ranks: int) -> list[Slice]:
-    """Return the slices that this rank publishes, none longer than 2**24 elements.
+def find_held(module: nn.Module, names: Mapping[str, str]) -> list[Slice]:
+    """Return the slices of the model that this rank holds; other ranks may hold the same ones.
 
     They share memory with the model, so they have the values of the last optimizer step.
 
     Args:
         module: the user's module (see `unwrap`).
-        rank: index of this rank among the publishing ones.
-        ranks: number of publishing ranks.
+        names: names of its submodules in the plain model, if they differ (see `plain_name`).
 
     Raises:
-        UnsupportedError: a parameter is shared among ranks in an unknown way, or is not a floating-point tensor.
+        UnsupportedError: a parameter is shared among ranks in an unknown way, has no name in the plain model, or is not
+            a floating-point tensor.
     """
     for part in module.modules():
         if isinstance(part, FSDPModule):
             # Only the shards are registered as parameters then.
             part.reshard()
-    found: list[Slice] = []
-    replicated: dict[str, Tensor] = {}
+    owners = {id(one): owner for owner in module.modules() for one in owner.parameters(recurse=False)}
+    slices: list[Slice] = []
     for name, parameter in module.named_parameters():
-        _check_parameter(name, parameter)
-        if hasattr(parameter, "ds_tensor"):
-            found += _zero_3(name, parameter)
-        elif isinstance(parameter, DTensor):
-            found += _sharded(name, parameter)
-        else:
-            replicated[name] = parameter.detach()
-    return [piece for one in (*found, *_shares(replicated, rank, ranks)) for piece in _pieces(one)]
+        slices += _held(plain_name(module, parameter, name, names), parameter, owners[id(parameter)])
+    return [one for one in slices if one.values.numel()]
 
 
-def _check_parameter(name: str, parameter: Tensor) -> None:
+def _held(name: str, parameter: Any, owner: Any) -> list[Slice]:
+    """Return what this rank holds of a parameter of the layer `owner`."""
+    _check_parameter(name, parameter)
+    if isinstance(parameter, DTensor):
+        return [_sharded(name, parameter)]
+    if hasattr(parameter, "ds_tensor"):
+        # The values are those of a meta tensor, until `_zero_3` replaces them.
+        part = torch.empty(tuple(parameter.ds_shape), dtype=parameter.dtype, device="meta")
+        return list(_zero_3(_rectangles(name, part, parameter, owner), parameter))
+    return list(_rectangles(name, parameter.detach(), parameter, owner))
+
+
+def _check_parameter(name: str, parameter: Any) -> None:
     if not parameter.is_floating_point():
         raise UnsupportedError(f'parameter "{name}" has the type {parameter.dtype}; only floating-point is published')
     if getattr(parameter, "allreduce", True) is False:
         raise UnsupportedError(f'parameter "{name}" belongs to an expert, and ranks hold different ones of that name')
+    if getattr(parameter, "tensor_model_parallel", False) and not hasattr(parameter, _SPLIT):
+        raise UnsupportedError(f'parameter "{name}" is split among ranks, but not by AutoTP, so nothing tells how')
 
 
-def _shares(parameters: dict[str, Tensor], rank: int, ranks: int) -> Iterator[Slice]:
-    """Yield this rank's share of parameters that every rank holds."""
-    partition = even_partition([(name, one.numel()) for name, one in parameters.items()], ranks)
-    for part in partition.owned_by(rank):
-        whole = parameters[part.parameter]
-        yield Slice(part.parameter, tuple(whole.shape), part.begin, whole.reshape(-1).narrow(0, part.begin, part.numel))
+def _rectangles(name: str, part: Tensor, parameter: Any, owner: Any) -> Iterator[Slice]:
+    """Yield this rank's part of a parameter: all of it, or what AutoTP gave this rank.
+
+    Args:
+        name: name of the parameter in the plain model.
+        part: the part, in its shape.
+        parameter: the parameter.
+        owner: its layer.
+    """
+    record = getattr(parameter, _SPLIT, None)
+    if record is None or record["partition_dim"] is None:
+        shape, pieces = tuple(part.shape), iter([(0, 0, _matrix(part))])
+    else:
+        shape, pieces = tuple(record["logical_shape"]), _pieces(name, part, record, owner.tp_index)
+    for row, column, values in pieces:
+        if getattr(parameter, HF_TRANSPOSED, False):
+            yield rectangle(name, shape[::-1], column, row, values.t())
+        else:
+            yield rectangle(name, shape, row, column, values)
 
 
-def _zero_3(name: str, parameter: Any) -> Iterator[Slice]:
-    """Yield this rank's partition under ZeRO 3, without its padding."""
-    own = parameter.ds_tensor
+def _pieces(name: str, part: Tensor, record: Mapping[str, Any], index: int) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield (first row, first column, values) of what AutoTP gave to the rank `index` of a layer.
+
+    A fused layer has several sub-parameters, and a rank has a part of each.
+    """
+    dim, sizes = record["partition_dim"], record.get("partition_sizes")
+    subs = record.get("sub_param_shard_widths") or ([sizes] if sizes else [])
+    if not subs or dim > 1 or (dim == 1 and part.dim() > 2):
+        reason = record.get("unsupported_reason") or "DeepSpeed has recorded the sizes of parts since 0.19.6"
+        raise UnsupportedError(f'the split of parameter "{name}" among tensor-parallel ranks is not known: {reason}')
+    whole = own = 0
+    for widths in subs:
+        begin, width = whole + sum(widths[:index]), widths[index]
+        values = part.narrow(dim, own, width)
+        yield (begin, 0, _matrix(values)) if dim == 0 else (0, begin, values)
+        whole, own = whole + sum(widths), own + width
+
+
+def _matrix(part: Tensor) -> Tensor:
+    """Return a tensor as a matrix of its first dimension by all others."""
+    return part.reshape(part.shape[:1].numel(), part.shape[1:].numel())
+
+
+def _zero_3(part: Iterator[Slice], parameter: Any) -> Iterator[Slice]:
+    """Yield this rank's partition of a part of a parameter under ZeRO 3, without its padding."""
+    own, slices = parameter.ds_tensor, list(part)
     if own.status.name != "AVAILABLE" or not own.is_floating_point():
         raise UnsupportedError(
-            f'the partition of parameter "{name}" is on NVMe or quantized, and cannot be published; write '
+            f'the partition of parameter "{slices[0].name}" is on NVMe or quantized, and cannot be published; write '
             '"offload_param": {"device": "cpu"} at most'
         )
-    group = parameter.ds_process_group
-    start = group.rank() * own.ds_numel
-    numel = min(own.ds_numel, parameter.ds_numel - start)
-    if numel > 0 and 0 in dist.get_process_group_ranks(group):
-        yield Slice(name, tuple(parameter.ds_shape), start, own.detach().view(-1).narrow(0, 0, numel))
+    if getattr(parameter, HF_TRANSPOSED, False) or (len(slices) > 1 and any(one.stride for one in slices)):
+        raise UnsupportedError(
+            f'parameter "{slices[0].name}" is split by columns of several matrices, and again by ZeRO 3; use ZeRO 2'
+        )
+    begin = parameter.ds_process_group.rank() * own.ds_numel
+    end, flat = min(begin + own.ds_numel, parameter.ds_numel), own.detach().view(-1)
+    passed = 0
+    for one in slices:
+        first, last = max(begin, passed), min(end, passed + one.values.numel())
+        for piece in one.cut(first - passed, max(0, last - first)):
+            values, flat = flat[: piece.values.numel()], flat[piece.values.numel() :]
+            yield replace(piece, values=values.view(piece.values.shape))
+        passed += one.values.numel()
 
 
-def _sharded(name: str, parameter: DTensor) -> Iterator[Slice]:
-    """Yield this rank's rows of a parameter under FSDP2."""
+def _sharded(name: str, parameter: DTensor) -> Slice:
+    """Return this rank's rows of a parameter under FSDP2."""
     mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate() or ()
     sharding = [(dim, one) for dim, one in enumerate(parameter.placements) if not one.is_replicate()]
     if len(sharding) > 1 or any(type(one) is not Shard or one.dim != 0 for _, one in sharding):
@@ -138,20 +175,10 @@ def _sharded(name: str, parameter: DTensor) -> Iterator[Slice]:
         )
     local = parameter.to_local().detach()
     shard_dim = sharding[0][0] if sharding else None
-    copy = [place for dim, place in enumerate(coordinate) if dim != shard_dim]
-    if local.numel() and not any(copy):
-        rows = 0 if shard_dim is None else _first_row(parameter.shape[0], mesh.size(shard_dim), coordinate[shard_dim])
-        row_numel = math.prod(parameter.shape[1:])
-        yield Slice(name, tuple(parameter.shape), rows * row_numel, local.reshape(-1))
+    row = 0 if shard_dim is None else _first_row(parameter.shape[0], mesh.size(shard_dim), coordinate[shard_dim])
+    return rectangle(name, tuple(parameter.shape), row, 0, _matrix(local))
 
 
 def _first_row(rows: int, shards: int, index: int) -> int:
     """Return the first row of a shard, as torch.chunk divides rows."""
     return -(-rows // shards) * index
-
-
-def _pieces(one: Slice) -> Iterator[Slice]:
-    """Yield the pieces of a slice that is too long."""
-    for begin in range(0, one.values.numel(), _MAX_NUMEL):
-        numel = min(_MAX_NUMEL, one.values.numel() - begin)
-        yield Slice(one.name, one.shape, one.start + begin, one.values.narrow(0, begin, numel))

@@ -77,8 +77,12 @@ class Manifest(Record):
 
 def model_digest(slices: Iterable[SliceDigest]) -> str:
     """Return the digest of a whole model: the SHA-256 over the digests of its slices, in the order of names."""
-    lines = (f"{one.name}\0{one.start}\0{one.numel}\0{one.digest}\n" for one in sorted(slices))
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+    return hashlib.sha256("".join(map(_line, sorted(slices))).encode()).hexdigest()
+
+
+def _line(one: SliceDigest) -> str:
+    rows = f"\0{one.rows}\0{one.stride}" if one.rows > 1 else ""
+    return f"{one.name}\0{one.start}\0{one.numel}\0{one.digest}{rows}\n"
 
 
 def part_stem(version: int, full: bool, rank: int) -> str:

@@ -21,12 +21,12 @@ class WeightUpdates:
     """Methods of a vLLM worker that follows published weights.
 
     Each worker holds a copy of the published model in host memory, to which changes are applied. The engine then loads
-    all of it from there, so only changes travel over the network. Call `update_weights` while no request runs.
+    all of it from there, so only changes travel over the network. Call `load_published_weights` while no request runs.
 
     Examples:
         >>> llm = vllm.LLM("model", worker_extension_cls="deepspeed_compress.rollout.vllm.WeightUpdates")
         >>> llm.collective_rpc("follow_weights", args=("/shared/policy",))
-        >>> llm.collective_rpc("update_weights")
+        >>> llm.collective_rpc("load_published_weights")
     """
 
     model_runner: Any
@@ -43,7 +43,7 @@ class WeightUpdates:
         holder = make_holder(store)
         self._published = holder, Receiver(holder, store)
 
-    def update_weights(self) -> int:
+    def load_published_weights(self) -> int:
         """Load the newest version, and return its number.
 
         Raises:

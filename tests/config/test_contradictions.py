@@ -313,8 +313,6 @@ def test_features_that_see_only_one_island_are_refused_for_islands_of_a_job(nati
     ("other", "words"),
     [
         ({"weights": {"bits": 4, "overlap": True}}, "weights with overlap, which arrive during the next step"),
-        ({"parallelism": {"pipeline": 2}}, "pipeline stages"),
-        ({"parallelism": {"tensor": 2}}, "tensor parallelism"),
         ({"parallelism": {"shard_within": "node"}}, "hybrid sharding"),
         ({"islands": {"size": 2}}, "islands of one job, which have several models"),
     ],

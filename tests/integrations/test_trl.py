@@ -1,12 +1,22 @@
 """Trainers of TRL: supervised fine-tuning and GRPO. They need the extra `trl`."""
 
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import deepspeed_compress
+from deepspeed_compress.agents.generation import Sampling, complete
+from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.rollout.vllm import WeightUpdates
 from tests.integrations.trainers import AUTO, INT4, LENGTH, WORDS, forget_accelerate, network, sentences, weights
 from tests.support.forks import run_forks
 
@@ -58,12 +68,12 @@ def small_numbers(completions: list[str], **_: Any) -> list[float]:
     return [sum(int(word) < WORDS // 2 for word in text.split() if word.isdigit()) / 8 for text in completions]
 
 
-def grpo(directory: str, section: dict[str, Any] | None) -> Any:
+def grpo(directory: str, section: dict[str, Any] | None, **options: Any) -> Any:
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
     rows = Dataset.from_dict({"prompt": [f"{number} {number + 1}" for number in range(16)]})
-    args = GRPOConfig(**settings(directory, section), num_generations=4, max_completion_length=8)
+    args = GRPOConfig(**settings(directory, section), **options, num_generations=4, max_completion_length=8)
     return GRPOTrainer(network("llama"), small_numbers, args, train_dataset=rows, processing_class=tokenizer())
 
 
@@ -93,3 +103,146 @@ def test_none_matches_trl_alone_and_four_bits_train(kind: str, tmp_path: Path) -
     logs = [entry for entry in ranks[0][2][0] if "loss" in entry]
     assert len(logs) == 3
     assert min(entry["compression_ratio"] for entry in logs) > 12
+
+
+class Engine:
+    """A model of vLLM, which generates by transformers."""
+
+    def __init__(self) -> None:
+        self.model = network("llama").to(torch.bfloat16)
+        for parameter in self.model.parameters():
+            torch.nn.init.zeros_(parameter)
+
+    def load_weights(self, weights: Any) -> None:
+        self.model.load_state_dict(dict(weights))
+
+
+class Server(ThreadingHTTPServer):
+    """The endpoints of a vLLM server that TRL uses, and a worker with the extension.
+
+    Attributes:
+        worker: the worker.
+        calls: calls of endpoints that concern weights, and of completions, in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.worker: Any = WeightUpdates()
+        self.worker.model_runner = SimpleNamespace(model=Engine())
+        self.calls: list[str] = []
+
+    def call(self, method: str, args: list[str]) -> Any:
+        self.calls.append(method)
+        return getattr(self.worker, method)(*args)
+
+    def choices(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        self.calls.append("completions")
+        model, prompts = (
+            self.worker.model_runner.model.model,
+            [one for one in request["prompt"] for _ in range(request["n"])],
+        )
+        found = complete(model, prompts, Sampling(request["max_tokens"], request["temperature"]), WORDS - 2, WORDS - 1)
+        return [
+            {
+                "prompt_token_ids": prompt,
+                "token_ids": one.tokens,
+                "logprobs": {
+                    "tokens": [f"token_id:{token}" for token in one.tokens],
+                    "token_logprobs": one.logprobs,
+                    "top_logprobs": [None] * len(one.tokens),
+                },
+            }
+            for prompt, one in zip(prompts, found, strict=True)
+        ]
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        config = {"model_config": {"logprobs_mode": "processed_logprobs"}, "weight_transfer_config": None}
+        answers = {"/health": {}, "/v1/models": {"data": [{"id": "policy"}]}, "/server_info": {"vllm_config": config}}
+        self.answer(answers[self.path.partition("?")[0]])
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "{}")
+        if self.path == "/collective_rpc":
+            self.answer({"results": [self.server.call(body["method"], body["args"])]})
+        elif self.path == "/v1/completions":
+            self.answer({"choices": self.server.choices(body)})
+        else:
+            self.server.calls.append(self.path)
+            self.answer({"success": True})
+
+    def answer(self, body: Any) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: Any) -> None: ...
+
+
+@contextmanager
+def served() -> Iterator[Server]:
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def pretend_vllm() -> None:
+    """Let TRL believe that vLLM is installed. It then needs nothing else of it to talk to a server."""
+    from trl.generation import vllm_client, vllm_generation
+
+    vllm_client.is_vllm_available = vllm_generation.is_vllm_available = lambda: True
+
+
+def train_with_server(rank: int, directory: str, url: str) -> Any:
+    from deepspeed_compress.integrations.trl import published_weights
+
+    pretend_vllm()
+    deepspeed_compress.install()
+    versions = f"{directory}/versions"
+    options = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url}
+    with published_weights(versions):
+        trainer = grpo(directory, {**INT4, "rollout": {"directory": versions}}, **options)
+    trainer.train()
+    trainer.model_wrapped.rollout.wait()
+    return weights(trainer.model_wrapped)
+
+
+def test_a_server_generates_with_the_published_weights_of_each_step(tmp_path: Path) -> None:
+    with served() as server:
+        trained = run_forks(2, train_with_server, str(tmp_path), f"http://127.0.0.1:{server.server_port}")[0]
+    update = ["load_published_weights", "/reset_prefix_cache", "completions"]
+    assert server.calls == ["follow_weights", *update, *update, *update]
+    assert server.worker.load_published_weights() == 4
+    for name, parameter in server.worker.model_runner.model.model.named_parameters():
+        assert torch.equal(parameter.flatten(), torch.tensor(trained[name]).to(torch.bfloat16)), name
+
+
+def refused(rank: int, directory: str, url: str) -> list[str]:
+    from deepspeed_compress.integrations.trl import published_weights
+
+    pretend_vllm()
+    deepspeed_compress.install()
+    found = []
+    for mode, section in (("colocate", INT4), ("server", INT4)):
+        with pytest.raises(ConfigError) as raised, published_weights(directory):
+            grpo(directory, section, use_vllm=True, vllm_mode=mode, vllm_server_base_url=url).train()
+        found.append(str(raised.value))
+        forget_accelerate()
+    return found
+
+
+def test_what_no_server_can_follow_is_refused(tmp_path: Path) -> None:
+    with served() as server:
+        (colocated, unpublished), *_ = run_forks(2, refused, str(tmp_path), f"http://127.0.0.1:{server.server_port}")
+    assert "vllm_mode is 'colocate', but only a server loads published weights" in colocated
+    assert 'no weights are published; write "rollout"' in unpublished

@@ -28,14 +28,23 @@ class Engine:
 
 
 class Worker:
-    """vLLM's worker."""
+    """vLLM's worker, with methods of its own for weights."""
 
     def __init__(self) -> None:
         self.model_runner = SimpleNamespace(model=Engine())
 
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: dict[str, str]) -> None: ...
+
+    def finish_weight_update(self) -> None: ...
+
+    def reload_weights(self) -> None: ...
+
 
 def extended() -> WeightUpdates:
-    """Return a worker with the extension among its bases, as vLLM makes it."""
+    """Return a worker with the extension among its bases, as vLLM makes it, which refuses names that it has itself."""
+    assert not [name for name in dir(WeightUpdates) if not name.startswith("__") and hasattr(Worker, name)]
     kind: type[WeightUpdates] = type("ExtendedWorker", (Worker, WeightUpdates), {})
     return kind()
 
@@ -58,8 +67,8 @@ def test_an_engine_loads_each_version_once(tmp_path: Path) -> None:
     worker.follow_weights(str(tmp_path))
     engine = worker.model_runner.model
     for version in (1, 2, 3):
-        assert worker.update_weights() == version
-        assert worker.update_weights() == version
+        assert worker.load_published_weights() == version
+        assert worker.load_published_weights() == version
         assert engine.loads == version
         assert torch.equal(engine.weights["qkv"], qkv(model))
         with torch.no_grad():
@@ -70,7 +79,7 @@ def test_an_engine_loads_each_version_once(tmp_path: Path) -> None:
 
 def test_a_worker_without_weights_raises_an_error(tmp_path: Path) -> None:
     with pytest.raises(RolloutError, match="call follow_weights first"):
-        extended().update_weights()
+        extended().load_published_weights()
     with pytest.raises(RolloutError, match="nothing has been published yet"):
         extended().follow_weights(str(tmp_path))
 

@@ -1,0 +1,89 @@
+"""TRL's GRPO with a vLLM server that follows published weights, in place of TRL's pushes of whole weights.
+
+TRL calls `VLLMGeneration.sync_weights` before it generates with new weights. Plain TRL then gathers all parameters, one
+after the other, and broadcasts them to the server by NCCL. Here the section's `rollout` has published the changes of
+the last step, and the server is told to load them. No NCCL group with the server is needed.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+from trl.generation import vllm_generation
+from trl.generation.vllm_client import VLLMClient
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer import grpo_trainer
+
+from deepspeed_compress.errors import ConfigError
+
+__all__ = ["published_weights"]
+
+
+@contextmanager
+def published_weights(directory: str) -> Iterator[None]:
+    """Let a GRPOTrainer that is made inside the block update its vLLM server by published weights.
+
+    The server must have been started with the extension `deepspeed_compress.rollout.vllm.WeightUpdates`, and the
+    trainer's DeepSpeed configuration must have the key `rollout` in the section.
+
+    Args:
+        directory: the published versions, as the hosts of the server see them.
+
+    Raises:
+        ConfigError: the trainer does not use a vLLM server, or when it trains, the section has no `rollout`.
+
+    Examples:
+        >>> with published_weights("/shared/policy"):
+        ...     trainer = GRPOTrainer(model, reward, GRPOConfig(use_vllm=True, vllm_mode="server", deepspeed=config))
+        >>> trainer.train()
+    """
+    replaced: tuple[tuple[Any, str, Any], ...] = (
+        (grpo_trainer, "VLLMGeneration", partial(_Generation, directory)),
+        (vllm_generation, "VLLMClient", _Client),
+    )
+    with ExitStack() as undo:
+        for module, name, ours in replaced:
+            undo.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, ours)
+        yield
+
+
+class _Client(VLLMClient):  # type: ignore[misc]  # no types
+    """Client that does not connect to the server by NCCL."""
+
+    def init_communicator(self, device: Any = 0) -> None:
+        """Do nothing: weights travel through the store."""
+
+    def call_workers(self, method: str, *args: str) -> None:
+        """Call a method of the extension on all workers of the server, between requests."""
+        self._post(f"{self.base_url}/collective_rpc", json={"method": method, "args": list(args)})
+
+
+class _Generation(VLLMGeneration):  # type: ignore[misc]  # no types
+    """Generation on a server that loads published weights."""
+
+    def __init__(self, directory: str, *args: Any, mode: str = "colocate", **options: Any) -> None:
+        if mode != "server":
+            raise ConfigError(f'vllm_mode is {mode!r}, but only a server loads published weights; write "server"')
+        super().__init__(*args, mode=mode, **options)
+        self._directory, self._followed = directory, False
+
+    def sync_weights(self) -> None:
+        """Let the server load the weights of the last step. Collective.
+
+        Raises:
+            ConfigError: the section has no `rollout`.
+        """
+        publisher = vars(self.accelerator.deepspeed_engine_wrapped.engine).get("rollout")
+        if publisher is None:
+            raise ConfigError('no weights are published; write "rollout": {"directory": ...} into deepspeed_compress')
+        if not publisher.calls:
+            publisher.publish()
+        publisher.wait()
+        if self.accelerator.is_main_process:
+            if not self._followed:
+                self.vllm_client.call_workers("follow_weights", self._directory)
+                self._followed = True
+            self.vllm_client.call_workers("load_published_weights")
+            self.vllm_client.reset_prefix_cache()

@@ -1,0 +1,69 @@
+"""The studies of weight updates: simple updates that exact ones are compared with, and the rows of the tables."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed_compress.rollout import DirectoryStore
+from launch.studies import agent_rewards, rollout_links
+from launch.studies.agent_rewards import LinkStore, Row
+from launch.studies.plain_updates import CODINGS, PlainPublisher, PlainReceiver
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(9, 33), nn.Linear(33, 5))
+
+
+@pytest.mark.parametrize("name", CODINGS)
+@pytest.mark.parametrize("every", [1, 3])
+def test_simple_updates_are_exact_too(name: str, every: int, tmp_path: Path) -> None:
+    trained, received, store = model(), model().to(torch.bfloat16), DirectoryStore(tmp_path)
+    publisher = PlainPublisher(trained, store, CODINGS[name])
+    receiver = PlainReceiver(received, store, CODINGS[name])
+    assert not receiver.update()
+    for version in range(1, 7):
+        publisher.publish()
+        publisher.wait()
+        if version % every == 0:
+            assert receiver.update()
+            assert not receiver.update()
+            with receiver.request() as held:
+                assert held == version
+            for own, theirs in zip(received.parameters(), trained.parameters(), strict=True):
+                assert torch.equal(own, theirs.to(torch.bfloat16))
+        with torch.no_grad():
+            for parameter in trained.parameters():
+                parameter += 1e-3 * torch.randn_like(parameter)
+    assert len(publisher.sizes) == 6
+
+
+def test_a_link_takes_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(agent_rewards.time, "sleep", slept.append)
+    store = LinkStore(tmp_path, 1e6)
+    store.put("blob", bytes(1000))
+    assert store.get("blob") == bytes(1000)
+    assert slept == [0.008]
+
+
+def test_the_row_of_a_link_leaves_out_the_first_versions() -> None:
+    trainer: dict[str, Any] = {
+        "steps": [9.0, 1.0, 1.0],
+        "pauses": [9.0, 0.1, 0.1],
+        "ends": {"2": 10.0, "3": 20.0, "4": 30.0},
+        "sizes": {"1": 10**9, "2": 10**9, "3": 10**6, "4": 3 * 10**6},
+    }
+    receiver = {"served": {"1": 0.0, "2": 19.0, "4": 30.5}, "waits": [5.0, 5.0, 0.25]}
+    found = rollout_links.cells("1gbit", "exact", (trainer, receiver), 1)
+    assert found == ["1gbit", "exact", "2.00", "1.000", "100.0", "10.0%", "250.0", "0.50", "1 of 2"]
+
+
+def test_the_row_of_a_mode_has_means_over_its_runs() -> None:
+    runs = [[Row(2.0 * number, 0.1 * number, 1.0, 1000) for number in range(1, 11)] for _ in range(2)]
+    found = agent_rewards.cells("asynchronous", runs, goal=0.45)
+    assert found == ["asynchronous", "10", "2.00", "1", "1.00", "0.950", "14"]
+    assert agent_rewards.cells("asynchronous", runs, goal=0.9)[-1] == ""
