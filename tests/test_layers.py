@@ -142,7 +142,9 @@ TABLE = {
     "agents": allow("", "torch"),
     "agents.endpoint": allow("agents errors", "fastapi pydantic"),
     "rollout": allow("collectives.buckets collectives.objects compression.compressors.base errors", "pydantic torch"),
-    "rollout.served_store": allow("rollout.store errors transport"),
+    "rollout.signatures": allow(),
+    "rollout.served_store": allow("rollout.signatures rollout.store errors transport", "httpx"),
+    "rollout.store_server": allow("rollout.signatures rollout.store errors transport", "fastapi starlette uvicorn"),
     "rollout.changes": allow("compression.kernels.reference_bits errors", "numpy torch zstandard"),
     "models": allow("config.names errors", "torch deepspeed transformers safetensors", lazily="megatron"),
     "training": allow(

@@ -11,7 +11,8 @@ class Rollout(Model):
     """Weights for rollout workers, which generate with the newest policy: exact changes, published after each step."""
 
     directory: Annotated[str, Field(min_length=1)]
-    """Directory of the published versions, which all ranks and all rollout workers share."""
+    """Directory of the published versions, which all ranks and all rollout workers share, or the address of a server of
+    such a store: "http://host:port"."""
     every: int = Field(default=1, ge=1)
     """Optimizer steps per version."""
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"

@@ -34,18 +34,19 @@ def attach_rollout(engine: Any, settings: Rollout, patches: Patches) -> RolloutS
     """Make the publisher of `engine`, which becomes its attribute `rollout`. Collective.
 
     Raises:
-        ConfigError: a package is not installed.
+        ConfigError: a package is not installed, or the address of a store is malformed.
+        ImportError: a package for stores at an address is not installed.
         UnsupportedError: ranks of the engine hold different parts of the model, other than by ZeRO.
     """
     try:
-        from deepspeed_compress.rollout import DirectoryStore, Publisher
+        from deepspeed_compress.rollout import Publisher, open_store
     except ModuleNotFoundError as error:
         raise ConfigError(
             f'/deepspeed_compress/rollout needs {error.name}; write: pip install "deepspeed-compress[rollout]"'
         ) from None
     publisher = Publisher(
         engine,
-        DirectoryStore(settings.directory),
+        open_store(settings.directory),
         settings.dtype,
         settings.every,
         settings.full_every,
