@@ -145,7 +145,8 @@ TABLE = {
     "rollout.signatures": allow(),
     "rollout.served_store": allow("rollout.signatures rollout.store errors transport", "httpx"),
     "rollout.store_server": allow("rollout.signatures rollout.store errors transport", "fastapi starlette uvicorn"),
-    "rollout.changes": allow("compression.kernels.reference_bits errors", "numpy torch zstandard"),
+    "rollout.lossy": allow("compression.compressors.blockwise", "torch"),
+    "rollout.changes": allow("compression.kernels.reference_bits errors rollout.lossy", "numpy torch zstandard"),
     "models": allow("config.names errors", "torch deepspeed transformers safetensors", lazily="megatron"),
     "training": allow(
         "config backends.deepspeed.builds backends.deepspeed.units errors foreign_warnings models monitor "

@@ -13,6 +13,11 @@ class Rollout(Model):
     directory: Annotated[str, Field(min_length=1)]
     """Directory of the published versions, which all ranks and all rollout workers share, or the address of a server of
     such a store: "http://host:port"."""
+    method: Literal["exact", "blockwise"] = "exact"
+    """`exact`: receivers hold the weights bit for bit. `blockwise`: changes are rounded to `bits` per value if that is
+    shorter, and what was lost is sent with the next version."""
+    bits: Literal[8, 4] | None = None
+    """Bits per value of the method `blockwise`; null for 8."""
     every: int = Field(default=1, ge=1)
     """Optimizer steps per version."""
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
@@ -24,3 +29,8 @@ class Rollout(Model):
     asynchronous: bool = True
     """Encode and write a version in a thread during the next step, so that training only waits for a copy of the
     weights; false waits until the version is complete."""
+
+    @property
+    def lossy_bits(self) -> Literal[8, 4] | None:
+        """Return the bits per value of lossy changes; None for exact ones."""
+        return None if self.method == "exact" else self.bits or 8

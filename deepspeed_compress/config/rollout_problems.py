@@ -28,6 +28,12 @@ _CONFLICTS: tuple[tuple[str, Callable[[CompressConfig], bool]], ...] = (
 
 def find_rollout_contradictions(section: CompressConfig) -> Iterator[Diagnostic]:
     """Yield what the section combines with `rollout`, although no rank publishes it correctly."""
-    for what, applies in _CONFLICTS if section.rollout is not None else ():
+    if section.rollout is None:
+        return
+    if section.rollout.method == "exact" and section.rollout.bits is not None:
+        yield problem(
+            ("rollout", "bits"), "has no effect with the method exact (allowed: null)", '"method": "blockwise"'
+        )
+    for what, applies in _CONFLICTS:
         if applies(section):
             yield problem(("rollout",), f"cannot be combined with {what} (allowed: null)", "one of the two")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ class Published:
 
     Attributes:
         version: its number.
-        digest: digest of the whole model, which a receiver of this version has too.
+        digest: digest of the whole model, as a receiver of this version holds it.
         change_bytes: bytes of the changes since the version before and of the manifest, over all ranks.
         full_bytes: bytes of the full copy; 0 if the version has none.
         changed: share of the values that changed; 1.0 if the version before is not known.
@@ -67,9 +67,12 @@ class Publisher:
         keep_full: number of full copies to keep. Everything before the oldest of them is deleted.
         asynchronous: encode and store in a thread, so that `publish` only copies the weights to host memory. Call
             `wait` at the end of training.
+        bits: bits per value of lossy changes, 4 or 8; None for exact ones. With lossy changes, this rank holds its
+            share as receivers do. Each version sends the difference between the weights and that, so it corrects the
+            errors of earlier ones.
 
     Raises:
-        ConfigError: `dtype` is not known.
+        ConfigError: `dtype` or `bits` is not known.
         UnsupportedError: ranks of the engine hold different parts of the model, other than by ZeRO.
 
     Attributes:
@@ -91,11 +94,14 @@ class Publisher:
         full_every: int = 100,
         keep_full: int = 2,
         asynchronous: bool = False,
+        bits: Literal[4, 8] | None = None,
     ) -> None:
         if dtype not in get_args(Dtype):
             raise ConfigError(f"dtype {dtype!r} is not known (allowed: {', '.join(get_args(Dtype))})")
+        if bits not in (None, 4, 8):
+            raise ConfigError(f"bits {bits!r} is not possible (allowed: 4, 8, or None for exact changes)")
         self._module, self._store, self._dtype = unwrap(model), store, dtype
-        self._every, self._full_every, self._keep_full = every, full_every, keep_full
+        self._every, self._full_every, self._keep_full, self._bits = every, full_every, keep_full, bits
         self._ranks = PublishingRanks()
         self._thread = ThreadPoolExecutor(1, "rollout") if asynchronous else None
         self._running: Future[Published] | None = None
@@ -157,7 +163,7 @@ class Publisher:
                 return self._hold(new, chain, Published(chain.version, chain.digest, 0, 0, 0.0, _since(begin)))
         full = full or held is None or chain.version + 1 - chain.full >= self._full_every
         rank, version = self._ranks.rank, chain.version + 1
-        shares = self._ranks.gather(lambda: write_share(self._store, version, rank, new, held, full))
+        shares = self._ranks.gather(lambda: write_share(self._store, version, rank, new, held, full, self._bits))
         published = self._ranks.from_first(lambda: self._complete(chain, shares, begin))
         newest = Chain(version, published.digest, version if full else chain.full)
         return self._hold(new, newest, published)

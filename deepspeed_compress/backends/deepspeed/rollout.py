@@ -52,6 +52,7 @@ def attach_rollout(engine: Any, settings: Rollout, patches: Patches) -> RolloutS
         settings.full_every,
         settings.keep_full,
         settings.asynchronous,
+        settings.lossy_bits,
     )
     patches.replace(engine, "rollout", publisher)
     patches.on_undo(publisher.wait)
