@@ -109,7 +109,7 @@ TABLE = {
     "backends.deepspeed.initialize": allow(
         "backends.deepspeed checkpointing.deepspeed local_sgd.deepspeed config errors", "deepspeed"
     ),
-    "backends.deepspeed.rollout": allow("config errors session.patches", lazily="rollout"),
+    "backends.deepspeed.rollout": allow("config errors monitor session.patches", "torch", lazily="rollout"),
     "backends.deepspeed.restarts": allow("checkpointing launcher.heartbeat errors session", "torch"),
     "backends.deepspeed.step": allow("backends.deepspeed checkpointing.deepspeed.checkpoint session"),
     "checkpointing.deepspeed": allow(

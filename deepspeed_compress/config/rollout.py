@@ -26,6 +26,9 @@ class Rollout(Model):
     """Number of versions per full copy. Receivers that start, or have missed much, begin with a full copy."""
     keep_full: int = Field(default=2, ge=1)
     """Number of full copies to keep. Everything before the oldest of them is deleted."""
+    max_lag: int = Field(default=8, ge=0)
+    """Number of versions by which rollouts may be behind, on average, before the doctor reports them. The program tells
+    it how many they are (`engine.rollout.report_lag`)."""
     asynchronous: bool = True
     """Encode and write a version in a thread during the next step, so that training only waits for a copy of the
     weights; false waits until the version is complete."""

@@ -1,4 +1,4 @@
-"""Exact, sparse weight updates from a trainer to rollout workers, which generate with the newest policy.
+"""Exact, sparse (or on request lossy) weight updates from a trainer to rollout workers, which generate with the policy.
 
 Data flows one way: the slices of a model that a rank publishes (`sources`) are encoded as changes (`changes`), which
 form the parts of a version (`parts`, `shares`, `versions`) in a store (`store`), from which a receiver applies them to

@@ -1,6 +1,7 @@
 """Shares of a version: what each rank writes, and the manifest that the first rank makes of it."""
 
 import math
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,12 +40,37 @@ class Share:
         digests: digests of its slices.
         changes: parts with changes; None if no rank holds the version before.
         full: parts with all values; None if the version has no full copy.
+        encode_seconds: seconds of encoding, with the digests.
+        write_seconds: seconds of writing to the store.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     digests: Sequence[SliceDigest]
     changes: Sequence[PartEntry] | None
     full: Sequence[PartEntry] | None
+    encode_seconds: float
+    write_seconds: float
+
+
+class _TimedWriter:
+    """Writer to a store that measures its time, apart from the time of encoding between the writes.
+
+    Attributes:
+        seconds: seconds of writing so far.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store, self._began, self.seconds = store, time.perf_counter(), 0.0
+
+    def put(self, name: str, data: bytes) -> None:
+        began = time.perf_counter()
+        self._store.put(name, data)
+        self.seconds += time.perf_counter() - began
+
+    @property
+    def other_seconds(self) -> float:
+        """Return the seconds since the start that were not spent writing."""
+        return time.perf_counter() - self._began - self.seconds
 
 
 def digest_slices(slices: Sequence[Slice]) -> list[SliceDigest]:
@@ -72,14 +98,16 @@ def write_share(
         full: write a full copy too.
         bits: bits per value of lossy changes; None for exact ones.
     """
+    writer = _TimedWriter(store)
     payloads = None if held is None else _encode_changes(slices, held, bits)
     digests, changes, copies = digest_slices(slices), None, None
     if payloads is not None:
-        changes = write_parts(store, part_stem(version, False, rank), _encoded(digests, payloads))
+        changes = write_parts(writer.put, part_stem(version, False, rank), _encoded(digests, payloads))
     if full:
         copied = (encode(None, one.values) for one in slices)
-        copies = write_parts(store, part_stem(version, True, rank), _encoded(digests, copied))
-    return Share({one.name: one.shape for one in slices}, digests, changes, copies)
+        copies = write_parts(writer.put, part_stem(version, True, rank), _encoded(digests, copied))
+    shapes = {one.name: one.shape for one in slices}
+    return Share(shapes, digests, changes, copies, writer.other_seconds, writer.seconds)
 
 
 def _encode_changes(slices: Sequence[Slice], held: Sequence[Slice], bits: int | None) -> Iterable[bytes]:
