@@ -65,7 +65,8 @@ def frequent_full_copies(case: Case) -> Iterator[Diagnostic]:
 
 
 def _span(case: Case) -> tuple[int, int]:
-    return case.run.versions[0]["step"], case.run.versions[-1]["step"]
+    """Return the first and last step with a version. The first version of a run belongs to no step."""
+    return case.run.versions[1]["step"], case.run.versions[-1]["step"]
 
 
 def _median(case: Case, key: str) -> float:
