@@ -109,7 +109,7 @@ TABLE = {
     "backends.deepspeed.initialize": allow(
         "backends.deepspeed checkpointing.deepspeed local_sgd.deepspeed config errors", "deepspeed"
     ),
-    "backends.deepspeed.rollout": allow("config errors session.patches", lazily="rollout"),
+    "backends.deepspeed.rollout": allow("config errors monitor session.patches", "torch", lazily="rollout"),
     "backends.deepspeed.restarts": allow("checkpointing launcher.heartbeat errors session", "torch"),
     "backends.deepspeed.step": allow("backends.deepspeed checkpointing.deepspeed.checkpoint session"),
     "checkpointing.deepspeed": allow(
@@ -144,8 +144,11 @@ TABLE = {
     "rollout": allow(
         "collectives.buckets collectives.objects compression.compressors.base config.names errors", "pydantic torch"
     ),
-    "rollout.served_store": allow("rollout.store errors transport"),
-    "rollout.changes": allow("compression.kernels.reference_bits errors", "numpy torch zstandard"),
+    "rollout.signatures": allow(),
+    "rollout.served_store": allow("rollout.signatures rollout.store errors transport", "httpx"),
+    "rollout.store_server": allow("rollout.signatures rollout.store errors transport", "fastapi starlette uvicorn"),
+    "rollout.lossy": allow("compression.compressors.blockwise", "torch"),
+    "rollout.changes": allow("compression.kernels.reference_bits errors rollout.lossy", "numpy torch zstandard"),
     "models": allow("config.names errors", "torch deepspeed transformers safetensors", lazily="megatron"),
     "training": allow(
         "config backends.deepspeed.builds backends.deepspeed.units errors foreign_warnings models monitor "

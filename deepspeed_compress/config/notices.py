@@ -8,6 +8,7 @@ from deepspeed_compress.config.methods import MethodConfig, Model
 from deepspeed_compress.config.models import CompressConfig
 from deepspeed_compress.config.places import CompressedGradients, GradientsConfig, PowerSGDGradients, QSGDGradients
 from deepspeed_compress.config.problems import notice, show
+from deepspeed_compress.config.rollout_problems import find_rollout_notices
 from deepspeed_compress.config.sparse_methods import DensityWarmUp, LargestConfig, RandomKConfig
 from deepspeed_compress.diagnostics import Diagnostic
 
@@ -196,4 +197,5 @@ _CHECKS = (
     _rescale_with_feedback,
     _qsgd_with_feedback,
     _overrides,
+    find_rollout_notices,
 )

@@ -4,6 +4,7 @@ from deepspeed_compress.monitor.events import CONFIGURATION, EVENTS, Event, Even
 from deepspeed_compress.monitor.journal import STATISTICS, Journal, Part, utc_now
 from deepspeed_compress.monitor.memory import peak_memory
 from deepspeed_compress.monitor.meter import KINDS, PHASES, SAVED, Meter
+from deepspeed_compress.monitor.versions import VERSIONS, VersionStatistics
 from deepspeed_compress.monitor.writer import EventSink, StatisticsWriter, StepStatistics
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "PHASES",
     "SAVED",
     "STATISTICS",
+    "VERSIONS",
     "Event",
     "EventLog",
     "EventSink",
@@ -21,6 +23,7 @@ __all__ = [
     "Part",
     "StatisticsWriter",
     "StepStatistics",
+    "VersionStatistics",
     "peak_memory",
     "utc_now",
     "write_configuration",

@@ -1,13 +1,13 @@
-"""Exact, sparse weight updates from a trainer to rollout workers, which generate with the newest policy.
+"""Exact, sparse (or on request lossy) weight updates from a trainer to rollout workers, which generate with the policy.
 
 Data flows one way: the slices of a model that a rank publishes (`sources`) are encoded as changes (`changes`), which
 form the parts of a version (`parts`, `shares`, `versions`) in a store (`store`), from which a receiver applies them to
-its module (`receiver`).
+its module (`receiver`). `store_server` serves a store by HTTP, and `served_store` is its client; both need packages of
+the extra `http`.
 """
 
 from deepspeed_compress.rollout.publisher import Published, Publisher
 from deepspeed_compress.rollout.receiver import Receiver
-from deepspeed_compress.rollout.served_store import ServedStore, StoreServer
-from deepspeed_compress.rollout.store import DirectoryStore, Store
+from deepspeed_compress.rollout.store import DirectoryStore, Store, open_store
 
-__all__ = ["DirectoryStore", "Published", "Publisher", "Receiver", "ServedStore", "Store", "StoreServer"]
+__all__ = ["DirectoryStore", "Published", "Publisher", "Receiver", "Store", "open_store"]

@@ -1,17 +1,18 @@
-"""Codec of weight updates: the exact change between two versions of a flat tensor, as bytes.
+"""Codec of weight updates: the change between two versions of a flat tensor, exact or lossy, as bytes.
 
 Values are compared as integers of the same width (int16 for bf16 and fp16, int32 for fp32), so NaN payloads and -0.0
 survive. A changed value is sent as the wrapping difference of these integers. At small learning rates most values move
 to the neighboring number, and so their differences are +1 or -1, which take about one bit after entropy coding; the xor
 of the same values would take two.
 
-A payload is a header and a list of sections. There are three layouts:
+A payload is a header and a list of sections. There are three exact layouts, and a lossy one:
 
 - `SPARSE`: the positions of the changed values as an Elias-Fano code (Vigna, "Quasi-succinct indices",
   arXiv:1206.4300), then their differences. A position takes about 2 + log2(numel / changed) bits, within half a bit of
   the entropy of random positions, and all steps are vectorized.
 - `DENSE`: the differences of all values, which is shorter if more than a quarter of them changed.
 - `WHOLE`: all values themselves, for a full copy.
+- `BLOCKWISE_4`, `BLOCKWISE_8`: the differences of all values in 4 or 8 bits (see `lossy`), if that is shorter.
 
 Integers are split into planes of equal significance, because the upper bytes of differences, and the exponents of
 values, compress well on their own. Each section is compressed by zstandard if that makes it smaller.
@@ -30,8 +31,9 @@ from torch import Tensor
 
 from deepspeed_compress.compression.kernels.reference_bits import pack_bits, unpack_bits
 from deepspeed_compress.errors import RolloutError
+from deepspeed_compress.rollout import lossy
 
-__all__ = ["MAX_NUMEL", "ChangeError", "apply", "count_changed", "encode"]
+__all__ = ["MAX_NUMEL", "ChangeError", "apply", "count_changed", "encode", "encode_lossy"]
 
 MAX_NUMEL = 1 << 28
 """Largest number of elements of one encoded tensor."""
@@ -59,6 +61,12 @@ class Layout(IntEnum):
     SPARSE = 0
     DENSE = 1
     WHOLE = 2
+    BLOCKWISE_4 = 3
+    BLOCKWISE_8 = 4
+
+
+_BITS = MappingProxyType({Layout.BLOCKWISE_4: 4, Layout.BLOCKWISE_8: 8})
+"""Bits per value of the lossy layouts."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +126,32 @@ def encode(old: Tensor | None, new: Tensor) -> bytes:
     return b"".join([header.pack(), *_code_positions(header, positions), *_planes(differences)])
 
 
+def encode_lossy(old: Tensor, new: Tensor, bits: int) -> bytes:
+    """Return a change from `old` towards `new` as bytes, and set `new` to the values that it leads to.
+
+    This is the exact change if that is shorter, or if a difference is not finite.
+
+    Args:
+        old: the version that the receiver holds; of the same type and size as `new`.
+        new: a flat, contiguous tensor of bf16, fp16 or fp32 on the CPU.
+        bits: bits per value, 4 or 8.
+    """
+    exact = encode(old, new)
+    difference = new.to(torch.float32) - old.to(torch.float32)
+    if not difference.isfinite().all():
+        return exact
+    codes, reached = lossy.quantize(difference, bits), old.clone()
+    lossy.add(codes, bits, reached)
+    changed = int(np.count_nonzero(_integers(reached) != _integers(old)))
+    layout = next(layout for layout, own in _BITS.items() if own == bits)
+    header = Header(layout, old.element_size(), old.numel(), changed)
+    payload = header.pack() + _section(codes.numpy().tobytes())
+    if len(exact) <= len(payload):
+        return exact
+    new.copy_(reached)
+    return payload
+
+
 def apply(payload: bytes, held: Tensor) -> None:
     """Bring `held` to the version that `payload` leads to, in place. If this raises, `held` is unchanged.
 
@@ -140,6 +174,12 @@ def apply(payload: bytes, held: Tensor) -> None:
         differences = _unzigzag(sections.integers(positions.size, header.item_bytes))
         sections.end()
         values[positions] += differences
+        return
+    if header.layout in _BITS:
+        bits = _BITS[header.layout]
+        codes = torch.from_numpy(sections.take(lossy.code_bytes(header.numel, bits)))
+        sections.end()
+        lossy.add(codes, bits, held)
         return
     found = sections.integers(header.numel, header.item_bytes)
     sections.end()

@@ -7,7 +7,7 @@ after the update, so a receiver can check what it holds without holding any othe
 import hashlib
 import json
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -23,6 +23,7 @@ __all__ = [
     "Digest",
     "EncodedSlice",
     "PartEntry",
+    "Put",
     "Record",
     "Size",
     "SliceDigest",
@@ -40,6 +41,10 @@ _PART_BYTES = 64 << 20
 _ATTEMPTS = 3
 """Number of times that a part is fetched if it arrives damaged."""
 _LENGTH = struct.Struct("<I")
+
+
+Put = Callable[[str, bytes], None]
+"""Function that stores a blob by its name."""
 
 
 class Record(BaseModel):
@@ -101,25 +106,25 @@ def values_digest(values: Tensor) -> str:
     return hashlib.sha256(values.detach().view(torch.uint8).numpy().data).hexdigest()
 
 
-def write_parts(store: Store, stem: str, slices: Iterable[EncodedSlice]) -> list[PartEntry]:
-    """Store `slices` as one or several parts whose names begin with `stem`. Return their entries."""
+def write_parts(put: Put, stem: str, slices: Iterable[EncodedSlice]) -> list[PartEntry]:
+    """Store `slices` by `put`, as one or several parts whose names begin with `stem`. Return their entries."""
     entries: list[PartEntry] = []
     waiting: list[EncodedSlice] = []
     for one in slices:
         waiting.append(one)
         if sum(len(each.payload) for each in waiting) >= _PART_BYTES:
-            entries.append(_write(store, f"{stem}.{len(entries):04d}", waiting))
+            entries.append(_write(put, f"{stem}.{len(entries):04d}", waiting))
             waiting = []
     if waiting:
-        entries.append(_write(store, f"{stem}.{len(entries):04d}", waiting))
+        entries.append(_write(put, f"{stem}.{len(entries):04d}", waiting))
     return entries
 
 
-def _write(store: Store, name: str, slices: Sequence[EncodedSlice]) -> PartEntry:
+def _write(put: Put, name: str, slices: Sequence[EncodedSlice]) -> PartEntry:
     index = [{**one.slice.to_json(), "bytes": len(one.payload)} for one in slices]
     head = json.dumps(index, separators=(",", ":")).encode()
     data = b"".join([_LENGTH.pack(len(head)), head, *(one.payload for one in slices)])
-    store.put(name, data)
+    put(name, data)
     changed = sum(count_changed(one.payload) for one in slices)
     return PartEntry(name=name, size=len(data), digest=hashlib.sha256(data).hexdigest(), changed=changed)
 

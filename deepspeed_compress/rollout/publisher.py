@@ -1,12 +1,12 @@
 """Publication of a model's weights by the ranks that train it."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -38,11 +38,17 @@ class Published:
 
     Attributes:
         version: its number.
-        digest: digest of the whole model, which a receiver of this version has too.
+        digest: digest of the whole model, as a receiver of this version holds it.
         change_bytes: bytes of the changes since the version before and of the manifest, over all ranks.
         full_bytes: bytes of the full copy; 0 if the version has none.
         changed: share of the values that changed; 1.0 if the version before is not known.
         seconds: time from the call of `publish` until the version was complete.
+        encode_seconds: time of encoding on the slowest rank.
+        write_seconds: time of writing to the store on the slowest rank.
+        age: seconds from the call that published the version before until this one was complete; None if that is not
+            known. Weights of a receiver that is never late are at most so old.
+        step: the optimizer step that `publish` was called with.
+        lag: the number of versions that `report_lag` was called with, before the call of `publish`.
     """
 
     version: int
@@ -51,6 +57,24 @@ class Published:
     full_bytes: int
     changed: float
     seconds: float
+    encode_seconds: float = 0.0
+    write_seconds: float = 0.0
+    age: float | None = None
+    step: int | None = None
+    lag: float | None = None
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Call of `publish`: its time, and what the report of its version repeats."""
+
+    began: float
+    step: int | None
+    lag: float | None
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.began
 
 
 class Publisher:
@@ -69,12 +93,16 @@ class Publisher:
         keep_full: number of full copies to keep. Everything before the oldest of them is deleted.
         asynchronous: encode and store in a thread, so that `publish` only copies the weights to host memory. Call
             `wait` at the end of training.
+        bits: bits per value of lossy changes, 4 or 8; None for exact ones. With lossy changes, this rank holds its
+            share as receivers do. Each version sends the difference between the weights and that, so it corrects the
+            errors of earlier ones.
+        listener: receives the report of each version, on all ranks, in the thread that calls `publish` or `wait`.
         names: names of the model's submodules in the plain model that receivers hold, if they differ. A
             PipelineModule needs the names of its layers, such as {"1": "model.layers.0"}, unless the section's
             `parallelism` has made it.
 
     Raises:
-        ConfigError: `dtype` is not known.
+        ConfigError: `dtype` or `bits` is not known.
         UnsupportedError: ranks hold parts of the model in a way that is not known, or a parameter has no known name in
             the plain model.
 
@@ -97,19 +125,26 @@ class Publisher:
         full_every: int = 100,
         keep_full: int = 2,
         asynchronous: bool = False,
+        bits: Literal[4, 8] | None = None,
+        listener: Callable[[Published], None] = lambda published: None,
         names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         if dtype not in get_args(Dtype):
             raise ConfigError(f"dtype {dtype!r} is not known (allowed: {', '.join(get_args(Dtype))})")
+        if bits not in (None, 4, 8):
+            raise ConfigError(f"bits {bits!r} is not possible (allowed: 4, 8, or None for exact changes)")
         self._store, self._dtype, self._names = store, dtype, names
-        self._every, self._full_every, self._keep_full = every, full_every, keep_full
-        self._ranks = PublishingRanks()
+        self._every, self._full_every, self._keep_full, self._bits = every, full_every, keep_full, bits
+        self._ranks, self._listener = PublishingRanks(), listener
         self._module, self._holders = self._find_holders(model)
         self._thread = ThreadPoolExecutor(1, "rollout") if asynchronous else None
         self._running: Future[Published] | None = None
         self.calls = 0
         self._chain: Chain | None = None
         """End of the chain in the store, to which `_held` belongs; None before the first version, or after an error."""
+        self._held_since: float | None = None
+        """Time of the call that published what is held."""
+        self._lag: float | None = None
         self._held: list[Slice] = []
         self._spare: list[Slice] = []
 
@@ -127,11 +162,16 @@ class Publisher:
             raise UnsupportedError(problems[0])
         return module, find_holders([regions for regions, _ in everyone])
 
-    def publish(self, full: bool = False) -> Published | None:
+    def report_lag(self, versions: float) -> None:
+        """Report by how many versions the samples of this step are behind. The next version's report repeats it."""
+        self._lag = versions
+
+    def publish(self, full: bool = False, step: int | None = None) -> Published | None:
         """Publish the current weights. Call it between optimizer steps, on all ranks.
 
         Args:
             full: publish now, with a full copy, even if neither is due.
+            step: number of the optimizer step, for the report.
 
         Returns:
             The report; None if no version is due. If asynchronous, the report of the version before, if there is one.
@@ -143,11 +183,11 @@ class Publisher:
         self.calls += 1
         if (self.calls - 1) % self._every and not full:
             return None
-        begin, before = time.perf_counter(), self.wait()
-        new = self._copy_weights()
+        call, before = _Call(time.perf_counter(), step, self._lag), self.wait()
+        self._lag, new = None, self._copy_weights()
         if self._thread is None:
-            return self._publish(new, full, begin)
-        self._running = self._thread.submit(self._publish, new, full, begin)
+            return self._reported(self._publish(new, full, call))
+        self._running = self._thread.submit(self._publish, new, full, call)
         return before
 
     def wait(self) -> Published | None:
@@ -157,7 +197,11 @@ class Publisher:
             RolloutError: see `publish`.
         """
         running, self._running = self._running, None
-        return None if running is None else running.result()
+        return None if running is None else self._reported(running.result())
+
+    def _reported(self, published: Published) -> Published:
+        self._listener(published)
+        return published
 
     def _copy_weights(self) -> list[Slice]:
         """Return copies of this rank's slices in host memory, in the published type."""
@@ -168,7 +212,7 @@ class Publisher:
             copy.values.view(one.values.shape).copy_(one.values)
         return self._spare
 
-    def _publish(self, new: list[Slice], full: bool, begin: float) -> Published:
+    def _publish(self, new: list[Slice], full: bool, call: _Call) -> Published:
         """Publish `new` and hold it. All collective calls are made here, in this order."""
         chain, self._chain = self._chain, None
         held = None if chain is None else self._held
@@ -176,16 +220,17 @@ class Publisher:
             chain = self._ranks.from_first(self._find_chain)
             digests = self._ranks.gather(lambda: digest_slices(new))
             if model_digest(one for some in digests for one in some) == chain.digest:
-                return self._hold(new, chain, Published(chain.version, chain.digest, 0, 0, 0.0, _since(begin)))
+                same = Published(chain.version, chain.digest, 0, 0, 0.0, call.seconds, step=call.step, lag=call.lag)
+                return self._hold(new, chain, same, call)
         full = full or held is None or chain.version + 1 - chain.full >= self._full_every
         rank, version = self._ranks.rank, chain.version + 1
-        shares = self._ranks.gather(lambda: write_share(self._store, version, rank, new, held, full))
-        published = self._ranks.from_first(lambda: self._complete(chain, shares, begin))
+        shares = self._ranks.gather(lambda: write_share(self._store, version, rank, new, held, full, self._bits))
+        published = self._ranks.from_first(lambda: self._complete(chain, shares, call))
         newest = Chain(version, published.digest, version if full else chain.full)
-        return self._hold(new, newest, published)
+        return self._hold(new, newest, published, call)
 
-    def _hold(self, new: list[Slice], chain: Chain, published: Published) -> Published:
-        self._spare, self._held, self._chain = self._held, new, chain
+    def _hold(self, new: list[Slice], chain: Chain, published: Published, call: _Call) -> Published:
+        self._spare, self._held, self._chain, self._held_since = self._held, new, chain, call.began
         return published
 
     def _find_chain(self) -> Chain:
@@ -199,7 +244,7 @@ class Publisher:
             digest = manifest.digest if manifest.dtype == self._dtype else ""
         return Chain(newest, digest, full)
 
-    def _complete(self, chain: Chain, shares: Sequence[Share], begin: float) -> Published:
+    def _complete(self, chain: Chain, shares: Sequence[Share], call: _Call) -> Published:
         """Complete a version of which all ranks have written their shares, and delete old ones."""
         manifest = make_manifest(chain, self._dtype, shares)
         size = write_manifest(self._store, manifest)
@@ -207,12 +252,20 @@ class Publisher:
         changes, total = manifest.changes, sum(one.numel for share in shares for one in share.digests)
         changed = 1.0 if changes is None else sum(part.changed for part in changes.parts) / max(1, total)
         change_bytes = size + (0 if changes is None else changes.size)
-        return Published(manifest.version, manifest.digest, change_bytes, manifest.full_size, changed, _since(begin))
+        return Published(
+            manifest.version,
+            manifest.digest,
+            change_bytes,
+            manifest.full_size,
+            changed,
+            call.seconds,
+            max(share.encode_seconds for share in shares),
+            max(share.write_seconds for share in shares),
+            None if self._held_since is None else time.perf_counter() - self._held_since,
+            call.step,
+            call.lag,
+        )
 
 
 def _host_buffer(values: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(values.numel(), dtype=dtype, pin_memory=values.is_cuda)
-
-
-def _since(begin: float) -> float:
-    return time.perf_counter() - begin

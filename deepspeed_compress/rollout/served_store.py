@@ -1,147 +1,154 @@
-"""A store that is served over TCP, for ranks and receivers without a shared file system.
+"""A store at an HTTP server, for ranks and receivers without a shared file system.
 
-It uses the package's transport: both sides prove that they know a shared secret, sizes are checked before memory is
-allocated, and TLS is used if it is configured. One request travels at a time on a connection.
+Requests and answers are signed with the shared secret (see `signatures`), so a body that arrives damaged is noticed and
+requested again. The server is in `store_server`.
 """
 
 import json
-import threading
-from collections.abc import Sequence
-from types import TracebackType
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hmac import compare_digest
 
-from deepspeed_compress.errors import RolloutError
-from deepspeed_compress.rollout.store import Store
-from deepspeed_compress.transport.client import connect
-from deepspeed_compress.transport.connection import Connection
+from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.rollout.signatures import SIGNATURE, Stamp
+from deepspeed_compress.rollout.store import LARGEST, check_name
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.errors import AuthenticationError
-from deepspeed_compress.transport.fields import Table, a_text, check_message
-from deepspeed_compress.transport.frames import Head, Limits
-from deepspeed_compress.transport.server import Server
 
-__all__ = ["ServedStore", "StoreServer"]
+try:
+    import httpx
+except ModuleNotFoundError as error:
+    raise ImportError(
+        "a store at an address needs httpx, which this environment does not have; write: pip install "
+        '"deepspeed-compress[http]"'
+    ) from error
 
-_SERVICE = "rollout store"
-_LIMITS = Limits(body=1 << 28)
-"""Largest body: a part with the largest slice, and more than half a million names."""
-_NAME = a_text(128, 1)
-_REQUESTS: Table = {"put": {"name": _NAME}, "get": {"name": _NAME}, "delete": {"name": _NAME}, "names": {}}
-_ANSWERS: Table = {"done": {}, "missing": {}, "failed": {"why": a_text(1000)}}
+__all__ = ["ServedStore"]
+
+_FIRST_PAUSE = 0.25
+"""Seconds before the second attempt. Each later pause is twice as long."""
+_RETRIED = (422, 503)
+"""Status of a body that arrived damaged, and of a server that is busy."""
 
 
-class StoreServer:
-    """Server of a store. It runs in a thread until it is closed, and can be used in a `with` statement.
+class _DamagedAnswerError(OSError):
+    """Answer without a valid signature, or with too many bytes."""
 
-    Args:
-        store: the store.
-        host: address to listen at; "" for all.
-        port: port to listen at; 0 selects a free one. The attribute `port` has the selected one.
-        credentials: credentials of this side; None for those that the environment and the user's files name.
-    """
 
-    def __init__(self, store: Store, host: str = "", port: int = 0, credentials: Credentials | None = None) -> None:
-        self._store = store
-        self._server = Server(_SERVICE, self._serve, host, port, credentials or Credentials.find(), _LIMITS)
-        self.port = self._server.port
-        threading.Thread(target=self._server.run, daemon=True).start()
+@dataclass(frozen=True)
+class _Answer:
+    status: int
+    body: bytes
 
-    def close(self) -> None:
-        """End all connections without waiting."""
-        self._server.stop()
-
-    def __enter__(self) -> "StoreServer":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-    def _serve(self, connection: Connection) -> None:
-        while True:
-            request = connection.receive()
-            if request is None:
-                return
-            check_message(request, _REQUESTS)
-            try:
-                head, body = self._answer(request, bytes(connection.read_body()))
-            except (OSError, RolloutError) as error:
-                head, body = {"kind": "failed", "why": f"{type(error).__name__}: {error}"[:1000]}, b""
-            connection.send(head, body)
-
-    def _answer(self, request: Head, body: bytes) -> tuple[Head, bytes]:
-        """Carry out a request. Return the head and the body of the answer."""
-        match request["kind"]:
-            case "put":
-                self._store.put(request["name"], body)
-            case "delete":
-                self._store.delete(request["name"])
-            case "names":
-                return {"kind": "done"}, json.dumps(list(self._store.names())).encode()
-            case "get":
-                return self._get(request["name"])
-        return {"kind": "done"}, b""
-
-    def _get(self, name: str) -> tuple[Head, bytes]:
-        try:
-            return {"kind": "done"}, self._store.get(name)
-        except KeyError:
-            return {"kind": "missing"}, b""
+    @property
+    def text(self) -> str:
+        return self.body.decode(errors="replace")[:1000]
 
 
 class ServedStore:
     """Store at a `StoreServer`. Threads may share it.
 
-    A request is repeated once on a new connection, which changes nothing if the first one was carried out.
+    A request that fails on the way is repeated, with growing pauses. This changes nothing if an earlier attempt was
+    carried out.
 
     Args:
-        address: "host:port" of the server.
+        address: "http://host:port" of the server, or "https://host:port" with TLS.
         credentials: credentials of this side; None for those that the environment and the user's files name.
+        timeout: seconds to wait for a connection, and for any progress of a request.
+        attempts: number of times that a request is sent. Six attempts take 8 seconds if the server refuses connections.
+
+    Raises:
+        ConfigError: the address is malformed, or TLS is configured and the address is not https.
     """
 
-    def __init__(self, address: str, credentials: Credentials | None = None) -> None:
-        self._address, self._credentials = address, credentials or Credentials.find()
-        self._connection: Connection | None = None
-        self._lock = threading.Lock()
+    def __init__(
+        self, address: str, credentials: Credentials | None = None, timeout: float = 60.0, attempts: int = 6
+    ) -> None:
+        credentials = credentials or Credentials.find()
+        self._address, self._secret, self._attempts = address, credentials.secret, attempts
+        _check_address(address, credentials)
+        verify = True if credentials.tls is None else credentials.tls.client
+        # The variables of the environment name proxies for the internet, which do not reach a cluster's own hosts.
+        self._client = httpx.Client(base_url=address, verify=verify, timeout=timeout, trust_env=False)
 
     def put(self, name: str, data: bytes) -> None:
-        self._request({"kind": "put", "name": name}, data)
+        if len(data) > LARGEST:
+            raise OSError(f"{name} has {len(data)} bytes (allowed: {LARGEST})")
+        self._request("PUT", name, data)
 
     def get(self, name: str) -> bytes:
-        return self._request({"kind": "get", "name": name})
+        return self._request("GET", name)
 
     def names(self) -> Sequence[str]:
-        return [str(name) for name in json.loads(self._request({"kind": "names"}))]
+        return [str(name) for name in json.loads(self._request("GET"))]
 
     def delete(self, name: str) -> None:
-        self._request({"kind": "delete", "name": name})
+        self._request("DELETE", name)
 
     def close(self) -> None:
-        """Close the connection. A later request opens another one."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        """Close all connections."""
+        self._client.close()
 
-    def _request(self, head: Head, body: bytes = b"") -> bytes:
-        with self._lock:
+    def _request(self, method: str, name: str = "", body: bytes = b"") -> bytes:
+        if name:
+            check_name(name)
+        problem = ""
+        for attempt in range(self._attempts):
+            if attempt:
+                time.sleep(_FIRST_PAUSE * 2 ** (attempt - 1))
             try:
-                answer, found = self._exchange(head, body)
-            except AuthenticationError:
-                raise
-            except ConnectionError:
-                self.close()
-                answer, found = self._exchange(head, body)
-        if answer["kind"] == "missing":
-            raise KeyError(head["name"])
-        if answer["kind"] == "failed":
-            raise OSError(f"the store at {self._address} has failed: {answer['why']}")
-        return found
+                answer = self._exchange(method, name, body)
+            except (httpx.TransportError, _DamagedAnswerError) as error:
+                problem = f"{type(error).__name__}: {error}"
+                continue
+            if answer.status not in _RETRIED:
+                return self._result(answer, name)
+            problem = answer.text
+        raise ConnectionError(f"the store at {self._address} has failed {self._attempts} times; last: {problem}")
 
-    def _exchange(self, head: Head, body: bytes) -> tuple[Head, bytes]:
-        if self._connection is None:
-            self._connection = connect(self._address, _SERVICE, self._credentials, limits=_LIMITS)
-        self._connection.send(head, body)
-        answer = self._connection.receive(_LIMITS.patience)
-        if answer is None:
-            self.close()
-            raise TimeoutError(f"the store at {self._address} has not answered for {_LIMITS.patience:g} s")
-        check_message(answer, _ANSWERS)
-        return answer, bytes(self._connection.read_body())
+    def _exchange(self, method: str, name: str, body: bytes) -> _Answer:
+        """Send a signed request, and return its answer. Only a refusal by the server may lack a signature."""
+        stamp = Stamp.new(method, name, body)
+        headers = stamp.headers(self._secret.key)
+        with self._client.stream(method, f"/blobs/{name}", content=body, headers=headers) as response:
+            answer = _Answer(response.status_code, b"".join(_bounded(response.iter_raw())))
+            signature = response.headers.get(SIGNATURE, "")
+        expected = stamp.sign_answer(self._secret.key, answer.status, answer.body)
+        if not compare_digest(signature.encode(), expected.encode()):
+            if answer.status == httpx.codes.UNAUTHORIZED:
+                raise AuthenticationError(
+                    f"the store at {self._address} has refused a request: {answer.text} (the secret of this side is "
+                    f"from {self._secret.source})"
+                )
+            raise _DamagedAnswerError(f"the signature of an answer with the status {answer.status} is wrong")
+        return answer
+
+    def _result(self, answer: _Answer, name: str) -> bytes:
+        if answer.status == httpx.codes.NOT_FOUND:
+            raise KeyError(name)
+        if answer.status != httpx.codes.OK:
+            raise OSError(f"the store at {self._address} has failed: {answer.text}")
+        return answer.body
+
+
+def _check_address(address: str, credentials: Credentials) -> None:
+    try:
+        url = httpx.URL(address)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f'{address!r} is not the address of a store ({error}); write "http://host:port"') from error
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ConfigError(
+            f'{address!r} is not the address of a store (allowed: "http://host:port", "https://host:port")'
+        )
+    if credentials.tls is not None and url.scheme != "https":
+        raise ConfigError(f'{address!r} does not use TLS, which is configured; write "https://{url.netloc.decode()}"')
+
+
+def _bounded(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    size = 0
+    for chunk in chunks:
+        size += len(chunk)
+        if size > LARGEST:
+            raise _DamagedAnswerError(f"an answer has more than {LARGEST} bytes")
+        yield chunk

@@ -1,15 +1,16 @@
 """Shares of a version: what each rank writes, and the manifest that the first rank makes of it."""
 
 import math
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from deepspeed_compress.errors import UnsupportedError
-from deepspeed_compress.rollout.changes import encode
+from deepspeed_compress.rollout.changes import encode, encode_lossy
 from deepspeed_compress.rollout.parts import EncodedSlice, PartEntry, SliceDigest, values_digest, write_parts
 from deepspeed_compress.rollout.slices import Slice
 from deepspeed_compress.rollout.store import Store
@@ -42,12 +43,37 @@ class Share:
         digests: digests of its slices.
         changes: parts with changes; None if no rank holds the version before.
         full: parts with all values; None if the version has no full copy.
+        encode_seconds: seconds of encoding, with the digests.
+        write_seconds: seconds of writing to the store.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     digests: Sequence[SliceDigest]
     changes: Sequence[PartEntry] | None
     full: Sequence[PartEntry] | None
+    encode_seconds: float
+    write_seconds: float
+
+
+class _TimedWriter:
+    """Writer to a store that measures its time, apart from the time of encoding between the writes.
+
+    Attributes:
+        seconds: seconds of writing so far.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store, self._began, self.seconds = store, time.perf_counter(), 0.0
+
+    def put(self, name: str, data: bytes) -> None:
+        began = time.perf_counter()
+        self._store.put(name, data)
+        self.seconds += time.perf_counter() - began
+
+    @property
+    def other_seconds(self) -> float:
+        """Return the seconds since the start that were not spent writing."""
+        return time.perf_counter() - self._began - self.seconds
 
 
 def digest_slices(slices: Sequence[Slice]) -> list[SliceDigest]:
@@ -59,9 +85,15 @@ def digest_slices(slices: Sequence[Slice]) -> list[SliceDigest]:
 
 
 def write_share(
-    store: Store, version: int, rank: int, slices: Sequence[Slice], held: Sequence[Slice] | None, full: bool
+    store: Store,
+    version: int,
+    rank: int,
+    slices: Sequence[Slice],
+    held: Sequence[Slice] | None,
+    full: bool,
+    bits: int | None,
 ) -> Share:
-    """Write this rank's share of a version.
+    """Write this rank's share of a version. With lossy changes, set `slices` to the values that they lead to.
 
     Args:
         store: the store.
@@ -70,22 +102,31 @@ def write_share(
         slices: its slices in host memory.
         held: the same slices of the version before; None if it is not known.
         full: write a full copy too.
+        bits: bits per value of lossy changes; None for exact ones.
     """
+    writer = _TimedWriter(store)
+    payloads = None if held is None else _encode_changes(slices, held, bits)
     digests, changes, copies = digest_slices(slices), None, None
-    if held is not None:
-        encoded = _encode(slices, digests, [one.values for one in held])
-        changes = write_parts(store, part_stem(version, False, rank), encoded)
+    if payloads is not None:
+        changes = write_parts(writer.put, part_stem(version, False, rank), _encoded(digests, payloads))
     if full:
-        encoded = _encode(slices, digests, [None] * len(slices))
-        copies = write_parts(store, part_stem(version, True, rank), encoded)
-    return Share({one.name: one.shape for one in slices}, digests, changes, copies)
+        copied = (encode(None, one.values) for one in slices)
+        copies = write_parts(writer.put, part_stem(version, True, rank), _encoded(digests, copied))
+    shapes = {one.name: one.shape for one in slices}
+    return Share(shapes, digests, changes, copies, writer.other_seconds, writer.seconds)
 
 
-def _encode(
-    slices: Sequence[Slice], digests: Sequence[SliceDigest], olds: Sequence[Tensor | None]
-) -> Iterator[EncodedSlice]:
-    for one, digest, old in zip(slices, digests, olds, strict=True):
-        yield EncodedSlice(digest, encode(old, one.values))
+def _encode_changes(slices: Sequence[Slice], held: Sequence[Slice], bits: int | None) -> Iterable[bytes]:
+    """Return the changes from `held` to `slices`. Lossy ones are encoded at once, because they set `slices`."""
+    pairs = zip(held, slices, strict=True)
+    if bits is None:
+        return (encode(old.values, one.values) for old, one in pairs)
+    return [encode_lossy(old.values, one.values, bits) for old, one in pairs]
+
+
+def _encoded(digests: Sequence[SliceDigest], payloads: Iterable[bytes]) -> Iterator[EncodedSlice]:
+    for digest, payload in zip(digests, payloads, strict=True):
+        yield EncodedSlice(digest, payload)
 
 
 def make_manifest(chain: Chain, dtype: Dtype, shares: Sequence[Share]) -> Manifest:

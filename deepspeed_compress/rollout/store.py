@@ -2,14 +2,17 @@
 
 import os
 import re
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 from deepspeed_compress.errors import RolloutError
 
-__all__ = ["DirectoryStore", "Store"]
+__all__ = ["LARGEST", "DirectoryStore", "Store", "check_name", "open_store"]
 
+LARGEST = 1 << 28
+"""Bytes of the largest blob: a part with the largest slice, and more than half a million names."""
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,120}")
 
 
@@ -39,7 +42,7 @@ class Store(Protocol):
 class DirectoryStore:
     """Store in a directory that publishing ranks and receivers share, for example on NFS.
 
-    A blob is written to a temporary name in the same directory, synced, and renamed.
+    A blob is written to a temporary name of its own in the same directory, synced, and renamed.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -48,7 +51,7 @@ class DirectoryStore:
 
     def put(self, name: str, data: bytes) -> None:
         file = self._file(name)
-        temporary = file.with_name(f"{name}.unfinished")
+        temporary = file.with_name(f"{name}.{secrets.token_hex(4)}.unfinished")
         with temporary.open("wb") as stream:
             stream.write(data)
             stream.flush()
@@ -68,6 +71,29 @@ class DirectoryStore:
         self._file(name).unlink(missing_ok=True)
 
     def _file(self, name: str) -> Path:
-        if _NAME.fullmatch(name) is None:
-            raise RolloutError(f"{name!r} is not a name of a blob (allowed: lowercase letters, digits, '.' and '-')")
+        check_name(name)
         return self._path / name
+
+
+def check_name(name: str) -> None:
+    """Check the name of a blob, before it becomes a path.
+
+    Raises:
+        RolloutError: it has other characters than lowercase letters, digits, "." and "-".
+    """
+    if _NAME.fullmatch(name) is None:
+        raise RolloutError(f"{name!r} is not a name of a blob (allowed: lowercase letters, digits, '.' and '-')")
+
+
+def open_store(place: str) -> Store:
+    """Return the store at `place`: a directory, or the address of a `StoreServer` ("http://host:port").
+
+    Raises:
+        ConfigError: the address is malformed, or there is no usable secret.
+        ImportError: httpx is not installed.
+    """
+    if not place.startswith(("http://", "https://")):
+        return DirectoryStore(place)
+    from deepspeed_compress.rollout.served_store import ServedStore
+
+    return ServedStore(place)

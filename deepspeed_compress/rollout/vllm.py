@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from deepspeed_compress.errors import RolloutError
 from deepspeed_compress.rollout.holder import make_holder
 from deepspeed_compress.rollout.receiver import Receiver
-from deepspeed_compress.rollout.store import DirectoryStore
+from deepspeed_compress.rollout.store import open_store
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,13 +33,13 @@ class WeightUpdates:
     """vLLM's runner of the worker's model."""
     _published: "tuple[nn.Module, Receiver] | None" = None
 
-    def follow_weights(self, directory: str) -> None:
-        """Follow the weights that are published in `directory`.
+    def follow_weights(self, place: str) -> None:
+        """Follow the weights that are published at `place`: a directory, or the address of a store.
 
         Raises:
             RolloutError: nothing has been published there.
         """
-        store = DirectoryStore(directory)
+        store = open_store(place)
         holder = make_holder(store)
         self._published = holder, Receiver(holder, store)
 

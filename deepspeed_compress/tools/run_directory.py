@@ -15,7 +15,7 @@ from typing import Any
 
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import DataError
-from deepspeed_compress.monitor import CONFIGURATION, EVENTS, STATISTICS
+from deepspeed_compress.monitor import CONFIGURATION, EVENTS, STATISTICS, VERSIONS
 from deepspeed_compress.tools.line_files import LineIndex, Part, index_lines, loads
 from deepspeed_compress.tools.outputs.printable import printable
 from deepspeed_compress.tools.run_checks import (
@@ -62,6 +62,7 @@ class RunDirectory:
         measured: Number of measured steps, of which `statistics` may be a sample.
         events: Lines of events.jsonl in order, grouped by island ("island"), or a sample if there are many. None for
             runs of a version that did not write events.
+        versions: Lines of rollout.jsonl, one per version for rollout workers, or a sample if there are many.
         metrics: Lines of metrics.jsonl, or a sample if there are many.
         summary: Content of summary.json.
         ds_config: DeepSpeed configuration.
@@ -74,6 +75,7 @@ class RunDirectory:
     statistics: tuple[Line, ...]
     measured: int
     events: tuple[Line, ...] | None
+    versions: tuple[Line, ...]
     metrics: tuple[Line, ...]
     summary: Line | None
     ds_config: Line | None
@@ -106,8 +108,9 @@ def read_directory(directory: Path, config: Line | None = None) -> RunDirectory:
     )
     monitor = _monitor([directory, named, *_configured(ds_config)])
     index, events = index_lines(monitor / STATISTICS, STATISTIC), _event_files(monitor)
+    versions = index_lines(monitor / VERSIONS, METRIC)
     run = (summary or {}).get("run") or _last_run(index)
-    parts = _parts_of(run, [index, *events])
+    parts = _parts_of(run, [index, *events, versions])
     positions = _drop_replaced(index, _valid_positions(index, parts, run))
     statistics = tuple(index.load(index.sample(positions)))
     # The file is created with the first event. Without it, a version that records settings has had no event.
@@ -118,6 +121,7 @@ def read_directory(directory: Path, config: Line | None = None) -> RunDirectory:
         statistics,
         len(positions),
         _events(events, parts, run) if has_events else None,
+        tuple(_sample(versions, _drop_replaced(versions, _valid_positions(versions, parts, run)))),
         read_metrics(directory, sample=True),
         summary,
         ds_config or _object(monitor / CONFIGURATION),

@@ -9,20 +9,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deepspeed_compress.agents.endpoint import make_endpoint
 from deepspeed_compress.agents.policy import Policy
-from deepspeed_compress.rollout import DirectoryStore, Receiver
+from deepspeed_compress.rollout import Receiver, open_store
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Serve a policy whose weights are published in a directory.")
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="model and tokenizer of transformers")
-    parser.add_argument("--weights", type=Path, required=True, metavar="DIR", help="directory of the versions")
+    parser.add_argument(
+        "--weights", required=True, metavar="PLACE", help="directory of the versions, or address of their store"
+    )
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0, help="seed of sampling; default: 0")
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     model = AutoModelForCausalLM.from_pretrained(options.model).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    receiver = Receiver(model, DirectoryStore(options.weights))
+    receiver = Receiver(model, open_store(options.weights))
 
     def update() -> int:
         receiver.update()

@@ -1,28 +1,33 @@
-"""Measure the bytes of exact weight updates for rollout workers, by learning rate.
+"""Measure the bytes of weight updates for rollout workers, by learning rate.
 
     python -m launch.studies.rollout_bytes --data data/shakespeare --output-dir runs/rollout
 
 A model is first trained at a high learning rate. From there, AdamW continues at each of `--lr`, and every step is
-published in bf16. Steps while Adam's moments adapt to the new learning rate are left out. A receiver applies each
-version, and its weights are compared bit by bit. Speeds are those of one thread, by processor time, for one version,
-next to a copy of the same weights.
+published in bf16 (`--dtype`). Steps while Adam's moments adapt to the new learning rate are left out. A receiver
+applies each version, and its weights are compared bit by bit. With `--bits`, changes are lossy, and the distance of the
+receiver's weights is reported as a share of the distance that the last step has moved them. Speeds are those of one
+thread, by processor time, for one version, next to a copy of the same weights.
 """
 
 import argparse
 import copy
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from deepspeed_compress.compression.compressors.base import DTYPES
 from deepspeed_compress.models import build_model, read_model_config
 from deepspeed_compress.rollout import DirectoryStore, Publisher, Receiver
-from deepspeed_compress.rollout.changes import apply, encode
+from deepspeed_compress.rollout.changes import apply, encode, encode_lossy
+from deepspeed_compress.rollout.versions import Dtype
 from deepspeed_compress.training.data import open_cache
 from launch.studies.text import cache_dir, prepare_data
 
@@ -31,16 +36,25 @@ SETTLE = 5
 """First steps at a learning rate that are not reported."""
 REPEATS = 5
 """Repetitions of a timed call, of which the fastest one counts."""
-COLUMNS = ("learning rate", "changed values", "bytes per version", "whole bf16", "ratio", "encode", "apply", "copy")
+COLUMNS = ("learning rate", "changed values", "bytes per version", "whole", "ratio", "error", "encode", "apply", "copy")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Settings of the publisher."""
+
+    dtype: Dtype
+    bits: Literal[4, 8] | None
 
 
 @dataclass(frozen=True)
 class Result:
-    """Means over the versions of a learning rate, and speeds in MB of bf16 weights per second."""
+    """Means over the versions of a learning rate, the error of the last one, and speeds in MB of weights per second."""
 
     changed: float
     version_bytes: float
     whole_bytes: int
+    error: float
     encode: float
     apply: float
     copy: float
@@ -55,8 +69,9 @@ def main() -> None:
     for _ in train(model, batches, options.warm_up_lr, options.warm_up):
         pass
     print(line(COLUMNS), line(["---"] * len(COLUMNS)), sep="\n", flush=True)
+    setting = Setting(options.dtype, options.bits)
     for lr in options.lr:
-        print(line(cells(lr, measure(copy.deepcopy(model), batches, lr, options.versions))), flush=True)
+        print(line(cells(lr, measure(copy.deepcopy(model), batches, lr, options.versions, setting))), flush=True)
 
 
 def parse_options() -> argparse.Namespace:
@@ -68,6 +83,8 @@ def parse_options() -> argparse.Namespace:
     add("--warm-up", type=int, default=150, metavar="N", help="steps before anything is published; default: 150")
     add("--warm-up-lr", type=float, default=1e-3, metavar="LR", help="their learning rate; default: 1e-3")
     add("--versions", type=int, default=20, metavar="N", help="versions per learning rate; default: 20")
+    add("--dtype", choices=get_args(Dtype), default="bf16", help="type of the published weights; default: bf16")
+    add("--bits", type=int, choices=[4, 8], help="bits per value of lossy changes; default: exact changes")
     add("--lr", type=float, nargs="+", default=[1e-7, 1e-6, 1e-5, 1e-4], help="default: 1e-7 1e-6 1e-5 1e-4")
     return parser.parse_args()
 
@@ -93,45 +110,59 @@ def train(model: nn.Module, batches: Iterator[Tensor], lr: float, steps: int) ->
         yield step
 
 
-def measure(model: nn.Module, batches: Iterator[Tensor], lr: float, versions: int) -> Result:
+def measure(model: nn.Module, batches: Iterator[Tensor], lr: float, versions: int, setting: Setting) -> Result:
     """Publish each step, and receive all versions at the end."""
-    shares, sizes = [], []
+    shares, sizes, dtype = [], [], DTYPES[setting.dtype]
     with TemporaryDirectory() as directory:
         store = DirectoryStore(directory)
-        publisher = Publisher(model, store, full_every=10**6)
+        publisher = Publisher(model, store, setting.dtype, full_every=10**6, bits=setting.bits)
         publisher.publish()
-        receiver = Receiver(received := copy.deepcopy(model).to(torch.bfloat16), store)
+        receiver = Receiver(received := copy.deepcopy(model).to(dtype), store)
         receiver.update()
-        old, new = weights(model), weights(model)
+        old, new = weights(model, dtype), weights(model, dtype)
         for step in train(model, batches, lr, SETTLE + versions):
             published = publisher.publish()
             assert published is not None
-            old, new = new, weights(model)
+            old, new = new, weights(model, dtype)
             if step >= SETTLE:
                 shares.append(published.changed)
                 sizes.append(published.change_bytes)
         receiver.update()
-    equal = [torch.equal(one, own) for one, own in zip(weights(received), new, strict=True)]
-    assert all(equal), "the receiver's weights differ from the published ones"
-    whole = sum(2 * one.numel() for one in new)
-    return Result(statistics.fmean(shares), statistics.fmean(sizes), whole, *speeds(old, new))
+    error = distance(weights(received, dtype), new) / distance(old, new)
+    assert setting.bits is not None or not error, "the receiver's weights differ from the published ones"
+    whole = sum(one.nbytes for one in new)
+    return Result(statistics.fmean(shares), statistics.fmean(sizes), whole, error, *speeds(old, new, setting.bits))
 
 
-def weights(model: nn.Module) -> list[Tensor]:
-    """Return copies of all parameters as flat bf16 tensors."""
-    return [one.detach().to(torch.bfloat16, copy=True).view(-1) for one in model.parameters()]
+def weights(model: nn.Module, dtype: torch.dtype) -> list[Tensor]:
+    """Return copies of all parameters as flat tensors."""
+    return [one.detach().to(dtype, copy=True).view(-1) for one in model.parameters()]
 
 
-def speeds(old: Sequence[Tensor], new: Sequence[Tensor]) -> tuple[float, float, float]:
+def distance(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    """Return the L2 distance of two versions; 0 only if they are equal."""
+    pairs = zip(some, others, strict=True)
+    return math.sqrt(sum((one.double() - other.double()).square().sum().item() for one, other in pairs))
+
+
+def changes(old: Sequence[Tensor], new: Sequence[Tensor], bits: int | None) -> list[bytes]:
+    """Return the payloads of a version."""
+    pairs = zip(old, new, strict=True)
+    if bits is None:
+        return [encode(before, after) for before, after in pairs]
+    return [encode_lossy(before, after.clone(), bits) for before, after in pairs]
+
+
+def speeds(old: Sequence[Tensor], new: Sequence[Tensor], bits: int | None) -> tuple[float, float, float]:
     """Return the speeds of encoding, applying and copying one version."""
-    payloads = [encode(before, after) for before, after in zip(old, new, strict=True)]
+    payloads = changes(old, new, bits)
     held = [one.clone() for one in old]
     seconds = (
-        fastest(lambda: [encode(before, after) for before, after in zip(old, new, strict=True)]),
+        fastest(lambda: changes(old, new, bits)),
         fastest(lambda: apply_all(payloads, held)),
         fastest(lambda: [one.copy_(before) for one, before in zip(held, old, strict=True)]),
     )
-    encoding, applying, copying = (sum(2 * one.numel() for one in new) / 1e6 / one for one in seconds)
+    encoding, applying, copying = (sum(one.nbytes for one in new) / 1e6 / one for one in seconds)
     return encoding, applying, copying
 
 
@@ -154,11 +185,12 @@ def fastest(call: Callable[[], object]) -> float:
 def cells(lr: float, found: Result) -> list[str]:
     """Return the cells of a row."""
     ratio = found.whole_bytes / found.version_bytes
-    sizes = (f"{found.version_bytes / 1e3:.0f} KB", f"{found.whole_bytes / 1e3:.0f} KB", f"{ratio:.0f}")
+    sizes = (f"{found.version_bytes / 1e3:.0f} KB", f"{found.whole_bytes / 1e3:.0f} KB", f"{ratio:.3g}")
     return [
         f"{lr:g}",
         f"{found.changed:.2%}",
         *sizes,
+        f"{found.error:.1%}",
         *(f"{one:.0f}" for one in (found.encode, found.apply, found.copy)),
     ]
 

@@ -325,6 +325,13 @@ def test_weights_are_not_published_if_ranks_hold_several_models(other: dict[str,
     assert f"cannot be combined with {words} (allowed: null)" in found[0]
 
 
+def test_bits_of_exact_rollout_weights_have_no_effect() -> None:
+    [problem] = find_problems({SECTION: {"rollout": {"directory": "/shared", "bits": 8}}})
+    assert problem.pointer == f"/{SECTION}/rollout/bits"
+    assert "has no effect with the method exact (allowed: null)" in str(problem)
+    assert find_problems({SECTION: {"rollout": {"directory": "/shared", "method": "blockwise", "bits": 4}}}) == []
+
+
 @pytest.mark.parametrize(
     ("section", "file", "pointer", "words"),
     [

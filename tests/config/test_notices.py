@@ -24,6 +24,12 @@ def overridden(**override: object) -> dict:
         ),
         ({"gradients": {"method": "none"}, "monitor": {"cosine_every": 5}}, "monitor/cosine_every", "no effect"),
         ({"seed": 3}, "seed", "no setting uses random numbers"),
+        (
+            {"rollout": {"directory": "/shared", "method": "blockwise"}},
+            "rollout/bits",
+            "8 has no effect with dtype bf16",
+        ),
+        ({"rollout": {"directory": "/shared", "full_every": 1}}, "rollout/full_every", "all values in every version"),
         ({"gradients": {"rotation": {"method": "hadamard"}}, "seed": 3}, "seed", "no setting uses random numbers"),
         ({"gradients": {"method": "topk", "density": 1}}, "gradients/density", "drops nothing"),
         ({"gradients": {"method": "topk", "density": 0.01, "block_size": 64}}, "gradients/density", "block of 64 "),

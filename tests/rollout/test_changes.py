@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deepspeed_compress.rollout.changes import ChangeError, apply, count_changed, encode
+from deepspeed_compress.rollout.changes import ChangeError, apply, count_changed, encode, encode_lossy
 from tests.support.properties import properties
 
 INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
@@ -102,7 +102,59 @@ def test_a_full_copy_of_weights_is_smaller_than_they_are() -> None:
     assert len(encode(None, weights.bfloat16())) < 0.7 * 200_000
 
 
+def lossy(old: Tensor, new: Tensor, width: int) -> tuple[bytes, Tensor]:
+    """Return the payload of a lossy change, and what a receiver holds then, which is what the sender expects."""
+    expected, held = new.clone(), old.clone()
+    payload = encode_lossy(old, expected, width)
+    apply(payload, held)
+    assert torch.equal(bits(held), bits(expected))
+    return payload, held
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [4, 8])
+def test_a_lossy_change_is_short_and_off_by_at_most_half_a_level(dtype: torch.dtype, width: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    old = torch.randn(10_001, generator=generator).to(dtype)
+    new = (old + torch.randn(10_001, generator=generator)).to(dtype)
+    payload, held = lossy(old, new, width)
+    assert 8 * len(payload) / 10_001 < width + 0.25
+    level = (new.float() - old.float()).abs().max() / (2 ** (width - 1) - 1)
+    rounding = 2 * torch.finfo(dtype).eps * new.float().abs().max()
+    assert (held.float() - new.float()).abs().max() <= level / 2 + rounding
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_repeated_lossy_changes_end_at_the_exact_values(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    held, new = (torch.randn(1000, generator=generator).to(dtype) for _ in range(2))
+    for _ in range(30):
+        _, held = lossy(held, new, 4)
+    assert torch.equal(held, new)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_change_that_is_not_finite_is_exact(value: float) -> None:
+    old = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    new = 2 * old
+    new[7] = value
+    _, held = lossy(old, new, 4)
+    assert torch.equal(bits(held), bits(new))
+    _, back = lossy(held, old, 4)
+    assert torch.equal(back, old)
+
+
+def test_an_exact_change_that_is_shorter_is_sent() -> None:
+    old = torch.randn(10_000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    new = stepped(old, 0.01)
+    payload, held = lossy(old, new, 4)
+    assert payload == encode(old, new)
+    assert torch.equal(held, new)
+    assert lossy(old[:0], new[:0], 8)[0] == encode(old[:0], new[:0])
+
+
 PAYLOADS = {
+    "blockwise": encode_lossy(torch.zeros(5000), torch.randn(5000, generator=torch.Generator().manual_seed(0)), 4),
     "sparse": encode(torch.zeros(5000), stepped(torch.zeros(5000), 0.05)),
     "dense": encode(torch.zeros(5000), stepped(torch.zeros(5000), 0.5)),
     "whole": encode(None, random_bits(5000, torch.float32, 0)),

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import deepspeed_compress
 from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.rollout import DirectoryStore, Publisher, Receiver
+from deepspeed_compress.tools.run_directory import read_directory
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, network, start
 
@@ -154,10 +155,12 @@ def by_section(rank: int, path: Path, extra: dict[str, Any], poison: tuple[int, 
     """Train with the section, and check the newest version at the end of each step."""
     section = {"gradients": {"method": "none"}, **extra}
     section["rollout"] = {"directory": str(path), **extra.get("rollout", {})}
+    section["monitor"] = {"path": str(path.with_name("monitor"))}
     engine = start(Job(stage=2, steps=VERSIONS, section=section, extra=BF16, poison=poison))
     module = network().to(torch.bfloat16)
     receiver = Receiver(module, DirectoryStore(path))
     for _ in engine_steps(engine, data(rank, Job(steps=VERSIONS, poison=poison))):
+        engine.rollout.report_lag(1.0)
         engine.rollout.wait()
         dist.barrier()
         receiver.update()
@@ -165,7 +168,24 @@ def by_section(rank: int, path: Path, extra: dict[str, Any], poison: tuple[int, 
         assert torch.equal(parameter, published_weights(engine)[name]), name
     deepspeed_compress.detach(engine)
     assert "rollout" not in vars(engine)
+    if rank == 0:
+        check_figures(read_directory(path.with_name("monitor")).versions, receiver.version)
     return receiver.version
+
+
+def check_figures(lines: Any, newest: int | None) -> None:
+    """Check the recorded figures of the versions 1 to `newest`."""
+    assert [line["rollout_version"] for line in lines] == list(range(1, 1 + (newest or 0)))
+    assert [line["step"] for line in lines] == sorted({line["step"] for line in lines})
+    assert [bool(line["rollout_full_bytes"]) for line in lines] == [True] + [False] * (len(lines) - 1)
+    assert [line["rollout_age_ms"] is None for line in lines] == [True] + [False] * (len(lines) - 1)
+    assert lines[0]["rollout_lag"] is None
+    assert lines[-1]["rollout_lag"] == 1.0
+    for line in lines:
+        assert 0 < line["rollout_encode_ms"] <= line["rollout_publish_ms"] <= (line["rollout_age_ms"] or 1e9)
+        assert 0 < line["rollout_write_ms"] <= line["rollout_publish_ms"]
+        assert 0 < line["rollout_changed"] <= 1
+        assert line["rollout_bytes"] > 0
 
 
 @pytest.mark.parametrize(
@@ -182,7 +202,7 @@ def test_an_engine_publishes_by_its_section(
     extra: dict[str, Any], poison: tuple[int, int] | None, version: int, tmp_path: Path
 ) -> None:
     """The first version has the initial weights. A step that is skipped makes no version."""
-    assert run_forks(2, by_section, tmp_path, extra, poison) == [version] * 2
+    assert run_forks(2, by_section, tmp_path / "store", extra, poison) == [version] * 2
 
 
 def tensor_parallel(rank: int, path: Path) -> str:

@@ -349,6 +349,46 @@ def test_a_publisher_after_a_damaged_manifest_publishes_a_full_copy(pair: Pair) 
     pair.check(receiver)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_lossy_versions_are_the_same_for_all_receivers_and_their_errors_do_not_accumulate(
+    dtype: str, tmp_path: Path
+) -> None:
+    """A version is off by half of a level at most, as each step has moved values by about 0.1."""
+    pair = Pair(tmp_path, dtype=dtype, bits=4, full_every=5)
+    early = pair.receiver(torch.float32)
+    for version in range(1, 13):
+        pair.publish(lr=0.1)
+        early.update()
+        late = pair.receiver(torch.float32)
+        late.update()
+        assert distance(early._module, late._module) == 0
+        error = distance(early._module, pair.model)
+        assert error < 0.05
+        assert error > 0.01 or version == 1
+    assert len(pair.blobs("full")) == 2
+
+
+def distance(one: nn.Module, other: nn.Module) -> float:
+    """Return the largest difference between parameters."""
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max((a - b).detach().abs().max().item() for a, b in pairs if a.numel())
+
+
+def test_a_lossy_publisher_that_stands_still_ends_with_the_exact_weights(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, bits=4)
+    receiver = pair.receiver()
+    pair.publish(3, lr=0.1)
+    for _ in range(20):
+        pair.publisher.publish()
+    receiver.update()
+    pair.check(receiver)
+
+
+def test_unknown_bits_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="bits 3 is not possible"):
+        Pair(tmp_path, bits=3)
+
+
 def test_an_unknown_type_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="dtype 'bfloat16' is not known"):
         Pair(tmp_path, dtype="bfloat16")

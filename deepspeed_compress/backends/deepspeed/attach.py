@@ -203,7 +203,7 @@ def _make_steps(target: EngineTarget, parameters: Parameters, session: Session, 
     norms = Norms(engine, session.policy.skips) if session.policy.guards else None
     ended = parallel.count_parallel(engine, session.meter, patches)
     settings = session.config.rollout
-    rollout = None if settings is None else attach_rollout(engine, settings, patches)
+    rollout = None if settings is None else attach_rollout(engine, settings, session.journal, patches)
     return Steps(engine, session, norms, weight_bytes, ended, nodes, rollout)
 
 

@@ -1,13 +1,17 @@
 """Weights for rollout workers, which the steps of an engine publish."""
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
 
 from deepspeed_compress.config import Rollout
 from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.monitor import VERSIONS, Journal, VersionStatistics
 from deepspeed_compress.session.patches import Patches
 
 if TYPE_CHECKING:
-    from deepspeed_compress.rollout import Publisher
+    from deepspeed_compress.rollout import Published, Publisher
 
 
 class RolloutSteps:
@@ -19,38 +23,68 @@ class RolloutSteps:
     def __init__(self, publisher: "Publisher") -> None:
         self._publisher = publisher
 
-    def before_step(self) -> None:
-        """Publish the initial weights, unless the program has done so."""
+    def before_step(self, step: int) -> None:
+        """Publish the weights after `step` steps, the first ones of this process, unless the program has done so."""
         if not self._publisher.calls:
-            self._publisher.publish()
+            self._publisher.publish(step=step)
 
-    def step_ended(self, applied: bool) -> None:
-        """Publish the weights if the step has changed them."""
+    def step_ended(self, step: int, applied: bool) -> None:
+        """Publish the weights after `step` steps if the last one has changed them."""
         if applied:
-            self._publisher.publish()
+            self._publisher.publish(step=step)
 
 
-def attach_rollout(engine: Any, settings: Rollout, patches: Patches) -> RolloutSteps:
+class _VersionLog:
+    """Log of the versions that the steps of an engine publish, in a file of the run, which rank 0 writes."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+
+    def add(self, published: "Published") -> None:
+        """Add a version. Those that the program itself publishes belong to no step, and are left out."""
+        if published.step is not None and dist.get_rank() == 0:
+            self._journal.add(VERSIONS, asdict(_statistics(published, published.step)))
+
+
+def _statistics(published: "Published", step: int) -> VersionStatistics:
+    return VersionStatistics(
+        step,
+        published.version,
+        published.change_bytes,
+        published.full_bytes,
+        published.changed,
+        1e3 * published.encode_seconds,
+        1e3 * published.write_seconds,
+        1e3 * published.seconds,
+        None if published.age is None else 1e3 * published.age,
+        published.lag,
+    )
+
+
+def attach_rollout(engine: Any, settings: Rollout, journal: Journal, patches: Patches) -> RolloutSteps:
     """Make the publisher of `engine`, which becomes its attribute `rollout`. Collective.
 
     Raises:
-        ConfigError: a package is not installed.
+        ConfigError: a package is not installed, or the address of a store is malformed.
+        ImportError: a package for stores at an address is not installed.
         UnsupportedError: ranks of the engine hold different parts of the model, other than by ZeRO.
     """
     try:
-        from deepspeed_compress.rollout import DirectoryStore, Publisher
+        from deepspeed_compress.rollout import Publisher, open_store
     except ModuleNotFoundError as error:
         raise ConfigError(
             f'/deepspeed_compress/rollout needs {error.name}; write: pip install "deepspeed-compress[rollout]"'
         ) from None
     publisher = Publisher(
         engine,
-        DirectoryStore(settings.directory),
+        open_store(settings.directory),
         settings.dtype,
         settings.every,
         settings.full_every,
         settings.keep_full,
         settings.asynchronous,
+        settings.lossy_bits,
+        _VersionLog(journal).add,
     )
     patches.replace(engine, "rollout", publisher)
     patches.on_undo(publisher.wait)

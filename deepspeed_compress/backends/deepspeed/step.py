@@ -48,7 +48,7 @@ class Steps:
         if session.saving is not None:
             session.saving.before_step()
         if self.rollout is not None:
-            self.rollout.before_step()
+            self.rollout.before_step(engine.global_steps)
         if self.nodes is not None:
             self.nodes.average()
         with self.norms.recording() if self.norms is not None else nullcontext():
@@ -64,7 +64,7 @@ class Steps:
             load_last(engine)
         session.exchange_with_islands(engine.global_steps)
         if self.rollout is not None:
-            self.rollout.step_ended(applied)
+            self.rollout.step_ended(engine.global_steps, applied)
         if session.saving is not None:
             session.saving.step_ended(engine.global_steps, applied)
         self.ended()

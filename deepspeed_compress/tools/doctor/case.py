@@ -136,6 +136,11 @@ class Case:
         return Slowest(rank, count / len(lines), behind, always, counts, tuple(lines))
 
     @property
+    def publishes(self) -> bool:
+        """Return True if the section publishes weights for rollout workers, or is not known."""
+        return self.run.section is None or self.run.section.rollout is not None
+
+    @property
     def alone(self) -> bool:
         """Return True if the configuration is known and has no islands."""
         return self.run.section is not None and self.run.section.islands is None
@@ -278,6 +283,14 @@ NEEDS: Mapping[str, tuple[str, Callable[[Case], bool]]] = MappingProxyType(
         "islands": (
             "islands_cosine",
             lambda case: case.alone or len(case.values("islands_cosine", case.run.steps)) >= SAMPLES,
+        ),
+        "versions": (
+            "rollout.jsonl",
+            lambda case: not case.publishes or len(case.run.versions) >= case.limits.lines,
+        ),
+        "lag": (
+            "rollout_lag (engine.rollout.report_lag)",
+            lambda case: not case.publishes or len(case.values("rollout_lag", case.run.versions)) >= case.limits.lines,
         ),
         "ranks": ("slowest_rank and step_ms", lambda case: case.slowest is not None),
         "times": (

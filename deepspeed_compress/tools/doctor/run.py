@@ -35,6 +35,8 @@ class Run:
     steps: tuple[Line, ...]
     events: tuple[Line, ...] | None = None
     """Events of the first island, whose ranks the figures describe. None if the run's version did not write events."""
+    versions: tuple[Line, ...] = ()
+    """Versions of the weights for rollout workers."""
     losses: Points = ()
     held_out: Points = ()
     step_times: tuple[float, ...] = ()
@@ -71,6 +73,7 @@ def read_run(directory: Path, config: Path | None = None) -> Run:
         directory,
         found.statistics,
         _of_first_island(found.events),
+        found.versions,
         max((_points(lines, key) for lines, key in logged), key=len),
         max(_points(found.metrics, "eval_loss"), _points(found.trainer_log, "eval_loss"), key=len),
         tuple(1e3 * line["step_time_s"] for line in found.metrics if line.get("step_time_s") is not None),

@@ -89,6 +89,9 @@ class Thresholds:
     late: float = 0.5
     """Fraction of the exchanges that an island misses. If it misses most of them, most of its work is lost."""
 
+    full_copies: float = 0.5
+    """Fraction of the bytes of all versions that are full copies. Above it, the changes save less than half."""
+
     anomalies: int = 3
     """Minimum number of anomalies. Fewer may be due to bad data."""
     skipped: float = 0.02

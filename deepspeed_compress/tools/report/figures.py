@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_compress.config.numbers import UNKNOWN, change, gibibytes, megabytes, milliseconds
-from deepspeed_compress.tools.report import exchanges
+from deepspeed_compress.tools.report import exchanges, versions
 from deepspeed_compress.tools.report.runs import Run
 
 
@@ -131,6 +131,14 @@ METRICS = (
     Metric("extra time of a step with an exchange", exchanges.extra_milliseconds, milliseconds, tile=True),
     Metric("time spent waiting in exchanges", exchanges.waited_seconds, "{:,.1f} s".format),
     Metric("exchanges discarded", exchanges.void, "{:,.0f}".format, compared=False, optional=True),
+    Metric("versions for rollout workers", versions.count, "{:,.0f}".format, compared=False, tile=True),
+    Metric("bytes of a version", lambda run: _mean(run, "rollout_bytes"), megabytes, tile=True),
+    Metric("bytes of a full copy", versions.full_copy, megabytes),
+    Metric("values that change in a version", lambda run: _mean(run, "rollout_changed"), "{:.2%}".format),
+    Metric("time to encode a version", lambda run: _mean(run, "rollout_encode_ms"), milliseconds),
+    Metric("time to write a version", lambda run: _mean(run, "rollout_write_ms"), milliseconds),
+    Metric("largest age of weights of rollout workers, mean", lambda run: _mean(run, "rollout_age_ms"), milliseconds),
+    Metric("versions by which rollouts are behind", lambda run: _mean(run, "rollout_lag"), "{:.2f}".format),
     Metric("cosine similarity to the true mean gradient", lambda run: _mean(run, "cosine"), "{:.4f}".format, False),
     Metric("peak memory of a rank", lambda run: _last(run, "memory_bytes"), gibibytes),
     Metric("optimizer steps", lambda run: run.last_step, "{:,}".format, compared=False),

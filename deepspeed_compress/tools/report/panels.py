@@ -129,6 +129,10 @@ CHARTS = (
     ChartSpec(
         "Sent to other islands per rank and step, MB", (Curve("bytes_islands"),), _STATISTICS, unit=1e6, optional=True
     ),
+    ChartSpec(
+        "Changes for rollout workers per version, MB", (Curve("rollout_bytes"),), _STATISTICS, unit=1e6, optional=True
+    ),
+    ChartSpec("Age of the weights of rollout workers, s", (Curve("rollout_age_ms"),), _STATISTICS, 1e3, optional=True),
     ChartSpec("Cosine similarity to the true mean gradient", (Curve("cosine"),), _COMPARED, from_zero=False),
     ChartSpec("Norm of the residuals", (Curve("residual_norm"),), _STATISTICS, wide_range=True),
     ChartSpec("Norm of the gradient", (Curve("grad_norm"),), _GUARDED, wide_range=True),

@@ -51,6 +51,10 @@ def _statistics(files: RunDirectory) -> Columns:
     return _columns(files.statistics)
 
 
+def _versions(files: RunDirectory) -> Columns:
+    return _columns(files.versions)
+
+
 def _guarded_loss(files: RunDirectory) -> Columns:
     """Return the losses that the guard recorded.
 
@@ -117,6 +121,7 @@ def _stripped(columns: Columns) -> Columns:
 SOURCES: tuple[Callable[[RunDirectory], Columns], ...] = (
     _metrics,
     _statistics,
+    _versions,
     _trainer_log,
     _trainer_statistics,
     _guarded_loss,

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 RUNS = Path(__file__).parent / "runs"
+POLICY = "policy"
+"""Directory of weights for rollout workers."""
 DIGITS = 4
 """Number of significant digits in recorded figures."""
 
@@ -54,15 +56,20 @@ class Recording:
     """True if tensor-parallel ranks train a small Llama, always on one batch."""
     jobs: bool = False
     """True if each of the two ranks is a separate job and an island; the later island is recorded."""
+    lag: float | None = None
+    """Number of versions by which rollouts are behind; None if nothing is published for rollout workers."""
 
     def config(self, directory: str) -> dict[str, Any]:
+        section = {**self.section, "monitor": {"path": directory, **_monitor(self)}}
+        if self.lag is not None:
+            section["rollout"] = {"directory": f"{directory}/{POLICY}", **section["rollout"]}
         return {
             "train_micro_batch_size_per_gpu": self.batch,
             "steps_per_print": 10**6,
             "optimizer": {"type": "AdamW", "params": {"lr": self.lr, "torch_adam": True}},
             "zero_optimization": {"stage": self.stage},
             **self.extra,
-            "deepspeed_compress": {**self.section, "monitor": {"path": directory, **_monitor(self)}},
+            "deepspeed_compress": section,
         }
 
 
@@ -199,6 +206,10 @@ RECORDINGS: Mapping[str, Recording] = {
         step=_comes_late,
         jobs=True,
     ),
+    "far-behind": Recording("old-rollouts", {"rollout": {"every": 2}}, batch=1024, steps=36, lag=9.5),
+    "many-full-copies": Recording(
+        "frequent-full-copies", {"rollout": {"every": 2, "full_every": 3}}, batch=1024, steps=36, lr=1e-5, lag=1.0
+    ),
     "healthy-islands": Recording(None, _islands(5), stage=1, width=128, batch=1024),
     "late-by-turns": Recording("uneven-ranks", {"gradients": INT4}, step=_sleeps_by_turns),
     "costly-transform": Recording(
@@ -256,6 +267,8 @@ def train(rank: int, name: str, directory: str, until: Path | None = None) -> li
         x = recording.scale(step) * torch.randn(recording.batch, 64, generator=numbers)
         loss = (engine(x) - torch.tanh(x @ teacher)).square().mean()
         engine.backward(loss)
+        if recording.lag is not None:
+            engine.rollout.report_lag(recording.lag)
         engine.step()
         losses.append(float(loss.detach()))
     return losses
@@ -340,6 +353,8 @@ def _record(source: Path, target: Path, recording: Recording) -> None:
     shutil.copy(source / "summary.json", target)
     config = json.loads((source / "ds_config.json").read_text())
     config["deepspeed_compress"]["monitor"].pop("path")
+    if recording.lag is not None:
+        config["deepspeed_compress"]["rollout"]["directory"] = POLICY
     (target / "ds_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -61,6 +61,25 @@ def late(count: int, kind: str = "islands_left_out") -> tuple[Any, ...]:
     return tuple({"step": 4 * index, **one} for index in range(1, count + 1))
 
 
+def versions(lag: float | None = None, full_every: int = 100, full: int = 20_000_000) -> tuple[Any, ...]:
+    """Return lines of 40 versions, of which every `full_every`-th has a full copy."""
+    return tuple(
+        {
+            "step": step,
+            "rollout_version": step + 1,
+            "rollout_bytes": 1_000_000,
+            "rollout_full_bytes": 0 if step % full_every else full,
+            "rollout_age_ms": 500.0 if step else None,
+            "rollout_lag": lag,
+        }
+        for step in range(40)
+    )
+
+
+def publishing(**settings: Any) -> dict[str, Any]:
+    return config(rollout={"directory": "/shared", **settings})
+
+
 def rising(step: int) -> float:
     return 10 - step / 4 if step <= 24 else 4 + (step - 24) / 2
 
@@ -150,6 +169,11 @@ FAULTY: dict[str, list[tuple[Run, Any]]] = {
         (run(exchanging(0.5, every=20), config(islands=ISLANDS), events=late(3)), None),
         (run(exchanging(0.5, every=20), config(islands=PUSHING), events=late(3, "islands_renewed")), None),
     ],
+    "old-rollouts": [
+        (run(ds_config=publishing(), versions=versions(8.1)), None),
+        (run(ds_config=publishing(max_lag=0), versions=versions(0.5)), None),
+    ],
+    "frequent-full-copies": [(run(ds_config=publishing(full_every=20), versions=versions(0.0, 20, 39_000_000)), None)],
 }
 """By rule: runs that it must report, each with the gradient settings of its patch, or None."""
 
@@ -241,6 +265,15 @@ NEAR: dict[str, list[Run]] = {
     "late-island": [
         run(exchanging(0.5, every=20), config(islands=ISLANDS), events=late(2)),
         run(exchanging(0.5), config(islands=ISLANDS), events=late(8)),
+    ],
+    "old-rollouts": [
+        run(ds_config=publishing(), versions=versions(8.0)),
+        run(ds_config=publishing(max_lag=1), versions=versions(1.0)),
+    ],
+    "frequent-full-copies": [
+        run(ds_config=publishing(full_every=20), versions=versions(0.0, 20, 38_000_000)),
+        # The first version always has one.
+        run(ds_config=publishing(), versions=versions(0.0, 100, 10**10)),
     ],
 }
 """By rule: runs that stay just below its threshold."""

@@ -179,5 +179,30 @@ def compress_universal_resume(document: Document, context: Context) -> Findings:
         )
 
 
+@rule("DSC914", "warning")
+def compress_rollout_rounding(document: Document, context: Context) -> Findings:
+    """Weights for rollout workers are rounded, although exact changes are about as small.
+
+    At a learning rate of 1e-5 or less, few 16-bit weights change in a step. Exact changes of these take about as many
+    bytes as rounded ones (docs/rollout.md), and lose nothing.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-06}},
+        "deepspeed_compress": {"rollout": {"directory": "policy", "method": "blockwise", "bits": 4}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-06}},
+        "deepspeed_compress": {"rollout": {"directory": "policy"}}}
+    Proof: accepts rollout workers have weights that are off by half of a step, and versions are not smaller
+    """
+    rollout, rate = document.section(OUR_SECTION, "rollout"), document.get("optimizer", "params", "lr")
+    rounded = rollout.get("method") == "blockwise" and rollout.get("bits") == 4
+    if rounded and rollout.get("dtype") != "fp32" and isinstance(rate, int | float) and 0 < rate <= _FEW_CHANGES:
+        yield finding(
+            (OUR_SECTION, "rollout", "method"),
+            f'"blockwise" loses accuracy and saves nothing at a learning rate of {rate:g}',
+            '"exact", or "dtype": "fp32" if rollout workers need more than 16 bits',
+        )
+
+
+_FEW_CHANGES = 1e-5
+"""Learning rate up to which exact changes of 16-bit weights are about as small as rounded ones."""
 _AUTOCAST: Path = ("torch_autocast", "dtype")
 """Path of a problem that `config.unsupported` also finds. It has its own rule here."""
