@@ -79,13 +79,13 @@ def find_sharding_mismatches(
     if stage == 0:
         what = f"{show(within)} has no effect with {pointer(STAGE.place(parallelism))}: 0, which shards nothing"
         yield problem(_KEY, f"{what} (allowed: stages 1, 2 and 3)", "null, or another stage")
-    offload = ("zero_optimization", "offload_optimizer")
-    if value_at(ds_config, offload):
+    offload = ("zero_optimization", "offload_optimizer", "device")
+    if value_at(ds_config, offload) == "nvme":
         what = (
-            f"cannot be combined with {pointer((SECTION, *_KEY))}, because DeepSpeed moves gradients to the host "
-            "before they are averaged over the nodes (allowed: null)"
+            f'"nvme" cannot be combined with {pointer((SECTION, *_KEY))}, because DeepSpeed writes gradients to a file '
+            'before they are averaged over the nodes (allowed: "cpu", "none")'
         )
-        yield Diagnostic(at(*offload), what, write("nothing: remove the key"))
+        yield Diagnostic(at(*offload), what, write('"cpu"'))
     size = within * TENSOR.effective(ds_config, parallelism) if isinstance(within, int) else 1
     if world_size is not None and world_size % size:
         what = f"nodes of {size} ranks do not divide the world size {world_size} (allowed: divisors of the world size)"

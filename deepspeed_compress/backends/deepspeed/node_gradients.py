@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_compress.backends.deepspeed.gradients.early import bucket_size, reduces_now
+from deepspeed_compress.backends.deepspeed.offloaded_shards import OffloadedGradients, offloads_optimizer
 from deepspeed_compress.backends.deepspeed.units import NodeUnit
 from deepspeed_compress.backends.deepspeed.versions import is_compact, is_last_micro_batch
 from deepspeed_compress.backends.deepspeed.weights.master_weights import MasterSlice, find_master_weights
@@ -30,8 +31,11 @@ Found = list[tuple[Tensor, int]]
 
 
 def may_average_early(engine: Any) -> bool:
-    """Return True if gradients may be averaged over the nodes during backward: on CPU, where threads send them."""
-    return torch.device(engine.device).type == "cpu"
+    """Return True if gradients may be averaged over the nodes during backward.
+
+    This requires a backend with its own threads (CPU), and gradients that DeepSpeed does not move elsewhere meanwhile.
+    """
+    return torch.device(engine.device).type == "cpu" and not offloads_optimizer(engine)
 
 
 class NodeGradients:
@@ -57,6 +61,7 @@ class NodeGradients:
         self._keys = _by_parameter(self._slices)
         self.buckets = tuple(_make_buckets(self._slices))
         self._partitions = {keys: self._cut(keys, unit.count) for keys in self.buckets}
+        self._offloaded = OffloadedGradients(engine, unit) if offloads_optimizer(engine) else None
         self._due: Mapping[Key, Tensor] | None = None
         """Gradients that the optimizer is about to step, by their slices; None before the step."""
 
@@ -67,19 +72,24 @@ class NodeGradients:
 
     @contextmanager
     def handed_over(self) -> Iterator[None]:
-        """Read gradients from what DeepSpeed has handed to the optimizer, in the block."""
+        """Read gradients from what DeepSpeed has handed to the optimizer, in the block, which averages them."""
+        self._due = self._averaged() if self._offloaded is None else self._offloaded.take(self._slices)
+        try:
+            yield
+        finally:
+            self._due = None
+        if self._offloaded is not None:
+            self._offloaded.note_means()
+
+    def _averaged(self) -> dict[Key, Tensor]:
         groups = self._optimizer.averaged_gradients
-        self._due = {
+        return {
             (number, start): tensor
             for number, tensors in groups.items()
             if tensors is not None
             for start, tensor in _with_starts(tensors)
             if (number, start) in self._slices
         }
-        try:
-            yield
-        finally:
-            self._due = None
 
     def find(self, keys: tuple[Key, ...]) -> Found | None:
         """Return the gradients of a bucket that were handed over, in order.

@@ -163,13 +163,16 @@ class NodeShards:
         """Begin to average a bucket, or go on with what began during backward."""
         dtype, numel = found[0][0].dtype, sum(numel for _, numel in found)
         if self._session.alone:
-            return _Exchange(found, self._mean(_flat(found)), None)
+            return _Exchange(found, self._mean(self._flat(found)), None)
         self._session.meter.count("bytes_uncompressed", ring_all_reduce(numel * dtype.itemsize, self._unit.count))
         begun: PendingMeans | None = None if self._early is None else self._early.take(dtype, dtype, keys)
         if begun is not None:
             return _Exchange(found, begun.bucket, begun)
-        flat, gradients = _flat(found), self._gradients
+        flat, gradients = self._flat(found), self._gradients
         return _Exchange(found, flat, self._session.start_everywhere(flat, gradients.partition(keys), gradients.scale))
+
+    def _flat(self, found: Found) -> Tensor:
+        return torch.cat([tensor.reshape(-1)[:numel] for tensor, numel in found]).to(self._engine.device)
 
     def _mean(self, flat: Tensor) -> Tensor:
         """Return the uncompressed mean of `flat`, sent in DeepSpeed's dtype for communication."""
@@ -205,10 +208,6 @@ class _Exchange:
             else:
                 # ZeRO 3 pads the last shard of a parameter, which is contiguous.
                 tensor.view(-1)[:numel].copy_(part)
-
-
-def _flat(found: Found) -> Tensor:
-    return torch.cat([tensor.reshape(-1)[:numel] for tensor, numel in found])
 
 
 def _overlap_nothing(patches: Patches) -> None:

@@ -286,7 +286,7 @@ def test_refusals_of_engines() -> None:
         ({"ownership": "balanced"}, {}, "/deepspeed_compress/ownership"),
         ({"parallelism": {**NODES, "pipeline": 2}}, {}, "/deepspeed_compress/parallelism/pipeline"),
         ({}, {"stage": 0}, "/deepspeed_compress/parallelism/shard_within"),
-        ({}, {"offload_optimizer": {"device": "cpu"}}, "/zero_optimization/offload_optimizer"),
+        ({}, {"offload_optimizer": {"device": "nvme"}}, "/zero_optimization/offload_optimizer/device"),
         ({"parallelism": {"shard_within": 3}}, {}, "/deepspeed_compress/parallelism/shard_within"),
         ({"parallelism": {"shard_within": "host"}}, {}, "/deepspeed_compress/parallelism/shard_within"),
         ({"gradients": {"method": "none"}}, {"zenflow": {}}, "/zero_optimization/zenflow"),

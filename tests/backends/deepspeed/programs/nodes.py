@@ -18,7 +18,6 @@ _DIFFERENT: Mapping[str, str] = MappingProxyType(
 )
 """Programs that are left out, and why."""
 _STAGES = (1, 2, 3)
-_OFFLOAD = dict.fromkeys(_STAGES, "moves gradients to the host before they are averaged over the nodes")
 _WHOLE = {1: "clips whole gradients"}
 _EXPERTS = dict.fromkeys(_STAGES, "mixture-of-experts layers with groups of their own")
 _REFUSED: Mapping[str, Mapping[int, str]] = MappingProxyType(
@@ -29,8 +28,6 @@ _REFUSED: Mapping[str, Mapping[int, str]] = MappingProxyType(
         "experts on each rank": _EXPERTS,
         "experts spread over ranks": _EXPERTS,
         "experts spread over ranks, bf16, sums in fp32": _EXPERTS,
-        "optimizer offload": _OFFLOAD,
-        "parameter and optimizer offload": _OFFLOAD,
         # Refused elsewhere because of compressed gradients, which these runs do not have.
         "universal checkpoint": {},
         "zero_hpz_partition_size": {3: "would gather weights across islands or nodes"},

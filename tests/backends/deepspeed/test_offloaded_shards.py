@@ -1,0 +1,97 @@
+"""Hybrid sharding with offloaded optimizers: means, norms, overflows and unused parameters as without offload."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.support.forks import run_forks
+from tests.support.jobs import Job, data, run, start, weights
+
+SAMPLED = pytest.mark.sampled(
+    6, "deepspeed_compress/backends/deepspeed/offloaded_shards.py", "tests/backends/deepspeed/test_offloaded_shards.py"
+)
+NODES: Mapping[str, Any] = {"parallelism": {"shard_within": 2}}
+UNCOMPRESSED: Mapping[str, Any] = {**NODES, "gradients": {"method": "none"}}
+INT4: Mapping[str, Any] = {**NODES, "gradients": {"bits": 4, "block_size": 32, "min_numel": 0}}
+OFFLOAD: Mapping[str, Any] = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
+OUR_ADAM: Mapping[str, Any] = {"zero_force_ds_cpu_optimizer": False}
+FP16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 3, "min_loss_scale": 1}
+
+Found = tuple[list[float], float, int, float, dict[str, list[float]]]
+
+
+def train(rank: int, job: Job, bypassed: bool = False) -> Found:
+    """Return losses, the last gradient norm, skipped steps, the loss scale, and weights.
+
+    If `bypassed`, the second node does not use a layer in the last two steps.
+    """
+    engine = start(job)
+    batches = data(rank, job)
+    losses = run(engine, batches[:-2])
+    handle = engine.module[5].register_forward_hook(bypass) if bypassed and rank >= 2 else None
+    losses += run(engine, batches[-2:])
+    if handle is not None:
+        handle.remove()
+    scale = getattr(engine.optimizer, "cur_scale", None) or engine.optimizer.loss_scale
+    norm = engine.get_global_grad_norm()
+    return losses, float(norm), engine.skipped_steps, float(scale), weights(engine)
+
+
+def bypass(layer: Any, inputs: Any, output: Any) -> Any:
+    """Return what a layer of one output gives without its weights."""
+    return inputs[0].sum(dim=-1, keepdim=True)
+
+
+def largest(one: Mapping[str, list[float]], other: Mapping[str, list[float]]) -> float:
+    return max(abs(a - b) for name in one for a, b in zip(one[name], other[name], strict=True))
+
+
+def all_equal(found: list[Found]) -> bool:
+    """Return True if all ranks have the same norms, skipped steps, loss scales and weights."""
+    return all(one[1:] == found[0][1:] for one in found)
+
+
+def with_offload(job: Job) -> Job:
+    return replace(job, zero={**job.zero, **OFFLOAD}, extra={**job.extra, **OUR_ADAM})
+
+
+def check_as_without_offload(job: Job, bypassed: bool) -> None:
+    plain, offloaded = (run_forks(4, train, one, bypassed) for one in (job, with_offload(job)))
+    assert all_equal(offloaded)
+    for one, other in zip(plain, offloaded, strict=True):
+        assert other[0] == pytest.approx(one[0], rel=1e-5)
+        assert other[1] == pytest.approx(one[1], rel=1e-5)
+        assert largest(one[4], other[4]) < 1e-5
+
+
+@SAMPLED
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_training_is_that_without_offload(stage: int, accumulation: int) -> None:
+    check_as_without_offload(Job(stage, UNCOMPRESSED, steps=5, accumulation=accumulation), bypassed=False)
+
+
+@SAMPLED
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_parameter_that_one_node_uses(stage: int) -> None:
+    """ZeRO 3 does not allow it: all ranks of the job must call the same modules."""
+    check_as_without_offload(Job(stage, UNCOMPRESSED, steps=5), bypassed=True)
+
+
+@SAMPLED
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_four_bits_on_all_ranks_alike(stage: int) -> None:
+    found = run_forks(4, train, with_offload(Job(stage, INT4, steps=5)))
+    assert all_equal(found)
+
+
+@SAMPLED
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_nan_in_one_node_is_skipped_by_all(stage: int) -> None:
+    """Only the last rank has one. All ranks skip the step and lower the loss scale."""
+    job = with_offload(Job(stage, INT4, extra={"fp16": FP16}, steps=5, poison=(3, 3)))
+    found = run_forks(4, train, job)
+    assert all_equal(found)
+    assert found[0][2] == 1
