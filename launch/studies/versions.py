@@ -3,23 +3,27 @@
     python -m launch.studies.versions --output-dir runs/versions
     python -m launch.studies.versions --output-dir runs/versions --only 0.19.6 newest
 
-Each environment is made from the package index, and deleted afterwards. Finished runs are not repeated. The row
-"newest" has the newest release of everything, so it shows whether a new release still has the methods that this package
-replaces.
+Each environment is made from the package index, and deleted afterwards. Finished runs are not repeated. A row that
+cannot be installed, or takes longer than `--minutes`, is left out, and the others go on. The row "newest" has the
+newest release of everything, so it shows whether a new release still has the methods that this package replaces.
 """
 
 import argparse
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 from xml.etree import ElementTree
 
-__all__ = ["PARTS", "VERSIONS", "Outcome", "read_outcomes", "table"]
+__all__ = ["PARTS", "VERSIONS", "Outcome", "read_outcomes", "run", "table"]
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("deepspeed", "torch", "transformers", "accelerate")
@@ -38,6 +42,9 @@ VERSIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """Version specifiers of `PACKAGES`, by name of the row."""
+CORE = ("hjson", "pydantic>=2.10", "pyyaml", "rich", "safetensors", "packaging", "numpy")
+"""Packages that this one needs. It is itself found by PYTHONPATH, because pip would refuse versions that it does not
+ask for."""
 TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "jsonschema", "ninja")
 _CHECKPOINT = "tests/checkpointing/deepspeed/test_checkpoint.py::"
 _DEEPSPEED = "tests/backends/deepspeed/"
@@ -135,35 +142,72 @@ def parse_options() -> argparse.Namespace:
     add("--output-dir", type=Path, required=True, metavar="DIR", help="directory for environments and test reports")
     add("--only", nargs="+", choices=VERSIONS, default=list(VERSIONS), metavar="ROW", help="default: all rows")
     add("--keep", action="store_true", help="do not delete environments")
+    add(
+        "--minutes", type=float, default=20, metavar="N", help="time limit of a row, with its installation; default: 20"
+    )
     return parser.parse_args()
 
 
 def run(row: str, options: argparse.Namespace) -> None:
-    """Make the environment of `row`, run the tests in it, and delete it."""
+    """Make the environment of `row`, run the tests in it, and delete it. Tell of a failure, and leave the row out."""
     environment = options.output_dir.absolute() / row
-    python = make_environment(environment, VERSIONS[row])
-    _say(f"{row}: testing")
-    report = f"--junitxml={_report(options.output_dir, row)}"
-    command = [python, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", report]
-    subprocess.run([*command, *_columns()], cwd=ROOT, env=_variables(environment), check=False)
-    if not options.keep:
-        shutil.rmtree(environment)
+    deadline = time.monotonic() + 60 * options.minutes
+    try:
+        python = make_environment(environment, VERSIONS[row], deadline)
+        _say(f"{row}: testing")
+        report = f"--junitxml={_report(options.output_dir, row)}"
+        command = [python, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", report]
+        _call([*command, *_columns()], deadline, cwd=ROOT, env=_variables(environment))
+    except subprocess.TimeoutExpired:
+        _say(f"{row}: not finished within {options.minutes:g} minutes")
+    except subprocess.CalledProcessError as error:
+        _say(f"{row}: {' '.join(error.cmd[:4])} ... failed with {error.returncode}")
+    finally:
+        if not options.keep:
+            shutil.rmtree(environment, ignore_errors=True)
 
 
-def make_environment(directory: Path, versions: Sequence[str]) -> str:
-    """Install `versions` of `PACKAGES` into a virtual environment, unless it exists, and return its Python."""
+def make_environment(directory: Path, versions: Sequence[str], deadline: float) -> str:
+    """Install `versions` of `PACKAGES` into a virtual environment, unless it exists, and return its Python.
+
+    Raises:
+        CalledProcessError: an installation failed.
+        TimeoutExpired: the time of `time.monotonic` passed `deadline`.
+    """
     python = str(directory / "bin/python")
     if not (directory / "complete").exists():
         _say(f"{directory.name}: installing")
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(directory)], check=True)
-        wanted = [name + version for name, version in zip(PACKAGES, versions, strict=True)]
-        install = [python, "-m", "pip", "--quiet", "--disable-pip-version-check", "install"]
-        subprocess.run([*install, wanted[1]], check=True)
-        # The package itself is found by PYTHONPATH, because pip would refuse versions that it does not ask for.
-        core = ("hjson", "pydantic>=2.10", "pyyaml", "rich", "safetensors", "packaging", "numpy")
-        subprocess.run([*install, *wanted, *core, *TOOLS], check=True)
+        commands = [
+            [sys.executable, "-m", "venv", "--clear", str(directory)],
+            # First alone, because packages that are built, such as DeepSpeed, import torch.
+            [*_pip(python), PACKAGES[1] + versions[1]],
+            [*_pip(python), *(name + version for name, version in zip(PACKAGES, versions, strict=True)), *CORE, *TOOLS],
+        ]
+        for command in commands:
+            code = _call(command, deadline)
+            if code:
+                raise subprocess.CalledProcessError(code, command)
         (directory / "complete").touch()
     return python
+
+
+def _pip(python: str) -> list[str]:
+    return [python, "-m", "pip", "--quiet", "--disable-pip-version-check", "install"]
+
+
+def _call(command: Sequence[str], deadline: float, **options: Any) -> int:
+    """Run `command`, and return its exit code. At `deadline`, end it with all of its processes.
+
+    Raises:
+        TimeoutExpired: it was ended.
+    """
+    with subprocess.Popen(command, start_new_session=True, **options) as process:
+        try:
+            return process.wait(max(0.0, deadline - time.monotonic()))
+        finally:
+            # Ranks that hang would keep the machine busy during the next row.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def _variables(environment: Path) -> dict[str, str]:

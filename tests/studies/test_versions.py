@@ -1,11 +1,15 @@
 """The study of versions: its rows and columns exist, and it reads test reports correctly."""
 
+import argparse
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from deepspeed_compress.backends.deepspeed.seams import SUPPORTED
-from launch.studies.versions import PARTS, ROOT, VERSIONS, Outcome, read_outcomes, table
+from launch.studies import versions
+from launch.studies.versions import PARTS, ROOT, VERSIONS, Outcome, read_outcomes, run, table
 
 NAME = "test_training_is_deepspeeds_to_the_bit[1-fp32]"
 CASE = f'<testcase classname="tests.backends.deepspeed.test_ownership" name="{NAME}">'
@@ -20,6 +24,46 @@ REPORT = f"""<testsuites><testsuite>
 def test_the_tests_of_a_column_exist(part: str) -> None:
     for file, function in (test.split("::") for test in PARTS[part]):
         assert f"def {function}(" in (ROOT / file).read_text()
+
+
+@pytest.mark.slow
+def test_all_cases_exist() -> None:
+    """Otherwise pytest runs none of them."""
+    cases = [f"{test}[{case}]" for tests in PARTS.values() for test, names in tests.items() for case in names]
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *cases]
+    subprocess.run(command, cwd=ROOT, check=True)
+
+
+def options(directory: Path, minutes: float) -> argparse.Namespace:
+    return argparse.Namespace(output_dir=directory, keep=False, minutes=minutes)
+
+
+def test_a_row_that_cannot_be_installed_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(versions, "VERSIONS", {"none": ("==0", "==0", "==0", "==0")})
+    monkeypatch.setattr(versions, "_pip", lambda python: [sys.executable, "-c", "raise SystemExit(3)"])
+    run("none", options(tmp_path, 5))
+    assert "none: " in capfd.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_row_ends_in_time_with_all_of_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A process that the tests have started does not outlive them."""
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "slow" / "complete").touch()
+    (tmp_path / "slow" / "bin").mkdir()
+    script = tmp_path / "slow" / "bin" / "python"
+    script.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {tmp_path}/pid\nwait\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(versions, "VERSIONS", {"slow": ("", "", "", "")})
+    run("slow", options(tmp_path, 0.02))
+    assert "not finished within 0.02 minutes" in capfd.readouterr().err
+    assert not (tmp_path / "slow").exists()
+    pid = int((tmp_path / "pid").read_text())
+    assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2]
 
 
 def test_the_oldest_supported_deepspeed_has_a_row() -> None:
