@@ -115,14 +115,10 @@ def find_island_mismatches(
         what = f"has no effect with optimizer {show(kind)}, which has no second moments (allowed: null)"
         yield problem(("islands", "second_moments"), what, 'nothing: remove the key, or write "type": "AdamW"')
     yield from _missing_master_weights(ds_config, STAGE.effective(ds_config, parallelism))
-    tensor = TENSOR.effective(ds_config, parallelism)
     if islands.elastic is not None:
-        if tensor > 1:
-            what = f"{tensor} is not available inside elastic islands, whose anchors contain whole layers"
-            instead = '1, or islands of one job: "size" in place of "elastic"'
-            yield Diagnostic(at(*TENSOR.place(parallelism)), f"{what} (allowed with elastic: 1)", write(instead))
         return
     yield from _native_problems(ds_config)
+    tensor = TENSOR.effective(ds_config, parallelism)
     ranks = None if islands.size is None else islands.size * tensor
     if ranks is not None and world_size is not None and world_size % ranks:
         what = f"{islands.size} x {tensor} ranks that share each layer do not divide the {world_size} ranks of the job"

@@ -44,7 +44,6 @@ def refuse_unsupported(engine: Any, config: CompressConfig) -> None:
     """
     problems = [
         *_mismatches(engine, config),
-        *_shared_layers(engine, config),
         *_momentum(engine, config),
         *_unskippable(engine, config),
         *_unsharded(engine),
@@ -233,18 +232,6 @@ def _mismatches(engine: Any, config: CompressConfig) -> Iterator[str]:
                 f"/deepspeed_compress/parallelism/{key} is {wanted}, but the engine was made with {found}; "
                 f"{_HOW_TO_GET[key]}, or write {found}"
             )
-
-
-def _shared_layers(engine: Any, config: CompressConfig) -> Iterator[str]:
-    """Yield a problem if elastic islands are used with ranks that share layers.
-
-    The configuration file does not show this if `tp_model_init` was called.
-    """
-    if config.islands is not None and config.islands.elastic is not None and tensor_size(engine) > 1:
-        yield (
-            f"{tensor_size(engine)} ranks share each layer, and anchors of /deepspeed_compress/islands/elastic have "
-            'whole layers (allowed with elastic: 1); train without tp_model_init, or write "size" in place of "elastic"'
-        )
 
 
 def _experts(engine: Any, config: CompressConfig) -> Iterator[str]:

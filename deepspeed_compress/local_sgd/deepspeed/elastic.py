@@ -23,6 +23,7 @@ from deepspeed.pipe import PipelineModule
 from torch.nn import Parameter
 from torch.utils.data import DistributedSampler
 
+from deepspeed_compress.backends.deepspeed.limits import tensor_size
 from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasterWeights, find_master_weights
 from deepspeed_compress.checkpointing.deepspeed.exclusive import take_for_island
 from deepspeed_compress.checkpointing.deepspeed.participants import LoadRequest, Participant, SaveRequest
@@ -44,6 +45,7 @@ from deepspeed_compress.local_sgd.deepspeed.context import ExchangeContext
 from deepspeed_compress.local_sgd.deepspeed.exchanged_parameters import select_exchanged
 from deepspeed_compress.local_sgd.deepspeed.moments import find_second_moments
 from deepspeed_compress.local_sgd.deepspeed.rates import LearningRates
+from deepspeed_compress.local_sgd.deepspeed.replicated import WholeJob, check_equal_blocks, divide_replicated
 from deepspeed_compress.local_sgd.deepspeed.tags import check_tag
 from deepspeed_compress.local_sgd.island_ranks import IslandRanks
 from deepspeed_compress.local_sgd.strategy import ExchangeResult
@@ -71,8 +73,8 @@ def prepare_call(call: Mapping[str, Any]) -> dict[str, Any]:
     """
     if call.get("mpu") is not None or isinstance(call.get("model"), PipelineModule):
         raise UnsupportedError(
-            f"{_POINTER} cannot be combined with a pipeline or an mpu (allowed: data parallelism, ZeRO 0 to 3); remove "
-            "the key, or the division of the model"
+            f"{_POINTER} cannot be combined with a pipeline or an mpu (allowed: data parallelism, ZeRO 0 to 3, "
+            "AutoTP); remove the key, or the division of the model"
         )
     return {**call, "training_data": None}
 
@@ -101,6 +103,23 @@ def attach_elastic(engine: Any, parameters: Parameters, parts: Parts) -> "Elasti
     return island
 
 
+def _without_copies(
+    master_weights: FlatMasterWeights, parameters: Parameters, tensor: int, moments: bool
+) -> FlatMasterWeights:
+    """Return `master_weights` without the weights that another rank sharing the layer exchanges. Collective.
+
+    Args:
+        master_weights: the master weights that this rank exchanges.
+        parameters: the parameters, of which `excluded` names those that these ranks hold in full.
+        tensor: the number of ranks that share each layer.
+        moments: True if second moments are exchanged too.
+    """
+    job = WholeJob.of_all(tensor)
+    if moments:
+        check_equal_blocks(master_weights, parameters, job)
+    return divide_replicated(master_weights, parameters, job)
+
+
 class ElasticIsland(Participant):
     """This rank's island among others that join and leave, available as `engine.compression.islands`.
 
@@ -116,8 +135,12 @@ class ElasticIsland(Participant):
         self._ranks = IslandRanks(dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None)
         self.history: deque[ExchangeResult] = deque(maxlen=KEPT)
         self._has_left, self._scheduled = False, 0
+        self._tensor = tensor_size(engine)
         trained = find_master_weights(engine)
         master_weights, shared = select_exchanged(settings.own, trained, parameters)
+        moments = find_second_moments(engine, settings, master_weights)
+        if self._tensor > 1:
+            master_weights = _without_copies(master_weights, parameters, self._tensor, moments is not None)
         names = chain(*self._ranks.gather([one.parameter for one in trained.slices]))
         terms = self._terms(
             settings, settings.elastic, master_weights, untrained_parameters(engine, {*names}, settings.own)
@@ -129,7 +152,6 @@ class ElasticIsland(Participant):
             run=replace(parts.run, clock=StepClock()),
             traffic="bytes_islands",
         )
-        moments = find_second_moments(engine, settings, master_weights)
         recover = partial(recover_from_divergence, engine, master_weights, parts.residuals.clear)
         rates = self._learning_rates
         self.exchange = connect(
@@ -169,7 +191,8 @@ class ElasticIsland(Participant):
         given = inspect.signature(original).bind(dataset, *args, **options).arguments
         training = given.get("route", "train") == "train"
         if training and given.get("data_sampler") is None and self._engine.is_map_style_dataset(dataset):
-            world, rank = dist.get_world_size(), dist.get_rank()
+            # Ranks that share layers read the same data.
+            world, rank = dist.get_world_size() // self._tensor, dist.get_rank() // self._tensor
             given["data_sampler"] = DistributedSampler(dataset, world, rank, seed=SEEDS * self.number)
         return original(**given)
 

@@ -6,11 +6,12 @@ between islands only once, compressed like the others, and all copies stay bit-i
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
-from deepspeed_compress.backends.deepspeed.units import IslandUnit
 from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasterWeights, MasterSlice
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.parameters import Parameters
@@ -21,7 +22,46 @@ _Range = tuple[str, int, int]
 """A parameter, its first element, and the end (exclusive)."""
 
 
-def divide_replicated(master_weights: FlatMasterWeights, parameters: Parameters, unit: IslandUnit) -> FlatMasterWeights:
+class SharedLayers(Protocol):
+    """Ranks of an island, of which `tensor` consecutive ones share each layer.
+
+    Attributes:
+        tensor: the number of ranks that share each layer.
+        ranks: the global ranks of the island.
+        whole: the group of these ranks.
+        place: the index of this rank in the island.
+    """
+
+    @property
+    def tensor(self) -> int: ...
+    @property
+    def ranks(self) -> Sequence[int]: ...
+    @property
+    def whole(self) -> ProcessGroup: ...
+    @property
+    def place(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class WholeJob:
+    """All ranks of a job, which are one island; see `SharedLayers`."""
+
+    tensor: int
+    ranks: Sequence[int]
+    whole: ProcessGroup
+    place: int
+
+    @classmethod
+    def of_all(cls, tensor: int) -> "WholeJob":
+        """Return the ranks of this job. `tensor` consecutive ones share each layer."""
+        whole = dist.group.WORLD
+        assert whole is not None, "an engine exists, so torch.distributed is initialized"
+        return cls(tensor, range(dist.get_world_size()), whole, dist.get_rank())
+
+
+def divide_replicated(
+    master_weights: FlatMasterWeights, parameters: Parameters, unit: SharedLayers
+) -> FlatMasterWeights:
     """Return `master_weights` without the elements that other ranks of the island exchange. Collective.
 
     Their `publish` also broadcasts this rank's part within the island.
@@ -33,7 +73,7 @@ def divide_replicated(master_weights: FlatMasterWeights, parameters: Parameters,
     """
     shared = parameters.excluded
     sizes = {name: torch.Size(shape).numel() for name, shape in parameters.shapes.items()}
-    tensor, rank = unit.tensor, unit.get_model_parallel_rank()
+    tensor, rank = unit.tensor, unit.place % unit.tensor
     parts = {name: (sizes[name] * rank // tensor, sizes[name] * (rank + 1) // tensor) for name in shared}
     kept = [part for one in master_weights.slices for part in _within(one, parts.get(one.parameter))]
     mine = [(one.parameter, one.begin, one.begin + one.numel) for one in kept if one.parameter in shared]
@@ -42,7 +82,7 @@ def divide_replicated(master_weights: FlatMasterWeights, parameters: Parameters,
     return replace(master_weights, slices=kept, publish=_ReplicaBroadcast(master_weights, parts_of_ranks, unit).publish)
 
 
-def check_equal_blocks(master_weights: FlatMasterWeights, parameters: Parameters, unit: IslandUnit) -> None:
+def check_equal_blocks(master_weights: FlatMasterWeights, parameters: Parameters, unit: SharedLayers) -> None:
     """Check that ranks that share layers divide their replicated weights at the same places. Collective in the island.
 
     Each of these ranks exchanges second moments, whose blocks would otherwise differ.
@@ -112,7 +152,7 @@ class _ReplicaBroadcast:
 
     master_weights: FlatMasterWeights
     parts: Sequence[_Part]
-    unit: IslandUnit
+    unit: SharedLayers
 
     def publish(self) -> None:
         """Broadcast every part within the island, then publish the master weights. Collective."""

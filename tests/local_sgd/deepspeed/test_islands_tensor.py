@@ -233,8 +233,6 @@ ELASTIC = section(elastic={"rendezvous": "localhost:1"})
 @pytest.mark.parametrize(
     ("extra", "methods", "place", "text"),
     [
-        (AUTO_TP, ELASTIC, "/tensor_parallel/autotp_size", "2 is not available inside elastic islands"),
-        ({}, {**ELASTIC, "parallelism": {"tensor": 2}}, "/deepspeed_compress/parallelism/tensor", "2 is not available"),
         (
             {},
             {**section(size=1), "parallelism": {"pipeline": 2}},
@@ -255,6 +253,7 @@ def test_an_invalid_configuration_is_refused(extra: Any, methods: Any, place: st
     assert text in str(found)
 
 
+@pytest.mark.parametrize("islands", [section(size=4), ELASTIC])
 @pytest.mark.parametrize(("extra", "parallelism"), [(AUTO_TP, {}), ({}, {"parallelism": {"tensor": 2}})])
-def test_a_valid_configuration_is_accepted(extra: Any, parallelism: Any) -> None:
-    assert find_problems(Job(1, extra=extra, section={**section(size=4), **parallelism}).config(), world_size=8) == []
+def test_a_valid_configuration_is_accepted(extra: Any, parallelism: Any, islands: Any) -> None:
+    assert find_problems(Job(1, extra=extra, section={**islands, **parallelism}).config(), world_size=8) == []

@@ -1,0 +1,114 @@
+"""Elastic islands whose ranks share layers (AutoTP)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.utils import is_model_parallel_parameter
+from torch.utils.data import TensorDataset
+
+from tests.support.coordinators import become_island, coordinator, own_ports
+from tests.support.forks import run_forks
+from tests.support.island_jobs import SGD, elastic_section
+from tests.support.jobs import Job, weights
+from tests.support.tensor_islands import AUTO_TP, TENSOR, start_tensor, take_steps
+
+SAMPLED = pytest.mark.sampled(
+    4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_elastic_tensor.py"
+)
+Weights = dict[str, list[float]]
+PLAIN: Mapping[str, Any] = {"exchange": {"method": "none"}}
+
+
+@dataclass
+class Seen:
+    """Records of a rank: weights before and after each exchange, by version, and the names of replicated parameters."""
+
+    before: dict[int, Weights] = field(default_factory=dict)
+    after: dict[int, Weights] = field(default_factory=dict)
+    replicated: list[str] = field(default_factory=list)
+
+
+def apart(rank: int, job: Job, ports: list[int]) -> Seen:
+    """Train an island of two ranks until three exchanges are over."""
+    become_island(rank, TENSOR, ports)
+    engine, seen = start_tensor(job), Seen()
+    named = engine.module.named_parameters()
+    seen.replicated = [name for name, one in named if not is_model_parallel_parameter(one)]
+    islands = engine.compression.islands
+    # Islands have other data; ranks that share layers have the same.
+    data = TENSOR * (islands.number % 2)
+    exchange = islands.exchange.step_ended
+
+    def watched(samples: int) -> Any:
+        before = weights(engine)
+        result = exchange(samples)
+        if result is not None:
+            seen.before[islands.exchange.version] = before
+            seen.after[islands.exchange.version] = weights(engine)
+        return result
+
+    islands.exchange.step_ended = watched
+    for step in range(job.steps):
+        if len(seen.after) < 3:
+            take_steps(engine, data, job, step, step + 1)
+    engine.destroy()
+    return seen
+
+
+def train(job_of: Any, **islands: Any) -> list[Seen]:
+    with coordinator() as address, own_ports(2) as ports:
+        return run_forks(4, apart, job_of(elastic_section(address, **islands)), ports, timeout=300)
+
+
+@pytest.mark.sampled(4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_elastic_tensor.py")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_exchange_is_the_mean_of_the_islands(stage: int) -> None:
+    """Uncompressed, and between ranks that hold the same parts of layers."""
+    first, second, third, fourth = train(
+        lambda section: Job(stage, section, extra={**AUTO_TP, **SGD}, steps=60), **PLAIN
+    )
+    for one, other in ((first, third), (second, fourth)):
+        versions = one.after.keys() & other.after.keys()
+        assert len(versions) >= 2
+        for version in versions:
+            assert one.after[version] == other.after[version]
+            assert one.before[version] != other.before[version]
+            for name, mean in one.after[version].items():
+                pairs = zip(one.before[version][name], other.before[version][name], strict=True)
+                assert mean == pytest.approx([(a + b) / 2 for a, b in pairs], abs=1e-5)
+
+
+@pytest.mark.sampled(4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_elastic_tensor.py")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_copies_of_weights_stay_equal_with_four_bits(stage: int) -> None:
+    """Ranks that share layers end every exchange with the same norms, and islands with the same weights."""
+    first, second, third, fourth = train(lambda section: Job(stage, section, extra=AUTO_TP, steps=60))
+    assert first.replicated
+    for version in first.after.keys() & third.after.keys():
+        assert first.after[version] == third.after[version]
+        assert second.after[version] == fourth.after[version]
+        for name in first.replicated:
+            assert first.after[version][name] == second.after[version][name]
+
+
+def sampled(rank: int, job: Job, ports: list[int]) -> list[int]:
+    """Return the indices of a dataset of 24 samples that this rank of an island reads."""
+    become_island(rank, 4, ports)
+    engine = start_tensor(job)
+    read = sorted(engine.deepspeed_io(TensorDataset(torch.arange(24))).data_sampler)
+    engine.destroy()
+    return read
+
+
+@SAMPLED
+@pytest.mark.parametrize("stage", [0, 1])
+def test_ranks_that_share_layers_read_the_same_data(stage: int) -> None:
+    with coordinator() as address, own_ports(1) as ports:
+        job = Job(stage, elastic_section(address, minimum=1), extra=AUTO_TP)
+        first, second, third, fourth = run_forks(4, sampled, job, ports, timeout=300)
+    assert first == second
+    assert third == fourth
+    assert sorted(first + third) == list(range(24))
