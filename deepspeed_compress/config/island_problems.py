@@ -115,10 +115,14 @@ def find_island_mismatches(
         what = f"has no effect with optimizer {show(kind)}, which has no second moments (allowed: null)"
         yield problem(("islands", "second_moments"), what, 'nothing: remove the key, or write "type": "AdamW"')
     yield from _missing_master_weights(ds_config, STAGE.effective(ds_config, parallelism))
+    tensor = TENSOR.effective(ds_config, parallelism)
     if islands.elastic is not None:
+        if tensor > 1 and islands.elastic.parameter_server is not None:
+            what = f"{tensor} is not available with a parameter server, which knows one shape of each parameter"
+            instead = '1, or "parameter_server": null'
+            yield Diagnostic(at(*TENSOR.place(parallelism)), f"{what} (allowed with it: 1)", write(instead))
         return
     yield from _native_problems(ds_config)
-    tensor = TENSOR.effective(ds_config, parallelism)
     ranks = None if islands.size is None else islands.size * tensor
     if ranks is not None and world_size is not None and world_size % ranks:
         what = f"{islands.size} x {tensor} ranks that share each layer do not divide the {world_size} ranks of the job"

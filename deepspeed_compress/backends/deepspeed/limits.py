@@ -47,6 +47,7 @@ def refuse_unsupported(engine: Any, config: CompressConfig) -> None:
         *_momentum(engine, config),
         *_unskippable(engine, config),
         *_unsharded(engine),
+        *_shared_layers(engine, config),
         *_experts(engine, config),
     ]
     if compresses(config) or node_unit(engine) is not None:
@@ -232,6 +233,20 @@ def _mismatches(engine: Any, config: CompressConfig) -> Iterator[str]:
                 f"/deepspeed_compress/parallelism/{key} is {wanted}, but the engine was made with {found}; "
                 f"{_HOW_TO_GET[key]}, or write {found}"
             )
+
+
+def _shared_layers(engine: Any, config: CompressConfig) -> Iterator[str]:
+    """Yield a problem if a parameter server is used with ranks that share layers.
+
+    The configuration file does not show this if `tp_model_init` was called.
+    """
+    elastic = None if config.islands is None else config.islands.elastic
+    if elastic is not None and elastic.parameter_server is not None and tensor_size(engine) > 1:
+        yield (
+            f"{tensor_size(engine)} ranks share each layer, and /deepspeed_compress/islands/elastic/parameter_server "
+            "knows one shape of each parameter (allowed with it: 1); train without tp_model_init, or write "
+            '"parameter_server": null'
+        )
 
 
 def _experts(engine: Any, config: CompressConfig) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,3 +113,27 @@ def test_ranks_that_share_layers_read_the_same_data(stage: int) -> None:
     assert first == second
     assert third == fourth
     assert sorted(first + third) == list(range(24))
+
+
+def saved_and_resumed(rank: int, job: Job, ports: list[int], directory: str) -> tuple[Weights, Weights]:
+    """Return the weights after nine steps of an island, and those of one that was resumed after six."""
+    become_island(rank, TENSOR, ports)
+    engine = start_tensor(job)
+    take_steps(engine, rank, job, 0, 6)
+    engine.save_checkpoint(directory)
+    take_steps(engine, rank, job, 6, 9)
+    straight = weights(engine)
+    engine.destroy()
+    engine = start_tensor(job)
+    assert engine.load_checkpoint(directory)[0] is not None
+    take_steps(engine, rank, job, 6, 9)
+    return straight, weights(engine)
+
+
+@pytest.mark.slow
+def test_an_island_that_is_resumed_goes_on_as_before(tmp_path: Path) -> None:
+    """Two ranks share layers, and no other island takes part, so exchanges change nothing."""
+    with coordinator() as address, own_ports(1) as ports:
+        job = Job(1, elastic_section(address, minimum=1, **PLAIN), extra=AUTO_TP, steps=9)
+        for straight, resumed in run_forks(2, saved_and_resumed, job, ports, str(tmp_path), timeout=300):
+            assert {name: pytest.approx(values, abs=1e-6) for name, values in straight.items()} == resumed

@@ -214,12 +214,17 @@ def refused(rank: int, job: Job, initialized: bool) -> str:
     return ""
 
 
+ELASTIC = section(elastic={"rendezvous": "localhost:1"})
+SERVED = section(elastic={"rendezvous": "localhost:1", "parameter_server": {}})
+
+
 @pytest.mark.parametrize(
     ("ranks", "job", "initialized", "text"),
     [
         (3, Job(1, extra=AUTO_TP, section=section(by_host=True)), False, "islands/by_host: 2 ranks"),
         (2, Job(1, extra=AUTO_TP, section=section(size=2)), False, "islands/size: islands of 4 do not divide"),
         (2, Job(1, section=section(size=1)), True, "tp_model_init was called for 2 ranks"),
+        (2, Job(1, section=SERVED), True, "parameter_server knows one shape of each parameter"),
     ],
 )
 def test_invalid_divisions_are_refused(ranks: int, job: Job, initialized: bool, text: str) -> None:
@@ -227,12 +232,11 @@ def test_invalid_divisions_are_refused(ranks: int, job: Job, initialized: bool, 
         assert text in message
 
 
-ELASTIC = section(elastic={"rendezvous": "localhost:1"})
-
-
 @pytest.mark.parametrize(
     ("extra", "methods", "place", "text"),
     [
+        (AUTO_TP, SERVED, "/tensor_parallel/autotp_size", "2 is not available with a parameter server"),
+        ({}, {**SERVED, "parallelism": {"tensor": 2}}, "/deepspeed_compress/parallelism/tensor", "2 is not available"),
         (
             {},
             {**section(size=1), "parallelism": {"pipeline": 2}},
