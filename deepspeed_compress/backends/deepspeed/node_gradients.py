@@ -186,7 +186,7 @@ def _reduced_slice(optimizer: Any, group: int, parameter: Any, one: MasterSlice)
     newest = torch.zeros_like(one.values) if gradient is None else gradient.detach().reshape(-1)[part]
     earlier = optimizer.all_grad_tensors.get(group)
     if earlier is None:
-        return newest  # type: ignore[no-any-return]
+        return newest
     place = next(place for place, other in enumerate(optimizer.params_in_partition[group]) if other is parameter)
     return earlier[place].detach().reshape(-1)[part].add(newest)  # type: ignore[no-any-return]
 

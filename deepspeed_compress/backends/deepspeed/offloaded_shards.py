@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.utils import get_norm_dtype
 from torch import Tensor
 
 from deepspeed_compress.backends.deepspeed.units import NodeUnit
@@ -55,7 +54,7 @@ class OffloadedGradients:
         dist.all_reduce(somewhere, op=dist.ReduceOp.MAX, group=self._unit.peers)
         used = somewhere.bool().tolist()
         self._used = [one for one, is_used in zip(slices.values(), used, strict=True) if is_used]
-        gradients = {key: one.within(one.home.grad) for key, one in slices.items()}
+        gradients = {key: _gradient(one) for key, one in slices.items()}
         for gradient, here, anywhere in zip(gradients.values(), noted, used, strict=True):
             if anywhere and not here:
                 gradient.zero_()
@@ -64,7 +63,7 @@ class OffloadedGradients:
     def note_means(self) -> None:
         """Replace what DeepSpeed has noted about the gradients by the same about their means over the nodes."""
         for one in self._used:
-            mean = one.within(one.home.grad)
+            mean = _gradient(one)
             note = self._note_3 if isinstance(self._optimizer, DeepSpeedZeroOptimizer_Stage3) else self._note_12
             self._optimizer.norm_for_param_grads[self._identity(one)] = note(mean)
 
@@ -74,7 +73,8 @@ class OffloadedGradients:
     def _note_12(self, mean: Tensor) -> Tensor:
         """Note a mean as `set_norm_for_param_grad_in_gpu` does, and return its norm."""
         self._optimizer.update_offload_overflow_tracker(mean)
-        return mean.to(get_norm_dtype()).norm(2)
+        norm: Tensor = mean.double().norm(2)
+        return norm
 
     def _note_3(self, mean: Tensor) -> Tensor:
         """Note a mean as ZeRO 3 does in `has_overflow` and `partition_grads`, and return its norm."""
@@ -82,3 +82,9 @@ class OffloadedGradients:
         tracker.logical_or_(mean.isfinite().all().logical_not().to(tracker.device))
         norm: Tensor = self._optimizer._constant_buffered_norm2(mean)
         return norm
+
+
+def _gradient(one: MasterSlice) -> Tensor:
+    """Return the gradient of a slice, as a flat view of the buffer that DeepSpeed keeps for an offloaded optimizer."""
+    assert one.home.grad is not None, "DeepSpeed allocates the gradients of offloaded optimizers with their states"
+    return one.within(one.home.grad)
