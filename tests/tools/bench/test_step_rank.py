@@ -2,7 +2,9 @@
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -24,10 +26,16 @@ NATIVE = {
 STEPS: dict[str | None, int] = {None: 2}
 
 
-def group(directory: Path, section: dict[str, Any], peers: tuple[str, ...]) -> Group:
+def group(
+    directory: Path,
+    section: dict[str, Any],
+    peers: tuple[str, ...],
+    extra: Mapping[str, Any] = MappingProxyType({}),
+    shape: Mapping[str, Any] = MappingProxyType(TOY),
+) -> Group:
     model, config = directory / "toy.json", directory / "zero1.json"
-    model.write_text(json.dumps(TOY))
-    config.write_text(json.dumps(NATIVE | {"deepspeed_compress": section}))
+    model.write_text(json.dumps(dict(shape)))
+    config.write_text(json.dumps({**NATIVE, **extra, "deepspeed_compress": section}))
     sizes = {"micro_batch": None, "seq_len": 16, "seed": 0}
     [found] = group_contenders([str(config)], str(model), peers, sizes, ranks=2)
     return found
@@ -73,6 +81,31 @@ def test_stages_of_a_pipeline_are_measured(tmp_path: Path) -> None:
     (rows, _), _ = run_forks(2, measured, group(tmp_path, section, ("deepspeed", "ddp")))
     assert [row["contender"]["name"] for row in rows] == ["deepspeed", "zero1", "ddp"]
     assert all(rank["bytes_pipeline"] > 0 for rank in rows[1]["traffic"])
+
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.mark.slow
+def test_parts_of_sequences_are_measured(tmp_path: Path) -> None:
+    section = {"gradients": {"method": "none"}, "activations": {"sequence": {"bits": 8}}}
+    found = group(tmp_path, section, ("deepspeed",), {"sequence_parallel_size": 2}, LLAMA)
+    (rows, _), _ = run_forks(2, measured, found)
+    assert [row["contender"]["name"] for row in rows] == ["deepspeed", "zero1"]
+    for rank in rows[1]["traffic"]:
+        assert rank["bytes_sequence"] > 0
+        saved = rank["predicted_uncompressed"] - rank["predicted"]
+        assert (
+            saved == rank["bytes_sequence_saved"] == pytest.approx(rank["bytes_sequence"] * (32 / 8.25 - 1), rel=1e-2)
+        )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is known only on Linux")

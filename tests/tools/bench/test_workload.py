@@ -140,6 +140,15 @@ def test_each_process_computes_an_equal_share(
     assert count * size * pipeline == micro_batch * accumulation
 
 
+def test_ranks_that_divide_sequences_share_a_batch(write: Write) -> None:
+    path = write("parts", {}, sequence_parallel_size=2)
+    [group] = groups([path], "deepspeed")
+    assert group.workload.sequence == 2
+    assert replace(group.workload, micro_batch=4, accumulation=1).share == (1, 2)
+    with pytest.raises(ConfigError, match="--peers ddp: cannot divide sequences"):
+        groups([path], "ddp")
+
+
 def test_a_batch_that_ranks_cannot_share_is_refused(write: Write) -> None:
     [group] = groups([write("plain", {})])
     with pytest.raises(ConfigError, match="3 sequences x 1 micro-batches are not a multiple of the 2 ranks"):
