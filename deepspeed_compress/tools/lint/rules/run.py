@@ -138,7 +138,7 @@ def compress_fast_network(document: Document, context: Context) -> Findings:
         yield key_finding((OUR_SECTION,), what, "nothing: remove the section, or measure with and without it")
 
 
-@rule("DSC914", "warning")
+@rule("DSC915", "warning")
 def compress_activations_inside_node(document: Document, context: Context) -> Findings:
     """activations.tensor.bits with tensor ranks that share a node.
 
