@@ -80,7 +80,7 @@ PARTS: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
                 "raw-bf16",
                 "dense-bf16_optimizer",
             ),
-            _DEEPSPEED + "test_weights_3.py::test_uncompressed_messages_are_what_deepspeed_does": (
+            _DEEPSPEED + "test_weights_3.py::test_uncompressed_messages_give_the_results_of_deepspeed": (
                 "bf16-gathered again",
                 "fp32-kept",
             ),
@@ -99,7 +99,7 @@ PARTS: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
                 "3-plain",
             ),
         },
-        "DDP": {"tests/backends/test_ddp.py::test_a_resumed_run_is_as_if_it_had_not_stopped": ("int4", "random")},
+        "DDP": {"tests/backends/test_ddp.py::test_a_resumed_run_equals_an_uninterrupted_one": ("int4", "random")},
     }
 )
 """Cases of test functions, by column."""

@@ -335,7 +335,7 @@ def test_bits_of_exact_rollout_weights_have_no_effect() -> None:
 @pytest.mark.parametrize(
     ("section", "file", "pointer", "words"),
     [
-        ({"activations": {}}, {}, "activations", "no effect without tensor, pipeline or sequence"),
+        ({"activations": {}}, {}, "activations", "no effect without tensor, pipeline, experts or sequence"),
         ({"activations": {"tensor": {"merge": False}}}, {}, "activations/tensor/merge", "no effect without bits"),
         (
             {"activations": {"tensor": {}}, "parallelism": {"tensor": 1}},

@@ -185,7 +185,7 @@ def test_models_are_frozen_and_hashable() -> None:
         ({"weights": {"method": "qsgd"}}, "/weights/method", ['"qsgd"', '"none", "blockwise", "sign", "topk"']),
         ({"weights": {"error_feedback": {}}}, "/weights/error_feedback", ["unknown key", "/gradients/error_feedback"]),
         ({"weights": {"method": "topk", "density_warmup_steps": 1}}, "/weights/density_warmup_steps", ["unknown key"]),
-        ({"bits": 4}, "/bits", ["/gradients/bits (method", "/weights/bits (method", "/gradients/values/bits (method"]),
+        ({"bits": 4}, "/bits", ["/gradients/bits (method", "/weights/bits (method", "/rollout/bits"]),
         ({"on_missing_state": "ignore"}, "/on_missing_state", ['"error", "reset"']),
         (
             {"gradients": {"overrides": [{"parameters": "[a", "method": "none"}]}},

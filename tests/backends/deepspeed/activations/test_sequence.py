@@ -342,5 +342,5 @@ def refused(rank: int) -> list[str]:
 def test_engines_whose_messages_cannot_be_taken_over() -> None:
     for later, compiled, idle in run_forks(RANKS, refused):
         assert "/activations/sequence: messages inside a compiled graph cannot be taken over" in later
-        assert "/activations/sequence: passes of a compiled model cannot be followed" in compiled
+        assert "/activations/sequence: messages inside a compiled graph cannot be taken over" in compiled
         assert "/activations/sequence has no effect: no attention has exchanged anything" in idle
