@@ -154,7 +154,7 @@ def follow(options: argparse.Namespace) -> None:
     served: dict[int, float] = {}
     waits: list[float] = []
     module = make_model(options.model).to(torch.bfloat16)
-    with closing(connect(f"{os.environ['MASTER_ADDR']}:{PORT}")) as store:
+    with closing(connect(f"http://{os.environ['MASTER_ADDR']}:{PORT}")) as store:
         receiver: Any = Receiver(module, store) if options.mode in (NOTHING, EXACT) else None
         receiver = receiver or PlainReceiver(module, store, CODINGS[options.mode])
         while True:
