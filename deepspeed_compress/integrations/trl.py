@@ -49,7 +49,7 @@ def published_weights(directory: str) -> Iterator[None]:
         yield
 
 
-class _Client(VLLMClient):  # type: ignore[misc]  # no types
+class _Client(VLLMClient):  # type: ignore[misc]  # TRL has no types
     """Client that does not connect to the server by NCCL."""
 
     def init_communicator(self, device: Any = 0) -> None:
@@ -60,7 +60,7 @@ class _Client(VLLMClient):  # type: ignore[misc]  # no types
         self._post(f"{self.base_url}/collective_rpc", json={"method": method, "args": list(args)})
 
 
-class _Generation(VLLMGeneration):  # type: ignore[misc]  # no types
+class _Generation(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
     """Generation on a server that loads published weights."""
 
     def __init__(self, directory: str, *args: Any, mode: str = "colocate", **options: Any) -> None:

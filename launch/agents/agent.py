@@ -12,7 +12,7 @@ from openai import OpenAI
 from launch.agents.sums import Sum, reward
 
 
-class Adder(agentlightning.LitAgent[dict[str, int]]):  # type: ignore[misc]  # no types
+class Adder(agentlightning.LitAgent[dict[str, int]]):  # type: ignore[misc]  # Agent-Lightning has no types
     """Asks the policy for the sum of two numbers."""
 
     def rollout(self, task: dict[str, int], resources: agentlightning.NamedResources, rollout: Any) -> float:

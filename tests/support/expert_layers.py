@@ -38,16 +38,16 @@ class Layers(nn.Module):
         x = self.first(x)
         for layer in self.experts:
             x = x + self._run(layer, x).tanh()
-        return self.last(x)  # type: ignore[no-any-return]
+        return self.last(x)  # type: ignore[no-any-return]  # torch returns Any
 
     def _run(self, layer: nn.Module, x: Tensor) -> Tensor:
         def run(x: Tensor) -> Tensor:
-            return layer(x)[0]  # type: ignore[no-any-return]
+            return layer(x)[0]  # type: ignore[no-any-return]  # torch returns Any
 
         if self.recompute == "deepspeed":
-            return checkpoint_of_deepspeed(run, x)  # type: ignore[no-any-return]
+            return checkpoint_of_deepspeed(run, x)  # type: ignore[no-any-return]  # torch returns Any
         if self.recompute:
-            return checkpoint(run, x, use_reentrant=self.recompute == "reentrant")  # type: ignore[no-any-return]
+            return checkpoint(run, x, use_reentrant=self.recompute == "reentrant")  # type: ignore[no-any-return]  # torch returns Any
         return run(x)
 
 

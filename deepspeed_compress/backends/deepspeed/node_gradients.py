@@ -164,7 +164,8 @@ class NodeGradients:
         optimizer, parameter = self._optimizer, self._parameters[one.parameter]
         if self._engine.zero_optimization_stage() == 3:
             shards = vars(optimizer)["_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"]
-            return shards[parameter.ds_id].reshape(-1)[: one.numel]  # type: ignore[no-any-return]
+            shard: Tensor = shards[parameter.ds_id]
+            return shard.reshape(-1)[: one.numel]
         if is_compact(optimizer, group):
             return one.within(optimizer.averaged_gradients[group].flat_partition)
         return _reduced_slice(optimizer, group, parameter, one)
@@ -183,12 +184,13 @@ def _reduced_slice(optimizer: Any, group: int, parameter: Any, one: MasterSlice)
     """Return the gradient of a slice under ZeRO 1 or 2, added to those of earlier micro-steps as DeepSpeed will do."""
     part = slice(one.begin, one.begin + one.numel)
     gradient = optimizer.get_gradient_for_reduction(parameter)
-    newest = torch.zeros_like(one.values) if gradient is None else gradient.detach().reshape(-1)[part]
+    newest: Tensor = torch.zeros_like(one.values) if gradient is None else gradient.detach().reshape(-1)[part]
     earlier = optimizer.all_grad_tensors.get(group)
     if earlier is None:
         return newest
     place = next(place for place, other in enumerate(optimizer.params_in_partition[group]) if other is parameter)
-    return earlier[place].detach().reshape(-1)[part].add(newest)  # type: ignore[no-any-return]
+    total: Tensor = earlier[place].detach().reshape(-1)[part].add(newest)
+    return total
 
 
 def _find_slices(engine: Any) -> dict[Key, MasterSlice]:

@@ -1,1 +1,1 @@
-"""Seams of what tensor, pipeline and sequence parallelism send: sums, messages between stages, and all-to-alls."""
+"""Seams of what ranks with different parts of a model send: sums, messages between stages, tokens, and all-to-alls."""

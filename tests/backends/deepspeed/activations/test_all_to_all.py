@@ -30,7 +30,7 @@ def exchanged(rows: Sequence[Sequence[int]], bits: int, *batches: list[Tensor]) 
 
     def work(group: object, rank: int) -> tuple[list[Tensor], Meter]:
         meter = Meter()
-        exchange = CompressedAllToAll(group, activation_codec(bits), meter, "bytes_sequence")  # type: ignore[arg-type]
+        exchange = CompressedAllToAll(group, activation_codec(bits), meter, "bytes_sequence")  # type: ignore[arg-type]  # torch calls it ProcessGroup
         received = [row[rank] for row in rows]
         pending, outputs = [], []
         for batch in batches:

@@ -22,7 +22,7 @@ NUMEL = 2**12
 @pytest.mark.parametrize("bits", [8, 4])
 def test_bytes_are_counted_and_times_are_those_of_the_slowest_rank(kind: Kind, bits: int) -> None:
     def work(group: object, rank: int) -> Crossover:
-        return measure(group, kind, bits, NUMEL, torch.bfloat16, torch.device("cpu"))  # type: ignore[arg-type]
+        return measure(group, kind, bits, NUMEL, torch.bfloat16, torch.device("cpu"))  # type: ignore[arg-type]  # torch calls it ProcessGroup
 
     one, two = run_threads(2, work)
     assert one == two

@@ -93,7 +93,7 @@ def test_gradients_take_the_way_back(bits: int) -> None:
 
     def work(leg: Leg, route: Route, rank: int, meter: Meter) -> tuple[Tensor, Tensor]:
         x = tokens(rank, sum(route.sent), 64).requires_grad_()
-        found = ExchangeTokens.apply(x, leg, route)  # type: ignore[no-untyped-call]
+        found = ExchangeTokens.apply(x, leg, route)  # type: ignore[no-untyped-call]  # torch has no types here
         torch.autograd.backward(found, found.detach())
         assert x.grad is not None
         return x.detach(), x.grad
@@ -105,7 +105,7 @@ def test_gradients_take_the_way_back(bits: int) -> None:
 def test_a_second_derivative_is_refused() -> None:
     def work(leg: Leg, route: Route, rank: int, meter: Meter) -> None:
         x = tokens(rank, 4, 64).requires_grad_()
-        found = ExchangeTokens.apply(x, leg, route)  # type: ignore[no-untyped-call]
+        found = ExchangeTokens.apply(x, leg, route)  # type: ignore[no-untyped-call]  # torch has no types here
         [gradient] = torch.autograd.grad(found.square().sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             torch.autograd.backward(gradient.sum())
