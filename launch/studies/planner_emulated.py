@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Compare predicted with measured steps of many layouts on emulated hosts of this machine.
 
-Each kind of hosts has the constants that `ds-compress plan cluster --measure` finds there at one rate, since ranks
-share the cores of this machine. At each rate, it gets the layout that the planner chooses and a random sample of
-others. Rows are appended to a JSON file, so an interrupted study continues. It needs Linux, a quiet machine, and what
-`ds-compress bench --emulate` needs.
+Each kind of hosts has the constants that fit its probes and three of its steps at one rate, since ranks share the
+cores of this machine. At each rate, it gets the layout that the planner chooses and a random sample of others. Only
+measurements are kept, in a JSON file for each kind of hosts: an interrupted study continues, and a summary predicts
+with the present planner. It needs Linux, a quiet machine, and what `ds-compress bench --emulate` needs.
 
 examples, from the root of the repository:
   python -m launch.studies.planner_emulated --output runs/planner --most 6
@@ -12,13 +12,12 @@ examples, from the root of the repository:
 """
 
 import argparse
-import itertools
 import json
 import random
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,9 @@ from deepspeed_compress.planner.calibration import quantile
 from deepspeed_compress.planner.cluster import read_cluster
 from deepspeed_compress.planner.constants import Constants
 from deepspeed_compress.planner.layout import Layout
-from deepspeed_compress.planner.measured import read_constants
+from deepspeed_compress.planner.measured import Step, fit_measured
 from deepspeed_compress.planner.model import read_model
+from deepspeed_compress.planner.probes import Probe
 from deepspeed_compress.planner.search import Candidate, Job, search
 from deepspeed_compress.planner.software import SOFTWARE
 from deepspeed_compress.tools.bench.links import enter_user_namespace
@@ -43,97 +43,143 @@ MEASURED_RATE = "1gbit"
 LAYOUTS = 5
 """Layouts for each kind of hosts and each rate: the planner's choice, and a sample of others."""
 BATCH, SEQ = 16, 64
-
-Row = dict[str, Any]
+TIMEOUT = 1800.0
+"""Time limit of a measurement in seconds."""
 
 
 @dataclass(frozen=True)
-class Case:
-    """Layout to measure.
+class Row:
+    """Layout at a rate, with its predicted seconds and, unless they are missing, its measured ones."""
 
-    Attributes:
-        emulation: Hosts and their rate.
-        job: The job on them.
-        candidate: The layout with its prediction.
-        chosen: Whether it is the planner's choice.
-    """
-
-    emulation: Emulation
-    job: Job
-    candidate: Candidate
-    chosen: bool
+    group: str
+    layout: Layout
+    predicted: float
+    measured: float | None
+    chosen: bool = False
 
     @property
-    def name(self) -> str:
-        """Text that identifies the row."""
-        hosts = f"{self.emulation.hosts}x{self.emulation.per_host},{self.emulation.rates[0]}"
-        return f"{hosts} {self.candidate.layout}"
+    def error(self) -> float:
+        """Relative error of the prediction."""
+        assert self.measured is not None, "only measured rows have an error"
+        return self.predicted / self.measured - 1
+
+
+class Machine:
+    """Hosts of one kind, with the file of their measurements: probes, steps at one rate, and steps at each rate."""
+
+    def __init__(self, directory: Path, model: Path, hosts: int, per_host: int) -> None:
+        self.hosts, self.per_host, self._model = hosts, per_host, model
+        self._file = directory / f"{hosts}x{per_host}.json"
+        self._found: dict[str, Any] = json.loads(self._file.read_text()) if self._file.is_file() else {}
+
+    @property
+    def is_probed(self) -> bool:
+        """True if the measurements that the constants need are there."""
+        return bool(self._found)
+
+    def emulation(self, rate: str) -> Emulation:
+        """Return the hosts with links of a rate."""
+        return Emulation(self.hosts, (rate,), self.per_host)
+
+    def job(self, rate: str, constants: Constants | None = None) -> Job:
+        """Return the job on these hosts, by default with the constants of GPUs."""
+        ranks = self.hosts * self.per_host
+        model = read_model(self._model)
+        cluster = read_cluster(f"{ranks}xCPU", rate, self.per_host)
+        job = Job(cluster, model, SOFTWARE["deepspeed"], SEQ, BATCH, 20.0 * model.parameters)
+        return replace(job, constants=constants) if constants else job
+
+    def probe(self) -> None:
+        """Measure what the constants need."""
+        job = self.job(MEASURED_RATE)
+        found = measure(search(job), job, EmulatedPlace(self.emulation(MEASURED_RATE), TIMEOUT), self._model)
+        steps = [asdict(step) for step in found.steps]
+        self._found = {"probes": [asdict(probe) for probe in found.probes], "steps": steps, "rates": {}}
+        write_json(self._file, self._found)
+
+    def constants(self) -> Constants:
+        """Return the constants that fit the probes and the steps at one rate."""
+        probes = [Probe(row["kind"], tuple(row["sizes"]), row["seconds"]) for row in self._found["probes"]]
+        steps = [Step(Layout(**row["layout"]), row["seconds"]) for row in self._found["steps"]]
+        return fit_measured(self.job(MEASURED_RATE), probes, steps).constants
+
+    def rows(self, rate: str, constants: Constants) -> list[Row]:
+        """Return the layouts at a rate: those of the file, or a new sample, and the planner's present choice."""
+        job = self.job(rate, constants)
+        plan = search(job)
+        chosen = plan.candidates[0].layout
+        steps = self._steps(rate)
+        layouts = list(steps) or sample(plan.fitting, chosen, f"{self.hosts}x{self.per_host} {rate}")
+        group = f"{self.hosts}x{self.per_host},{rate}"
+        return [
+            Row(group, one, job.predictor(one).predict(one).seconds, steps.get(one), one == chosen)
+            for one in dict.fromkeys([chosen, *layouts])
+        ]
+
+    def keep(self, rate: str, rows: Sequence[Row]) -> None:
+        """Write the layouts at a rate with their measured seconds."""
+        steps = [{"layout": asdict(row.layout), "seconds": row.measured} for row in rows]
+        self._found["rates"][rate] = steps
+        write_json(self._file, self._found)
+
+    def measured(self, rate: str, row: Row) -> Row:
+        """Return a row with the measured seconds of its step."""
+        place = EmulatedPlace(self.emulation(rate), TIMEOUT)
+        return replace(row, measured=measure_step(row.layout, self.job(rate), place, self._model).seconds)
+
+    def _steps(self, rate: str) -> dict[Layout, float | None]:
+        return {Layout(**row["layout"]): row["seconds"] for row in self._found["rates"].get(rate, ())}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what is missing in the file, and print a summary."""
+    """Measure what is missing in the files, and print a summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="directory for rows and constants")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="directory for measurements")
     parser.add_argument("--model", type=Path, default=Path("configs/models/gpt_1m.json"), metavar="FILE")
-    parser.add_argument("--most", type=int, default=40, metavar="N", help="measure at most N rows now (default: 40)")
-    parser.add_argument("--timeout", type=float, default=1800, metavar="SECONDS", help="time limit of a row")
+    parser.add_argument("--most", type=int, default=45, metavar="N", help="measure at most N steps now (default: 45)")
     parser.add_argument("--summary", action="store_true", help="measure nothing")
     options = parser.parse_args(arguments)
-    file = options.output / "rows.json"
-    rows: list[Row] = json.loads(file.read_text()) if file.is_file() else []
+    machines = [Machine(options.output, options.model, *hosts) for hosts in MACHINES]
     if not options.summary:
         options.output.mkdir(parents=True, exist_ok=True)
         enter_user_namespace([sys.executable, "-m", "launch.studies.planner_emulated", *sys.argv[1:]])
-        for row in measured(options, {row["name"] for row in rows}):
-            rows.append(row)
-            write_json(file, rows)
-    print(*summary(rows), sep="\n")
+        measure_missing(machines, options.most)
+    print(*summary(list(measured_rows(machines))), sep="\n")
     return 0
 
 
-def measured(options: argparse.Namespace, known: set[str]) -> Iterator[Row]:
-    """Yield the rows of at most `options.most` cases that are not `known`."""
-    missing = (case for case in cases(options) if case.name not in known)
-    for number, case in enumerate(itertools.islice(missing, options.most), 1):
-        print(f"[{number}/{options.most}] {case.name}", flush=True)
-        place = EmulatedPlace(case.emulation, options.timeout)
-        step = measure_step(case.candidate.layout, case.job, place, options.model)
-        predicted = case.candidate.prediction.seconds
-        print(f"  {step.seconds:.3g} s measured, {predicted:.3g} s predicted", flush=True)
-        yield {"name": case.name, "chosen": case.chosen, "measured": step.seconds, "predicted": predicted}
+def measure_missing(machines: Sequence[Machine], most: int) -> None:
+    """Measure at most `most` steps that the files of the machines lack."""
+    for machine in machines:
+        if not machine.is_probed:
+            print(f"probes on {machine.hosts} hosts with {machine.per_host} ranks", flush=True)
+            machine.probe()
+        constants = machine.constants()
+        for rate in RATES:
+            rows = machine.rows(rate, constants)
+            for place, row in enumerate(rows):
+                if row.measured is None and most > 0:
+                    most -= 1
+                    rows[place] = row = machine.measured(rate, row)
+                    print(
+                        f"{row.group} {row.layout}: {row.measured:.3g} s, predicted {row.predicted:.3g} s", flush=True
+                    )
+                    machine.keep(rate, rows)
 
 
-def cases(options: argparse.Namespace) -> Iterator[Case]:
-    """Yield all cases of the study, always the same ones."""
-    for rate in RATES:
-        for hosts, per_host in MACHINES:
-            emulation = Emulation(hosts, (rate,), per_host)
-            job = replace(job_on(emulation, options.model), constants=constants_of(hosts, per_host, options))
-            plan = search(job)
-            yield Case(emulation, job, plan.candidates[0], chosen=True)
-            kinds = fastest_of_each_kind(plan.fitting)
-            others = [one for one in kinds if one.layout != plan.candidates[0].layout]
-            for one in random.Random(f"{emulation}").sample(others, LAYOUTS - 1):
-                yield Case(emulation, job, one, chosen=False)
+def measured_rows(machines: Sequence[Machine]) -> Iterator[Row]:
+    """Yield the rows that have been measured."""
+    for machine in machines:
+        if machine.is_probed:
+            constants = machine.constants()
+            for rate in RATES:
+                yield from (row for row in machine.rows(rate, constants) if row.measured is not None)
 
 
-def job_on(emulation: Emulation, file: Path) -> Job:
-    """Return the job on emulated hosts, with the constants of GPUs."""
-    cluster = read_cluster(f"{emulation.ranks}xCPU", emulation.rates[0], emulation.per_host)
-    model = read_model(file)
-    return Job(cluster, model, SOFTWARE["deepspeed"], SEQ, BATCH, 20.0 * model.parameters)
-
-
-def constants_of(hosts: int, per_host: int, options: argparse.Namespace) -> Constants:
-    """Return the constants of a kind of hosts. Measure them unless there is a file."""
-    file = options.output / f"constants_{hosts}x{per_host}.json"
-    if not file.is_file():
-        emulation = Emulation(hosts, (MEASURED_RATE,), per_host)
-        print(f"constants of {hosts} hosts with {per_host} ranks", flush=True)
-        job = job_on(emulation, options.model)
-        found = measure(search(job), job, EmulatedPlace(emulation, options.timeout), options.model)
-        write_json(file, found.to_json())
-    return read_constants(file, "CPU")
+def sample(found: Sequence[Candidate], chosen: Layout, seed: str) -> list[Layout]:
+    """Return a random sample of layouts beside the chosen one."""
+    others = [one.layout for one in fastest_of_each_kind(found) if one.layout != chosen]
+    return random.Random(seed).sample(others, LAYOUTS - 1)
 
 
 def fastest_of_each_kind(found: Sequence[Candidate]) -> list[Candidate]:
@@ -156,28 +202,31 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
     if not rows:
         yield "no rows"
         return
-    errors = [row["predicted"] / row["measured"] - 1 for row in rows]
-    median, most = (100 * quantile(errors, share) for share in (0.5, 0.9))
+    median, most = (100 * quantile([row.error for row in rows], share) for share in (0.5, 0.9))
     yield f"{len(rows)} rows: error {median:.1f} % (median), {most:.1f} % (90th percentile)"
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        groups.setdefault(row["name"].split()[0], []).append(row)
+        groups.setdefault(row.group, []).append(row)
     for name, group in groups.items():
         yield f"{name}: {len(group)} rows, {', '.join(_figures(group))}"
+        for row in group:
+            yield f"  {row.layout}: {row.measured:.3g} s, predicted {row.predicted:.3g} s, {100 * row.error:+.0f} %"
 
 
 def _figures(group: Sequence[Row]) -> Iterator[str]:
     if len(group) > 2:
         yield f"rank correlation {rank_correlation(group):.2f}"
-    best = min(row["measured"] for row in group)
+    best = min(row.measured or 0.0 for row in group)
     for row in group:
-        if row["chosen"]:
-            yield f"the chosen layout takes {100 * (row['measured'] / best - 1):.1f} % longer than the best"
+        if row.chosen:
+            yield f"the chosen layout takes {100 * ((row.measured or 0.0) / best - 1):.1f} % longer than the best"
 
 
 def rank_correlation(group: Sequence[Row]) -> float:
     """Return Spearman's rank correlation between predicted and measured seconds."""
-    return statistics.correlation(*(_ranks([row[name] for row in group]) for name in ("predicted", "measured")))
+    return statistics.correlation(
+        _ranks([row.predicted for row in group]), _ranks([row.measured or 0.0 for row in group])
+    )
 
 
 def _ranks(values: Sequence[float]) -> list[int]:
