@@ -102,7 +102,7 @@ def _sums(group: ProcessGroup, x: Tensor, bits: int, run: Run) -> _Forms:
 
 def _shifts(group: ProcessGroup, x: Tensor, bits: int, run: Run) -> _Forms:
     """Let every rank send a message to the next one, and the last one to the first."""
-    messages, received = StageMessages(gradient_codec(bits), run.meter), torch.empty_like(x)
+    messages, received = StageMessages(gradient_codec(bits), run.meter, group), torch.empty_like(x)
 
     plain = partial(_shift, group, x.view(torch.uint8), received.view(torch.uint8))
     return plain, partial(_compressed_shift, group, messages, x, received)

@@ -3,17 +3,24 @@
 A stage sends a tuple of tensors: hidden states first, and then what later stages need, such as masks. Only the first
 floating-point tensor is compressed, and its gradient on the way back. Both ends see the same tensors in the same order,
 so nothing has to be agreed on.
+
+With tensor parallelism, each rank sends and receives a part of the hidden states, and the ranks of the stage gather the
+parts. These gathers are compressed, too. A part that has been received has the same codes when it is encoded again, so
+gathering it costs no precision.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from deepspeed import comm
 from deepspeed.runtime.pipe import p2p, schedule
+from deepspeed.runtime.utils import PartitionedTensor
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.deepspeed.activations.sums import DTYPES, gradient_codec
 from deepspeed_compress.backends.deepspeed.seams import Seam
@@ -27,12 +34,16 @@ _ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine."
 SEAMS = (
     *(Seam(f"{_ENGINE}_exec_{way}", ("self", "buffer_id")) for way in ("send_activations", "send_grads")),
     *(Seam(f"{_ENGINE}_exec_{way}", ("self", "buffer_id")) for way in ("recv_activations", "recv_grads")),
+    *(Seam(f"{_ENGINE}_exec_{way}_pass", ("self", "buffer_id")) for way in ("forward", "backward")),
+    Seam("deepspeed.runtime.utils:PartitionedTensor.full", ("self", "device")),
     Seam("deepspeed.runtime.pipe.p2p:send", ("tensor", "dest_stage", "async_op")),
     Seam("deepspeed.runtime.pipe.p2p:recv", ("tensor", "src_stage", "async_op")),
 )
 
 _Transfer = Callable[[Tensor, int], Any]
 """`p2p.send` or `p2p.recv`: transfers a tensor to or from a stage."""
+_Gather = Callable[[PartitionedTensor, Any], Tensor]
+"""`PartitionedTensor.full`: gathers a tensor from the parts of a stage's ranks, onto a device."""
 
 
 class _FirstMessage:
@@ -51,19 +62,36 @@ class _FirstMessage:
 
 @dataclass(frozen=True)
 class StageMessages:
-    """Messages of one engine, encoded by `codec`."""
+    """Messages of one engine, encoded by `codec`. The ranks of a stage, `group`, share what stages send."""
 
     codec: Codec
     meter: Meter
+    group: ProcessGroup
 
-    def send(self, first: _FirstMessage, original: _Transfer, tensor: Tensor, stage: int) -> None:
+    def sender(self, original: _Transfer) -> _Transfer:
+        """Return the replacement of `p2p.send` for one instruction."""
+        return partial(self._send, _FirstMessage(), original)
+
+    def receiver(self, original: _Transfer) -> _Transfer:
+        """Return the replacement of `p2p.recv` for one instruction."""
+        return partial(self._receive, _FirstMessage(), original)
+
+    def gatherer(self, original: _Gather) -> _Gather:
+        """Return the replacement of the method `PartitionedTensor.full`."""
+
+        def full(part: PartitionedTensor, device: Any = None) -> Tensor:
+            return self._gather(part) if self._compresses(part) else original(part, device)
+
+        return full
+
+    def _send(self, first: _FirstMessage, original: _Transfer, tensor: Tensor, stage: int) -> None:
         """Send `tensor` to `stage`, compressed if it is the first message."""
         if not first.is_this(tensor):
             original(tensor, stage)
             return
         original(self.encode(tensor), stage)
 
-    def receive(self, first: _FirstMessage, original: _Transfer, tensor: Tensor, stage: int) -> None:
+    def _receive(self, first: _FirstMessage, original: _Transfer, tensor: Tensor, stage: int) -> None:
         """Receive `tensor` from `stage`, compressed if it is the first message."""
         if not first.is_this(tensor):
             original(tensor, stage)
@@ -72,12 +100,29 @@ class StageMessages:
         original(payload, stage)
         self.decode(payload, tensor)
 
-    def encode(self, tensor: Tensor) -> Tensor:
-        """Return the message that carries `tensor`."""
+    def _compresses(self, part: PartitionedTensor) -> bool:
+        """Return True if `part` belongs to this engine, and all parts have the same size and a known type."""
+        mine = part.local_data
+        even = math.prod(part.full_size()) == part.num_parts * mine.numel() > 0
+        return part.group is self.group and even and mine.dtype in DTYPES
+
+    def _gather(self, part: PartitionedTensor) -> Tensor:
+        """Return the tensor of which every rank of the stage holds a part, with the same bits on all of them."""
+        mine, ranks = part.local_data, part.num_parts
+        whole = torch.empty(part.full_size(), dtype=mine.dtype, device=mine.device)
+        payload = self.encode(mine, "bytes_tensor_saved", ranks - 1)
+        payloads = payload.new_empty(ranks * payload.numel())
+        comm.all_gather_into_tensor(payloads, payload, group=part.group)
+        for one, values in zip(payloads.chunk(ranks), whole.view(ranks, -1), strict=True):
+            self.decode(one, values)
+        return whole
+
+    def encode(self, tensor: Tensor, saved: str = "bytes_pipeline_saved", receivers: int = 1) -> Tensor:
+        """Return the message that carries `tensor`. Count what it saves as often as it is sent."""
         payload = self.payload(tensor)
         with self.meter.phase("compress", tensor.device):
             self.codec.encode(tensor.detach().reshape(-1).to(torch.float32), (), payload, key=0)
-        self.meter.count("bytes_pipeline_saved", tensor.nbytes - payload.nbytes)
+        self.meter.count(saved, receivers * (tensor.nbytes - payload.nbytes))
         return payload
 
     def decode(self, payload: Tensor, tensor: Tensor) -> None:
@@ -93,35 +138,44 @@ class StageMessages:
         return torch.empty(size, dtype=torch.uint8, device=tensor.device)
 
 
+@dataclass(frozen=True)
+class _Exchange:
+    """Function of DeepSpeed that is replaced while instructions of some kinds run in training.
+
+    Attributes:
+        owner: The module or class that has it.
+        name: Its name.
+        make: Returns the function in its place, from DeepSpeed's.
+    """
+
+    owner: Any
+    name: str
+    make: Callable[[Any], Callable[..., Any]]
+
+    def run(self, instruction: Callable[..., Any], engine: Any, **arguments: Any) -> None:
+        """Run an instruction of `engine`."""
+        if not torch.is_grad_enabled():
+            instruction(engine, **arguments)
+            return
+        theirs = getattr(self.owner, self.name)
+        setattr(self.owner, self.name, self.make(theirs))
+        try:
+            instruction(engine, **arguments)
+        finally:
+            setattr(self.owner, self.name, theirs)
+
+
 def attach_pipeline(engine: Any, settings: PipelineActivations, run: Run, patches: Patches) -> None:
     """Compress the messages of `engine` between its stages, in training.
 
     `_exec_schedule` looks instructions up in a table of the class, which the engine gets a copy of.
     """
-    messages = StageMessages(gradient_codec(settings.bits), run.meter)
+    messages = StageMessages(gradient_codec(settings.bits), run.meter, engine.grid.get_slice_parallel_group())
     table = dict(engine._INSTRUCTION_MAP)
-    for name, kinds, transfer in (
-        ("send", (schedule.SendActivation, schedule.SendGrad), messages.send),
-        ("recv", (schedule.RecvActivation, schedule.RecvGrad), messages.receive),
+    for exchange, kinds in (
+        (_Exchange(p2p, "send", messages.sender), (schedule.SendActivation, schedule.SendGrad)),
+        (_Exchange(p2p, "recv", messages.receiver), (schedule.RecvActivation, schedule.RecvGrad)),
+        (_Exchange(PartitionedTensor, "full", messages.gatherer), (schedule.ForwardPass, schedule.BackwardPass)),
     ):
-        table |= {kind: partial(_run, name, transfer, table[kind]) for kind in kinds}
+        table |= {kind: partial(exchange.run, table[kind]) for kind in kinds}
     patches.replace(engine, "_INSTRUCTION_MAP", table)
-
-
-def _run(name: str, transfer: Callable[..., None], original: Callable[..., Any], engine: Any, **arguments: Any) -> None:
-    """Run the instruction `original` of `engine`, in training with `transfer` in place of `name` of p2p."""
-    if not torch.is_grad_enabled():
-        original(engine, **arguments)
-        return
-    with _replaced(name, partial(transfer, _FirstMessage(), getattr(p2p, name))):
-        original(engine, **arguments)
-
-
-@contextmanager
-def _replaced(name: str, transfer: _Transfer) -> Iterator[None]:
-    theirs = getattr(p2p, name)
-    setattr(p2p, name, transfer)
-    try:
-        yield
-    finally:
-        setattr(p2p, name, theirs)

@@ -8,7 +8,9 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
-from deepspeed.runtime.pipe import p2p
+from deepspeed.runtime.pipe import p2p, schedule
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from deepspeed.runtime.utils import PartitionedTensor
 from torch import Tensor, nn
 
 import deepspeed_compress
@@ -19,6 +21,7 @@ from tests.support.jobs import weights
 WIDTH, ROWS, ACCUMULATION = 64, 4, 2
 EIGHT: Mapping[str, Any] = {"pipeline": {}}
 FOUR: Mapping[str, Any] = {"pipeline": {"bits": 4}}
+BYTES = ("bytes_pipeline", "bytes_tensor", "bytes_pipeline_saved", "bytes_tensor_saved")
 
 
 class Block(nn.Module):
@@ -55,12 +58,16 @@ def mean_square(output: Tensor, target: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Job:
-    """Training run of a pipeline. `mask` is the dtype of the mask that stages pass on; None for none."""
+    """Training run of a pipeline. `mask` is the dtype of the mask that stages pass on; None for none.
+
+    Each stage has `slices` ranks that share what they send. Here all of them hold the whole stage.
+    """
 
     activations: Mapping[str, Any] | None = None
     mask: torch.dtype | None = None
     stages: int = 2
     extra: Mapping[str, Any] = field(default_factory=dict)
+    slices: int = 1
 
     def config(self) -> dict[str, Any]:
         config = {
@@ -89,7 +96,8 @@ def start(job: Job) -> Any:
     deepspeed.init_distributed("gloo")
     torch.manual_seed(0)
     layers = [*(LayerSpec(Block) for _ in range(2 * job.stages - 1)), LayerSpec(Last)]
-    model = PipelineModule(layers, num_stages=job.stages, loss_fn=mean_square, partition_method="uniform")
+    topology = PipeModelDataParallelTopology(num_pp=job.stages, num_mp=job.slices, num_dp=1)
+    model = PipelineModule(layers, topology=topology, loss_fn=mean_square, partition_method="uniform")
     initialize = deepspeed.initialize if job.activations is None else deepspeed_compress.initialize
     engine = initialize(model=model, model_parameters=list(model.parameters()), config=job.config())[0]
     engine.has_bool_tensors = job.mask is torch.bool
@@ -98,12 +106,15 @@ def start(job: Job) -> Any:
 
 @dataclass
 class Outcome:
-    """Results of a rank: losses of training and evaluation, parameters, and counted bytes of each step."""
+    """Results of a rank: losses of training and evaluation, parameters, and counted bytes of each step.
+
+    Bytes are those between stages, those inside a stage, and what compression saved of both.
+    """
 
     losses: list[float]
     evaluated: list[float]
     parameters: dict[str, list[float]]
-    bytes: list[tuple[int, int]]
+    bytes: list[tuple[int, ...]]
 
 
 def train_all(rank: int, *jobs: Job) -> list[Outcome]:
@@ -112,9 +123,9 @@ def train_all(rank: int, *jobs: Job) -> list[Outcome]:
 
 def train_one(job: Job) -> Outcome:
     engine = start(job)
-    counted: list[tuple[int, int]] = []
+    counted: list[tuple[int, ...]] = []
     if job.activations is not None:
-        engine.compression.subscribe(lambda step: counted.append((step.bytes_pipeline, step.bytes_pipeline_saved)))
+        engine.compression.subscribe(lambda step: counted.append(tuple(getattr(step, name) for name in BYTES)))
     batches = job.batches(next(engine.module.parameters()).dtype)
     found = Outcome([], [float(engine.eval_batch(batches))], {}, counted)
     for _ in range(3):
@@ -158,7 +169,26 @@ def test_bytes_are_those_on_the_wire(activations: Mapping[str, Any], bits: int) 
     one, _ = run_forks(2, train_all, Job(activations))
     numel = ROWS * WIDTH
     sent = ACCUMULATION * payload(numel, bits)
-    assert one[0].bytes[1:] == [(sent, ACCUMULATION * numel * 4 - sent)] * 2
+    assert one[0].bytes[1:] == [(sent, 0, ACCUMULATION * numel * 4 - sent, 0)] * 2
+
+
+@pytest.mark.parametrize(("activations", "bits"), [(EIGHT, 8), pytest.param(FOUR, 4, marks=pytest.mark.slow)])
+def test_ranks_of_a_stage_gather_compressed_parts(activations: Mapping[str, Any], bits: int) -> None:
+    """The first stage gathers its outputs and their gradients, the last one its inputs."""
+    jobs = [Job(slices=2), Job(activations, slices=2), Job(activations)]
+    ranks = run_forks(4, train_all, *jobs[:2])
+    whole = run_forks(2, train_all, jobs[2])
+    numel = ROWS * WIDTH // 2
+    part = ACCUMULATION * payload(numel, bits)
+    saved = ACCUMULATION * numel * 4 - part
+    for stage in range(2):
+        (plain, one), (_, two) = ranks[2 * stage : 2 * stage + 2]
+        assert one.evaluated == plain.evaluated
+        assert one.losses == pytest.approx(plain.losses, rel=1e-3 if bits == 8 else 3e-2)
+        assert (one.losses, one.parameters) == (two.losses, two.parameters)
+        assert (one.losses, one.parameters) == (whole[stage][0].losses, whole[stage][0].parameters)
+    shapes = ACCUMULATION * 8 * torch.int64.itemsize
+    assert ranks[0][1].bytes[1:] == [(part + shapes, 2 * part, saved, 2 * saved)] * 2
 
 
 def messages(rank: int, job: Job) -> list[tuple[str, int]]:
@@ -189,16 +219,16 @@ def test_masks_and_integers_are_sent_exactly(mask: torch.dtype) -> None:
 
 
 def interrupted(rank: int) -> tuple[bool, bool, bool]:
-    """Return whether p2p and the engine are DeepSpeed's own after an error, and after `detach`."""
+    """Return whether DeepSpeed's functions and the engine are its own after errors, and after `detach`."""
     engine = start(Job(EIGHT))
-    theirs = p2p.send, p2p.recv
+    theirs = p2p.send, p2p.recv, PartitionedTensor.full
     table = engine._INSTRUCTION_MAP
-    instruction = next(kind for kind in table if kind.__name__ == "SendActivation")
-    with pytest.raises(IndexError):
-        table[instruction](engine, buffer_id=10**9)
-    same = (p2p.send, p2p.recv) == theirs
+    for instruction in (schedule.SendActivation, schedule.ForwardPass):
+        with pytest.raises(IndexError):
+            table[instruction](engine, buffer_id=10**9)
+    same = (p2p.send, p2p.recv, PartitionedTensor.full) == theirs
     deepspeed_compress.detach(engine)
-    return same, "_INSTRUCTION_MAP" in vars(engine), (p2p.send, p2p.recv) == theirs
+    return same, "_INSTRUCTION_MAP" in vars(engine), (p2p.send, p2p.recv, PartitionedTensor.full) == theirs
 
 
 def test_nothing_is_left_behind() -> None:
