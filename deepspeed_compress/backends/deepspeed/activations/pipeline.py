@@ -15,12 +15,11 @@ import torch
 from deepspeed.runtime.pipe import p2p, schedule
 from torch import Tensor
 
-from deepspeed_compress.backends.deepspeed.activations.sums import DTYPES, gradient_codec
+from deepspeed_compress.backends.activations.messages import StageMessages
+from deepspeed_compress.backends.activations.sums import gradient_codec
 from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.collectives.reducer import Run
-from deepspeed_compress.compression.codec import Codec
 from deepspeed_compress.config import PipelineActivations
-from deepspeed_compress.monitor import Meter
 from deepspeed_compress.session.patches import Patches
 
 _ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine."
@@ -46,51 +45,27 @@ class _FirstMessage:
         if self._passed or not tensor.is_floating_point():
             return False
         self._passed = True
-        return tensor.dtype in DTYPES and tensor.numel() > 0
+        return StageMessages.carries(tensor)
 
 
 @dataclass(frozen=True)
-class StageMessages:
-    """Messages of one engine, encoded by `codec`."""
+class _Transfers:
+    """Transfers of one engine, of which those of first messages are compressed."""
 
-    codec: Codec
-    meter: Meter
+    messages: StageMessages
 
     def send(self, first: _FirstMessage, original: _Transfer, tensor: Tensor, stage: int) -> None:
         """Send `tensor` to `stage`, compressed if it is the first message."""
-        if not first.is_this(tensor):
-            original(tensor, stage)
-            return
-        original(self.encode(tensor), stage)
+        original(self.messages.encode(tensor) if first.is_this(tensor) else tensor, stage)
 
     def receive(self, first: _FirstMessage, original: _Transfer, tensor: Tensor, stage: int) -> None:
         """Receive `tensor` from `stage`, compressed if it is the first message."""
         if not first.is_this(tensor):
             original(tensor, stage)
             return
-        payload = self.payload(tensor)
+        payload = self.messages.payload(tensor)
         original(payload, stage)
-        self.decode(payload, tensor)
-
-    def encode(self, tensor: Tensor) -> Tensor:
-        """Return the message that carries `tensor`."""
-        payload = self.payload(tensor)
-        with self.meter.phase("compress", tensor.device):
-            self.codec.encode(tensor.detach().reshape(-1).to(torch.float32), (), payload, key=0)
-        self.meter.count("bytes_pipeline_saved", tensor.nbytes - payload.nbytes)
-        return payload
-
-    def decode(self, payload: Tensor, tensor: Tensor) -> None:
-        """Overwrite `tensor` with what `payload` carries."""
-        with self.meter.phase("decompress", tensor.device):
-            values = torch.empty(tensor.numel(), dtype=torch.float32, device=tensor.device)
-            self.codec.decode([payload], (), values, 1.0)
-            tensor.detach().copy_(values.view_as(tensor))
-
-    def payload(self, tensor: Tensor) -> Tensor:
-        """Return a buffer for the message that carries `tensor`."""
-        size = self.codec.compressor.payload_bytes(tensor.numel())
-        return torch.empty(size, dtype=torch.uint8, device=tensor.device)
+        self.messages.decode(payload, tensor)
 
 
 def attach_pipeline(engine: Any, settings: PipelineActivations, run: Run, patches: Patches) -> None:
@@ -98,11 +73,11 @@ def attach_pipeline(engine: Any, settings: PipelineActivations, run: Run, patche
 
     `_exec_schedule` looks instructions up in a table of the class, which the engine gets a copy of.
     """
-    messages = StageMessages(gradient_codec(settings.bits), run.meter)
+    transfers = _Transfers(StageMessages(gradient_codec(settings.bits), run.meter))
     table = dict(engine._INSTRUCTION_MAP)
     for name, kinds, transfer in (
-        ("send", (schedule.SendActivation, schedule.SendGrad), messages.send),
-        ("recv", (schedule.RecvActivation, schedule.RecvGrad), messages.receive),
+        ("send", (schedule.SendActivation, schedule.SendGrad), transfers.send),
+        ("recv", (schedule.RecvActivation, schedule.RecvGrad), transfers.receive),
     ):
         table |= {kind: partial(_run, name, transfer, table[kind]) for kind in kinds}
     patches.replace(engine, "_INSTRUCTION_MAP", table)

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
-from deepspeed import comm
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -42,18 +42,6 @@ class TensorSum(Protocol):
 
 
 @dataclass(frozen=True)
-class ExactSum:
-    """DeepSpeed's all-reduce over `group`."""
-
-    group: ProcessGroup
-
-    def __call__(self, x: Tensor) -> Tensor:
-        total = x.clone(memory_format=torch.contiguous_format)
-        comm.all_reduce(total, group=self.group)
-        return total
-
-
-@dataclass(frozen=True)
 class CompressedSum:
     """Sum by `reducer`, which counts what it sends."""
 
@@ -65,13 +53,14 @@ class CompressedSum:
 
     def __call__(self, x: Tensor) -> Tensor:
         group, meter = self.group, self.reducer.run.meter
-        if x.dtype not in DTYPES:
-            return ExactSum(group)(x)
         total, before = x.clone(memory_format=torch.contiguous_format), meter.bytes_tensor
-        if not x.numel():
-            return total
-        self.reducer.all_reduce(total.view(-1), _partition(total.numel(), group.size()), 1.0)
-        meter.count("bytes_tensor_saved", ring_all_reduce(x.nbytes, group.size()) + before - meter.bytes_tensor)
+        alone = ring_all_reduce(x.nbytes, group.size())
+        if x.dtype not in DTYPES:
+            dist.all_reduce(total, group=group)
+            meter.count("bytes_tensor", alone)
+        elif x.numel():
+            self.reducer.all_reduce(total.view(-1), _partition(total.numel(), group.size()), 1.0)
+            meter.count("bytes_tensor_saved", alone + before - meter.bytes_tensor)
         return total
 
 
