@@ -336,8 +336,8 @@ BUGS: Mapping[str, Bug] = {
     ),
     "every tensor-parallel rank adds the bias": Bug(
         "backends/deepspeed/activations/row.py",
-        "            self._bias, layer.bias = layer.bias, None",
-        "            self._bias = layer.bias",
+        '{"mp_group": None, "bias": None}',
+        '{"mp_group": None}',
         ("backends/deepspeed/activations/test_hooks.py",),
     ),
     "a recomputed layer joins an earlier sum": Bug(
@@ -348,8 +348,8 @@ BUGS: Mapping[str, Bug] = {
     ),
     "an evaluation is compressed": Bug(
         "backends/deepspeed/activations/row.py",
-        "        if self._training.is_training and self._may_begin(layer):",
-        "        if self._may_begin(layer):",
+        "        return self._training.is_training and sums_itself(layer)",
+        "        return sums_itself(layer)",
         ("backends/deepspeed/activations/test_hooks.py",),
     ),
     "an evaluation exchanges compressed heads": Bug(

@@ -93,8 +93,10 @@ TABLE = {
     "policy": allow("config errors monitor"),
     "planner": allow("errors"),
     "session": allow("checkpointing collectives compression config errors monitor policy", "torch packaging"),
+    "backends.activations": allow("collectives compression config monitor session.traffic", "torch"),
     "backends.deepspeed": allow(
-        "launcher.heartbeat collectives compression config errors monitor session", "torch deepspeed"
+        "backends.activations launcher.heartbeat collectives compression config errors monitor session",
+        "torch deepspeed",
     ),
     "backends.deepspeed.builds": allow("errors"),
     "backends.deepspeed.seams": allow("errors", "packaging"),
@@ -103,7 +105,8 @@ TABLE = {
         "backends.deepspeed collectives config policy session", "torch deepspeed"
     ),
     "backends.deepspeed.attach": allow(
-        "backends.deepspeed checkpointing.deepspeed local_sgd.deepspeed collectives config errors monitor session",
+        "backends.activations backends.deepspeed checkpointing.deepspeed local_sgd.deepspeed collectives config errors "
+        "monitor session",
         "torch deepspeed",
     ),
     "backends.deepspeed.initialize": allow(
@@ -135,8 +138,8 @@ TABLE = {
     ),
     "backends": allow("collectives compression config diagnostics errors monitor session", "torch packaging"),
     "backends.megatron": allow(
-        "backends.groups backends.limits backends.sessions backends.steps collectives compression config errors "
-        "monitor session",
+        "backends.activations backends.groups backends.limits backends.sessions backends.steps collectives compression "
+        "config errors monitor session",
         "torch megatron numpy packaging",
     ),
     "agents": allow("", "torch"),
@@ -229,7 +232,7 @@ TABLE = {
         "torch deepspeed rich",
         lazily="matplotlib",
     ),
-    "tools.bench.crossover_rank": allow("backends.deepspeed.activations.crossover tools.bench", "torch"),
+    "tools.bench.crossover_rank": allow("backends.activations.crossover tools.bench", "torch"),
     "tools.bench.ulysses": allow("tools.bench.workload training", "torch", lazily="deepspeed transformers"),
     "tools.bench.megatron": allow("__init__ config models tools.bench", "torch megatron"),
     "tools.bench.options": allow("tools.arguments tools.bench.links"),

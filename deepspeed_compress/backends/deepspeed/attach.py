@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from deepspeed_compress.backends.activations.crossover import Crossover
 from deepspeed_compress.backends.deepspeed import comms_log, losses, norms, parallel, seams
 from deepspeed_compress.backends.deepspeed.activations import experts, pipeline, sequence, tensor
-from deepspeed_compress.backends.deepspeed.activations.crossover import Crossover, measure_engine
 from deepspeed_compress.backends.deepspeed.activations.limits import refuse_idle_activations
+from deepspeed_compress.backends.deepspeed.activations.measured import measure_engine
 from deepspeed_compress.backends.deepspeed.announce import (
     announce,
     warn_of_ignored_type,
@@ -47,7 +48,7 @@ from deepspeed_compress.config import Activations, CompressConfig, CompressedWei
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed.divided import attach_islands, stay_apart
 from deepspeed_compress.local_sgd.deepspeed.elastic import attach_elastic
-from deepspeed_compress.monitor import Event, write_configuration
+from deepspeed_compress.monitor import write_configuration
 from deepspeed_compress.session.exact import attach_exact
 from deepspeed_compress.session.observer import PolicyInputs, largest_of_all
 from deepspeed_compress.session.parts import Parts, make_parts
@@ -293,7 +294,7 @@ def _measure_activations(target: EngineTarget, session: Session) -> list[Crossov
     measured = [] if activations is None else measure_engine(target.engine, activations)
     for one in measured:
         if not one.pays:
-            session.record(Event(target.engine.global_steps, f"crossover_{one.kind}", str(one), one.figures, "", ""))
+            session.record(one.event(target.engine.global_steps))
     return measured
 
 

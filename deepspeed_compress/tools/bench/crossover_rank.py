@@ -6,7 +6,7 @@ from dataclasses import asdict
 import torch
 import torch.distributed as dist
 
-from deepspeed_compress.backends.deepspeed.activations.crossover import Crossover, Kind, measure
+from deepspeed_compress.backends.activations.crossover import Crossover, Kind, measure
 from deepspeed_compress.tools.bench import gauges
 from deepspeed_compress.tools.bench.links import set_own_rate
 from deepspeed_compress.tools.bench.rows import Emit, Log, Row, rank_main

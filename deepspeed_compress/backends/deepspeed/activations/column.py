@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from deepspeed_compress.backends.deepspeed.activations.layers import LayerHooks, is_column
-from deepspeed_compress.backends.deepspeed.activations.sums import SumGradient, TensorSum
+from deepspeed_compress.backends.activations.hooks import LayerHooks
+from deepspeed_compress.backends.activations.sums import SumGradient, TensorSum
+from deepspeed_compress.backends.deepspeed.activations.layers import is_column, sums_itself
 from deepspeed_compress.monitor import Meter
 from deepspeed_compress.session.traffic import ring_all_reduce
 
@@ -116,22 +117,12 @@ class ColumnHooks(LayerHooks):
     """Hooks of a column-parallel layer: its input is replaced by one whose gradient is summed."""
 
     def __init__(self, layer: Any, shared: SharedInput) -> None:
-        super().__init__(layer)
-        self._shared = shared
+        super().__init__(layer, {"mp_group": None})
+        self._reader, self._shared = id(layer), shared
 
-    def attach(self, layer: nn.Module) -> None:
-        """Register the hooks. They see the input before ZeRO 3 wraps it for each layer."""
-        before = layer.register_forward_pre_hook(self.before, prepend=True)
-        self._handles += [before, layer.register_forward_hook(self.after, prepend=True, always_call=True)]
+    def takes(self, layer: Any, inputs: tuple[Any, ...]) -> bool:
+        differentiates = len(inputs) == 1 and torch.is_grad_enabled() and inputs[0].requires_grad
+        return differentiates and sums_itself(layer)
 
-    def before(self, layer: Any, inputs: tuple[Any, ...]) -> tuple[Tensor] | None:
-        """Return the input in place of `inputs`, or None if the call has no gradient to sum."""
-        if len(inputs) != 1 or not torch.is_grad_enabled() or not inputs[0].requires_grad or not self._may_begin(layer):
-            return None
-        self._begin(layer)
-        return (self._shared.read(id(layer), inputs[0]),)
-
-    def after(self, layer: Any, inputs: tuple[Any, ...], output: Tensor | None) -> None:
-        """Give the layer its group again, even if its forward pass has raised."""
-        if self._ran(layer):
-            self.restore(layer)
+    def replaced(self, inputs: tuple[Any, ...]) -> tuple[Tensor]:
+        return (self._shared.read(self._reader, inputs[0]),)

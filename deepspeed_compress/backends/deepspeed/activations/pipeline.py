@@ -22,12 +22,11 @@ from deepspeed.runtime.utils import PartitionedTensor
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.backends.deepspeed.activations.sums import DTYPES, gradient_codec
+from deepspeed_compress.backends.activations.messages import ActivationMessages
+from deepspeed_compress.backends.activations.sums import gradient_codec
 from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.collectives.reducer import Run
-from deepspeed_compress.compression.codec import Codec
 from deepspeed_compress.config import PipelineActivations
-from deepspeed_compress.monitor import Meter
 from deepspeed_compress.session.patches import Patches
 
 _ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine."
@@ -57,15 +56,21 @@ class _FirstMessage:
         if self._passed or not tensor.is_floating_point():
             return False
         self._passed = True
-        return tensor.dtype in DTYPES and tensor.numel() > 0
+        return ActivationMessages.carries(tensor)
 
 
 @dataclass(frozen=True)
-class StageMessages:
-    """Messages of one engine, encoded by `codec`. The ranks of a stage, `group`, share what stages send."""
+class _Transfers:
+    """Transfers of one engine, of which those of first messages are compressed, and gathers inside a stage.
 
-    codec: Codec
-    meter: Meter
+    Attributes:
+        messages: Encodes what one stage sends to another.
+        parts: Encodes what the ranks of a stage send to each other.
+        group: The ranks of a stage.
+    """
+
+    messages: ActivationMessages
+    parts: ActivationMessages
     group: ProcessGroup
 
     def sender(self, original: _Transfer) -> _Transfer:
@@ -80,62 +85,38 @@ class StageMessages:
         """Return the replacement of the method `PartitionedTensor.full`."""
 
         def full(part: PartitionedTensor, device: Any = None) -> Tensor:
-            return self._gather(part) if self._compresses(part) else original(part, device)
+            return self._gather(part) if self._is_compressed(part) else original(part, device)
 
         return full
 
     def _send(self, first: _FirstMessage, original: _Transfer, tensor: Tensor, stage: int) -> None:
         """Send `tensor` to `stage`, compressed if it is the first message."""
-        if not first.is_this(tensor):
-            original(tensor, stage)
-            return
-        original(self.encode(tensor), stage)
+        original(self.messages.encode(tensor) if first.is_this(tensor) else tensor, stage)
 
     def _receive(self, first: _FirstMessage, original: _Transfer, tensor: Tensor, stage: int) -> None:
         """Receive `tensor` from `stage`, compressed if it is the first message."""
         if not first.is_this(tensor):
             original(tensor, stage)
             return
-        payload = self.payload(tensor)
+        payload = self.messages.payload(tensor)
         original(payload, stage)
-        self.decode(payload, tensor)
+        self.messages.decode(payload, tensor)
 
-    def _compresses(self, part: PartitionedTensor) -> bool:
+    def _is_compressed(self, part: PartitionedTensor) -> bool:
         """Return True if `part` belongs to this engine, and all parts have the same size and a known type."""
-        mine = part.local_data
-        even = math.prod(part.full_size()) == part.num_parts * mine.numel() > 0
-        return part.group is self.group and even and mine.dtype in DTYPES
+        even = math.prod(part.full_size()) == part.num_parts * part.local_data.numel()
+        return part.group is self.group and even and self.parts.carries(part.local_data)
 
     def _gather(self, part: PartitionedTensor) -> Tensor:
         """Return the tensor of which every rank of the stage holds a part, with the same bits on all of them."""
         mine, ranks = part.local_data, part.num_parts
         whole = torch.empty(part.full_size(), dtype=mine.dtype, device=mine.device)
-        payload = self.encode(mine, "bytes_tensor_saved", ranks - 1)
+        payload = self.parts.encode(mine, receivers=ranks - 1)
         payloads = payload.new_empty(ranks * payload.numel())
         comm.all_gather_into_tensor(payloads, payload, group=part.group)
         for one, values in zip(payloads.chunk(ranks), whole.view(ranks, -1), strict=True):
-            self.decode(one, values)
+            self.parts.decode(one, values)
         return whole
-
-    def encode(self, tensor: Tensor, saved: str = "bytes_pipeline_saved", receivers: int = 1) -> Tensor:
-        """Return the message that carries `tensor`. Count what it saves as often as it is sent."""
-        payload = self.payload(tensor)
-        with self.meter.phase("compress", tensor.device):
-            self.codec.encode(tensor.detach().reshape(-1).to(torch.float32), (), payload, key=0)
-        self.meter.count(saved, receivers * (tensor.nbytes - payload.nbytes))
-        return payload
-
-    def decode(self, payload: Tensor, tensor: Tensor) -> None:
-        """Overwrite `tensor` with what `payload` carries."""
-        with self.meter.phase("decompress", tensor.device):
-            values = torch.empty(tensor.numel(), dtype=torch.float32, device=tensor.device)
-            self.codec.decode([payload], (), values, 1.0)
-            tensor.detach().copy_(values.view_as(tensor))
-
-    def payload(self, tensor: Tensor) -> Tensor:
-        """Return a buffer for the message that carries `tensor`."""
-        size = self.codec.compressor.payload_bytes(tensor.numel())
-        return torch.empty(size, dtype=torch.uint8, device=tensor.device)
 
 
 @dataclass(frozen=True)
@@ -170,12 +151,14 @@ def attach_pipeline(engine: Any, settings: PipelineActivations, run: Run, patche
 
     `_exec_schedule` looks instructions up in a table of the class, which the engine gets a copy of.
     """
-    messages = StageMessages(gradient_codec(settings.bits), run.meter, engine.grid.get_slice_parallel_group())
+    codec, meter = gradient_codec(settings.bits), run.meter
+    parts = ActivationMessages(codec, meter, "bytes_tensor_saved")
+    transfers = _Transfers(ActivationMessages(codec, meter), parts, engine.grid.get_slice_parallel_group())
     table = dict(engine._INSTRUCTION_MAP)
     for exchange, kinds in (
-        (_Exchange(p2p, "send", messages.sender), (schedule.SendActivation, schedule.SendGrad)),
-        (_Exchange(p2p, "recv", messages.receiver), (schedule.RecvActivation, schedule.RecvGrad)),
-        (_Exchange(PartitionedTensor, "full", messages.gatherer), (schedule.ForwardPass, schedule.BackwardPass)),
+        (_Exchange(p2p, "send", transfers.sender), (schedule.SendActivation, schedule.SendGrad)),
+        (_Exchange(p2p, "recv", transfers.receiver), (schedule.RecvActivation, schedule.RecvGrad)),
+        (_Exchange(PartitionedTensor, "full", transfers.gatherer), (schedule.ForwardPass, schedule.BackwardPass)),
     ):
         table |= {kind: partial(exchange.run, table[kind]) for kind in kinds}
     patches.replace(engine, "_INSTRUCTION_MAP", table)

@@ -15,13 +15,14 @@ import torch
 from deepspeed.comm import comm
 from torch import nn
 
-from deepspeed_compress.backends.deepspeed.activations.all_to_all import (
+from deepspeed_compress.backends.activations.all_to_all import (
     AllToAllCall,
     CompressedAllToAll,
     PendingAllToAll,
 )
+from deepspeed_compress.backends.activations.messages import DTYPES
+from deepspeed_compress.backends.activations.sums import activation_codec
 from deepspeed_compress.backends.deepspeed.activations.attached import forbid_compiling
-from deepspeed_compress.backends.deepspeed.activations.sums import DTYPES, activation_codec
 from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.collectives.reducer import Run
 from deepspeed_compress.config import SECTION, SequenceActivations

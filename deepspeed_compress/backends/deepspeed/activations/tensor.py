@@ -1,23 +1,21 @@
 """Sums of tensor parallelism: fewer of them in the backward pass, and compressed ones in both passes."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from torch import nn
+import torch
+from deepspeed import comm
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from deepspeed_compress.backends.activations.hooks import TrainingPass
+from deepspeed_compress.backends.activations.sums import TensorSum, activation_codec, compressed_sum, gradient_codec
 from deepspeed_compress.backends.deepspeed.activations.attached import Attached, detach_with_engine, forbid_compiling
 from deepspeed_compress.backends.deepspeed.activations.column import ColumnHooks, SharedInput, find_siblings
 from deepspeed_compress.backends.deepspeed.activations.layers import is_row
-from deepspeed_compress.backends.deepspeed.activations.row import RowHooks, TrainingPass
-from deepspeed_compress.backends.deepspeed.activations.sums import (
-    ExactSum,
-    TensorSum,
-    activation_codec,
-    compressed_sum,
-    gradient_codec,
-)
+from deepspeed_compress.backends.deepspeed.activations.row import RowHooks
 from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.collectives.reducer import Run
 from deepspeed_compress.config import TensorActivations
@@ -31,6 +29,18 @@ SEAMS = (
 
 _SumOver = Callable[[ProcessGroup], TensorSum]
 """Function that returns the sum over a group."""
+
+
+@dataclass(frozen=True)
+class ExactSum:
+    """DeepSpeed's all-reduce over `group`."""
+
+    group: ProcessGroup
+
+    def __call__(self, x: Tensor) -> Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        comm.all_reduce(total, group=self.group)
+        return total
 
 
 def attach_tensor(engine: Any, settings: TensorActivations, run: Run, patches: Patches) -> None:
@@ -64,7 +74,8 @@ def _share(parent: nn.Module, readers: Sequence[Any], total: TensorSum, run: Run
         yield shared
     for layer in readers:
         hooks = ColumnHooks(layer, shared)
-        hooks.attach(layer)
+        # Before ZeRO 3 wraps the input for each layer.
+        hooks.attach(layer, first=True)
         yield hooks
 
 

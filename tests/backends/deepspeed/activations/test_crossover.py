@@ -7,8 +7,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from deepspeed_compress.backends.deepspeed.activations import crossover as module
-from deepspeed_compress.backends.deepspeed.activations.crossover import Crossover, Kind, measure
+from deepspeed_compress.backends.activations import crossover as module
+from deepspeed_compress.backends.activations.crossover import Crossover, Kind, measure
 from deepspeed_compress.config import SECTION
 from tests.support.forks import run_forks
 from tests.support.split_llama import Job, start

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from deepspeed_compress.backends.activations.hooks import TrainingPass
 from deepspeed_compress.backends.deepspeed.activations.column import ColumnHooks, SharedInput
-from deepspeed_compress.backends.deepspeed.activations.row import RowHooks, TrainingPass
+from deepspeed_compress.backends.deepspeed.activations.row import RowHooks
 from deepspeed_compress.monitor import Meter
 
 WIDTH = 6
@@ -350,6 +351,18 @@ def test_an_error_in_a_row_leaves_group_and_bias(error: type[BaseException]) -> 
     x = hidden()
     assert torch.allclose(row.model(x), row.expected(x))
     assert row.layer.mp_group is row.total.group
+    assert row.layer.bias is not None
+
+
+def test_an_evaluation_after_an_interrupt_sums() -> None:
+    row = Row()
+    row.layer.fails = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        row.model(hidden())
+    row.layer.fails = None
+    with torch.no_grad():
+        row.model(hidden())
+    assert (row.layer.summed_itself, row.total.calls) == (1, 0)
     assert row.layer.bias is not None
 
 

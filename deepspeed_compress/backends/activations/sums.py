@@ -1,8 +1,10 @@
 """Sums over tensor-parallel ranks, exact or compressed, and their place in the forward or the backward pass.
 
 A compressed sum takes two shots: every rank sends each other rank its part of the elements, and then the sums of its
-own part to all. All ranks, including the owner, decode the same bytes, so they get the same bits. Rounding is to the
-nearest code and depends on nothing but the values, so a layer that is recomputed gets the bits of its first pass.
+own part to all. Two ranks need only one: they send each other all elements, which are as many bytes in half of the
+messages, and rounded once. All ranks decode the same bytes in the same order, their own, too, so they get the same
+bits. Rounding is to the nearest code and depends on nothing but the values, so a layer that is recomputed gets the bits
+of its first pass.
 """
 
 from dataclasses import dataclass
@@ -10,12 +12,13 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
-from deepspeed import comm
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from deepspeed_compress.backends.activations.messages import ActivationMessages
 from deepspeed_compress.collectives.buckets import LAYOUTS, Partition, even_partition
-from deepspeed_compress.collectives.exchange import Link
+from deepspeed_compress.collectives.exchange import Link, PendingExchange
 from deepspeed_compress.collectives.gather import CHUNK_NUMEL
 from deepspeed_compress.collectives.messages import Channel, Messages
 from deepspeed_compress.collectives.payload import PayloadReducer
@@ -23,12 +26,11 @@ from deepspeed_compress.collectives.reducer import INSIDE_LEVEL, Run
 from deepspeed_compress.compression.codec import Codec
 from deepspeed_compress.compression.compressors import Blockwise
 from deepspeed_compress.compression.transforms import Hadamard, Identity
+from deepspeed_compress.monitor import Meter
 from deepspeed_compress.session.traffic import ring_all_reduce
 
 BLOCK = 64
 """Elements that share a scale. Scales are bf16, so 8 bits take 8.25 bits per element, and 4 bits 4.25."""
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Types of tensors that are compressed. Others, such as fp64, are sent as they are."""
 
 
 class TensorSum(Protocol):
@@ -39,18 +41,6 @@ class TensorSum(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the sum of `x` over the ranks as a new contiguous tensor of its shape and type."""
-
-
-@dataclass(frozen=True)
-class ExactSum:
-    """DeepSpeed's all-reduce over `group`."""
-
-    group: ProcessGroup
-
-    def __call__(self, x: Tensor) -> Tensor:
-        total = x.clone(memory_format=torch.contiguous_format)
-        comm.all_reduce(total, group=self.group)
-        return total
 
 
 @dataclass(frozen=True)
@@ -65,14 +55,50 @@ class CompressedSum:
 
     def __call__(self, x: Tensor) -> Tensor:
         group, meter = self.group, self.reducer.run.meter
-        if x.dtype not in DTYPES:
-            return ExactSum(group)(x)
+        if not ActivationMessages.carries(x):
+            return _exact_sum(x, group, meter)
         total, before = x.clone(memory_format=torch.contiguous_format), meter.bytes_tensor
-        if not x.numel():
-            return total
         self.reducer.all_reduce(total.view(-1), _partition(total.numel(), group.size()), 1.0)
         meter.count("bytes_tensor_saved", ring_all_reduce(x.nbytes, group.size()) + before - meter.bytes_tensor)
         return total
+
+
+@dataclass(frozen=True)
+class PairSum:
+    """Sum over two ranks, which send each other all elements. A chunk is encoded while the previous one is sent."""
+
+    group: ProcessGroup
+    messages: ActivationMessages
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not ActivationMessages.carries(x):
+            return _exact_sum(x, self.group, self.messages.meter)
+        total = x.clone(memory_format=torch.contiguous_format)
+        chunks = total.view(-1).split(CHUNK_NUMEL)
+        for chunk, pending in [(chunk, self._start(chunk, number)) for number, chunk in enumerate(chunks)]:
+            self._finish(chunk, *pending)
+        return total
+
+    def _start(self, chunk: Tensor, number: int) -> tuple[PendingExchange, list[Tensor]]:
+        """Start to exchange a chunk. Return the exchange and both messages, by rank."""
+        meter, mine = self.messages.meter, self.messages.encode(chunk)
+        both = [mine if rank == self.group.rank() else torch.empty_like(mine) for rank in range(2)]
+        meter.count("bytes_tensor", mine.nbytes)
+        with meter.phase("communicate", mine.device):
+            return Link(self.group).start([mine, mine], both, number), both
+
+    def _finish(self, chunk: Tensor, exchange: PendingExchange, both: list[Tensor]) -> None:
+        with self.messages.meter.phase("communicate", chunk.device):
+            exchange.finish()
+        self.messages.decode_sum(both, chunk)
+
+
+def _exact_sum(x: Tensor, group: ProcessGroup, meter: Meter) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    if x.numel():
+        dist.all_reduce(total, group=group)
+    meter.count("bytes_tensor", ring_all_reduce(x.nbytes, group.size()))
+    return total
 
 
 @lru_cache(maxsize=LAYOUTS)
@@ -94,8 +120,10 @@ def _compressor(bits: int) -> Blockwise:
     return Blockwise(bits, BLOCK, scale_dtype=torch.bfloat16)
 
 
-def compressed_sum(group: ProcessGroup, codec: Codec, run: Run) -> CompressedSum:
+def compressed_sum(group: ProcessGroup, codec: Codec, run: Run) -> TensorSum:
     """Return a compressed sum over `group`, which counts `bytes_tensor` and is not limited by a rate of the host."""
+    if group.size() == 2:
+        return PairSum(group, ActivationMessages(codec, run.meter, "bytes_tensor_saved"))
     messages = Messages((Channel(codec),), level=INSIDE_LEVEL)
     return CompressedSum(PayloadReducer(Link(group), messages, run, CHUNK_NUMEL * group.size(), "bytes_tensor"))
 

@@ -10,22 +10,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.backends.deepspeed.activations.all_to_all import AllToAllCall, CompressedAllToAll
-from deepspeed_compress.backends.deepspeed.activations.layers import is_row
-from deepspeed_compress.backends.deepspeed.activations.pipeline import StageMessages
-from deepspeed_compress.backends.deepspeed.activations.sums import activation_codec, compressed_sum, gradient_codec
+from deepspeed_compress.backends.activations.all_to_all import AllToAllCall, CompressedAllToAll
+from deepspeed_compress.backends.activations.messages import ActivationMessages
+from deepspeed_compress.backends.activations.sums import activation_codec, compressed_sum, gradient_codec
 from deepspeed_compress.collectives.exchange import exchange
 from deepspeed_compress.collectives.reducer import Run, StepClock
-from deepspeed_compress.config import Activations
+from deepspeed_compress.config import Activations, PipelineActivations, SequenceActivations, TensorActivations
 from deepspeed_compress.config.numbers import size
-from deepspeed_compress.monitor import Meter
+from deepspeed_compress.monitor import Event, Meter
 
 Kind = Literal["tensor", "pipeline", "sequence"]
 NAMES: Mapping[Kind, str] = MappingProxyType(
@@ -80,6 +79,10 @@ class Crossover:
             "pays_below_gbit_per_s": 8e-9 * self.rate,
         }
 
+    def event(self, step: int) -> Event:
+        """Return the event that compression costs time on this link."""
+        return Event(step, f"crossover_{self.kind}", str(self), self.figures, "", "")
+
     def __str__(self) -> str:
         figures = self.figures
         verdict = "" if self.pays else f", so activations.{self.kind}.bits costs time on this link"
@@ -102,13 +105,13 @@ def _sums(group: ProcessGroup, x: Tensor, bits: int, run: Run) -> _Forms:
 
 def _shifts(group: ProcessGroup, x: Tensor, bits: int, run: Run) -> _Forms:
     """Let every rank send a message to the next one, and the last one to the first."""
-    messages, received = StageMessages(gradient_codec(bits), run.meter, group), torch.empty_like(x)
+    messages, received = ActivationMessages(gradient_codec(bits), run.meter), torch.empty_like(x)
 
     plain = partial(_shift, group, x.view(torch.uint8), received.view(torch.uint8))
     return plain, partial(_compressed_shift, group, messages, x, received)
 
 
-def _compressed_shift(group: ProcessGroup, messages: StageMessages, x: Tensor, received: Tensor) -> None:
+def _compressed_shift(group: ProcessGroup, messages: ActivationMessages, x: Tensor, received: Tensor) -> None:
     payload, arrived = messages.encode(x), messages.payload(x)
     _shift(group, payload, arrived)
     messages.decode(arrived, received)
@@ -158,36 +161,22 @@ def measure(
     group.allreduce([slowest], options).wait()
     times = dict(zip(("plain", "compressed", "coding"), slowest.tolist(), strict=True))
     saved = sizes[f"bytes_{kind}_saved"]
-    # DeepSpeed's `p2p` counts what stages send.
+    # Messages between stages are counted where they are sent.
     sent = sizes[f"bytes_{kind}"] or x.nbytes - saved
     return Crossover(kind, bits, numel, **times, sent=sent, saved=saved)
 
 
-def measure_engine(engine: Any, activations: Activations) -> list[Crossover]:
-    """Measure every kind that compresses messages of `engine`, on its own groups. Collective; waits for the GPU."""
-    dtype, device = next(engine.module.parameters()).dtype, torch.device(engine.device)
+def measure_kinds(
+    activations: Activations, groups: Mapping[Kind, ProcessGroup], dtype: torch.dtype, device: torch.device
+) -> list[Crossover]:
+    """Measure every kind that compresses messages, on the `groups` that this rank belongs to; see `measure`."""
     found = []
-    for kind, (settings, group_of) in _kinds(activations).items():
-        group = group_of(engine) if settings is not None and settings.bits is not None else None
-        if group is not None and group.size() > 1:
+    for kind, group in groups.items():
+        settings: TensorActivations | PipelineActivations | SequenceActivations | None = getattr(activations, kind)
+        if settings is not None and settings.bits is not None and group.size() > 1:
             numel = NUMEL[device.type] // group.size() * group.size()
             found.append(measure(group, kind, settings.bits, numel, dtype, device))
     return found
-
-
-def _kinds(activations: Activations) -> Mapping[Kind, tuple[Any, Callable[[Any], ProcessGroup | None]]]:
-    """Return the settings of each kind, and a function that returns the group of an engine, None without messages."""
-    return {
-        "tensor": (activations.tensor, _group_of_layers),
-        "pipeline": (activations.pipeline, lambda engine: engine.grid.get_pipe_parallel_group()),
-        "sequence": (activations.sequence, lambda engine: engine.seq_parallel_group),
-    }
-
-
-def _group_of_layers(engine: Any) -> ProcessGroup | None:
-    """Return the group that shares the split layers of this rank, which a stage may lack."""
-    groups: list[ProcessGroup] = [layer.mp_group for layer in engine.module.modules() if is_row(layer)]
-    return next(iter(groups), None)
 
 
 def _timed(call: Callable[[], object], group: ProcessGroup, meter: Meter, device: torch.device) -> tuple[float, float]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed_compress.backends.deepspeed.activations.sums import activation_codec, compressed_sum, gradient_codec
+from deepspeed_compress.backends.activations.sums import activation_codec, compressed_sum, gradient_codec
 from deepspeed_compress.collectives.reducer import Run, StepClock
 from deepspeed_compress.compression.codec import Codec
 from deepspeed_compress.monitor import Meter
