@@ -44,7 +44,7 @@ def test_an_interrupted_study_continues(
     assert [[one["seconds"] for one in each] for each in steps] == [[1.0] * 5] * 2
     assert [Layout(**one["layout"]) for each in steps for one in each] == taken
     assert main([*given, "--summary"]) == 0
-    assert capsys.readouterr().out.count("the chosen layout takes 0.0 % longer than the best") == 3
+    assert capsys.readouterr().out.count("the chosen layout takes 0.0 % longer than the best") == 4
 
 
 def test_the_summary_tells_error_order_and_regret() -> None:
