@@ -10,7 +10,6 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -56,7 +55,7 @@ class CompressedSum:
         total, before = x.clone(memory_format=torch.contiguous_format), meter.bytes_tensor
         alone = ring_all_reduce(x.nbytes, group.size())
         if x.dtype not in DTYPES:
-            dist.all_reduce(total, group=group)
+            group.allreduce([total]).wait()
             meter.count("bytes_tensor", alone)
         elif x.numel():
             self.reducer.all_reduce(total.view(-1), _partition(total.numel(), group.size()), 1.0)

@@ -10,8 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import deepspeed_compress
+from deepspeed_compress.backends.activations.hooks import TrainingPass
+from deepspeed_compress.backends.activations.sums import compressed_sum, gradient_codec
+from deepspeed_compress.collectives.reducer import Run as ReducerRun
+from deepspeed_compress.collectives.reducer import StepClock
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import UnsupportedError
+from deepspeed_compress.monitor import Meter
 from deepspeed_compress.session.traffic import ring_all_reduce
 from tests.support.forks import run_forks
 from tests.support.megatron import SEQUENCE, Gpt, Options, start
@@ -36,7 +41,7 @@ class Run:
             self.attached = attach(self.model, activations)
             self.attached.session.subscribe(self.figures.append)
 
-    def losses(self, steps: int = 4) -> list[float]:
+    def losses(self, steps: int = 3) -> list[float]:
         return [self.model.step(step) for step in range(steps)]
 
     def logits(self) -> Tensor:
@@ -109,6 +114,10 @@ def test_sums_inside_layers_are_compressed() -> None:
 def leave(rank: int) -> dict[str, bool]:
     """Detach, and fail to attach; return what must be True."""
     start(tensor_model_parallel_size=2)
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    from deepspeed_compress.backends.megatron.activations.limits import find_changed_seams
+
     alone, run = Run(None), Run(TENSOR[8])
     hooks = hooks_of(alone.model)
     checks = {"layers have hooks": hooks_of(run.model) > hooks}
@@ -122,10 +131,37 @@ def leave(rank: int) -> dict[str, bool]:
         pytest.raises(RuntimeError),
     ):
         attach(run.model, TENSOR[8])
+    with patch.object(p2p_communication, "_p2p_ops", print):
+        checks["other arguments are seen"] = list(find_changed_seams()) == ["p2p_communication._p2p_ops"]
     checks["no hook is left"] = hooks_of(run.model) == hooks
     checks["training is Megatron's"] = run.losses() == alone.losses() and equal(run.model, alone.model)
     attach(run.model, TENSOR[4])
     return checks
+
+
+def biased(rank: int) -> tuple[Tensor, Tensor]:
+    """Return the outputs of a layer that adds its bias itself, by Megatron alone and with a compressed sum."""
+    start(tensor_model_parallel_size=2)
+    from megatron.core.tensor_parallel import RowParallelLinear
+
+    from deepspeed_compress.backends.megatron.activations.tensor import RowHooks
+
+    options = {"bias": True, "input_is_parallel": True, "skip_bias_add": False}
+    layer = RowParallelLinear(WIDTH, WIDTH, config=Options().config(), init_method=torch.nn.init.normal_, **options)
+    torch.nn.init.constant_(layer.bias, 100.0)
+    x = torch.randn(4, WIDTH // 2, generator=torch.Generator().manual_seed(rank))
+    alone, _ = layer(x)
+    total = compressed_sum(layer.tp_group, gradient_codec(8), ReducerRun(StepClock(), Meter()))
+    RowHooks(layer, total, TrainingPass(layer)).attach(layer)
+    ours, _ = layer(x)
+    assert not layer.skip_bias_add
+    return alone.detach(), ours.detach()
+
+
+def test_a_layer_adds_its_bias_once() -> None:
+    for alone, ours in run_forks(2, biased):
+        assert torch.allclose(ours, alone, atol=0.2)
+        assert not torch.equal(ours, alone)
 
 
 def test_leaving_restores_the_layers() -> None:
