@@ -372,8 +372,8 @@ BUGS: Mapping[str, Bug] = {
     ),
     "tokens of an evaluation are compressed": Bug(
         "backends/deepspeed/activations/experts.py",
-        "        if self._training.is_training:",
-        "        if self._training is not None:",
+        "if self._training.is_training else self._theirs",
+        "if self._training is not None else self._theirs",
         ("backends/deepspeed/activations/test_experts.py",),
     ),
     "islands read data in one order": Bug(

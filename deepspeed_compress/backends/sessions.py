@@ -149,7 +149,7 @@ def attach_session(
     All ranks of the group must call this.
     """
     group = exchanged.group
-    session = Session(make_session_parts(exchanged, section, document, writes=group.rank() == 0))
+    session = Session(make_session_parts(exchanged, section, document, Patches(), writes=group.rank() == 0))
     with session.patches.undone_on_failure():
         steps = Steps(session, optimizer, scaler)
         steps.begin(0)
@@ -157,11 +157,11 @@ def attach_session(
 
 
 def make_session_parts(
-    exchanged: Exchanged, section: CompressConfig, document: Mapping[str, Any], writes: bool
+    exchanged: Exchanged, section: CompressConfig, document: Mapping[str, Any], patches: Patches, writes: bool
 ) -> Parts:
     """Return the parts of a session. All ranks of the group of `exchanged` must call this.
 
-    `writes` is True if this rank reports.
+    `patches` are the session's. `writes` is True if this rank reports.
     """
     check_torch(torch.__version__)
     check_world(section, exchanged.group.size())
@@ -177,7 +177,7 @@ def make_session_parts(
         transactional=True,
         group=exchanged.group,
     )
-    parts = make_parts(attachment, Patches())
+    parts = make_parts(attachment, patches)
     if writes:
         write_configuration(parts.records.journal, document)
     return parts

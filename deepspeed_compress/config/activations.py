@@ -57,10 +57,10 @@ class Activations(Model):
     """Compression of what ranks with different parts of the model send to each other."""
 
     tensor: TensorActivations | None = None
-    """Sums between tensor-parallel ranks; null leaves them to DeepSpeed."""
+    """Sums between tensor-parallel ranks; null leaves them to the engine."""
     pipeline: PipelineActivations | None = None
-    """Messages between pipeline stages; null leaves them to DeepSpeed."""
+    """Messages between pipeline stages; null leaves them to the engine."""
     experts: ExpertActivations | None = None
-    """Exchanges between ranks that share experts; null leaves them to DeepSpeed."""
+    """Exchanges between ranks that share experts; null leaves them to the engine."""
     sequence: SequenceActivations | None = None
-    """All-to-alls between sequence-parallel ranks; null leaves them to DeepSpeed."""
+    """All-to-alls between sequence-parallel ranks; null leaves them to the engine."""

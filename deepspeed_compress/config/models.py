@@ -215,7 +215,7 @@ class CompressConfig(Model):
     themselves with ZeRO 3."""
     activations: Activations | None = None
     """Compression of activations and their gradients between ranks that hold different parts of the model or of a
-    sequence, by tensor, pipeline or sequence parallelism; null leaves them to DeepSpeed."""
+    sequence, by tensor, pipeline or sequence parallelism; null leaves them to the engine."""
     islands: Islands | None = None
     """Groups of ranks that train independently and exchange weight changes periodically; null trains all ranks
     together."""

@@ -32,7 +32,10 @@ class _Patch:
 
 
 class Patches:
-    """Replaced attributes of instances, never of classes, and other actions to undo, in order."""
+    """Replaced attributes, and other actions to undo, in order.
+
+    Owners are instances, and Megatron's class for messages between stages, whose instances live for one step.
+    """
 
     def __init__(self) -> None:
         self._undo: list[_Patch | Callable[[], object]] = []
@@ -79,7 +82,7 @@ class Patches:
             if isinstance(patch, _Patch) and (id(patch.owner), patch.name) not in seen:
                 seen.add((id(patch.owner), patch.name))
                 if not patch.topmost:
-                    owner = type(patch.owner).__name__
+                    owner = getattr(patch.owner, "__name__", type(patch.owner).__name__)
                     raise SeamError(
                         f"{owner}.{patch.name} has since been replaced by other code; undo that replacement first"
                     )

@@ -12,7 +12,6 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -96,7 +95,7 @@ class PairSum:
 def _exact_sum(x: Tensor, group: ProcessGroup, meter: Meter) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     if x.numel():
-        dist.all_reduce(total, group=group)
+        group.allreduce([total]).wait()
     meter.count("bytes_tensor", ring_all_reduce(x.nbytes, group.size()))
     return total
 

@@ -99,7 +99,7 @@ class _ByteAccount:
     def add(self, group: str | None, size: Callable[[], int]) -> None:
         name = None if group is None else self.fields.get(group)
         if name is not None:
-            setattr(self.meter, name, getattr(self.meter, name) + size())
+            self.meter.count(name, size())
 
 
 @dataclass

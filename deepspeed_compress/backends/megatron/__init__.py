@@ -4,6 +4,7 @@
     buckets      layout and ownership of the elements of buckets
     gradients    the seam for gradients: `start_grad_sync` of each bucket group
     weights      the seam for weights: `start_param_sync` of each bucket group
+    activations  the seams for sums inside layers, and for messages between stages
     shares       dense parameters and experts, each with a separate group
     steps        the outcome of the optimizer's steps
     checkpoints  the state of compression inside Megatron's checkpoints

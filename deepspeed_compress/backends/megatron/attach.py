@@ -7,25 +7,29 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.nn import Parameter
 
 from deepspeed_compress.backends import sessions
 from deepspeed_compress.backends.groups import find_place_among, make_group
 from deepspeed_compress.backends.limits import refuse
+from deepspeed_compress.backends.megatron.activations.attach import attach_activations, measure_activations
 from deepspeed_compress.backends.megatron.buckets import name_parameters
 from deepspeed_compress.backends.megatron.checkpoints import load_files, request_files, saved_files
 from deepspeed_compress.backends.megatron.gradients import Gradients, count_gradients
 from deepspeed_compress.backends.megatron.limits import check_version, find_limits
 from deepspeed_compress.backends.megatron.shares import Share
-from deepspeed_compress.backends.megatron.steps import MegatronSteps
+from deepspeed_compress.backends.megatron.steps import MegatronSteps, StepHook
 from deepspeed_compress.backends.megatron.weights import PlainWeights, Weights, has_masters
 from deepspeed_compress.backends.sessions import Config, Exchanged, make_session_parts, read_section
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.parameters import Parameters
+from deepspeed_compress.collectives.reducer import Run
 from deepspeed_compress.collectives.weight_reduction import WeightReduction
 from deepspeed_compress.config import CompressConfig, CompressedWeights
 from deepspeed_compress.errors import StateError
 from deepspeed_compress.session.exact import ExactWeights
 from deepspeed_compress.session.parts import Parts
+from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.state_files import Place, on_all_ranks, save_on_all
 
@@ -62,6 +66,17 @@ class Attached:
         for part in (self.dense, self.experts):
             if part is not None:
                 part.session.synchronise()
+
+    def detach(self) -> None:
+        """Leave Megatron as it was before `attach`. All ranks must call this, between steps.
+
+        Compressed weights are made exact first. Residuals are dropped.
+
+        Raises:
+            SeamError: other code has wrapped a method since; nothing is restored then.
+        """
+        self.synchronise()
+        self.session.patches.undo()
 
     def save(self, directory: str | Path) -> None:
         """Write the state of compression into `directory`, two files per rank, and two more for its experts.
@@ -103,8 +118,7 @@ class Attached:
 
         Returns:
             An entry of the state dict for `megatron.core.dist_checkpointing.save` or `load`. Its bytes are copies, so
-                training
-            may continue while Megatron writes. Empty if `checkpoint` was written without this package.
+            training may continue while Megatron writes. Empty if `checkpoint` was written without this package.
 
         Raises:
             StateError: on all ranks, if one of them cannot write its state.
@@ -146,17 +160,35 @@ def attach(ddp_modules: Any, optimizer: Any, config: Config) -> Attached:
     section, document = read_section(config)
     chunks = list(ddp_modules) if isinstance(ddp_modules, list | tuple) else [ddp_modules]
     refuse(chunks[0] if chunks else None, _of_all(find_limits(chunks, optimizer, section)))
-    check_version(chunks)
+    check_version(chunks, section)
     names = {parameter: name for name, parameter in name_parameters(chunks).items()}
-    dense, experts = (_attach_share(Share(chunks, names, experts), section, document) for experts in (False, True))
+    patches = Patches()
+    with patches.undone_on_failure():
+        return _attach(chunks, optimizer, names, section, document, patches)
+
+
+def _attach(
+    chunks: Sequence[Any],
+    optimizer: Any,
+    names: Mapping[Parameter, str],
+    section: CompressConfig,
+    document: Mapping[str, Any],
+    patches: Patches,
+) -> Attached:
+    """Attach all parts: weights, activations, steps, and gradients, in this order."""
+    make = partial(_attach_share, section=section, document=document, patches=patches)
+    dense, experts = (make(Share(chunks, names, experts)) for experts in (False, True))
     assert dense is not None, "all ranks reduce parameters that are no experts'"
     present = [one for one in (dense, experts) if one is not None]
-    steps = MegatronSteps(
-        [one.session for one in present], optimizer, chunks, [hook for one in present for hook in one.weights]
-    )
+    hooks: list[StepHook] = [hook for one in present for hook in one.weights]
+    if section.activations is not None:
+        hooks += attach_activations(chunks, section.activations, dense.run, patches)
+    steps = MegatronSteps([one.session for one in present], optimizer, chunks, hooks)
     for one in present:
         one.follow(steps)
     steps.begin(0)
+    if section.activations is not None:
+        measure_activations(chunks, section.activations, dense.session)
     return Attached(
         dense.attached(steps),
         None if experts is None else experts.attached(steps),
@@ -171,6 +203,7 @@ class _AttachedShare:
 
     share: Share
     session: Session
+    run: Run
     weights: Sequence[PlainWeights | Weights]
     place: Place
 
@@ -189,7 +222,9 @@ class _AttachedShare:
         return sessions.Attached(self.session, steps, self.place)
 
 
-def _attach_share(share: Share, section: CompressConfig, document: Mapping[str, Any]) -> _AttachedShare | None:
+def _attach_share(
+    share: Share, section: CompressConfig, document: Mapping[str, Any], patches: Patches
+) -> _AttachedShare | None:
     """Return a share with its session, or None if there is nothing to reduce. All ranks of the job must call this."""
     position, parameters = find_place_among(share.whole, section), share.described()
     if position is None or share.whole is None:
@@ -199,11 +234,11 @@ def _attach_share(share: Share, section: CompressConfig, document: Mapping[str, 
         section = section.model_copy(update={"monitor": monitor})
     rank = dist.get_rank()
     exchanged = Exchanged(share.whole, parameters, share.device, position)
-    parts = make_session_parts(exchanged, section, document, writes=rank == 0)
+    parts = make_session_parts(exchanged, section, document, patches, writes=rank == 0)
     weights = list(_weights(share, parts, parameters))
     compressed = next((one for one in weights if isinstance(one, Weights)), None)
     exact = None if compressed is None else ExactWeights(lambda: parts.run.clock.step, compressed.synchronise)
-    return _AttachedShare(share, Session(parts, exact=exact), weights, Place(rank, position, share.device))
+    return _AttachedShare(share, Session(parts, exact=exact), parts.run, weights, Place(rank, position, share.device))
 
 
 def _weights(share: Share, parts: Parts, parameters: Parameters) -> Iterator[PlainWeights | Weights]:

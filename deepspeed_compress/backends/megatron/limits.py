@@ -12,6 +12,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from packaging.version import Version
 
 from deepspeed_compress.backends.limits import find_common_limits
+from deepspeed_compress.backends.megatron.activations.limits import find_activation_limits, find_changed_seams
 from deepspeed_compress.backends.megatron.weights import has_masters
 from deepspeed_compress.config import SECTION, CompressConfig, CompressedWeights
 from deepspeed_compress.errors import SeamError
@@ -33,8 +34,8 @@ _SEAMS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 _OPTIMIZERS = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
 
 
-def check_version(chunks: Sequence[Any]) -> None:
-    """Check that Megatron's version is supported and that its bucket groups have the expected methods.
+def check_version(chunks: Sequence[Any], config: CompressConfig) -> None:
+    """Check that Megatron's version is supported, and that what `config` replaces has the expected parameters.
 
     Raises:
         SeamError: they do not.
@@ -45,6 +46,8 @@ def check_version(chunks: Sequence[Any]) -> None:
             f"megatron-core {found} is installed, but deepspeed_compress attaches to internals that it knows in "
             f'{SUPPORTED} only; install one of these: pip install "megatron-core>={OLDEST},<{NEWEST}"'
         )
+    for changed in find_changed_seams() if config.activations is not None else ():
+        raise SeamError(f"{changed} takes other arguments in megatron-core {found}; supported: {SUPPORTED}")
     for chunk in chunks:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
             for name, parameters in _SEAMS.items():
@@ -63,7 +66,8 @@ def find_limits(chunks: Sequence[Any], optimizer: Any, config: CompressConfig) -
         yield f"it is {kinds} (allowed: DistributedDataParallel of megatron.core.distributed, one or a list)"
         return
     device = next(chunks[0].parameters()).device
-    yield from find_common_limits(config, optimizer, device)
+    yield from find_common_limits(config, optimizer, device, supported=("activations",))
+    yield from find_activation_limits(chunks, config.activations)
     yield from (message for applies, message in _LIMITS if any(applies(chunk) for chunk in chunks))
     yield from _limits_of_optimizer(chunks, optimizer)
     yield from _limits_of_weights(chunks, optimizer, config)

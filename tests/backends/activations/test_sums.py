@@ -82,6 +82,13 @@ def test_an_empty_input_sends_nothing() -> None:
         assert (total.shape, meter.bytes_tensor) == ((2, 0, 64), 0)
 
 
+def test_a_type_that_is_not_compressed_is_summed_exactly_and_counted() -> None:
+    inputs = [activation(rank, torch.float64) for rank in range(2)]
+    for (total,), meter in sums(2, gradient_codec(8), inputs):
+        assert torch.equal(total, inputs[0] + inputs[1])
+        assert (meter.bytes_tensor, meter.bytes_tensor_saved) == (ring_all_reduce(inputs[0].nbytes, 2), 0)
+
+
 def test_bytes_are_those_sent_and_those_that_an_all_reduce_would_add() -> None:
     inputs = [normal(rank, 4 * 16 * 64).view(4, 16, 64).bfloat16() for rank in range(2)]
     for _, meter in sums(2, gradient_codec(8), inputs):

@@ -117,9 +117,10 @@ class _ExpertHooks:
         if layer is not self._layer() or torch.compiler.is_compiling():
             return
         self._restore()  # an interrupt has ended the last call before its hook
-        if self._training.is_training:
-            self._before_call = getattr(self._module, self._name)
-            setattr(self._module, self._name, _Exchanges(self._theirs, self._legs))
+        self._before_call = getattr(self._module, self._name)
+        # Outside of training, what an interrupted call of another layer has left must not be used.
+        ours = _Exchanges(self._theirs, self._legs) if self._training.is_training else self._theirs
+        setattr(self._module, self._name, ours)
 
     def _after(self, layer: nn.Module, inputs: Any, output: Any) -> None:
         if layer is self._layer():

@@ -1,0 +1,48 @@
+"""Attaches what `activations` says to the model chunks of a rank, and measures it on their links."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from deepspeed_compress.backends.activations.crossover import measure_kinds
+from deepspeed_compress.backends.megatron.activations.pipeline import Stages
+from deepspeed_compress.backends.megatron.activations.tensor import attach_tensor
+from deepspeed_compress.collectives.reducer import Run
+from deepspeed_compress.config import Activations
+from deepspeed_compress.session.announced import tell
+from deepspeed_compress.session.patches import Patches
+from deepspeed_compress.session.session import Session
+
+
+def attach_activations(chunks: Sequence[Any], activations: Activations, run: Run, patches: Patches) -> list[Stages]:
+    """Compress what `activations` says until `patches` are undone.
+
+    Returns:
+        What has to be called before each step of the optimizer.
+    """
+    tensor, pipeline = activations.tensor, activations.pipeline
+    if tensor is not None and tensor.bits is not None:
+        attach_tensor(chunks, tensor.bits, run, patches)
+    if pipeline is None:
+        return []
+    stages = Stages(chunks[0], pipeline.bits, run)
+    stages.attach(patches)
+    return [stages]
+
+
+def measure_activations(chunks: Sequence[Any], activations: Activations, session: Session) -> None:
+    """Measure compressed messages, report their times, and record an event for each kind that costs time on its link.
+
+    Collective; waits for the GPU.
+    """
+    first = chunks[0]
+    parameter = next(first.parameters())
+    groups = {"tensor": first.tp_group, "pipeline": first.pp_group}
+    measured = measure_kinds(activations, groups, parameter.dtype, parameter.device)
+    for one in measured:
+        if not one.pays:
+            session.record(one.event(0))
+    if dist.get_rank() == 0 and session.config.monitor.announce:
+        tell(partial("; ".join, [str(one) for one in measured]))

@@ -1,0 +1,91 @@
+"""Checks of `activations` that need the model chunks, and the seams of Megatron."""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from functools import partialmethod
+from typing import Any
+
+from megatron.core.pipeline_parallel import p2p_communication
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+from deepspeed_compress.backends.megatron.activations.pipeline import METHOD, PARAMETERS, STARTS
+from deepspeed_compress.backends.megatron.activations.tensor import find_inner, find_summed
+from deepspeed_compress.config import SECTION, Activations, TensorActivations
+
+_PLACE = f"/{SECTION}/activations"
+_TENSOR = f"{_PLACE}/tensor"
+_COMMUNICATED = ("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next", "tensor_shape", "wait_on_reqs")
+
+
+def find_changed_seams() -> Iterator[str]:
+    """Yield the functions that `activations` replaces, and that this version of Megatron calls in another way."""
+    method = vars(P2PCommunicator)[METHOD]
+    expected = {"self", *_COMMUNICATED}
+    if not isinstance(method, partialmethod) and set(inspect.signature(method).parameters) != expected:
+        yield f"P2PCommunicator.{METHOD}"
+    for name in STARTS:
+        if not set(PARAMETERS) <= set(inspect.signature(getattr(p2p_communication, name)).parameters):
+            yield f"p2p_communication.{name}"
+
+
+def find_activation_limits(chunks: Sequence[Any], activations: Activations | None) -> Iterator[str]:
+    """Yield what is wrong with `activations` for these model chunks."""
+    if activations is None:
+        return
+    if activations.tensor is not None:
+        yield from _limits_of_tensor(chunks, activations.tensor)
+    if activations.pipeline is not None:
+        yield from _limits_of_pipeline(chunks[0])
+    if activations.experts is not None:
+        yield f"{_PLACE}/experts works only with DeepSpeed: Megatron's dispatchers exchange tokens; remove the key"
+    if activations.sequence is not None:
+        yield (
+            f"{_PLACE}/sequence works only with DeepSpeed: it compresses Ulysses' all-to-alls, and Megatron's context "
+            "parallelism exchanges by other means; remove the key"
+        )
+
+
+def _limits_of_tensor(chunks: Sequence[Any], settings: TensorActivations) -> Iterator[str]:
+    if settings.bits is None:
+        yield f'{_TENSOR}: {{}} has no effect, because every input of a layer of Megatron has one sum; write "bits": 8'
+    if not settings.merge:
+        yield f"{_TENSOR}/merge: false has no effect, because Megatron's layers have nothing to merge; remove the key"
+    if chunks[0].tp_group.size() == 1:
+        yield f"{_TENSOR} has no effect, because no ranks share layers (tensor_model_parallel_size 1); remove the key"
+    elif chunks[0].config.sequence_parallel:
+        yield (
+            f"{_TENSOR}: sums with sequence_parallel, which scatters and gathers parts of sequences, are not available "
+            "in this version; write sequence_parallel=False, or remove the key"
+        )
+    else:
+        yield from _limits_of_layers(chunks)
+
+
+def _limits_of_layers(chunks: Sequence[Any]) -> Iterator[str]:
+    """Yield what is wrong with layers that ranks share."""
+    modules = [module for chunk in chunks for module in find_inner(chunk)]
+    if any("transformer_engine" in type(module).__module__ for module in modules):
+        yield (
+            f"{_TENSOR}: layers of Transformer Engine sum by themselves; make the model with get_gpt_layer_local_spec, "
+            "or remove the key"
+        )
+    elif not any(map(find_summed, chunks)) and not _is_without_layers(chunks[0], modules):
+        yield (
+            f"{_TENSOR} has no effect, because no transformer layer has a ColumnParallelLinear or RowParallelLinear "
+            "that sums; remove the key"
+        )
+    if any(module._compiled_call_impl is not None for module in modules):
+        yield f"{_TENSOR}: sums inside a compiled graph cannot be taken over; do not compile layers, or remove the key"
+
+
+def _is_without_layers(chunk: Any, modules: Sequence[Any]) -> bool:
+    """Return True if this stage of several has no transformer layer, such as one for the embedding alone."""
+    return not modules and bool(chunk.pp_group.size() > 1)
+
+
+def _limits_of_pipeline(chunk: Any) -> Iterator[str]:
+    place = f"{_PLACE}/pipeline"
+    if chunk.pp_group.size() == 1:
+        yield f"{place} has no effect, because there is one stage (pipeline_model_parallel_size 1); remove the key"
+    if chunk.config.use_ring_exchange_p2p:
+        yield f"{place}: use_ring_exchange_p2p transfers by other means; write use_ring_exchange_p2p=False"

@@ -1,0 +1,114 @@
+"""Compressed sums inside transformer layers, in the forward and in the backward pass.
+
+`ColumnParallelLinear` sums the gradient of its input, and `RowParallelLinear` its output. Both leave that to others if
+`explicit_expert_comm` is set, as Megatron does for shared experts that overlap. Hooks set it while the forward pass of
+a layer runs, and sum themselves. Embeddings, the output layer, and the loss are outside of transformer layers.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from deepspeed_compress.backends.activations.hooks import LayerHooks, TrainingPass
+from deepspeed_compress.backends.activations.sums import (
+    SumGradient,
+    SumOutput,
+    TensorSum,
+    activation_codec,
+    compressed_sum,
+    gradient_codec,
+)
+from deepspeed_compress.collectives.reducer import Run
+from deepspeed_compress.session.patches import Patches
+
+_SumOver = Callable[[ProcessGroup], TensorSum]
+"""Function that returns the sum over a group."""
+
+
+def find_summed(chunk: nn.Module) -> list[Any]:
+    """Return the layers inside the transformer layers of `chunk` that sum over tensor-parallel ranks."""
+    return [layer for layer in find_inner(chunk) if _is_column(layer) or _is_row(layer)]
+
+
+def find_inner(chunk: nn.Module) -> dict[nn.Module, None]:
+    """Return the modules inside the transformer layers of `chunk`, each once."""
+    outer = (one for one in chunk.modules() if isinstance(one, BaseTransformerLayer))
+    return {module: None for layer in outer if isinstance(layer, nn.Module) for module in layer.modules()}
+
+
+def _is_column(layer: Any) -> bool:
+    """Return True if `layer` sums the gradient of its input. Without `allreduce_dgrad`, it leaves that to others."""
+    return type(layer).forward is ColumnParallelLinear.forward and layer.allreduce_dgrad and _sums_itself(layer)
+
+
+def _is_row(layer: Any) -> bool:
+    return type(layer).forward is RowParallelLinear.forward and layer.tp_group.size() > 1 and _sums_itself(layer)
+
+
+def _sums_itself(layer: Any) -> bool:
+    return not layer.explicit_expert_comm and not layer.sequence_parallel
+
+
+class ColumnHooks(LayerHooks):
+    """Hooks of a column-parallel layer: its input is replaced by one whose gradient is summed."""
+
+    def __init__(self, layer: nn.Module, total: TensorSum) -> None:
+        super().__init__(layer, {"explicit_expert_comm": True})
+        self._total = total
+
+    def takes(self, layer: Any, inputs: tuple[Any, ...]) -> bool:
+        return bool(inputs) and torch.is_grad_enabled() and inputs[0].requires_grad and _is_column(layer)
+
+    def replaced(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        # PyTorch gives `apply` no types.
+        return SumGradient.apply(inputs[0], self._total), *inputs[1:]  # type: ignore[no-untyped-call]
+
+
+class RowHooks(LayerHooks):
+    """Hooks of a row-parallel layer: its output is summed in training, and then gets its bias if the layer adds it."""
+
+    def __init__(self, layer: nn.Module, total: TensorSum, training: TrainingPass) -> None:
+        # Without its own sum, the layer returns its bias in any case.
+        super().__init__(layer, {"explicit_expert_comm": True, "skip_bias_add": True})
+        self._total, self._training = total, training
+
+    def takes(self, layer: Any, inputs: tuple[Any, ...]) -> bool:
+        return self._training.is_training and _is_row(layer)
+
+    def summed(self, layer: Any, output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+        part, bias = output
+        # PyTorch gives `apply` no types.
+        total: Tensor = SumOutput.apply(part, self._total)  # type: ignore[no-untyped-call]
+        if layer.skip_bias_add:
+            return total, bias
+        return total if bias is None else total + bias, None
+
+
+def attach_tensor(chunks: Sequence[nn.Module], bits: int, run: Run, patches: Patches) -> None:
+    """Compress the sums of the model `chunks` of this rank in `bits` bits, until `patches` are undone."""
+    outputs: _SumOver = cache(lambda group: compressed_sum(group, activation_codec(bits), run))
+    gradients: _SumOver = cache(lambda group: compressed_sum(group, gradient_codec(bits), run))
+    for chunk in chunks:
+        training = TrainingPass(chunk)
+        patches.on_undo(training.detach)
+        for hooks in _attach_layers(chunk, outputs, gradients, training):
+            patches.on_undo(hooks.detach)
+
+
+def _attach_layers(
+    chunk: nn.Module, outputs: _SumOver, gradients: _SumOver, training: TrainingPass
+) -> Iterator[LayerHooks]:
+    for layer in find_summed(chunk):
+        hooks: LayerHooks
+        if _is_row(layer):
+            hooks = RowHooks(layer, outputs(layer.tp_group), training)
+        else:
+            hooks = ColumnHooks(layer, gradients(layer.tp_group))
+        hooks.attach(layer)
+        yield hooks
