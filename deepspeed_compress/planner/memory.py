@@ -119,13 +119,13 @@ class Needs:
         return 12 if self._is_megatron else 16
 
     def _buffers(self, parameters: float) -> float:
-        """Return the bytes of two buckets or gathered layers, and of what compression and islands keep."""
-        layout, per_node = self.layout, self.cluster.per_node
-        bucket = min(parameters, bucket_size(parameters, layout.gradient_bits, self.software.bucket))
-        if layout.zero == 3:
-            bucket = min(parameters, 2 * self.model.layer_parameters / layout.tensor)
+        """Return the bytes of two buckets, or of one and gathered layers, and what compression and islands keep."""
+        layout, per_node, software = self.layout, self.cluster.per_node, self.software
+        bucket = min(parameters, bucket_size(parameters, layout.gradient_bits, software.bucket))
+        layers = min(parameters, max(2 * self.model.layer_parameters / layout.tensor, software.reused))
         # Megatron sends from the gradients themselves.
-        buffers = 0.0 if layout.shards == 1 or self._is_megatron else 2 * self._element * min(bucket, 5e8)
+        sends = layout.shards > 1 and not self._is_megatron
+        buffers = self._element * (bucket + (layers if layout.zero == 3 else bucket)) * sends
         if layout.gradient_bits and layout.data > 1:
             node = per_node // layout.tensor
             # Error feedback in bf16 for what leaves the node, twice, because a step may be skipped.

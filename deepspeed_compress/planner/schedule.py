@@ -15,7 +15,7 @@ from deepspeed_compress.planner.compute import (
 from deepspeed_compress.planner.layout import Layout
 from deepspeed_compress.planner.links import SOURCE, Links, Message
 from deepspeed_compress.planner.model import Model
-from deepspeed_compress.planner.stages import largest_stage, stages
+from deepspeed_compress.planner.stages import Stage, largest_stage, stages
 from deepspeed_compress.planner.term import Term, local
 from deepspeed_compress.planner.traffic import DataParallel, Traffic, Window, stage_message, tensor_traffic
 
@@ -73,11 +73,12 @@ def micro_batch(device: Device, model: Model, seq: int, layout: Layout) -> Micro
 
 def step_terms(links: Links, device: Device, model: Model, seq: int, layout: Layout, batch: MicroBatch) -> list[Term]:
     """Return the terms whose seconds add up to those of a step."""
-    traffic = DataParallel(links, device, model, layout).all()
+    stage = largest_stage(model, layout)
+    traffic = DataParallel(links, device, model, layout, stage).all()
     terms = [
         *_computing(batch, layout, device),
         *_in_line(links, device, model, seq, layout, batch),
-        _optimizer(device, model, layout),
+        _optimizer(device, stage, layout),
         *_overlapping(device, traffic, _windows(batch, layout.accumulation)),
     ]
     return [term for term in terms if term.busy > _NOTHING]
@@ -148,8 +149,8 @@ def _bubble(layout: Layout, model: Model, batch: MicroBatch, tensor: float, betw
     return local("pipeline bubble", "bubble", seconds, formula, "2104.04473, section 2.2")
 
 
-def _optimizer(device: Device, model: Model, layout: Layout) -> Term:
-    owned = largest_stage(model, layout).parameters / (layout.shards if layout.zero else 1)
+def _optimizer(device: Device, stage: Stage, layout: Layout) -> Term:
+    owned = stage.parameters / (layout.shards if layout.zero else 1)
     seconds = optimizer_seconds(device, owned)
     formula = f"{owned:.3g} parameters x {device.software.optimizer:g} bytes"
     return local("optimizer", "memory", seconds, formula, "software.py")

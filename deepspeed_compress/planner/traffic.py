@@ -9,7 +9,7 @@ from deepspeed_compress.planner.compute import Device
 from deepspeed_compress.planner.layout import Layout
 from deepspeed_compress.planner.links import Group, Links, Message
 from deepspeed_compress.planner.model import Model
-from deepspeed_compress.planner.stages import Stage, largest_stage
+from deepspeed_compress.planner.stages import Stage
 
 Window = Literal["nothing", "last backward", "backward", "first forward", "all"]
 
@@ -86,12 +86,13 @@ def bucket_size(parameters: float, bits: int, theirs: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class DataParallel:
-    """Messages between replicas."""
+    """Messages between the replicas of a stage, and between the copies of a tied embedding."""
 
     links: Links
     device: Device
     model: Model
     layout: Layout
+    stage: Stage
 
     def all(self) -> Iterator[Traffic]:
         """Yield the messages of each kind in a step."""
@@ -100,23 +101,15 @@ class DataParallel:
             yield self._gradients()
         if layout.shards > 1 and layout.zero:
             yield from self._gathered() if layout.zero == 3 else [self._updated()]
-        if self._stage.tied:
+        if self.stage.tied:
             yield self._tied()
         if layout.shard_within and layout.island_size > layout.shard_within:
             yield self._between_nodes()
         if layout.islands > 1:
             yield self._between_islands()
 
-    @property
-    def _stage(self) -> Stage:
-        return largest_stage(self.model, self.layout)
-
-    @property
-    def _parameters(self) -> float:
-        return self._stage.parameters
-
     def _gradients(self) -> Traffic:
-        layout, parameters = self.layout, self._parameters
+        layout, parameters = self.layout, self.stage.parameters
         group = self.links.group(layout.shards, layout.tensor)
         repeated = layout.accumulation if self._reduces_often else 1
         bits = 0 if layout.shard_within else layout.gradient_bits
@@ -136,7 +129,7 @@ class DataParallel:
 
     def _width(self, bits: int) -> float:
         """Return the mean bits of a gradient element. A tied embedding of two stages is never compressed."""
-        plain, tied = 8 * self.device.gradient, self._stage.tied / self._parameters
+        plain, tied = 8 * self.device.gradient, self.stage.tied / self.stage.parameters
         return (1 - tied) * (bits + SCALE_BITS) + tied * plain if bits else plain
 
     @property
@@ -145,7 +138,7 @@ class DataParallel:
 
     def _pieces(self, bits: int, theirs: float) -> int:
         """Return the number of messages of all parameters, of `theirs` elements if they are not compressed."""
-        return math.ceil(self._parameters / bucket_size(self._parameters, bits, theirs))
+        return math.ceil(self.stage.parameters / bucket_size(self.stage.parameters, bits, theirs))
 
     def _gradient_window(self, bits: int) -> Window:
         """Return where gradients of `bits` bits hide. DeepSpeed waits for gloo, whose own threads we use."""
@@ -171,11 +164,16 @@ class DataParallel:
         summed = self.links.gather(elements * self.device.gradient, self.links.group(local, stride))
         return message.then(summed.times(1 if zero else 2))
 
+    @property
+    def _weight_width(self) -> float:
+        """Bits of a weight on the wire."""
+        bits = self.layout.weight_bits
+        return bits + SCALE_BITS if bits else 8 * self.device.gpu.element
+
     def _updated(self) -> Traffic:
         """Return the gather of updated weights under ZeRO 1 and 2."""
-        layout, parameters = self.layout, self._parameters
-        bits = layout.weight_bits
-        size = parameters * (bits + SCALE_BITS if bits else 8 * self.device.gpu.element) / 8
+        layout, parameters, bits = self.layout, self.stage.parameters, self.layout.weight_bits
+        size = parameters * self._weight_width / 8
         pieces = self._pieces(bits, self.device.software.bucket)
         message = self.links.gather(size / pieces, self.links.group(layout.shards, layout.tensor)).times(pieces)
         hides = (bits and layout.pipeline == 1) or self.device.software.overlaps
@@ -185,47 +183,47 @@ class DataParallel:
 
     def _gathered(self) -> Iterator[Traffic]:
         """Yield the gathers of ZeRO 3: layer by layer for forward and backward of micro-batches; small tensors once."""
-        layout, stage, software = self.layout, self._stage, self.device.software
-        bits, plain = layout.weight_bits, 8 * self.device.gpu.element
-        group = self.links.group(layout.shards, layout.tensor)
+        layout, stage, software = self.layout, self.stage, self.device.software
+        bits, group = layout.weight_bits, self.links.group(layout.shards, layout.tensor)
         small = stage.layers * self.model.small_parameters(software.persistent) / layout.tensor
         parameters = stage.parameters - small
         # What the end of forward used is still there when backward begins.
         count = layout.accumulation * (2 - min(1.0, software.reused / 2 / parameters))
-        size = parameters * (bits + SCALE_BITS if bits else plain) / 8
+        size = parameters * self._weight_width / 8
         pieces = min(stage.layers, self._pieces(bits, LARGEST_BUCKET))
         message = self.links.gather(size / pieces, group).times(pieces * count)
         coding = self.device.coded(DECODE * parameters * count) if bits else 0.0
         formula = f"{size / 1e9:.3g} GB gathered {count:.3g} times"
         yield Traffic("gathered weights", message, "all", pieces, coding, formula)
         if small:
-            once, formula = self.links.gather(small * plain / 8, group), f"{small:.3g} elements gathered once"
+            once = self.links.gather(small * self.device.gpu.element, group)
+            formula = f"{small:.3g} elements gathered once"
             yield Traffic("persistent weights", once, "nothing", 1, 0.0, formula)
 
     def _tied(self) -> Traffic:
         """Return the sum of both gradients of an embedding that the first and the last stage share."""
-        size = self._stage.tied * self.device.gradient
+        size = self.stage.tied * self.device.gradient
         message = self.links.reduce(size, Group(2, 1 if self.links.cluster.nodes > 1 else 2))
         return Traffic("tied embedding", message, "nothing", 1, 0.0, f"{size / 1e9:.3g} GB between two stages")
 
     def _between_nodes(self) -> Traffic:
         """Return the mean of each shard's gradients over the nodes (hybrid sharding)."""
-        layout, elements = self.layout, self._parameters / self.layout.shards
+        layout, elements = self.layout, self.stage.parameters / self.layout.shards
         count = layout.island_size // layout.shards
         group = self.links.group(count, layout.tensor * layout.shards)
         bits = layout.gradient_bits
         if bits:
-            payload = elements * (bits + SCALE_BITS) / 8
+            payload = elements * self._width(bits) / 8
             message = self.links.exchange(payload, group).then(self.links.gather(payload, group))
         else:
             message = self.links.reduce(elements * self.device.gradient, group)
         coding = self.device.coded((ENCODE + DECODE) * elements) if bits else 0.0
-        formula = f"{elements:.3g} elements of {bits + SCALE_BITS if bits else 16:g} bits among {count} nodes"
+        formula = f"{elements:.3g} elements of {self._width(bits):g} bits among {count} nodes"
         return Traffic("gradients between nodes", message, "nothing", 1, coding, formula)
 
     def _between_islands(self) -> Traffic:
         """Return the exchanges of changed weights in 4 bits, spread over the steps between them."""
-        layout, elements = self.layout, self._parameters / (self.layout.shards if self.layout.zero else 1)
+        layout, elements = self.layout, self.stage.parameters / (self.layout.shards if self.layout.zero else 1)
         group = self.links.group(layout.islands, layout.tensor * layout.island_size)
         payload = elements * (4 + SCALE_BITS) / 8
         message = self.links.exchange(payload, group).then(self.links.gather(payload, group))
