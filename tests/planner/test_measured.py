@@ -16,7 +16,8 @@ from deepspeed_compress.planner.search import Job
 from deepspeed_compress.planner.software import SOFTWARE
 from tests.planner.jobs import TOY
 
-SLOW = Constants(0.3, 1.5, 0.2, 4e-6, 0.7, 30.0, 1.5, 0.4, 0.5)
+SLOW = Constants(0.3, 1.5, 0.2, 4e-6, 0.7, 30.0, 12.0, 0.4, 0.5)
+"""Constants such as those of emulated hosts."""
 JOB = Job(read_cluster("8xCPU", "1gbit", 2), TOY, SOFTWARE["deepspeed"], 64, 16, 1e9)
 SIZES: dict[str, list[tuple[float, ...]]] = {
     "product": [(512, 512, 128), (1024, 128, 4096)],
