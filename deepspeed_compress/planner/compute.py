@@ -62,9 +62,14 @@ class Device:
         return max(operations, self.moved(self.gpu.element * (rows * inner + inner * columns + rows * columns)))
 
     @property
+    def width(self) -> float:
+        """Bytes of an element, relative to bf16."""
+        return self.gpu.element / HALF
+
+    @property
     def gradient(self) -> float:
         """Bytes of a gradient element on the network."""
-        return self.software.gradient * self.gpu.element / HALF
+        return self.software.gradient * self.width
 
     def moved(self, size: float) -> float:
         """Return the seconds in which a kernel reads and writes `size` bytes."""
@@ -97,8 +102,8 @@ def layer_cost(device: Device, model: Model, seq: int, layout: Layout) -> LayerC
         for (rows, columns, inner), count in products
     )
     scores, scores_back = attention_cost(device, model, seq, layout)
-    moved = _elementwise(model, software.elementwise, tensor, layout.sequence_parallel) * tokens
-    accumulate = software.accumulate * model.layer_parameters / tensor * (layout.accumulation > 1)
+    moved = _elementwise(model, software.elementwise, tensor, layout.sequence_parallel) * tokens * device.width
+    accumulate = software.accumulate * device.width * model.layer_parameters / tensor * (layout.accumulation > 1)
     # Without a flash kernel, attention takes four more: scale, softmax, dropout, and a transpose.
     kernels = software.kernels + (0 if software.attention else 4)
     start, issue = device.constants.kernel, device.issued(software.dispatch)

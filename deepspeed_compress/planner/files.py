@@ -57,21 +57,25 @@ def _gradients(layout: Layout, cluster: Cluster) -> dict[str, Any]:
     return found
 
 
-def command(layout: Layout, cluster: Cluster, model: str, seq: int, steps: int, program: str) -> str:
-    """Return the shell command that starts the layout on one node; all nodes run the same one.
+def command(cluster: Cluster, model: str, seq: int, steps: int, program: str, hosts: bool = False) -> str:
+    """Return the shell command that starts training: on every node, or on one of them if there is a hostfile.
 
     Args:
-        layout: Layout that DeepSpeed can start.
         cluster: Cluster to start on.
         model: Path of the model.
         seq: Tokens of a sequence.
         steps: Optimizer steps of the run.
         program: Program of the plan: "hf" starts a Trainer script, others `launch/train_gpt.py`.
+        hosts: Whether there is a hostfile.
     """
+    options = f"--model {model} --seq-len {seq} --steps {steps} --data DATA --output-dir runs/plan"
+    if hosts and program == "hf":
+        return "ds-compress run --hostfile hostfile train.py --deepspeed ds_config.json"
+    if hosts:
+        return f"HOSTFILE=hostfile launch/multi_node.sh ds_config.json {options}"
     nodes = f"--nnodes {cluster.nodes} --node_rank $NODE_RANK --master_addr $MASTER_ADDR " if cluster.nodes > 1 else ""
     if program == "hf":
         launcher = f"ds-compress run --launcher torchrun {nodes}--nproc_per_node {cluster.per_node}"
         return f"{launcher} train.py --deepspeed ds_config.json"
     several = f"NODES={cluster.nodes} NODE_RANK=$NODE_RANK MASTER_ADDR=$MASTER_ADDR " if cluster.nodes > 1 else ""
-    options = f"--model {model} --seq-len {seq} --steps {steps} --data DATA --output-dir runs/plan"
     return f"RANKS={cluster.per_node} {several}launch/torchrun.sh ds_config.json {options}"

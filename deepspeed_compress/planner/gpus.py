@@ -4,10 +4,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.planner.constants import Constants
 
+Backend = Literal["nccl", "gloo"]
 CALIBRATED_GPU = "A100-80"
 """GPU of the runs that the constants are fitted to."""
 
@@ -28,6 +30,7 @@ class Gpu:
         flash: Share of `best_matmul` that flash attention reaches, by its generation.
         source: Origin of the figures.
         element: Bytes of an element of weights, activations and gradients: 4 if there are no fast bf16 products.
+        backend: Library of the collectives.
     """
 
     name: str
@@ -41,6 +44,7 @@ class Gpu:
     flash: Mapping[int, float]
     source: str
     element: int = 2
+    backend: Backend = "nccl"
 
     def matmul_rate(self, constants: Constants) -> float:
         """Return operations per second of large matrix products, scaled from the A100 by the best measured shares."""
@@ -109,6 +113,7 @@ _CPU = Gpu(
     flash=_FLASH_OTHER,
     source="round figures of a core, for emulated hosts",
     element=4,
+    backend="gloo",
 )
 
 GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.name: gpu for gpu in (*_GPUS, _CPU)})

@@ -63,6 +63,11 @@ class Links:
     constants: Constants
 
     @property
+    def is_gloo(self) -> bool:
+        """True if gloo sends the messages, from the memory of the CPU."""
+        return self.cluster.gpu.backend == "gloo"
+
+    @property
     def node_rate(self) -> float:
         """Bytes per second of a rank to the others in its node."""
         return self.cluster.gpu.link_rate * self.constants.link
@@ -77,7 +82,7 @@ class Links:
         return Group(ranks, max(1, min(ranks, self.cluster.per_node // stride)))
 
     def gather(self, size: float, group: Group) -> Message:
-        """Return the cost of a ring all-gather, or reduce-scatter, of a buffer of `size` bytes."""
+        """Return the cost of a ring that moves `size` bytes once: an all-gather, or NCCL's reduce-scatter."""
         if group.ranks == 1:
             return NOTHING
         sent = size * (group.ranks - 1) / group.ranks
@@ -90,10 +95,14 @@ class Links:
         link = "network" if outside + far > inside + near else self.cluster.gpu.link
         return Message(max(inside, outside) + self._start + near + far, sent - crossing, crossing, link)
 
+    def scatter(self, size: float, group: Group) -> Message:
+        """Return the cost of a reduce-scatter. Gloo's is an all-reduce (`ProcessGroupGloo::_reduce_scatter_base`)."""
+        return self.reduce(size, group) if self.is_gloo else self.gather(size, group)
+
     def reduce(self, size: float, group: Group) -> Message:
-        """Return the cost of an all-reduce: a ring, or a tree if its few hops are worth more than its bandwidth."""
+        """Return the cost of an all-reduce: a ring, or NCCL's tree if few hops are worth more than bandwidth."""
         ring = self.gather(size, group).times(2)
-        if group.nodes == 1:
+        if group.nodes == 1 or self.is_gloo:
             return ring
         depth = 2 * (math.log2(group.nodes) * self._network_hop * 2 + (group.local - 1) * self._node_hop)
         # A tree reaches about 0.9 of a ring's bandwidth.

@@ -3,10 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from deepspeed_compress.planner.cluster import Cluster
 from deepspeed_compress.planner.layout import Layout
 from deepspeed_compress.planner.model import Model
 from deepspeed_compress.planner.software import Software
-from deepspeed_compress.planner.traffic import largest_stage
+from deepspeed_compress.planner.stages import Stage, stages
+from deepspeed_compress.planner.traffic import bucket_size
 
 OUTSIDE = 2.0e9
 """Bytes outside of the allocator: CUDA context, NCCL's buffers, libraries."""
@@ -14,6 +16,9 @@ SLACK = 0.08
 """Share of the allocated bytes that fragmentation adds to the reserved ones."""
 MARGIN = 0.15
 """Relative error of the estimate that a layout must survive to be called "fits" (median error on published figures)."""
+
+FULL = 4
+"""Bytes of an fp32 element."""
 
 Verdict = Literal["fits", "tight", "does not fit"]
 
@@ -51,71 +56,110 @@ class Memory:
         return "tight" if self.total <= size else "does not fit"
 
 
-def needed_memory(model: Model, software: Software, seq: int, layout: Layout, per_node: int) -> Memory:
-    """Return the memory of the first or the last stage, whichever needs more.
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Memory that a job needs in the precision of its GPUs.
 
-    The first stage keeps the activations of as many micro-batches as there are stages; the last one has the logits.
+    Attributes:
+        cluster: GPUs.
+        model: Model to train.
+        software: Program.
+        seq: Tokens of a sequence.
+        layout: Division of the job.
     """
-    parameters = largest_stage(model, layout).parameters
-    states, buffers = _states(software, layout, parameters), _buffers(model, layout, parameters, per_node)
-    tokens = layout.micro * seq
-    kept = tokens * kept_per_token(model, software, seq, layout) * -(-model.layers // layout.pipeline)
-    # Backward computes one layer again, with all its activations.
-    again = tokens * _everything_per_token(model, software, seq, layout) if layout.recompute == "full" else 0.0
-    # bf16 logits, their fp32 copy, and its gradient; Megatron's loss works in place.
-    logits = tokens * model.vocab / layout.tensor * (6 if software.name == "megatron" else 10)
-    first = Memory(states, _waiting(layout) * kept + again, 0.0, buffers)
-    last = Memory(states, kept, logits, buffers) if logits > again else Memory(states, kept + again, 0.0, buffers)
-    return max(first, last, key=lambda stage: stage.allocated)
+
+    cluster: Cluster
+    model: Model
+    software: Software
+    seq: int
+    layout: Layout
+
+    def fullest(self) -> Memory:
+        """Return the memory of the pipeline stage that needs most."""
+        return max(map(self._stage, stages(self.model, self.layout)), key=lambda memory: memory.allocated)
+
+    def _stage(self, stage: Stage) -> Memory:
+        tokens, layout = self.layout.micro * self.seq, self.layout
+        kept = tokens * self._kept * stage.layers * _waiting(layout, stage.behind)
+        # Backward computes one layer again, with all its activations.
+        again = tokens * self._everything if layout.recompute == "full" else 0.0
+        logits = tokens * self.model.vocab / layout.tensor * self._logit * stage.has_head
+        states, buffers = self._states(stage.parameters), self._buffers(stage.parameters)
+        if logits > again:
+            return Memory(states, kept, logits, buffers)
+        return Memory(states, kept + again, 0.0, buffers)
+
+    @property
+    def _element(self) -> int:
+        return self.cluster.gpu.element
+
+    @property
+    def _is_megatron(self) -> bool:
+        return self.software.name == "megatron"
+
+    @property
+    def _logit(self) -> float:
+        """Bytes of a logit, its fp32 copy if it is not fp32, and its gradient. Megatron's loss works in place."""
+        return 6 if self._is_megatron else self._element + (8 if self._element < FULL else 4)
+
+    def _states(self, parameters: float) -> float:
+        """Return the bytes of weights, gradients and optimizer states."""
+        layout, element = self.layout, self._element
+        owned = parameters / (layout.shards if layout.zero else 1)
+        weights = element * parameters / (layout.shards if layout.zero == 3 else 1)
+        gradient = FULL if self._is_megatron else element
+        gradients = gradient * parameters / (layout.shards if layout.zero >= 2 else 1)
+        return weights + gradients + self._optimizer * owned
+
+    @property
+    def _optimizer(self) -> int:
+        """Bytes per parameter of two moments, fp32 master weights, and DeepSpeed's fp32 copy of gradients."""
+        if self._element == FULL and not self.layout.zero:
+            return 8
+        return 12 if self._is_megatron else 16
+
+    def _buffers(self, parameters: float) -> float:
+        """Return the bytes of two buckets, or of one and gathered layers, and what compression and islands keep."""
+        layout, per_node, software = self.layout, self.cluster.per_node, self.software
+        bucket = min(parameters, bucket_size(parameters, layout.gradient_bits, software.bucket))
+        layers = min(parameters, max(2 * self.model.layer_parameters / layout.tensor, software.reused))
+        # Megatron sends from the gradients themselves.
+        sends = layout.shards > 1 and not self._is_megatron
+        buffers = self._element * (bucket + (layers if layout.zero == 3 else bucket)) * sends
+        if layout.gradient_bits and layout.data > 1:
+            node = per_node // layout.tensor
+            # Error feedback in bf16 for what leaves the node, twice, because a step may be skipped.
+            buffers += 4 * parameters / (layout.shard_within or (node if layout.data > node else 1))
+        if layout.islands > 1:
+            # The anchor, and the residuals of exchanges.
+            buffers += 8 * parameters / (layout.shards if layout.zero else 1)
+        return buffers
+
+    @property
+    def _kept(self) -> float:
+        """Bytes per token of a layer's activations that wait for backward (2205.05198)."""
+        if self.layout.recompute == "full":
+            return self._element * self.model.hidden / (self.layout.tensor if self.layout.sequence_parallel else 1)
+        return self._everything
+
+    @property
+    def _everything(self) -> float:
+        """Bytes per token of a layer's activations without recomputation."""
+        model, layout, software, element = self.model, self.layout, self.software, self._element
+        eager = software.name in ("deepspeed", "hf")
+        # Inputs of two norms and of the two blocks; the eager norms of Llama also keep fp32 copies.
+        copies = 8 if eager and model.gated and element < FULL else 0
+        norms = model.hidden * (4 * element + 2 * model.dropout + copies)
+        attention = (model.qkv + model.heads * model.head_size) * (1.5 if eager and not model.positions else 1)
+        mlp = model.ffn * model.active * ((4 if eager else 3) if model.gated else 2)
+        flash = software.attention or layout.recompute == "selective"
+        scores = 0.0 if flash else (2.5 if model.dropout else 1) * model.heads * self.seq
+        inside = element * (attention + mlp + scores) / layout.tensor
+        return norms / (layout.tensor if layout.sequence_parallel else 1) + inside
 
 
-def _waiting(layout: Layout) -> float:
-    """Return the micro-batches whose activations the first stage keeps (2205.05198, section 4.2.3)."""
-    interleaving = 1 + (layout.pipeline - 1) / (layout.pipeline * layout.virtual) if layout.virtual > 1 else 1.0
-    return min(layout.accumulation, layout.pipeline) * interleaving
-
-
-def _states(software: Software, layout: Layout, parameters: float) -> float:
-    """Return the bytes of weights, gradients and optimizer states."""
-    shards, megatron = layout.shards, software.name == "megatron"
-    owned = parameters / (shards if layout.zero else 1)
-    weights = 2 * parameters / (shards if layout.zero == 3 else 1)
-    gradients = (4 if megatron else 2) * parameters / (shards if layout.zero >= 2 else 1)
-    # Master weights and two moments. DeepSpeed copies the gradients that it owns to fp32 in the optimizer step.
-    return weights + gradients + (12 if megatron else 16) * owned
-
-
-def _buffers(model: Model, layout: Layout, parameters: float, per_node: int) -> float:
-    """Return the bytes of buckets, and of what compression and islands keep."""
-    shards = layout.shards
-    # Buckets hold an eighth of the model, or two gathered layers.
-    bucket = min(parameters, 2 * model.layer_parameters / layout.tensor) if layout.zero == 3 else parameters / 8
-    buffers = 0.0 if shards == 1 else 4 * min(bucket, 5e8)
-    if layout.gradient_bits and layout.data > 1:
-        node = per_node // layout.tensor
-        # Error feedback in bf16 for what leaves the node, twice, because a step may be skipped (configuration page).
-        buffers += 4 * parameters / (layout.shard_within or (node if layout.data > node else 1))
-    if layout.islands > 1:
-        # The anchor, and the residuals of exchanges.
-        buffers += 8 * parameters / (shards if layout.zero else 1)
-    return buffers
-
-
-def kept_per_token(model: Model, software: Software, seq: int, layout: Layout) -> float:
-    """Return the bytes per token of a layer's activations that wait for backward (2205.05198)."""
-    if layout.recompute == "full":
-        return 2.0 * model.hidden / (layout.tensor if layout.sequence_parallel else 1)
-    return _everything_per_token(model, software, seq, layout)
-
-
-def _everything_per_token(model: Model, software: Software, seq: int, layout: Layout) -> float:
-    split = layout.tensor if layout.sequence_parallel else 1
-    eager = software.name in ("deepspeed", "hf")
-    # Inputs of two norms and of the two blocks; the eager norms of Llama also keep fp32 copies.
-    norms = model.hidden * (8 + 2 * model.dropout + (8 if eager and model.gated else 0))
-    attention = 2 * (model.qkv + model.heads * model.head_size) * (1.5 if eager and not model.positions else 1)
-    mlp = model.ffn * model.active * ((8 if eager else 6) if model.gated else 4)
-    inside = (attention + mlp) / layout.tensor
-    flash = software.attention or layout.recompute == "selective"
-    scores = 0.0 if flash else (5 if model.dropout else 2) * model.heads / layout.tensor * seq
-    return norms / split + inside + scores
+def _waiting(layout: Layout, behind: int) -> float:
+    """Return the micro-batches whose activations a stage with `behind` stages after it keeps (2104.04473, 2.2)."""
+    stages, virtual = layout.pipeline, layout.virtual
+    waiting = behind + 1 if virtual == 1 else ((virtual - 1) * stages + 1 + 2 * behind) / virtual
+    return min(waiting, layout.accumulation * max(1.0, waiting / stages))

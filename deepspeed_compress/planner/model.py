@@ -68,6 +68,17 @@ class Model:
         router = self.hidden * self.experts if self.experts > 1 else 0
         return self.attention_parameters + self.experts * self.mlp_parameters + router + 2 * self.hidden
 
+    def small_parameters(self, limit: float) -> int:
+        """Return the parameters of a layer in tensors of at most `limit` elements."""
+        mlp = [self.hidden * self.ffn] * self.experts * (3 if self.gated else 2)
+        sizes = (self.hidden * self.qkv, self.hidden * self.heads * self.head_size, self.hidden, self.hidden, *mlp)
+        return sum(size for size in sizes if size <= limit)
+
+    @property
+    def reads_separately(self) -> bool:
+        """True if queries, keys, values, gate and up have matrices of their own."""
+        return self.gated and self.family != "phi3"
+
     @property
     def embedding_parameters(self) -> int:
         """Parameters of the token embedding and the positions."""

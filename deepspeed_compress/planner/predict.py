@@ -8,7 +8,7 @@ from deepspeed_compress.planner.constants import Constants
 from deepspeed_compress.planner.gpus import CALIBRATED_GPU
 from deepspeed_compress.planner.layout import Layout
 from deepspeed_compress.planner.links import Links
-from deepspeed_compress.planner.memory import Memory, needed_memory
+from deepspeed_compress.planner.memory import Memory, Needs
 from deepspeed_compress.planner.model import Model
 from deepspeed_compress.planner.schedule import MicroBatch, micro_batch, step_terms
 from deepspeed_compress.planner.software import Software
@@ -93,7 +93,7 @@ class Predictor:
 
     def memory(self, layout: Layout) -> Memory:
         """Return the memory that a layout needs."""
-        return needed_memory(self.model, self.software, self.seq, layout, self.cluster.per_node)
+        return Needs(self.cluster, self.model, self.software, self.seq, layout).fullest()
 
     @property
     def links(self) -> Links:

@@ -112,8 +112,9 @@ def _software(cells: Mapping[str, str], layout: Layout, year: float) -> Software
     usual_kernels = _ATTENTION_HF if software.name == "hf" and "flash" not in text else _ATTENTION
     attention = int(cells.get("attention", next(kind for until, kind in usual_kernels if year < until)))
     if software.name == "megatron" and year < 2023:
-        # Megatron reduced fp16 gradients after backward until 2023, and did not overlap tensor traffic before 2022.
-        software = replace(software, overlaps=False, gradient=2, tensor_overlaps=year >= 2022)
+        # Megatron reduced all fp16 gradients at once, after backward, until 2023, and did not overlap tensor traffic
+        # before 2022.
+        software = replace(software, overlaps=False, gradient=2, bucket=1e12, tensor_overlaps=year >= 2022)
     return replace(software, attention=attention)
 
 

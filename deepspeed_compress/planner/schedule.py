@@ -15,15 +15,9 @@ from deepspeed_compress.planner.compute import (
 from deepspeed_compress.planner.layout import Layout
 from deepspeed_compress.planner.links import SOURCE, Links, Message
 from deepspeed_compress.planner.model import Model
+from deepspeed_compress.planner.stages import Stage, largest_stage, stages
 from deepspeed_compress.planner.term import Term, local
-from deepspeed_compress.planner.traffic import (
-    DataParallel,
-    Traffic,
-    Window,
-    largest_stage,
-    stage_message,
-    tensor_traffic,
-)
+from deepspeed_compress.planner.traffic import DataParallel, Traffic, Window, stage_message, tensor_traffic
 
 _NOTHING = 1e-9
 """Seconds below which a term is left out."""
@@ -38,14 +32,14 @@ class MicroBatch:
         again: Work that backward repeats in a layer.
         head: Forward and backward of the head.
         layers: Layers of the stage.
-        heads: Share of the head on the stage.
+        heads: 1 if the stage has the head, else 0.
     """
 
     layer: LayerCost
     again: Work
     head: LayerCost
-    layers: float
-    heads: float
+    layers: int
+    heads: int
 
     @property
     def forward(self) -> float:
@@ -70,28 +64,21 @@ class MicroBatch:
 
 
 def micro_batch(device: Device, model: Model, seq: int, layout: Layout) -> MicroBatch:
-    """Return the work of a micro-batch on the slowest stage.
-
-    Megatron's stages have equally many layers, and the last one has the head, too. The stages of `build_parallel` have
-    equally much work, up to whole layers.
-    """
-    cost = layer_cost(device, model, seq, layout)
-    stages, layers = layout.pipeline, model.layers / layout.pipeline
-    even = layout.engine == "deepspeed" and stages > 1
-    own = layers + 0.5 if even else float(-(-model.layers // stages))
-    heads = 1 / stages if even else 1.0
-    return MicroBatch(
-        cost, recomputed(cost, device.software, layout), head_cost(device, model, seq, layout), own, heads
-    )
+    """Return the work of a micro-batch on the slowest stage."""
+    cost, head = layer_cost(device, model, seq, layout), head_cost(device, model, seq, layout)
+    again = recomputed(cost, device.software, layout)
+    each = (MicroBatch(cost, again, head, one.layers, one.has_head) for one in stages(model, layout))
+    return max(each, key=lambda batch: batch.forward + batch.backward)
 
 
 def step_terms(links: Links, device: Device, model: Model, seq: int, layout: Layout, batch: MicroBatch) -> list[Term]:
     """Return the terms whose seconds add up to those of a step."""
-    traffic = DataParallel(links, device, model, layout).all()
+    stage = largest_stage(model, layout)
+    traffic = DataParallel(links, device, model, layout, stage).all()
     terms = [
         *_computing(batch, layout, device),
         *_in_line(links, device, model, seq, layout, batch),
-        _optimizer(device, model, layout),
+        _optimizer(device, stage, layout),
         *_overlapping(device, traffic, _windows(batch, layout.accumulation)),
     ]
     return [term for term in terms if term.busy > _NOTHING]
@@ -162,8 +149,8 @@ def _bubble(layout: Layout, model: Model, batch: MicroBatch, tensor: float, betw
     return local("pipeline bubble", "bubble", seconds, formula, "2104.04473, section 2.2")
 
 
-def _optimizer(device: Device, model: Model, layout: Layout) -> Term:
-    owned = largest_stage(model, layout).parameters / (layout.shards if layout.zero else 1)
+def _optimizer(device: Device, stage: Stage, layout: Layout) -> Term:
+    owned = stage.parameters / (layout.shards if layout.zero else 1)
     seconds = optimizer_seconds(device, owned)
     formula = f"{owned:.3g} parameters x {device.software.optimizer:g} bytes"
     return local("optimizer", "memory", seconds, formula, "software.py")
@@ -178,7 +165,7 @@ def _overlapping(device: Device, messages: Iterable[Traffic], free: dict[Window,
     """Yield the terms of messages. Each uses up some of the computation in `free`, behind which others could hide."""
     for traffic in messages:
         seconds = traffic.message.seconds
-        hidden = min(seconds, free[traffic.window])
+        hidden = (1 - 1 / traffic.pieces) * min(seconds, free[traffic.window])
         free = {window: max(0.0, left - hidden) for window, left in free.items()}
         exposed = _exposed(device, hidden / seconds) if seconds else 0.0
         yield _message_term(traffic.name, traffic.message, exposed, f"{traffic.formula}; {hidden:.3g} s hidden")

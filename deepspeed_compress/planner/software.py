@@ -44,6 +44,12 @@ class Software:
         optimizer: Bytes per parameter that the rank updates.
         accumulate: Bytes per parameter and micro-batch to add gradients.
         gradient: Bytes of a gradient element on the network.
+        owners_from: Lowest ZeRO stage that sends gradients only to their owners. Others all-reduce them: DeepSpeed's
+            ZeRO 1 and 2 do (`use_multi_rank_bucket_allreduce`).
+        bucket: Elements of a message of gradients or updated weights (`reduce_bucket_size`).
+        persistent: Elements of the largest tensors that ZeRO 3 gathers only once in a step
+            (`stage3_param_persistence_threshold`).
+        reused: Elements between two uses of a tensor up to which ZeRO 3 keeps it (`stage3_max_reuse_distance`).
         overlaps: Whether data-parallel messages of every ZeRO stage overlap with computation.
         tensor_overlaps: Whether all-reduces of tensor-parallel backward overlap with weight gradients.
         every_micro_batch: Whether ZeRO 2 reduces after every micro-batch.
@@ -61,6 +67,10 @@ class Software:
     optimizer: float
     accumulate: float
     gradient: float
+    owners_from: int
+    bucket: float
+    persistent: float
+    reused: float
     overlaps: bool
     tensor_overlaps: bool
     every_micro_batch: bool
@@ -86,6 +96,10 @@ _MEGATRON = Software(
     optimizer=42,
     accumulate=8,
     gradient=4,
+    owners_from=1,
+    bucket=4e7,
+    persistent=0,
+    reused=0,
     overlaps=True,
     tensor_overlaps=True,
     every_micro_batch=False,
@@ -102,6 +116,10 @@ _DEEPSPEED = Software(
     optimizer=56,
     accumulate=6,
     gradient=2,
+    owners_from=3,
+    bucket=5e8,
+    persistent=1e5,
+    reused=1e9,
     overlaps=False,
     tensor_overlaps=False,
     every_micro_batch=True,
@@ -117,6 +135,10 @@ _FSDP = replace(
     hooks=2e-4,
     idle=0.05,
     optimizer=50,
+    owners_from=1,
+    bucket=2e8,
+    persistent=0,
+    reused=0,
     overlaps=True,
     selective=0.5,
 )

@@ -1,18 +1,20 @@
 """Messages of a layout: between tensor ranks, pipeline stages, replicas, and islands."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from deepspeed_compress.planner.compute import Device
 from deepspeed_compress.planner.layout import Layout
-from deepspeed_compress.planner.links import Links, Message
+from deepspeed_compress.planner.links import Group, Links, Message
 from deepspeed_compress.planner.model import Model
+from deepspeed_compress.planner.stages import Stage
 
 Window = Literal["nothing", "last backward", "backward", "first forward", "all"]
 
-BUCKETS = 8.0
-"""Messages that a model's gradients are sent in (configuration page: buckets of an eighth of the model)."""
+BUCKETS, SMALLEST_BUCKET, LARGEST_BUCKET = 8, 1e6, 5e7
+"""Number of compressed messages that gradients are sent in, and the least and most elements of each."""
 SCALE_BITS = 0.125
 """Bits of the scales of method `blockwise` per element: 32 for each block of 256."""
 ENCODE, DECODE = 18, 6
@@ -26,7 +28,8 @@ class Traffic:
     Attributes:
         name: Name of what is sent.
         message: Cost of all of them.
-        window: Computation behind which they may hide.
+        window: Computation behind which all but the last may hide.
+        pieces: Number of messages that follow each other.
         coding: Seconds of the kernels that compress and decompress.
         formula: Figures of the messages.
     """
@@ -34,34 +37,16 @@ class Traffic:
     name: str
     message: Message
     window: Window
+    pieces: float
     coding: float
     formula: str
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """Share of a model on a rank of the largest pipeline stage.
-
-    Attributes:
-        layers: Decoder layers.
-        parameters: Parameters of the rank.
-    """
-
-    layers: float
-    parameters: float
-
-
-def largest_stage(model: Model, layout: Layout) -> Stage:
-    """Return the share of the rank with most parameters."""
-    layers = -(-model.layers // layout.pipeline)
-    ends = (model.embedding_parameters, model.head_parameters or model.vocab * model.hidden)
-    extra = model.embedding_parameters + model.head_parameters if layout.pipeline == 1 else max(ends)
-    return Stage(layers, (layers * model.layer_parameters + extra) / layout.tensor)
-
-
-@dataclass(frozen=True, slots=True)
 class TensorTraffic:
     """All-reduces of hidden states of a layer and a micro-batch (1909.08053): two forward, two backward.
+
+    DeepSpeed's backward has one for each matrix that reads the same states: queries, keys, values, gate and up.
 
     Attributes:
         message: Cost of all of them.
@@ -75,87 +60,102 @@ class TensorTraffic:
 def tensor_traffic(links: Links, device: Device, model: Model, seq: int, layout: Layout) -> TensorTraffic:
     """Return the traffic between the ranks that share a layer. What is computed again is sent again."""
     size = layout.micro * seq * model.hidden * links.cluster.gpu.element
-    count = 6 if layout.recompute == "full" else 4
+    backward = 5 if layout.engine == "deepspeed" and model.reads_separately else 2
+    count = (4 if layout.recompute == "full" else 2) + backward
     message = links.reduce(size, links.group(layout.tensor, 1)).times(count)
     return TensorTraffic(message, 2 / count if device.software.tensor_overlaps else 0.0)
 
 
 def stage_message(links: Links, model: Model, seq: int, layout: Layout) -> Message:
-    """Return the cost of the messages of a micro-batch between stages, forward and backward.
+    """Return the cost of the messages of a micro-batch that a stage sends to its one or two neighbors.
 
     Megatron sends each tensor rank's part, gathers the parts inside the node, and sends while it receives. DeepSpeed
-    sends everything from every tensor rank, and waits for each of the four messages that a stage sends or receives.
+    sends everything from every tensor rank, and waits for each message that a stage sends or receives.
     """
     megatron = layout.engine == "megatron"
     size = layout.micro * seq * model.hidden * links.cluster.gpu.element / (layout.tensor if megatron else 1)
     sent = links.send(size, links.cluster.nodes > 1)
-    both = sent.times(2 * layout.virtual)
+    both = sent.times(layout.virtual * (2 if layout.pipeline > 2 or layout.virtual > 1 else 1))
     return both if megatron else replace(both, seconds=2 * both.seconds)
+
+
+def bucket_size(parameters: float, bits: int, theirs: float) -> float:
+    """Return the elements of a message of a rank's parameters: ours if compressed to `bits` bits, else `theirs`."""
+    return min(max(parameters / BUCKETS, SMALLEST_BUCKET), LARGEST_BUCKET) if bits else theirs
 
 
 @dataclass(frozen=True, slots=True)
 class DataParallel:
-    """Messages between replicas."""
+    """Messages between the replicas of a stage, and between the copies of a tied embedding."""
 
     links: Links
     device: Device
     model: Model
     layout: Layout
+    stage: Stage
 
     def all(self) -> Iterator[Traffic]:
         """Yield the messages of each kind in a step."""
         layout = self.layout
         if layout.shards > 1:
             yield self._gradients()
-            if layout.zero:
-                yield self._gathered() if layout.zero == 3 else self._updated()
+        if layout.shards > 1 and layout.zero:
+            yield from self._gathered() if layout.zero == 3 else [self._updated()]
+        if self.stage.tied:
+            yield self._tied()
         if layout.shard_within and layout.island_size > layout.shard_within:
             yield self._between_nodes()
         if layout.islands > 1:
             yield self._between_islands()
 
-    @property
-    def _parameters(self) -> float:
-        return largest_stage(self.model, self.layout).parameters
-
     def _gradients(self) -> Traffic:
-        layout, parameters = self.layout, self._parameters
+        layout, parameters = self.layout, self.stage.parameters
         group = self.links.group(layout.shards, layout.tensor)
         repeated = layout.accumulation if self._reduces_often else 1
-        pieces = self._layers if layout.zero == 3 else BUCKETS
         bits = 0 if layout.shard_within else layout.gradient_bits
+        pieces = self._pieces(bits, self.device.software.bucket)
         if bits:
-            message = self._compressed(parameters / pieces, bits, group.local, group.nodes, zero=layout.zero)
-        elif layout.zero:
-            message = self.links.gather(parameters * self.device.gradient / pieces, group)
+            message = self._compressed(parameters / pieces, self._width(bits), group, zero=layout.zero)
+        elif layout.zero >= self.device.software.owners_from:
+            message = self.links.scatter(parameters * self.device.gradient / pieces, group)
         else:
             message = self.links.reduce(parameters * self.device.gradient / pieces, group)
         inside = group.local if group.nodes > 1 else 1
         coding = self.device.coded((ENCODE + DECODE) * parameters / inside) if bits else 0.0
-        size = f"{parameters:.3g} elements of {bits + SCALE_BITS if bits else 8 * self.device.gradient:g} bits"
+        size = f"{parameters:.3g} elements of {self._width(bits):g} bits"
         formula = f"{size}, {repeated:g} times, among {group.local} x {group.nodes} ranks in {pieces:g} messages"
-        return Traffic("gradients", message.times(pieces * repeated), self._gradient_window, coding * repeated, formula)
+        whole, window = message.times(pieces * repeated), self._gradient_window(bits)
+        return Traffic("gradients", whole, window, pieces, coding * repeated, formula)
 
-    @property
-    def _layers(self) -> float:
-        return largest_stage(self.model, self.layout).layers
+    def _width(self, bits: int) -> float:
+        """Return the mean bits of a gradient element. A tied embedding of two stages is never compressed."""
+        plain, tied = 8 * self.device.gradient, self.stage.tied / self.stage.parameters
+        return (1 - tied) * (bits + SCALE_BITS) + tied * plain if bits else plain
 
     @property
     def _reduces_often(self) -> bool:
         return self.layout.zero >= 2 and self.device.software.every_micro_batch
 
-    @property
-    def _gradient_window(self) -> Window:
+    def _pieces(self, bits: int, theirs: float) -> int:
+        """Return the number of messages of all parameters, of `theirs` elements if they are not compressed."""
+        return math.ceil(self.stage.parameters / bucket_size(self.stage.parameters, bits, theirs))
+
+    def _gradient_window(self, bits: int) -> Window:
+        """Return where gradients of `bits` bits hide. DeepSpeed waits for gloo, whose own threads we use."""
+        layout, is_gloo = self.layout, self.links.is_gloo
+        if is_gloo and not bits:
+            return "nothing"
         if self._reduces_often:
             return "backward"
-        return "last backward" if self.device.software.overlaps or self.layout.zero >= 2 else "nothing"
+        early = is_gloo and layout.pipeline == 1
+        return "last backward" if early or layout.zero >= 2 or self.device.software.overlaps else "nothing"
 
-    def _compressed(self, elements: float, bits: int, local: int, nodes: int, zero: int) -> Message:
+    def _compressed(self, elements: float, width: float, group: Group, zero: int) -> Message:
         """Return the cost of reducing: uncompressed inside nodes, then compressed between them (`hierarchy`)."""
-        stride = self.layout.tensor
+        stride, local, nodes = self.layout.tensor, group.local, group.nodes
         inside = local if nodes > 1 else 1
         between = self.links.group(nodes if nodes > 1 else local, stride * inside)
-        payload = elements / inside * (bits + SCALE_BITS) / 8
+        payload = elements / inside * width / 8
         message = self.links.exchange(payload, between)
         if zero == 0:
             message = message.then(self.links.gather(payload, between))
@@ -164,48 +164,69 @@ class DataParallel:
         summed = self.links.gather(elements * self.device.gradient, self.links.group(local, stride))
         return message.then(summed.times(1 if zero else 2))
 
+    @property
+    def _weight_width(self) -> float:
+        """Bits of a weight on the wire."""
+        bits = self.layout.weight_bits
+        return bits + SCALE_BITS if bits else 8 * self.device.gpu.element
+
     def _updated(self) -> Traffic:
         """Return the gather of updated weights under ZeRO 1 and 2."""
-        layout, parameters = self.layout, self._parameters
-        bits = layout.weight_bits
-        size = parameters * (bits + SCALE_BITS if bits else 8 * self.device.gpu.element) / 8
-        message = self.links.gather(size / BUCKETS, self.links.group(layout.shards, layout.tensor)).times(BUCKETS)
+        layout, parameters, bits = self.layout, self.stage.parameters, self.layout.weight_bits
+        size = parameters * self._weight_width / 8
+        pieces = self._pieces(bits, self.device.software.bucket)
+        message = self.links.gather(size / pieces, self.links.group(layout.shards, layout.tensor)).times(pieces)
         hides = (bits and layout.pipeline == 1) or self.device.software.overlaps
         coding = self.device.coded(DECODE * parameters) if bits else 0.0
         formula = f"{size / 1e9:.3g} GB gathered once"
-        return Traffic("updated weights", message, "first forward" if hides else "nothing", coding, formula)
+        return Traffic("updated weights", message, "first forward" if hides else "nothing", pieces, coding, formula)
 
-    def _gathered(self) -> Traffic:
-        """Return the gathers of ZeRO 3, for forward and for backward of every micro-batch, layer by layer."""
-        layout, parameters = self.layout, self._parameters
-        bits, count = layout.weight_bits, 2 * layout.accumulation
-        size = parameters * (bits + SCALE_BITS if bits else 8 * self.device.gpu.element) / 8
-        group = self.links.group(layout.shards, layout.tensor)
-        message = self.links.gather(size / self._layers, group).times(self._layers * count)
+    def _gathered(self) -> Iterator[Traffic]:
+        """Yield the gathers of ZeRO 3: layer by layer for forward and backward of micro-batches; small tensors once."""
+        layout, stage, software = self.layout, self.stage, self.device.software
+        bits, group = layout.weight_bits, self.links.group(layout.shards, layout.tensor)
+        small = stage.layers * self.model.small_parameters(software.persistent) / layout.tensor
+        parameters = stage.parameters - small
+        # What the end of forward used is still there when backward begins.
+        count = layout.accumulation * (2 - min(1.0, software.reused / 2 / parameters))
+        size = parameters * self._weight_width / 8
+        pieces = min(stage.layers, self._pieces(bits, LARGEST_BUCKET))
+        message = self.links.gather(size / pieces, group).times(pieces * count)
         coding = self.device.coded(DECODE * parameters * count) if bits else 0.0
-        return Traffic("gathered weights", message, "all", coding, f"{size / 1e9:.3g} GB gathered {count} times")
+        formula = f"{size / 1e9:.3g} GB gathered {count:.3g} times"
+        yield Traffic("gathered weights", message, "all", pieces, coding, formula)
+        if small:
+            once = self.links.gather(small * self.device.gpu.element, group)
+            formula = f"{small:.3g} elements gathered once"
+            yield Traffic("persistent weights", once, "nothing", 1, 0.0, formula)
+
+    def _tied(self) -> Traffic:
+        """Return the sum of both gradients of an embedding that the first and the last stage share."""
+        size = self.stage.tied * self.device.gradient
+        message = self.links.reduce(size, Group(2, 1 if self.links.cluster.nodes > 1 else 2))
+        return Traffic("tied embedding", message, "nothing", 1, 0.0, f"{size / 1e9:.3g} GB between two stages")
 
     def _between_nodes(self) -> Traffic:
         """Return the mean of each shard's gradients over the nodes (hybrid sharding)."""
-        layout, elements = self.layout, self._parameters / self.layout.shards
+        layout, elements = self.layout, self.stage.parameters / self.layout.shards
         count = layout.island_size // layout.shards
         group = self.links.group(count, layout.tensor * layout.shards)
         bits = layout.gradient_bits
         if bits:
-            payload = elements * (bits + SCALE_BITS) / 8
+            payload = elements * self._width(bits) / 8
             message = self.links.exchange(payload, group).then(self.links.gather(payload, group))
         else:
             message = self.links.reduce(elements * self.device.gradient, group)
         coding = self.device.coded((ENCODE + DECODE) * elements) if bits else 0.0
-        formula = f"{elements:.3g} elements of {bits + SCALE_BITS if bits else 16:g} bits among {count} nodes"
-        return Traffic("gradients between nodes", message, "nothing", coding, formula)
+        formula = f"{elements:.3g} elements of {self._width(bits):g} bits among {count} nodes"
+        return Traffic("gradients between nodes", message, "nothing", 1, coding, formula)
 
     def _between_islands(self) -> Traffic:
         """Return the exchanges of changed weights in 4 bits, spread over the steps between them."""
-        layout, elements = self.layout, self._parameters / (self.layout.shards if self.layout.zero else 1)
+        layout, elements = self.layout, self.stage.parameters / (self.layout.shards if self.layout.zero else 1)
         group = self.links.group(layout.islands, layout.tensor * layout.island_size)
         payload = elements * (4 + SCALE_BITS) / 8
         message = self.links.exchange(payload, group).then(self.links.gather(payload, group))
         coding = self.device.coded((ENCODE + DECODE) * elements) / layout.sync_every
         formula = f"{payload / 1e9:.3g} GB among {layout.islands} islands, every {layout.sync_every} steps"
-        return Traffic("islands", message.times(1 / layout.sync_every), "nothing", coding, formula)
+        return Traffic("islands", message.times(1 / layout.sync_every), "nothing", 1, coding, formula)

@@ -173,8 +173,10 @@ def _add_cluster_arguments(subjects: Any) -> None:
     _add_measurement_arguments(cluster.add_argument_group("measurement"))
     what = "show the terms of a layout: its number in the table, or its name"
     cluster.add_argument("--explain", metavar="N|LAYOUT", help=what)
-    what = "write ds_config.json and launch.sh of the best layout to DIR"
+    what = "write ds_config.json and launch.sh of the best layout to DIR, and a hostfile if there are --nodes"
     cluster.add_argument("--output", type=Path, metavar="DIR", help=what)
+    what = "file with a line for each node: its name, and the switches above it, such as 'node1 hall1/rack2'"
+    cluster.add_argument("--nodes", type=Path, metavar="FILE", help=what)
     what = "draw layouts, steps, other numbers of GPUs and other networks as PNG files in DIR"
     cluster.add_argument("--plot", type=Path, metavar="DIR", help=what)
 

@@ -16,6 +16,7 @@ from deepspeed_compress.planner.layout import Layout
 from deepspeed_compress.planner.learning import critical_batch
 from deepspeed_compress.planner.measured import Measured, read_constants
 from deepspeed_compress.planner.model import read_model
+from deepspeed_compress.planner.placement import hostfile, read_nodes
 from deepspeed_compress.planner.predict import Prediction
 from deepspeed_compress.planner.search import Candidate, Job, Plan, search, turns
 from deepspeed_compress.planner.software import SOFTWARE
@@ -63,6 +64,10 @@ def _check(options: argparse.Namespace, job: Job) -> None:
     Raises:
         ConfigError: An option does not fit another one.
     """
+    if options.nodes is not None and options.output is None:
+        raise ConfigError(
+            "--nodes: is for the hostfile next to ds_config.json; write --output DIR, too, or leave it out"
+        )
     if options.output is not None and job.engine == "megatron":
         raise ConfigError("--output: Megatron reads no ds_config.json; leave it out, or write --software deepspeed")
     if options.measure is not None and options.software != "deepspeed":
@@ -304,9 +309,13 @@ def _rivals(candidate: Candidate, plan: Plan, job: Job) -> Iterator[str]:
 
 def _write(candidate: Candidate, job: Job, options: argparse.Namespace) -> None:
     directory: Path = options.output
-    directory.mkdir(parents=True, exist_ok=True)
     layout, steps = candidate.layout, max(1, round(job.tokens / (job.batch * job.seq)))
-    start = command(layout, job.cluster, str(options.model), job.seq, steps, options.software)
+    hosts = options.nodes is not None
+    start = command(job.cluster, str(options.model), job.seq, steps, options.software, hosts)
+    directory.mkdir(parents=True, exist_ok=True)
+    if hosts:
+        lines = hostfile(read_nodes(options.nodes, job.cluster), job.cluster, layout)
+        (directory / "hostfile").write_text("\n".join(lines) + "\n", encoding="utf-8")
     config = json.dumps(ds_config(layout, job.cluster), indent=2)
     (directory / "ds_config.json").write_text(config + "\n", encoding="utf-8")
     (directory / "launch.sh").write_text(f"#!/usr/bin/env bash\n# {layout}\n{start}\n", encoding="utf-8")

@@ -16,7 +16,6 @@ from deepspeed_compress.planner.layout import Layout
 from deepspeed_compress.planner.measured import Measured, Step, fit_measured
 from deepspeed_compress.planner.probes import Probe
 from deepspeed_compress.planner.search import Job, Plan
-from deepspeed_compress.planner.traffic import BUCKETS
 from deepspeed_compress.tools.bench.options import Emulation
 
 LAYOUTS = 3
@@ -209,12 +208,12 @@ def _probes(job: Job) -> Row:
     model = job.model
     tokens = max(1, min(job.batch, 8)) * job.seq
     products: Sequence[tuple[float, ...]] = [sizes for sizes, _ in matrix_products(model, tokens, 1)]
-    bucket = job.cluster.gpu.element * model.parameters / BUCKETS
+    largest = job.cluster.gpu.element * min(model.parameters, job.software.bucket)
     return {
         "element": job.cluster.gpu.element,
         "products": sorted({tuple(map(round, sizes)) for sizes in products}),
         "numel": max(2**16, min(model.parameters, MOST_ELEMENTS)),
-        "sizes": [max(1024, round(bucket / share)) for share in (64, 8, 1)],
+        "sizes": [max(1024, round(largest / share)) for share in (512, 64, 8, 1)],
         "per_host": job.cluster.per_node,
     }
 

@@ -20,6 +20,7 @@ from deepspeed_compress.planner.layout import Layout
 from deepspeed_compress.planner.links import NOTHING, Links, Message
 from deepspeed_compress.planner.model import Model
 from deepspeed_compress.planner.software import SOFTWARE
+from deepspeed_compress.planner.stages import largest_stage
 from deepspeed_compress.planner.traffic import DataParallel, stage_message, tensor_traffic
 
 LLAMA_7B = Model("7B", "llama", 32, 4096, 32, 32, 128, 11008, True, 32000, False)
@@ -82,13 +83,14 @@ def messages(layout: Layout, compressed: bool) -> Mapping[str, Message]:
     sums = tensor_traffic(links, device, LLAMA_7B, SEQ, layout).message.times(layers * micro)
     # The planner charges DeepSpeed for whole tensors. Each tensor rank sends its part, as Megatron's do.
     stages = stage_message(links, LLAMA_7B, SEQ, replace(layout, engine="megatron")).times(micro)
-    if layout.pipeline == 2:  # each stage sends in one direction only
-        stages = stages.times(1 / 2)
     bits = 4 if compressed else 0
     between = replace(layout, gradient_bits=bits, weight_bits=bits)
-    found = {one.name: one.message for one in DataParallel(links, device, LLAMA_7B, between).all()}
+    found = {
+        one.name: one.message
+        for one in DataParallel(links, device, LLAMA_7B, between, largest_stage(LLAMA_7B, between)).all()
+    }
     sizes = (
-        sums if compressed else sums.times(DEEPSPEED_SUMS / MERGED_SUMS),
+        sums.times(MERGED_SUMS / DEEPSPEED_SUMS) if compressed else sums,
         stages.times((STAGE_BITS + STAGE_SCALE) / 16) if compressed else stages,
         found["gradients"],
         found["updated weights"],

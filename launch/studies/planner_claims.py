@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from deepspeed_compress.planner.cluster import Cluster
 from deepspeed_compress.planner.gpus import find_gpu
 from deepspeed_compress.planner.layout import Layout
-from deepspeed_compress.planner.memory import needed_memory
+from deepspeed_compress.planner.memory import Needs
 from deepspeed_compress.planner.model import Model
 from deepspeed_compress.planner.search import Candidate, Job, search
 from deepspeed_compress.planner.software import SOFTWARE
@@ -67,8 +67,9 @@ def throughput(program: str, gbit: float) -> str:
 
 def memory(gpus: int) -> str:
     """Return the line of claim 3: gigabytes of weights, gradients and optimizer states, by ZeRO stage."""
-    layouts = (Layout(1, 1, gpus, zero, 1, 1) for zero in range(4))
-    states = (needed_memory(MODELS["175B"], SOFTWARE["deepspeed"], SEQ, layout, 8).states for layout in layouts)
+    cluster, layouts = Cluster(find_gpu(A100), gpus, 8, 0.0), (Layout(1, 1, gpus, zero, 1, 1) for zero in range(4))
+    needs = (Needs(cluster, MODELS["175B"], SOFTWARE["deepspeed"], SEQ, layout) for layout in layouts)
+    states = (one.fullest().states for one in needs)
     return f"{gpus} GPUs, GB of states of 175B with ZeRO 0 to 3: {', '.join(f'{size / 1e9:.1f}' for size in states)}"
 
 

@@ -10,6 +10,7 @@ from deepspeed_compress.planner.predict import Predictor
 from deepspeed_compress.planner.search import Job
 from deepspeed_compress.planner.software import SOFTWARE
 
+TOY = Model("toy", "gpt2", 3, 128, 4, 4, 32, 512, gated=False, vocab=4096, tied=True, positions=256)
 LLAMA_7B = Model("llama-7b", "llama", 32, 4096, 32, 32, 128, 11008, True, 32000, False)
 LLAMA_70B = Model("llama-70b", "llama", 80, 8192, 64, 8, 128, 28672, True, 128256, False)
 LLAMA_1B = Model("llama-1b", "llama", 16, 2048, 32, 8, 64, 8192, True, 128256, True)

@@ -38,7 +38,10 @@ def test_no_configuration_has_findings() -> None:
 
 @pytest.mark.parametrize("program", ["deepspeed", "hf"])
 def test_the_command_starts_every_node(program: str) -> None:
-    text = command(Layout(1, 1, 32, 1, 1, 8), CLUSTER, "config.json", 4096, 100, program)
+    text = command(CLUSTER, "config.json", 4096, 100, program)
     assert "$NODE_RANK" in text
-    alone = command(Layout(1, 1, 8, 1, 1, 8), job("8xA100", "100gbit").cluster, "config.json", 4096, 100, program)
+    alone = command(job("8xA100", "100gbit").cluster, "config.json", 4096, 100, program)
     assert "NODE_RANK" not in alone
+    one_of_them = command(CLUSTER, "config.json", 4096, 100, program, hosts=True)
+    assert "hostfile" in one_of_them
+    assert "NODE_RANK" not in one_of_them

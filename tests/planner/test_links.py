@@ -39,6 +39,14 @@ def test_an_exchange_sends_each_ranks_own_part() -> None:
     assert links().exchange(1e9, all_ranks).seconds > 4 * links().gather(1e9, all_ranks).seconds
 
 
+def test_gloo_reduces_everything_to_everyone_by_rings() -> None:
+    cores, gpus = links("64xCPU"), links("64xA100")
+    group = cores.group(64, 1)
+    assert cores.scatter(1e9, group) == cores.reduce(1e9, group) == cores.gather(1e9, group).times(2)
+    assert gpus.scatter(1e9, group) == gpus.gather(1e9, group)
+    assert gpus.reduce(1e3, group).seconds < 2 * gpus.gather(1e3, group).seconds
+
+
 def test_rings_of_many_ranks_wait_for_hops_and_trees_for_few() -> None:
     large = links("10240xA100", "8x200gbit")
     group = large.group(10240, 1)

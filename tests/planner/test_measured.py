@@ -11,13 +11,13 @@ from deepspeed_compress.planner.cluster import read_cluster
 from deepspeed_compress.planner.constants import MEANINGS, Constants
 from deepspeed_compress.planner.layout import Layout
 from deepspeed_compress.planner.measured import STEP_NOISE, Measured, ObservedStep, Step, fit_measured, read_constants
-from deepspeed_compress.planner.model import Model
 from deepspeed_compress.planner.probes import PREDICTED, PRIOR, MeasuredProbe, Probe
 from deepspeed_compress.planner.search import Job
 from deepspeed_compress.planner.software import SOFTWARE
+from tests.planner.jobs import TOY
 
-TOY = Model("toy", "gpt2", 3, 128, 4, 4, 32, 512, gated=False, vocab=4096, tied=True, positions=256)
-SLOW = Constants(0.3, 1.5, 0.2, 4e-6, 0.7, 30.0, 1.5, 0.4, 0.5)
+SLOW = Constants(0.3, 1.5, 0.2, 4e-6, 0.7, 30.0, 12.0, 0.4, 0.5)
+"""Constants such as those of emulated hosts."""
 JOB = Job(read_cluster("8xCPU", "1gbit", 2), TOY, SOFTWARE["deepspeed"], 64, 16, 1e9)
 SIZES: dict[str, list[tuple[float, ...]]] = {
     "product": [(512, 512, 128), (1024, 128, 4096)],

@@ -1,10 +1,12 @@
 """Terms of a step: what makes it longer or shorter, and by how much."""
 
+from dataclasses import replace
+
 import pytest
 
 from deepspeed_compress.planner.learning import critical_batch, extra_tokens, island_gap, loss_gap
 from deepspeed_compress.planner.predict import Prediction
-from tests.planner.jobs import LLAMA_70B, layout, predictor
+from tests.planner.jobs import LLAMA_7B, LLAMA_70B, TOY, layout, predictor
 
 
 def seconds(prediction: Prediction, name: str) -> float:
@@ -34,6 +36,38 @@ def test_fewer_bits_send_fewer_bytes(zero: int) -> None:
     assert sent == sorted(set(sent), reverse=True)
 
 
+@pytest.mark.parametrize(("gpus", "times"), [("64xH100", [2, 2, 2, 1]), ("64xCPU", [2, 2, 2, 2])])
+def test_uncompressed_gradients_travel_twice_unless_nccl_sends_them_to_owners(gpus: str, times: list[int]) -> None:
+    cluster = predictor(gpus)
+    whole = cluster.model.parameters * cluster.cluster.gpu.element * 63 / 64
+    sent = []
+    for zero in range(4):
+        terms = cluster.predict(layout(zero=zero, accumulation=1)).terms
+        sent += [term.inside + term.outside for term in terms if term.name == "gradients"]
+    assert [size / whole for size in sent] == pytest.approx(times)
+
+
+def test_deepspeed_waits_for_gloo_but_compressed_gradients_hide() -> None:
+    hidden = []
+    for bits in (0, 4):
+        terms = predictor("64xCPU").predict(layout(zero=2, gradient_bits=bits)).terms
+        hidden += [term.busy - term.seconds for term in terms if term.name == "gradients"]
+    assert hidden[0] == 0.0
+    assert hidden[1] > 0.0
+
+
+def test_a_single_message_cannot_hide() -> None:
+    small = predictor(model=TOY)
+    [gathered] = [one for one in small.predict(layout(zero=3, data=64)).terms if one.name == "gathered weights"]
+    assert gathered.seconds == gathered.busy
+
+
+def test_a_pipeline_sums_a_tied_embedding_between_two_stages() -> None:
+    for tied in (False, True):
+        terms = predictor(model=replace(LLAMA_70B, tied=tied)).predict(layout(data=32, pipeline=2)).terms
+        assert [term.outside for term in terms if term.name == "tied embedding"] == [2 * 128256 * 8192] * tied
+
+
 def test_hybrid_sharding_keeps_weights_inside_nodes() -> None:
     everywhere, inside = (predictor().predict(layout(zero=3, shard_within=size)) for size in (0, 8))
     on_network = [sum(term.outside for term in one.terms if "weights" in term.name) for one in (everywhere, inside)]
@@ -59,6 +93,21 @@ def test_a_stage_of_70b_does_not_fit_without_sharding() -> None:
     memory = predictor(model=LLAMA_70B).memory(layout(zero=1))
     assert memory.verdict(85e9) == "does not fit"
     assert predictor(model=LLAMA_70B).memory(layout(zero=3, recompute="full")).verdict(85e9) == "fits"
+
+
+def test_the_last_stage_is_the_fullest_if_its_logits_are() -> None:
+    """The first stage keeps more activations, unless they are computed again."""
+    few, many = (replace(LLAMA_70B, vocab=vocab) for vocab in (32000, 512000))
+    one = layout(tensor=8, data=2, pipeline=4, accumulation=1, recompute="full", engine="megatron")
+    logits = [predictor(model=model).memory(one).logits for model in (few, many)]
+    assert logits[0] == 0.0 < logits[1]
+
+
+def test_cpus_hold_everything_in_fp32() -> None:
+    states = [predictor("64xCPU").memory(layout(zero=zero)).states / LLAMA_7B.parameters for zero in range(4)]
+    assert states == pytest.approx([16, 8.25, 4.31, 0.375], rel=0.01)
+    half, full = (predictor(gpus).memory(layout(zero=3)) for gpus in ("64xA100", "64xCPU"))
+    assert 1.5 * half.activations < full.activations <= 2 * half.activations
 
 
 def test_states_follow_the_zero_stage() -> None:

@@ -59,6 +59,23 @@ def test_the_files_of_the_best_pass_the_linter(model: str, tmp_path: Path, capsy
     assert "--output: Megatron" in capsys.readouterr().err
 
 
+def test_a_hostfile_keeps_nodes_of_a_switch_together(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes, output = tmp_path / "nodes", tmp_path / "plan"
+    nodes.write_text("n1 left\nn2 right\nn3 left\nn4 right\n")
+    more = ("--gpus", "16xA100", "--gpus-per-node", "4", "--nodes", str(nodes))
+    assert plan(model, *more, "--output", str(output)) == 0
+    lines = (output / "hostfile").read_text().splitlines()
+    assert [line for line in lines if line[0] != "#"] == [f"{name} slots=4" for name in ("n1", "n3", "n2", "n4")]
+    assert "HOSTFILE=hostfile launch/multi_node.sh ds_config.json" in (output / "launch.sh").read_text()
+    assert plan(model, "--nodes", str(nodes), "--output", str(output)) == 1
+    assert plan(model, *more) == 1
+    errors = capsys.readouterr().err
+    assert "has 4 nodes, but 16 A100-80 in 2 nodes of 8" in errors
+    assert "--nodes: is for the hostfile" in errors
+
+
 def test_a_model_that_fits_nowhere_is_refused(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path(model).write_text(json.dumps(LLAMA | {"num_hidden_layers": 2000, "hidden_size": 8192}))
     assert plan(model) == 1
