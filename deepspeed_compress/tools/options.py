@@ -9,9 +9,8 @@ from typing import Any
 from deepspeed_compress.tools.arguments import epilog, integer_from, port, positive_integer, positive_number, rate
 from deepspeed_compress.tools.bench.options import emulation
 
+LAUNCHERS = ("deepspeed", "torchrun", "accelerate", "none")
 CLEAR_LOCKS = "remove locks that killed builds of DeepSpeed operators have left; otherwise programs wait for them"
-
-
 _CHECKPOINT: Mapping[str, tuple[str, Sequence[str]]] = MappingProxyType(
     {
         "list": (
@@ -51,9 +50,8 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     parsers = {name: _add(subjects, name, *row) for name, row in _CHECKPOINT.items()}
     for name, subparser in parsers.items():
         subparser.set_defaults(subject=name)
-        subparser.add_argument(
-            "directory", type=Path, metavar="DIR", help="directory that was passed to save_checkpoint"
-        )
+        what = "directory that was passed to save_checkpoint"
+        subparser.add_argument("directory", type=Path, metavar="DIR", help=what)
     parsers["verify"].add_argument("--tag", help="tag of one checkpoint (default: all)")
     convert = parsers["convert"]
     convert.add_argument("--tag", help="tag of the checkpoint (default: the one that `latest` names)")
@@ -94,10 +92,8 @@ def add_islands_arguments(parser: argparse.ArgumentParser) -> None:
     forget = _add(actions, "forget", what, ["islands forget localhost:29400 2", "islands forget 10.0.0.1:29400 2 5"])
     forget.set_defaults(action="forget")
     forget.add_argument("rendezvous", metavar="HOST:PORT", help="address of the coordinator")
-    what = "numbers of missing islands, as status prints them"
-    forget.add_argument(
-        "numbers", type=integer_from(0, "islands are numbered from 0"), nargs="+", metavar="N", help=what
-    )
+    what, number = "numbers of missing islands, as status prints them", integer_from(0, "islands are numbered from 0")
+    forget.add_argument("numbers", type=number, nargs="+", metavar="N", help=what)
     forget.add_argument("--json", action="store_true", help="print JSON, for programs")
     for subparser in (serve, status, forget):
         _add_tls_arguments(subparser)
@@ -203,12 +199,8 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--launcher",
-        choices=("deepspeed", "torchrun", "accelerate", "none"),
-        default="deepspeed",
-        help="launcher that starts the processes (default: deepspeed); with none, the script runs in this process",
-    )
+    what = "launcher that starts the processes (default: deepspeed); with none, the script runs in this process"
+    parser.add_argument("--launcher", choices=LAUNCHERS, default="deepspeed", help=what)
     _add_agent_arguments(parser.add_argument_group("restarts of lost ranks and hosts, in place of a launcher"))
     parser.add_argument("--clear-locks", action="store_true", help=CLEAR_LOCKS)
     what = "start even if the section of a DeepSpeed configuration seems misspelled, so that nothing is compressed"
@@ -216,12 +208,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     section = "file with the section, for programs that use DistributedDataParallel or fully_shard without DeepSpeed"
     parser.add_argument("--section", type=Path, metavar="FILE", help=section)
     _add_tls_arguments(parser)
-    parser.add_argument(
-        "arguments",
-        nargs=argparse.REMAINDER,
-        metavar="...",
-        help="options of the launcher, then SCRIPT and its arguments",
-    )
+    what = "options of the launcher, then SCRIPT and its arguments"
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=what)
 
 
 def _add_agent_arguments(group: argparse._ArgumentGroup) -> None:
@@ -243,13 +231,6 @@ def _add_agent_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--wait", default="10 min", metavar="TIME", help=what)
     what = "start each rank as a new process, which makes its own imports, instead of a fork"
     group.add_argument("--cold", action="store_true", help=what)
-
-
-def own_run_options() -> Mapping[str, int]:
-    """Return the number of values of each option that `run` itself takes."""
-    agent = ("restarts", "ranks", "hosts", "spares", "rendezvous", "hang", "grace", "wait")
-    valued = ("launcher", "section", *agent, "tls-certificate", "tls-authority")
-    return {**{f"--{name}": 1 for name in valued}, "--cold": 0, "--clear-locks": 0, "--allow-uncompressed": 0}
 
 
 def add_schema_arguments(parser: argparse.ArgumentParser) -> None:

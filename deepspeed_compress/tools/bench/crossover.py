@@ -10,9 +10,7 @@ from rich.table import Table
 
 from deepspeed_compress.config.numbers import shown
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.tools.bench.hosts import signals_as_exceptions
-from deepspeed_compress.tools.bench.links import check_machine
-from deepspeed_compress.tools.bench.rows import Row, check_launched, new_document, run_on_hosts, save_document
+from deepspeed_compress.tools.bench.rows import Row, new_document, run_ranks, save_document
 
 RANK_PROGRAM = "deepspeed_compress.tools.bench.crossover_rank"
 WIDTH = 132
@@ -23,35 +21,13 @@ def run(options: argparse.Namespace) -> int:
     """Measure, print and write. Return exit code 1 if the run failed, else 0."""
     if options.plot:
         raise ConfigError("--plot: draws collectives only; leave it out, or write --kind collectives")
-    rows, failed = _emulated(options) if options.emulate else _on_cluster(options)
+    rates = options.emulate.rates if options.emulate else [None]
+    rows, failed = run_ranks(options, RANK_PROGRAM, {"kind": options.kind, "rates": rates, "sizes": options.sizes})
     if rows:
         _show(rows)
     if rows and options.json:
         save_document(new_document(rows), options.json)
     return int(failed)
-
-
-def _emulated(options: argparse.Namespace) -> tuple[list[Row], bool]:
-    check_machine()
-    hosts = options.emulate
-    job = {"kind": options.kind, "rates": hosts.rates, "sizes": options.sizes}
-    with signals_as_exceptions():
-        rows, failure = run_on_hosts(hosts.hosts, RANK_PROGRAM, job, options.timeout, hosts.per_host)
-    return rows, failure is not None
-
-
-def _on_cluster(options: argparse.Namespace) -> tuple[list[Row], bool]:
-    check_launched()
-    import torch.distributed as dist
-
-    from deepspeed_compress.tools.bench.crossover_rank import measure_activations
-    from deepspeed_compress.tools.bench.gauges import join
-
-    join()
-    rows: list[Row] = []
-    measure_activations(options.kind, [None], options.sizes, rows.append, lambda text: print(f"  {text}", flush=True))
-    dist.destroy_process_group()
-    return rows, False
 
 
 def _show(rows: Sequence[Row]) -> None:

@@ -27,8 +27,6 @@ PEERS = (
 )
 KINDS = ("collectives", "tensor", "pipeline", "sequence")
 SIZES = ("4K", "16K", "64K", "256K", "1M", "4M", "16M")
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
-_COUNTS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
 @dataclass(frozen=True)
@@ -79,9 +77,8 @@ def _step_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--peers", nargs="*", choices=PEERS, default=["deepspeed"], metavar="PEER", help=peers)
     micro = "sequences in a micro-batch (default: as in the file)"
     what.add_argument("--micro-batch", type=positive_integer, metavar="N", help=micro)
-    what.add_argument(
-        "--seq-len", type=positive_integer, default=64, metavar="N", help="tokens in a sequence (default: 64)"
-    )
+    length = "tokens in a sequence (default: 64)"
+    what.add_argument("--seq-len", type=positive_integer, default=64, metavar="N", help=length)
     what.add_argument("--seed", type=int, default=0, metavar="N")
     steps = "measured steps: one number, or one per rate (default: 7, or 3 below 500 Mbit/s)"
     what.add_argument("--steps", type=positive_integer, nargs="+", metavar="N", help=steps)
@@ -170,7 +167,7 @@ def size(text: str) -> int:
     Raises:
         argparse.ArgumentTypeError: `text` is not such a number.
     """
-    return _number(text, _UNITS, "64K or 4M")
+    return _number(text, 2**10, "64K or 4M")
 
 
 def count(text: str) -> int:
@@ -179,14 +176,14 @@ def count(text: str) -> int:
     Raises:
         argparse.ArgumentTypeError: `text` is not such a number.
     """
-    return _number(text, _COUNTS, "100M or 1000000")
+    return _number(text, 10**3, "100M or 1000000")
 
 
-def _number(text: str, units: dict[str, int], example: str) -> int:
+def _number(text: str, thousand: int, example: str) -> int:
     found = re.fullmatch(r"(\d+)([KMG]?)", text)
     if found is None or int(found[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r}: write a positive number such as {example}")
-    return int(found[1]) * units[found[2]]
+    return int(found[1]) * thousand ** ("", "K", "M", "G").index(found[2])
 
 
 BENCHMARKS = {

@@ -19,9 +19,8 @@ _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)B", re.IGNORECASE)
 
 def add_lint_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `lint` to `parser`."""
-    parser.add_argument(
-        "files", nargs="*", default=["."], metavar="FILE", help="files, directories, base64, or - (default: .)"
-    )
+    what = "files, directories, base64, or - (default: .)"
+    parser.add_argument("files", nargs="*", default=["."], metavar="FILE", help=what)
     parser.add_argument("--version", action="version", version=f"ds-compress {__version__}")
     _add_files(parser.add_argument_group("files"))
     _add_rules(parser.add_argument_group("rules"))
@@ -38,29 +37,21 @@ def add_rule_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_files(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--exclude", type=_patterns, action="extend", metavar="PATTERNS", help="files and directories to pass over"
-    )
-    group.add_argument(
-        "--force-exclude",
-        action="store_true",
-        help="pass over excluded files, and files that are no configurations, even where FILE names them",
-    )
-    group.add_argument(
-        "--follow-outside",
-        action="store_true",
-        help="also read files outside of the project that a configuration or a link in it names",
-    )
+    what = "files and directories to pass over"
+    group.add_argument("--exclude", type=_patterns, action="extend", metavar="PATTERNS", help=what)
+    what = "pass over excluded files, and files that are no configurations, even where FILE names them"
+    group.add_argument("--force-exclude", action="store_true", help=what)
+    what = "also read files outside of the project that a configuration or a link in it names"
+    group.add_argument("--follow-outside", action="store_true", help=what)
     group.add_argument("--stdin-filename", metavar="NAME", help="name of what comes from standard input (-)")
     group.add_argument("--config", type=Path, metavar="TOML", help="settings, instead of the nearest pyproject.toml")
 
 
 def _add_rules(group: argparse._ArgumentGroup) -> None:
-    for option, default, meaning in (
-        ("--select", None, "rules to apply: codes, beginnings of codes, names, or ALL (default)"),
-        ("--ignore", [], "rules not to apply"),
-    ):
-        group.add_argument(option, type=_codes, action="extend", default=default, metavar="RULES", help=meaning)
+    what = "rules to apply: codes, beginnings of codes, names, or ALL (default)"
+    group.add_argument("--select", type=_codes, action="extend", metavar="RULES", help=what)
+    what = "rules not to apply"
+    group.add_argument("--ignore", type=_codes, action="extend", default=[], metavar="RULES", help=what)
 
 
 def _add_context(group: argparse._ArgumentGroup) -> None:
@@ -83,9 +74,8 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--output-file", type=Path, metavar="FILE", help="write findings to FILE")
     group.add_argument("--statistics", action="store_true", help="count findings by rule instead of showing them")
     group.add_argument("-q", "--quiet", action="store_true", help="findings and errors only: no summary, no notes")
-    group.add_argument(
-        "--exit-on", choices=SEVERITIES, help="least severity that makes the exit code 1 (default: warning)"
-    )
+    what = "least severity that makes the exit code 1 (default: warning)"
+    group.add_argument("--exit-on", choices=SEVERITIES, help=what)
     group.add_argument("--exit-zero", action="store_true", help="exit with 0 even if there are findings")
 
 

@@ -2,15 +2,11 @@
 
 import argparse
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 from deepspeed_compress.tools.arguments import integer_from
-from deepspeed_compress.tools.options import CLEAR_LOCKS
+from deepspeed_compress.tools.options import CLEAR_LOCKS, LAUNCHERS
 
-LAUNCHERS = ("deepspeed", "torchrun", "accelerate", "none")
 METRICS = ("step_time", "bytes")
 LEAST_STEPS = 10
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -18,15 +14,31 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `tune`, and the arguments that it passes on, to `parser`."""
-    for name, settings in _OPTIONS.items():
-        parser.add_argument(name, **settings)
-    passed = "options of the launcher, SCRIPT, arguments of SCRIPT, the file of --config among them"
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=passed)
-
-
-def own_options() -> dict[str, int]:
-    """Return the number of values of each option of `tune`, to tell them from the arguments that are passed on."""
-    return {name: 0 if settings.get("action") == "store_true" else 1 for name, settings in _OPTIONS.items()}
+    what = "DeepSpeed configuration that the script reads; it stays as it is"
+    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help=what)
+    what = "how far the loss may be above the one of uncompressed training (default: 0.5%%)"
+    parser.add_argument("--target-loss-gap", type=share, default=share("0.5%"), metavar="SHARE", help=what)
+    what = "such as 90s, 30m, 2h: the best so far is taken then (default: all rungs, however long)"
+    parser.add_argument("--time-budget", type=duration, metavar="TIME", help=what)
+    what = "where everything is written; finished trials in it are not run again (default: tuning_results)"
+    parser.add_argument("--output", type=Path, default=Path("tuning_results"), metavar="DIR", help=what)
+    what = "what is to be small: seconds of a step here, or bytes, for a network that is not here"
+    parser.add_argument("--metric", choices=METRICS, default="step_time", help=what)
+    what = "candidates of your own: a list of objects, each with keys of the section, and a name"
+    parser.add_argument("--space", type=Path, metavar="FILE.json", help=what)
+    what = "optimizer steps of a trial of the first rung; three times as many in each further (default: 30)"
+    parser.add_argument("--steps", type=integer_from(LEAST_STEPS), default=30, metavar="N", help=what)
+    parser.add_argument("--rungs", type=integer_from(1), default=3, metavar="N", help="rungs (default: 3)")
+    what = (
+        "such as 10m, 1h: a trial that takes longer is ended, uncompressed training too (default: no limit for that, "
+        "and about three times as long as it took for all others)"
+    )
+    parser.add_argument("--trial-timeout", type=duration, metavar="TIME", help=what)
+    parser.add_argument("--clear-locks", action="store_true", help=CLEAR_LOCKS)
+    what = "what starts the processes (default: deepspeed); none is one process without a launcher"
+    parser.add_argument("--launcher", choices=LAUNCHERS, default="deepspeed", help=what)
+    what = "options of the launcher, SCRIPT, arguments of SCRIPT, the file of --config among them"
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=what)
 
 
 def share(text: str) -> float:
@@ -55,61 +67,3 @@ def duration(text: str) -> float:
     if not seconds:
         raise argparse.ArgumentTypeError(f"{text!r} leaves no time for a trial (allowed: 1s and more)")
     return float(seconds)
-
-
-_OPTIONS: Mapping[str, dict[str, Any]] = MappingProxyType(
-    {
-        "--config": {
-            "type": Path,
-            "required": True,
-            "metavar": "FILE",
-            "help": "DeepSpeed configuration that the script reads; it stays as it is",
-        },
-        "--target-loss-gap": {
-            "type": share,
-            "default": share("0.5%"),
-            "metavar": "SHARE",
-            "help": "how far the loss may be above the one of uncompressed training (default: 0.5%%)",
-        },
-        "--time-budget": {
-            "type": duration,
-            "metavar": "TIME",
-            "help": "such as 90s, 30m, 2h: the best so far is taken then (default: all rungs, however long)",
-        },
-        "--output": {
-            "type": Path,
-            "default": Path("tuning_results"),
-            "metavar": "DIR",
-            "help": "where everything is written; finished trials in it are not run again (default: tuning_results)",
-        },
-        "--metric": {
-            "choices": METRICS,
-            "default": "step_time",
-            "help": "what is to be small: seconds of a step here, or bytes, for a network that is not here",
-        },
-        "--space": {
-            "type": Path,
-            "metavar": "FILE.json",
-            "help": "candidates of your own: a list of objects, each with keys of the section, and a name",
-        },
-        "--steps": {
-            "type": integer_from(LEAST_STEPS),
-            "default": 30,
-            "metavar": "N",
-            "help": "optimizer steps of a trial of the first rung; three times as many in each further (default: 30)",
-        },
-        "--rungs": {"type": integer_from(1), "default": 3, "metavar": "N", "help": "rungs (default: 3)"},
-        "--trial-timeout": {
-            "type": duration,
-            "metavar": "TIME",
-            "help": "such as 10m, 1h: a trial that takes longer is ended, uncompressed training too (default: no limit "
-            "for that, and about three times as long as it took for all others)",
-        },
-        "--clear-locks": {"action": "store_true", "help": CLEAR_LOCKS},
-        "--launcher": {
-            "choices": LAUNCHERS,
-            "default": "deepspeed",
-            "help": "what starts the processes (default: deepspeed); none is one process without a launcher",
-        },
-    }
-)

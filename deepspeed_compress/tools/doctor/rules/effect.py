@@ -10,12 +10,7 @@ from deepspeed_compress.tools.doctor.patches import with_gradients, with_section
 from deepspeed_compress.tools.doctor.rule import rule
 
 
-@rule(
-    name="nothing-compressed",
-    severity="warning",
-    summary="how much of the gradients is excluded from compression",
-    needs=("bytes_raw",),
-)
+@rule("warning", "how much of the gradients is excluded from compression", "bytes_raw")
 def nothing_compressed(case: Case) -> Iterator[Diagnostic]:
     parts = [raw / sent for raw, sent in zip(case.values("bytes_raw"), case.values("bytes_sent"), strict=False) if sent]
     share = sorted(parts)[len(parts) // 2] if parts else 0.0
@@ -49,12 +44,7 @@ def _include_more(case: Case) -> tuple[str, dict[str, Any] | None]:
     return "Stages or tensor-parallel ranks share these parameters, and no setting compresses them.", None
 
 
-@rule(
-    name="never-in-force",
-    severity=None,
-    summary="whether the chosen method was in force",
-    needs=("config",),
-)
+@rule(None, "whether the chosen method was in force", "config")
 def never_in_force(case: Case) -> Iterator[Diagnostic]:
     """Report a method that was in force in no measured step, unless the policy decided so."""
     section = case.run.section
@@ -100,12 +90,7 @@ def _schedule(case: Case, last: int) -> tuple[str, dict[str, Any] | None]:
     return "the schedule never reaches it", None
 
 
-@rule(
-    name="no-ratio",
-    severity="warning",
-    summary="whether the method saves bytes",
-    needs=("config", "ratio"),
-)
+@rule("warning", "whether the method saves bytes", "config", "ratio")
 def no_ratio(case: Case) -> Iterator[Diagnostic]:
     """Report that the settings save almost no bytes.
 

@@ -9,12 +9,7 @@ from deepspeed_compress.tools.doctor.patches import with_section
 from deepspeed_compress.tools.doctor.rule import rule
 
 
-@rule(
-    name="old-rollouts",
-    severity="warning",
-    summary="whether rollouts come from weights that are too old",
-    needs=("config", "lag"),
-)
+@rule("warning", "whether rollouts come from weights that are too old", "config", "lag")
 def old_rollouts(case: Case) -> Iterator[Diagnostic]:
     settings = case.run.section.rollout if case.run.section is not None else None
     lags = case.values("rollout_lag", case.run.versions)
@@ -34,12 +29,7 @@ def old_rollouts(case: Case) -> Iterator[Diagnostic]:
     )
 
 
-@rule(
-    name="frequent-full-copies",
-    severity="warning",
-    summary="whether full copies of weights for rollout workers outweigh the changes",
-    needs=("config", "versions"),
-)
+@rule("warning", "whether full copies of weights for rollout workers outweigh the changes", "config", "versions")
 def frequent_full_copies(case: Case) -> Iterator[Diagnostic]:
     """Report full copies with most of the bytes. The first version of a run needs one, and is left out."""
     settings = case.run.section.rollout if case.run.section is not None else None

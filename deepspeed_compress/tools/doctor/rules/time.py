@@ -16,12 +16,7 @@ Config = Mapping[str, Any]
 Remedy = tuple[str, dict[str, Any] | None]
 
 
-@rule(
-    name="communication-bound",
-    severity="warning",
-    summary="how much of a step is spent waiting for messages",
-    needs=("times", "config"),
-)
+@rule("warning", "how much of a step is spent waiting for messages", "times", "config")
 def communication_bound(case: Case) -> Iterator[Diagnostic]:
     times = case.times
     assert times is not None, "the rule needs times"
@@ -70,12 +65,7 @@ def _less_often(case: Case, why: str) -> Remedy:
     return f"{why} Use larger micro-batches; or {other}.".strip(), None
 
 
-@rule(
-    name="slow-kernels",
-    severity="warning",
-    summary="how fast gradients are encoded",
-    needs=("times", "config"),
-)
+@rule("warning", "how fast gradients are encoded", "times", "config")
 def slow_kernels(case: Case) -> Iterator[Diagnostic]:
     rate = _slow_rate(case)
     times = case.times
@@ -109,12 +99,7 @@ def _cost_figures(times: Times) -> dict[str, Any]:
     return {"encoding and decoding, ms": times.cost, "encoding and decoding, part of a step": times.cost / times.step}
 
 
-@rule(
-    name="compression-bound",
-    severity="warning",
-    summary="how much of a step is spent encoding and decoding",
-    needs=("times",),
-)
+@rule("warning", "how much of a step is spent encoding and decoding", "times")
 def compression_bound(case: Case) -> Iterator[Diagnostic]:
     """Report that encoding takes long although, as far as is known, it saves more time than it takes."""
     times, section = case.times, case.run.section
@@ -176,12 +161,7 @@ def _lost_share(case: Case) -> float:
     return max(estimated, measured) if estimated > limits.gain or measured > limits.own_gain else 0.0
 
 
-@rule(
-    name="compression-does-not-pay",
-    severity="warning",
-    summary="whether fewer bytes save more time than encoding takes",
-    needs=("times",),
-)
+@rule("warning", "whether fewer bytes save more time than encoding takes", "times")
 def compression_does_not_pay(case: Case) -> Iterator[Diagnostic]:
     times, section, lost = case.times, case.run.section, _lost_share(case)
     if times is None or not lost:
@@ -203,12 +183,7 @@ def compression_does_not_pay(case: Case) -> Iterator[Diagnostic]:
     )
 
 
-@rule(
-    name="activations-do-not-pay",
-    severity="warning",
-    summary="whether compressed activations save more time than encoding takes",
-    needs=("events",),
-)
+@rule("warning", "whether compressed activations save more time than encoding takes", "events")
 def activations_do_not_pay(case: Case) -> Iterator[Diagnostic]:
     """Report kinds of activations that were measured at the start of the last process, and cost time on its link."""
     process = _started(case.run.steps[-1])
