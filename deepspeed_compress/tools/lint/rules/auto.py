@@ -2,13 +2,12 @@
 
 from deepspeed_compress.diagnostics import Path
 from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.fixes import fix, remove, replace
+from deepspeed_compress.tools.lint.fixes import fix, remove
 from deepspeed_compress.tools.lint.keys import OUR_SECTION, known_values
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import finding, hugging_face, params
+from deepspeed_compress.tools.lint.rules.common import BUCKETS, corrected, finding, hugging_face, params
 from deepspeed_compress.tools.lint.values import AUTO, leaves, means_auto, name, show
 
-_BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 _BY_BOTH: frozenset[Path] = frozenset(
     {
         ("train_batch_size",),
@@ -26,7 +25,7 @@ _BY_BOTH: frozenset[Path] = frozenset(
         ("scheduler", "params", "total_num_steps"),
         ("zero_optimization", "stage"),
         ("zero_optimization", "stage3_gather_16bit_weights_on_model_save"),
-        *(("zero_optimization", bucket) for bucket in _BUCKETS),
+        *(("zero_optimization", bucket) for bucket in BUCKETS),
         *(
             ("zero_optimization", part, key)
             for part in ("offload_optimizer", "offload_param")
@@ -133,4 +132,4 @@ def auto_misspelled(document: Document, context: Context) -> Findings:
         value = document.get(*path)
         if value != AUTO and means_auto(value) and path[-1] not in _NAMES:
             what = f'{show(value)} is not the word that Hugging Face replaces (allowed: "auto")'
-            yield finding(path, what, '"auto"', fix("Write auto", replace(document, path, AUTO)))
+            yield corrected(document, path, what, AUTO, "Write auto")

@@ -8,11 +8,18 @@ from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import add, fix, remove, replace
 from deepspeed_compress.tools.lint.keys import OUR_SECTION
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import ZERO, finding, hugging_face, key_finding, stage
+from deepspeed_compress.tools.lint.rules.common import (
+    BUCKETS,
+    ZERO,
+    corrected,
+    finding,
+    hugging_face,
+    key_finding,
+    stage,
+)
 from deepspeed_compress.tools.lint.values import AUTO, show
 
 _HALVES: tuple[Path, ...] = (("fp16", "enabled"), ("bf16", "enabled"))
-_BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 _CALCULATED: Mapping[Path, str] = {
     ("train_batch_size",): "per_device_train_batch_size x gradient_accumulation_steps x ranks",
     ("scheduler", "params", "total_num_steps"): "the number of steps of the run",
@@ -61,7 +68,7 @@ def hf_hidden_size_missing(document: Document, context: Context) -> Findings:
     """
     if context.model is None or not hugging_face(context) or _hidden_size(context.model, context.framework):
         return
-    for bucket in _BUCKETS:
+    for bucket in BUCKETS:
         if document.get(ZERO, bucket) == AUTO:
             what = f'"auto" at {bucket} needs the hidden_size of the model, whose config.json has none'
             yield finding((ZERO, bucket), what, "a number of elements")
@@ -142,7 +149,7 @@ def hf_text_for_a_boolean(document: Document, context: Context) -> Findings:
         meant = document.truth(*path)
         if isinstance(document.get(*path), str) and meant is not None:
             what = f"{show(document.get(*path))} is text, which differs from the Trainer's {path[0]}, and it stops"
-            yield finding(path, what, show(meant), fix("Write a boolean", replace(document, path, meant)))
+            yield corrected(document, path, what, meant, "Write a boolean")
 
 
 @rule("DSC716", "warning")
@@ -219,9 +226,8 @@ def hf_scheduler_replaced(document: Document, context: Context) -> Findings:
     if context.framework == "hf" and isinstance(value, str) and value != "WarmupDecayLR":
         what = f"{show(value)} silently replaces the Trainer's lr_scheduler_type"
         correction = fix("Remove the section", remove(document, ("scheduler",)), safe=False)
-        yield key_finding(
-            ("scheduler",), what, "nothing: remove the section, and lr_scheduler_type takes effect", correction
-        )
+        instead = "nothing: remove the section, and lr_scheduler_type takes effect"
+        yield key_finding(("scheduler",), what, instead, correction)
 
 
 @rule("DSC719", "info")
@@ -244,10 +250,8 @@ def hf_stage_3_batch_on_cpu(document: Document, context: Context) -> Findings:
     """
     ours = isinstance(document.get(OUR_SECTION), dict)
     if context.framework == "hf" and ours and stage(document) == 3 and document.get("train_batch_size") == AUTO:
-        what = (
-            '"auto" may fail on CPUs with stage 3 and several processes: weights are partitioned before DeepSpeed '
-            "counts more than one"
-        )
+        why = "weights are partitioned before DeepSpeed counts more than one"
+        what = f'"auto" may fail on CPUs with stage 3 and several processes: {why}'
         correction = fix("Remove it", remove(document, ("train_batch_size",)))
         yield finding(("train_batch_size",), what, "nothing: train_micro_batch_size_per_gpu is enough", correction)
 

@@ -2,7 +2,7 @@
 
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import ZERO, bf16, finding, offload, stage
+from deepspeed_compress.tools.lint.rules.common import ZERO, chooses_bf16_optimizer, finding, offload, stage
 from deepspeed_compress.tools.lint.values import show
 
 
@@ -35,11 +35,6 @@ def _norm_with_others(document: Document) -> bool:
     return _no_norm(document) and stage(document) in (1, 2)
 
 
-def _wide_bf16(document: Document) -> bool:
-    wide = document.get("data_types", "grad_accum_dtype") in ("fp32", "float32", "float", "torch.float32")
-    return stage(document) == 1 and wide and bf16(document) and offload(document, "offload_optimizer") != "cpu"
-
-
 @rule("DSC331", "error")
 def no_grad_norm_with_clipping(document: Document, context: Context) -> Findings:
     """compute_grad_norm is false while gradients are clipped.
@@ -54,7 +49,7 @@ def no_grad_norm_with_clipping(document: Document, context: Context) -> Findings
     Proof: raises requires gradient_clipping=0
     """
     clipping = document.number("gradient_clipping", default=1.0)
-    if _norm_with_others(document) and clipping is not None and clipping > 0 and not _wide_bf16(document):
+    if _norm_with_others(document) and clipping is not None and clipping > 0 and not chooses_bf16_optimizer(document):
         given = "" if document.has("gradient_clipping") else ", its default"
         what = f"false needs gradient_clipping 0, and it is {show(clipping)}{given}"
         yield finding(_NORM, what, '"gradient_clipping": 0 as well, or true')
@@ -74,7 +69,7 @@ def no_grad_norm_bf16_optimizer(document: Document, context: Context) -> Finding
         "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}}
     Proof: raises does not support ZeRO Stage 1 with BF16
     """
-    if _norm_with_others(document) and _wide_bf16(document):
+    if _norm_with_others(document) and chooses_bf16_optimizer(document):
         what = "false is refused with bf16, stage 1 and accumulation in fp32"
         yield finding(_NORM, what, "true, or stage 2")
 

@@ -3,7 +3,7 @@
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, replace
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import ZERO, finding, key_finding, offload, stage
+from deepspeed_compress.tools.lint.rules.common import ZERO, finding, key_finding, offload, stage, zenflow
 from deepspeed_compress.tools.lint.values import AUTO, integer, listed, show
 
 
@@ -73,9 +73,8 @@ def super_offload_without_stage_3(document: Document, context: Context) -> Findi
     """
     path = (ZERO, "offload_optimizer", "super_offload")
     if document.is_true(*path) and stage(document) in (0, 1, 2):
-        yield finding(
-            path, f"true has no effect with stage {stage(document)} (allowed: with stage 3)", "stage 3, or false"
-        )
+        what = f"true has no effect with stage {stage(document)} (allowed: with stage 3)"
+        yield finding(path, what, "stage 3, or false")
 
 
 @rule("DSC406", "error")
@@ -92,8 +91,7 @@ def nvme_without_path(document: Document, context: Context) -> Findings:
     Proof: raises NoneType|nvme_path
     """
     for what in ("offload_param", "offload_optimizer"):
-        path = document.get(ZERO, what, "nvme_path")
-        missing = path is None or path == ""
+        missing = document.get(ZERO, what, "nvme_path") in (None, "")
         if offload(document, what) == "nvme" and missing and stage(document) == 3:
             yield finding((ZERO, what, "device"), '"nvme" without nvme_path', '"nvme_path": "/local_nvme" as well')
 
@@ -112,8 +110,8 @@ def nvme_without_stage_3(document: Document, context: Context) -> Findings:
     """
     if offload(document, "offload_optimizer") == "nvme" and stage(document) in (1, 2):
         what = f'"nvme" means "cpu" with stage {stage(document)}: only stage 3 swaps to disks'
-        correction = fix("Write cpu", replace(document, (ZERO, "offload_optimizer", "device"), "cpu"))
-        yield finding((ZERO, "offload_optimizer", "device"), what, '"cpu", or stage 3', correction)
+        path = (ZERO, "offload_optimizer", "device")
+        yield finding(path, what, '"cpu", or stage 3', fix("Write cpu", replace(document, path, "cpu")))
 
 
 @rule("DSC408", "info")
@@ -129,11 +127,9 @@ def nvme_path_unused(document: Document, context: Context) -> Findings:
     Proof: accepts nothing is written to the path
     """
     for what in ("offload_param", "offload_optimizer"):
-        path = document.get(ZERO, what, "nvme_path")
-        if isinstance(path, str) and path not in ("", "none", AUTO) and offload(document, what) == "cpu":
-            yield finding(
-                (ZERO, what, "nvme_path"), 'has no effect with device "cpu"', '"device": "nvme", or remove the key'
-            )
+        path = (ZERO, what, "nvme_path")
+        if document.string(*path) not in ("", "none", AUTO) and offload(document, what) == "cpu":
+            yield finding(path, 'has no effect with device "cpu"', '"device": "nvme", or remove the key')
             return  # the other one was copied together with it
 
 
@@ -158,10 +154,6 @@ def offload_of_client_optimizer(document: Document, context: Context) -> Finding
         yield key_finding((ZERO, "offload_optimizer"), what, instead)
 
 
-def _zenflow(document: Document) -> bool:
-    return isinstance(document.get(ZERO, "zenflow"), dict)
-
-
 _ZENFLOW = (ZERO, "zenflow")
 _STRATEGIES = ("auto", "step", "epoch")
 
@@ -178,7 +170,7 @@ def zenflow_without_offload(document: Document, context: Context) -> Findings:
         "zero_optimization": {"stage": 2, "zenflow": {}, "offload_optimizer": {"device": "cpu"}}}
     Proof: raises Zenflow must be used with cpu offload
     """
-    if _zenflow(document) and stage(document) in (1, 2) and not offload(document, "offload_optimizer"):
+    if zenflow(document) and stage(document) in (1, 2) and not offload(document, "offload_optimizer"):
         what = "ZenFlow needs an optimizer on the CPU"
         yield key_finding(_ZENFLOW, what, '"offload_optimizer": {"device": "cpu"} as well')
 
@@ -198,7 +190,7 @@ def zenflow_strategy(document: Document, context: Context) -> Findings:
     Proof: raises select_strategy must be one of
     """
     value = document.get(*_ZENFLOW, "select_strategy", default=AUTO)
-    if _zenflow(document) and isinstance(value, str) and value not in _STRATEGIES:
+    if zenflow(document) and isinstance(value, str) and value not in _STRATEGIES:
         what = f"{show(value)} is not known (allowed: {listed(_STRATEGIES)})"
         yield finding((*_ZENFLOW, "select_strategy"), what, '"auto", "step" or "epoch"')
 
@@ -219,7 +211,7 @@ def zenflow_select_interval(document: Document, context: Context) -> Findings:
     """
     settings = document.section(*_ZENFLOW)
     strategy, interval = settings.get("select_strategy", AUTO), settings.get("select_interval", AUTO)
-    if not _zenflow(document) or stage(document) == 0:
+    if not zenflow(document) or stage(document) == 0:
         return
     if strategy == AUTO and integer(interval) is not None:
         what = f'{show(interval)} contradicts select_strategy "auto", which sets it (allowed: "auto")'
@@ -264,5 +256,5 @@ def zenflow_without_zero(document: Document, context: Context) -> Findings:
         "zero_optimization": {"stage": 2, "zenflow": {}, "offload_optimizer": {"device": "cpu"}}}
     Proof: accepts the usual optimizer is used
     """
-    if _zenflow(document) and stage(document) == 0 and "stage" in document.section(ZERO):
+    if zenflow(document) and stage(document) == 0 and "stage" in document.section(ZERO):
         yield key_finding(_ZENFLOW, "ZenFlow has no effect with stage 0", "stage 1 to 3, or remove the key")

@@ -1,17 +1,27 @@
 """Rules on the optimizer: its type and its parameters."""
 
 from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.fixes import fix, move, remove, rename, replace
+from deepspeed_compress.tools.lint.fixes import fix, move, remove
 from deepspeed_compress.tools.lint.keys import closest, keys
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import finding, fp16, key_finding, offload, optimizer, params, stage
+from deepspeed_compress.tools.lint.rules.common import (
+    ONE_BIT,
+    finding,
+    fp16,
+    key_finding,
+    offload,
+    optimizer,
+    params,
+    stage,
+    unknown_parameter,
+    unknown_word,
+)
 from deepspeed_compress.tools.lint.values import number, show
 
 _PARAMS = ("optimizer", "params")
 _TYPE = ("optimizer", "type")
 _FELT = 0.05
 """Weight decay from which its kind makes a difference. Examples have 3e-7 to 0.01."""
-_REMOVED = frozenset({"onebitadam", "zerooneadam", "onebitlamb"})
 
 
 def _known(document: Document) -> str | None:
@@ -42,12 +52,10 @@ def unknown_optimizer(document: Document, context: Context) -> Findings:
     Proof: raises is not a supported DeepSpeed Optimizer
     """
     value = document.get(*_TYPE)
-    if isinstance(value, str) and value.lower() not in _REMOVED and _known(document) is None:
+    if isinstance(value, str) and value.lower() not in ONE_BIT and _known(document) is None:
         names = {name: None for name in keys().optimizers if "+" not in name}
-        close = closest(value, names)
         what = f"{show(value)} is neither an optimizer of DeepSpeed nor of torch.optim"
-        correction = fix(f"Write {close}", replace(document, _TYPE, close), safe=False) if close else None
-        yield finding(_TYPE, what, f'"{close}", if you meant that' if close else '"AdamW", for instance', correction)
+        yield unknown_word(document, _TYPE, names, what, '"AdamW"')
 
 
 @rule("DSC503", "warning")
@@ -79,14 +87,8 @@ def unknown_optimizer_parameter(document: Document, context: Context) -> Finding
     # The parameters of some optimizers are not known, and Muon ignores those that it does not know.
     for key in params(document, "optimizer") if names and known != "muon" else ():
         if key not in names and key != "max_grad_norm":
-            close = closest(key, names)
             what = f'"{key}" is not a parameter of {show(document.get(*_TYPE))}'
-            path = (*_PARAMS, key)
-            correction = fix(f"Rename to {close}", rename(document, path, close), safe=False) if close else None
-            instead = f'"{close}", if you meant that' if close else "nothing: remove the key"
-            yield key_finding(
-                path, what, instead, correction if not (close and document.has(*_PARAMS, close)) else None
-            )
+            yield unknown_parameter(document, (*_PARAMS, key), names, what)
 
 
 @rule("DSC510", "warning")
@@ -156,9 +158,8 @@ def betas_range(document: Document, context: Context) -> Findings:
     """
     value = document.get(*_PARAMS, "betas")
     if isinstance(value, list):
-        numbers = [number(beta) for beta in value]
-        fine = len(numbers) == 2 and all(beta is not None and 0 <= beta < 1 for beta in numbers)
-        if not fine:
+        numbers = [beta for beta in map(number, value) if beta is not None and 0 <= beta < 1]
+        if not len(numbers) == len(value) == 2:
             what = f"{show(value)} are not two numbers from 0 to below 1"
             yield finding((*_PARAMS, "betas"), what, "[0.9, 0.999], for instance")
 

@@ -172,11 +172,8 @@ def compress_universal_resume(document: Document, context: Context) -> Findings:
     saving = document.section(OUR_SECTION, "checkpointing")
     goes_on = saving.get("directory") is not None and saving.get("resume") is not False
     if goes_on and document.get("checkpoint", "load_universal") is True:
-        yield finding(
-            ("checkpoint", "load_universal"),
-            "load_checkpoint loads the universal checkpoint each time, whatever this run has saved since",
-            "nothing, once the run has saved a checkpoint of its own",
-        )
+        what = "load_checkpoint loads the universal checkpoint each time, whatever this run has saved since"
+        yield finding(("checkpoint", "load_universal"), what, "nothing, once the run has saved a checkpoint of its own")
 
 
 @rule("DSC914", "warning")
@@ -195,11 +192,9 @@ def compress_rollout_rounding(document: Document, context: Context) -> Findings:
     rollout, rate = document.section(OUR_SECTION, "rollout"), document.get("optimizer", "params", "lr")
     rounded = rollout.get("method") == "blockwise" and rollout.get("bits") == 4
     if rounded and rollout.get("dtype") != "fp32" and isinstance(rate, int | float) and 0 < rate <= _FEW_CHANGES:
-        yield finding(
-            (OUR_SECTION, "rollout", "method"),
-            f'"blockwise" loses accuracy and saves nothing at a learning rate of {rate:g}',
-            '"exact", or "dtype": "fp32" if rollout workers need more than 16 bits',
-        )
+        what = f'"blockwise" loses accuracy and saves nothing at a learning rate of {rate:g}'
+        instead = '"exact", or "dtype": "fp32" if rollout workers need more than 16 bits'
+        yield finding((OUR_SECTION, "rollout", "method"), what, instead)
 
 
 _FEW_CHANGES = 1e-5

@@ -3,17 +3,13 @@
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, replace
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import ZERO, finding, hugging_face, stage, stages
+from deepspeed_compress.tools.lint.rules.common import ZERO, corrected, finding, hugging_face, stage, stages
 from deepspeed_compress.tools.lint.values import integer, number, show, truth
 
 
-def _pipelined(document: Document) -> bool:
-    return document.has("pipeline") or stages(document) > 1
-
-
-def _ignored(document: Document, context: Context) -> bool:
-    """Return True if the program that reads the file ignores the section `pipeline`."""
-    return hugging_face(context) and document.has("pipeline")
+def _pipelined(document: Document, context: Context) -> bool:
+    """Return True if the model is a pipeline. Hugging Face ignores the section `pipeline`, whatever it says."""
+    return not hugging_face(context) if document.has("pipeline") else stages(document) > 1
 
 
 @rule("DSC600", "error")
@@ -29,13 +25,10 @@ def pipeline_with_zero_2_or_3(document: Document, context: Context) -> Findings:
     Context: {"world_size": 2}
     Proof: raises ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism
     """
-    if _ignored(document, context):
-        return
     # Our own section's rules compare its stages with ZeRO.
-    if document.has("pipeline") and stage(document) in (2, 3):
+    if document.has("pipeline") and stage(document) in (2, 3) and not hugging_face(context):
         what = f"stage {stage(document)} does not work with pipelines (allowed: 0, 1)"
-        correction = fix("Write stage 1", replace(document, (ZERO, "stage"), 1), safe=False)
-        yield finding((ZERO, "stage"), what, "1", correction)
+        yield corrected(document, (ZERO, "stage"), what, 1, "Write stage 1", safe=False)
 
 
 @rule("DSC601", "warning")
@@ -53,11 +46,9 @@ def pipeline_overlap_ignored(document: Document, context: Context) -> Findings:
     Context: {"world_size": 2}
     Proof: warns Pipeline parallelism does not support overlapped communication
     """
-    if _ignored(document, context):
-        return
-    if _pipelined(document) and document.is_true(ZERO, "overlap_comm") and stage(document) == 1:
-        correction = fix("Write false", replace(document, (ZERO, "overlap_comm"), False))
-        yield finding((ZERO, "overlap_comm"), "true has no effect with pipelines", "false", correction)
+    path = (ZERO, "overlap_comm")
+    if _pipelined(document, context) and document.is_true(*path) and stage(document) == 1:
+        yield corrected(document, path, "true has no effect with pipelines", False, "Write false")
 
 
 @rule("DSC602", "error")
@@ -73,16 +64,12 @@ def pipeline_partition_boolean(document: Document, context: Context) -> Findings
     Context: {"world_size": 2}
     Proof: raises AssertionError
     """
-    if _ignored(document, context):
-        return
-    for key in ("pipe_partitioned", "grad_partitioned"):
-        value = document.get("pipeline", key, default=True)
-        if not isinstance(value, bool):
-            meant = truth(value)
-            correction = None if meant is None else fix("Write a boolean", replace(document, ("pipeline", key), meant))
-            yield finding(
-                ("pipeline", key), f"{show(value)} is not a boolean (allowed: true, false)", "true", correction
-            )
+    for path in (("pipeline", "pipe_partitioned"), ("pipeline", "grad_partitioned")):
+        value = document.get(*path, default=True)
+        if not isinstance(value, bool) and not hugging_face(context):
+            what, meant = f"{show(value)} is not a boolean (allowed: true, false)", truth(value)
+            correction = None if meant is None else fix("Write a boolean", replace(document, path, meant))
+            yield finding(path, what, "true", correction)
 
 
 @rule("DSC603", "error")
@@ -98,11 +85,9 @@ def pipeline_interval_number(document: Document, context: Context) -> Findings:
     Context: {"world_size": 2}
     Proof: raises TypeError
     """
-    if _ignored(document, context):
-        return
-    value = document.get("pipeline", "activation_checkpoint_interval", default=0)
-    if number(value) is None:
-        path = ("pipeline", "activation_checkpoint_interval")
+    path = ("pipeline", "activation_checkpoint_interval")
+    value = document.get(*path, default=0)
+    if number(value) is None and not hugging_face(context):
         meant = integer(value)
         correction = None if meant is None else fix("Write a number", replace(document, path, meant))
         yield finding(path, f"{show(value)} is not a number (allowed: 0 or more)", "1", correction)
@@ -121,10 +106,9 @@ def pipeline_divides_world(document: Document, context: Context) -> Findings:
     Context: {"world_size": 2}
     Proof: raises must divide distributed world size
     """
-    if _ignored(document, context):
-        return
     count, world = document.integer("pipeline", "stages"), context.world_size
-    if count is not None and count > 0 and world is not None and world % count:
+    divides = count is None or count <= 0 or world is None or world % count == 0
+    if not divides and not hugging_face(context):
         yield finding(("pipeline", "stages"), f"{count} stages do not divide {world} ranks", f"a divisor of {world}")
 
 
@@ -144,11 +128,9 @@ def few_micro_batches(document: Document, context: Context) -> Findings:
     Context: {"world_size": 2}
     Proof: accepts ranks are idle most of the time
     """
-    if _ignored(document, context):
-        return
     count, steps = stages(document), document.integer("gradient_accumulation_steps", default=1)
     given = document.has("gradient_accumulation_steps") or document.get("train_batch_size") is None
-    if count > 1 and steps is not None and 0 < steps < count and given:
+    if _pipelined(document, context) and steps is not None and 0 < steps < count and given:
         idle = round(100 * (count - 1) / (steps + count - 1))
         what = f"{steps} micro-batches in {count} stages leave each rank idle for {idle} % of the time"
         yield finding(("gradient_accumulation_steps",), what, f"{4 * count} or more")
@@ -167,9 +149,7 @@ def unmanaged_pipeline(document: Document, context: Context) -> Findings:
     Context: {"world_size": 2}
     Proof: raises is not supported with pipeline parallelism
     """
-    if _ignored(document, context):
-        return
-    if _pipelined(document) and document.get("managed_gradient_accumulation", default=True) is False:
+    if _pipelined(document, context) and document.get("managed_gradient_accumulation", default=True) is False:
         yield finding(("managed_gradient_accumulation",), "false is refused with pipelines", "true")
 
 
@@ -188,10 +168,8 @@ def more_stages_than_layers(document: Document, context: Context) -> Findings:
     Context: {"world_size": 4, "model": {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 4}}
     Proof: accepts ranks without layers do nothing useful
     """
-    if _ignored(document, context):
-        return
     layers, count = integer((context.model or {}).get("num_hidden_layers")), stages(document)
-    if layers is not None and count > layers + 2:
+    if _pipelined(document, context) and layers is not None and count > layers + 2:
         where = ("pipeline", "stages") if document.has("pipeline", "stages") else ("deepspeed_compress", "parallelism")
         what = f"{count} stages are more than the {layers} layers, embedding and head of the model"
         yield finding(where, what, f"{layers + 2} or fewer")

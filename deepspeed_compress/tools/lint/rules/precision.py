@@ -2,7 +2,16 @@
 
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import ZERO, bf16, finding, fp16, offload, stage
+from deepspeed_compress.tools.lint.rules.common import (
+    ZERO,
+    bf16,
+    chooses_bf16_optimizer,
+    finding,
+    fp16,
+    left_open,
+    offload,
+    stage,
+)
 from deepspeed_compress.tools.lint.values import AUTO, show
 
 _DTYPES = {
@@ -34,11 +43,6 @@ def _dtype(document: Document, key: str) -> str | None:
     return _DTYPES.get(value) if isinstance(value, str) else None
 
 
-def _left_open(document: Document) -> bool:
-    """Return True if Hugging Face fills in the precision."""
-    return AUTO in (document.get("fp16", "enabled"), document.get("bf16", "enabled"))
-
-
 @rule("DSC300", "error")
 def fp16_and_bf16(document: Document, context: Context) -> Findings:
     """fp16 and bf16 are both enabled.
@@ -66,7 +70,7 @@ def param_dtype_conflict(document: Document, context: Context) -> Findings:
     Proof: raises conflicts with the enabled precision mode
     """
     asked, model = _dtype(document, "param_dtype"), model_dtype(document)
-    if asked is not None and asked != model and not _left_open(document):
+    if asked is not None and asked != model and not left_open(document):
         what = f"{show(document.get('data_types', 'param_dtype'))} contradicts the model's {model} (allowed: {model})"
         yield finding(("data_types", "param_dtype"), what, f'"{model}", or enable {asked}')
 
@@ -85,7 +89,7 @@ def accumulation_dtype_without_zero(document: Document, context: Context) -> Fin
     """
     asked, model = _dtype(document, "grad_accum_dtype"), model_dtype(document)
     has_optimizer = isinstance(document.get("optimizer", "type"), str)
-    if asked is not None and asked != model and stage(document) == 0 and has_optimizer and not _left_open(document):
+    if asked is not None and asked != model and stage(document) == 0 and has_optimizer and not left_open(document):
         value = show(document.get("data_types", "grad_accum_dtype"))
         what = f"{value} differs from the model's {model} without ZeRO (allowed: {model})"
         yield finding(("data_types", "grad_accum_dtype"), what, f'"{model}", or ZeRO stage 1 to 3')
@@ -104,8 +108,7 @@ def bf16_optimizer_chosen(document: Document, context: Context) -> Findings:
         "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}}
     Proof: accepts more is sent, and later, than with the optimizer of ZeRO
     """
-    wide = _dtype(document, "grad_accum_dtype") == "fp32"
-    if wide and bf16(document) and stage(document) == 1 and offload(document, "offload_optimizer") != "cpu":
+    if chooses_bf16_optimizer(document):
         what = "with bf16 and stage 1 this chooses BF16_Optimizer, which all-reduces gradients on another path"
         yield finding(("data_types", "grad_accum_dtype"), what, "stage 2 for the usual path, or leave it so on purpose")
 

@@ -3,18 +3,13 @@
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, replace
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import ZERO, bf16, finding, stage
+from deepspeed_compress.tools.lint.rules.common import bf16, finding, scatters, stage, zenflow
 from deepspeed_compress.tools.lint.values import AUTO, show
 
 _FORMATS = ("fp16", "bf16", "fp32")
 _OPERATIONS = ("mean", "sum")
 _OP = "gradient_allreduce_op"
 _FACTOR = "gradient_predivide_factor"
-
-
-def _scatters(document: Document) -> bool:
-    """Return True if gradients are reduce-scattered, which stages 2 and 3 do by default."""
-    return stage(document) in (2, 3) and document.truth(ZERO, "reduce_scatter", default=True) is True
 
 
 @rule("DSC320", "error")
@@ -29,7 +24,7 @@ def prescale_with_reduce_scatter(document: Document, context: Context) -> Findin
         "zero_optimization": {"stage": 2, "reduce_scatter": false}, "prescale_gradients": true}
     Proof: raises pre-scale gradients is not yet supported
     """
-    if document.get("prescale_gradients") is True and _scatters(document):
+    if document.get("prescale_gradients") is True and scatters(document):
         what = f"true is not supported with reduce_scatter and stage {stage(document)} (allowed: false)"
         yield finding(("prescale_gradients",), what, 'false, or "reduce_scatter": false')
 
@@ -47,7 +42,7 @@ def predivide_with_reduce_scatter(document: Document, context: Context) -> Findi
     Proof: raises gradient_predivide_factor != 1.0 is not yet supported
     """
     factor = document.number(_FACTOR)
-    if factor is not None and factor not in (0, 1) and _scatters(document):
+    if factor is not None and factor not in (0, 1) and scatters(document):
         what = f"{show(factor)} is not supported with reduce_scatter and stage {stage(document)} (allowed: 1.0)"
         yield finding((_FACTOR,), what, '1.0, or "reduce_scatter": false')
 
@@ -131,7 +126,7 @@ def sum_with_zenflow(document: Document, context: Context) -> Findings:
         "zero_optimization": {"stage": 2, "zenflow": {}, "offload_optimizer": {"device": "cpu"}}}
     Proof: raises is not supported with ZenFlow
     """
-    if _sums(document) and isinstance(document.get(ZERO, "zenflow"), dict) and stage(document) != 3:
+    if _sums(document) and zenflow(document) and stage(document) != 3:
         yield finding((_OP,), '"sum" is not supported with ZenFlow (allowed: mean)', '"mean"')
 
 
@@ -145,8 +140,8 @@ def sum_with_deepcompile(document: Document, context: Context) -> Findings:
     Right: {"train_batch_size": 8, "gradient_allreduce_op": "mean", "compile": {"deepcompile": true}}
     Proof: raises is not supported with DeepCompile
     """
-    zenflow = isinstance(document.get(ZERO, "zenflow"), dict)
-    if _sums(document) and document.is_true("compile", "deepcompile") and stage(document) != 3 and not zenflow:
+    alone = stage(document) != 3 and not zenflow(document)
+    if _sums(document) and document.is_true("compile", "deepcompile") and alone:
         yield finding((_OP,), '"sum" is not supported with DeepCompile (allowed: mean)', '"mean"')
 
 

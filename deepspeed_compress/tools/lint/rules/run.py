@@ -14,6 +14,7 @@ from deepspeed_compress.tools.lint.rules.common import (
     stage,
     stages,
     tensor_size,
+    text_model,
 )
 from deepspeed_compress.tools.lint.rules.ours import parsed_section
 from deepspeed_compress.tools.lint.values import integer
@@ -205,9 +206,7 @@ def _memory(parsed: "CompressConfig") -> tuple[str, "MemoryConfig | None"]:
 
 def _elements(model: Mapping[str, Any] | None) -> int | None:
     """Return about how many parameters a decoder with this configuration has, or None if too little is known."""
-    model = model or {}
-    text = model.get("text_config")
-    model = text if isinstance(text, dict) else model
+    model = text_model(model)
     hidden = integer(model.get("hidden_size", model.get("n_embd")))
     layers = integer(model.get("num_hidden_layers", model.get("n_layer")))
     vocabulary = integer(model.get("vocab_size"))

@@ -3,10 +3,18 @@
 from collections.abc import Mapping
 
 from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.fixes import fix, rename, replace
 from deepspeed_compress.tools.lint.keys import closest, keys
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import bf16, finding, fp16, key_finding, params, stage
+from deepspeed_compress.tools.lint.rules.common import (
+    bf16,
+    finding,
+    fp16,
+    key_finding,
+    params,
+    stage,
+    unknown_parameter,
+    unknown_word,
+)
 from deepspeed_compress.tools.lint.values import AUTO, listed, number, show
 
 _TYPE = ("scheduler", "type")
@@ -44,10 +52,8 @@ def unknown_scheduler(document: Document, context: Context) -> Findings:
     """
     name = _name(document)
     if name and name not in keys().schedulers:
-        close = closest(name, keys().schedulers)
         what = f"{show(name)} is neither a scheduler of DeepSpeed nor of torch"
-        correction = fix(f"Write {close}", replace(document, _TYPE, close), safe=False) if close else None
-        yield finding(_TYPE, what, f'"{close}", if you meant that' if close else '"WarmupLR", for instance', correction)
+        yield unknown_word(document, _TYPE, keys().schedulers, what, '"WarmupLR"')
 
 
 @rule("DSC521", "warning")
@@ -97,13 +103,8 @@ def unknown_scheduler_parameter(document: Document, context: Context) -> Finding
     known = keys().schedulers.get(_name(document), {})
     for key in params(document, "scheduler") if known else ():
         if key not in known:
-            close = closest(key, known)
             what = f'"{key}" is not a parameter of {_name(document)}'
-            free = close is not None and not document.has(*_PARAMS, close)
-            path = (*_PARAMS, key)
-            correction = fix(f"Rename to {close}", rename(document, path, close or ""), safe=False) if free else None
-            instead = f'"{close}", if you meant that' if close else "nothing: remove the key"
-            yield key_finding(path, what, instead, correction)
+            yield unknown_parameter(document, (*_PARAMS, key), known, what)
 
 
 @rule("DSC524", "error")
@@ -159,8 +160,8 @@ def warmup_exceeds_total(document: Document, context: Context) -> Findings:
         "params": {"warmup_max_lr": 0.0001, "warmup_num_steps": 10, "total_num_steps": 100}}}
     Proof: warns is less than warmup_num_steps
     """
-    total, default = _value(document, "total_num_steps"), 1000.0
-    warmup = _value(document, "warmup_num_steps") if document.has(*_PARAMS, "warmup_num_steps") else default
+    total = _value(document, "total_num_steps")
+    warmup = document.number(*_PARAMS, "warmup_num_steps", default=1000.0)
     if _name(document) in _WARMUPS and total is not None and warmup is not None and 0 < total < warmup:
         given = "" if document.has(*_PARAMS, "warmup_num_steps") else ", its default"
         what = f"{show(total)} is less than warmup_num_steps {int(warmup)}{given}: the rate never decays"
@@ -181,9 +182,8 @@ def unknown_warmup_type(document: Document, context: Context) -> Findings:
     """
     value = document.get(*_PARAMS, "warmup_type", default="log")
     if _name(document) in _WARMUPS and value not in (*_TYPES, AUTO):
-        yield finding(
-            (*_PARAMS, "warmup_type"), f"{show(value)} is taken for log (allowed: log, linear)", '"linear" or "log"'
-        )
+        what = f"{show(value)} is taken for log (allowed: log, linear)"
+        yield finding((*_PARAMS, "warmup_type"), what, '"linear" or "log"')
 
 
 @rule("DSC528", "warning")
@@ -310,9 +310,8 @@ def no_steps_to_decay(document: Document, context: Context) -> Findings:
     total = _value(document, "total_num_steps")
     if _name(document) in _WARMUPS and total is not None and total <= 0:
         what = f"{show(total)} steps: the rate falls to its minimum as soon as the warm-up ends"
-        yield finding(
-            (*_PARAMS, "total_num_steps"), what, 'the number of steps of the run, or "auto" with Hugging Face'
-        )
+        instead = 'the number of steps of the run, or "auto" with Hugging Face'
+        yield finding((*_PARAMS, "total_num_steps"), what, instead)
 
 
 @rule("DSC533", "error")

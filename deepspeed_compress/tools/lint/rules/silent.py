@@ -249,11 +249,8 @@ def steps_per_print_zero(document: Document, context: Context) -> Findings:
     Proof: accepts the first step ends with ZeroDivisionError
     """
     if document.integer("steps_per_print") == 0:
-        yield finding(
-            ("steps_per_print",),
-            "0 causes a division by zero at the first step (allowed: 1 or more)",
-            "null for no prints",
-        )
+        what = "0 causes a division by zero at the first step (allowed: 1 or more)"
+        yield finding(("steps_per_print",), what, "null for no prints")
 
 
 @rule("DSC818", "warning")

@@ -5,10 +5,9 @@ from typing import Any
 
 from deepspeed_compress.diagnostics import Path
 from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.fixes import fix, replace
 from deepspeed_compress.tools.lint.keys import OUR_SECTION
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import finding, tensor_size
+from deepspeed_compress.tools.lint.rules.common import corrected, finding, tensor_size, text_model
 from deepspeed_compress.tools.lint.values import AUTO, integer, listed, show
 
 _SIZE = ("tensor_parallel", "autotp_size")
@@ -103,9 +102,7 @@ def tensor_size_ignored(document: Document, context: Context) -> Findings:
 
 def _heads(model: Mapping[str, Any] | None) -> tuple[int | None, int | None]:
     """Return the numbers of attention heads and of key-value heads."""
-    config = model or {}
-    text = config.get("text_config")
-    config = text if isinstance(text, dict) else config
+    config = text_model(model)
     heads = integer(config.get("num_attention_heads", config.get("n_head")))
     return heads, integer(config.get("num_key_value_heads", heads))
 
@@ -206,9 +203,8 @@ def experts_divide_world(document: Document, context: Context) -> Findings:
         return
     if size < 1 or width < 1 or world % (size * width):
         product = f"{size} x expert_tensor_parallel_size {width}" if width != 1 else str(size)
-        yield finding(
-            ("expert_parallel", "autoep_size"), f"{product} does not divide {world} ranks", f"a divisor of {world}"
-        )
+        what = f"{product} does not divide {world} ranks"
+        yield finding(("expert_parallel", "autoep_size"), what, f"a divisor of {world}")
 
 
 @rule("DSC641", "error")
@@ -224,8 +220,8 @@ def expert_load_balance(document: Document, context: Context) -> Findings:
     path = ("expert_parallel", "load_balance_coeff")
     value = document.get(*path)
     if value is not None:
-        correction = fix("Write null", replace(document, path, None), safe=False)
-        yield finding(path, f"{show(value)} is not supported (allowed: null)", "null", correction)
+        what = f"{show(value)} is not supported (allowed: null)"
+        yield corrected(document, path, what, None, "Write null", safe=False)
 
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {

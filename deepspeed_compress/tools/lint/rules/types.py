@@ -7,7 +7,7 @@ from deepspeed_compress.tools.lint.document import Document, Member
 from deepspeed_compress.tools.lint.fixes import fix, replace
 from deepspeed_compress.tools.lint.keys import Key, keys, known_values
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import ZERO, finding, key_finding, params
+from deepspeed_compress.tools.lint.rules.common import ZERO, corrected, finding, key_finding, params
 from deepspeed_compress.tools.lint.values import integer, listed, means_auto, name, number, show, truth
 
 _NUMERIC = frozenset({"integer", "number"})
@@ -65,8 +65,7 @@ def string_boolean(document: Document, context: Context) -> Findings:
         compared = context.framework == "hf" and path in (("fp16", "enabled"), ("bf16", "enabled"))
         if meant is not None and not compared:
             what = f"{show(member.value.value)} is text (allowed: true, false)"
-            correction = fix("Write a boolean", replace(document, path, meant))
-            yield finding(path, what, show(meant), correction)
+            yield corrected(document, path, what, meant, "Write a boolean")
 
 
 @rule("DSC011", "error")
@@ -105,7 +104,7 @@ def numeric_string(document: Document, context: Context) -> Findings:
         meant = integer(member.value.value) if "number" not in key.kinds else _numeric_text(member.value.value)
         if member.value.kind == "string" and _NUMERIC & {*key.kinds} and meant is not None and not key.choices:
             what = f"{show(member.value.value)} is text (allowed: a number)"
-            yield finding(path, what, show(meant), fix("Write a number", replace(document, path, meant)))
+            yield corrected(document, path, what, meant, "Write a number")
 
 
 @rule("DSC013", "error")
@@ -125,7 +124,7 @@ def numeric_string_untyped(document: Document, context: Context) -> Findings:
         meant = _numeric_text(document.get(*path))
         if meant is not None:
             what = f"{show(document.get(*path))} is text, with which DeepSpeed cannot calculate (allowed: a number)"
-            yield finding(path, what, show(meant), fix("Write a number", replace(document, path, meant)))
+            yield corrected(document, path, what, meant, "Write a number")
 
 
 @rule("DSC014", "error")
@@ -284,13 +283,8 @@ def not_a_choice(document: Document, context: Context) -> Findings:
     """
     for path, key, member in known_values(document, strict=True):
         value = member.value.value
-        if (
-            member.value.kind == "string"
-            and "string" in key.kinds
-            and key.choices
-            and value not in key.choices
-            and not means_auto(value)
-        ):
+        chosen = member.value.kind == "string" and "string" in key.kinds and key.choices
+        if chosen and value not in key.choices and not means_auto(value):
             what = f"{show(value)} is not known (allowed: {listed(key.choices)})"
             close = next((choice for choice in key.choices if str(choice).lower() == value.lower()), None)
             correction = fix("Write it as DeepSpeed does", replace(document, path, close)) if close else None

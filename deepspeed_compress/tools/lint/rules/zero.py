@@ -3,10 +3,20 @@
 import sys
 
 from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.fixes import fix, replace
 from deepspeed_compress.tools.lint.keys import closest, keys
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import ZERO, bf16, finding, fp16, key_finding, optimizer, stage
+from deepspeed_compress.tools.lint.rules.common import (
+    ZERO,
+    bf16,
+    corrected,
+    finding,
+    fp16,
+    key_finding,
+    left_open,
+    optimizer,
+    scatters,
+    stage,
+)
 from deepspeed_compress.tools.lint.values import AUTO, integer, means_auto, show
 
 
@@ -46,9 +56,16 @@ def zero_without_stage(document: Document, context: Context) -> Findings:
     # A misspelled "stage" has its own finding.
     meant = any(closest(key, {"stage": None}) for key in settings if key not in keys().sections[(ZERO,)].keys)
     if settings and "stage" not in settings and ours is None and not meant:
-        yield key_finding(
-            (ZERO,), 'without "stage" ZeRO is off, and the other settings have no effect', '"stage": 2 as well'
-        )
+        what = 'without "stage" ZeRO is off, and the other settings have no effect'
+        yield key_finding((ZERO,), what, '"stage": 2 as well')
+
+
+_HPZ = (ZERO, "zero_hpz_partition_size")
+
+
+def _secondary_size(document: Document) -> int:
+    """Return the size of secondary partitions, or 1 if there are none."""
+    return max(document.integer(*_HPZ) or 1, 1)
 
 
 @rule("DSC409", "error")
@@ -64,11 +81,9 @@ def hpz_divides_world(document: Document, context: Context) -> Findings:
     Context: {"world_size": 3}
     Proof: raises is not divisible by
     """
-    size, world = document.integer(ZERO, "zero_hpz_partition_size"), context.world_size
-    if size is not None and size > 1 and world is not None and stage(document) == 3 and world % min(size, world):
-        yield finding(
-            (ZERO, "zero_hpz_partition_size"), f"{size} does not divide {world} ranks", "the ranks of one node"
-        )
+    size, world = _secondary_size(document), context.world_size
+    if world is not None and stage(document) == 3 and world % min(size, world):
+        yield finding(_HPZ, f"{size} does not divide {world} ranks", "the ranks of one node")
 
 
 @rule("DSC410", "warning")
@@ -84,10 +99,10 @@ def hpz_exceeds_world(document: Document, context: Context) -> Findings:
     Context: {"world_size": 2}
     Proof: accepts another size than the one given is used
     """
-    size, world = document.integer(ZERO, "zero_hpz_partition_size"), context.world_size
-    if size is not None and world is not None and size > world and stage(document) == 3:
+    size, world = _secondary_size(document), context.world_size
+    if world is not None and size > world and stage(document) == 3:
         what = f"{size} is more than the {world} ranks of the job, and taken for {world}"
-        yield finding((ZERO, "zero_hpz_partition_size"), what, "the ranks of one node")
+        yield finding(_HPZ, what, "the ranks of one node")
 
 
 @rule("DSC411", "warning")
@@ -103,10 +118,10 @@ def hpz_is_not_a_node(document: Document, context: Context) -> Findings:
     Context: {"world_size": 4, "ranks_per_node": 4}
     Proof: accepts weights are gathered across nodes, or less memory is saved than possible
     """
-    size, node = document.integer(ZERO, "zero_hpz_partition_size"), context.ranks_per_node
-    if size is not None and size > 1 and node is not None and size != node and stage(document) == 3:
+    size, node = _secondary_size(document), context.ranks_per_node
+    if size > 1 and node is not None and size != node and stage(document) == 3:
         what = f"{size} is not the {node} ranks of a node: secondary partitions cross nodes, or are larger than needed"
-        yield finding((ZERO, "zero_hpz_partition_size"), what, str(node))
+        yield finding(_HPZ, what, str(node))
 
 
 @rule("DSC412", "warning")
@@ -121,10 +136,10 @@ def hpz_without_stage_3(document: Document, context: Context) -> Findings:
         "zero_optimization": {"stage": 2}}
     Proof: accepts weights are not partitioned
     """
-    size = document.integer(ZERO, "zero_hpz_partition_size")
-    if size is not None and size > 1 and stage(document) in (0, 1, 2):
+    size = _secondary_size(document)
+    if size > 1 and stage(document) in (0, 1, 2):
         what = f"{size} has no effect with stage {stage(document)} (useful: with stage 3)"
-        yield finding((ZERO, "zero_hpz_partition_size"), what, "1, or stage 3")
+        yield finding(_HPZ, what, "1, or stage 3")
 
 
 @rule("DSC413", "error")
@@ -178,8 +193,7 @@ def muon_with_reduce_scatter(document: Document, context: Context) -> Findings:
         "zero_optimization": {"stage": 3, "reduce_scatter": false}}
     Proof: raises Muon and reduce scatter cannot be used together
     """
-    scatters = document.truth(ZERO, "reduce_scatter", default=True) is True
-    if optimizer(document) == "muon" and stage(document) == 3 and scatters:
+    if optimizer(document) == "muon" and stage(document) == 3 and scatters(document):
         what = '"Muon" needs whole gradients, and stage 3 scatters them'
         yield finding(("optimizer", "type"), what, '"reduce_scatter": false in zero_optimization')
 
@@ -198,9 +212,8 @@ def odd_allgather_bucket(document: Document, context: Context) -> Findings:
     """
     size = document.integer(ZERO, "allgather_bucket_size")
     if size is not None and size % 2 and stage(document) in (1, 2):
-        path = (ZERO, "allgather_bucket_size")
-        correction = fix("Make it even", replace(document, path, size + 1))
-        yield finding(path, f"{size} is odd (allowed: even numbers)", str(size + 1), correction)
+        what = f"{size} is odd (allowed: even numbers)"
+        yield corrected(document, (ZERO, "allgather_bucket_size"), what, size + 1, "Make it even")
 
 
 _BUCKET = 500_000_000
@@ -259,7 +272,7 @@ def overlap_buffers(document: Document, context: Context) -> Findings:
     doubled = contiguous and document.is_true(ZERO, "overlap_comm") and stage(document) in (1, 2)
     if context.gpu_memory is None or size is None or not doubled:
         return
-    needed = 2 * size * (2 if fp16(document) or bf16(document) or _left_open(document) else 4)
+    needed = 2 * size * (2 if fp16(document) or bf16(document) or left_open(document) else 4)
     if 10 * needed > context.gpu_memory:
         what = (
             f"overlap_comm keeps two buffers of reduce_bucket_size {size}: {needed / 2**30:.1f} GiB of "
@@ -272,7 +285,3 @@ def _less(size: int, needed: int, memory: int) -> int:
     """Return a round number of elements that takes at most a twentieth of the memory."""
     wanted = size * memory // (20 * needed)
     return next((step for step in (200_000_000, 100_000_000, 50_000_000, 20_000_000) if step <= wanted), 10_000_000)
-
-
-def _left_open(document: Document) -> bool:
-    return AUTO in (document.get("fp16", "enabled"), document.get("bf16", "enabled"))
