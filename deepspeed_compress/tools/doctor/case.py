@@ -9,7 +9,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Concatenate, ParamSpec
 
-from deepspeed_compress.config import Parallelism
+from deepspeed_compress.config import CompressConfig, Parallelism
 from deepspeed_compress.config.native import STAGE
 from deepspeed_compress.tools.doctor.patches import difference
 from deepspeed_compress.tools.doctor.run import Line, Run
@@ -65,6 +65,12 @@ class Case:
     run: Run
     baseline: Run | None = None
     limits: Thresholds = field(default_factory=Thresholds)
+
+    @property
+    def section(self) -> CompressConfig:
+        """Return the section of the configuration, for rules with the need "config"."""
+        assert self.run.section is not None, 'the rule lacks the need "config"'
+        return self.run.section
 
     @cached_property
     def compressed(self) -> tuple[Line, ...]:

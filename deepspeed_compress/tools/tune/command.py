@@ -1,14 +1,12 @@
 """The command `ds-compress tune`."""
 
 import argparse
-import contextlib
 import functools
 import json
 import math
 import shlex
-import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from deepspeed_compress.backends.deepspeed.builds import clear_locks, print_lock
 from deepspeed_compress.checkpointing.directory_lock import hold
 from deepspeed_compress.config import SECTION, masked_arguments, parse_section, read_ds_config
 from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.tools.bench.hosts import signals_as_exceptions
 from deepspeed_compress.tools.files import write_json, write_text
 from deepspeed_compress.tools.plots import INSTALL, can_plot
 from deepspeed_compress.tools.tune.halving import make_rungs
@@ -129,22 +128,9 @@ def _search(
     budget = Budget(options.time_budget, trial=options.trial_timeout or math.inf)
     look = functools.partial(clear_locks, options.clear_locks)
     trials = Trials(ds_config, options.config, options.launcher, options.arguments, options.output)
-    with _terminable(), Display(console, len(candidates) - 1, rungs, budget, look) as display:
+    # The running trial is in a session of its own, so it must be ended by this process.
+    with signals_as_exceptions(), Display(console, len(candidates) - 1, rungs, budget, look) as display:
         return search(candidates, rungs, trials, options.metric, budget, display)
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit, so that the running trial, which is in a session of its own, is ended too."""
-
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _write(summary: Summary, ds_config: Mapping[str, Any], options: argparse.Namespace, console: Console) -> None:

@@ -37,13 +37,13 @@ class Symptom:
     "residual_norm|cosine|baseline",
 )
 def compression_too_strong(case: Case) -> Iterator[Diagnostic]:
-    section = case.run.section
-    if section is None or section.gradients.method == "none":
+    gradients = case.section.gradients
+    if gradients.method == "none":
         return
-    symptoms = [symptom for find in _SYMPTOMS for symptom in find(case, section.gradients)]
+    symptoms = [symptom for find in _SYMPTOMS for symptom in find(case, gradients)]
     if not symptoms:
         return
-    change = softer(section.gradients)
+    change = softer(gradients)
     yield Diagnostic(
         at_steps(*case.span),
         f"Compression is too strong for the model to learn well: {symptoms[0].text}",

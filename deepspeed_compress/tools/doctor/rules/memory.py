@@ -17,14 +17,13 @@ _SMALLER = {"fp32": "bf16", "bf16": "int8"}
 
 @rule(None, "how much of the memory residuals take", "memory_bytes", "config")
 def large_residuals(case: Case) -> Iterator[Diagnostic]:
-    section = case.run.section
-    assert section is not None, "the rule needs the configuration"
-    gradients, key = section.gradients, "memory" if section.gradients.method in OWN_MOMENTUM else "error_feedback"
+    gradients = case.section.gradients
+    key = "memory" if gradients.method in OWN_MOMENTUM else "error_feedback"
     kept = gradients.residuals if isinstance(gradients, CompressedGradients) else None
     peak = max(case.values("memory_bytes", case.run.steps))
     if kept is None or kept.device == "cpu":
         return
-    size = _residual_bytes(case, section.gradients.method, _SIZES[kept.dtype])
+    size = _residual_bytes(case, gradients.method, _SIZES[kept.dtype])
     if size < case.limits.memory * peak:
         return
     smaller = _SMALLER.get(kept.dtype)

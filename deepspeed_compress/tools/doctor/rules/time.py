@@ -36,21 +36,13 @@ def communication_bound(case: Case) -> Iterator[Diagnostic]:
 
 def _less_communication(case: Case) -> Remedy:
     """Return the first remedy that fits: reduce once per step, send less, or reduce less often."""
-    section = case.run.section
-    if section is None:
-        return (
-            "Compress more, accumulate more micro-batches, or sum within each node first (gradients.hierarchy).",
-            None,
-        )
-    change, small = stronger(section.gradients), case.waited_bytes < case.limits.small_message
+    change, small = stronger(case.section.gradients), case.waited_bytes < case.limits.small_message
     if case.stage == 2 and case.accumulation > 1:
         text = "Use ZeRO 1, which reduces gradients once per step, while ZeRO 2 does so in every micro-batch."
         return text, case.patch(with_stage, 1)
     if change is not None and not small:
-        return (
-            "Compress gradients more. If several ranks share a node, gradients.hierarchy saves about as much again.",
-            case.patch(with_gradients, change),
-        )
+        text = "Compress gradients more. If several ranks share a node, gradients.hierarchy saves about as much again."
+        return text, case.patch(with_gradients, change)
     why = "The messages are so small that latency dominates." if small else ""
     return _less_often(case, why)
 
@@ -58,17 +50,14 @@ def _less_communication(case: Case) -> Remedy:
 def _less_often(case: Case, why: str) -> Remedy:
     other = "use gradients.hierarchy if several ranks share a node, or a method that sends less (docs/methods.md)"
     if case.stage < 2:
-        text = (
-            f"{why} Accumulate twice as many micro-batches, so that steps wait half as often for the same tokens; or "
-        )
-        return f"{text}{other}.".strip(), case.patch(accumulated)
+        text = "Accumulate twice as many micro-batches, so that steps wait half as often for the same tokens"
+        return f"{why} {text}; or {other}.".strip(), case.patch(accumulated)
     return f"{why} Use larger micro-batches; or {other}.".strip(), None
 
 
 @rule("warning", "how fast gradients are encoded", "times", "config")
 def slow_kernels(case: Case) -> Iterator[Diagnostic]:
-    rate = _slow_rate(case)
-    times = case.times
+    rate, times = _slow_rate(case), case.times
     if rate is not None and times is not None:
         yield Diagnostic(
             at_steps(*case.span),
