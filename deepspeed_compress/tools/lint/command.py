@@ -141,7 +141,7 @@ def _notes(linted: list[Linted], files: Iterable[str], search: Search) -> Iterat
 def _is_wrong(linted: list[Linted], options: argparse.Namespace, exit_on: str) -> bool:
     """Return True if a finding is at least as severe as `exit_on`, or if --diff shows a correction."""
     grave = SEVERITIES[: SEVERITIES.index(exit_on) + 1]
-    found = any(one.severity in grave for one in _diagnostics(linted))
+    found = any(one.severity in grave for result in linted for one in result.fixed.remaining)
     return found or (options.diff and any(result.changed for result in linted))
 
 
@@ -222,11 +222,6 @@ def _show_differences(changed: list[Linted], quiet: bool) -> None:
     count = sum(result.fixed.count for result in changed)
     if not quiet:
         print(f"--fix would make {plural(count, 'correction')} in {plural(len(changed), 'file')}.", file=sys.stderr)
-
-
-def _diagnostics(linted: Iterable[Linted]) -> Iterator[Diagnostic]:
-    for result in linted:
-        yield from result.fixed.remaining
 
 
 def _told(linted: Iterable[Linted], everything: bool) -> Iterator[Diagnostic]:

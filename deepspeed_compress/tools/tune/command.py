@@ -95,20 +95,20 @@ def _claim(output: Path, identity: Mapping[str, Any]) -> None:
     file = output / IDENTITY
     if not file.is_file():
         if output.is_dir() and any(output.iterdir()):
-            raise ConfigError(f"--output {output}: holds something else (allowed: a new directory). Name another.")
+            raise ConfigError(f"--output {output}: holds something else (allowed: a new directory); choose another one")
         output.mkdir(parents=True, exist_ok=True)
         write_json(file, identity, private=True)
         return
     try:
         before = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"{file}: not JSON ({error}). Name another --output.") from error
+        raise ConfigError(f"{file}: not JSON ({error}); choose another --output") from error
     other = [key for key in identity if before.get(key) != json.loads(json.dumps(identity[key]))]
     if other:
         what = " and ".join({"command": "command", "ds_config": "content of --config"}[key] for key in other)
         raise ConfigError(
-            f"--output {output}: holds trials of another {what} (allowed: the same, to go on). Name another --output, "
-            "or remove this one."
+            f"--output {output}: holds trials of another {what} (allowed: the same one, to continue); choose another "
+            "directory, or remove this one"
         )
 
 
@@ -116,7 +116,7 @@ def _announce(console: Console, candidates: Sequence[Candidate], left_out: Seque
     lines = [f"{len(candidates) - 1} candidates: {', '.join(one.name for one in candidates[1:])}"]
     lines += [f"left out: {left.name}: {left.reason}" for left in left_out]
     if not can_plot():
-        lines.append(f"no pareto.png and pareto.html: write {INSTALL} for them")
+        lines.append(f"no pareto.png and pareto.html: they need matplotlib; write: {INSTALL}")
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -149,7 +149,7 @@ def _write(summary: Summary, ds_config: Mapping[str, Any], options: argparse.Nam
     if summary.row is not None:
         write_json(optimal, {**ds_config, SECTION: summary.chosen.section}, private=True)
         write_text(output / "cmd_optimal.txt", command + "\n", private=True)
-        lines += [f"{optimal}: the file with this section. Train with it:", command]
+        lines += [f"{optimal}: your configuration with the best section. Train with it:", command]
     failure = summary.outcome.failure
     if failure is not None:
         lines += [f"  {line}" for line in failure.tail] + [f"uncompressed training failed: {failure.error}"]

@@ -118,6 +118,11 @@ def params(document: Document, what: str) -> Mapping[str, Any]:
     return document.section(what, "params")
 
 
+def parameter_paths(document: Document) -> list[Path]:
+    """Return the paths of the parameters of the optimizer and of the scheduler."""
+    return [(part, "params", key) for part in ("optimizer", "scheduler") for key in params(document, part)]
+
+
 def stages(document: Document) -> int:
     """Return the number of pipeline stages in the configuration, or 1."""
     ours = document.integer(*_PARALLELISM, "pipeline")

@@ -7,7 +7,7 @@ from deepspeed_compress.tools.lint.document import Document, Member
 from deepspeed_compress.tools.lint.fixes import fix, replace
 from deepspeed_compress.tools.lint.keys import Key, keys, known_values
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import ZERO, corrected, finding, key_finding, params
+from deepspeed_compress.tools.lint.rules.common import ZERO, corrected, finding, key_finding, parameter_paths
 from deepspeed_compress.tools.lint.values import integer, listed, means_auto, name, number, show, truth
 
 _NUMERIC = frozenset({"integer", "number"})
@@ -119,8 +119,7 @@ def numeric_string_untyped(document: Document, context: Context) -> Findings:
     Proof: raises TypeError
     """
     texts = [path for path, key, _ in _misfits(document, strict=False) if _NUMERIC & {*key.kinds}]
-    texts += [(part, "params", key) for part in ("optimizer", "scheduler") for key in params(document, part)]
-    for path in texts:
+    for path in (*texts, *parameter_paths(document)):
         meant = _numeric_text(document.get(*path))
         if meant is not None:
             what = f"{show(document.get(*path))} is text, with which DeepSpeed cannot calculate (allowed: a number)"
