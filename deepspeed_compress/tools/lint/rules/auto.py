@@ -71,10 +71,10 @@ def unresolved_auto(document: Document, context: Context) -> Findings:
 
 @rule("DSC701", "warning")
 def auto_means_default(document: Document, context: Context) -> Findings:
-    """The value "auto" makes DeepSpeed take its default.
+    """With the value "auto", DeepSpeed uses its default.
 
-    The models of DeepSpeed drop keys whose value is "auto" (runtime/config_utils.py): buckets have 5e8 elements then,
-    whatever the model.
+    DeepSpeed's models drop keys whose value is "auto" (runtime/config_utils.py). Buckets then have 5e8 elements for
+    every model.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}
@@ -118,8 +118,8 @@ def auto_not_filled(document: Document, context: Context) -> Findings:
 def auto_misspelled(document: Document, context: Context) -> Findings:
     """The value "auto" is written as "Auto" or "AUTO".
 
-    Hugging Face compares with the word in small letters (transformers/integrations/deepspeed.py), and so do the models
-    of DeepSpeed, which drop it (runtime/config_utils.py): any other spelling reaches DeepSpeed as text.
+    Hugging Face (transformers/integrations/deepspeed.py) and DeepSpeed's models (runtime/config_utils.py) recognize
+    only the word in lower case. Any other spelling reaches DeepSpeed as text.
 
     Wrong: {"train_batch_size": "Auto"}
     Right: {"train_batch_size": 8}

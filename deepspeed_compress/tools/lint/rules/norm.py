@@ -15,7 +15,7 @@ _NORM = (ZERO, "compute_grad_norm")
 
 @rule("DSC330", "error")
 def no_grad_norm_stage(document: Document, context: Context) -> Findings:
-    """compute_grad_norm is false without ZeRO 1 or 2.
+    """compute_grad_norm is false with a stage other than 1 and 2.
 
     Checked when the configuration is read (runtime/zero/config.py).
 
@@ -39,8 +39,7 @@ def _norm_with_others(document: Document) -> bool:
 def no_grad_norm_with_clipping(document: Document, context: Context) -> Findings:
     """compute_grad_norm is false while gradients are clipped.
 
-    gradient_clipping is 1.0 where it is not given (runtime/constants.py), so that it must be set to 0
-    (runtime/zero/stage_1_and_2.py).
+    gradient_clipping is 1.0 by default (runtime/constants.py), so it must be set to 0 (runtime/zero/stage_1_and_2.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 2, "compute_grad_norm": false}}
@@ -133,7 +132,7 @@ def unmanaged_with_deepcompile(document: Document, context: Context) -> Findings
 def quantized_communication_without_stage_3(document: Document, context: Context) -> Findings:
     """ZeRO++ quantization has no effect below stage 3; the section deepspeed_compress works with every stage.
 
-    Only the optimizer of stage 3 is given these settings (runtime/engine.py).
+    Only the optimizer of stage 3 receives these settings (runtime/engine.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 1, "zero_quantized_gradients": true}}
@@ -150,9 +149,9 @@ def quantized_communication_without_stage_3(document: Document, context: Context
 
 @rule("DSC337", "warning")
 def quantized_gradients_on_one_node(document: Document, context: Context) -> Findings:
-    """zero_quantized_gradients on a single node.
+    """zero_quantized_gradients is true on a single node.
 
-    The two-step all-to-all of ZeRO++ (runtime/comm/coalesced_collectives.py) saves traffic between nodes only.
+    The two-step all-to-all of ZeRO++ (runtime/comm/coalesced_collectives.py) saves only traffic between nodes.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 3, "zero_quantized_gradients": true}, "bf16": {"enabled": true}}

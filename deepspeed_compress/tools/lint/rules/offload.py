@@ -9,7 +9,7 @@ from deepspeed_compress.tools.lint.values import AUTO, integer, listed, show
 
 @rule("DSC402", "error")
 def offload_ratio_without_stage_3(document: Document, context: Context) -> Findings:
-    """A part of the optimizer is to be offloaded below stage 3.
+    """The optimizer is offloaded in part below stage 3.
 
     Asserted when the configuration is read (runtime/zero/config.py).
 
@@ -27,9 +27,9 @@ def offload_ratio_without_stage_3(document: Document, context: Context) -> Findi
 
 @rule("DSC403", "warning")
 def offload_param_without_stage_3(document: Document, context: Context) -> Findings:
-    """Parameters are to be offloaded below stage 3.
+    """offload_param has no effect below stage 3.
 
-    Only the optimizer of stage 3 is given this setting (runtime/engine.py).
+    Only the optimizer of stage 3 receives this setting (runtime/engine.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}
@@ -44,9 +44,9 @@ def offload_param_without_stage_3(document: Document, context: Context) -> Findi
 
 @rule("DSC404", "warning")
 def offload_optimizer_without_zero(document: Document, context: Context) -> Findings:
-    """The optimizer is to be offloaded with stage 0.
+    """offload_optimizer has no effect with stage 0.
 
-    Offloading is done by the optimizers of ZeRO (runtime/engine.py); the CPU optimizer is made all the same.
+    Only the optimizers of ZeRO offload (runtime/engine.py). DeepSpeed creates the CPU optimizer nevertheless.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}
@@ -61,9 +61,9 @@ def offload_optimizer_without_zero(document: Document, context: Context) -> Find
 
 @rule("DSC405", "warning")
 def super_offload_without_stage_3(document: Document, context: Context) -> Findings:
-    """super_offload below stage 3.
+    """super_offload has no effect below stage 3.
 
-    Only stage 3 looks at it (runtime/engine.py).
+    Only stage 3 reads it (runtime/engine.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "super_offload": true}}}
@@ -79,9 +79,9 @@ def super_offload_without_stage_3(document: Document, context: Context) -> Findi
 
 @rule("DSC406", "error")
 def nvme_without_path(document: Document, context: Context) -> Findings:
-    """Offloading to NVMe without a path.
+    """Offloading to NVMe lacks a path.
 
-    Stage 3 joins the path with names of files (runtime/zero/stage3.py), or asserts that it is there
+    Stage 3 joins the path with file names (runtime/zero/stage3.py), or asserts that it is given
     (runtime/zero/partition_parameters.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
@@ -98,9 +98,9 @@ def nvme_without_path(document: Document, context: Context) -> Findings:
 
 @rule("DSC407", "warning")
 def nvme_without_stage_3(document: Document, context: Context) -> Findings:
-    """The optimizer is to be offloaded to NVMe below stage 3.
+    """Offloading the optimizer to NVMe below stage 3 uses the CPU.
 
-    Stages 1 and 2 take every device but none for the CPU (runtime/zero/stage_1_and_2.py).
+    Stages 1 and 2 treat every device except "none" as the CPU (runtime/zero/stage_1_and_2.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}}
@@ -116,7 +116,7 @@ def nvme_without_stage_3(document: Document, context: Context) -> Findings:
 
 @rule("DSC408", "info")
 def nvme_path_unused(document: Document, context: Context) -> Findings:
-    """nvme_path with another device.
+    """nvme_path has no effect with another device.
 
     Only device "nvme" reads the path (runtime/zero/stage3.py).
 
@@ -135,10 +135,10 @@ def nvme_path_unused(document: Document, context: Context) -> Findings:
 
 @rule("DSC415", "info")
 def offload_of_client_optimizer(document: Document, context: Context) -> Findings:
-    """The optimizer is offloaded, and there is none in the file.
+    """The optimizer is offloaded, but the file has none.
 
-    One that the program passes must be DeepSpeedCPUAdam (or DeepSpeedCPULion), unless zero_force_ds_cpu_optimizer is
-    false (runtime/engine.py).
+    An optimizer that the program passes must be DeepSpeedCPUAdam or DeepSpeedCPULion, unless
+    zero_force_ds_cpu_optimizer is false (runtime/engine.py).
 
     Wrong: {"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
     Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
@@ -160,7 +160,7 @@ _STRATEGIES = ("auto", "step", "epoch")
 
 @rule("DSC418", "error")
 def zenflow_without_offload(document: Document, context: Context) -> Findings:
-    """ZenFlow without an offloaded optimizer.
+    """ZenFlow is used without an offloaded optimizer.
 
     ZenFlow overlaps the optimizer on the CPU (runtime/zenflow/zenflow_stage_1_and_2.py).
 
@@ -177,7 +177,7 @@ def zenflow_without_offload(document: Document, context: Context) -> Findings:
 
 @rule("DSC419", "error")
 def zenflow_strategy(document: Document, context: Context) -> Findings:
-    """A selection strategy that ZenFlow does not know.
+    """ZenFlow does not know the selection strategy.
 
     Checked when the configuration is read (runtime/zenflow/zenflow_config.py).
 
@@ -199,7 +199,8 @@ def zenflow_strategy(document: Document, context: Context) -> Findings:
 def zenflow_select_interval(document: Document, context: Context) -> Findings:
     """ZenFlow's selection interval contradicts its strategy.
 
-    auto sets the interval itself and stops at one that is given; step and epoch need one (runtime/zenflow/engine.py).
+    The strategy auto sets the interval and refuses a given one. The strategies step and epoch need one
+    (runtime/zenflow/engine.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 2, "zenflow": {"select_strategy": "step"},
@@ -223,7 +224,7 @@ def zenflow_select_interval(document: Document, context: Context) -> Findings:
 
 @rule("DSC421", "error")
 def zenflow_update_interval(document: Document, context: Context) -> Findings:
-    """ZenFlow updates less often than it selects.
+    """ZenFlow selects more often than it updates.
 
     Checked by the engine (runtime/zenflow/engine.py).
 
@@ -246,9 +247,9 @@ def zenflow_update_interval(document: Document, context: Context) -> Findings:
 
 @rule("DSC422", "warning")
 def zenflow_without_zero(document: Document, context: Context) -> Findings:
-    """ZenFlow with stage 0.
+    """ZenFlow has no effect with stage 0.
 
-    Only the optimizers of ZeRO know ZenFlow (runtime/engine.py).
+    Only the optimizers of ZeRO support ZenFlow (runtime/engine.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 0, "zenflow": {}}}

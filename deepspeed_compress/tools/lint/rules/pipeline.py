@@ -14,9 +14,9 @@ def _pipelined(document: Document, context: Context) -> bool:
 
 @rule("DSC600", "error")
 def pipeline_with_zero_2_or_3(document: Document, context: Context) -> Findings:
-    """ZeRO 2 or 3 with a pipeline.
+    """ZeRO 2 or 3 is used with a pipeline.
 
-    Partitioned gradients cannot wait for the other micro-batches (runtime/pipe/engine.py).
+    Partitioned gradients cannot be accumulated over micro-batches (runtime/pipe/engine.py).
 
     Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "zero_optimization": {"stage": 2},
         "train_micro_batch_size_per_gpu": 1, "pipeline": {"activation_checkpoint_interval": 1}}
@@ -33,7 +33,7 @@ def pipeline_with_zero_2_or_3(document: Document, context: Context) -> Findings:
 
 @rule("DSC601", "warning")
 def pipeline_overlap_ignored(document: Document, context: Context) -> Findings:
-    """overlap_comm with a pipeline.
+    """overlap_comm has no effect with a pipeline.
 
     The engine turns it off and warns (runtime/engine.py).
 
@@ -55,7 +55,7 @@ def pipeline_overlap_ignored(document: Document, context: Context) -> Findings:
 def pipeline_partition_boolean(document: Document, context: Context) -> Findings:
     """pipe_partitioned or grad_partitioned is not a boolean.
 
-    Asserted without a message (runtime/pipe/engine.py).
+    The engine asserts a boolean, without a message (runtime/pipe/engine.py).
 
     Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
         "pipeline": {"pipe_partitioned": "true"}}
@@ -76,7 +76,7 @@ def pipeline_partition_boolean(document: Document, context: Context) -> Findings
 def pipeline_interval_number(document: Document, context: Context) -> Findings:
     """pipeline.activation_checkpoint_interval is not a number.
 
-    Compared with 0 without a check (runtime/pipe/engine.py).
+    The engine compares it with 0 without a check (runtime/pipe/engine.py).
 
     Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
         "pipeline": {"activation_checkpoint_interval": "1"}}
@@ -97,7 +97,7 @@ def pipeline_interval_number(document: Document, context: Context) -> Findings:
 def pipeline_divides_world(document: Document, context: Context) -> Findings:
     """The number of stages does not divide the number of ranks.
 
-    Checked by PipelineModule (runtime/pipe/module.py), which is given the number by the program.
+    PipelineModule, to which the program passes the number, checks it (runtime/pipe/module.py).
 
     Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 8, "pipeline": {"stages": 3}}
@@ -114,10 +114,10 @@ def pipeline_divides_world(document: Document, context: Context) -> Findings:
 
 @rule("DSC605", "info")
 def few_micro_batches(document: Document, context: Context) -> Findings:
-    """Fewer micro-batches than pipeline stages.
+    """There are fewer micro-batches than pipeline stages.
 
-    Micro-batches are gradient_accumulation_steps (runtime/pipe/engine.py); while the pipeline fills and drains, ranks
-    are idle.
+    A step has gradient_accumulation_steps micro-batches (runtime/pipe/engine.py). While the pipeline fills and drains,
+    ranks are idle.
 
     Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -155,9 +155,9 @@ def unmanaged_pipeline(document: Document, context: Context) -> Findings:
 
 @rule("DSC607", "warning")
 def more_stages_than_layers(document: Document, context: Context) -> Findings:
-    """More stages than the model has layers.
+    """The pipeline has more stages than the model has layers.
 
-    Some stages get no layer (runtime/pipe/module.py), and their ranks only pass activations on.
+    Some stages get no layer (runtime/pipe/module.py), and their ranks only pass on activations.
 
     Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 16,

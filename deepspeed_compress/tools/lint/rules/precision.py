@@ -62,8 +62,7 @@ def fp16_and_bf16(document: Document, context: Context) -> Findings:
 def param_dtype_conflict(document: Document, context: Context) -> Findings:
     """data_types.param_dtype contradicts fp16 or bf16.
 
-    The optimizer takes the model's format from fp16 and bf16, so that the engine refuses another one
-    (runtime/engine.py).
+    The optimizer takes the model's dtype from fp16 and bf16, so the engine refuses another one (runtime/engine.py).
 
     Wrong: {"train_batch_size": 8, "bf16": {"enabled": true}, "data_types": {"param_dtype": "fp32"}}
     Right: {"train_batch_size": 8, "bf16": {"enabled": true}, "data_types": {"param_dtype": "bf16"}}
@@ -77,9 +76,9 @@ def param_dtype_conflict(document: Document, context: Context) -> Findings:
 
 @rule("DSC302", "error")
 def accumulation_dtype_without_zero(document: Document, context: Context) -> Findings:
-    """Gradients accumulate in another format than the model's, without ZeRO.
+    """Gradients are accumulated in another dtype than the model's, without ZeRO.
 
-    Only the optimizers of ZeRO keep gradients in a format of their own (runtime/engine.py).
+    Only the optimizers of ZeRO keep gradients in a dtype of their own (runtime/engine.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "bf16": {"enabled": true},
         "data_types": {"grad_accum_dtype": "fp32"}}
@@ -97,10 +96,10 @@ def accumulation_dtype_without_zero(document: Document, context: Context) -> Fin
 
 @rule("DSC303", "info")
 def bf16_optimizer_chosen(document: Document, context: Context) -> Findings:
-    """bf16, stage 1 and accumulation in fp32 choose another optimizer than ZeRO's.
+    """bf16, stage 1 and accumulation in fp32 select another optimizer than ZeRO's.
 
-    The engine takes BF16_Optimizer for exactly this combination (runtime/engine.py): it all-reduces gradients in fp32
-    at the end of the step instead of reducing buckets during the backward pass.
+    The engine uses BF16_Optimizer for exactly this combination (runtime/engine.py). It all-reduces gradients in fp32 at
+    the end of the step instead of reducing buckets during the backward pass.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 1}, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}}
@@ -115,9 +114,9 @@ def bf16_optimizer_chosen(document: Document, context: Context) -> Findings:
 
 @rule("DSC304", "error")
 def unknown_dtype(document: Document, context: Context) -> Findings:
-    """The name of a number format that DeepSpeed does not know.
+    """DeepSpeed does not know the name of a dtype.
 
-    Formats are looked up by name where they are used (DtypeEnum, runtime/config.py).
+    Dtypes are looked up by name when they are used (DtypeEnum, runtime/config.py).
 
     Wrong: {"train_batch_size": 8, "torch_autocast": {"enabled": true, "dtype": "fp8"}}
     Right: {"train_batch_size": 8, "torch_autocast": {"enabled": true, "dtype": "bf16"}}
@@ -154,7 +153,7 @@ def keep_in_fp32_not_a_list(document: Document, context: Context) -> Findings:
 
 @rule("DSC306", "error")
 def master_weights_without_zero(document: Document, context: Context) -> Findings:
-    """Master weights or optimizer states in 16 bits without ZeRO.
+    """Master weights or optimizer states are in 16 bits without ZeRO.
 
     Asserted when the configuration is read (runtime/config.py).
 
@@ -173,7 +172,7 @@ def master_weights_without_zero(document: Document, context: Context) -> Finding
 
 @rule("DSC307", "error")
 def bf16_states_without_master(document: Document, context: Context) -> Findings:
-    """bf16_optimizer_states without bf16_master_weights_and_grads.
+    """bf16_optimizer_states is true without bf16_master_weights_and_grads.
 
     Asserted when the configuration is read (runtime/config.py).
 
@@ -191,7 +190,7 @@ def bf16_states_without_master(document: Document, context: Context) -> Findings
 
 @rule("DSC308", "error")
 def master_weights_without_offload(document: Document, context: Context) -> Findings:
-    """Master weights in 16 bits without offloading the optimizer.
+    """Master weights are in 16 bits, but the optimizer is not offloaded.
 
     Only DeepSpeedCPUAdam keeps them in 16 bits (runtime/zero/stage_1_and_2.py, stage3.py), unless the states are in
     bf16 too.

@@ -14,7 +14,7 @@ _FACTOR = "gradient_predivide_factor"
 
 @rule("DSC320", "error")
 def prescale_with_reduce_scatter(document: Document, context: Context) -> Findings:
-    """prescale_gradients with stage 2 or 3 and reduce_scatter.
+    """prescale_gradients is true with stage 2 or 3 and reduce_scatter.
 
     Asserted by the optimizers of ZeRO (runtime/zero/stage_1_and_2.py, stage3.py).
 
@@ -31,7 +31,7 @@ def prescale_with_reduce_scatter(document: Document, context: Context) -> Findin
 
 @rule("DSC321", "error")
 def predivide_with_reduce_scatter(document: Document, context: Context) -> Findings:
-    """gradient_predivide_factor with stage 2 or 3 and reduce_scatter.
+    """gradient_predivide_factor is given with stage 2 or 3 and reduce_scatter.
 
     Asserted by the optimizers of ZeRO (runtime/zero/stage_1_and_2.py, stage3.py).
 
@@ -51,7 +51,7 @@ def predivide_with_reduce_scatter(document: Document, context: Context) -> Findi
 def predivide_by_zero(document: Document, context: Context) -> Findings:
     """gradient_predivide_factor is 0.
 
-    Gradients are divided by it before they are reduced (runtime/engine.py); nothing checks it.
+    Gradients are divided by it before they are reduced (runtime/engine.py), without a check.
 
     Wrong: {"train_batch_size": 8, "gradient_predivide_factor": 0}
     Right: {"train_batch_size": 8, "gradient_predivide_factor": 1.0}
@@ -65,7 +65,7 @@ def predivide_by_zero(document: Document, context: Context) -> Findings:
 def predivide_with_prescale(document: Document, context: Context) -> Findings:
     """gradient_predivide_factor has no effect with prescale_gradients.
 
-    The factor is read only where gradients are scaled after the reduction (allreduce_bucket, runtime/engine.py).
+    The factor is read only if gradients are scaled after the reduction (allreduce_bucket, runtime/engine.py).
 
     Wrong: {"train_batch_size": 8, "prescale_gradients": true, "gradient_predivide_factor": 2.0}
     Right: {"train_batch_size": 8, "prescale_gradients": true}
@@ -99,7 +99,7 @@ def _sums(document: Document) -> bool:
 
 @rule("DSC325", "error")
 def sum_with_stage_3(document: Document, context: Context) -> Findings:
-    """Gradients are to be summed with stage 3.
+    """gradient_allreduce_op is sum with stage 3.
 
     Checked when the configuration is read (runtime/config.py).
 
@@ -115,7 +115,7 @@ def sum_with_stage_3(document: Document, context: Context) -> Findings:
 
 @rule("DSC326", "error")
 def sum_with_zenflow(document: Document, context: Context) -> Findings:
-    """Gradients are to be summed with ZenFlow.
+    """gradient_allreduce_op is sum with ZenFlow.
 
     Checked when the configuration is read (runtime/config.py).
 
@@ -132,7 +132,7 @@ def sum_with_zenflow(document: Document, context: Context) -> Findings:
 
 @rule("DSC327", "error")
 def sum_with_deepcompile(document: Document, context: Context) -> Findings:
-    """Gradients are to be summed with DeepCompile.
+    """gradient_allreduce_op is sum with DeepCompile.
 
     Checked when the configuration is read (runtime/config.py).
 
@@ -147,9 +147,9 @@ def sum_with_deepcompile(document: Document, context: Context) -> Findings:
 
 @rule("DSC328", "error")
 def communication_dtype_unknown(document: Document, context: Context) -> Findings:
-    """A communication format that DeepSpeed does not know.
+    """DeepSpeed does not know the dtype of communication.
 
-    Only the short names are known here, unlike under data_types (runtime/config.py).
+    Here, DeepSpeed knows only the short names, unlike under data_types (runtime/config.py).
 
     Wrong: {"train_batch_size": 8, "communication_data_type": "float16"}
     Right: {"train_batch_size": 8, "communication_data_type": "fp16"}
@@ -169,7 +169,8 @@ def communication_dtype_unknown(document: Document, context: Context) -> Finding
 def fp16_communication_of_bf16(document: Document, context: Context) -> Findings:
     """Gradients in bf16 are sent as fp16.
 
-    bf16 reaches 3e38, fp16 65504, and without a loss scale nothing keeps gradients below (runtime/engine.py).
+    The largest number is 3e38 in bf16 and 65504 in fp16. Without a loss scale, nothing keeps gradients below that
+    (runtime/engine.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "communication_data_type": "fp16"}

@@ -168,7 +168,7 @@ def removed_one_bit_optimizer(document: Document, context: Context) -> Findings:
 def old_bfloat16_key(document: Document, context: Context) -> Findings:
     """bfloat16 is the old name of bf16.
 
-    DeepSpeed reads it only where bf16 is missing (runtime/precision_config.py); Hugging Face never does.
+    DeepSpeed reads it only if bf16 is missing (runtime/precision_config.py), and Hugging Face never does.
 
     Wrong: {"train_batch_size": 8, "bfloat16": {"enabled": true}}
     Right: {"train_batch_size": 8, "bf16": {"enabled": true}}
@@ -186,7 +186,7 @@ def old_bfloat16_key(document: Document, context: Context) -> Findings:
 def zero_boolean(document: Document, context: Context) -> Findings:
     """zero_optimization is a boolean.
 
-    The format of the first versions; it means stage 1 (runtime/zero/config.py).
+    This is the format of the first versions, in which true means stage 1 (runtime/zero/config.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "zero_optimization": true}
     Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
@@ -204,7 +204,7 @@ _OFFLOADS = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_p
 
 @rule("DSC121", "warning")
 def deprecated_key(document: Document, context: Context) -> Findings:
-    """A key with a newer name.
+    """A key has a newer name.
 
     DeepSpeed converts some of these and ignores others, with a warning (runtime/config_utils.py).
 
@@ -234,7 +234,7 @@ def _modern(document: Document, key: str) -> Fix | None:
 
 @rule("DSC122", "error")
 def deprecated_and_new_key(document: Document, context: Context) -> Findings:
-    """A deprecated key together with the one that replaces it.
+    """A deprecated key is given together with the one that replaces it.
 
     DeepSpeed does not choose between the two (runtime/config_utils.py).
 

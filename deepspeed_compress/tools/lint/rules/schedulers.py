@@ -40,9 +40,9 @@ def _runs(document: Document) -> bool:
 
 @rule("DSC520", "error")
 def unknown_scheduler(document: Document, context: Context) -> Findings:
-    """scheduler.type is not known.
+    """DeepSpeed does not know scheduler.type.
 
-    DeepSpeed looks the name up among its own schedulers and torch's, with its case (runtime/engine.py).
+    DeepSpeed looks up the exact name among its own schedulers and those of torch (runtime/engine.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "scheduler": {"type": "WarmUpLR", "params": {"warmup_num_steps": 100}}}
@@ -58,9 +58,9 @@ def unknown_scheduler(document: Document, context: Context) -> Findings:
 
 @rule("DSC521", "warning")
 def scheduler_without_type(document: Document, context: Context) -> Findings:
-    """A scheduler section without a type.
+    """The section scheduler has no type.
 
-    DeepSpeed takes it for no scheduler at all (runtime/config.py).
+    DeepSpeed ignores such a section (runtime/config.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "scheduler": {"params": {"warmup_num_steps": 100}}}
@@ -74,9 +74,9 @@ def scheduler_without_type(document: Document, context: Context) -> Findings:
 
 @rule("DSC522", "error")
 def scheduler_without_params(document: Document, context: Context) -> Findings:
-    r"""A scheduler section without params.
+    r"""The section scheduler has no params.
 
-    DeepSpeed unpacks params, and there is nothing to unpack (runtime/engine.py).
+    DeepSpeed unpacks params without a check (runtime/engine.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "scheduler": {"type": "WarmupLR"}}
@@ -90,7 +90,7 @@ def scheduler_without_params(document: Document, context: Context) -> Findings:
 
 @rule("DSC523", "error")
 def unknown_scheduler_parameter(document: Document, context: Context) -> Findings:
-    """A parameter that the scheduler does not have.
+    """The scheduler does not have a parameter.
 
     DeepSpeed passes scheduler.params on to the constructor (runtime/engine.py).
 
@@ -109,9 +109,9 @@ def unknown_scheduler_parameter(document: Document, context: Context) -> Finding
 
 @rule("DSC524", "error")
 def missing_scheduler_parameter(document: Document, context: Context) -> Findings:
-    """A parameter that the scheduler needs is missing.
+    """The scheduler lacks a parameter that it needs.
 
-    WarmupDecayLR and WarmupCosineLR need total_num_steps (runtime/lr_schedules.py); those of torch have others.
+    WarmupDecayLR and WarmupCosineLR need total_num_steps (runtime/lr_schedules.py). Those of torch need others.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_max_lr": 0.0001, "warmup_num_steps": 100}}}
@@ -150,7 +150,7 @@ def warmup_not_positive(document: Document, context: Context) -> Findings:
 def warmup_exceeds_total(document: Document, context: Context) -> Findings:
     """The warm-up is longer than the whole training.
 
-    The scheduler only warns (runtime/lr_schedules.py). warmup_num_steps is 1000 where it is not given.
+    The scheduler only warns (runtime/lr_schedules.py). warmup_num_steps is 1000 by default.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "scheduler": {"type": "WarmupDecayLR",
@@ -172,7 +172,7 @@ def warmup_exceeds_total(document: Document, context: Context) -> Findings:
 def unknown_warmup_type(document: Document, context: Context) -> Findings:
     """warmup_type is neither log nor linear.
 
-    The scheduler warns and takes log (runtime/lr_schedules.py).
+    The scheduler warns and uses log (runtime/lr_schedules.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100, "warmup_type": "cosine"}}}
@@ -190,7 +190,7 @@ def unknown_warmup_type(document: Document, context: Context) -> Findings:
 def decay_at_default_rate(document: Document, context: Context) -> Findings:
     """WarmupDecayLR or LRRangeTest without a rate of its own starts from 0.001.
 
-    Unlike WarmupLR, which takes the optimizer's rate, they have defaults of their own (runtime/lr_schedules.py):
+    WarmupLR uses the optimizer's rate by default. These two have defaults of their own (runtime/lr_schedules.py):
     warmup_max_lr and lr_range_test_min_lr are 0.001.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
@@ -273,9 +273,9 @@ def falling_warmup(document: Document, context: Context) -> Findings:
 
 @rule("DSC531", "info")
 def scheduler_without_optimizer(document: Document, context: Context) -> Findings:
-    """A scheduler without an optimizer in the file.
+    """The file has a scheduler but no optimizer.
 
-    Schedulers are made only where there is an optimizer (runtime/engine.py); the program must pass one.
+    DeepSpeed creates a scheduler only if there is an optimizer (runtime/engine.py). The program must pass one.
 
     Wrong:
         {
@@ -296,8 +296,8 @@ def scheduler_without_optimizer(document: Document, context: Context) -> Finding
 def no_steps_to_decay(document: Document, context: Context) -> Findings:
     """total_num_steps is 0.
 
-    The rate is multiplied by what is left of the steps (runtime/lr_schedules.py), which is nothing; Hugging Face
-    compares the number with its own and stops.
+    The rate is multiplied by the fraction of the steps that remain (runtime/lr_schedules.py), which is zero. Hugging
+    Face compares the number with its own and stops.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "scheduler": {"type": "WarmupDecayLR",
@@ -316,9 +316,9 @@ def no_steps_to_decay(document: Document, context: Context) -> Findings:
 
 @rule("DSC533", "error")
 def torch_scheduler_with_zero(document: Document, context: Context) -> Findings:
-    """A scheduler of torch with ZeRO, fp16 or bf16.
+    """A scheduler of torch is used with ZeRO, fp16 or bf16.
 
-    The scheduler is given the optimizer that DeepSpeed has wrapped (runtime/engine.py), which is none of torch.
+    The scheduler receives the optimizer that DeepSpeed has wrapped (runtime/engine.py), which is not one of torch.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 1}, "scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 100}}}

@@ -27,7 +27,7 @@ def _native_size(document: Document) -> int:
 def tensor_divides_world(document: Document, context: Context) -> Findings:
     """autotp_size does not divide the number of ranks.
 
-    The groups of tensor parallelism must all have this size (utils/groups.py).
+    All groups of tensor parallelism must have this size (utils/groups.py).
 
     Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
         "tensor_parallel": {"autotp_size": 2}}
@@ -45,9 +45,9 @@ def tensor_divides_world(document: Document, context: Context) -> Findings:
 def tensor_crosses_nodes(document: Document, context: Context) -> Findings:
     """A tensor-parallel group does not fit into a node.
 
-    Tensor parallelism sums activations in every layer: behind each matrix that is split by rows in the forward pass,
-    and in front of each that is split by columns in the backward pass (module_inject/layers.py). Those are 2 and 5 sums
-    in a layer of Llama. Only the links inside a node are fast enough.
+    Tensor parallelism sums activations in every layer: after each matrix that is split by rows in the forward pass, and
+    before each that is split by columns in the backward pass (module_inject/layers.py). These are 2 and 5 sums in a
+    layer of Llama. Only the links inside a node are fast enough for them.
 
     Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
         "tensor_parallel": {"autotp_size": 2}}
@@ -83,9 +83,9 @@ def tensor_size_conflict(document: Document, context: Context) -> Findings:
 
 @rule("DSC623", "warning")
 def tensor_size_ignored(document: Document, context: Context) -> Findings:
-    """tensor_parallel.tp.tp_size without autotp_size.
+    """tensor_parallel.tp.tp_size has no effect without autotp_size.
 
-    Training looks at autotp_size alone (runtime/engine.py); tp_size is for inference.
+    Training reads only autotp_size (runtime/engine.py). tp_size is for inference.
 
     Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
         "tensor_parallel": {"tp": {"tp_size": 2}}}
@@ -109,9 +109,9 @@ def _heads(model: Mapping[str, Any] | None) -> tuple[int | None, int | None]:
 
 @rule("DSC624", "warning")
 def tensor_exceeds_kv_heads(document: Document, context: Context) -> Findings:
-    """More tensor-parallel ranks than key-value heads.
+    """There are more tensor-parallel ranks than key-value heads.
 
-    Ranks beyond the number of heads get no part of the attention; the engine warns (runtime/engine.py).
+    Ranks beyond the number of heads get no part of the attention. The engine warns (runtime/engine.py).
 
     Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
         "tensor_parallel": {"autotp_size": 3}}
@@ -130,7 +130,7 @@ def tensor_exceeds_kv_heads(document: Document, context: Context) -> Findings:
 def tensor_divides_heads(document: Document, context: Context) -> Findings:
     """autotp_size does not divide the number of heads.
 
-    Heads are not split (module_inject/tp_shard.py), so that some ranks have more of them than others.
+    Heads are not split (module_inject/tp_shard.py), so some ranks have more of them than others.
 
     Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
         "tensor_parallel": {"autotp_size": 2}}
@@ -150,7 +150,7 @@ def tensor_divides_heads(document: Document, context: Context) -> Findings:
 def tensor_dtype_in_file(document: Document, context: Context) -> Findings:
     """tensor_parallel.dtype cannot be given in a file.
 
-    The field is a torch.dtype (runtime/tensor_parallel/config.py), and text is refused.
+    The field must be a torch.dtype (runtime/tensor_parallel/config.py), so text is refused.
 
     Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
         "tensor_parallel": {"autotp_size": 2, "dtype": "bf16"}}
@@ -168,7 +168,7 @@ def tensor_dtype_in_file(document: Document, context: Context) -> Findings:
 
 @rule("DSC627", "error")
 def liger_without_parallel_head(document: Document, context: Context) -> Findings:
-    """The Liger cross-entropy without a vocabulary-parallel head.
+    """The Liger cross-entropy is used without a vocabulary-parallel head.
 
     Checked by the engine (runtime/engine.py).
 
@@ -211,7 +211,7 @@ def experts_divide_world(document: Document, context: Context) -> Findings:
 def expert_load_balance(document: Document, context: Context) -> Findings:
     """expert_parallel.load_balance_coeff is not null.
 
-    Refused even if expert parallelism is disabled (module_inject/auto_ep_config.py).
+    DeepSpeed refuses it even if expert parallelism is disabled (module_inject/auto_ep_config.py).
 
     Wrong: {"train_batch_size": 8, "expert_parallel": {"enabled": false, "load_balance_coeff": 0.01}}
     Right: {"train_batch_size": 8, "expert_parallel": {"enabled": false, "load_balance_coeff": null}}
@@ -235,7 +235,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
 
 @rule("DSC642", "error")
 def expert_choice(document: Document, context: Context) -> Findings:
-    """A word in expert_parallel that DeepSpeed does not know.
+    """DeepSpeed does not know a word in expert_parallel.
 
     Checked by the engine (module_inject/auto_ep_config.py).
 

@@ -24,7 +24,7 @@ from deepspeed_compress.tools.lint.values import AUTO, integer, means_auto, show
 def stage_range(document: Document, context: Context) -> Findings:
     """zero_optimization.stage is not 0, 1, 2 or 3.
 
-    Stages are an enumeration (runtime/zero/config.py).
+    The stage is an enumeration (runtime/zero/config.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 4}}
@@ -72,7 +72,7 @@ def _secondary_size(document: Document) -> int:
 def hpz_divides_world(document: Document, context: Context) -> Findings:
     """zero_hpz_partition_size does not divide the number of ranks.
 
-    The secondary groups must all have this size (utils/groups.py).
+    All secondary groups must have this size (utils/groups.py).
 
     Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}, "train_batch_size": 3}
@@ -90,7 +90,7 @@ def hpz_divides_world(document: Document, context: Context) -> Findings:
 def hpz_exceeds_world(document: Document, context: Context) -> Findings:
     """zero_hpz_partition_size is larger than the number of ranks.
 
-    DeepSpeed takes the smaller of the two (utils/groups.py).
+    DeepSpeed uses the smaller of the two (utils/groups.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}
@@ -109,7 +109,7 @@ def hpz_exceeds_world(document: Document, context: Context) -> Findings:
 def hpz_is_not_a_node(document: Document, context: Context) -> Findings:
     """zero_hpz_partition_size is not the number of ranks of a node.
 
-    Secondary partitions are there to gather weights inside a node (utils/groups.py).
+    The purpose of secondary partitions is to gather weights inside a node (utils/groups.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
@@ -126,7 +126,7 @@ def hpz_is_not_a_node(document: Document, context: Context) -> Findings:
 
 @rule("DSC412", "warning")
 def hpz_without_stage_3(document: Document, context: Context) -> Findings:
-    """zero_hpz_partition_size below stage 3.
+    """zero_hpz_partition_size has no effect below stage 3.
 
     Only stage 3 partitions weights (runtime/engine.py).
 
@@ -144,9 +144,9 @@ def hpz_without_stage_3(document: Document, context: Context) -> Findings:
 
 @rule("DSC413", "error")
 def untested_optimizer(document: Document, context: Context) -> Findings:
-    """An optimizer that ZeRO refuses unless told otherwise.
+    """ZeRO refuses the optimizer unless the file allows it.
 
-    ZeRO has a list of optimizers (runtime/zero/utils.py), which the engine asserts (runtime/engine.py).
+    The engine (runtime/engine.py) accepts only the optimizers of a list (runtime/zero/utils.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "zero_optimization": {"stage": 1}}
@@ -165,9 +165,9 @@ def untested_optimizer(document: Document, context: Context) -> Findings:
 
 @rule("DSC414", "info")
 def zero_needs_optimizer(document: Document, context: Context) -> Findings:
-    """Stage 1 or 2 without an optimizer in the file.
+    """The file has stage 1 or 2 but no optimizer.
 
-    The program must pass one, or the engine stops (runtime/engine.py). Hugging Face passes one.
+    The program must pass an optimizer, or the engine stops (runtime/engine.py). Hugging Face passes one.
 
     Wrong: {"train_batch_size": 8, "zero_optimization": {"stage": 1}}
     Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
@@ -183,7 +183,7 @@ def zero_needs_optimizer(document: Document, context: Context) -> Findings:
 
 @rule("DSC416", "error")
 def muon_with_reduce_scatter(document: Document, context: Context) -> Findings:
-    """Muon with stage 3 and reduce_scatter.
+    """Muon is used with stage 3 and reduce_scatter.
 
     Muon orthogonalizes whole matrices (runtime/zero/stage3.py).
 
@@ -235,9 +235,9 @@ _ONLY_STAGE_3 = {
 
 @rule("DSC423", "info")
 def stage_3_keys_below_stage_3(document: Document, context: Context) -> Findings:
-    """Keys of stage 3 with stage 1 or 2.
+    """Keys of stage 3 have no effect with stage 1 or 2.
 
-    Only the optimizer of stage 3 is given these settings (runtime/engine.py).
+    Only the optimizer of stage 3 receives these settings (runtime/engine.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 2, "stage3_max_live_parameters": 200000000}}
@@ -255,10 +255,10 @@ def stage_3_keys_below_stage_3(document: Document, context: Context) -> Findings
 
 @rule("DSC424", "warning")
 def overlap_buffers(document: Document, context: Context) -> Findings:
-    """The two buffers of overlap_comm take much of the memory of the GPU.
+    """The two buffers of overlap_comm take much of the GPU's memory.
 
-    With overlap_comm one buffer of reduce_bucket_size is filled while the other travels
-    (runtime/zero/stage_1_and_2.py), and both stay for the whole backward pass.
+    With overlap_comm, one buffer of reduce_bucket_size is filled while the other is sent
+    (runtime/zero/stage_1_and_2.py). Both are kept for the whole backward pass.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 2, "overlap_comm": true}}
