@@ -1,12 +1,9 @@
 """`bench comm`: latency and bandwidth of collectives, on emulated hosts or in the processes of a launcher."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from deepspeed_compress.config.numbers import shown
@@ -15,6 +12,7 @@ from deepspeed_compress.policy.alpha_beta import AlphaBeta
 from deepspeed_compress.tools.bench import crossover
 from deepspeed_compress.tools.bench.links import UNLIMITED, bits_per_second
 from deepspeed_compress.tools.bench.rows import Row, new_document, run_ranks, save_document
+from deepspeed_compress.tools.bench.tables import new_console, new_table
 from deepspeed_compress.tools.plots import COLOURS, WIDTH, check_plotting, style_axes
 
 RANK_PROGRAM = "deepspeed_compress.tools.bench.comm_rank"
@@ -40,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _show(rows: Sequence[Row], options: argparse.Namespace) -> None:
     heading = f"collectives on {rows[0]['ranks']} ranks"
-    console = Console(width=None if sys.stdout.isatty() else 132)
+    console = new_console()
     for rate in dict.fromkeys(row["rate"] for row in rows):
         console.print(table_of(heading, [row for row in rows if row["rate"] == rate]))
     if options.json:
@@ -53,10 +51,8 @@ def table_of(heading: str, rows: Sequence[Row]) -> Table:
     """Return the table of the rows measured at one rate."""
     rate = rows[0]["rate"]
     title = f"{heading}{f' at {rate}' if rate else ''}"
-    table = Table(title=title, caption=CAPTION, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     columns = ("latency ms", "bus MB/s", "link", "fit error", *(f"{_short(size)} ms" for size in rows[0]["sizes"]))
-    for name in ("collective", *columns):
-        table.add_column(name, justify="left" if name == "collective" else "right", no_wrap=True)
+    table = new_table(title, CAPTION, ("collective", *columns), ["collective"])
     for row in rows:
         table.add_row(*_cells(row))
     return table

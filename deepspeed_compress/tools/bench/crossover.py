@@ -1,19 +1,16 @@
 """`bench comm --kind`: the rate of a link from which on compressed activations cost time."""
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from deepspeed_compress.config.numbers import shown
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.tools.bench.rows import Row, new_document, run_ranks, save_document
+from deepspeed_compress.tools.bench.tables import new_console, new_table
 
 RANK_PROGRAM = "deepspeed_compress.tools.bench.crossover_rank"
-WIDTH = 132
 CAPTION = "milliseconds of a message on the slowest rank, with encoding and decoding"
 
 
@@ -31,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _show(rows: Sequence[Row]) -> None:
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console = new_console()
     for row in rows:
         console.print(table_of(row))
         for line in verdicts(row):
@@ -41,10 +38,9 @@ def _show(rows: Sequence[Row]) -> None:
 def table_of(row: Row) -> Table:
     """Return the table of one rate: a line for each size."""
     rate = f" at {row['rate']}" if row["rate"] else ""
-    table = Table(title=f"{row['kind']}, {row['ranks']} ranks{rate}", caption=CAPTION, box=SIMPLE_HEAD)
     bits = list(dict.fromkeys(one["bits"] for one in row["messages"]))
-    for name in ("elements", "bf16", *(name for one in bits for name in (f"{one} bits", "saves"))):
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = ("elements", "bf16", *(name for one in bits for name in (f"{one} bits", "saves")))
+    table = new_table(f"{row['kind']}, {row['ranks']} ranks{rate}", CAPTION, columns)
     for numel in dict.fromkeys(one["numel"] for one in row["messages"]):
         same = [one for one in row["messages"] if one["numel"] == numel]
         plain = min(one["plain"] for one in same)

@@ -196,14 +196,8 @@ def _has_figures(curve: Curve, run: Run) -> bool:
 
 def _line(curve: Curve, run: Run, unit: float) -> Line:
     points = _thinned([(step, value / unit) for step, value in run.column(curve.key).items()])
-    return Line(
-        name=curve.name or run.name,
-        colour=curve.colour or run.role,
-        steps=tuple(step for step, _ in points),
-        values=tuple(value for _, value in points),
-        faint=curve.faint,
-        dashed=curve.dashed,
-    )
+    steps, values = zip(*points, strict=True)
+    return Line(curve.name or run.name, curve.colour or run.role, steps, values, curve.faint, curve.dashed)
 
 
 def _thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
