@@ -103,19 +103,19 @@ def _comm_arguments(parser: argparse.ArgumentParser) -> None:
     default = [size(text) for text in SIZES]
     parser.add_argument("--sizes", type=size, nargs="+", default=default, metavar="SIZE", help=sizes)
     _add_where(parser)
-    _add_output(parser, "draw time over size, with the fits")
+    _add_output(parser, "plot time against size, with the fits")
 
 
 def _kernels_arguments(parser: argparse.ArgumentParser) -> None:
     numel = "number of input elements (default: 100M)"
     parser.add_argument("--numel", type=count, default=count("100M"), metavar="N", help=numel)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    repeats = "number of timed calls, of which the median counts (default: 5)"
+    repeats = "number of timed calls, whose median is reported (default: 5)"
     parser.add_argument("--repeats", type=positive_integer, default=5, metavar="N", help=repeats)
     parser.add_argument("--only", metavar="PATTERN", type=re.compile, help="measure operations whose name matches")
     in_use = "measure only the implementation that training uses here, without plain PyTorch, which needs much memory"
     parser.add_argument("--in-use", action="store_true", help=in_use)
-    minima = "compare least times, with a copy before every call, for a machine with other load (try --repeats 50)"
+    minima = "compare minimum times, with a copy before every call, for a machine with other load (try --repeats 50)"
     parser.add_argument("--minima", action="store_true", help=minima)
     _add_output(parser, "draw bars of the throughput")
 
