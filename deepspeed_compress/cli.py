@@ -3,7 +3,7 @@
 import argparse
 import io
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -23,8 +23,7 @@ class Command:
         examples: Examples of its use.
         arguments: Function that adds its options to a parser.
         run: Function that takes the parsed options and returns the exit code.
-        own: For a command that passes on everything after its own options: function that returns the number of values
-            of each of its own options.
+        passes_on: Whether the command passes on everything after its own options.
     """
 
     name: str
@@ -32,7 +31,7 @@ class Command:
     examples: tuple[str, ...]
     arguments: str
     run: str
-    own: str | None = None
+    passes_on: bool = False
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,9 +68,11 @@ def _load(place: str) -> Any:
 
 def _separated(given: list[str], command: Command | None) -> list[str]:
     """Return the arguments with "--" before those that `command` passes on, so that argparse does not read them."""
-    if command is None or command.own is None:
+    if command is None or not command.passes_on:
         return given
-    widths: Mapping[str, int] = {"-h": 0, "--help": 0, **_load(command.own)()}
+    parser = argparse.ArgumentParser()
+    _load(command.arguments)(parser)
+    widths = {name: int(action.nargs != 0) for action in parser._actions for name in action.option_strings}
     place = 1
     while place < len(given) and (width := widths.get(given[place].partition("=")[0])) is not None:
         place += 1 if "=" in given[place] else 1 + width
@@ -205,7 +206,7 @@ COMMANDS = (
         ),
         "tools.options:add_run_arguments",
         "tools.run:run",
-        "tools.options:own_run_options",
+        passes_on=True,
     ),
     Command(
         "schema",
@@ -226,7 +227,7 @@ COMMANDS = (
         ),
         "tools.tune.options:add_arguments",
         "tools.tune.command:run",
-        "tools.tune.options:own_options",
+        passes_on=True,
     ),
 )
 

@@ -242,8 +242,8 @@ TABLE = {
         lazily="matplotlib rich",
     ),
     "tools.tune": allow(
-        "checkpointing.directory_lock config backends.deepspeed.builds errors tools.files tools.line_files tools.plots "
-        "tools.run_directory",
+        "checkpointing.directory_lock config backends.deepspeed.builds errors tools.bench.hosts tools.files "
+        "tools.line_files tools.plots tools.run_directory",
         "rich",
         lazily="integrations matplotlib",
     ),

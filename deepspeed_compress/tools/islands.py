@@ -20,7 +20,7 @@ from deepspeed_compress.transport.tls import set_tls
 
 def run(options: argparse.Namespace) -> int:
     """Run the requested action and return its exit code."""
-    return _ACTIONS[options.action](options)
+    return _SUBJECTS[options.subject](options)
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -148,6 +148,6 @@ _COLUMNS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Titles of the columns of `status`, by field."""
-_ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = MappingProxyType(
+_SUBJECTS: Mapping[str, Callable[[argparse.Namespace], int]] = MappingProxyType(
     {"serve": _serve, "status": _status, "forget": _forget}
 )

@@ -1,43 +1,21 @@
 """Command-line options of commands without an options module, with light imports so that `--help` is fast."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from deepspeed_compress.tools.arguments import epilog, integer_from, port, positive_integer, positive_number, rate
 from deepspeed_compress.tools.bench.options import emulation
 
+LAUNCHERS = ("deepspeed", "torchrun", "accelerate", "none")
 CLEAR_LOCKS = "remove locks that killed builds of DeepSpeed operators have left; otherwise programs wait for them"
 
 
-_CHECKPOINT: Mapping[str, tuple[str, Sequence[str]]] = MappingProxyType(
-    {
-        "list": (
-            "list tags, steps and sizes, and show which checkpoints are complete",
-            ["checkpoint list checkpoints"],
-        ),
-        "verify": (
-            "compare every file with its digest; the exit code is 1 if one differs",
-            ["checkpoint verify checkpoints", "checkpoint verify checkpoints --tag global_step400"],
-        ),
-        "convert": (
-            "write a universal checkpoint, which loads with other tensor and pipeline sizes",
-            ["checkpoint convert checkpoints --tag global_step400 --tensor 2"],
-        ),
-        "prune": (
-            "remove all complete checkpoints except the newest ones and the one that `latest` names",
-            ["checkpoint prune checkpoints --keep 3 --dry-run", "checkpoint prune checkpoints --keep 3"],
-        ),
-    }
-)
-"""Summary and examples of each command of `checkpoint`."""
-
-
 def _add(subparsers: Any, name: str, summary: str, examples: Sequence[str]) -> argparse.ArgumentParser:
-    """Add the parser of a command of the second level, whose help ends with `examples`."""
+    """Add the parser of a command of the second level, whose help ends with `examples`. Its name is the `subject`."""
     parser: argparse.ArgumentParser = subparsers.add_parser(name, help=summary, description=summary, **epilog(examples))
+    parser.set_defaults(subject=name)
     return parser
 
 
@@ -48,36 +26,37 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     subjects = parser.add_subparsers(required=True, metavar="WHAT")
-    parsers = {name: _add(subjects, name, *row) for name, row in _CHECKPOINT.items()}
-    for name, subparser in parsers.items():
-        subparser.set_defaults(subject=name)
-        subparser.add_argument(
-            "directory", type=Path, metavar="DIR", help="directory that was passed to save_checkpoint"
-        )
-    parsers["verify"].add_argument("--tag", help="tag of one checkpoint (default: all)")
-    convert = parsers["convert"]
+    what = "list tags, steps and sizes, and show which checkpoints are complete"
+    listing = _add(subjects, "list", what, ["checkpoint list checkpoints"])
+    what = "compare every file with its digest; the exit code is 1 if one differs"
+    examples = ["checkpoint verify checkpoints", "checkpoint verify checkpoints --tag global_step400"]
+    verify = _add(subjects, "verify", what, examples)
+    what = "write a universal checkpoint, which loads with other tensor and pipeline sizes"
+    convert = _add(subjects, "convert", what, ["checkpoint convert checkpoints --tag global_step400 --tensor 2"])
+    what = "remove all complete checkpoints except the newest ones and the one that `latest` names"
+    examples = ["checkpoint prune checkpoints --keep 3 --dry-run", "checkpoint prune checkpoints --keep 3"]
+    prune = _add(subjects, "prune", what, examples)
+    for subparser in (listing, verify, convert, prune):
+        what = "directory that was passed to save_checkpoint"
+        subparser.add_argument("directory", type=Path, metavar="DIR", help=what)
+    verify.add_argument("--tag", help="tag of one checkpoint (default: all)")
     convert.add_argument("--tag", help="tag of the checkpoint (default: the one that `latest` names)")
     convert.add_argument("--output", metavar="TAG", help="tag of the universal checkpoint (default: TAG_universal)")
     what = "tensor-parallel size of the run that will load it; needed only for GPT-2 (default: as it was saved)"
     convert.add_argument("--tensor", type=positive_integer, metavar="N", help=what)
     convert.add_argument("--workers", type=positive_integer, default=1, metavar="N", help="processes (default: 1)")
     what = "number of checkpoints to keep"
-    parsers["prune"].add_argument("--keep", type=positive_integer, required=True, metavar="N", help=what)
-    parsers["prune"].add_argument("--dry-run", action="store_true", help="only print what would be removed")
+    prune.add_argument("--keep", type=positive_integer, required=True, metavar="N", help=what)
+    prune.add_argument("--dry-run", action="store_true", help="only print what would be removed")
 
 
 def add_islands_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(required=True, metavar="WHAT")
-    serve = _add(
-        actions,
-        "serve",
-        "run the coordinator until it is interrupted",
-        [
-            "islands serve --port 29400 --state islands.json",
-            "islands serve --host 10.0.0.1 --port 29400 --state islands.json --parameter-server",
-        ],
-    )
-    serve.set_defaults(action="serve")
+    subjects = parser.add_subparsers(required=True, metavar="WHAT")
+    examples = [
+        "islands serve --port 29400 --state islands.json",
+        "islands serve --host 10.0.0.1 --port 29400 --state islands.json --parameter-server",
+    ]
+    serve = _add(subjects, "serve", "run the coordinator until it is interrupted", examples)
     serve.add_argument("--port", type=port, required=True, metavar="N", help="port to listen on; 0 takes a free one")
     what = "address to listen on; 0.0.0.0 for all (default: %(default)s, for islands on this host only)"
     serve.add_argument("--host", default="127.0.0.1", metavar="HOST", help=what)
@@ -86,19 +65,14 @@ def add_islands_arguments(parser: argparse.ArgumentParser) -> None:
     what = "run the parameter server of asynchronous islands instead; it needs the memory of two to four models"
     serve.add_argument("--parameter-server", action="store_true", help=what)
     what = "print the islands that are connected and those that are missing"
-    status = _add(actions, "status", what, ["islands status localhost:29400", "islands status 10.0.0.1:29400 --json"])
-    status.set_defaults(action="status")
-    status.add_argument("rendezvous", metavar="HOST:PORT", help="address of the coordinator")
-    status.add_argument("--json", action="store_true", help="print JSON, for programs")
+    status = _add(subjects, "status", what, ["islands status localhost:29400", "islands status 10.0.0.1:29400 --json"])
     what = "continue without islands that have died"
-    forget = _add(actions, "forget", what, ["islands forget localhost:29400 2", "islands forget 10.0.0.1:29400 2 5"])
-    forget.set_defaults(action="forget")
-    forget.add_argument("rendezvous", metavar="HOST:PORT", help="address of the coordinator")
-    what = "numbers of missing islands, as status prints them"
-    forget.add_argument(
-        "numbers", type=integer_from(0, "islands are numbered from 0"), nargs="+", metavar="N", help=what
-    )
-    forget.add_argument("--json", action="store_true", help="print JSON, for programs")
+    forget = _add(subjects, "forget", what, ["islands forget localhost:29400 2", "islands forget 10.0.0.1:29400 2 5"])
+    for subparser in (status, forget):
+        subparser.add_argument("rendezvous", metavar="HOST:PORT", help="address of the coordinator")
+        subparser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    what, number = "numbers of missing islands, as status prints them", integer_from(0, "islands are numbered from 0")
+    forget.add_argument("numbers", type=number, nargs="+", metavar="N", help=what)
     for subparser in (serve, status, forget):
         _add_tls_arguments(subparser)
 
@@ -118,7 +92,6 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "show which settings apply at which step",
         ["plan schedule ds_config.json", "plan schedule ds_config.json --steps 10000 --output schedule.png"],
     )
-    schedule.set_defaults(subject="schedule")
     schedule.add_argument("config", metavar="CONFIG", help="DeepSpeed configuration, such as ds_config.json")
     schedule.add_argument("--steps", type=positive_integer, metavar="N", help="total optimizer steps of the training")
     schedule.add_argument("--output", type=Path, metavar="PNG", help="also draw the schedule")
@@ -128,7 +101,6 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "estimate the cost of exchanges between islands, and how often to exchange",
         ["plan islands ds_config.json --model 124M --hosts 4 --bandwidth 100mbit --step 0.5"],
     )
-    islands.set_defaults(subject="islands")
     islands.add_argument("config", metavar="CONFIG", help="DeepSpeed configuration with islands")
     what = "number of parameters, such as 124M, or a model's config.json"
     islands.add_argument("--model", required=True, metavar="N|FILE", help=what)
@@ -153,7 +125,6 @@ def _add_cluster_arguments(subjects: Any) -> None:
             "plan cluster --model config.json --emulate 2x2,1gbit --batch 16 --seq 64 --measure measured.json",
         ],
     )
-    cluster.set_defaults(subject="cluster")
     what = "config.json of the model, or a directory with one"
     cluster.add_argument("--model", type=Path, required=True, metavar="FILE|DIR", help=what)
     cluster.add_argument("--gpus", metavar="NxTYPE", help="GPUs, such as 64xH100")
@@ -205,12 +176,8 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--launcher",
-        choices=("deepspeed", "torchrun", "accelerate", "none"),
-        default="deepspeed",
-        help="launcher that starts the processes (default: deepspeed); with none, the script runs in this process",
-    )
+    what = "launcher that starts the processes (default: deepspeed); with none, the script runs in this process"
+    parser.add_argument("--launcher", choices=LAUNCHERS, default="deepspeed", help=what)
     _add_agent_arguments(parser.add_argument_group("restarts of lost ranks and hosts, in place of a launcher"))
     parser.add_argument("--clear-locks", action="store_true", help=CLEAR_LOCKS)
     what = "start even if the section of a DeepSpeed configuration seems misspelled, so that nothing is compressed"
@@ -218,12 +185,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     section = "file with the section, for programs that use DistributedDataParallel or fully_shard without DeepSpeed"
     parser.add_argument("--section", type=Path, metavar="FILE", help=section)
     _add_tls_arguments(parser)
-    parser.add_argument(
-        "arguments",
-        nargs=argparse.REMAINDER,
-        metavar="...",
-        help="options of the launcher, then SCRIPT and its arguments",
-    )
+    what = "options of the launcher, then SCRIPT and its arguments"
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=what)
 
 
 def _add_agent_arguments(group: argparse._ArgumentGroup) -> None:
@@ -245,13 +208,6 @@ def _add_agent_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--wait", default="10 min", metavar="TIME", help=what)
     what = "start each rank as a new process, which makes its own imports, instead of a fork"
     group.add_argument("--cold", action="store_true", help=what)
-
-
-def own_run_options() -> Mapping[str, int]:
-    """Return the number of values of each option that `run` itself takes."""
-    agent = ("restarts", "ranks", "hosts", "spares", "rendezvous", "hang", "grace", "wait")
-    valued = ("launcher", "section", *agent, "tls-certificate", "tls-authority")
-    return {**{f"--{name}": 1 for name in valued}, "--cold": 0, "--clear-locks": 0, "--allow-uncompressed": 0}
 
 
 def add_schema_arguments(parser: argparse.ArgumentParser) -> None:

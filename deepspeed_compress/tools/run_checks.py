@@ -19,30 +19,23 @@ def is_number(value: Any) -> bool:
     return value is None or (type(value) in (int, float) and abs(value) <= LARGEST)
 
 
-def _is_text(value: Any) -> bool:
-    return value is None or isinstance(value, str)
-
-
-def _is_count(value: Any) -> bool:
-    return value is None or (type(value) is int and abs(value) < 2**53)
-
-
-def _is_flag(value: Any) -> bool:
-    return value is None or isinstance(value, bool)
+def _optional(allowed: str, fits: Callable[[Any], bool]) -> Field:
+    """Return the check of a field that may be None."""
+    return allowed, lambda value: value is None or fits(value)
 
 
 def _are_numbers(value: Any) -> bool:
-    return value is None or (isinstance(value, dict) and all(map(is_number, value.values())))
+    return isinstance(value, dict) and all(map(is_number, value.values()))
 
 
-def _is_log(value: Any) -> bool:
-    return value is None or (isinstance(value, list) and all(isinstance(entry, dict) for entry in value))
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
 
 
 _NUMBER: Field = ("a number", is_number)
-_TEXT: Field = ("a string", _is_text)
-_COUNT: Field = ("an integer", _is_count)
-_FLAG: Field = ("true or false", _is_flag)
+_TEXT = _optional("a string", lambda value: isinstance(value, str))
+_COUNT = _optional("an integer", lambda value: type(value) is int and abs(value) < 2**53)
+_FLAG = _optional("true or false", lambda value: isinstance(value, bool))
 _ANYTHING: Field = ("anything", lambda value: True)
 
 STATISTIC_FIELDS: Mapping[str, Field] = MappingProxyType({"method": _TEXT, "settings": _TEXT, "run": _ANYTHING})
@@ -52,7 +45,7 @@ EVENT_FIELDS: Mapping[str, Field] = MappingProxyType(
         "reason": _TEXT,
         "before": _TEXT,
         "after": _TEXT,
-        "evidence": ("an object of numbers", _are_numbers),
+        "evidence": _optional("an object of numbers", _are_numbers),
         "island": _COUNT,
         "dry_run": _FLAG,
     }
@@ -62,7 +55,7 @@ SUMMARY_FIELDS: Mapping[str, Field] = MappingProxyType(
     | {"world_size": _COUNT, "eval_loss": _NUMBER}
 )
 TRAINER_STATE: Mapping[str, Field] = MappingProxyType(
-    {"global_step": _COUNT, "max_steps": _COUNT, "log_history": ("a list of objects", _is_log)}
+    {"global_step": _COUNT, "max_steps": _COUNT, "log_history": _optional("a list of objects", _are_objects)}
 )
 
 

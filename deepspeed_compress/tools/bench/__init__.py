@@ -11,5 +11,5 @@ traces                     traces of steps under a profiler
 mirror                     a process group whose other ranks mirror this one
 comm, comm_rank            collectives: the command, and the program of its ranks
 kernels, moved_bytes       compression kernels
-rows, gauges               shared helpers
+rows, tables, gauges       shared helpers
 """

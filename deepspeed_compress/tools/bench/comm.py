@@ -1,21 +1,18 @@
 """`bench comm`: latency and bandwidth of collectives, on emulated hosts or in the processes of a launcher."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from deepspeed_compress.config.numbers import shown
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.policy.alpha_beta import AlphaBeta
 from deepspeed_compress.tools.bench import crossover
-from deepspeed_compress.tools.bench.hosts import signals_as_exceptions
-from deepspeed_compress.tools.bench.links import UNLIMITED, bits_per_second, check_machine
-from deepspeed_compress.tools.bench.rows import Row, check_launched, new_document, run_on_hosts, save_document
+from deepspeed_compress.tools.bench.links import UNLIMITED, bits_per_second
+from deepspeed_compress.tools.bench.rows import Row, new_document, run_ranks, save_document
+from deepspeed_compress.tools.bench.tables import new_console, new_table
 from deepspeed_compress.tools.plots import COLOURS, WIDTH, check_plotting, style_axes
 
 RANK_PROGRAM = "deepspeed_compress.tools.bench.comm_rank"
@@ -32,39 +29,16 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"--sizes {options.sizes}: latency and bandwidth need at least two different sizes; write another one"
         )
-    rows, failed = _emulated(options) if options.emulate else _on_cluster(options)
+    job = {"rates": options.emulate.rates if options.emulate else [None], "sizes": options.sizes}
+    rows, failed = run_ranks(options, RANK_PROGRAM, job)
     if rows:
         _show(rows, options)
     return int(failed)
 
 
-def _emulated(options: argparse.Namespace) -> tuple[list[Row], bool]:
-    check_machine()
-    job = {"rates": options.emulate.rates, "sizes": options.sizes}
-    with signals_as_exceptions():
-        rows, failure = run_on_hosts(
-            options.emulate.hosts, RANK_PROGRAM, job, options.timeout, options.emulate.per_host
-        )
-    return rows, failure is not None
-
-
-def _on_cluster(options: argparse.Namespace) -> tuple[list[Row], bool]:
-    check_launched()
-    import torch.distributed as dist
-
-    from deepspeed_compress.tools.bench.comm_rank import measure_messages
-    from deepspeed_compress.tools.bench.gauges import join
-
-    join()
-    rows: list[Row] = []
-    measure_messages([None], options.sizes, rows.append, lambda text: print(f"  {text}", flush=True))
-    dist.destroy_process_group()
-    return rows, False
-
-
 def _show(rows: Sequence[Row], options: argparse.Namespace) -> None:
     heading = f"collectives on {rows[0]['ranks']} ranks"
-    console = Console(width=None if sys.stdout.isatty() else 132)
+    console = new_console()
     for rate in dict.fromkeys(row["rate"] for row in rows):
         console.print(table_of(heading, [row for row in rows if row["rate"] == rate]))
     if options.json:
@@ -77,10 +51,8 @@ def table_of(heading: str, rows: Sequence[Row]) -> Table:
     """Return the table of the rows measured at one rate."""
     rate = rows[0]["rate"]
     title = f"{heading}{f' at {rate}' if rate else ''}"
-    table = Table(title=title, caption=CAPTION, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     columns = ("latency ms", "bus MB/s", "link", "fit error", *(f"{_short(size)} ms" for size in rows[0]["sizes"]))
-    for name in ("collective", *columns):
-        table.add_column(name, justify="left" if name == "collective" else "right", no_wrap=True)
+    table = new_table(title, CAPTION, ("collective", *columns), ["collective"])
     for row in rows:
         table.add_row(*_cells(row))
     return table

@@ -89,16 +89,17 @@ BATCH_SECONDS, MOST_CALLS = 0.3, 100
 
 
 def measure(job: Row, emit: Emit, log: Log) -> None:
-    """Run the measurement on an emulated host. `job` holds the rates and sizes."""
+    """Measure every collective among all ranks. `job` holds the rates and the sizes in bytes."""
     measure_messages(job["rates"], job["sizes"], emit, log)
 
 
 def measure_messages(
     rates: Sequence[str | None], sizes: Sequence[int], emit: Emit, log: Log, group: Group | None = None
 ) -> None:
-    """Measure every collective among the ranks of `group`, or all ranks. Rank 0 reports progress and emits the rows.
+    """Measure every collective among the ranks of `group`, or among all ranks if it is None.
 
-    If ranks are in different groups, all groups communicate at the same time.
+    Rank 0 reports progress and emits the rows. If ranks are in different groups, all groups communicate at the same
+    time.
     """
     first, group = dist.get_rank() == 0, group or dist.distributed_c10d._get_default_group()
     for rate in rates:

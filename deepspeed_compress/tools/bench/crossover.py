@@ -1,21 +1,16 @@
 """`bench comm --kind`: the rate of a link from which on compressed activations cost time."""
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from deepspeed_compress.config.numbers import shown
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.tools.bench.hosts import signals_as_exceptions
-from deepspeed_compress.tools.bench.links import check_machine
-from deepspeed_compress.tools.bench.rows import Row, check_launched, new_document, run_on_hosts, save_document
+from deepspeed_compress.tools.bench.rows import Row, new_document, run_ranks, save_document
+from deepspeed_compress.tools.bench.tables import new_console, new_table
 
 RANK_PROGRAM = "deepspeed_compress.tools.bench.crossover_rank"
-WIDTH = 132
 CAPTION = "milliseconds of a message on the slowest rank, with encoding and decoding"
 
 
@@ -23,7 +18,8 @@ def run(options: argparse.Namespace) -> int:
     """Measure, print and write. Return exit code 1 if the run failed, else 0."""
     if options.plot:
         raise ConfigError("--plot: draws collectives only; leave it out, or write --kind collectives")
-    rows, failed = _emulated(options) if options.emulate else _on_cluster(options)
+    rates = options.emulate.rates if options.emulate else [None]
+    rows, failed = run_ranks(options, RANK_PROGRAM, {"kind": options.kind, "rates": rates, "sizes": options.sizes})
     if rows:
         _show(rows)
     if rows and options.json:
@@ -31,31 +27,8 @@ def run(options: argparse.Namespace) -> int:
     return int(failed)
 
 
-def _emulated(options: argparse.Namespace) -> tuple[list[Row], bool]:
-    check_machine()
-    hosts = options.emulate
-    job = {"kind": options.kind, "rates": hosts.rates, "sizes": options.sizes}
-    with signals_as_exceptions():
-        rows, failure = run_on_hosts(hosts.hosts, RANK_PROGRAM, job, options.timeout, hosts.per_host)
-    return rows, failure is not None
-
-
-def _on_cluster(options: argparse.Namespace) -> tuple[list[Row], bool]:
-    check_launched()
-    import torch.distributed as dist
-
-    from deepspeed_compress.tools.bench.crossover_rank import measure_activations
-    from deepspeed_compress.tools.bench.gauges import join
-
-    join()
-    rows: list[Row] = []
-    measure_activations(options.kind, [None], options.sizes, rows.append, lambda text: print(f"  {text}", flush=True))
-    dist.destroy_process_group()
-    return rows, False
-
-
 def _show(rows: Sequence[Row]) -> None:
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console = new_console()
     for row in rows:
         console.print(table_of(row))
         for line in verdicts(row):
@@ -65,10 +38,9 @@ def _show(rows: Sequence[Row]) -> None:
 def table_of(row: Row) -> Table:
     """Return the table of one rate: a line for each size."""
     rate = f" at {row['rate']}" if row["rate"] else ""
-    table = Table(title=f"{row['kind']}, {row['ranks']} ranks{rate}", caption=CAPTION, box=SIMPLE_HEAD)
     bits = list(dict.fromkeys(one["bits"] for one in row["messages"]))
-    for name in ("elements", "bf16", *(name for one in bits for name in (f"{one} bits", "saves"))):
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = ("elements", "bf16", *(name for one in bits for name in (f"{one} bits", "saves")))
+    table = new_table(f"{row['kind']}, {row['ranks']} ranks{rate}", CAPTION, columns)
     for numel in dict.fromkeys(one["numel"] for one in row["messages"]):
         same = [one for one in row["messages"] if one["numel"] == numel]
         plain = min(one["plain"] for one in same)

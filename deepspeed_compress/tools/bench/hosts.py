@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 from deepspeed_compress.tools.bench.links import (
@@ -271,13 +272,9 @@ def _clean() -> int:
     return 0
 
 
-def _print(line: str) -> None:
-    print(line, end="")
-
-
 def _run_command(options: argparse.Namespace) -> int:
     with signals_as_exceptions(), Cluster(options.hosts, options.rate) as cluster:
-        run = cluster.run(options.command, timeout=options.timeout, on_line=_print)
+        run = cluster.run(options.command, timeout=options.timeout, on_line=partial(print, end=""))
     if run.failure is not None:
         for host, output in enumerate(run.outputs):
             print(f"--- host {host}, last lines\n{output[-1500:]}", file=sys.stderr)

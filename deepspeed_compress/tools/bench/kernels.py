@@ -5,7 +5,6 @@ import math
 import platform
 import re
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -25,6 +22,7 @@ from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBu
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.tools.bench.moved_bytes import CountingKernels
 from deepspeed_compress.tools.bench.rows import Row, new_document, save_document
+from deepspeed_compress.tools.bench.tables import new_console, new_table
 from deepspeed_compress.tools.plots import check_plotting, plot_bars
 
 BLOCK = 256
@@ -168,7 +166,7 @@ def run(options: argparse.Namespace) -> int:
     device = torch.device(options.device)
     rows = measure(options.numel, device, options.repeats, options.only, options.in_use, options.minima)
     heading = f"{options.numel:,} fp32 elements on {_name(device)}"
-    Console(width=None if sys.stdout.isatty() else 132).print(_table(heading, rows))
+    new_console().print(_table(heading, rows))
     if options.json:
         save_document(new_document(rows) | {"device": heading}, options.json)
     if options.plot:
@@ -292,15 +290,14 @@ def _table(heading: str, rows: list[Row]) -> Table:
     caption = (
         "GB/s of input: 4 bytes an element; moved: all bytes that are read and written; both also relative to a copy"
     )
-    table = Table(title=heading, caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("operation", "implementation", "ms", "GB/s", "/ copy", "moved GB/s", "/ copy"):
-        table.add_column(name, justify="left" if name in ("operation", "implementation") else "right", no_wrap=True)
+    texts, figures = ("operation", "implementation"), ("ms", "GB/s", "/ copy", "moved GB/s", "/ copy")
+    table = new_table(heading, caption, (*texts, *figures), texts)
     for index, row in enumerate(rows):
         if index and row["operation"] != rows[index - 1]["operation"]:
             table.add_section()
         rates = (row[name] for name in ("gb_per_s", "of_copy", "moved_gb_per_s", "moved_of_copy"))
-        figures = (4e-6 * row["numel"] / row["gb_per_s"], *rates)
-        table.add_row(row["operation"], row["implementation"], *(f"{figure:.2f}" for figure in figures))
+        cells = (f"{figure:.2f}" for figure in (4e-6 * row["numel"] / row["gb_per_s"], *rates))
+        table.add_row(row["operation"], row["implementation"], *cells)
     return table
 
 

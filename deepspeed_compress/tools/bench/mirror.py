@@ -86,11 +86,7 @@ class Mirror(dist.ProcessGroup):
                 tensor.mul_(self.size())
         return _done()
 
-    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
-        return self.allreduce(tensors, opts)
-
-    def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
-        return self.allreduce(tensors, opts)
+    allreduce_coalesced = reduce = allreduce
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         return _done()

@@ -27,8 +27,6 @@ PEERS = (
 )
 KINDS = ("collectives", "tensor", "pipeline", "sequence")
 SIZES = ("4K", "16K", "64K", "256K", "1M", "4M", "16M")
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
-_COUNTS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
 @dataclass(frozen=True)
@@ -71,69 +69,68 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _step_arguments(parser: argparse.ArgumentParser) -> None:
-    what = parser.add_argument_group("measurement")
-    what.add_argument("--config", nargs="+", required=True, metavar="FILE", help="DeepSpeed configurations")
-    model = "config of a Hugging Face causal LM, or a directory (default: configs/models/gpt_10m.json)"
-    what.add_argument("--model", nargs="+", default=["configs/models/gpt_10m.json"], metavar="PATH", help=model)
-    peers = f"other systems to measure: {', '.join(PEERS)} (default: deepspeed, which is each file without its section)"
-    what.add_argument("--peers", nargs="*", choices=PEERS, default=["deepspeed"], metavar="PEER", help=peers)
-    micro = "sequences in a micro-batch (default: as in the file)"
-    what.add_argument("--micro-batch", type=positive_integer, metavar="N", help=micro)
-    what.add_argument(
-        "--seq-len", type=positive_integer, default=64, metavar="N", help="tokens in a sequence (default: 64)"
-    )
-    what.add_argument("--seed", type=int, default=0, metavar="N")
-    steps = "measured steps: one number, or one per rate (default: 7, or 3 below 500 Mbit/s)"
-    what.add_argument("--steps", type=positive_integer, nargs="+", metavar="N", help=steps)
-    mirror = "measure one rank of N on this machine, whose messages come back at once: a network that costs no time"
-    _add_where(parser).add_argument("--mirror", type=integer_from(2), metavar="N", help=mirror)
+    group = parser.add_argument_group("measurement")
+    group.add_argument("--config", nargs="+", required=True, metavar="FILE", help="DeepSpeed configurations")
+    what = "config of a Hugging Face causal LM, or a directory (default: configs/models/gpt_10m.json)"
+    group.add_argument("--model", nargs="+", default=["configs/models/gpt_10m.json"], metavar="PATH", help=what)
+    what = f"other systems to measure: {', '.join(PEERS)} (default: deepspeed, which is each file without its section)"
+    group.add_argument("--peers", nargs="*", choices=PEERS, default=["deepspeed"], metavar="PEER", help=what)
+    what = "sequences in a micro-batch (default: as in the file)"
+    group.add_argument("--micro-batch", type=positive_integer, metavar="N", help=what)
+    what = "tokens in a sequence (default: 64)"
+    group.add_argument("--seq-len", type=positive_integer, default=64, metavar="N", help=what)
+    group.add_argument("--seed", type=int, default=0, metavar="N")
+    what = "measured steps: one number, or one per rate (default: 7, or 3 below 500 Mbit/s)"
+    group.add_argument("--steps", type=positive_integer, nargs="+", metavar="N", help=what)
+    what = "measure one rank of N on this machine, whose messages come back at once: a network that costs no time"
+    _add_where(parser).add_argument("--mirror", type=integer_from(2), metavar="N", help=what)
     output = parser.add_argument_group("output")
-    kept = "file for the rows; rows that it already has are not measured again"
-    output.add_argument("--output", type=Path, required=True, metavar="FILE.json", help=kept)
-    plot = "draw bars of the step time relative to pure computation"
-    output.add_argument("--plot", type=Path, metavar="FILE.png", help=plot)
-    traces = "trace one more step of each measurement under torch's profiler, for https://ui.perfetto.dev"
-    output.add_argument("--traces", type=Path, metavar="DIR", help=traces)
+    what = "file for the rows; rows that it already has are not measured again"
+    output.add_argument("--output", type=Path, required=True, metavar="FILE.json", help=what)
+    what = "draw bars of the step time relative to pure computation"
+    output.add_argument("--plot", type=Path, metavar="FILE.png", help=what)
+    what = "trace one more step of each measurement under torch's profiler, for https://ui.perfetto.dev"
+    output.add_argument("--traces", type=Path, metavar="DIR", help=what)
 
 
 def _comm_arguments(parser: argparse.ArgumentParser) -> None:
-    kinds = (
+    what = (
         "messages to measure: collectives, or compressed and uncompressed activations of tensor, pipeline or sequence "
         "parallelism, with the rate of the link from which on compression costs time (default: collectives)"
     )
-    parser.add_argument("--kind", choices=KINDS, default=KINDS[0], help=kinds)
-    sizes = f"bytes of a rank's buffer, such as 64K or 4M (default: {' '.join(SIZES)})"
+    parser.add_argument("--kind", choices=KINDS, default=KINDS[0], help=what)
+    what = f"bytes of a rank's buffer, such as 64K or 4M (default: {' '.join(SIZES)})"
     default = [size(text) for text in SIZES]
-    parser.add_argument("--sizes", type=size, nargs="+", default=default, metavar="SIZE", help=sizes)
+    parser.add_argument("--sizes", type=size, nargs="+", default=default, metavar="SIZE", help=what)
     _add_where(parser)
-    _add_output(parser, "draw time over size, with the fits")
+    _add_output(parser, "plot time against size, with the fits")
 
 
 def _kernels_arguments(parser: argparse.ArgumentParser) -> None:
-    numel = "number of input elements (default: 100M)"
-    parser.add_argument("--numel", type=count, default=count("100M"), metavar="N", help=numel)
+    what = "number of input elements (default: 100M)"
+    parser.add_argument("--numel", type=count, default=count("100M"), metavar="N", help=what)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    repeats = "number of timed calls, of which the median counts (default: 5)"
-    parser.add_argument("--repeats", type=positive_integer, default=5, metavar="N", help=repeats)
+    what = "number of timed calls, whose median is reported (default: 5)"
+    parser.add_argument("--repeats", type=positive_integer, default=5, metavar="N", help=what)
     parser.add_argument("--only", metavar="PATTERN", type=re.compile, help="measure operations whose name matches")
-    in_use = "measure only the implementation that training uses here, without plain PyTorch, which needs much memory"
-    parser.add_argument("--in-use", action="store_true", help=in_use)
-    minima = "compare least times, with a copy before every call, for a machine with other load (try --repeats 50)"
-    parser.add_argument("--minima", action="store_true", help=minima)
+    what = "measure only the implementation that training uses here, without plain PyTorch, which needs much memory"
+    parser.add_argument("--in-use", action="store_true", help=what)
+    what = "compare minimum times, with a copy before every call, for a machine with other load (try --repeats 50)"
+    parser.add_argument("--minima", action="store_true", help=what)
     _add_output(parser, "draw bars of the throughput")
 
 
 def _add_where(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
     """Add where to measure. Return the group of the options of which only one can be given."""
     where = parser.add_argument_group("hosts")
-    emulate = (
+    what = (
         "emulate HOSTS hosts on this machine, with one process each, or RANKS, and links of each RATE, such as "
         "2,none,1gbit,100mbit or 4x2,1gbit (default: use the processes of a launcher)"
     )
     chosen = where.add_mutually_exclusive_group()
-    chosen.add_argument("--emulate", type=emulation, metavar="HOSTS[xRANKS],RATE[,RATE...]", help=emulate)
-    timeout = "time limit of one emulated run (default: 1800)"
-    where.add_argument("--timeout", type=float, default=1800, metavar="SECONDS", help=timeout)
+    chosen.add_argument("--emulate", type=emulation, metavar="HOSTS[xRANKS],RATE[,RATE...]", help=what)
+    what = "time limit of one emulated run (default: 1800)"
+    where.add_argument("--timeout", type=float, default=1800, metavar="SECONDS", help=what)
     return chosen
 
 
@@ -170,7 +167,7 @@ def size(text: str) -> int:
     Raises:
         argparse.ArgumentTypeError: `text` is not such a number.
     """
-    return _number(text, _UNITS, "64K or 4M")
+    return _number(text, 2**10, "64K or 4M")
 
 
 def count(text: str) -> int:
@@ -179,14 +176,14 @@ def count(text: str) -> int:
     Raises:
         argparse.ArgumentTypeError: `text` is not such a number.
     """
-    return _number(text, _COUNTS, "100M or 1000000")
+    return _number(text, 10**3, "100M or 1000000")
 
 
-def _number(text: str, units: dict[str, int], example: str) -> int:
+def _number(text: str, thousand: int, example: str) -> int:
     found = re.fullmatch(r"(\d+)([KMG]?)", text)
     if found is None or int(found[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r}: write a positive number such as {example}")
-    return int(found[1]) * units[found[2]]
+    return int(found[1]) * thousand ** ("", "K", "M", "G").index(found[2])
 
 
 BENCHMARKS = {

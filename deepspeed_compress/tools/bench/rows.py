@@ -1,5 +1,6 @@
 """Rows of a benchmark, which ranks write on emulated hosts or under a launcher, stored in a JSON file."""
 
+import argparse
 import json
 import os
 import platform
@@ -7,13 +8,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from deepspeed_compress import __version__
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.tools.bench.hosts import Cluster, Run
+from deepspeed_compress.tools.bench.hosts import Cluster, Run, signals_as_exceptions
 from deepspeed_compress.tools.files import write_json
 
 Row = dict[str, Any]
@@ -85,6 +87,33 @@ def check_launched() -> None:
             "a single process has nothing to communicate with; write --emulate HOSTS,RATE, such as --emulate 2,1gbit, "
             "or start it with torchrun --no-python --nproc-per-node N ds-compress bench ..."
         )
+
+
+def run_ranks(options: argparse.Namespace, module: str, job: Row) -> tuple[list[Row], bool]:
+    """Run `module` (see `rank_main`) with `job` as every rank: of emulated hosts, or else of a launcher's job.
+
+    Returns:
+        The rows, of which a launcher's job has some on rank 0 only, and True if a rank failed.
+    """
+    if options.emulate:
+        with signals_as_exceptions():
+            rows, failure = run_on_hosts(options.emulate.hosts, module, job, options.timeout, options.emulate.per_host)
+        return rows, failure is not None
+    check_launched()
+    import torch.distributed as dist
+
+    from deepspeed_compress.tools.bench.gauges import join
+
+    join()
+    rows = []
+    import_module(module).measure(job, rows.append, print_indented)
+    dist.destroy_process_group()
+    return rows, False
+
+
+def print_indented(text: str) -> None:
+    """Print a line on the progress of a benchmark."""
+    print(f"  {text}", flush=True)
 
 
 def run_on_hosts(hosts: int, module: str, job: Row, timeout: float, per_host: int = 1) -> tuple[list[Row], str | None]:

@@ -13,7 +13,14 @@ from deepspeed_compress.config import SECTION, with_preset
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.tools.bench.hosts import signals_as_exceptions
 from deepspeed_compress.tools.bench.links import bits_per_second, check_machine
-from deepspeed_compress.tools.bench.rows import Row, check_launched, read_document, run_on_hosts, save_document
+from deepspeed_compress.tools.bench.rows import (
+    Row,
+    check_launched,
+    print_indented,
+    read_document,
+    run_on_hosts,
+    save_document,
+)
 from deepspeed_compress.tools.bench.step_results import plot_steps, print_steps
 from deepspeed_compress.tools.bench.workload import (
     DEEPSPEED,
@@ -91,7 +98,7 @@ def _in_this_process(options: argparse.Namespace) -> int:
         missing = ranks.first_only(find_missing)
         rows: list[Row] = []
         if missing:
-            measure_group(group, missing, rows.append, lambda text: print(f"  {text}", flush=True), options.traces)
+            measure_group(group, missing, rows.append, print_indented, options.traces)
         if rows:
             merge(document, [row | {"mirror": True} for row in rows] if options.mirror else rows)
             save_document(document, options.output)

@@ -1,22 +1,17 @@
 """Output of `bench step`: tables of times and bytes, and bars."""
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from deepspeed_compress.config.numbers import shown
 from deepspeed_compress.tools.bench.rows import Row
+from deepspeed_compress.tools.bench.tables import new_console, new_table
 from deepspeed_compress.tools.bench.workload import COMPUTE_ONLY, stage_of
 from deepspeed_compress.tools.plots import plot_bars
-
-WIDTH = 132
-"""Width of the output in columns if it is not a terminal."""
 
 Cells = Callable[[Row], list[str]]
 
@@ -33,7 +28,7 @@ class Form:
 
 def print_steps(rows: Sequence[Row]) -> None:
     """Print tables of times and of sizes for every workload and number of ranks."""
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console = new_console()
     for work in dict.fromkeys(same_work(row) for row in rows):
         same = [row for row in rows if same_work(row) == work]
         for form in (*FORMS, *([TRACES] if any("shares" in row for row in same) else [])):
@@ -57,9 +52,7 @@ def title(row: Row) -> str:
 
 def step_table(rows: Sequence[Row], form: Form) -> Table:
     """Return one table. Rows of the same rate are adjacent and follow the step time of pure computation."""
-    table = Table(title=title(rows[0]), caption=form.caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("rate", "ZeRO", "method", *form.columns):
-        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
+    table = new_table(title(rows[0]), form.caption, ("rate", "ZeRO", "method", *form.columns), ["method"])
     for index, row in enumerate(rows):
         rate, stage = row["rate"] or "-", stage_of(row["contender"]["ds_config"])
         if index == 0 or rows[index - 1]["rate"] != row["rate"]:

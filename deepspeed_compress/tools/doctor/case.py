@@ -7,15 +7,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, Concatenate, ParamSpec
+from typing import Any
 
-from deepspeed_compress.config import Parallelism
+from deepspeed_compress.config import CompressConfig, Parallelism
 from deepspeed_compress.config.native import STAGE
 from deepspeed_compress.tools.doctor.patches import difference
 from deepspeed_compress.tools.doctor.run import Line, Run
 from deepspeed_compress.tools.doctor.thresholds import Thresholds
-
-P = ParamSpec("P")
 
 OTHER_KINDS = ("bytes_pipeline", "bytes_tied", "bytes_tensor", "bytes_experts", "bytes_sequence", "bytes_islands")
 
@@ -65,6 +63,12 @@ class Case:
     run: Run
     baseline: Run | None = None
     limits: Thresholds = field(default_factory=Thresholds)
+
+    @property
+    def section(self) -> CompressConfig:
+        """Return the section of the configuration, for rules with the need "config"."""
+        assert self.run.section is not None, 'the rule lacks the need "config"'
+        return self.run.section
 
     @cached_property
     def compressed(self) -> tuple[Line, ...]:
@@ -234,21 +238,15 @@ class Case:
         reductions = self.accumulation if self.stage >= 2 else 1
         return 4 * self.sent_elements * reductions
 
-    def patch(
-        self,
-        change: Callable[Concatenate[Mapping[str, Any], P], Mapping[str, Any] | None],
-        *arguments: P.args,
-        **options: P.kwargs,
-    ) -> dict[str, Any] | None:
+    def patch(self, change: Callable[..., Mapping[str, Any] | None], *arguments: object) -> dict[str, Any] | None:
         """Return the merge patch for what `change` does to the configuration, or None if that is not known.
 
         Args:
             change: Function that returns the changed configuration, or None if it cannot change it.
-            *arguments: Further positional arguments of `change`.
-            **options: Keyword arguments of `change`.
+            *arguments: Further arguments of `change`.
         """
         config = self.run.config
-        wanted = None if config is None else change(config, *arguments, **options)
+        wanted = None if config is None else change(config, *arguments)
         return None if wanted is None or config is None else difference(config, wanted)
 
     def lacks(self, need: str) -> bool:

@@ -19,16 +19,18 @@ class DoctorRule(Rule):
     check: Check = field(repr=False)
 
 
-def rule(
-    *, name: str, severity: Severity | None, summary: str, needs: tuple[str, ...]
-) -> Callable[[Check], DoctorRule]:
-    """Return a decorator that turns a check into a rule.
+def rule(severity: Severity | None, summary: str, *needs: str) -> Callable[[Check], DoctorRule]:
+    """Return a decorator that turns a check into a rule. The rule has the name of the function.
 
     Args:
-        name: Name of the rule.
         severity: "error" if the model does not learn, "warning" if time, memory or bytes are lost, otherwise "info".
             None if each diagnostic states its own. The output calls them critical, serious and notice.
         summary: Short description of what the rule checks.
-        needs: Data that must have been recorded, in the terms of `Case.lacks`.
+        *needs: Data that must have been recorded, in the terms of `Case.lacks`.
     """
-    return lambda check: DoctorRule(code=name, name=name, severity=severity, summary=summary, needs=needs, check=check)
+
+    def decorate(check: Check) -> DoctorRule:
+        name = check.__name__.replace("_", "-")
+        return DoctorRule(code=name, name=name, severity=severity, summary=summary, needs=needs, check=check)
+
+    return decorate

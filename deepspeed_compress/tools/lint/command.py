@@ -87,30 +87,26 @@ def _check(options: argparse.Namespace) -> None:
     Raises:
         ConfigError: There are such options.
     """
-    yaml = (options.stdin_filename or "").endswith(YAML)
-    for wrong, message in (
-        (
-            options.unsafe_fixes and not (options.fix or options.diff),
-            "--unsafe-fixes has no effect alone. Write it together with --fix or --diff.",
-        ),
-        (
-            options.diff and options.output_file is not None,
-            "--output-file has no effect with --diff. Write > FILE to keep the difference.",
-        ),
-        (options.diff and options.statistics, "--statistics has no effect with --diff. Write one of them."),
-        (
-            options.statistics and options.output_format not in ("full", "concise"),
-            f"--statistics has no {options.output_format} format. Write one of the two options.",
-        ),
-        (
-            options.stdin_filename is not None and STDIN not in options.files,
-            "--stdin-filename has no effect without standard input. Write - as FILE.",
-        ),
-        (yaml and options.fix, "--fix has no effect on YAML. Write --stdin-filename with another name, or no --fix."),
-        (options.exit_zero and options.exit_on, "--exit-on has no effect with --exit-zero. Write one of them."),
-    ):
-        if wrong:
-            raise ConfigError(message)
+    message = next(_contradictions(options), None)
+    if message is not None:
+        raise ConfigError(message)
+
+
+def _contradictions(options: argparse.Namespace) -> Iterator[str]:
+    if options.unsafe_fixes and not (options.fix or options.diff):
+        yield "--unsafe-fixes has no effect alone. Write it together with --fix or --diff."
+    if options.diff and options.output_file is not None:
+        yield "--output-file has no effect with --diff. Write > FILE to keep the difference."
+    if options.diff and options.statistics:
+        yield "--statistics has no effect with --diff. Write one of them."
+    if options.statistics and options.output_format not in ("full", "concise"):
+        yield f"--statistics has no {options.output_format} format. Write one of the two options."
+    if options.stdin_filename is not None and STDIN not in options.files:
+        yield "--stdin-filename has no effect without standard input. Write - as FILE."
+    if (options.stdin_filename or "").endswith(YAML) and options.fix:
+        yield "--fix has no effect on YAML. Write --stdin-filename with another name, or no --fix."
+    if options.exit_zero and options.exit_on:
+        yield "--exit-on has no effect with --exit-zero. Write one of them."
 
 
 def _search(options: argparse.Namespace, settings: Settings) -> Search:
@@ -141,7 +137,7 @@ def _notes(linted: list[Linted], files: Iterable[str], search: Search) -> Iterat
 def _is_wrong(linted: list[Linted], options: argparse.Namespace, exit_on: str) -> bool:
     """Return True if a finding is at least as severe as `exit_on`, or if --diff shows a correction."""
     grave = SEVERITIES[: SEVERITIES.index(exit_on) + 1]
-    found = any(one.severity in grave for one in _diagnostics(linted))
+    found = any(one.severity in grave for result in linted for one in result.fixed.remaining)
     return found or (options.diff and any(result.changed for result in linted))
 
 
@@ -222,11 +218,6 @@ def _show_differences(changed: list[Linted], quiet: bool) -> None:
     count = sum(result.fixed.count for result in changed)
     if not quiet:
         print(f"--fix would make {plural(count, 'correction')} in {plural(len(changed), 'file')}.", file=sys.stderr)
-
-
-def _diagnostics(linted: Iterable[Linted]) -> Iterator[Diagnostic]:
-    for result in linted:
-        yield from result.fixed.remaining
 
 
 def _told(linted: Iterable[Linted], everything: bool) -> Iterator[Diagnostic]:

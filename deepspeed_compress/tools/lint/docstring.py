@@ -16,8 +16,8 @@ import json
 import re
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict, get_args
 
 _FIELD = re.compile(r"^(Wrong|Right|Context|Proof):", re.MULTILINE)
 
@@ -37,16 +37,18 @@ class Proof:
     text: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Texts:
+class Texts(TypedDict):
     """Texts of a rule, as in `LintRule`."""
 
-    summary: str = ""
-    reason: str = ""
-    wrong: str = ""
-    right: str = ""
-    proof: Proof = Proof("unproved")
-    context: Mapping[str, Any] = field(default_factory=dict)
+    summary: str
+    reason: str
+    wrong: str
+    right: str
+    proof: Proof
+    context: Mapping[str, Any]
+
+
+NO_TEXTS = Texts(summary="", reason="", wrong="", right="", proof=Proof("unproved"), context={})
 
 
 def read_texts(docstring: str) -> Texts:
@@ -62,12 +64,12 @@ def read_texts(docstring: str) -> Texts:
         raise ValueError(f"{docstring.strip()[:60]!r} has no field {' or '.join(sorted(missing))}")
     summary, _, reason = head.strip().partition("\n\n")
     return Texts(
-        summary,
-        _joined(reason),
-        _example(fields["Wrong"]),
-        _example(fields["Right"]),
-        _proof(_joined(fields["Proof"])),
-        json.loads(fields.get("Context", "{}")),
+        summary=summary,
+        reason=_joined(reason),
+        wrong=_example(fields["Wrong"]),
+        right=_example(fields["Right"]),
+        proof=_proof(_joined(fields["Proof"])),
+        context=json.loads(fields.get("Context", "{}")),
     )
 
 

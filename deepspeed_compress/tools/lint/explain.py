@@ -8,7 +8,6 @@ from pathlib import Path
 
 from deepspeed_compress.diagnostics import Fix
 from deepspeed_compress.errors import CompressError
-from deepspeed_compress.tools.lint.docstring import Proof
 from deepspeed_compress.tools.lint.rule import Context, LintRule
 from deepspeed_compress.tools.lint.rules import RULES
 from deepspeed_compress.tools.lint.scanner import parse
@@ -76,12 +75,9 @@ def _table(rules: Iterable[LintRule]) -> Iterator[str]:
     for rule in rules:
         fix = fix_of(rule)
         marked = "" if fix is None else "safe" if fix.safe else "unsafe"
+        summary = rule.summary.replace("|", "\\|")
         link = f"[{rule.code}](#{rule.code.lower()}-{rule.name})"
-        yield f"| {link} | `{rule.name}` | {rule.severity} | {marked} | {_cell(rule.summary)} |"
-
-
-def _cell(content: str) -> str:
-    return content.replace("|", "\\|")
+        yield f"| {link} | `{rule.name}` | {rule.severity} | {marked} | {summary} |"
 
 
 def fix_of(rule: LintRule) -> Fix | None:
@@ -98,16 +94,12 @@ def _section(rule: LintRule, heading: str) -> str:
             f"{heading} {rule.code} {rule.name}\n",
             f"{rule.severity.capitalize()}. {rule.summary}\n",
             f"{rule.reason}\n",
-            f"{_proof(rule.proof)}\n",
+            f"{_PROOFS[rule.proof.kind].format(rule.proof.text.rstrip('.'))}\n",
             *fixed,
             *_example("Wrong", rule.wrong, rule.context),
             *_example("Right", rule.right, rule.context),
         )
     )
-
-
-def _proof(proof: Proof) -> str:
-    return _PROOFS[proof.kind].format(proof.text.rstrip("."))
 
 
 def _example(title: str, source: str, context: Mapping[str, object]) -> Iterator[str]:

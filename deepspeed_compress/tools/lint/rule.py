@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deepspeed_compress.diagnostics import Diagnostic, Severity
-from deepspeed_compress.tools.lint.docstring import Proof, Texts, read_texts
+from deepspeed_compress.tools.lint.docstring import NO_TEXTS, Proof, read_texts
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.options import Framework
 from deepspeed_compress.tools.rules import Rule
@@ -92,19 +92,7 @@ def rule(code: str, severity: Severity) -> Callable[[Check], LintRule]:
 
     def decorate(check: Check) -> LintRule:
         # `python -OO` removes docstrings. Findings do not need them; the command `rule` does, and says so.
-        texts = read_texts(check.__doc__) if check.__doc__ else Texts()
-        return LintRule(
-            code=code,
-            name=check.__name__.replace("_", "-"),
-            severity=severity,
-            family=family_of(code),
-            summary=texts.summary,
-            reason=texts.reason,
-            wrong=texts.wrong,
-            right=texts.right,
-            proof=texts.proof,
-            context=texts.context,
-            check=check,
-        )
+        texts, name = read_texts(check.__doc__) if check.__doc__ else NO_TEXTS, check.__name__.replace("_", "-")
+        return LintRule(code=code, name=name, severity=severity, family=family_of(code), check=check, **texts)
 
     return decorate

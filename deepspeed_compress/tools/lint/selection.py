@@ -83,7 +83,7 @@ def check_codes(codes: Iterable[str], rules: Iterable[LintRule], place: str) -> 
     for code in codes:
         if not any(_match(rule, code) for rule in rules):
             raise ConfigError(
-                f"{place}: {code!r} is not a rule (allowed: codes, beginnings of codes, names, ALL). "
+                f"{place}: {code!r} is not a rule (allowed: codes, prefixes of codes, names, ALL). "
                 f"Write {_nearest(code, rules)}; `ds-compress rule --all` lists all rules."
             )
     return codes

@@ -106,10 +106,6 @@ def _of_summary(key: str) -> Callable[[Run], float | None]:
     return lambda run: (run.files.summary or {}).get(key)
 
 
-def _of_kind(kind: TrafficKind) -> Metric:
-    return Metric(f"sent: {kind.title}", kind.size, megabytes, optional=True)
-
-
 METRICS = (
     Metric("held-out loss", lambda run: _last(run, "eval_loss"), "{:.4f}".format, tile=True),
     Metric("training loss, last tenth", _recent_loss, "{:.4f}".format),
@@ -125,7 +121,7 @@ METRICS = (
     ),
     Metric("compression ratio of all traffic", _total_ratio, "{:.2f}".format, compared=False, tile=True),
     Metric("compression ratio of gradients", _ratio, "{:.2f}".format, compared=False, tile=True),
-    *map(_of_kind, TRAFFIC[1:]),
+    *(Metric(f"sent: {kind.title}", kind.size, megabytes, optional=True) for kind in TRAFFIC[1:]),
     Metric("exchanges between islands", exchanges.count, "{:,.0f}".format, compared=False, tile=True),
     Metric("sent per rank and exchange", exchanges.sent, megabytes, tile=True),
     Metric("extra time of a step with an exchange", exchanges.extra_milliseconds, milliseconds, tile=True),

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from deepspeed_compress.config import masked
 from deepspeed_compress.tools.report.drawing import svg_chart
 from deepspeed_compress.tools.report.figures import table_head, table_rows, tiles
-from deepspeed_compress.tools.report.panels import Bars, Missing, bars, charts, missing
+from deepspeed_compress.tools.report.panels import Bars, bars, charts, missing
 from deepspeed_compress.tools.report.runs import Run
-from deepspeed_compress.tools.report.style import PAGE, SCRIPT, STYLE
+from deepspeed_compress.tools.report.style import PAGE, script, stylesheet
 from deepspeed_compress.tools.report.timeline import (
     SHOWN,
     SettingsTimeline,
@@ -39,7 +39,11 @@ def page(runs: Sequence[Run]) -> str:
     ]
     title = " against ".join(_escape(run.name) for run in reversed(runs))
     return PAGE.format(
-        title=title, style=STYLE, script=SCRIPT, status=_status(runs), sections="\n".join(filter(None, sections))
+        title=title,
+        style=stylesheet(),
+        script=script(),
+        status=_status(runs),
+        sections="\n".join(filter(None, sections)),
     )
 
 
@@ -131,8 +135,8 @@ def _cells(cells: Sequence[str], tag: str) -> str:
     return "<tr>" + "".join(f"<{tag}>{_escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
 
-def _missing(parts: Sequence[Missing]) -> str:
-    names = "; ".join(f"{part.title} (needs {part.source})" for part in parts)
+def _missing(parts: Mapping[str, str]) -> str:
+    names = "; ".join(f"{title} (needs {source})" for title, source in parts.items())
     return f'<p class="missing">Left out, because no file has the data: {_escape(names)}.</p>' if names else ""
 
 

@@ -2,7 +2,8 @@
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from deepspeed_compress.tools.report.figures import TRAFFIC
 from deepspeed_compress.tools.report.runs import Run
@@ -60,14 +61,6 @@ class Bars:
     unit: str
     runs: tuple[str, ...]
     parts: tuple[tuple[str, str, tuple[float, ...]], ...]
-
-
-@dataclass(frozen=True)
-class Missing:
-    """Part of the report that has no data, and the source that would provide them."""
-
-    title: str
-    source: str
 
 
 @dataclass(frozen=True)
@@ -172,24 +165,24 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
     ]
 
 
-def missing(runs: Sequence[Run]) -> list[Missing]:
-    """Return the parts of the report that have no data."""
-    specs = [
-        Missing(spec.title, spec.source)
+def missing(runs: Sequence[Run]) -> dict[str, str]:
+    """Return the titles of the parts of the report that have no data, each with the source that would provide them."""
+    specs = {
+        spec.title: spec.source
         for spec in CHARTS
         if not spec.optional and not any(run.column(curve.key) for run in runs for curve in spec.curves)
-    ]
-    named = {"Median time of a step, ms": _LATER, "Sent by one rank in a step, MB": _STATISTICS}
+    }
+    others = {"Median time of a step, ms": _LATER, "Sent by one rank in a step, MB": _STATISTICS}
     shown = {one.title for one in bars(runs)}
-    rest = [Missing(title, source) for title, source in named.items() if title not in shown]
-    return specs + rest + ([] if settings_timelines(runs) else [Missing("Settings in force", _STATISTICS)])
+    others = {title: source for title, source in others.items() if title not in shown}
+    return specs | others | ({} if settings_timelines(runs) else {"Settings in force": _STATISTICS})
 
 
 def _lines(spec: ChartSpec, runs: Sequence[Run]) -> list[Line]:
     curves = [(curve, run) for run in runs for curve in spec.curves if run.role == "run" or not curve.run_only]
     lines = [_line(curve, run, spec.unit) for curve, run in curves if _has_figures(curve, run)]
     # Without a held-out loss, the training loss is the only line, so there is no reason to draw it faintly.
-    return lines if any(not line.faint for line in lines) else [_strong(line) for line in lines]
+    return lines if any(not line.faint for line in lines) else [replace(line, faint=False) for line in lines]
 
 
 def _has_figures(curve: Curve, run: Run) -> bool:
@@ -201,20 +194,10 @@ def _has_figures(curve: Curve, run: Run) -> bool:
     return any(values) if curve.key.startswith("bytes_") else bool(values)
 
 
-def _strong(line: Line) -> Line:
-    return Line(line.name, line.colour, line.steps, line.values)
-
-
 def _line(curve: Curve, run: Run, unit: float) -> Line:
     points = _thinned([(step, value / unit) for step, value in run.column(curve.key).items()])
-    return Line(
-        name=curve.name or run.name,
-        colour=curve.colour or run.role,
-        steps=tuple(step for step, _ in points),
-        values=tuple(value for _, value in points),
-        faint=curve.faint,
-        dashed=curve.dashed,
-    )
+    steps, values = zip(*points, strict=True)
+    return Line(curve.name or run.name, curve.colour or run.role, steps, values, curve.faint, curve.dashed)
 
 
 def _thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
@@ -224,12 +207,9 @@ def _thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
     """
     size = -(-2 * len(points) // POINTS)
     groups = [points[begin : begin + size] for begin in range(0, len(points), size)] if size > 2 else []
-    ends = [{min(group, key=_value), max(group, key=_value)} for group in groups]
+    value = itemgetter(1)
+    ends = [{min(group, key=value), max(group, key=value)} for group in groups]
     return sorted(point for pair in ends for point in pair) if groups else points
-
-
-def _value(point: tuple[int, float]) -> float:
-    return point[1]
 
 
 def _spans_decades(spec: ChartSpec, lines: Sequence[Line]) -> bool:

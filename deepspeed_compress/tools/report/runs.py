@@ -51,21 +51,12 @@ def _statistics(files: RunDirectory) -> Columns:
     return _columns(files.statistics)
 
 
-def _versions(files: RunDirectory) -> Columns:
-    return _columns(files.versions)
-
-
 def _guarded_loss(files: RunDirectory) -> Columns:
     """Return the losses that the guard recorded.
 
     They are losses of single steps and are used only if no preferred source in `SOURCES` has a training loss.
     """
     return {"train_loss": _statistics(files).get("loss", {})}
-
-
-def _trainer_statistics(files: RunDirectory) -> Columns:
-    """Return means over the steps between two logs, for runs that have no statistics per step."""
-    return _stripped(_trainer_log(files))
 
 
 def _csv_monitor(files: RunDirectory) -> Columns:
@@ -121,9 +112,10 @@ def _stripped(columns: Columns) -> Columns:
 SOURCES: tuple[Callable[[RunDirectory], Columns], ...] = (
     _metrics,
     _statistics,
-    _versions,
+    lambda files: _columns(files.versions),
     _trainer_log,
-    _trainer_statistics,
+    # Means over the steps between two logs, for runs that have no statistics per step.
+    lambda files: _stripped(_trainer_log(files)),
     _guarded_loss,
     _csv_monitor,
 )

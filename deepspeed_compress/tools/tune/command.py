@@ -1,14 +1,12 @@
 """The command `ds-compress tune`."""
 
 import argparse
-import contextlib
 import functools
 import json
 import math
 import shlex
-import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from deepspeed_compress.backends.deepspeed.builds import clear_locks, print_lock
 from deepspeed_compress.checkpointing.directory_lock import hold
 from deepspeed_compress.config import SECTION, masked_arguments, parse_section, read_ds_config
 from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.tools.bench.hosts import signals_as_exceptions
 from deepspeed_compress.tools.files import write_json, write_text
 from deepspeed_compress.tools.plots import INSTALL, can_plot
 from deepspeed_compress.tools.tune.halving import make_rungs
@@ -96,20 +95,20 @@ def _claim(output: Path, identity: Mapping[str, Any]) -> None:
     file = output / IDENTITY
     if not file.is_file():
         if output.is_dir() and any(output.iterdir()):
-            raise ConfigError(f"--output {output}: holds something else (allowed: a new directory). Name another.")
+            raise ConfigError(f"--output {output}: holds something else (allowed: a new directory); choose another one")
         output.mkdir(parents=True, exist_ok=True)
         write_json(file, identity, private=True)
         return
     try:
         before = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"{file}: not JSON ({error}). Name another --output.") from error
+        raise ConfigError(f"{file}: not JSON ({error}); choose another --output") from error
     other = [key for key in identity if before.get(key) != json.loads(json.dumps(identity[key]))]
     if other:
         what = " and ".join({"command": "command", "ds_config": "content of --config"}[key] for key in other)
         raise ConfigError(
-            f"--output {output}: holds trials of another {what} (allowed: the same, to go on). Name another --output, "
-            "or remove this one."
+            f"--output {output}: holds trials of another {what} (allowed: the same one, to continue); choose another "
+            "directory, or remove this one"
         )
 
 
@@ -117,7 +116,7 @@ def _announce(console: Console, candidates: Sequence[Candidate], left_out: Seque
     lines = [f"{len(candidates) - 1} candidates: {', '.join(one.name for one in candidates[1:])}"]
     lines += [f"left out: {left.name}: {left.reason}" for left in left_out]
     if not can_plot():
-        lines.append(f"no pareto.png and pareto.html: write {INSTALL} for them")
+        lines.append(f"no pareto.png and pareto.html: they need matplotlib; write: {INSTALL}")
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -129,22 +128,9 @@ def _search(
     budget = Budget(options.time_budget, trial=options.trial_timeout or math.inf)
     look = functools.partial(clear_locks, options.clear_locks)
     trials = Trials(ds_config, options.config, options.launcher, options.arguments, options.output)
-    with _terminable(), Display(console, len(candidates) - 1, rungs, budget, look) as display:
+    # The running trial is in a session of its own, so it must be ended by this process.
+    with signals_as_exceptions(), Display(console, len(candidates) - 1, rungs, budget, look) as display:
         return search(candidates, rungs, trials, options.metric, budget, display)
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit, so that the running trial, which is in a session of its own, is ended too."""
-
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _write(summary: Summary, ds_config: Mapping[str, Any], options: argparse.Namespace, console: Console) -> None:
@@ -163,7 +149,7 @@ def _write(summary: Summary, ds_config: Mapping[str, Any], options: argparse.Nam
     if summary.row is not None:
         write_json(optimal, {**ds_config, SECTION: summary.chosen.section}, private=True)
         write_text(output / "cmd_optimal.txt", command + "\n", private=True)
-        lines += [f"{optimal}: the file with this section. Train with it:", command]
+        lines += [f"{optimal}: your configuration with the best section. Train with it:", command]
     failure = summary.outcome.failure
     if failure is not None:
         lines += [f"  {line}" for line in failure.tail] + [f"uncompressed training failed: {failure.error}"]

@@ -2,15 +2,11 @@
 
 import argparse
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 from deepspeed_compress.tools.arguments import integer_from
-from deepspeed_compress.tools.options import CLEAR_LOCKS
+from deepspeed_compress.tools.options import CLEAR_LOCKS, LAUNCHERS
 
-LAUNCHERS = ("deepspeed", "torchrun", "accelerate", "none")
 METRICS = ("step_time", "bytes")
 LEAST_STEPS = 10
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -18,15 +14,31 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `tune`, and the arguments that it passes on, to `parser`."""
-    for name, settings in _OPTIONS.items():
-        parser.add_argument(name, **settings)
-    passed = "options of the launcher, SCRIPT, arguments of SCRIPT, the file of --config among them"
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=passed)
-
-
-def own_options() -> dict[str, int]:
-    """Return the number of values of each option of `tune`, to tell them from the arguments that are passed on."""
-    return {name: 0 if settings.get("action") == "store_true" else 1 for name, settings in _OPTIONS.items()}
+    what = "DeepSpeed configuration that the script reads; it is not changed"
+    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help=what)
+    what = "largest allowed loss above that of uncompressed training, as a fraction of it (default: 0.5%%)"
+    parser.add_argument("--target-loss-gap", type=share, default=share("0.5%"), metavar="SHARE", help=what)
+    what = "time limit such as 90s, 30m or 2h, after which the best candidate so far is chosen (default: no limit)"
+    parser.add_argument("--time-budget", type=duration, metavar="TIME", help=what)
+    what = "directory for all results; trials that have finished there are not repeated (default: tuning_results)"
+    parser.add_argument("--output", type=Path, default=Path("tuning_results"), metavar="DIR", help=what)
+    what = "figure to minimize: the step time on this network, or the bytes sent, for another network"
+    parser.add_argument("--metric", choices=METRICS, default="step_time", help=what)
+    what = "your own candidates: a list of objects with keys of the section and a name"
+    parser.add_argument("--space", type=Path, metavar="FILE.json", help=what)
+    what = "optimizer steps of a trial in the first rung; each further rung has three times as many (default: 30)"
+    parser.add_argument("--steps", type=integer_from(LEAST_STEPS), default=30, metavar="N", help=what)
+    parser.add_argument("--rungs", type=integer_from(1), default=3, metavar="N", help="number of rungs (default: 3)")
+    what = (
+        "time limit of a trial, such as 10m or 1h (default: none for uncompressed training, and about three times its "
+        "duration for all others)"
+    )
+    parser.add_argument("--trial-timeout", type=duration, metavar="TIME", help=what)
+    parser.add_argument("--clear-locks", action="store_true", help=CLEAR_LOCKS)
+    what = "launcher that starts the processes (default: deepspeed); with none, the script runs in one process"
+    parser.add_argument("--launcher", choices=LAUNCHERS, default="deepspeed", help=what)
+    what = "options of the launcher, then SCRIPT and its arguments, one of which is the file of --config"
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=what)
 
 
 def share(text: str) -> float:
@@ -38,7 +50,7 @@ def share(text: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(%?)", text.strip())
     value = float(found[1]) / (100 if found[2] else 1) if found else 0.0
     if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share between 0 and 1 (allowed: such as 0.5% or 0.005)")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a fraction from 0 to 1 (allowed: for example 0.5% or 0.005)")
     return value
 
 
@@ -50,66 +62,8 @@ def duration(text: str) -> float:
     """
     parts = re.findall(r"(\d+)([smhd])", text)
     if not parts or "".join(number + unit for number, unit in parts) != text:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a duration (allowed: such as 90s, 30m, 2h or 1h30m)")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration (allowed: for example 90s, 30m, 2h or 1h30m)")
     seconds = sum(int(number) * _SECONDS[unit] for number, unit in parts)
     if not seconds:
-        raise argparse.ArgumentTypeError(f"{text!r} leaves no time for a trial (allowed: 1s and more)")
+        raise argparse.ArgumentTypeError(f"{text!r} leaves no time for a trial (allowed: 1s or more)")
     return float(seconds)
-
-
-_OPTIONS: Mapping[str, dict[str, Any]] = MappingProxyType(
-    {
-        "--config": {
-            "type": Path,
-            "required": True,
-            "metavar": "FILE",
-            "help": "DeepSpeed configuration that the script reads; it stays as it is",
-        },
-        "--target-loss-gap": {
-            "type": share,
-            "default": share("0.5%"),
-            "metavar": "SHARE",
-            "help": "how far the loss may be above the one of uncompressed training (default: 0.5%%)",
-        },
-        "--time-budget": {
-            "type": duration,
-            "metavar": "TIME",
-            "help": "such as 90s, 30m, 2h: the best so far is taken then (default: all rungs, however long)",
-        },
-        "--output": {
-            "type": Path,
-            "default": Path("tuning_results"),
-            "metavar": "DIR",
-            "help": "where everything is written; finished trials in it are not run again (default: tuning_results)",
-        },
-        "--metric": {
-            "choices": METRICS,
-            "default": "step_time",
-            "help": "what is to be small: seconds of a step here, or bytes, for a network that is not here",
-        },
-        "--space": {
-            "type": Path,
-            "metavar": "FILE.json",
-            "help": "candidates of your own: a list of objects, each with keys of the section, and a name",
-        },
-        "--steps": {
-            "type": integer_from(LEAST_STEPS),
-            "default": 30,
-            "metavar": "N",
-            "help": "optimizer steps of a trial of the first rung; three times as many in each further (default: 30)",
-        },
-        "--rungs": {"type": integer_from(1), "default": 3, "metavar": "N", "help": "rungs (default: 3)"},
-        "--trial-timeout": {
-            "type": duration,
-            "metavar": "TIME",
-            "help": "such as 10m, 1h: a trial that takes longer is ended, uncompressed training too (default: no limit "
-            "for that, and about three times as long as it took for all others)",
-        },
-        "--clear-locks": {"action": "store_true", "help": CLEAR_LOCKS},
-        "--launcher": {
-            "choices": LAUNCHERS,
-            "default": "deepspeed",
-            "help": "what starts the processes (default: deepspeed); none is one process without a launcher",
-        },
-    }
-)

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> None:
     if done != wanted:
         raise ConfigError(
             f"the script ended after {done} optimizer steps of DeepSpeed, before the {wanted or 'first'} of this trial "
-            "(allowed: more, the trial ends it). Let it train longer, or write fewer --steps or --rungs."
+            "(allowed: more, because the trial ends it); let it train longer, or use fewer --steps or --rungs"
         )
 
 

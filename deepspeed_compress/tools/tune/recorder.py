@@ -51,8 +51,8 @@ class Recorder:
         """
         if not self._parts:
             raise ConfigError(
-                "a trial takes the loss from engine.backward(loss), or from engine.train_batch of a pipeline, and "
-                "neither was called before the optimizer step. Write engine.backward(loss) instead of loss.backward()."
+                "a trial takes the loss from engine.backward(loss), or from engine.train_batch of a pipeline, but "
+                "neither was called before the optimizer step; write engine.backward(loss) instead of loss.backward()"
             )
         get_accelerator().synchronize()
         self._times.append(time.perf_counter())
@@ -125,8 +125,8 @@ class EngineWatcher:
 def _task(ds_config: Mapping[str, Any]) -> Task:
     if TRIAL not in ds_config or SECTION not in ds_config:
         raise ConfigError(
-            f"/{TRIAL}: is missing from the configuration that DeepSpeed got, so the script has not handed the trial's "
-            "file on as it stands (allowed: the whole file). Pass the path, or everything that is read from it."
+            f"/{TRIAL}: is missing from the configuration that DeepSpeed received, so the script did not pass on the "
+            "trial's file unchanged (allowed: the whole file); pass its path, or its whole content"
         )
     return Task(**ds_config[TRIAL])
 

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -220,15 +220,8 @@ def _timely(result: Result, budget: Budget) -> Result:
     limit = f"took more than {AS_LONG:g} times as long as uncompressed training"
     if result.seconds >= budget.trial:
         limit = f"took longer than --trial-timeout, {_duration(budget.trial)}"
-    if result.status == "stopped" and budget.left() > 0:
-        return Result(
-            result.name,
-            "failed",
-            seconds=result.seconds,
-            error=limit,
-            tail=result.tail,
-        )
-    return result
+    ran_out = result.status == "stopped" and budget.left() > 0
+    return replace(result, status="failed", error=limit) if ran_out else result
 
 
 def _stopped(results: Mapping[str, Result], names: Sequence[str], rung: Rung) -> tuple[str, Result | None] | None:

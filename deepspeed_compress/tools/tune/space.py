@@ -179,7 +179,7 @@ def load_space(file: Path, ds_config: Mapping[str, Any]) -> dict[str, Patch]:
         raise ConfigError(f"--space {file}: cannot be read as JSON ({error}). Write a list of objects.") from error
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise ConfigError(
-            f"--space {file}: not a list of objects (allowed: keys of the section and a name each). Write "
+            f"--space {file}: not a list of objects (allowed: objects with keys of the section and a name). Write "
             '[{"name": "int4", "gradients": {"bits": 4}}], for instance.'
         )
     patches: dict[str, Patch] = {}

@@ -137,8 +137,8 @@ def with_config(arguments: Sequence[str], config: Path, replacement: Path) -> li
     if not named:
         raise ConfigError(
             f"--config {config}: no argument of the command names this file, so trials cannot have files of their own "
-            f"(allowed: any option). Write it where the script or the launcher reads it, such as SCRIPT --deepspeed "
-            f"{config}; if the path stands inside the script, let the script take it from an argument."
+            f"(allowed: any option). Pass it as the script or the launcher expects it, such as SCRIPT --deepspeed "
+            f"{config}. If the script contains the path, let it read the path from an argument."
         )
     return changed
 

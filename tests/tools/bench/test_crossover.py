@@ -8,7 +8,7 @@ from rich.console import Console
 
 from deepspeed_compress.cli import main
 from deepspeed_compress.tools.bench.crossover import table_of, verdicts
-from deepspeed_compress.tools.bench.crossover_rank import BITS, measure_activations
+from deepspeed_compress.tools.bench.crossover_rank import BITS, measure
 from deepspeed_compress.tools.bench.gauges import join
 from tests.support.forks import run_forks
 
@@ -54,7 +54,7 @@ def test_a_picture_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 def measured(rank: int) -> list[dict[str, Any]]:
     join()
     rows: list[dict[str, Any]] = []
-    measure_activations("sequence", [None], [4096, 8192], rows.append, lambda text: None)
+    measure({"kind": "sequence", "rates": [None], "sizes": [4096, 8192]}, rows.append, lambda text: None)
     dist.destroy_process_group()
     return rows
 

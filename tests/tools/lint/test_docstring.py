@@ -23,9 +23,9 @@ DOCSTRING = """Summary.
 
 def test_all_texts_are_read() -> None:
     texts = read_texts(DOCSTRING)
-    assert (texts.summary, texts.reason) == ("Summary.", "A reason on two lines.")
-    assert (texts.wrong, texts.right) == ("{\n  a: 1\n}\n", '{\n  "a": 2\n}\n')
-    assert (texts.context, texts.proof) == ({"world_size": 2}, Proof("raises", "a pattern"))
+    assert (texts["summary"], texts["reason"]) == ("Summary.", "A reason on two lines.")
+    assert (texts["wrong"], texts["right"]) == ("{\n  a: 1\n}\n", '{\n  "a": 2\n}\n')
+    assert (texts["context"], texts["proof"]) == ({"world_size": 2}, Proof("raises", "a pattern"))
 
 
 @pytest.mark.parametrize(

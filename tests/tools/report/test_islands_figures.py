@@ -60,7 +60,7 @@ def test_elastic_islands_show_discarded_exchanges_and_waiting_time(tmp_path: Pat
 def test_runs_without_islands_do_not_mention_them(tmp_path: Path) -> None:
     found = figures(trainer_run(tmp_path))
     assert not [title for title in found if "exchange" in title]
-    assert not [one for one in missing(load_runs(tmp_path, None)) if "islands" in one.title]
+    assert not [one for one in missing(load_runs(tmp_path, None)) if "islands" in one]
 
 
 def test_a_plain_trainer_run_is_a_baseline(tmp_path: Path) -> None:

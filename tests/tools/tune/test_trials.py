@@ -188,8 +188,9 @@ import signal, sys
 # What a shell starts in the background ignores it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from pathlib import Path
-from deepspeed_compress.tools.tune import command, trials
-with command._terminable():
+from deepspeed_compress.tools.bench.hosts import signals_as_exceptions
+from deepspeed_compress.tools.tune import trials
+with signals_as_exceptions():
     trials._wait([sys.executable, "-c", Path(sys.argv[1]).read_text(), "", "", sys.argv[2] + "/x"],
                  Path(sys.argv[2]), float("inf"), lambda done: None)
 """

@@ -10,12 +10,7 @@ from deepspeed_compress.tools.doctor.patches import with_gradients, with_section
 from deepspeed_compress.tools.doctor.rule import rule
 
 
-@rule(
-    name="nothing-compressed",
-    severity="warning",
-    summary="how much of the gradients is excluded from compression",
-    needs=("bytes_raw",),
-)
+@rule("warning", "how much of the gradients is excluded from compression", "bytes_raw")
 def nothing_compressed(case: Case) -> Iterator[Diagnostic]:
     parts = [raw / sent for raw, sent in zip(case.values("bytes_raw"), case.values("bytes_sent"), strict=False) if sent]
     share = sorted(parts)[len(parts) // 2] if parts else 0.0
@@ -49,26 +44,19 @@ def _include_more(case: Case) -> tuple[str, dict[str, Any] | None]:
     return "Stages or tensor-parallel ranks share these parameters, and no setting compresses them.", None
 
 
-@rule(
-    name="never-in-force",
-    severity=None,
-    summary="whether the chosen method was in force",
-    needs=("config",),
-)
+@rule(None, "whether the chosen method was in force", "config")
 def never_in_force(case: Case) -> Iterator[Diagnostic]:
     """Report a method that was in force in no measured step, unless the policy decided so."""
-    section = case.run.section
+    gradients, events = case.section.gradients, case.run.events or ()
     # Until `auto` decides, uncompressed steps are intended.
-    decided = (section is not None and section.auto is not None) or any(
-        event["kind"] not in ("schedule", "full_sync") for event in case.run.events or ()
-    )
-    if section is None or section.gradients.method == "none" or decided or _was_in_force(case):
+    decided = case.section.auto is not None or any(one["kind"] not in ("schedule", "full_sync") for one in events)
+    if gradients.method == "none" or decided or _was_in_force(case):
         return
     last = case.run.steps[-1]["step"]
     what, patch = _schedule(case, last)
     yield Diagnostic(
         at_steps(case.run.steps[0]["step"], last),
-        f'The chosen "{brief(section.gradients)}" was not in force in any of the {last:,} steps{_so_far(case)}: {what}',
+        f'The chosen "{brief(gradients)}" was not in force in any of the {last:,} steps{_so_far(case)}: {what}',
         "Make the schedule end within the first tenth of the run.",
         patch=None if patch is None else case.patch(with_section, {"schedule": patch}),
         evidence={"last step": last, "in force": case.run.steps[-1].get("settings") or case.run.steps[-1]["method"]},
@@ -78,8 +66,7 @@ def never_in_force(case: Case) -> Iterator[Diagnostic]:
 
 def _was_in_force(case: Case) -> bool:
     """Return True if the chosen settings were in force, judged by the recorded settings or else by the method."""
-    assert case.run.section is not None
-    wanted, phases = case.run.section.gradients, case.run.section.schedule.phases
+    wanted, phases = case.section.gradients, case.section.schedule.phases
     if phases or not any("settings" in line for line in case.run.steps):
         return bool(case.compressed)
     return any(line.get("settings") == brief(wanted) for line in case.compressed)
@@ -90,8 +77,7 @@ def _so_far(case: Case) -> str:
 
 
 def _schedule(case: Case, last: int) -> tuple[str, dict[str, Any] | None]:
-    assert case.run.section is not None
-    schedule = case.run.section.schedule
+    schedule = case.section.schedule
     if schedule.warmup_steps >= last:
         what = f"schedule.warmup_steps {schedule.warmup_steps:,} covers all of them"
         return what, {"warmup_steps": last // 10}
@@ -100,12 +86,7 @@ def _schedule(case: Case, last: int) -> tuple[str, dict[str, Any] | None]:
     return "the schedule never reaches it", None
 
 
-@rule(
-    name="no-ratio",
-    severity="warning",
-    summary="whether the method saves bytes",
-    needs=("config", "ratio"),
-)
+@rule("warning", "whether the method saves bytes", "config", "ratio")
 def no_ratio(case: Case) -> Iterator[Diagnostic]:
     """Report that the settings save almost no bytes.
 
@@ -113,12 +94,8 @@ def no_ratio(case: Case) -> Iterator[Diagnostic]:
     compression.
     """
     ratio, base = case.median("ratio"), 2.0 if case.stage in (1, 2) else 1.0
-    section = case.run.section
-    if (
-        not 0 < ratio < base * case.limits.no_ratio
-        or section is None
-        or case.median("bytes_raw") / case.median("bytes_sent") >= case.limits.raw
-    ):
+    excluded = case.median("bytes_raw") / (case.median("bytes_sent") or 1.0)
+    if not 0 < ratio < base * case.limits.no_ratio or excluded >= case.limits.raw:
         return
     yield Diagnostic(
         at_steps(*case.span),
@@ -129,6 +106,6 @@ def no_ratio(case: Case) -> Iterator[Diagnostic]:
         evidence={
             "ratio": ratio,
             "ratio of this stage without compression": base,
-            "settings": brief(section.gradients),
+            "settings": brief(case.section.gradients),
         },
     )

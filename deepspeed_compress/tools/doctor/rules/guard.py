@@ -17,12 +17,7 @@ _SHOWN = 5
 _BOUNDS = ("exploding", "loss_spike", "residual_growth")
 
 
-@rule(
-    name="guard-fires-often",
-    severity="warning",
-    summary="how often the guard fired, and whether the settings returned",
-    needs=("events",),
-)
+@rule("warning", "how often the guard fired, and whether the settings returned", "events")
 def guard_fires_often(case: Case) -> Iterator[Diagnostic]:
     """Report anomalies so frequent that settings cannot return between two of them, or settings that never returned.
 
@@ -97,12 +92,7 @@ def _not_finite(event: Line) -> bool:
     return any(word in str(event.get("reason", "")).lower() for word in ("finite", "nan", "inf "))
 
 
-@rule(
-    name="skipped-steps",
-    severity="warning",
-    summary="how many steps were skipped",
-    needs=("events|grad_norm",),
-)
+@rule("warning", "how many steps were skipped", "events|grad_norm")
 def skipped_steps(case: Case) -> Iterator[Diagnostic]:
     steps, late = _skipped_steps(case), case.run.steps[-1]["step"] - case.limits.skipped_from
     share = len(steps) / late if late > 0 else 0.0

@@ -14,12 +14,7 @@ from deepspeed_compress.tools.doctor.rules.learning import risen
 _MISSED = frozenset({"islands_left_out", "islands_renewed"})
 
 
-@rule(
-    name="islands-drift-apart",
-    severity="warning",
-    summary="whether islands move in similar directions",
-    needs=("islands",),
-)
+@rule("warning", "whether islands move in similar directions", "islands")
 def islands_drift_apart(case: Case) -> Iterator[Diagnostic]:
     """Report a low cosine between islands in the later half of the exchanges.
 
@@ -39,12 +34,7 @@ def islands_drift_apart(case: Case) -> Iterator[Diagnostic]:
     )
 
 
-@rule(
-    name="sync-every-too-long",
-    severity=None,
-    summary="whether the loss rises at exchanges between islands",
-    needs=("islands", "losses"),
-)
+@rule(None, "whether the loss rises at exchanges between islands", "islands", "losses")
 def sync_every_too_long(case: Case) -> Iterator[Diagnostic]:
     """Report a loss that rises at exchanges: the mean of weights that have drifted too far is worse than each of them.
 
@@ -69,12 +59,7 @@ def sync_every_too_long(case: Case) -> Iterator[Diagnostic]:
     )
 
 
-@rule(
-    name="late-island",
-    severity="warning",
-    summary="whether this island is late for exchanges",
-    needs=("events",),
-)
+@rule("warning", "whether this island is late for exchanges", "events")
 def late_island(case: Case) -> Iterator[Diagnostic]:
     late = [event for event in case.run.events or () if event["kind"] in _MISSED]
     every = case.run.section.monitor.every if case.run.section is not None else 1

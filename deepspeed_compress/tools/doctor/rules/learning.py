@@ -31,19 +31,19 @@ class Symptom:
 
 
 @rule(
-    name="compression-too-strong",
-    severity=None,
-    summary="the size of residuals, the cosine of gradients, and the loss compared with the baseline",
-    needs=("config", "residual_norm|cosine|baseline"),
+    None,
+    "the size of residuals, the cosine of gradients, and the loss compared with the baseline",
+    "config",
+    "residual_norm|cosine|baseline",
 )
 def compression_too_strong(case: Case) -> Iterator[Diagnostic]:
-    section = case.run.section
-    if section is None or section.gradients.method == "none":
+    gradients = case.section.gradients
+    if gradients.method == "none":
         return
-    symptoms = [symptom for find in _SYMPTOMS for symptom in find(case, section.gradients)]
+    symptoms = [symptom for find in _SYMPTOMS for symptom in find(case, gradients)]
     if not symptoms:
         return
-    change = softer(section.gradients)
+    change = softer(gradients)
     yield Diagnostic(
         at_steps(*case.span),
         f"Compression is too strong for the model to learn well: {symptoms[0].text}",
@@ -149,12 +149,7 @@ def _beyond_noise(gaps: list[float]) -> bool:
 _SYMPTOMS = (_discarded, _withheld, _growing, _low_cosine, _behind)
 
 
-@rule(
-    name="diverging",
-    severity="error",
-    summary="whether the loss is finite and falls",
-    needs=("losses",),
-)
+@rule("error", "whether the loss is finite and falls", "losses")
 def diverging(case: Case) -> Iterator[Diagnostic]:
     """Report a loss that is not finite or rises.
 

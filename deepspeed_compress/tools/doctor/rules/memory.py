@@ -15,21 +15,15 @@ _SIZES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.02}
 _SMALLER = {"fp32": "bf16", "bf16": "int8"}
 
 
-@rule(
-    name="large-residuals",
-    severity=None,
-    summary="how much of the memory residuals take",
-    needs=("memory_bytes", "config"),
-)
+@rule(None, "how much of the memory residuals take", "memory_bytes", "config")
 def large_residuals(case: Case) -> Iterator[Diagnostic]:
-    section = case.run.section
-    assert section is not None, "the rule needs the configuration"
-    gradients, key = section.gradients, "memory" if section.gradients.method in OWN_MOMENTUM else "error_feedback"
+    gradients = case.section.gradients
+    key = "memory" if gradients.method in OWN_MOMENTUM else "error_feedback"
     kept = gradients.residuals if isinstance(gradients, CompressedGradients) else None
     peak = max(case.values("memory_bytes", case.run.steps))
     if kept is None or kept.device == "cpu":
         return
-    size = _residual_bytes(case, section.gradients.method, _SIZES[kept.dtype])
+    size = _residual_bytes(case, gradients.method, _SIZES[kept.dtype])
     if size < case.limits.memory * peak:
         return
     smaller = _SMALLER.get(kept.dtype)
@@ -63,12 +57,7 @@ def _residual_bytes(case: Case, method: str, element: float) -> float:
     return elements * element * copies * (2 if method == "dgc" else 1)
 
 
-@rule(
-    name="memory-grows",
-    severity="warning",
-    summary="whether peak memory keeps growing",
-    needs=("memory_bytes",),
-)
+@rule("warning", "whether peak memory keeps growing", "memory_bytes")
 def memory_grows(case: Case) -> Iterator[Diagnostic]:
     peaks = [float(line["memory_bytes"]) for line in case.run.steps if line.get("memory_bytes") is not None]
     ends = [peaks[min(len(peaks) - 1, part * len(peaks) // 4)] for part in (1, 2, 3, 4)]

@@ -8,12 +8,7 @@ from deepspeed_compress.tools.doctor.case import Case, Slowest
 from deepspeed_compress.tools.doctor.rule import rule
 
 
-@rule(
-    name="straggler",
-    severity="warning",
-    summary="whether one rank keeps the others waiting",
-    needs=("ranks",),
-)
+@rule("warning", "whether one rank keeps the others waiting", "ranks")
 def straggler(case: Case) -> Iterator[Diagnostic]:
     slowest = case.slowest
     if slowest is None or not slowest.always or slowest.behind < case.limits.straggler:
@@ -34,12 +29,7 @@ def straggler(case: Case) -> Iterator[Diagnostic]:
     )
 
 
-@rule(
-    name="uneven-ranks",
-    severity="info",
-    summary="whether different ranks are late in different steps",
-    needs=("ranks",),
-)
+@rule("info", "whether different ranks are late in different steps", "ranks")
 def uneven_ranks(case: Case) -> Iterator[Diagnostic]:
     slowest = case.slowest
     if slowest is None or slowest.always or slowest.behind < case.limits.noise:

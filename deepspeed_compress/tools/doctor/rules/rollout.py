@@ -9,14 +9,9 @@ from deepspeed_compress.tools.doctor.patches import with_section
 from deepspeed_compress.tools.doctor.rule import rule
 
 
-@rule(
-    name="old-rollouts",
-    severity="warning",
-    summary="whether rollouts come from weights that are too old",
-    needs=("config", "lag"),
-)
+@rule("warning", "whether rollouts come from weights that are too old", "config", "lag")
 def old_rollouts(case: Case) -> Iterator[Diagnostic]:
-    settings = case.run.section.rollout if case.run.section is not None else None
+    settings = case.section.rollout
     lags = case.values("rollout_lag", case.run.versions)
     if settings is None or not lags or statistics.fmean(lags) <= settings.max_lag:
         return
@@ -34,15 +29,10 @@ def old_rollouts(case: Case) -> Iterator[Diagnostic]:
     )
 
 
-@rule(
-    name="frequent-full-copies",
-    severity="warning",
-    summary="whether full copies of weights for rollout workers outweigh the changes",
-    needs=("config", "versions"),
-)
+@rule("warning", "whether full copies of weights for rollout workers outweigh the changes", "config", "versions")
 def frequent_full_copies(case: Case) -> Iterator[Diagnostic]:
     """Report full copies with most of the bytes. The first version of a run needs one, and is left out."""
-    settings = case.run.section.rollout if case.run.section is not None else None
+    settings = case.section.rollout
     later = case.run.versions[1:]
     full, changes = (sum(case.values(key, later)) for key in ("rollout_full_bytes", "rollout_bytes"))
     if settings is None or not full or full < case.limits.full_copies * (full + changes):

@@ -16,12 +16,7 @@ Config = Mapping[str, Any]
 Remedy = tuple[str, dict[str, Any] | None]
 
 
-@rule(
-    name="communication-bound",
-    severity="warning",
-    summary="how much of a step is spent waiting for messages",
-    needs=("times", "config"),
-)
+@rule("warning", "how much of a step is spent waiting for messages", "times", "config")
 def communication_bound(case: Case) -> Iterator[Diagnostic]:
     times = case.times
     assert times is not None, "the rule needs times"
@@ -41,21 +36,13 @@ def communication_bound(case: Case) -> Iterator[Diagnostic]:
 
 def _less_communication(case: Case) -> Remedy:
     """Return the first remedy that fits: reduce once per step, send less, or reduce less often."""
-    section = case.run.section
-    if section is None:
-        return (
-            "Compress more, accumulate more micro-batches, or sum within each node first (gradients.hierarchy).",
-            None,
-        )
-    change, small = stronger(section.gradients), case.waited_bytes < case.limits.small_message
+    change, small = stronger(case.section.gradients), case.waited_bytes < case.limits.small_message
     if case.stage == 2 and case.accumulation > 1:
         text = "Use ZeRO 1, which reduces gradients once per step, while ZeRO 2 does so in every micro-batch."
         return text, case.patch(with_stage, 1)
     if change is not None and not small:
-        return (
-            "Compress gradients more. If several ranks share a node, gradients.hierarchy saves about as much again.",
-            case.patch(with_gradients, change),
-        )
+        text = "Compress gradients more. If several ranks share a node, gradients.hierarchy saves about as much again."
+        return text, case.patch(with_gradients, change)
     why = "The messages are so small that latency dominates." if small else ""
     return _less_often(case, why)
 
@@ -63,22 +50,14 @@ def _less_communication(case: Case) -> Remedy:
 def _less_often(case: Case, why: str) -> Remedy:
     other = "use gradients.hierarchy if several ranks share a node, or a method that sends less (docs/methods.md)"
     if case.stage < 2:
-        text = (
-            f"{why} Accumulate twice as many micro-batches, so that steps wait half as often for the same tokens; or "
-        )
-        return f"{text}{other}.".strip(), case.patch(accumulated)
+        text = "Accumulate twice as many micro-batches, so that steps wait half as often for the same tokens"
+        return f"{why} {text}; or {other}.".strip(), case.patch(accumulated)
     return f"{why} Use larger micro-batches; or {other}.".strip(), None
 
 
-@rule(
-    name="slow-kernels",
-    severity="warning",
-    summary="how fast gradients are encoded",
-    needs=("times", "config"),
-)
+@rule("warning", "how fast gradients are encoded", "times", "config")
 def slow_kernels(case: Case) -> Iterator[Diagnostic]:
-    rate = _slow_rate(case)
-    times = case.times
+    rate, times = _slow_rate(case), case.times
     if rate is not None and times is not None:
         yield Diagnostic(
             at_steps(*case.span),
@@ -109,12 +88,7 @@ def _cost_figures(times: Times) -> dict[str, Any]:
     return {"encoding and decoding, ms": times.cost, "encoding and decoding, part of a step": times.cost / times.step}
 
 
-@rule(
-    name="compression-bound",
-    severity="warning",
-    summary="how much of a step is spent encoding and decoding",
-    needs=("times",),
-)
+@rule("warning", "how much of a step is spent encoding and decoding", "times")
 def compression_bound(case: Case) -> Iterator[Diagnostic]:
     """Report that encoding takes long although, as far as is known, it saves more time than it takes."""
     times, section = case.times, case.run.section
@@ -176,12 +150,7 @@ def _lost_share(case: Case) -> float:
     return max(estimated, measured) if estimated > limits.gain or measured > limits.own_gain else 0.0
 
 
-@rule(
-    name="compression-does-not-pay",
-    severity="warning",
-    summary="whether fewer bytes save more time than encoding takes",
-    needs=("times",),
-)
+@rule("warning", "whether fewer bytes save more time than encoding takes", "times")
 def compression_does_not_pay(case: Case) -> Iterator[Diagnostic]:
     times, section, lost = case.times, case.run.section, _lost_share(case)
     if times is None or not lost:
@@ -203,12 +172,7 @@ def compression_does_not_pay(case: Case) -> Iterator[Diagnostic]:
     )
 
 
-@rule(
-    name="activations-do-not-pay",
-    severity="warning",
-    summary="whether compressed activations save more time than encoding takes",
-    needs=("events",),
-)
+@rule("warning", "whether compressed activations save more time than encoding takes", "events")
 def activations_do_not_pay(case: Case) -> Iterator[Diagnostic]:
     """Report kinds of activations that were measured at the start of the last process, and cost time on its link."""
     process = _started(case.run.steps[-1])

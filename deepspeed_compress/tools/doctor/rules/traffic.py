@@ -20,12 +20,7 @@ _TITLES = {
 }
 
 
-@rule(
-    name="weights-uncompressed",
-    severity="warning",
-    summary="whether uncompressed weights dominate the traffic",
-    needs=("times", "config"),
-)
+@rule("warning", "whether uncompressed weights dominate the traffic", "times", "config")
 def weights_uncompressed(case: Case) -> Iterator[Diagnostic]:
     """Report uncompressed weights that outweigh other traffic and take significant time at the gradients' rate."""
     size, taken = case.traffic.get("bytes_weights", 0.0), _part_of_step(case, ("bytes_weights",))
@@ -44,12 +39,7 @@ def weights_uncompressed(case: Case) -> Iterator[Diagnostic]:
     )
 
 
-@rule(
-    name="other-traffic",
-    severity="info",
-    summary="whether other traffic than gradients and weights dominates",
-    needs=("times",),
-)
+@rule("info", "whether other traffic than gradients and weights dominates", "times")
 def other_traffic(case: Case) -> Iterator[Diagnostic]:
     share = sum(case.traffic.get(kind, 0.0) for kind in OTHER_KINDS) / (sum(case.traffic.values()) or 1.0)
     taken = _part_of_step(case, OTHER_KINDS)

@@ -32,10 +32,10 @@ _PATHS = frozenset(key for key in PLACES if key.endswith("nvme_path"))
 
 @rule("DSC730", "error")
 def accelerate_settings_beside_file(document: Document, context: Context) -> Findings:
-    """A configuration of Accelerate names a file and has settings that belong in it.
+    """Accelerate's configuration names a DeepSpeed file, and has settings that belong in that file.
 
-    With deepspeed_config_file Accelerate stops at ZeRO, clipping, accumulation, offloading and mixed_precision in its
-    own configuration (accelerate/utils/dataclasses.py).
+    With deepspeed_config_file, Accelerate refuses settings of ZeRO, clipping, accumulation, offloading and
+    mixed_precision in its own configuration (accelerate/utils/dataclasses.py).
 
     Wrong: {"distributed_type": "DEEPSPEED", "num_processes": 1,
         "deepspeed_config": {"deepspeed_config_file": "configs/zero0_int4.json", "zero_stage": 3}}
@@ -62,10 +62,10 @@ def accelerate_settings_beside_file(document: Document, context: Context) -> Fin
 
 @rule("DSC731", "warning")
 def accelerate_key_dropped(document: Document, context: Context) -> Findings:
-    """A key of deepspeed_config that Accelerate does not pass on.
+    """deepspeed_config has a key that Accelerate does not pass on.
 
-    Accelerate knows a dozen keys of this section (accelerate/utils/launch.py); sections of DeepSpeed such as optimizer,
-    and any other key, are dropped silently. Paths for NVMe are read and not passed on.
+    Accelerate knows a dozen keys of this section (accelerate/utils/launch.py). It silently drops all others, such as
+    DeepSpeed's section optimizer. It reads paths for NVMe but does not pass them on.
 
     Wrong: {"distributed_type": "DEEPSPEED", "num_processes": 1,
         "deepspeed_config": {"zero_stage": 2, "train_micro_batch_size_per_gpu": 4}}
@@ -91,10 +91,10 @@ def _is_dropped(document: Document, member: Member) -> bool:
 
 @rule("DSC732", "warning")
 def accelerate_file_missing(document: Document, context: Context) -> Findings:
-    """The file that a configuration of Accelerate names is not found.
+    """Accelerate's configuration names a file that does not exist.
 
-    Accelerate opens the name from the directory that it is started in (accelerate/utils/deepspeed.py). There is
-    none here, next to the file, or in the directories above it.
+    Accelerate opens the file from the directory in which it is started (accelerate/utils/deepspeed.py). There is no
+    such file in this directory, next to the configuration, or in a directory above it.
 
     Wrong: {"distributed_type": "DEEPSPEED", "num_processes": 1,
         "deepspeed_config": {"deepspeed_config_file": "no/such/ds_config.json"}}
@@ -111,7 +111,7 @@ def accelerate_file_missing(document: Document, context: Context) -> Findings:
 
 @rule("DSC733", "warning")
 def accelerate_deepspeed_unused(document: Document, context: Context) -> Findings:
-    """A section deepspeed_config with a distributed_type that does not start DeepSpeed.
+    """deepspeed_config has no effect, because distributed_type does not start DeepSpeed.
 
     accelerate launch starts DeepSpeed only with distributed_type DEEPSPEED (accelerate/commands/launch.py), or with
     --use_deepspeed on the command line: with MULTI_GPU, FSDP, NO and others the section has no effect.
@@ -130,9 +130,9 @@ def accelerate_deepspeed_unused(document: Document, context: Context) -> Finding
 
 @rule("DSC734", "error")
 def accelerate_file_is_yaml(document: Document, context: Context) -> Findings:
-    """A configuration of Accelerate names a YAML file.
+    """Accelerate's configuration names a YAML file.
 
-    Accelerate's own configuration may be YAML; the one of DeepSpeed that it names is read with Python's json
+    Accelerate's own configuration may be YAML, but it reads DeepSpeed's configuration with Python's json
     (accelerate/utils/deepspeed.py).
 
     Wrong: {"distributed_type": "DEEPSPEED", "num_processes": 1,

@@ -2,13 +2,12 @@
 
 from deepspeed_compress.diagnostics import Path
 from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.fixes import fix, remove, replace
+from deepspeed_compress.tools.lint.fixes import fix, remove
 from deepspeed_compress.tools.lint.keys import OUR_SECTION, known_values
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import finding, hugging_face, params
+from deepspeed_compress.tools.lint.rules.common import BUCKETS, corrected, finding, hugging_face, parameter_paths
 from deepspeed_compress.tools.lint.values import AUTO, leaves, means_auto, name, show
 
-_BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 _BY_BOTH: frozenset[Path] = frozenset(
     {
         ("train_batch_size",),
@@ -26,7 +25,7 @@ _BY_BOTH: frozenset[Path] = frozenset(
         ("scheduler", "params", "total_num_steps"),
         ("zero_optimization", "stage"),
         ("zero_optimization", "stage3_gather_16bit_weights_on_model_save"),
-        *(("zero_optimization", bucket) for bucket in _BUCKETS),
+        *(("zero_optimization", bucket) for bucket in BUCKETS),
         *(
             ("zero_optimization", part, key)
             for part in ("offload_optimizer", "offload_param")
@@ -64,8 +63,7 @@ def unresolved_auto(document: Document, context: Context) -> Findings:
     if not _meant_for_deepspeed(document, context):
         return
     paths = [path for path, _, member in known_values(document, strict=False) if member.value.value == AUTO]
-    paths += [(part, "params", key) for part in ("optimizer", "scheduler") for key in params(document, part)]
-    for path in paths:
+    for path in (*paths, *parameter_paths(document)):
         if document.get(*path) == AUTO and path[0] not in _OWN_SECTIONS and path[-1] not in _ITS_OWN:
             what = f'"auto" at {name(path)} is used as it is, because DeepSpeed fills in nothing (allowed: a value)'
             yield finding(path, what, "a value, or use Hugging Face")
@@ -73,10 +71,10 @@ def unresolved_auto(document: Document, context: Context) -> Findings:
 
 @rule("DSC701", "warning")
 def auto_means_default(document: Document, context: Context) -> Findings:
-    """The value "auto" makes DeepSpeed take its default.
+    """With the value "auto", DeepSpeed uses its default.
 
-    The models of DeepSpeed drop keys whose value is "auto" (runtime/config_utils.py): buckets have 5e8 elements then,
-    whatever the model.
+    DeepSpeed's models drop keys whose value is "auto" (runtime/config_utils.py). Buckets then have 5e8 elements for
+    every model.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}
@@ -120,17 +118,16 @@ def auto_not_filled(document: Document, context: Context) -> Findings:
 def auto_misspelled(document: Document, context: Context) -> Findings:
     """The value "auto" is written as "Auto" or "AUTO".
 
-    Hugging Face compares with the word in small letters (transformers/integrations/deepspeed.py), and so do the models
-    of DeepSpeed, which drop it (runtime/config_utils.py): any other spelling reaches DeepSpeed as text.
+    Hugging Face (transformers/integrations/deepspeed.py) and DeepSpeed's models (runtime/config_utils.py) recognize
+    only the word in lower case. Any other spelling reaches DeepSpeed as text.
 
     Wrong: {"train_batch_size": "Auto"}
     Right: {"train_batch_size": 8}
     Proof: raises TypeError
     """
     known = [path for strict in (True, False) for path, key, _ in known_values(document, strict=strict)]
-    known += [(part, "params", key) for part in ("optimizer", "scheduler") for key in params(document, part)]
-    for path in known:
+    for path in (*known, *parameter_paths(document)):
         value = document.get(*path)
         if value != AUTO and means_auto(value) and path[-1] not in _NAMES:
             what = f'{show(value)} is not the word that Hugging Face replaces (allowed: "auto")'
-            yield finding(path, what, '"auto"', fix("Write auto", replace(document, path, AUTO)))
+            yield corrected(document, path, what, AUTO, "Write auto")

@@ -60,7 +60,7 @@ def batch_missing(document: Document, context: Context) -> Findings:
     """No batch size is given.
 
     DeepSpeed needs train_batch_size or train_micro_batch_size_per_gpu (runtime/config.py). Hugging Face fills in only
-    what is there as "auto"; Lightning adds both sizes.
+    keys that are "auto". Lightning adds both sizes.
 
     Wrong:
         {"gradient_accumulation_steps": 2}
@@ -75,11 +75,11 @@ def batch_missing(document: Document, context: Context) -> Findings:
 
 @rule("DSC210", "warning")
 def batch_left_to_program(document: Document, context: Context) -> Findings:
-    """No batch size is given, and what reads the file is not known.
+    """No batch size is given, and the program that reads the file is not known.
 
-    Programs that make the configuration complete are usual: Lightning, templates of the autotuner. DeepSpeed by itself
-    needs one of the two sizes (runtime/config.py), and so does Hugging Face: with --framework deepspeed, hf or
-    accelerate this is the error DSC202.
+    Some programs complete the configuration, such as Lightning and DeepSpeed's autotuner. DeepSpeed itself
+    (runtime/config.py) and Hugging Face need one of the two sizes. With --framework deepspeed, hf or accelerate, this
+    is the error DSC202.
 
     Wrong:
         {"gradient_accumulation_steps": 2}
@@ -111,7 +111,7 @@ def batch_not_positive(document: Document, context: Context) -> Findings:
 def batch_fraction(document: Document, context: Context) -> Findings:
     """A batch size is a fraction.
 
-    DeepSpeed multiplies what it is given (runtime/config.py); the data loader fails later.
+    DeepSpeed multiplies the sizes without a check (runtime/config.py), and the data loader fails later.
 
     Wrong: {"train_micro_batch_size_per_gpu": 1.5}
     Right: {"train_micro_batch_size_per_gpu": 2}
@@ -125,7 +125,7 @@ def batch_fraction(document: Document, context: Context) -> Findings:
 
 @rule("DSC201", "error")
 def batch_indivisible(document: Document, context: Context) -> Findings:
-    """train_batch_size is not a multiple of the other two, whatever the number of ranks.
+    """train_batch_size is not a multiple of the other two, so it fits no number of ranks.
 
     DeepSpeed divides, rounds down and then asserts that the product is right (runtime/config.py).
 
@@ -227,8 +227,8 @@ def batch_counts_pipeline_ranks(document: Document, context: Context) -> Finding
 def batch_counts_tensor_ranks(document: Document, context: Context) -> Findings:
     """With AutoTP, train_batch_size counts ranks that see the same samples.
 
-    The configuration is read before the tensor-parallel groups exist (deepspeed/__init__.py), so that the product is
-    taken with all ranks, and engine.train_batch_size() is too large by the tensor-parallel size.
+    The configuration is read before the tensor-parallel groups exist (deepspeed/__init__.py). The product therefore
+    includes all ranks, and engine.train_batch_size() is too large by a factor of the tensor-parallel size.
 
     Wrong: {"train_batch_size": 2, "tensor_parallel": {"autotp_size": 2}}
     Right: {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2}}

@@ -8,11 +8,18 @@ from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import add, fix, remove, replace
 from deepspeed_compress.tools.lint.keys import OUR_SECTION
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import ZERO, finding, hugging_face, key_finding, stage
+from deepspeed_compress.tools.lint.rules.common import (
+    BUCKETS,
+    ZERO,
+    corrected,
+    finding,
+    hugging_face,
+    key_finding,
+    stage,
+)
 from deepspeed_compress.tools.lint.values import AUTO, show
 
 _HALVES: tuple[Path, ...] = (("fp16", "enabled"), ("bf16", "enabled"))
-_BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 _CALCULATED: Mapping[Path, str] = {
     ("train_batch_size",): "per_device_train_batch_size x gradient_accumulation_steps x ranks",
     ("scheduler", "params", "total_num_steps"): "the number of steps of the run",
@@ -25,7 +32,7 @@ _GATHER = "stage3_gather_16bit_weights_on_model_save"
 def hf_needs_zero_section(document: Document, context: Context) -> Findings:
     """Hugging Face needs a section zero_optimization.
 
-    Accelerate, and the Trainer through it, stop without one (accelerate/utils/dataclasses.py).
+    Accelerate stops without one (accelerate/utils/dataclasses.py), and so does the Trainer, which uses it.
 
     Wrong: {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": "auto"}
     Right: {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": "auto", "zero_optimization": {"stage": 0}}
@@ -49,8 +56,8 @@ def _hidden_size(model: Mapping[str, Any], framework: str | None) -> bool:
 def hf_hidden_size_missing(document: Document, context: Context) -> Findings:
     """Bucket sizes of "auto" need the hidden size of the model.
 
-    Both take the sizes from model.config.hidden_size or hidden_sizes; the Trainer looks into text_config, too
-    (transformers/integrations/deepspeed.py).
+    The Trainer and Accelerate compute the sizes from model.config.hidden_size or hidden_sizes. The Trainer also looks
+    into text_config (transformers/integrations/deepspeed.py).
 
     Wrong: {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto",
         "zero_optimization": {"stage": 0, "reduce_bucket_size": "auto"}}
@@ -61,7 +68,7 @@ def hf_hidden_size_missing(document: Document, context: Context) -> Findings:
     """
     if context.model is None or not hugging_face(context) or _hidden_size(context.model, context.framework):
         return
-    for bucket in _BUCKETS:
+    for bucket in BUCKETS:
         if document.get(ZERO, bucket) == AUTO:
             what = f'"auto" at {bucket} needs the hidden_size of the model, whose config.json has none'
             yield finding((ZERO, bucket), what, "a number of elements")
@@ -69,10 +76,11 @@ def hf_hidden_size_missing(document: Document, context: Context) -> Findings:
 
 @rule("DSC712", "info")
 def hf_fixed_value(document: Document, context: Context) -> Findings:
-    """A number that the Trainer calculates and compares.
+    """The file has a number that the Trainer calculates and compares.
 
-    The batch of all ranks holds for one number of ranks, and the number of steps for one set of data: the Trainer stops
-    where the file has others (transformers/integrations/deepspeed.py); "auto" takes its own.
+    The total batch size is right for one number of ranks only, and the number of steps for one data set only. The
+    Trainer stops if the file has other numbers than it calculates (transformers/integrations/deepspeed.py). With
+    "auto", it fills in its own.
 
     Wrong: {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto", "zero_optimization": {"stage": 0},
         "train_batch_size": 24}
@@ -90,9 +98,10 @@ def hf_fixed_value(document: Document, context: Context) -> Findings:
 
 @rule("DSC713", "info")
 def accelerate_needs_dummy(document: Document, context: Context) -> Findings:
-    """Accelerate wants stand-ins for an optimizer or scheduler of the file.
+    """Accelerate needs placeholders for an optimizer or scheduler in the file.
 
-    Accelerator.prepare refuses one in the file together with one in the program (accelerate/accelerator.py).
+    Accelerator.prepare refuses an optimizer or scheduler that is both in the file and in the program
+    (accelerate/accelerator.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 0}, "gradient_clipping": "auto"}
@@ -108,9 +117,10 @@ def accelerate_needs_dummy(document: Document, context: Context) -> Findings:
 
 @rule("DSC714", "warning")
 def hf_stage_3_saves_partitions(document: Document, context: Context) -> Findings:
-    """With stage 3 the Trainer saves no whole model.
+    """With stage 3, the Trainer does not save a whole model.
 
-    Weights are gathered for saving only if told so (runtime/zero/config.py); else the Trainer saves the partitions.
+    Weights are gathered for saving only if the file asks for it (runtime/zero/config.py). Otherwise, the Trainer saves
+    the partitions.
 
     Wrong: {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto", "zero_optimization": {"stage": 3}}
     Right: {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto",
@@ -128,7 +138,7 @@ def hf_stage_3_saves_partitions(document: Document, context: Context) -> Finding
 def hf_text_for_a_boolean(document: Document, context: Context) -> Findings:
     """fp16 or bf16 is enabled or disabled by text.
 
-    DeepSpeed would convert it; the Trainer compares it with its own fp16 and bf16, which are booleans, and stops
+    DeepSpeed would convert it. The Trainer compares it with its own fp16 and bf16, which are booleans, and stops
     (transformers/integrations/deepspeed.py).
 
     Wrong: {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto", "zero_optimization": {"stage": 0},
@@ -142,16 +152,16 @@ def hf_text_for_a_boolean(document: Document, context: Context) -> Findings:
         meant = document.truth(*path)
         if isinstance(document.get(*path), str) and meant is not None:
             what = f"{show(document.get(*path))} is text, which differs from the Trainer's {path[0]}, and it stops"
-            yield finding(path, what, show(meant), fix("Write a boolean", replace(document, path, meant)))
+            yield corrected(document, path, what, meant, "Write a boolean")
 
 
 @rule("DSC716", "warning")
 def hf_no_clipping(document: Document, context: Context) -> Findings:
     """gradient_clipping is missing in a file for Hugging Face.
 
-    DeepSpeed clips by its own configuration alone: with it Accelerate's clip_grad_norm_ does nothing
-    (accelerate/accelerator.py), so that the Trainer's max_grad_norm, 1.0 unless given, has no effect. The Trainer fills
-    in "auto" with that argument; Accelerate fills in 1.0, whatever clip_grad_norm_ is given.
+    DeepSpeed clips only according to its own configuration, and Accelerate's clip_grad_norm_ does nothing with it
+    (accelerate/accelerator.py). The Trainer's max_grad_norm, which is 1.0 by default, therefore has no effect. If the
+    value is "auto", the Trainer fills in max_grad_norm, and Accelerate fills in 1.0.
 
     Wrong: {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 0}}
     Right: {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto", "zero_optimization": {"stage": 0}}
@@ -181,10 +191,10 @@ _UNUSED: Mapping[str, str] = {
 
 @rule("DSC717", "warning")
 def hf_section_unused(document: Document, context: Context) -> Findings:
-    """A section that nothing reads under Hugging Face.
+    """A section has no effect under Hugging Face.
 
     activation_checkpointing is for programs that call deepspeed.checkpointing
-    (runtime/activation_checkpointing/checkpointing.py), pipeline for a PipelineModule (runtime/pipe/engine.py).
+    (runtime/activation_checkpointing/checkpointing.py), and pipeline is for a PipelineModule (runtime/pipe/engine.py).
 
     Wrong: {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto", "zero_optimization": {"stage": 0},
         "activation_checkpointing": {"partition_activations": true}}
@@ -202,9 +212,9 @@ def hf_section_unused(document: Document, context: Context) -> Findings:
 def hf_scheduler_replaced(document: Document, context: Context) -> Findings:
     """The file has a scheduler, and so lr_scheduler_type has no effect.
 
-    The Trainer makes a scheduler only where the file has none (transformers/integrations/deepspeed.py). WarmupLR never
-    decays, where the Trainer's default falls to zero. WarmupDecayLR also falls to zero and is not
-    reported, although it replaces a cosine schedule too.
+    The Trainer creates a scheduler only if the file has none (transformers/integrations/deepspeed.py). WarmupLR never
+    decays, while the Trainer's default falls to zero. WarmupDecayLR also falls to zero and is not reported, although it
+    replaces a cosine schedule too.
 
     Wrong: {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto", "zero_optimization": {"stage": 0},
         "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
@@ -219,19 +229,18 @@ def hf_scheduler_replaced(document: Document, context: Context) -> Findings:
     if context.framework == "hf" and isinstance(value, str) and value != "WarmupDecayLR":
         what = f"{show(value)} silently replaces the Trainer's lr_scheduler_type"
         correction = fix("Remove the section", remove(document, ("scheduler",)), safe=False)
-        yield key_finding(
-            ("scheduler",), what, "nothing: remove the section, and lr_scheduler_type takes effect", correction
-        )
+        instead = "nothing: remove the section, and lr_scheduler_type takes effect"
+        yield key_finding(("scheduler",), what, instead, correction)
 
 
 @rule("DSC719", "info")
 def hf_stage_3_batch_on_cpu(document: Document, context: Context) -> Findings:
     """train_batch_size is "auto" with stage 3 on CPUs.
 
-    A model that from_config or from_pretrained makes is partitioned at once, by a configuration whose batch sizes are
-    compared with the number of ranks (runtime/config.py). With use_cpu and several processes DeepSpeed's communication
-    has not been started then, unless the program has called deepspeed.init_distributed, and it counts one. Only for
-    files with a section deepspeed_compress: on GPUs, and with one process, nothing is wrong.
+    A model created by from_config or from_pretrained is partitioned at once, with a configuration whose batch sizes are
+    compared with the number of ranks (runtime/config.py). With use_cpu and several processes, DeepSpeed counts one rank
+    then, because its communication has not started yet unless the program has called deepspeed.init_distributed. On
+    GPUs and with one process, nothing is wrong, so only files with a section deepspeed_compress are checked.
 
     Wrong: {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto",
         "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": true},
@@ -244,10 +253,8 @@ def hf_stage_3_batch_on_cpu(document: Document, context: Context) -> Findings:
     """
     ours = isinstance(document.get(OUR_SECTION), dict)
     if context.framework == "hf" and ours and stage(document) == 3 and document.get("train_batch_size") == AUTO:
-        what = (
-            '"auto" may fail on CPUs with stage 3 and several processes: weights are partitioned before DeepSpeed '
-            "counts more than one"
-        )
+        why = "weights are partitioned before DeepSpeed counts more than one"
+        what = f'"auto" may fail on CPUs with stage 3 and several processes: {why}'
         correction = fix("Remove it", remove(document, ("train_batch_size",)))
         yield finding(("train_batch_size",), what, "nothing: train_micro_batch_size_per_gpu is enough", correction)
 
@@ -256,9 +263,9 @@ def hf_stage_3_batch_on_cpu(document: Document, context: Context) -> Findings:
 def hf_momentum_twice(document: Document, context: Context) -> Findings:
     """The method is dgc or demo, and the Trainer chooses the momentum of the optimizer.
 
-    The methods give gradients a momentum, so that the optimizer must have none. The Trainer makes the optimizer, or
-    fills in "betas": "auto", with its argument adam_beta1 (transformers/integrations/deepspeed.py), which is 0.9; betas
-    in the file that differ from it, it refuses.
+    These methods give gradients a momentum, so the optimizer must not have one. The Trainer creates the optimizer, or
+    fills in "betas": "auto", with its argument adam_beta1 (transformers/integrations/deepspeed.py), which is 0.9 by
+    default. It refuses other betas in the file.
 
     Wrong: {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto", "zero_optimization": {"stage": 0},
         "deepspeed_compress": {"gradients": {"method": "demo"}, "lint": {"ignore": ["compress-needs-install"]}}}

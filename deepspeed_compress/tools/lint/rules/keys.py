@@ -127,10 +127,10 @@ def _for_inference(document: Document) -> list[str]:
 
 @rule("DSC104", "warning")
 def inference_keys(document: Document, context: Context) -> Findings:
-    """Keys of DeepSpeed's inference engine.
+    """The file has keys of DeepSpeed's inference engine.
 
-    deepspeed.init_inference has a configuration of its own (inference/config.py), with another tensor_parallel; in one
-    for training its keys have no effect.
+    deepspeed.init_inference has a configuration of its own (inference/config.py), with a different tensor_parallel. Its
+    keys have no effect in a configuration for training.
 
     Wrong: {"train_batch_size": 8, "replace_with_kernel_inject": true}
     Right: {"train_batch_size": 8}
@@ -248,10 +248,10 @@ def _ours_elsewhere(document: Document, path: Path, place: Path) -> Diagnostic:
 
 @rule("DSC100", "warning")
 def unknown_key(document: Document, context: Context) -> Findings:
-    """A key that DeepSpeed does not know, where it ignores such keys.
+    """DeepSpeed does not know a key, and ignores it.
 
-    DeepSpeed asks for the keys that it knows and never looks at the others (runtime/config.py), so that a typing error
-    leaves the default in force. Keys that start with _, $ or # are taken for remarks.
+    DeepSpeed reads the keys that it knows and ignores all others (runtime/config.py), so a misspelled key leaves the
+    default in force. Keys that start with _, $ or # are regarded as comments.
 
     Wrong: {"train_batch_size": 8, "gradient_clippping": 1.0}
     Right: {"train_batch_size": 8, "gradient_clipping": 1.0}
@@ -262,9 +262,10 @@ def unknown_key(document: Document, context: Context) -> Findings:
 
 @rule("DSC101", "error")
 def unknown_key_refused(document: Document, context: Context) -> Findings:
-    """A key that DeepSpeed does not know, where it refuses such keys.
+    """DeepSpeed does not know a key, and refuses it.
 
-    Sections that are models, such as zero_optimization, fp16 and bf16, forbid other keys (runtime/config_utils.py).
+    Sections that are pydantic models, such as zero_optimization, fp16 and bf16, forbid other keys
+    (runtime/config_utils.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 2, "overlap_com": true}}
@@ -277,9 +278,9 @@ def unknown_key_refused(document: Document, context: Context) -> Findings:
 
 @rule("DSC102", "warning")
 def misplaced_key(document: Document, context: Context) -> Findings:
-    """A key of another section, where DeepSpeed ignores it.
+    """A key is in the wrong section, and DeepSpeed ignores it.
 
-    offload_optimizer in the outermost object, for instance, offloads nothing: it is a key of zero_optimization
+    For example, offload_optimizer in the outermost object offloads nothing. It is a key of zero_optimization
     (runtime/zero/config.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
@@ -293,9 +294,9 @@ def misplaced_key(document: Document, context: Context) -> Findings:
 
 @rule("DSC103", "error")
 def misplaced_key_refused(document: Document, context: Context) -> Findings:
-    """A key of another section, where DeepSpeed refuses it.
+    """A key is in the wrong section, and DeepSpeed refuses it.
 
-    aio in zero_optimization, for instance, is a section of its own in the outermost object
+    For example, DeepSpeed refuses aio in zero_optimization. It is a section in the outermost object
     (runtime/swap_tensor/aio_config.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},

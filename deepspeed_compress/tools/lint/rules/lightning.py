@@ -18,9 +18,9 @@ def _reads(context: Context) -> bool:
 
 @rule("DSC740", "error")
 def lightning_accumulation(document: Document, context: Context) -> Findings:
-    """gradient_accumulation_steps in a file for Lightning.
+    """A file for Lightning sets gradient_accumulation_steps.
 
-    The strategy stops at the key, which it sets itself from the Trainer's accumulate_grad_batches
+    The strategy refuses the key, because it sets it from the Trainer's accumulate_grad_batches
     (pytorch/strategies/deepspeed.py, _format_batch_size_and_grad_accum_config).
 
     Wrong: {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 4}
@@ -39,9 +39,9 @@ def lightning_accumulation(document: Document, context: Context) -> Findings:
 def lightning_auto(document: Document, context: Context) -> Findings:
     """The value "auto" is used in a file for Lightning.
 
-    The strategy fills in nothing (pytorch/strategies/deepspeed.py, _format_config): DeepSpeed calculates with the word
-    and fails, or takes its default. With "enabled": "auto" in bf16 or fp16 that is fp32, whatever precision the Trainer
-    is given.
+    The strategy does not fill in values (pytorch/strategies/deepspeed.py, _format_config). DeepSpeed fails when it
+    calculates with the word, or uses its default. With "enabled": "auto" in bf16 or fp16, training is in fp32 for every
+    precision of the Trainer.
 
     Wrong: {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}
     Right: {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}
@@ -61,8 +61,8 @@ def lightning_auto(document: Document, context: Context) -> Findings:
 def lightning_precision_off(document: Document, context: Context) -> Findings:
     """A section fp16 or bf16 that is not enabled keeps Lightning from enabling it.
 
-    The Trainer's precision is written into a file that has no such section (fabric/strategies/deepspeed.py,
-    _format_precision_config). One that is there stays as it is, so that the inputs are converted and the model is not.
+    Lightning adds the Trainer's precision only if the file has no such section (fabric/strategies/deepspeed.py,
+    _format_precision_config). An existing section is not changed, so the inputs are converted but the model is not.
 
     Wrong: {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}, "bf16": {"enabled": false}}
     Right: {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}
@@ -79,10 +79,10 @@ def lightning_precision_off(document: Document, context: Context) -> Findings:
 
 @rule("DSC743", "info")
 def lightning_optimizer_replaced(document: Document, context: Context) -> Findings:
-    """With an optimizer in the file Lightning does not call configure_optimizers.
+    """Lightning does not call configure_optimizers, because the file has an optimizer.
 
-    Neither its optimizer nor its learning-rate scheduler is used then (pytorch/strategies/deepspeed.py,
-    _initialize_deepspeed_train).
+    Neither the optimizer nor the learning-rate scheduler of configure_optimizers is used
+    (pytorch/strategies/deepspeed.py, _initialize_deepspeed_train).
 
     Wrong: {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2},
         "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}}
@@ -97,9 +97,9 @@ def lightning_optimizer_replaced(document: Document, context: Context) -> Findin
 
 @rule("DSC744", "warning")
 def lightning_untested_optimizer_key(document: Document, context: Context) -> Findings:
-    """Stage 3 without zero_allow_untested_optimizer.
+    """A file for Lightning has stage 3 but not zero_allow_untested_optimizer.
 
-    Trainer.validate, test and predict read the key of a file with stage 3 without asking whether it is there
+    With stage 3, Trainer.validate, test and predict read the key without checking that it exists
     (pytorch/strategies/deepspeed.py, _initialize_deepspeed_inference).
 
     Wrong: {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3}}
@@ -115,7 +115,7 @@ def lightning_untested_optimizer_key(document: Document, context: Context) -> Fi
 
 @rule("DSC745", "info")
 def lightning_fixed_batch(document: Document, context: Context) -> Findings:
-    """train_batch_size in a file for Lightning.
+    """A file for Lightning sets train_batch_size.
 
     The strategy adds the batch size of the data loader and accumulate_grad_batches (pytorch/strategies/deepspeed.py,
     _format_batch_size_and_grad_accum_config), and DeepSpeed asserts that the product with the number of ranks is the

@@ -2,7 +2,7 @@
 
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import ZERO, bf16, finding, offload, stage
+from deepspeed_compress.tools.lint.rules.common import ZERO, chooses_bf16_optimizer, finding, offload, stage
 from deepspeed_compress.tools.lint.values import show
 
 
@@ -15,7 +15,7 @@ _NORM = (ZERO, "compute_grad_norm")
 
 @rule("DSC330", "error")
 def no_grad_norm_stage(document: Document, context: Context) -> Findings:
-    """compute_grad_norm is false without ZeRO 1 or 2.
+    """compute_grad_norm is false with a stage other than 1 and 2.
 
     Checked when the configuration is read (runtime/zero/config.py).
 
@@ -35,17 +35,11 @@ def _norm_with_others(document: Document) -> bool:
     return _no_norm(document) and stage(document) in (1, 2)
 
 
-def _wide_bf16(document: Document) -> bool:
-    wide = document.get("data_types", "grad_accum_dtype") in ("fp32", "float32", "float", "torch.float32")
-    return stage(document) == 1 and wide and bf16(document) and offload(document, "offload_optimizer") != "cpu"
-
-
 @rule("DSC331", "error")
 def no_grad_norm_with_clipping(document: Document, context: Context) -> Findings:
     """compute_grad_norm is false while gradients are clipped.
 
-    gradient_clipping is 1.0 where it is not given (runtime/constants.py), so that it must be set to 0
-    (runtime/zero/stage_1_and_2.py).
+    gradient_clipping is 1.0 by default (runtime/constants.py), so it must be set to 0 (runtime/zero/stage_1_and_2.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 2, "compute_grad_norm": false}}
@@ -54,7 +48,7 @@ def no_grad_norm_with_clipping(document: Document, context: Context) -> Findings
     Proof: raises requires gradient_clipping=0
     """
     clipping = document.number("gradient_clipping", default=1.0)
-    if _norm_with_others(document) and clipping is not None and clipping > 0 and not _wide_bf16(document):
+    if _norm_with_others(document) and clipping is not None and clipping > 0 and not chooses_bf16_optimizer(document):
         given = "" if document.has("gradient_clipping") else ", its default"
         what = f"false needs gradient_clipping 0, and it is {show(clipping)}{given}"
         yield finding(_NORM, what, '"gradient_clipping": 0 as well, or true')
@@ -74,7 +68,7 @@ def no_grad_norm_bf16_optimizer(document: Document, context: Context) -> Finding
         "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}}
     Proof: raises does not support ZeRO Stage 1 with BF16
     """
-    if _norm_with_others(document) and _wide_bf16(document):
+    if _norm_with_others(document) and chooses_bf16_optimizer(document):
         what = "false is refused with bf16, stage 1 and accumulation in fp32"
         yield finding(_NORM, what, "true, or stage 2")
 
@@ -138,7 +132,7 @@ def unmanaged_with_deepcompile(document: Document, context: Context) -> Findings
 def quantized_communication_without_stage_3(document: Document, context: Context) -> Findings:
     """ZeRO++ quantization has no effect below stage 3; the section deepspeed_compress works with every stage.
 
-    Only the optimizer of stage 3 is given these settings (runtime/engine.py).
+    Only the optimizer of stage 3 receives these settings (runtime/engine.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 1, "zero_quantized_gradients": true}}
@@ -155,9 +149,9 @@ def quantized_communication_without_stage_3(document: Document, context: Context
 
 @rule("DSC337", "warning")
 def quantized_gradients_on_one_node(document: Document, context: Context) -> Findings:
-    """zero_quantized_gradients on a single node.
+    """zero_quantized_gradients is true on a single node.
 
-    The two-step all-to-all of ZeRO++ (runtime/comm/coalesced_collectives.py) saves traffic between nodes only.
+    The two-step all-to-all of ZeRO++ (runtime/comm/coalesced_collectives.py) saves only traffic between nodes.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 3, "zero_quantized_gradients": true}, "bf16": {"enabled": true}}

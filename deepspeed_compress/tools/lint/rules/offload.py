@@ -3,13 +3,13 @@
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, replace
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import ZERO, finding, key_finding, offload, stage
+from deepspeed_compress.tools.lint.rules.common import ZERO, finding, key_finding, offload, stage, zenflow
 from deepspeed_compress.tools.lint.values import AUTO, integer, listed, show
 
 
 @rule("DSC402", "error")
 def offload_ratio_without_stage_3(document: Document, context: Context) -> Findings:
-    """A part of the optimizer is to be offloaded below stage 3.
+    """The optimizer is offloaded in part below stage 3.
 
     Asserted when the configuration is read (runtime/zero/config.py).
 
@@ -27,9 +27,9 @@ def offload_ratio_without_stage_3(document: Document, context: Context) -> Findi
 
 @rule("DSC403", "warning")
 def offload_param_without_stage_3(document: Document, context: Context) -> Findings:
-    """Parameters are to be offloaded below stage 3.
+    """offload_param has no effect below stage 3.
 
-    Only the optimizer of stage 3 is given this setting (runtime/engine.py).
+    Only the optimizer of stage 3 receives this setting (runtime/engine.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}
@@ -44,9 +44,9 @@ def offload_param_without_stage_3(document: Document, context: Context) -> Findi
 
 @rule("DSC404", "warning")
 def offload_optimizer_without_zero(document: Document, context: Context) -> Findings:
-    """The optimizer is to be offloaded with stage 0.
+    """offload_optimizer has no effect with stage 0.
 
-    Offloading is done by the optimizers of ZeRO (runtime/engine.py); the CPU optimizer is made all the same.
+    Only the optimizers of ZeRO offload (runtime/engine.py). DeepSpeed creates the CPU optimizer nevertheless.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}
@@ -61,9 +61,9 @@ def offload_optimizer_without_zero(document: Document, context: Context) -> Find
 
 @rule("DSC405", "warning")
 def super_offload_without_stage_3(document: Document, context: Context) -> Findings:
-    """super_offload below stage 3.
+    """super_offload has no effect below stage 3.
 
-    Only stage 3 looks at it (runtime/engine.py).
+    Only stage 3 reads it (runtime/engine.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "super_offload": true}}}
@@ -73,16 +73,15 @@ def super_offload_without_stage_3(document: Document, context: Context) -> Findi
     """
     path = (ZERO, "offload_optimizer", "super_offload")
     if document.is_true(*path) and stage(document) in (0, 1, 2):
-        yield finding(
-            path, f"true has no effect with stage {stage(document)} (allowed: with stage 3)", "stage 3, or false"
-        )
+        what = f"true has no effect with stage {stage(document)} (allowed: with stage 3)"
+        yield finding(path, what, "stage 3, or false")
 
 
 @rule("DSC406", "error")
 def nvme_without_path(document: Document, context: Context) -> Findings:
-    """Offloading to NVMe without a path.
+    """Offloading to NVMe lacks a path.
 
-    Stage 3 joins the path with names of files (runtime/zero/stage3.py), or asserts that it is there
+    Stage 3 joins the path with file names (runtime/zero/stage3.py), or asserts that it is given
     (runtime/zero/partition_parameters.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
@@ -92,17 +91,16 @@ def nvme_without_path(document: Document, context: Context) -> Findings:
     Proof: raises NoneType|nvme_path
     """
     for what in ("offload_param", "offload_optimizer"):
-        path = document.get(ZERO, what, "nvme_path")
-        missing = path is None or path == ""
+        missing = document.get(ZERO, what, "nvme_path") in (None, "")
         if offload(document, what) == "nvme" and missing and stage(document) == 3:
             yield finding((ZERO, what, "device"), '"nvme" without nvme_path', '"nvme_path": "/local_nvme" as well')
 
 
 @rule("DSC407", "warning")
 def nvme_without_stage_3(document: Document, context: Context) -> Findings:
-    """The optimizer is to be offloaded to NVMe below stage 3.
+    """Offloading the optimizer to NVMe below stage 3 uses the CPU.
 
-    Stages 1 and 2 take every device but none for the CPU (runtime/zero/stage_1_and_2.py).
+    Stages 1 and 2 treat every device except "none" as the CPU (runtime/zero/stage_1_and_2.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}}
@@ -112,13 +110,13 @@ def nvme_without_stage_3(document: Document, context: Context) -> Findings:
     """
     if offload(document, "offload_optimizer") == "nvme" and stage(document) in (1, 2):
         what = f'"nvme" means "cpu" with stage {stage(document)}: only stage 3 swaps to disks'
-        correction = fix("Write cpu", replace(document, (ZERO, "offload_optimizer", "device"), "cpu"))
-        yield finding((ZERO, "offload_optimizer", "device"), what, '"cpu", or stage 3', correction)
+        path = (ZERO, "offload_optimizer", "device")
+        yield finding(path, what, '"cpu", or stage 3', fix("Write cpu", replace(document, path, "cpu")))
 
 
 @rule("DSC408", "info")
 def nvme_path_unused(document: Document, context: Context) -> Findings:
-    """nvme_path with another device.
+    """nvme_path has no effect with another device.
 
     Only device "nvme" reads the path (runtime/zero/stage3.py).
 
@@ -129,20 +127,18 @@ def nvme_path_unused(document: Document, context: Context) -> Findings:
     Proof: accepts nothing is written to the path
     """
     for what in ("offload_param", "offload_optimizer"):
-        path = document.get(ZERO, what, "nvme_path")
-        if isinstance(path, str) and path not in ("", "none", AUTO) and offload(document, what) == "cpu":
-            yield finding(
-                (ZERO, what, "nvme_path"), 'has no effect with device "cpu"', '"device": "nvme", or remove the key'
-            )
+        path = (ZERO, what, "nvme_path")
+        if document.string(*path) not in ("", "none", AUTO) and offload(document, what) == "cpu":
+            yield finding(path, 'has no effect with device "cpu"', '"device": "nvme", or remove the key')
             return  # the other one was copied together with it
 
 
 @rule("DSC415", "info")
 def offload_of_client_optimizer(document: Document, context: Context) -> Findings:
-    """The optimizer is offloaded, and there is none in the file.
+    """The optimizer is offloaded, but the file has none.
 
-    One that the program passes must be DeepSpeedCPUAdam (or DeepSpeedCPULion), unless zero_force_ds_cpu_optimizer is
-    false (runtime/engine.py).
+    An optimizer that the program passes must be DeepSpeedCPUAdam or DeepSpeedCPULion, unless
+    zero_force_ds_cpu_optimizer is false (runtime/engine.py).
 
     Wrong: {"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
     Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
@@ -158,17 +154,13 @@ def offload_of_client_optimizer(document: Document, context: Context) -> Finding
         yield key_finding((ZERO, "offload_optimizer"), what, instead)
 
 
-def _zenflow(document: Document) -> bool:
-    return isinstance(document.get(ZERO, "zenflow"), dict)
-
-
 _ZENFLOW = (ZERO, "zenflow")
 _STRATEGIES = ("auto", "step", "epoch")
 
 
 @rule("DSC418", "error")
 def zenflow_without_offload(document: Document, context: Context) -> Findings:
-    """ZenFlow without an offloaded optimizer.
+    """ZenFlow is used without an offloaded optimizer.
 
     ZenFlow overlaps the optimizer on the CPU (runtime/zenflow/zenflow_stage_1_and_2.py).
 
@@ -178,14 +170,14 @@ def zenflow_without_offload(document: Document, context: Context) -> Findings:
         "zero_optimization": {"stage": 2, "zenflow": {}, "offload_optimizer": {"device": "cpu"}}}
     Proof: raises Zenflow must be used with cpu offload
     """
-    if _zenflow(document) and stage(document) in (1, 2) and not offload(document, "offload_optimizer"):
+    if zenflow(document) and stage(document) in (1, 2) and not offload(document, "offload_optimizer"):
         what = "ZenFlow needs an optimizer on the CPU"
         yield key_finding(_ZENFLOW, what, '"offload_optimizer": {"device": "cpu"} as well')
 
 
 @rule("DSC419", "error")
 def zenflow_strategy(document: Document, context: Context) -> Findings:
-    """A selection strategy that ZenFlow does not know.
+    """ZenFlow does not know the selection strategy.
 
     Checked when the configuration is read (runtime/zenflow/zenflow_config.py).
 
@@ -198,7 +190,7 @@ def zenflow_strategy(document: Document, context: Context) -> Findings:
     Proof: raises select_strategy must be one of
     """
     value = document.get(*_ZENFLOW, "select_strategy", default=AUTO)
-    if _zenflow(document) and isinstance(value, str) and value not in _STRATEGIES:
+    if zenflow(document) and isinstance(value, str) and value not in _STRATEGIES:
         what = f"{show(value)} is not known (allowed: {listed(_STRATEGIES)})"
         yield finding((*_ZENFLOW, "select_strategy"), what, '"auto", "step" or "epoch"')
 
@@ -207,7 +199,8 @@ def zenflow_strategy(document: Document, context: Context) -> Findings:
 def zenflow_select_interval(document: Document, context: Context) -> Findings:
     """ZenFlow's selection interval contradicts its strategy.
 
-    auto sets the interval itself and stops at one that is given; step and epoch need one (runtime/zenflow/engine.py).
+    The strategy auto sets the interval and refuses a given one. The strategies step and epoch need one
+    (runtime/zenflow/engine.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 2, "zenflow": {"select_strategy": "step"},
@@ -219,7 +212,7 @@ def zenflow_select_interval(document: Document, context: Context) -> Findings:
     """
     settings = document.section(*_ZENFLOW)
     strategy, interval = settings.get("select_strategy", AUTO), settings.get("select_interval", AUTO)
-    if not _zenflow(document) or stage(document) == 0:
+    if not zenflow(document) or stage(document) == 0:
         return
     if strategy == AUTO and integer(interval) is not None:
         what = f'{show(interval)} contradicts select_strategy "auto", which sets it (allowed: "auto")'
@@ -231,7 +224,7 @@ def zenflow_select_interval(document: Document, context: Context) -> Findings:
 
 @rule("DSC421", "error")
 def zenflow_update_interval(document: Document, context: Context) -> Findings:
-    """ZenFlow updates less often than it selects.
+    """ZenFlow selects more often than it updates.
 
     Checked by the engine (runtime/zenflow/engine.py).
 
@@ -254,9 +247,9 @@ def zenflow_update_interval(document: Document, context: Context) -> Findings:
 
 @rule("DSC422", "warning")
 def zenflow_without_zero(document: Document, context: Context) -> Findings:
-    """ZenFlow with stage 0.
+    """ZenFlow has no effect with stage 0.
 
-    Only the optimizers of ZeRO know ZenFlow (runtime/engine.py).
+    Only the optimizers of ZeRO support ZenFlow (runtime/engine.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 0, "zenflow": {}}}
@@ -264,5 +257,5 @@ def zenflow_without_zero(document: Document, context: Context) -> Findings:
         "zero_optimization": {"stage": 2, "zenflow": {}, "offload_optimizer": {"device": "cpu"}}}
     Proof: accepts the usual optimizer is used
     """
-    if _zenflow(document) and stage(document) == 0 and "stage" in document.section(ZERO):
+    if zenflow(document) and stage(document) == 0 and "stage" in document.section(ZERO):
         yield key_finding(_ZENFLOW, "ZenFlow has no effect with stage 0", "stage 1 to 3, or remove the key")

@@ -1,17 +1,27 @@
 """Rules on the optimizer: its type and its parameters."""
 
 from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.fixes import fix, move, remove, rename, replace
+from deepspeed_compress.tools.lint.fixes import fix, move, remove
 from deepspeed_compress.tools.lint.keys import closest, keys
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import finding, fp16, key_finding, offload, optimizer, params, stage
+from deepspeed_compress.tools.lint.rules.common import (
+    ONE_BIT,
+    finding,
+    fp16,
+    key_finding,
+    offload,
+    optimizer,
+    params,
+    stage,
+    unknown_parameter,
+    unknown_word,
+)
 from deepspeed_compress.tools.lint.values import number, show
 
 _PARAMS = ("optimizer", "params")
 _TYPE = ("optimizer", "type")
 _FELT = 0.05
 """Weight decay from which its kind makes a difference. Examples have 3e-7 to 0.01."""
-_REMOVED = frozenset({"onebitadam", "zerooneadam", "onebitlamb"})
 
 
 def _known(document: Document) -> str | None:
@@ -32,29 +42,27 @@ def _known(document: Document) -> str | None:
 
 @rule("DSC501", "error")
 def unknown_optimizer(document: Document, context: Context) -> Findings:
-    """optimizer.type is not known.
+    """DeepSpeed does not know optimizer.type.
 
-    DeepSpeed has its own, by name in any case, and takes others from torch.optim by their exact name
-    (runtime/engine.py).
+    DeepSpeed has its own optimizers, whose names may be in any case, and takes others from torch.optim by their exact
+    names (runtime/engine.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW8", "params": {"lr": 0.0001}}}
     Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}}
     Proof: raises is not a supported DeepSpeed Optimizer
     """
     value = document.get(*_TYPE)
-    if isinstance(value, str) and value.lower() not in _REMOVED and _known(document) is None:
+    if isinstance(value, str) and value.lower() not in ONE_BIT and _known(document) is None:
         names = {name: None for name in keys().optimizers if "+" not in name}
-        close = closest(value, names)
         what = f"{show(value)} is neither an optimizer of DeepSpeed nor of torch.optim"
-        correction = fix(f"Write {close}", replace(document, _TYPE, close), safe=False) if close else None
-        yield finding(_TYPE, what, f'"{close}", if you meant that' if close else '"AdamW", for instance', correction)
+        yield unknown_word(document, _TYPE, names, what, '"AdamW"')
 
 
 @rule("DSC503", "warning")
 def optimizer_without_type(document: Document, context: Context) -> Findings:
-    """An optimizer section without a type.
+    """The section optimizer has no type.
 
-    DeepSpeed takes it for no optimizer at all (runtime/config.py).
+    DeepSpeed ignores such a section (runtime/config.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"params": {"lr": 0.0001}}}
     Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}}
@@ -66,7 +74,7 @@ def optimizer_without_type(document: Document, context: Context) -> Findings:
 
 @rule("DSC502", "error")
 def unknown_optimizer_parameter(document: Document, context: Context) -> Findings:
-    """A parameter that the optimizer does not have.
+    """The optimizer does not have a parameter.
 
     DeepSpeed passes optimizer.params on to the constructor (runtime/engine.py).
 
@@ -79,21 +87,15 @@ def unknown_optimizer_parameter(document: Document, context: Context) -> Finding
     # The parameters of some optimizers are not known, and Muon ignores those that it does not know.
     for key in params(document, "optimizer") if names and known != "muon" else ():
         if key not in names and key != "max_grad_norm":
-            close = closest(key, names)
             what = f'"{key}" is not a parameter of {show(document.get(*_TYPE))}'
-            path = (*_PARAMS, key)
-            correction = fix(f"Rename to {close}", rename(document, path, close), safe=False) if close else None
-            instead = f'"{close}", if you meant that' if close else "nothing: remove the key"
-            yield key_finding(
-                path, what, instead, correction if not (close and document.has(*_PARAMS, close)) else None
-            )
+            yield unknown_parameter(document, (*_PARAMS, key), names, what)
 
 
 @rule("DSC510", "warning")
 def muon_parameter_ignored(document: Document, context: Context) -> Findings:
-    """A parameter that Muon does not have.
+    """Muon does not have a parameter, and ignores it.
 
-    Muon takes the parameters that it knows and leaves the others (runtime/engine.py).
+    DeepSpeed passes on only the parameters that Muon knows (runtime/engine.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "Muon", "params": {"lr": 0.02, "nesterov": true}}}
     Right: {"train_batch_size": 8, "optimizer": {"type": "Muon", "params": {"lr": 0.02, "momentum": 0.95}}}
@@ -127,7 +129,7 @@ def max_grad_norm_in_params(document: Document, context: Context) -> Findings:
 
 @rule("DSC504", "error")
 def lamb_with_fixed_scale(document: Document, context: Context) -> Findings:
-    """Lamb with a fixed loss scale.
+    """Lamb is used with a fixed loss scale.
 
     Asserted by the engine (runtime/engine.py).
 
@@ -147,8 +149,8 @@ def lamb_with_fixed_scale(document: Document, context: Context) -> Findings:
 def betas_range(document: Document, context: Context) -> Findings:
     """The betas are not two numbers from 0 to below 1.
 
-    DeepSpeed's own Adam does not check them (ops/adam/fused_adam.py): training diverges or fails at its first step.
-    Those of torch refuse them.
+    DeepSpeed's own Adam does not check them (ops/adam/fused_adam.py), and training diverges or fails at its first step.
+    The optimizers of torch refuse them.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001, "betas": [0.9, 1.5]}}}
     Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001, "betas": [0.9, 0.95]}}}
@@ -156,9 +158,8 @@ def betas_range(document: Document, context: Context) -> Findings:
     """
     value = document.get(*_PARAMS, "betas")
     if isinstance(value, list):
-        numbers = [number(beta) for beta in value]
-        fine = len(numbers) == 2 and all(beta is not None and 0 <= beta < 1 for beta in numbers)
-        if not fine:
+        numbers = [beta for beta in map(number, value) if beta is not None and 0 <= beta < 1]
+        if not len(numbers) == len(value) == 2:
             what = f"{show(value)} are not two numbers from 0 to below 1"
             yield finding((*_PARAMS, "betas"), what, "[0.9, 0.999], for instance")
 
@@ -170,7 +171,7 @@ _NOT_NEGATIVE = ("lr", "eps", "weight_decay", "momentum")
 def negative_optimizer_parameter(document: Document, context: Context) -> Findings:
     """A parameter of the optimizer is negative.
 
-    The optimizers of torch refuse negative rates; DeepSpeed's own climb the loss (ops/adam/fused_adam.py).
+    The optimizers of torch refuse negative rates. With DeepSpeed's own, the loss rises (ops/adam/fused_adam.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": -0.1}}}
     Right: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
@@ -184,9 +185,9 @@ def negative_optimizer_parameter(document: Document, context: Context) -> Findin
 
 @rule("DSC507", "warning")
 def large_learning_rate(document: Document, context: Context) -> Findings:
-    """A learning rate at which Adam or Lion diverge.
+    """The learning rate is so large that Adam or Lion diverges.
 
-    Their steps are about as large as the learning rate, whatever the gradient (ops/adam/fused_adam.py).
+    Their steps are about as large as the learning rate, for every gradient (ops/adam/fused_adam.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1.0}}}
     Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}}
@@ -200,9 +201,9 @@ def large_learning_rate(document: Document, context: Context) -> Findings:
 
 @rule("DSC508", "warning")
 def adamw_mode_ignored(document: Document, context: Context) -> Findings:
-    """adam_w_mode is false with type AdamW.
+    """adam_w_mode false has no effect with type AdamW.
 
-    The type wins (runtime/engine.py).
+    The type takes precedence (runtime/engine.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001, "adam_w_mode": false}}}
     Right: {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 0.0001, "adam_w_mode": false}}}
@@ -217,7 +218,7 @@ def adamw_mode_ignored(document: Document, context: Context) -> Findings:
 def adam_is_adamw(document: Document, context: Context) -> Findings:
     """Adam with weight decay is AdamW.
 
-    adam_w_mode is true unless given (runtime/config.py), unlike in torch.
+    adam_w_mode is true by default (runtime/config.py), unlike in torch.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 0.0001, "weight_decay": 0.1}}}
     Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001, "weight_decay": 0.1}}}
@@ -234,9 +235,9 @@ def adam_is_adamw(document: Document, context: Context) -> Findings:
 
 @rule("DSC511", "warning")
 def fp32_states_overridden(document: Document, context: Context) -> Findings:
-    """fp32_optimizer_states together with bf16_optimizer_states.
+    """fp32_optimizer_states is given together with bf16_optimizer_states.
 
-    The latter wins, with a warning (runtime/engine.py).
+    The latter takes precedence, with a warning (runtime/engine.py).
 
     Wrong: {"train_batch_size": 8,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.0001, "fp32_optimizer_states": true}},
@@ -255,9 +256,9 @@ def fp32_states_overridden(document: Document, context: Context) -> Findings:
 
 @rule("DSC512", "warning")
 def legacy_fusion_unused(document: Document, context: Context) -> Findings:
-    """legacy_fusion where nothing reads it.
+    """legacy_fusion has no effect.
 
-    Only the fp16 optimizer without ZeRO does, for fused Adam (runtime/engine.py).
+    Only the fp16 optimizer without ZeRO reads it, for fused Adam (runtime/engine.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}, "legacy_fusion": true}}
     Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}}

@@ -33,7 +33,7 @@ def _problems(document: Document, context: Context) -> "SectionProblems | None":
 def compress_invalid(document: Document, context: Context) -> Findings:
     """The section deepspeed_compress is invalid.
 
-    What `ds-compress check` reports: unknown keys, wrong values, "auto", settings that contradict each other.
+    These are the errors of `ds-compress check`: unknown keys, wrong values, "auto", and contradictory settings.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "deepspeed_compress": {"gradients": {"method": "blockwise", "bits": 5}}}
@@ -59,7 +59,7 @@ def _correction(document: Document, problem: Diagnostic) -> Fix | None:
 def compress_parallelism(document: Document, context: Context) -> Findings:
     """The section parallelism contradicts DeepSpeed's keys or the number of ranks.
 
-    It is written into DeepSpeed's own keys, so that both must agree, and ZeRO 2 and 3 exclude pipelines.
+    The section is written into DeepSpeed's own keys, so both must agree. ZeRO 2 and 3 exclude pipelines.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 2}, "deepspeed_compress": {"parallelism": {"zero_stage": 1}}}
@@ -73,10 +73,10 @@ def compress_parallelism(document: Document, context: Context) -> Findings:
 
 @rule("DSC902", "error")
 def compress_against_file(document: Document, context: Context) -> Findings:
-    """A method cannot be right with the rest of the file.
+    """A method does not work with the rest of the file.
 
-    Without ZeRO no weights are gathered, and differences of weights can be sent with ZeRO 1 and 2 only. DGC and DeMo
-    bring a momentum of their own, so that the optimizer must have none. Nodes must divide the ranks.
+    Without ZeRO, no weights are gathered, and differences of weights can only be sent with ZeRO 1 and 2. DGC and DeMo
+    have a momentum of their own, so the optimizer must not have one. The ranks of a node must divide all ranks.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 3}, "deepspeed_compress": {"weights": {"method": "sign"}}}
@@ -104,9 +104,9 @@ def parsed_section(document: Document) -> "CompressConfig | None":
 
 @rule("DSC903", "warning")
 def compress_no_effect(document: Document, context: Context) -> Findings:
-    """A setting of deepspeed_compress has no effect, or costs more than it gives.
+    """A setting of deepspeed_compress has no effect, or costs more than it gains.
 
-    What training warns of (CompressWarning).
+    Training warns of it, too (CompressWarning).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "deepspeed_compress": {"gradients": {"method": "topk", "error_feedback": null}}}
@@ -123,9 +123,9 @@ def compress_no_effect(document: Document, context: Context) -> Findings:
 
 @rule("DSC904", "error")
 def compress_unsupported(document: Document, context: Context) -> Findings:
-    """A feature of DeepSpeed that cannot be compressed.
+    """The file uses a feature of DeepSpeed that does not work with compression.
 
-    Such engines are refused (UnsupportedError): their gradients are not reduced where compression happens.
+    Such engines are refused (UnsupportedError), because they do not reduce gradients in the code that compresses them.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 3, "zero_quantized_gradients": true}, "deepspeed_compress": {}}
@@ -139,9 +139,9 @@ def compress_unsupported(document: Document, context: Context) -> Findings:
 
 @rule("DSC912", "error")
 def compress_scaled_autocast(document: Document, context: Context) -> Findings:
-    """torch_autocast in fp16 without ZeRO, with tensor or pipeline parallelism and deepspeed_compress.
+    """torch_autocast is in fp16 without ZeRO, with tensor or pipeline parallelism and deepspeed_compress.
 
-    Every rank has a gradient scaler of torch, which skips steps on its own, and the engine is refused.
+    Each rank then has its own gradient scaler of torch, which skips steps independently, so the engine is refused.
 
     Wrong: {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "torch_autocast": {"enabled": true, "dtype": "fp16"}, "deepspeed_compress": {"parallelism": {"tensor": 2}}}
@@ -156,10 +156,10 @@ def compress_scaled_autocast(document: Document, context: Context) -> Findings:
 
 @rule("DSC913", "info")
 def compress_universal_resume(document: Document, context: Context) -> Findings:
-    """checkpoint.load_universal together with checkpoints from which training resumes by itself.
+    """checkpoint.load_universal is used together with checkpoints from which training resumes by itself.
 
-    Resuming by itself takes the universal checkpoint until the run has saved a newer one. But `engine.load_checkpoint`
-    of the program takes the universal one each time, and fails without one (DeepSpeed, runtime/engine.py,
+    A run that resumes by itself loads the universal checkpoint until it has saved a newer one. But the program's
+    `engine.load_checkpoint` always loads the universal one, and fails without one (DeepSpeed, runtime/engine.py,
     `load_checkpoint`).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
@@ -172,11 +172,8 @@ def compress_universal_resume(document: Document, context: Context) -> Findings:
     saving = document.section(OUR_SECTION, "checkpointing")
     goes_on = saving.get("directory") is not None and saving.get("resume") is not False
     if goes_on and document.get("checkpoint", "load_universal") is True:
-        yield finding(
-            ("checkpoint", "load_universal"),
-            "load_checkpoint loads the universal checkpoint each time, whatever this run has saved since",
-            "nothing, once the run has saved a checkpoint of its own",
-        )
+        what = "load_checkpoint loads the universal checkpoint each time, whatever this run has saved since"
+        yield finding(("checkpoint", "load_universal"), what, "nothing, once the run has saved a checkpoint of its own")
 
 
 @rule("DSC914", "warning")
@@ -195,11 +192,9 @@ def compress_rollout_rounding(document: Document, context: Context) -> Findings:
     rollout, rate = document.section(OUR_SECTION, "rollout"), document.get("optimizer", "params", "lr")
     rounded = rollout.get("method") == "blockwise" and rollout.get("bits") == 4
     if rounded and rollout.get("dtype") != "fp32" and isinstance(rate, int | float) and 0 < rate <= _FEW_CHANGES:
-        yield finding(
-            (OUR_SECTION, "rollout", "method"),
-            f'"blockwise" loses accuracy and saves nothing at a learning rate of {rate:g}',
-            '"exact", or "dtype": "fp32" if rollout workers need more than 16 bits',
-        )
+        what = f'"blockwise" loses accuracy and saves nothing at a learning rate of {rate:g}'
+        instead = '"exact", or "dtype": "fp32" if rollout workers need more than 16 bits'
+        yield finding((OUR_SECTION, "rollout", "method"), what, instead)
 
 
 _FEW_CHANGES = 1e-5

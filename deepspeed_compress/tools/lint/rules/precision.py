@@ -2,7 +2,16 @@
 
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import ZERO, bf16, finding, fp16, offload, stage
+from deepspeed_compress.tools.lint.rules.common import (
+    ZERO,
+    bf16,
+    chooses_bf16_optimizer,
+    finding,
+    fp16,
+    left_open,
+    offload,
+    stage,
+)
 from deepspeed_compress.tools.lint.values import AUTO, show
 
 _DTYPES = {
@@ -34,11 +43,6 @@ def _dtype(document: Document, key: str) -> str | None:
     return _DTYPES.get(value) if isinstance(value, str) else None
 
 
-def _left_open(document: Document) -> bool:
-    """Return True if Hugging Face fills in the precision."""
-    return AUTO in (document.get("fp16", "enabled"), document.get("bf16", "enabled"))
-
-
 @rule("DSC300", "error")
 def fp16_and_bf16(document: Document, context: Context) -> Findings:
     """fp16 and bf16 are both enabled.
@@ -58,24 +62,23 @@ def fp16_and_bf16(document: Document, context: Context) -> Findings:
 def param_dtype_conflict(document: Document, context: Context) -> Findings:
     """data_types.param_dtype contradicts fp16 or bf16.
 
-    The optimizer takes the model's format from fp16 and bf16, so that the engine refuses another one
-    (runtime/engine.py).
+    The optimizer takes the model's dtype from fp16 and bf16, so the engine refuses another one (runtime/engine.py).
 
     Wrong: {"train_batch_size": 8, "bf16": {"enabled": true}, "data_types": {"param_dtype": "fp32"}}
     Right: {"train_batch_size": 8, "bf16": {"enabled": true}, "data_types": {"param_dtype": "bf16"}}
     Proof: raises conflicts with the enabled precision mode
     """
     asked, model = _dtype(document, "param_dtype"), model_dtype(document)
-    if asked is not None and asked != model and not _left_open(document):
+    if asked is not None and asked != model and not left_open(document):
         what = f"{show(document.get('data_types', 'param_dtype'))} contradicts the model's {model} (allowed: {model})"
         yield finding(("data_types", "param_dtype"), what, f'"{model}", or enable {asked}')
 
 
 @rule("DSC302", "error")
 def accumulation_dtype_without_zero(document: Document, context: Context) -> Findings:
-    """Gradients accumulate in another format than the model's, without ZeRO.
+    """Gradients are accumulated in another dtype than the model's, without ZeRO.
 
-    Only the optimizers of ZeRO keep gradients in a format of their own (runtime/engine.py).
+    Only the optimizers of ZeRO keep gradients in a dtype of their own (runtime/engine.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "bf16": {"enabled": true},
         "data_types": {"grad_accum_dtype": "fp32"}}
@@ -85,7 +88,7 @@ def accumulation_dtype_without_zero(document: Document, context: Context) -> Fin
     """
     asked, model = _dtype(document, "grad_accum_dtype"), model_dtype(document)
     has_optimizer = isinstance(document.get("optimizer", "type"), str)
-    if asked is not None and asked != model and stage(document) == 0 and has_optimizer and not _left_open(document):
+    if asked is not None and asked != model and stage(document) == 0 and has_optimizer and not left_open(document):
         value = show(document.get("data_types", "grad_accum_dtype"))
         what = f"{value} differs from the model's {model} without ZeRO (allowed: {model})"
         yield finding(("data_types", "grad_accum_dtype"), what, f'"{model}", or ZeRO stage 1 to 3')
@@ -93,10 +96,10 @@ def accumulation_dtype_without_zero(document: Document, context: Context) -> Fin
 
 @rule("DSC303", "info")
 def bf16_optimizer_chosen(document: Document, context: Context) -> Findings:
-    """bf16, stage 1 and accumulation in fp32 choose another optimizer than ZeRO's.
+    """bf16, stage 1 and accumulation in fp32 select another optimizer than ZeRO's.
 
-    The engine takes BF16_Optimizer for exactly this combination (runtime/engine.py): it all-reduces gradients in fp32
-    at the end of the step instead of reducing buckets during the backward pass.
+    The engine uses BF16_Optimizer for exactly this combination (runtime/engine.py). It all-reduces gradients in fp32 at
+    the end of the step instead of reducing buckets during the backward pass.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 1}, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}}
@@ -104,17 +107,16 @@ def bf16_optimizer_chosen(document: Document, context: Context) -> Findings:
         "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}}
     Proof: accepts more is sent, and later, than with the optimizer of ZeRO
     """
-    wide = _dtype(document, "grad_accum_dtype") == "fp32"
-    if wide and bf16(document) and stage(document) == 1 and offload(document, "offload_optimizer") != "cpu":
+    if chooses_bf16_optimizer(document):
         what = "with bf16 and stage 1 this chooses BF16_Optimizer, which all-reduces gradients on another path"
         yield finding(("data_types", "grad_accum_dtype"), what, "stage 2 for the usual path, or leave it so on purpose")
 
 
 @rule("DSC304", "error")
 def unknown_dtype(document: Document, context: Context) -> Findings:
-    """The name of a number format that DeepSpeed does not know.
+    """DeepSpeed does not know the name of a dtype.
 
-    Formats are looked up by name where they are used (DtypeEnum, runtime/config.py).
+    Dtypes are looked up by name when they are used (DtypeEnum, runtime/config.py).
 
     Wrong: {"train_batch_size": 8, "torch_autocast": {"enabled": true, "dtype": "fp8"}}
     Right: {"train_batch_size": 8, "torch_autocast": {"enabled": true, "dtype": "bf16"}}
@@ -151,7 +153,7 @@ def keep_in_fp32_not_a_list(document: Document, context: Context) -> Findings:
 
 @rule("DSC306", "error")
 def master_weights_without_zero(document: Document, context: Context) -> Findings:
-    """Master weights or optimizer states in 16 bits without ZeRO.
+    """Master weights or optimizer states are in 16 bits without ZeRO.
 
     Asserted when the configuration is read (runtime/config.py).
 
@@ -170,7 +172,7 @@ def master_weights_without_zero(document: Document, context: Context) -> Finding
 
 @rule("DSC307", "error")
 def bf16_states_without_master(document: Document, context: Context) -> Findings:
-    """bf16_optimizer_states without bf16_master_weights_and_grads.
+    """bf16_optimizer_states is true without bf16_master_weights_and_grads.
 
     Asserted when the configuration is read (runtime/config.py).
 
@@ -188,7 +190,7 @@ def bf16_states_without_master(document: Document, context: Context) -> Findings
 
 @rule("DSC308", "error")
 def master_weights_without_offload(document: Document, context: Context) -> Findings:
-    """Master weights in 16 bits without offloading the optimizer.
+    """Master weights are in 16 bits, but the optimizer is not offloaded.
 
     Only DeepSpeedCPUAdam keeps them in 16 bits (runtime/zero/stage_1_and_2.py, stage3.py), unless the states are in
     bf16 too.

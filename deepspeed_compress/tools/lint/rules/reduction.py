@@ -3,7 +3,7 @@
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, replace
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import ZERO, bf16, finding, stage
+from deepspeed_compress.tools.lint.rules.common import bf16, finding, scatters, stage, zenflow
 from deepspeed_compress.tools.lint.values import AUTO, show
 
 _FORMATS = ("fp16", "bf16", "fp32")
@@ -12,14 +12,9 @@ _OP = "gradient_allreduce_op"
 _FACTOR = "gradient_predivide_factor"
 
 
-def _scatters(document: Document) -> bool:
-    """Return True if gradients are reduce-scattered, which stages 2 and 3 do by default."""
-    return stage(document) in (2, 3) and document.truth(ZERO, "reduce_scatter", default=True) is True
-
-
 @rule("DSC320", "error")
 def prescale_with_reduce_scatter(document: Document, context: Context) -> Findings:
-    """prescale_gradients with stage 2 or 3 and reduce_scatter.
+    """prescale_gradients is true with stage 2 or 3 and reduce_scatter.
 
     Asserted by the optimizers of ZeRO (runtime/zero/stage_1_and_2.py, stage3.py).
 
@@ -29,14 +24,14 @@ def prescale_with_reduce_scatter(document: Document, context: Context) -> Findin
         "zero_optimization": {"stage": 2, "reduce_scatter": false}, "prescale_gradients": true}
     Proof: raises pre-scale gradients is not yet supported
     """
-    if document.get("prescale_gradients") is True and _scatters(document):
+    if document.get("prescale_gradients") is True and scatters(document):
         what = f"true is not supported with reduce_scatter and stage {stage(document)} (allowed: false)"
         yield finding(("prescale_gradients",), what, 'false, or "reduce_scatter": false')
 
 
 @rule("DSC321", "error")
 def predivide_with_reduce_scatter(document: Document, context: Context) -> Findings:
-    """gradient_predivide_factor with stage 2 or 3 and reduce_scatter.
+    """gradient_predivide_factor is given with stage 2 or 3 and reduce_scatter.
 
     Asserted by the optimizers of ZeRO (runtime/zero/stage_1_and_2.py, stage3.py).
 
@@ -47,7 +42,7 @@ def predivide_with_reduce_scatter(document: Document, context: Context) -> Findi
     Proof: raises gradient_predivide_factor != 1.0 is not yet supported
     """
     factor = document.number(_FACTOR)
-    if factor is not None and factor not in (0, 1) and _scatters(document):
+    if factor is not None and factor not in (0, 1) and scatters(document):
         what = f"{show(factor)} is not supported with reduce_scatter and stage {stage(document)} (allowed: 1.0)"
         yield finding((_FACTOR,), what, '1.0, or "reduce_scatter": false')
 
@@ -56,7 +51,7 @@ def predivide_with_reduce_scatter(document: Document, context: Context) -> Findi
 def predivide_by_zero(document: Document, context: Context) -> Findings:
     """gradient_predivide_factor is 0.
 
-    Gradients are divided by it before they are reduced (runtime/engine.py); nothing checks it.
+    Gradients are divided by it before they are reduced (runtime/engine.py), without a check.
 
     Wrong: {"train_batch_size": 8, "gradient_predivide_factor": 0}
     Right: {"train_batch_size": 8, "gradient_predivide_factor": 1.0}
@@ -70,7 +65,7 @@ def predivide_by_zero(document: Document, context: Context) -> Findings:
 def predivide_with_prescale(document: Document, context: Context) -> Findings:
     """gradient_predivide_factor has no effect with prescale_gradients.
 
-    The factor is read only where gradients are scaled after the reduction (allreduce_bucket, runtime/engine.py).
+    The factor is read only if gradients are scaled after the reduction (allreduce_bucket, runtime/engine.py).
 
     Wrong: {"train_batch_size": 8, "prescale_gradients": true, "gradient_predivide_factor": 2.0}
     Right: {"train_batch_size": 8, "prescale_gradients": true}
@@ -104,7 +99,7 @@ def _sums(document: Document) -> bool:
 
 @rule("DSC325", "error")
 def sum_with_stage_3(document: Document, context: Context) -> Findings:
-    """Gradients are to be summed with stage 3.
+    """gradient_allreduce_op is sum with stage 3.
 
     Checked when the configuration is read (runtime/config.py).
 
@@ -120,7 +115,7 @@ def sum_with_stage_3(document: Document, context: Context) -> Findings:
 
 @rule("DSC326", "error")
 def sum_with_zenflow(document: Document, context: Context) -> Findings:
-    """Gradients are to be summed with ZenFlow.
+    """gradient_allreduce_op is sum with ZenFlow.
 
     Checked when the configuration is read (runtime/config.py).
 
@@ -131,13 +126,13 @@ def sum_with_zenflow(document: Document, context: Context) -> Findings:
         "zero_optimization": {"stage": 2, "zenflow": {}, "offload_optimizer": {"device": "cpu"}}}
     Proof: raises is not supported with ZenFlow
     """
-    if _sums(document) and isinstance(document.get(ZERO, "zenflow"), dict) and stage(document) != 3:
+    if _sums(document) and zenflow(document) and stage(document) != 3:
         yield finding((_OP,), '"sum" is not supported with ZenFlow (allowed: mean)', '"mean"')
 
 
 @rule("DSC327", "error")
 def sum_with_deepcompile(document: Document, context: Context) -> Findings:
-    """Gradients are to be summed with DeepCompile.
+    """gradient_allreduce_op is sum with DeepCompile.
 
     Checked when the configuration is read (runtime/config.py).
 
@@ -145,16 +140,16 @@ def sum_with_deepcompile(document: Document, context: Context) -> Findings:
     Right: {"train_batch_size": 8, "gradient_allreduce_op": "mean", "compile": {"deepcompile": true}}
     Proof: raises is not supported with DeepCompile
     """
-    zenflow = isinstance(document.get(ZERO, "zenflow"), dict)
-    if _sums(document) and document.is_true("compile", "deepcompile") and stage(document) != 3 and not zenflow:
+    alone = stage(document) != 3 and not zenflow(document)
+    if _sums(document) and document.is_true("compile", "deepcompile") and alone:
         yield finding((_OP,), '"sum" is not supported with DeepCompile (allowed: mean)', '"mean"')
 
 
 @rule("DSC328", "error")
 def communication_dtype_unknown(document: Document, context: Context) -> Findings:
-    """A communication format that DeepSpeed does not know.
+    """DeepSpeed does not know the dtype of communication.
 
-    Only the short names are known here, unlike under data_types (runtime/config.py).
+    Here, DeepSpeed knows only the short names, unlike under data_types (runtime/config.py).
 
     Wrong: {"train_batch_size": 8, "communication_data_type": "float16"}
     Right: {"train_batch_size": 8, "communication_data_type": "fp16"}
@@ -174,7 +169,8 @@ def communication_dtype_unknown(document: Document, context: Context) -> Finding
 def fp16_communication_of_bf16(document: Document, context: Context) -> Findings:
     """Gradients in bf16 are sent as fp16.
 
-    bf16 reaches 3e38, fp16 65504, and without a loss scale nothing keeps gradients below (runtime/engine.py).
+    The largest number is 3e38 in bf16 and 65504 in fp16. Without a loss scale, nothing keeps gradients below that
+    (runtime/engine.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "communication_data_type": "fp16"}

@@ -5,7 +5,7 @@ from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, remove, rename, replace
 from deepspeed_compress.tools.lint.keys import known_values
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import ZERO, finding, key_finding, optimizer
+from deepspeed_compress.tools.lint.rules.common import ONE_BIT, ZERO, corrected, finding, key_finding, optimizer
 from deepspeed_compress.tools.lint.values import show
 
 
@@ -19,7 +19,7 @@ def _without(document: Document, *path: str) -> Fix | None:
     return fix(f'Remove "{path[-1]}"', remove(document, path), safe=_off(document.get(*path)))
 
 
-def _removed(document: Document, keys: tuple[str, ...], instead: str) -> Findings:
+def _removed(document: Document, instead: str, *keys: str) -> Findings:
     for key in keys:
         if document.has(key):
             what = f'"{key}" was removed from DeepSpeed, which refuses it even if it is disabled'
@@ -36,11 +36,8 @@ def removed_elasticity(document: Document, context: Context) -> Findings:
     Right: {"train_batch_size": 8}
     Proof: raises Elastic training has been removed
     """
-    return _removed(
-        document,
-        ("elasticity",),
-        "train_batch_size, train_micro_batch_size_per_gpu and gradient_accumulation_steps instead",
-    )
+    instead = "train_batch_size, train_micro_batch_size_per_gpu and gradient_accumulation_steps instead"
+    return _removed(document, instead, "elasticity")
 
 
 @rule("DSC111", "error")
@@ -54,11 +51,8 @@ def removed_compression_training(document: Document, context: Context) -> Findin
     Right: {"train_batch_size": 8}
     Proof: raises compression library has been removed
     """
-    return _removed(
-        document,
-        ("compression_training", "quantize_training", "eigenvalue"),
-        "nothing: remove the key, and quantize with another library",
-    )
+    instead = "nothing: remove the key, and quantize with another library"
+    return _removed(document, instead, "compression_training", "quantize_training", "eigenvalue")
 
 
 @rule("DSC112", "error")
@@ -71,9 +65,8 @@ def removed_sparse_gradients(document: Document, context: Context) -> Findings:
     Right: {"train_batch_size": 8}
     Proof: raises Sparse compression of dense
     """
-    return _removed(
-        document, ("sparse_gradients",), '"deepspeed_compress": {"gradients": {"method": "topk"}}, or nothing'
-    )
+    instead = '"deepspeed_compress": {"gradients": {"method": "topk"}}, or nothing'
+    return _removed(document, instead, "sparse_gradients")
 
 
 @rule("DSC113", "error")
@@ -86,7 +79,7 @@ def removed_amp(document: Document, context: Context) -> Findings:
     Right: {"train_batch_size": 8}
     Proof: raises Apex AMP integration has been removed
     """
-    return _removed(document, ("amp",), '"bf16": {"enabled": true}, "fp16" or "torch_autocast" instead')
+    return _removed(document, '"bf16": {"enabled": true}, "fp16" or "torch_autocast" instead', "amp")
 
 
 @rule("DSC114", "error")
@@ -99,7 +92,7 @@ def removed_curriculum(document: Document, context: Context) -> Findings:
     Right: {"train_batch_size": 8}
     Proof: raises Legacy top-level 'curriculum_learning'
     """
-    return _removed(document, ("curriculum_learning",), "it inside data_efficiency.data_sampling")
+    return _removed(document, "it inside data_efficiency.data_sampling", "curriculum_learning")
 
 
 @rule("DSC115", "error")
@@ -112,11 +105,8 @@ def removed_key(document: Document, context: Context) -> Findings:
     Right: {"train_batch_size": 8}
     Proof: raises Progressive Layer Dropping has been removed
     """
-    return _removed(
-        document,
-        ("nebula", "sparse_attention", "graph_harvesting", "progressive_layer_drop"),
-        "nothing: remove the key",
-    )
+    keys = ("nebula", "sparse_attention", "graph_harvesting", "progressive_layer_drop")
+    return _removed(document, "nothing: remove the key", *keys)
 
 
 @rule("DSC116", "error")
@@ -131,12 +121,11 @@ def removed_loco(document: Document, context: Context) -> Findings:
         "zero_optimization": {"stage": 3}, "deepspeed_compress": {"gradients": {"method": "blockwise", "bits": 4}}}
     Proof: raises LoCo-Zero\+\+ has been removed
     """
-    if document.has(ZERO, "zeropp_loco_param"):
+    path = (ZERO, "zeropp_loco_param")
+    if document.has(*path):
         what = '"zeropp_loco_param" was removed: ZeRO++ has no error feedback any more'
-        instead = (
-            '"deepspeed_compress": {"gradients": {"method": "blockwise", "bits": 4}}, whose default has error feedback'
-        )
-        yield key_finding((ZERO, "zeropp_loco_param"), what, instead, _without(document, ZERO, "zeropp_loco_param"))
+        ours = '"deepspeed_compress": {"gradients": {"method": "blockwise", "bits": 4}}'
+        yield key_finding(path, what, f"{ours}, whose default has error feedback", _without(document, *path))
 
 
 @rule("DSC117", "error")
@@ -158,9 +147,6 @@ def removed_mics(document: Document, context: Context) -> Findings:
             yield key_finding((ZERO, key), what, instead, _without(document, ZERO, key))
 
 
-_ONE_BIT = frozenset({"onebitadam", "zerooneadam", "onebitlamb"})
-
-
 @rule("DSC118", "error")
 def removed_one_bit_optimizer(document: Document, context: Context) -> Findings:
     """The 1-bit optimizers were removed; the section deepspeed_compress sends one bit with any optimizer.
@@ -172,20 +158,17 @@ def removed_one_bit_optimizer(document: Document, context: Context) -> Findings:
         "deepspeed_compress": {"gradients": {"method": "sign"}}}
     Proof: raises not a supported DeepSpeed Optimizer
     """
-    if optimizer(document) in _ONE_BIT:
-        value = document.get("optimizer", "type")
-        what = f"{show(value)} was removed from DeepSpeed (allowed: AdamW, for instance)"
-        instead = (
-            '"type": "AdamW", and "deepspeed_compress": {"gradients": {"method": "sign"}} for gradients of one bit'
-        )
-        yield finding(("optimizer", "type"), what, instead)
+    if optimizer(document) in ONE_BIT:
+        what = f"{show(document.get('optimizer', 'type'))} was removed from DeepSpeed (allowed: AdamW, for instance)"
+        ours = '"deepspeed_compress": {"gradients": {"method": "sign"}}'
+        yield finding(("optimizer", "type"), what, f'"type": "AdamW", and {ours} for gradients of one bit')
 
 
 @rule("DSC119", "warning")
 def old_bfloat16_key(document: Document, context: Context) -> Findings:
     """bfloat16 is the old name of bf16.
 
-    DeepSpeed reads it only where bf16 is missing (runtime/precision_config.py); Hugging Face never does.
+    DeepSpeed reads it only if bf16 is missing (runtime/precision_config.py), and Hugging Face never does.
 
     Wrong: {"train_batch_size": 8, "bfloat16": {"enabled": true}}
     Right: {"train_batch_size": 8, "bf16": {"enabled": true}}
@@ -203,7 +186,7 @@ def old_bfloat16_key(document: Document, context: Context) -> Findings:
 def zero_boolean(document: Document, context: Context) -> Findings:
     """zero_optimization is a boolean.
 
-    The format of the first versions; it means stage 1 (runtime/zero/config.py).
+    This is the format of the first versions, in which true means stage 1 (runtime/zero/config.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "zero_optimization": true}
     Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
@@ -212,9 +195,8 @@ def zero_boolean(document: Document, context: Context) -> Findings:
     """
     value = document.get(ZERO)
     if isinstance(value, bool):
-        meant = {"stage": int(value)}
         what = f"{show(value)} is the format of old versions and means stage {int(value)} (allowed: an object)"
-        yield finding((ZERO,), what, show(meant), fix("Write the stage", replace(document, (ZERO,), meant)))
+        yield corrected(document, (ZERO,), what, {"stage": int(value)}, "Write the stage")
 
 
 _OFFLOADS = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
@@ -222,7 +204,7 @@ _OFFLOADS = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_p
 
 @rule("DSC121", "warning")
 def deprecated_key(document: Document, context: Context) -> Findings:
-    """A key with a newer name.
+    """A key has a newer name.
 
     DeepSpeed converts some of these and ignores others, with a warning (runtime/config_utils.py).
 
@@ -252,7 +234,7 @@ def _modern(document: Document, key: str) -> Fix | None:
 
 @rule("DSC122", "error")
 def deprecated_and_new_key(document: Document, context: Context) -> Findings:
-    """A deprecated key together with the one that replaces it.
+    """A deprecated key is given together with the one that replaces it.
 
     DeepSpeed does not choose between the two (runtime/config_utils.py).
 
@@ -281,10 +263,8 @@ def legacy_stage_1(document: Document, context: Context) -> Findings:
     Proof: raises deprecated version of ZeRO Stage 1 is not supported
     """
     if document.is_true(ZERO, "legacy_stage1"):
-        correction = fix("Remove it", remove(document, (ZERO, "legacy_stage1")))
-        yield finding(
-            (ZERO, "legacy_stage1"), "true asks for code that was removed (allowed: false)", "false", correction
-        )
+        what, path = "true asks for code that was removed (allowed: false)", (ZERO, "legacy_stage1")
+        yield finding(path, what, "false", fix("Remove it", remove(document, path)))
 
 
 @rule("DSC124", "warning")
@@ -301,6 +281,5 @@ def elastic_checkpoint_stage_3(document: Document, context: Context) -> Findings
     """
     if document.is_true(ZERO, "elastic_checkpoint") and document.get(ZERO, "stage") == 3:
         what = "true is no longer supported with stage 3 (allowed: false)"
-        yield finding(
-            (ZERO, "elastic_checkpoint"), what, '"checkpoint": {"load_universal": true} for another number of ranks'
-        )
+        instead = '"checkpoint": {"load_universal": true} for another number of ranks'
+        yield finding((ZERO, "elastic_checkpoint"), what, instead)

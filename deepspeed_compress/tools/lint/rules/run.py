@@ -14,6 +14,7 @@ from deepspeed_compress.tools.lint.rules.common import (
     stage,
     stages,
     tensor_size,
+    text_model,
 )
 from deepspeed_compress.tools.lint.rules.ours import parsed_section
 from deepspeed_compress.tools.lint.values import integer
@@ -41,9 +42,9 @@ def _data_parallel(document: Document, context: Context) -> int | None:
 
 @rule("DSC905", "warning")
 def compress_single_rank(document: Document, context: Context) -> Findings:
-    """Compression with one data-parallel rank.
+    """There is only one data-parallel rank, so nothing is compressed.
 
-    Gradients are exchanged between data-parallel ranks only.
+    Gradients are only exchanged between data-parallel ranks.
 
     Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
         "deepspeed_compress": {}}
@@ -61,7 +62,7 @@ def compress_single_rank(document: Document, context: Context) -> Findings:
 def compress_node_size(document: Document, context: Context) -> Findings:
     """hierarchy.ranks_per_node is not the number of ranks of a node.
 
-    The first level would cross nodes, or the second stay inside one.
+    The first level would then cross nodes, or the second would stay inside one.
 
     Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
         "deepspeed_compress": {"gradients": {"hierarchy": {"ranks_per_node": 2}}}}
@@ -80,7 +81,7 @@ def compress_node_size(document: Document, context: Context) -> Findings:
 def compress_warmup_exceeds_total(document: Document, context: Context) -> Findings:
     """All steps of training are uncompressed.
 
-    schedule.warmup_steps are sent as they are.
+    The first schedule.warmup_steps steps are uncompressed.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 100, "warmup_num_steps": 10}},
@@ -100,7 +101,7 @@ def compress_warmup_exceeds_total(document: Document, context: Context) -> Findi
 def compress_ignores_unknown_rule(document: Document, context: Context) -> Findings:
     """lint.ignore names no rule.
 
-    A typing error would leave the rule in force.
+    With a misspelled name, the rule stays in force.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "deepspeed_compress": {"lint": {"ignore": ["unknown-keys"]}}}
@@ -123,10 +124,10 @@ def compress_ignores_unknown_rule(document: Document, context: Context) -> Findi
 
 @rule("DSC909", "warning")
 def compress_fast_network(document: Document, context: Context) -> Findings:
-    """Compression cannot pay at this bandwidth.
+    """Compression does not pay off at this bandwidth.
 
-    Compressing and restoring reads and writes each element several times, which takes about as long as sending it over
-    a link of this speed.
+    Encoding and decoding reads and writes each element several times, which takes about as long as sending it over a
+    link of this speed.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "deepspeed_compress": {}}
     Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}}
@@ -140,9 +141,9 @@ def compress_fast_network(document: Document, context: Context) -> Findings:
 
 @rule("DSC915", "warning")
 def compress_activations_inside_node(document: Document, context: Context) -> Findings:
-    """activations.tensor.bits with tensor ranks that share a node.
+    """activations.tensor.bits is given, but tensor-parallel ranks share a node.
 
-    Links inside a node carry sums faster than they can be encoded. `ds-compress bench comm --kind tensor` measures it.
+    Links inside a node send sums faster than they can be encoded. `ds-compress bench comm --kind tensor` measures it.
 
     Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
         "tensor_parallel": {"autotp_size": 2},
@@ -165,8 +166,8 @@ def compress_activations_inside_node(document: Document, context: Context) -> Fi
 def compress_residual_memory(document: Document, context: Context) -> Findings:
     """Residuals do not fit into the memory of the GPU.
 
-    Error feedback remembers an element for every gradient that a rank sends. Activations come on top of what is counted
-    here.
+    Error feedback keeps a value for each gradient element that a rank sends. Activations need additional memory, which
+    is not counted here.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 2}, "deepspeed_compress": {"gradients": {"error_feedback": {"dtype": "fp32"}}}}
@@ -205,9 +206,7 @@ def _memory(parsed: "CompressConfig") -> tuple[str, "MemoryConfig | None"]:
 
 def _elements(model: Mapping[str, Any] | None) -> int | None:
     """Return about how many parameters a decoder with this configuration has, or None if too little is known."""
-    model = model or {}
-    text = model.get("text_config")
-    model = text if isinstance(text, dict) else model
+    model = text_model(model)
     hidden = integer(model.get("hidden_size", model.get("n_embd")))
     layers = integer(model.get("num_hidden_layers", model.get("n_layer")))
     vocabulary = integer(model.get("vocab_size"))
@@ -235,9 +234,9 @@ def _training_bytes(document: Document, context: Context, elements: int) -> int:
 
 @rule("DSC911", "info")
 def compress_needs_install(document: Document, context: Context) -> Findings:
-    """Hugging Face must be told to use the section.
+    """Hugging Face uses the section only on request.
 
-    The Trainer and Accelerate call deepspeed.initialize, which ds-compress run and install() extend.
+    The Trainer and Accelerate call deepspeed.initialize, which `ds-compress run` and install() extend.
 
     Wrong: {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "zero_optimization": {"stage": 0},
         "deepspeed_compress": {}}

@@ -11,7 +11,7 @@ from deepspeed_compress.tools.lint.values import number, show
 def loss_scale_range(document: Document, context: Context) -> Findings:
     """fp16.loss_scale is negative or a boolean.
 
-    0 asks for dynamic scaling, a positive number is a fixed scale (runtime/precision_config.py).
+    0 means dynamic scaling, and a positive number is a fixed scale (runtime/precision_config.py).
 
     Wrong: {"train_batch_size": 8, "fp16": {"enabled": true, "loss_scale": -1}}
     Right: {"train_batch_size": 8, "fp16": {"enabled": true, "loss_scale": 0}}
@@ -58,9 +58,9 @@ _DYNAMIC_ONLY = {
 
 @rule("DSC311", "warning")
 def fixed_loss_scale(document: Document, context: Context) -> Findings:
-    """A fixed loss scale together with settings of the dynamic one.
+    """A fixed loss scale is given together with settings of the dynamic one.
 
-    With loss_scale above 0 the dynamic scaler is not made (runtime/engine.py), and its settings have no effect.
+    With loss_scale above 0, there is no dynamic scaler (runtime/engine.py), and its settings have no effect.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "fp16": {"enabled": true, "loss_scale": 128, "initial_scale_power": 8}}
@@ -79,8 +79,8 @@ def fixed_loss_scale(document: Document, context: Context) -> Findings:
 def huge_initial_loss_scale(document: Document, context: Context) -> Findings:
     """The loss scale starts so high that the first steps are lost.
 
-    The exponent of two is initial_scale_power (runtime/precision_config.py); fp16 ends at 65504, and each overflow
-    halves the scale and skips a step.
+    The scale starts at 2 to the power of initial_scale_power (runtime/precision_config.py). The largest number in fp16
+    is 65504, and each overflow halves the scale and skips a step.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "fp16": {"enabled": true, "initial_scale_power": 40}}
@@ -96,9 +96,9 @@ def huge_initial_loss_scale(document: Document, context: Context) -> Findings:
 
 @rule("DSC313", "error")
 def autocast_with_quantized_weights(document: Document, context: Context) -> Findings:
-    """torch_autocast together with zero_quantized_weights.
+    """torch_autocast is used together with zero_quantized_weights.
 
-    Asserted by runtime/torch_autocast.py.
+    DeepSpeed asserts that they are not combined (runtime/torch_autocast.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 3, "zero_quantized_weights": true},
@@ -113,10 +113,10 @@ def autocast_with_quantized_weights(document: Document, context: Context) -> Fin
 
 @rule("DSC314", "warning")
 def inputs_cast_without_fp16(document: Document, context: Context) -> Findings:
-    """fp16.auto_cast with fp16 off.
+    """fp16.auto_cast is true, but fp16 is off.
 
-    The engine casts what goes into the model whether fp16 is on or not (runtime/engine.py): floating-point inputs meet
-    weights of another type and the first step fails; token numbers stay as they are.
+    The engine casts the model's floating-point inputs to fp16 whether fp16 is on or not (runtime/engine.py). The first
+    step then fails, because the weights have another dtype. Token ids are not cast.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "fp16": {"enabled": false, "auto_cast": true}}

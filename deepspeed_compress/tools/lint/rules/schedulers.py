@@ -3,10 +3,18 @@
 from collections.abc import Mapping
 
 from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.fixes import fix, rename, replace
 from deepspeed_compress.tools.lint.keys import closest, keys
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import bf16, finding, fp16, key_finding, params, stage
+from deepspeed_compress.tools.lint.rules.common import (
+    bf16,
+    finding,
+    fp16,
+    key_finding,
+    params,
+    stage,
+    unknown_parameter,
+    unknown_word,
+)
 from deepspeed_compress.tools.lint.values import AUTO, listed, number, show
 
 _TYPE = ("scheduler", "type")
@@ -32,9 +40,9 @@ def _runs(document: Document) -> bool:
 
 @rule("DSC520", "error")
 def unknown_scheduler(document: Document, context: Context) -> Findings:
-    """scheduler.type is not known.
+    """DeepSpeed does not know scheduler.type.
 
-    DeepSpeed looks the name up among its own schedulers and torch's, with its case (runtime/engine.py).
+    DeepSpeed looks up the exact name among its own schedulers and those of torch (runtime/engine.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "scheduler": {"type": "WarmUpLR", "params": {"warmup_num_steps": 100}}}
@@ -44,17 +52,15 @@ def unknown_scheduler(document: Document, context: Context) -> Findings:
     """
     name = _name(document)
     if name and name not in keys().schedulers:
-        close = closest(name, keys().schedulers)
         what = f"{show(name)} is neither a scheduler of DeepSpeed nor of torch"
-        correction = fix(f"Write {close}", replace(document, _TYPE, close), safe=False) if close else None
-        yield finding(_TYPE, what, f'"{close}", if you meant that' if close else '"WarmupLR", for instance', correction)
+        yield unknown_word(document, _TYPE, keys().schedulers, what, '"WarmupLR"')
 
 
 @rule("DSC521", "warning")
 def scheduler_without_type(document: Document, context: Context) -> Findings:
-    """A scheduler section without a type.
+    """The section scheduler has no type.
 
-    DeepSpeed takes it for no scheduler at all (runtime/config.py).
+    DeepSpeed ignores such a section (runtime/config.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "scheduler": {"params": {"warmup_num_steps": 100}}}
@@ -68,9 +74,9 @@ def scheduler_without_type(document: Document, context: Context) -> Findings:
 
 @rule("DSC522", "error")
 def scheduler_without_params(document: Document, context: Context) -> Findings:
-    r"""A scheduler section without params.
+    r"""The section scheduler has no params.
 
-    DeepSpeed unpacks params, and there is nothing to unpack (runtime/engine.py).
+    DeepSpeed unpacks params without a check (runtime/engine.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "scheduler": {"type": "WarmupLR"}}
@@ -84,7 +90,7 @@ def scheduler_without_params(document: Document, context: Context) -> Findings:
 
 @rule("DSC523", "error")
 def unknown_scheduler_parameter(document: Document, context: Context) -> Findings:
-    """A parameter that the scheduler does not have.
+    """The scheduler does not have a parameter.
 
     DeepSpeed passes scheduler.params on to the constructor (runtime/engine.py).
 
@@ -97,20 +103,15 @@ def unknown_scheduler_parameter(document: Document, context: Context) -> Finding
     known = keys().schedulers.get(_name(document), {})
     for key in params(document, "scheduler") if known else ():
         if key not in known:
-            close = closest(key, known)
             what = f'"{key}" is not a parameter of {_name(document)}'
-            free = close is not None and not document.has(*_PARAMS, close)
-            path = (*_PARAMS, key)
-            correction = fix(f"Rename to {close}", rename(document, path, close or ""), safe=False) if free else None
-            instead = f'"{close}", if you meant that' if close else "nothing: remove the key"
-            yield key_finding(path, what, instead, correction)
+            yield unknown_parameter(document, (*_PARAMS, key), known, what)
 
 
 @rule("DSC524", "error")
 def missing_scheduler_parameter(document: Document, context: Context) -> Findings:
-    """A parameter that the scheduler needs is missing.
+    """The scheduler lacks a parameter that it needs.
 
-    WarmupDecayLR and WarmupCosineLR need total_num_steps (runtime/lr_schedules.py); those of torch have others.
+    WarmupDecayLR and WarmupCosineLR need total_num_steps (runtime/lr_schedules.py). Those of torch need others.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_max_lr": 0.0001, "warmup_num_steps": 100}}}
@@ -149,7 +150,7 @@ def warmup_not_positive(document: Document, context: Context) -> Findings:
 def warmup_exceeds_total(document: Document, context: Context) -> Findings:
     """The warm-up is longer than the whole training.
 
-    The scheduler only warns (runtime/lr_schedules.py). warmup_num_steps is 1000 where it is not given.
+    The scheduler only warns (runtime/lr_schedules.py). warmup_num_steps is 1000 by default.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "scheduler": {"type": "WarmupDecayLR",
@@ -159,8 +160,8 @@ def warmup_exceeds_total(document: Document, context: Context) -> Findings:
         "params": {"warmup_max_lr": 0.0001, "warmup_num_steps": 10, "total_num_steps": 100}}}
     Proof: warns is less than warmup_num_steps
     """
-    total, default = _value(document, "total_num_steps"), 1000.0
-    warmup = _value(document, "warmup_num_steps") if document.has(*_PARAMS, "warmup_num_steps") else default
+    total = _value(document, "total_num_steps")
+    warmup = document.number(*_PARAMS, "warmup_num_steps", default=1000.0)
     if _name(document) in _WARMUPS and total is not None and warmup is not None and 0 < total < warmup:
         given = "" if document.has(*_PARAMS, "warmup_num_steps") else ", its default"
         what = f"{show(total)} is less than warmup_num_steps {int(warmup)}{given}: the rate never decays"
@@ -171,7 +172,7 @@ def warmup_exceeds_total(document: Document, context: Context) -> Findings:
 def unknown_warmup_type(document: Document, context: Context) -> Findings:
     """warmup_type is neither log nor linear.
 
-    The scheduler warns and takes log (runtime/lr_schedules.py).
+    The scheduler warns and uses log (runtime/lr_schedules.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100, "warmup_type": "cosine"}}}
@@ -181,16 +182,15 @@ def unknown_warmup_type(document: Document, context: Context) -> Findings:
     """
     value = document.get(*_PARAMS, "warmup_type", default="log")
     if _name(document) in _WARMUPS and value not in (*_TYPES, AUTO):
-        yield finding(
-            (*_PARAMS, "warmup_type"), f"{show(value)} is taken for log (allowed: log, linear)", '"linear" or "log"'
-        )
+        what = f"{show(value)} is taken for log (allowed: log, linear)"
+        yield finding((*_PARAMS, "warmup_type"), what, '"linear" or "log"')
 
 
 @rule("DSC528", "warning")
 def decay_at_default_rate(document: Document, context: Context) -> Findings:
     """WarmupDecayLR or LRRangeTest without a rate of its own starts from 0.001.
 
-    Unlike WarmupLR, which takes the optimizer's rate, they have defaults of their own (runtime/lr_schedules.py):
+    WarmupLR uses the optimizer's rate by default. These two have defaults of their own (runtime/lr_schedules.py):
     warmup_max_lr and lr_range_test_min_lr are 0.001.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
@@ -273,9 +273,9 @@ def falling_warmup(document: Document, context: Context) -> Findings:
 
 @rule("DSC531", "info")
 def scheduler_without_optimizer(document: Document, context: Context) -> Findings:
-    """A scheduler without an optimizer in the file.
+    """The file has a scheduler but no optimizer.
 
-    Schedulers are made only where there is an optimizer (runtime/engine.py); the program must pass one.
+    DeepSpeed creates a scheduler only if there is an optimizer (runtime/engine.py). The program must pass one.
 
     Wrong:
         {
@@ -296,8 +296,8 @@ def scheduler_without_optimizer(document: Document, context: Context) -> Finding
 def no_steps_to_decay(document: Document, context: Context) -> Findings:
     """total_num_steps is 0.
 
-    The rate is multiplied by what is left of the steps (runtime/lr_schedules.py), which is nothing; Hugging Face
-    compares the number with its own and stops.
+    The rate is multiplied by the fraction of the steps that remain (runtime/lr_schedules.py), which is zero. Hugging
+    Face compares the number with its own and stops.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "scheduler": {"type": "WarmupDecayLR",
@@ -310,16 +310,15 @@ def no_steps_to_decay(document: Document, context: Context) -> Findings:
     total = _value(document, "total_num_steps")
     if _name(document) in _WARMUPS and total is not None and total <= 0:
         what = f"{show(total)} steps: the rate falls to its minimum as soon as the warm-up ends"
-        yield finding(
-            (*_PARAMS, "total_num_steps"), what, 'the number of steps of the run, or "auto" with Hugging Face'
-        )
+        instead = 'the number of steps of the run, or "auto" with Hugging Face'
+        yield finding((*_PARAMS, "total_num_steps"), what, instead)
 
 
 @rule("DSC533", "error")
 def torch_scheduler_with_zero(document: Document, context: Context) -> Findings:
-    """A scheduler of torch with ZeRO, fp16 or bf16.
+    """A scheduler of torch is used with ZeRO, fp16 or bf16.
 
-    The scheduler is given the optimizer that DeepSpeed has wrapped (runtime/engine.py), which is none of torch.
+    The scheduler receives the optimizer that DeepSpeed has wrapped (runtime/engine.py), which is not one of torch.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 1}, "scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 100}}}

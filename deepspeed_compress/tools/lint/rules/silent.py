@@ -27,10 +27,10 @@ _OPTIONAL = (
 
 @rule("DSC800", "warning")
 def section_not_enabled(document: Document, context: Context) -> Findings:
-    """A section with settings but without "enabled".
+    """A section has settings but not "enabled".
 
-    These sections are off by default (runtime/precision_config.py, monitor/config.py, profiling/config.py), whatever
-    else they say.
+    These sections are off by default (runtime/precision_config.py, monitor/config.py, profiling/config.py), and their
+    other settings do not turn them on.
 
     Wrong: {"train_batch_size": 8, "bf16": {"check_grad_overflow": false}}
     Right: {"train_batch_size": 8, "bf16": {"enabled": true, "check_grad_overflow": false}}
@@ -48,7 +48,7 @@ def section_not_enabled(document: Document, context: Context) -> Findings:
 def comms_logger_present(document: Document, context: Context) -> Findings:
     """comms_logger logs although it is not enabled.
 
-    DeepSpeed asks whether the section is there (comm/config.py), not what it says.
+    DeepSpeed only checks whether the section exists (comm/config.py).
 
     Wrong: {"train_batch_size": 8, "comms_logger": {"enabled": false}}
     Right: {"train_batch_size": 8, "comms_logger": {"enabled": true}}
@@ -64,7 +64,7 @@ def comms_logger_present(document: Document, context: Context) -> Findings:
 def datastates_present(document: Document, context: Context) -> Findings:
     """datastates_ckpt is on although it is not enabled.
 
-    Every value but false turns it on (datastates/config.py), and another package is needed then.
+    Every value except false turns it on (datastates/config.py), and it needs another package.
 
     Wrong: {"train_batch_size": 8, "datastates_ckpt": {"enabled": false}}
     Right: {"train_batch_size": 8, "datastates_ckpt": false}
@@ -86,9 +86,9 @@ _INERT: tuple[tuple[Path, str], ...] = (
 
 @rule("DSC803", "warning")
 def inert_key(document: Document, context: Context) -> Findings:
-    """A key that DeepSpeed reads and never uses.
+    """DeepSpeed reads a key but never uses it.
 
-    Left from former versions (runtime/config.py).
+    The key is a leftover of former versions (runtime/config.py).
 
     Wrong: {"train_batch_size": 8, "disable_allgather": true}
     Right: {"train_batch_size": 8}
@@ -104,7 +104,7 @@ def inert_key(document: Document, context: Context) -> Findings:
 def aio_unused(document: Document, context: Context) -> Findings:
     """The section aio has no effect, because nothing reads or writes with it.
 
-    Only offloading to NVMe and checkpoint writers do (runtime/swap_tensor/aio_config.py).
+    Only offloading to NVMe and checkpoint writers use it (runtime/swap_tensor/aio_config.py).
 
     Wrong: {"train_batch_size": 8, "aio": {"block_size": 1048576}}
     Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
@@ -123,9 +123,9 @@ _WRITERS = {"type": ("MOCK", "PYTHON", "FAST"), "data_parallel": ("REPLICA", "SO
 
 @rule("DSC810", "error")
 def tag_validation(document: Document, context: Context) -> Findings:
-    """checkpoint.tag_validation is not known.
+    """DeepSpeed does not know checkpoint.tag_validation.
 
-    Checked when the configuration is read (runtime/config.py); null is refused, too.
+    It is checked when the configuration is read (runtime/config.py). null is refused, too.
 
     Wrong: {"train_batch_size": 8, "checkpoint": {"tag_validation": "strict"}}
     Right: {"train_batch_size": 8, "checkpoint": {"tag_validation": "Fail"}}
@@ -139,7 +139,7 @@ def tag_validation(document: Document, context: Context) -> Findings:
 
 @rule("DSC811", "error")
 def checkpoint_writer(document: Document, context: Context) -> Findings:
-    """A kind of checkpoint writer that DeepSpeed does not know.
+    """DeepSpeed does not know the kind of checkpoint writer.
 
     Checked when the configuration is read (runtime/model_checkpointing/config.py).
 
@@ -176,7 +176,7 @@ _LEVELS = ("debug", "info", "warning", "error", "critical")
 
 @rule("DSC813", "error")
 def log_level(document: Document, context: Context) -> Findings:
-    """log_level is not known.
+    """DeepSpeed does not know log_level.
 
     Checked by the engine (utils/logging.py).
 
@@ -193,7 +193,7 @@ def log_level(document: Document, context: Context) -> Findings:
 def vocabulary_not_aligned(document: Document, context: Context) -> Findings:
     """vocabulary_size is not a multiple of 8.
 
-    DeepSpeed only warns (runtime/config.py); nothing else reads the key.
+    DeepSpeed only warns (runtime/config.py). Nothing else reads the key.
 
     Wrong: {"train_batch_size": 8, "vocabulary_size": 50257}
     Right: {"train_batch_size": 8, "vocabulary_size": 50264}
@@ -207,7 +207,7 @@ def vocabulary_not_aligned(document: Document, context: Context) -> Findings:
 
 @rule("DSC815", "error")
 def curriculum_without_metrics(document: Document, context: Context) -> Findings:
-    """Curriculum learning without metrics.
+    """Curriculum learning lacks metrics.
 
     Asserted when the configuration is read (runtime/data_pipeline/config.py).
 
@@ -223,7 +223,7 @@ def curriculum_without_metrics(document: Document, context: Context) -> Findings
 
 @rule("DSC816", "error")
 def dynamic_batching_without_tokens(document: Document, context: Context) -> Findings:
-    """Dynamic batching without a number of tokens.
+    """Dynamic batching lacks a number of tokens.
 
     Asserted when the configuration is read (runtime/data_pipeline/config.py).
 
@@ -242,27 +242,24 @@ def dynamic_batching_without_tokens(document: Document, context: Context) -> Fin
 def steps_per_print_zero(document: Document, context: Context) -> Findings:
     """steps_per_print is 0.
 
-    The number of the step is divided by it (runtime/engine.py).
+    DeepSpeed divides the number of the step by it (runtime/engine.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "steps_per_print": 0}
     Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "steps_per_print": 10}
     Proof: accepts the first step ends with ZeroDivisionError
     """
     if document.integer("steps_per_print") == 0:
-        yield finding(
-            ("steps_per_print",),
-            "0 causes a division by zero at the first step (allowed: 1 or more)",
-            "null for no prints",
-        )
+        what = "0 causes a division by zero at the first step (allowed: 1 or more)"
+        yield finding(("steps_per_print",), what, "null for no prints")
 
 
 @rule("DSC818", "warning")
 def contiguous_checkpointing(document: Document, context: Context) -> Findings:
-    """contiguous_memory_optimization without what it needs.
+    """contiguous_memory_optimization is true without partition_activations.
 
-    Asserted where a program calls deepspeed.checkpointing.configure
-    (runtime/activation_checkpointing/checkpointing.py); where none does, the section has no effect. The number of
-    checkpoints, which it needs too, mostly comes from the program.
+    deepspeed.checkpointing.configure asserts this (runtime/activation_checkpointing/checkpointing.py). If the program
+    does not call it, the section has no effect. The number of checkpoints, which is needed too, usually comes from the
+    program.
 
     Wrong: {"train_batch_size": 8, "activation_checkpointing": {"contiguous_memory_optimization": true}}
     Right: {"train_batch_size": 8,
@@ -280,7 +277,7 @@ def contiguous_checkpointing(document: Document, context: Context) -> Findings:
 def autotuning_directory(document: Document, context: Context) -> Findings:
     """A directory of the autotuner is empty.
 
-    Asserted when the configuration is read, enabled or not (autotuning/config.py).
+    It is checked when the configuration is read, even if the autotuner is disabled (autotuning/config.py).
 
     Wrong: {"train_batch_size": 8, "autotuning": {"enabled": false, "results_dir": ""}}
     Right: {"train_batch_size": 8, "autotuning": {"enabled": false, "results_dir": "results"}}

@@ -15,7 +15,7 @@ from deepspeed_compress.tools.lint.values import show
 def syntax_error(document: Document, context: Context) -> Findings:
     """The file is neither JSON nor HJSON.
 
-    DeepSpeed reads the file with hjson (runtime/config.py) and stops at the first error; the linter names all.
+    DeepSpeed reads the file with hjson (runtime/config.py) and stops at the first error. The linter reports all errors.
 
     Wrong:
         {"train_batch_size": 8, "fp16": {"enabled": false}
@@ -29,7 +29,7 @@ def syntax_error(document: Document, context: Context) -> Findings:
 def not_an_object(document: Document, context: Context) -> Findings:
     """The outermost value is not an object.
 
-    deepspeed.initialize asks the configuration for keys at once (deepspeed/__init__.py).
+    deepspeed.initialize reads keys of the configuration at once (deepspeed/__init__.py).
 
     Wrong:
         [8]
@@ -44,10 +44,9 @@ def not_an_object(document: Document, context: Context) -> Findings:
 
 @rule("DSC002", "error")
 def duplicate_key(document: Document, context: Context) -> Findings:
-    """A key occurs twice in one object.
+    """A key occurs twice in an object.
 
-    DeepSpeed refuses duplicate keys (runtime/config_utils.py). Hugging Face silently takes the last one, so that
-    the same file may train differently there.
+    DeepSpeed refuses duplicate keys (runtime/config_utils.py). Hugging Face silently uses the last one.
 
     Wrong:
         {"train_batch_size": 8, "train_batch_size": 16}
@@ -79,10 +78,10 @@ _NAMES = {"byte-order-mark": "a byte order mark", "missing-braces": "no braces a
 
 @rule("DSC004", "error")
 def hjson_only_syntax(document: Document, context: Context) -> Findings:
-    """Syntax that DeepSpeed reads and Hugging Face and Lightning do not.
+    """The file has syntax that DeepSpeed reads but Hugging Face and Lightning do not.
 
-    DeepSpeed reads HJSON: comments, trailing commas, keys without quotes. Transformers, Accelerate and Lightning open
-    the file with Python's json (accelerate/utils/deepspeed.py) and refuse these.
+    DeepSpeed reads HJSON, which has comments, trailing commas and keys without quotes. Transformers, Accelerate and
+    Lightning read the file with Python's json (accelerate/utils/deepspeed.py), which refuses these.
 
     Wrong:
         {"train_batch_size": 8, "gradient_clipping": 1.0, "zero_optimization": {"stage": 0},}
@@ -110,9 +109,9 @@ def _as_json(extensions: Sequence[Extension]) -> Fix | None:
 
 @rule("DSC005", "warning")
 def unquoted_string_takes_line(document: Document, context: Context) -> Findings:
-    """A string without quotes takes the comma behind it.
+    """A string without quotes includes the comma after it.
 
-    In HJSON a string without quotes ends with its line; a comma or a comment behind it becomes part of it.
+    In HJSON, a string without quotes extends to the end of its line. A comma or a comment after it becomes part of it.
 
     Wrong:
         {
@@ -143,10 +142,10 @@ def unquoted_string_takes_line(document: Document, context: Context) -> Findings
 
 @rule("DSC006", "info")
 def template(document: Document, context: Context) -> Findings:
-    """A template, in which a script fills in values.
+    """The file is a template, in which a script fills in values.
 
-    Names such as ZERO_STAGE, ${stage} and {{ stage }} stand for values. There is one finding for a file. The file
-    that the script makes can be checked.
+    Names such as ZERO_STAGE, ${stage} and {{ stage }} stand for values. A template has one such finding. Lint the file
+    that the script writes for a complete check.
 
     Wrong:
         {"train_batch_size": 8, "zero_optimization": {"stage": "ZERO_STAGE"}}

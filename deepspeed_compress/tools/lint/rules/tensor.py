@@ -5,10 +5,9 @@ from typing import Any
 
 from deepspeed_compress.diagnostics import Path
 from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.fixes import fix, replace
 from deepspeed_compress.tools.lint.keys import OUR_SECTION
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import finding, tensor_size
+from deepspeed_compress.tools.lint.rules.common import corrected, finding, tensor_size, text_model
 from deepspeed_compress.tools.lint.values import AUTO, integer, listed, show
 
 _SIZE = ("tensor_parallel", "autotp_size")
@@ -28,7 +27,7 @@ def _native_size(document: Document) -> int:
 def tensor_divides_world(document: Document, context: Context) -> Findings:
     """autotp_size does not divide the number of ranks.
 
-    The groups of tensor parallelism must all have this size (utils/groups.py).
+    All groups of tensor parallelism must have this size (utils/groups.py).
 
     Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
         "tensor_parallel": {"autotp_size": 2}}
@@ -46,9 +45,9 @@ def tensor_divides_world(document: Document, context: Context) -> Findings:
 def tensor_crosses_nodes(document: Document, context: Context) -> Findings:
     """A tensor-parallel group does not fit into a node.
 
-    Tensor parallelism sums activations in every layer: behind each matrix that is split by rows in the forward pass,
-    and in front of each that is split by columns in the backward pass (module_inject/layers.py). Those are 2 and 5 sums
-    in a layer of Llama. Only the links inside a node are fast enough.
+    Tensor parallelism sums activations in every layer: after each matrix that is split by rows in the forward pass, and
+    before each that is split by columns in the backward pass (module_inject/layers.py). These are 2 and 5 sums in a
+    layer of Llama. Only the links inside a node are fast enough for them.
 
     Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
         "tensor_parallel": {"autotp_size": 2}}
@@ -84,9 +83,9 @@ def tensor_size_conflict(document: Document, context: Context) -> Findings:
 
 @rule("DSC623", "warning")
 def tensor_size_ignored(document: Document, context: Context) -> Findings:
-    """tensor_parallel.tp.tp_size without autotp_size.
+    """tensor_parallel.tp.tp_size has no effect without autotp_size.
 
-    Training looks at autotp_size alone (runtime/engine.py); tp_size is for inference.
+    Training reads only autotp_size (runtime/engine.py). tp_size is for inference.
 
     Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
         "tensor_parallel": {"tp": {"tp_size": 2}}}
@@ -103,18 +102,16 @@ def tensor_size_ignored(document: Document, context: Context) -> Findings:
 
 def _heads(model: Mapping[str, Any] | None) -> tuple[int | None, int | None]:
     """Return the numbers of attention heads and of key-value heads."""
-    config = model or {}
-    text = config.get("text_config")
-    config = text if isinstance(text, dict) else config
+    config = text_model(model)
     heads = integer(config.get("num_attention_heads", config.get("n_head")))
     return heads, integer(config.get("num_key_value_heads", heads))
 
 
 @rule("DSC624", "warning")
 def tensor_exceeds_kv_heads(document: Document, context: Context) -> Findings:
-    """More tensor-parallel ranks than key-value heads.
+    """There are more tensor-parallel ranks than key-value heads.
 
-    Ranks beyond the number of heads get no part of the attention; the engine warns (runtime/engine.py).
+    Ranks beyond the number of heads get no part of the attention. The engine warns (runtime/engine.py).
 
     Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
         "tensor_parallel": {"autotp_size": 3}}
@@ -133,7 +130,7 @@ def tensor_exceeds_kv_heads(document: Document, context: Context) -> Findings:
 def tensor_divides_heads(document: Document, context: Context) -> Findings:
     """autotp_size does not divide the number of heads.
 
-    Heads are not split (module_inject/tp_shard.py), so that some ranks have more of them than others.
+    Heads are not split (module_inject/tp_shard.py), so some ranks have more of them than others.
 
     Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
         "tensor_parallel": {"autotp_size": 2}}
@@ -153,7 +150,7 @@ def tensor_divides_heads(document: Document, context: Context) -> Findings:
 def tensor_dtype_in_file(document: Document, context: Context) -> Findings:
     """tensor_parallel.dtype cannot be given in a file.
 
-    The field is a torch.dtype (runtime/tensor_parallel/config.py), and text is refused.
+    The field must be a torch.dtype (runtime/tensor_parallel/config.py), so text is refused.
 
     Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
         "tensor_parallel": {"autotp_size": 2, "dtype": "bf16"}}
@@ -171,7 +168,7 @@ def tensor_dtype_in_file(document: Document, context: Context) -> Findings:
 
 @rule("DSC627", "error")
 def liger_without_parallel_head(document: Document, context: Context) -> Findings:
-    """The Liger cross-entropy without a vocabulary-parallel head.
+    """The Liger cross-entropy is used without a vocabulary-parallel head.
 
     Checked by the engine (runtime/engine.py).
 
@@ -206,16 +203,15 @@ def experts_divide_world(document: Document, context: Context) -> Findings:
         return
     if size < 1 or width < 1 or world % (size * width):
         product = f"{size} x expert_tensor_parallel_size {width}" if width != 1 else str(size)
-        yield finding(
-            ("expert_parallel", "autoep_size"), f"{product} does not divide {world} ranks", f"a divisor of {world}"
-        )
+        what = f"{product} does not divide {world} ranks"
+        yield finding(("expert_parallel", "autoep_size"), what, f"a divisor of {world}")
 
 
 @rule("DSC641", "error")
 def expert_load_balance(document: Document, context: Context) -> Findings:
     """expert_parallel.load_balance_coeff is not null.
 
-    Refused even if expert parallelism is disabled (module_inject/auto_ep_config.py).
+    DeepSpeed refuses it even if expert parallelism is disabled (module_inject/auto_ep_config.py).
 
     Wrong: {"train_batch_size": 8, "expert_parallel": {"enabled": false, "load_balance_coeff": 0.01}}
     Right: {"train_batch_size": 8, "expert_parallel": {"enabled": false, "load_balance_coeff": null}}
@@ -224,8 +220,8 @@ def expert_load_balance(document: Document, context: Context) -> Findings:
     path = ("expert_parallel", "load_balance_coeff")
     value = document.get(*path)
     if value is not None:
-        correction = fix("Write null", replace(document, path, None), safe=False)
-        yield finding(path, f"{show(value)} is not supported (allowed: null)", "null", correction)
+        what = f"{show(value)} is not supported (allowed: null)"
+        yield corrected(document, path, what, None, "Write null", safe=False)
 
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -239,7 +235,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
 
 @rule("DSC642", "error")
 def expert_choice(document: Document, context: Context) -> Findings:
-    """A word in expert_parallel that DeepSpeed does not know.
+    """DeepSpeed does not know a word in expert_parallel.
 
     Checked by the engine (module_inject/auto_ep_config.py).
 

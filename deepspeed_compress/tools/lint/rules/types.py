@@ -7,7 +7,7 @@ from deepspeed_compress.tools.lint.document import Document, Member
 from deepspeed_compress.tools.lint.fixes import fix, replace
 from deepspeed_compress.tools.lint.keys import Key, keys, known_values
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import ZERO, finding, key_finding, params
+from deepspeed_compress.tools.lint.rules.common import ZERO, corrected, finding, key_finding, parameter_paths
 from deepspeed_compress.tools.lint.values import integer, listed, means_auto, name, number, show, truth
 
 _NUMERIC = frozenset({"integer", "number"})
@@ -50,10 +50,10 @@ def _numeric_text(value: object) -> float | None:
 
 @rule("DSC010", "warning")
 def string_boolean(document: Document, context: Context) -> Findings:
-    """Text where a boolean is expected, in a section that converts it.
+    """A boolean is written as text, in a section that converts it.
 
-    DeepSpeed's models read "true" as true (pydantic, runtime/config_utils.py), but other readers of the same file, such
-    as Accelerate, compare with true and see text.
+    DeepSpeed's models read "true" as true (pydantic, runtime/config_utils.py). Other readers of the same file, such as
+    Accelerate, do not convert it.
 
     Wrong: {"train_batch_size": 8, "bf16": {"enabled": "true"}}
     Right: {"train_batch_size": 8, "bf16": {"enabled": true}}
@@ -65,16 +65,15 @@ def string_boolean(document: Document, context: Context) -> Findings:
         compared = context.framework == "hf" and path in (("fp16", "enabled"), ("bf16", "enabled"))
         if meant is not None and not compared:
             what = f"{show(member.value.value)} is text (allowed: true, false)"
-            correction = fix("Write a boolean", replace(document, path, meant))
-            yield finding(path, what, show(meant), correction)
+            yield corrected(document, path, what, meant, "Write a boolean")
 
 
 @rule("DSC011", "error")
 def truthy_string(document: Document, context: Context) -> Findings:
-    """Text where a boolean is expected, in a section that takes "false" for true.
+    """A boolean is written as text, in a section that treats "false" as true.
 
-    Outside of its models DeepSpeed uses values as they are (get_scalar_param, runtime/config_utils.py): any text that
-    is not empty is true. For wall_clock_breakdown and flops_profiler.enabled it fails.
+    Outside of its models, DeepSpeed does not convert values (get_scalar_param, runtime/config_utils.py), so any text
+    that is not empty counts as true. wall_clock_breakdown and flops_profiler.enabled fail with text.
 
     Wrong: {"train_batch_size": 8, "prescale_gradients": "false"}
     Right: {"train_batch_size": 8, "prescale_gradients": false}
@@ -90,10 +89,10 @@ def truthy_string(document: Document, context: Context) -> Findings:
 
 @rule("DSC012", "warning")
 def numeric_string(document: Document, context: Context) -> Findings:
-    """Text where a number is expected, in a section that converts it.
+    """A number is written as text, in a section that converts it.
 
-    DeepSpeed's models convert text into numbers (runtime/config_utils.py), but Hugging Face, which compares and
-    multiplies the values of the same file, does not.
+    DeepSpeed's models convert text into numbers (runtime/config_utils.py). Hugging Face, which compares and multiplies
+    the values of the same file, does not.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 1, "reduce_bucket_size": "500000"}}
@@ -105,35 +104,34 @@ def numeric_string(document: Document, context: Context) -> Findings:
         meant = integer(member.value.value) if "number" not in key.kinds else _numeric_text(member.value.value)
         if member.value.kind == "string" and _NUMERIC & {*key.kinds} and meant is not None and not key.choices:
             what = f"{show(member.value.value)} is text (allowed: a number)"
-            yield finding(path, what, show(meant), fix("Write a number", replace(document, path, meant)))
+            yield corrected(document, path, what, meant, "Write a number")
 
 
 @rule("DSC013", "error")
 def numeric_string_untyped(document: Document, context: Context) -> Findings:
-    """Text where a number is expected, in a section that does not convert it.
+    """A number is written as text, in a section that does not convert it.
 
-    Outside of its models DeepSpeed calculates with values as they are (runtime/config.py), and a learning rate in
-    quotes fails at the first step.
+    Outside of its models, DeepSpeed calculates with values without converting them (runtime/config.py). A learning rate
+    in quotes fails at the first step.
 
     Wrong: {"train_batch_size": 8, "gradient_accumulation_steps": "4"}
     Right: {"train_batch_size": 8, "gradient_accumulation_steps": 4}
     Proof: raises TypeError
     """
     texts = [path for path, key, _ in _misfits(document, strict=False) if _NUMERIC & {*key.kinds}]
-    texts += [(part, "params", key) for part in ("optimizer", "scheduler") for key in params(document, part)]
-    for path in texts:
+    for path in (*texts, *parameter_paths(document)):
         meant = _numeric_text(document.get(*path))
         if meant is not None:
             what = f"{show(document.get(*path))} is text, with which DeepSpeed cannot calculate (allowed: a number)"
-            yield finding(path, what, show(meant), fix("Write a number", replace(document, path, meant)))
+            yield corrected(document, path, what, meant, "Write a number")
 
 
 @rule("DSC014", "error")
 def fractional_integer(document: Document, context: Context) -> Findings:
-    """A fraction where a whole number is expected.
+    """A whole number is expected, and the value is a fraction.
 
-    The models of DeepSpeed refuse fractions for integers (runtime/config_utils.py); bucket sizes that were computed
-    from the hidden size are the usual cause.
+    DeepSpeed's models refuse fractions for integers (runtime/config_utils.py). A usual cause is a bucket size that was
+    computed from the hidden size.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 15099494.4}}
@@ -150,9 +148,9 @@ def fractional_integer(document: Document, context: Context) -> Findings:
 
 @rule("DSC015", "error")
 def wrong_type(document: Document, context: Context) -> Findings:
-    """A value of a type that DeepSpeed refuses.
+    """A value has a type that DeepSpeed refuses.
 
-    The models of DeepSpeed (runtime/config_utils.py) validate every value at the start.
+    DeepSpeed's models (runtime/config_utils.py) validate all their values at the start.
 
     Wrong: {"train_batch_size": 8, "comms_logger": {"enabled": true, "prof_ops": "all_reduce"}}
     Right: {"train_batch_size": 8, "comms_logger": {"enabled": true, "prof_ops": ["all_reduce"]}}
@@ -176,10 +174,10 @@ def _has_own_rule(path: Path, key: Key, member: Member) -> bool:
 
 @rule("DSC018", "error")
 def not_a_section(document: Document, context: Context) -> Findings:
-    """A plain value where a section, an object, is expected.
+    """A section is expected, and the value is not an object.
 
-    DeepSpeed unpacks sections without looking (runtime/precision_config.py) and fails with a message about `**`. Its
-    models refuse a plain value for offload_optimizer, offload_param and others (runtime/zero/config.py).
+    DeepSpeed unpacks sections without a check (runtime/precision_config.py) and fails with a message about `**`. Its
+    models refuse other values for offload_optimizer, offload_param and others (runtime/zero/config.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "fp16": true}
     Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "fp16": {"enabled": true}}
@@ -253,9 +251,9 @@ _WORDS = {"above": "above", "least": "at least", "below": "below", "most": "at m
 
 @rule("DSC016", "error")
 def out_of_range(document: Document, context: Context) -> Findings:
-    """A number outside of the range that DeepSpeed accepts.
+    """A number is outside of the range that DeepSpeed accepts.
 
-    The models of DeepSpeed give bounds for sizes and ratios (runtime/zero/config.py, offload_config.py).
+    DeepSpeed's models have bounds for sizes and ratios (runtime/zero/config.py, offload_config.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 2, "reduce_bucket_size": 0}}
@@ -272,9 +270,9 @@ def out_of_range(document: Document, context: Context) -> Findings:
 
 @rule("DSC017", "error")
 def not_a_choice(document: Document, context: Context) -> Findings:
-    """A word that is not one of those that DeepSpeed knows.
+    """A word is not one of those that DeepSpeed knows.
 
-    Devices, strategies and backends are enumerations (runtime/zero/offload_config.py), compared with their case.
+    Devices, strategies and backends are enumerations (runtime/zero/offload_config.py), whose case matters.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 3, "offload_param": {"device": "gpu"}}}
@@ -284,13 +282,8 @@ def not_a_choice(document: Document, context: Context) -> Findings:
     """
     for path, key, member in known_values(document, strict=True):
         value = member.value.value
-        if (
-            member.value.kind == "string"
-            and "string" in key.kinds
-            and key.choices
-            and value not in key.choices
-            and not means_auto(value)
-        ):
+        chosen = member.value.kind == "string" and "string" in key.kinds and key.choices
+        if chosen and value not in key.choices and not means_auto(value):
             what = f"{show(value)} is not known (allowed: {listed(key.choices)})"
             close = next((choice for choice in key.choices if str(choice).lower() == value.lower()), None)
             correction = fix("Write it as DeepSpeed does", replace(document, path, close)) if close else None
@@ -299,10 +292,10 @@ def not_a_choice(document: Document, context: Context) -> Findings:
 
 @rule("DSC019", "error")
 def both_names_of_a_key(document: Document, context: Context) -> Findings:
-    """A key occurs under its name and under its alias.
+    """A key is given under its name and under its alias.
 
-    Keys such as stage3_prefetch_bucket_size have a second name without the prefix (runtime/zero/config.py); both
-    together are refused as an unknown key.
+    Keys such as stage3_prefetch_bucket_size have a second name without the prefix (runtime/zero/config.py). DeepSpeed
+    refuses one of the two as an unknown key.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 3, "prefetch_bucket_size": 1000, "stage3_prefetch_bucket_size": 1000}}

@@ -3,10 +3,20 @@
 import sys
 
 from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.fixes import fix, replace
 from deepspeed_compress.tools.lint.keys import closest, keys
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import ZERO, bf16, finding, fp16, key_finding, optimizer, stage
+from deepspeed_compress.tools.lint.rules.common import (
+    ZERO,
+    bf16,
+    corrected,
+    finding,
+    fp16,
+    key_finding,
+    left_open,
+    optimizer,
+    scatters,
+    stage,
+)
 from deepspeed_compress.tools.lint.values import AUTO, integer, means_auto, show
 
 
@@ -14,7 +24,7 @@ from deepspeed_compress.tools.lint.values import AUTO, integer, means_auto, show
 def stage_range(document: Document, context: Context) -> Findings:
     """zero_optimization.stage is not 0, 1, 2 or 3.
 
-    Stages are an enumeration (runtime/zero/config.py).
+    The stage is an enumeration (runtime/zero/config.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 4}}
@@ -46,16 +56,23 @@ def zero_without_stage(document: Document, context: Context) -> Findings:
     # A misspelled "stage" has its own finding.
     meant = any(closest(key, {"stage": None}) for key in settings if key not in keys().sections[(ZERO,)].keys)
     if settings and "stage" not in settings and ours is None and not meant:
-        yield key_finding(
-            (ZERO,), 'without "stage" ZeRO is off, and the other settings have no effect', '"stage": 2 as well'
-        )
+        what = 'without "stage" ZeRO is off, and the other settings have no effect'
+        yield key_finding((ZERO,), what, '"stage": 2 as well')
+
+
+_HPZ = (ZERO, "zero_hpz_partition_size")
+
+
+def _secondary_size(document: Document) -> int:
+    """Return the size of secondary partitions, or 1 if there are none."""
+    return max(document.integer(*_HPZ) or 1, 1)
 
 
 @rule("DSC409", "error")
 def hpz_divides_world(document: Document, context: Context) -> Findings:
     """zero_hpz_partition_size does not divide the number of ranks.
 
-    The secondary groups must all have this size (utils/groups.py).
+    All secondary groups must have this size (utils/groups.py).
 
     Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}, "train_batch_size": 3}
@@ -64,18 +81,16 @@ def hpz_divides_world(document: Document, context: Context) -> Findings:
     Context: {"world_size": 3}
     Proof: raises is not divisible by
     """
-    size, world = document.integer(ZERO, "zero_hpz_partition_size"), context.world_size
-    if size is not None and size > 1 and world is not None and stage(document) == 3 and world % min(size, world):
-        yield finding(
-            (ZERO, "zero_hpz_partition_size"), f"{size} does not divide {world} ranks", "the ranks of one node"
-        )
+    size, world = _secondary_size(document), context.world_size
+    if world is not None and stage(document) == 3 and world % min(size, world):
+        yield finding(_HPZ, f"{size} does not divide {world} ranks", "the ranks of one node")
 
 
 @rule("DSC410", "warning")
 def hpz_exceeds_world(document: Document, context: Context) -> Findings:
     """zero_hpz_partition_size is larger than the number of ranks.
 
-    DeepSpeed takes the smaller of the two (utils/groups.py).
+    DeepSpeed uses the smaller of the two (utils/groups.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}
@@ -84,17 +99,17 @@ def hpz_exceeds_world(document: Document, context: Context) -> Findings:
     Context: {"world_size": 2}
     Proof: accepts another size than the one given is used
     """
-    size, world = document.integer(ZERO, "zero_hpz_partition_size"), context.world_size
-    if size is not None and world is not None and size > world and stage(document) == 3:
+    size, world = _secondary_size(document), context.world_size
+    if world is not None and size > world and stage(document) == 3:
         what = f"{size} is more than the {world} ranks of the job, and taken for {world}"
-        yield finding((ZERO, "zero_hpz_partition_size"), what, "the ranks of one node")
+        yield finding(_HPZ, what, "the ranks of one node")
 
 
 @rule("DSC411", "warning")
 def hpz_is_not_a_node(document: Document, context: Context) -> Findings:
     """zero_hpz_partition_size is not the number of ranks of a node.
 
-    Secondary partitions are there to gather weights inside a node (utils/groups.py).
+    The purpose of secondary partitions is to gather weights inside a node (utils/groups.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
@@ -103,15 +118,15 @@ def hpz_is_not_a_node(document: Document, context: Context) -> Findings:
     Context: {"world_size": 4, "ranks_per_node": 4}
     Proof: accepts weights are gathered across nodes, or less memory is saved than possible
     """
-    size, node = document.integer(ZERO, "zero_hpz_partition_size"), context.ranks_per_node
-    if size is not None and size > 1 and node is not None and size != node and stage(document) == 3:
+    size, node = _secondary_size(document), context.ranks_per_node
+    if size > 1 and node is not None and size != node and stage(document) == 3:
         what = f"{size} is not the {node} ranks of a node: secondary partitions cross nodes, or are larger than needed"
-        yield finding((ZERO, "zero_hpz_partition_size"), what, str(node))
+        yield finding(_HPZ, what, str(node))
 
 
 @rule("DSC412", "warning")
 def hpz_without_stage_3(document: Document, context: Context) -> Findings:
-    """zero_hpz_partition_size below stage 3.
+    """zero_hpz_partition_size has no effect below stage 3.
 
     Only stage 3 partitions weights (runtime/engine.py).
 
@@ -121,17 +136,17 @@ def hpz_without_stage_3(document: Document, context: Context) -> Findings:
         "zero_optimization": {"stage": 2}}
     Proof: accepts weights are not partitioned
     """
-    size = document.integer(ZERO, "zero_hpz_partition_size")
-    if size is not None and size > 1 and stage(document) in (0, 1, 2):
+    size = _secondary_size(document)
+    if size > 1 and stage(document) in (0, 1, 2):
         what = f"{size} has no effect with stage {stage(document)} (useful: with stage 3)"
-        yield finding((ZERO, "zero_hpz_partition_size"), what, "1, or stage 3")
+        yield finding(_HPZ, what, "1, or stage 3")
 
 
 @rule("DSC413", "error")
 def untested_optimizer(document: Document, context: Context) -> Findings:
-    """An optimizer that ZeRO refuses unless told otherwise.
+    """ZeRO refuses the optimizer unless the file allows it.
 
-    ZeRO has a list of optimizers (runtime/zero/utils.py), which the engine asserts (runtime/engine.py).
+    The engine (runtime/engine.py) accepts only the optimizers of a list (runtime/zero/utils.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "zero_optimization": {"stage": 1}}
@@ -150,9 +165,9 @@ def untested_optimizer(document: Document, context: Context) -> Findings:
 
 @rule("DSC414", "info")
 def zero_needs_optimizer(document: Document, context: Context) -> Findings:
-    """Stage 1 or 2 without an optimizer in the file.
+    """The file has stage 1 or 2 but no optimizer.
 
-    The program must pass one, or the engine stops (runtime/engine.py). Hugging Face passes one.
+    The program must pass an optimizer, or the engine stops (runtime/engine.py). Hugging Face passes one.
 
     Wrong: {"train_batch_size": 8, "zero_optimization": {"stage": 1}}
     Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
@@ -168,7 +183,7 @@ def zero_needs_optimizer(document: Document, context: Context) -> Findings:
 
 @rule("DSC416", "error")
 def muon_with_reduce_scatter(document: Document, context: Context) -> Findings:
-    """Muon with stage 3 and reduce_scatter.
+    """Muon is used with stage 3 and reduce_scatter.
 
     Muon orthogonalizes whole matrices (runtime/zero/stage3.py).
 
@@ -178,8 +193,7 @@ def muon_with_reduce_scatter(document: Document, context: Context) -> Findings:
         "zero_optimization": {"stage": 3, "reduce_scatter": false}}
     Proof: raises Muon and reduce scatter cannot be used together
     """
-    scatters = document.truth(ZERO, "reduce_scatter", default=True) is True
-    if optimizer(document) == "muon" and stage(document) == 3 and scatters:
+    if optimizer(document) == "muon" and stage(document) == 3 and scatters(document):
         what = '"Muon" needs whole gradients, and stage 3 scatters them'
         yield finding(("optimizer", "type"), what, '"reduce_scatter": false in zero_optimization')
 
@@ -198,9 +212,8 @@ def odd_allgather_bucket(document: Document, context: Context) -> Findings:
     """
     size = document.integer(ZERO, "allgather_bucket_size")
     if size is not None and size % 2 and stage(document) in (1, 2):
-        path = (ZERO, "allgather_bucket_size")
-        correction = fix("Make it even", replace(document, path, size + 1))
-        yield finding(path, f"{size} is odd (allowed: even numbers)", str(size + 1), correction)
+        what = f"{size} is odd (allowed: even numbers)"
+        yield corrected(document, (ZERO, "allgather_bucket_size"), what, size + 1, "Make it even")
 
 
 _BUCKET = 500_000_000
@@ -222,9 +235,9 @@ _ONLY_STAGE_3 = {
 
 @rule("DSC423", "info")
 def stage_3_keys_below_stage_3(document: Document, context: Context) -> Findings:
-    """Keys of stage 3 with stage 1 or 2.
+    """Keys of stage 3 have no effect with stage 1 or 2.
 
-    Only the optimizer of stage 3 is given these settings (runtime/engine.py).
+    Only the optimizer of stage 3 receives these settings (runtime/engine.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 2, "stage3_max_live_parameters": 200000000}}
@@ -242,10 +255,10 @@ def stage_3_keys_below_stage_3(document: Document, context: Context) -> Findings
 
 @rule("DSC424", "warning")
 def overlap_buffers(document: Document, context: Context) -> Findings:
-    """The two buffers of overlap_comm take much of the memory of the GPU.
+    """The two buffers of overlap_comm take much of the GPU's memory.
 
-    With overlap_comm one buffer of reduce_bucket_size is filled while the other travels
-    (runtime/zero/stage_1_and_2.py), and both stay for the whole backward pass.
+    With overlap_comm, one buffer of reduce_bucket_size is filled while the other is sent
+    (runtime/zero/stage_1_and_2.py). Both are kept for the whole backward pass.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 2, "overlap_comm": true}}
@@ -259,7 +272,7 @@ def overlap_buffers(document: Document, context: Context) -> Findings:
     doubled = contiguous and document.is_true(ZERO, "overlap_comm") and stage(document) in (1, 2)
     if context.gpu_memory is None or size is None or not doubled:
         return
-    needed = 2 * size * (2 if fp16(document) or bf16(document) or _left_open(document) else 4)
+    needed = 2 * size * (2 if fp16(document) or bf16(document) or left_open(document) else 4)
     if 10 * needed > context.gpu_memory:
         what = (
             f"overlap_comm keeps two buffers of reduce_bucket_size {size}: {needed / 2**30:.1f} GiB of "
@@ -272,7 +285,3 @@ def _less(size: int, needed: int, memory: int) -> int:
     """Return a round number of elements that takes at most a twentieth of the memory."""
     wanted = size * memory // (20 * needed)
     return next((step for step in (200_000_000, 100_000_000, 50_000_000, 20_000_000) if step <= wanted), 10_000_000)
-
-
-def _left_open(document: Document) -> bool:
-    return AUTO in (document.get("fp16", "enabled"), document.get("bf16", "enabled"))
