@@ -106,7 +106,7 @@ class NodeShards:
 
     def __init__(self, engine: Any, unit: NodeUnit, session: Session) -> None:
         self._engine, self._optimizer, self._unit, self._session = engine, engine.optimizer, unit, session
-        self._gradients = NodeGradients(engine, unit)
+        self._gradients = NodeGradients(engine, unit, session.patches)
         self._early: EarlyReductions | None = None
         streams = engine.zero_optimization_stage() == 3 and not get_accelerator().resolves_data_dependency()
         # ZeRO 3 looks for overflows on the stream of its reductions.

@@ -174,3 +174,20 @@ def test_gradients_that_are_not_finite_travel_too(stage: int) -> None:
 def test_nothing_that_was_sent_survives_a_load(stage: int, tmp_path: Path) -> None:
     job = Job(stage, RANDOM, steps=8, extra={"directory": str(tmp_path)})
     check_equal(run_forks(4, both, job, given_up))
+
+
+def gradients_between_steps(rank: int, job: Job) -> list[int]:
+    """Return the number of gradients that are not 0 before the first step and after the last one."""
+    engine = start(job)
+    gradients, found = nodes_of(engine)._gradients, []
+    for batches in ([], data(rank, job)):
+        run(engine, batches)
+        found.append(sum(int(gradients.of(key).count_nonzero()) for keys in gradients.buckets for key in keys))
+    return found
+
+
+@SAMPLED
+@pytest.mark.parametrize(("stage", "extra"), [(1, BF16), (2, {**BF16, **FP32_SUMS})])
+def test_a_rank_that_has_reduced_nothing_has_zeros(stage: int, extra: dict[str, Any]) -> None:
+    """It sends them if a backward pass has failed there earlier than on other ranks."""
+    assert run_forks(4, gradients_between_steps, Job(stage, RANDOM, extra=extra)) == [[0, 0]] * 4
