@@ -232,14 +232,14 @@ def divide_call(unit: RankUnit, call: Mapping[str, Any], config: Mapping[str, An
         config: the configuration of the whole job.
 
     Raises:
-        UnsupportedError: the model is a pipeline, or the call has another `mpu`.
+        UnsupportedError: the model is a pipeline, or the call divides the ranks in another way.
         ConfigError: the batch cannot be divided evenly.
     """
-    if call.get("mpu") is not None or isinstance(call.get("model"), PipelineModule):
+    if _divides_itself(call, config):
         raise UnsupportedError(
-            f"{unit.pointer} divides the ranks itself, so it cannot be combined with another mpu, or with a "
-            "pipeline, whose stages use all ranks of the job (allowed: data parallelism, ZeRO 0 to 3, AutoTP); remove "
-            "the key, or the other division"
+            f"{unit.pointer} divides the ranks itself, so it cannot be combined with another mpu, with a mesh for "
+            "sequence parallelism, or with a pipeline, whose stages use all ranks of the job (allowed: data "
+            "parallelism, ZeRO 0 to 3, AutoTP); remove the key, or the other division"
         )
     divided = copy.deepcopy(dict(config))
     batch = divided.get("train_batch_size")
@@ -252,6 +252,13 @@ def divide_call(unit: RankUnit, call: Mapping[str, Any], config: Mapping[str, An
         divided["train_batch_size"] = batch // unit.count
     given = unit if unit.tensor == 1 else _BatchUnit(**vars(unit))
     return {**call, "config": divided, "mpu": given, "training_data": None}
+
+
+def _divides_itself(call: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    """Return True if DeepSpeed divides the ranks of the job according to the call or the configuration."""
+    # DeepSpeed makes a mesh only if the file has both sizes.
+    meshed = call.get("mesh_param") or {"sequence_parallel_size", "data_parallel_size"} <= config.keys()
+    return call.get("mpu") is not None or bool(meshed) or isinstance(call.get("model"), PipelineModule)
 
 
 def make_divided(original: Callable[..., Any], call: Mapping[str, Any], unit: RankUnit) -> Sequence[Any]:
