@@ -66,11 +66,6 @@ class NodeGradients:
         self._due: Mapping[Key, Tensor] | None = None
         """Gradients that the optimizer is about to step, by their slices; None before the step."""
 
-    @property
-    def numel(self) -> int:
-        """Return the number of elements of this rank's shard, without padding."""
-        return sum(one.numel for one in self._slices.values())
-
     @contextmanager
     def handed_over(self) -> Iterator[None]:
         """Read gradients from what DeepSpeed has handed to the optimizer, in the block, which averages them."""

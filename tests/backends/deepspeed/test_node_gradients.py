@@ -10,10 +10,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
+import deepspeed_compress
 from deepspeed_compress.backends.deepspeed.gradients import early as early_module
 from deepspeed_compress.backends.deepspeed.node_shards import NodeShards
 from tests.support.forks import run_forks
-from tests.support.jobs import Job, data, run, start, weights
+from tests.support.jobs import Job, data, network, run, start, weights
 
 SAMPLED = pytest.mark.sampled(
     8, "deepspeed_compress/backends/deepspeed/node_gradients.py", "tests/backends/deepspeed/test_node_gradients.py"
@@ -191,3 +192,20 @@ def gradients_between_steps(rank: int, job: Job) -> list[int]:
 def test_a_rank_that_has_reduced_nothing_has_zeros(stage: int, extra: dict[str, Any]) -> None:
     """It sends them if a backward pass has failed there earlier than on other ranks."""
     assert run_forks(4, gradients_between_steps, Job(stage, RANDOM, extra=extra)) == [[0, 0]] * 4
+
+
+def default_bucket(rank: int, job: Job) -> int:
+    """Return the size of the buckets inside the node, in elements, if the file has none."""
+    config = job.config()
+    del config["zero_optimization"]["reduce_bucket_size"]
+    with patch.object(early_module, "SMALLEST_BUCKET", 1):
+        engine = deepspeed_compress.initialize(model=network(), config=config)[0]
+        return int(engine.optimizer.reduce_bucket_size)
+
+
+@SAMPLED
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_of_a_node_reduce_in_equal_buckets(stage: int) -> None:
+    """Their shards have unequal numbers of elements. Unequal buckets would be added to one another."""
+    numel = sum(parameter.numel() for parameter in network().parameters())
+    assert run_forks(4, default_bucket, Job(stage, RANDOM)) == [numel // early_module.BUCKETS] * 4
