@@ -74,7 +74,7 @@ def make_islands(settings: Islands, tensor: int = 1) -> IslandUnit:
 
     Raises:
         ConfigError: the ranks of the job cannot be divided in this way.
-        UnsupportedError: this process already shares layers between other ranks.
+        UnsupportedError: this process already divides the ranks, or shares layers, in another way.
     """
     key = f"{_ISLANDS}/{'by_host' if settings.by_host else 'size'}"
     unit = _divide(IslandUnit, _Division(_ISLANDS, "islands", None if settings.by_host else settings.size, key), tensor)
@@ -96,7 +96,7 @@ def make_nodes(shard_within: int | Literal["node"], tensor: int = 1) -> NodeUnit
 
     Raises:
         ConfigError: the ranks of the job cannot be divided in this way.
-        UnsupportedError: this process already shares layers between other ranks.
+        UnsupportedError: this process already divides the ranks, or shares layers, in another way.
     """
     size = None if shard_within == "node" else shard_within
     unit = _divide(NodeUnit, _Division(_NODES, "nodes", size, _NODES), tensor)
@@ -118,6 +118,7 @@ def _divide(kind: type[_Unit], division: _Division, tensor: int) -> _Unit:
             f"{division.key}: {division.parts} of {size} do not divide the {world} ranks of the job (allowed: "
             "divisors); start as many ranks for each"
         )
+    _check_equal_division(kind, division, size, tensor)
     parts = [tuple(range(first, first + size)) for first in range(0, world, size)]
     lines = [ranks[one::tensor] for ranks in parts for one in range(tensor)]
     places = list(zip(*parts, strict=True))
@@ -137,6 +138,21 @@ def _divide(kind: type[_Unit], division: _Division, tensor: int) -> _Unit:
         living=groups.mpu.living if isinstance(groups.mpu, RankUnit) else [],
         before=groups.mpu.before if isinstance(groups.mpu, RankUnit) else groups.mpu,
     )
+
+
+def _check_equal_division(kind: type[RankUnit], division: _Division, size: int, tensor: int) -> None:
+    """Check that existing engines divide the ranks alike, because DeepSpeed asks the newest division for all of them.
+
+    Raises:
+        UnsupportedError: they do not.
+    """
+    other = groups.mpu
+    if isinstance(other, RankUnit) and (type(other), len(other.ranks), other.tensor) != (kind, size, tensor):
+        raise UnsupportedError(
+            f"{division.key}: {division.parts} of {size} ranks, {tensor} of which share each layer, differ from the "
+            f"parts of {len(other.ranks)} and {other.tensor} of another engine of this process ({other.pointer}; "
+            "allowed: the same); write the same into both, or destroy the first engine"
+        )
 
 
 _GROUPS = (

@@ -279,9 +279,29 @@ def changed_seam(rank: int, job: Job) -> None:
         start(job)
 
 
+def two_divisions(rank: int, job: Job) -> None:
+    """Make an engine with nodes of four ranks, which is possible once the one with nodes of two is destroyed."""
+    other = replace(job, section={**INT4, "parallelism": {"shard_within": 4}})
+    engine = start(job)
+    with pytest.raises(UnsupportedError, match="differ from the parts of 2"):
+        start(other)
+    engine.destroy()
+    with pytest.warns(CompressWarning, match="all 4 ranks are one node"):
+        start(other)
+
+
+REFUSED = (
+    (attach_afterwards, 1),
+    (whole_gradients, 1),
+    (changed_seam, 1),
+    (detach, 2),
+    (two_divisions, 2),
+    (made_in_init, 3),
+)
+
+
 def test_refusals_of_engines() -> None:
-    programs = ((attach_afterwards, 1), (whole_gradients, 1), (changed_seam, 1), (detach, 2), (made_in_init, 3))
-    for work, stage in programs:
+    for work, stage in REFUSED:
         run_forks(4, work, Job(stage, section=INT4))
 
 
