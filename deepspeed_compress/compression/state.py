@@ -287,8 +287,8 @@ def sources(directory: Path, rank: int, position: Position, stem: str = STEM) ->
     first = read_description(state_file(directory, 0, stem)).position
     if first.groups != position.groups:
         raise StateError(
-            f"{directory}: saved with {first.groups} combinations of tensor and pipeline ranks, but this run has "
-            f"{position.groups}; only the data-parallel size may change"
+            f"{directory}: saved by {first.groups} groups of ranks that average their gradients, but this run has "
+            f"{position.groups}; tensor ranks, pipeline stages and ranks of a node (shard_within) must stay the same"
         )
     if first.node_size != position.node_size or (first.size != position.size and position.node_size > 1):
         raise StateError(

@@ -57,6 +57,17 @@ _CONFLICTS: tuple[_Conflict, ...] = (
     ),
 )
 """Place of each setting, predicate, reason, and what to write instead."""
+_ON_NVME: tuple[tuple[Path, str], ...] = (
+    (
+        ("zero_optimization", "offload_optimizer", "device"),
+        "DeepSpeed writes gradients to a file before they are averaged over the nodes",
+    ),
+    (
+        ("zero_optimization", "offload_param", "device"),
+        "DeepSpeed keeps weights in files, so those of the nodes cannot be compared",
+    ),
+)
+"""Place of each device that must not be NVMe, and the reason."""
 
 
 def find_sharding_contradictions(section: CompressConfig) -> Iterator[Diagnostic]:
@@ -79,13 +90,10 @@ def find_sharding_mismatches(
     if stage == 0:
         what = f"{show(within)} has no effect with {pointer(STAGE.place(parallelism))}: 0, which shards nothing"
         yield problem(_KEY, f"{what} (allowed: stages 1, 2 and 3)", "null, or another stage")
-    offload = ("zero_optimization", "offload_optimizer", "device")
-    if value_at(ds_config, offload) == "nvme":
-        what = (
-            f'"nvme" cannot be combined with {pointer((SECTION, *_KEY))}, because DeepSpeed writes gradients to a file '
-            'before they are averaged over the nodes (allowed: "cpu", "none")'
-        )
-        yield Diagnostic(at(*offload), what, write('"cpu"'))
+    for place, why in _ON_NVME:
+        if value_at(ds_config, place) == "nvme":
+            what = f'"nvme" cannot be combined with {pointer((SECTION, *_KEY))}: {why} (allowed: "cpu", "none")'
+            yield Diagnostic(at(*place), what, write('"cpu"'))
     size = within * TENSOR.effective(ds_config, parallelism) if isinstance(within, int) else 1
     if world_size is not None and world_size % size:
         what = f"nodes of {size} ranks do not divide the world size {world_size} (allowed: divisors of the world size)"

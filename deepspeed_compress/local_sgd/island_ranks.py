@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.collectives.objects import gather_objects
-from deepspeed_compress.errors import CompressError
+from deepspeed_compress.errors import CompressError, IslandError
 
 T = TypeVar("T")
 
@@ -30,20 +30,22 @@ class IslandRanks:
     def run_on_first(self, work: Callable[..., T], *args: Any) -> T:
         """Call `work(*args)` on the first rank, and return its result on all ranks. Collective.
 
-        A CompressError of `work` is raised on all ranks.
+        An error of `work` is raised on all ranks; on the others as an IslandError, unless it is a CompressError.
         """
-        result: list[Any] = [(None, None)]
+        value: T | None = None
+        problem: Exception | None = None
         if self.place == 0:
             try:
-                result = [(work(*args), None)]
-            except CompressError as error:
-                result = [(None, error)]
+                value = work(*args)
+            except Exception as error:  # whatever it is, the other ranks must be told
+                problem = error
+        told: list[Any] = [(value, _portable(problem))]
         if self.group is not None:
-            dist.broadcast_object_list(result, dist.get_global_rank(self.group, 0), group=self.group)
-        value, problem = result[0]
-        if problem is not None:
-            raise problem
-        return value  # type: ignore[no-any-return]
+            dist.broadcast_object_list(told, dist.get_global_rank(self.group, 0), group=self.group)
+        result: T = told[0][0]
+        if told[0][1] is not None:
+            raise problem or told[0][1]
+        return result
 
     def gather(self, value: T) -> list[T]:
         """Return the `value` of every rank, on all ranks. Collective."""
@@ -62,6 +64,13 @@ class IslandRanks:
         if self.group is not None:
             dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self.group)
         return bool(found)
+
+
+def _portable(error: Exception | None) -> CompressError | None:
+    """Return `error` in a form that can be sent to other ranks."""
+    if error is None or isinstance(error, CompressError):
+        return error
+    return IslandError(f"the first rank of this island has failed: {error!r}")
 
 
 class LeaderDecision:

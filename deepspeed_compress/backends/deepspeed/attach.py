@@ -12,7 +12,7 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_compress.backends.activations.crossover import Crossover
-from deepspeed_compress.backends.deepspeed import comms_log, losses, norms, parallel, seams
+from deepspeed_compress.backends.deepspeed import comms_log, losses, norms, offloaded_shards, parallel, seams
 from deepspeed_compress.backends.deepspeed.activations import experts, pipeline, sequence, tensor
 from deepspeed_compress.backends.deepspeed.activations.limits import refuse_idle_activations
 from deepspeed_compress.backends.deepspeed.activations.measured import measure_engine
@@ -35,6 +35,7 @@ from deepspeed_compress.backends.deepspeed.restarts import attach_heartbeat
 from deepspeed_compress.backends.deepspeed.rollout import attach_rollout
 from deepspeed_compress.backends.deepspeed.step import Steps, follow_steps
 from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, RankUnit, deciding_group, node_unit
+from deepspeed_compress.backends.deepspeed.weights import master_weights
 from deepspeed_compress.backends.deepspeed.weights.zero_3 import attach_weights_3, check_weights_3
 from deepspeed_compress.backends.deepspeed.weights.zero_12 import Weights, attach_weights, check_weights
 from deepspeed_compress.checkpointing.deepspeed.background import attach_background
@@ -218,8 +219,12 @@ def _checked(engine: Any, config: CompressConfig) -> str:
     refuse_unsupported(engine, config)
     refuse_idle_activations(engine, config)
     watched = norms.SEAMS + losses.SEAMS if config.guard is not None or config.adaptive is not None else ()
+    in_nodes = node_unit(engine) is not None
+    copied = master_weights.SEAMS if in_nodes or config.islands is not None else ()
+    averaged = offloaded_shards.SEAMS if in_nodes else ()
     seams.check_seams(
-        seams.STEP + stage.gradient_seams + parallel.SEAMS + comms_log.SEAMS + watched, deepspeed.__version__
+        seams.STEP + stage.gradient_seams + parallel.SEAMS + comms_log.SEAMS + watched + copied + averaged,
+        deepspeed.__version__,
     )
     if config.activations is not None:
         used = () if config.activations.experts is None else experts.SEAMS

@@ -74,7 +74,7 @@ def make_islands(settings: Islands, tensor: int = 1) -> IslandUnit:
 
     Raises:
         ConfigError: the ranks of the job cannot be divided in this way.
-        UnsupportedError: this process already shares layers between other ranks.
+        UnsupportedError: this process already divides the ranks, or shares layers, in another way.
     """
     key = f"{_ISLANDS}/{'by_host' if settings.by_host else 'size'}"
     unit = _divide(IslandUnit, _Division(_ISLANDS, "islands", None if settings.by_host else settings.size, key), tensor)
@@ -96,7 +96,7 @@ def make_nodes(shard_within: int | Literal["node"], tensor: int = 1) -> NodeUnit
 
     Raises:
         ConfigError: the ranks of the job cannot be divided in this way.
-        UnsupportedError: this process already shares layers between other ranks.
+        UnsupportedError: this process already divides the ranks, or shares layers, in another way.
     """
     size = None if shard_within == "node" else shard_within
     unit = _divide(NodeUnit, _Division(_NODES, "nodes", size, _NODES), tensor)
@@ -118,6 +118,7 @@ def _divide(kind: type[_Unit], division: _Division, tensor: int) -> _Unit:
             f"{division.key}: {division.parts} of {size} do not divide the {world} ranks of the job (allowed: "
             "divisors); start as many ranks for each"
         )
+    _check_equal_division(kind, division, size, tensor)
     parts = [tuple(range(first, first + size)) for first in range(0, world, size)]
     lines = [ranks[one::tensor] for ranks in parts for one in range(tensor)]
     places = list(zip(*parts, strict=True))
@@ -137,6 +138,21 @@ def _divide(kind: type[_Unit], division: _Division, tensor: int) -> _Unit:
         living=groups.mpu.living if isinstance(groups.mpu, RankUnit) else [],
         before=groups.mpu.before if isinstance(groups.mpu, RankUnit) else groups.mpu,
     )
+
+
+def _check_equal_division(kind: type[RankUnit], division: _Division, size: int, tensor: int) -> None:
+    """Check that existing engines divide the ranks alike, because DeepSpeed asks the newest division for all of them.
+
+    Raises:
+        UnsupportedError: they do not.
+    """
+    other = groups.mpu
+    if isinstance(other, RankUnit) and (type(other), len(other.ranks), other.tensor) != (kind, size, tensor):
+        raise UnsupportedError(
+            f"{division.key}: {division.parts} of {size} ranks, {tensor} of which share each layer, differ from the "
+            f"parts of {len(other.ranks)} and {other.tensor} of another engine of this process ({other.pointer}; "
+            "allowed: the same); write the same into both, or destroy the first engine"
+        )
 
 
 _GROUPS = (
@@ -232,14 +248,14 @@ def divide_call(unit: RankUnit, call: Mapping[str, Any], config: Mapping[str, An
         config: the configuration of the whole job.
 
     Raises:
-        UnsupportedError: the model is a pipeline, or the call has another `mpu`.
+        UnsupportedError: the model is a pipeline, or the call divides the ranks in another way.
         ConfigError: the batch cannot be divided evenly.
     """
-    if call.get("mpu") is not None or isinstance(call.get("model"), PipelineModule):
+    if _divides_itself(call, config):
         raise UnsupportedError(
-            f"{unit.pointer} divides the ranks itself, so it cannot be combined with another mpu, or with a "
-            "pipeline, whose stages use all ranks of the job (allowed: data parallelism, ZeRO 0 to 3, AutoTP); remove "
-            "the key, or the other division"
+            f"{unit.pointer} divides the ranks itself, so it cannot be combined with another mpu, with a mesh for "
+            "sequence parallelism, or with a pipeline, whose stages use all ranks of the job (allowed: data "
+            "parallelism, ZeRO 0 to 3, AutoTP); remove the key, or the other division"
         )
     divided = copy.deepcopy(dict(config))
     batch = divided.get("train_batch_size")
@@ -252,6 +268,13 @@ def divide_call(unit: RankUnit, call: Mapping[str, Any], config: Mapping[str, An
         divided["train_batch_size"] = batch // unit.count
     given = unit if unit.tensor == 1 else _BatchUnit(**vars(unit))
     return {**call, "config": divided, "mpu": given, "training_data": None}
+
+
+def _divides_itself(call: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    """Return True if DeepSpeed divides the ranks of the job according to the call or the configuration."""
+    # DeepSpeed makes a mesh only if the file has both sizes.
+    meshed = call.get("mesh_param") or {"sequence_parallel_size", "data_parallel_size"} <= config.keys()
+    return call.get("mpu") is not None or bool(meshed) or isinstance(call.get("model"), PipelineModule)
 
 
 def make_divided(original: Callable[..., Any], call: Mapping[str, Any], unit: RankUnit) -> Sequence[Any]:

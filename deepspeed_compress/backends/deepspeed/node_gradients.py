@@ -44,6 +44,7 @@ class NodeGradients:
     Args:
         engine: an engine with ZeRO 1, 2 or 3 whose `mpu` is `unit`.
         unit: this rank's node.
+        patches: undoes changes of the optimizer.
 
     Attributes:
         buckets: the slices that are averaged together, for each exchange. A slice that is larger than the default
@@ -52,7 +53,7 @@ class NodeGradients:
 
     everywhere = True
 
-    def __init__(self, engine: Any, unit: NodeUnit) -> None:
+    def __init__(self, engine: Any, unit: NodeUnit, patches: Patches) -> None:
         self.group = unit.peers
         self.scale = 1.0 / unit.count if engine.gradient_average else 1.0
         self._engine, self._optimizer = engine, engine.optimizer
@@ -61,14 +62,9 @@ class NodeGradients:
         self._keys = _by_parameter(self._slices)
         self.buckets = tuple(_make_buckets(self._slices))
         self._partitions = {keys: self._cut(keys, unit.count) for keys in self.buckets}
-        self._offloaded = OffloadedGradients(engine, unit) if offloads_optimizer(engine) else None
+        self._offloaded = OffloadedGradients(engine, unit, patches) if offloads_optimizer(engine) else None
         self._due: Mapping[Key, Tensor] | None = None
         """Gradients that the optimizer is about to step, by their slices; None before the step."""
-
-    @property
-    def numel(self) -> int:
-        """Return the number of elements of this rank's shard, without padding."""
-        return sum(one.numel for one in self._slices.values())
 
     @contextmanager
     def handed_over(self) -> Iterator[None]:
@@ -167,7 +163,8 @@ class NodeGradients:
             shard: Tensor = shards[parameter.ds_id]
             return shard.reshape(-1)[: one.numel]
         if is_compact(optimizer, group):
-            return one.within(optimizer.averaged_gradients[group].flat_partition)
+            buffers = optimizer.averaged_gradients.get(group)
+            return torch.zeros_like(one.values) if buffers is None else one.within(buffers.flat_partition)
         return _reduced_slice(optimizer, group, parameter, one)
 
     def _cut(self, keys: tuple[Key, ...], nodes: int) -> Partition:

@@ -24,8 +24,8 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from deepspeed_compress.backends.deepspeed.division import divide_data
-from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions, bucket_size
-from deepspeed_compress.backends.deepspeed.gradients.following import attach_reduction
+from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions
+from deepspeed_compress.backends.deepspeed.gradients.following import attach_reduction, limit_bucket_size
 from deepspeed_compress.backends.deepspeed.node_gradients import Found, Key, NodeGradients, may_average_early
 from deepspeed_compress.backends.deepspeed.units import NodeUnit
 from deepspeed_compress.backends.deepspeed.weights.copies import (
@@ -106,7 +106,7 @@ class NodeShards:
 
     def __init__(self, engine: Any, unit: NodeUnit, session: Session) -> None:
         self._engine, self._optimizer, self._unit, self._session = engine, engine.optimizer, unit, session
-        self._gradients = NodeGradients(engine, unit)
+        self._gradients = NodeGradients(engine, unit, session.patches)
         self._early: EarlyReductions | None = None
         streams = engine.zero_optimization_stage() == 3 and not get_accelerator().resolves_data_dependency()
         # ZeRO 3 looks for overflows on the stream of its reductions.
@@ -119,11 +119,10 @@ class NodeShards:
             return
         early = EarlyReductions(self._session, self._gradients, self._exchange, patches, in_background=True)
         self._gradients.follow(early.note_complete, patches)
-        written = self._engine.config.get("zero_optimization")
-        if not isinstance(written, dict) or "reduce_bucket_size" not in written:
-            # DeepSpeed's default of 500 million elements would reduce most models in one bucket, after backward.
-            size = bucket_size(self._gradients.numel * self._unit.get_data_parallel_world_size())
-            patches.replace(self._optimizer, "reduce_bucket_size", size)
+        # Not the elements of this rank's shard, because other ranks of the node have more or fewer.
+        trained = (parameter for parameter in self._engine.param_names if parameter.requires_grad)
+        numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trained)
+        limit_bucket_size(self._engine, numel, patches)
         patches.replace(self, "_early", early)
 
     def average(self) -> None:

@@ -2,10 +2,11 @@
 
 With `offload_optimizer`, DeepSpeed moves reduced gradients to the host while it reduces, and notes their norms and
 whether one is not finite at the same time. These notes are of one node. After the nodes have averaged the gradients,
-they are made anew from the means, so that all nodes clip and skip alike.
+norms are noted anew from the means, and nodes agree on whether to skip the step, so that all of them clip and skip
+alike.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -13,8 +14,16 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 
+from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.backends.deepspeed.units import NodeUnit
 from deepspeed_compress.backends.deepspeed.weights.master_weights import MasterSlice
+from deepspeed_compress.session.patches import Patches
+
+SEAMS = (
+    Seam("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.has_overflow", ("self", "partition_gradients")),
+    Seam("deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.has_overflow"),
+)
+"""DeepSpeed functions replaced here. The ZeRO 3 one is wrapped for profiling, so only its presence can be checked."""
 
 K = TypeVar("K")
 
@@ -32,13 +41,17 @@ class OffloadedGradients:
     Args:
         engine: an engine with `offload_optimizer`.
         unit: this rank's node.
+        patches: restores DeepSpeed's check for overflows.
     """
 
-    def __init__(self, engine: Any, unit: NodeUnit) -> None:
+    def __init__(self, engine: Any, unit: NodeUnit, patches: Patches) -> None:
         self._engine, self._optimizer, self._unit = engine, engine.optimizer, unit
         self._parameters = {name: parameter for parameter, name in engine.param_names.items()}
         self._used: list[MasterSlice] = []
         """Slices whose parameters some node uses in the running step."""
+        self._finite = True
+        """True if the means of the running step are finite."""
+        patches.wrap(self._optimizer, "has_overflow", self._has_overflow)
 
     def take(self, slices: Mapping[K, MasterSlice]) -> dict[K, Tensor]:
         """Return the gradients of `slices`, as flat views of DeepSpeed's buffers. Collective.
@@ -50,9 +63,7 @@ class OffloadedGradients:
             All gradients; none if no node has had a backward pass.
         """
         noted = [self._identity(one) in self._optimizer.norm_for_param_grads for one in slices.values()]
-        somewhere = torch.tensor(noted, dtype=torch.uint8, device=self._engine.device)
-        dist.all_reduce(somewhere, op=dist.ReduceOp.MAX, group=self._unit.peers)
-        used = somewhere.bool().tolist()
+        used = self._on_any_node(noted)
         self._used = [one for one, is_used in zip(slices.values(), used, strict=True) if is_used]
         gradients = {key: _gradient(one) for key, one in slices.items()}
         for gradient, here, anywhere in zip(gradients.values(), noted, used, strict=True):
@@ -61,27 +72,26 @@ class OffloadedGradients:
         return gradients if self._used else {}
 
     def note_means(self) -> None:
-        """Replace what DeepSpeed has noted about the gradients by the same about their means over the nodes."""
-        for one in self._used:
-            mean = _gradient(one)
-            note = self._note_3 if isinstance(self._optimizer, DeepSpeedZeroOptimizer_Stage3) else self._note_12
-            self._optimizer.norm_for_param_grads[self._identity(one)] = note(mean)
+        """Replace the norms that DeepSpeed has noted by those of the means over the nodes."""
+        norms = {self._identity(one): _gradient(one).double().norm(2) for one in self._used}
+        self._optimizer.norm_for_param_grads.update(norms)
+        self._finite = all(norm.isfinite() for norm in norms.values())
+
+    def _has_overflow(self, original: Callable[..., bool], *args: Any, **options: Any) -> bool:
+        """Return True if any node skips the step. Collective.
+
+        DeepSpeed also finds overflows that are in no mean: those of gradients that the program has given up.
+        """
+        return any(self._on_any_node([original(*args, **options) or not self._finite]))
+
+    def _on_any_node(self, found: list[bool]) -> list[bool]:
+        """Return for each of `found` whether it is True on a rank of equal place in any node. Collective."""
+        anywhere = torch.tensor(found, dtype=torch.uint8, device=self._engine.device)
+        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=self._unit.peers)
+        return [bool(one) for one in anywhere.tolist()]
 
     def _identity(self, one: MasterSlice) -> int:
         return int(self._optimizer.get_param_id(self._parameters[one.parameter]))
-
-    def _note_12(self, mean: Tensor) -> Tensor:
-        """Note a mean as `set_norm_for_param_grad_in_gpu` does, and return its norm."""
-        self._optimizer.update_offload_overflow_tracker(mean)
-        norm: Tensor = mean.double().norm(2)
-        return norm
-
-    def _note_3(self, mean: Tensor) -> Tensor:
-        """Note a mean as ZeRO 3 does in `has_overflow` and `partition_grads`, and return its norm."""
-        tracker: Tensor = self._optimizer.inf_or_nan_tracker
-        tracker.logical_or_(mean.isfinite().all().logical_not().to(tracker.device))
-        norm: Tensor = self._optimizer._constant_buffered_norm2(mean)
-        return norm
 
 
 def _gradient(one: MasterSlice) -> Tensor:

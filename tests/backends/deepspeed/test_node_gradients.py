@@ -10,10 +10,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
+import deepspeed_compress
 from deepspeed_compress.backends.deepspeed.gradients import early as early_module
 from deepspeed_compress.backends.deepspeed.node_shards import NodeShards
 from tests.support.forks import run_forks
-from tests.support.jobs import Job, data, run, start, weights
+from tests.support.jobs import Job, data, network, run, start, weights
 
 SAMPLED = pytest.mark.sampled(
     8, "deepspeed_compress/backends/deepspeed/node_gradients.py", "tests/backends/deepspeed/test_node_gradients.py"
@@ -174,3 +175,37 @@ def test_gradients_that_are_not_finite_travel_too(stage: int) -> None:
 def test_nothing_that_was_sent_survives_a_load(stage: int, tmp_path: Path) -> None:
     job = Job(stage, RANDOM, steps=8, extra={"directory": str(tmp_path)})
     check_equal(run_forks(4, both, job, given_up))
+
+
+def gradients_between_steps(rank: int, job: Job) -> list[int]:
+    """Return the number of gradients that are not 0 before the first step and after the last one."""
+    engine = start(job)
+    gradients, found = nodes_of(engine)._gradients, []
+    for batches in ([], data(rank, job)):
+        run(engine, batches)
+        found.append(sum(int(gradients.of(key).count_nonzero()) for keys in gradients.buckets for key in keys))
+    return found
+
+
+@SAMPLED
+@pytest.mark.parametrize(("stage", "extra"), [(1, BF16), (2, {**BF16, **FP32_SUMS})])
+def test_a_rank_that_has_reduced_nothing_has_zeros(stage: int, extra: dict[str, Any]) -> None:
+    """It sends them if a backward pass has failed there earlier than on other ranks."""
+    assert run_forks(4, gradients_between_steps, Job(stage, RANDOM, extra=extra)) == [[0, 0]] * 4
+
+
+def default_bucket(rank: int, job: Job) -> int:
+    """Return the size of the buckets inside the node, in elements, if the file has none."""
+    config = job.config()
+    del config["zero_optimization"]["reduce_bucket_size"]
+    with patch.object(early_module, "SMALLEST_BUCKET", 1):
+        engine = deepspeed_compress.initialize(model=network(), config=config)[0]
+        return int(engine.optimizer.reduce_bucket_size)
+
+
+@SAMPLED
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_of_a_node_reduce_in_equal_buckets(stage: int) -> None:
+    """Their shards have unequal numbers of elements. Unequal buckets would be added to one another."""
+    numel = sum(parameter.numel() for parameter in network().parameters())
+    assert run_forks(4, default_bucket, Job(stage, RANDOM)) == [numel // early_module.BUCKETS] * 4

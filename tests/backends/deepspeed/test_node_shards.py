@@ -6,18 +6,23 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 import deepspeed_compress
 from deepspeed_compress.backends.deepspeed import node_shards
+from deepspeed_compress.backends.deepspeed.division import divide_call
+from deepspeed_compress.backends.deepspeed.units import NodeUnit
 from deepspeed_compress.backends.deepspeed.weights.master_weights import find_master_weights
 from deepspeed_compress.config import SECTION, find_problems
-from deepspeed_compress.errors import CompressWarning, ConfigError, UnsupportedError
+from deepspeed_compress.errors import CompressWarning, ConfigError, SeamError, UnsupportedError
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, network, run, start, train, weights
 from tests.support.resuming import residuals_of
@@ -266,8 +271,37 @@ def whole_gradients(rank: int, job: Job) -> None:
         start(replace(job, extra={**BF16, **FP32_SUMS}))
 
 
+def changed_seam(rank: int, job: Job) -> None:
+    with (
+        patch.object(DeepSpeedZeroOptimizer, "update_lp_params", lambda self, more: None),
+        pytest.raises(SeamError, match="update_lp_params takes"),
+    ):
+        start(job)
+
+
+def two_divisions(rank: int, job: Job) -> None:
+    """Make an engine with nodes of four ranks, which is possible once the one with nodes of two is destroyed."""
+    other = replace(job, section={**INT4, "parallelism": {"shard_within": 4}})
+    engine = start(job)
+    with pytest.raises(UnsupportedError, match="differ from the parts of 2"):
+        start(other)
+    engine.destroy()
+    with pytest.warns(CompressWarning, match="all 4 ranks are one node"):
+        start(other)
+
+
+REFUSED = (
+    (attach_afterwards, 1),
+    (whole_gradients, 1),
+    (changed_seam, 1),
+    (detach, 2),
+    (two_divisions, 2),
+    (made_in_init, 3),
+)
+
+
 def test_refusals_of_engines() -> None:
-    for work, stage in ((attach_afterwards, 1), (whole_gradients, 1), (detach, 2), (made_in_init, 3)):
+    for work, stage in REFUSED:
         run_forks(4, work, Job(stage, section=INT4))
 
 
@@ -287,6 +321,7 @@ def test_refusals_of_engines() -> None:
         ({"parallelism": {**NODES, "pipeline": 2}}, {}, "/deepspeed_compress/parallelism/pipeline"),
         ({}, {"stage": 0}, "/deepspeed_compress/parallelism/shard_within"),
         ({}, {"offload_optimizer": {"device": "nvme"}}, "/zero_optimization/offload_optimizer/device"),
+        ({}, {"stage": 3, "offload_param": {"device": "nvme"}}, "/zero_optimization/offload_param/device"),
         ({"parallelism": {"shard_within": 3}}, {}, "/deepspeed_compress/parallelism/shard_within"),
         ({"parallelism": {"shard_within": "host"}}, {}, "/deepspeed_compress/parallelism/shard_within"),
         ({"gradients": {"method": "none"}}, {"zenflow": {}}, "/zero_optimization/zenflow"),
@@ -300,6 +335,20 @@ def test_contradictions(section: Mapping[str, Any], file: Mapping[str, Any], poi
     }
     found = find_problems(json.loads(json.dumps(config)), world_size=4)
     assert [problem.pointer for problem in found] == [pointer]
+
+
+@pytest.mark.parametrize(
+    ("call", "config"),
+    [
+        ({"mpu": SimpleNamespace()}, {}),
+        ({"mesh_param": (2, 2)}, {}),
+        ({}, {"sequence_parallel_size": 2, "data_parallel_size": 2}),
+    ],
+)
+def test_another_division_of_the_ranks_is_refused(call: dict[str, Any], config: dict[str, Any]) -> None:
+    unit = NodeUnit((0, 1), 0, 2, 1, *([None] * 6), living=[])
+    with pytest.raises(UnsupportedError, match="shard_within divides the ranks itself"):
+        divide_call(unit, call, config)
 
 
 def shares(rank: int, job: Job) -> tuple[list[int], list[int]]:

@@ -34,6 +34,10 @@ def train(rank: int, job: Job, bypassed: bool = False) -> Found:
     losses += run(engine, batches[-2:])
     if handle is not None:
         handle.remove()
+    return found_by(engine, losses)
+
+
+def found_by(engine: Any, losses: list[float]) -> Found:
     scale = getattr(engine.optimizer, "cur_scale", None) or engine.optimizer.loss_scale
     norm = engine.get_global_grad_norm()
     return losses, float(norm), engine.skipped_steps, float(scale), weights(engine)
@@ -95,3 +99,34 @@ def test_a_nan_in_one_node_is_skipped_by_all(stage: int) -> None:
     found = run_forks(4, train, job)
     assert all_equal(found)
     assert found[0][2] == 1
+
+
+def give_up(rank: int, job: Job) -> Found:
+    """Give up a batch whose gradients overflow on the last rank. DeepSpeed skips the step nevertheless."""
+    engine, batches = start(job), data(rank, job)
+    losses = run(engine, batches[:-1])
+    x, y = batches[-1]
+    engine.backward((engine(x.half() * (3e4 if rank == 3 else 1)).float() - y).square().mean())
+    engine.optimizer.zero_grad()
+    return found_by(engine, losses + run(engine, batches[-1:]))
+
+
+def leave_out(rank: int, job: Job) -> Found:
+    """Leave a layer out after its gradients have overflowed on the last rank. DeepSpeed keeps them until it is used."""
+    engine, batches = start(job), data(rank, job)
+    losses = run(engine, batches[:-1])
+    engine.module[5].register_forward_hook(bypass)
+    return found_by(engine, losses + run(engine, batches[-1:]))
+
+
+@SAMPLED
+@pytest.mark.parametrize(
+    ("stage", "program", "poison", "skipped"), [(1, give_up, None, 1), (2, give_up, None, 1), (3, leave_out, (1, 3), 2)]
+)
+def test_an_overflow_that_is_in_no_mean_is_skipped_by_all(
+    stage: int, program: Any, poison: tuple[int, int] | None, skipped: int
+) -> None:
+    job = with_offload(Job(stage, UNCOMPRESSED, extra={"fp16": FP16}, steps=3, poison=poison))
+    alone, found = (run_forks(4, program, one, timeout=60) for one in (replace(job, section=None), job))
+    assert all_equal(found)
+    assert [one[2] for one in found] == [one[2] for one in alone] == [skipped] * 4

@@ -12,7 +12,7 @@ reduces after backward, so reductions begin early (`early`, `zero_1_gradients`).
 owners are completed once their means are there (`muon`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -22,8 +22,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from deepspeed_compress.backends.deepspeed.gradients.deferred import DeferredReductions, may_wait
-from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions, bucket_size
-from deepspeed_compress.backends.deepspeed.gradients.following import attach_reduction
+from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions
+from deepspeed_compress.backends.deepspeed.gradients.following import attach_reduction, limit_bucket_size
 from deepspeed_compress.backends.deepspeed.gradients.muon import SplitMatrices, count_gathers
 from deepspeed_compress.backends.deepspeed.gradients.parts import Key, Part, PartsOf, partition_of, parts_of
 from deepspeed_compress.backends.deepspeed.gradients.zero_1_gradients import Zero1Gradients
@@ -50,10 +50,7 @@ def attach_zero_12(engine: Any, session: Session) -> Callable[[], int]:
 
 def _replace(engine: Any, session: Session, patches: Patches) -> None:
     optimizer = engine.optimizer
-    if "reduce_bucket_size" not in _written(engine):
-        # DeepSpeed's default of 500 million elements would send most models in one bucket, after backward.
-        size = bucket_size(sum(flat.numel() for flat in optimizer.bit16_groups_flat))
-        patches.replace(optimizer, "reduce_bucket_size", size)
+    limit_bucket_size(engine, sum(flat.numel() for flat in optimizer.bit16_groups_flat), patches)
     buckets = _Buckets(engine, session, patches)
     patches.replace(optimizer, "reduce_scatter", False)
     patches.replace(optimizer, "gradient_reduction_w_predivide", buckets.reduce)
@@ -64,12 +61,6 @@ def _replace(engine: Any, session: Session, patches: Patches) -> None:
         patches.replace(optimizer, "reduce_ipg_grads", buckets.later.reduce_ipg_grads)
     if buckets.early is not None:
         patches.replace(optimizer, "reduce_gradients", buckets.early.reduce)
-
-
-def _written(engine: Any) -> Mapping[str, Any]:
-    """Return the `zero_optimization` section as written; empty for its older form, `true`."""
-    found = engine.config.get("zero_optimization")
-    return found if isinstance(found, dict) else {}
 
 
 class _Buckets:
@@ -173,9 +164,11 @@ def _waits_for_backward(engine: Any) -> bool:
 
     This holds under ZeRO 1 without a pipeline and without experts, if `overlap_comm` is not in the file.
     """
-    optimizer, written = engine.optimizer, _written(engine).get("overlap_comm")
+    # The older form of the section is `true`.
+    written = engine.config.get("zero_optimization")
+    chosen = isinstance(written, dict) and written.get("overlap_comm") is not None
     plain = not isinstance(engine, PipelineEngine) and not engine.has_moe_layers
-    return not optimizer.partition_gradients and written is None and plain
+    return not engine.optimizer.partition_gradients and not chosen and plain
 
 
 Count = Callable[[int, torch.dtype], None]

@@ -22,8 +22,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, get_all
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.backends.deepspeed.gradients.early import bucket_size
-from deepspeed_compress.backends.deepspeed.gradients.following import attach_reduction
+from deepspeed_compress.backends.deepspeed.gradients.following import attach_reduction, limit_bucket_size
 from deepspeed_compress.backends.deepspeed.gradients.muon import count_gathers
 from deepspeed_compress.backends.deepspeed.groups import reduction_group
 from deepspeed_compress.collectives.buckets import Partition, partition_by_sizes
@@ -60,10 +59,8 @@ def _replace(engine: Any, buckets: "_Buckets", patches: Patches) -> None:
     if buckets.defers and optimizer.reduce_scatter:
         # A bucket is copied once anyway, into the order of its message.
         patches.replace(optimizer, "contiguous_gradients", False)
-    if "reduce_bucket_size" not in engine.config.get("zero_optimization", {}):
-        # DeepSpeed's default of 500 million elements would send most models in one bucket, after backward.
-        trained = sum(parameter.ds_numel for group in optimizer.fp16_groups for parameter in group)
-        patches.replace(optimizer, "reduce_bucket_size", bucket_size(trained))
+    trained = sum(parameter.ds_numel for group in optimizer.fp16_groups for parameter in group)
+    limit_bucket_size(engine, trained, patches)
 
 
 def _only_count(optimizer: Any, buckets: "_Buckets", patches: Patches) -> None:

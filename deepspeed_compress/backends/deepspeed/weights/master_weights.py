@@ -182,8 +182,8 @@ def _zero_3(engine: Any) -> FlatMasterWeights:
     optimizer, slices = engine.optimizer, []
     if any(flat is None for flat in optimizer.fp16_partitioned_groups_flat):
         raise UnsupportedError(
-            "/deepspeed_compress/islands: parameters on NVMe are not exchanged (allowed: on the device or in host "
-            'memory); write "offload_param": {"device": "cpu"}'
+            '/zero_optimization/offload_param/device: "nvme" keeps weights in files, which are neither exchanged nor '
+            'compared (allowed: "cpu", "none"); write "cpu"'
         )
     for group, master in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
         offset = 0

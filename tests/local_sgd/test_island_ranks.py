@@ -1,0 +1,30 @@
+"""Ranks of an island: what fails on the first one is known to all of them."""
+
+import pytest
+import torch.distributed as dist
+
+from deepspeed_compress.errors import CompressError, ConfigError, IslandError
+from deepspeed_compress.local_sgd.island_ranks import IslandRanks
+from tests.support.forks import run_forks
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def failing(rank: int) -> list[str]:
+    """Return what each rank raises if work on the first one fails, and then the result of work that does not."""
+    dist.init_process_group("gloo")
+    ranks, found = IslandRanks(dist.new_group(backend="gloo")), []
+    for error in (PermissionError("no space"), ConfigError("wrong")):
+        with pytest.raises((OSError, CompressError)) as raised:
+            ranks.run_on_first(fail, error)
+        found.append(f"{raised.type.__name__}: {raised.value}")
+    return [*found, ranks.run_on_first(str, rank)]
+
+
+def test_errors_of_the_first_rank_are_raised_on_all_ranks() -> None:
+    first, second = run_forks(2, failing, timeout=60)
+    assert first == ["PermissionError: no space", "ConfigError: wrong", "0"]
+    failed = f"{IslandError.__name__}: the first rank of this island has failed: PermissionError('no space')"
+    assert second == [failed, "ConfigError: wrong", "0"]
