@@ -165,6 +165,11 @@ class Publisher:
             raise UnsupportedError(problems[0])
         return module, find_holders([regions for regions, _ in everyone])
 
+    @property
+    def version(self) -> int | None:
+        """Return the newest complete version; None before the first one, during a call, and after an error."""
+        return None if self._chain is None else self._chain.version
+
     def report_lag(self, versions: float) -> None:
         """Report by how many versions the samples of this step are behind. The next version's report repeats it."""
         self._lag = versions

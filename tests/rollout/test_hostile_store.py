@@ -1,4 +1,4 @@
-"""A receiver of a store that somebody else has written to raises its own error, ends, and reads nothing that is huge."""
+"""A receiver of a store that somebody else has written to raises its own error, ends, and reads no huge file."""
 
 import hashlib
 import json

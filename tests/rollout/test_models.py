@@ -82,7 +82,7 @@ def test_one_parameter_for_two_that_are_published_is_refused(tmp_path: Path) -> 
     store, tied = DirectoryStore(tmp_path), nn.ModuleList([Values(torch.ones(3)), Values(torch.ones(3))])
     Publisher(tied, store).publish()
     tied[1].values = tied[0].values
-    with pytest.raises(RolloutError, match=r'"0.values" and "1.values" are one parameter'):
+    with pytest.raises(RolloutError, match=r'"0\.values" and "1\.values" are one parameter'):
         Receiver(tied, store).update()
 
 
@@ -94,16 +94,16 @@ def test_a_model_that_has_got_or_lost_parameters_is_refused(asynchronous: bool, 
     publisher.wait()
     before = copy.deepcopy(model)
     model.append(Values(torch.ones(2)))
-    with pytest.raises(RolloutError, match=r"added, removed or resized .*: 2.values; make a new Publisher"):
+    with pytest.raises(RolloutError, match=r"added, removed or resized .*: 2\.values; make a new Publisher"):
         publisher.publish() or publisher.wait()
     del model[1:]
-    with pytest.raises(RolloutError, match=r"added, removed or resized .*: 1.values; make a new Publisher"):
+    with pytest.raises(RolloutError, match=r"added, removed or resized .*: 1\.values; make a new Publisher"):
         publisher.publish() or publisher.wait()
     again = Publisher(model, store).publish()
     assert again is not None
     assert again.full_bytes > 0
     Receiver(model, store).update()
-    with pytest.raises(RolloutError, match="that are not published: 1.values"):
+    with pytest.raises(RolloutError, match=r"that are not published: 1\.values"):
         Receiver(before, store).update()
 
 
