@@ -8,14 +8,21 @@ import asyncio
 import secrets
 import time
 import uuid
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import Depends, FastAPI, Header, HTTPException
+from fastapi import FastAPI, HTTPException
 from pydantic import BaseModel, Field
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message as HttpMessage
 
 from deepspeed_compress.agents.generation import Sampling
 from deepspeed_compress.agents.policy import Answer, Policy
 from deepspeed_compress.errors import RolloutError
+
+_LARGEST_BODY = 1 << 26
+"""Bytes of the largest request."""
 
 
 class Message(BaseModel):
@@ -49,7 +56,8 @@ def make_endpoint(policy: Policy, tokenizer: Any, name: str = "policy", secret: 
         name: name of the model.
         secret: key that requests must bring as a bearer token; None to serve everyone who reaches the port.
     """
-    app = FastAPI(title=name, dependencies=[Depends(_Secret(secret).check)])
+    app = FastAPI(title=name)
+    app.add_middleware(_Guard, secret=secret)
     service = _Service(policy, tokenizer, name)
     app.add_api_route("/v1/chat/completions", service.chat, methods=["POST"])
     app.add_api_route("/v1/models", service.models, methods=["GET"])
@@ -57,16 +65,36 @@ def make_endpoint(policy: Policy, tokenizer: Any, name: str = "policy", secret: 
     return app
 
 
-class _Secret:
-    """Check of the bearer token."""
+class _Guard:
+    """Middleware that checks the bearer token before anything of a body is read, and bounds the body."""
 
-    def __init__(self, secret: str | None) -> None:
-        self._secret = secret
+    def __init__(self, app: ASGIApp, secret: str | None) -> None:
+        self._app, self._secret = app, secret
 
-    async def check(self, authorization: Annotated[str, Header()] = "") -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._admits(Headers(scope=scope).get("authorization", "")):
+            refusal = JSONResponse({"detail": "the bearer token is missing or wrong"}, 401)
+            await refusal(scope, receive, send)
+        else:
+            await self._app(scope, _BoundedBody(receive), send)
+
+    def _admits(self, authorization: str) -> bool:
         expected = f"Bearer {self._secret}"
-        if self._secret is not None and not secrets.compare_digest(authorization.encode(), expected.encode()):
-            raise HTTPException(401, "the bearer token is missing or wrong")
+        return self._secret is None or secrets.compare_digest(authorization.encode(), expected.encode())
+
+
+class _BoundedBody:
+    """Messages of a request, as long as its body is not too large."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive, self._left = receive, _LARGEST_BODY
+
+    async def __call__(self) -> HttpMessage:
+        message = await self._receive()
+        self._left -= len(message.get("body", b""))
+        if self._left < 0:
+            raise HTTPException(413, f"the body has more than {_LARGEST_BODY} bytes")
+        return message
 
 
 class _Service:
@@ -89,7 +117,7 @@ class _Service:
         futures = [self._policy.submit(prompt, request.sampling) for _ in range(request.n)]
         try:
             answers = await asyncio.gather(*map(asyncio.wrap_future, futures))
-        except RolloutError as error:
+        except (RolloutError, OSError) as error:
             raise HTTPException(503, f"the weights cannot be updated: {error}") from error
         return self._response(prompt, answers)
 

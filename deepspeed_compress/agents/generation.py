@@ -1,10 +1,28 @@
 """Sampling of completions, with the log-probabilities that training needs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
+
+_UNCHANGED: Mapping[str, Any] = MappingProxyType(
+    {
+        "num_beams": 1,
+        "repetition_penalty": 1.0,
+        "no_repeat_ngram_size": 0,
+        "min_length": 0,
+        "min_new_tokens": None,
+        "bad_words_ids": None,
+        "suppress_tokens": None,
+        "begin_suppress_tokens": None,
+        "sequence_bias": None,
+        "exponential_decay_length_penalty": None,
+    }
+)
+"""Settings of `generate` that change the logits. A model's generation_config.json may have others, and
+log-probabilities would then not be those of the distribution that is sampled from."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +72,8 @@ def complete(
     tokens = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=model.device)
     attention = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     greedy = {"do_sample": False}
-    sampled = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+    cuts = {"top_p": sampling.top_p, "top_k": 0, "min_p": None, "typical_p": 1.0}
+    sampled = {"do_sample": True, "temperature": sampling.temperature, **cuts}
     found = model.generate(
         tokens,
         attention_mask=attention.to(model.device),
@@ -63,6 +82,7 @@ def complete(
         eos_token_id=end,
         return_dict_in_generate=True,
         output_logits=True,
+        **_UNCHANGED,
         **(sampled if sampling.temperature else greedy),
     )
     chosen = found.sequences[:, longest:].cpu()

@@ -2,9 +2,12 @@
 
 Source: Shao et al., DeepSeekMath (https://arxiv.org/abs/2402.03300), equations 3 and 4; the ratio and its clipping are
 those of PPO (https://arxiv.org/abs/1707.06347), equation 7. The old policy is the one that sampled a completion,
-however many versions ago, so the ratio also corrects for rollouts that lag behind.
+however many versions ago, so the ratio also corrects for rollouts that lag behind. The learner averages losses over
+all tokens of an optimizer step, and not over each completion first (DAPO, https://arxiv.org/abs/2503.14476, equation
+8), so that long completions count as much per token as short ones.
 """
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -44,6 +47,8 @@ class Sample:
                 f"a completion of {len(self.completion)} tokens has {len(self.logprobs)} log-probabilities: "
                 "ask the endpoint for logprobs"
             )
+        if not all(map(math.isfinite, (self.reward, *self.logprobs))):
+            raise ValueError(f"the reward {self.reward} or a log-probability of a sample is not finite")
 
 
 def advantages(samples: Sequence[Sample]) -> list[float]:
@@ -54,7 +59,8 @@ def advantages(samples: Sequence[Sample]) -> list[float]:
     groups: defaultdict[str, list[float]] = defaultdict(list)
     for sample in samples:
         groups[sample.group].append(sample.reward)
-    means = {name: statistics.fmean(rewards) for name, rewards in groups.items()}
+    # Unlike fmean, mean is exact, so equal rewards have it as their mean.
+    means = {name: statistics.mean(rewards) for name, rewards in groups.items()}
     spreads = {name: statistics.pstdev(rewards) for name, rewards in groups.items()}
     return [(one.reward - means[one.group]) / (spreads[one.group] + 1e-6) for one in samples]
 

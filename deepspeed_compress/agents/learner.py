@@ -46,7 +46,7 @@ class Learned:
 
     Attributes:
         steps: number of optimizer steps.
-        loss: mean loss of a token, over the samples of this rank.
+        loss: mean over the steps of the sum of this rank's token losses, divided by an even share of the step's tokens.
         reward: mean reward of all samples.
         lag: mean number of versions by which samples were behind.
     """
@@ -96,7 +96,7 @@ class Learner:
             yield chunk + [filling] * (size - len(chunk))
 
     def _step(self, chunk: Sequence[tuple[Sample, float]]) -> float:
-        """Take an optimizer step, and return the mean loss of a token of this rank."""
+        """Take an optimizer step, and return the sum of this rank's token losses, divided by its share of tokens."""
         engine = self._engine
         tokens = sum(one.weight * len(one.completion) for one, _ in chunk)
         own = chunk[self._rank :: self._ranks]
@@ -126,5 +126,10 @@ class Learner:
         return losses + settings.divergence * divergence(logprobs, reference)
 
     def _logprobs(self, model: Any, batch: Batch) -> torch.Tensor:
+        """Return the log-probability of each token of a completion, and 0 elsewhere.
+
+        An improbable token of a prompt could have an infinite ratio to the reference, which times a weight of 0 is NaN.
+        """
         logits = model(input_ids=batch.tokens, attention_mask=batch.attention).logits
-        return next_token_logprobs(logits, batch.tokens, self._settings.temperature)
+        found = next_token_logprobs(logits, batch.tokens, self._settings.temperature)
+        return found.masked_fill(batch.weights == 0, 0.0)

@@ -66,9 +66,11 @@ class Policy:
         self._thread.start()
 
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> "Future[Answer]":
-        """Return the future answer to `prompt`, token ids."""
+        """Return the future answer to `prompt`, token ids. It is canceled if the policy has stopped."""
         request = _Request(tuple(prompt), sampling)
         self._waiting.put(request)
+        if self._stopped.is_set():
+            request.answer.cancel()
         return request.answer
 
     def stop(self) -> None:

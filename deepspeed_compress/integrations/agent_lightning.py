@@ -10,7 +10,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -41,7 +41,7 @@ class Endpoint:
 
     url: str
     model: str = "policy"
-    secret: str | None = None
+    secret: str | None = field(default=None, repr=False)
     resource: str = "main_llm"
     max_tokens: int = 64
     temperature: float = 1.0
@@ -300,8 +300,9 @@ def samples_of(triplets: Iterable[Triplet], group: str, policy: str) -> list[Sam
 
 
 def _model(triplet: Triplet) -> str:
-    """Return the name of the model that a response names."""
-    return str(triplet.metadata["response"]["model"])
+    """Return the name of the model that a response names; "" for a call that has failed, so has no response."""
+    response = triplet.metadata.get("response")
+    return str(response.get("model", "")) if isinstance(response, dict) else ""
 
 
 def _sample(triplet: Triplet, reward: float, group: str) -> Sample:

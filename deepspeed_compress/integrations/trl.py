@@ -5,6 +5,7 @@ after the other, and broadcasts them to the server by NCCL. Here the section's `
 the last step, and the server is told to load them. No NCCL group with the server is needed.
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -15,9 +16,13 @@ from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
-from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.errors import ConfigError, RolloutError
 
 __all__ = ["published_weights"]
+
+_PATIENCE = 120.0
+"""Seconds in which a version must reach the server. A network file system may show new files a minute late."""
+_POLL_S = 0.1
 
 
 @contextmanager
@@ -55,9 +60,10 @@ class _Client(VLLMClient):  # type: ignore[misc]  # TRL has no types
     def init_communicator(self, device: Any = 0) -> None:
         """Do nothing: weights travel through the store."""
 
-    def call_workers(self, method: str, *args: str) -> None:
-        """Call a method of the extension on all workers of the server, between requests."""
-        self._post(f"{self.base_url}/collective_rpc", json={"method": method, "args": list(args)})
+    def call_workers(self, method: str, *args: str) -> list[Any]:
+        """Call a method of the extension on all workers of the server, between requests. Return their results."""
+        answer = self._post(f"{self.base_url}/collective_rpc", json={"method": method, "args": list(args)})
+        return list(answer["results"])
 
 
 class _Generation(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
@@ -74,8 +80,10 @@ class _Generation(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
 
         Raises:
             ConfigError: the section has no `rollout`.
+            RolloutError: the server does not receive the weights.
         """
-        publisher = vars(self.accelerator.deepspeed_engine_wrapped.engine).get("rollout")
+        wrapped = self.accelerator.deepspeed_engine_wrapped
+        publisher = None if wrapped is None else vars(wrapped.engine).get("rollout")
         if publisher is None:
             raise ConfigError('no weights are published; write "rollout": {"directory": ...} into deepspeed_compress')
         if not publisher.calls:
@@ -85,5 +93,16 @@ class _Generation(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
             if not self._followed:
                 self.vllm_client.call_workers("follow_weights", self._directory)
                 self._followed = True
-            self.vllm_client.call_workers("load_published_weights")
+            self._load(publisher.version)
             self.vllm_client.reset_prefix_cache()
+
+    def _load(self, version: int) -> None:
+        """Let the server load until all of its workers have `version`. vLLM returns their numbers as texts."""
+        until = time.monotonic() + _PATIENCE
+        while {int(one) for one in self.vllm_client.call_workers("load_published_weights")} != {version}:
+            if time.monotonic() > until:
+                raise RolloutError(
+                    f"the vLLM server has not loaded version {version} in {_PATIENCE:g} seconds: {self._directory!r}, "
+                    'as its hosts see it, must be the "directory" of the section\'s "rollout"'
+                )
+            time.sleep(_POLL_S)

@@ -129,7 +129,7 @@ def encode(old: Tensor | None, new: Tensor) -> bytes:
 def encode_lossy(old: Tensor, new: Tensor, bits: int) -> bytes:
     """Return a change from `old` towards `new` as bytes, and set `new` to the values that it leads to.
 
-    This is the exact change if that is shorter, or if a difference is not finite.
+    This is the exact change if that is shorter, or if a difference or a value that it leads to is not finite.
 
     Args:
         old: the version that the receiver holds; of the same type and size as `new`.
@@ -142,6 +142,8 @@ def encode_lossy(old: Tensor, new: Tensor, bits: int) -> bytes:
         return exact
     codes, reached = lossy.quantize(difference, bits), old.clone()
     lossy.add(codes, bits, reached)
+    if not reached.isfinite().all():
+        return exact
     changed = int(np.count_nonzero(_integers(reached) != _integers(old)))
     layout = next(layout for layout, own in _BITS.items() if own == bits)
     header = Header(layout, old.element_size(), old.numel(), changed)

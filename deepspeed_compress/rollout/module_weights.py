@@ -73,6 +73,9 @@ class ModuleWeights:
 
     def _published(self, place: Tensor) -> Tensor:
         """Return the values, flat, in the published type on the CPU: those of `place` itself if it is so, or a copy."""
+        if self._dtype is torch.bfloat16 and place.dtype is not torch.bfloat16:
+            # The upper bits of a float32. The conversion of torch would change the bits of NaNs.
+            place = (place.float().view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
         return place.to("cpu", self._dtype).reshape(-1)
 
 
@@ -81,11 +84,17 @@ def _check(parameters: Mapping[str, Tensor], tensors: Mapping[str, tuple[int, ..
         if name not in parameters:
             raise RolloutError(f'the module has no parameter "{name}", which is published')
         own = parameters[name]
-        if tuple(own.shape) != shape or not own.is_contiguous():
-            raise RolloutError(f'"{name}" has the shape {tuple(own.shape)}, but {shape} is published (contiguous)')
+        if tuple(own.shape) != shape:
+            raise RolloutError(f'"{name}" has the shape {tuple(own.shape)}, but {shape} is published')
+        if own.is_meta or not own.is_contiguous():
+            raise RolloutError(f'"{name}" is on the meta device or not contiguous, so it cannot be updated in place')
         if torch.promote_types(own.dtype, dtype) != own.dtype:
             raise RolloutError(f'"{name}" has the type {own.dtype}, which does not hold all values of {dtype}')
-    published = {id(parameters[name]) for name in tensors}
+    published = {id(parameters[name]): name for name in tensors}
+    for name in tensors:
+        last = published[id(parameters[name])]
+        if last != name:
+            raise RolloutError(f'"{name}" and "{last}" are one parameter of the module, but two are published')
     missing = [name for name, own in parameters.items() if own.numel() and id(own) not in published]
     if missing:
         raise RolloutError(f"the module has parameters that are not published: {', '.join(missing[:3])}")

@@ -8,11 +8,11 @@ import hashlib
 import json
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor
 
 from deepspeed_compress.errors import RolloutError
@@ -82,16 +82,6 @@ class SliceDigest:
     rows: int = 1
     stride: int = 0
 
-    def to_json(self) -> dict[str, str | int]:
-        """Return the entry of an index, which has rows only if there are several."""
-        entry: dict[str, str | int] = {
-            "name": self.name,
-            "start": self.start,
-            "numel": self.numel,
-            "digest": self.digest,
-        }
-        return entry if self.rows == 1 else {**entry, "rows": self.rows, "stride": self.stride}
-
 
 @dataclass(frozen=True)
 class EncodedSlice:
@@ -99,6 +89,21 @@ class EncodedSlice:
 
     slice: SliceDigest
     payload: bytes
+
+
+class _IndexEntry(Record):
+    """The fields of a `SliceDigest`, and the bytes of its payload. Several rows have `rows` and `stride`."""
+
+    name: str
+    start: Size
+    numel: Size
+    digest: Digest
+    rows: Annotated[int, Field(ge=1)] = 1
+    stride: Size = 0
+    bytes: Size
+
+
+_INDEX = TypeAdapter(list[_IndexEntry])
 
 
 def values_digest(values: Tensor) -> str:
@@ -110,19 +115,21 @@ def write_parts(put: Put, stem: str, slices: Iterable[EncodedSlice]) -> list[Par
     """Store `slices` by `put`, as one or several parts whose names begin with `stem`. Return their entries."""
     entries: list[PartEntry] = []
     waiting: list[EncodedSlice] = []
+    size = 0
     for one in slices:
         waiting.append(one)
-        if sum(len(each.payload) for each in waiting) >= _PART_BYTES:
+        size += len(one.payload)
+        if size >= _PART_BYTES:
             entries.append(_write(put, f"{stem}.{len(entries):04d}", waiting))
-            waiting = []
+            waiting, size = [], 0
     if waiting:
         entries.append(_write(put, f"{stem}.{len(entries):04d}", waiting))
     return entries
 
 
 def _write(put: Put, name: str, slices: Sequence[EncodedSlice]) -> PartEntry:
-    index = [{**one.slice.to_json(), "bytes": len(one.payload)} for one in slices]
-    head = json.dumps(index, separators=(",", ":")).encode()
+    index = [_IndexEntry(**asdict(one.slice), bytes=len(one.payload)) for one in slices]
+    head = json.dumps([one.model_dump(exclude_defaults=True) for one in index], separators=(",", ":")).encode()
     data = b"".join([_LENGTH.pack(len(head)), head, *(one.payload for one in slices)])
     put(name, data)
     changed = sum(count_changed(one.payload) for one in slices)
@@ -153,9 +160,10 @@ def _slices(data: bytes) -> Iterator[EncodedSlice]:
     """
     try:
         place = _LENGTH.size + _LENGTH.unpack_from(data)[0]
-        for entry in json.loads(data[_LENGTH.size : place]):
-            size = int(entry.pop("bytes"))
-            yield EncodedSlice(SliceDigest(**entry), data[place : place + size])
-            place += size
-    except (ValueError, TypeError, KeyError, AttributeError, struct.error) as error:
+        index = _INDEX.validate_json(data[_LENGTH.size : place])
+    except (ValidationError, struct.error) as error:
         raise RolloutError(f"the index of a part is malformed: {error}") from error
+    for entry in index:
+        slice_digest = SliceDigest(**entry.model_dump(exclude={"bytes"}))
+        yield EncodedSlice(slice_digest, data[place : place + entry.bytes])
+        place += entry.bytes

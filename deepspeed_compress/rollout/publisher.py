@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from deepspeed_compress.compression.compressors.base import DTYPES
 from deepspeed_compress.errors import ConfigError, RolloutError, UnsupportedError
-from deepspeed_compress.rollout.ranks import PublishingRanks
+from deepspeed_compress.rollout.ranks import PublishingRanks, finished
 from deepspeed_compress.rollout.shares import Chain, Share, digest_slices, make_manifest, write_share
 from deepspeed_compress.rollout.slices import Region, Slice, find_holders, find_shares
 from deepspeed_compress.rollout.sources import find_held, unwrap
@@ -102,7 +102,7 @@ class Publisher:
             `parallelism` has made it.
 
     Raises:
-        ConfigError: `dtype` or `bits` is not known.
+        ConfigError: `dtype` or `bits` is not known, or a number is below 1.
         UnsupportedError: ranks hold parts of the model in a way that is not known, or a parameter has no known name in
             the plain model.
 
@@ -133,10 +133,13 @@ class Publisher:
             raise ConfigError(f"dtype {dtype!r} is not known (allowed: {', '.join(get_args(Dtype))})")
         if bits not in (None, 4, 8):
             raise ConfigError(f"bits {bits!r} is not possible (allowed: 4, 8, or None for exact changes)")
+        if min(every, full_every, keep_full) < 1:
+            raise ConfigError(f"every {every}, full_every {full_every} and keep_full {keep_full} must be at least 1")
         self._store, self._dtype, self._names = store, dtype, names
         self._every, self._full_every, self._keep_full, self._bits = every, full_every, keep_full, bits
         self._ranks, self._listener = PublishingRanks(), listener
         self._module, self._holders = self._find_holders(model)
+        self._own = {region for region, ranks in self._holders.items() if self._ranks.rank in ranks}
         self._thread = ThreadPoolExecutor(1, "rollout") if asynchronous else None
         self._running: Future[Published] | None = None
         self.calls = 0
@@ -162,6 +165,11 @@ class Publisher:
             raise UnsupportedError(problems[0])
         return module, find_holders([regions for regions, _ in everyone])
 
+    @property
+    def version(self) -> int | None:
+        """Return the newest complete version; None before the first one, during a call, and after an error."""
+        return None if self._chain is None else self._chain.version
+
     def report_lag(self, versions: float) -> None:
         """Report by how many versions the samples of this step are behind. The next version's report repeats it."""
         self._lag = versions
@@ -178,16 +186,16 @@ class Publisher:
 
         Raises:
             RolloutError: a rank could not publish; if asynchronous, the version before. The next version has a full
-                copy.
+                copy. All ranks raise it.
         """
         self.calls += 1
         if (self.calls - 1) % self._every and not full:
             return None
         call, before = _Call(time.perf_counter(), step, self._lag), self.wait()
-        self._lag, new = None, self._copy_weights()
+        self._lag, copied = None, finished(self._copy_weights)
         if self._thread is None:
-            return self._reported(self._publish(new, full, call))
-        self._running = self._thread.submit(self._publish, new, full, call)
+            return self._reported(self._publish(copied, full, call))
+        self._running = self._thread.submit(self._publish, copied, full, call)
         return before
 
     def wait(self) -> Published | None:
@@ -204,30 +212,49 @@ class Publisher:
         return published
 
     def _copy_weights(self) -> list[Slice]:
-        """Return copies of this rank's slices in host memory, in the published type."""
-        slices = find_shares(find_held(self._module, self._names), self._holders, self._ranks.rank)
+        """Return copies of this rank's slices in host memory, in the published type.
+
+        The copies are complete when this returns. On CUDA, they are made in the current stream, which must be the one
+        that the optimizer steps in.
+
+        Raises:
+            UnsupportedError: the model has other parameters than it had in the constructor.
+        """
+        held = find_held(self._module, self._names)
+        changed = sorted({name for name, *_ in self._own ^ {one.region for one in held}})
+        if changed:
+            raise UnsupportedError(
+                f"parameters were added, removed or resized since the Publisher was made: {', '.join(changed[:3])}; "
+                "make a new Publisher, and receivers with the new model"
+            )
+        slices = find_shares(held, self._holders, self._ranks.rank)
         if [one.region for one in slices] != [one.region for one in self._spare]:
             self._spare = [replace(one, values=_host_buffer(one.values, DTYPES[self._dtype])) for one in slices]
         for one, copy in zip(slices, self._spare, strict=True):
             copy.values.view(one.values.shape).copy_(one.values)
         return self._spare
 
-    def _publish(self, new: list[Slice], full: bool, call: _Call) -> Published:
-        """Publish `new` and hold it. All collective calls are made here, in this order."""
+    def _publish(self, copied: Future[list[Slice]], full: bool, call: _Call) -> Published:
+        """Publish the copied weights and hold them. All collective calls are made here, in this order.
+
+        An error of copying is raised inside of such a call, so that no rank waits for another.
+        """
         chain, self._chain = self._chain, None
         held = None if chain is None else self._held
         if chain is None:
             chain = self._ranks.from_first(self._find_chain)
-            digests = self._ranks.gather(lambda: digest_slices(new))
+            digests = self._ranks.gather(lambda: digest_slices(copied.result()))
             if model_digest(one for some in digests for one in some) == chain.digest:
                 same = Published(chain.version, chain.digest, 0, 0, 0.0, call.seconds, step=call.step, lag=call.lag)
-                return self._hold(new, chain, same, call)
+                return self._hold(copied.result(), chain, same, call)
         full = full or held is None or chain.version + 1 - chain.full >= self._full_every
         rank, version = self._ranks.rank, chain.version + 1
-        shares = self._ranks.gather(lambda: write_share(self._store, version, rank, new, held, full, self._bits))
+        shares = self._ranks.gather(
+            lambda: write_share(self._store, version, rank, copied.result(), held, full, self._bits)
+        )
         published = self._ranks.from_first(lambda: self._complete(chain, shares, call))
         newest = Chain(version, published.digest, version if full else chain.full)
-        return self._hold(new, newest, published, call)
+        return self._hold(copied.result(), newest, published, call)
 
     def _hold(self, new: list[Slice], chain: Chain, published: Published, call: _Call) -> Published:
         self._spare, self._held, self._chain, self._held_since = self._held, new, chain, call.began
@@ -245,7 +272,16 @@ class Publisher:
         return Chain(newest, digest, full)
 
     def _complete(self, chain: Chain, shares: Sequence[Share], call: _Call) -> Published:
-        """Complete a version of which all ranks have written their shares, and delete old ones."""
+        """Complete a version of which all ranks have written their shares, and delete old ones.
+
+        Raises:
+            RolloutError: there is a newer version than the one that this publisher has completed last.
+        """
+        newest = max(find_versions(self._store), default=0)
+        if newest > chain.version:
+            raise RolloutError(
+                f"another publisher has written version {newest} to the same store; end it, or use another store"
+            )
         manifest = make_manifest(chain, self._dtype, shares)
         size = write_manifest(self._store, manifest)
         delete_old_versions(self._store, self._keep_full)

@@ -1,6 +1,7 @@
 """Agreement among the publishing ranks."""
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -56,3 +57,13 @@ class PublishingRanks:
             RolloutError: `make` has raised.
         """
         return next(one for one in self.gather(lambda: make() if self.rank == 0 else None) if one is not None)
+
+
+def finished(make: Callable[[], T]) -> Future[T]:
+    """Call `make`, and return its result or its error, which a collective call then raises on all ranks."""
+    future: Future[T] = Future()
+    try:
+        future.set_result(make())
+    except Exception as error:
+        future.set_exception(error)
+    return future

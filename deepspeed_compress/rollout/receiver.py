@@ -16,6 +16,9 @@ from deepspeed_compress.rollout.versions import Manifest, find_versions, read_ma
 
 __all__ = ["Receiver"]
 
+_IN_MEMORY = 1 << 30
+"""Bytes of changes that are fetched before requests are paused. More than that is fetched and applied part by part."""
+
 
 @dataclass(frozen=True)
 class _Path:
@@ -77,8 +80,8 @@ class Receiver:
     def update(self) -> bool:
         """Bring the module to the newest complete version. Call it from one thread.
 
-        Changes are fetched and checked while requests run, which are paused only to apply them. If a part is damaged or
-        missing, or the result is not what the publisher holds, take a full copy instead.
+        Up to 1 GiB of changes are fetched and checked while requests run, which are paused only to apply them. If a
+        part is damaged or missing, or the result is not what the publisher holds, take a full copy instead.
 
         Returns:
             True if the module changed; False if it already has the newest version, or there is none.
@@ -138,8 +141,9 @@ class Receiver:
             RolloutError: a part is damaged or missing, or the result differs from `newest`.
         """
         weights = ModuleWeights(self._module, newest)
-        # Changes are small. A full copy is not, and one part of it is in memory at a time.
-        changes = [read_part(self._store, part) for part in path.changes]
+        # Changes are mostly small. Of a full copy, or of many changes, one part is in memory at a time.
+        lazy = (read_part(self._store, part) for part in path.changes)
+        changes = lazy if sum(part.size for part in path.changes) > _IN_MEMORY else list(lazy)
         with self._lock.pause():
             held: dict[tuple[str, int], SliceDigest] = {}
             full = (read_part(self._store, part) for part in path.full)

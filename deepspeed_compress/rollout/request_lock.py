@@ -32,8 +32,9 @@ class RequestLock:
         with self._changed:
             self._changed.wait_for(lambda: not self._paused)
             self._paused = True
-            self._changed.wait_for(lambda: not self._requests)
         try:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._requests)
             yield
         finally:
             with self._changed:

@@ -28,12 +28,14 @@ __all__ = ["ServedStore"]
 
 _FIRST_PAUSE = 0.25
 """Seconds before the second attempt. Each later pause is twice as long."""
+_PATIENCE = 600.0
+"""Seconds after which an answer is given up, however slowly it arrives."""
 _RETRIED = (422, 503)
 """Status of a body that arrived damaged, and of a server that is busy."""
 
 
 class _DamagedAnswerError(OSError):
-    """Answer without a valid signature, or with too many bytes."""
+    """Answer without a valid signature, with too many bytes, or with too few in a long time."""
 
 
 @dataclass(frozen=True)
@@ -146,9 +148,11 @@ def _check_address(address: str, credentials: Credentials) -> None:
 
 
 def _bounded(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    size = 0
+    size, until = 0, time.monotonic() + _PATIENCE
     for chunk in chunks:
         size += len(chunk)
         if size > LARGEST:
             raise _DamagedAnswerError(f"an answer has more than {LARGEST} bytes")
+        if time.monotonic() > until:
+            raise _DamagedAnswerError(f"an answer takes more than {_PATIENCE:g} seconds")
         yield chunk

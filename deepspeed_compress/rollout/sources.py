@@ -89,6 +89,8 @@ def _held(name: str, parameter: Any, owner: Any) -> list[Slice]:
 
 
 def _check_parameter(name: str, parameter: Any) -> None:
+    if parameter.is_meta:
+        raise UnsupportedError(f'parameter "{name}" is on the meta device, so it has no values to publish')
     if not parameter.is_floating_point():
         raise UnsupportedError(f'parameter "{name}" has the type {parameter.dtype}; only floating-point is published')
     if getattr(parameter, "allreduce", True) is False:

@@ -60,7 +60,11 @@ class DirectoryStore:
 
     def get(self, name: str) -> bytes:
         try:
-            return self._file(name).read_bytes()
+            with self._file(name).open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size > LARGEST:
+                    raise RolloutError(f"{name} has {size} bytes (allowed: {LARGEST})")
+                return file.read()
         except FileNotFoundError:
             raise KeyError(name) from None
 

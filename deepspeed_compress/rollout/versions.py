@@ -125,11 +125,14 @@ def read_manifest(store: Store, version: int) -> Manifest:
         RolloutError: it was deleted, or is malformed.
     """
     try:
-        return Manifest.model_validate_json(store.get(_prefix(version) + _MANIFEST))
+        manifest = Manifest.model_validate_json(store.get(_prefix(version) + _MANIFEST))
     except KeyError:
         raise RolloutError(f"version {version} is no longer in the store") from None
     except ValidationError as error:
         raise RolloutError(f"the manifest of version {version} is malformed: {error}") from error
+    if manifest.version != version or (manifest.changes is not None and manifest.changes.base != version - 1):
+        raise RolloutError(f"the manifest of version {version} is malformed: it belongs to another version")
+    return manifest
 
 
 def delete_old_versions(store: Store, keep: int) -> None:

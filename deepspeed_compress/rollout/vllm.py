@@ -32,6 +32,8 @@ class WeightUpdates:
     model_runner: Any
     """vLLM's runner of the worker's model."""
     _published: "tuple[nn.Module, Receiver] | None" = None
+    _loaded: str | None = None
+    """Digest of the version that the engine has loaded."""
 
     def follow_weights(self, place: str) -> None:
         """Follow the weights that are published at `place`: a directory, or the address of a store.
@@ -41,7 +43,7 @@ class WeightUpdates:
         """
         store = open_store(place)
         holder = make_holder(store)
-        self._published = holder, Receiver(holder, store)
+        self._published, self._loaded = (holder, Receiver(holder, store)), None
 
     def load_published_weights(self) -> int:
         """Load the newest version, and return its number.
@@ -52,7 +54,11 @@ class WeightUpdates:
         if self._published is None:
             raise RolloutError("the worker follows no weights: call follow_weights first")
         holder, receiver = self._published
-        if receiver.update():
+        receiver.update()
+        if receiver.version is None:
+            raise RolloutError("the published versions have been deleted")
+        if receiver.digest != self._loaded:
+            self._loaded = None
             self.model_runner.model.load_weights(holder.named_parameters())
-        assert receiver.version is not None
+            self._loaded = receiver.digest
         return receiver.version

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +72,7 @@ class Patches:
             raise
 
     def undo(self) -> None:
-        """Restore everything, the newest first.
+        """Restore everything, the newest first. If an action raises, the others are undone all the same.
 
         Raises:
             SeamError: if other code has replaced one of the attributes since; nothing is restored then.
@@ -86,9 +86,10 @@ class Patches:
                     raise SeamError(
                         f"{owner}.{patch.name} has since been replaced by other code; undo that replacement first"
                     )
-        while self._undo:
-            patch = self._undo.pop()
-            patch.undo() if isinstance(patch, _Patch) else patch()
+        with ExitStack() as undone:
+            for patch in self._undo:
+                undone.callback(patch.undo if isinstance(patch, _Patch) else patch)
+            self._undo.clear()
 
 
 def _after(action: Callable[[], object], method: Callable[..., Any], *args: Any, **options: Any) -> Any:

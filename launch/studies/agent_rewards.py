@@ -157,10 +157,11 @@ def run(options: argparse.Namespace, mode: Mode, weights: Path, seed: int) -> li
 def wait_for(trainer: BaseProcess, figures: Any) -> list[Row]:
     """Return the figures that `trainer` puts into a queue, or no rows if it fails."""
     while True:
+        running = trainer.is_alive()
         try:
             rows: list[Row] = figures.get(timeout=1)
         except queue.Empty:
-            if not trainer.is_alive():
+            if not running:
                 return []
         else:
             return rows

@@ -26,6 +26,21 @@ def test_advantages_are_standard_deviations_from_the_mean_of_a_group() -> None:
     assert advantages(samples) == pytest.approx([-1.0, 1.0, 0.0, 0.0], abs=1e-5)
 
 
+@pytest.mark.parametrize("reward", [0.1, 0.7, 1000.1, -1e9 / 3])
+@pytest.mark.parametrize("number", [1, 3, 6, 7])
+def test_equal_rewards_have_no_advantage(reward: float, number: int) -> None:
+    """A rounding error of their mean, divided by a spread of 0 + 1e-6, would be a step of Adam in its direction."""
+    assert advantages([sample(reward)] * number) == [0.0] * number
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_rewards_and_log_probabilities_that_are_not_finite_are_refused(value: float) -> None:
+    with pytest.raises(ValueError, match="is not finite"):
+        sample(value)
+    with pytest.raises(ValueError, match="is not finite"):
+        Sample((1,), (5,), (value,), 1.0, "a")
+
+
 @pytest.mark.parametrize(("completion", "logprobs"), [((), ()), ((5, 6), (-1.0,))])
 def test_a_sample_without_tokens_or_log_probabilities_is_refused(completion: Any, logprobs: Any) -> None:
     with pytest.raises(ValueError, match=r"at least one token|log-probabilities"):

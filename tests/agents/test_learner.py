@@ -1,7 +1,9 @@
 """A policy that learns on several ranks takes the step that one process would take."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,3 +97,43 @@ def test_rewards_that_are_all_equal_change_nothing() -> None:
 def test_a_divergence_needs_a_reference() -> None:
     with pytest.raises(ValueError, match="a reference model is needed"):
         Learner(None, PAD, LearnerSettings(divergence=0.1))
+
+
+class OneRank(torch.nn.Module):
+    """An engine of one rank, whose model has the same logits for all samples."""
+
+    data_parallel_group, dp_world_size, device = None, 1, torch.device("cpu")
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        super().__init__()
+        self.logits = torch.nn.Parameter(logits)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        return SimpleNamespace(logits=self.logits.expand(len(input_ids), -1, -1))
+
+    def train_batch_size(self) -> int:
+        return 2
+
+    train_micro_batch_size_per_gpu = train_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        return 1
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None: ...
+
+
+def test_a_token_of_a_prompt_that_the_policy_never_chooses_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ratio to the reference is infinite."""
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
+    logits = torch.zeros(1, 4, 10)
+    logits[0, 0, 2] = -200.0
+    engine, reference = OneRank(logits), OneRank(torch.zeros(1, 4, 10))
+    chosen = [Sample((1, 2), (3, 4), (-2.0, -2.5), reward, "task") for reward in (0.0, 1.0)]
+    learned = Learner(engine, PAD, LearnerSettings(divergence=0.1), reference).learn(chosen, 0)
+    assert math.isfinite(learned.loss)
+    assert engine.logits.grad is not None
+    assert engine.logits.grad[0, 0].abs().max() == 0
+    assert engine.logits.grad[0, 1].abs().max() > 0

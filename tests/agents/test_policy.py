@@ -1,5 +1,6 @@
 """Sampling, and an endpoint whose answers name the version of the weights."""
 
+import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -35,6 +36,17 @@ def test_a_completion_ends_with_the_end_token() -> None:
     assert found == Completion((END,), found.logprobs, True)
     [cut] = complete(model, [(1, 2)], Sampling(8), PAD, None)
     assert (len(cut.tokens), cut.finished) == (8, False)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_settings_of_the_model_do_not_change_what_is_sampled(temperature: float) -> None:
+    """Log-probabilities would be those of another distribution."""
+    model, found = network(), []
+    for changes in ({}, {"repetition_penalty": 9.0, "no_repeat_ngram_size": 1, "min_p": 0.9, "suppress_tokens": [3]}):
+        model.generation_config.update(**changes)
+        torch.manual_seed(1)
+        found.append(complete(model, [(1, 2), (3, 4, 5)], Sampling(8, temperature), PAD, END))
+    assert found[0] == found[1]
 
 
 class Weights:
@@ -120,12 +132,19 @@ def test_a_canceled_request_is_left_out() -> None:
     policy.stop()
 
 
-def test_requests_during_a_failed_update_fail_and_later_ones_are_answered() -> None:
+def test_a_policy_that_has_stopped_answers_nothing() -> None:
+    policy = Policy(network(), PAD, END, idle_s=0.001)
+    policy.stop()
+    assert policy.submit((1,), Sampling(4)).cancelled()
+
+
+@pytest.mark.parametrize("kind", [RolloutError, ConnectionError])
+def test_requests_during_a_failed_update_fail_and_later_ones_are_answered(kind: type[Exception]) -> None:
     broken = threading.Event()
 
     def update() -> int:
         if broken.is_set():
-            raise RolloutError("the store is away")
+            raise kind("the store is away")
         return 0
 
     policy = Policy(network(), PAD, END, update, idle_s=0.001)
@@ -177,6 +196,29 @@ def test_the_version_can_be_asked_for() -> None:
 def test_requests_need_the_secret(header: dict[str, str]) -> None:
     assert client("secret").get("/version", headers=header).status_code == 401
     assert client("secret").get("/version", headers={"Authorization": "Bearer secret"}).status_code == 200
+
+
+def test_a_body_without_the_secret_is_not_read() -> None:
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        raise AssertionError("the body is read")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
+    asyncio.run(client("secret").app(scope, receive, send))
+    assert sent[0]["status"] == 401
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_a_body_that_is_too_large_is_refused(chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = client()
+    monkeypatch.setattr("deepspeed_compress.agents.endpoint._LARGEST_BODY", 1000)
+    body: Any = iter([b"1" * 600] * 2) if chunked else b"1" * 1200
+    refused = answers.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+    assert (refused.status_code, "more than 1000 bytes" in refused.json()["detail"]) == (413, True)
 
 
 def test_positions_that_the_model_does_not_have_are_refused() -> None:

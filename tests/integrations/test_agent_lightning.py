@@ -61,6 +61,16 @@ def test_a_trace_without_tokens_log_probabilities_or_a_version_is_an_error(wrong
         samples_of([triplet(**wrong)], "task", "policy")
 
 
+@pytest.mark.parametrize("metadata", [{"response": None}, {}, {"response": {}}])
+def test_a_call_that_has_failed_is_left_out(metadata: dict[str, Any]) -> None:
+    failed = triplet(prompt={"token_ids": []}, response={"token_ids": []}, reward=None, metadata=metadata)
+    assert samples_of([failed, triplet()], "task", "policy") == samples_of([triplet()], "task", "policy")
+
+
+def test_the_secret_of_an_endpoint_is_not_printed() -> None:
+    assert "hidden" not in repr(Endpoint("http://a:1", secret="hidden"))
+
+
 def test_completions_of_other_models_are_left_out() -> None:
     judge = triplet(prompt={"token_ids": []}, metadata={"response": {"model": "judge-2026"}})
     assert samples_of([triplet(), judge], "task", "policy") == samples_of([triplet()], "task", "policy")

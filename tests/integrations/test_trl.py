@@ -15,7 +15,7 @@ import torch
 
 import deepspeed_compress
 from deepspeed_compress.agents.generation import Sampling, complete
-from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.errors import ConfigError, RolloutError
 from deepspeed_compress.rollout.vllm import WeightUpdates
 from tests.integrations.trainers import AUTO, INT4, LENGTH, WORDS, forget_accelerate, network, sentences, weights
 from tests.support.forks import run_forks
@@ -246,3 +246,26 @@ def test_what_no_server_can_follow_is_refused(tmp_path: Path) -> None:
         (colocated, unpublished), *_ = run_forks(2, refused, str(tmp_path), f"http://127.0.0.1:{server.server_port}")
     assert "vllm_mode is 'colocate', but only a server loads published weights" in colocated
     assert 'no weights are published; write "rollout"' in unpublished
+
+
+def test_a_server_with_other_weights_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that follows another directory would generate with whatever is there."""
+    from deepspeed_compress.integrations import trl
+
+    monkeypatch.setattr(trl, "_PATIENCE", -1.0)
+    versions = [["7", "7"], ["8", "7"], ["8", "8"]]
+    client = SimpleNamespace(call_workers=lambda method: versions.pop(0))
+    generation: Any = SimpleNamespace(vllm_client=client, _directory="/shared/policy")
+    for _ in range(2):
+        with pytest.raises(RolloutError, match=r"has not loaded version 8 .*'/shared/policy', as its hosts see it"):
+            trl._Generation._load(generation, 8)
+    trl._Generation._load(generation, 8)
+    assert not versions
+
+
+def test_a_trainer_without_deepspeed_is_refused() -> None:
+    from deepspeed_compress.integrations import trl
+
+    generation: Any = SimpleNamespace(accelerator=SimpleNamespace(deepspeed_engine_wrapped=None))
+    with pytest.raises(ConfigError, match="no weights are published"):
+        trl._Generation.sync_weights(generation)

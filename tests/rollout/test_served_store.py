@@ -275,6 +275,13 @@ def test_a_server_that_does_not_answer_is_given_up() -> None:
             store.names()
 
 
+def test_an_answer_that_never_ends_is_given_up(server: StoreServer, store: ServedStore, monkeypatch: Any) -> None:
+    store.put("a", b"1")
+    monkeypatch.setattr("deepspeed_compress.rollout.served_store._PATIENCE", -1.0)
+    with client(server.port, attempts=1) as own, pytest.raises(ConnectionError, match="an answer takes more than"):
+        own.get("a")
+
+
 def test_tls(tmp_path: Path) -> None:
     files = make_certificates(tmp_path)
     credentials = replace(CREDENTIALS, tls=Tls.load(files["member"], files["authority"]))

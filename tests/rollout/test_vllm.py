@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +76,34 @@ def test_an_engine_loads_each_version_once(tmp_path: Path) -> None:
             for parameter in model.parameters():
                 parameter += 0.01
         publisher.publish()
+
+
+def test_a_version_that_the_engine_could_not_load_is_loaded_by_the_next_call(tmp_path: Path, monkeypatch: Any) -> None:
+    model, worker = trained(), extended()
+    Publisher(model, DirectoryStore(tmp_path)).publish()
+    worker.follow_weights(str(tmp_path))
+    engine = worker.model_runner.model
+
+    def fail(weights: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(engine, "load_weights", fail)
+    with pytest.raises(MemoryError):
+        worker.load_published_weights()
+    monkeypatch.undo()
+    assert worker.load_published_weights() == 1
+    assert torch.equal(engine.weights["qkv"], qkv(model))
+
+
+def test_versions_that_were_deleted_are_an_error(tmp_path: Path) -> None:
+    store, worker = DirectoryStore(tmp_path), extended()
+    Publisher(trained(), store).publish()
+    worker.follow_weights(str(tmp_path))
+    for name in store.names():
+        store.delete(name)
+    with pytest.raises(RolloutError, match="have been deleted"):
+        worker.load_published_weights()
+    assert not worker.model_runner.model.loads
 
 
 def test_a_worker_without_weights_raises_an_error(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from deepspeed_compress.monitor import VERSIONS, Journal, VersionStatistics
 from deepspeed_compress.session.patches import Patches
 
 if TYPE_CHECKING:
-    from deepspeed_compress.rollout import Published, Publisher
+    from deepspeed_compress.rollout import Published, Publisher, Store
 
 
 class RolloutSteps:
@@ -65,19 +65,19 @@ def attach_rollout(engine: Any, settings: Rollout, journal: Journal, patches: Pa
     """Make the publisher of `engine`, which becomes its attribute `rollout`. Collective.
 
     Raises:
-        ConfigError: a package is not installed, or the address of a store is malformed.
+        ConfigError: a package is not installed, or the directory or the address of the store cannot be used.
         ImportError: a package for stores at an address is not installed.
         UnsupportedError: ranks of the engine hold different parts of the model, other than by ZeRO.
     """
     try:
-        from deepspeed_compress.rollout import Publisher, open_store
+        from deepspeed_compress.rollout import Publisher
     except ModuleNotFoundError as error:
         raise ConfigError(
             f'/deepspeed_compress/rollout needs {error.name}; write: pip install "deepspeed-compress[rollout]"'
         ) from None
     publisher = Publisher(
         engine,
-        open_store(settings.directory),
+        _open(settings.directory),
         settings.dtype,
         settings.every,
         settings.full_every,
@@ -89,3 +89,16 @@ def attach_rollout(engine: Any, settings: Rollout, journal: Journal, patches: Pa
     patches.replace(engine, "rollout", publisher)
     patches.on_undo(publisher.wait)
     return RolloutSteps(publisher)
+
+
+def _open(directory: str) -> "Store":
+    from deepspeed_compress.rollout import open_store
+
+    try:
+        return open_store(directory)
+    except (ConfigError, OSError) as error:
+        raise ConfigError(
+            f"/deepspeed_compress/rollout/directory: {directory!r} cannot be used: {error} (allowed: a directory that "
+            'all ranks can write to, or the address of a server of a store; write "/shared/policy" or '
+            '"http://host:29500")'
+        ) from error

@@ -51,6 +51,21 @@ def test_actions_come_in_order() -> None:
     assert done == ["before", True, "first made, last undone"]
 
 
+def test_everything_is_undone_if_an_action_fails() -> None:
+    engine, patches, done = Engine(), Patches(), []
+
+    def fail() -> None:
+        raise OSError("the disk is full")
+
+    patches.on_undo(lambda: done.append("first"))
+    patches.replace(engine, "size", 1)
+    patches.on_undo(fail)
+    with pytest.raises(OSError, match="the disk is full"):
+        patches.undo()
+    assert not vars(engine)
+    assert done == ["first"]
+
+
 def test_nothing_is_undone_if_other_code_has_wrapped_a_method() -> None:
     engine, patches = Engine(), Patches()
     patches.replace(engine, "size", 1)

@@ -1,0 +1,156 @@
+"""Models that publishers and receivers refuse by name, and values that they hold bit for bit."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from deepspeed_compress.errors import ConfigError, RolloutError, UnsupportedError
+from deepspeed_compress.rollout import DirectoryStore, Publisher, Receiver
+from deepspeed_compress.rollout.changes import apply, encode_lossy
+from tests.support.forks import run_forks
+
+
+class Values(nn.Module):
+    """A model of one tensor of any shape."""
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__()
+        self.values = nn.Parameter(values)
+
+
+def nans() -> Tensor:
+    """Return every bf16 number, with all NaNs and both zeros, and a length that is no multiple of a vector's."""
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
+    return torch.cat([every, every[-3:]]).view(torch.bfloat16)
+
+
+@pytest.mark.parametrize("wide", [torch.bfloat16, torch.float32], ids=str)
+def test_every_bf16_number_arrives_in_a_wider_module(wide: torch.dtype, tmp_path: Path) -> None:
+    trained, store = Values(torch.zeros_like(nans())), DirectoryStore(tmp_path)
+    publisher, receiver = Publisher(trained, store), Receiver(Values(torch.zeros(len(nans()), dtype=wide)), store)
+    for values in (nans(), nans().roll(1), torch.zeros_like(nans()), nans()):
+        trained.values.data.copy_(values)
+        publisher.publish()
+        assert receiver.update()
+        assert torch.equal(receiver._module.values.isnan(), values.isnan())  # type: ignore[union-attr,operator]
+        rest = ~values.isnan()
+        assert torch.equal(receiver._module.values[rest], values[rest].to(wide))  # type: ignore[union-attr,index]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
+def test_nans_of_training_arrive_in_a_wider_module(dtype: torch.dtype, tmp_path: Path) -> None:
+    kind: Any = "fp16" if dtype is torch.float16 else "bf16"
+    trained, store = Values(torch.randn(41)), DirectoryStore(tmp_path)
+    publisher, receiver = Publisher(trained, store, kind), Receiver(Values(torch.zeros(41, dtype=torch.float64)), store)
+    for place in range(41):
+        trained.values.data[place] = torch.nan if place % 2 else -torch.nan
+        publisher.publish()
+        assert receiver.update()
+        assert receiver.version == place + 1
+
+
+def test_shapes_without_a_dimension_and_without_order_arrive(tmp_path: Path) -> None:
+    trained = nn.ModuleList([Values(torch.tensor(1.5)), Values(torch.randn(6, 4).t()), Values(torch.empty(0, 3))])
+    trained[0].values.requires_grad_(False)
+    plain = nn.ModuleList([Values(torch.zeros(one.values.shape)) for one in trained])
+    publisher, receiver = Publisher(trained, DirectoryStore(tmp_path)), Receiver(plain, DirectoryStore(tmp_path))
+    for _ in range(2):
+        publisher.publish()
+        assert receiver.update()
+        for own, theirs in zip(plain.parameters(), trained.parameters(), strict=True):
+            assert torch.equal(own, theirs.bfloat16().float())
+        with torch.no_grad():
+            for parameter in trained.parameters():
+                parameter += 1
+
+
+def test_parameters_without_values_are_refused(tmp_path: Path) -> None:
+    store, meta = DirectoryStore(tmp_path), Values(torch.empty(3, device="meta"))
+    with pytest.raises(UnsupportedError, match='parameter "values" is on the meta device'):
+        Publisher(meta, store)
+    Publisher(Values(torch.ones(3)), store).publish()
+    with pytest.raises(RolloutError, match='"values" is on the meta device or not contiguous'):
+        Receiver(meta, store).update()
+
+
+def test_one_parameter_for_two_that_are_published_is_refused(tmp_path: Path) -> None:
+    store, tied = DirectoryStore(tmp_path), nn.ModuleList([Values(torch.ones(3)), Values(torch.ones(3))])
+    Publisher(tied, store).publish()
+    tied[1].values = tied[0].values
+    with pytest.raises(RolloutError, match=r'"0\.values" and "1\.values" are one parameter'):
+        Receiver(tied, store).update()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_model_that_has_got_or_lost_parameters_is_refused(asynchronous: bool, tmp_path: Path) -> None:
+    model, store = nn.ModuleList([Values(torch.ones(3)), Values(torch.ones(4))]), DirectoryStore(tmp_path)
+    publisher = Publisher(model, store, asynchronous=asynchronous)
+    publisher.publish()
+    publisher.wait()
+    before = copy.deepcopy(model)
+    model.append(Values(torch.ones(2)))
+    with pytest.raises(RolloutError, match=r"added, removed or resized .*: 2\.values; make a new Publisher"):
+        publisher.publish() or publisher.wait()
+    del model[1:]
+    with pytest.raises(RolloutError, match=r"added, removed or resized .*: 1\.values; make a new Publisher"):
+        publisher.publish() or publisher.wait()
+    again = Publisher(model, store).publish()
+    assert again is not None
+    assert again.full_bytes > 0
+    Receiver(model, store).update()
+    with pytest.raises(RolloutError, match=r"that are not published: 1\.values"):
+        Receiver(before, store).update()
+
+
+def change_one_rank(rank: int, path: Path) -> str:
+    dist.init_process_group("gloo")
+    model = nn.ModuleList([Values(torch.ones(3))])
+    publisher = Publisher(model, DirectoryStore(path))
+    publisher.publish()
+    if rank == 1:
+        model.append(Values(torch.ones(2)))
+    with pytest.raises(RolloutError) as raised:
+        publisher.publish()
+    return str(raised.value)
+
+
+def test_an_error_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+    assert all("rank 1: UnsupportedError: param" in text for text in run_forks(2, change_one_rank, tmp_path))
+
+
+def test_two_publishers_on_one_store_notice_each_other(tmp_path: Path) -> None:
+    first, second = (Values(torch.full((3,), value)) for value in (1.0, 2.0))
+    store = DirectoryStore(tmp_path)
+    mine = Publisher(first, store)
+    mine.publish()
+    Publisher(second, store).publish()
+    with pytest.raises(RolloutError, match="another publisher has written version 2 to the same store"):
+        mine.publish()
+    receiver = Receiver(Values(torch.zeros(3)), store)
+    receiver.update()
+    assert torch.equal(receiver._module.values, second.values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("number", ["every", "full_every", "keep_full"])
+def test_numbers_below_one_are_refused(number: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {number: 0}
+    with pytest.raises(ConfigError, match=f"{number} 0"):
+        Publisher(Values(torch.ones(3)), DirectoryStore(tmp_path), **options)
+
+
+def test_a_lossy_change_leads_to_no_infinity() -> None:
+    """The largest code of a block may be a rounding error above the largest fp16 number."""
+    old = torch.zeros(256, dtype=torch.float16)
+    old[0] = 32000
+    for value in range(65504, 65024, -32):
+        new = old.clone()
+        new[0], new[1] = value, -value
+        expected, held = new.clone(), old.clone()
+        apply(encode_lossy(old, expected, 4), held)
+        assert torch.equal(held, expected)
+        assert held.isfinite().all()

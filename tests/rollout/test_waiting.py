@@ -1,0 +1,72 @@
+"""Updates that are interrupted while they wait for requests, and changes that do not fit into memory."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed_compress.backends.deepspeed.rollout import _open
+from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.rollout import DirectoryStore, Publisher, Receiver, receiver
+from deepspeed_compress.rollout.request_lock import RequestLock
+
+
+def test_an_update_that_is_interrupted_while_it_waits_lets_requests_continue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by Ctrl-C: requests would wait forever, and their threads would keep the process alive."""
+    lock, waits = RequestLock(), list[Any]()
+    wait_for = lock._changed.wait_for
+
+    def interrupted(predicate: Any) -> Any:
+        waits.append(predicate)
+        if len(waits) == 2:
+            raise KeyboardInterrupt
+        return wait_for(predicate, timeout=5)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(lock._changed, "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt), lock.pause():
+            pytest.fail("the update does not wait")
+    assert not lock._paused
+    with lock.request():
+        pass
+
+
+class Observed(DirectoryStore):
+    """Store that notes for each part of changes whether the module is already being changed."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.receiver: Any = None
+        self.changing: list[bool] = []
+
+    def get(self, name: str) -> bytes:
+        if "changes" in name:
+            self.changing.append(self.receiver.version is None)
+        return super().get(name)
+
+
+@pytest.mark.parametrize(("limit", "changing"), [(1 << 30, [False] * 3), (1, [False, True, True])])
+def test_many_changes_are_fetched_part_by_part(
+    limit: int, changing: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiver, "_IN_MEMORY", limit)
+    model, store = nn.Linear(100, 100), Observed(tmp_path)
+    publisher, module = Publisher(model, store), nn.Linear(100, 100, dtype=torch.bfloat16)
+    store.receiver = Receiver(module, store)
+    publisher.publish()
+    store.receiver.update()
+    for row in range(3):
+        with torch.no_grad():
+            model.weight[row] += 1
+        publisher.publish()
+    assert store.receiver.update()
+    assert store.changing == changing
+    assert torch.equal(module.weight, model.weight.bfloat16())
+
+
+@pytest.mark.parametrize("place", ["/dev/null/policy", "http://"])
+def test_a_place_that_cannot_be_used_is_refused_by_its_key(place: str) -> None:
+    with pytest.raises(ConfigError, match=rf"/deepspeed_compress/rollout/directory: '{place}' cannot be used: "):
+        _open(place)
