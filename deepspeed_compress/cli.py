@@ -187,6 +187,13 @@ COMMANDS = (
         "tools.report:run",
     ),
     Command(
+        "rollout",
+        "Serve the weights of a policy to ranks and rollout workers without a shared file system.",
+        ("rollout serve --directory weights --port 29500",),
+        "tools.options:add_rollout_arguments",
+        "tools.rollout:run",
+    ),
+    Command(
         "rule",
         "Explain rules of the linter.",
         ("rule DSC201", "rule --all"),

@@ -211,6 +211,7 @@ TABLE = {
     "tools.islands": allow(
         "config errors local_sgd.coordinator transport.errors transport.tls", lazily="local_sgd.parameter_server"
     ),
+    "tools.rollout": allow("errors rollout.store transport", lazily="rollout.store_server"),
     "tools.lint": allow(
         "__init__ config diagnostics errors tools.arguments tools.outputs tools.rules", "yaml", lazily="pydantic"
     ),

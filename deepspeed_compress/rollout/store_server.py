@@ -28,6 +28,7 @@ try:
     from fastapi import FastAPI, HTTPException, Request, Response
     from fastapi.concurrency import run_in_threadpool
     from starlette.types import ASGIApp, Receive, Scope, Send
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 except ModuleNotFoundError as error:
     raise ImportError(
         f"a server of a store needs {error.name}, which this environment does not have; write: pip install "
@@ -40,7 +41,7 @@ _AT_ONCE = 16
 """Number of requests that are served at a time, each with at most one blob in memory. Others wait."""
 _PATIENCE = 600.0
 """Seconds after which a request is given up, such as that of a client that does not read its answer."""
-_KEEP_ALIVE = 30
+_IDLE = 30
 """Seconds for which an idle connection stays open: longer than at the client, which closes it first."""
 
 
@@ -92,14 +93,14 @@ def _config(app: ASGIApp, credentials: Credentials) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="asyncio",
-        http="h11",
+        http=_Connection,
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        timeout_keep_alive=_KEEP_ALIVE,
+        timeout_keep_alive=_IDLE,
         timeout_graceful_shutdown=1,
         ssl_context_factory=None if tls is None else lambda config, default: tls.server,
     )
@@ -111,6 +112,31 @@ def _make_app(service: "_Service") -> ASGIApp:
     app.add_api_route("/blobs/{name:path}", service.put, methods=["PUT"])
     app.add_api_route("/blobs/{name:path}", service.delete, methods=["DELETE"])
     return _Bounded(app)
+
+
+class _Connection(H11Protocol):
+    """Connection that is closed if the server waits for its client, and nothing happens for `_IDLE` seconds.
+
+    uvicorn waits forever for the end of a request's headers, and for a client that does not read its answer.
+    """
+
+    _timer: asyncio.TimerHandle
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
+        super().connection_made(transport)
+        self._watch(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        super().connection_lost(exc)
+
+    def _watch(self, before: tuple[object, int] | None) -> None:
+        """Close the connection if its request and the bytes that it must send are those of the call `before`."""
+        now = (self.cycle, self.transport.get_write_buffer_size())
+        if now == before and (self.cycle is None or self.cycle.response_complete or self.flow.write_paused):
+            self.transport.abort()
+        else:
+            self._timer = self.loop.call_later(_IDLE, self._watch, now)
 
 
 class _Bounded:

@@ -57,9 +57,7 @@ def add_islands_arguments(parser: argparse.ArgumentParser) -> None:
         "islands serve --host 10.0.0.1 --port 29400 --state islands.json --parameter-server",
     ]
     serve = _add(subjects, "serve", "run the coordinator until it is interrupted", examples)
-    serve.add_argument("--port", type=port, required=True, metavar="N", help="port to listen on; 0 takes a free one")
-    what = "address to listen on; 0.0.0.0 for all (default: %(default)s, for islands on this host only)"
-    serve.add_argument("--host", default="127.0.0.1", metavar="HOST", help=what)
+    _add_listening_arguments(serve, "islands")
     what = "file for the state, from which a restarted coordinator continues"
     serve.add_argument("--state", type=Path, required=True, metavar="FILE", help=what)
     what = "run the parameter server of asynchronous islands instead; it needs the memory of two to four models"
@@ -75,6 +73,12 @@ def add_islands_arguments(parser: argparse.ArgumentParser) -> None:
     forget.add_argument("numbers", type=number, nargs="+", metavar="N", help=what)
     for subparser in (serve, status, forget):
         _add_tls_arguments(subparser)
+
+
+def _add_listening_arguments(parser: argparse.ArgumentParser, clients: str) -> None:
+    parser.add_argument("--port", type=port, required=True, metavar="N", help="port to listen on; 0 takes a free one")
+    what = f"address to listen on; 0.0.0.0 for all (default: %(default)s, for {clients} on this host only)"
+    parser.add_argument("--host", default="127.0.0.1", metavar="HOST", help=what)
 
 
 def _add_tls_arguments(parser: argparse.ArgumentParser) -> None:
@@ -173,6 +177,21 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--baseline", type=Path, metavar="RUN_DIR", help=baseline)
     output = "directory for report.html and report.png (default: RUN_DIR)"
     parser.add_argument("--output", type=Path, metavar="DIR", help=output)
+
+
+def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
+    subjects = parser.add_subparsers(required=True, metavar="WHAT")
+    examples = [
+        "rollout serve --directory weights --port 29500",
+        "rollout serve --directory weights --port 29500 --host 10.0.0.1 --secret-file secret",
+    ]
+    serve = _add(subjects, "serve", "serve a directory of weights by HTTP until it is interrupted", examples)
+    what = "directory of the weights; it is created if it does not exist"
+    serve.add_argument("--directory", type=Path, required=True, metavar="DIR", help=what)
+    _add_listening_arguments(serve, "clients")
+    what = "file with the secret of server and clients (default: as for all services, see docs/security.md)"
+    serve.add_argument("--secret-file", type=Path, metavar="FILE", help=what)
+    _add_tls_arguments(serve)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:

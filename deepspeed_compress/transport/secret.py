@@ -45,18 +45,21 @@ def default_file() -> Path:
         raise ConfigError(f"{SECRET_FILE}: this user has no home directory ({error}); set it or {SECRET}") from error
 
 
-def find_secret() -> Secret:
+def find_secret(given: Path | None = None) -> Secret:
     """Return the secret: `DS_COMPRESS_SECRET`, else the file `DS_COMPRESS_SECRET_FILE`, else the user's own file.
 
     The user's own file is created if it does not exist.
+
+    Args:
+        given: file that is read instead, if it is not None.
 
     Raises:
         ConfigError: if the secret is too short, or its file cannot be read or is not private to this user.
     """
     text = os.environ.get(SECRET)
-    if text is not None:
+    if text is not None and given is None:
         return Secret(_checked(text, SECRET), SECRET)
-    named = os.environ.get(SECRET_FILE)
+    named = given or os.environ.get(SECRET_FILE)
     file = Path(named) if named else default_file()
     if not named:
         _create(file)

@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -25,7 +25,7 @@ from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.errors import AuthenticationError
 from deepspeed_compress.transport.secret import Secret
 from deepspeed_compress.transport.tls import Tls
-from tests.support.transport import CREDENTIALS, make_certificates
+from tests.support.transport import CREDENTIALS, make_certificates, until
 
 KEY = CREDENTIALS.secret.key
 
@@ -183,6 +183,68 @@ def test_a_body_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: Any) -
         with pytest.raises(ConnectionError, match="an answer has more than 500 bytes"):
             store.get("a")
         assert store.names() == ["a"]
+
+
+@contextmanager
+def opened(server: StoreServer, sent: bytes) -> Iterator[socket.socket]:
+    """Yield a connection with a small buffer for answers, over which `sent` was sent."""
+    with socket.socket() as there:
+        there.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        there.settimeout(10)
+        there.connect(("127.0.0.1", server.port))
+        there.sendall(sent)
+        yield there
+
+
+def request(method: str, name: str, length: int, headers: dict[str, str]) -> bytes:
+    lines = [f"{method} /blobs/{name} HTTP/1.1", "Host: a", f"Content-Length: {length}"]
+    return "\r\n".join([*lines, *(f"{key}: {value}" for key, value in headers.items()), "", ""]).encode()
+
+
+def received(there: socket.socket) -> int:
+    """Return the number of bytes that arrive until the server closes the connection."""
+    count = 0
+    with suppress(ConnectionResetError):
+        while chunk := there.recv(1 << 16):
+            count += len(chunk)
+    return count
+
+
+@pytest.fixture
+def impatient(tmp_path: Path, monkeypatch: Any) -> Iterator[StoreServer]:
+    """Return a server that serves one request at a time, and closes connections on which nothing happens."""
+    monkeypatch.setattr("deepspeed_compress.rollout.store_server._IDLE", 0.2)
+    monkeypatch.setattr("deepspeed_compress.rollout.store_server._AT_ONCE", 1)
+    with serve(tmp_path) as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("sent", "answered"),
+    [
+        (b"", False),
+        (b"GET /blobs/a HTTP/1.1\r\nHost: ", False),
+        (b"PUT /blobs/a HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n", True),
+    ],
+)
+def test_a_request_that_never_ends_is_given_up(sent: bytes, answered: bool, impatient: StoreServer) -> None:
+    with opened(impatient, sent) as there:
+        for _ in range(5 if sent else 0):
+            time.sleep(0.1)
+            with suppress(OSError):
+                there.sendall(b"a")
+        assert (received(there) > 0) == answered
+
+
+def test_an_answer_that_is_not_read_is_given_up(impatient: StoreServer) -> None:
+    with client(impatient.port) as store:
+        store.put("a", bytes(1 << 24))
+        # The second answer waits for the first one, and would keep its slot.
+        twice = b"".join(request("GET", "a", 0, signed("GET", "a")) for _ in range(2))
+        with opened(impatient, twice) as there:
+            until(lambda: not impatient._server.server_state.connections)
+            assert received(there) < 1 << 24
+        assert store.get("a") == bytes(1 << 24)
 
 
 @contextmanager

@@ -1,0 +1,99 @@
+"""`ds-compress rollout serve`: a store that clients with the secret use."""
+
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from deepspeed_compress.cli import main
+from deepspeed_compress.rollout.served_store import ServedStore
+from deepspeed_compress.transport.secret import SECRET
+from tests.support.leftovers import own_port
+from tests.support.transport import CREDENTIALS
+
+
+@pytest.fixture
+def secret_file(tmp_path: Path) -> Path:
+    file = tmp_path / "secret"
+    file.touch(0o600)
+    file.write_bytes(CREDENTIALS.secret.key)
+    return file
+
+
+@pytest.fixture
+def _handlers() -> Iterator[None]:
+    """Restore the signal handlers that the command replaces. Until then, SIGTERM does not end this process."""
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def serve(directory: Path, *options: str) -> int:
+    return main(["rollout", "serve", "--directory", str(directory), *options])
+
+
+@pytest.mark.usefixtures("_handlers")
+@pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", socket.gethostname())])
+def test_the_command_serves_until_stopped(
+    host: str,
+    shown: str,
+    tmp_path: Path,
+    secret_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(SECRET, "a secret that the option replaces")
+    answers: list[bytes] = []
+
+    def use(port: int) -> None:
+        try:
+            with closing(ServedStore(f"http://127.0.0.1:{port}", CREDENTIALS)) as store:
+                store.put("a", b"1")
+                answers.append(store.get("a"))
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    directory = tmp_path / "weights"
+    with own_port() as port:
+        thread = threading.Thread(target=use, args=(port,))
+        thread.start()
+        assert serve(directory, "--port", str(port), "--host", host, "--secret-file", str(secret_file)) == 0
+        thread.join()
+    assert answers == [(directory / "a").read_bytes()] == [b"1"]
+    expected = f"{directory} is served at http://{shown}:{port}; the secret is from {secret_file}\n"
+    assert capsys.readouterr().out == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "problem"),
+    [
+        (None, 0o600, "the secret cannot be read"),
+        ("short", 0o600, "the secret has 5 characters"),
+        ("a" * 20, 0o644, "other users can access the secret"),
+    ],
+)
+def test_the_command_needs_a_secret(
+    text: str | None, mode: int, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "secret"
+    if text is not None:
+        file.write_text(text)
+        file.chmod(mode)
+    assert serve(tmp_path / "weights", "--port", "0", "--secret-file", str(file)) == 1
+    assert capsys.readouterr().err.startswith(f"ds-compress: error: {file}: {problem}")
+
+
+def test_the_command_without_its_packages_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "deepspeed_compress.rollout.store_server", raising=False)
+    assert serve(tmp_path / "weights", "--port", "0") == 1
+    assert 'write: pip install "deepspeed-compress[http]"' in capsys.readouterr().err
