@@ -706,6 +706,26 @@ def test_weights_become_exact_when_they_are_asked_for() -> None:
     assert run_forks(2, exact) == [[True] * 6] * 2
 
 
+def left(rank: int) -> list[bool]:
+    """Return whether weights are exact and equal after detaching, and after a step of Megatron alone."""
+    start()
+    found = []
+    for overlap in (False, True):
+        run = Run(BOTH_WAYS, options_of((True, overlap), dtype=torch.bfloat16), rank)
+        for step in range(3):
+            run.step(step)
+        run.attached.detach()
+        found += [all(as_masters(run)), not any("start_param_sync" in vars(group) for group in run.model.bucket_groups)]
+        run.step(3)
+        run.gathered()
+        found += [all(as_masters(run)), all(same_on_all(one.detach()) for one in run.model.parameters())]
+    return found
+
+
+def test_weights_are_exact_after_detaching() -> None:
+    assert run_forks(2, left) == [[True] * 8] * 2
+
+
 PHASES = {"total_steps": 10, "phases": [{"until": 0.5, "weights": {"method": "none"}}, {"until": 1.0}]}
 REFUSED_WEIGHTS = [
     ({**WEIGHTS, "schedule": PHASES}, Options(dtype=torch.bfloat16), "schedule/phases works only with DeepSpeed"),

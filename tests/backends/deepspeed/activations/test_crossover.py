@@ -75,7 +75,10 @@ def events(rank: int) -> list[list[str]]:
 
 
 @pytest.mark.sampled(
-    6, "deepspeed_compress/backends/deepspeed/activations", "tests/backends/deepspeed/activations/test_crossover.py"
+    6,
+    "deepspeed_compress/backends/activations",
+    "deepspeed_compress/backends/deepspeed/activations",
+    "tests/backends/deepspeed/activations/test_crossover.py",
 )
 def test_an_engine_records_that_bits_cost_time_on_its_link() -> None:
     assert run_forks(2, events, shared_memory=True) == [[["crossover_tensor"], [], []]] * 2

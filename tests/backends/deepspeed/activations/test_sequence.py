@@ -33,7 +33,10 @@ from tests.support.ulysses import (
 )
 
 SAMPLED = pytest.mark.sampled(
-    6, "deepspeed_compress/backends/deepspeed/activations", "tests/backends/deepspeed/activations/test_sequence.py"
+    6,
+    "deepspeed_compress/backends/activations",
+    "deepspeed_compress/backends/deepspeed/activations",
+    "tests/backends/deepspeed/activations/test_sequence.py",
 )
 EIGHT: Mapping[str, Any] = {"sequence": {}}
 FOUR: Mapping[str, Any] = {"sequence": {"bits": 4}}

@@ -19,7 +19,10 @@ from tests.support.jobs import weights
 from tests.support.split_llama import LAYERS, Job, loss_of, replicated, start, tokens, train
 
 pytestmark = pytest.mark.sampled(
-    6, "deepspeed_compress/backends/deepspeed/activations", "tests/backends/deepspeed/activations/test_tensor.py"
+    6,
+    "deepspeed_compress/backends/activations",
+    "deepspeed_compress/backends/deepspeed/activations",
+    "tests/backends/deepspeed/activations/test_tensor.py",
 )
 
 MERGED: Mapping[str, Any] = {"tensor": {}}
