@@ -57,7 +57,7 @@ class OffloadedGradients:
         """Return the gradients of `slices`, as flat views of DeepSpeed's buffers. Collective.
 
         A buffer keeps the gradient of an earlier step if this step does not use its parameter. If another node does
-        use it, zeros count here.
+        use it, zeros count here. If no node does, a copy is returned, because DeepSpeed steps what the buffer has.
 
         Returns:
             All gradients; none if no node has had a backward pass.
@@ -65,10 +65,12 @@ class OffloadedGradients:
         noted = [self._identity(one) in self._optimizer.norm_for_param_grads for one in slices.values()]
         used = self._on_any_node(noted)
         self._used = [one for one, is_used in zip(slices.values(), used, strict=True) if is_used]
-        gradients = {key: _gradient(one) for key, one in slices.items()}
-        for gradient, here, anywhere in zip(gradients.values(), noted, used, strict=True):
+        gradients: dict[K, Tensor] = {}
+        for (key, one), here, anywhere in zip(slices.items(), noted, used, strict=True):
+            gradient = _gradient(one)
             if anywhere and not here:
                 gradient.zero_()
+            gradients[key] = gradient if anywhere else gradient.clone()
         return gradients if self._used else {}
 
     def note_means(self) -> None:

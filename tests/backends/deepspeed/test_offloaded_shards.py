@@ -101,6 +101,26 @@ def test_a_nan_in_one_node_is_skipped_by_all(stage: int) -> None:
     assert found[0][2] == 1
 
 
+def leave_a_layer_out(rank: int, job: Job) -> Found:
+    """Leave a layer out after two steps. DeepSpeed goes on to step it with its last gradients."""
+    engine, batches = start(job), data(rank, job)
+    losses = run(engine, batches[:2])
+    engine.module[5].register_forward_hook(bypass)
+    return found_by(engine, losses + run(engine, batches[2:]))
+
+
+@SAMPLED
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_parameter_that_no_node_uses_is_stepped_as_without_nodes(stage: int) -> None:
+    """Sums over the nodes would grow with every step if its last gradients were added again."""
+    sums = {"optimizer": {"type": "SGD", "params": {"lr": 1e-3}}, "gradient_allreduce_op": "sum"}
+    untested = {"zero_allow_untested_optimizer": True, "gradient_clipping": 0.0}
+    job = with_offload(Job(stage, UNCOMPRESSED, extra={**sums, **untested}, steps=6))
+    alone, found = (run_forks(4, leave_a_layer_out, one, timeout=60) for one in (replace(job, section=None), job))
+    assert all_equal(found)
+    assert largest(alone[0][4], found[0][4]) < 1e-5
+
+
 def give_up(rank: int, job: Job) -> Found:
     """Give up a batch whose gradients overflow on the last rank. DeepSpeed skips the step nevertheless."""
     engine, batches = start(job), data(rank, job)
