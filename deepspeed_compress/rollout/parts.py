@@ -113,18 +113,21 @@ def values_digest(values: Tensor) -> str:
 
 def write_parts(put: Put, stem: str, slices: Iterable[EncodedSlice]) -> list[PartEntry]:
     """Store `slices` by `put`, as one or several parts whose names begin with `stem`. Return their entries."""
-    entries: list[PartEntry] = []
-    waiting: list[EncodedSlice] = []
+    return [_write(put, f"{stem}.{number:04d}", part) for number, part in enumerate(_parts(slices))]
+
+
+def _parts(slices: Iterable[EncodedSlice]) -> Iterator[list[EncodedSlice]]:
+    """Yield the slices of each part."""
+    part: list[EncodedSlice] = []
     size = 0
     for one in slices:
-        waiting.append(one)
+        part.append(one)
         size += len(one.payload)
         if size >= _PART_BYTES:
-            entries.append(_write(put, f"{stem}.{len(entries):04d}", waiting))
-            waiting, size = [], 0
-    if waiting:
-        entries.append(_write(put, f"{stem}.{len(entries):04d}", waiting))
-    return entries
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
 
 
 def _write(put: Put, name: str, slices: Sequence[EncodedSlice]) -> PartEntry:

@@ -27,28 +27,20 @@ class PublishingRanks:
     def rank(self) -> int:
         return 0 if self._group is None else self._group.rank()
 
-    @property
-    def size(self) -> int:
-        return 1 if self._group is None else self._group.size()
-
     def gather(self, make: Callable[[], T]) -> list[T]:
         """Return the results of `make` on all ranks, in rank order. Collective.
 
         Raises:
             RolloutError: `make` has raised on a rank. All ranks raise then, so none waits for another.
         """
-        mine: list[T] = []
-        error: Exception | None = None
-        try:
-            mine = [make()]
-        except Exception as raised:
-            error = raised
-        problem = None if error is None else f"rank {self.rank}: {type(error).__name__}: {error}"
-        found = [(mine, problem)] if self._group is None else gather_objects((mine, problem), self._group)
+        made = finished(make)
+        error = made.exception()
+        mine = (None, f"rank {self.rank}: {type(error).__name__}: {error}") if error else ([made.result()], None)
+        found = [mine] if self._group is None else gather_objects(mine, self._group)
         problems = [text for _, text in found if text is not None]
         if problems:
             raise RolloutError(f"a version was not published: {'; '.join(problems)}") from error
-        return [one for results, _ in found for one in results]
+        return [one for results, _ in found for one in results or ()]
 
     def from_first(self, make: Callable[[], T]) -> T:
         """Return the result of `make` on rank 0, which alone calls it. Collective.
