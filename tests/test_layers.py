@@ -139,7 +139,7 @@ TABLE = {
         "monitor session",
         "torch megatron numpy packaging",
     ),
-    "agents": allow("", "torch"),
+    "agents": allow("errors", "torch"),
     "agents.endpoint": allow("agents errors", "fastapi pydantic"),
     "rollout": allow(
         "collectives.buckets collectives.objects compression.compressors.base config.names errors", "pydantic torch"
