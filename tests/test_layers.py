@@ -142,7 +142,7 @@ TABLE = {
         "config errors monitor session",
         "torch megatron numpy packaging",
     ),
-    "agents": allow("", "torch"),
+    "agents": allow("errors", "torch"),
     "agents.endpoint": allow("agents errors", "fastapi pydantic"),
     "rollout": allow(
         "collectives.buckets collectives.objects compression.compressors.base config.names errors", "pydantic torch"

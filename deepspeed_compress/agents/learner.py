@@ -17,6 +17,7 @@ from deepspeed_compress.agents.grpo import (
     next_token_logprobs,
     token_losses,
 )
+from deepspeed_compress.errors import UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -60,28 +61,35 @@ class Learned:
 class Learner:
     """Trains the causal language model of `engine` by GRPO.
 
-    All ranks call `learn` with the same samples; each rank takes its part of them.
+    All ranks of the engine call `learn` with the same samples. Each data-parallel rank takes its part of them, together
+    with the ranks with which it shares layers (AutoTP).
 
     Args:
-        engine: the DeepSpeed engine; its `train_batch_size` is the number of completions in an optimizer step.
+        engine: the DeepSpeed engine. An optimizer step takes its micro-batches, of completions, on all data-parallel
+            ranks.
         pad: id of the padding token.
         settings: how the policy learns.
         reference: model from which the policy should not diverge; needed if `settings.divergence` is not 0.
+
+    Raises:
+        UnsupportedError: the engine is a pipeline, or divides sequences among ranks.
     """
 
     def __init__(self, engine: Any, pad: int, settings: LearnerSettings, reference: Any = None) -> None:
         if settings.divergence and reference is None:
             raise ValueError(f"divergence is {settings.divergence}, so a reference model is needed")
+        _check_whole_completions(engine)
         self._engine, self._pad, self._settings, self._reference = engine, pad, settings, reference
-        self._order = random.Random(settings.seed)
         self._rank, self._ranks = dist.get_rank(engine.data_parallel_group), engine.dp_world_size
 
     def learn(self, samples: Sequence[Sample], version: int) -> Learned:
         """Learn from `samples`, now that the weights have version `version`. Collective."""
         losses = []
         scored = list(zip(samples, advantages(samples), strict=True))
+        # A policy that is resumed from a checkpoint continues with the same order.
+        order = random.Random(f"{self._settings.seed} {self._engine.global_steps}")
         for _ in range(self._settings.epochs):
-            self._order.shuffle(scored)
+            order.shuffle(scored)
             losses += [self._step(chunk) for chunk in self._chunks(scored)]
         lag = sum(version - one.version for one in samples) / len(samples)
         reward = sum(one.reward for one in samples) / len(samples)
@@ -89,7 +97,9 @@ class Learner:
 
     def _chunks(self, scored: Sequence[tuple[Sample, float]]) -> Iterator[list[tuple[Sample, float]]]:
         """Yield the samples of each optimizer step, the last ones filled up with samples of weight 0."""
-        size = self._engine.train_batch_size()
+        # DeepSpeed's train_batch_size also counts ranks that share layers, which take the same samples.
+        engine = self._engine
+        size = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps() * self._ranks
         for begin in range(0, len(scored), size):
             chunk = list(scored[begin : begin + size])
             filling = (replace(chunk[0][0], weight=0.0), 0.0)
@@ -133,3 +143,18 @@ class Learner:
         logits = model(input_ids=batch.tokens, attention_mask=batch.attention).logits
         found = next_token_logprobs(logits, batch.tokens, self._settings.temperature)
         return found.masked_fill(batch.weights == 0, 0.0)
+
+
+def _check_whole_completions(engine: Any) -> None:
+    """Check that each rank computes the log-probabilities of whole completions.
+
+    Raises:
+        UnsupportedError: it does not.
+    """
+    if engine.pipeline_parallelism or engine.sequence_parallel_size > 1:
+        division = "is a pipeline" if engine.pipeline_parallelism else "divides sequences among ranks"
+        raise UnsupportedError(
+            f"the engine {division}, but a policy needs the logits of whole completions on each rank (allowed: data "
+            'parallelism, ZeRO 0 to 3, AutoTP); write "tensor_parallel": {"autotp_size": 2} into ds_config.json in '
+            "place of that, or use ZeRO 3"
+        )

@@ -10,29 +10,13 @@ import pytest
 import torch
 
 from deepspeed_compress import initialize
-from deepspeed_compress.agents.grpo import Sample, advantages, collate, next_token_logprobs, token_losses
+from deepspeed_compress.agents.grpo import Sample
 from deepspeed_compress.agents.learner import Learned, Learner, LearnerSettings
 from tests.agents.models import PAD, network
+from tests.agents.steps import RATE, samples, step_of_one_process
 from tests.support.forks import run_forks
 
-RATE = 0.1
 RANKS = 2
-
-
-def samples(number: int) -> list[Sample]:
-    """Return samples of different lengths, sampled by another policy, in groups of four."""
-    random = torch.Generator().manual_seed(3)
-
-    def tokens(count: int) -> tuple[int, ...]:
-        return tuple(torch.randint(10, (count,), generator=random).tolist())
-
-    def one(index: int) -> Sample:
-        completion = tokens(2 + index % 5)
-        return Sample(
-            tokens(3 + index % 3), completion, (-2.5,) * len(completion), float(index % 3), f"{index // 4}", index % 2
-        )
-
-    return [one(index) for index in range(number)]
 
 
 def config(micro: int, accumulation: int) -> dict[str, Any]:
@@ -60,16 +44,6 @@ def learned(rank: int, chosen: Sequence[Sample], micro: int, accumulation: int, 
     return report, found
 
 
-def expected(chosen: Sequence[Sample]) -> dict[str, torch.Tensor]:
-    """Return the parameters after one step on the mean loss of a token."""
-    model = network()
-    batch = collate(chosen, advantages(chosen), PAD, torch.device("cpu"))
-    logits = model(input_ids=batch.tokens, attention_mask=batch.attention).logits
-    losses = token_losses(next_token_logprobs(logits, batch.tokens, 1.0), batch, 0.2, True)
-    ((losses * batch.weights).sum() / batch.weights.sum()).backward()
-    return {name: one.detach() - RATE * one.grad for name, one in model.named_parameters()}
-
-
 @pytest.mark.parametrize(("micro", "accumulation", "number"), [(4, 1, 8), (2, 2, 8), (4, 2, 11)])
 def test_ranks_take_the_step_of_one_process(micro: int, accumulation: int, number: int) -> None:
     chosen = samples(number)
@@ -77,7 +51,7 @@ def test_ranks_take_the_step_of_one_process(micro: int, accumulation: int, numbe
         assert report.steps == 1
         assert report.reward == pytest.approx(sum(one.reward for one in chosen) / number)
         assert report.lag == pytest.approx(4 - sum(one.version for one in chosen) / number)
-        for name, value in expected(chosen).items():
+        for name, value in step_of_one_process(network(), chosen).items():
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
 
