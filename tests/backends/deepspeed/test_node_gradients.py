@@ -14,6 +14,7 @@ from deepspeed_compress.backends.deepspeed.gradients import early as early_modul
 from deepspeed_compress.backends.deepspeed.node_shards import NodeShards
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, weights
+from tests.support.methods import BF16, FP32_SUMS
 
 SAMPLED = pytest.mark.sampled(
     8, "deepspeed_compress/backends/deepspeed/node_gradients.py", "tests/backends/deepspeed/test_node_gradients.py"
@@ -23,8 +24,6 @@ RANDOM = {
     "parallelism": {"shard_within": 2},
 }
 """Section of a method whose random numbers depend on the numbers of messages."""
-BF16 = {"bf16": {"enabled": True}}
-FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 
 Program = Callable[[Any, int, Job], list[float]]
 
@@ -130,7 +129,7 @@ def check_equal(ranks: list[tuple[Seen, Seen]]) -> None:
 
 
 @SAMPLED
-@pytest.mark.parametrize("extra", [{}, BF16, {**BF16, **FP32_SUMS}], ids=["fp32", "bf16", "bf16, sums in fp32"])
+@pytest.mark.parametrize("extra", [{}, BF16, FP32_SUMS], ids=["fp32", "bf16", "bf16, sums in fp32"])
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_all_buckets_are_under_way_when_backward_is_over(stage: int, accumulation: int, extra: dict[str, Any]) -> None:
