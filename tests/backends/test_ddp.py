@@ -5,7 +5,6 @@ import copy
 import io
 import math
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,17 @@ from torch.nn.parallel import DistributedDataParallel
 import deepspeed_compress
 from deepspeed_compress import UnsupportedError
 from deepspeed_compress.backends.sessions import read_section
+from tests.support import messages
+from tests.support.attached import (
+    METHODS_OF_BRANCHES,
+    check_overflow,
+    late_refusals,
+    overflow,
+    remembered_by,
+    resume,
+    train_methods,
+)
 from tests.support.forks import run_forks
-from tests.support.methods import METHODS, WITHOUT_MOMENTUM
 from tests.support.seeds import SEEDS, Excess
 from tests.support.two_branches import (
     FOUR_BITS,
@@ -38,13 +46,11 @@ from tests.support.two_branches import (
     loss_of,
     loss_on_text,
     plain,
-    refusal,
     residual_sums,
     same_on_all,
     section,
     start,
     take_steps,
-    training_problem,
 )
 
 pytestmark = pytest.mark.sampled(8, "deepspeed_compress/backends/ddp", "tests/backends/test_ddp.py")
@@ -152,49 +158,15 @@ def test_error_feedback_keeps_all_gradients_in_every_program(ranks: int) -> None
     assert run_forks(ranks, conserve, list(PROGRAMS)) == [[]] * ranks
 
 
-def overflow(rank: int, scaled: bool) -> dict[str, Any]:
-    """Return the effects of a step with a NaN on rank 1, also in a program that skips such steps itself."""
-    start()
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100) if scaled else None
-    model, optimizer, attached = Setting(FOUR_BITS).build(scaler)
-    found: dict[str, Any] = {"finite": [], "scales": [], "same": []}
-    for step in range(5):
-        optimizer.zero_grad()
-        loss = loss_of(model, rank, step) * (math.nan if (step, rank) == (2, 1) else 1.0)
-        before = bits_of(attached)
-        norms = {name: sum(map(float, store.square_norms())) for name, store in attached.session.stores.items()}
-        (loss if scaler is None else scaler.scale(loss)).backward()
-        finite = all(bool(p.grad.isfinite().all()) for p in model.parameters())
-        if scaler is not None:
-            scaler.step(optimizer)
-            # Some programs clear gradients before they update.
-            optimizer.zero_grad()
-            scaler.update()
-            found["scales"].append(attached.session.clock.loss_scale)
-        elif finite:
-            optimizer.step()
-        else:
-            optimizer.zero_grad()
-        found["finite"].append(finite)
-        if not finite:
-            after = {name: sum(map(float, store.square_norms())) for name, store in attached.session.stores.items()}
-            factor = 4.0 if scaled else 1.0
-            found["same"] = [math.isclose(norms[name], factor * after[name], rel_tol=1e-6) for name in norms]
-            found["bits"] = scaled or before == bits_of(attached)
-    found["steps"] = attached.steps.count
-    found["equal"] = all(same_on_all(p.detach()) and p.isfinite().all() for p in model.parameters())
-    return found
+def clear(model: Any, optimizer: Any, rank: int, step: int) -> None:
+    optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("scaled", [True, False])
 def test_a_skipped_step_leaves_no_trace(scaled: bool) -> None:
-    for found in run_forks(2, overflow, scaled):
-        assert found["finite"] == [True, True, False, True, True]
-        assert found["same"] == [True, True]
-        assert found["bits"]
-        assert found["equal"]
-        assert found["steps"] == 5
-        assert found["scales"] == ([8.0, 8.0, 4.0, 4.0, 4.0] if scaled else [])
+    for found in run_forks(2, overflow, Setting(FOUR_BITS), scaled, clear):
+        check_overflow(found, scaled)
+        assert len(found["same"]) == 2
 
 
 def fused_overflow(rank: int) -> dict[str, Any]:
@@ -247,29 +219,11 @@ def test_a_scaler_that_is_updated_for_another_optimizer_ends_no_step() -> None:
         assert found == {"kept": True, "steps": [4, 4], "scales": True}
 
 
-def resume(rank: int, directory: str, given: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Return whether a resumed run has the bits of one that continues, and whether one without residuals differs."""
-    start()
-    model, optimizer, attached = Setting(given).build()
-    take_steps(model, optimizer, rank, range(3))
-    attached.save(directory)
-    saved = {key: value.clone() for key, value in model.module.state_dict().items()}
-    ends = [take_steps(model, optimizer, rank, range(3, 6))]
-    for loads in (True, False):
-        model, optimizer, attached = Setting(given).build()
-        model.module.load_state_dict(saved)
-        if loads:
-            attached.load(directory)
-            assert attached.steps.count == 3
-        ends.append(take_steps(model, optimizer, rank, range(3, 6)))
-    return ends[0] == ends[1], ends[0] != ends[2]
-
-
 @pytest.mark.parametrize(
     "given", [FOUR_BITS, STOCHASTIC, NO_FEEDBACK, LOW_RANK], ids=["int4", "random", "none", "rank"]
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, given: Mapping[str, Any]) -> None:
-    assert run_forks(2, resume, str(tmp_path), given) == [(True, True)] * 2
+    assert run_forks(2, resume, Setting(given), str(tmp_path)) == [(True, True)] * 2
 
 
 def interrupt(gradient: Tensor) -> Tensor:
@@ -313,26 +267,11 @@ def test_nothing_of_an_interrupted_backward_pass_gets_into_what_is_loaded(
     assert all("Expected to have finished reduction in the prior iteration" in message for _, message in after)
 
 
-def remembered_by(rank: int, directory: str, saves: bool) -> list[float]:
-    """Return the sums of this rank's residuals of gradients by parameter, after some steps or after loading."""
-    start()
-    model, optimizer, attached = Setting(FOUR_BITS).build()
-    if saves:
-        take_steps(model, optimizer, rank, range(3, 6))
-        attached.save(directory)
-    else:
-        attached.load(directory)
-    found = dict.fromkeys((name for name, _ in model.module.named_parameters()), 0.0)
-    for (name, _, _), values in attached.session.stores["gradients"].items():
-        found[name] += values.double().sum().item()
-    return list(found.values())
-
-
 def test_sums_of_residuals_survive_another_number_of_ranks(tmp_path: Path) -> None:
-    saved = run_forks(3, remembered_by, str(tmp_path), True)
-    loaded = run_forks(2, remembered_by, str(tmp_path), False)
-    sums = [[sum(column) for column in zip(*ranks, strict=True)] for ranks in (saved, loaded)]
-    assert any(sums[0])
+    saved = run_forks(3, remembered_by, Setting(FOUR_BITS), str(tmp_path), True)
+    loaded = run_forks(2, remembered_by, Setting(FOUR_BITS), str(tmp_path), False)
+    sums = [{name: sum(one[name] for one in ranks) for name in saved[0]} for ranks in (saved, loaded)]
+    assert any(sums[0].values())
     assert sums[1] == pytest.approx(sums[0], abs=1e-6)
 
 
@@ -345,20 +284,12 @@ def load_of_another(rank: int, directory: str) -> list[str]:
         model = DistributedDataParallel(network)
         optimizer = torch.optim.SGD(model.parameters())
         attached = deepspeed_compress.ddp.attach(model, section(FOUR_BITS), optimizer)
-        found.append(loading(attached, directory))
+        found.append(messages.refusal(deepspeed_compress.StateError, attached.load, directory))
     return found
 
 
-def loading(attached: Any, directory: str) -> str:
-    try:
-        attached.load(directory)
-    except deepspeed_compress.StateError as error:
-        return str(error)
-    return ""
-
-
 def test_memories_of_another_model_are_refused(tmp_path: Path) -> None:
-    run_forks(2, remembered_by, str(tmp_path), True)
+    run_forks(2, remembered_by, Setting(FOUR_BITS), str(tmp_path), True)
     for other, larger, same in run_forks(2, load_of_another, str(tmp_path)):
         assert "this model has weight, bias" in other
         assert "with another first.weight" in larger
@@ -370,14 +301,13 @@ def replaced(rank: int, back: bool) -> list[str]:
     start()
     model, optimizer, _ = Setting(FOUR_BITS).build()
     other = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", deepspeed_compress.CompressWarning)
+    with messages.caught_warnings() as texts:
         for step in range(8):
             plain(model, rank, step)
             stepper = optimizer if step == 0 or (back and step not in (2, 3)) else other
             stepper.step()
             stepper.zero_grad()
-    return [str(one.message) for one in caught if "through the attached SGD" in str(one.message)]
+    return [text for text in texts if "through the attached SGD" in text]
 
 
 @pytest.mark.parametrize(("back", "times"), [(False, 1), (True, 0)])
@@ -388,13 +318,9 @@ def test_a_replaced_optimizer_causes_a_warning(back: bool, times: int) -> None:
 def load_nothing(rank: int, directory: str, policy: str) -> tuple[str, int]:
     start()
     _, _, attached = Setting({**FOUR_BITS, "on_missing_state": policy}).build()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            attached.load(directory)
-        except deepspeed_compress.StateError as error:
-            return str(error), attached.steps.count
-    return " ".join(str(one.message) for one in caught), attached.steps.count
+    with messages.caught_warnings() as texts:
+        error = messages.refusal(deepspeed_compress.StateError, attached.load, directory)
+    return error or " ".join(texts), attached.steps.count
 
 
 def test_a_missing_state_is_an_error_or_a_warning(tmp_path: Path) -> None:
@@ -405,26 +331,10 @@ def test_a_missing_state_is_an_error_or_a_warning(tmp_path: Path) -> None:
         assert step == 0
 
 
-def train_methods(rank: int, methods: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return the methods with which ranks differ or the loss does not decrease."""
-    start()
-    problems = {}
-    for name, given in methods.items():
-        model, optimizer, _ = Setting({"gradients": {"min_numel": 0, **given}}).build()
-        problems[name] = training_problem(model, optimizer, rank)
-    return [f"{name}: {problem}" for name, problem in problems.items() if problem]
-
-
 @pytest.mark.parametrize("part", range(8))
 def test_every_method_trains(part: int) -> None:
-    methods = {name: {**given} for name, given in {**METHODS, **WITHOUT_MOMENTUM}.items() if "overrides" not in given}
-    methods["overrides"] = {
-        "bits": 4,
-        "block_size": 32,
-        "overrides": [{"parameters": "left", "method": "sign"}, {"parameters": "right", "method": "none", "every": 2}],
-    }
-    share = {name: methods[name] for name in list(methods)[part::8]}
-    assert run_forks(2, train_methods, share) == [[]] * 2
+    methods = {name: METHODS_OF_BRANCHES[name] for name in list(METHODS_OF_BRANCHES)[part::8]}
+    assert run_forks(2, train_methods, Setting(), methods) == [[]] * 2
 
 
 def divided(rank: int) -> tuple[bool, bool]:
@@ -476,10 +386,9 @@ def refusals(rank: int) -> dict[str, str]:
     for name, (given, options) in REFUSED.items():
         model = DistributedDataParallel(Branches(), **options)
         optimizer = torch.optim.AdamW(model.parameters())
-        try:
-            deepspeed_compress.ddp.attach(model, section(given), optimizer)
-        except UnsupportedError as error:
-            found[name] = str(error)
+        found[name] = messages.refusal(
+            UnsupportedError, deepspeed_compress.ddp.attach, model, section(given), optimizer
+        )
     return found
 
 
@@ -511,12 +420,6 @@ def test_unsupported_programs_are_refused_by_name() -> None:
     for found in run_forks(2, refusals):
         assert found.keys() == MESSAGES.keys()
         assert all(text in found[name] for name, text in MESSAGES.items())
-
-
-def late_refusals(rank: int) -> list[str]:
-    """Return the message of each refusal that is raised late, or "" without one."""
-    start()
-    return [refusal(work) for work in LATE]
 
 
 def attach_twice() -> None:
@@ -575,7 +478,7 @@ LATE: Mapping[Callable[[], None], str] = {
 
 
 def test_unsupported_programs_that_are_detected_late_are_refused_by_name() -> None:
-    for texts in run_forks(2, late_refusals):
+    for texts in run_forks(2, late_refusals, tuple(LATE)):
         for text, message in zip(texts, LATE.values(), strict=True):
             assert message in text
 
@@ -734,11 +637,8 @@ def test_optimizers_that_wrap_another_one() -> None:
 
 def not_an_optimizer(rank: int) -> str:
     start()
-    try:
-        deepspeed_compress.ddp.attach(DistributedDataParallel(Branches()), section(FOUR_BITS), object())  # type: ignore[arg-type]
-    except UnsupportedError as error:
-        return str(error)
-    return ""
+    model = DistributedDataParallel(Branches())
+    return messages.refusal(UnsupportedError, deepspeed_compress.ddp.attach, model, section(FOUR_BITS), object())
 
 
 def test_an_object_that_is_not_an_optimizer_is_refused_by_type() -> None:

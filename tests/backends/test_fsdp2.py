@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -22,9 +21,18 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import deepspeed_compress
-from deepspeed_compress import UnsupportedError
+from tests.support import messages
+from tests.support.attached import (
+    METHODS_OF_BRANCHES,
+    check_overflow,
+    late_refusals,
+    overflow,
+    remembered_by,
+    resume,
+    train_methods,
+)
 from tests.support.forks import run_forks
-from tests.support.methods import METHODS, WITHOUT_MOMENTUM
+from tests.support.methods import WITHOUT_MOMENTUM
 from tests.support.seeds import SEEDS, Excess
 from tests.support.sharded import WEIGHTS, Setting
 from tests.support.two_branches import (
@@ -35,7 +43,6 @@ from tests.support.two_branches import (
     STOCHASTIC,
     WIDTH,
     Branches,
-    bits_of,
     look_first,
     loss_of,
     loss_on_text,
@@ -46,7 +53,6 @@ from tests.support.two_branches import (
     section,
     start,
     take_steps,
-    training_problem,
 )
 
 pytestmark = pytest.mark.sampled(8, "deepspeed_compress/backends/fsdp2", "tests/backends/test_fsdp2.py")
@@ -273,70 +279,17 @@ def test_error_feedback_keeps_all_gradients_between_copies(part: int) -> None:
     assert run_forks(4, conserve, list(OF_FOUR)[part::2]) == [[]] * 4
 
 
-def overflow(rank: int, scaled: bool, mesh: tuple[int, ...]) -> dict[str, Any]:
-    """Return the effects of a step with a NaN on rank 1, also in a program that skips such steps itself."""
-    start()
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100) if scaled else None
-    model, optimizer, attached = Setting(FOUR_BITS, mesh).build(scaler)
-    found: dict[str, Any] = {"finite": [], "scales": []}
-    for step in range(5):
-        optimizer.zero_grad()
-        loss = loss_of(model, rank, step) * (math.nan if (step, rank) == (2, 1) else 1.0)
-        before = bits_of(attached)
-        norms = {name: sum(map(float, store.square_norms())) for name, store in attached.session.stores.items()}
-        (loss if scaler is None else scaler.scale(loss)).backward()
-        finite = bool(nn.utils.clip_grad_norm_(model.parameters(), 1e9).full_tensor().isfinite())
-        if scaler is not None:
-            scaler.step(optimizer)
-            optimizer.zero_grad()
-            scaler.update()
-            found["scales"].append(attached.session.clock.loss_scale)
-        elif finite:
-            optimizer.step()
-        else:
-            # As a module clears them, which is noticed in the next forward pass.
-            model.zero_grad()
-            loss_of(model, rank, step)
-        found["finite"].append(finite)
-        if not finite:
-            after = {name: sum(map(float, store.square_norms())) for name, store in attached.session.stores.items()}
-            factor = 4.0 if scaled else 1.0
-            found["same"] = [math.isclose(norms[name], factor * after[name], rel_tol=1e-6) for name in norms]
-            found["bits"] = scaled or before == bits_of(attached)
-    found["steps"] = attached.steps.count
-    return found
+def clear(model: Any, optimizer: Any, rank: int, step: int) -> None:
+    """Clear gradients as a module does, which is noticed in the next forward pass."""
+    model.zero_grad()
+    loss_of(model, rank, step)
 
 
 @pytest.mark.parametrize(("ranks", "mesh"), [(2, ()), (4, HSDP)])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_skipped_step_leaves_no_trace(scaled: bool, ranks: int, mesh: tuple[int, ...]) -> None:
-    for found in run_forks(ranks, overflow, scaled, mesh):
-        assert found["finite"] == [True, True, False, True, True]
-        assert found["scales"] == ([8.0, 8.0, 4.0, 4.0, 4.0] if scaled else [])
-        assert found["same"]
-        assert all(found["same"])
-        assert found["bits"]
-        assert found["steps"] == 5
-
-
-def resume(rank: int, directory: str, given: Mapping[str, Any], setting: Setting) -> tuple[bool, bool]:
-    """Return whether a resumed run has the bits of one that continues, and whether one that loads nothing differs."""
-    start()
-    setting = replace(setting, section=given)
-    model, optimizer, attached = setting.build()
-    take_steps(model, optimizer, rank, range(3))
-    attached.save(directory)
-    saved = {key: value.full_tensor().clone() for key, value in model.state_dict().items()}
-    ends = [take_steps(model, optimizer, rank, range(3, 6))]
-    for loads in (True, False):
-        model, optimizer, attached = setting.build()
-        for key, parameter in model.named_parameters():
-            parameter.data.copy_(torch.distributed.tensor.distribute_tensor(saved[key], *placed(parameter)))
-        if loads:
-            attached.load(directory)
-            assert attached.steps.count == 3
-        ends.append(take_steps(model, optimizer, rank, range(3, 6)))
-    return ends[0] == ends[1], ends[0] != ends[2]
+    for found in run_forks(ranks, overflow, Setting(FOUR_BITS, mesh), scaled, clear):
+        check_overflow(found, scaled)
 
 
 def interrupt(module: Any, gradients: Any) -> None:
@@ -367,45 +320,26 @@ def test_nothing_of_an_interrupted_backward_pass_gets_into_a_new_model(tmp_path:
     assert run_forks(2, load_after_an_interruption, str(tmp_path), True) == alone
 
 
-def placed(parameter: Any) -> tuple[Any, Any]:
-    return parameter.device_mesh, parameter.placements
-
-
 @pytest.mark.parametrize(
     "given", [FOUR_BITS, STOCHASTIC, NO_FEEDBACK, LOW_RANK], ids=["int4", "random", "none", "rank"]
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, given: Mapping[str, Any]) -> None:
-    assert run_forks(2, resume, str(tmp_path), given, Setting()) == [(True, True)] * 2
+    assert run_forks(2, resume, Setting(given), str(tmp_path)) == [(True, True)] * 2
 
 
 def test_a_resumed_run_in_bf16(tmp_path: Path) -> None:
-    setting = Setting(options={"mp_policy": BF16_BOTH})
-    assert run_forks(2, resume, str(tmp_path), STOCHASTIC, setting) == [(True, True)] * 2
+    setting = Setting(STOCHASTIC, options={"mp_policy": BF16_BOTH})
+    assert run_forks(2, resume, setting, str(tmp_path)) == [(True, True)] * 2
 
 
 def test_a_resumed_run_of_copies(tmp_path: Path) -> None:
     weights = {**FOUR_BITS, "weights": {"bits": 8, "block_size": 32}}
-    assert run_forks(4, resume, str(tmp_path), weights, Setting(mesh=HSDP)) == [(True, True)] * 4
-
-
-def remembered_by(rank: int, directory: str, saves: bool, units: tuple[str, ...]) -> dict[str, float]:
-    """Return the sums of this rank's residuals of gradients by parameter, after some steps or after loading."""
-    start()
-    model, optimizer, attached = Setting(FOUR_BITS, units=units).build()
-    if saves:
-        take_steps(model, optimizer, rank, range(3))
-        attached.save(directory)
-    else:
-        attached.load(directory)
-    found = dict.fromkeys((name for name, _ in model.named_parameters()), 0.0)
-    for (name, _, _), values in attached.session.stores["gradients"].items():
-        found[name] += values.double().sum().item()
-    return found
+    assert run_forks(4, resume, Setting(weights, HSDP), str(tmp_path)) == [(True, True)] * 4
 
 
 def test_other_ranks_and_units_take_over_the_sums(tmp_path: Path) -> None:
-    saved = run_forks(4, remembered_by, str(tmp_path), True, ("left", "right"))
-    loaded = run_forks(2, remembered_by, str(tmp_path), False, ("left right",))
+    saved = run_forks(4, remembered_by, Setting(FOUR_BITS), str(tmp_path), True)
+    loaded = run_forks(2, remembered_by, replace(TOGETHER, section=FOUR_BITS), str(tmp_path), False)
     sums = [{name: sum(one[name] for one in ranks) for name in saved[0]} for ranks in (saved, loaded)]
     assert any(sums[0].values())
     assert sums[1] == pytest.approx(sums[0], abs=1e-6)
@@ -418,9 +352,7 @@ def load_other_copies(rank: int, directory: str) -> str:
         if mesh == HSDP:
             take_steps(model, optimizer, rank, range(2))
             attached.save(directory)
-    with pytest.raises(deepspeed_compress.StateError) as error:
-        attached.load(directory)
-    return str(error.value)
+    return messages.refusal(deepspeed_compress.StateError, attached.load, directory)
 
 
 def test_copies_cannot_become_other_copies(tmp_path: Path) -> None:
@@ -428,28 +360,7 @@ def test_copies_cannot_become_other_copies(tmp_path: Path) -> None:
         assert "saved by 4 ranks, 2 of them on each node, but this run has 4" in text
 
 
-def train_methods(rank: int, methods: Mapping[str, Mapping[str, Any]], mesh: tuple[int, ...]) -> list[str]:
-    """Return the methods with which copies differ or the loss does not decrease."""
-    start()
-    problems = {}
-    for name, given in methods.items():
-        model, optimizer, _ = Setting({"gradients": {"min_numel": 0, **given}}, mesh).build()
-        problems[name] = training_problem(model, optimizer, rank)
-    return [f"{name}: {problem}" for name, problem in problems.items() if problem]
-
-
-OVERRIDES = {
-    "bits": 4,
-    "block_size": 32,
-    "overrides": [{"parameters": "left", "method": "sign"}, {"parameters": "right", "method": "none", "every": 2}],
-}
-
-
-METHODS_OF_FSDP2 = {
-    **{name: given for name, given in {**METHODS, **WITHOUT_MOMENTUM}.items() if "overrides" not in given},
-    "overrides": OVERRIDES,
-    "clipped": {**WITHOUT_MOMENTUM["dgc"], "clip_norm": 1.0},
-}
+METHODS_OF_FSDP2 = {**METHODS_OF_BRANCHES, "clipped": {**WITHOUT_MOMENTUM["dgc"], "clip_norm": 1.0}}
 INSIDE = {"bits": 4, "hierarchy": {"ranks_per_node": 2, "inside": {"bits": 8}}}
 PATIENCE = 400
 """Timeout in seconds for runs of many steps on a busy machine."""
@@ -459,7 +370,7 @@ PATIENCE = 400
 @pytest.mark.parametrize("part", range(8))
 def test_every_method_trains(part: int) -> None:
     methods = {name: METHODS_OF_FSDP2[name] for name in list(METHODS_OF_FSDP2)[part::8]}
-    assert run_forks(2, train_methods, methods, (), timeout=PATIENCE) == [[]] * 2
+    assert run_forks(2, train_methods, Setting(), methods, timeout=PATIENCE) == [[]] * 2
 
 
 @pytest.mark.timeout(2 * PATIENCE)
@@ -468,13 +379,13 @@ def test_methods_train_in_copies_of_shards(part: int) -> None:
     """Check one method of each kind of message and residual; every method is trained above."""
     names = ("int4_stochastic", "sign", "topk_int4", "randomk", "int8_memory", "dgc", "overrides", "clipped")
     methods = {name: METHODS_OF_FSDP2[name] for name in names[part::4]}
-    assert run_forks(4, train_methods, methods, HSDP, timeout=PATIENCE) == [[]] * 4
+    assert run_forks(4, train_methods, Setting(mesh=HSDP), methods, timeout=PATIENCE) == [[]] * 4
 
 
 @pytest.mark.timeout(2 * PATIENCE)
 @pytest.mark.parametrize("mesh", [HSDP, ()])
 def test_two_levels_train(mesh: tuple[int, ...]) -> None:
-    assert run_forks(4, train_methods, {"inside": INSIDE}, mesh, timeout=PATIENCE) == [[]] * 4
+    assert run_forks(4, train_methods, Setting(mesh=mesh), {"inside": INSIDE}, timeout=PATIENCE) == [[]] * 4
 
 
 def sent_between(rank: int, given: Mapping[str, Any], setting: Setting) -> tuple[dict[str, Any], int, int]:
@@ -650,10 +561,7 @@ def refusals(rank: int) -> dict[str, str]:
     start()
     found = {}
     for name, (given, setting) in REFUSED.items():
-        try:
-            replace(setting, section=given).build()
-        except UnsupportedError as error:
-            found[name] = str(error)
+        found[name] = refusal(replace(setting, section=given).build)
     return found
 
 
@@ -697,12 +605,6 @@ def test_unsupported_programs_are_refused_by_name() -> None:
     for found in run_forks(4, refusals):
         assert found.keys() == MESSAGES.keys()
         assert {name: found[name] for name, text in MESSAGES.items() if text not in found[name]} == {}
-
-
-def late_refusals(rank: int) -> list[str]:
-    """Return the message of each refusal that is raised late, or "" without one."""
-    start()
-    return [refusal(work) for work in LATE]
 
 
 def scheduled(rank: int, mesh: tuple[int, ...]) -> tuple[list[bool], list[bool], list[float | None]]:
@@ -829,7 +731,7 @@ LATE = {
 
 
 def test_unsupported_programs_that_are_detected_late_are_refused_by_name() -> None:
-    for texts in run_forks(4, late_refusals):
+    for texts in run_forks(4, late_refusals, tuple(LATE)):
         assert [text for text, message in zip(texts, LATE.values(), strict=True) if message not in text] == []
 
 

@@ -14,17 +14,15 @@ from torch import Tensor, nn
 import deepspeed_compress
 from deepspeed_compress import UnsupportedError
 from deepspeed_compress.config import SECTION
+from tests.support import messages
+from tests.support.attached import norms_of
 from tests.support.forks import run_forks
 from tests.support.megatron import Options, checkpointing, start
-from tests.support.methods import METHODS, WITHOUT_MOMENTUM
+from tests.support.methods import METHODS, NONE, WITHOUT_MOMENTUM
+from tests.support.two_branches import FOUR_BITS, LOW_RANK, STOCHASTIC, bits_of, same_on_all
 
 pytestmark = pytest.mark.sampled(8, "deepspeed_compress/backends/megatron", "tests/backends/test_megatron.py")
 
-FEEDBACK = {"error_feedback": {"dtype": "fp32"}}
-FOUR_BITS = {"gradients": {"method": "blockwise", "bits": 4, "block_size": 32, "min_numel": 0, **FEEDBACK}}
-NONE = {"gradients": {"method": "none"}}
-STOCHASTIC = {"gradients": {"method": "stochastic_linear", "bits": 4, "block_size": 32, "min_numel": 0}}
-LOW_RANK = {"gradients": {"method": "powersgd", "rank": 2}}
 NODES = {"gradients": {**FOUR_BITS["gradients"], "hierarchy": {"ranks_per_node": 2}}}
 WIDTH = 12
 CASES = [(distributed, overlap) for distributed in (False, True) for overlap in (False, True)]
@@ -106,12 +104,6 @@ class Run:
         return found
 
 
-def same_on_all(value: Tensor, group: Any = None) -> bool:
-    every = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, value.contiguous(), group=group)
-    return all(torch.equal(every[0].nan_to_num(7.0), one.nan_to_num(7.0)) for one in every)
-
-
 def options_of(case: tuple[bool, bool], **more: Any) -> Options:
     distributed, overlap = case
     ddp = {"overlap_param_gather": overlap} if distributed else {}
@@ -179,20 +171,6 @@ def test_error_feedback_keeps_all_gradients(ranks: int) -> None:
     assert run_forks(ranks, conserve, ranks) == [[]] * ranks
 
 
-def bits_of(attached: Any) -> dict[str, list[int]]:
-    """Return the bytes of all residual stores, without updates that a skipped step would discard."""
-    return {
-        f"{name}/{layout}": payload.tolist()
-        for name, store in attached.session.stores.items()
-        for layout, payload in store.payloads()
-        if payload.any()
-    }
-
-
-def norms_of(attached: Any) -> dict[str, float]:
-    return {name: sum(map(float, store.square_norms())) for name, store in attached.session.stores.items()}
-
-
 def overflow(rank: int) -> list[str]:
     """Return the problems after a step with a NaN on rank 1, by case."""
     start()
@@ -226,14 +204,14 @@ def checks(rank: int) -> list[tuple[str, str]]:
     """Return Megatron's errors about a non-finite gradient if it checks before reducing, without and with us."""
     start()
     options = replace(options_of((True, False)), ddp={"check_for_nan_in_grad": True})
-    messages = []
+    texts = []
     for given in (None, FOUR_BITS):
         run = Run(given, options, rank)
         run.clear()
         with pytest.raises(Exception, match="NaN") as caught:
             run.backward(0, math.nan)
-        messages.append((type(caught.value).__name__, str(caught.value)))
-    return messages
+        texts.append((type(caught.value).__name__, str(caught.value)))
+    return texts
 
 
 def test_megatron_checks_gradients_before_they_are_reduced() -> None:
@@ -413,11 +391,7 @@ def without_residuals(rank: int, directory: str) -> str:
     start()
     run = Run(FOUR_BITS, options_of((True, False)), rank)
     checkpointing().save({"step": 1}, directory)
-    try:
-        load_by_megatron(run, directory)
-    except deepspeed_compress.StateError as error:
-        return str(error)
-    return ""
+    return messages.refusal(deepspeed_compress.StateError, load_by_megatron, run, directory)
 
 
 def test_a_checkpoint_without_residuals_is_refused(tmp_path: Path) -> None:
@@ -592,13 +566,14 @@ def refusals(rank: int) -> dict[str, str]:
     found = {name: refusal(given, changed) for name, (given, changed, _) in REFUSED.items()}
     run = Run(FOUR_BITS, options_of((True, True)), rank)
     for name, chunk in {"twice": run.model, "another": nn.Linear(1, 1)}.items():
-        with pytest.raises(UnsupportedError) as caught:
-            deepspeed_compress.megatron.attach(chunk, run.optimizer, {SECTION: FOUR_BITS})
-        found[name] = str(caught.value)
-    other = torch.optim.AdamW(run.model.parameters())
-    with pytest.raises(UnsupportedError) as caught:
-        deepspeed_compress.megatron.attach(Run(None, options_of((True, True)), rank).model, other, {SECTION: WEIGHTS})
-    return {**found, "optimizer": str(caught.value)}
+        found[name] = refusal_to_attach(chunk, run.optimizer, FOUR_BITS)
+    other, plain = torch.optim.AdamW(run.model.parameters()), Run(None, options_of((True, True)), rank)
+    return {**found, "optimizer": refusal_to_attach(plain.model, other, WEIGHTS)}
+
+
+def refusal_to_attach(model: Any, optimizer: Any, given: Mapping[str, Any]) -> str:
+    attach = deepspeed_compress.megatron.attach
+    return messages.refusal(UnsupportedError, attach, model, optimizer, {SECTION: given})
 
 
 def refusal(given: Mapping[str, Any], changed: Mapping[str, Any]) -> str:
@@ -606,17 +581,15 @@ def refusal(given: Mapping[str, Any], changed: Mapping[str, Any]) -> str:
     for name, value in changed.items():
         # Megatron would start what no CPU has.
         setattr(run.model.ddp_config, name, value)
-    with pytest.raises(UnsupportedError) as caught:
-        deepspeed_compress.megatron.attach(run.model, run.optimizer, {SECTION: given})
-    return str(caught.value)
+    return refusal_to_attach(run.model, run.optimizer, given)
 
 
 def test_unsupported_programs_are_refused_by_name() -> None:
-    messages = {name: text for name, (_, _, text) in REFUSED.items()}
-    messages |= {"twice": "already attached", "another": "it is Linear", "optimizer": "its optimizer is AdamW"}
+    expected = {name: text for name, (_, _, text) in REFUSED.items()}
+    expected |= {"twice": "already attached", "another": "it is Linear", "optimizer": "its optimizer is AdamW"}
     for found in run_forks(2, refusals):
-        assert found.keys() == messages.keys()
-        assert [name for name, text in messages.items() if text not in found[name]] == []
+        assert found.keys() == expected.keys()
+        assert [name for name, text in expected.items() if text not in found[name]] == []
 
 
 def unknown_version(rank: int) -> str:
@@ -624,9 +597,7 @@ def unknown_version(rank: int) -> str:
     import megatron.core
 
     megatron.core.__version__ = "0.18.0"
-    with pytest.raises(deepspeed_compress.SeamError) as caught:
-        Run(FOUR_BITS, options_of((True, True)), rank)
-    return str(caught.value)
+    return messages.refusal(deepspeed_compress.SeamError, Run, FOUR_BITS, options_of((True, True)), rank)
 
 
 def test_a_version_that_is_not_known_is_refused_by_name() -> None:
@@ -737,12 +708,7 @@ REFUSED_WEIGHTS = [
 
 def refused_weights(rank: int) -> list[str]:
     start()
-    messages = []
-    for given, options, _ in REFUSED_WEIGHTS:
-        with pytest.raises(UnsupportedError) as caught:
-            Run(given, options, rank)
-        messages.append(str(caught.value))
-    return messages
+    return [messages.refusal(UnsupportedError, Run, given, options, rank) for given, options, _ in REFUSED_WEIGHTS]
 
 
 def test_weights_that_cannot_be_compressed_are_refused_by_name() -> None:

@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import deepspeed_compress
 from deepspeed_compress.config import SECTION
 from tests.support.forks import run_forks
 from tests.support.megatron import Gpt, Options, checkpointing, on_cpu, start
+from tests.support.methods import NONE
+from tests.support.two_branches import same_on_all
 
 pytestmark = pytest.mark.sampled(8, "deepspeed_compress/backends/megatron", "tests/backends/test_megatron_layouts.py")
 
 FEEDBACK = {"error_feedback": {"dtype": "fp32"}}
 FOUR_BITS = {"gradients": {"method": "blockwise", "bits": 4, "block_size": 64, **FEEDBACK}}
 BOTH_WAYS = {**FOUR_BITS, "weights": {"method": "blockwise", "bits": 4, "block_size": 64}}
-NONE = {"gradients": {"method": "none"}}
 EXPERTS = {"num_moe_experts": 4, "moe_token_dispatcher_type": "allgather", "add_bias_linear": False}
 LAYOUTS: dict[str, tuple[Mapping[str, int], Mapping[str, Any]]] = {
     "pipeline": ({"pipeline_model_parallel_size": 2}, {}),
@@ -79,12 +79,6 @@ def drifts(model: Gpt) -> list[str]:
                 groups.append(parallel_state.get_embedding_group())
             wrong += [name for group in groups if not same_on_all(parameter.detach(), group)]
     return wrong
-
-
-def same_on_all(value: torch.Tensor, group: Any) -> bool:
-    every = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, value.contiguous(), group=group)
-    return all(torch.equal(every[0], one) for one in every)
 
 
 def train(rank: int, name: str, distributed: bool, overlap: bool) -> tuple[bool, list[float], list[float], list[str]]:
@@ -249,12 +243,12 @@ def test_the_program_trains(name: str, tmp_path: Path) -> None:
     files = {"config": "section.json", "data": "text.txt", "output-dir": "run"}
     options = [part for key, file in files.items() for part in (f"--{key}", str(tmp_path / file))]
     run_forks(ranks, launch, [*options, *f"{TOY} {way}".split()])
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics(tmp_path / "run")
     assert [line["step"] for line in lines] == [*range(1, 13), 12]
     assert lines[-1]["eval_loss"] < lines[0]["loss"] < 7
 
 
-def losses(directory: Path) -> list[dict[str, float]]:
+def metrics(directory: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -267,6 +261,6 @@ def test_the_program_begins_and_ends_with_a_directory_of_hugging_face(tmp_path: 
     run_forks(2, launch, [*data, *way, "--output-dir", first, "--to-hf", model])
     run_forks(2, launch, [*data, "--steps", "0", "--tensor", "2", "--output-dir", second, "--from-hf", model])
     # The first has computed in bf16, and before its weights were made exact.
-    assert losses(Path(second))[-1]["eval_loss"] == pytest.approx(losses(Path(first))[-1]["eval_loss"], rel=2e-3)
+    assert metrics(Path(second))[-1]["eval_loss"] == pytest.approx(metrics(Path(first))[-1]["eval_loss"], rel=2e-3)
     text = AutoTokenizer.from_pretrained(model)("the king said", return_tensors="pt")
     assert AutoModelForCausalLM.from_pretrained(model).generate(**text, max_new_tokens=2).shape[-1] > 2

@@ -1,5 +1,6 @@
 """Rounds of elastic islands: ranks as threads with a real coordinator, and deaths at every instant."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from deepspeed_compress.config import Islands
 from deepspeed_compress.errors import ConfigError, IslandError
 from deepspeed_compress.local_sgd.anchors import AnchorServer
 from deepspeed_compress.local_sgd.coordinator.client import CoordinatorClient, status
-from deepspeed_compress.local_sgd.coordinator.server import Server, StateFile, island_server
+from deepspeed_compress.local_sgd.coordinator.server import StateFile
 from deepspeed_compress.local_sgd.coordinator.wire import AnchorSources
 from deepspeed_compress.local_sgd.elastic_exchange import ElasticExchange
 from deepspeed_compress.local_sgd.exchange import AnchorState
@@ -29,6 +30,7 @@ from deepspeed_compress.local_sgd.round_peers import make_groups
 from deepspeed_compress.local_sgd.shared_anchor import SharedAnchor
 from deepspeed_compress.local_sgd.strategy import ExchangeResult
 from deepspeed_compress.monitor import Meter
+from tests.support.coordinators import coordinator
 from tests.support.islands import EXACT, INT4, NUMEL, Weights
 from tests.support.transport import until
 
@@ -362,31 +364,20 @@ def test_an_island_that_diverged_is_excluded_and_keeps_its_residual(address: str
 
 
 def test_a_restarted_coordinator_continues(tmp_path: Any) -> None:
-    def serve(port: int) -> tuple[Server, threading.Thread]:
-        server, ready = island_server(StateFile(tmp_path / "state.json"), "127.0.0.1", port), threading.Event()
-        thread = threading.Thread(target=server.run, args=(ready.set,), daemon=True)
-        thread.start()
-        assert ready.wait(5)
-        return server, thread
+    state = tmp_path / "state.json"
+    with coordinator(state) as address:
+        islands = [Island(section(address, minimum=2), goal) for goal in (0.0, 1.0)]
+        at_once(*(partial(one.train, 2) for one in islands))
+    with contextlib.ExitStack() as later:
 
-    server, thread = serve(0)
-    address = f"127.0.0.1:{server.port}"
-    islands = [Island(section(address, minimum=2), goal) for goal in (0.0, 1.0)]
-    at_once(*(partial(one.train, 2) for one in islands))
-    server.stop()
-    thread.join(5)
+        def serve_again() -> None:
+            time.sleep(0.5)
+            later.enter_context(coordinator(state, int(address.rpartition(":")[2])))
 
-    def later() -> None:
-        nonlocal server, thread
-        time.sleep(0.5)
-        server, thread = serve(server.port)
-
-    at_once(later, *(partial(one.train, 2) for one in islands))
-    assert [result.kind for result in islands[0].results] == ["exchange"] * 4
-    assert torch.equal(islands[0].anchor, islands[1].anchor)
-    assert status(address)["version"] == islands[0].exchange.version
-    server.stop()
-    thread.join(5)
+        at_once(serve_again, *(partial(one.train, 2) for one in islands))
+        assert [result.kind for result in islands[0].results] == ["exchange"] * 4
+        assert torch.equal(islands[0].anchor, islands[1].anchor)
+        assert status(address)["version"] == islands[0].exchange.version
 
 
 def test_two_coordinators_cannot_share_a_file(tmp_path: Any) -> None:

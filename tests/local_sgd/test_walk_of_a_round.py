@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.coordinators import become_island, coordinator, own_ports
 from tests.support.forks import run_forks
-from tests.support.island_jobs import elastic_section, section
+from tests.support.island_jobs import run_apart, section
 from tests.support.jobs import Job, data, run, start
 
 MOST_FUNCTIONS, MOST_FILES = 20, 8
@@ -55,10 +54,8 @@ def functions(frame: FrameType | None) -> Iterator[Function]:
         frame = frame.f_back
 
 
-def trace_round(rank: int, job: Job, ports: list[int]) -> list[Function]:
+def trace_round(rank: int, job: Job) -> list[Function]:
     """Return the walk of the second exchange of an island with one rank."""
-    if ports:
-        become_island(rank, 1, ports)
     engine = start(job)
     batches = data(rank, job)
     run(engine, batches[:1])
@@ -82,18 +79,12 @@ def check_walk(walk: list[Function], landmarks: frozenset[str]) -> None:
     assert len({file for file, _ in walk}) <= MOST_FILES, walk
 
 
-def short(islands: Mapping[str, Any]) -> Job:
-    """Return a job whose islands exchange after every step."""
-    return Job(1, section=islands, steps=3)
-
-
 @pytest.mark.parametrize("more", [{}, {"fragments": 1, "second_moments": {}}])
 def test_the_walk_of_an_exchange_of_fixed_islands_is_short(more: Mapping[str, Any]) -> None:
-    [walk, _] = run_forks(2, trace_round, short(section(size=1, sync_every=1, **more)), [])
+    [walk, _] = run_forks(2, trace_round, Job(1, section(size=1, sync_every=1, **more), steps=3))
     check_walk(walk, frozenset({"Peers.start", "AnchorState.move"}))
 
 
 def test_the_walk_of_a_round_is_short() -> None:
-    with coordinator() as address, own_ports(2) as ports:
-        [walk, _] = run_forks(2, trace_round, short(elastic_section(address, sync_every=1)), ports)
+    [walk, _] = run_apart(2, trace_round, Job(1, steps=3), sync_every=1)
     check_walk(walk, LANDMARKS)

@@ -12,9 +12,9 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import checkpoint 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import deepspeed_compress
-from deepspeed_compress.config import SECTION
 from tests.backends.deepspeed.programs.experts import registry_with_defaults
+from tests.support import activations
+from tests.support.jobs import make_engine, train_on
 
 WIDTH, ROWS = 64, 12
 AUTO_EP: Mapping[str, Any] = {"expert_parallel": {"enabled": True, "autoep_size": 2, "use_grouped_mm": False}}
@@ -52,35 +52,17 @@ class Layers(nn.Module):
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(activations.Job):
     """Training run of `Layers`.
 
     Attributes:
-        activations: the key `activations`; None to train with DeepSpeed alone.
-        stage: ZeRO stage.
         recompute: see `Layers`.
         spread: options of DeepSpeed's layers.
-        extra: other keys of the configuration.
     """
 
-    activations: Mapping[str, Any] | None = None
-    stage: int = 1
+    rows = ROWS
     recompute: str = ""
     spread: Mapping[str, Any] = field(default_factory=lambda: SPREAD_OVER_TWO)
-    extra: Mapping[str, Any] = field(default_factory=dict)
-
-    def config(self) -> dict[str, Any]:
-        config = {
-            "train_micro_batch_size_per_gpu": ROWS,
-            "steps_per_print": 10**6,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-            "zero_optimization": {"stage": self.stage},
-            **self.extra,
-        }
-        if self.activations is None:
-            return config
-        section = {"gradients": {"method": "none"}, "monitor": {"every": 1}, "activations": dict(self.activations)}
-        return {**config, SECTION: section}
 
 
 def start(job: Job) -> Any:
@@ -89,8 +71,7 @@ def start(job: Job) -> Any:
     torch.manual_seed(0)
     model = Layers(job.spread, job.recompute)
     groups = split_params_into_different_moe_groups_for_optimizer({"params": list(model.parameters()), "name": "all"})
-    initialize = deepspeed.initialize if job.activations is None else deepspeed_compress.initialize
-    return initialize(model=model, model_parameters=groups, config=job.config())[0]
+    return make_engine(model, job.config(), groups)
 
 
 def batch(seed: int) -> Tensor:
@@ -106,13 +87,7 @@ def loss_of(model: Any, x: Tensor) -> Tensor:
 
 def step(engine: Any, number: int) -> float:
     """Train one step on the batch `number`, and return the loss."""
-    return _take(engine, loss_of(engine, batch(number)))
-
-
-def _take(engine: Any, loss: Tensor) -> float:
-    engine.backward(loss)
-    engine.step()
-    return float(loss.detach())
+    return train_on(engine, loss_of(engine, batch(number)))
 
 
 def start_mixtral(job: Job) -> Any:
@@ -123,14 +98,12 @@ def start_mixtral(job: Job) -> Any:
     sizes = {"hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 32}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts_per_tok": 2, "num_local_experts": 8}
     model = MixtralForCausalLM(MixtralConfig(**sizes, **heads))
-    config = {**job.config(), **AUTO_EP}
-    initialize = deepspeed.initialize if job.activations is None else deepspeed_compress.initialize
     with registry_with_defaults():
-        return initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+        return make_engine(model, {**job.config(), **AUTO_EP})
 
 
 def step_mixtral(engine: Any, number: int) -> float:
     """Train one step on few tokens, so some experts see none, and return the loss."""
     generator = torch.Generator().manual_seed(100 * number + engine.global_rank)
     tokens = torch.randint(0, 32, (1, 5), generator=generator)
-    return _take(engine, engine(input_ids=tokens, labels=tokens, use_cache=False).loss)
+    return train_on(engine, engine(input_ids=tokens, labels=tokens, use_cache=False).loss)

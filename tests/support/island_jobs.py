@@ -1,14 +1,16 @@
 """Jobs of islands under DeepSpeed: sections of a configuration, and what ranks do with them."""
 
 import time
-import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from deepspeed_compress.errors import CompressWarning
-from tests.support.jobs import Job, Outcome, data, run, start, weights
+from tests.support.coordinators import become_island, coordinator, own_ports
+from tests.support.forks import run_forks
+from tests.support.jobs import Job
 
+T = TypeVar("T")
 SGD: Mapping[str, Any] = {
     "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
     "gradient_clipping": 0.0,
@@ -32,27 +34,30 @@ def elastic_section(
     return section(**{"sync_every": 3, "exchange": exchange, **islands, "elastic": elastic})
 
 
-def train(rank: int, *jobs: Job) -> list[Outcome]:
-    """Return losses and final weights of each job."""
-    outcomes = []
-    for job in jobs:
-        engine = start(job)
-        outcomes.append(Outcome(run(engine, data(rank, job)), weights(engine)))
-        engine.destroy()
-    return outcomes
+def run_apart(count: int, work: Callable[..., T], job: Job, *args: Any, size: int = 1, **islands: Any) -> list[T]:
+    """Run `work(rank, job, *args)` on all ranks of `count` islands, each a job of its own with `size` ranks.
+
+    Ranks count on from island to island. All of them share a coordinator, which ends with this call.
+
+    Args:
+        count: number of islands.
+        work: function to run.
+        job: run of an island. Its section is added to that of `elastic_section`.
+        args: further arguments of `work`.
+        size: ranks of an island.
+        islands: arguments of `elastic_section`.
+
+    Returns:
+        The results in rank order.
+    """
+    with coordinator() as address, own_ports(count) as ports:
+        given = replace(job, section={**elastic_section(address, **islands), **(job.section or {})})
+        return run_forks(count * size, _in_island, work, given, args, size, ports)
 
 
-def largest(one: Mapping[str, list[float]], other: Mapping[str, list[float]]) -> float:
-    """Return the largest difference between two sets of weights."""
-    return max(max(abs(a - b) for a, b in zip(one[name], other[name], strict=True)) for name in one)
-
-
-def warned(rank: int, job: Job) -> list[str]:
-    """Return the texts of the warnings that the start of `job` raises."""
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always", CompressWarning)
-        start(job)
-    return [str(one.message) for one in found if issubclass(one.category, CompressWarning)]
+def _in_island(rank: int, work: Callable[..., T], job: Job, args: tuple[Any, ...], size: int, ports: list[int]) -> T:
+    become_island(rank, size, ports)
+    return work(rank, job, *args)
 
 
 def wait_for(marks: Path, name: str, count: int = 1) -> None:

@@ -1,7 +1,7 @@
 """Training of a small model with DeepSpeed, with and without compression, for tests of the engine."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import nn
 import deepspeed_compress
 from deepspeed_compress.backends.deepspeed.weights.master_weights import find_master_weights
 from deepspeed_compress.config import SECTION
+from tests.support.messages import caught_warnings
 
 WIDTH = 12
 BATCH = 3
@@ -104,9 +105,28 @@ def start(job: Job) -> Any:
         get_accelerator().is_fp16_supported = lambda: True
     if job.stages > 1:
         deepspeed.init_distributed("gloo")
-    model = pipeline(job.stages) if job.stages > 1 else network(job.seed)
-    initialize = deepspeed.initialize if job.section is None else deepspeed_compress.initialize
-    return initialize(model=model, model_parameters=list(model.parameters()), config=job.config())[0]
+    return make_engine(pipeline(job.stages) if job.stages > 1 else network(job.seed), job.config())
+
+
+def make_engine(model: nn.Module, config: Mapping[str, Any], parameters: Any = None, **options: Any) -> Any:
+    """Return an engine for `model`, of DeepSpeed alone if `config` has no section of this package.
+
+    Args:
+        model: the model.
+        config: configuration of DeepSpeed.
+        parameters: parameters, or groups of them, to train; all of the model if None.
+        options: further arguments of `deepspeed.initialize`.
+    """
+    given = list(model.parameters()) if parameters is None else parameters
+    initialize = deepspeed_compress.initialize if SECTION in config else deepspeed.initialize
+    return initialize(model=model, model_parameters=given, config=config, **options)[0]
+
+
+def train_on(engine: Any, loss: torch.Tensor) -> float:
+    """Take a step that reduces `loss`, and return its value."""
+    engine.backward(loss)
+    engine.step()
+    return float(loss.detach())
 
 
 def run(engine: Any, batches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
@@ -114,10 +134,7 @@ def run(engine: Any, batches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> li
     losses = []
     for x, y in batches:
         output = engine(x.to(next(engine.module.parameters()).dtype))
-        loss = (output.float() - y).square().mean()
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
+        losses.append(train_on(engine, (output.float() - y).square().mean()))
     return losses
 
 
@@ -141,6 +158,37 @@ def weights(engine: Any) -> dict[str, list[float]]:
         with deepspeed.zero.GatheredParameters(gathered):
             found[name] = parameter.detach().float().flatten().tolist()
     return found
+
+
+def warned(rank: int, job: Job) -> list[str]:
+    """Return the package's warnings at the start of `job`."""
+    with caught_warnings() as texts:
+        start(job)
+    return texts
+
+
+def by_step(rank: int, job: Job, look: Callable[[Any], Any] = weights) -> list[Any]:
+    """Train, and return what `look(engine)` returns after every step."""
+    engine, seen = start(job), []
+    for batch in data(rank, job):
+        run(engine, [batch])
+        seen.append(look(engine))
+    engine.destroy()
+    return seen
+
+
+def figures_of(rank: int, job: Job, *names: str) -> list[tuple[Any, ...]]:
+    """Train, and return the figures `names` of every step that this rank reports."""
+    engine, seen = start(job), []
+    engine.compression.subscribe(lambda figures: seen.append(tuple(getattr(figures, name) for name in names)))
+    run(engine, data(rank, job))
+    engine.destroy()
+    return seen
+
+
+def largest_difference(one: Mapping[str, list[float]], other: Mapping[str, list[float]]) -> float:
+    """Return the largest difference between two sets of weights."""
+    return max(abs(a - b) for name in one for a, b in zip(one[name], other[name], strict=True))
 
 
 def train(rank: int, *jobs: Job) -> list[Outcome]:

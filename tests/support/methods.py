@@ -54,6 +54,25 @@ NO_MOMENTUM: Mapping[str, Any] = {
 """Part of the ds_config with an optimizer without momentum."""
 
 
+NONE: Mapping[str, Any] = {"gradients": {"method": "none"}}
+RAW: Mapping[str, Any] = {"gradients": {"method": "bf16", "overrides": [{"parameters": ".+", "method": "none"}]}}
+"""Section that sends every parameter uncompressed through our own exchange."""
+BF16: Mapping[str, Any] = {"bf16": {"enabled": True}}
+FP32_SUMS: Mapping[str, Any] = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
+FP16: Mapping[str, Any] = {
+    "fp16": {
+        "enabled": True,
+        "initial_scale_power": 4,
+        "hysteresis": 1,
+        "loss_scale_window": 3,
+        "min_loss_scale": 1,
+    }
+}
+"""Dynamic loss scale that falls at the first overflow, and grows after three steps without one."""
+OFFLOAD: Mapping[str, Any] = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
+UNCLIPPED: Mapping[str, Any] = {"gradient_clipping": 0.0}
+
+
 def by_stage(names: Sequence[str]) -> list[Any]:
     """Return test parameters (ZeRO stage, its share of `names`). Slow tests run all names in all stages."""
     return [

@@ -1,11 +1,49 @@
 """Runs that save and continue, runs that resume, and their residuals."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from tests.support.jobs import Job, data, run, start, weights
 
-__all__ = ["residuals_of", "resume", "save_and_continue"]
+__all__ = ["residuals_of", "resume", "resume_all", "save_and_continue", "save_and_continue_all", "save_and_resume"]
+
+State = tuple[dict[str, list[float]], dict[str, list[Any]]]
+"""Weights at the end of a run, and residuals at its checkpoint."""
 
 
-def save_and_continue(rank: int, all_jobs: dict[str, Job], directory: str) -> dict[str, dict]:
+def save_and_continue(rank: int, job: Job, directory: str, first: int, tag: str | None = None) -> State:
+    """Train, and save after `first` micro-steps."""
+    engine, batches = start(job), data(rank, job)
+    run(engine, batches[:first])
+    engine.save_checkpoint(directory, tag=tag)
+    kept = residuals_of(engine)
+    run(engine, batches[first:])
+    return _end(engine), kept
+
+
+def resume(rank: int, job: Job, directory: str, first: int, tag: str | None = None) -> State:
+    """Load a checkpoint, and train all micro-steps after the first `first`."""
+    engine = start(job)
+    path, _ = engine.load_checkpoint(directory, tag=tag)
+    assert path is not None
+    kept = residuals_of(engine)
+    run(engine, data(rank, job)[first:])
+    return _end(engine), kept
+
+
+def save_and_resume(rank: int, job: Job, directory: str, first: int) -> tuple[State, State]:
+    """Return the results of a run that saves and continues, and of one that resumes in the same process."""
+    return save_and_continue(rank, job, directory, first), resume(rank, job, directory, first)
+
+
+def _end(engine: Any) -> dict[str, list[float]]:
+    """End an engine, and the process that writes its checkpoints, and return its weights."""
+    found = weights(engine)
+    engine.destroy()
+    return found
+
+
+def save_and_continue_all(rank: int, all_jobs: Mapping[str, Job], directory: str) -> dict[str, dict]:
     """Take eight steps, save twice after four of them, and return the final weights by name of the job."""
     found = {}
     for name, job in all_jobs.items():
@@ -14,26 +52,16 @@ def save_and_continue(rank: int, all_jobs: dict[str, Job], directory: str) -> di
         engine.save_checkpoint(f"{directory}/{name}")
         engine.save_checkpoint(f"{directory}/{name}")
         run(engine, batches[4:])
-        found[name] = weights(engine)
-        engine.destroy()
+        found[name] = _end(engine)
     return found
 
 
-def resume(rank: int, all_jobs: dict[str, Job], directory: str) -> dict[str, dict]:
-    """Load what `save_and_continue` saved, take the last four steps, and return the final weights."""
-    found = {}
-    for name, job in all_jobs.items():
-        engine = start(job)
-        engine.load_checkpoint(f"{directory}/{name}")
-        run(engine, data(rank, job)[4:])
-        found[name] = weights(engine)
-        engine.destroy()
-    return found
+def resume_all(rank: int, all_jobs: Mapping[str, Job], directory: str) -> dict[str, dict]:
+    """Load what `save_and_continue_all` saved, take the last four steps, and return the final weights."""
+    return {name: resume(rank, job, f"{directory}/{name}", 4)[0] for name, job in all_jobs.items()}
 
 
-def residuals_of(engine) -> dict[str, list]:
+def residuals_of(engine: Any) -> dict[str, list[Any]]:
     """Return the residuals and momenta of a rank: by store, pairs of a range and its values."""
-    return {
-        name: [(piece, values.tolist()) for piece, values in store.items()]
-        for name, store in engine.compression.stores.items()
-    }
+    stores = engine.compression.stores if "compression" in vars(engine) else {}
+    return {name: [(piece, values.tolist()) for piece, values in store.items()] for name, store in stores.items()}

@@ -3,11 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-import deepspeed
 import torch
 
-import deepspeed_compress
-from tests.support.jobs import BATCH, Job
+from tests.support.jobs import BATCH, Job, make_engine, train_on
 
 TENSOR = 2
 AUTO_TP: Mapping[str, Any] = {"tensor_parallel": {"autotp_size": TENSOR}}
@@ -25,18 +23,14 @@ def llama(heads: int = 3) -> Any:
 
 def start_tensor(job: Job) -> Any:
     """Return the engine of `job`."""
-    model = llama()
-    initialize = deepspeed.initialize if job.section is None else deepspeed_compress.initialize
-    return initialize(model=model, model_parameters=list(model.parameters()), config=job.config())[0]
+    return make_engine(llama(), job.config())
 
 
 def take_steps(engine: Any, rank: int, job: Job, first: int = 0, last: int | None = None) -> list[float]:
     """Take steps `first` to `last`, and return their losses. Ranks that share layers read the same data."""
     generator = torch.Generator().manual_seed(100 + rank // TENSOR)
-    batches, losses = [torch.randint(0, VOCABULARY, (BATCH, 8), generator=generator) for _ in range(job.steps)], []
-    for tokens in batches[first:last]:
-        loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
-    return losses
+    batches = [torch.randint(0, VOCABULARY, (BATCH, 8), generator=generator) for _ in range(job.steps)]
+    return [
+        train_on(engine, engine(input_ids=tokens, labels=tokens, use_cache=False).loss)
+        for tokens in batches[first:last]
+    ]

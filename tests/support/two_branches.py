@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 import deepspeed_compress
 from deepspeed_compress import UnsupportedError
 from deepspeed_compress.config import SECTION
+from tests.support import messages
+from tests.support.methods import NONE
 from tests.support.seeds import TEXT
 
 __all__ = [
@@ -51,9 +53,6 @@ FOUR_BITS = {
         "min_numel": 0,
     }
 }
-
-
-NONE = {"gradients": {"method": "none"}}
 
 
 QUIET = {"monitor": {"announce": False}}
@@ -130,10 +129,10 @@ def residual_sums(attached: Any, names: Any) -> dict[str, Tensor]:
     return found
 
 
-def same_on_all(value: Tensor) -> bool:
-    """Return True if `value` has the same bits on all ranks."""
-    every = [torch.empty_like(value) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, value.contiguous())
+def same_on_all(value: Tensor, group: dist.ProcessGroup | None = None) -> bool:
+    """Return True if `value` has the same bits on all ranks of `group`, or of the job if None."""
+    every = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, value.contiguous(), group=group)
     return all(torch.equal(every[0].nan_to_num(7.0), one.nan_to_num(7.0)) for one in every)
 
 
@@ -200,11 +199,7 @@ def training_problem(model: nn.Module, optimizer: Any, rank: int) -> str:
 
 def refusal(work: Callable[[], object]) -> str:
     """Return the message of the UnsupportedError that `work` raises, or "" if it raises none."""
-    try:
-        work()
-    except UnsupportedError as error:
-        return str(error)
-    return ""
+    return messages.refusal(UnsupportedError, work)
 
 
 def loss_on_text(model: nn.Module, optimizer: Any, seed: int, rank: int, clipping: float = math.inf) -> float:

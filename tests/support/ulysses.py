@@ -1,15 +1,15 @@
 """A small model with Ulysses attention on two sequence-parallel ranks, with and without `activations.sequence`."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import deepspeed
 import torch
 from torch import Tensor, nn
 
-import deepspeed_compress
-from deepspeed_compress.config import SECTION
+from tests.support import activations
+from tests.support.jobs import make_engine, train_on
 
 RANKS, LAYERS = 2, 2
 HEADS, KEY_HEADS, HEAD_SIZE, VOCABULARY = 4, 2, 16, 64
@@ -18,32 +18,16 @@ ROWS, LENGTH = 3, 16
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(activations.Job):
     """Training run on two sequence-parallel ranks, with a replica for each further two.
 
     Attributes:
-        activations: the key `activations`; None to train with DeepSpeed alone.
-        stage: ZeRO stage.
         reentrant: kind of activation checkpointing; None for no checkpointing.
-        extra: other keys of the configuration.
     """
 
-    activations: Mapping[str, Any] | None = None
-    stage: int = 1
+    rows = ROWS
+    zero = MappingProxyType({"stage3_param_persistence_threshold": 0})
     reentrant: bool | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
-
-    def config(self) -> dict[str, Any]:
-        config = {
-            "train_micro_batch_size_per_gpu": ROWS,
-            "steps_per_print": 10**6,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-            "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 0},
-            **self.extra,
-        }
-        if self.activations is None:
-            return config
-        return {**config, SECTION: {"gradients": {"method": "none"}, "activations": dict(self.activations)}}
 
 
 def register() -> Any:
@@ -68,8 +52,7 @@ def start(job: Job, mpu: Any) -> Any:
     model = _model()
     if job.reentrant is not None:
         model.gradient_checkpointing_enable({"use_reentrant": job.reentrant})
-    initialize = deepspeed.initialize if job.activations is None else deepspeed_compress.initialize
-    return initialize(model=model, model_parameters=list(model.parameters()), config=job.config(), mpu=mpu)[0]
+    return make_engine(model, job.config(), mpu=mpu)
 
 
 def share(seed: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -88,10 +71,4 @@ def loss_of(model: nn.Module, seed: int, rank: int) -> Tensor:
 
 def train(engine: Any, rank: int, steps: int = 2) -> list[float]:
     """Return the losses of `steps` optimizer steps."""
-    losses = []
-    for step in range(steps):
-        loss = loss_of(engine, step, rank % RANKS)
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
-    return losses
+    return [train_on(engine, loss_of(engine, step, rank % RANKS)) for step in range(steps)]

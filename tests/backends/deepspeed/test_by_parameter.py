@@ -1,20 +1,18 @@
 """Gradients without ZeRO are treated by parameter, whatever buffers DeepSpeed collects them in."""
 
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import nn
 
-import deepspeed_compress
 from tests.support.forks import run_forks
-from tests.support.jobs import Job, data, network, run, start, weights
+from tests.support.jobs import Job, data, make_engine, network, run, start, weights
+from tests.support.messages import caught_warnings
+from tests.support.methods import FP32_SUMS, NONE, RAW, UNCLIPPED
 
-BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 CHOSEN = {"bits": 4, "block_size": 32, "overrides": [{"parameters": "bias|^0", "method": "none"}]}
 
 
@@ -31,7 +29,7 @@ def remembered(rank: int, job: Job) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def test_the_bf16_optimizer_has_many_parameters_in_a_buffer() -> None:
-    for ends, sizes in run_forks(2, remembered, Job(1, {"gradients": CHOSEN}, extra=BF16, steps=2)):
+    for ends, sizes in run_forks(2, remembered, Job(1, {"gradients": CHOSEN}, extra=FP32_SUMS, steps=2)):
         chosen = {name: numel for name, numel in sizes.items() if "bias" not in name and not name.startswith("0")}
         assert ends == chosen
 
@@ -62,11 +60,8 @@ def train_words(rank: int, *sections: dict[str, Any] | None) -> list[Seen]:
 
 
 def train_once(rank: int, section: dict[str, Any] | None) -> Seen:
-    job = Job(0, section, extra={"gradient_clipping": 0.0, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
-    model = Words()
-    make = deepspeed.initialize if section is None else deepspeed_compress.initialize
-    engine = make(model=model, model_parameters=list(model.parameters()), config=job.config())[0]
-    losses, sent = [], 0
+    job = Job(0, section, extra={**UNCLIPPED, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
+    engine, losses, sent = make_engine(Words(), job.config()), [], 0
     for step in range(4):
         words = torch.randint(50, (3 + rank,), generator=torch.Generator().manual_seed(10 * step + rank))
         loss = engine(words).square().mean()
@@ -81,9 +76,8 @@ def train_once(rank: int, section: dict[str, Any] | None) -> Seen:
 
 @pytest.mark.filterwarnings("ignore:.*matches every parameter:deepspeed_compress.CompressWarning")
 def test_sparse_gradients_go_deepspeeds_way() -> None:
-    raw = {"gradients": {"method": "bf16", "overrides": [{"parameters": ".+", "method": "none"}]}}
-    none, int4 = ({"gradients": gradients} for gradients in ({"method": "none"}, {"bits": 4, "block_size": 32}))
-    ranks = run_forks(2, train_words, None, none, raw, int4, {**int4, "guard": {}})
+    int4 = {"gradients": {"bits": 4, "block_size": 32}}
+    ranks = run_forks(2, train_words, None, NONE, RAW, int4, {**int4, "guard": {}})
     for plain, ours, uncompressed, compressed, guarded in ranks:
         assert (guarded.losses, guarded.parameters) == (compressed.losses, compressed.parameters)
         assert (ours.losses, ours.parameters) == (plain.losses, plain.parameters)
@@ -97,10 +91,9 @@ def test_sparse_gradients_go_deepspeeds_way() -> None:
 def warned_of(rank: int, *jobs: Job) -> list[list[str]]:
     found = []
     for job in jobs:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with caught_warnings() as texts:
             engine = start(job)
-        found.append([str(one.message) for one in caught if "communication_data_type" in str(one.message)])
+        found.append([text for text in texts if "communication_data_type" in text])
         engine.destroy()
     return found
 
@@ -109,7 +102,7 @@ def test_a_type_of_communication_that_nobody_heeds_is_named() -> None:
     """Only ZeRO 1 and 2 use this type, for uncompressed messages."""
     typed = {"communication_data_type": "bf16"}
     jobs = [Job(stage, {"gradients": {"bits": 4}}, extra=typed) for stage in (0, 1, 2, 3)]
-    none, silent = Job(0, {"gradients": {"method": "none"}}, extra=typed), Job(0, {"gradients": {"bits": 4}})
+    none, silent = Job(0, NONE, extra=typed), Job(0, {"gradients": {"bits": 4}})
     for first, *middle, last, with_none, without in run_forks(2, warned_of, *jobs, none, silent):
         assert middle == [[], []]
         assert with_none == without == []

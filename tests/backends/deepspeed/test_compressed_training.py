@@ -6,7 +6,7 @@ import torch
 import deepspeed_compress
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, network, train
-from tests.support.methods import METHODS, NO_MOMENTUM, WITHOUT_MOMENTUM, by_stage
+from tests.support.methods import BF16, FP32_SUMS, METHODS, NO_MOMENTUM, WITHOUT_MOMENTUM, by_stage
 
 SAMPLED = pytest.mark.sampled(
     8, "deepspeed_compress/backends/deepspeed/gradients", "tests/backends/deepspeed/test_compressed_training.py"
@@ -107,16 +107,14 @@ def test_reduction_options(stage, zero):
 @SAMPLED
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bf16(stage):
-    extra = {"bf16": {"enabled": True}}
-    assert_learned(outcomes(2, stage=stage, extra=extra, section={"gradients": METHODS["int8"]}, steps=40))
+    assert_learned(outcomes(2, stage=stage, extra=BF16, section={"gradients": METHODS["int8"]}, steps=40))
 
 
 @SAMPLED
 @pytest.mark.parametrize("stage", [1, 2])
 def test_bf16_with_fp32_accumulation(stage):
     """With fp32 accumulation, ZeRO 1 becomes DeepSpeed's BF16_Optimizer, which reduces on the path of ZeRO 0."""
-    extra = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
-    job = {"stage": stage, "extra": extra, "steps": 40, "accumulation": 2}
+    job = {"stage": stage, "extra": FP32_SUMS, "steps": 40, "accumulation": 2}
     assert_learned(outcomes(2, **job, section={"gradients": METHODS["int8"]}))
 
 

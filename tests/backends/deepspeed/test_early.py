@@ -1,7 +1,7 @@
 """Overlapped reductions of ZeRO 0 and 1: used if they prove right, and otherwise without any effect."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +18,8 @@ from deepspeed_compress.backends.deepspeed.gradients.zero_1_gradients import Zer
 from deepspeed_compress.collectives.buckets import partition_by_sizes
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, weights
+from tests.support.methods import FP32_SUMS, NONE
+from tests.support.resuming import save_and_resume
 
 SAMPLED = pytest.mark.sampled(
     4, "deepspeed_compress/backends/deepspeed/gradients", "tests/backends/deepspeed/test_early.py"
@@ -30,6 +32,8 @@ RANDOM = {"gradients": {"method": "stochastic_linear", "bits": 4, "block_size": 
 INT4 = {"gradients": {"bits": 4, "block_size": 32, "error_feedback": {"dtype": "fp32"}}}
 
 
+Program = Callable[[Any, int, Job], list[float]]
+"""Training of an engine, which returns the losses."""
 STAGES = [0, 1]
 BUCKETS = {0: 3, 1: 4}
 
@@ -69,13 +73,13 @@ def watch(engine: Any) -> tuple[list[int], list[bool]]:
     return under_way, agreed
 
 
-def train(rank: int, job: Job, early: bool, program: Callable[[Any, int, Job], list[float]]) -> Seen:
+def train(rank: int, job: Job, early: bool, program: Program) -> Seen:
     # Without ZeRO, the configuration has no bucket size.
     with patch.object(early_module, "SMALLEST_BUCKET", 200):
         return train_in_small_buckets(rank, job, early, program)
 
 
-def train_in_small_buckets(rank: int, job: Job, early: bool, program: Callable[[Any, int, Job], list[float]]) -> Seen:
+def train_in_small_buckets(rank: int, job: Job, early: bool, program: Program) -> Seen:
     engine = start(job)
     if not early:
         reductions(engine)._history.patience = 10**9
@@ -152,19 +156,22 @@ def given_up(engine: Any, rank: int, job: Job) -> list[float]:
     batches, losses = data(rank, job), []
     for step, (x, y) in enumerate(batches):
         if step == 4:
-            with pytest.raises(RuntimeError, match="given up"), failing(engine.module[2 * rank].weight):
-                engine.backward((engine(2 * x) - y).square().mean())
-            for parameter in engine.module.parameters():
-                parameter.grad = None
+            interrupt(engine, engine.module[2 * rank].weight, (2 * x, y))
         losses += run(engine, [(x, y)])
     return losses
 
 
-def interrupt(engine: Any, rank: int, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Run a backward pass that fails, later on one rank than on the other."""
-    x, y = batch
-    with pytest.raises(RuntimeError, match="given up"), failing(engine.module[2 * rank].weight):
-        engine.backward((engine(2 * x) - y).square().mean())
+def interrupt(
+    engine: Any,
+    parameter: torch.Tensor,
+    batch: tuple[torch.Tensor, torch.Tensor],
+    within: AbstractContextManager[Any] | None = None,
+) -> None:
+    """Run a backward pass that fails at `parameter`, and discard its gradients."""
+    with pytest.raises(RuntimeError, match="given up"), failing(parameter), within or nullcontext():
+        engine.backward((engine(batch[0]) - batch[1]).square().mean())
+    for one in engine.module.parameters():
+        one.grad = None
 
 
 def loaded_after_a_failure(engine: Any, rank: int, job: Job) -> list[float]:
@@ -172,9 +179,7 @@ def loaded_after_a_failure(engine: Any, rank: int, job: Job) -> list[float]:
     batches, directory = data(rank, job), str(job.extra["directory"])
     losses = run(engine, batches[:4])
     engine.save_checkpoint(directory)
-    interrupt(engine, rank, batches[4])
-    for parameter in engine.module.parameters():
-        parameter.grad = None
+    interrupt(engine, engine.module[2 * rank].weight, (2 * batches[4][0], batches[4][1]))
     engine.load_checkpoint(directory)
     assert not reductions(engine)._step.sent
     return losses + run(engine, batches[4:])
@@ -188,10 +193,7 @@ def loaded_with_the_same_gradients(engine: Any, rank: int, job: Job) -> list[flo
     batches, directory = data(rank, job), str(job.extra["directory"])
     losses = run(engine, batches[:4])
     engine.save_checkpoint(directory)
-    with pytest.raises(RuntimeError, match="given up"), failing(engine.module[0].bias):
-        engine.backward((engine(batches[4][0]) - batches[4][1]).square().mean())
-    for parameter in engine.module.parameters():
-        parameter.grad = None
+    interrupt(engine, engine.module[0].bias, batches[4])
     engine.load_checkpoint(directory)
     return losses + run(engine, batches[4:])
 
@@ -199,9 +201,7 @@ def loaded_with_the_same_gradients(engine: Any, rank: int, job: Job) -> list[flo
 def detached_after_a_failure(engine: Any, rank: int, job: Job) -> list[float]:
     batches = data(rank, job)
     losses = run(engine, batches[:4])
-    interrupt(engine, rank, batches[4])
-    for parameter in engine.module.parameters():
-        parameter.grad = None
+    interrupt(engine, engine.module[2 * rank].weight, (2 * batches[4][0], batches[4][1]))
     deepspeed_compress.detach(engine)
     losses += run(engine, batches[4:6])
     deepspeed_compress.attach(engine)
@@ -213,11 +213,7 @@ def within_no_sync(engine: Any, rank: int, job: Job) -> list[float]:
     batches, losses = data(rank, job), []
     for step, (x, y) in enumerate(batches):
         if step == 4:
-            broken = failing(engine.module[2 * rank].weight)
-            with pytest.raises(RuntimeError, match="given up"), broken, engine.no_sync():
-                engine.backward((engine(2 * x) - y).square().mean())
-            for parameter in engine.module.parameters():
-                parameter.grad = None
+            interrupt(engine, engine.module[2 * rank].weight, (2 * x, y), engine.no_sync())
         losses += run(engine, [(x, y)])
     return losses
 
@@ -253,7 +249,7 @@ def test_overlapped_reductions_change_no_bit(stage: int, name: str, section: dic
     # Without ZeRO, only a guard skips a step whose gradients are not finite.
     guard = {"guard": {}} if stage == 0 and name == "overflow" else {}
     job = Job(stage, {**section, **guard}, SMALL, steps=8)
-    ranks = run_forks(2, both, job, name)
+    ranks = run_forks(2, both, job, PROGRAMS[name])
     for early, late in ranks:
         assert (early.losses, early.parameters) == (late.losses, late.parameters)
         assert late.agreed == []
@@ -263,14 +259,14 @@ def test_overlapped_reductions_change_no_bit(stage: int, name: str, section: dic
     assert set(first.agreed) == ({True} if name in ("ordinary", "overflow") else {True, False})
 
 
-def both(rank: int, job: Job, name: str) -> tuple[Seen, Seen]:
-    return train(rank, job, True, PROGRAMS[name]), train(rank, job, False, PROGRAMS[name])
+def both(rank: int, job: Job, program: Program) -> tuple[Seen, Seen]:
+    return train(rank, job, True, program), train(rank, job, False, program)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_all_buckets_are_under_way_when_backward_is_over(stage: int) -> None:
     """This holds from the second step on. The first step shows what the buckets are."""
-    for early, _ in run_forks(2, both, Job(stage, INT4, SMALL, steps=5), "ordinary"):
+    for early, _ in run_forks(2, both, Job(stage, INT4, SMALL, steps=5), ordinary):
         assert early.under_way == [BUCKETS[stage]] * 4
 
 
@@ -278,26 +274,13 @@ def test_all_buckets_are_under_way_when_backward_is_over(stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_disappointments_are_rare(stage: int) -> None:
     """Every failure doubles the required number of equal steps: 2 + 4 + 8 + 16 of 40 after the first four."""
-    for early, _ in run_forks(2, both, Job(stage, INT4, SMALL, steps=40), "hook"):
+    for early, _ in run_forks(2, both, Job(stage, INT4, SMALL, steps=40), touched_by_a_hook):
         assert 1 <= early.agreed.count(False) <= 5
-
-
-def save_and_continue(rank: int, job: Job, directory: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    engine, batches = start(job), data(rank, job)
-    run(engine, batches[:4])
-    engine.save_checkpoint(directory)
-    run(engine, batches[4:])
-    straight = weights(engine)
-    engine.destroy()
-    engine = start(job)
-    engine.load_checkpoint(directory)
-    run(engine, batches[4:])
-    return straight, weights(engine)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_resumed_run_which_has_to_learn_again_has_the_same_bits(stage: int, tmp_path: Path) -> None:
-    for straight, resumed in run_forks(2, save_and_continue, Job(stage, RANDOM, SMALL, steps=8), str(tmp_path)):
+    for straight, resumed in run_forks(2, save_and_resume, Job(stage, RANDOM, SMALL, steps=8), str(tmp_path), 4):
         assert straight == resumed
 
 
@@ -307,18 +290,12 @@ INTERRUPTED = (loaded_after_a_failure, loaded_with_the_same_gradients, detached_
 @SAMPLED
 @pytest.mark.parametrize("program", INTERRUPTED)
 @pytest.mark.parametrize("stage", STAGES)
-def test_nothing_that_a_failed_pass_has_sent_survives(
-    stage: int, program: Callable[[Any, int, Job], list[float]], tmp_path: Path
-) -> None:
+def test_nothing_that_a_failed_pass_has_sent_survives(stage: int, program: Program, tmp_path: Path) -> None:
     job = Job(stage, RANDOM, SMALL, steps=8, extra={"directory": str(tmp_path)})
-    ranks = run_forks(2, interrupted, job, program)
+    ranks = run_forks(2, both, job, program)
     assert ranks[0][0].parameters == ranks[1][0].parameters
     for early, late in ranks:
         assert (early.losses, early.parameters) == (late.losses, late.parameters)
-
-
-def interrupted(rank: int, job: Job, program: Callable[[Any, int, Job], list[float]]) -> tuple[Seen, Seen]:
-    return train(rank, job, True, program), train(rank, job, False, program)
 
 
 def chosen(rank: int, *jobs: Job) -> list[bool]:
@@ -333,9 +310,9 @@ def chosen(rank: int, *jobs: Job) -> list[bool]:
 def test_nothing_begins_early_where_deepspeed_decides_otherwise() -> None:
     """ZeRO 2 and `overlap_comm` reduce during backward themselves, and `none` changes nothing."""
     written = [Job(1, INT4, {"overlap_comm": overlap}) for overlap in (True, False)]
-    none = [Job(stage, {"gradients": {"method": "none"}}) for stage in STAGES]
+    none = [Job(stage, NONE) for stage in STAGES]
     # The gradients of this optimizer are not those of the parameters.
-    bf16 = Job(1, INT4, extra={"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}})
+    bf16 = Job(1, INT4, extra=FP32_SUMS)
     found = run_forks(2, chosen, Job(0, INT4), Job(1, INT4), Job(2, INT4), *written, *none, bf16)
     assert found == [[True, True, False, False, False, False, False, False]] * 2
 

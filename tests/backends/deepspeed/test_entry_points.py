@@ -1,7 +1,7 @@
 """The three entry points, and everything that they refuse."""
 
 import json
-import warnings
+import os
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,13 +10,14 @@ import deepspeed
 import pytest
 
 import deepspeed_compress
-from deepspeed_compress import CompressWarning, ConfigError, SeamError, UnsupportedError
+from deepspeed_compress import ConfigError, SeamError, UnsupportedError
 from deepspeed_compress.backends.deepspeed import limits, seams
 from deepspeed_compress.backends.deepspeed.division import IslandUnit
 from deepspeed_compress.config import CompressConfig, parse_section
 from deepspeed_compress.session.torch_version import check_torch
 from tests.support.forks import RankError, run_forks
-from tests.support.jobs import Job, data, network, run, start, train, weights
+from tests.support.jobs import Job, data, make_engine, network, run, start, train, warned, weights
+from tests.support.messages import caught_warnings
 
 JOB = Job(stage=2, section={"gradients": {"bits": 4}})
 
@@ -48,12 +49,11 @@ def without_section(rank: int) -> list[str]:
     """Return this package's warnings when an engine with an optimizer, and one without, are created after `install`."""
     deepspeed_compress.install()
     config = {**Job().config(), "compress": {}}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as texts:
         model = network()
         deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
         deepspeed.initialize(model=network(), config={"train_batch_size": 2})
-    return [str(one.message) for one in caught if one.category is CompressWarning]
+    return texts
 
 
 def test_install_warns_of_an_engine_without_the_section() -> None:
@@ -90,8 +90,7 @@ def test_stage_from_the_section():
 def stage_of_engine(rank: int) -> int:
     config = Job(section={"parallelism": {"zero_stage": 3}}).config()
     del config["zero_optimization"]["stage"]
-    model = network()
-    engine, *_ = deepspeed_compress.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine = make_engine(network(), config)
     return int(engine.zero_optimization_stage())
 
 
@@ -122,17 +121,8 @@ def test_contradictions(section, message):
 
 def test_override_that_matches_nothing_warns():
     section = {"gradients": {"overrides": [{"parameters": "no_such_layer", "method": "none"}]}}
-    texts = run_forks(2, warnings_of_start, Job(section=section))[0]
+    texts = run_forks(2, warned, Job(section=section))[0]
     assert any("/deepspeed_compress/gradients/overrides/0/parameters" in text for text in texts)
-
-
-def warnings_of_start(rank: int, job: Job) -> list[str]:
-    import warnings
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        start(job)
-    return [str(warning.message) for warning in caught]
 
 
 def test_no_configuration():
@@ -226,8 +216,6 @@ def test_refused(changes, message):
 
 def dies(rank: int, directory: str) -> None:
     """Train on two ranks, of which rank 1 exits silently after two steps."""
-    import os
-
     job = Job(stage=2, section=JOB.section, steps=4)
     engine = start(job)
     batches = data(rank, job)

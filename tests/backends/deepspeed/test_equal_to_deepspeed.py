@@ -4,14 +4,11 @@ import pytest
 
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, train, weights
+from tests.support.methods import BF16, NONE, RAW
 
 pytestmark = pytest.mark.sampled(
     4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_equal_to_deepspeed.py"
 )
-
-RAW = {"gradients": {"method": "bf16", "overrides": [{"parameters": ".+", "method": "none"}]}}
-"""Section that sends every parameter uncompressed through our own exchange."""
-NONE = {"gradients": {"method": "none"}}
 
 
 def assert_identical(ranks: int, job: dict, section: dict) -> None:
@@ -104,7 +101,7 @@ def copies(rank, *jobs):
         ({"gradient_predivide_factor": 3.0}, False),
         ({"communication_data_type": "fp16"}, False),
         ({"fp16": {"enabled": True, "initial_scale_power": 4}}, True),
-        ({"bf16": {"enabled": True}}, True),
+        (BF16, True),
     ],
     ids=lambda value: next(iter(value), "fp32") if isinstance(value, dict) else "",
 )

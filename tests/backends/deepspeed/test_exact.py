@@ -8,8 +8,8 @@ import torch
 
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start
+from tests.support.methods import FP32_SUMS
 
-FP32_SUMS = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 SECTION = {"weights": {"bits": 4, "block_size": 32}}
 
 

@@ -1,30 +1,28 @@
 """Mixtures of experts of DeepSpeed's layer: groups, residuals, skipped steps, checkpoints and figures of their own."""
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
 from torch import nn
 
-import deepspeed_compress
 from deepspeed_compress.compression import state
-from deepspeed_compress.errors import CompressWarning, StateError, UnsupportedError
+from deepspeed_compress.errors import StateError, UnsupportedError
 from deepspeed_compress.session.state_files import check_experts
 from deepspeed_compress.session.traffic import ring_all_reduce
 from tests.backends.deepspeed.programs.experts import Experts
 from tests.support.forks import run_forks
-from tests.support.jobs import Job, data, run, weights
+from tests.support.jobs import Job, data, make_engine, run, weights
+from tests.support.messages import caught_warnings, refusal
+from tests.support.methods import NONE, RAW
 from tests.support.resuming import residuals_of
 
 pytestmark = pytest.mark.sampled(4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_experts.py")
 
 INT4 = {"gradients": {"bits": 4, "block_size": 32, "error_feedback": {"dtype": "fp32"}}, "seed": 1}
-RAW = {"gradients": {"method": "bf16", "overrides": [{"parameters": ".+", "method": "none"}]}}
 
 
 def start(job: Job, spread: int) -> Any:
@@ -33,8 +31,7 @@ def start(job: Job, spread: int) -> Any:
     model = nn.Sequential(Experts(spread, count=4), nn.Linear(1, 12), Experts(spread, count=4))
     given = {"params": list(model.parameters()), "name": "all"}
     groups = split_params_into_different_moe_groups_for_optimizer(given)
-    initialize = deepspeed.initialize if job.section is None else deepspeed_compress.initialize
-    return initialize(model=model, model_parameters=groups, config=job.config())[0]
+    return make_engine(model, job.config(), groups)
 
 
 def expert_of(engine: Any) -> Any:
@@ -131,11 +128,9 @@ def learning(rank: int, stage: int, spread: int) -> list[tuple[list[str], dict[s
     """Train with every method; return its warnings, and the weights."""
     found = []
     for method in METHODS:
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always", CompressWarning)
+        with caught_warnings() as said:
             engine = start(Job(stage, {"gradients": method}), spread)
             run(engine, data(rank, Job(steps=4)))
-        said = [str(one.message) for one in seen if issubclass(one.category, CompressWarning)]
         found.append((said, weights(engine)))
         engine.destroy()
     return found
@@ -190,7 +185,7 @@ def counting(rank: int, stage: int, spread: int, section: Mapping[str, Any]) -> 
     return sent, uncompressed, sizes[True], sizes[False]
 
 
-@pytest.mark.parametrize(("stage", "section"), [(0, RAW), (2, RAW), (2, {"gradients": {"method": "none"}})])
+@pytest.mark.parametrize(("stage", "section"), [(0, RAW), (2, RAW), (2, NONE)])
 @pytest.mark.parametrize("spread", [1, 2])
 def test_bytes_of_experts_are_those_of_their_group(stage: int, spread: int, section: Mapping[str, Any]) -> None:
     sent, uncompressed, experts, others = run_forks(2, counting, stage, spread, section)[0]
@@ -228,16 +223,10 @@ REFUSED = {
 
 
 def refusals(rank: int) -> dict[str, str]:
-    found = {}
-    for text, options in REFUSED.items():
-        try:
-            start(Job(1, **options), 2)
-        except UnsupportedError as error:
-            found[text] = str(error)
-    return found
+    return {text: refusal(UnsupportedError, start, Job(1, **options), 2) for text, options in REFUSED.items()}
 
 
 def test_unsupported_settings_with_experts_are_refused_by_name() -> None:
     for found in run_forks(4, refusals):
         for text in REFUSED:
-            assert text in found.get(text, "")
+            assert text in found[text]

@@ -15,12 +15,13 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import partition_parameters, stage_1_and_2
 from deepspeed.utils import groups
 
-import deepspeed_compress
 from deepspeed_compress.backends.deepspeed.units import IslandUnit
 from deepspeed_compress.errors import UnsupportedError
+from deepspeed_compress.local_sgd.coordinator.client import status
 from tests.support.coordinators import become_island, coordinator, own_ports
 from tests.support.forks import run_forks
-from tests.support.jobs import Job, data, network, run, weights
+from tests.support.jobs import Job, data, make_engine, network, run, weights
+from tests.support.messages import refusal
 
 SAMPLED = pytest.mark.sampled(
     4, "deepspeed_compress/backends/deepspeed/initialize.py", "tests/backends/deepspeed/test_failed_initialize.py"
@@ -84,33 +85,24 @@ def process_state() -> list[Any]:
 def fails(rank: int, job: Job, name: str) -> list[Any]:
     """Return whether the process is as before, and the results of plain DeepSpeed with the model of the failure."""
     deepspeed.init_distributed("gloo")
-    torch.manual_seed(0)
     model, before = network(), process_state()
     with mock.patch(name, side_effect=InjectedError), pytest.raises(InjectedError):
-        deepspeed_compress.initialize(
-            model=model,
-            model_parameters=model.parameters(),
-            config=job.config(),
-            training_data=[torch.zeros(1)] * 8,
-        )
+        make_engine(model, job.config(), training_data=[torch.zeros(1)] * 8)
     after = process_state()
     dist.barrier()
     unchanged = [one is other or one == other for one, other in zip(before, after, strict=True)]
     plain = replace(job, section=None)
     if name in DEEPSPEED:
         # A failure inside DeepSpeed leaves hooks on the model, with and without this package.
-        torch.manual_seed(0)
         model = network()
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=plain.config())
+    engine = make_engine(model, plain.config())
     run(engine, data(rank, plain))
     return [all(unchanged), engine.seq_data_parallel_group.size(), weights(engine)]
 
 
 def plainly(rank: int, job: Job) -> dict[str, list[float]]:
     deepspeed.init_distributed("gloo")
-    torch.manual_seed(0)
-    model = network()
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=job.config())
+    engine = make_engine(network(), job.config())
     run(engine, data(rank, job))
     return weights(engine)
 
@@ -139,14 +131,11 @@ def test_a_failure_leaves_neither_patches_nor_another_order(name: str, expected:
 def refused_as(rank: int, job: Job) -> tuple[str, bool, int]:
     deepspeed.init_distributed("gloo")
     model, before = network(), process_state()
-    with pytest.raises(UnsupportedError) as error:
-        deepspeed_compress.initialize(model=model, model_parameters=model.parameters(), config=job.config())
+    message = refusal(UnsupportedError, make_engine, model, job.config())
     same = process_state() == before
     dist.barrier()
-    engine, *_ = deepspeed.initialize(
-        model=network(), model_parameters=None, config=replace(job, section=None).config()
-    )
-    return str(error.value), same, engine.seq_data_parallel_group.size()
+    engine = make_engine(network(), replace(job, section=None).config())
+    return message, same, engine.seq_data_parallel_group.size()
 
 
 def test_a_refusal_leaves_no_division() -> None:
@@ -165,10 +154,10 @@ def former_mpu(rank: int, job: Job) -> list[bool]:
     groups.mpu = own = object()
     model = network()
     with mock.patch(ENGINE + "attach.announce", side_effect=InjectedError), pytest.raises(InjectedError):
-        deepspeed_compress.initialize(model=model, model_parameters=model.parameters(), config=job.config())
+        make_engine(model, job.config())
     after_failure = groups.mpu is own
     model = network()
-    engine, *_ = deepspeed_compress.initialize(model=model, model_parameters=model.parameters(), config=job.config())
+    engine = make_engine(model, job.config())
     inside = isinstance(groups.mpu, IslandUnit)
     engine.destroy()
     return [after_failure, inside, groups.mpu is own]
@@ -180,15 +169,13 @@ def test_the_former_division_is_restored() -> None:
 
 def elastic_fails(rank: int, job: Job, ports: list[int], name: str) -> list[Any]:
     """Fail once, and then join successfully. The coordinator must keep no island of the failed attempt."""
-    from deepspeed_compress.local_sgd.coordinator.client import status
-
     become_island(rank, 1, ports)
     address = job.section["islands"]["elastic"]["rendezvous"]  # type: ignore[index]
     model = network()
     with mock.patch(name, side_effect=InjectedError), pytest.raises(InjectedError):
-        deepspeed_compress.initialize(model=model, model_parameters=model.parameters(), config=job.config())
+        make_engine(model, job.config())
     left = len(status(address)["islands"])
-    engine, *_ = deepspeed_compress.initialize(model=model, model_parameters=model.parameters(), config=job.config())
+    engine = make_engine(model, job.config())
     return [left, len(status(address)["islands"]), "compression" in vars(engine)]
 
 

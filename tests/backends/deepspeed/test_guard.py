@@ -12,25 +12,22 @@ from tests.backends.deepspeed import network_rank as language
 from tests.support.faults import FAULT, GUARD, Disturb, Story, exploding, live, live_on, not_a_number, poison, train_one
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, run_pipeline, start, steady_data, train, weights
+from tests.support.methods import BF16, FP32_SUMS, UNCLIPPED
 from tests.support.seeds import SEEDS, Excess
 
 pytestmark = pytest.mark.sampled(4, "deepspeed_compress/policy", "tests/backends/deepspeed/test_guard.py")
 
 STEPS = 60
 GUARDED = {"gradients": {"bits": 4}, "guard": GUARD}
-BF16 = {"bf16": {"enabled": True}}
 KINDS: dict[str, Job] = {
     "zero 0": Job(0, GUARDED, steps=STEPS),
-    "zero 0, no clipping": Job(0, GUARDED, extra={"gradient_clipping": 0.0}, steps=STEPS),
+    "zero 0, no clipping": Job(0, GUARDED, extra=UNCLIPPED, steps=STEPS),
     "zero 1": Job(1, GUARDED, steps=STEPS),
     "zero 2": Job(2, GUARDED, steps=STEPS),
     "zero 3": Job(3, GUARDED, steps=STEPS),
     "zero 2, bf16": Job(2, GUARDED, extra=BF16, steps=STEPS),
-    "bf16 optimizer": Job(
-        1, GUARDED, extra={**BF16, "data_types": {"grad_accum_dtype": "fp32"}, "zero_allow_untested_optimizer": True},
-        steps=STEPS,
-    ),
-}  # fmt: skip
+    "bf16 optimizer": Job(1, GUARDED, extra={**FP32_SUMS, "zero_allow_untested_optimizer": True}, steps=STEPS),
+}
 OFTEN = {"zero 0", "zero 2", "zero 3", "bf16 optimizer"}
 """Kinds of engines in default runs. The others are tested only in long runs."""
 EVERY = pytest.mark.parametrize(

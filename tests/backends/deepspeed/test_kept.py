@@ -16,10 +16,9 @@ from deepspeed.utils import (
 )
 from torch import nn
 
-import deepspeed_compress
 from deepspeed_compress.checkpointing.snapshot import Call, Snapshot
 from tests.support.forks import run_forks
-from tests.support.jobs import Job, data, run, start
+from tests.support.jobs import Job, data, make_engine, run, start, train_on
 
 pytestmark = pytest.mark.sampled(4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_kept.py")
 
@@ -122,10 +121,8 @@ def sizes_of_calls(rank: int, directory: str, stage: int) -> tuple[int, ...]:
         kept.append(self._calls[-1])
 
     config = Job(stage, {**SECTION, "checkpointing": {}}).config()
-    model = nn.Linear(300, 300)
-    engine = deepspeed_compress.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
-    engine.backward(engine(torch.ones(1, 300)).sum())
-    engine.step()
+    engine = make_engine(nn.Linear(300, 300), config)
+    train_on(engine, engine(torch.ones(1, 300)).sum())
     with patch.object(Snapshot, "add", noted):
         engine.save_checkpoint(directory)
     engine.destroy()

@@ -8,28 +8,23 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 from torch import nn
 
 import deepspeed_compress
 from deepspeed_compress import ConfigError
 from deepspeed_compress.backends.deepspeed import limits
 from tests.support.forks import RankError, run_forks
-from tests.support.jobs import MUON, Job, data, network, run, start, train, weights
-from tests.support.resuming import resume, save_and_continue
+from tests.support.jobs import MUON, Job, data, make_engine, network, run, start, train, weights
+from tests.support.methods import BF16, FP16, FP32_SUMS, NONE, OFFLOAD, RAW
+from tests.support.resuming import resume_all, save_and_continue_all
 
 SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_muon.py")
 
-RAW = {"gradients": {"method": "bf16", "overrides": [{"parameters": ".+", "method": "none"}]}}
-"""Every parameter uncompressed through our own exchange."""
-NONE = {"gradients": {"method": "none"}}
 INT4 = {"gradients": {"bits": 4, "block_size": 32}}
 BOTH = {**INT4, "weights": {"bits": 4, "block_size": 32}}
 WHOLE = {"reduce_scatter": False}
 """Setting of ZeRO 3 that DeepSpeed's Muon requires."""
-OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
-BF16 = {"bf16": {"enabled": True}}
-FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 3}}
-FP32_SUMS = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
 quiet = pytest.mark.filterwarnings("ignore:.*(matches every|compresses none):deepspeed_compress.CompressWarning")
 
 
@@ -92,9 +87,7 @@ def train_models(rank: int, stage: int) -> dict[str, list[dict[str, list[float]]
             job = muon(stage, section)
             torch.manual_seed(0)
             model = make()
-            initialize = deepspeed.initialize if section is None else deepspeed_compress.initialize
-            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            engine = initialize(model=model, model_parameters=trained, config=job.config())[0]
+            engine = make_engine(model, job.config(), [one for one in model.parameters() if one.requires_grad])
             run(engine, data(rank, job))
             found.setdefault(name, []).append(weights(engine))
             engine.destroy()
@@ -174,8 +167,8 @@ def test_a_skipped_step_leaves_no_trace(stage: int) -> None:
 def test_resuming_is_bit_identical_to_going_on(stage: int, tmp_path: Path) -> None:
     every = {"both": {}, "bf16": {"extra": BF16}, "offload": {"zero": OFFLOAD}}
     jobs = {name: muon(stage, BOTH, steps=8, **settings) for name, settings in every.items()}
-    continued = run_forks(2, save_and_continue, jobs, str(tmp_path))
-    assert run_forks(2, resume, jobs, str(tmp_path)) == continued
+    continued = run_forks(2, save_and_continue_all, jobs, str(tmp_path))
+    assert run_forks(2, resume_all, jobs, str(tmp_path)) == continued
 
 
 @SAMPLED
@@ -185,14 +178,14 @@ def test_resuming_is_bit_identical_to_going_on(stage: int, tmp_path: Path) -> No
 def test_files_are_those_of_deepspeed(stage: int, tmp_path: Path) -> None:
     """What one of the two saves, the other loads."""
     plain, ours = muon(stage, steps=8), muon(stage, {**RAW, "on_missing_state": "reset"}, steps=8)
-    continued = run_forks(2, save_and_continue, {"plain": plain, "ours": ours}, str(tmp_path))
-    assert run_forks(2, resume, {"plain": ours, "ours": plain}, str(tmp_path)) == continued
+    continued = run_forks(2, save_and_continue_all, {"plain": plain, "ours": ours}, str(tmp_path))
+    assert run_forks(2, resume_all, {"plain": ours, "ours": plain}, str(tmp_path)) == continued
 
 
 def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
-    run_forks(2, save_and_continue, {"job": muon(1, INT4, steps=5)}, str(tmp_path))
+    run_forks(2, save_and_continue_all, {"job": muon(1, INT4, steps=5)}, str(tmp_path))
     with pytest.raises(RankError, match="Muon's momentum under ZeRO 1 and 2 has whole matrices"):
-        run_forks(1, resume, {"job": muon(1, INT4)}, str(tmp_path))
+        run_forks(1, resume_all, {"job": muon(1, INT4)}, str(tmp_path))
 
 
 @SAMPLED
@@ -210,8 +203,6 @@ def test_ranks_of_an_island_agree(stage: int, compiled: bool) -> None:
 
 def balanced(rank: int) -> None:
     """Make an engine whose optimizer the configuration does not name."""
-    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
-
     model = network()
     model[0].weight.use_muon = True
     groups = [{"params": [one], "use_muon": hasattr(one, "use_muon")} for one in model.parameters()]

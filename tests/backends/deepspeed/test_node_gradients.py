@@ -15,6 +15,7 @@ from deepspeed_compress.backends.deepspeed.gradients import early as early_modul
 from deepspeed_compress.backends.deepspeed.node_shards import NodeShards
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, network, run, start, weights
+from tests.support.methods import BF16, FP32_SUMS
 
 SAMPLED = pytest.mark.sampled(
     8, "deepspeed_compress/backends/deepspeed/node_gradients.py", "tests/backends/deepspeed/test_node_gradients.py"
@@ -24,8 +25,6 @@ RANDOM = {
     "parallelism": {"shard_within": 2},
 }
 """Section of a method whose random numbers depend on the numbers of messages."""
-BF16 = {"bf16": {"enabled": True}}
-FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 
 Program = Callable[[Any, int, Job], list[float]]
 
@@ -131,7 +130,7 @@ def check_equal(ranks: list[tuple[Seen, Seen]]) -> None:
 
 
 @SAMPLED
-@pytest.mark.parametrize("extra", [{}, BF16, {**BF16, **FP32_SUMS}], ids=["fp32", "bf16", "bf16, sums in fp32"])
+@pytest.mark.parametrize("extra", [{}, BF16, FP32_SUMS], ids=["fp32", "bf16", "bf16, sums in fp32"])
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_all_buckets_are_under_way_when_backward_is_over(stage: int, accumulation: int, extra: dict[str, Any]) -> None:
@@ -188,7 +187,7 @@ def gradients_between_steps(rank: int, job: Job) -> list[int]:
 
 
 @SAMPLED
-@pytest.mark.parametrize(("stage", "extra"), [(1, BF16), (2, {**BF16, **FP32_SUMS})])
+@pytest.mark.parametrize(("stage", "extra"), [(1, BF16), (2, FP32_SUMS)])
 def test_a_rank_that_has_reduced_nothing_has_zeros(stage: int, extra: dict[str, Any]) -> None:
     """It sends them if a backward pass has failed there earlier than on other ranks."""
     assert run_forks(4, gradients_between_steps, Job(stage, RANDOM, extra=extra)) == [[0, 0]] * 4

@@ -2,7 +2,6 @@
 
 import json
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +23,21 @@ from deepspeed_compress.backends.deepspeed.weights.master_weights import find_ma
 from deepspeed_compress.config import SECTION, find_problems
 from deepspeed_compress.errors import CompressWarning, ConfigError, SeamError, UnsupportedError
 from tests.support.forks import run_forks
-from tests.support.jobs import Job, data, network, run, start, train, weights
-from tests.support.resuming import residuals_of
+from tests.support.jobs import (
+    Job,
+    data,
+    figures_of,
+    largest_difference,
+    make_engine,
+    network,
+    run,
+    start,
+    train,
+    weights,
+)
+from tests.support.messages import caught_warnings
+from tests.support.methods import BF16, FP16, FP32_SUMS
+from tests.support.resuming import resume, save_and_continue
 from tests.support.tensor_islands import AUTO_TP, start_tensor, take_steps
 
 SAMPLED = pytest.mark.sampled(
@@ -35,14 +47,6 @@ SAMPLED = pytest.mark.sampled(
 NODES: Mapping[str, Any] = {"shard_within": 2}
 UNCOMPRESSED: Mapping[str, Any] = {"gradients": {"method": "none"}, "parallelism": NODES}
 INT4: Mapping[str, Any] = {"gradients": {"bits": 4, "block_size": 32, "min_numel": 0}, "parallelism": NODES}
-BF16: Mapping[str, Any] = {"bf16": {"enabled": True}}
-FP32_SUMS: Mapping[str, Any] = {"data_types": {"grad_accum_dtype": "fp32"}}
-FP16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 3, "min_loss_scale": 1}
-
-
-def largest(one: Mapping[str, list[float]], other: Mapping[str, list[float]]) -> float:
-    """Return the largest difference between two sets of weights."""
-    return max(abs(a - b) for name in one for a, b in zip(one[name], other[name], strict=True))
 
 
 @pytest.mark.case_a_stage
@@ -50,12 +54,12 @@ def largest(one: Mapping[str, list[float]], other: Mapping[str, list[float]]) ->
 def test_uncompressed_equals_data_parallelism(stage: int) -> None:
     """Sums are added in another order, so the last bits differ."""
     jobs = [Job(stage, accumulation=accumulation, steps=5) for accumulation in (1, 2)]
-    jobs.append(Job(stage, extra=BF16 if stage == 1 else {**BF16, **FP32_SUMS}, steps=3))
+    jobs.append(Job(stage, extra=BF16 if stage == 1 else FP32_SUMS, steps=3))
     divided = [replace(job, section=UNCOMPRESSED) for job in jobs]
     for found in run_forks(4, train, *jobs, *divided):
         for whole, nodes, tolerance in zip(found[:3], found[3:], (1e-5, 1e-5, 2e-2), strict=True):
             assert nodes.losses == pytest.approx(whole.losses, rel=tolerance)
-            assert largest(nodes.parameters, whole.parameters) < tolerance
+            assert largest_difference(nodes.parameters, whole.parameters) < tolerance
 
 
 def train_from_unequal_weights(rank: int, job: Job) -> dict[str, list[float]]:
@@ -63,7 +67,7 @@ def train_from_unequal_weights(rank: int, job: Job) -> dict[str, list[float]]:
     model = network(seed=1 + rank // 2)
     model[2].requires_grad_(False)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    engine = deepspeed_compress.initialize(model=model, model_parameters=trained, config=job.config())[0]
+    engine = make_engine(model, job.config(), trained)
     run(engine, data(rank, job))
     return weights(engine)
 
@@ -84,17 +88,7 @@ def test_four_bits_on_all_ranks_alike(stage: int) -> None:
     job = Job(stage, section=INT4, steps=6, accumulation=2)
     found = run_forks(4, train, job, replace(job, section=UNCOMPRESSED))
     assert all(compressed.parameters == found[0][0].parameters for compressed, _ in found)
-    assert 0 < largest(found[0][0].parameters, found[0][1].parameters) < 0.1
-
-
-def sent_bytes(rank: int, job: Job) -> list[tuple[int, int, int]]:
-    """Return the bytes of gradients sent, those of weights, and the uncompressed bytes, of every step."""
-    engine, seen = start(job), []
-    engine.compression.subscribe(
-        lambda figures: seen.append((figures.bytes_sent, figures.bytes_weights, figures.bytes_uncompressed))
-    )
-    run(engine, data(rank, job))
-    return seen
+    assert 0 < largest_difference(found[0][0].parameters, found[0][1].parameters) < 0.1
 
 
 @SAMPLED
@@ -104,11 +98,10 @@ def test_a_rank_sends_its_share_once_a_step(stage: int) -> None:
     numel = sum(parameter.numel() for parameter in network().parameters())
     monitor = {"every": 1}
     job = Job(stage, section={**INT4, "monitor": monitor}, accumulation=3, steps=3)
-    for compressed, plain in zip(
-        run_forks(4, sent_bytes, job),
-        run_forks(4, sent_bytes, replace(job, section={**UNCOMPRESSED, "monitor": monitor})),
-        strict=True,
-    ):
+    sizes = ("bytes_sent", "bytes_weights", "bytes_uncompressed")
+    uncompressed = replace(job, section={**UNCOMPRESSED, "monitor": monitor})
+    ours, exact = (run_forks(4, figures_of, one, *sizes) for one in (job, uncompressed))
+    for compressed, plain in zip(ours, exact, strict=True):
         for (sent, weights_sent, alone), (whole, _, same) in zip(compressed, plain, strict=True):
             # A share of the model, twice half of it; shards are padded at most by a few elements.
             assert whole == same == pytest.approx(4 * numel / 2, rel=0.05)
@@ -119,7 +112,7 @@ def test_a_rank_sends_its_share_once_a_step(stage: int) -> None:
 
 def overflow(rank: int, stage: int) -> list[tuple[float, int, dict[str, list[float]]]]:
     """Return loss scale, skipped steps and weights after each step; one gradient of the last rank is infinite."""
-    job, seen = Job(stage, section=INT4, extra={"fp16": FP16}, steps=6), []
+    job, seen = Job(stage, section=INT4, extra=FP16, steps=6), []
     engine = start(job)
     for step, (x, y) in enumerate(data(rank, job)):
         run(engine, [(x * 3e4 if (step, rank) == (3, 3) else x, y)])
@@ -143,33 +136,12 @@ def test_a_skipped_step_leaves_no_trace() -> None:
         assert (bad.skipped, bad.parameters) == (1, good.parameters)
 
 
-def save_and_continue(rank: int, job: Job, directory: str) -> tuple[dict, dict]:
-    """Save after three steps, and return the weights after six and the residuals of the checkpoint."""
-    engine, batches = start(job), data(rank, job)
-    run(engine, batches[:3])
-    engine.save_checkpoint(directory)
-    kept = residuals_of(engine)
-    run(engine, batches[3:])
-    # Ends the writer process, if there is one.
-    engine.destroy()
-    return weights(engine), kept
-
-
-def resume(rank: int, job: Job, directory: str) -> tuple[dict, dict]:
-    """Load the checkpoint, and return the weights after three more steps and the residuals that were loaded."""
-    engine = start(job)
-    assert engine.load_checkpoint(directory)[0] is not None
-    kept = residuals_of(engine)
-    run(engine, data(rank, job)[3:])
-    return weights(engine), kept
-
-
 @pytest.mark.case_a_stage
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_resume_is_exact_and_files_are_written_once(stage: int, tmp_path: Path) -> None:
     job = Job(stage, section=INT4, steps=6)
-    saved = run_forks(4, save_and_continue, job, str(tmp_path))
-    assert run_forks(4, resume, job, str(tmp_path)) == saved
+    saved = run_forks(4, save_and_continue, job, str(tmp_path), 3)
+    assert run_forks(4, resume, job, str(tmp_path), 3) == saved
     names = sorted(os.listdir(tmp_path / "global_step3"))
     assert len([name for name in names if name.endswith("optim_states.pt")]) == 2
     assert len([name for name in names if name.startswith("deepspeed_compress_rank") and name.endswith("json")]) == 4
@@ -179,8 +151,8 @@ def test_resume_is_exact_and_files_are_written_once(stage: int, tmp_path: Path) 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_checkpoints_in_the_background(stage: int, tmp_path: Path) -> None:
     job = Job(stage, section={**INT4, "checkpointing": {}}, steps=6)
-    saved = run_forks(4, save_and_continue, job, str(tmp_path))
-    assert run_forks(4, resume, job, str(tmp_path)) == saved
+    saved = run_forks(4, save_and_continue, job, str(tmp_path), 3)
+    assert run_forks(4, resume, job, str(tmp_path), 3) == saved
 
 
 @SAMPLED
@@ -188,21 +160,15 @@ def test_checkpoints_in_the_background(stage: int, tmp_path: Path) -> None:
 def test_checkpoints_at_other_sizes(stage: int, tmp_path: Path) -> None:
     """DeepSpeed alone loads what two ranks share; six ranks in three nodes, and four without nodes, go on too."""
     job = Job(stage, section=INT4, steps=6)
-    run_forks(4, save_and_continue, job, str(tmp_path))
-    alone = run_forks(2, load_alone, replace(job, section=None), str(tmp_path))
+    run_forks(4, save_and_continue, job, str(tmp_path), 3)
+    alone = run_forks(2, resume, replace(job, section=None), str(tmp_path), job.steps)
     assert alone[0] == alone[1]
-    more = run_forks(6, resume, job, str(tmp_path))
+    more = run_forks(6, resume, job, str(tmp_path), 3)
     assert all(found == more[0][0] for found, _ in more)
     reset = {"gradients": INT4["gradients"], "on_missing_state": "reset"}
-    whole = run_forks(4, resume, replace(job, section=reset), str(tmp_path))
+    whole = run_forks(4, resume, replace(job, section=reset), str(tmp_path), 3)
     assert all(found == whole[0][0] for found, _ in whole)
-    assert largest(whole[0][0], more[0][0]) < 0.1
-
-
-def load_alone(rank: int, job: Job, directory: str) -> dict[str, list[float]]:
-    engine = start(job)
-    assert engine.load_checkpoint(directory)[0] is not None
-    return weights(engine)
+    assert largest_difference(whole[0][0], more[0][0]) < 0.1
 
 
 def train_tensor(rank: int, *jobs: Job) -> list[tuple[list[float], dict[str, list[float]]]]:
@@ -225,7 +191,7 @@ def test_nodes_of_two_shards_whose_layers_two_ranks_share(stage: int) -> None:
     found = run_forks(8, train_tensor, *jobs, timeout=600)
     for whole, nodes, _ in found:
         assert nodes[0] == pytest.approx(whole[0], rel=1e-5)
-        assert largest(nodes[1], whole[1]) < 1e-4
+        assert largest_difference(nodes[1], whole[1]) < 1e-4
     assert [found[rank][2][1] for rank in range(4)] == [found[rank][2][1] for rank in range(4, 8)]
 
 
@@ -245,7 +211,7 @@ def made_in_init(rank: int, job: Job) -> None:
     with deepspeed.zero.Init(config_dict_or_path={key: job.config()[key] for key in job.config() if key != SECTION}):
         model = network()
     with pytest.raises(UnsupportedError, match="divided the parameters over other ranks"):
-        deepspeed_compress.initialize(model=model, model_parameters=list(model.parameters()), config=job.config())
+        make_engine(model, job.config())
 
 
 def train_from_init(rank: int, job: Job) -> dict[str, list[float]]:
@@ -255,8 +221,7 @@ def train_from_init(rank: int, job: Job) -> dict[str, list[float]]:
     file = {key: value for key, value in job.config().items() if key != SECTION}
     with deepspeed.zero.Init(config_dict_or_path=file, data_parallel_group=nodes[rank // 2]):
         model = network()
-    options = {"model": model, "model_parameters": list(model.parameters()), "config": job.config()}
-    engine = deepspeed_compress.initialize(**options)[0]
+    engine = make_engine(model, job.config())
     run(engine, data(rank, job))
     return weights(engine)
 
@@ -268,7 +233,7 @@ def test_a_model_may_be_sharded_within_nodes_from_the_start() -> None:
 
 def whole_gradients(rank: int, job: Job) -> None:
     with pytest.raises(UnsupportedError, match="BF16_Optimizer clips whole gradients"):
-        start(replace(job, extra={**BF16, **FP32_SUMS}))
+        start(replace(job, extra=FP32_SUMS))
 
 
 def changed_seam(rank: int, job: Job) -> None:
@@ -378,10 +343,9 @@ def change_one_node(rank: int, job: Job) -> tuple[list[bool], dict[str, list[flo
         if step == 2 and rank >= 2:
             with torch.no_grad():
                 find_master_weights(engine).slices[0].values.add_(1.0)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", CompressWarning)
+        with caught_warnings() as texts:
             run(engine, [batch])
-        warned.append(any("the nodes held different weights" in str(one.message) for one in caught))
+        warned.append(any("the nodes held different weights" in text for text in texts))
     return warned, weights(engine)
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tests.support.forks import run_forks
-from tests.support.jobs import Job, data, run, start, weights
+from tests.support.jobs import Job, data, largest_difference, run, start, weights
+from tests.support.methods import FP16, OFFLOAD
 
 SAMPLED = pytest.mark.sampled(
     6, "deepspeed_compress/backends/deepspeed/offloaded_shards.py", "tests/backends/deepspeed/test_offloaded_shards.py"
@@ -15,10 +16,7 @@ SAMPLED = pytest.mark.sampled(
 NODES: Mapping[str, Any] = {"parallelism": {"shard_within": 2}}
 UNCOMPRESSED: Mapping[str, Any] = {**NODES, "gradients": {"method": "none"}}
 INT4: Mapping[str, Any] = {**NODES, "gradients": {"bits": 4, "block_size": 32, "min_numel": 0}}
-OFFLOAD: Mapping[str, Any] = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
 OUR_ADAM: Mapping[str, Any] = {"zero_force_ds_cpu_optimizer": False}
-FP16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 3, "min_loss_scale": 1}
-
 Found = tuple[list[float], float, int, float, dict[str, list[float]]]
 
 
@@ -48,10 +46,6 @@ def bypass(layer: Any, inputs: Any, output: Any) -> Any:
     return inputs[0].sum(dim=-1, keepdim=True)
 
 
-def largest(one: Mapping[str, list[float]], other: Mapping[str, list[float]]) -> float:
-    return max(abs(a - b) for name in one for a, b in zip(one[name], other[name], strict=True))
-
-
 def all_equal(found: list[Found]) -> bool:
     """Return True if all ranks have the same norms, skipped steps, loss scales and weights."""
     return all(one[1:] == found[0][1:] for one in found)
@@ -67,7 +61,7 @@ def check_as_without_offload(job: Job, bypassed: bool) -> None:
     for one, other in zip(plain, offloaded, strict=True):
         assert other[0] == pytest.approx(one[0], rel=1e-5)
         assert other[1] == pytest.approx(one[1], rel=1e-5)
-        assert largest(one[4], other[4]) < 1e-5
+        assert largest_difference(one[4], other[4]) < 1e-5
 
 
 @SAMPLED
@@ -95,7 +89,7 @@ def test_four_bits_on_all_ranks_alike(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_nan_in_one_node_is_skipped_by_all(stage: int) -> None:
     """Only the last rank has one. All ranks skip the step and lower the loss scale."""
-    job = with_offload(Job(stage, INT4, extra={"fp16": FP16}, steps=5, poison=(3, 3)))
+    job = with_offload(Job(stage, INT4, extra=FP16, steps=5, poison=(3, 3)))
     found = run_forks(4, train, job)
     assert all_equal(found)
     assert found[0][2] == 1
@@ -118,7 +112,7 @@ def test_a_parameter_that_no_node_uses_is_stepped_as_without_nodes(stage: int) -
     job = with_offload(Job(stage, UNCOMPRESSED, extra={**sums, **untested}, steps=6))
     alone, found = (run_forks(4, leave_a_layer_out, one, timeout=60) for one in (replace(job, section=None), job))
     assert all_equal(found)
-    assert largest(alone[0][4], found[0][4]) < 1e-5
+    assert largest_difference(alone[0][4], found[0][4]) < 1e-5
 
 
 def give_up(rank: int, job: Job) -> Found:

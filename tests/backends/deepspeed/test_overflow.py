@@ -4,17 +4,17 @@ import logging
 
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
 from deepspeed_compress.backends.deepspeed.norms import loss_scale
 from tests.support.forks import run_forks
-from tests.support.jobs import Job, data, run, start, train, weights
+from tests.support.jobs import Job, data, run, start, train, train_on, weights
+from tests.support.methods import BF16, FP16, UNCLIPPED
+from tests.support.resuming import residuals_of
 
 SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_overflow.py")
 
 INT4 = {"gradients": {"bits": 4, "block_size": 32, "error_feedback": {"dtype": "fp32"}}}
-SCALE = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 3, "min_loss_scale": 1}
 
 
 @pytest.mark.case_a_stage
@@ -32,8 +32,7 @@ def test_skipped_step_leaves_no_trace(stage, section):
 
 def fp16_run(rank: int, stage: int, section: dict = INT4) -> list[dict]:
     """Return residuals and loss scale before and after every step. One step has an infinite gradient."""
-    get_accelerator().is_fp16_supported = lambda: True
-    job = Job(stage=stage, section=section, extra={"fp16": SCALE}, steps=8)
+    job = Job(stage=stage, section=section, extra=FP16, steps=8)
     engine = start(job)
     seen = []
     for step, batch in enumerate(data(rank, job)):
@@ -59,9 +58,7 @@ def test_a_guard_does_not_mistake_an_overflow_for_an_anomaly(stage):
 
 def snapshot(engine) -> dict:
     residuals = {
-        str((direction, *piece)): tensor.tolist()
-        for direction, store in engine.compression.stores.items()
-        for piece, tensor in store.items()
+        str((direction, *piece)): values for direction, kept in residuals_of(engine).items() for piece, values in kept
     }
     return {"scale": loss_scale(engine), "residuals": residuals}
 
@@ -149,15 +146,13 @@ def explode(rank: int, stage: int, extra: dict) -> dict:
 
     Return the states of the loss scaler, the skipped steps, the anomalies, and the log.
     """
-    get_accelerator().is_fp16_supported = lambda: True
     records = LogRecords()
     logger.addHandler(records)
     job = Job(stage=stage, section=WATCHED, extra=extra, steps=EXPLODES + 4)
     engine, scalers = start(job), []
     for step, (x, y) in enumerate(data(rank, job)):
         loss = (engine(x.to(next(engine.module.parameters()).dtype)).float() - y).square().mean()
-        engine.backward(loss * (2000.0 if step == EXPLODES else 1.0))
-        engine.step()
+        train_on(engine, loss * (2000.0 if step == EXPLODES else 1.0))
         scaler = vars(engine.optimizer.loss_scaler)
         scalers.append({key: value for key, value in scaler.items() if key.startswith("cur_")})
     events = [event.reason for event in engine.compression.events if event.kind == "anomaly"]
@@ -173,11 +168,11 @@ class LogRecords(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-LOW = {**SCALE, "initial_scale_power": 1, "loss_scale_window": 1000}
+LOW = {**FP16["fp16"], "initial_scale_power": 1, "loss_scale_window": 1000}
 
 
 @pytest.mark.case_a_stage
-@pytest.mark.parametrize("extra", [{"fp16": LOW}, {"bf16": {"enabled": True}}], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("extra", [{"fp16": LOW}, BF16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_step_that_the_guard_skips_is_no_overflow(stage, extra):
     """The loss scale stays, the scaler does not count the step, and the log does not mention an overflow."""
@@ -190,7 +185,6 @@ def test_a_step_that_the_guard_skips_is_no_overflow(stage, extra):
 
 
 FUSED = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True, "fused": True}}}
-UNCLIPPED = {"gradient_clipping": 0.0}
 
 
 def explode_in_autocast(rank: int, *extras: dict) -> list[dict]:
@@ -208,8 +202,7 @@ def explode_once(rank: int, extra: dict) -> dict:
         scaler._init_scale = 8.0
     for step, (x, y) in enumerate(data(rank, job)):
         loss = (engine(x).float() - y).square().mean()
-        engine.backward(loss * (2000.0 if step == EXPLODES else 1.0))
-        engine.step()
+        train_on(engine, loss * (2000.0 if step == EXPLODES else 1.0))
         scales.append(1.0 if scaler is None else scaler.get_scale())
     events = [event.reason for event in engine.compression.events if event.kind == "anomaly"]
     skipped = engine.skipped_steps

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from deepspeed_compress.backends.deepspeed.gradients.zero_3 import _Buckets
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, Outcome, data, run, start, weights
+from tests.support.methods import BF16, FP16, OFFLOAD
 
 SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_overlap.py")
 
@@ -82,12 +83,10 @@ def test_buckets_of_zero_3_wait_for_each_other_too() -> None:
         assert held == [0, 0]
 
 
-FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4}}
-OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
 DEFERRED = {
     "fp32": Job(3, INT4, SMALL),
     "micro-steps": Job(3, INT4, SMALL, accumulation=3),
-    "bf16": Job(3, INT4, SMALL, {"bf16": {"enabled": True}}),
+    "bf16": Job(3, INT4, SMALL, BF16),
     "NaN": Job(3, INT4, SMALL, FP16, poison=(1, 1)),
     "offload": Job(3, INT4, {**SMALL, **OFFLOAD}, accumulation=2),
     "contiguous": Job(3, INT4, {**SMALL, "reduce_scatter": False}),

@@ -8,7 +8,6 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -18,21 +17,19 @@ import deepspeed_compress
 from deepspeed_compress import ConfigError, StateError, UnsupportedError
 from deepspeed_compress.backends.deepspeed.ownership import balanced_order
 from tests.support.forks import RankError, run_forks
-from tests.support.jobs import Job, data, network, run, run_pipeline, start, weights
-from tests.support.resuming import residuals_of
+from tests.support.jobs import Job, data, make_engine, network, run, run_pipeline, start, weights
+from tests.support.jobs import train as train_alone
+from tests.support.methods import BF16, FP32_SUMS, RAW, UNCLIPPED
+from tests.support.resuming import residuals_of, resume, save_and_continue, save_and_resume
 
-RAW = {"gradients": {"method": "bf16", "overrides": [{"parameters": ".+", "method": "none"}]}}
-"""Section of our own exchange without compression, which is bit-identical to DeepSpeed."""
 BALANCED = {**RAW, "ownership": "balanced"}
 INT4 = {"gradients": {"bits": 4, "block_size": 32}, "weights": {"bits": 4}, "ownership": "balanced"}
-UNCLIPPED = {"gradient_clipping": 0.0}
-"""Configuration without clipping. The norm of all gradients is a sum in the order of the parameters in memory."""
 OFFLOAD = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 2}}
 KINDS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = MappingProxyType(
     {
         "fp32": ({}, {}),
-        "bf16": ({}, {"bf16": {"enabled": True}}),
+        "bf16": ({}, BF16),
         "fp16": ({}, FP16),
         "offload": ({"offload_optimizer": {"device": "cpu"}}, OFFLOAD),
         "separate": ({"contiguous_gradients": False}, {}),
@@ -68,6 +65,7 @@ def test_few_parameters_stay_as_they_are(numels: Sequence[int], ranks: int) -> N
 
 def job(stage: int, section: Mapping[str, Any] | None, kind: str = "fp32", **options: Any) -> Job:
     zero, extra = KINDS[kind]
+    # The norm of all gradients is a sum in the order of the parameters in memory.
     return Job(stage, section, zero, {**UNCLIPPED, **extra}, **options)
 
 
@@ -76,7 +74,6 @@ def owners(engine: Any) -> list[str]:
 
 
 def train(rank: int, *jobs: Job) -> list[tuple[list[float], dict[str, list[float]], list[str]]]:
-    get_accelerator().is_fp16_supported = lambda: True
     found = []
     for one in jobs:
         engine = start(one)
@@ -96,36 +93,23 @@ def test_training_is_deepspeeds_to_the_bit(stage: int, kind: str) -> None:
         assert ours[2] != plain[2]
 
 
-def saved(rank: int, one: Job, directory: str) -> dict[str, list[float]]:
-    """Train two steps, save a checkpoint, and train the others."""
-    get_accelerator().is_fp16_supported = lambda: True
-    engine, batches = start(one), data(rank, one)
-    run(engine, batches[:2])
-    engine.save_checkpoint(directory)
-    run(engine, batches[2:])
-    return weights(engine)
-
-
-def resumed(rank: int, one: Job, directory: str) -> dict[str, list[float]]:
-    get_accelerator().is_fp16_supported = lambda: True
-    engine = start(one)
-    engine.load_checkpoint(directory)
-    run(engine, data(rank, one)[2:])
-    return weights(engine)
-
-
 @SAMPLED
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_checkpoints_go_both_ways(stage: int, kind: str, tmp_path: Path) -> None:
     plain, ours = (job(stage, section, kind) for section in (None, BALANCED))
     ours = Job(stage, {**BALANCED, "on_missing_state": "reset"}, ours.zero, ours.extra)
-    going_on = run_forks(2, saved, plain, f"{tmp_path}/plain")
-    assert run_forks(2, saved, ours, f"{tmp_path}/ours") == going_on
+    going_on = weights_of(run_forks(2, save_and_continue, plain, f"{tmp_path}/plain", 2))
+    assert weights_of(run_forks(2, save_and_continue, ours, f"{tmp_path}/ours", 2)) == going_on
     assert files(tmp_path / "ours") == files(tmp_path / "plain")
     for directory in ("plain", "ours"):
         for one in (plain, ours):
-            assert run_forks(2, resumed, one, f"{tmp_path}/{directory}") == going_on
+            assert weights_of(run_forks(2, resume, one, f"{tmp_path}/{directory}", 2)) == going_on
+
+
+def weights_of(ranks: Sequence[tuple[Any, Any]]) -> list[Any]:
+    """Return the weights without the residuals, which only one of the two kinds of engines has."""
+    return [values for values, _ in ranks]
 
 
 def files(directory: Path) -> list[Any]:
@@ -147,15 +131,12 @@ def plain_data(value: Any) -> Any:
     return [plain_data(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-def resumed_compressed(rank: int, one: Job, directory: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    return saved(rank, one, directory), resumed(rank, one, directory)
-
-
 @pytest.mark.parametrize("stage", [1, 2])
 def test_compressed_training_resumes_to_the_bit(stage: int, tmp_path: Path) -> None:
-    results = run_forks(2, resumed_compressed, Job(stage, INT4), str(tmp_path))
+    results = run_forks(2, save_and_resume, Job(stage, INT4), str(tmp_path), 2)
     for going_on, again in results:
-        assert again == going_on == results[0][0]
+        assert again == going_on
+        assert going_on[0] == results[0][0][0]
 
 
 def pipelined(rank: int, section: Mapping[str, Any] | None, directory: str) -> tuple[dict[str, list[float]], list[str]]:
@@ -229,8 +210,7 @@ def grouped(rank: int, section: Mapping[str, Any] | None, directory: str) -> tup
         for number, chosen in enumerate(GROUPS_OF.values(), 1)
     ]
     one = job(2, section)
-    initialize = deepspeed.initialize if section is None else deepspeed_compress.initialize
-    engine = initialize(model=model, model_parameters=groups, config=one.config())[0]
+    engine = make_engine(model, one.config(), groups)
     run(engine, data(rank, one))
     name = "plain" if section is None else "ours"
     engine.save_checkpoint(f"{directory}/{name}")
@@ -293,19 +273,13 @@ def attached_again(rank: int, job: Job) -> dict[str, list[float]]:
     return weights(engine)
 
 
-def straight_on(rank: int, job: Job) -> dict[str, list[float]]:
-    engine = start(job)
-    run(engine, data(rank, job))
-    return weights(engine)
-
-
 def test_an_engine_of_initialize_can_be_attached_to_again() -> None:
     job = Job(1, BALANCED)
-    assert run_forks(2, attached_again, job) == run_forks(2, straight_on, job)
+    assert run_forks(2, attached_again, job) == [one.parameters for [one] in run_forks(2, train_alone, job)]
 
 
 def other_optimizer(rank: int) -> None:
-    start(Job(1, BALANCED, extra={"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}))
+    start(Job(1, BALANCED, extra=FP32_SUMS))
 
 
 def test_the_bf16_optimizer_is_refused() -> None:

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import warnings
 from pathlib import Path
 
 import deepspeed
@@ -15,6 +14,7 @@ from deepspeed_compress.session.observer import BusyTimes, largest_of_all
 from deepspeed_compress.tools.run_directory import read_statistics
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, statistics_lines
+from tests.support.messages import caught_warnings
 
 pytestmark = pytest.mark.sampled(
     4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_statistics.py"
@@ -165,10 +165,9 @@ def test_a_resumed_run_keeps_its_name_and_a_new_one_in_the_same_place_has_anothe
 
 
 def without_a_place(rank: int, job: Job, file: str) -> tuple[list[float], list[str]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as texts:
         losses = run(start(job), data(rank, job))
-    return losses, [str(one.message) for one in caught if file in str(one.message)]
+    return losses, [text for text in texts if file in text]
 
 
 def test_statistics_that_cannot_be_written_stop_no_rank(tmp_path):

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
 
 from deepspeed_compress.backends.deepspeed.gradients import early
 from deepspeed_compress.collectives.buckets import even_partition
@@ -21,6 +20,7 @@ from deepspeed_compress.policy import WeightCosts
 from deepspeed_compress.session.switching import hand_over_means, make_expected
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, weights
+from tests.support.methods import FP16, NO_MOMENTUM
 from tests.support.threads import run_threads
 
 pytestmark = pytest.mark.sampled(8, "deepspeed_compress/policy", "tests/backends/deepspeed/test_switching.py")
@@ -126,24 +126,16 @@ def skipped(rank: int, job: Job) -> tuple[list[str], dict[str, list[float]], int
     return settings, weights(engine), engine.skipped_steps
 
 
-FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 100}}
-
-
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_step_that_is_not_finite_is_skipped_in_the_middle_of_turns(stage: int) -> None:
     """The step with the NaN is a measured one. It changes nothing, and the next step is measured."""
-    first, second = run_forks(2, fp16, replace(job(stage), extra=FP16, poison=(4, 1)))
+    first, second = run_forks(2, skipped, replace(job(stage), extra=FP16, poison=(4, 1)))
     assert first == second
     settings, parameters, count = first
     assert count == 1
     assert all(value == value for values in parameters.values() for value in values)
     assert settings[5].startswith("powersgd rank=2")
     assert settings[6].startswith("blockwise bits=2")
-
-
-def fp16(rank: int, job: Job) -> tuple[list[str], dict[str, list[float]], int]:
-    get_accelerator().is_fp16_supported = lambda: True
-    return skipped(rank, job)
 
 
 def test_a_gradient_that_is_not_finite_is_so_on_all_ranks_whatever_is_in_force() -> None:
@@ -303,9 +295,8 @@ def test_ranks_that_may_compute_other_bits_have_no_powersgd_by_default() -> None
 
 
 def test_with_a_momentum_method_only_weights_are_chosen() -> None:
-    optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True, "betas": [0.0, 0.95]}}
     section = {"gradients": {"method": "demo"}, "weights": BITS, "adaptive": OF_WEIGHTS | {"candidates": None}}
-    job = Job(1, section, steps=STEPS, extra={"optimizer": optimizer})
+    job = Job(1, section, steps=STEPS, extra=NO_MOMENTUM)
     first, second = run_forks(2, skipped, job)
     assert first == second
     assert {one.split(", ")[0] for one in first[0]} == {"demo density=0.01 values=blockwise bits=4"}

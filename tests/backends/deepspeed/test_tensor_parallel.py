@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-import deepspeed_compress
 from tests.support.forks import run_forks
-from tests.support.jobs import Job
+from tests.support.jobs import Job, make_engine, train_on
 
 
 def train_llama(rank: int, stage: int) -> tuple[dict[str, list[float]], list[str], int]:
@@ -16,15 +15,13 @@ def train_llama(rank: int, stage: int) -> tuple[dict[str, list[float]], list[str
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
     section = {"parallelism": {"tensor": 2}, "gradients": {"bits": 4, "block_size": 32}}
-    config = Job(stage=stage, section=section).config()
-    engine, *_ = deepspeed_compress.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine = make_engine(model, Job(stage=stage, section=section).config())
     reducer = engine.compression.reducer
     # Tensor-parallel ranks read the same batch.
     generator = torch.Generator().manual_seed(engine.data_parallel_group.rank())
     for _ in range(3):
         tokens = torch.randint(0, 64, (3, 8), generator=generator)
-        engine.backward(engine(input_ids=tokens, labels=tokens, use_cache=False).loss)
-        engine.step()
+        train_on(engine, engine(input_ids=tokens, labels=tokens, use_cache=False).loss)
     raw = [name for name in engine.param_names.values() if name not in reducer.messages.channel_of]
     found = {name: value.detach().flatten().tolist() for name, value in engine.module.named_parameters()}
     return found, raw, len(engine.param_names)

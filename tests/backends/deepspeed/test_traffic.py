@@ -16,14 +16,14 @@ from deepspeed.comm import comm
 from deepspeed.module_inject.layers import TensorParallel_Layer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import deepspeed_compress
 from deepspeed_compress.backends.deepspeed.groups import reduction_group
 from deepspeed_compress.backends.deepspeed.parallel import Sizes
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.models import Layout, build_parallel, read_model_config
 from deepspeed_compress.monitor import KINDS
 from tests.support.forks import run_forks
-from tests.support.jobs import Job, data, run, start, statistics_lines
+from tests.support.jobs import Job, data, make_engine, run, start, statistics_lines
+from tests.support.methods import NONE, OFFLOAD
 
 pytestmark = pytest.mark.sampled(4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_traffic.py")
 
@@ -136,7 +136,7 @@ def kinds_of_groups(engine: Any) -> dict[str, str]:
     return {**kinds, **{group.group_name: "data" for group in data}}
 
 
-def make_engine(case: Case, file: Path, monitor: Path | None = None) -> Any:
+def start_case(case: Case, file: Path, monitor: Path | None = None) -> Any:
     pipeline, tensor, _ = case.layout
     deepspeed.init_distributed("gloo")
     model = build_parallel(file, read_model_config(file), 0, Layout(tensor, pipeline, recompute=case.recompute))
@@ -152,7 +152,7 @@ def make_engine(case: Case, file: Path, monitor: Path | None = None) -> Any:
             **(case.section or {}),
         },
     }
-    return deepspeed_compress.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    return make_engine(model, config)
 
 
 def tokens() -> torch.Tensor:
@@ -198,7 +198,7 @@ def surveyed(engine: Any) -> list[Sizes]:
 
 def watch(rank: int, case: Case, file: Path, monitor: Path) -> list[tuple[dict[str, int], Sizes]]:
     """Return recorded and counted bytes of three steps, with an evaluation before each step."""
-    engine = make_engine(case, file, monitor)
+    engine = start_case(case, file, monitor)
     counted, seen = surveyed(engine), []
     for _ in range(3):
         evaluate(engine)
@@ -209,32 +209,36 @@ def watch(rank: int, case: Case, file: Path, monitor: Path) -> list[tuple[dict[s
     return list(zip(seen, counted, strict=True))
 
 
+def written(directory: Path, model: Mapping[str, Any]) -> Path:
+    """Return a file with the description of a model."""
+    file = directory / "model.json"
+    file.write_text(json.dumps(model))
+    return file
+
+
 def run_case(tmp_path: Path, case: Case) -> list[list[tuple[dict[str, int], Sizes]]]:
-    file = tmp_path / "model.json"
-    file.write_text(json.dumps(case.model))
+    file = written(tmp_path, case.model)
     pipeline, tensor, data = case.layout
     return run_forks(pipeline * tensor * data, watch, case, file, tmp_path, shared_memory=tensor > 1)
 
 
 COMPRESSED = {"gradients": {"bits": 4, "block_size": 32, "min_numel": 64}}
-DENSE = {"gradients": {"method": "none"}}
 ACTIVATIONS = {"activations": {"tensor": {"bits": 8}, "pipeline": {"bits": 4}}}
 SUMS = {"activations": {"tensor": {}}}
-OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
 CASES = {
     "pipeline": Case((2, 1, 2), GPT2, section=COMPRESSED),
-    "four stages": Case((4, 1, 1), {**LLAMA, "num_hidden_layers": 4}, section=DENSE),
+    "four stages": Case((4, 1, 1), {**LLAMA, "num_hidden_layers": 4}, section=NONE),
     "tensor, ZeRO 2": Case((1, 2, 2), LLAMA, stage=2, section=COMPRESSED | {"weights": {"min_numel": 64}}, direct=True),
-    "tensor, ZeRO 0": Case((1, 2, 1), QWEN3, stage=0, section=DENSE),
+    "tensor, ZeRO 0": Case((1, 2, 1), QWEN3, stage=0, section=NONE),
     "all": Case((2, 2, 2), GPT2, section=COMPRESSED),
-    "all, recomputed": Case((2, 2, 1), QWEN3, section=DENSE, recompute=True),
-    "all, compressed activations": Case((2, 2, 1), QWEN3, section=DENSE | ACTIVATIONS, recompute=True),
+    "all, recomputed": Case((2, 2, 1), QWEN3, section=NONE, recompute=True),
+    "all, compressed activations": Case((2, 2, 1), QWEN3, section=NONE | ACTIVATIONS, recompute=True),
     "all, compressed": Case((2, 2, 2), GPT2, section=COMPRESSED | ACTIVATIONS),
     "tensor, merged sums": Case((1, 2, 2), LLAMA, stage=2, section=COMPRESSED | SUMS),
     "Muon, ZeRO 1": Case((1, 1, 2), GPT2, section=COMPRESSED | {"weights": {"min_numel": 64}}, optimizer=MUON),
     "Muon, ZeRO 2, offload": Case((1, 1, 2), GPT2, 2, COMPRESSED, optimizer=MUON, zero=OFFLOAD),
     "Muon, ZeRO 3": Case((1, 1, 2), GPT2, 3, COMPRESSED, optimizer=MUON, zero={"reduce_scatter": False}),
-    "Muon, ZeRO 3, uncompressed": Case((1, 1, 2), GPT2, 3, DENSE, optimizer=MUON, zero={"reduce_scatter": False}),
+    "Muon, ZeRO 3, uncompressed": Case((1, 1, 2), GPT2, 3, NONE, optimizer=MUON, zero={"reduce_scatter": False}),
 }
 
 
@@ -260,7 +264,7 @@ def test_counted_bytes_of_every_kind_match_the_interface(tmp_path: Path, case: C
 
 def interleaved(rank: int, file: Path, monitor: Path) -> tuple[list[int], list[int]]:
     """Return the bytes of two engines on the same tensor-parallel ranks, one after the other and interleaved."""
-    engines = [make_engine(Case((1, 2, 1), LLAMA, section=DENSE), file, monitor) for _ in range(2)]
+    engines = [start_case(Case((1, 2, 1), LLAMA, section=NONE), file, monitor) for _ in range(2)]
     engines[1].module.model.layers = engines[1].module.model.layers[:1]
     for engine in engines:  # DeepSpeed makes additional checks in the first step.
         train(engine, direct=False)
@@ -278,8 +282,7 @@ def interleaved(rank: int, file: Path, monitor: Path) -> tuple[list[int], list[i
 
 
 def test_two_engines_in_one_process_are_counted_separately(tmp_path: Path) -> None:
-    file = tmp_path / "model.json"
-    file.write_text(json.dumps(LLAMA))
+    file = written(tmp_path, LLAMA)
     for alone, mixed in run_forks(2, interleaved, file, tmp_path):
         assert mixed == alone
         assert alone[0] > alone[1] > 0
@@ -289,16 +292,17 @@ METHODS = {"all_reduce", "inference_all_reduce", "all_gather_into_tensor", "send
 
 
 def own_methods() -> bool:
+    """Return True if the backend is DeepSpeed's own."""
     return not vars(comm.cdb).keys() & METHODS
 
 
 def undone(rank: int, file: Path) -> list[bool]:
     """Return whether the backend is DeepSpeed's own: before, with two engines, with one, and with none."""
     # Hooks in autograd keep DeepSpeed's ZeRO optimizers and parameters alive until their engine is destroyed.
-    case = Case((2, 1, 1), GPT2, stage=0, section=DENSE)
+    case = Case((2, 1, 1), GPT2, stage=0, section=NONE)
     deepspeed.init_distributed("gloo")
     found = [own_methods()]
-    engine, destroyed = (make_engine(case, file) for _ in range(2))
+    engine, destroyed = (start_case(case, file) for _ in range(2))
     found.append(own_methods())
     hooks = len(destroyed.module._forward_pre_hooks)
     destroyed.destroy()
@@ -311,25 +315,23 @@ def undone(rank: int, file: Path) -> list[bool]:
 
 def test_the_backend_is_given_back(tmp_path: Path) -> None:
     """An engine leaves when it is destroyed or garbage-collected."""
-    file = tmp_path / "model.json"
-    file.write_text(json.dumps(GPT2))
+    file = written(tmp_path, GPT2)
     assert run_forks(2, undone, file) == [[True, False, False, True]] * 2
 
 
 def untouched(rank: int, file: Path) -> bool:
-    make_engine(Case((1, 1, 2), GPT2, section=COMPRESSED), file)
-    return not vars(comm.cdb).keys() & METHODS
+    start_case(Case((1, 1, 2), GPT2, section=COMPRESSED), file)
+    return own_methods()
 
 
 def test_nothing_is_touched_without_such_traffic(tmp_path: Path) -> None:
-    file = tmp_path / "model.json"
-    file.write_text(json.dumps(GPT2))
+    file = written(tmp_path, GPT2)
     assert run_forks(2, untouched, file) == [True, True]
 
 
 def seldom(rank: int, file: Path, monitor: Path) -> int:
     """Return the number of comparisons in four steps when every second one is measured."""
-    engine = make_engine(Case((2, 1, 1), GPT2, section=DENSE, every=2), file, monitor)
+    engine = start_case(Case((2, 1, 1), GPT2, section=NONE, every=2), file, monitor)
     surveys = surveyed(engine)
     for _ in range(4):
         train(engine, direct=False)
@@ -337,8 +339,7 @@ def seldom(rank: int, file: Path, monitor: Path) -> int:
 
 
 def test_ranks_compare_only_in_measured_steps(tmp_path: Path) -> None:
-    file = tmp_path / "model.json"
-    file.write_text(json.dumps(GPT2))
+    file = written(tmp_path, GPT2)
     assert run_forks(2, seldom, file, tmp_path) == [2, 2]
     lines = statistics_lines(tmp_path)
     assert [line["step"] for line in lines] == [2, 4]
@@ -346,15 +347,14 @@ def test_ranks_compare_only_in_measured_steps(tmp_path: Path) -> None:
 
 
 def compiled(rank: int, file: Path, monitor: Path) -> None:
-    engine = make_engine(Case((1, 2, 1), LLAMA, section=DENSE), file, monitor)
+    engine = start_case(Case((1, 2, 1), LLAMA, section=NONE), file, monitor)
     engine.compile(backend="eager")
     train(engine, direct=False)
 
 
 @pytest.mark.slow
 def test_the_bytes_of_a_compiled_graph_are_unknown(tmp_path: Path) -> None:
-    file = tmp_path / "model.json"
-    file.write_text(json.dumps(LLAMA))
+    file = written(tmp_path, LLAMA)
     run_forks(2, compiled, file, tmp_path, compiled=True)
     [line] = statistics_lines(tmp_path)
     assert line["bytes_tensor"] is None

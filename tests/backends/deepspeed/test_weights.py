@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import utils
 from deepspeed.runtime.zero import stage_1_and_2
 
-import deepspeed_compress
 from deepspeed_compress import SeamError, UnsupportedError
 from deepspeed_compress.backends.deepspeed.limits import shared_parameters
 from deepspeed_compress.backends.deepspeed.weights.zero_12 import Weights, attach_weights
@@ -26,20 +24,28 @@ from deepspeed_compress.config.methods import NoCompression
 from deepspeed_compress.config.places import BlockwiseWeights
 from deepspeed_compress.monitor import Meter
 from tests.support.forks import RankError, run_forks
-from tests.support.jobs import Job, data, network, run, run_pipeline, start, steady_data, weights
+from tests.support.jobs import (
+    Job,
+    data,
+    make_engine,
+    network,
+    run,
+    run_pipeline,
+    start,
+    steady_data,
+    train_on,
+    weights,
+)
+from tests.support.methods import BF16, FP16, FP32_SUMS, NONE
 from tests.support.seeds import SEEDS, Excess
 
 SAMPLED = pytest.mark.sampled(
     8, "deepspeed_compress/backends/deepspeed/weights", "tests/backends/deepspeed/test_weights.py"
 )
 
-NONE = {"gradients": {"method": "none"}}
 INT8 = Blockwise(bits=8, block_size=32)
 INT4_STOCHASTIC = Blockwise(bits=4, block_size=32, stochastic=True)
-BF16 = {"bf16": {"enabled": True}}
-FP32_SUMS = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
-FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 2}}
-OFFLOAD = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+OWN_ADAM = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
 
 JOBS: Mapping[str, Job] = MappingProxyType(
     {
@@ -49,7 +55,7 @@ JOBS: Mapping[str, Job] = MappingProxyType(
         "round_robin": Job(stage=1, zero={"round_robin_gradients": True}),
         "bf16": Job(stage=2, extra=BF16),
         "fp16": Job(stage=1, extra=FP16),
-        "offload": Job(stage=2, zero={"offload_optimizer": {"device": "cpu"}}, extra=OFFLOAD),
+        "offload": Job(stage=2, zero={"offload_optimizer": {"device": "cpu"}}, extra=OWN_ADAM),
         "bf16_optimizer": Job(stage=1, extra=FP32_SUMS, accumulation=2),
     }
 )
@@ -143,7 +149,6 @@ def observe(engine: Any, meter: Meter, batches: list[Any]) -> Outcome:
 
 
 def begin(job: Job) -> Any:
-    get_accelerator().is_fp16_supported = lambda: True
     return start(replace(job, section=NONE))
 
 
@@ -293,7 +298,7 @@ def two_groups(rank: int) -> tuple[list[bool], list[list[bytes]]]:
     matrices = {"params": [parameter for parameter in model.parameters() if parameter.ndim == 2]}
     vectors = {"params": [parameter for parameter in model.parameters() if parameter.ndim == 1], "weight_decay": 0.0}
     job = Job(stage=2, section=NONE)
-    engine, *_ = deepspeed_compress.initialize(model=model, model_parameters=[matrices, vectors], config=job.config())
+    engine = make_engine(model, job.config(), [matrices, vectors])
     attached(engine, Setting())
     restored, bits = [], []
     for batch in data(rank, job):
@@ -377,16 +382,9 @@ def attach_only(rank: int, job: Job) -> None:
     attached(begin(job), Setting())
 
 
-@pytest.mark.parametrize(
-    ("job", "reason"),
-    [
-        (Job(stage=0), "has no effect"),
-        (Job(stage=0, extra=FP16), "has no effect"),
-    ],
-    ids=["zero_0", "fp16"],
-)
-def test_engines_that_send_no_weights_are_refused(job: Job, reason: str) -> None:
-    with pytest.raises(RankError, match=f"{UnsupportedError.__name__}: /deepspeed_compress/weights.*{reason}"):
+@pytest.mark.parametrize("job", [Job(stage=0), Job(stage=0, extra=FP16)], ids=["zero_0", "fp16"])
+def test_engines_that_send_no_weights_are_refused(job: Job) -> None:
+    with pytest.raises(RankError, match=f"{UnsupportedError.__name__}: /deepspeed_compress/weights.*has no effect"):
         run_forks(2, attach_only, job)
 
 
@@ -446,15 +444,13 @@ def train_llama(rank: int, compress: bool) -> tuple[dict[str, list[float]], list
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
-    config = Job(stage=1, section={"parallelism": {"tensor": 2}, **NONE}).config()
-    engine, *_ = deepspeed_compress.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine = make_engine(model, Job(stage=1, section={"parallelism": {"tensor": 2}, **NONE}).config())
     if compress:
         attached(engine, Setting(Codec(Blockwise(bits=4, block_size=32))))
     generator = torch.Generator().manual_seed(engine.data_parallel_group.rank())
     for _ in range(3):
         tokens = torch.randint(0, 64, (3, 8), generator=generator)
-        engine.backward(engine(input_ids=tokens, labels=tokens, use_cache=False).loss)
-        engine.step()
+        train_on(engine, engine(input_ids=tokens, labels=tokens, use_cache=False).loss)
     found = {name: value.detach().flatten().tolist() for name, value in engine.module.named_parameters()}
     return found, shared_parameters(engine), len(engine.param_names)
 

@@ -17,6 +17,7 @@ from deepspeed_compress.backends.deepspeed.weights.zero_3 import _PREFETCH, chec
 from deepspeed_compress.errors import UnsupportedError
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, Outcome, data, network, run, start, train, weights
+from tests.support.resuming import save_and_resume
 
 SAMPLED = pytest.mark.sampled(
     4, "deepspeed_compress/backends/deepspeed/weights", "tests/backends/deepspeed/test_weights_3.py"
@@ -177,23 +178,6 @@ def test_dense_steps_are_exact() -> None:
         assert rounded.losses[2] != exact.losses[2]
 
 
-def save_and_continue(rank: int, directory: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return the weights after four steps, after two more, and after these two were repeated from a checkpoint."""
-    job, half = ROUNDED, 2
-    engine = start(job)
-    run(engine, data(rank, job)[:half])
-    engine.save_checkpoint(directory)
-    run(engine, data(rank, job)[half:])
-    straight = weights(engine)
-    engine.destroy()
-    engine = start(job)
-    engine.load_checkpoint(directory)
-    run(engine, data(rank, job)[half:])
-    resumed = weights(engine)
-    engine.destroy()
-    return straight, resumed
-
-
 def test_resuming_is_exact(tmp_path: Path) -> None:
-    for straight, resumed in run_forks(2, save_and_continue, str(tmp_path)):
+    for straight, resumed in run_forks(2, save_and_resume, ROUNDED, str(tmp_path), 2):
         assert straight == resumed

@@ -6,6 +6,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from deepspeed_compress import ConfigError, UnsupportedError
 from deepspeed_compress.collectives import weight_reduction
 from deepspeed_compress.collectives.gather import DifferenceGather
 from tests.support.forks import RankError, run_forks
-from tests.support.jobs import Job, pipeline
+from tests.support.jobs import Job, make_engine, pipeline, train_on
 
 SAMPLED = pytest.mark.sampled(
     4, "deepspeed_compress/backends/deepspeed/weights", "tests/backends/deepspeed/test_weights_overlap.py"
@@ -126,10 +127,7 @@ def train(engine: Any, rank: int, between: Callable[[Any, Tensor], Any], micro_s
     for _ in range(STEPS):
         for _ in range(micro_steps):
             x = torch.randn(3, WIDTH, generator=generator)
-            loss = engine(x).square().mean()
-            engine.backward(loss)
-            found.append(float(loss))
-            engine.step()
+            found.append(train_on(engine, engine(x).square().mean()))
         found.append(between(engine, x))
     return [*found, state(engine, x)]
 
@@ -141,7 +139,7 @@ def start(stage: int, given: Mapping[str, Any], micro_steps: int, groups: bool) 
         flat = [one for one in parameters if one.ndim == 1]
         parameters = [{"params": [one for one in parameters if one.ndim == 2]}, {"params": flat, "weight_decay": 0.0}]
     config = Job(stage, given, accumulation=micro_steps).config()
-    return deepspeed_compress.initialize(model=model, model_parameters=parameters, config=config)[0]
+    return make_engine(model, config, parameters)
 
 
 def compare(rank: int, stage: int, ownership: str) -> dict[str, bool]:
@@ -241,7 +239,7 @@ def compare_reads(rank: int) -> dict[str, bool]:
         for overlap in (False, True):
             model = Unseen()
             config = Job(1, section(overlap, monitor={"announce": False})).config()
-            engine = deepspeed_compress.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+            engine = make_engine(model, config)
             generator, losses = torch.Generator().manual_seed(rank), []
             for _ in range(STEPS):
                 x = torch.randn(3, WIDTH, generator=generator)
@@ -249,9 +247,7 @@ def compare_reads(rank: int) -> dict[str, bool]:
                 # Train all weights, so that a stale read has a different value. This also reads all weights after
                 # forward.
                 loss = loss + sum((one.square().mean() for one in model.parameters()), torch.zeros(()))
-                engine.backward(loss)
-                losses.append(loss.item())
-                engine.step()
+                losses.append(train_on(engine, loss))
             seen.append(losses)
             engine.destroy()
         same[how] = seen[0] == seen[1]
@@ -267,12 +263,10 @@ def fail_in_forward(rank: int) -> bool:
     """Return True if a forward pass that raises leaves no function mode of torch behind, and the next one works."""
     weight_reduction.DifferenceGather = partial(DifferenceGather, chunk_numel=64)
     engine, x = start(1, section(True), 1, False), torch.ones(3, WIDTH)
-    engine.backward(engine(x).square().mean())
-    engine.step()
+    train_on(engine, engine(x).square().mean())
     with pytest.raises(RuntimeError):
         engine(torch.ones(3, WIDTH + 1))
-    engine.backward(engine(x).square().mean())
-    engine.step()
+    train_on(engine, engine(x).square().mean())
     return len(torch.overrides._get_current_function_mode_stack()) == 0
 
 
@@ -298,8 +292,7 @@ def stale(rank: int) -> list[bool]:
         lambda _: engine.module.state_dict(),
         lambda _: deepspeed_compress.detach(engine),
     ):
-        engine.backward(engine(x).square().mean())
-        engine.step()
+        train_on(engine, engine(x).square().mean())
         before = weight.detach().clone()
         look(x)
         found.append(not torch.equal(before, weight))
@@ -320,8 +313,7 @@ def log_norms(rank: int, waits: bool) -> tuple[bool, bool]:
     one_of_both, all_new = True, True
     for _ in range(STEPS):
         before = torch.tensor(state(engine, x))
-        engine.backward(engine(x).square().mean())
-        engine.step()
+        train_on(engine, engine(x).square().mean())
         if waits and rank == 0:
             engine.module.state_dict()
         # Use the order of `state`, which has a tied matrix twice.
@@ -344,11 +336,8 @@ def test_a_state_dict_on_one_rank_waits_for_weights_without_the_others() -> None
 
 
 def with_pipeline(rank: int) -> None:
-    import deepspeed
-
     deepspeed.init_distributed("gloo")
-    model, job = pipeline(2), Job(1, section(True))
-    deepspeed_compress.initialize(model=model, model_parameters=list(model.parameters()), config=job.config())
+    make_engine(pipeline(2), Job(1, section(True)).config())
 
 
 def test_pipelines_are_refused() -> None:

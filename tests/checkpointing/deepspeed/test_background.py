@@ -6,8 +6,6 @@ import shutil
 import signal
 import threading
 import time
-import warnings
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import cycle, islice
@@ -19,7 +17,7 @@ import torch.distributed as dist
 from deepspeed.utils import zero_to_fp32
 
 import deepspeed_compress
-from deepspeed_compress import CompressWarning, StateError
+from deepspeed_compress import StateError
 from deepspeed_compress.checkpointing.catalog import checkpoints
 from deepspeed_compress.checkpointing.claim import Claim
 from deepspeed_compress.checkpointing.completeness import find_problems
@@ -32,7 +30,8 @@ from deepspeed_compress.tools.universal import convert
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, data, run, run_pipeline, start, weights
 from tests.support.kills import STEP_SECONDS, Kill
-from tests.support.resuming import resume, save_and_continue
+from tests.support.messages import caught_warnings
+from tests.support.resuming import resume_all, save_and_continue_all
 from tests.support.transport import until
 
 pytestmark = pytest.mark.sampled(
@@ -58,15 +57,11 @@ JOBS = {
 }
 
 
-def messages_of(caught: Sequence[warnings.WarningMessage]) -> list[str]:
-    return [str(one.message) for one in caught if issubclass(one.category, CompressWarning)]
-
-
 @pytest.mark.parametrize("part", range(4))
 def test_background_checkpoints_hold_the_state_at_the_save(tmp_path, part):
     jobs = {name: JOBS[name] for name in list(JOBS)[part::4]}
-    uninterrupted = run_forks(2, save_and_continue, jobs, str(tmp_path))
-    resumed = run_forks(2, resume, jobs, str(tmp_path))
+    uninterrupted = run_forks(2, save_and_continue_all, jobs, str(tmp_path))
+    resumed = run_forks(2, resume_all, jobs, str(tmp_path))
     for one, other in zip(uninterrupted, resumed, strict=True):
         assert {name for name in one if one[name] != other[name]} == set()
     assert not list(tmp_path.rglob("*.tmp"))
@@ -120,15 +115,14 @@ def save_where_nothing_can_be(rank: int, directory: str, on_error: str) -> tuple
     engine.save_checkpoint(directory)
     engine.compression.saving.wait()
     blocked = Path(directory) / "global_step4"
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as texts:
         last = 5_000
         for step in range(2, last):
             try:
                 run(engine, [next(batches)])
             except StateError as error:
                 errors.append((step, str(error)))
-            if errors or messages_of(caught):
+            if errors or texts:
                 last = min(last, step + 4)
             if step == last:
                 break
@@ -140,7 +134,7 @@ def save_where_nothing_can_be(rank: int, directory: str, on_error: str) -> tuple
             # The writers need processor time to fail.
             time.sleep(0.02)
     engine.destroy()
-    return errors, messages_of(caught), (Path(directory) / "latest").read_text()
+    return errors, texts, (Path(directory) / "latest").read_text()
 
 
 @pytest.mark.parametrize("on_error", ["warn", "stop"])
@@ -158,8 +152,7 @@ def lose_the_writer(rank: int, directory: str) -> tuple:
     one = job(1, steps=9)
     batches, engine = data(rank, one), start(one)
     run(engine, batches[:2])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as texts:
         if rank:
             os.kill(engine.compression.saving._queues[0]._writer.process, signal.SIGKILL)
         engine.save_checkpoint(directory)
@@ -168,7 +161,7 @@ def lose_the_writer(rank: int, directory: str) -> tuple:
     engine.save_checkpoint(directory)
     engine.destroy()
     dist.barrier()
-    ours = messages_of(caught)
+    ours = texts
     return ours, [(found.step, found.complete) for found in checkpoints(Path(directory))]
 
 
@@ -184,14 +177,13 @@ def run_out_of_memory(rank: int, directory: str) -> list:
     batches, engine = data(rank, one), start(one)
     if rank:
         engine.compression.saving._queues[0]._free = [Full(), Full()]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as texts:
         run(engine, batches[:2])
         engine.save_checkpoint(directory)
         run(engine, batches[2:])
         engine.compression.saving.wait()
     engine.destroy()
-    return messages_of(caught)
+    return texts
 
 
 class Full(Memory):
@@ -319,14 +311,13 @@ def test_a_taken_checkpoint_is_written_even_if_the_ranks_are_killed(tmp_path):
 def load_damaged(rank: int, directory: str, tag: str | None) -> list:
     one = job(1)
     engine = start(one)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as texts:
         try:
             path = engine.load_checkpoint(directory, tag=tag)[0]
         except StateError as error:
             path = str(error)
     engine.destroy()
-    return [path, messages_of(caught)]
+    return [path, texts]
 
 
 def save_twice(rank: int, directory: str) -> None:
@@ -403,8 +394,8 @@ OTHERS = {
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_other_optimizers_and_one_rank(tmp_path, ranks):
-    uninterrupted = run_forks(ranks, save_and_continue, OTHERS, str(tmp_path))
-    assert uninterrupted == run_forks(ranks, resume, OTHERS, str(tmp_path))
+    uninterrupted = run_forks(ranks, save_and_continue_all, OTHERS, str(tmp_path))
+    assert uninterrupted == run_forks(ranks, resume_all, OTHERS, str(tmp_path))
 
 
 def two_engines(rank: int, directory: str) -> list:
@@ -555,10 +546,9 @@ def lose_what_latest_names(rank: int, directory: str) -> tuple:
     if not rank:
         shutil.rmtree(Path(directory, "1"))
     dist.barrier()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as texts:
         path = engine.load_checkpoint(directory)[0]
-    return Path(path).parent.name, [str(one.message) for one in caught if "1 is missing" in str(one.message)]
+    return Path(path).parent.name, [text for text in texts if "1 is missing" in text]
 
 
 def test_a_removed_checkpoint_causes_a_warning_and_the_previous_one_is_loaded(tmp_path):
@@ -591,8 +581,7 @@ def save_by_epoch(rank: int, directory: str, resumed: bool) -> tuple[int, list[s
     """Save tags of several parts next to those of `every`, and return the step and the warnings."""
     os.environ["DS_COMPRESS_MEMORY_DIR"] = f"{directory}/memory"
     one = job(1, directory=directory, every=4, keep=1, resume=resumed, memory={"every": 1})
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as texts:
         engine = start(one)
         step = int(engine.global_steps)
         if not resumed:
@@ -601,7 +590,7 @@ def save_by_epoch(rank: int, directory: str, resumed: bool) -> tuple[int, list[s
                 engine.save_checkpoint(directory, tag=f"epoch/{epoch}")
         engine.compression.saving.wait()
     engine.destroy()
-    return step, [str(found.message) for found in caught if "is loaded" in str(found.message)]
+    return step, [text for text in texts if "is loaded" in text]
 
 
 def test_a_damaged_checkpoint_leads_back_to_one_of_several_parts(tmp_path):

@@ -1,17 +1,17 @@
 """A resumed run equals one that did not stop, for every method. Every rank reports a state that does not fit."""
 
 import json
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from deepspeed_compress import CompressWarning, StateError
+from deepspeed_compress import StateError
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, data, run, start, weights
+from tests.support.messages import caught_warnings
 from tests.support.methods import METHODS, NO_MOMENTUM, WITHOUT_MOMENTUM, by_stage
-from tests.support.resuming import residuals_of, resume, save_and_continue
+from tests.support.resuming import residuals_of, resume_all, save_and_continue_all
 
 pytestmark = pytest.mark.sampled(
     4, "deepspeed_compress/checkpointing/deepspeed", "tests/checkpointing/deepspeed/test_checkpoint.py"
@@ -44,8 +44,8 @@ def jobs(stage: int, names: Sequence[str]) -> dict[str, Job]:
 
 @pytest.mark.parametrize(("stage", "names"), by_stage(list(EVERY)))
 def test_resuming_is_bit_identical_to_going_on(stage, names, tmp_path):
-    uninterrupted = run_forks(2, save_and_continue, jobs(stage, names), str(tmp_path))
-    resumed = run_forks(2, resume, jobs(stage, names), str(tmp_path))
+    uninterrupted = run_forks(2, save_and_continue_all, jobs(stage, names), str(tmp_path))
+    resumed = run_forks(2, resume_all, jobs(stage, names), str(tmp_path))
     for one, other in zip(uninterrupted, resumed, strict=True):
         assert {name for name in one if one[name] != other[name]} == set()
     assert not list(tmp_path.rglob("*.tmp"))
@@ -53,7 +53,7 @@ def test_resuming_is_bit_identical_to_going_on(stage, names, tmp_path):
 
 def test_two_levels_resume(tmp_path):
     job = {"levels": Job(2, {"gradients": {"bits": 4, "block_size": 32, "hierarchy": HIERARCHY}}, steps=8)}
-    assert run_forks(4, save_and_continue, job, str(tmp_path)) == run_forks(4, resume, job, str(tmp_path))
+    assert run_forks(4, save_and_continue_all, job, str(tmp_path)) == run_forks(4, resume_all, job, str(tmp_path))
 
 
 def save(rank: int, directory: str, section: dict = INT4, stage: int = 2) -> dict[str, list]:
@@ -68,11 +68,9 @@ def save(rank: int, directory: str, section: dict = INT4, stage: int = 2) -> dic
 def load(rank: int, directory: str, section: dict = INT4, options: dict | None = None, stage: int = 2) -> tuple:
     """Return our warnings while loading, and the residuals afterwards."""
     engine = start(Job(stage, section, extra=NO_MOMENTUM))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as texts:
         engine.load_checkpoint(directory, **(options or {}))
-    ours = [str(warning.message) for warning in caught if issubclass(warning.category, CompressWarning)]
-    return ours, residuals_of(engine)
+    return texts, residuals_of(engine)
 
 
 def test_memories_come_back_or_start_empty_when_asked(tmp_path):

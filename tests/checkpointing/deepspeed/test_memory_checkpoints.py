@@ -5,20 +5,18 @@ import random
 import resource
 import shutil
 import signal
-import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from deepspeed_compress import CompressWarning
 from deepspeed_compress.checkpointing.catalog import checkpoints
 from deepspeed_compress.checkpointing.completeness import list_paths
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, data, run, run_pipeline, start, weights
 from tests.support.kills import STEP_SECONDS, Kill
+from tests.support.messages import caught_warnings
 
 GRADIENTS = {"bits": 4, "block_size": 32}
 
@@ -70,10 +68,6 @@ def step(engine, plan: Plan, batches: list) -> None:
     (run_pipeline if plan.stages > 1 else run)(engine, batches)
 
 
-def messages_of(caught: Sequence[warnings.WarningMessage]) -> list[str]:
-    return [str(one.message) for one in caught if issubclass(one.category, CompressWarning)]
-
-
 # Before this step all ranks wait until the checkpoints that are on their way are complete.
 COMPLETE = 6
 
@@ -88,8 +82,7 @@ def train(rank: int, plan: Plan, resumed: bool = False, kill: Kill | None = None
         kill: the rank that dies, and when. None kills no rank.
     """
     engine = plan.start(rank)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as texts:
         path, state = engine.load_checkpoint(plan.disk_directory) if resumed else (None, None)
     for number, batch in enumerate(batches_of(engine, rank, plan)[(state or {}).get("done", 0) :], 1):
         if kill is not None:
@@ -102,7 +95,7 @@ def train(rank: int, plan: Plan, resumed: bool = False, kill: Kill | None = None
     found = weights(engine)
     engine.destroy()
     dist.barrier()
-    return path and str(Path(path).relative_to(plan.root)), messages_of(caught), found
+    return path and str(Path(path).relative_to(plan.root)), texts, found
 
 
 CASES = {
@@ -217,11 +210,10 @@ def fill(rank: int, plan: Plan) -> tuple:
         if number in (3, 6) and rank == 1:
             limit = 1000 if number == 3 else resource.RLIM_INFINITY
             resource.prlimit(saving._queues[-1]._writer.process, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with caught_warnings() as texts:
             step(engine, plan, [batch])
             saving.wait()
-        warned.append(messages_of(caught))
+        warned.append(texts)
     found = sorted(one.step for one in checkpoints(Path(plan.disk_directory)) if one.complete)
     files = [file for file in job.rglob("*") if file.is_file()]
     held = {file.parent.name for file in files if file.name.startswith("zero_pp_rank_1")}
@@ -249,10 +241,9 @@ def end(rank: int, directory: str, failing: bool) -> str:
         "gradients": GRADIENTS,
         "checkpointing": {"directory": directory, "memory": {"every": 1, "copies": 1}},
     }
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as texts:
         engine = start(Job(1, section, steps=2))
-    assert [text for text in messages_of(caught) if "/checkpointing/memory/copies" in text and "one host" in text]
+    assert [text for text in texts if "/checkpointing/memory/copies" in text and "one host" in text]
     run(engine, data(rank, Job(1, steps=2)))
     engine.compression.saving.wait()
     dist.barrier()

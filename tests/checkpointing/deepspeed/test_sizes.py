@@ -1,6 +1,5 @@
 """DeepSpeed checkpoints resume with another number of ranks, and every saved element is restored."""
 
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,11 @@ import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-from deepspeed_compress import CompressWarning, StateError
+from deepspeed_compress import StateError
 from tests.support.forks import RankError, run_forks
-from tests.support.jobs import Job, run, start, weights
+from tests.support.jobs import Job, make_engine, network, run, start, weights
+from tests.support.messages import caught_warnings
+from tests.support.methods import FP32_SUMS, NONE
 
 pytestmark = pytest.mark.sampled(
     8, "deepspeed_compress/checkpointing/deepspeed", "tests/checkpointing/deepspeed/test_sizes.py"
@@ -68,9 +69,9 @@ def save(rank: int, job: Job, ranks: int, directory: str) -> dict[str, Any]:
 
 def load(rank: int, job: Job, ranks: int, directory: str) -> dict[str, Any]:
     engine = start(on(job, ranks))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CompressWarning)
+    with caught_warnings() as texts:
         _, client_state = engine.load_checkpoint(directory)
+    assert texts == []
     assert client_state["position"] == SAVED
     return state_of(engine) | {"after": go_on(engine, rank, ranks)}
 
@@ -98,7 +99,7 @@ def compare(saved: dict[str, Any], loaded: dict[str, Any], rel: float, kept: tup
 @pytest.mark.parametrize("stage", range(4))
 def test_every_element_is_restored(stage: int, tmp_path: Path) -> None:
     """With `none`, training continues as before, up to the order of sums."""
-    job = Job(stage, {"gradients": {"method": "none"}}, extra=SCHEDULER)
+    job = Job(stage, NONE, extra=SCHEDULER)
     saved = {before: run_forks(before, save, job, before, str(tmp_path / f"{before}"))[0] for before in (1, 2, 4)}
     for before, after in SIZES:
         for loaded in run_forks(after, load, job, after, str(tmp_path / f"{before}")):
@@ -108,11 +109,10 @@ def test_every_element_is_restored(stage: int, tmp_path: Path) -> None:
 SETTINGS: dict[str, Job] = {
     "round_robin": Job(2, zero={"round_robin_gradients": True}),
     "offload": Job(2, zero={"offload_optimizer": {"device": "cpu"}}, extra={"zero_force_ds_cpu_optimizer": False}),
-    "bf16": Job(1, extra={"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}),
+    "bf16": Job(1, extra=FP32_SUMS),
     "sub_groups": Job(3, zero={"sub_group_size": 100}),
     "persistent": Job(3, zero={"stage3_param_persistence_threshold": 50}),
 }
-NONE = {"gradients": {"method": "none"}}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -149,17 +149,13 @@ def load_frozen(rank: int, directory: str) -> dict[str, Any]:
 
 
 def frozen_engine(changed: bool) -> Any:
-    import deepspeed_compress
-    from tests.support.jobs import network
-
     model = network()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith(("0", "4")))
         if changed and not parameter.requires_grad:
             parameter.data.add_(1.0)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    config = Job(3, NONE).config()
-    return deepspeed_compress.initialize(model=model, model_parameters=trained, config=config)[0]
+    return make_engine(model, Job(3, NONE).config(), trained)
 
 
 def frozen_of(engine: Any, directory: str, save: bool) -> dict[str, Any]:
@@ -179,10 +175,9 @@ def test_frozen_parameters_of_zero_3(tmp_path: Path) -> None:
 
 def load_warned(rank: int, job: Job, directory: str) -> list[str]:
     engine = start(job)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as texts:
         engine.load_checkpoint(directory)
-    return [str(one.message) for one in caught if issubclass(one.category, CompressWarning)]
+    return texts
 
 
 def test_another_batch_size_causes_a_warning(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import cycle
@@ -13,14 +12,15 @@ import pytest
 import torch
 
 import deepspeed_compress
-from deepspeed_compress.errors import CompressWarning, ConfigError, IslandError, StateError
+from deepspeed_compress.errors import ConfigError, IslandError, StateError
 from deepspeed_compress.local_sgd import shared_anchor
 from deepspeed_compress.local_sgd.coordinator.client import status
 from deepspeed_compress.local_sgd.deepspeed import elastic
 from tests.support.coordinators import become_island, coordinator, own_ports, parameter_server
 from tests.support.forks import run_forks
-from tests.support.island_jobs import elastic_section, wait_for
-from tests.support.jobs import MUON, Job, data, moments, network, run, start, weights
+from tests.support.island_jobs import HEAD, elastic_section, run_apart, wait_for
+from tests.support.jobs import MUON, Job, data, make_engine, moments, network, run, start, train, weights
+from tests.support.messages import caught_warnings, refusal
 
 SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_elastic.py")
 
@@ -29,19 +29,24 @@ FUSED: Mapping[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2
 """DeepSpeed's own AdamW."""
 
 
+WARM_UP: Mapping[str, Any] = {
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_num_steps": 100, "warmup_max_lr": 0.01, "warmup_type": "linear"},
+    }
+}
 Seen = tuple[int, dict[str, list[float]]]
 
 
-def apart(rank: int, job: Job, size: int, ports: list[int], seen_of: Any = weights, pause: float = 0.0) -> list[Seen]:
-    """Return the version and the weights after every step that ended with an exchange.
+def apart(rank: int, job: Job, seen_of: Any = weights, pause: float = 0.0) -> list[Seen]:
+    """Return the version and the weights after every step that ended with an exchange, for islands of two ranks.
 
     The second island waits for `pause` seconds before every step, so it has made fewer steps at each exchange.
     """
-    place = become_island(rank, size, ports)
     engine, seen = start(job), []
     islands = engine.compression.islands
-    for batch in data(10 * islands.number + place, job):
-        time.sleep(pause * (rank // size))
+    for batch in data(10 * islands.number + rank % 2, job):
+        time.sleep(pause * (rank // 2))
         run(engine, [batch])
         if len(islands.history) > len(seen):
             seen.append((islands.exchange.version, seen_of(engine)))
@@ -54,9 +59,7 @@ def apart(rank: int, job: Job, size: int, ports: list[int], seen_of: Any = weigh
 @SAMPLED
 @pytest.mark.parametrize("stage", STAGES)
 def test_islands_have_the_same_weights_at_every_version(stage: int) -> None:
-    with coordinator() as address, own_ports(2) as ports:
-        job = Job(stage, section=elastic_section(address), steps=40)
-        first, second, third, fourth = run_forks(4, apart, job, 2, ports)
+    first, second, third, fourth = run_apart(2, apart, Job(stage, steps=40), size=2)
     assert first == second
     assert third == fourth
     assert first == third
@@ -77,9 +80,9 @@ def corrected(engine: Any) -> dict[str, list[float]]:
 @SAMPLED
 @pytest.mark.parametrize(("stage", "extra"), [(0, {}), (1, {}), (0, FUSED), (0, MUON)])
 def test_islands_have_the_same_second_moments_at_every_version(stage: int, extra: Mapping[str, Any]) -> None:
-    with coordinator() as address, own_ports(2) as ports:
-        job = Job(stage, section=elastic_section(address, second_moments={"block_size": 1}), extra=extra, steps=40)
-        first, second, third, fourth = run_forks(4, apart, job, 2, ports, corrected, 0.2)
+    job = Job(stage, extra=extra, steps=40)
+    ranks = run_apart(2, apart, job, corrected, 0.2, size=2, second_moments={"block_size": 1})
+    first, second, third, fourth = ranks
     assert [seen["steps"] for _, seen in first] != [seen["steps"] for _, seen in third]
     for (version, mine), (same, others) in zip(first + second, third + fourth, strict=True):
         assert version == same
@@ -90,34 +93,19 @@ def test_islands_have_the_same_second_moments_at_every_version(stage: int, extra
 
 def test_an_island_keeps_parameters_of_its_own() -> None:
     """They are local at every version, including the first."""
-    with coordinator() as address, own_ports(2) as ports:
-        job = Job(1, section=elastic_section(address, own=[r"^4\."]), steps=40)
-        first, _, third, _ = run_forks(4, apart, job, 2, ports)
+    first, _, third, _ = run_apart(2, apart, Job(1, steps=40), size=2, own=[HEAD])
     for (version, mine), (same, others) in zip(first, third, strict=True):
         assert version == same
         assert {name for name in mine if mine[name] != others[name]} == {"4.weight", "4.bias"}
 
 
-def one_island(rank: int, alone: Job, elastic: Job, ports: list[int]) -> list[dict[str, list[float]]]:
-    found = []
-    for job in (alone, elastic):
-        become_island(rank, 1, ports)
-        engine = start(job)
-        run(engine, data(0, job))
-        found.append(weights(engine))
-        engine.destroy()
-    return found
-
-
 @SAMPLED
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_single_island_trains_as_deepspeed_does(stage: int) -> None:
-    with coordinator() as address, own_ports(1) as ports:
-        alone = Job(stage, steps=6)
-        elastic = replace(alone, section=elastic_section(address, minimum=1, exchange={"method": "none"}))
-        ((plain, ours),) = run_forks(1, one_island, alone, elastic, ports)
-    for name in plain:
-        torch.testing.assert_close(torch.tensor(ours[name]), torch.tensor(plain[name]), atol=1e-6, rtol=1e-5)
+    [[plain]] = run_forks(1, train, Job(stage, steps=6))
+    [[ours]] = run_apart(1, train, Job(stage, steps=6), minimum=1, exchange={"method": "none"})
+    for name, values in plain.parameters.items():
+        torch.testing.assert_close(torch.tensor(ours.parameters[name]), torch.tensor(values), atol=1e-6, rtol=1e-5)
 
 
 def run_until(engine: Any, batches: Iterator[tuple[torch.Tensor, torch.Tensor]], version: int) -> None:
@@ -126,48 +114,45 @@ def run_until(engine: Any, batches: Iterator[tuple[torch.Tensor, torch.Tensor]],
         run(engine, [next(batches)])
 
 
-def saved(rank: int, job: Job, ports: list[int], directories: list[str]) -> tuple[int, dict[str, list[float]]]:
+def saved(rank: int, job: Job, directories: list[str]) -> tuple[int, list[float]]:
     """Train and save. The second island saves later than the first one. The tag is a number."""
-    become_island(rank, 1, ports)
     engine, batches = start(job), cycle(data(rank, job))
-    exchange = engine.compression.islands.exchange
     run_until(engine, batches, 2 + rank)
     engine.save_checkpoint(directories[rank], tag=0)
-    version, anchor = exchange.version, exchange.shared_anchor.copy(1)[2]["anchor"].tolist()
+    found = anchor_of(engine)
     run_until(engine, batches, 1 + len(directories))
     engine.destroy()
-    return version, {"anchor": anchor}
+    return found
 
 
-def resumed(rank: int, job: Job, ports: list[int], directories: list[str]) -> tuple[int, dict[str, list[float]], float]:
-    become_island(rank, 1, ports)
+def anchor_of(engine: Any) -> tuple[int, list[float]]:
+    """Return the version of an island, and its anchor, which is empty before its first exchange without one."""
+    exchange = engine.compression.islands.exchange
+    return exchange.version, exchange.shared_anchor.copy(1)[2]["anchor"].tolist() if exchange.version else []
+
+
+def resumed(rank: int, job: Job, directories: list[str]) -> tuple[int, list[float]]:
     engine = start(job)
     path, _ = engine.load_checkpoint(directories[rank])
     assert path is not None
-    exchange = engine.compression.islands.exchange
-    version, anchor = exchange.version, exchange.shared_anchor.copy(1)[2]["anchor"].tolist()
+    found = anchor_of(engine)
     run(engine, data(rank + 7, job))
     engine.destroy()
-    return version, {"anchor": anchor}, float(engine.global_steps)
+    return found
 
 
 @SAMPLED
 @pytest.mark.parametrize("more", [{}, {"checkpointing": {}}], ids=["at once", "in the background"])
 def test_all_islands_restart_from_the_newest_checkpoint(tmp_path: Path, more: Mapping[str, Any]) -> None:
     directories = [str(tmp_path / name) for name in "ab"]
-    with coordinator() as address, own_ports(2) as ports:
-        job = Job(1, section={**elastic_section(address), **more}, steps=40)
-        before = run_forks(2, saved, job, ports, directories)
-    with coordinator() as address, own_ports(2) as ports:
-        job = Job(1, section={**elastic_section(address), **more}, steps=3)
-        after = run_forks(2, resumed, job, ports, directories)
+    before = run_apart(2, saved, Job(1, more, steps=40), directories)
+    after = run_apart(2, resumed, Job(1, more, steps=3), directories)
     newest = max(before, key=lambda one: one[0])
     assert newest == before[1] != before[0]
-    assert [one[0] for one in after] == [newest[0]] * 2
-    assert [one[1] for one in after] == [newest[1]] * 2
+    assert after == [newest] * 2
 
 
-def resumed_late(rank: int, *args: Any) -> tuple[int, dict[str, list[float]], float]:
+def resumed_late(rank: int, *args: Any) -> tuple[int, list[float]]:
     """Resume. The second island fetches its anchor after the first one has started to load its checkpoint."""
     if rank:
         original = shared_anchor.fetch_anchor
@@ -177,22 +162,17 @@ def resumed_late(rank: int, *args: Any) -> tuple[int, dict[str, list[float]], fl
 
 def test_an_island_that_returns_slowly_does_not_stop_the_others(tmp_path: Path) -> None:
     directories = [str(tmp_path / name) for name in "ab"]
-    with coordinator() as address, own_ports(2) as ports:
-        before = run_forks(2, saved, Job(1, section=elastic_section(address), steps=40), ports, directories)
-    with coordinator() as address, own_ports(2) as ports:
-        short = elastic_section(address, timeout="2 s")
-        after = run_forks(2, resumed_late, Job(1, section=short, steps=3), ports, directories)
-    assert [one[0] for one in after] == [before[1][0]] * 2
-    assert [one[1] for one in after] == [before[1][1]] * 2
+    before = run_apart(2, saved, Job(1, steps=40), directories)
+    assert run_apart(2, resumed_late, Job(1, steps=3), directories, timeout="2 s") == [before[1]] * 2
 
 
-def follows(rank: int, job: Job, size: int, ports: list[int], directory: str) -> float:
-    """Return the learning rate of the first island after some steps, or of the second one when it joins.
+def follows(rank: int, job: Job, directory: str) -> float:
+    """Return the learning rate of the first of two islands after some steps, or of the second one when it joins.
 
     The ranks of the second island receive different steps.
     """
-    place, begun = become_island(rank, size, ports), Path(directory, "begun")
-    if rank >= size:
+    place, begun = rank % 2, Path(directory, "begun")
+    if rank >= 2:
         wait_for(begun.parent, begun.name)
         original = shared_anchor.fetch_anchor
 
@@ -202,32 +182,29 @@ def follows(rank: int, job: Job, size: int, ports: list[int], directory: str) ->
 
         shared_anchor.fetch_anchor = fetch
     engine = start(job)
-    if rank < size:
+    if rank < 2:
         run(engine, data(place, job)[:5])
         begun.touch()
     found = float(engine.get_lr()[0])
-    wait_for(begun.parent, "there" if rank < size else begun.name)
+    wait_for(begun.parent, "there" if rank < 2 else begun.name)
     begun.with_name("there").touch()
     engine.destroy()
     return found
 
 
 def test_all_ranks_of_a_joining_island_follow_one_schedule(tmp_path: Path) -> None:
-    rates = {"type": "WarmupLR", "params": {"warmup_num_steps": 100, "warmup_max_lr": 0.01, "warmup_type": "linear"}}
-    with coordinator() as address, own_ports(2) as ports:
-        job = Job(1, section=elastic_section(address, minimum=1), extra={"scheduler": rates})
-        first, second, third, fourth = run_forks(4, follows, job, 2, ports, str(tmp_path))
-    assert first == second == third == fourth > 0
+    ranks = run_apart(2, follows, Job(1, extra=WARM_UP), str(tmp_path), size=2, minimum=1)
+    assert ranks[0] > 0
+    assert ranks == [ranks[0]] * 4
 
 
 def goes_on(
-    rank: int, job: Job, ports: list[int], directories: list[str], version: int, marks: Path
+    rank: int, job: Job, directories: list[str], version: int, marks: Path, islands: int
 ) -> dict[int, list[float]]:
     """Return the anchors of an island by version, beginning with the one it starts from.
 
     An island without a checkpoint joins as a new one. All islands train once the others have loaded their checkpoints.
     """
-    become_island(rank, 1, ports)
     engine, batches = start(job), cycle(data(rank + 7, job))
     exchange, seen = engine.compression.islands.exchange, {}
     marks.joinpath(f"there{rank}").touch()
@@ -235,23 +212,18 @@ def goes_on(
         engine.load_checkpoint(directories[rank])
         marks.joinpath(f"loaded{rank}").touch()
     wait_for(marks, "loaded", len(directories))
-    remember(exchange, seen)
+    seen.update([anchor_of(engine)])
     while exchange.version < version:
         run(engine, [next(batches)])
-        remember(exchange, seen)
+        seen.update([anchor_of(engine)])
     marks.joinpath(f"done{rank}").touch()
     # A late island needs the others, so each of them continues until the last one is done.
     with contextlib.suppress(IslandError):
-        while len(list(marks.glob("done*"))) < len(ports):
+        while len(list(marks.glob("done*"))) < islands:
             run(engine, [next(batches)])
-            remember(exchange, seen)
+            seen.update([anchor_of(engine)])
     engine.destroy()
     return seen
-
-
-def remember(exchange: Any, seen: dict[int, list[float]]) -> None:
-    """Record the anchor; an island that continued with its own weights has none before its first exchange."""
-    seen[exchange.version] = exchange.shared_anchor.copy(1)[2]["anchor"].tolist() if exchange.version else []
 
 
 @SAMPLED
@@ -260,7 +232,7 @@ def test_the_number_of_islands_may_change_when_all_restart(before: int, after: i
     come_back(goes_on, before, after, tmp_path)
 
 
-def goes_on_alone(rank: int, job: Job, ports: list[int], directories: list[str], version: int, marks: Path) -> Any:
+def goes_on_alone(rank: int, job: Job, directories: list[str], version: int, marks: Path, islands: int) -> Any:
     """Run `goes_on` with islands that join in an unfavorable order.
 
     The third island is fetching the anchor of the first one when that loads its checkpoint. The second one joins after
@@ -273,7 +245,7 @@ def goes_on_alone(rank: int, job: Job, ports: list[int], directories: list[str],
             time.sleep(0.02)
         original = shared_anchor.fetch_anchor
         shared_anchor.fetch_anchor = lambda *given: (time.sleep(1.0), original(*given))[1]
-    return goes_on(rank, job, ports, directories, version, marks)
+    return goes_on(rank, job, directories, version, marks, islands)
 
 
 @pytest.mark.slow(3)
@@ -285,17 +257,14 @@ def test_an_island_without_checkpoint_or_anchor_joins_the_others_later(tmp_path:
 def come_back(work: Any, before: int, after: int, tmp_path: Path, timeout: str = "5 s") -> list[dict[int, list[float]]]:
     """Restart all islands and return the results of `work`. Islands without a checkpoint join the others."""
     directories = [str(tmp_path / f"{rank}") for rank in range(before)]
-    with coordinator() as address, own_ports(before) as ports:
-        # An island that is left out of the last round continues alone.
-        job = Job(1, section=elastic_section(address, minimum=1), steps=60)
-        kept = run_forks(before, saved, job, ports, directories)
+    # An island that is left out of the last round continues alone.
+    kept = run_apart(before, saved, Job(1, steps=60), directories, minimum=1)
     loaded, marks = min(before, after), tmp_path / "marks"
     marks.mkdir()
     newest, anchor = max(kept[:loaded], key=lambda one: one[0])
-    with coordinator() as address, own_ports(after) as ports:
-        job = Job(1, section=elastic_section(address, minimum=loaded, timeout=timeout), steps=60)
-        found = run_forks(after, work, job, ports, directories[:loaded], newest + 3, marks)
-    assert [seen[newest] for seen in found[:loaded]] == [anchor["anchor"]] * loaded
+    asked = (directories[:loaded], newest + 3, marks, after)
+    found = run_apart(after, work, Job(1, steps=60), *asked, minimum=loaded, timeout=timeout)
+    assert [seen[newest] for seen in found[:loaded]] == [anchor] * loaded
     first = found[0]
     for seen in found:
         common = first.keys() & seen.keys()
@@ -304,74 +273,58 @@ def come_back(work: Any, before: int, after: int, tmp_path: Path, timeout: str =
     return found
 
 
-def saved_together(rank: int, job: Job, ports: list[int], directory: str) -> str:
-    become_island(rank, 1, ports)
-    engine, done = start(job), Path(directory, f"done{rank}")
-    text = ""
-    try:
-        while rank and not Path(directory, "done0").exists():
-            time.sleep(0.02)
-        engine.save_checkpoint(directory)
-    except StateError as error:
-        text = str(error)
-    done.touch()
-    while not Path(directory, f"done{1 - rank}").exists():
-        time.sleep(0.02)
-    engine.destroy()
+def saved_together(rank: int, job: Job, marks: Path) -> str:
+    engine = start(job)
+    if rank:
+        wait_for(marks, "done0")
+    text = refusal(StateError, engine.save_checkpoint, str(marks))
+    end_together(engine, rank, marks)
     return text
 
 
-def saved_at_once(rank: int, job: Job, ports: list[int], directory: str) -> list[str]:
+def end_together(engine: Any, rank: int, marks: Path) -> None:
+    """End the engine once the other of two islands is done as well."""
+    marks.joinpath(f"done{rank}").touch()
+    wait_for(marks, f"done{1 - rank}")
+    engine.destroy()
+
+
+def saved_at_once(rank: int, job: Job, marks: Path) -> list[str]:
     """Return the errors of two islands that save into the same directory."""
-    become_island(rank, 1, ports)
     engine, texts = start(job), []
     for number in range(5):
-        place = Path(directory, str(number))
+        place = marks / str(number)
         place.mkdir(exist_ok=True)
         (place / f"there{rank}").touch()
         while not (place / f"there{1 - rank}").exists():
             pass
-        try:
-            engine.save_checkpoint(str(place))
-            texts.append("")
-        except StateError as error:
-            texts.append(str(error))
-    Path(directory, f"done{rank}").touch()
-    while not Path(directory, f"done{1 - rank}").exists():
-        time.sleep(0.02)
-    engine.destroy()
+        texts.append(refusal(StateError, engine.save_checkpoint, str(place)))
+    end_together(engine, rank, marks)
     return texts
 
 
 def test_two_islands_cannot_save_in_one_directory(tmp_path: Path) -> None:
-    with coordinator() as address, own_ports(2) as ports:
-        first, second = run_forks(2, saved_together, Job(1, section=elastic_section(address)), ports, str(tmp_path))
+    first, second = run_apart(2, saved_together, Job(1), tmp_path)
     assert first == ""
     assert f" saves in {tmp_path}, and this is island " in second
 
 
 def test_one_of_two_islands_that_save_in_one_directory_at_once_is_refused(tmp_path: Path) -> None:
-    with coordinator() as address, own_ports(2) as ports:
-        found = run_forks(2, saved_at_once, Job(1, section=elastic_section(address)), ports, str(tmp_path))
+    found = run_apart(2, saved_at_once, Job(1), tmp_path)
     for number, texts in enumerate(zip(*found, strict=True)):
         saved, refused = sorted(texts)
         assert saved == ""
         assert f" saves in {tmp_path / str(number)}, and this is island " in refused
 
 
-def comes_late(
-    rank: int, job: Job, ports: list[int], directory: str
-) -> tuple[float, float, list[int], Mapping[str, float]]:
+def comes_late(rank: int, job: Job, marks: Path) -> tuple[float, float, list[int], Mapping[str, float]]:
     """Return learning rates and the order of the data.
 
     The learning rates are the first one, the one after the last step, and those after loading a checkpoint in several
     ways.
     """
-    become_island(rank, 1, ports)
-    done = Path(directory, "done")
     if rank == 1:
-        while not done.exists():
-            time.sleep(0.02)
+        wait_for(marks, "done")
     model = network()
     engine, _, loader, _ = deepspeed_compress.initialize(
         model=model, model_parameters=list(model.parameters()), training_data=list(range(24)), config=job.config()
@@ -380,11 +333,11 @@ def comes_late(
     run(engine, data(rank, job))
     if rank == 0:
         rates.append(engine.get_lr()[0])
-        done.touch()
-        while engine.compression.islands.exchange.rendezvous.version and not Path(directory, "joined").exists():
+        marks.joinpath("done").touch()
+        while engine.compression.islands.exchange.rendezvous.version and not marks.joinpath("joined").exists():
             time.sleep(0.02)
-    loaded = {} if rank == 0 else rates_after_loading(engine, f"{directory}/saved")
-    Path(directory, "joined").touch()
+    loaded = {} if rank == 0 else rates_after_loading(engine, str(marks / "saved"))
+    marks.joinpath("joined").touch()
     order = list(loader.data_sampler)
     engine.destroy()
     return rates[0], rates[-1], order, loaded
@@ -415,12 +368,9 @@ LOADED: Mapping[str, Mapping[str, bool]] = {
 
 
 def test_an_island_that_joins_late_follows_the_schedule_and_reads_its_own_data(tmp_path: Path) -> None:
-    rates = {"type": "WarmupLR", "params": {"warmup_num_steps": 100, "warmup_max_lr": 0.01, "warmup_type": "linear"}}
-    with coordinator() as address, own_ports(2) as ports:
-        job = Job(1, section=elastic_section(address, minimum=1), steps=5, extra={"scheduler": rates})
-        monitor = {"announce": False, "path": str(tmp_path / "api_key=hidden")}
-        job = replace(job, section={**job.section, "monitor": monitor})
-        first, late = run_forks(2, comes_late, job, ports, str(tmp_path))
+    monitor = {"announce": False, "path": str(tmp_path / "api_key=hidden")}
+    job = Job(1, {"monitor": monitor}, steps=5, extra=WARM_UP)
+    first, late = run_apart(2, comes_late, job, tmp_path, minimum=1)
     assert late[0] == pytest.approx(first[1])
     assert sorted(first[2]) == sorted(late[2]) == list(range(24))
     assert first[2] != late[2]
@@ -438,32 +388,26 @@ def save_as_one_job(rank: int, job: Job, directory: str) -> None:
     engine.save_checkpoint(directory)
 
 
-def load_of_one_job(rank: int, job: Job, ports: list[int], directory: str) -> tuple[int, list[str]]:
-    become_island(rank, 1, ports)
+def load_of_one_job(rank: int, job: Job, directory: str) -> tuple[int, list[str]]:
     engine = start(job)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", CompressWarning)
+    with caught_warnings() as texts:
         engine.load_checkpoint(directory)
     step = engine.global_steps
     run(engine, data(rank, job))
     engine.destroy()
-    return step, [str(one.message) for one in caught if "islands of one job" in str(one.message)]
+    return step, [text for text in texts if "islands of one job" in text]
 
 
 def test_a_checkpoint_of_islands_of_one_job_is_loaded_without_its_residuals(tmp_path: Path) -> None:
     job = Job(1, section={**elastic_section("127.0.0.1:1"), "islands": {"size": 1, "sync_every": 2}})
     run_forks(2, save_as_one_job, job, str(tmp_path))
-    with coordinator() as address, own_ports(1) as ports:
-        [(step, texts)] = run_forks(
-            1, load_of_one_job, Job(1, section=elastic_section(address, minimum=1)), ports, str(tmp_path)
-        )
+    [(step, texts)] = run_apart(1, load_of_one_job, Job(1), str(tmp_path), minimum=1)
     assert step == 4
     assert len(texts) == 1
 
 
-def refused(rank: int, job: Job, ports: list[int], marks: Path) -> str:
+def refused(rank: int, job: Job, marks: Path) -> str:
     """Return the error of this island. If it has joined, it stays until the other one was refused."""
-    become_island(rank, 1, ports)
     try:
         engine = start(job if rank == 0 else replace(job, stage=2))
     except ConfigError as error:
@@ -475,9 +419,7 @@ def refused(rank: int, job: Job, ports: list[int], marks: Path) -> str:
 
 
 def test_islands_with_different_settings_are_refused(tmp_path: Path) -> None:
-    with coordinator() as address, own_ports(2) as ports:
-        job = Job(1, section=elastic_section(address, minimum=1), steps=6)
-        joined, error = sorted(run_forks(2, refused, job, ports, tmp_path))
+    joined, error = sorted(run_apart(2, refused, Job(1, steps=6), tmp_path, minimum=1))
     assert joined == ""
     assert "zero_stage is" in error
 
@@ -532,31 +474,24 @@ def test_an_island_that_diverged_continues_with_the_weights_of_the_others(asynch
     assert all(second[-8:])
 
 
-def with_a_fixed_layer(rank: int, job: Job, ports: list[int]) -> str:
+def with_a_fixed_layer(rank: int, job: Job) -> str:
     """Return the error for an island whose frozen layer differs; empty if it joins."""
-    become_island(rank, 1, ports)
     model = network()
     model[0].requires_grad_(False)
     model[0].weight.data.add_(rank)
     given = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    try:
-        deepspeed_compress.initialize(model=model, model_parameters=given, config=job.config())
-    except (ConfigError, IslandError) as error:
-        return str(error)
-    return ""
+    return refusal((ConfigError, IslandError), make_engine, model, job.config(), given)
 
 
 def test_islands_with_other_frozen_weights_are_refused() -> None:
-    with coordinator() as address, own_ports(2) as ports:
-        texts = run_forks(2, with_a_fixed_layer, Job(1, section=elastic_section(address, minimum=1)), ports)
+    texts = run_apart(2, with_a_fixed_layer, Job(1), minimum=1)
     refused, joined = sorted(texts, reverse=True)
     assert "weights that are not trained" in refused
     assert joined == ""
 
 
-def counted(rank: int, job: Job, ports: list[int], directory: str, load: bool) -> int:
+def counted(rank: int, job: Job, directory: str, load: bool) -> int:
     """Return the number of samples since the last exchange, four steps after it, when saving or loading."""
-    become_island(rank, 1, ports)
     engine = start(job)
     if load:
         engine.load_checkpoint(directory)
@@ -569,9 +504,6 @@ def counted(rank: int, job: Job, ports: list[int], directory: str, load: bool) -
 
 
 def test_samples_since_the_last_exchange_survive_a_resume(tmp_path: Path) -> None:
-    found = []
-    for load in (False, True):
-        with coordinator() as address, own_ports(1) as ports:
-            job = Job(1, section=elastic_section(address, minimum=1, sync_every=5), steps=9)
-            found += run_forks(1, counted, job, ports, str(tmp_path), load)
-    assert found[0] == found[1] > 0
+    job, alone = Job(1, steps=9), {"minimum": 1, "sync_every": 5}
+    [saved], [loaded] = (run_apart(1, counted, job, str(tmp_path), load, **alone) for load in (False, True))
+    assert saved == loaded > 0

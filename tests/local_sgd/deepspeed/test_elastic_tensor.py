@@ -10,9 +10,7 @@ import torch
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch.utils.data import TensorDataset
 
-from tests.support.coordinators import become_island, coordinator, own_ports
-from tests.support.forks import run_forks
-from tests.support.island_jobs import SGD, elastic_section
+from tests.support.island_jobs import SGD, run_apart
 from tests.support.jobs import Job, weights
 from tests.support.tensor_islands import AUTO_TP, TENSOR, start_tensor, take_steps
 
@@ -32,9 +30,8 @@ class Seen:
     replicated: list[str] = field(default_factory=list)
 
 
-def apart(rank: int, job: Job, ports: list[int]) -> Seen:
+def apart(rank: int, job: Job) -> Seen:
     """Train an island of two ranks until three exchanges are over."""
-    become_island(rank, TENSOR, ports)
     engine, seen = start_tensor(job), Seen()
     named = engine.module.named_parameters()
     seen.replicated = [name for name, one in named if not is_model_parallel_parameter(one)]
@@ -59,18 +56,12 @@ def apart(rank: int, job: Job, ports: list[int]) -> Seen:
     return seen
 
 
-def train(job_of: Any, **islands: Any) -> list[Seen]:
-    with coordinator() as address, own_ports(2) as ports:
-        return run_forks(4, apart, job_of(elastic_section(address, **islands)), ports, timeout=300)
-
-
-@pytest.mark.sampled(4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_elastic_tensor.py")
+@SAMPLED
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_exchange_is_the_mean_of_the_islands(stage: int) -> None:
     """Uncompressed, and between ranks that hold the same parts of layers."""
-    first, second, third, fourth = train(
-        lambda section: Job(stage, section, extra={**AUTO_TP, **SGD}, steps=60), **PLAIN
-    )
+    job = Job(stage, extra={**AUTO_TP, **SGD}, steps=60)
+    first, second, third, fourth = run_apart(2, apart, job, size=TENSOR, **PLAIN)
     for one, other in ((first, third), (second, fourth)):
         versions = one.after.keys() & other.after.keys()
         assert len(versions) >= 2
@@ -82,11 +73,12 @@ def test_an_exchange_is_the_mean_of_the_islands(stage: int) -> None:
                 assert mean == pytest.approx([(a + b) / 2 for a, b in pairs], abs=1e-5)
 
 
-@pytest.mark.sampled(4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_elastic_tensor.py")
+@SAMPLED
 @pytest.mark.parametrize("stage", [1, 3])
 def test_copies_of_weights_stay_equal_with_four_bits(stage: int) -> None:
     """Ranks that share layers end every exchange with the same norms, and islands with the same weights."""
-    first, second, third, fourth = train(lambda section: Job(stage, section, extra=AUTO_TP, steps=60))
+    job = Job(stage, extra=AUTO_TP, steps=60)
+    first, second, third, fourth = run_apart(2, apart, job, size=TENSOR)
     assert first.replicated
     for version in first.after.keys() & third.after.keys():
         assert first.after[version] == third.after[version]
@@ -95,9 +87,8 @@ def test_copies_of_weights_stay_equal_with_four_bits(stage: int) -> None:
             assert first.after[version][name] == second.after[version][name]
 
 
-def sampled(rank: int, job: Job, ports: list[int]) -> list[int]:
+def sampled(rank: int, job: Job) -> list[int]:
     """Return the indices of a dataset of 24 samples that this rank of an island reads."""
-    become_island(rank, 4, ports)
     engine = start_tensor(job)
     read = sorted(engine.deepspeed_io(TensorDataset(torch.arange(24))).data_sampler)
     engine.destroy()
@@ -107,17 +98,15 @@ def sampled(rank: int, job: Job, ports: list[int]) -> list[int]:
 @SAMPLED
 @pytest.mark.parametrize("stage", [0, 1])
 def test_ranks_that_share_layers_read_the_same_data(stage: int) -> None:
-    with coordinator() as address, own_ports(1) as ports:
-        job = Job(stage, elastic_section(address, minimum=1), extra=AUTO_TP)
-        first, second, third, fourth = run_forks(4, sampled, job, ports, timeout=300)
+    job = Job(stage, extra=AUTO_TP)
+    first, second, third, fourth = run_apart(1, sampled, job, size=4, minimum=1)
     assert first == second
     assert third == fourth
     assert sorted(first + third) == list(range(24))
 
 
-def saved_and_resumed(rank: int, job: Job, ports: list[int], directory: str) -> tuple[Weights, Weights]:
+def saved_and_resumed(rank: int, job: Job, directory: str) -> tuple[Weights, Weights]:
     """Return the weights after nine steps of an island, and those of one that was resumed after six."""
-    become_island(rank, TENSOR, ports)
     engine = start_tensor(job)
     take_steps(engine, rank, job, 0, 6)
     engine.save_checkpoint(directory)
@@ -133,7 +122,6 @@ def saved_and_resumed(rank: int, job: Job, ports: list[int], directory: str) -> 
 @pytest.mark.slow
 def test_an_island_that_is_resumed_goes_on_as_before(tmp_path: Path) -> None:
     """Two ranks share layers, and no other island takes part, so exchanges change nothing."""
-    with coordinator() as address, own_ports(1) as ports:
-        job = Job(1, elastic_section(address, minimum=1, **PLAIN), extra=AUTO_TP, steps=9)
-        for straight, resumed in run_forks(2, saved_and_resumed, job, ports, str(tmp_path), timeout=300):
-            assert {name: pytest.approx(values, abs=1e-6) for name, values in straight.items()} == resumed
+    job, options = Job(1, extra=AUTO_TP, steps=9), {"size": TENSOR, "minimum": 1, **PLAIN}
+    for straight, resumed in run_apart(1, saved_and_resumed, job, str(tmp_path), **options):
+        assert {name: pytest.approx(values, abs=1e-6) for name, values in straight.items()} == resumed

@@ -1,7 +1,6 @@
 """Learning rates of islands that join late: equal to those of the others, or a warning or refusal by name."""
 
 import json
-import warnings
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +20,10 @@ from torch.optim.lr_scheduler import (
 import deepspeed_compress
 from deepspeed_compress.errors import CompressWarning, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed.rates import LearningRates, rates_of
-from tests.support.coordinators import become_island, coordinator, own_ports
 from tests.support.forks import run_forks
-from tests.support.island_jobs import elastic_section, wait_for
+from tests.support.island_jobs import run_apart, section, wait_for
 from tests.support.jobs import Job, data, network
+from tests.support.messages import caught_warnings
 
 Make = Callable[[torch.optim.Optimizer], Any]
 
@@ -49,10 +48,9 @@ def late(first: Make | None, second: Make | None, *metric: float, lr: float = 0.
     engine, other = made(first), made(second, lr)
     rates, follower = LearningRates(engine), LearningRates(other)
     train(engine, rates, 7, *metric)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", CompressWarning)
+    with caught_warnings() as texts:
         follower.catch_up(json.loads(json.dumps(rates.published())))
-    return engine, other, [str(one.message) for one in caught if issubclass(one.category, CompressWarning)]
+    return engine, other, texts
 
 
 SCHEDULES: Mapping[str, Make | None] = {
@@ -117,8 +115,7 @@ def test_an_edited_learning_rate_is_reported() -> None:
         LearningRates(other).catch_up(rates.published())
 
 
-def comes_late(rank: int, job: Job, ports: list[int], marks: Any) -> list[float]:
-    become_island(rank, 1, ports)
+def comes_late(rank: int, job: Job, marks: Any) -> list[float]:
     if rank:
         wait_for(marks, "trained")
     model = network()
@@ -140,9 +137,7 @@ def comes_late(rank: int, job: Job, ports: list[int], marks: Any) -> list[float]
 
 
 def test_an_island_with_a_metric_schedule_can_join_late(tmp_path: Any) -> None:
-    with coordinator() as address, own_ports(2) as ports:
-        job = Job(0, section=elastic_section(address, minimum=1, sync_every=100))
-        first, second = run_forks(2, comes_late, job, ports, tmp_path)
+    first, second = run_apart(2, comes_late, Job(0), tmp_path, minimum=1, sync_every=100)
     assert first == second
     assert first[0] < 0.01
 
@@ -150,15 +145,13 @@ def test_an_island_with_a_metric_schedule_can_join_late(tmp_path: Any) -> None:
 def of_one_job(rank: int, job: Job) -> list[str]:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * (1 + rank))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", CompressWarning)
+    with caught_warnings() as texts:
         config = {key: value for key, value in job.config().items() if key != "optimizer"}
         deepspeed_compress.initialize(model=model, optimizer=optimizer, config=config)
-    return [str(one.message) for one in caught if "learning rates" in str(one.message)]
+    return [text for text in texts if "learning rates" in text]
 
 
 def test_islands_of_one_job_with_different_rates_are_reported() -> None:
-    section = {"gradients": {"method": "none"}, "islands": {"size": 1}, "monitor": {"announce": False}}
-    first, second = run_forks(2, of_one_job, Job(0, section=section))
+    first, second = run_forks(2, of_one_job, Job(0, section(size=1)))
     assert first == []
     assert "are [0.02], and those of the first island [0.01]" in second[0]

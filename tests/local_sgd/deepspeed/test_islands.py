@@ -15,30 +15,40 @@ import torch.distributed as dist
 from deepspeed.utils import groups
 
 import deepspeed_compress
-from deepspeed_compress.config import SECTION, find_problems, parse_section
+from deepspeed_compress.config import find_problems, parse_section
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed import divided
 from deepspeed_compress.tools.plan_islands import plans
 from tests.support.forks import run_forks
-from tests.support.island_jobs import HEAD, SGD, largest, section, train, warned
-from tests.support.jobs import BATCH, MUON, Job, data, moments, network, run, start, weights
+from tests.support.island_jobs import HEAD, SGD, section
+from tests.support.jobs import (
+    BATCH,
+    MUON,
+    Job,
+    by_step,
+    data,
+    figures_of,
+    largest_difference,
+    make_engine,
+    moments,
+    network,
+    run,
+    start,
+    train,
+    train_on,
+    warned,
+    weights,
+)
+from tests.support.messages import refusal
+from tests.support.methods import BF16
+from tests.support.resuming import resume, save_and_continue
 
 SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_islands.py")
 
 OFFLOADED: Mapping[str, Any] = {"zero": {"offload_optimizer": {"device": "cpu"}}, "extra": {}}
-BF16: Mapping[str, Any] = {"bf16": {"enabled": True}}
 WHOLE: Mapping[str, Any] = {"reduce_scatter": False}
 """Keys that DeepSpeed's Muon requires under ZeRO 3."""
 STAGES = (0, 1, 2, 3)
-
-
-def apart(rank: int, job: Job) -> list[dict[str, list[float]]]:
-    """Return the weights after every step."""
-    engine, seen = start(job), []
-    for batch in data(rank, job):
-        run(engine, [batch])
-        seen.append(weights(engine))
-    return seen
 
 
 @SAMPLED
@@ -61,7 +71,7 @@ def test_two_islands_that_average_every_step_equal_data_parallelism(stage: int) 
     whole = Job(stage, extra=SGD)
     divided = replace(whole, section=section(size=2, sync_every=1, exchange={"method": "none"}))
     for plain, ours in run_forks(4, train, whole, divided):
-        assert largest(plain.parameters, ours.parameters) < 1e-6
+        assert largest_difference(plain.parameters, ours.parameters) < 1e-6
         assert plain.losses == pytest.approx(ours.losses, abs=1e-6)
 
 
@@ -69,7 +79,7 @@ def test_two_islands_that_average_every_step_equal_data_parallelism(stage: int) 
 @pytest.mark.parametrize("stage", STAGES)
 def test_islands_agree_only_after_an_exchange(stage: int) -> None:
     job = Job(stage, section=section(size=2, sync_every=3, exchange={"method": "blockwise", "bits": 4}), steps=6)
-    ranks = run_forks(4, apart, job)
+    ranks = run_forks(4, by_step, job)
     for step, (first, second, third, fourth) in enumerate(zip(*ranks, strict=True), 1):
         assert first == second
         assert third == fourth
@@ -83,8 +93,7 @@ def with_heads(rank: int, job: Job) -> list[dict[str, list[float]]]:
         for parameter in model.parameters():
             parameter.add_(rank // 2)
     seen = [{name: value.detach().flatten().tolist() for name, value in model.named_parameters()}]
-    parameters = list(model.parameters())
-    engine = deepspeed_compress.initialize(model=model, model_parameters=parameters, config=job.config())[0]
+    engine = make_engine(model, job.config())
     seen.append(weights(engine))
     for batch in data(rank, job):
         run(engine, [batch])
@@ -116,21 +125,12 @@ def test_a_rank_can_have_nothing_to_exchange() -> None:
     assert names_apart(first[-1], second[-1]) == {name for name in first[0] if not name.startswith("0.")}
 
 
-def moments_by_step(rank: int, job: Job) -> list[dict[str, list[float]]]:
-    engine, seen = start(job), []
-    for batch in data(rank, job):
-        run(engine, [batch])
-        seen.append(moments(engine))
-    engine.destroy()
-    return seen
-
-
 @SAMPLED
 @pytest.mark.parametrize(("stage", "extra"), [(0, {}), (1, {}), (1, BF16), (2, OFFLOADED), (3, {})])
 def test_islands_have_the_same_second_moments_after_an_exchange(stage: int, extra: Mapping[str, Any]) -> None:
     shared = section(size=2, sync_every=2, second_moments={"block_size": 1})
     job = Job(stage, section=shared, steps=4, extra=extra.get("extra", extra), zero=extra.get("zero", {}))
-    first, second, third, fourth = run_forks(4, moments_by_step, job)
+    first, second, third, fourth = run_forks(4, by_step, job, moments)
     for step in range(4):
         for one, other in ((first, third), (second, fourth)):
             assert one[step].keys() == other[step].keys() != set()
@@ -144,7 +144,7 @@ def test_islands_have_the_same_second_moments_after_an_exchange(stage: int, extr
 def test_islands_with_muon_exchange_second_moments_of_adam_parameters_only(stage: int) -> None:
     shared = section(size=2, sync_every=2, second_moments={"block_size": 1})
     job = Job(stage, section=shared, extra=MUON, zero=WHOLE)
-    ranks = run_forks(4, moments_by_step, job)
+    ranks = run_forks(4, by_step, job, moments)
     for step in range(4):
         for one, other in zip(ranks[:2], ranks[2:], strict=True):
             assert (one[step] == other[step]) == (step % 2 == 1), step
@@ -159,9 +159,7 @@ def test_second_moments_are_refused_if_adam_steps_no_parameter() -> None:
 
 def of_matrices_alone(rank: int, job: Job) -> str:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 1, bias=False))
-    with pytest.raises(UnsupportedError) as refused:
-        deepspeed_compress.initialize(model=model, model_parameters=list(model.parameters()), config=job.config())
-    return str(refused.value)
+    return refusal(UnsupportedError, make_engine, model, job.config())
 
 
 @SAMPLED
@@ -170,8 +168,8 @@ def test_second_moments_are_scaled_to_the_mean_of_their_sums(delay: int, fragmen
     """Compared with two ranks that never exchange, whose moments equal those before the first exchange."""
     job = Job(1, section=section(size=1, sync_every=2, delay=delay, fragments=fragments), steps=2 + delay)
     shared = {**job.section["islands"], "second_moments": {"block_size": 10**6}}
-    own = run_forks(2, moments_by_step, job)
-    found = run_forks(2, moments_by_step, replace(job, section={**job.section, "islands": shared}))
+    own = run_forks(2, by_step, job, moments)
+    found = run_forks(2, by_step, replace(job, section={**job.section, "islands": shared}), moments)
     for name in own[0][0]:
         sums = [sum(one[1][name]) for one in own]
         for mine, others in zip(own, found, strict=True):
@@ -192,15 +190,11 @@ def words_of_a_rare_row(rank: int, stage: int, delay: int) -> list[float]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Flatten(), torch.nn.Linear(8, 1))
     job = Job(stage, section=section(size=1, sync_every=4, delay=delay, second_moments={"block_size": 4}))
-    engine = deepspeed_compress.initialize(model=model, model_parameters=list(model.parameters()), config=job.config())[
-        0
-    ]
+    engine = make_engine(model, job.config())
     found = []
     for step in range(10):
         words = torch.tensor([[1 + rank, 3], [2, 4]]) if step != 4 else torch.tensor([[7, 7], [1, 2]])
-        loss = (engine(words) - 1.0).square().mean()
-        engine.backward(loss)
-        engine.step()
+        train_on(engine, (engine(words) - 1.0).square().mean())
         found.append(max(max(map(abs, values)) for values in weights(engine).values()))
     return found
 
@@ -266,13 +260,10 @@ def drift(rank: int, *jobs: Job) -> list[list[list[float]]]:
     for job in jobs:
         torch.manual_seed(0)
         model = torch.nn.Linear(12, 1, bias=False)
-        engine = deepspeed_compress.initialize(
-            model=model, model_parameters=list(model.parameters()), config=job.config()
-        )[0]
+        engine = make_engine(model, job.config())
         seen = []
         for _ in range(job.steps):
-            engine.backward(engine(torch.full((1, 12), 1.0 + rank)).sum())
-            engine.step()
+            train_on(engine, engine(torch.full((1, 12), 1.0 + rank)).sum())
             seen.append(weights(engine)["weight"])
         found.append(seen)
         engine.destroy()
@@ -291,14 +282,6 @@ def test_a_delayed_fragment_is_applied_without_losing_updates() -> None:
     assert float(apart[1][7].min()) > 0.0
 
 
-def gradients(rank: int, job: Job) -> list[tuple[int, int]]:
-    """Return the bytes of gradients by step, as sent and uncompressed."""
-    engine, found = start(job), []
-    engine.compression.subscribe(lambda figures: found.append((figures.bytes_sent, figures.bytes_uncompressed)))
-    run(engine, data(rank, job))
-    return found
-
-
 @SAMPLED
 @pytest.mark.parametrize("stage", [1, 3])
 def test_gradient_traffic_inside_an_island_equals_that_of_a_job_of_its_size(stage: int) -> None:
@@ -306,14 +289,15 @@ def test_gradient_traffic_inside_an_island_equals_that_of_a_job_of_its_size(stag
     methods = {"gradients": {"bits": 4}, "monitor": {"announce": False}}
     alone = Job(stage, section=methods, steps=3)
     divided = replace(alone, section={**methods, "islands": {"size": 2, "sync_every": 100}})
-    expected, found = run_forks(2, gradients, alone)[0], run_forks(4, gradients, divided)[0]
+    sizes = ("bytes_sent", "bytes_uncompressed")
+    expected, found = run_forks(2, figures_of, alone, *sizes)[0], run_forks(4, figures_of, divided, *sizes)[0]
     assert found == expected
     assert all(3 * sent < uncompressed for sent, uncompressed in found)
 
 
 def test_warm_up_steps_end_with_the_mean() -> None:
     job = Job(1, section=section(size=1, sync_every=100, warmup_steps=2), steps=4)
-    first, second = run_forks(2, apart, job)
+    first, second = run_forks(2, by_step, job)
     assert [one == other for one, other in zip(first, second, strict=True)] == [True, True, False, False]
 
 
@@ -359,23 +343,6 @@ def test_residuals_of_an_island_that_diverged_are_not_sent() -> None:
     assert after != before
 
 
-def save_and_continue(rank: int, job: Job, directory: str, first: int) -> dict[str, list[float]]:
-    engine = start(job)
-    batches = data(rank, job)
-    run(engine, batches[:first])
-    engine.save_checkpoint(directory)
-    run(engine, batches[first:])
-    return weights(engine)
-
-
-def resume(rank: int, job: Job, directory: str, first: int) -> dict[str, list[float]]:
-    engine = start(job)
-    path, _ = engine.load_checkpoint(directory)
-    assert path is not None
-    run(engine, data(rank, job)[first:])
-    return weights(engine)
-
-
 DILOCO = section(size=2, preset="diloco", sync_every=4, fragments=2, delay=1, own=[HEAD], second_moments={})
 
 
@@ -396,8 +363,8 @@ def test_a_resumed_run_with_muon_continues_up_to_rounding(stage: int, tmp_path: 
     islands = section(size=1, sync_every=4, outer=outer, exchange={"method": "none"}, second_moments={})
     job = Job(stage, section=islands, steps=9, extra=MUON)
     straight = run_forks(2, save_and_continue, job, str(tmp_path), 5)
-    for one, other in zip(run_forks(2, resume, job, str(tmp_path), 5), straight, strict=True):
-        assert largest(one, other) < 1e-6
+    for (one, _), (other, _) in zip(run_forks(2, resume, job, str(tmp_path), 5), straight, strict=True):
+        assert largest_difference(one, other) < 1e-6
 
 
 @SAMPLED
@@ -406,7 +373,7 @@ def test_the_number_of_islands_may_change_on_resume(saved: int, loaded: int, tmp
     job = Job(1, section=section(size=1, preset="sparseloco", sync_every=2), steps=8)
     run_forks(saved, save_and_continue, job, str(tmp_path), 4)
     ranks = run_forks(loaded, resume, job, str(tmp_path), 4)
-    assert all(one == ranks[0] for one in ranks)
+    assert all(one == ranks[0][0] for one, _ in ranks)
 
 
 def save_by_epoch(rank: int, job: Job, directory: str) -> list[str]:
@@ -423,22 +390,6 @@ def test_a_tag_may_be_zero(tmp_path: Path) -> None:
     assert {found.name for found in tmp_path.iterdir() if found.is_dir()} == {"0", "1", "island_0001"}
 
 
-def save_under(rank: int, job: Job, directory: str, tag: str, first: int) -> dict[str, list[float]]:
-    engine, batches = start(job), data(rank, job)
-    run(engine, batches[:first])
-    engine.save_checkpoint(directory, tag=tag)
-    run(engine, batches[first:])
-    return weights(engine)
-
-
-def resume_from(rank: int, job: Job, directory: str, tag: str | None, first: int) -> dict[str, list[float]]:
-    engine = start(job)
-    path, _ = engine.load_checkpoint(directory, tag=tag)
-    assert path is not None
-    run(engine, data(rank, job)[first:])
-    return weights(engine)
-
-
 @SAMPLED
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("tag", ["epoch/1", "a.b", "run.tmp", "epoch/1/step.7", "e p", "./x"])
@@ -446,8 +397,8 @@ def test_a_tag_may_be_a_path(tag: str, named: bool, tmp_path: Path) -> None:
     """Anchors, momentum and residuals are loaded from the same tag."""
     islands = section(size=1, preset="diloco", sync_every=4, fragments=2, delay=1)
     job = Job(1, section=islands, steps=9)
-    straight = run_forks(2, save_under, job, str(tmp_path), tag, 5)
-    assert run_forks(2, resume_from, job, str(tmp_path), tag if named else None, 5) == straight
+    straight = run_forks(2, save_and_continue, job, str(tmp_path), 5, tag)
+    assert run_forks(2, resume, job, str(tmp_path), 5, tag if named else None) == straight
 
 
 def refused_tags(rank: int, job: Job, directory: str, tags: list[str], detached: bool) -> list[str]:
@@ -455,11 +406,7 @@ def refused_tags(rank: int, job: Job, directory: str, tags: list[str], detached:
     if detached:
         deepspeed_compress.detach(engine)
     for tag in tags:
-        try:
-            engine.save_checkpoint(directory, tag=tag)
-            texts.append("")
-        except ConfigError as error:
-            texts.append(str(error))
+        texts.append(refusal(ConfigError, engine.save_checkpoint, directory, tag=tag))
     return texts
 
 
@@ -538,11 +485,7 @@ def refused(rank: int, job: Job) -> str:
     # Wait until all ranks are connected. A rank that ends earlier would cause another error in the others.
     deepspeed.init_distributed()
     dist.barrier()
-    try:
-        start(job)
-    except (ConfigError, UnsupportedError) as error:
-        return str(error)
-    return ""
+    return refusal((ConfigError, UnsupportedError), start, job)
 
 
 @SAMPLED
@@ -572,15 +515,11 @@ def test_a_pattern_of_own_without_effect_is_reported() -> None:
 
 
 def attached_late(rank: int) -> str:
-    job = Job(1, section=None)
-    engine = start(replace(job, extra={SECTION: dict(section(size=1))}))
-    try:
-        deepspeed_compress.attach(engine)
-    except ConfigError as error:
-        return str(error)
-    finally:
-        dist.barrier()
-    return ""
+    config = Job(1, section(size=1)).config()
+    engine = deepspeed.initialize(model=network(), config=config)[0]
+    text = refusal(ConfigError, deepspeed_compress.attach, engine)
+    dist.barrier()
+    return text
 
 
 def test_an_existing_engine_cannot_be_divided() -> None:
@@ -589,53 +528,45 @@ def test_an_existing_engine_cannot_be_divided() -> None:
 
 def one_after_the_other(rank: int, divided: Job, whole: Job, detached: bool) -> list[object]:
     first = start(divided)
-    refusal = refused(rank, whole)
+    message = refused(rank, whole)
     if detached:
         deepspeed_compress.detach(first)
     first.destroy()
     second = start(whole)
-    return [refusal, second.seq_data_parallel_group.size()]
+    return [message, second.seq_data_parallel_group.size()]
 
 
 @pytest.mark.parametrize("detached", [False, True])
 def test_the_division_ends_with_its_engine(detached: bool) -> None:
     divided, whole = Job(1, section=section(size=1)), Job(1, section={})
-    for refusal, ranks in run_forks(2, one_after_the_other, divided, whole, detached):
-        assert "/deepspeed_compress/islands is missing" in str(refusal)
+    for message, ranks in run_forks(2, one_after_the_other, divided, whole, detached):
+        assert "/deepspeed_compress/islands is missing" in str(message)
         assert ranks == 2
 
 
 def two_at_once(rank: int, divided: Job, whole: Job, first_ends: int) -> list[object]:
     engines = [start(divided), start(divided)]
     engines.pop(first_ends).destroy()
-    refusal, [left] = refused(rank, whole), engines
+    message, [left] = refused(rank, whole), engines
     ranks = groups._get_data_parallel_world_size()
     left.destroy()
-    return [refusal, ranks, start(whole).seq_data_parallel_group.size()]
+    return [message, ranks, start(whole).seq_data_parallel_group.size()]
 
 
 @SAMPLED
 @pytest.mark.parametrize("first_ends", [0, 1])
 def test_the_division_remains_for_the_second_of_two_engines(first_ends: int) -> None:
     divided, whole = Job(1, section=section(size=1)), Job(1, section={})
-    for refusal, inside, ranks in run_forks(2, two_at_once, divided, whole, first_ends):
-        assert "/deepspeed_compress/islands is missing" in str(refusal)
+    for message, inside, ranks in run_forks(2, two_at_once, divided, whole, first_ends):
+        assert "/deepspeed_compress/islands is missing" in str(message)
         assert (inside, ranks) == (1, 2)
-
-
-def ratios(rank: int, job: Job) -> list[float | None]:
-    """Return the ratio of all traffic in every step."""
-    engine, found = start(job), []
-    engine.compression.subscribe(lambda figures: found.append(figures.total_ratio))
-    run(engine, data(rank, job))
-    return found
 
 
 def test_steps_with_an_exchange_report_no_ratio() -> None:
     """DeepSpeed alone has no such traffic, so the ratio of a step with an exchange would be 0."""
     job = Job(1, section={**section(size=2, sync_every=2), "monitor": {"announce": False, "every": 1}}, steps=5)
-    first, *_ = run_forks(4, ratios, job)
-    assert first == [1.0, 1.0, None, 1.0, None]
+    first, *_ = run_forks(4, figures_of, job, "total_ratio")
+    assert first == [(1.0,), (1.0,), (None,), (1.0,), (None,)]
 
 
 def bytes_by_step(rank: int, job: Job) -> list[tuple[int, int, bool]]:

@@ -14,8 +14,7 @@ import torch
 import deepspeed_compress.session.probing as probing
 from tests.support.faults import train_one
 from tests.support.forks import run_forks
-from tests.support.island_jobs import warned
-from tests.support.jobs import Job, data, run, start, weights
+from tests.support.jobs import Job, data, run, start, warned, weights
 
 pytestmark = pytest.mark.sampled(
     4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_islands_adaptive.py"

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +15,25 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 import deepspeed_compress
 from deepspeed_compress.backends.deepspeed.weights.copies import fingerprint
-from deepspeed_compress.errors import CompressWarning, ConfigError, UnsupportedError
+from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed.consistency import clear_non_finite, digest_parameters
 from tests.support.forks import run_forks
-from tests.support.island_jobs import HEAD, SGD, largest, section, train
-from tests.support.jobs import WIDTH, Job, data, network, run, start, weights
+from tests.support.island_jobs import HEAD, SGD, section
+from tests.support.jobs import (
+    WIDTH,
+    Job,
+    data,
+    largest_difference,
+    make_engine,
+    network,
+    run,
+    start,
+    train,
+    weights,
+)
+from tests.support.messages import caught_warnings, refusal
+from tests.support.methods import UNCLIPPED
+from tests.support.resuming import resume, save_and_continue
 
 SAMPLED = pytest.mark.sampled(
     4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_islands_consistency.py"
@@ -34,7 +47,7 @@ def test_persistent_zero_3_parameters_have_the_values_of_the_mean(threshold: int
     whole = Job(3, zero=kept, extra=SGD, steps=4)
     mean = section(size=2, sync_every=1, exchange={"method": "none"})
     for plain, ours in run_forks(4, train, whole, Job(3, section=mean, zero=kept, extra=SGD, steps=4)):
-        assert largest(ours.parameters, plain.parameters) < 1e-6
+        assert largest_difference(ours.parameters, plain.parameters) < 1e-6
 
 
 def sharded(rank: int) -> str:
@@ -43,7 +56,7 @@ def sharded(rank: int) -> str:
     plain = {key: value for key, value in job.config().items() if key != "deepspeed_compress"}
     with deepspeed.zero.Init(config_dict_or_path=plain):
         model = torch.nn.Sequential(torch.nn.Linear(WIDTH, 32), torch.nn.Linear(32, 4))
-    return refusal(model, job)
+    return refused(model, job)
 
 
 class Experts(torch.nn.Module):
@@ -55,17 +68,13 @@ class Experts(torch.nn.Module):
 
 def with_experts(rank: int) -> str:
     deepspeed.init_distributed("gloo")
-    return refusal(Experts(), Job(0, section=section(size=2)))
+    return refused(Experts(), Job(0, section=section(size=2)))
 
 
-def refusal(model: torch.nn.Module, job: Job) -> str:
-    try:
-        deepspeed_compress.initialize(model=model, model_parameters=list(model.parameters()), config=job.config())
-    except UnsupportedError as error:
-        return str(error)
-    finally:
-        torch.distributed.barrier()
-    return ""
+def refused(model: torch.nn.Module, job: Job) -> str:
+    text = refusal(UnsupportedError, make_engine, model, job.config())
+    torch.distributed.barrier()
+    return text
 
 
 @pytest.mark.parametrize(
@@ -172,7 +181,7 @@ def frozen(rank: int, job: Job, requires_grad: bool) -> dict[str, list[float]]:
         torch.nn.init.normal_(parameter)
     model[0].requires_grad_(requires_grad)
     trained = [parameter for name, parameter in model.named_parameters() if not name.startswith("0.")]
-    engine = deepspeed_compress.initialize(model=model, model_parameters=trained, config=job.config())[0]
+    engine = make_engine(model, job.config(), trained)
     return weights(engine)
 
 
@@ -188,12 +197,11 @@ def test_untrained_weights_are_equal_in_all_islands(stage: int, threshold: int, 
 def healed(rank: int, job: Job) -> tuple[list[bool], list[str]]:
     """Return whether the weights are finite after every step, and the warnings."""
     engine, seen = start(job), []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", CompressWarning)
+    with caught_warnings() as texts:
         for batch in data(rank, job):
             run(engine, [batch])
             seen.append(all(torch.tensor(values).isfinite().all() for values in weights(engine).values()))
-    return seen, [str(one.message) for one in caught if issubclass(one.category, CompressWarning)]
+    return seen, texts
 
 
 @SAMPLED
@@ -201,7 +209,7 @@ def healed(rank: int, job: Job) -> tuple[list[bool], list[str]]:
 @pytest.mark.parametrize("stage", [0, 1])
 def test_an_island_that_diverged_continues_with_the_weights_of_the_others(stage: int, moments: Any) -> None:
     shared = section(size=2, sync_every=3, second_moments=moments)
-    ranks = run_forks(4, healed, Job(stage, section=shared, steps=7, poison=(1, 2), extra={"gradient_clipping": 0.0}))
+    ranks = run_forks(4, healed, Job(stage, section=shared, steps=7, poison=(1, 2), extra=UNCLIPPED))
     for seen, texts in ranks[:2]:
         assert all(seen)
         assert not texts
@@ -227,7 +235,7 @@ COMPRESSED: Mapping[str, Any] = {"method": "topk", "density": 0.1}
 def test_an_island_that_diverged_recovers_completely(shared: Mapping[str, Any], gradients: Any) -> None:
     """Fragments and optimizer states must recover together, or one non-finite element would spoil the others again."""
     inside = {"method": gradients} if isinstance(gradients, str) else gradients
-    job = Job(0, section={**section(**shared), "gradients": inside}, steps=16, extra={"gradient_clipping": 0.0})
+    job = Job(0, section={**section(**shared), "gradients": inside}, steps=16, extra=UNCLIPPED)
     for seen, _ in run_forks(4, healed, replace(job, poison=(1, 2))):
         assert all(seen[6:])
 
@@ -249,26 +257,13 @@ def test_weights_loaded_alone_ignore_earlier_momentum(how: Mapping[str, Any], tm
         assert not any(sums)
 
 
-def saved(rank: int, job: Job, directory: str) -> None:
-    engine = start(job)
-    run(engine, data(rank, job)[:4])
-    engine.save_checkpoint(directory)
-
-
-def resumed(rank: int, job: Job, directory: str) -> dict[str, list[float]]:
-    engine = start(job)
-    engine.load_checkpoint(directory)
-    run(engine, data(rank, job)[4:])
-    return weights(engine)
-
-
 def test_islands_agree_if_the_state_of_one_was_damaged(tmp_path: Path) -> None:
     shared = {**section(size=1, preset="diloco", sync_every=2), "on_missing_state": "reset"}
     job = Job(1, section=shared, steps=8)
-    run_forks(2, saved, job, str(tmp_path))
+    run_forks(2, save_and_continue, job, str(tmp_path), 4)
     [state] = tmp_path.glob("*/deepspeed_compress_islands_rank_00001.safetensors")
     state.write_bytes(b"damaged")
-    first, second = run_forks(2, resumed, job, str(tmp_path))
+    (first, _), (second, _) = run_forks(2, resume, job, str(tmp_path), 4)
     assert first == second
 
 
@@ -294,11 +289,7 @@ def test_islands_do_not_overwrite_each_other_after_detach(stage: int, tmp_path: 
 
 def by_host(rank: int, job: Job, hosts: Sequence[str]) -> str:
     os.environ["LOCAL_WORLD_SIZE"] = hosts[rank]
-    try:
-        start(job)
-    except ConfigError as error:
-        return str(error)
-    return ""
+    return refusal(ConfigError, start, job)
 
 
 @pytest.mark.parametrize("hosts", [("2", "2", "1", "1"), ("3", "3", "3", "1")])
@@ -377,7 +368,7 @@ def with_frozen(rank: int, dtype: torch.dtype) -> list[int]:
     deepspeed.init_distributed("gloo")
     model = Frozen(dtype, seed=rank)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    engine, *_ = deepspeed_compress.initialize(model=model, model_parameters=trained, config=job.config())
+    engine = make_engine(model, job.config(), trained)
     return engine.module.frozen.detach().contiguous().view(torch.uint8).tolist()
 
 

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from deepspeed_compress.tools.run_directory import read_directory
-from tests.support.coordinators import become_island, coordinator, own_ports
 from tests.support.faults import FAULT, GUARD, Disturb, exploding, live, not_a_number, poison, train_one
 from tests.support.forks import run_forks
-from tests.support.island_jobs import elastic_section
+from tests.support.island_jobs import run_apart
 from tests.support.jobs import Job, data, run, start, train, weights
 from tests.support.tensor_islands import AUTO_TP, start_tensor, take_steps
 
@@ -138,12 +137,11 @@ def test_islands_without_a_saved_state_decide_as_the_first_ones(tmp_path: Path) 
     assert ranks == [ranks[0]] * 4
 
 
-def live_elastic(rank: int, job: Job, ports: list[int]) -> tuple[list[str], list[tuple[int, dict[str, list[float]]]]]:
+def live_elastic(rank: int, job: Job) -> tuple[list[str], list[tuple[int, dict[str, list[float]]]]]:
     """Return events of the guard, and weights after every exchange. The loss of rank 3 is NaN in one step."""
-    place = become_island(rank, 2, ports)
     engine, seen = start(job), []
     islands = engine.compression.islands
-    for step, (x, y) in enumerate(data(10 * islands.number + place, job)):
+    for step, (x, y) in enumerate(data(10 * islands.number + rank % 2, job)):
         train_one(engine, x, y, math.nan if (rank, step) == (3, 2) else 1.0)
         if len(islands.history) > len(seen):
             seen.append((islands.exchange.version, weights(engine)))
@@ -155,9 +153,8 @@ def live_elastic(rank: int, job: Job, ports: list[int]) -> tuple[list[str], list
 
 
 def test_elastic_islands_decide_independently() -> None:
-    with coordinator() as address, own_ports(2) as ports:
-        islands = elastic_section(address)["islands"]
-        first, second, third, fourth = run_forks(4, live_elastic, Job(1, section(islands=islands), steps=40), ports)
+    guarded = {key: value for key, value in section().items() if key != "islands"}
+    first, second, third, fourth = run_apart(2, live_elastic, Job(1, guarded, steps=40), size=2)
     assert (first[0], second[0]) == ([], [])
     assert third[0] == fourth[0] != []
     assert first[1] == second[1] == third[1] == fourth[1]

@@ -20,8 +20,9 @@ from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed.replicated import check_equal_blocks
 from deepspeed_compress.tools.plan_islands import plans
 from tests.support.forks import run_forks
-from tests.support.island_jobs import SGD, largest, section
-from tests.support.jobs import BATCH, Job, weights
+from tests.support.island_jobs import SGD, section
+from tests.support.jobs import BATCH, Job, largest_difference, make_engine, weights
+from tests.support.messages import refusal
 from tests.support.tensor_islands import AUTO_TP, TENSOR, llama, start_tensor, take_steps
 
 SAMPLED = pytest.mark.sampled(
@@ -80,8 +81,8 @@ def test_an_uncompressed_exchange_every_step_equals_data_parallelism(stage: int)
     two = replace(whole, section=section(size=1, **PLAIN))
     for plain, same, together, divided in run_forks(4, train, alone, one, whole, two, timeout=400):
         assert (same.weights, same.losses) == (plain.weights, plain.losses)
-        assert largest(together.weights[-1], divided.weights[-1]) < 1e-6
-        assert largest(together.weights[-1], together.weights[0]) > 1e-3
+        assert largest_difference(together.weights[-1], divided.weights[-1]) < 1e-6
+        assert largest_difference(together.weights[-1], together.weights[0]) > 1e-3
 
 
 @SAMPLED
@@ -115,9 +116,7 @@ def test_replicated_weights_stay_equal_and_are_sent_once(stage: int) -> None:
 def copies(rank: int, job: Job, heads: int) -> list[dict[str, list[float]]]:
     """Return the second moments after every step."""
     model = llama(heads)
-    engine = deepspeed_compress.initialize(model=model, model_parameters=list(model.parameters()), config=job.config())[
-        0
-    ]
+    engine = make_engine(model, job.config())
     names, found = {name for name, one in model.named_parameters() if not is_model_parallel_parameter(one)}, []
     for number in range(job.steps):
         take_steps(engine, rank, job, number, number + 1)
@@ -144,11 +143,7 @@ def cut(rank: int, numels: list[int]) -> str:
     master_weights = FlatMasterWeights([norm, split], torch.device("cpu"), publish=list, stepped=[norm, split])
     parameters = Parameters({"norm.weight": (8,), "split.weight": (8,)}, [], excluded=frozenset({"norm.weight"}))
     unit = SimpleNamespace(ranks=(0, 1), tensor=2, whole=dist.group.WORLD)
-    try:
-        check_equal_blocks(master_weights, parameters, unit)
-    except UnsupportedError as error:
-        return str(error)
-    return ""
+    return refusal(UnsupportedError, check_equal_blocks, master_weights, parameters, unit)
 
 
 @pytest.mark.parametrize(("numels", "fine"), [([8, 8], True), ([8, 5], False)])
@@ -207,11 +202,7 @@ def refused(rank: int, job: Job, initialized: bool) -> str:
     model = llama()
     if initialized:
         deepspeed.tp_model_init(model, tp_size=TENSOR, dtype=torch.float32)
-    try:
-        deepspeed_compress.initialize(model=model, model_parameters=list(model.parameters()), config=job.config())
-    except (ConfigError, UnsupportedError) as error:
-        return str(error)
-    return ""
+    return refusal((ConfigError, UnsupportedError), make_engine, model, job.config())
 
 
 ELASTIC = section(elastic={"rendezvous": "localhost:1"})

@@ -22,6 +22,7 @@ from deepspeed_compress.errors import UnsupportedError
 from tests.support.expert_layers import WIDTH, Job, batch, loss_of, start, start_mixtral, step, step_mixtral
 from tests.support.forks import run_forks
 from tests.support.jobs import weights
+from tests.support.messages import refusal
 
 EIGHT: Mapping[str, Any] = {"experts": {"dispatch": {}, "combine": {}}}
 FOUR: Mapping[str, Any] = {"experts": {"dispatch": {"bits": 4}, "combine": {"bits": 4}}}
@@ -266,24 +267,16 @@ def refused(rank: int) -> list[str]:
     layer = engine.module.experts[0].deepspeed_moe
     for owner, name, value in ((layer, "use_tutel", True), (layer, "comm_backend", "deepep")):
         vars(owner)[name] = value
-        found.append(message_of(engine))
+        found.append(refusal(UnsupportedError, deepspeed_compress.attach, engine))
         del vars(owner)[name]
     layer.use_tutel = False
     with patch.object(engine, "sequence_parallel_size", 2):
-        found.append(message_of(engine))
+        found.append(refusal(UnsupportedError, deepspeed_compress.attach, engine))
     engine.module.first.compile(backend="eager")
-    found.append(message_of(engine))
+    found.append(refusal(UnsupportedError, deepspeed_compress.attach, engine))
     engine.module.first._compiled_call_impl = None
     deepspeed_compress.attach(engine)
-    with pytest.raises(UnsupportedError) as caught:
-        engine.compile()
-    return [*found, str(caught.value)]
-
-
-def message_of(engine: Any) -> str:
-    with pytest.raises(UnsupportedError) as caught:
-        deepspeed_compress.attach(engine)
-    return str(caught.value)
+    return [*found, refusal(UnsupportedError, engine.compile)]
 
 
 REFUSED = (

@@ -14,7 +14,8 @@ from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.models import Layout, build_parallel, read_model_config
 from tests.models.families import write_config
 from tests.support.forks import run_forks
-from tests.support.jobs import network
+from tests.support.jobs import make_engine, network
+from tests.support.messages import refusal
 from tests.support.split_llama import Job, start
 
 NOTHING_SPLIT = "/deepspeed_compress/activations/tensor has no effect, because no ranks share layers"
@@ -27,10 +28,9 @@ def attach_to_network(rank: int, activations: Mapping[str, Any]) -> str:
     config = {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "Adam", "params": {}}, SECTION: section}
     model = network()
     engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
-    with pytest.raises(UnsupportedError) as caught:
-        deepspeed_compress.attach(engine)
+    message = refusal(UnsupportedError, deepspeed_compress.attach, engine)
     assert "compression" not in vars(engine)
-    return str(caught.value)
+    return message
 
 
 def test_an_engine_without_divided_layers_is_refused() -> None:
@@ -41,21 +41,16 @@ def test_an_engine_without_divided_layers_is_refused() -> None:
 
 def refused(rank: int, file: Path) -> list[str]:
     """Return the messages for a compiled model, for overlapped sums, and for a model without layers to merge."""
-    found = []
     engine = start(Job())
     engine.config[SECTION] = {"gradients": {"method": "none"}, "activations": {"tensor": {}}}
     engine.module.model.layers[0].mlp.compile(backend="eager")
     TensorParallel_Layer.tp_overlap_comm = True
-    with pytest.raises(UnsupportedError) as caught:
-        deepspeed_compress.attach(engine)
-    found.append(str(caught.value))
+    compiled = refusal(UnsupportedError, deepspeed_compress.attach, engine)
     TensorParallel_Layer.tp_overlap_comm = False
     model: Any = build_parallel(file, read_model_config(file), 0, Layout(tensor=2))
     config = {**Job({"tensor": {}}).config(), "tensor_parallel": {}}
     config[SECTION]["parallelism"] = {"tensor": 2}
-    with pytest.raises(UnsupportedError) as caught:
-        deepspeed_compress.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-    return [*found, str(caught.value)]
+    return [compiled, refusal(UnsupportedError, make_engine, model, config)]
 
 
 def test_models_whose_sums_cannot_be_replaced_are_refused(tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
 """Pipelines with compressed messages between stages, compared with DeepSpeed alone."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe import p2p, schedule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
@@ -14,9 +16,9 @@ from deepspeed.runtime.utils import PartitionedTensor
 from torch import Tensor, nn
 
 import deepspeed_compress
-from deepspeed_compress.config import SECTION
+from tests.support import activations
 from tests.support.forks import run_forks
-from tests.support.jobs import weights
+from tests.support.jobs import make_engine, weights
 
 WIDTH, ROWS, ACCUMULATION = 64, 4, 2
 EIGHT: Mapping[str, Any] = {"pipeline": {}}
@@ -57,31 +59,17 @@ def mean_square(output: Tensor, target: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(activations.Job):
     """Training run of a pipeline. `mask` is the dtype of the mask that stages pass on; None for none.
 
     Each stage has `slices` ranks that share what they send. Here all of them hold the whole stage.
     """
 
-    activations: Mapping[str, Any] | None = None
+    rows = ROWS
+    layout = MappingProxyType({"gradient_accumulation_steps": ACCUMULATION})
     mask: torch.dtype | None = None
     stages: int = 2
-    extra: Mapping[str, Any] = field(default_factory=dict)
     slices: int = 1
-
-    def config(self) -> dict[str, Any]:
-        config = {
-            "train_micro_batch_size_per_gpu": ROWS,
-            "gradient_accumulation_steps": ACCUMULATION,
-            "steps_per_print": 10**6,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-            "zero_optimization": {"stage": 1},
-            **self.extra,
-        }
-        if self.activations is None:
-            return config
-        section = {"gradients": {"method": "none"}, "monitor": {"every": 1}, "activations": dict(self.activations)}
-        return {**config, SECTION: section}
 
     def batches(self, dtype: torch.dtype, seed: int = 0) -> Iterator[tuple[Any, Tensor]]:
         generator = torch.Generator().manual_seed(seed)
@@ -98,8 +86,7 @@ def start(job: Job) -> Any:
     layers = [*(LayerSpec(Block) for _ in range(2 * job.stages - 1)), LayerSpec(Last)]
     topology = PipeModelDataParallelTopology(num_pp=job.stages, num_mp=job.slices, num_dp=1)
     model = PipelineModule(layers, topology=topology, loss_fn=mean_square, partition_method="uniform")
-    initialize = deepspeed.initialize if job.activations is None else deepspeed_compress.initialize
-    engine = initialize(model=model, model_parameters=list(model.parameters()), config=job.config())[0]
+    engine = make_engine(model, job.config())
     engine.has_bool_tensors = job.mask is torch.bool
     return engine
 
@@ -140,7 +127,7 @@ MASKS = (None, torch.int64, torch.float32, torch.bool)
 
 def test_losses_are_near_those_of_deepspeed_and_evaluation_is_exact() -> None:
     """The mask is an integer, a float, or a bool, which DeepSpeed sends in fp16."""
-    jobs = [Job(activations, mask) for mask in MASKS for activations in (None, EIGHT, FOUR)]
+    jobs = [Job(kind, mask=mask) for mask in MASKS for kind in (None, EIGHT, FOUR)]
     for rank in run_forks(2, train_all, *jobs):
         for first in range(0, len(jobs), 3):
             plain, eight, four = rank[first : first + 3]
@@ -153,7 +140,8 @@ def test_losses_are_near_those_of_deepspeed_and_evaluation_is_exact() -> None:
 @pytest.mark.slow
 def test_bf16_and_more_stages() -> None:
     """In bf16, a stage in the middle passes on what it has received."""
-    jobs = [Job(kind, torch.bool, 3, {"bf16": {"enabled": True}}) for kind in (None, EIGHT, FOUR)]
+    bf16 = {"bf16": {"enabled": True}}
+    jobs = [Job(kind, mask=torch.bool, stages=3, extra=bf16) for kind in (None, EIGHT, FOUR)]
     for plain, eight, four in run_forks(3, train_all, *jobs):
         assert eight.losses == pytest.approx(plain.losses, rel=1e-2)
         assert four.losses == pytest.approx(plain.losses, rel=5e-2)
@@ -210,7 +198,7 @@ def messages(rank: int, job: Job) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("mask", [torch.int64, torch.float32, torch.bool])
 def test_masks_and_integers_are_sent_exactly(mask: torch.dtype) -> None:
-    first, second = run_forks(2, messages, Job(EIGHT, mask))
+    first, second = run_forks(2, messages, Job(EIGHT, mask=mask))
     numel = ROWS * WIDTH
     sent_as = "float16" if mask is torch.bool else str(mask).removeprefix("torch.")
     assert first == [("uint8", payload(numel, 8)), (sent_as, numel)] * ACCUMULATION
@@ -237,8 +225,6 @@ def test_nothing_is_left_behind() -> None:
 
 def overflowing(rank: int, job: Job) -> tuple[int, bool]:
     """Return the number of skipped steps after one of two steps has a number that is not finite."""
-    from deepspeed.accelerator import get_accelerator
-
     get_accelerator().is_fp16_supported = lambda: True
     engine = start(job)
     batches = [next(job.batches(torch.float16, seed)) for seed in range(2 * ACCUMULATION)]

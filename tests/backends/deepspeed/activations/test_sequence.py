@@ -14,8 +14,10 @@ from torch import Tensor, nn
 import deepspeed_compress
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import UnsupportedError
+from tests.support.activations import flattened
 from tests.support.forks import run_forks
-from tests.support.jobs import network, weights
+from tests.support.jobs import make_engine, network, train_on, weights
+from tests.support.messages import refusal
 from tests.support.ulysses import (
     HEAD_SIZE,
     HEADS,
@@ -59,8 +61,6 @@ def train_all(rank: int, *jobs: Job) -> list[Outcome]:
 
 def train_one(rank: int, job: Job, mpu: Any) -> Outcome:
     engine = start(job, mpu)
-    if SECTION in job.extra:
-        deepspeed_compress.attach(engine)
     counted: list[tuple[int, int]] = []
     if "compression" in vars(engine):
         engine.compression.subscribe(lambda step: counted.append((step.bytes_sequence, step.bytes_sequence_saved)))
@@ -225,14 +225,6 @@ def test_programs_see_nearly_what_they_see_with_deepspeed_alone() -> None:
             assert 0 < difference.abs().mean() < 1e-3, program.__name__
 
 
-def flattened(records: list[Any]) -> Tensor:
-    parts: list[float] = []
-    for record in records:
-        values = list(record.values()) if isinstance(record, dict) else [record]
-        parts += [x for value in values for x in (value if isinstance(value, list) else [value])]
-    return torch.tensor(parts)
-
-
 class Attention(nn.Module):
     """Attention of DeepSpeed's `DistributedAttention`, with the batch in the first place, over tokens and one more.
 
@@ -271,17 +263,13 @@ def train_attention(rank: int, job: Job, heads: int) -> list[Any]:
     torch.manual_seed(0)
     deepspeed.init_distributed("gloo")
     config = {**job.config(), "sequence_parallel_size": RANKS, "data_parallel_size": 1, "train_batch_size": ROWS}
-    initialize = deepspeed.initialize if job.activations is None else deepspeed_compress.initialize
     model = Attention(None, heads)
-    engine = initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    engine = make_engine(model, config)
     model.attention.spg = engine.seq_parallel_group
     losses = []
     for step in range(2):
         tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH // RANKS), generator=torch.Generator().manual_seed(step))
-        loss = nn.functional.cross_entropy(engine(tokens).flatten(0, 1), tokens.flatten())
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
+        losses.append(train_on(engine, nn.functional.cross_entropy(engine(tokens).flatten(0, 1), tokens.flatten())))
     engine.destroy()
     return losses
 
@@ -318,27 +306,18 @@ def test_a_number_that_is_not_finite_reaches_the_gradients_of_all() -> None:
 
 def refused(rank: int) -> list[str]:
     """Return the messages for an engine without sequence parallelism, a compiled model, and one without attention."""
-    found, mpu = [], register()
-    model = network()
+    mpu = register()
     config = {**Job(EIGHT).config(), "train_micro_batch_size_per_gpu": 3}
     engine = start(Job(EIGHT), mpu)
-    with pytest.raises(UnsupportedError) as caught:
-        engine.compile(backend="eager")
-    found.append(str(caught.value))
+    later = refusal(UnsupportedError, engine.compile, backend="eager")
     engine.destroy()
     engine = start(Job(), mpu)
     engine.config[SECTION] = config[SECTION]
     engine.module.model.layers[0].mlp.compile(backend="eager")
-    with pytest.raises(UnsupportedError) as caught:
-        deepspeed_compress.attach(engine)
-    found.append(str(caught.value))
-    made = deepspeed_compress.initialize(
-        model=model, model_parameters=list(model.parameters()), config=config, mpu=mpu
-    )[0]
+    compiled = refusal(UnsupportedError, deepspeed_compress.attach, engine)
+    made = make_engine(network(), config, mpu=mpu)
     made.backward(made(torch.ones(3, 12)).sum())
-    with pytest.raises(UnsupportedError) as caught:
-        made.step()
-    return [*found, str(caught.value)]
+    return [later, compiled, refusal(UnsupportedError, made.step)]
 
 
 @SAMPLED

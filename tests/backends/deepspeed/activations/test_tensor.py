@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 from torch import nn
@@ -14,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import deepspeed_compress
 from deepspeed_compress.backends.deepspeed.activations.layers import is_column, is_row
 from deepspeed_compress.config import SECTION
+from tests.support.activations import flattened
 from tests.support.forks import run_forks
-from tests.support.jobs import weights
+from tests.support.jobs import largest_difference, make_engine, weights
 from tests.support.split_llama import LAYERS, Job, loss_of, replicated, start, tokens, train
 
 pytestmark = pytest.mark.sampled(
@@ -66,11 +66,6 @@ def train_one(job: Job) -> Outcome:
     return outcome
 
 
-def largest_difference(one: Outcome, other: Outcome) -> float:
-    pairs = [(torch.tensor(value), torch.tensor(other.parameters[name])) for name, value in one.parameters.items()]
-    return max(float((a - b).abs().max()) for a, b in pairs)
-
-
 def check_replicas(ranks: list[Outcome]) -> None:
     """Check that tensor-parallel ranks have equal losses, and equal copies of what they share."""
     for other in ranks[1:]:
@@ -91,14 +86,14 @@ def test_merged_sums_are_those_of_deepspeed(stage: int) -> None:
     for plain, merged in run_forks(2, train_all, *jobs, shared_memory=True):
         assert merged.losses == pytest.approx(plain.losses, rel=1e-6)
         # Adam's first steps make 1e-3 of any difference in sign.
-        assert largest_difference(plain, merged) < 2e-4
+        assert largest_difference(plain.parameters, merged.parameters) < 2e-4
         assert (plain.sums, merged.sums) == (SUMS, 2 * (4 * LAYERS + 1))
 
 
 @pytest.mark.parametrize("activations", [MERGED, EIGHT, FOUR], ids=["merged", "8 bits", "4 bits"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_recomputation_changes_no_bit(stage: int, activations: Mapping[str, Any]) -> None:
-    jobs = [Job(activations, stage, reentrant) for reentrant in (None, True, False)]
+    jobs = [Job(activations, stage, reentrant=reentrant) for reentrant in (None, True, False)]
     ranks = run_forks(2, train_all, *jobs, shared_memory=True)
     for stored, *recomputed in ranks:
         for one in recomputed:
@@ -194,9 +189,7 @@ def one_model_twice(job: Job) -> Records:
     engine = start(job)
     train(engine)
     engine.destroy()
-    trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
-    initialize = deepspeed_compress.initialize if job.activations is not None else deepspeed.initialize
-    second = initialize(model=engine.module, model_parameters=trained, config=job.config())[0]
+    second = make_engine(engine.module, job.config())
     return [train(second), weights(second)]
 
 
@@ -218,14 +211,6 @@ def test_programs_compute_the_same_as_with_deepspeed_alone() -> None:
             if isinstance(mine, dict):
                 mine, theirs = replicated(mine), replicated(theirs)
             assert mine == theirs, program.__name__
-
-
-def flattened(records: Records) -> torch.Tensor:
-    parts: list[float] = []
-    for record in records:
-        values = list(record.values()) if isinstance(record, dict) else [record]
-        parts += [x for value in values for x in (value if isinstance(value, list) else [value])]
-    return torch.tensor(parts)
 
 
 def exact_outputs(rank: int, *jobs: Job) -> list[list[Any]]:
@@ -283,7 +268,8 @@ def test_a_detached_engine_equals_plain_deepspeed() -> None:
 
 def without_the_key(rank: int) -> bool:
     """Return whether attaching a section without `activations` leaves the hooks of all layers as they are."""
-    engine = start(Job(extra={SECTION: {"gradients": {"method": "none"}}}))
+    engine = start(Job())
+    engine.config[SECTION] = {"gradients": {"method": "none"}}
     before = hooks_of(engine.module)
     deepspeed_compress.attach(engine)
     return hooks_of(engine.module) == before and "compile" not in vars(engine)

@@ -12,6 +12,7 @@ from deepspeed.utils import set_z3_leaf_modules
 from torch import Tensor, nn
 
 from tests.backends.deepspeed.programs.program import WIDTH, Program, Run
+from tests.support.methods import FP32_SUMS
 
 
 class Experts(nn.Module):
@@ -117,7 +118,6 @@ class Mixture:
             run.step(engine)
 
 
-SUMS_IN_FP32 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 AUTO_EP = {"expert_parallel": {"enabled": True, "autoep_size": 2, "use_grouped_mm": False}}
 NOT_IN_ZERO_3 = {3: "not supported with ZeRO Stage 3"}
 OF_LAYERS = {"alone": True, "fails": NOT_IN_ZERO_3}
@@ -131,7 +131,7 @@ PROGRAMS = (
     Program(
         "experts spread over ranks, bf16, sums in fp32",
         WithExperts(2),
-        config=SUMS_IN_FP32,
+        config=FP32_SUMS,
         rounded=True,
         alone=True,
         fails={0: "unsupported mix of model_dtype", **NOT_IN_ZERO_3},

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from tests.backends.deepspeed.programs.models import network
 from tests.backends.deepspeed.programs.program import WIDTH, Program, Run
+from tests.support.methods import BF16, FP32_SUMS
 
-BF16 = {"bf16": {"enabled": True}}
-FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 AUTOTP = {"tensor_parallel": {"autotp_size": 2}}
 
 
@@ -147,7 +146,7 @@ PROGRAMS = (
         "AutoTP 2 x data 2, bf16, sums in fp32",
         Split(),
         stages=(0, 1, 2),
-        config={**AUTOTP, **BF16, **FP32_SUMS},
+        config={**AUTOTP, **FP32_SUMS},
         fails=NO_FP32_SUMS,
         rounded=True,
         **OF_FOUR,
@@ -156,7 +155,7 @@ PROGRAMS = (
         "AutoTP 2 x data 2, bf16, tied, sums in fp32",
         Split(tied=True),
         stages=(0, 1, 2),
-        config={**AUTOTP, **BF16, **FP32_SUMS},
+        config={**AUTOTP, **FP32_SUMS},
         fails=NO_FP32_SUMS,
         rounded=True,
         **OF_FOUR,
@@ -193,7 +192,7 @@ PROGRAMS = (
         "pipeline 2 x data 2, bf16, sums in fp32",
         Pipelined(tied=False),
         stages=(0, 1),
-        config={**BF16, **FP32_SUMS},
+        config=FP32_SUMS,
         fails=NO_FP32_SUMS,
         rounded=True,
         **OF_FOUR,

@@ -26,18 +26,18 @@ from deepspeed_compress.policy import policy
 from deepspeed_compress.policy.auto import AutoChoice
 from tests.backends.deepspeed.programs.program import Program, Records, Run
 from tests.support.forks import RankError, run_forks
+from tests.support.methods import NONE, RAW
 
-_RAW: Mapping[str, Any] = {"method": "bf16", "overrides": [{"parameters": ".+", "method": "none"}]}
 SECTIONS: Mapping[str, Mapping[str, Any] | None] = MappingProxyType(
     {
         "plain": None,
-        "none": {"gradients": {"method": "none"}},
-        "raw": {"gradients": _RAW},
-        "auto": {"gradients": _RAW, "auto": {}},
+        "none": NONE,
+        "raw": RAW,
+        "auto": {**RAW, "auto": {}},
         "4 bits": {"gradients": {"bits": 4, "block_size": 32}},
         "weights": {"gradients": {"bits": 4, "block_size": 32}, "weights": {"bits": 8, "min_numel": 10}},
-        "nodes": {"gradients": {"method": "none"}, "parallelism": {"shard_within": 2}},
-        "raw nodes": {"gradients": _RAW, "parallelism": {"shard_within": 2}},
+        "nodes": {**NONE, "parallelism": {"shard_within": 2}},
+        "raw nodes": {**RAW, "parallelism": {"shard_within": 2}},
     }
 )
 """Sections by name. `plain` has no package. `raw` sends every parameter uncompressed through our own exchange,

@@ -9,13 +9,11 @@ from deepspeed.accelerator import get_accelerator
 
 from tests.backends.deepspeed.programs.models import Words, network
 from tests.backends.deepspeed.programs.program import Program, Run
+from tests.support.methods import BF16, FP32_SUMS, UNCLIPPED
 
-BF16 = {"bf16": {"enabled": True}}
-FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 2}}
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 HALF = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
-UNCLIPPED = {"gradient_clipping": 0.0}
 OF_AUTOCAST: Mapping[str, Any] = {"rounded": True, "alone": True}
 """DeepSpeed's state of autocast in fp16 outlives its engine: a later engine in fp16 overflows."""
 SAFE = {"lower_precision_safe_modules": ["torch.nn.modules.linear.Linear"]}
@@ -225,11 +223,11 @@ PROGRAMS = (
     Program(
         "torch_autocast in fp16, a fused optimizer", overflowing_fused, config={**HALF, **UNCLIPPED}, **OF_AUTOCAST
     ),
-    Program("bf16, sums in fp32", learn, config={**BF16, **FP32_SUMS}, fails=NO_FP32_SUMS, rounded=True),
+    Program("bf16, sums in fp32", learn, config=FP32_SUMS, fails=NO_FP32_SUMS, rounded=True),
     Program(
         "bf16, a tied embedding first, sums in fp32",
         learn_tied,
-        config={**BF16, **FP32_SUMS},
+        config=FP32_SUMS,
         fails=NO_FP32_SUMS,
         rounded=True,
     ),
