@@ -59,7 +59,7 @@ def layouts() -> Iterator[Layout]:
 
 
 @pytest.mark.sampled(15, "deepspeed_compress/planner/traffic.py", "deepspeed_compress/planner/links.py")
-@pytest.mark.parametrize("layout", layouts(), ids=str)
+@pytest.mark.parametrize("layout", list(layouts()), ids=str)
 def test_predicted_bytes_are_those_that_training_counts(layout: Layout, tmp_path: Path) -> None:
     job = Job(
         read_cluster(f"{layout.ranks}xCPU", "1gbit", layout.ranks),
