@@ -16,7 +16,7 @@ class Constants:
     matmul: float = 0.819
     memory: float = 0.647
     link: float = 0.610
-    kernel: float = 8.99e-6
+    kernel: float = 8.97e-6
     # Published nccl-tests on InfiniBand and RoCE.
     network: float = 0.85
     delay: float = 1.0

@@ -49,17 +49,15 @@ def predicted(job: Job, layout: Layout) -> Counter[str]:
 
 
 def layouts() -> Iterator[Layout]:
-    for zero in range(4):
+    for zero in range(3):
         for gradients, weights in ((0, 0), (4, 0), (4, 4)):
             if zero or not weights:
                 yield Layout(1, 1, 2, zero, 1, 2, gradient_bits=gradients, weight_bits=weights)
-    yield Layout(1, 1, 2, 3, 1, 2, weight_bits=4)
     yield Layout(1, 2, 2, 1, 1, 2)
-    yield Layout(1, 2, 2, 1, 1, 2, gradient_bits=4)
 
 
 @pytest.mark.sampled(15, "deepspeed_compress/planner/traffic.py", "deepspeed_compress/planner/links.py")
-@pytest.mark.parametrize("layout", layouts(), ids=str)
+@pytest.mark.parametrize("layout", list(layouts()), ids=str)
 def test_predicted_bytes_are_those_that_training_counts(layout: Layout, tmp_path: Path) -> None:
     job = Job(
         read_cluster(f"{layout.ranks}xCPU", "1gbit", layout.ranks),
