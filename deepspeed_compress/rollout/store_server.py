@@ -114,7 +114,7 @@ def _make_app(service: "_Service") -> ASGIApp:
     return _Bounded(app)
 
 
-class _Connection(H11Protocol):
+class _Connection(H11Protocol):  # type: ignore[misc]  # uvicorn is not typed here
     """Connection that is closed if the server waits for its client, and nothing happens for `_IDLE` seconds.
 
     uvicorn waits forever for the end of a request's headers, and for a client that does not read its answer.
@@ -122,7 +122,7 @@ class _Connection(H11Protocol):
 
     _timer: asyncio.TimerHandle
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
+    def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self._watch(None)
 

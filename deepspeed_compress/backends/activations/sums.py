@@ -73,7 +73,7 @@ class PairSum:
         if not ActivationMessages.carries(x):
             return _exact_sum(x, self.group, self.messages.meter)
         total = x.clone(memory_format=torch.contiguous_format)
-        chunks = total.view(-1).split(CHUNK_NUMEL)
+        chunks = torch.split(total.view(-1), CHUNK_NUMEL)
         for chunk, pending in [(chunk, self._start(chunk, number)) for number, chunk in enumerate(chunks)]:
             self._finish(chunk, *pending)
         return total

@@ -183,7 +183,8 @@ def _number(text: str, thousand: int, example: str) -> int:
     found = re.fullmatch(r"(\d+)([KMG]?)", text)
     if found is None or int(found[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r}: write a positive number such as {example}")
-    return int(found[1]) * thousand ** ("", "K", "M", "G").index(found[2])
+    factor: int = thousand ** ("", "K", "M", "G").index(found[2])
+    return int(found[1]) * factor
 
 
 BENCHMARKS = {

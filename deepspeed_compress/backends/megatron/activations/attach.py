@@ -1,12 +1,13 @@
 """Attaches what `activations` says to the model chunks of a rank, and measures it on their links."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
-from deepspeed_compress.backends.activations.crossover import measure_kinds
+from deepspeed_compress.backends.activations.crossover import Kind, measure_kinds
 from deepspeed_compress.backends.megatron.activations.pipeline import Stages
 from deepspeed_compress.backends.megatron.activations.tensor import attach_tensor
 from deepspeed_compress.collectives.reducer import Run
@@ -39,7 +40,7 @@ def measure_activations(chunks: Sequence[Any], activations: Activations, session
     """
     first = chunks[0]
     parameter = next(first.parameters())
-    groups = {"tensor": first.tp_group, "pipeline": first.pp_group}
+    groups: Mapping[Kind, ProcessGroup] = {"tensor": first.tp_group, "pipeline": first.pp_group}
     measured = measure_kinds(activations, groups, parameter.dtype, parameter.device)
     for one in measured:
         if not one.pays:
