@@ -130,6 +130,11 @@ class Session:
         return self._plan.alone or self._reductions is None
 
     @property
+    def gathers_alone(self) -> bool:
+        """Return True if the engine itself gathers weights in the running step, whatever is in the section."""
+        return self._plan.alone
+
+    @property
     def weights(self) -> WeightsConfig:
         """Return the weight settings of the running step; `NoCompression` if nothing is compressed."""
         return self._settings.weights

@@ -335,7 +335,7 @@ def _replace_collectives(target: EngineTarget, parameters: Parameters, session: 
         attach_weights_3(engine, WeightReduction(weights, parameters, run), session)
         return weight_bytes
     # Compressed weights are counted when they are sent.
-    return lambda: weight_bytes() if session.alone else 0
+    return lambda: weight_bytes() if session.gathers_alone else 0
 
 
 def _no_bytes() -> int:

@@ -235,6 +235,7 @@ CASES = {
     "all, compressed activations": Case((2, 2, 1), QWEN3, section=NONE | ACTIVATIONS, recompute=True),
     "all, compressed": Case((2, 2, 2), GPT2, section=COMPRESSED | ACTIVATIONS),
     "tensor, merged sums": Case((1, 2, 2), LLAMA, stage=2, section=COMPRESSED | SUMS),
+    "weights alone": Case((1, 1, 2), GPT2, section=NONE | {"weights": {"min_numel": 64}}),
     "Muon, ZeRO 1": Case((1, 1, 2), GPT2, section=COMPRESSED | {"weights": {"min_numel": 64}}, optimizer=MUON),
     "Muon, ZeRO 2, offload": Case((1, 1, 2), GPT2, 2, COMPRESSED, optimizer=MUON, zero=OFFLOAD),
     "Muon, ZeRO 3": Case((1, 1, 2), GPT2, 3, COMPRESSED, optimizer=MUON, zero={"reduce_scatter": False}),
