@@ -38,6 +38,16 @@ FILES = {
             "deepspeed_compress": {"schedule": {"warmup_steps": 100}},
         }
     ),
+    "llama_7b.json": json.dumps(
+        {
+            "model_type": "llama",
+            "hidden_size": 4096,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "intermediate_size": 11008,
+            "vocab_size": 32000,
+        }
+    ),
     "zero2.yaml": "train_batch_size: 8\nzero_optimization:\n  stage: 2\n",
     "default_config.yaml": "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\nnum_processes: 8\n",
 }

@@ -143,7 +143,7 @@ TABLE = {
         "torch megatron numpy packaging",
     ),
     "agents": allow("errors", "torch"),
-    "agents.endpoint": allow("agents errors", "fastapi pydantic"),
+    "agents.endpoint": allow("agents errors", "fastapi pydantic starlette"),
     "rollout": allow(
         "collectives.buckets collectives.objects compression.compressors.base config.names errors", "pydantic torch"
     ),

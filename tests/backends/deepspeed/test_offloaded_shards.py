@@ -140,7 +140,7 @@ def leave_out(rank: int, job: Job) -> Found:
 def test_an_overflow_that_is_in_no_mean_is_skipped_by_all(
     stage: int, program: Any, poison: tuple[int, int] | None, skipped: int
 ) -> None:
-    job = with_offload(Job(stage, UNCOMPRESSED, extra={"fp16": FP16}, steps=3, poison=poison))
+    job = with_offload(Job(stage, UNCOMPRESSED, extra=FP16, steps=3, poison=poison))
     alone, found = (run_forks(4, program, one, timeout=60) for one in (replace(job, section=None), job))
     assert all_equal(found)
     assert [one[2] for one in found] == [one[2] for one in alone] == [skipped] * 4
