@@ -77,7 +77,7 @@ class OneRank(torch.nn.Module):
     """An engine of one rank, whose model has the same logits for all samples."""
 
     data_parallel_group, dp_world_size, device = None, 1, torch.device("cpu")
-    pipeline_parallelism, sequence_parallel_size = False, 1
+    pipeline_parallelism, sequence_parallel_size, global_steps = False, 1, 0
 
     def __init__(self, logits: torch.Tensor) -> None:
         super().__init__()
