@@ -203,7 +203,8 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
         yield "no rows"
         return
     median, most = (100 * quantile([row.error for row in rows], share) for share in (0.5, 0.9))
-    yield f"{len(rows)} rows: error {median:.1f} % (median), {most:.1f} % (90th percentile)"
+    correlation = f", rank correlation {rank_correlation(rows):.2f}" if len(rows) > 2 else ""
+    yield f"{len(rows)} rows: error {median:.1f} % (median), {most:.1f} % (90th percentile){correlation}"
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(row.group, []).append(row)
