@@ -16,7 +16,7 @@ from deepspeed_compress.tools.lint.scanner import MAX_PARTS, MAX_PROBLEMS, parse
 from deepspeed_compress.tools.lint.selection import Selection
 from deepspeed_compress.tools.outputs import Report, render
 
-SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/tools/lint", "tests/tools/lint/test_growth.py")
+SAMPLED = pytest.mark.sampled(10, "deepspeed_compress/tools/lint", "tests/tools/lint/test_growth.py")
 
 Text = Callable[[int], str]
 
