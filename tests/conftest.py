@@ -1,7 +1,8 @@
 """Selection of the tests of a run, and a lock for tests that must run alone.
 
 Marks:
-    slow(parts): not in a default run. CI runs one of `parts` shares, chosen by the commit.
+    slow(parts, *sources): not in a default run. CI runs one of `parts` shares, chosen by the commit, and those whose
+        sources have changed.
     sampled(parts, *sources): a default run has one of `parts` shares of the cases of every test, and at least one case.
         The others are slow, and CI runs them all if a source has changed.
     case_a_stage: a default run has one case per ZeRO stage. The others are slow.
@@ -30,6 +31,8 @@ pytest_plugins = ["tests.gpu.plugin"]
 
 SHARES = 5
 """Number of shares for slow tests whose mark gives no other number."""
+MOST_SHARES = 8
+"""Largest number of shares for the cases that the mark `sampled` leaves to other runs."""
 COMMIT = "TESTS_COMMIT"
 """Name of the environment variable with the commit that selects slow tests. All processes of a run must agree on it."""
 PROCESSOR = "TESTS_PROCESSOR"
@@ -69,19 +72,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     commit = int(os.environ[COMMIT], 16)
     for item in cases_beside_one_a_stage(items):
         item.add_marker(pytest.mark.slow)
-    for item, arguments in cases_beside_a_sample(items):
-        leave_to_shares(item, *arguments)
+    for item, (parts, *sources) in cases_beside_a_sample(items):
+        item.add_marker(pytest.mark.slow(min(parts, MOST_SHARES), *sources))
     for item in items:
         slow = item.get_closest_marker("slow")
-        if slow and in_share(item.nodeid, slow.args[0] if slow.args else SHARES, commit):
+        if slow and is_due(item, commit, *slow.args):
             item.add_marker(pytest.mark.due)
 
 
-def leave_to_shares(item: pytest.Item, parts: int, *sources: str) -> None:
-    """Mark a test as slow, and as due if one of its sources has changed."""
-    item.add_marker(pytest.mark.slow(parts))
-    if changed(sources):
-        item.add_marker(pytest.mark.due)
+def is_due(item: pytest.Item, commit: int, parts: int = SHARES, *sources: str) -> bool:
+    """Return True if a slow test is in the share of `commit`, or one of its sources has changed."""
+    return in_share(item.nodeid, parts, commit) or changed(sources)
 
 
 def cases_beside_a_sample(items: Sequence[pytest.Item]) -> Iterator[tuple[pytest.Item, tuple[Any, ...]]]:

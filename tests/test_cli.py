@@ -68,7 +68,20 @@ def test_the_first_help_shows_five_examples(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["lintt"], ["check"], ["check", "a", "--world-size", "x"], ["lint", "--fixes"]]
+    "arguments",
+    [
+        [],
+        ["lintt"],
+        ["check"],
+        ["check", "a", "--world-size", "x"],
+        ["lint", "--fixes"],
+        ["bench"],
+        ["bench", "steps"],
+        ["bench", "step", "--output", "x.json"],
+        ["bench", "step", "--config", "a.json", "--output", "x.json", "--peers", "horovod"],
+        ["bench", "step", "--config", "a.json", "--output", "x.json", "--steps", "0"],
+        ["bench", "kernels", "--device", "tpu"],
+    ],
 )
 def test_wrong_usage(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:

@@ -37,6 +37,7 @@ def test_unavailable_processors_are_refused(asked: str, features: list[str]) -> 
         processor_of(asked, features)
 
 
+@pytest.mark.slow(3, "tests/support/selection.py", "tests/test_selection.py", "tests/conftest.py")
 def test_torch_uses_the_selected_instructions() -> None:
     program = "import torch; print(torch.backends.cpu.get_cpu_capability())"
     for name in {processor_of(name, processor_features()) for name in COMMITS} - {"native"}:
@@ -86,6 +87,9 @@ def test_sampled(number): ...
 
 @pytest.mark.sampled(4)
 def test_alone(): ...
+
+@pytest.mark.slow(10**9, "a source that has changed")
+def test_changed(): ...
 """
 
 
@@ -104,11 +108,13 @@ def test_a_commit_chooses_the_same_tests_each_time(tmp_path: Path) -> None:
     assert default < first
     assert sum("test_sampled" in test for test in default) == 11
     assert "test_many.py::test_alone" in default
-    assert len(whole) == 83
+    assert "test_many.py::test_changed" in first - default
+    assert len(whole) == 84
 
 
 COLLECTS = """
-import os, sys, pytest
+import os, sys, pytest, tests.conftest
+tests.conftest.changed = ("a source that has changed",).__eq__
 file, *runs = sys.argv[1:]
 for commit, selection in zip(runs[::2], runs[1::2]):
     os.environ["TESTS_COMMIT"] = commit

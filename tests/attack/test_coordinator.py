@@ -15,7 +15,7 @@ from deepspeed_compress.local_sgd.coordinator.wire import COORDINATOR
 from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.frames import HEADER, Limits, encode
-from tests.support.hostile import COUNTS, Message, attack_authenticated, attack_unauthenticated, flood
+from tests.support.hostile import COUNTS, FLOODED, Message, attack_authenticated, attack_unauthenticated, flood
 from tests.support.processes import MEGABYTE, resident_memory, serve_islands
 from tests.support.transport import until
 
@@ -111,6 +111,7 @@ def test_hostile_messages_do_not_disturb_honest_islands(tmp_path: Path, count: i
     assert len(log) < MEGABYTE
 
 
+@FLOODED
 @pytest.mark.parametrize(
     "message",
     [{"kind": "beat"}, {"kind": "status"}, {"kind": "beat", "text": "y" * 900_000}],

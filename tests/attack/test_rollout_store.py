@@ -12,11 +12,10 @@ from deepspeed_compress.rollout import DirectoryStore
 from deepspeed_compress.rollout.served_store import ServedStore
 from deepspeed_compress.rollout.signatures import Stamp
 from deepspeed_compress.rollout.store_server import StoreServer
-from tests.support.hostile import attack_unauthenticated, raw_bytes
+from tests.support.hostile import COUNTS, attack_unauthenticated, raw_bytes
 from tests.support.processes import MEGABYTE, join_threads, resident_memory, start_threads
 from tests.support.transport import CREDENTIALS
 
-COUNT = 10_000
 NAMES = ["blob", "", "../blob", "a" * 5000, "%00", "other", "BLOB"]
 
 
@@ -42,14 +41,15 @@ def attack(port: int, count: int, seed: int) -> None:
                 there.sendall(rng.choice([request, request, raw_bytes])(rng))
 
 
-def test_hostile_requests_do_not_disturb_a_store(tmp_path: Path) -> None:
+@COUNTS
+def test_hostile_requests_do_not_disturb_a_store(tmp_path: Path, count: int) -> None:
     server = StoreServer(DirectoryStore(tmp_path), "127.0.0.1", 0, CREDENTIALS)
     before, blob = resident_memory(os.getpid()), bytes(range(256)) * 1000
     with server, closing(ServedStore(f"http://127.0.0.1:{server.port}", CREDENTIALS)) as store:
         store.put("blob", blob)
         threads = start_threads(
-            lambda: attack_unauthenticated(f"127.0.0.1:{server.port}", COUNT // 2, 1),
-            lambda: attack(server.port, COUNT // 2, 2),
+            lambda: attack_unauthenticated(f"127.0.0.1:{server.port}", count // 2, 1),
+            lambda: attack(server.port, count // 2, 2),
         )
         for _ in range(50):
             assert store.get("blob") == blob

@@ -20,7 +20,7 @@ from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.fields import check_message
 from deepspeed_compress.transport.frames import Limits, encode
 from tests.support.coordinators import serving
-from tests.support.hostile import COUNTS, Message, attack_authenticated, attack_unauthenticated, flood
+from tests.support.hostile import COUNTS, FLOODED, Message, attack_authenticated, attack_unauthenticated, flood
 from tests.support.processes import MEGABYTE, resident_memory
 from tests.support.transport import until
 
@@ -130,6 +130,7 @@ def test_hostile_messages_do_not_disturb_an_honest_agent(count: int) -> None:
     assert len(log) < 100, "a flood fills the log"
 
 
+@FLOODED
 @pytest.mark.parametrize("text", ["", "y" * 900_000], ids=["short", "long"])
 def test_a_flooder_that_reads_no_answers_does_not_delay_an_honest_agent(text: str) -> None:
     with supervised() as address:

@@ -21,7 +21,8 @@ from tests.support.megatron import Options, checkpointing, start
 from tests.support.methods import METHODS, NONE, WITHOUT_MOMENTUM
 from tests.support.two_branches import FOUR_BITS, LOW_RANK, STOCHASTIC, bits_of, same_on_all
 
-pytestmark = pytest.mark.sampled(8, "deepspeed_compress/backends/megatron", "tests/backends/test_megatron.py")
+SOURCES = ("deepspeed_compress/backends/megatron", "tests/backends/test_megatron.py")
+pytestmark = pytest.mark.sampled(32, *SOURCES)
 
 NODES = {"gradients": {**FOUR_BITS["gradients"], "hierarchy": {"ranks_per_node": 2}}}
 WIDTH = 12
@@ -305,29 +306,26 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, given: Mappin
     assert run_forks(2, resume, str(tmp_path), given) == [[(True, True)] * 4] * 2
 
 
-def train_methods(rank: int, methods: Mapping[str, Mapping[str, Any]], case: tuple[bool, bool]) -> list[str]:
-    """Return the methods with which ranks differ or the loss does not decrease."""
+TRAINED = {name: given for name, given in {**METHODS, **WITHOUT_MOMENTUM}.items() if "overrides" not in given}
+
+
+def train_method(rank: int, gradients: Mapping[str, Any], case: tuple[bool, bool]) -> tuple[bool, list[float]]:
+    """Return whether ranks have the same weights, and the losses."""
     start()
-    wrong = []
-    for name, gradients in methods.items():
-        options = options_of(case)
-        options = replace(options, optimizer={**options.optimizer, "adam_beta1": 0.0})
-        run = Run({"gradients": {"min_numel": 0, **gradients}}, options, rank)
-        losses = [run.step(step % 4)[0] for step in range(40)]
-        run.gathered()
-        if not all(same_on_all(parameter.detach()) for parameter in run.model.parameters()):
-            wrong.append(f"{name}: ranks differ")
-        if not sum(losses[-4:]) < 0.8 * sum(losses[:4]):
-            wrong.append(f"{name}: {losses[:4]} -> {losses[-4:]}")
-    return wrong
+    options = options_of(case)
+    options = replace(options, optimizer={**options.optimizer, "adam_beta1": 0.0})
+    run = Run({"gradients": {"min_numel": 0, **gradients}}, options, rank)
+    losses = [run.step(step % 4)[0] for step in range(40)]
+    run.gathered()
+    return all(same_on_all(parameter.detach()) for parameter in run.model.parameters()), losses
 
 
 @pytest.mark.parametrize("case", [(True, True), (False, False)], ids=["distributed", "plain"])
-@pytest.mark.parametrize("part", range(4))
-def test_every_method_trains(part: int, case: tuple[bool, bool]) -> None:
-    methods = {name: {**given} for name, given in {**METHODS, **WITHOUT_MOMENTUM}.items() if "overrides" not in given}
-    share = {name: methods[name] for name in list(methods)[part::4]}
-    assert run_forks(2, train_methods, share, case) == [[]] * 2
+@pytest.mark.parametrize("name", TRAINED)
+def test_every_method_trains(name: str, case: tuple[bool, bool]) -> None:
+    for same, losses in run_forks(2, train_method, TRAINED[name], case):
+        assert same
+        assert sum(losses[-4:]) < 0.8 * sum(losses[:4])
 
 
 def lines(rank: int, directory: str) -> tuple[int, int]:
@@ -377,7 +375,7 @@ def remembered(rank: int, directory: str, saves: bool, own: bool) -> dict[str, f
     return found
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["beside", "own"])
+@pytest.mark.parametrize("own", [False, pytest.param(True, marks=pytest.mark.slow(8, *SOURCES))], ids=["beside", "own"])
 def test_sums_of_residuals_survive_another_number_of_ranks(tmp_path: Path, own: bool) -> None:
     saved = run_forks(3, remembered, str(tmp_path), True, own)
     loaded = run_forks(2, remembered, str(tmp_path), False, own)

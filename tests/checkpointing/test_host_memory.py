@@ -130,6 +130,9 @@ def test_an_end_waits_for_no_silent_peer(tmp_path, peer):
     assert not list((tmp_path / "next").rglob("*.tmp"))
 
 
+@pytest.mark.slow(
+    4, "deepspeed_compress/checkpointing", "deepspeed_compress/transport", "tests/checkpointing/test_host_memory.py"
+)
 def test_an_end_waits_for_a_copy_that_moves(tmp_path):
     (tmp_path / "next").mkdir()
     receiver = Receiver(tmp_path / "next", KEY)

@@ -620,6 +620,7 @@ def test_the_first_basis_depends_on_the_seed_and_the_name() -> None:
     assert abs(a @ b) / 40_000 < 0.03
 
 
+@pytest.mark.slow(4, "deepspeed_compress/collectives", "tests/collectives/test_powersgd.py")
 def test_state_does_not_grow_with_the_number_of_layouts() -> None:
     """Rarely used layers lead to buckets with any subset of the parameters."""
     names = list(SHAPES)

@@ -6,7 +6,6 @@ Functions named `check_...` run in another process, so they import the kernels t
 import importlib.util
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -15,24 +14,21 @@ from torch import Tensor
 
 from deepspeed_compress.compression.kernels import reference
 from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers
+from tests.gpu.operations import COMPARISONS, FORMS, top_k
 from tests.support.triton_interpreter import Runner, compiled, gpu_or_interpreter, inexact
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-SAMPLED = pytest.mark.sampled(24, "deepspeed_compress/compression/kernels", "tests/compression/test_gpu_kernels.py")
+SOURCES = ("deepspeed_compress/compression/kernels", "tests/compression/test_gpu_kernels.py", "tests/gpu/operations.py")
+SAMPLED = pytest.mark.sampled(24, *SOURCES)
 
-FORMS = {
-    "int8": BlockFormat("absmax", 127, 8, 256),
-    "int4": BlockFormat("absmax", 7, 4, 64),
-    "int4, one block per program": BlockFormat("absmax", 7, 4, 4096),
-    "ternary": BlockFormat("absmax", 1, 2, 32),
-    "qsgd": BlockFormat("norm", 7, 4, 64),
-    "qsgd of 8 bits": BlockFormat("norm", 127, 8, 1024),
-    "sign": BlockFormat("mean", 1, 1, 64),
-    "sign, one block per program": BlockFormat("mean", 1, 1, 4096),
-    "sign, one byte per block": BlockFormat("mean", 1, 1, 8),
-    "four levels": BlockFormat("lloyd", 4, 2, 64),
-    "four levels, long blocks": BlockFormat("lloyd", 4, 2, 2048),
+ROWS = {
+    row.name: row
+    for row in (*COMPARISONS, *(top_k(*shape) for shape in ((8193, 8193), (33_000, 400))))
+    if row.promised and not row.operation.endswith("tiles")
 }
+"""Comparisons of which the interpreter takes seconds. Tiles are transformed by tests of their own."""
+SIZES, BORDERS = (0, 1, 65, 2049, 5000), (63, 64, 2048, 4096)
+
 OTHER_FORMS = {
     "blocks of half bytes": BlockFormat("absmax", 7, 4, 33),
     "not a power of two": BlockFormat("absmax", 7, 4, 96),
@@ -75,82 +71,25 @@ def assert_same(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
-def units_apart(some: Tensor, others: Tensor) -> Tensor:
-    """Return the distance between scales, as a number of representable numbers."""
-    integers = {2: torch.int16, 4: torch.int32}[some.itemsize]
-    return (some.nan_to_num(7.0).view(integers).long() - others.nan_to_num(7.0).view(integers).long()).abs()
-
-
 def outputs(numel: int, form: BlockFormat, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return uncleared tensors for numbers and codes, the latter with spare bytes."""
     numbers = torch.full((-(-numel // form.block_size),), 7.0, dtype=dtype, device=device)
     return numbers, torch.full((form.code_bytes(numel) + 3,), 0xFF, dtype=torch.uint8, device=device)
 
 
-def kinds_with_scales(form: BlockFormat, numel: int, numbers: Tensor) -> dict[str, object]:
-    """Return the kinds of `reference`, where the kind of `form` takes its scales from `numbers`."""
-    parts = iter(numbers[blocks].float() for blocks, _, _ in reference._blocks(numel, form.block_size))
-    kind = replace(reference._KINDS[form.kind], scales=lambda *_: next(parts))
-    return {**reference._KINDS, form.kind: kind}
-
-
-def check_encoding(
-    device: torch.device,
-    numel: int,
-    form: BlockFormat,
-    dtype: torch.dtype,
-    key: int | None,
-    residual: torch.dtype | None,
-) -> None:
-    """Check that scales differ by at most one unit in the last place, and that all bits are equal for equal scales."""
+def difference(device: torch.device, name: str) -> str:
+    """Return how a kernel differs from plain torch, or ""."""
     from deepspeed_compress.compression.kernels import gpu
 
-    x, before = message(numel), torch.linspace(-1, 1, numel).to(residual or torch.float32)
-    after = [torch.full_like(before, 9.0, device=place) for place in (device, "cpu")]
-    residuals = [ResidualBuffers(before.to(one.device), 0.95, one) if residual else None for one in after]
-    numbers, codes = outputs(numel, form, dtype, device)
-    given_x = x.clone().to(device)
-    gpu.quantize_blocks(given_x, form, numbers, codes, key, residuals[0])
-    assert_same(given_x, x)
-
-    expected_numbers, expected_codes = outputs(numel, form, dtype, torch.device("cpu"))
-    reference.quantize_blocks(x, form, expected_numbers, expected_codes, key, residuals[1])
-    if form.kind == "absmax":
-        assert_same(numbers, expected_numbers)
-    else:
-        assert int(units_apart(numbers.cpu(), expected_numbers).max()) <= 1
-    with patch.object(reference, "_KINDS", kinds_with_scales(form, numel, numbers.cpu())):
-        reference.quantize_blocks(x, form, expected_numbers, expected_codes, key, residuals[1])
-    assert_same(codes, expected_codes)
-    assert_same(after[0], after[1])
+    row = ROWS[name]
+    sizes = (*SIZES, *row.sizes, *(BORDERS if row.large else ()))
+    return next(filter(None, (row.differs(gpu, device, numel) for numel in sizes)), "")
 
 
-@SAMPLED
-@pytest.mark.parametrize("key", [None, KEY])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_scales_and_codes_match_the_reference(
-    run: Runner, form: BlockFormat, dtype: torch.dtype, key: int | None
-) -> None:
-    run(check_encoding, NUMEL, form, dtype, key, None)
-
-
-@pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_residuals_match_the_reference(run: Runner, form: BlockFormat, residual: torch.dtype) -> None:
-    run(check_encoding, NUMEL, form, torch.float32, KEY, residual)
-
-
-@pytest.mark.parametrize("numel", [1, 63, 64, 65, 2048, 4096, 6000])
-@pytest.mark.parametrize("name", ["int8", "int4", "ternary", "sign", "four levels"])
-def test_messages_of_any_length_match_the_reference(run: Runner, name: str, numel: int) -> None:
-    run(check_encoding, numel, FORMS[name], torch.bfloat16, None, torch.bfloat16)
-
-
-@pytest.mark.parametrize("form", OTHER_FORMS.values(), ids=OTHER_FORMS)
-def test_forms_without_a_kernel_match_the_reference(run: Runner, form: BlockFormat) -> None:
-    run(check_encoding, NUMEL, form, torch.float32, KEY, torch.bfloat16)
-    run(check_decoding, NUMEL, form, torch.float32)
+@pytest.mark.sampled(8, *SOURCES)
+@pytest.mark.parametrize("name", ROWS)
+def test_kernels_have_the_bits_of_plain_torch(run: Runner, name: str) -> None:
+    assert run(difference, name) == ""
 
 
 def has_kernel(device: torch.device, form: BlockFormat) -> bool:
@@ -169,7 +108,7 @@ def has_kernel(device: torch.device, form: BlockFormat) -> bool:
 
 
 def test_only_forms_with_a_kernel_avoid_the_reference(run: Runner) -> None:
-    assert all(run(has_kernel, form) for form in FORMS.values())
+    assert all(run(has_kernel, form) for form in FORMS.values() if form not in OTHER_FORMS.values())
     assert not any(run(has_kernel, form) for form in OTHER_FORMS.values())
 
 
@@ -177,9 +116,9 @@ def check_residual_in_place(device: torch.device, dtype: torch.dtype) -> None:
     from deepspeed_compress.compression.kernels import gpu
 
     x, before = torch.randn(300, device=device), torch.linspace(-1, 1, 300, device=device).to(dtype)
-    after, results = torch.empty_like(before), outputs(300, FORMS["int4"], torch.float32, device)
-    gpu.quantize_blocks(x, FORMS["int4"], *results, residual=ResidualBuffers(before, 1.0, after))
-    gpu.quantize_blocks(x, FORMS["int4"], *results, residual=ResidualBuffers(before, 1.0, before))
+    after, results = torch.empty_like(before), outputs(300, FORMS["4 bits"], torch.float32, device)
+    gpu.quantize_blocks(x, FORMS["4 bits"], *results, residual=ResidualBuffers(before, 1.0, after))
+    gpu.quantize_blocks(x, FORMS["4 bits"], *results, residual=ResidualBuffers(before, 1.0, before))
     assert_same(before, after.cpu())
 
 
@@ -193,7 +132,7 @@ def check_views(device: torch.device) -> None:
     """Check tensors with any alignment, and codes followed by many spare bytes."""
     from deepspeed_compress.compression.kernels import gpu
 
-    form, results = FORMS["int4"], []
+    form, results = FORMS["4 bits"], []
     for ops, place in ((gpu, device), (reference, torch.device("cpu"))):
         x, after = message(NUMEL).to(place)[3:], torch.ones(NUMEL, device=place, dtype=torch.bfloat16)[3:]
         numbers = torch.zeros(200, device=place, dtype=torch.bfloat16)[1:][: -(-x.numel() // form.block_size)]
@@ -207,31 +146,6 @@ def check_views(device: torch.device) -> None:
 
 def test_unaligned_views_match_the_reference(run: Runner) -> None:
     run(check_views)
-
-
-def check_decoding(device: torch.device, numel: int, form: BlockFormat, dtype: torch.dtype) -> None:
-    """Check the decoding of arbitrary bytes, with scales that are non-finite, denormal or huge."""
-    from deepspeed_compress.compression.kernels import gpu
-
-    generator = torch.Generator().manual_seed(numel)
-    numbers, codes = outputs(numel, form, dtype, torch.device("cpu"))
-    codes = torch.randint(0, 256, codes.shape, dtype=torch.uint8, generator=generator)
-    numbers.uniform_(generator=generator)
-    odd = torch.tensor([math.nan, math.inf, 0.0, 1e-40, 65504.0])[: len(numbers) - 1].to(dtype)
-    numbers[: len(odd)] = odd
-    for scale in (1.0, -1.0, 1 / 3):
-        out, expected = message(numel).to(device), message(numel)
-        gpu.dequantize_blocks_add(numbers.to(device), codes.to(device), form, out, scale)
-        reference.dequantize_blocks_add(numbers, codes, form, expected, scale)
-        assert_same(out, expected)
-
-
-@SAMPLED
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_decoding_matches_the_reference(run: Runner, form: BlockFormat, dtype: torch.dtype) -> None:
-    for numel in (1, 65, 4096, NUMEL):
-        run(check_decoding, numel, form, dtype)
 
 
 def check_sums(device: torch.device, form: BlockFormat, ranks: int, offset: int) -> None:
@@ -254,7 +168,7 @@ def check_sums(device: torch.device, form: BlockFormat, ranks: int, offset: int)
 
 @SAMPLED
 @pytest.mark.parametrize("ranks", [0, 1, 3, 8, 9])
-@pytest.mark.parametrize("name", ["int8", "int4", "sign", "four levels"])
+@pytest.mark.parametrize("name", ["8 bits", "4 bits", "sign", "four levels"])
 def test_sums_of_messages_match_the_reference(run: Runner, name: str, ranks: int) -> None:
     run(check_sums, FORMS[name], ranks, 0)
 
@@ -262,7 +176,7 @@ def test_sums_of_messages_match_the_reference(run: Runner, name: str, ranks: int
 @SAMPLED
 @pytest.mark.parametrize("offset", [1, 2, 4, 8])
 def test_sums_of_unaligned_messages_match_the_reference(run: Runner, offset: int) -> None:
-    run(check_sums, FORMS["int4"], 2, offset)
+    run(check_sums, FORMS["4 bits"], 2, offset)
 
 
 def test_sums_of_forms_without_a_kernel_match_the_reference(run: Runner) -> None:
@@ -273,8 +187,8 @@ def check_empty(device: torch.device) -> None:
     from deepspeed_compress.compression.kernels import gpu
 
     x, codes = torch.empty(0, device=device), torch.full((3,), 0xFF, dtype=torch.uint8, device=device)
-    gpu.quantize_blocks(x, FORMS["int4"], x, codes, residual=ResidualBuffers(x, 1.0, x))
-    gpu.dequantize_blocks_add(x, codes, FORMS["int4"], x, 1.0)
+    gpu.quantize_blocks(x, FORMS["4 bits"], x, codes, residual=ResidualBuffers(x, 1.0, x))
+    gpu.dequantize_blocks_add(x, codes, FORMS["4 bits"], x, 1.0)
     assert codes.tolist() == [0, 0, 0]
     assert gpu.uniform(0, 1, device).numel() == gpu.unpack_bits(codes, 5, 0).numel() == 0
     assert gpu.top_k_rows(x.view(0, 0).new_empty(0, 8), 2).shape == (0, 2)
@@ -295,29 +209,6 @@ def check_uniform(device: torch.device, key: int) -> None:
 @pytest.mark.parametrize("key", [0, 1, 2**31, 2**32 - 1, 2**32, 2**63, 2**64 - 1, KEY])
 def test_uniform_numbers_match_the_reference(run: Runner, key: int) -> None:
     run(check_uniform, key)
-
-
-def check_casts(device: torch.device, dtype: torch.dtype, numel: int) -> None:
-    from deepspeed_compress.compression.kernels import gpu
-
-    x = message(numel)
-    out, expected = (torch.full((numel,), 9.0, dtype=dtype) for _ in range(2))
-    own = out.to(device)
-    gpu.cast(x.to(device), own)
-    reference.cast(x, expected)
-    assert_same(own, expected)
-    sums = torch.linspace(-1, 1, numel)
-    own_sums = sums.clone().to(device)
-    gpu.add_cast(own, own_sums, 1 / 3)
-    reference.add_cast(expected, sums, 1 / 3)
-    assert_same(own_sums, sums)
-
-
-@SAMPLED
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_casts_match_the_reference(run: Runner, dtype: torch.dtype) -> None:
-    for numel in (0, 1, 2048, NUMEL):
-        run(check_casts, dtype, numel)
 
 
 def check_dct(device: torch.device, rows: int, columns: int, height: int, width: int, inverse: bool) -> None:
@@ -361,28 +252,6 @@ def test_hadamard_matches_the_cpu_kernels(run: Runner, shape: tuple[int, int, in
     run(check_hadamard, *shape)
 
 
-def check_top_k(device: torch.device, width: int, k: int) -> None:
-    from deepspeed_compress.compression.kernels import gpu
-
-    generator = torch.Generator().manual_seed(width)
-    ordinary = torch.randn(11, width, generator=generator)
-    few_values = torch.randint(-3, 4, (11, width), generator=generator).float()
-    odd = ordinary * 1e-42
-    odd[1] = 0.0
-    odd[2, width // 2], odd[3, width // 3], odd[4] = math.nan, -math.inf, math.nan
-    for rows in (ordinary, few_values, odd):
-        assert_same(gpu.top_k_rows(rows.to(device), k), reference.top_k_rows(rows, k))
-
-
-@SAMPLED
-@pytest.mark.parametrize(
-    ("width", "k"),
-    [(1, 1), (7, 1), (64, 3), (64, 64), (100, 99), (256, 3), (1000, 10), (4096, 41), (8192, 82)],
-)
-def test_top_k_matches_the_reference_with_ties_and_nan(run: Runner, width: int, k: int) -> None:
-    run(check_top_k, width, k)
-
-
 def check_rows(device: torch.device, width: int, stochastic: bool) -> None:
     """Check all bits, with scales and extremes that are zero, denormal, huge, infinite or NaN."""
     from deepspeed_compress.compression.kernels import gpu
@@ -409,28 +278,6 @@ def check_rows(device: torch.device, width: int, stochastic: bool) -> None:
 @pytest.mark.parametrize("width", [1, 33, 256, 4000])
 def test_quantization_of_rows_matches_the_reference(run: Runner, width: int, stochastic: bool) -> None:
     run(check_rows, width, stochastic)
-
-
-def check_long_rows(device: torch.device, rows: int, width: int, k: int) -> None:
-    from deepspeed_compress.compression.kernels import gpu
-
-    generator = torch.Generator().manual_seed(width)
-    ordinary = torch.randn(rows, width, generator=generator)
-    few_values = torch.randint(-3, 4, (rows, width), generator=generator).float()
-    odd = ordinary * 1e-42
-    odd[0, width // 2], odd[0, width // 3] = math.nan, -math.inf
-    for x in (ordinary, few_values, odd):
-        expected = reference.top_k_rows(x, k)
-        assert_same(gpu.top_k_rows(x.to(device), k), expected)
-    assert_same(gpu.top_k_sampled(ordinary[:1].to(device), k), reference.top_k_sampled(ordinary[:1], k))
-
-
-@SAMPLED
-@pytest.mark.parametrize(("rows", "width", "k"), [(1, 8193, 8193), (2, 33_000, 400), (1, 70_000, 7)])
-def test_top_k_of_rows_shared_by_several_programs_matches_the_reference(
-    run: Runner, rows: int, width: int, k: int
-) -> None:
-    run(check_long_rows, rows, width, k)
 
 
 def check_bits(device: torch.device, width: int, count: int) -> None:
@@ -483,7 +330,7 @@ def test_every_implementation_has_all_operations(run: Runner) -> None:
 def test_block_kernels_neither_wait_for_the_gpu_nor_allocate() -> None:
     from deepspeed_compress.compression.kernels import gpu
 
-    form, x, after = FORMS["int4"], torch.randn(NUMEL, device="cuda"), torch.zeros(NUMEL, device="cuda")
+    form, x, after = FORMS["4 bits"], torch.randn(NUMEL, device="cuda"), torch.zeros(NUMEL, device="cuda")
     results = outputs(NUMEL, form, torch.float32, x.device)
     for warm in (False, True):
         torch.cuda.reset_peak_memory_stats()
@@ -542,11 +389,15 @@ def check_other_compiled(capability: int) -> None:
 
 
 @SAMPLED
+@pytest.mark.parametrize(
+    ("dtype", "residual"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=["fp32", "bf16"]
+)
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("name", ["int8", "int4, one block per program", "ternary", "qsgd", "sign", "four levels"])
-def test_compiled_block_kernels_are_exact_and_load_16_bytes(compiler: Runner, name: str, capability: int) -> None:
-    for dtype, residual in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
-        compiler(check_compiled_blocks, capability, FORMS[name], dtype, residual)
+@pytest.mark.parametrize("name", ["8 bits", "4 bits, blocks of 4096", "2 bits", "qsgd, 4 bits", "sign", "four levels"])
+def test_compiled_block_kernels_are_exact_and_load_16_bytes(
+    compiler: Runner, name: str, capability: int, dtype: torch.dtype, residual: torch.dtype
+) -> None:
+    compiler(check_compiled_blocks, capability, FORMS[name], dtype, residual)
 
 
 @SAMPLED

@@ -239,11 +239,15 @@ def test_random_k_sends_only_its_seed_and_the_values() -> None:
 DRAWS = 2000
 
 
+MANY_DRAWS = pytest.mark.slow(4, "deepspeed_compress/compression", "tests/compression/test_sparsifiers.py")
+
+
 def drawn(codec: Compressor, x: Tensor) -> Tensor:
     """Return `x` decoded from `DRAWS` messages with different keys: float64 [DRAWS, numel]."""
     return torch.stack([transmit(codec, x, key << 32) for key in range(DRAWS)]).double()
 
 
+@MANY_DRAWS
 def test_every_element_and_pair_is_drawn_with_its_probability() -> None:
     """Frequencies over n keys are within 5 sqrt(p (1 - p) / n) of p = k / m, and of k (k - 1) / m (m - 1) for pairs."""
     width, k = 16, 4
@@ -256,6 +260,7 @@ def test_every_element_and_pair_is_drawn_with_its_probability() -> None:
         assert ((part - expected).abs() <= 5 * (expected * (1 - expected) / DRAWS).sqrt()).all()
 
 
+@MANY_DRAWS
 def test_rescaled_random_k_is_unbiased() -> None:
     """The mean over n keys is within 5 standard errors, x sqrt((m / k - 1) / n)."""
     x = torch.linspace(-3, 5, 2 * 32 + 10)
@@ -264,6 +269,7 @@ def test_rescaled_random_k_is_unbiased() -> None:
     assert ((mean - x).abs() <= 5 * x.abs() * ((ratio - 1) / DRAWS).sqrt() + 1e-6).all()
 
 
+@MANY_DRAWS
 def test_the_mean_squared_error_of_random_k_is_one_minus_density() -> None:
     """E|x - C(x)|^2 = (1 - k / m) |x|^2 (Stich et al., arXiv:1809.07599), within 5 standard errors."""
     x = torch.randn(128, generator=torch.Generator().manual_seed(3))

@@ -134,6 +134,7 @@ def awkward(numel: int, device: torch.device) -> Tensor:
     x[: min(numel, CHUNK)] *= 10.0 ** torch.linspace(-3, 3, min(numel, CHUNK), device=device)
     for place, factor in ((64, 1e-42), (130, 1e37), (200, 1e-30), (260, 0.0), (330, -0.0)):
         x[place : place + 60] *= factor
+    x[384:448] = -3.5
     x[450::13] = 0.5
     for place, value in ((1930, math.inf), (2570, -math.inf), (700, math.nan), (4500, torch.finfo(torch.float32).max)):
         x[place : place + 1] = value

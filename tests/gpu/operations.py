@@ -56,7 +56,7 @@ def quantize(form: BlockFormat, numbers_type: torch.dtype, memory_type: torch.dt
         "quantize_blocks",
         f"quantize {form_name(form)}, scales {NAMES[numbers_type]}{kept}{', stochastic' if random else ''}",
         run,
-        (Fraction(1, form.block_size), Fraction(form.bits, 8), *((ONE,) if memory_type is not None else ())),
+        (Fraction(1, form.block_size), code_rate(form), *((ONE,) if memory_type is not None else ())),
         unit=math.lcm(form.block_size, 8),
         rule=same_bits if form.kind == "absmax" else partial(_given_scales, form),
         large=form in (FORMS["4 bits"], FORMS["sign"]) and memory_type is BF16,
@@ -64,8 +64,13 @@ def quantize(form: BlockFormat, numbers_type: torch.dtype, memory_type: torch.dt
     )
 
 
+def code_rate(form: BlockFormat) -> Fraction:
+    """Return the bytes of codes per element. Blocks that do not fill bytes are padded, and compared as a whole."""
+    return Fraction(form.bits, 8) if form.block_size % 8 == 0 else _ROOM
+
+
 def form_name(form: BlockFormat) -> str:
-    return next(name for name, one in FORMS.items() if one == form)
+    return next((name for name, one in FORMS.items() if one == form), str(form))
 
 
 def _key(first: int) -> int:
@@ -163,7 +168,7 @@ def _bytes(x: Tensor, bits: int) -> Tensor:
     corresponding slice of the result.
     """
     whole = torch.cat((_low_bits(x), torch.zeros(-x.numel() % 8, dtype=torch.int32, device=x.device))).to(torch.uint8)
-    return whole.view(-1, 8)[:, :bits].flatten()[: -(-x.numel() * bits // 8)]
+    return whole.view(-1, 8)[:, :bits].flatten()[: -(-x.numel() * bits // 8)].contiguous()
 
 
 def _low_bits(x: Tensor) -> Tensor:

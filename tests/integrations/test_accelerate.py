@@ -12,8 +12,9 @@ from accelerate import Accelerator, DeepSpeedPlugin
 import deepspeed_compress
 from deepspeed_compress import CompressWarning
 from deepspeed_compress.config import SECTION
-from tests.integrations.trainers import INT4, collate, network, sentences, weights
+from tests.integrations.trainers import INT4, collate, network, sentences
 from tests.support.forks import run_forks
+from tests.support.jobs import weights
 
 pytestmark = pytest.mark.sampled(4, "deepspeed_compress/integrations", "tests/integrations/test_accelerate.py")
 

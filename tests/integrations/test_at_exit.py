@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.sampled(4, "deepspeed_compress/integrations", "tests/integrations/test_at_exit.py")
-
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import warnings
@@ -28,6 +26,7 @@ warnings.simplefilter("always")
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
+@pytest.mark.slow(4, "deepspeed_compress/integrations", "tests/integrations/test_at_exit.py")
 @pytest.mark.parametrize(
     ("compress", "section", "warns"), [(False, True, True), (False, False, False), (True, True, False)]
 )

@@ -23,9 +23,43 @@ CONFIGS = Path(__file__).parents[2] / "configs" / "huggingface"
 READERS = ("TrainingArguments", "DeepSpeedPlugin", "HfDeepSpeedConfig")
 
 
-def read(rank: int, reader: str, config: dict[str, Any] | str, directory: str) -> str:
-    """Return the error that reading `config` raises; "" if there is none."""
+def config(section: object, **more: Any) -> dict[str, Any]:
+    return {**AUTO, "zero_optimization": {"stage": 2}, SECTION: section, **more}
+
+
+DEMO = config({"gradients": {"method": "demo"}})
+CASES: dict[str, tuple[Any, str]] = {
+    "name": ({"deepspeed_compres": {}, **AUTO, "zero_optimization": {"stage": 2}}, 'found "deepspeed_compres" instead'),
+    "stage": (config({"parallelism": {"zero_stage": 1}}), r"ConfigError: .*/parallelism/zero_stage: 1 disagrees"),
+    "tensor": (config({"parallelism": {"tensor": 3}}), r"ConfigError: .*do not divide the world size 2"),
+    "pipeline": (
+        config({"parallelism": {"pipeline": 2, "zero_stage": 0}}, zero_optimization={}),
+        r"UnsupportedError: .*/parallelism/pipeline: 2 .*train_gpt",
+    ),
+    # The optimizer's betas are "auto"; Trainer fills in 0.9 for the first.
+    "momentum": (DEMO, r"ConfigError: .*/gradients/method: \"demo\".*betas.* and pass --adam_beta1 0 to the script"),
+    **{str(file): (str(file), "^$") for file in sorted(CONFIGS.glob("*.json"))},
+}
+"""Configurations, and a pattern of the error that reading them with `TrainingArguments` raises."""
+OF_READERS: dict[str, tuple[Any, str]] = {
+    "typo": (config({"gradients": {"bit": 4}}), f'^ConfigError: .*/{SECTION}/gradients/bit: unknown key.*"bits", if'),
+    "auto": (config({"gradients": {"bits": 4}}), "^$"),
+    "plain": ({**AUTO, "zero_optimization": {"stage": 2}}, "^$"),
+}
+
+
+def read_all(rank: int, directory: str) -> dict[tuple[str, str], str]:
+    """Return the error of each configuration and reader, "" if there is none."""
     deepspeed_compress.install()
+    file = Path(directory, f"{rank}.json")
+    file.write_text(json.dumps(config({"gradients": {"methd": "topk"}})))
+    of_readers = [(name, reader, given) for name, (given, _) in OF_READERS.items() for reader in READERS]
+    others = [(name, READERS[0], given) for name, (given, _) in CASES.items()]
+    every = [*of_readers, *others, ("file", READERS[0], str(file))]
+    return {(name, reader): read(reader, given, directory) for name, reader, given in every}
+
+
+def read(reader: str, config: dict[str, Any] | str, directory: str) -> str:
     readers = {
         "TrainingArguments": lambda: TrainingArguments(output_dir=directory, deepspeed=config, use_cpu=True),
         "DeepSpeedPlugin": lambda: DeepSpeedPlugin(hf_ds_config=config),
@@ -34,57 +68,15 @@ def read(rank: int, reader: str, config: dict[str, Any] | str, directory: str) -
     try:
         readers[reader]()
     except (ConfigError, UnsupportedError) as error:
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}".replace("\n", " ")
     return ""
 
 
-def error_of(config: dict[str, Any] | str, tmp_path: Path, reader: str = "TrainingArguments") -> str:
-    first, second = run_forks(2, read, reader, config, str(tmp_path))
-    assert first == second
-    return first
-
-
-def config(section: object, **more: Any) -> dict[str, Any]:
-    return {**AUTO, "zero_optimization": {"stage": 2}, SECTION: section, **more}
-
-
-@pytest.mark.parametrize("reader", READERS)
-def test_a_typo_in_the_section_is_reported(reader: str, tmp_path: Path) -> None:
-    text = error_of(config({"gradients": {"bit": 4}}), tmp_path, reader)
-    assert text.startswith("ConfigError: ")
-    assert f"/{SECTION}/gradients/bit: unknown key" in text
-    assert '"bits", if you meant that' in text
-
-
-def test_a_typo_in_a_file_is_reported(tmp_path: Path) -> None:
-    file = tmp_path / "ds_config.json"
-    file.write_text(json.dumps(config({"gradients": {"methd": "topk"}})))
-    assert f"/{SECTION}/gradients/methd: unknown key" in error_of(str(file), tmp_path)
-
-
-def test_a_typo_in_the_name_of_the_section_is_reported(tmp_path: Path) -> None:
-    wrong = config({})
-    wrong["deepspeed_compres"] = wrong.pop(SECTION)
-    assert 'found "deepspeed_compres" instead' in error_of(wrong, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ({"parallelism": {"zero_stage": 1}}, r"ConfigError: .*/parallelism/zero_stage: 1 disagrees"),
-        ({"parallelism": {"tensor": 3}}, r"ConfigError: .*do not divide the world size 2"),
-        (
-            {"parallelism": {"pipeline": 2, "zero_stage": 0}},
-            r"UnsupportedError: .*/parallelism/pipeline: 2 .*train_gpt",
-        ),
-        # The optimizer's betas are "auto"; Trainer fills in 0.9 for the first.
-        ({"gradients": {"method": "demo"}}, r"ConfigError: .*/gradients/method: \"demo\".*betas"),
-    ],
-)
-def test_a_contradiction_is_reported(section: dict[str, Any], message: str, tmp_path: Path) -> None:
-    zero = {} if section.get("parallelism", {}).get("pipeline") else {"stage": 2}
-    text = error_of(config(section, zero_optimization=zero), tmp_path)
-    assert re.search(message, text.replace("\n", " ")), text
+def test_errors_are_raised_by_every_reader_on_all_ranks(tmp_path: Path) -> None:
+    for errors in run_forks(2, read_all, str(tmp_path)):
+        assert f"/{SECTION}/gradients/methd: unknown key" in errors.pop(("file", READERS[0]))
+        for (name, _), text in errors.items():
+            assert re.search({**CASES, **OF_READERS}[name][1], text), (name, text)
 
 
 def without_momentum(rank: int, config: dict[str, Any], directory: str) -> object:
@@ -95,22 +87,11 @@ def without_momentum(rank: int, config: dict[str, Any], directory: str) -> objec
 
 
 def test_the_remedy_for_a_second_momentum_works_with_trainer(tmp_path: Path) -> None:
-    demo = config({"gradients": {"method": "demo"}})
-    assert '"betas": "auto", and pass --adam_beta1 0 to the script' in error_of(demo, tmp_path)
-    assert run_forks(2, without_momentum, demo, str(tmp_path)) == [[0.0, 0.999]] * 2
-
-
-@pytest.mark.parametrize("reader", READERS)
-def test_auto_values_and_other_configurations_pass(reader: str, tmp_path: Path) -> None:
-    assert error_of(config({"gradients": {"bits": 4}}), tmp_path, reader) == ""
-    without = config({})
-    del without[SECTION]
-    assert error_of(without, tmp_path, reader) == ""
+    assert run_forks(2, without_momentum, DEMO, str(tmp_path)) == [[0.0, 0.999]] * 2
 
 
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.json")), ids=lambda file: file.stem)
-def test_shipped_configurations_pass(file: Path, tmp_path: Path) -> None:
-    assert error_of(str(file), tmp_path) == ""
+def test_shipped_configurations_pass(file: Path) -> None:
     assert find_problems(json.loads(file.read_text()), 2) == []
 
 

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 import deepspeed_compress
-from tests.integrations.trainers import INT4, Job, Outcome, trainer_of, weights
+from tests.integrations.trainers import INT4, Job, Outcome, trainer_of
 from tests.support.forks import run_forks
+from tests.support.jobs import weights
 
 
 def saving(tmp_path: Path) -> dict[str, Any]:

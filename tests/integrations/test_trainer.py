@@ -20,11 +20,11 @@ from tests.integrations.trainers import (
     sentences,
     train,
     trainer_of,
-    weights,
 )
 from tests.support.forks import run_forks
+from tests.support.jobs import weights
 
-pytestmark = pytest.mark.sampled(4, "deepspeed_compress/integrations", "tests/integrations/test_trainer.py")
+pytestmark = pytest.mark.sampled(8, "deepspeed_compress/integrations", "tests/integrations/test_trainer.py")
 
 NONE = {"gradients": {"method": "none"}}
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -17,8 +17,9 @@ import deepspeed_compress
 from deepspeed_compress.agents.generation import Sampling, complete
 from deepspeed_compress.errors import ConfigError, RolloutError
 from deepspeed_compress.rollout.vllm import WeightUpdates
-from tests.integrations.trainers import AUTO, INT4, LENGTH, WORDS, forget_accelerate, network, sentences, weights
+from tests.integrations.trainers import AUTO, INT4, LENGTH, WORDS, forget_accelerate, network, sentences
 from tests.support.forks import run_forks
+from tests.support.jobs import weights
 
 pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed: pip install trl")
 NONE = {"gradients": {"method": "none"}}

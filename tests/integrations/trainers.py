@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 import transformers
 from packaging.version import Version
@@ -14,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import deepspeed_compress
 from deepspeed_compress.config import SECTION
+from tests.support.jobs import weights
 
 WORDS = 64
 LENGTH = 16
@@ -166,16 +166,6 @@ def forget_accelerate() -> None:
 
     AcceleratorState._reset_state()
     GradientState._reset_state()
-
-
-def weights(engine: Any) -> dict[str, list[float]]:
-    """Return all parameters of the rank, gathered if ZeRO 3 has partitioned them."""
-    found = {}
-    for name, parameter in engine.module.named_parameters():
-        gathered = [parameter] if hasattr(parameter, "ds_id") else []
-        with deepspeed.zero.GatheredParameters(gathered):
-            found[name] = parameter.detach().float().flatten().tolist()
-    return found
 
 
 def keep_checkpoint(directory: str, step: int) -> None:

@@ -28,7 +28,7 @@ from launch.studies.methods_table import cells, markdown, table_rows
 from tests.studies.toy import MODEL, ToyFiles
 from tests.support.sections import OF_WEIGHTS
 
-SAMPLED = pytest.mark.sampled(4, "tests/studies/test_methods_table.py")
+SAMPLED = pytest.mark.sampled(12, "tests/studies/test_methods_table.py")
 
 ROOT = Path(__file__).parents[2]
 STEPS, RANKS = 3, 3

@@ -58,6 +58,7 @@ def curves(files: StudyFiles, jobs: list[Job]) -> list[Curve]:
     return first
 
 
+@pytest.mark.slow(4, "launch/studies", "tests/studies/test_time_to_loss.py")
 def test_uncompressed_engines_make_the_same_updates(files: StudyFiles) -> None:
     """DeepSpeed with and without ZeRO, and FSDP2, have the losses of DDP, so the study trains only DDP."""
     engines = [files.job(f"zero{stage}", NATIVE | {"zero_optimization": {"stage": stage}}) for stage in (0, 1, 3)]

@@ -77,7 +77,7 @@ def by_stage(names: Sequence[str]) -> list[Any]:
     """Return test parameters (ZeRO stage, its share of `names`). Slow tests run all names in all stages."""
     return [
         pytest.param(stage, taken, id=f"{stage}-{label}", marks=marks)
-        for label, step, marks in (("share", 4, ()), ("all", 1, pytest.mark.slow))
+        for label, step, marks in (("share", 8, ()), ("all", 1, pytest.mark.slow))
         for stage in range(4)
         for taken in [names[stage % step :: step]]
     ]

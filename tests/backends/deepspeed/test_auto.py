@@ -39,15 +39,20 @@ def compare(rank: int, job: Job, times: tuple[float, float]) -> tuple[list[str],
         session = engine.compression
         settings.append(f"{session.settings}{' alone' if session.alone else ''}")
         losses += run(engine, [batch])
-    return settings, losses, weights(engine), [str(event) for event in engine.compression.events]
+    found = settings, losses, weights(engine), [str(event) for event in engine.compression.events]
+    engine.destroy()
+    return found
+
+
+def compare_all(rank: int, job: Job) -> list[Any]:
+    """Return the results of DeepSpeed alone, and those of both outcomes of the comparison."""
+    return [train(rank, Job(job.stage, steps=job.steps))[0], *(compare(rank, job, one) for one in (FASTER, SLOWER))]
 
 
 @pytest.mark.parametrize("stage", range(4))
 def test_uncompressed_steps_are_those_of_deepspeed_and_the_faster_kind_stays(stage: int) -> None:
-    job = job_of(stage)
-    alone = run_forks(2, train, Job(stage, steps=job.steps))
-    kept, ended = run_forks(2, compare, job, FASTER), run_forks(2, compare, job, SLOWER)
-    for [expected], (settings, losses, parameters, events), other in zip(alone, kept, ended, strict=True):
+    first, second = run_forks(2, compare_all, job_of(stage))
+    for expected, (settings, losses, parameters, events), other in (first, second):
         assert settings == ["none alone"] * EACH + ["blockwise bits=4"] * (EACH + 4)
         # The loss of a step is computed before its gradients are compressed, but, under ZeRO 3, after its weights.
         own = EACH if stage == 3 else EACH + 1
@@ -59,8 +64,8 @@ def test_uncompressed_steps_are_those_of_deepspeed_and_the_faster_kind_stays(sta
         # The residuals are sent by one step of ours before DeepSpeed is left alone.
         assert other[0][2 * EACH :] == ["none", *["none alone"] * 3]
         assert "so this run continues uncompressed: blockwise bits=4 -> none" in other[3][0]
-    for found in (kept, ended):
-        assert found[0][2] == found[1][2]
+    for one, same in zip(first[1:], second[1:], strict=True):
+        assert one[2] == same[2]
 
 
 def repeat(rank: int, job: Job) -> list[str]:

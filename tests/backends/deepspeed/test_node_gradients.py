@@ -18,7 +18,7 @@ from tests.support.jobs import Job, data, network, run, start, weights
 from tests.support.methods import BF16, FP32_SUMS
 
 SAMPLED = pytest.mark.sampled(
-    8, "deepspeed_compress/backends/deepspeed/node_gradients.py", "tests/backends/deepspeed/test_node_gradients.py"
+    12, "deepspeed_compress/backends/deepspeed/node_gradients.py", "tests/backends/deepspeed/test_node_gradients.py"
 )
 RANDOM = {
     "gradients": {"method": "stochastic_linear", "bits": 4, "block_size": 32, "min_numel": 0},

@@ -41,7 +41,7 @@ from tests.support.resuming import resume, save_and_continue
 from tests.support.tensor_islands import AUTO_TP, start_tensor, take_steps
 
 SAMPLED = pytest.mark.sampled(
-    4, "deepspeed_compress/backends/deepspeed/node_shards.py", "tests/backends/deepspeed/test_node_shards.py"
+    6, "deepspeed_compress/backends/deepspeed/node_shards.py", "tests/backends/deepspeed/test_node_shards.py"
 )
 
 NODES: Mapping[str, Any] = {"shard_within": 2}
@@ -136,23 +136,16 @@ def test_a_skipped_step_leaves_no_trace() -> None:
         assert (bad.skipped, bad.parameters) == (1, good.parameters)
 
 
-@pytest.mark.case_a_stage
+@SAMPLED
+@pytest.mark.parametrize("background", [{}, {"checkpointing": {}}], ids=["at once", "in the background"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_resume_is_exact_and_files_are_written_once(stage: int, tmp_path: Path) -> None:
-    job = Job(stage, section=INT4, steps=6)
+def test_resume_is_exact_and_files_are_written_once(stage: int, background: Mapping[str, Any], tmp_path: Path) -> None:
+    job = Job(stage, section={**INT4, **background}, steps=6)
     saved = run_forks(4, save_and_continue, job, str(tmp_path), 3)
     assert run_forks(4, resume, job, str(tmp_path), 3) == saved
     names = sorted(os.listdir(tmp_path / "global_step3"))
     assert len([name for name in names if name.endswith("optim_states.pt")]) == 2
     assert len([name for name in names if name.startswith("deepspeed_compress_rank") and name.endswith("json")]) == 4
-
-
-@SAMPLED
-@pytest.mark.parametrize("stage", [1, 3])
-def test_checkpoints_in_the_background(stage: int, tmp_path: Path) -> None:
-    job = Job(stage, section={**INT4, "checkpointing": {}}, steps=6)
-    saved = run_forks(4, save_and_continue, job, str(tmp_path), 3)
-    assert run_forks(4, resume, job, str(tmp_path), 3) == saved
 
 
 @SAMPLED

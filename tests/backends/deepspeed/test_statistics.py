@@ -164,10 +164,16 @@ def test_a_resumed_run_keeps_its_name_and_a_new_one_in_the_same_place_has_anothe
     assert len(statistics_lines(statistics)) == 11
 
 
-def without_a_place(rank: int, job: Job, file: str) -> tuple[list[float], list[str]]:
-    with caught_warnings() as texts:
-        losses = run(start(job), data(rank, job))
-    return losses, [text for text in texts if file in text]
+def without_a_place(rank: int, jobs: list[Job], file: str) -> list:
+    """Return the losses of each job, and its warnings about `file`."""
+    found = []
+    for job in jobs:
+        with caught_warnings() as texts:
+            engine = start(job)
+            found.append(run(engine, data(rank, job)))
+            engine.destroy()
+        found.append([text for text in texts if file in text])
+    return found
 
 
 def test_statistics_that_cannot_be_written_stop_no_rank(tmp_path):
@@ -176,12 +182,11 @@ def test_statistics_that_cannot_be_written_stop_no_rank(tmp_path):
     file.write_text("")
     schedule = {"ramp": {"steps": 4, "stages": [{"bits": 8}, {"bits": 4}]}}
     section = {"gradients": {"bits": 2}, "schedule": schedule}
-    there = run_forks(
-        2, without_a_place, Job(2, {**section, "monitor": {"path": str(tmp_path / "a")}}, steps=6), str(file)
-    )
-    found = run_forks(2, without_a_place, Job(2, {**section, "monitor": {"path": str(file)}}, steps=6), str(file))
-    assert [losses for losses, _ in found] == [losses for losses, _ in there]
-    assert [len(texts) for _, texts in found] == [1, 0]
+    jobs = [Job(2, {**section, "monitor": {"path": str(path)}}, steps=6) for path in (tmp_path / "a", file)]
+    found = run_forks(2, without_a_place, jobs, str(file))
+    for losses, _, same, _ in found:
+        assert same == losses
+    assert [len(texts) for *_, texts in found] == [1, 0]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

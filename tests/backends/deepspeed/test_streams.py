@@ -62,6 +62,10 @@ def test_zero_3_has_no_races_except_those_of_deepspeed() -> None:
     Programs that read the loss wait on the host.
     """
     assert run_forks(2, races, JOBS[3]) == [[GATHER], [GATHER]]
+
+
+@pytest.mark.slow(4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_streams.py")
+def test_the_race_of_deepspeed_is_there_without_us() -> None:
     assert all(GATHER in found for found in run_forks(2, races, [replace(job(3, INT4), section=None)]))
 
 

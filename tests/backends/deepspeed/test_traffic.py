@@ -25,7 +25,7 @@ from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, make_engine, run, start, statistics_lines
 from tests.support.methods import NONE, OFFLOAD
 
-pytestmark = pytest.mark.sampled(4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_traffic.py")
+pytestmark = pytest.mark.sampled(7, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_traffic.py")
 
 NAMES = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0}
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 32, **NAMES}
@@ -390,12 +390,12 @@ def watch_second_copies(rank: int, job: Job) -> list[tuple[int, int]]:
     return list(zip(sent, counted, strict=rank == 0))
 
 
+@pytest.mark.parametrize("partition", [1, 2])
 @pytest.mark.parametrize("extra", [{}, {"stage3_allgather_sequential": True}], ids=["coalesced", "sequential"])
-def test_gathers_from_second_copies_are_counted(extra: dict[str, Any]) -> None:
+def test_gathers_from_second_copies_are_counted(extra: dict[str, Any], partition: int) -> None:
     """With hpZ, two of four ranks have a copy of the weights after the first gather of a step."""
     section = {"gradients": {"bits": 4}, "monitor": {"every": 1}}
-    for partition in (1, 2):
-        job = Job(3, section, {"zero_hpz_partition_size": partition, **extra})
-        seen = run_forks(4, watch_second_copies, job)[0]
-        assert len(seen) == job.steps
-        assert all(sent == counted > 0 for sent, counted in seen)
+    job = Job(3, section, {"zero_hpz_partition_size": partition, **extra})
+    seen = run_forks(4, watch_second_copies, job)[0]
+    assert len(seen) == job.steps
+    assert all(sent == counted > 0 for sent, counted in seen)

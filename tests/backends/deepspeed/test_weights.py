@@ -39,9 +39,8 @@ from tests.support.jobs import (
 from tests.support.methods import BF16, FP16, FP32_SUMS, NONE
 from tests.support.seeds import SEEDS, Excess
 
-SAMPLED = pytest.mark.sampled(
-    8, "deepspeed_compress/backends/deepspeed/weights", "tests/backends/deepspeed/test_weights.py"
-)
+SOURCES = ("deepspeed_compress/backends/deepspeed/weights", "tests/backends/deepspeed/test_weights.py")
+SAMPLED = pytest.mark.sampled(8, *SOURCES)
 
 INT8 = Blockwise(bits=8, block_size=32)
 INT4_STOCHASTIC = Blockwise(bits=4, block_size=32, stochastic=True)
@@ -208,7 +207,13 @@ def epsilon_of(job: Job) -> float:
 @SAMPLED
 @pytest.mark.parametrize("name", JOBS)
 def test_replicas_agree_and_follow_the_masters(name: str) -> None:
-    """Mean losses over the seeds are those of uncompressed training."""
+    job = replace(JOBS[name], steps=40)
+    assert_followed([one for [one] in run_forks(2, train, job, Setting())], epsilon_of(job))
+
+
+@pytest.mark.slow(8, *SOURCES)
+@pytest.mark.parametrize("name", JOBS)
+def test_mean_losses_over_seeds_are_those_of_uncompressed_training(name: str) -> None:
     jobs = [replace(JOBS[name], steps=40, seed=seed) for seed in SEEDS]
     first, second = run_forks(2, train_steadily, jobs)
     for (_, one), (_, other) in zip(first, second, strict=True):

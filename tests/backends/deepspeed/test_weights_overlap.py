@@ -21,7 +21,7 @@ from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, make_engine, pipeline, train_on
 
 SAMPLED = pytest.mark.sampled(
-    4, "deepspeed_compress/backends/deepspeed/weights", "tests/backends/deepspeed/test_weights_overlap.py"
+    8, "deepspeed_compress/backends/deepspeed/weights", "tests/backends/deepspeed/test_weights_overlap.py"
 )
 
 WIDTH, STEPS = 12, 5
@@ -142,21 +142,18 @@ def start(stage: int, given: Mapping[str, Any], micro_steps: int, groups: bool) 
     return make_engine(model, config, parameters)
 
 
-def compare(rank: int, stage: int, ownership: str) -> dict[str, bool]:
-    """Return for each program whether its results are the same with and without overlap.
+def compare(rank: int, stage: int, ownership: str, name: str) -> bool:
+    """Return True if the results of a program are the same with and without overlap.
 
     Messages have 64 elements, so there are many rounds.
     """
     weight_reduction.DifferenceGather = partial(DifferenceGather, chunk_numel=64)
-    same = {}
-    for number, (name, between) in enumerate(BETWEEN.items()):
-        seen = []
-        for overlap in (False, True):
-            engine = start(stage, section(overlap, ownership=ownership), 1 + number % 2, bool(number % 3))
-            seen.append(train(engine, rank, between, 1 + number % 2))
-            engine.destroy()
-        same[name] = seen[0] == seen[1]
-    return same
+    seen, number = [], list(BETWEEN).index(name)
+    for overlap in (False, True):
+        engine = start(stage, section(overlap, ownership=ownership), 1 + number % 2, bool(number % 3))
+        seen.append(train(engine, rank, BETWEEN[name], 1 + number % 2))
+        engine.destroy()
+    return seen[0] == seen[1]
 
 
 class Scaled(nn.Module):
@@ -231,32 +228,29 @@ class Unseen(nn.Module):
 READS = [name for name, one in vars(Unseen).items() if callable(one) and name not in ("__init__", "encode", "forward")]
 
 
-def compare_reads(rank: int) -> dict[str, bool]:
+def compare_reads(rank: int, how: str) -> bool:
+    """Return True if a way to read weights leads to the same losses with and without overlap."""
     weight_reduction.DifferenceGather = partial(DifferenceGather, chunk_numel=64)
-    same = {}
-    for how in READS:
-        seen = []
-        for overlap in (False, True):
-            model = Unseen()
-            config = Job(1, section(overlap, monitor={"announce": False})).config()
-            engine = make_engine(model, config)
-            generator, losses = torch.Generator().manual_seed(rank), []
-            for _ in range(STEPS):
-                x = torch.randn(3, WIDTH, generator=generator)
-                loss = engine(x, how).square().mean()
-                # Train all weights, so that a stale read has a different value. This also reads all weights after
-                # forward.
-                loss = loss + sum((one.square().mean() for one in model.parameters()), torch.zeros(()))
-                losses.append(train_on(engine, loss))
-            seen.append(losses)
-            engine.destroy()
-        same[how] = seen[0] == seen[1]
-    return same
+    seen = []
+    for overlap in (False, True):
+        model = Unseen()
+        engine = make_engine(model, Job(1, section(overlap, monitor={"announce": False})).config())
+        generator, losses = torch.Generator().manual_seed(rank), []
+        for _ in range(STEPS):
+            x = torch.randn(3, WIDTH, generator=generator)
+            loss = engine(x, how).square().mean()
+            # Train all weights, so that a stale read has a different value. This also reads all weights after forward.
+            loss = loss + sum((one.square().mean() for one in model.parameters()), torch.zeros(()))
+            losses.append(train_on(engine, loss))
+        seen.append(losses)
+        engine.destroy()
+    return seen[0] == seen[1]
 
 
-def test_weights_that_are_read_without_a_call_of_their_module() -> None:
-    for same in run_forks(2, compare_reads):
-        assert same == dict.fromkeys(READS, True)
+@SAMPLED
+@pytest.mark.parametrize("how", READS)
+def test_weights_that_are_read_without_a_call_of_their_module(how: str) -> None:
+    assert run_forks(2, compare_reads, how) == [True] * 2
 
 
 def fail_in_forward(rank: int) -> bool:
@@ -275,10 +269,10 @@ def test_a_forward_pass_that_raises_leaves_nothing_behind() -> None:
 
 
 @SAMPLED
+@pytest.mark.parametrize("name", BETWEEN)
 @pytest.mark.parametrize(("stage", "ownership"), [(1, "contiguous"), (2, "balanced")])
-def test_bits_are_those_of_waiting(stage: int, ownership: str) -> None:
-    for same in run_forks(2, compare, stage, ownership):
-        assert same == dict.fromkeys(BETWEEN, True)
+def test_bits_are_those_of_waiting(stage: int, ownership: str, name: str) -> None:
+    assert run_forks(2, compare, stage, ownership, name) == [True] * 2
 
 
 def stale(rank: int) -> list[bool]:

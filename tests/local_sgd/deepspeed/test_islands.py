@@ -43,7 +43,7 @@ from tests.support.messages import refusal
 from tests.support.methods import BF16
 from tests.support.resuming import resume, save_and_continue
 
-SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_islands.py")
+SAMPLED = pytest.mark.sampled(12, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_islands.py")
 
 OFFLOADED: Mapping[str, Any] = {"zero": {"offload_optimizer": {"device": "cpu"}}, "extra": {}}
 WHOLE: Mapping[str, Any] = {"reduce_scatter": False}
@@ -488,25 +488,28 @@ def refused(rank: int, job: Job) -> str:
     return refusal((ConfigError, UnsupportedError), start, job)
 
 
-@SAMPLED
-@pytest.mark.parametrize(
-    ("islands", "text"),
-    [
-        ({"size": 2}, "islands/size: islands of 2 do not divide the 3 ranks"),
-        ({}, "/deepspeed_compress/islands/size: null with by_host: false"),
-        ({"size": 1, "delay": 30}, "/deepspeed_compress/islands/delay: 30 is too large for sync_every 30"),
-        ({"size": 1, "outer": {"momentum": 0.5}}, "/deepspeed_compress/islands/outer/momentum: 0.5 has no effect"),
-        ({"size": 1, "exchange": {"method": "powersgd"}}, "/deepspeed_compress/islands/exchange: powersgd"),
-        (
-            {"size": 1, "exchange": {"method": "blockwise", "error_feedback": {"reset_interval": 2}}},
-            "/deepspeed_compress/islands/exchange/error_feedback/reset_interval: 2 has no effect",
-        ),
-        ({"size": 1, "own": ["."]}, "/deepspeed_compress/islands/own: ['.'] names all 7 parameters"),
-    ],
+INVALID: tuple[tuple[Mapping[str, Any], str], ...] = (
+    ({"size": 2}, "islands/size: islands of 2 do not divide the 3 ranks"),
+    ({}, "/deepspeed_compress/islands/size: null with by_host: false"),
+    ({"size": 1, "delay": 30}, "/deepspeed_compress/islands/delay: 30 is too large for sync_every 30"),
+    ({"size": 1, "outer": {"momentum": 0.5}}, "/deepspeed_compress/islands/outer/momentum: 0.5 has no effect"),
+    ({"size": 1, "exchange": {"method": "powersgd"}}, "/deepspeed_compress/islands/exchange: powersgd"),
+    (
+        {"size": 1, "exchange": {"method": "blockwise", "error_feedback": {"reset_interval": 2}}},
+        "/deepspeed_compress/islands/exchange/error_feedback/reset_interval: 2 has no effect",
+    ),
+    ({"size": 1, "own": ["."]}, "/deepspeed_compress/islands/own: ['.'] names all 7 parameters"),
 )
-def test_invalid_settings_are_refused_by_name(islands: Mapping[str, Any], text: str) -> None:
-    for message in run_forks(3, refused, Job(1, section=section(**islands))):
-        assert text in message
+
+
+def all_refused(rank: int) -> list[str]:
+    return [refused(rank, Job(1, section=section(**islands))) for islands, _ in INVALID]
+
+
+def test_invalid_settings_are_refused_by_name() -> None:
+    for messages in run_forks(3, all_refused):
+        for message, (_, text) in zip(messages, INVALID, strict=True):
+            assert text in message
 
 
 def test_a_pattern_of_own_without_effect_is_reported() -> None:

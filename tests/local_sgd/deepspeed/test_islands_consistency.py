@@ -36,7 +36,7 @@ from tests.support.methods import UNCLIPPED
 from tests.support.resuming import resume, save_and_continue
 
 SAMPLED = pytest.mark.sampled(
-    4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_islands_consistency.py"
+    12, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_islands_consistency.py"
 )
 
 

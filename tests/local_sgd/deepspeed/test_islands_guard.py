@@ -17,7 +17,7 @@ from tests.support.jobs import Job, data, run, start, train, weights
 from tests.support.tensor_islands import AUTO_TP, start_tensor, take_steps
 
 pytestmark = pytest.mark.sampled(
-    4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_islands_guard.py"
+    6, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_islands_guard.py"
 )
 
 STEPS = 60

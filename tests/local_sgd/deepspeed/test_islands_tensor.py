@@ -26,7 +26,7 @@ from tests.support.messages import refusal
 from tests.support.tensor_islands import AUTO_TP, TENSOR, llama, start_tensor, take_steps
 
 SAMPLED = pytest.mark.sampled(
-    4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_islands_tensor.py"
+    12, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_islands_tensor.py"
 )
 
 PLAIN: Mapping[str, Any] = {"sync_every": 1, "exchange": {"method": "none"}}

@@ -46,23 +46,6 @@ def test_an_invalid_size_is_refused_with_an_example(text: str) -> None:
         size(text)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["bench"],
-        ["bench", "steps"],
-        ["bench", "step", "--output", "x.json"],
-        ["bench", "step", "--config", "a.json", "--output", "x.json", "--peers", "horovod"],
-        ["bench", "step", "--config", "a.json", "--output", "x.json", "--steps", "0"],
-        ["bench", "kernels", "--device", "tpu"],
-    ],
-)
-def test_usage_errors_exit_with_status_2(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(arguments)
-    assert stop.value.code == 2
-
-
 @pytest.mark.parametrize("arguments", [["step", "--config", "a.json", "--output", "x.json"], ["comm"]])
 def test_one_process_is_refused(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -6,13 +6,29 @@ import pytest
 
 from deepspeed_compress.cli import main
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.planner.search import search
-from deepspeed_compress.tools import plan_cluster_plots
+from deepspeed_compress.planner.search import Job, Plan, search
+from deepspeed_compress.tools import plan_cluster, plan_cluster_plots
 from deepspeed_compress.tools.plan_cluster import read_batch, read_count
 from tests.planner.jobs import LLAMA_1B, job
 
 LLAMA = {"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32}
 LLAMA |= {"num_key_value_heads": 8, "intermediate_size": 8192, "vocab_size": 32000}
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[str, Plan]:
+    """Plans of the jobs that were searched."""
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def _search_once(plans: dict[str, Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    def once(job: Job) -> Plan:
+        if repr(job) not in plans:
+            plans[repr(job)] = search(job)
+        return plans[repr(job)]
+
+    monkeypatch.setattr(plan_cluster, "search", once)
 
 
 @pytest.fixture

@@ -24,6 +24,12 @@ from tests.support.forks import run_forks
 from tests.support.jobs import weights
 from tests.support.messages import refusal
 
+SLOW = pytest.mark.slow(
+    6,
+    "deepspeed_compress/backends/activations",
+    "deepspeed_compress/backends/deepspeed/activations",
+    "tests/backends/deepspeed/activations/test_experts.py",
+)
 EIGHT: Mapping[str, Any] = {"experts": {"dispatch": {}, "combine": {}}}
 FOUR: Mapping[str, Any] = {"experts": {"dispatch": {"bits": 4}, "combine": {"bits": 4}}}
 DISPATCH: Mapping[str, Any] = {"experts": {"dispatch": {"bits": 8}}}
@@ -102,7 +108,7 @@ BITS = (0, 8, 4, 8, 8)
 
 @pytest.mark.parametrize(
     ("kind", "stage"),
-    [(DEEPSPEED, 1), (AUTO_EP, 3), pytest.param(AUTO_EP, 1, marks=pytest.mark.slow)],
+    [(DEEPSPEED, 1), pytest.param(AUTO_EP, 3, marks=SLOW), pytest.param(AUTO_EP, 1, marks=pytest.mark.slow)],
     ids=["layers of DeepSpeed", "AutoEP, ZeRO 3", "AutoEP"],
 )
 def test_losses_are_near_and_bytes_are_those_on_the_wire(kind: Kind, stage: int) -> None:

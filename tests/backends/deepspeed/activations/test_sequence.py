@@ -34,12 +34,12 @@ from tests.support.ulysses import (
     train,
 )
 
-SAMPLED = pytest.mark.sampled(
-    6,
+SOURCES = (
     "deepspeed_compress/backends/activations",
     "deepspeed_compress/backends/deepspeed/activations",
     "tests/backends/deepspeed/activations/test_sequence.py",
 )
+SAMPLED, SLOW = pytest.mark.sampled(6, *SOURCES), pytest.mark.slow(6, *SOURCES)
 EIGHT: Mapping[str, Any] = {"sequence": {}}
 FOUR: Mapping[str, Any] = {"sequence": {"bits": 4}}
 UNCOMPRESSED: Mapping[str, Any] = {SECTION: {"gradients": {"method": "none"}}}
@@ -152,9 +152,6 @@ def one_alone_beside_another(rank: int, job: Job, mpu: Any) -> list[Any]:
     return [weights(engines[1])]
 
 
-EXACT: tuple[Program, ...] = (outside_of_training, after_detach, one_alone_beside_another)
-
-
 def accumulated(rank: int, job: Job, mpu: Any) -> list[Any]:
     """Run two forward passes before their backward passes, and add the losses of two more."""
     engine = start(replace(job, extra={"gradient_accumulation_steps": 3}), mpu)
@@ -203,26 +200,25 @@ def two_engines(rank: int, job: Job, mpu: Any) -> list[Any]:
     return [weights(engine) for engine in engines]
 
 
-NEAR: tuple[Program, ...] = (accumulated, backward_of_a_tensor, interrupted, two_engines)
-
-
-def run_programs(rank: int, programs: tuple[Program, ...], *jobs: Job) -> list[list[list[Any]]]:
+def run_program(rank: int, program: Program, *jobs: Job) -> list[list[Any]]:
     mpu = register()
-    return [[program(rank, job, mpu) for job in jobs] for program in programs]
+    return [program(rank, job, mpu) for job in jobs]
 
 
-def test_everything_outside_of_training_is_exact() -> None:
-    for programs in run_forks(RANKS, run_programs, EXACT, Job(), Job(EIGHT)):
-        for program, (plain, ours) in zip(EXACT, programs, strict=True):
-            assert ours == plain, program.__name__
+@pytest.mark.parametrize(
+    "program",
+    [outside_of_training, *(pytest.param(one, marks=SLOW) for one in (after_detach, one_alone_beside_another))],
+)
+def test_everything_outside_of_training_is_exact(program: Program) -> None:
+    for plain, ours in run_forks(RANKS, run_program, program, Job(), Job(EIGHT)):
+        assert ours == plain
 
 
 @SAMPLED
-def test_programs_see_nearly_what_they_see_with_deepspeed_alone() -> None:
-    for programs in run_forks(RANKS, run_programs, NEAR, Job(), Job(EIGHT)):
-        for program, (plain, ours) in zip(NEAR, programs, strict=True):
-            difference = flattened(plain) - flattened(ours)
-            assert 0 < difference.abs().mean() < 1e-3, program.__name__
+@pytest.mark.parametrize("program", [accumulated, backward_of_a_tensor, interrupted, two_engines])
+def test_programs_see_nearly_what_they_see_with_deepspeed_alone(program: Program) -> None:
+    for plain, ours in run_forks(RANKS, run_program, program, Job(), Job(EIGHT)):
+        assert 0 < (flattened(plain) - flattened(ours)).abs().mean() < 1e-3
 
 
 class Attention(nn.Module):

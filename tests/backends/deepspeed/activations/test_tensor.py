@@ -105,16 +105,15 @@ def test_recomputation_changes_no_bit(stage: int, activations: Mapping[str, Any]
 FROZEN = ("q_proj", "k_proj", "gate_proj", "o_proj", "embed_tokens", "layers.0.")
 
 
+@pytest.mark.parametrize("name", FROZEN)
 @pytest.mark.parametrize("activations", [MERGED, EIGHT], ids=["merged", "8 bits"])
-def test_frozen_parameters(activations: Mapping[str, Any]) -> None:
+def test_frozen_parameters(activations: Mapping[str, Any], name: str) -> None:
     """With the first layer and the embedding frozen, some inputs need no gradient."""
-    jobs = [Job(kind, frozen=name) for name in FROZEN for kind in (None, activations)]
-    ranks = run_forks(2, train_all, *jobs, shared_memory=True)
-    for outcomes in ranks:
-        for plain, ours in zip(outcomes[::2], outcomes[1::2], strict=True):
-            assert ours.losses == pytest.approx(plain.losses, rel=1e-6 if activations is MERGED else 1e-3)
-    for job in range(len(jobs)):
-        check_replicas([rank[job] for rank in ranks])
+    ranks = run_forks(2, train_all, *(Job(kind, frozen=name) for kind in (None, activations)), shared_memory=True)
+    for plain, ours in ranks:
+        assert ours.losses == pytest.approx(plain.losses, rel=1e-6 if activations is MERGED else 1e-3)
+    for replicas in zip(*ranks, strict=True):
+        check_replicas(list(replicas))
 
 
 def test_compressed_sums_are_near_those_of_deepspeed() -> None:
@@ -193,24 +192,21 @@ def one_model_twice(job: Job) -> Records:
     return [train(second), weights(second)]
 
 
-PROGRAMS: tuple[Program, ...] = (accumulated, unsynchronised, interrupted, two_engines, one_model_twice)
+def run_program(rank: int, program: Program, *jobs: Job) -> list[Records]:
+    return [program(job) for job in jobs]
 
 
-def run_programs(rank: int, *jobs: Job) -> list[list[Records]]:
-    return [[program(job) for job in jobs] for program in PROGRAMS]
-
-
-def test_programs_compute_the_same_as_with_deepspeed_alone() -> None:
+@pytest.mark.parametrize("program", [accumulated, unsynchronised, interrupted, two_engines, one_model_twice])
+def test_programs_compute_the_same_as_with_deepspeed_alone(program: Program) -> None:
     """Merged sums differ by rounding, and compressed ones are equal on both ranks."""
-    one, two = run_forks(2, run_programs, Job(), Job(MERGED), Job(EIGHT), shared_memory=True)
-    for program, found, other in zip(PROGRAMS, one, two, strict=True):
-        plain, merged, eight = map(flattened, found)
-        assert (plain - merged).abs().max() < 5e-4, program.__name__
-        assert (plain - eight).abs().mean() < 1e-3, program.__name__
-        for mine, theirs in zip(found[2], other[2], strict=True):
-            if isinstance(mine, dict):
-                mine, theirs = replicated(mine), replicated(theirs)
-            assert mine == theirs, program.__name__
+    found, other = run_forks(2, run_program, program, Job(), Job(MERGED), Job(EIGHT), shared_memory=True)
+    plain, merged, eight = map(flattened, found)
+    assert (plain - merged).abs().max() < 5e-4
+    assert (plain - eight).abs().mean() < 1e-3
+    for mine, theirs in zip(found[2], other[2], strict=True):
+        if isinstance(mine, dict):
+            mine, theirs = replicated(mine), replicated(theirs)
+        assert mine == theirs
 
 
 def exact_outputs(rank: int, *jobs: Job) -> list[list[Any]]:
