@@ -219,8 +219,11 @@ class _Files(Participant):
             StateError: it cannot be restored, and `on_missing_state` is "error".
         """
         reset = "islands start from the weights of the first one"
-        exists = directory is not None and first_file(directory).exists()
-        if exists and self.files.restored_on_all(partial(self._restore, directory), reset):
+        if (
+            directory is not None
+            and first_file(directory).exists()
+            and self.files.restored_on_all(partial(self._restore, directory), reset)
+        ):
             self.exchange.complete()
         else:
             self.exchange.start()

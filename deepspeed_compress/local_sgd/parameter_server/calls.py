@@ -3,7 +3,6 @@
 Numbers are exact integers below 2**63: `True`, `1.0` and `"1"` are not.
 """
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,21 +39,15 @@ def shown(value: Any) -> str:
     return repr(value)[:_SHOWN]
 
 
-def read_as(cls: type[T], given: Any) -> T:
-    """Return `given` as an instance of the dataclass `cls`. Raises ValueError for the first field that does not fit."""
+def read_as(adapter: TypeAdapter[T], given: Any) -> T:
+    """Return `given` as the type of `adapter`. Raises ValueError for the first field that does not fit."""
     try:
-        found: T = _adapter(cls).validate_python(given)
+        return adapter.validate_python(given)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        name = ".".join(map(str, first["loc"])) or cls.__name__.lower()
+        name = ".".join(map(str, first["loc"])) or "it"
         allowed = first["msg"].replace("Input should be ", "allowed: ")
         raise ValueError(f"{name} is {shown(first['input'])} ({allowed})") from error
-    return found
-
-
-@functools.cache
-def _adapter(cls: type[Any]) -> TypeAdapter[Any]:
-    return TypeAdapter(cls)
 
 
 def _checked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -88,7 +81,7 @@ class Terms:
         """Return the terms that an island has sent. Raises ValueError."""
         if not isinstance(given, Mapping):
             raise ValueError(f"terms are {shown(given)} (allowed: an object)")
-        return read_as(cls, {**given, "settings": {key: given.get(key) for key in ("exchange", "outer")}})
+        return read_as(_TERMS, {**given, "settings": {key: given.get(key) for key in ("exchange", "outer")}})
 
 
 @dataclass(frozen=True)
@@ -97,6 +90,11 @@ class Sender:
 
     number: Count
     token: Text = ""
+
+    @classmethod
+    def read(cls, head: Head) -> "Sender":
+        """Return the sender of the message with `head`. Raises ValueError."""
+        return read_as(_SENDER, head)
 
 
 @dataclass(frozen=True)
@@ -135,6 +133,7 @@ class Part:
         return self.kind, self.number, self.call, self.samples, self.claim
 
 
+_TERMS, _SENDER, _PART = TypeAdapter(Terms), TypeAdapter(Sender), TypeAdapter(Part)
 _FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
     {"fresh": frozenset(), "seed": frozenset({"claim", "layout", "shapes"}), "push": frozenset({"samples"})}
 )
@@ -143,7 +142,7 @@ _FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
 
 def read_part(head: Head, size: int) -> Part:
     """Return one rank's part of a call, whose body has `size` bytes. Raises ValueError."""
-    part = read_as(Part, {**head, "size": size})
+    part = read_as(_PART, {**head, "size": size})
     given = frozenset[str]().union(*_FIELDS.values()) & head.keys()
     if given != _FIELDS[part.kind]:
         raise ValueError(f"a {part.kind} has {sorted(given)} (allowed: {sorted(_FIELDS[part.kind])})")

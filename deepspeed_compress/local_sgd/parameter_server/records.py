@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, with_config
+from pydantic import ConfigDict, Field, TypeAdapter, with_config
 
 from deepspeed_compress.local_sgd.parameter_server.calls import (
     Shape,
@@ -42,6 +42,11 @@ class Island:
     weight: Annotated[Number, Field(le=1)] = 1.0
     token: Text = ""
     has_left: Annotated[bool, Field(strict=True)] = False
+
+    @classmethod
+    def read(cls, found: Any) -> "Island":
+        """Return the island with the fields `found`. Raises ValueError."""
+        return read_as(_ISLAND, found)
 
 
 @with_config(_ONLY_THESE)
@@ -82,7 +87,7 @@ class Records:
     @classmethod
     def read(cls, found: Any) -> "Records":
         """Return the records from the result of `as_json`. Raises ValueError."""
-        records = read_as(cls, found)
+        records = read_as(_RECORDS, found)
         for layout in records.layouts:
             check_slices(layout, records.shapes)
         islands = records.islands
@@ -104,3 +109,6 @@ class Records:
         ranks = Terms.read(self.terms).ranks if self.version else 0
         if len(self.layouts) != ranks:
             raise ValueError(f"there are layouts of {len(self.layouts)} places (expected: {ranks})")
+
+
+_ISLAND, _RECORDS = TypeAdapter(Island), TypeAdapter(Records)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepspeed_compress.local_sgd.parameter_server.calls import Part, Sender, integer, read_as, read_part, shown
+from deepspeed_compress.local_sgd.parameter_server.calls import Part, Sender, integer, read_part, shown
 from deepspeed_compress.local_sgd.parameter_server.client import LARGEST_BODY
 from deepspeed_compress.local_sgd.parameter_server.membership import DEFAULT_ROOM, Membership, Room, check_holder
 from deepspeed_compress.local_sgd.parameter_server.push_log import Entry, PushLog
@@ -163,7 +163,7 @@ class Service:
 
     def _leave(self, head: Head, caller: Connection) -> Head:
         """Answer an island that leaves: it may be forgotten when room is needed."""
-        sender = read_as(Sender, head)
+        sender = Sender.read(head)
         number = sender.number
         check_holder(self.store.records, number, sender.token)
         self._carry_out([{"kind": "leave", "number": number}], [b""])
@@ -186,7 +186,7 @@ class Service:
     def _is_holder(self, head: Head) -> bool:
         """Return True if `head` is from the process that entered or resumed its island last."""
         try:
-            sender = read_as(Sender, head)
+            sender = Sender.read(head)
             check_holder(self.store.records, sender.number, sender.token)
         except ValueError:
             return False

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deepspeed_compress.local_sgd.coordinator.reasons import different_terms
 from deepspeed_compress.local_sgd.framed_messages import as_bytes, read_bytes
-from deepspeed_compress.local_sgd.parameter_server.calls import Part, Sender, Terms, integer, read_as, read_part
+from deepspeed_compress.local_sgd.parameter_server.calls import Part, Sender, Terms, integer, read_part
 from deepspeed_compress.local_sgd.parameter_server.places import (
     NAMES,
     Place,
@@ -173,18 +173,18 @@ class Store:
             raise ValueError(problem)
         removed = {integer(number, "forgotten") for number in head.get("forgotten", [])}
         islands = {number: one for number, one in records.islands.items() if number not in removed}
-        islands[records.next_number] = read_as(Island, {"token": head.get("token", "")})
+        islands[records.next_number] = Island.read({"token": head.get("token", "")})
         next_number, terms = records.next_number + 1, records.terms or head["terms"]
         after = replace(records, next_number=next_number, terms=terms, islands=islands)
         return Change("welcome", after, self.places, forgotten=tuple(removed))
 
     def _resume(self, head: Head) -> Change:
-        sender = read_as(Sender, head)
+        sender = Sender.read(head)
         island = replace(self._island(sender.number), token=sender.token, has_left=False)
         return Change("resumed", self._with_island(sender.number, island), self.places, forgotten=(sender.number,))
 
     def _leave(self, head: Head) -> Change:
-        number = read_as(Sender, head).number
+        number = Sender.read(head).number
         island = replace(self._island(number), has_left=True)
         return Change("left", self._with_island(number, island), self.places, forgotten=(number,))
 
