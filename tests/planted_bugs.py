@@ -311,9 +311,9 @@ BUGS: Mapping[str, Bug] = {
         ("local_sgd/deepspeed/test_islands.py", "local_sgd/test_elastic.py"),
     ),
     "ranks that share layers each exchange a copy": Bug(
-        "local_sgd/deepspeed/divided.py",
-        "    if unit.tensor > 1:",
-        "    if unit.tensor > 2:",
+        "local_sgd/deepspeed/exchanged_parameters.py",
+        "    if layers.tensor > 1:",
+        "    if layers.tensor > 2:",
         ("local_sgd/deepspeed/test_islands_tensor.py",),
     ),
     "islands that share layers reduce over the job": Bug(

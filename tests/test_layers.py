@@ -77,9 +77,8 @@ TABLE = {
     "launcher.directory": allow(),
     "launcher.host": allow("launcher transport"),
     "launcher.host_resources": allow("launcher.heartbeat"),
-    "launcher.fork_server_messages": allow(),
     "launcher.messages": allow("transport.fields"),
-    "launcher.fork_server": allow("launcher.fork_server_messages", lazily="config integrations.run torch"),
+    "launcher.fork_server": allow(lazily="config integrations.run torch"),
     "launcher.placement": allow(),
     "launcher.heartbeat": allow(),
     "launcher.sizes": allow("config"),
@@ -121,19 +120,19 @@ TABLE = {
         "torch deepspeed",
     ),
     "checkpointing.deepspeed.agreement": allow("", "torch"),
-    "checkpointing.deepspeed.exclusive": allow("checkpointing session.state_files errors", "torch"),
+    "checkpointing.deepspeed.exclusive": allow("checkpointing collectives.objects session.state_files errors", "torch"),
     "local_sgd": allow("collectives compression config errors monitor", "torch"),
     "local_sgd.anchors": allow("transport", "torch"),
     "local_sgd.island_ranks": allow("collectives.objects errors", "torch"),
     "local_sgd.moments": allow("", "torch"),
-    "local_sgd.elastic_exchange": allow("local_sgd collectives config errors", "torch"),
+    "local_sgd.elastic_exchange": allow("local_sgd errors", "torch"),
     "local_sgd.coordinator": allow("errors transport", "pydantic"),
     "local_sgd.parameter_server": allow(
-        "local_sgd collectives compression config errors monitor transport", "torch safetensors"
+        "local_sgd collectives compression config errors monitor transport", "pydantic torch safetensors"
     ),
     "local_sgd.deepspeed": allow(
-        "backends.deepspeed checkpointing.deepspeed collectives compression config errors local_sgd monitor session "
-        "transport.client",
+        "backends.deepspeed checkpointing.catalog checkpointing.deepspeed collectives compression config errors "
+        "local_sgd monitor session transport.client",
         "torch deepspeed",
     ),
     "backends": allow("collectives compression config diagnostics errors monitor session", "torch packaging"),

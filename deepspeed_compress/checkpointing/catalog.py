@@ -139,13 +139,13 @@ def publish(save: Save) -> None:
         replace_text(save.directory / LATEST, save.tag)
 
 
-def latest_tag(directory: Path) -> str | None:
-    """Return the tag that `latest` names, or None if there is no such file.
+def latest_tag(directory: Path, name: str = LATEST) -> str | None:
+    """Return the tag that the file `name` in `directory` names, or None if there is no such file.
 
     Raises:
         StateError: it cannot be read, or its content cannot be the name of a directory.
     """
-    latest = directory / LATEST
+    latest = directory / name
     if not latest.is_file():
         return None
     try:

@@ -122,18 +122,10 @@ def _sha256_of(fields: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
-def listed(save: Save, rank: int, digests: Mapping[Path, str]) -> FileList:
+def listed(save: Save, rank: int, digests: Mapping[Path, str], problem: str = "") -> FileList:
     """Return the list of existing files, given their SHA-256."""
     found = {file.relative_to(save.place).as_posix(): (file.stat().st_size, one) for file, one in digests.items()}
-    return FileList(VERSION, save.run, save.number, save.step, rank, save.world, save.automatic, found)
-
-
-def list_failure(save: Save, rank: int, problem: str) -> None:
-    """Write a list with `problem`, so that others do not wait for the list of `rank`."""
-    write_list(
-        save.place,
-        FileList(VERSION, save.run, save.number, save.step, rank, save.world, save.automatic, {}, problem),
-    )
+    return FileList(VERSION, save.run, save.number, save.step, rank, save.world, save.automatic, found, problem)
 
 
 def write_list(place: Path, listed: FileList) -> None:

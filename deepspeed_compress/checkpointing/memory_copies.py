@@ -1,8 +1,8 @@
 """Copies of checkpoint files in the memory of another host: the sending side, and the process that receives them.
 
 Connections use `transport`, with a secret that only the ranks of the job know. A message consists of the list of a rank
-(`files.FileList`), which has the digests of its files, and the files themselves. Every file must match its digest. The
-rank's list is written last, so its presence means that the files are complete.
+(`FileList`), which has the digests of its files, and the files themselves. Every file must match its digest. The rank's
+list is written last, so its presence means that the files are complete.
 
 When a rank ends, it waits for copies in progress as long as they advance, but not for a silent peer.
 """
@@ -13,19 +13,20 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 from deepspeed_compress.checkpointing.completeness import FileList, list_file, temporary, write_list
 from deepspeed_compress.checkpointing.movement import DRAIN, LOOK, Movement
-from deepspeed_compress.checkpointing.processes import leave_rank
+from deepspeed_compress.checkpointing.processes import fork_from_rank
 from deepspeed_compress.errors import StateError
 from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.connection import Connection
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.errors import AuthenticationError
-from deepspeed_compress.transport.fields import Table, a_boolean, a_mapping, a_text, an_integer, check_message
+from deepspeed_compress.transport.fields import Table, a_mapping, a_text, check_message
 from deepspeed_compress.transport.frames import Limits
 from deepspeed_compress.transport.secret import Secret
 from deepspeed_compress.transport.server import Bounds, Server
@@ -44,17 +45,7 @@ _MOST = 1 << 50
 """Maximum number of bytes of the files of a rank."""
 _CONNECTIONS = 256
 """Maximum number of connections: enough for all ranks of the sending host."""
-_COUNT = an_integer(0, 2**63 - 1)
-_MESSAGES: Table = {
-    "copy": {"tag": a_text(1000, 1), "list": a_mapping},
-    "list": {
-        **dict.fromkeys(("version", "number", "step", "rank", "world"), _COUNT),
-        "run": a_text(1000),
-        "problem": a_text(1 << 16),
-        "automatic": a_boolean,
-        "files": a_mapping,
-    },
-}
+_MESSAGES: Table = {"copy": {"tag": a_text(1000, 1), "list": a_mapping}}
 
 
 @dataclass(frozen=True)
@@ -139,9 +130,8 @@ class Receiver:
         taker = _Taker(directory, key)
         self.port = taker.server.port
         theirs, self._connection = Pipe(duplex=False)
-        self.process = os.fork()
-        if not self.process:
-            _live(taker, theirs)
+        kept = {theirs.fileno(), *taker.server.descriptors}
+        self.process = fork_from_rank(partial(taker.run, theirs), kept)
         taker.server.close()
         theirs.close()
 
@@ -160,7 +150,12 @@ class _Taker:
         limits, bounds = Limits(head=_LONGEST, patience=_PATIENCE), Bounds(_CONNECTIONS)
         self.server = Server(COPIES, self._serve, "", 0, _credentials(key), limits, bounds)
 
-    def end_with(self, rank: Any) -> None:
+    def run(self, rank: Any) -> None:
+        """Serve until the rank at the other end of a pipe ends. This is all that the receiving process does."""
+        threading.Thread(target=self._end_with, args=(rank,), daemon=True).start()
+        self.server.run()
+
+    def _end_with(self, rank: Any) -> None:
         """End the server when the rank at the other end of a pipe ends or sends a message."""
         try:
             rank.recv()
@@ -183,11 +178,12 @@ class _Taker:
             self._movement.end(connection)
 
     def _answer(self, head: Mapping[str, Any], connection: Connection) -> dict[str, Any]:
+        self._movement.note(connection)
         try:
             self._take(head, connection)
-        except (OSError, StateError, ValueError, KeyError, TypeError) as error:
+        except (OSError, StateError, ValueError, KeyError, TypeError, AttributeError) as error:
             # The sender reads the answer only after it has sent everything.
-            for _ in self._pieces(connection):
+            for _ in self._chunks(connection, connection.left):
                 pass
             return {"kind": "refused", "why": f"{type(error).__name__}: {error}"[:1000]}
         return {"kind": "taken"}
@@ -197,45 +193,28 @@ class _Taker:
         place, listed = self._read_head(head, connection.left)
         place.mkdir(exist_ok=True)
         list_file(place, listed.rank).unlink(missing_ok=True)
-        pieces = _Pieces(self._pieces(connection))
         for name, (size, sha256) in sorted(listed.files.items()):
-            write_checked(pieces.take(size), _inside(place, name), sha256)
+            write_checked(self._chunks(connection, size), _inside(place, name), sha256)
         write_list(place, listed)
 
     def _read_head(self, head: Mapping[str, Any], left: int) -> tuple[Path, FileList]:
         check_message(head, _MESSAGES)
-        check_message({**head["list"], "kind": "list"}, _MESSAGES)
         listed = FileList.of({key: value for key, value in head["list"].items() if key != "sha256"})
-        for name, (size, sha256) in listed.files.items():
-            if not _COUNT(size) or not isinstance(sha256, str) or not name:
-                raise StateError(f"the list contains {name!r} of {size!r} bytes")
         if sum(size for size, _ in listed.files.values()) != left:
             raise StateError(f"the files have {left} bytes, but the list says otherwise")
         if head["tag"] in (".", "..") or Path(head["tag"]).name != head["tag"]:
             raise StateError(f"{head['tag']} is outside of {self._directory}")
         return _inside(self._directory, head["tag"]), listed
 
-    def _pieces(self, connection: Connection) -> Iterator[memoryview]:
-        self._movement.note(connection)
-        for piece in connection.pieces():
-            self._movement.note(connection)
-            yield piece
-
-
-class _Pieces:
-    """A message body that is split into files."""
-
-    def __init__(self, pieces: Iterator[memoryview]) -> None:
-        self._pieces, self._rest = pieces, memoryview(b"")
-
-    def take(self, size: int) -> Iterator[memoryview]:
-        """Yield the next `size` bytes, which must be available."""
+    def _chunks(self, connection: Connection, size: int) -> Iterator[memoryview]:
+        """Yield the next `size` bytes of the body. The memory of a chunk is reused."""
+        memory = memoryview(bytearray(min(size, _CHUNK)))
         while size:
-            if not self._rest:
-                self._rest = next(self._pieces)
-            piece, self._rest = self._rest[:size], self._rest[size:]
-            size -= len(piece)
-            yield piece
+            chunk = memory[:size]
+            connection.read_into(chunk)
+            self._movement.note(connection)
+            size -= len(chunk)
+            yield chunk
 
 
 def _inside(place: Path, name: str) -> Path:
@@ -265,15 +244,3 @@ def write_checked(chunks: Iterable[bytes | memoryview], file: Path, sha256: str)
     except BaseException:
         written.unlink(missing_ok=True)
         raise
-
-
-def _live(taker: _Taker, rank: Any) -> None:
-    """Run the receiving process. Does not return."""
-    code = 1
-    try:
-        leave_rank({rank.fileno(), *taker.server.descriptors})
-        threading.Thread(target=taker.end_with, args=(rank,), daemon=True).start()
-        taker.server.run()
-        code = 0
-    finally:
-        os._exit(code)

@@ -1,8 +1,8 @@
 """Checkpoints in the memory of a host: a directory in `/dev/shm` that outlives the training processes.
 
-It has the structure of one on disk: a directory per tag, with the files and lists of ranks (`files`). But a host holds
-only the files of its own ranks, and copies of those of the previous host. Whether a checkpoint is complete is therefore
-known only after all hosts were asked, and files that a host lacks are sent from another one.
+It has the structure of one on disk: a directory per tag, with the files and lists of ranks (`completeness`). But a host
+holds only the files of its own ranks, and copies of those of the previous host. Whether a checkpoint is complete is
+therefore known only after all hosts were asked, and files that a host lacks are sent from another one.
 """
 
 import os

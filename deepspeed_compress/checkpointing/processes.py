@@ -1,9 +1,9 @@
-"""Helper for processes that are forked from a rank and outlive it."""
+"""Processes that are forked from a rank and outlive it."""
 
 import gc
 import os
 import signal
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -11,7 +11,21 @@ _NICE = 19
 """Lowest priority, in favor of training."""
 
 
-def leave_rank(kept: Collection[int]) -> None:
+def fork_from_rank(run: Callable[[], object], kept: Collection[int]) -> int:
+    """Start a process that calls `run` and ends, and return its id. Of the rank, it has the descriptors `kept`."""
+    process = os.fork()
+    if process:
+        return process
+    code = 1
+    try:
+        _leave_rank(kept)
+        run()
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _leave_rank(kept: Collection[int]) -> None:
     """Detach a forked process from its rank. Only the descriptors `kept` stay open.
 
     The process ignores terminal signals, lowers its priority, and closes the rank's sockets and files, so that others

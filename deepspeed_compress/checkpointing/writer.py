@@ -27,7 +27,7 @@ from deepspeed_compress.checkpointing.direct import DirectFile
 from deepspeed_compress.checkpointing.memory_copies import Destination, send_copies
 from deepspeed_compress.checkpointing.memory_directory import keep_only
 from deepspeed_compress.checkpointing.movement import Movement
-from deepspeed_compress.checkpointing.processes import leave_rank
+from deepspeed_compress.checkpointing.processes import fork_from_rank
 from deepspeed_compress.checkpointing.snapshot import Call, Kept, read_calls
 from deepspeed_compress.errors import StateError
 
@@ -87,9 +87,7 @@ class Writer:
 
     def __init__(self, private: bool = False) -> None:
         self._connection, theirs = Pipe()
-        self.process = os.fork()
-        if not self.process:
-            _serve(theirs, private)
+        self.process = fork_from_rank(partial(_write_all, theirs, private), {theirs.fileno()})
         theirs.close()
 
     def send(self, task: Task, descriptor: int) -> None:
@@ -118,21 +116,12 @@ class Writer:
         os.waitpid(self.process, 0)
 
 
-def _serve(connection: Connection, private: bool) -> None:
-    """Run the writer process. Does not return."""
-    code = 1
-    try:
-        leave_rank({connection.fileno()})
-        if private:
-            os.umask(0o077)
-            # Every file has a digest, and only torch.load reads it.
-            torch.serialization.set_crc32_options(False)
-        code = _write_all(connection)
-    finally:
-        os._exit(code)
-
-
-def _write_all(connection: Connection) -> int:
+def _write_all(connection: Connection, private: bool) -> None:
+    """Write snapshots until the rank closes `connection` or dies. This is all that the writer process does."""
+    if private:
+        os.umask(0o077)
+        # Every file has a digest, and only torch.load reads it.
+        torch.serialization.set_crc32_options(False)
     sending, movement = Lock(), Movement()
     while True:
         try:
@@ -140,9 +129,9 @@ def _write_all(connection: Connection) -> int:
             descriptor = recv_handle(connection)
         except (EOFError, OSError):
             break
-        listed, problem = _tried(partial(_write, task, descriptor))
+        listed, problem = tried(partial(_write, task, descriptor))
         os.close(descriptor)
-        _, notice = _tried(partial(_prune, task)) if not problem else (None, "")
+        _, notice = tried(partial(_prune, task)) if not problem else (None, "")
         _report(connection, sending, Outcome(task.save, problem, notice=notice))
         if task.copy is not None:
             # The next checkpoint must not wait for the network.
@@ -150,7 +139,6 @@ def _write_all(connection: Connection) -> int:
             Thread(target=_copy, args=(connection, sending, task, listed, problem, movement), daemon=True).start()
     # The end of a rank must not wait for a silent host.
     movement.wait()
-    return 0
 
 
 def _report(connection: Connection, sending: Lock, outcome: Outcome) -> None:
@@ -163,12 +151,12 @@ def _copy(
     connection: Connection, sending: Lock, task: Task, listed: FileList | None, problem: str, movement: Movement
 ) -> None:
     if listed is not None and task.copy is not None:
-        _, problem = _tried(partial(send_copies, task.save.place, listed, task.copy, partial(movement.note, task.save)))
+        _, problem = tried(partial(send_copies, task.save.place, listed, task.copy, partial(movement.note, task.save)))
     _report(connection, sending, Outcome(task.save, problem, of_copy=True))
     movement.end(task.save)
 
 
-def _tried(work: Callable[[], T]) -> tuple[T | None, str]:
+def tried(work: Callable[[], T]) -> tuple[T | None, str]:
     """Return the result of `work` and an error text. Any error is reported to the training process, which continues."""
     try:
         return work(), ""
@@ -197,7 +185,7 @@ def _write(task: Task, descriptor: int) -> FileList:
     except Exception as error:
         # Spare the rank that waits for all lists from waiting for this one.
         with suppress(OSError, StateError), task.claim.held():
-            files.list_failure(task.save, task.rank, _told(error))
+            files.write_list(task.save.place, files.listed(task.save, task.rank, {}, _told(error)))
         raise
     if task.publishes:
         _await_lists(task)

@@ -14,14 +14,12 @@ import importlib
 import os
 import random
 import signal
-import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-
-from deepspeed_compress.launcher.fork_server_messages import LineConnection
 
 RUNNER = "deepspeed_compress.integrations.run"
 _PRELOADED = (
@@ -56,9 +54,7 @@ def main(descriptor: int, warm: bool, script: str) -> None:
         # These signals are for the ranks, and the agent forwards them.
         signal.signal(number, signal.SIG_IGN)
     warm = warm and _preload(script)
-    agent = LineConnection(socket.socket(fileno=descriptor))
-    agent.send({"kind": "ready", "warm": warm})
-    started = _Children(agent).serve()
+    started = _Children(Connection(descriptor)).serve()
     if started is None:
         # Exit at once: none of the imported modules has to clean up.
         os._exit(0)
@@ -163,7 +159,7 @@ def _is_safe_to_fork() -> bool:
 class _Children:
     """Living ranks by process id, which is also the id of the rank's process group."""
 
-    def __init__(self, agent: LineConnection) -> None:
+    def __init__(self, agent: Connection) -> None:
         self._agent = agent
         self._living: dict[int, int] = {}
 
@@ -171,15 +167,14 @@ class _Children:
         """Serve until the agent is gone, and return None. In a forked rank, return the message that started it."""
         while True:
             try:
-                messages = self._agent.receive(_POLL_INTERVAL)
-            except EOFError:
+                message: Mapping[str, Any] = self._agent.recv() if self._agent.poll(_POLL_INTERVAL) else {}
+            except (EOFError, OSError):
                 self._signal(signal.SIGKILL)
                 return None
-            for message in messages:
-                if message["kind"] == "signal":
-                    self._signal(message["number"], message["ranks"])
-                elif self._start(message):
-                    return message
+            if "number" in message:
+                self._signal(message["number"], message["ranks"])
+            elif message and self._start(message):
+                return message
             self._reap()
 
     def _start(self, message: Mapping[str, Any]) -> bool:
@@ -191,7 +186,6 @@ class _Children:
         if child:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED_SIGNALS)
             self._living[child] = message["rank"]
-            self._agent.send({"kind": "started", "rank": message["rank"], "pid": child})
             return False
         self._agent.close()
         _detach(parent)
@@ -217,8 +211,7 @@ class _Children:
             with suppress(OSError):
                 # The rank may leave processes behind, such as data loader workers.
                 os.killpg(child, signal.SIGKILL)
-            rank = self._living.pop(child)
-            self._agent.send({"kind": "ended", "rank": rank, "status": os.waitstatus_to_exitcode(status)})
+            self._agent.send((self._living.pop(child), os.waitstatus_to_exitcode(status)))
 
 
 def _detach(parent: int) -> None:

@@ -144,17 +144,14 @@ class Supervisor:
         return {"phase": state.phase, "restarts": state.restarts, "steps": state.steps, "hosts": hosts}
 
     def handle(self, name: str, message: Message, now: float) -> None:
-        """Handle `message` of the agent `name`. Raises ValueError if its kind is unknown."""
-        handler = self._handlers.get(message["kind"])
-        if handler is None:
-            raise ValueError(f"unknown message {message['kind']!r}")
+        """Handle `message` of the agent `name`, which fits the table of messages."""
         if name in self._agents:
             self._agents[name].heard = now
         elif message["kind"] != "join":
             # It was declared lost in the meantime, so it has to join again.
             self._send(name, {"kind": "unknown"})
             return
-        handler(name, message, now)
+        self._handlers[message["kind"]](name, message, now)
         self._advance(now)
 
     def disconnect(self, name: str, now: float) -> None:

@@ -2,14 +2,13 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-
-from deepspeed_compress.launcher.fork_server_messages import LineConnection
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 
 FORK_SERVER = "deepspeed_compress.launcher.fork_server"
 _CLOSE_TIMEOUT = 5.0
@@ -42,34 +41,35 @@ class Workers:
         self._arguments, self._script, self._warm = list(arguments), script, warm
         self._server, self._process = self._start_server()
 
-    def _start_server(self) -> tuple[LineConnection, "subprocess.Popen[bytes]"]:
-        ours, theirs = socket.socketpair()
+    def _start_server(self) -> tuple[Connection, "subprocess.Popen[bytes]"]:
+        ours, theirs = Pipe()
         # With this variable, torch asks the driver instead of the CUDA runtime, which a fork could no longer use.
         environment = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **os.environ}
         mode = "warm" if self._warm else "cold"
         command = [sys.executable, "-m", FORK_SERVER, str(theirs.fileno()), mode, self._script]
         with theirs:
             process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
-        return LineConnection(ours), process
+        return ours, process
 
     def start(self, ranks: Mapping[int, Mapping[str, str]]) -> None:
         """Start ranks, each with its own environment in addition to that of the agent."""
         for rank, environment in ranks.items():
             self.living.add(rank)
-            message = {"rank": rank, "arguments": self._arguments, "environment": dict(environment)}
-            self._send({"kind": "start", **message})
+            self._send({"rank": rank, "arguments": self._arguments, "environment": dict(environment)})
 
     def signal(self, number: int, ranks: Sequence[int] | None = None) -> None:
         """Send signal `number` to `ranks`, or to all if None."""
-        self._send({"kind": "signal", "number": int(number), "ranks": None if ranks is None else list(ranks)})
+        self._send({"number": int(number), "ranks": None if ranks is None else list(ranks)})
 
     def ended(self) -> list[Ended]:
         """Return the ranks that have ended since the last call."""
+        found: list[Ended] = []
         try:
-            messages = self._server.receive(0)
-        except EOFError:
-            return self._restart_server()
-        found = [Ended(one["rank"], one["status"]) for one in messages if one["kind"] == "ended"]
+            while self._server.poll():
+                found.append(Ended(*self._server.recv()))
+        except (EOFError, OSError):
+            if not found:
+                return self._restart_server()
         self.living -= {one.rank for one in found}
         return found
 

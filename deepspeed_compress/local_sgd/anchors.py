@@ -7,7 +7,6 @@ are sent at once. Other requests wait for their turn, and are told to retry if t
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ ANCHOR = "anchor"
 TRANSFERS = 4
 """Maximum number of copies that are sent at once."""
 CONNECTIONS = 64
-"""Maximum number of open connections."""
+"""Maximum number of open connections, including those that wait for their turn."""
 SLOWEST = 10.0
 """Minimum time limit, in seconds, for a part of an anchor (256 KiB) to be received."""
 _LONGEST_WAIT = 3600.0
@@ -45,22 +44,6 @@ class AnchorCopy(dict[str, Tensor]):
     """Tensors of one version, shared by all requests. Unlike a dict, it supports weak references."""
 
 
-@dataclass(frozen=True)
-class Turns:
-    """Limits on concurrent requests.
-
-    Attributes:
-        transfers: maximum number of copies that are sent at once.
-        connections: maximum number of open connections, including those that wait for their turn.
-    """
-
-    transfers: int = TRANSFERS
-    connections: int = CONNECTIONS
-
-
-DEFAULT_TURNS = Turns()
-
-
 class AnchorServer:
     """Server of the anchor of this rank.
 
@@ -70,7 +53,7 @@ class AnchorServer:
             send. Called by threads of this server.
         timeout: seconds for which a joining island waits, and within which it must receive each part.
         credentials: credentials of this side; None for those that the environment and the user's files name.
-        turns: limits on concurrent requests.
+        transfers: maximum number of copies that are sent at once.
     """
 
     def __init__(
@@ -79,11 +62,11 @@ class AnchorServer:
         copy: Callable[[int], VersionedAnchor | None],
         timeout: float = SLOWEST,
         credentials: Credentials | None = None,
-        turns: Turns = DEFAULT_TURNS,
+        transfers: int = TRANSFERS,
     ) -> None:
         self._copy, self._timeout = copy, timeout
-        self._turns = threading.BoundedSemaphore(turns.transfers)
-        limits, bounds = Limits(head=1 << 12, patience=max(timeout, SLOWEST)), Bounds(turns.connections)
+        self._turns = threading.BoundedSemaphore(transfers)
+        limits, bounds = Limits(head=1 << 12, patience=max(timeout, SLOWEST)), Bounds(CONNECTIONS)
         self._server = Server(ANCHOR, self._serve, host, 0, credentials or Credentials.find(), limits, bounds)
         self.address = f"[{host}]:{self._server.port}" if ":" in host else f"{host}:{self._server.port}"
         threading.Thread(target=self._server.run, daemon=True).start()

@@ -14,33 +14,24 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepspeed_compress.collectives.reduction import Groups, ReductionContext, Reductions
-from deepspeed_compress.config import Islands
+from deepspeed_compress.collectives.reduction import Reductions
 from deepspeed_compress.errors import CompressError
-from deepspeed_compress.local_sgd.exchange import ANCHOR, MasterWeights, cosine_to_others, write_anchor
+from deepspeed_compress.local_sgd.exchange import ANCHOR, cosine_to_others, write_anchor
 from deepspeed_compress.local_sgd.framed_messages import FramedMessages, as_bytes, read_bytes
-from deepspeed_compress.local_sgd.island_ranks import IslandRanks, LeaderDecision, SyncInterval
-from deepspeed_compress.local_sgd.round_peers import group_of_one
-from deepspeed_compress.local_sgd.strategy import ExchangeResult
+from deepspeed_compress.local_sgd.island_ranks import LeaderDecision, SyncInterval
+from deepspeed_compress.local_sgd.parameter_server.client import PushClient
+from deepspeed_compress.local_sgd.strategy import ExchangeContext, ExchangeResult
 
 _PAUSE = 0.1
 """Seconds to wait before ranks that received different versions ask again."""
 
 Reply = tuple[Mapping[str, Any], bytes | bytearray | memoryview]
 """Head of a message, and the bytes of its body."""
-
-
-class ServerCalls(Protocol):
-    """Client interface; see `parameter_server.client.PushClient`."""
-
-    def start(self, head: Mapping[str, Any], body: Any = b"") -> "Future[Reply]": ...
-    def ask(self, head: Mapping[str, Any], body: Any = b"") -> Reply: ...
-    def close(self, last: Mapping[str, Any] | None = None) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -66,34 +57,25 @@ class AsynchronousExchange:
     """The pushes and pulls of one rank.
 
     Args:
-        settings: the section's `islands`, with `elastic.parameter_server`.
-        master_weights: fp32 master weights of this rank.
-        reduction_context: returns the residual stores and counters for given groups.
-        ranks: the ranks of this island.
+        context: the settings, the ranks, and the state of this rank.
         calls: connection of this rank to the server.
         terms: settings that must be equal on all islands.
         step: returns the step of the island's schedule.
-        on_divergence: called when the master weights equal the anchor again after some were not finite.
     """
 
     def __init__(
         self,
-        settings: Islands,
-        master_weights: MasterWeights,
-        reduction_context: Callable[[Groups], ReductionContext],
-        ranks: IslandRanks,
-        calls: ServerCalls,
+        context: ExchangeContext,
+        calls: PushClient,
         terms: Mapping[str, Any],
         step: Callable[[], int] = lambda: 0,
-        on_divergence: Callable[[], object] = lambda: None,
     ) -> None:
-        assert settings.elastic is not None, "made for elastic islands"
-        self.settings, self._weights, self._ranks = settings, master_weights, ranks
-        self._timeout = settings.elastic.timeout_seconds
-        self._calls, self._terms, self._step, self._on_divergence = calls, terms, step, on_divergence
-        alone = reduction_context(Groups(group_of_one()))
+        settings, alone = context.settings, context.reduction
+        self.settings, self._weights, self._ranks = settings, context.master_weights, context.ranks
+        self._timeout = context.elastic.timeout_seconds
+        self._calls, self._terms, self._step, self._on_divergence = calls, terms, step, context.on_divergence
         self.stores, self._meter, self._parameters = alone.stores, alone.run.meter, alone.parameters
-        self._segments = tuple(master_weights.segments)
+        self._segments = tuple(self._weights.segments)
         self._messages = FramedMessages(settings.exchange, self._segments, Reductions(alone))
         self._anchor = self.stores.get(ANCHOR, "fp32", scaled=False, transactional=False)
         self.run, self.number, self.version = "", -1, 0
@@ -101,7 +83,7 @@ class AsynchronousExchange:
         self._token = ""
         self._call, self._samples = 0, 0
         self._pending: PendingPush | None = None
-        self._decision = LeaderDecision(ranks)
+        self._decision = LeaderDecision(context.ranks)
         self._interval = SyncInterval(settings.sync_steps, settings.sync_seconds)
 
     def start(self, samples: int = 0) -> Mapping[str, Any]:

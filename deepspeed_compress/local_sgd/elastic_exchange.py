@@ -10,85 +10,57 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepspeed_compress.collectives.reduction import Groups, ReductionContext
-from deepspeed_compress.config import Islands
 from deepspeed_compress.errors import IslandError
 from deepspeed_compress.local_sgd.anchors import VersionedAnchor
+from deepspeed_compress.local_sgd.coordinator.client import CoordinatorClient
 from deepspeed_compress.local_sgd.coordinator.wire import AnchorSources, Outcome, Round
-from deepspeed_compress.local_sgd.exchange import LocalSGDExchange, MasterWeights, Peers, PendingExchange, Share
-from deepspeed_compress.local_sgd.island_ranks import IslandRanks, LeaderDecision, SyncInterval
-from deepspeed_compress.local_sgd.moments import SecondMoments
-from deepspeed_compress.local_sgd.round_peers import MakeGroups, RoundPeers, group_of_one, make_groups
+from deepspeed_compress.local_sgd.exchange import LocalSGDExchange, Peers, PendingExchange, Share
+from deepspeed_compress.local_sgd.island_ranks import LeaderDecision, SyncInterval
+from deepspeed_compress.local_sgd.round_peers import MakeGroups, RoundPeers, make_groups
 from deepspeed_compress.local_sgd.shared_anchor import SharedAnchor
-from deepspeed_compress.local_sgd.strategy import ExchangeResult
+from deepspeed_compress.local_sgd.strategy import ExchangeContext, ExchangeResult
 
 MAX_VOID_ROUNDS = 5
 """Number of consecutive void rounds that indicates a network problem rather than failed islands."""
-
-
-class Rendezvous(Protocol):
-    """Connection of the first rank of an island to the coordinator; see `coordinator.client.CoordinatorClient`."""
-
-    run: str | None
-    number: int
-    is_awaited: bool
-
-    def sources(self) -> AnchorSources: ...
-    def claim(self, run: str, number: int, version: int) -> AnchorSources: ...
-    def ready(self, version: int) -> None: ...
-    def arrive(self, samples: int) -> Round | AnchorSources | None: ...
-    def vote(self, round_: int, ok: bool) -> Outcome: ...
 
 
 class ElasticExchange:
     """The exchanges of one rank with a changing set of islands; an `ExchangeStrategy`.
 
     Args:
-        settings: the section's `islands`, with `elastic`.
-        master_weights: fp32 master weights of this rank.
-        reduction_context: returns the residual stores and counters for given groups.
-        ranks: the ranks of this island.
+        context: the settings, the ranks, and the state of this rank.
         shared_anchor: the anchor of this rank, which other islands can fetch.
         rendezvous: connection to the coordinator on the first rank; None on the others.
         groups: creates the groups of a round.
-        moments: second moments of the optimizer, if they are exchanged.
-        on_divergence: called when the master weights equal the anchor again after some were not finite.
         on_leave: called when the island leaves, to end its connections.
     """
 
     def __init__(
         self,
-        settings: Islands,
-        master_weights: MasterWeights,
-        reduction_context: Callable[[Groups], ReductionContext],
-        ranks: IslandRanks,
+        context: ExchangeContext,
         shared_anchor: SharedAnchor,
-        rendezvous: Rendezvous | None,
+        rendezvous: CoordinatorClient | None,
         groups: MakeGroups = make_groups,
-        moments: SecondMoments | None = None,
-        on_divergence: Callable[[], object] = lambda: None,
         on_leave: Callable[[], object] = lambda: None,
     ) -> None:
-        assert settings.elastic is not None, "made for elastic islands"
-        self.settings, self.elastic = settings, settings.elastic
-        alone = reduction_context(Groups(group_of_one()))
+        self.settings, self.elastic, alone = context.settings, context.elastic, context.reduction
         self.stores, self._clock = alone.stores, alone.run.clock
         self.number = -1
         self.shared_anchor, self.rendezvous = shared_anchor, rendezvous
-        self._weights, self._ranks, self._moments = master_weights, ranks, moments
-        self._on_divergence, self._on_leave = on_divergence, on_leave
-        self._segments = tuple(master_weights.segments)
+        self._weights, self._ranks, self._moments = context.master_weights, context.ranks, context.moments
+        self._on_divergence, self._on_leave = context.on_divergence, on_leave
+        self._segments = tuple(self._weights.segments)
         self._exchange = LocalSGDExchange(alone.stores, alone.run.meter)
         # Create all residual stores before a state is loaded.
-        Peers(settings, self._segments, alone)
-        self.peers = RoundPeers(settings, self._segments, reduction_context, groups)
-        self._decision = LeaderDecision(ranks)
-        self._interval = SyncInterval(settings.sync_steps, settings.sync_seconds)
+        Peers(self.settings, self._segments, alone)
+        self.peers = RoundPeers(context, groups)
+        self._decision = LeaderDecision(self._ranks)
+        self._interval = SyncInterval(self.settings.sync_steps, self.settings.sync_seconds)
         self._samples = 0
         """Samples at the last exchange."""
         self._void_rounds: list[float] = []
@@ -106,7 +78,7 @@ class ElasticExchange:
         """
         self._samples = samples
         self.number, self.shared_anchor.run = self._ranks.run_on_first(self._identity)
-        return self._adopt_anchor(self._ranks.run_on_first(self._find_sources), use_own_weights=True)
+        return self._adopt_anchor(self._find_sources(), use_own_weights=True)
 
     def step_ended(self, samples: int) -> ExchangeResult | None:
         """Exchange after a step if it is time; see `ExchangeStrategy.step_ended`."""
@@ -137,9 +109,11 @@ class ElasticExchange:
         self._samples = samples
         if saved is None:
             # These weights were never agreed upon, so the island that has trained longest provides the first anchor.
-            run = self._ranks.run_on_first(_new_run)
-            return self._claim(run, -1, max(1, steps), use_own_weights=True)
-        metadata = self._claim(saved["run"], saved["number"], saved["version"], use_own_weights=False)
+            sources = self._ranks.run_on_first(lambda: self._coordinator.claim(uuid.uuid4().hex, -1, max(1, steps)))
+            return self._adopt_anchor(sources, use_own_weights=True)
+        claimed = saved["run"], saved["number"], saved["version"]
+        sources = self._ranks.run_on_first(lambda: self._coordinator.claim(*claimed))
+        metadata = self._adopt_anchor(sources, use_own_weights=False)
         if self.version == saved["version"]:
             # Its samples since its last exchange have not been reported yet.
             self._samples = saved.get("samples", samples)
@@ -159,7 +133,7 @@ class ElasticExchange:
         begun = time.monotonic()
         sent = self._weights.read(self._segments)
         is_healthy = self._ranks.all_true(bool(torch.isfinite(sent).all()))
-        answer = self._ranks.run_on_first(self._arrive, samples if is_healthy else 0)
+        answer = self._ranks.run_on_first(lambda: self._coordinator.arrive(samples if is_healthy else 0))
         self._interval.restart()
         if isinstance(answer, Round):
             result = self._take_part(answer, sent, is_healthy, begun)
@@ -212,7 +186,7 @@ class ElasticExchange:
         if pending.moments is not None:
             pending.moments.apply()
         if self.version != round_.base:
-            self._adopt_anchor(self._ranks.run_on_first(self._find_sources), use_own_weights=False)
+            self._adopt_anchor(self._find_sources(), use_own_weights=False)
             return "renewed"
         with self.shared_anchor.replacing(round_.id):
             anchor = self._exchange.apply(pending, update, self.settings.outer)
@@ -229,11 +203,6 @@ class ElasticExchange:
             return ExchangeResult("left_out", time.monotonic() - begun, reason=reason)
         reason = "its anchor belongs to another beginning of the run"
         return ExchangeResult("renewed", time.monotonic() - begun, reason=reason, metadata=metadata)
-
-    def _claim(self, run: str, number: int, version: int, use_own_weights: bool) -> Mapping[str, Any]:
-        """Start with an anchor that island `number` of `run` saved at `version`. Collective in the island."""
-        sources = self._ranks.run_on_first(self._report_claim, run, number, version)
-        return self._adopt_anchor(sources, use_own_weights)
 
     def _adopt_anchor(self, sources: AnchorSources, use_own_weights: bool) -> Mapping[str, Any]:
         """Take the anchor of `sources`, or a newer one, and return its metadata. Collective in the island.
@@ -269,10 +238,14 @@ class ElasticExchange:
                 store.clear()
             self._exchange.state.anchor.write(self._segments, self._weights.read(self._segments))
 
+    def _find_sources(self) -> AnchorSources:
+        """Return the islands that hold the newest anchor. Collective in the island."""
+        return self._ranks.run_on_first(lambda: self._coordinator.sources())
+
     # Requests to the coordinator, on the first rank only.
 
     @property
-    def _coordinator(self) -> Rendezvous:
+    def _coordinator(self) -> CoordinatorClient:
         assert self.rendezvous is not None, "only the first rank communicates with the coordinator"
         return self.rendezvous
 
@@ -283,18 +256,9 @@ class ElasticExchange:
         """Count a finished step, and return True if an exchange is due."""
         return self._interval.count_step() or self._coordinator.is_awaited
 
-    def _arrive(self, samples: int) -> Round | AnchorSources | None:
-        return self._coordinator.arrive(samples)
-
-    def _find_sources(self) -> AnchorSources:
-        return self._coordinator.sources()
-
     def _find_sources_again(self, sources: AnchorSources, deadline: float) -> AnchorSources:
         self.shared_anchor.check_deadline(deadline, sources)
         return self._coordinator.sources()
-
-    def _report_claim(self, run: str, number: int, version: int) -> AnchorSources:
-        return self._coordinator.claim(run, number, version)
 
     def _report_ready(self) -> None:
         if self._ranks.place == 0:
@@ -317,10 +281,6 @@ class ElasticExchange:
                 "exchanges time out, the link is too slow: write a longer give_up, or fewer bits"
             )
         return outcome
-
-
-def _new_run() -> str:
-    return uuid.uuid4().hex
 
 
 def _shorten(error: Exception) -> str:

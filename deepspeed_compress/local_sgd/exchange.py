@@ -21,7 +21,7 @@ from deepspeed_compress.collectives.payload import PayloadReducer, PendingMeans
 from deepspeed_compress.collectives.reduction import ReductionContext, Reductions
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.compression.segments import Segment
-from deepspeed_compress.config import CompressedGradients, Islands, Outer
+from deepspeed_compress.config import CompressedGradients, GradientsConfig, Islands, Outer
 from deepspeed_compress.config.places import BlockwiseGradients
 from deepspeed_compress.local_sgd.moments import PendingMoments
 from deepspeed_compress.monitor import Meter
@@ -126,11 +126,10 @@ class Peers:
     def __init__(self, settings: Islands, segments: Sequence[Segment], reduction_context: ReductionContext) -> None:
         self.group: ProcessGroup = reduction_context.groups.whole
         self.fragments = [_partition(run, self.group.size()) for run in cut(segments, settings.fragments)]
-        exchange = settings.exchange
-        self._settings = exchange if isinstance(exchange, CompressedGradients) else _PLAIN
+        self._settings = settings.exchange
         self._reductions, self._reduction_context = Reductions(reduction_context), reduction_context
         # Create all residual stores before a state is loaded.
-        self._reducer(0, plain=False)
+        payload_reducer(self._reductions, self._settings, 0, plain=False)
 
     def start_sum(self, values: Tensor) -> dist.Work | None:
         """Start to sum `values` over the ranks, in place and uncompressed. Return None if there is only one rank."""
@@ -156,14 +155,21 @@ class Peers:
         """
         if self.group.size() == 1:
             return None
-        reducer = self._reducer(step, plain)
+        reducer = payload_reducer(self._reductions, self._settings, step, plain)
         return (reducer if contributes else reducer.without_feedback()).start_all_reduce(values, fragment, 1.0)
 
-    def _reducer(self, step: int, plain: bool) -> PayloadReducer:
-        reduction = self._reductions.at(self._settings, step)
-        reducer = reduction.plain if plain else reduction.compressed
-        assert isinstance(reducer, PayloadReducer), f"islands exchange by {type(reducer).__name__}"
-        return reducer
+
+def payload_reducer(reductions: Reductions, settings: GradientsConfig, step: int, plain: bool) -> PayloadReducer:
+    """Return the reducer of exchange number `step`; without compression if `plain`.
+
+    Raises:
+        TypeError: the method does not send one message to each rank.
+    """
+    reduction = reductions.at(settings if isinstance(settings, CompressedGradients) else _PLAIN, step)
+    reducer = reduction.plain if plain else reduction.compressed
+    if not isinstance(reducer, PayloadReducer):
+        raise TypeError(f"{settings.method} does not go in one message (allowed: other methods, without hierarchy)")
+    return reducer
 
 
 class AnchorState:

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from deepspeed_compress.collectives.messages import MessageLayout, Messages, layouts_of_parts
-from deepspeed_compress.collectives.payload import PayloadReducer
 from deepspeed_compress.collectives.reduction import Reductions
 from deepspeed_compress.compression.compressors.base import message_key
 from deepspeed_compress.compression.segments import Segment, elements, scatter
 from deepspeed_compress.config import CompressedGradients, GradientsConfig
-from deepspeed_compress.config.places import BlockwiseGradients
+from deepspeed_compress.local_sgd.exchange import payload_reducer
 
 
 @dataclass(frozen=True)
@@ -70,16 +69,8 @@ class FramedMessages:
         return x
 
     def _message(self, number: int) -> tuple[Messages, MessageLayout]:
-        settings = self.settings if isinstance(self.settings, CompressedGradients) else _PLAIN
-        reduction = self.reductions.at(settings, number)
-        reducer = reduction.plain if self.exact else reduction.compressed
-        if not isinstance(reducer, PayloadReducer):
-            raise TypeError(f"{settings.method} does not go in one message (allowed: other methods, without hierarchy)")
-        return reducer.messages, layouts_of_parts(reducer.messages, [self.segments])[0]
-
-
-_PLAIN = BlockwiseGradients()
-"""Placeholder settings, of which only the uncompressed reducer is used."""
+        messages = payload_reducer(self.reductions, self.settings, number, self.exact).messages
+        return messages, layouts_of_parts(messages, [self.segments])[0]
 
 
 def as_bytes(tensor: Tensor) -> memoryview:

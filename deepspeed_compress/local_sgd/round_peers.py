@@ -1,18 +1,17 @@
 """Process groups of the islands in a round, which are reused as long as the participants stay the same."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import cast
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo, Store, TCPStore
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.collectives.reduction import Groups, ReductionContext
-from deepspeed_compress.compression.segments import Segment
-from deepspeed_compress.config import Islands
+from deepspeed_compress.collectives.reduction import Groups
 from deepspeed_compress.local_sgd.coordinator.wire import Round
 from deepspeed_compress.local_sgd.exchange import Peers
+from deepspeed_compress.local_sgd.strategy import ExchangeContext
 
 MakeGroups = Callable[[Round, int, int, float], Groups]
 """Function that creates the groups of a round; see `make_groups`."""
@@ -80,27 +79,13 @@ class RoundPeers:
     """The ranks of equal place in the islands of the current round.
 
     Args:
-        settings: the section's `islands`, with `elastic`.
-        segments: the master weights of this rank.
-        reduction_context: returns the residual stores and counters for given groups.
+        context: the settings, the master weights and the residual stores of this rank.
         make: creates the groups of a round.
     """
 
-    def __init__(
-        self,
-        settings: Islands,
-        segments: Sequence[Segment],
-        reduction_context: Callable[[Groups], ReductionContext],
-        make: MakeGroups,
-    ) -> None:
-        assert settings.elastic is not None, "rounds are of elastic islands"
-        self._settings, self._segments, self._reduction_context, self._make = (
-            settings,
-            segments,
-            reduction_context,
-            make,
-        )
-        self._timeout = _MessageTimeout(settings.elastic.timeout_seconds, settings.elastic.give_up_seconds)
+    def __init__(self, context: ExchangeContext, make: MakeGroups) -> None:
+        self._context, self._make = context, make
+        self._timeout = _MessageTimeout(context.elastic.timeout_seconds, context.elastic.give_up_seconds)
         self._last: _LastRound | None = None
 
     def connect(self, round_: Round, place: int, number: int) -> Peers:
@@ -119,9 +104,7 @@ class RoundPeers:
         if last is None or not same or last.numbers != numbers or last.round != round_.base:
             self._last = None
             groups = self._make(round_, place, number, self._timeout.seconds)
-            last = _LastRound(
-                Peers(self._settings, self._segments, self._reduction_context(groups)), numbers, round_.base
-            )
+            last = _LastRound(self._peers(groups), numbers, round_.base)
         last.round = round_.id
         self._last = last
         return last.peers
@@ -135,3 +118,7 @@ class RoundPeers:
     def disconnect(self) -> None:
         """Drop the group: the next round creates a new one."""
         self._last = None
+
+    def _peers(self, groups: Groups) -> Peers:
+        context = self._context
+        return Peers(context.settings, context.master_weights.segments, replace(context.reduction, groups=groups))

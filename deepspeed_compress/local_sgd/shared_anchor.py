@@ -5,7 +5,7 @@ Only the joining island waits. The others serve a copy of their anchor from a th
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import Condition
 from typing import Any
@@ -13,21 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_compress.compression.segments import Segment
-from deepspeed_compress.config import Islands
 from deepspeed_compress.errors import IslandError
 from deepspeed_compress.local_sgd.anchors import AnchorCopy, VersionedAnchor, fetch_anchor
 from deepspeed_compress.local_sgd.coordinator.wire import AnchorSources
 from deepspeed_compress.local_sgd.exchange import ANCHOR, MOMENTUM, AnchorState
+from deepspeed_compress.local_sgd.strategy import ExchangeContext
 
 
 class SharedAnchor:
     """The anchor of this rank, with its version.
 
     Args:
-        settings: the section's `islands`, with `elastic`.
-        segments: the master weights of this rank.
-        state: the stores of the anchor and the momentum.
+        context: the settings, the master weights and the residual stores of this rank.
         publish_metadata: returns metadata that is sent along with the anchor.
 
     Attributes:
@@ -35,18 +32,12 @@ class SharedAnchor:
         run: run of the coordinator.
     """
 
-    def __init__(
-        self,
-        settings: Islands,
-        segments: Sequence[Segment],
-        state: AnchorState,
-        publish_metadata: Callable[[], Mapping[str, Any]],
-    ) -> None:
-        assert settings.elastic is not None, "made for elastic islands"
+    def __init__(self, context: ExchangeContext, publish_metadata: Callable[[], Mapping[str, Any]]) -> None:
         self.version, self.run = 0, ""
-        self._elastic, self._segments, self._publish_metadata = settings.elastic, segments, publish_metadata
+        self._elastic, self._segments = context.elastic, tuple(context.master_weights.segments)
+        self._publish_metadata, state = publish_metadata, AnchorState(context.reduction.stores)
         self._stores = {ANCHOR: state.anchor}
-        if settings.outer.optimizer == "nesterov":
+        if context.settings.outer.optimizer == "nesterov":
             self._stores[MOMENTUM] = state.momentum
         self._copy: weakref.ref[AnchorCopy] | None = None
         """Copy of the anchor that is being served, shared by all requests."""

@@ -1,10 +1,42 @@
-"""Interface of an exchange strategy among islands that join and leave, and the outcome of one exchange."""
+"""Interface of an exchange strategy among islands that join and leave: its inputs, and the outcome of an exchange."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from deepspeed_compress.collectives.reduction import ReductionContext
 from deepspeed_compress.compression.residuals import ResidualStores
+from deepspeed_compress.config import Elastic, Islands
+from deepspeed_compress.local_sgd.exchange import MasterWeights
+from deepspeed_compress.local_sgd.island_ranks import IslandRanks
+from deepspeed_compress.local_sgd.moments import SecondMoments
+
+
+@dataclass(frozen=True)
+class ExchangeContext:
+    """Inputs of any exchange strategy.
+
+    Attributes:
+        settings: the section's `islands`, with `elastic`.
+        master_weights: fp32 master weights of this rank.
+        reduction: the residual stores and counters, over a group of this rank alone.
+        ranks: the ranks of this island.
+        moments: second moments of the optimizer, if they are exchanged.
+        on_divergence: called when the master weights equal the anchor again after some were not finite.
+    """
+
+    settings: Islands
+    master_weights: MasterWeights
+    reduction: ReductionContext
+    ranks: IslandRanks
+    moments: SecondMoments | None = None
+    on_divergence: Callable[[], object] = lambda: None
+
+    @property
+    def elastic(self) -> Elastic:
+        """Return the section's `islands.elastic`."""
+        assert self.settings.elastic is not None, "made for elastic islands"
+        return self.settings.elastic
 
 
 @dataclass(frozen=True)

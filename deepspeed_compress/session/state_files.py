@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from deepspeed_compress.config import CompressConfig, masked
 from deepspeed_compress.errors import CompressWarning, StateError
 from deepspeed_compress.session.session import Session
 
+T = TypeVar("T")
 Write = Callable[[state.Contents, Path], None]
 """`state.write`, or a function that does the same later."""
 
@@ -52,9 +54,7 @@ def save_state_files(
 
 def save_on_all(work: Callable[[], None], group: ProcessGroup | None = None) -> None:
     """Call `work`, which saves. Collective: raises StateError on all ranks if it fails on one."""
-    problems = on_all_ranks(work, group)
-    if problems:
-        raise StateError(f"compression state is not saved: {problems}")
+    result_on_all(work, group, "compression state is not saved: ")
 
 
 def load_state_files(session: Session, directory: Path, place: Place, loss_scale: float) -> int | None:
@@ -104,7 +104,20 @@ def _load_decisions(session: Session, file: Path, description: state.Description
         raise StateError(f"{file.with_suffix('.json')}: the decisions are damaged ({error!r})") from error
 
 
-def on_all_ranks(work: Callable[[], None], group: ProcessGroup | None = None) -> str:
+def result_on_all(work: Callable[[], T], group: ProcessGroup | None = None, problem: str = "") -> T:
+    """Return the result of `work` on this rank. Collective.
+
+    Raises:
+        StateError: it failed on some rank. Raised on all ranks; the message begins with `problem`.
+    """
+    found: list[T] = []
+    problems = on_all_ranks(lambda: found.append(work()), group)
+    if problems:
+        raise StateError(f"{problem}{problems}")
+    return found[0]
+
+
+def on_all_ranks(work: Callable[[], object], group: ProcessGroup | None = None) -> str:
     """Call `work` and return the errors of all ranks, "" for none.
 
     No rank raises while the others wait for it. Collective.

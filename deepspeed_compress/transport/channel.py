@@ -55,6 +55,14 @@ class Channel:
                     return 0
             self._wait(wanted, deadline)
 
+    def read_all(self, into: memoryview, deadline: float) -> None:
+        """Fill `into`. Raises ConnectionResetError at the end of the stream, and otherwise as `read_some`."""
+        while into:
+            count = self.read_some(into, deadline)
+            if not count:
+                raise ConnectionResetError("the other side has closed the connection in the middle of a frame")
+            into = into[count:]
+
     def write(self, data: memoryview, deadline: float) -> None:
         """Write all of `data`. Raises TimeoutError if the other side does not read it before the deadline."""
         while data:

@@ -41,7 +41,8 @@ def connect(
     try:
         keep_alive(connected, silence)
         connected.settimeout(timeout)
-        connected = _with_tls(connected, credentials)
+        if credentials.tls is not None:
+            connected = credentials.tls.client.wrap_socket(connected)
         channel = Channel(connected)
         _follow(client_steps(credentials.secret.key, service), channel, time.monotonic() + timeout)
         return Connection(channel, limits, address)
@@ -73,30 +74,16 @@ def own_address(towards: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def _with_tls(connected: socket.socket, credentials: Credentials) -> socket.socket:
-    return connected if credentials.tls is None else credentials.tls.client.wrap_socket(connected)
-
-
 def _follow(steps: Steps, channel: Channel, deadline: float) -> None:
     step = next(steps)
     while True:
         channel.write(memoryview(step.out), deadline)
-        received = _exactly(channel, step.wanted, deadline)
+        received = bytearray(step.wanted)
+        channel.read_all(memoryview(received), deadline)
         try:
-            step = steps.send(received)
+            step = steps.send(bytes(received))
         except StopIteration:
             return
-
-
-def _exactly(channel: Channel, size: int, deadline: float) -> bytes:
-    memory = memoryview(bytearray(size))
-    view = memory
-    while view:
-        count = channel.read_some(view, deadline)
-        if not count:
-            raise ProtocolError(_ENDED)
-        view = view[count:]
-    return memory.tobytes()
 
 
 def _explained(error: OSError, address: str, credentials: Credentials) -> OSError:

@@ -2,10 +2,10 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from deepspeed_compress.transport.channel import Channel, keep_alive
+from deepspeed_compress.transport.channel import Channel
 from deepspeed_compress.transport.errors import ConnectionClosedError, ProtocolError
 from deepspeed_compress.transport.frames import HEADER, Head, Limits, decode, encode, sizes
 
@@ -33,6 +33,7 @@ class Connection:
         self.left = 0
         """Unread bytes of the body of the last frame."""
         self._channel = channel
+        self._ended_by_errors = _EndedByErrors(channel)
         self._allowance = _Allowance(limits.rate, limits.burst)
         self._sending = threading.Lock()
 
@@ -58,7 +59,7 @@ class Connection:
             ValueError: if `pieces` do not have `size` bytes in total.
         """
         begun = encode(head, size)
-        with self._sending, self._ended_by_errors():
+        with self._sending, self._ended_by_errors:
             self._write(memoryview(begun))
             for piece in pieces:
                 view = memoryview(piece).cast("B")
@@ -72,7 +73,7 @@ class Connection:
 
     def send_encoded(self, frame: bytes) -> None:
         """Send a complete frame that `frames.encode` made."""
-        with self._sending, self._ended_by_errors():
+        with self._sending, self._ended_by_errors:
             self._write(memoryview(frame))
 
     def receive(self, timeout: float | None = None, body: int | None = None) -> dict[str, Any] | None:
@@ -85,10 +86,10 @@ class Connection:
             timeout: seconds; None waits forever. A frame that has begun must be complete within `limits.patience`.
             body: largest size in bytes of the body, in place of `limits.body`.
         """
-        with self._ended_by_errors():
+        with self._ended_by_errors:
             for _ in self.pieces():
                 pass
-            self._allowance.wait(lambda: self.is_open)
+            self._allowance.wait(self._channel)
             header = memoryview(bytearray(HEADER.size))
             begun = self._begin(header, timeout)
             return None if not begun else self._rest_of_head(header, begun, body)
@@ -110,7 +111,7 @@ class Connection:
     def read_into(self, memory: Buffer) -> None:
         """Fill `memory` with the next bytes of the body. Raises ProtocolError if there are fewer."""
         view = memoryview(memory).cast("B")
-        with self._ended_by_errors():
+        with self._ended_by_errors:
             if len(view) > self.left:
                 raise ProtocolError(f"the body has {self.left} bytes left (expected: {len(view)})")
             for start in range(0, len(view), CHUNK):
@@ -123,10 +124,6 @@ class Connection:
             piece = memory[: self.left]
             self.read_into(piece)
             yield piece
-
-    def keep_alive(self, silence: float) -> None:
-        """Make the kernel end the connection if the other host is gone for about three times `silence` seconds."""
-        keep_alive(self._channel.socket, silence)
 
     def has_hung_up(self) -> bool:
         """Return True if the other side has closed the connection. Does not read."""
@@ -158,13 +155,13 @@ class Connection:
 
     def _rest_of_head(self, header: memoryview, begun: int, body: int | None) -> dict[str, Any]:
         deadline = time.monotonic() + self.limits.patience
-        self._read_until(header[begun:], deadline)
+        self._channel.read_all(header[begun:], deadline)
         most = self.limits.body if body is None else body
         head_size, body_size = sizes(header.tobytes(), self.limits.head, most)
         head = bytearray()
         while len(head) < head_size:
             chunk = memoryview(bytearray(min(head_size - len(head), CHUNK)))
-            self._read_until(chunk, deadline)
+            self._channel.read_all(chunk, deadline)
             head += chunk
         self._allowance.spend(1 + head_size / _COUNTED)
         found = decode(head)
@@ -172,21 +169,11 @@ class Connection:
         return found
 
     def _read(self, view: memoryview) -> None:
-        self._read_until(view, time.monotonic() + self.limits.patience)
+        self._channel.read_all(view, time.monotonic() + self.limits.patience)
         self.left -= len(view)
-
-    def _read_until(self, view: memoryview, deadline: float) -> None:
-        while view:
-            count = self._channel.read_some(view, deadline)
-            if not count:
-                raise ConnectionError("the other side has closed the connection in the middle of a frame")
-            view = view[count:]
 
     def _write(self, view: memoryview) -> None:
         self._channel.write(view, time.monotonic() + self.limits.patience)
-
-    def _ended_by_errors(self) -> "_EndedByErrors":
-        return _EndedByErrors(self._channel)
 
 
 class _EndedByErrors:
@@ -213,11 +200,11 @@ class _Allowance:
         """Use up `messages`. The allowance may become negative: the next `wait` is longer then."""
         self._left -= messages
 
-    def wait(self, is_open: Callable[[], bool]) -> None:
-        """Wait until a message may be received, or until `is_open` returns False."""
+    def wait(self, channel: Channel) -> None:
+        """Wait until a message may be received, or until `channel` is closed."""
         if self._rate is None:
             return
-        while self._refill(self._rate) <= 0 and is_open():
+        while self._refill(self._rate) <= 0 and channel.is_open:
             time.sleep(min(-self._left / self._rate + 0.001, 0.5))
 
     def _refill(self, rate: float) -> float:

@@ -1,5 +1,6 @@
 """Credentials of one side: the shared secret, and TLS if it is configured."""
 
+import secrets
 from dataclasses import dataclass
 
 from deepspeed_compress.transport.secret import Secret, find_secret
@@ -24,4 +25,4 @@ class Credentials:
     @classmethod
     def of_this_process(cls) -> "Credentials":
         """Return credentials that no other process has, for a server whose clients are in the same process."""
-        return cls(Secret.random())
+        return cls(Secret(secrets.token_hex(32).encode(), "this process"))

@@ -5,7 +5,6 @@ import socket
 import ssl
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from deepspeed_compress.transport.handshake import Steps
@@ -80,23 +79,20 @@ class PendingConnections:
         self._connections: OrderedDict[PendingConnection, None] = OrderedDict()
         self._of_address: Counter[str] = Counter()
 
-    def __len__(self) -> int:
-        return len(self._connections)
-
     def __contains__(self, connection: object) -> bool:
         return connection in self._connections
 
-    def add(self, connection: PendingConnection, ready: Callable[[], None]) -> None:
-        """Add `connection`, and call `ready` whenever its socket is ready."""
+    def add(self, connection: PendingConnection) -> None:
+        """Add `connection`, which the selector returns as data whenever its socket is ready."""
         while len(self._connections) >= self._limits.count:
             self.drop_one()
         self._connections[connection] = None
         self._of_address[connection.address] += 1
-        self._selector.register(connection.socket, selectors.EVENT_READ, ready)
+        self._selector.register(connection.socket, selectors.EVENT_READ, connection)
 
-    def wait_for(self, connection: PendingConnection, event: int, ready: Callable[[], None]) -> None:
+    def wait_for(self, connection: PendingConnection, event: int) -> None:
         """Wait for another event of `connection`."""
-        self._selector.modify(connection.socket, event, ready)
+        self._selector.modify(connection.socket, event, connection)
 
     def release(self, connection: PendingConnection) -> None:
         """Remove `connection` from the selector; its socket stays open."""

@@ -31,11 +31,6 @@ class Secret:
     key: bytes = field(repr=False)
     source: str
 
-    @classmethod
-    def random(cls) -> "Secret":
-        """Return a secret that no other process has, for a server whose clients are in the same process."""
-        return cls(secrets.token_hex(32).encode(), "this process")
-
 
 def default_file() -> Path:
     """Return the path of this user's secret file, which need not exist."""

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 from deepspeed_compress.transport.channel import Channel, keep_alive
 from deepspeed_compress.transport.connection import Connection
@@ -96,13 +95,16 @@ class Server:
         """
         with selectors.DefaultSelector() as selector:
             pending = PendingConnections(selector, self._bounds.pending)
-            selector.register(self._listener, selectors.EVENT_READ, partial(self._accept, pending))
-            selector.register(self._woken, selectors.EVENT_READ, lambda: None)
+            selector.register(self._listener, selectors.EVENT_READ)
+            selector.register(self._woken, selectors.EVENT_READ)
             try:
                 ready()
                 while self._drain is None:
                     for key, _ in selector.select(_CHECK_INTERVAL):
-                        key.data()
+                        if key.data is not None:
+                            self._step(key.data, pending)
+                        elif key.fileobj is self._listener:
+                            self._accept(pending)
                     pending.drop_late(time.monotonic())
             finally:
                 pending.drop_all()
@@ -151,7 +153,7 @@ class Server:
         except OSError:
             connected.close()
             return
-        pending.add(one, partial(self._step, one, pending))
+        pending.add(one)
 
     def _prepare(self, connected: socket.socket, address: str, deadline: float) -> PendingConnection:
         connected.setblocking(False)
@@ -176,7 +178,7 @@ class Server:
             pending.drop(one)
             return
         if event is not None:
-            pending.wait_for(one, event, partial(self._step, one, pending))
+            pending.wait_for(one, event)
             return
         pending.release(one)
         self._start(Connection(Channel(one.socket), self._limits, one.address))

@@ -51,7 +51,7 @@ def test_a_rank_that_has_begun_the_next_of_the_same_tag_is_not_waited_for(tmp_pa
 
 def test_a_rank_that_has_failed_is_not_waited_for(tmp_path):
     one = write(save(tmp_path, 4), ranks=(0,))
-    files.list_failure(one, 1, "OSError: disk full")
+    files.write_list(one.place, files.listed(one, 1, {}, "OSError: disk full"))
     with pytest.raises(StateError, match="rank 1: OSError: disk full"):
         find_missing(one)
     assert any("disk full" in problem for problem in find_problems(one.place))

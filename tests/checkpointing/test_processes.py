@@ -3,19 +3,13 @@
 import os
 from multiprocessing import Pipe
 
-from deepspeed_compress.checkpointing.processes import leave_rank
+from deepspeed_compress.checkpointing.processes import fork_from_rank
 
 
 def test_signals_to_the_group_spare_it_and_its_priority_counts_among_those_of_the_rank() -> None:
     """Linux (sched_autogroup) compares priorities only within a session."""
     here, there = Pipe()
-    child = os.fork()
-    if not child:
-        try:
-            leave_rank({there.fileno()})
-            there.send((os.getpgid(0), os.getsid(0), os.nice(0)))
-        finally:
-            os._exit(0)
+    child = fork_from_rank(lambda: there.send((os.getpgid(0), os.getsid(0), os.nice(0))), {there.fileno()})
     assert here.poll(30)
     group, session, priority = here.recv()
     os.waitpid(child, 0)

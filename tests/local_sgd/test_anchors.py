@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_compress.local_sgd.anchors import ANCHOR, AnchorServer, Turns, VersionedAnchor, fetch_anchor
+from deepspeed_compress.local_sgd.anchors import ANCHOR, TRANSFERS, AnchorServer, VersionedAnchor, fetch_anchor
 from deepspeed_compress.transport.client import connect, parse_address
 from deepspeed_compress.transport.connection import Connection
 from deepspeed_compress.transport.credentials import Credentials
@@ -32,10 +32,10 @@ def handed(version: int, numel: int = NUMEL) -> VersionedAnchor:
 
 @contextlib.contextmanager
 def handing_out(
-    copy: Callable[[int], VersionedAnchor | None] = handed, turns: Turns | None = None, timeout: float = 60.0
+    copy: Callable[[int], VersionedAnchor | None] = handed, transfers: int = TRANSFERS, timeout: float = 60.0
 ) -> Iterator[str]:
     """Yield the address of a rank that serves an anchor."""
-    server = AnchorServer("127.0.0.1", copy, timeout, OWN, turns or Turns())
+    server = AnchorServer("127.0.0.1", copy, timeout, OWN, transfers)
     try:
         yield server.address
     finally:
@@ -118,7 +118,7 @@ def test_a_malformed_request_gets_no_anchor(head: Mapping[str, Any]) -> None:
 
 def test_islands_that_join_together_take_turns() -> None:
     """One client does not read and occupies one of two turns. All others are served in the other turn."""
-    with handing_out(lambda version: handed(version, 1 << 21), Turns(transfers=2)) as address:
+    with handing_out(lambda version: handed(version, 1 << 21), transfers=2) as address:
         limits, sizes = Limits(body=1 << 26), dict.fromkeys(SIZES, 1 << 21)
         with connect(address, ANCHOR, OWN, limits=limits) as silent, ThreadPoolExecutor(6) as pool:
             silent.send({"kind": ANCHOR, "version": 1})
@@ -128,7 +128,7 @@ def test_islands_that_join_together_take_turns() -> None:
 
 
 def test_an_island_learns_that_too_many_join() -> None:
-    with handing_out(lambda version: handed(version, 1 << 21), Turns(transfers=1), 20.0) as address:
+    with handing_out(lambda version: handed(version, 1 << 21), transfers=1, timeout=20.0) as address:
         with connect(address, ANCHOR, OWN, limits=Limits(body=1 << 26)) as silent:
             silent.send({"kind": ANCHOR, "version": 1})
             assert silent.receive(5)

@@ -9,7 +9,6 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,9 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed_compress.collectives.parameters import Parameters
-from deepspeed_compress.collectives.reducer import Run, StepClock
-from deepspeed_compress.collectives.reduction import ReductionContext
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import Islands, Outer
 from deepspeed_compress.errors import ConfigError, IslandError
@@ -42,7 +38,7 @@ from deepspeed_compress.transport.connection import Connection
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.frames import encode
 from tests.support.coordinators import parameter_server
-from tests.support.islands import EXACT, INT4, NUMEL, Weights
+from tests.support.islands import EXACT, INT4, NUMEL, Weights, context_of
 from tests.support.transport import until
 
 SAMPLES = 8
@@ -82,22 +78,14 @@ class Island:
         self.client = PushClient(elastic.rendezvous, elastic.timeout_seconds, elastic.give_up_seconds)
         self.stores = ResidualStores(transactional=True)
         self.meter = Meter()
-        reduction_context = partial(
-            ReductionContext,
-            parameters=Parameters({"w": (NUMEL,)}, ["w"]),
-            stores=self.stores,
-            run=Run(StepClock(), self.meter),
-            traffic="bytes_islands",
-        )
+        context = context_of(self.settings, self.weights, self.stores, self.meter)
         terms = {
             "exchange": self.settings.exchange.model_dump(mode="json"),
             "outer": self.settings.outer.model_dump(mode="json"),
             "ranks": 1,
             "max_staleness": elastic.parameter_server.max_staleness,
         }
-        self.exchange = AsynchronousExchange(
-            self.settings, self.weights, reduction_context, IslandRanks(), self.client, terms
-        )
+        self.exchange = AsynchronousExchange(context, self.client, terms)
         self.exchange.start()
 
     def move(self) -> None:

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore
 
-from deepspeed_compress.collectives.parameters import Parameters
-from deepspeed_compress.collectives.reducer import Run, StepClock
-from deepspeed_compress.collectives.reduction import Groups, ReductionContext
+from deepspeed_compress.collectives.reduction import Groups
 from deepspeed_compress.compression.residuals import Residuals, ResidualStores
 from deepspeed_compress.config import Islands
 from deepspeed_compress.errors import ConfigError, IslandError
@@ -24,14 +22,12 @@ from deepspeed_compress.local_sgd.coordinator.client import CoordinatorClient, s
 from deepspeed_compress.local_sgd.coordinator.server import StateFile
 from deepspeed_compress.local_sgd.coordinator.wire import AnchorSources
 from deepspeed_compress.local_sgd.elastic_exchange import ElasticExchange
-from deepspeed_compress.local_sgd.exchange import AnchorState
-from deepspeed_compress.local_sgd.island_ranks import IslandRanks
 from deepspeed_compress.local_sgd.round_peers import make_groups
 from deepspeed_compress.local_sgd.shared_anchor import SharedAnchor
 from deepspeed_compress.local_sgd.strategy import ExchangeResult
 from deepspeed_compress.monitor import Meter
 from tests.support.coordinators import coordinator
-from tests.support.islands import EXACT, INT4, NUMEL, Weights
+from tests.support.islands import EXACT, INT4, NUMEL, Weights, context_of
 from tests.support.transport import until
 
 TIMEOUT = 0.7
@@ -109,7 +105,8 @@ class Island:
     def __post_init__(self) -> None:
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.stores = ResidualStores(transactional=True)
-        anchor = SharedAnchor(self.settings, self.weights.segments, AnchorState(self.stores), dict)
+        context = context_of(self.settings, self.weights, self.stores, Meter())
+        anchor = SharedAnchor(context, dict)
         self.server = AnchorServer("127.0.0.1", anchor.copy)
         elastic = self.settings.elastic
         assert elastic is not None
@@ -123,15 +120,7 @@ class Island:
             [self.server.address],
         )
         doomed = Doomed(self.client, self.instant, self.round)
-        reduction_context = partial(
-            ReductionContext,
-            parameters=Parameters({"w": (NUMEL,)}, ["w"]),
-            stores=self.stores,
-            run=Run(StepClock(), Meter()),
-        )
-        self.exchange = ElasticExchange(
-            self.settings, self.weights, reduction_context, IslandRanks(), anchor, doomed, doomed.groups
-        )
+        self.exchange = ElasticExchange(context, anchor, doomed, doomed.groups)
 
     def start(self) -> None:
         """Join, and return once the coordinator waits for this island in every round."""

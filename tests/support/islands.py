@@ -6,7 +6,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from deepspeed_compress.collectives.parameters import Parameters
+from deepspeed_compress.collectives.reducer import Run, StepClock
+from deepspeed_compress.collectives.reduction import Groups, ReductionContext
+from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.compression.segments import Segment
+from deepspeed_compress.config import Islands
+from deepspeed_compress.local_sgd.island_ranks import IslandRanks
+from deepspeed_compress.local_sgd.round_peers import group_of_one
+from deepspeed_compress.local_sgd.strategy import ExchangeContext
+from deepspeed_compress.monitor import Meter
 
 NUMEL = 700
 INT4 = {"method": "blockwise", "bits": 4}
@@ -31,3 +40,10 @@ class Weights:
         self.values.copy_(values)
 
     def publish(self) -> None: ...
+
+
+def context_of(settings: Islands, weights: Weights, stores: ResidualStores, meter: Meter) -> ExchangeContext:
+    """Return the inputs of the exchanges of an island of one rank."""
+    parameters, run = Parameters({"w": (NUMEL,)}, ["w"]), Run(StepClock(), meter)
+    alone = ReductionContext(Groups(group_of_one()), parameters, stores, run, traffic="bytes_islands")
+    return ExchangeContext(settings, weights, alone, IslandRanks())

@@ -1,7 +1,7 @@
 """Background checkpoints, for which training does not wait: DeepSpeed's `checkpoint_engine`, and the work in each step.
 
 DeepSpeed's `save_checkpoint` passes every file to `engine.checkpoint_engine` (runtime/checkpoint_engine). Ours keeps
-the contents, and a separate process writes them (`checkpoints`). It declares itself decoupled, so that DeepSpeed does
+the contents, and a separate process writes them (`writer`). It declares itself decoupled, so that DeepSpeed does
 not write the file `latest`; the writer does so once the files of all ranks exist.
 """
 
@@ -35,7 +35,7 @@ from deepspeed_compress.checkpointing.deepspeed.recovery import find_complete, f
 from deepspeed_compress.checkpointing.deepspeed.side_stream import copies_for_device
 from deepspeed_compress.checkpointing.deepspeed.writer_queue import Interval, WriterQueue
 from deepspeed_compress.checkpointing.snapshot import NOTHING, Call, Memory, Snapshot
-from deepspeed_compress.checkpointing.writer import Task, write_torch
+from deepspeed_compress.checkpointing.writer import Task, tried, write_torch
 from deepspeed_compress.config import Checkpointing
 from deepspeed_compress.config.durations import byte_rate, seconds
 from deepspeed_compress.session.observer import new_run
@@ -55,18 +55,6 @@ def attach_background(engine: Any, settings: Checkpointing, patches: Patches) ->
     patches.replace(engine, "checkpoint_engine", saving)
     patches.wrap(engine, "_copy_recovery_script", saving.copy_script)
     return saving
-
-
-def _tried(work: Callable[[], object]) -> str:
-    """Call `work`, and return what went wrong; empty if nothing did.
-
-    A failure, such as a lack of memory, is a problem of one checkpoint only.
-    """
-    try:
-        work()
-    except Exception as error:  # whatever it is, the other ranks must learn of it
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def _clean_up(saving: "weakref.ref[BackgroundSaving]", process: int) -> None:
@@ -358,7 +346,8 @@ class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc
             self._automatic = False
 
     def _send(self, save: Save, snapshot: Snapshot, memory: Memory) -> None:
-        problem = _tried(snapshot.copy)
+        # A failure, such as a lack of memory, is a problem of one checkpoint only.
+        _, problem = tried(snapshot.copy)
         task = self._task(save)
         self._queue.begin(task, memory)
         self._copying = Thread(target=_copy_and_send, args=(self._queue, task, snapshot, memory, problem))
@@ -374,5 +363,5 @@ class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc
 
 def _copy_and_send(queue: WriterQueue, task: Task, snapshot: Snapshot, memory: Memory, problem: str) -> None:
     """Finish the snapshot and send it to the writer, in a thread that the next optimizer step waits for."""
-    problem = problem or _tried(snapshot.finish)
+    problem = problem or tried(snapshot.finish)[1]
     queue.send(replace(task, kept=NOTHING if problem else snapshot.kept(), problem=problem), memory)

@@ -53,6 +53,7 @@ class CompressionState(Participant):
         engine, session = self._engine, self._session
         session.reset()
         if request.loads_states:
+            # In case the checkpoint does not name its run.
             session.journal.adopt(None)
             if _has_state(session):
                 load_state_files(session, Path(file).parent, find_place(engine, session.config), loss_scale(engine))
@@ -69,28 +70,6 @@ class CompressionState(Participant):
             stage = int(engine.zero_optimization_stage())
             write = state.write if session.saving is None else partial(_write_later, session.saving)
             save_state_files(session, directory, place, stage, engine.global_steps, loss_scale(engine), write)
-
-
-def load_state(engine: Any, directory: Path) -> None:
-    """Restore the compression state from a checkpoint's tag directory, on all ranks or on none. Collective.
-
-    `load_checkpoint` calls this. Call it directly for checkpoints whose other parts are loaded in another way, such as
-    universal ones. With `on_missing_state` "reset", a problem on any rank is a CompressWarning, and all residuals and
-    momenta start empty.
-
-    Args:
-        engine: an engine with compression attached.
-        directory: the tag directory of the checkpoint.
-
-    Raises:
-        StateError: some rank's state is missing or damaged. Raised on all ranks.
-    """
-    session: Session = engine.compression
-    session.discard_unfinished()
-    # In case the checkpoint does not name its run.
-    session.journal.adopt(None)
-    if _has_state(session):
-        load_state_files(session, directory, find_place(engine, session.config), loss_scale(engine))
 
 
 def load_last(engine: Any) -> None:

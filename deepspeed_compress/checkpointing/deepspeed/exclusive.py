@@ -1,6 +1,6 @@
 """Exclusive use of a checkpoint directory by one job, one start of the job, and one running island, for all ranks.
 
-See `checkpoints.alone` for the lock and `checkpoints.claim` for the start of a job.
+See `directory_lock` for the lock and `claim` for the start of a job.
 """
 
 import json
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from deepspeed_compress.checkpointing.claim import Claim, this_start
 from deepspeed_compress.checkpointing.completeness import replace_text
 from deepspeed_compress.checkpointing.directory_lock import hold, in_turn
+from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.errors import ConfigError, StateError
 from deepspeed_compress.session.state_files import on_all_ranks
 
@@ -41,9 +42,7 @@ def alone_in(directory: str | None, start: str) -> TextIO | None:
 
 def start_of_all() -> str:
     """Return the name of this start of the job, which is the same on all ranks. Collective."""
-    named = [this_start()]
-    dist.broadcast_object_list(named, src=0)
-    return named[0]
+    return gather_objects(this_start())[0]
 
 
 def _lock(directory: str, start: str) -> TextIO | None:

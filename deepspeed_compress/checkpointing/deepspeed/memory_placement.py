@@ -27,7 +27,7 @@ from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.config import MemoryCheckpoints
 from deepspeed_compress.config.durations import byte_rate
 from deepspeed_compress.errors import CompressWarning, StateError
-from deepspeed_compress.session.state_files import on_all_ranks
+from deepspeed_compress.session.state_files import result_on_all
 from deepspeed_compress.transport.client import own_address
 
 T = TypeVar("T")
@@ -130,11 +130,7 @@ class HostMemory:
         Raises:
             StateError: `work` failed on some rank. Raised on all ranks.
         """
-        found: list[T] = []
-        problem = on_all_ranks(lambda: found.append(work()), self._group)
-        if problem:
-            raise StateError(f"{_KEY}: {problem}")
-        return found[0]
+        return result_on_all(work, self._group, f"{_KEY}: ")
 
     def _find_hosts(self) -> Hosts:
         seen = self.directory.stat()

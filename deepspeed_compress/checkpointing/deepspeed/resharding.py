@@ -33,7 +33,7 @@ from deepspeed_compress.checkpointing.parts import Fragments, even_piece
 from deepspeed_compress.config import SECTION, CompressConfig
 from deepspeed_compress.errors import CompressWarning, StateError
 from deepspeed_compress.session.patches import Patches
-from deepspeed_compress.session.state_files import on_all_ranks
+from deepspeed_compress.session.state_files import result_on_all
 
 
 @dataclass(frozen=True)
@@ -204,15 +204,9 @@ class _Cut:
         Raises:
             StateError: some rank failed. Raised on all ranks.
         """
-        states: list[dict[str, Any] | None] = [None] * self._engine.seq_dp_world_size
-
-        def read() -> None:
-            states[self._rank] = self._state()
-
-        problem = on_all_ranks(read)
-        if problem:
-            raise StateError(f"{self._saved.directory / self._saved.tag}: {problem}")
         engine = self._engine
+        states: list[dict[str, Any] | None] = [None] * engine.seq_dp_world_size
+        states[self._rank] = result_on_all(self._state, problem=f"{self._saved.directory / self._saved.tag}: ")
         engine.optimizer.load_state_dict(
             state_dict_list=states, load_from_fp32_weights=engine.zero_load_from_fp32_weights()
         )

@@ -12,8 +12,10 @@ from deepspeed.checkpoint.constants import PARAM, ZERO_STAGE
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 
 from deepspeed_compress.backends.deepspeed.versions import tensor_parallel_record
+from deepspeed_compress.checkpointing.catalog import latest_tag
+from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.errors import StateError
-from deepspeed_compress.session.state_files import on_all_ranks
+from deepspeed_compress.session.state_files import result_on_all
 
 _LATEST = "latest_universal"
 
@@ -26,7 +28,7 @@ def check_universal(engine: Any, directory: Path, tag: str | None) -> None:
     Raises:
         StateError: some rank's weights are missing or different. Raised on all ranks.
     """
-    found = tag or _latest(directory)
+    found = tag or latest_tag(directory, _LATEST)
     if found is None or not (directory / found / "zero").is_dir():
         return
 
@@ -34,15 +36,7 @@ def check_universal(engine: Any, directory: Path, tag: str | None) -> None:
         for problem in _problems(engine, directory / found / "zero"):
             raise StateError(f"{directory / found}: {problem}")
 
-    text = on_all_ranks(look)
-    if text:
-        raise StateError(text)
-
-
-def _latest(directory: Path) -> str | None:
-    """Return what `latest_universal` names; None without it."""
-    latest = directory / _LATEST
-    return latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
+    result_on_all(look)
 
 
 @contextmanager
@@ -71,22 +65,14 @@ def universal_if_newest(engine: Any, directory: Path, own: int | None) -> Iterat
 
 def _is_newest(directory: Path, own: int | None) -> bool:
     """Return what the first rank finds, on all ranks."""
-    steps: list[int | None] = [None]
-
-    def look() -> None:
-        if dist.get_rank() == 0:
-            steps[0] = _step(directory)
-
-    problem = on_all_ranks(look)
-    if problem:
-        raise StateError(problem)
-    dist.broadcast_object_list(steps, src=0)
-    return steps[0] is not None and (own is None or own <= steps[0])
+    found = result_on_all(lambda: None if dist.get_rank() else _step(directory))
+    step = gather_objects(found)[0]
+    return step is not None and (own is None or own <= step)
 
 
 def _step(directory: Path) -> int | None:
     """Return the step of the universal checkpoint that DeepSpeed would load; None without any."""
-    tag = _latest(directory)
+    tag = latest_tag(directory, _LATEST)
     if tag is None:
         return None
     files = sorted((directory / tag).glob("mp_rank_*_model_states.pt"))

@@ -34,12 +34,14 @@ LEAST_CONNECT_TIMEOUT = 5.0
 """Least timeout in seconds for connecting: short timeouts are meant for established connections."""
 LEAVE_TIMEOUT = 1.0
 """Longest time in seconds that an ending island waits until the coordinator has received its message."""
+STATUS_TIMEOUT = 5.0
+"""Longest time in seconds that a user waits for a summary."""
 _HEAD = 1 << 24
 """Largest size in bytes of a message: a round, or an anchor, of thousands of ranks."""
 
 
 class CoordinatorClient:
-    """CoordinatorClient that joins as a new island when it is made. Call it from one thread.
+    """Client that joins as a new island when it is made. Call it from one thread.
 
     Every request is repeated if a connection was lost in the meantime, so callers need not retry.
 
@@ -252,40 +254,36 @@ def _read_sources(message: Message) -> AnchorSources:
     return AnchorSources(message["version"], message["sources"])
 
 
-def status(address: str, timeout: float = 5.0, credentials: Credentials | None = None) -> dict[str, Any]:
+def status(address: str) -> dict[str, Any]:
     """Return the summary of whichever service of this package runs at `address`.
 
     Raises:
         OSError: if nothing answers there in time, or something else does.
     """
-    found = credentials or Credentials.find()
     try:
-        return _status_after(address, COORDINATOR, timeout, found)
+        return _status_after(address, COORDINATOR)
     except OtherServiceError as error:
-        return _status_after(address, error.service, timeout, found)
+        return _status_after(address, error.service)
 
 
-def forget(
-    address: str, numbers: Sequence[int], timeout: float = 5.0, credentials: Credentials | None = None
-) -> dict[str, Any]:
+def forget(address: str, numbers: Sequence[int]) -> dict[str, Any]:
     """Remove the islands `numbers` for good, and return the coordinator's summary after that.
 
     Raises:
         OSError: if no coordinator answers at `address` in time.
     """
-    request = {"kind": "forget", "numbers": list(numbers)}
-    return _status_after(address, COORDINATOR, timeout, credentials or Credentials.find(), request)
+    return _status_after(address, COORDINATOR, {"kind": "forget", "numbers": list(numbers)})
 
 
-def _status_after(
-    address: str, service: str, timeout: float, credentials: Credentials, *requests: Message
-) -> dict[str, Any]:
-    with connect(address, service, credentials, timeout, Limits(head=_HEAD, patience=timeout)) as connection:
+def _status_after(address: str, service: str, *requests: Message) -> dict[str, Any]:
+    """Send the requests of a user, and return the summary after that."""
+    limits = Limits(head=_HEAD, patience=STATUS_TIMEOUT)
+    with connect(address, service, Credentials.find(), STATUS_TIMEOUT, limits) as connection:
         for request in (*requests, {"kind": "status"}):
             connection.send(request)
-        answer = connection.receive(timeout)
+        answer = connection.receive(STATUS_TIMEOUT)
     if answer is None:
-        raise TimeoutError(f"no answer for {timeout:g} s")
+        raise TimeoutError(f"no answer for {STATUS_TIMEOUT:g} s")
     return {key: value for key, value in answer.items() if key != "kind"}
 
 

@@ -35,7 +35,7 @@ from deepspeed_compress.local_sgd.coordinator import requests
 from deepspeed_compress.local_sgd.coordinator.anchor_requests import AnchorRequests
 from deepspeed_compress.local_sgd.coordinator.membership import Membership
 from deepspeed_compress.local_sgd.coordinator.records import Saved
-from deepspeed_compress.local_sgd.coordinator.requests import Request, read_request
+from deepspeed_compress.local_sgd.coordinator.requests import AnyRequest, Request, read_request
 from deepspeed_compress.local_sgd.coordinator.rounds import Rounds
 from deepspeed_compress.local_sgd.coordinator.wire import Message
 
@@ -127,7 +127,7 @@ class Coordinator:
             }
             for one in sorted(self.membership.connected.values(), key=lambda one: one.number)
         ]
-        missing = sorted(self.membership.all_absent().items())
+        missing = sorted(self.membership.absent(since=0).items())
         running = self._rounds.running
         return {
             "run": self.saved.run,
@@ -145,7 +145,7 @@ class Coordinator:
         self._anchor_requests.answer(now)
         self._rounds.close(now)
 
-    def _check_versions(self, request: Any) -> None:
+    def _check_versions(self, request: AnyRequest) -> None:
         """Raise ValueError for a version that no round had, in a message that only an island of this run sends."""
         version = request.round if isinstance(request, requests.Vote) else getattr(request, "version", 0)
         names_run = isinstance(request, requests.Claim) or getattr(request, "run", None) is not None

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from deepspeed_compress.local_sgd.coordinator.known_islands import KnownIslands
-from deepspeed_compress.local_sgd.coordinator.reasons import absent_holders, older_state
+from deepspeed_compress.local_sgd.coordinator.reasons import absent_holders, different_terms, older_state
 from deepspeed_compress.local_sgd.coordinator.records import Holder, Island, Saved
 from deepspeed_compress.local_sgd.coordinator.requests import Join
 from deepspeed_compress.local_sgd.coordinator.wire import Message
@@ -85,15 +85,14 @@ class Membership:
         """Return the version from which the run continues: the newest one of awaited islands; 0 for none."""
         return max((self.newest_connected(), *self.known.awaited()))
 
+    def absent(self, since: int) -> Mapping[int, Holder]:
+        """Return the absent islands that have a newer anchor than version `since`, or may have one."""
+        absent = self.known.absent(self.numbers(), since)
+        return {**dict.fromkeys(self.known.missing, Holder(0)), **absent}
+
     def required_absent(self) -> Mapping[int, Holder]:
         """Return the absent islands without which the run does not continue from what is connected."""
-        absent = self.known.absent(self.numbers(), since=self.newest_connected())
-        return {**{number: Holder(0) for number in self.known.missing}, **absent}
-
-    def all_absent(self) -> Mapping[int, Holder]:
-        """Return all absent islands, as a user may look for them."""
-        absent = self.known.absent(self.numbers(), since=0)
-        return {**dict.fromkeys(self.known.missing, Holder(0)), **absent}
+        return self.absent(since=self.newest_connected())
 
     def _has_agreed_terms(self) -> bool:
         """Return True if terms have to stay as they are, because an island that has not left has agreed to them."""
@@ -114,11 +113,7 @@ class Membership:
 
     def _compare_terms(self, join: Join) -> str | None:
         terms = (self.saved.terms or {}) if self._has_agreed_terms() else join.terms
-        texts = [
-            f"{key} is {join.terms.get(key)!r}, that of the others {terms.get(key)!r}"
-            for key in {**join.terms, **terms}
-            if terms.get(key) != join.terms.get(key)
-        ]
-        if texts and not self.connected:
-            texts.append(absent_holders(self.known.absent((), since=0)))
-        return "; ".join(texts) or None
+        text = different_terms(join.terms, terms)
+        if text and not self.connected:
+            return f"{text}; {absent_holders(self.known.absent((), since=0))}"
+        return text or None

@@ -1,12 +1,15 @@
 """Reasons for which islands wait or are refused, with the names of islands and what to do."""
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 from deepspeed_compress.local_sgd.coordinator.records import Holder, Saved
 from deepspeed_compress.local_sgd.coordinator.requests import Join
 
 _SHOWN = 20
 """Most islands that a reason names."""
+_DIFFERENCES, _LONGEST = 10, 200
+"""Most differences between terms that a reason names, and most characters of each name and value."""
 
 
 def names_of(islands: Mapping[int, str]) -> str:
@@ -56,6 +59,15 @@ def older_state(join: Join, saved: Saved) -> str:
         f"island {join.number} with version {join.version} is not known to run {saved.run}, which has had "
         f"{saved.next_number} islands and {saved.next_round - 1} versions: the coordinator was started from an older "
         "state; start it from the newest one"
+    )
+
+
+def different_terms(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """Return in which terms an island differs from the others; "" if in none."""
+    different = [key for key in dict.fromkeys([*own, *theirs]) if own.get(key) != theirs.get(key)]
+    return "; ".join(
+        f"{key[:_LONGEST]} is {repr(own.get(key))[:_LONGEST]}, that of the others {repr(theirs.get(key))[:_LONGEST]}"
+        for key in different[:_DIFFERENCES]
     )
 
 

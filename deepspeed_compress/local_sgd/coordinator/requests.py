@@ -3,10 +3,9 @@
 import json
 import math
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
 from deepspeed_compress.transport.errors import ProtocolError
 
@@ -131,28 +130,15 @@ class Forget(Request):
     numbers: Annotated[list[_Count], Field(max_length=1 << 16)]
 
 
-_KINDS: Mapping[str, type[Request]] = MappingProxyType(
-    {
-        "join": Join,
-        "beat": Beat,
-        "ready": Ready,
-        "claim": Claim,
-        "arrive": Arrive,
-        "vote": Vote,
-        "sources": Sources,
-        "leave": Leave,
-        "forget": Forget,
-    }
-)
+AnyRequest = Annotated[
+    Join | Beat | Ready | Claim | Arrive | Vote | Sources | Leave | Forget, Field(discriminator="kind")
+]
+_ANY_REQUEST: TypeAdapter[AnyRequest] = TypeAdapter(AnyRequest)
 
 
-def read_request(message: Mapping[str, Any]) -> Any:
+def read_request(message: Mapping[str, Any]) -> AnyRequest:
     """Return `message` as the request of its kind. Raises ValueError if it is not a valid request."""
-    kind = message.get("kind")
-    found = _KINDS.get(kind) if isinstance(kind, str) else None
-    if found is None:
-        raise ValueError(f"unknown kind of message: {repr(kind)[:80]} (allowed: {', '.join(_KINDS)})")
-    return found.model_validate(dict(message))
+    return _ANY_REQUEST.validate_python(dict(message))
 
 
 def check_request(message: Mapping[str, Any]) -> None:

@@ -132,13 +132,12 @@ def island_server(
     host: str,
     port: int,
     report: Callable[[str], None] = ignore,
-    credentials: Credentials | None = None,
 ) -> "Server":
     """Return a server for a coordinator of islands, which continues from the state in `file`, if any."""
     saved = file.read() if file is not None else None
     machine = Coordinator(saved or Saved(), came_back=saved is not None)
     service = Service(COORDINATOR, "island", check_request, frozenset({"forget"}))
-    return Server(service, machine, file, host, port, report, credentials or Credentials.find())
+    return Server(service, machine, file, host, port, report, Credentials.find())
 
 
 @dataclass(frozen=True)

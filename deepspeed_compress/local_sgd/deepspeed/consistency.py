@@ -2,28 +2,16 @@
 
 import hashlib
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from deepspeed_compress.backends.deepspeed.weights.copies import fingerprint, held_data, named_untrained
+from deepspeed_compress.backends.deepspeed.weights.copies import fingerprint, held_data
 from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasterWeights
 from deepspeed_compress.errors import CompressWarning
-from deepspeed_compress.local_sgd.deepspeed.exchanged_parameters import matches
-
-
-def untrained_parameters(engine: Any, trained: Collection[str], own: Sequence[str]) -> list[Parameter]:
-    """Return the parameters that islands neither train nor keep to themselves.
-
-    Args:
-        engine: the engine.
-        trained: the names of parameters of which some rank of the island has master weights.
-        own: the patterns of parameters that each island keeps to itself.
-    """
-    return [parameter for name, parameter in named_untrained(engine, trained) if not matches(own, name)]
 
 
 def digest_parameters(fixed: Sequence[Parameter]) -> str:

@@ -6,13 +6,11 @@ overwrite for each other.
 """
 
 import atexit
-import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ import torch.distributed as dist
 from deepspeed_compress.backends.deepspeed.division import divide_data
 from deepspeed_compress.backends.deepspeed.units import IslandUnit
 from deepspeed_compress.backends.deepspeed.weights.copies import check_equal_layouts, copy_weights
-from deepspeed_compress.backends.deepspeed.weights.master_weights import find_master_weights
+from deepspeed_compress.checkpointing.catalog import LATEST, latest_tag
 from deepspeed_compress.checkpointing.deepspeed.participants import (
     LoadRequest,
     Participant,
@@ -34,22 +32,18 @@ from deepspeed_compress.collectives.reducer import StepClock
 from deepspeed_compress.collectives.reduction import Groups, ReductionContext
 from deepspeed_compress.compression import state
 from deepspeed_compress.compression.residuals import ResidualStores
-from deepspeed_compress.config import CompressConfig, masked
 from deepspeed_compress.config.islands import island_directory
-from deepspeed_compress.errors import CompressWarning, StateError
-from deepspeed_compress.local_sgd.deepspeed.consistency import (
-    recover_from_divergence,
-    untrained_parameters,
-)
-from deepspeed_compress.local_sgd.deepspeed.exchanged_parameters import select_exchanged
-from deepspeed_compress.local_sgd.deepspeed.moments import find_second_moments
+from deepspeed_compress.errors import StateError
+from deepspeed_compress.local_sgd.deepspeed.consistency import recover_from_divergence
+from deepspeed_compress.local_sgd.deepspeed.exchanged_parameters import find_exchanged
 from deepspeed_compress.local_sgd.deepspeed.rates import rates_of, warn_of_unequal_rates
-from deepspeed_compress.local_sgd.deepspeed.replicated import check_equal_blocks, divide_replicated
+from deepspeed_compress.local_sgd.deepspeed.replicated import SharedLayers
+from deepspeed_compress.local_sgd.deepspeed.state_files import ExchangeFiles, first_file
 from deepspeed_compress.local_sgd.deepspeed.tags import ISLAND, check_tag, tag_of_file
 from deepspeed_compress.local_sgd.fixed_exchange import FixedExchange
 from deepspeed_compress.session.parts import Parts
 from deepspeed_compress.session.patches import Patches
-from deepspeed_compress.session.state_files import check_owners, on_all_ranks
+from deepspeed_compress.session.state_files import result_on_all
 
 
 def attach_islands(
@@ -63,28 +57,21 @@ def attach_islands(
     run, settings, patches = replace(parts.run, clock=StepClock()), parts.config.islands, parts.patches
     assert settings is not None, "attached for a section without islands"
     stores = ResidualStores(transactional=False)
-    trained = find_master_weights(engine)
-    master_weights, shared = select_exchanged(settings.own, trained, parameters)
-    moments = find_second_moments(engine, settings, master_weights)
-    if unit.tensor > 1 and moments is not None:
-        check_equal_blocks(master_weights, parameters, unit)
-    if unit.tensor > 1:
-        master_weights = divide_replicated(master_weights, parameters, unit)
+    found = find_exchanged(engine, settings, parameters, SharedLayers(unit.tensor, unit.ranks, unit.whole))
+    master_weights = found.master_weights
     check_equal_layouts(master_weights, unit)
     _warn_of_unequal_rates(engine)
-    names = gather_objects([one.parameter for one in trained.slices])
     # No exchange sends untrained weights.
-    copy_weights(untrained_parameters(engine, {*chain(*names)}, settings.own), engine.device, unit.peers)
-    reduction_context = ReductionContext(
-        Groups(unit.peers, downward=unit.downward), shared, stores, run, traffic="bytes_islands"
-    )
+    copy_weights(found.untrained, engine.device, unit.peers)
+    groups = Groups(unit.peers, downward=unit.downward)
+    reduction_context = ReductionContext(groups, found.parameters, stores, run, traffic="bytes_islands")
     exchange = FixedExchange(
         settings,
         master_weights,
         reduction_context,
         unit.whole,
         unit.number,
-        moments,
+        found.moments,
         partial(recover_from_divergence, engine, master_weights, parts.residuals.clear),
     )
     divide_data(engine, unit, patches)
@@ -94,7 +81,9 @@ def attach_islands(
     atexit.register(end)
     patches.precede(engine, "destroy", end)
     patches.on_undo(end)
-    return exchange, _Files(engine, unit, exchange, parts.config)
+    # The number of islands may change between saving and loading. Their number of ranks may not.
+    position = state.Position(unit.number, unit.count, unit.place, len(unit.ranks))
+    return exchange, _Files(unit, exchange, ExchangeFiles(engine, parts.config, stores, position))
 
 
 def _warn_of_unequal_rates(engine: Any) -> None:
@@ -132,7 +121,7 @@ class _Directory(Participant):
         tag = request.tag
         if tag is None:
             # DeepSpeed writes `latest` only on the first rank of the job.
-            tag = _latest(_base(request.directory))
+            tag = latest_tag(_base(request.directory))
         else:
             check_tag(tag)
         yield replace(request, directory=self._own(request.directory), tag=tag)
@@ -159,18 +148,9 @@ class _Files(Participant):
     rank (`state`).
     """
 
-    engine: Any
     unit: IslandUnit
     exchange: FixedExchange
-    config: CompressConfig
-
-    @property
-    def position(self) -> state.Position:
-        """Return the position of this rank among all islands.
-
-        The number of islands may change between saving and loading. Their number of ranks may not.
-        """
-        return state.Position(self.unit.number, self.unit.count, self.unit.place, len(self.unit.ranks))
+    files: ExchangeFiles
 
     @contextmanager
     def saving(self, request: SaveRequest) -> Iterator[SaveRequest]:
@@ -186,12 +166,10 @@ class _Files(Participant):
         self.exchange.finish()
         mine = _directory(base, self.unit.number)
         (mine / tag).mkdir(parents=True, exist_ok=True)
-        problems = on_all_ranks(partial(self._save_state, base / tag))
-        if problems:
-            raise StateError(f"the state of islands is not saved: {problems}")
+        result_on_all(partial(self.files.save, base / tag, {}), problem="the state of islands is not saved: ")
         yield replace(request, directory=str(mine))
         if self.unit.number and dist.get_rank() == self.unit.ranks[0] and request.save_latest:
-            (mine / "latest").write_text(tag, encoding="utf-8")
+            (mine / LATEST).write_text(tag, encoding="utf-8")
         dist.barrier()
 
     @contextmanager
@@ -202,9 +180,9 @@ class _Files(Participant):
         """
         self.exchange.discard()
         base = _base(request.directory)
-        tag = _latest(base) if request.tag is None else request.tag
+        tag = latest_tag(base) if request.tag is None else request.tag
         islands = 1 if tag is None else _saved_islands(base / tag)
-        if not self.engine.load_universal_checkpoint():
+        if not self.files.engine.load_universal_checkpoint():
             # Each directory has its own `latest`, which is outdated for an island that was not part of the last save.
             request = replace(request, tag=tag)
         yield replace(request, directory=str(_directory(base, self.unit.number % islands)))
@@ -234,54 +212,31 @@ class _Files(Participant):
                 "a tag"
             )
 
-    def _save_state(self, directory: Path) -> None:
-        kept = state.contents(
-            self.exchange.stores.by_name,
-            self.position,
-            int(self.engine.zero_optimization_stage()),
-            self.engine.global_steps,
-            1.0,
-            masked(self.config.model_dump(mode="json")),
-            {},
-        )
-        state.write(kept, state.state_file(directory, dist.get_rank(), _STEM))
-
     def _load_state(self, directory: Path | None) -> None:
         """Restore the exchange state. If there is none, all islands start with the weights that the first one loaded.
 
         Raises:
             StateError: it cannot be restored, and `on_missing_state` is "error".
         """
-        if directory is None or not state.state_file(directory, 0, _STEM).exists():
-            self.exchange.start()
-            return
-        problems = on_all_ranks(partial(self._restore, directory))
-        if not problems:
+        reset = "islands start from the weights of the first one"
+        if (
+            directory is not None
+            and first_file(directory).exists()
+            and self.files.restored_on_all(partial(self._restore, directory), reset)
+        ):
             self.exchange.complete()
-            return
-        if self.config.on_missing_state == "error":
-            raise StateError(
-                f'{problems}. Restore the file, or write "on_missing_state": "reset" into deepspeed_compress (allowed: '
-                '"error", "reset"): all islands then start from the weights of the first one'
-            )
-        warnings.warn(f"islands start from the weights of the first one: {problems}", CompressWarning, stacklevel=4)
-        self.exchange.start()
+        else:
+            self.exchange.start()
 
     def _restore(self, directory: Path) -> None:
-        ranks = state.read_description(state.state_file(directory, 0, _STEM)).position.groups
-        if ranks != self.position.groups:
+        ranks, own = state.read_description(first_file(directory)).position.groups, self.files.position.groups
+        if ranks != own:
             raise StateError(
-                f"{directory} was saved by islands of {ranks} ranks, and these have {self.position.groups} (allowed: "
-                "the same number); start islands of that size"
+                f"{directory} was saved by islands of {ranks} ranks, and these have {own} (allowed: the same number); "
+                "start islands of that size"
             )
-        found = state.sources(directory, dist.get_rank(), self.position, _STEM)
-        check_owners(found[0][1], self.config)
-        stores, device = self.exchange.stores.by_name, self.engine.device
-        if not state.restore(stores, found, self.position, 1.0, device):
+        if not self.files.restore(directory):
             self.exchange.discard_unowned_means()
-
-
-_STEM = "deepspeed_compress_islands"
 
 
 def _base(directory: str | Path) -> Path:
@@ -294,12 +249,7 @@ def _directory(base: Path, island: int) -> Path:
     return base / island_directory(island)
 
 
-def _latest(base: Path) -> str | None:
-    file = base / "latest"
-    return file.read_text(encoding="utf-8").strip() if file.is_file() else None
-
-
 def _saved_islands(directory: Path) -> int:
     """Return the number of islands that saved the checkpoint in the tag `directory`; 1 for a job without islands."""
-    first = state.state_file(directory, 0, _STEM)
+    first = first_file(directory)
     return state.read_description(first).position.size if first.exists() else 1

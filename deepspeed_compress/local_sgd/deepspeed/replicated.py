@@ -6,7 +6,6 @@ between islands only once, compressed like the others, and all copies stay bit-i
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,41 +21,24 @@ _Range = tuple[str, int, int]
 """A parameter, its first element, and the end (exclusive)."""
 
 
-class SharedLayers(Protocol):
+@dataclass(frozen=True)
+class SharedLayers:
     """Ranks of an island, of which `tensor` consecutive ones share each layer.
 
     Attributes:
         tensor: the number of ranks that share each layer.
         ranks: the global ranks of the island.
-        whole: the group of these ranks.
-        place: the index of this rank in the island.
+        whole: the group of these ranks; None for all ranks of the job.
     """
-
-    @property
-    def tensor(self) -> int: ...
-    @property
-    def ranks(self) -> Sequence[int]: ...
-    @property
-    def whole(self) -> ProcessGroup: ...
-    @property
-    def place(self) -> int: ...
-
-
-@dataclass(frozen=True)
-class WholeJob:
-    """All ranks of a job, which are one island; see `SharedLayers`."""
 
     tensor: int
     ranks: Sequence[int]
-    whole: ProcessGroup
-    place: int
+    whole: ProcessGroup | None
 
-    @classmethod
-    def of_all(cls, tensor: int) -> "WholeJob":
-        """Return the ranks of this job. `tensor` consecutive ones share each layer."""
-        whole = dist.group.WORLD
-        assert whole is not None, "an engine exists, so torch.distributed is initialized"
-        return cls(tensor, range(dist.get_world_size()), whole, dist.get_rank())
+    @property
+    def place(self) -> int:
+        """Return the index of this rank in the island."""
+        return self.ranks.index(dist.get_rank())
 
 
 def divide_replicated(

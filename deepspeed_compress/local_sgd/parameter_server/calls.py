@@ -5,13 +5,16 @@ Numbers are exact integers below 2**63: `True`, `1.0` and `"1"` are not.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from deepspeed_compress.config import Islands
-from deepspeed_compress.transport.connection import Buffer
 from deepspeed_compress.transport.frames import Head
 
+T = TypeVar("T")
 LARGEST = 2**63 - 1
 MOST_RANKS = 2**16
 MOST_DIMENSIONS = 64
@@ -19,21 +22,11 @@ MOST_CHARACTERS = 1000
 """Most characters of the name of a parameter, and of other texts."""
 _SHOWN = 60
 
-Slice = tuple[str, int, int]
-"""Name of a parameter, index of its first element, and number of elements."""
-
 
 def integer(value: Any, name: str, least: int = 0, most: int = LARGEST) -> int:
     """Return `value`. Raises ValueError unless it is an exact integer from `least` to `most`."""
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{name} is {shown(value)} (allowed: an integer from {least} to {most})")
-    return value
-
-
-def text(value: Any, name: str) -> str:
-    """Return `value`. Raises ValueError unless it is a string of at most `MOST_CHARACTERS`."""
-    if type(value) is not str or len(value) > MOST_CHARACTERS:
-        raise ValueError(f"{name} is {shown(value)} (allowed: a string of at most {MOST_CHARACTERS} characters)")
     return value
 
 
@@ -46,6 +39,29 @@ def shown(value: Any) -> str:
     return repr(value)[:_SHOWN]
 
 
+def read_as(adapter: TypeAdapter[T], given: Any) -> T:
+    """Return `given` as the type of `adapter`. Raises ValueError for the first field that does not fit."""
+    try:
+        return adapter.validate_python(given)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = ".".join(map(str, first["loc"])) or "it"
+        allowed = first["msg"].replace("Input should be ", "allowed: ")
+        raise ValueError(f"{name} is {shown(first['input'])} ({allowed})") from error
+
+
+def _checked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    integer(math.prod(shape), "the number of elements")
+    return shape
+
+
+Count = Annotated[int, Field(strict=True, ge=0, le=LARGEST)]
+Text = Annotated[str, Field(strict=True, max_length=MOST_CHARACTERS)]
+Slice = tuple[Text, Count, Count]
+"""Name of a parameter, index of its first element, and number of elements."""
+Shape = Annotated[tuple[Count, ...], Field(max_length=MOST_DIMENSIONS), AfterValidator(_checked_shape)]
+
+
 @dataclass(frozen=True)
 class Terms:
     """Settings that all islands of a run share.
@@ -56,8 +72,8 @@ class Terms:
         settings: How pushes are compressed (`exchange`), and how the anchor moves (`outer`).
     """
 
-    ranks: int
-    max_staleness: int
+    ranks: Annotated[int, Field(strict=True, ge=1, le=MOST_RANKS)]
+    max_staleness: Annotated[int, Field(strict=True, ge=1, le=LARGEST)]
     settings: Islands
 
     @classmethod
@@ -65,42 +81,51 @@ class Terms:
         """Return the terms that an island has sent. Raises ValueError."""
         if not isinstance(given, Mapping):
             raise ValueError(f"terms are {shown(given)} (allowed: an object)")
-        settings = Islands.model_validate({key: given.get(key) for key in ("exchange", "outer")})
-        ranks = integer(given.get("ranks"), "ranks", 1, MOST_RANKS)
-        return cls(ranks, integer(given.get("max_staleness"), "max_staleness", 1), settings)
+        return read_as(_TERMS, {**given, "settings": {key: given.get(key) for key in ("exchange", "outer")}})
+
+
+@dataclass(frozen=True)
+class Sender:
+    """Island that sends a message, and proof that the sender is the process that entered or resumed it."""
+
+    number: Count
+    token: Text = ""
+
+    @classmethod
+    def read(cls, head: Head) -> "Sender":
+        """Return the sender of the message with `head`. Raises ValueError."""
+        return read_as(_SENDER, head)
 
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's part of a call.
+    """One rank's part of a call, without its body.
 
     Attributes:
         kind: `fresh`, `seed` or `push`.
         number: Number of the island.
         place: Rank within the island.
         call: Number of the call, counted by the island from 1.
+        size: Bytes of the body: payload of a push, or weights of a seed in fp32.
         step: Step of the island's learning-rate schedule.
         token: Proof that the sender is the process that entered or resumed the island.
         samples: For a push: samples since the last one. 0 if the island has diverged, and sends nothing.
         claim: For a seed: version of the weights in a checkpoint, 0 for new ones.
         layout: For a seed: slices of parameters, in the order of the body.
         shapes: For a seed: shapes of the parameters in `layout`.
-        size: Bytes of the body.
-        body: Payload of a push, or weights of a seed in fp32. Empty until it is read.
     """
 
-    kind: str
-    number: int
-    place: int
-    call: int
-    step: int = 0
-    token: str = ""
-    samples: int = 0
-    claim: int = 0
-    layout: Sequence[Slice] = ()
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    size: int = 0
-    body: Buffer = field(default=b"", repr=False)
+    kind: Literal["fresh", "seed", "push"]
+    number: Count
+    place: Count
+    call: Count
+    size: Count
+    step: Count = 0
+    token: Text = ""
+    samples: Count = 0
+    claim: Annotated[int, Field(strict=True, ge=0, le=LARGEST // 2)] = 0
+    layout: tuple[Slice, ...] = ()
+    shapes: dict[Text, Shape] = field(default_factory=dict)
 
     @property
     def common(self) -> tuple[str, int, int, int, int]:
@@ -108,53 +133,25 @@ class Part:
         return self.kind, self.number, self.call, self.samples, self.claim
 
 
-def read_part(head: Head, body: Buffer) -> Part:
-    """Return one rank's part of a call. Raises ValueError."""
-    return replace(read_head(head, len(body)), body=body)
+_TERMS, _SENDER, _PART = TypeAdapter(Terms), TypeAdapter(Sender), TypeAdapter(Part)
+_FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {"fresh": frozenset(), "seed": frozenset({"claim", "layout", "shapes"}), "push": frozenset({"samples"})}
+)
+"""Fields that belong to one kind of call."""
 
 
-def read_head(head: Head, size: int) -> Part:
-    """Return one rank's part of a call without its body, which has `size` bytes. Raises ValueError."""
-    kind = head.get("kind")
-    if type(kind) is not str or kind not in _BODIES:
-        raise ValueError(f"kind is {shown(kind)} (allowed: {', '.join(_BODIES)})")
-    number, place, call = (integer(head.get(name), name) for name in ("number", "place", "call"))
-    step, token = integer(head.get("step", 0), "step"), text(head.get("token", ""), "token")
-    samples = integer(head.get("samples"), "samples") if kind == "push" else 0
-    seed = _read_seed(head) if kind == "seed" else {}
-    part = Part(str(kind), number, place, call, step=step, token=token, samples=samples, size=size, **seed)
-    expected = _BODIES[part.kind](part)
-    if expected is not None and size != expected:
-        raise ValueError(f"the body of a {kind} has {size} bytes (allowed: {expected})")
+def read_part(head: Head, size: int) -> Part:
+    """Return one rank's part of a call, whose body has `size` bytes. Raises ValueError."""
+    part = read_as(_PART, {**head, "size": size})
+    given = frozenset[str]().union(*_FIELDS.values()) & head.keys()
+    if given != _FIELDS[part.kind]:
+        raise ValueError(f"a {part.kind} has {sorted(given)} (allowed: {sorted(_FIELDS[part.kind])})")
+    check_slices(part.layout, part.shapes)
+    expected = 4 * sum(numel for _, _, numel in part.layout)
+    # Only the codec knows the size of a push with samples.
+    if size != expected and not part.samples:
+        raise ValueError(f"the body of a {part.kind} has {size} bytes (allowed: {expected})")
     return part
-
-
-def _read_seed(head: Head) -> dict[str, Any]:
-    shapes, layout = read_shapes(head.get("shapes")), read_layout(head.get("layout"))
-    check_slices(layout, shapes)
-    return {"claim": integer(head.get("claim"), "claim", most=LARGEST // 2), "layout": layout, "shapes": shapes}
-
-
-def read_shapes(given: Any) -> dict[str, tuple[int, ...]]:
-    """Return shapes by the name of the parameter. Raises ValueError."""
-    if not isinstance(given, Mapping):
-        raise ValueError(f"shapes are {shown(given)} (allowed: an object)")
-    return {text(name, "the name of a parameter"): _read_shape(shape, name) for name, shape in given.items()}
-
-
-def _read_shape(given: Any, name: str) -> tuple[int, ...]:
-    if not isinstance(given, list | tuple) or len(given) > MOST_DIMENSIONS:
-        raise ValueError(f"the shape of {name} is {shown(given)} (allowed: a list of at most {MOST_DIMENSIONS})")
-    shape = tuple(integer(size, f"the shape of {name}") for size in given)
-    integer(math.prod(shape), f"the number of elements of {name}")
-    return shape
-
-
-def read_layout(given: Any) -> tuple[Slice, ...]:
-    """Return slices of parameters, each sent as [name, begin, numel]. Raises ValueError."""
-    if not isinstance(given, list | tuple) or any(not isinstance(one, list | tuple) or len(one) != 3 for one in given):
-        raise ValueError(f"layout is {shown(given)} (allowed: a list of [name, begin, numel])")
-    return tuple((text(name, "name"), integer(begin, "begin"), integer(numel, "numel")) for name, begin, numel in given)
 
 
 def check_slices(layout: Sequence[Slice], shapes: Mapping[str, Sequence[int]]) -> None:
@@ -163,11 +160,3 @@ def check_slices(layout: Sequence[Slice], shapes: Mapping[str, Sequence[int]]) -
         if name not in shapes:
             raise ValueError(f"layout names {name}, whose shape is missing (allowed: parameters in shapes)")
         integer(begin + numel, f"the end of a slice of {name}", most=math.prod(shapes[name]))
-
-
-_BODIES: Mapping[str, Any] = {
-    "fresh": lambda part: 0,
-    "seed": lambda part: 4 * sum(numel for _, _, numel in part.layout),
-    "push": lambda part: None if part.samples else 0,
-}
-"""Function that returns the body size in bytes of each kind; None if only the codec knows it."""

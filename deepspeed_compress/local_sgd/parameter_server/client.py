@@ -36,7 +36,6 @@ class PushClient:
         timeout: seconds of network silence after which a connection is considered lost.
         give_up: seconds without an answer after which a call fails.
         pace: waits until a body of so many bytes may be sent.
-        credentials: credentials of this side; None for those that the environment and the user's files name.
     """
 
     def __init__(
@@ -45,10 +44,9 @@ class PushClient:
         timeout: float,
         give_up: float,
         pace: Callable[[int], None] = lambda size: None,
-        credentials: Credentials | None = None,
     ) -> None:
         self._address, self._timeout, self._give_up, self._pace = address, timeout, give_up, pace
-        self._credentials = credentials or Credentials.find()
+        self._credentials = Credentials.find()
         self._connection: Connection | None = None
         self._calling = threading.Lock()
         self._has_answered = False

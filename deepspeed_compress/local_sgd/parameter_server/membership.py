@@ -3,16 +3,9 @@
 import hmac
 import time
 from dataclasses import dataclass
-from typing import Protocol
 
 from deepspeed_compress.local_sgd.parameter_server.records import Records
-
-
-class Caller(Protocol):
-    """Connection of a rank."""
-
-    def has_hung_up(self) -> bool:
-        """Return True if the other side has closed the connection."""
+from deepspeed_compress.transport.connection import Connection
 
 
 @dataclass(frozen=True)
@@ -36,11 +29,11 @@ class Membership:
 
     def __init__(self, room: Room) -> None:
         self._room = room
-        self._connected: dict[int, Caller] = {}
+        self._connected: dict[int, Connection] = {}
         self._heard: dict[int, float] = {}
         self._begun = time.monotonic()
 
-    def record_call(self, number: int, caller: Caller) -> None:
+    def record_call(self, number: int, caller: Connection) -> None:
         """Record a call of island `number`."""
         self._connected[number], self._heard[number] = caller, time.monotonic()
 
@@ -48,7 +41,7 @@ class Membership:
         """Return True if the first rank of an island is connected."""
         return number in self._connected
 
-    def lose(self, caller: Caller) -> list[int]:
+    def lose(self, caller: Connection) -> list[int]:
         """Record that a connection has ended. Return the islands that it belonged to, which may call again."""
         found = [number for number, one in self._connected.items() if one is caller]
         for number in found:

@@ -1,23 +1,28 @@
 """State of a parameter server except tensors: plain data, replaced as a whole, and validated on reading."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter, with_config
 
 from deepspeed_compress.local_sgd.parameter_server.calls import (
+    Shape,
     Slice,
     Terms,
+    Text,
     check_slices,
-    read_layout,
-    read_shapes,
+    read_as,
     shown,
-    text,
 )
 
-T = TypeVar("T")
+Natural = Annotated[int, Field(strict=True, ge=0)]
+"""Exact integer from 0. A sum over pushes may exceed 2**63."""
+Number = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+_ONLY_THESE = ConfigDict(extra="forbid")
 
 
+@with_config(_ONLY_THESE)
 @dataclass(frozen=True)
 class Island:
     """Record of an island.
@@ -31,26 +36,20 @@ class Island:
         has_left: True if it has left.
     """
 
-    call: int = 0
-    version: int = 0
-    samples: int = 0
-    weight: float = 1.0
-    token: str = ""
-    has_left: bool = False
+    call: Natural = 0
+    version: Natural = 0
+    samples: Natural = 0
+    weight: Annotated[Number, Field(le=1)] = 1.0
+    token: Text = ""
+    has_left: Annotated[bool, Field(strict=True)] = False
 
     @classmethod
     def read(cls, found: Any) -> "Island":
-        """Return the island that a file holds. Raises ValueError."""
-        island = _built(cls, found)
-        for name in ("call", "version", "samples"):
-            _natural(getattr(island, name), name)
-        text(island.token, "token")
-        if type(island.has_left) is not bool:
-            raise ValueError(f"has_left is {shown(island.has_left)} (allowed: true, false)")
-        _fraction(island.weight, "weight", 1.0)
-        return island
+        """Return the island with the fields `found`. Raises ValueError."""
+        return read_as(_ISLAND, found)
 
 
+@with_config(_ONLY_THESE)
 @dataclass(frozen=True)
 class Records:
     """All records except tensors.
@@ -71,71 +70,45 @@ class Records:
         islands: Islands by number; the one that called last is last.
     """
 
-    run: str
+    run: Text
     terms: Mapping[str, Any] | None = None
-    version: int = 0
-    samples: int = 0
-    pushes: int = 0
-    seeded: int = 0
-    claimed: int = 0
-    pending: float = 0.0
-    step: int = 0
-    next_number: int = 0
-    layouts: Sequence[Sequence[Slice]] = ()
-    shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    islands: Mapping[int, Island] = field(default_factory=dict)
+    version: Natural = 0
+    samples: Natural = 0
+    pushes: Natural = 0
+    seeded: Natural = 0
+    claimed: Natural = 0
+    pending: Number = 0.0
+    step: Natural = 0
+    next_number: Natural = 0
+    layouts: tuple[tuple[Slice, ...], ...] = ()
+    shapes: dict[Text, Shape] = field(default_factory=dict)
+    islands: dict[int, Island] = field(default_factory=dict)
 
     @classmethod
     def read(cls, found: Any) -> "Records":
         """Return the records from the result of `as_json`. Raises ValueError."""
-        records = _built(cls, found)
-        text(records.run, "run")
-        for name in ("version", "samples", "pushes", "seeded", "claimed", "step", "next_number"):
-            _natural(getattr(records, name), name)
-        _fraction(records.pending, "pending", math.inf)
-        if not isinstance(records.layouts, list | tuple) or not isinstance(records.islands, Mapping):
-            raise ValueError(f"layouts are {shown(records.layouts)}, islands {shown(records.islands)}")
-        layouts, shapes = tuple(read_layout(one) for one in records.layouts), read_shapes(records.shapes)
-        for layout in layouts:
-            check_slices(layout, shapes)
-        islands = {int(number): Island.read(one) for number, one in records.islands.items()}
+        records = read_as(_RECORDS, found)
+        for layout in records.layouts:
+            check_slices(layout, records.shapes)
+        islands = records.islands
         if any(not 0 <= number < records.next_number for number in islands):
             raise ValueError(f"islands are {shown(list(islands))} (allowed: numbers below {records.next_number})")
         ahead = [one for one in islands.values() if one.version > records.version or one.samples > records.samples]
         if ahead:
             raise ValueError(f"an island is ahead of the anchor: {ahead[0]}")
-        _check_places(records, len(layouts))
-        return cls(**{**vars(records), "layouts": layouts, "shapes": shapes, "islands": islands})
+        records._check_places()
+        return records
 
     def as_json(self) -> dict[str, Any]:
         """Return the records as `read` takes them."""
         return asdict(self)
 
-
-def _check_places(records: Records, places: int) -> None:
-    if records.terms is None and (records.version or records.islands):
-        raise ValueError("there are islands, and no terms")
-    ranks = Terms.read(records.terms).ranks if records.version else 0
-    if places != ranks:
-        raise ValueError(f"there are layouts of {places} places (expected: {ranks})")
-
-
-def _built(cls: type[T], found: Any) -> T:
-    known = cls.__annotations__.keys()
-    if not isinstance(found, Mapping) or not found.keys() <= known:
-        raise ValueError(f"expected an object with {', '.join(sorted(known))}; got {shown(found)}")
-    try:
-        return cls(**found)
-    except TypeError as error:
-        raise ValueError(f"{error}") from error
+    def _check_places(self) -> None:
+        if self.terms is None and (self.version or self.islands):
+            raise ValueError("there are islands, and no terms")
+        ranks = Terms.read(self.terms).ranks if self.version else 0
+        if len(self.layouts) != ranks:
+            raise ValueError(f"there are layouts of {len(self.layouts)} places (expected: {ranks})")
 
 
-def _natural(value: Any, name: str) -> None:
-    """Raise ValueError unless `value` is an exact integer from 0. A sum over pushes may exceed 2**63."""
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{name} is {shown(value)} (allowed: an integer from 0)")
-
-
-def _fraction(value: Any, name: str, most: float) -> None:
-    if type(value) not in (int, float) or not 0 <= value <= most or not math.isfinite(value):
-        raise ValueError(f"{name} is {shown(value)} (allowed: a number from 0)")
+_ISLAND, _RECORDS = TypeAdapter(Island), TypeAdapter(Records)

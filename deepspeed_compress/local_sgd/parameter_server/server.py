@@ -16,7 +16,6 @@ from deepspeed_compress.transport.connection import Connection
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.frames import Limits
 from deepspeed_compress.transport.rate_limited_log import ignore
-from deepspeed_compress.transport.server import DEFAULT_BOUNDS, Bounds
 from deepspeed_compress.transport.server import Server as TransportServer
 
 LIMITS = Limits(head=1 << 24)
@@ -32,8 +31,6 @@ class Server:
         port: port to listen at.
         report: receives log lines.
         room: limit on the number of islands.
-        credentials: credentials of this side; None for those that the environment and the user's files name.
-        bounds: limits on the number of connections.
 
     Raises:
         ConfigError: if there are no credentials.
@@ -48,11 +45,9 @@ class Server:
         port: int,
         report: Callable[[str], None] = ignore,
         room: Room = DEFAULT_ROOM,
-        credentials: Credentials | None = None,
-        bounds: Bounds = DEFAULT_BOUNDS,
     ) -> None:
-        own = credentials or Credentials.find()
-        self._server = TransportServer(PARAMETER_SERVER, self._serve, host, port, own, LIMITS, bounds, report)
+        credentials = Credentials.find()
+        self._server = TransportServer(PARAMETER_SERVER, self._serve, host, port, credentials, LIMITS, log=report)
         self.port = self._server.port
         try:
             self.service = Service(log, report, room)

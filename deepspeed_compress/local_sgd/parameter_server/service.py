@@ -4,22 +4,16 @@ import secrets
 import threading
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from deepspeed_compress.local_sgd.parameter_server.calls import Part, integer, read_head, read_part, shown
+from deepspeed_compress.local_sgd.parameter_server.calls import Part, Sender, integer, read_part, shown
 from deepspeed_compress.local_sgd.parameter_server.client import LARGEST_BODY
-from deepspeed_compress.local_sgd.parameter_server.membership import (
-    DEFAULT_ROOM,
-    Caller,
-    Membership,
-    Room,
-    check_holder,
-)
+from deepspeed_compress.local_sgd.parameter_server.membership import DEFAULT_ROOM, Membership, Room, check_holder
 from deepspeed_compress.local_sgd.parameter_server.push_log import Entry, PushLog
 from deepspeed_compress.local_sgd.parameter_server.records import Records
 from deepspeed_compress.local_sgd.parameter_server.store import Change, Store
-from deepspeed_compress.transport.connection import Buffer
+from deepspeed_compress.transport.connection import Buffer, Connection
 from deepspeed_compress.transport.frames import Head
 
 Answer = tuple[Head, Buffer]
@@ -34,7 +28,7 @@ class _Call:
     """Call that waits for the parts of all ranks, or that was carried out, with `answers` by place."""
 
     first: Part
-    parts: dict[int, tuple[Head, Part]] = field(default_factory=dict)
+    parts: dict[int, tuple[Part, Head, Buffer]] = field(default_factory=dict)
     answers: dict[int, Answer] | None = None
 
 
@@ -57,7 +51,7 @@ class Service:
         self._calls: dict[int, _Call] = {}
         self._members = Membership(room)
 
-    def handle(self, head: Head, body: Buffer, caller: Caller) -> Answer:
+    def handle(self, head: Head, body: Buffer, caller: Connection) -> Answer:
         """Return the answer to a message of a rank. An invalid message is refused, and changes nothing.
 
         Raises:
@@ -87,7 +81,7 @@ class Service:
             if head["kind"] in _SIMPLE:
                 integer(size, "the body", most=0)
             elif size:
-                part = read_head(head, size)
+                part = read_part(head, size)
                 with self._change:
                     check_holder(self.store.records, part.number, part.token)
                     self.store.check(part)
@@ -95,7 +89,7 @@ class Service:
             return _refused(f"{error}"), b""
         return None
 
-    def disconnect(self, caller: Caller) -> None:
+    def disconnect(self, caller: Connection) -> None:
         """Record that a connection has ended. Its island gets the whole anchor when it calls again."""
         with self._change:
             for number in self._members.lose(caller):
@@ -119,7 +113,7 @@ class Service:
             self._save()
         return change
 
-    def _enter(self, head: Head, caller: Caller) -> Head:
+    def _enter(self, head: Head, caller: Connection) -> Head:
         problem = self.store.problem(head.get("terms"))
         if problem:
             return _refused(problem)
@@ -138,7 +132,7 @@ class Service:
         self._report(f"island {number} joined")
         return {"kind": "welcome", "run": self.store.records.run, "number": number, "token": token}
 
-    def _resume(self, head: Head, caller: Caller) -> Head:
+    def _resume(self, head: Head, caller: Connection) -> Head:
         """Answer an island that has loaded a checkpoint.
 
         It may resume if it saved that checkpoint and has not called since. A former process of the island is refused
@@ -167,10 +161,11 @@ class Service:
         same = (island.call, island.version) == (saved.get("call"), saved.get("version"))
         return number if same else None
 
-    def _leave(self, head: Head, caller: Caller) -> Head:
+    def _leave(self, head: Head, caller: Connection) -> Head:
         """Answer an island that leaves: it may be forgotten when room is needed."""
-        number = integer(head.get("number"), "number")
-        check_holder(self.store.records, number, head.get("token", ""))
+        sender = Sender.read(head)
+        number = sender.number
+        check_holder(self.store.records, number, sender.token)
         self._carry_out([{"kind": "leave", "number": number}], [b""])
         self._members.disconnect(number)
         self._calls.pop(number, None)
@@ -178,7 +173,7 @@ class Service:
         self._report(f"island {number} left")
         return {"kind": "left"}
 
-    def _status(self, head: Head, caller: Caller) -> Head:
+    def _status(self, head: Head, caller: Connection) -> Head:
         records = self.store.records
         there = [
             {"number": number, "version": one.version, "weight": one.weight}
@@ -191,40 +186,40 @@ class Service:
     def _is_holder(self, head: Head) -> bool:
         """Return True if `head` is from the process that entered or resumed its island last."""
         try:
-            check_holder(self.store.records, integer(head.get("number"), "number"), head.get("token"))
+            sender = Sender.read(head)
+            check_holder(self.store.records, sender.number, sender.token)
         except ValueError:
             return False
         return True
 
-    def _part(self, head: Head, body: Buffer, caller: Caller) -> Answer:
+    def _part(self, head: Head, body: Buffer, caller: Connection) -> Answer:
         run = self.store.records.run
         if head.get("run") != run:
             return _refused(f"the server holds run {run}, and the island belongs to run {shown(head.get('run'))}"), b""
-        part = read_part(head, body)
+        part = read_part(head, len(body))
         with self._change:
             check_holder(self.store.records, part.number, part.token)
-            integer(part.place, "place", most=self.store.terms.ranks - 1)
+            self.store.check(part)
             if part.place == 0:
                 self._members.record_call(part.number, caller)
             call = self._calls.get(part.number)
             if call is None or call.first.call != part.call:
                 if self.store.records.islands[part.number].call >= part.call:
                     return self.store.repeated(part.number, part.place)
-                call = _Call(replace(part, body=b""))
+                call = _Call(part)
             if call.answers is None:
-                self._add(call, part, head)
+                self._add(call, part, head, body)
             self._wait(call, part, caller)
             # The part may arrive once more after its connection was lost; it is then answered as after a restart.
             found = (call.answers or {}).pop(part.place, None)
             return self.store.repeated(part.number, part.place) if found is None else found
 
-    def _add(self, call: _Call, part: Part, head: Head) -> None:
+    def _add(self, call: _Call, part: Part, head: Head, body: Buffer) -> None:
         """Add `part` to `call`, and carry the call out if it is complete."""
-        self.store.check(part)
         if part.common != call.first.common:
             raise ValueError(f"ranks of an island make different calls: {call.first.common} and {part.common}")
         self._calls[part.number] = call
-        call.parts[part.place] = head, part
+        call.parts[part.place] = part, head, body
         self._change.notify_all()
         if len(call.parts) == self.store.terms.ranks:
             self._complete(part.number, call)
@@ -236,18 +231,18 @@ class Service:
         del self._calls[number]
         self._change.notify_all()
         try:
-            change = self._carry_out([head for head, _ in parts], [part.body for _, part in parts])
+            change = self._carry_out([head for _, head, _ in parts], [body for _, _, body in parts])
         except ValueError as error:
-            call.answers = {part.place: (_refused(f"{error}"), b"") for _, part in parts}
+            call.answers = {part.place: (_refused(f"{error}"), b"") for part, _, _ in parts}
             return
-        call.answers = {part.place: self._answer(part, change) for _, part in parts}
+        call.answers = {part.place: self._answer(part, change) for part, _, _ in parts}
         self._calls[number] = call
         self._report_change(number, change)
 
     def _answer(self, part: Part, change: Change) -> Answer:
         return self.store.answer(part.number, part.place, change.kind, part.call, change.reason)
 
-    def _wait(self, call: _Call, part: Part, caller: Caller) -> None:
+    def _wait(self, call: _Call, part: Part, caller: Connection) -> None:
         """Wait until the other ranks of the island have sent their parts."""
         while call.answers is None:
             self._change.wait(CHECK_INTERVAL)
@@ -258,7 +253,7 @@ class Service:
 
     def _withdraw(self, call: _Call, part: Part) -> None:
         """Remove the part of a rank that no longer waits for an answer, unless the rank has sent it again."""
-        if part.place in call.parts and call.parts[part.place][1] is part:
+        if part.place in call.parts and call.parts[part.place][0] is part:
             del call.parts[part.place]
         if not call.parts and self._calls.get(part.number) is call:
             del self._calls[part.number]
@@ -276,7 +271,7 @@ class Service:
             self._log.write(self.store)
 
 
-_SIMPLE: Mapping[str, Callable[[Service, Head, Caller], Head]] = {
+_SIMPLE: Mapping[str, Callable[[Service, Head, Connection], Head]] = {
     "enter": Service._enter,
     "resume": Service._resume,
     "leave": Service._leave,

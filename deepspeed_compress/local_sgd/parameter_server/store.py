@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed_compress.local_sgd.coordinator.reasons import different_terms
 from deepspeed_compress.local_sgd.framed_messages import as_bytes, read_bytes
-from deepspeed_compress.local_sgd.parameter_server.calls import Part, Terms, integer, read_part, text
+from deepspeed_compress.local_sgd.parameter_server.calls import Part, Sender, Terms, integer, read_part
 from deepspeed_compress.local_sgd.parameter_server.places import (
     NAMES,
     Place,
@@ -32,9 +33,6 @@ from deepspeed_compress.transport.frames import Head
 
 WHOLE = 1 - 1e-6
 """Sum of weights that makes a whole mean, up to rounding."""
-_SHOWN = 200
-_DIFFERENCES = 10
-"""Most differences between terms that a message names."""
 
 
 @dataclass(frozen=True)
@@ -92,11 +90,7 @@ class Store:
         if own is None:
             refuse_unfit(lambda: make_messages(found.settings, (), {}).size(1))
             return ""
-        different = [key for key in dict.fromkeys([*terms, *own]) if own.get(key) != terms.get(key)]
-        return "; ".join(
-            f"{key[:_SHOWN]} is {_brief(terms.get(key))}, that of the others {_brief(own.get(key))}"
-            for key in different[:_DIFFERENCES]
-        )
+        return different_terms(terms, own)
 
     def check(self, part: Part) -> None:
         """Raise ValueError if the size or the place of `part` is wrong.
@@ -123,7 +117,7 @@ class Store:
         simple = _SIMPLE.get(heads[0].get("kind"))
         if simple is not None:
             return refuse_unfit(lambda: simple(self, heads[0]))
-        return refuse_unfit(lambda: self._prepare_call([read_part(*one) for one in zip(heads, bodies, strict=True)]))
+        return refuse_unfit(lambda: self._prepare_call(heads, bodies))
 
     def commit(self, change: Change) -> None:
         """Apply `change`."""
@@ -179,18 +173,18 @@ class Store:
             raise ValueError(problem)
         removed = {integer(number, "forgotten") for number in head.get("forgotten", [])}
         islands = {number: one for number, one in records.islands.items() if number not in removed}
-        islands[records.next_number] = Island(token=text(head.get("token", ""), "token"))
+        islands[records.next_number] = Island.read({"token": head.get("token", "")})
         next_number, terms = records.next_number + 1, records.terms or head["terms"]
         after = replace(records, next_number=next_number, terms=terms, islands=islands)
         return Change("welcome", after, self.places, forgotten=tuple(removed))
 
     def _resume(self, head: Head) -> Change:
-        number = integer(head.get("number"), "number")
-        island = replace(self._island(number), token=text(head.get("token"), "token"), has_left=False)
-        return Change("resumed", self._with_island(number, island), self.places, forgotten=(number,))
+        sender = Sender.read(head)
+        island = replace(self._island(sender.number), token=sender.token, has_left=False)
+        return Change("resumed", self._with_island(sender.number, island), self.places, forgotten=(sender.number,))
 
     def _leave(self, head: Head) -> Change:
-        number = integer(head.get("number"), "number")
+        number = Sender.read(head).number
         island = replace(self._island(number), has_left=True)
         return Change("left", self._with_island(number, island), self.places, forgotten=(number,))
 
@@ -205,7 +199,8 @@ class Store:
         others = {other: one for other, one in self.records.islands.items() if other != number}
         return replace(self.records, islands={**others, number: island})
 
-    def _prepare_call(self, parts: Sequence[Part]) -> Change:
+    def _prepare_call(self, heads: Sequence[Head], bodies: Sequence[Buffer]) -> Change:
+        parts = [read_part(head, len(body)) for head, body in zip(heads, bodies, strict=True)]
         first = parts[0]
         if [one.place for one in parts] != list(range(self.terms.ranks)):
             raise ValueError(f"there are {len(parts)} parts (allowed: one for each of {self.terms.ranks} places)")
@@ -216,7 +211,7 @@ class Store:
         island = self._island(first.number)
         if first.call <= island.call:
             raise ValueError(f"call {first.call} of island {first.number} was carried out already")
-        change = _CALLS[first.kind](self, island, parts)
+        change = _CALLS[first.kind](self, island, parts, bodies)
         return self._complete(change, first)
 
     def _complete(self, change: Change, first: Part) -> Change:
@@ -229,22 +224,22 @@ class Store:
         forgotten = () if change.kind == "taken" else (first.number,)
         return replace(change, records=replace(records, islands={**others, first.number: island}), forgotten=forgotten)
 
-    def _fresh(self, island: Island, parts: Sequence[Part]) -> Change:
+    def _fresh(self, island: Island, parts: Sequence[Part], bodies: Sequence[Buffer]) -> Change:
         return Change("exact" if self.records.version else "found", self.records, self.places)
 
-    def _seed(self, island: Island, parts: Sequence[Part]) -> Change:
+    def _seed(self, island: Island, parts: Sequence[Part], bodies: Sequence[Buffer]) -> Change:
         """Take the weights of an island if there are none, or only older ones that have not been trained."""
         records, claim = self.records, parts[0].claim
         if records.version and (records.pushes or claim <= records.claimed):
             return Change("exact", records, self.places)
         shapes = _merged([part.shapes for part in parts])
         layouts, version = tuple(part.layout for part in parts), max(records.version + 1, claim)
-        places = tuple(self._seed_place(part, shapes) for part in parts)
+        places = tuple(self._seed_place(*one, shapes) for one in zip(parts, bodies, strict=True))
         seeded = replace(records, layouts=layouts, shapes=shapes, version=version, claimed=claim, seeded=version)
         return Change("exact", seeded, places)
 
-    def _seed_place(self, part: Part, shapes: Mapping[str, tuple[int, ...]]) -> Place:
-        anchor = read_bytes(part.body, torch.float32).clone()
+    def _seed_place(self, part: Part, body: Buffer, shapes: Mapping[str, tuple[int, ...]]) -> Place:
+        anchor = read_bytes(body, torch.float32).clone()
         place = make_place(self.terms.settings, anchor, part.layout, shapes)
         if not place.is_finite:
             raise ValueError(f"the weights of rank {part.place} are not finite")
@@ -253,13 +248,14 @@ class Store:
             place.messages.decode(place.messages.encode(torch.zeros_like(anchor), 1, part.number, remember=False), 1)
         return place
 
-    def _push(self, island: Island, parts: Sequence[Part]) -> Change:
+    def _push(self, island: Island, parts: Sequence[Part], bodies: Sequence[Buffer]) -> Change:
         records, first = self.records, parts[0]
         late = island.version < records.seeded or records.version - island.version > self.terms.max_staleness
         if not first.samples or late:
             return self._drop(island, first, "it is too old" if late else "the island has diverged")
         updates = [
-            self.places[part.place].messages.decode(read_bytes(part.body, torch.uint8), part.call) for part in parts
+            place.messages.decode(read_bytes(body, torch.uint8), first.call)
+            for place, body in zip(self.places, bodies, strict=True)
         ]
         if not all(bool(torch.isfinite(one).all()) for one in updates):
             return self._drop(island, first, "the update of the island is not finite")
@@ -289,15 +285,11 @@ _SIMPLE: Mapping[Any, Callable[[Store, Head], Change]] = {
     "resume": Store._resume,
     "leave": Store._leave,
 }
-_CALLS: Mapping[str, Callable[[Store, Island, Sequence[Part]], Change]] = {
+_CALLS: Mapping[str, Callable[[Store, Island, Sequence[Part], Sequence[Buffer]], Change]] = {
     "fresh": Store._fresh,
     "seed": Store._seed,
     "push": Store._push,
 }
-
-
-def _brief(value: Any) -> str:
-    return repr(value)[:_SHOWN]
 
 
 def _of_place(tensors: Mapping[str, Tensor], place: int) -> dict[str, Tensor]:

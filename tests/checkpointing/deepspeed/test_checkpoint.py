@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -200,23 +201,27 @@ def test_another_number_of_ranks_keeps_the_sum_over_them(method, before, after, 
         assert all(abs(old.get(key, 0.0) - new.get(key, 0.0)) <= bound for key in old | new)
 
 
-def load_state_alone(rank: int, directory: str, section: dict, stage: int) -> dict[str, list]:
-    from deepspeed_compress.checkpointing.deepspeed.checkpoint import load_state
+def load_state(engine: Any, directory: str) -> None:
+    """Load the compression state, and nothing else, of the checkpoint in `directory`."""
+    from deepspeed_compress.checkpointing.deepspeed.places import find_place
+    from deepspeed_compress.session.state_files import load_state_files
 
-    engine = start(Job(stage, section, extra=NO_MOMENTUM))
     [file] = Path(directory).rglob("deepspeed_compress_rank_00000.json")
-    load_state(engine, file.parent)
+    session = engine.compression
+    load_state_files(session, file.parent, find_place(engine, session.config), 1.0)
+
+
+def load_state_alone(rank: int, directory: str, section: dict, stage: int) -> dict[str, list]:
+    engine = start(Job(stage, section, extra=NO_MOMENTUM))
+    load_state(engine, directory)
     return residuals_of(engine)
 
 
 def train_on_after_load(rank: int, directory: str, section: dict) -> tuple[dict, dict]:
     """Return the residuals before and after a step with another number of ranks."""
-    from deepspeed_compress.checkpointing.deepspeed.checkpoint import load_state
-
     job = Job(0, section, steps=3)
     engine = start(job)
-    [file] = Path(directory).rglob("deepspeed_compress_rank_00000.json")
-    load_state(engine, file.parent)
+    load_state(engine, directory)
     before = residuals_of(engine)
     run(engine, data(rank, job))
     return before, residuals_of(engine)

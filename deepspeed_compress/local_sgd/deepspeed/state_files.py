@@ -1,0 +1,78 @@
+"""Files of the exchange state of each rank of an island, a pair next to those of the engine (`state`)."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from deepspeed_compress.compression import state
+from deepspeed_compress.compression.residuals import ResidualStores
+from deepspeed_compress.config import CompressConfig, masked
+from deepspeed_compress.errors import CompressWarning, StateError
+from deepspeed_compress.session.state_files import check_owners, on_all_ranks
+
+_STEM = "deepspeed_compress_islands"
+
+
+def first_file(directory: Path) -> Path:
+    """Return the file of the first rank in the tag `directory`, whose description stands for those of all ranks."""
+    return state.state_file(directory, 0, _STEM)
+
+
+@dataclass(frozen=True)
+class ExchangeFiles:
+    """Files of this rank.
+
+    Attributes:
+        engine: the engine.
+        config: the section of the engine.
+        stores: the residuals and the anchor.
+        position: the position of this rank among those that save together.
+    """
+
+    engine: Any
+    config: CompressConfig
+    stores: ResidualStores
+    position: state.Position
+
+    def save(self, directory: Path, decisions: Mapping[str, Any]) -> None:
+        """Save the state with `decisions`, which are equal on all ranks."""
+        kept = state.contents(
+            self.stores.by_name,
+            self.position,
+            int(self.engine.zero_optimization_stage()),
+            self.engine.global_steps,
+            1.0,
+            masked(self.config.model_dump(mode="json")),
+            decisions,
+        )
+        state.write(kept, state.state_file(directory, dist.get_rank(), _STEM))
+
+    def restore(self, directory: Path) -> bool:
+        """Restore the state, and return True if ranks of equal number had the same position when they saved it.
+
+        Raises:
+            StateError: a file is missing or damaged, or its values have other owners.
+        """
+        found = state.sources(directory, dist.get_rank(), self.position, _STEM)
+        check_owners(found[0][1], self.config)
+        return state.restore(self.stores.by_name, found, self.position, 1.0, self.engine.device)
+
+    def restored_on_all(self, restore: Callable[[], object], reset: str) -> bool:
+        """Call `restore` on all ranks. Return False, with a CompressWarning that `reset` happens, if it fails on any.
+
+        Raises:
+            StateError: it fails, and `on_missing_state` is "error". Raised on all ranks.
+        """
+        problems = on_all_ranks(restore)
+        if problems and self.config.on_missing_state == "error":
+            raise StateError(
+                f'{problems}. Restore the file, or write "on_missing_state": "reset" into deepspeed_compress (allowed: '
+                f'"error", "reset"), with which {reset}'
+            )
+        if problems:
+            warnings.warn(f"{reset}: {problems}", CompressWarning, stacklevel=5)
+        return not problems
