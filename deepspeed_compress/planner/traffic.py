@@ -74,7 +74,7 @@ def stage_message(links: Links, model: Model, seq: int, layout: Layout) -> Messa
     """
     megatron = layout.engine == "megatron"
     size = layout.micro * seq * model.hidden * links.cluster.gpu.element / (layout.tensor if megatron else 1)
-    sent = links.send(size, links.cluster.nodes > 1)
+    sent = links.send(size, layout.data * layout.tensor)
     both = sent.times(layout.virtual * (2 if layout.pipeline > 2 or layout.virtual > 1 else 1))
     return both if megatron else replace(both, seconds=2 * both.seconds)
 
@@ -110,7 +110,7 @@ class DataParallel:
 
     def _gradients(self) -> Traffic:
         layout, parameters = self.layout, self.stage.parameters
-        group = self.links.group(layout.shards, layout.tensor)
+        group = self._replicas
         repeated = layout.accumulation if self._reduces_often else 1
         bits = 0 if layout.shard_within else layout.gradient_bits
         pieces = self._pieces(bits, self.device.software.bucket)
@@ -151,18 +151,18 @@ class DataParallel:
         return "last backward" if early or layout.zero >= 2 or self.device.software.overlaps else "nothing"
 
     def _compressed(self, elements: float, width: float, group: Group, zero: int) -> Message:
-        """Return the cost of reducing: uncompressed inside nodes, then compressed between them (`hierarchy`)."""
-        stride, local, nodes = self.layout.tensor, group.local, group.nodes
+        """Return the cost of reducing: uncompressed inside nodes, then compressed between them (`hierarchy`).
+
+        Without ZeRO, owners send the means back.
+        """
+        stride, local, nodes, ways = self.layout.tensor, group.local, group.nodes, 1 if zero else 2
         inside = local if nodes > 1 else 1
         between = self.links.group(nodes if nodes > 1 else local, stride * inside)
-        payload = elements / inside * width / 8
-        message = self.links.exchange(payload, between)
-        if zero == 0:
-            message = message.then(self.links.gather(payload, between))
+        message = self.links.exchange(elements / inside * width / 8, between).times(ways)
         if inside == 1:
             return message
-        summed = self.links.gather(elements * self.device.gradient, self.links.group(local, stride))
-        return message.then(summed.times(1 if zero else 2))
+        summed = self.links.exchange(elements * self.device.gradient, self.links.group(local, stride))
+        return message.then(summed.times(ways))
 
     @property
     def _weight_width(self) -> float:
@@ -170,12 +170,20 @@ class DataParallel:
         bits = self.layout.weight_bits
         return bits + SCALE_BITS if bits else 8 * self.device.gpu.element
 
+    @property
+    def _replicas(self) -> Group:
+        return self.links.group(self.layout.shards, self.layout.tensor)
+
+    def _delivered(self, size: float) -> Message:
+        """Return the cost of giving all ranks each other's parts of weights: by a ring, or straight if compressed."""
+        return (self.links.exchange if self.layout.weight_bits else self.links.gather)(size, self._replicas)
+
     def _updated(self) -> Traffic:
         """Return the gather of updated weights under ZeRO 1 and 2."""
         layout, parameters, bits = self.layout, self.stage.parameters, self.layout.weight_bits
         size = parameters * self._weight_width / 8
         pieces = self._pieces(bits, self.device.software.bucket)
-        message = self.links.gather(size / pieces, self.links.group(layout.shards, layout.tensor)).times(pieces)
+        message = self._delivered(size / pieces).times(pieces)
         hides = (bits and layout.pipeline == 1) or self.device.software.overlaps
         coding = self.device.coded(DECODE * parameters) if bits else 0.0
         formula = f"{size / 1e9:.3g} GB gathered once"
@@ -184,19 +192,19 @@ class DataParallel:
     def _gathered(self) -> Iterator[Traffic]:
         """Yield the gathers of ZeRO 3: layer by layer for forward and backward of micro-batches; small tensors once."""
         layout, stage, software = self.layout, self.stage, self.device.software
-        bits, group = layout.weight_bits, self.links.group(layout.shards, layout.tensor)
+        bits = layout.weight_bits
         small = stage.layers * self.model.small_parameters(software.persistent) / layout.tensor
         parameters = stage.parameters - small
         # What the end of forward used is still there when backward begins.
         count = layout.accumulation * (2 - min(1.0, software.reused / 2 / parameters))
         size = parameters * self._weight_width / 8
         pieces = min(stage.layers, self._pieces(bits, LARGEST_BUCKET))
-        message = self.links.gather(size / pieces, group).times(pieces * count)
+        message = self._delivered(size / pieces).times(pieces * count)
         coding = self.device.coded(DECODE * parameters * count) if bits else 0.0
         formula = f"{size / 1e9:.3g} GB gathered {count:.3g} times"
         yield Traffic("gathered weights", message, "all", pieces, coding, formula)
         if small:
-            once = self.links.gather(small * self.device.gpu.element, group)
+            once = self.links.gather(small * self.device.gpu.element, self._replicas)
             formula = f"{small:.3g} elements gathered once"
             yield Traffic("persistent weights", once, "nothing", 1, 0.0, formula)
 
@@ -213,8 +221,7 @@ class DataParallel:
         group = self.links.group(count, layout.tensor * layout.shards)
         bits = layout.gradient_bits
         if bits:
-            payload = elements * self._width(bits) / 8
-            message = self.links.exchange(payload, group).then(self.links.gather(payload, group))
+            message = self.links.exchange(elements * self._width(bits) / 8, group).times(2)
         else:
             message = self.links.reduce(elements * self.device.gradient, group)
         coding = self.device.coded((ENCODE + DECODE) * elements) if bits else 0.0
@@ -226,7 +233,7 @@ class DataParallel:
         layout, elements = self.layout, self.stage.parameters / (self.layout.shards if self.layout.zero else 1)
         group = self.links.group(layout.islands, layout.tensor * layout.island_size)
         payload = elements * (4 + SCALE_BITS) / 8
-        message = self.links.exchange(payload, group).then(self.links.gather(payload, group))
+        message = self.links.exchange(payload, group).times(2)
         coding = self.device.coded((ENCODE + DECODE) * elements) / layout.sync_every
         formula = f"{payload / 1e9:.3g} GB among {layout.islands} islands, every {layout.sync_every} steps"
         return Traffic("islands", message.times(1 / layout.sync_every), "nothing", 1, coding, formula)

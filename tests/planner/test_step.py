@@ -47,6 +47,16 @@ def test_uncompressed_gradients_travel_twice_unless_nccl_sends_them_to_owners(gp
     assert [size / whole for size in sent] == pytest.approx(times)
 
 
+@pytest.mark.parametrize(("zero", "name"), [(1, "updated weights"), (3, "gathered weights")])
+def test_compressed_weights_reach_every_rank_of_a_node_apart(zero: int, name: str) -> None:
+    """A ring brings them into a node of eight once. Our gathers send them straight to every rank (`Link.start`)."""
+    sent = []
+    for bits in (0, 8):
+        terms = predictor().predict(layout(zero=zero, accumulation=1, weight_bits=bits)).terms
+        sent += [8 * term.outside for term in terms if term.name == name]
+    assert sent[1] / sent[0] == pytest.approx(8 * 56 / 63 * 8.125 / 16, rel=0.01)
+
+
 def test_deepspeed_waits_for_gloo_but_compressed_gradients_hide() -> None:
     hidden = []
     for bits in (0, 4):
