@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.planner.gpus import Gpu, find_gpu
 
+MOST_GPUS = 1_000_000
+
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
@@ -46,10 +48,12 @@ def read_cluster(gpus: str, network: str, per_node: int | None = None) -> Cluste
     Raises:
         ConfigError: A text cannot be read, or the GPUs do not fill whole nodes.
     """
-    match = re.fullmatch(r"([0-9,_]+)\s*[xX]\s*(.+)", gpus.strip())
-    count = int(re.sub("[,_]", "", match[1])) if match and re.search("[0-9]", match[1]) else 0
-    if match is None or not count:
-        raise ConfigError(f"--gpus: {gpus!r} is not a number and a type; write 64xH100, for example")
+    match = re.fullmatch(r"([0-9][0-9,_]{0,9})\s*[xX]\s*(.+)", gpus.strip())
+    count = int(re.sub("[,_]", "", match[1])) if match else 0
+    if match is None or not 0 < count <= MOST_GPUS:
+        raise ConfigError(
+            f"--gpus: {gpus!r} is not a number from 1 to {MOST_GPUS:,} and a type; write 64xH100, for example"
+        )
     gpu = find_gpu(match[2])
     size = min(per_node or gpu.per_node, count)
     if count % size:
@@ -61,27 +65,23 @@ def read_cluster(gpus: str, network: str, per_node: int | None = None) -> Cluste
 
 
 _UNITS = {"m": 1e6, "g": 1e9, "t": 1e12}
+_RATE = r"(?:([1-9][0-9]{0,3})x)?([0-9]{0,6}\.?[0-9]{1,6})([mgt])(?:bit(?:/s)?|bps)(?:/(node|gpu|card))?"
+"""Cards, rate, unit, and what has it."""
 
 
 def read_network(text: str, per_node: int) -> float:
     """Return the bytes per second of a node.
 
     Raises:
-        ConfigError: The text is no rate.
+        ConfigError: The text is no rate, or one in bytes.
     """
-    pattern = r"(?:([0-9]+)x)?([0-9.]+)([mgt])(?:bit(?:/s)?|bps)(?:/(node|gpu|card))?"
-    match = re.fullmatch(pattern, text.strip().lower().replace(" ", ""))
-    if match is None or _rate(match[2]) <= 0:
+    plain = text.replace(" ", "")
+    match = re.fullmatch(_RATE, plain.lower())
+    cards, rate, unit, each = match.groups() if match else (None, "0", "g", None)
+    per_gpu = each in ("gpu", "card")
+    if not float(rate) or "Bps" in plain or (cards and per_gpu):
         raise ConfigError(
-            f"--network: {text!r} is not a rate; write 100gbit/node, 8x200gbit for all cards of a node, or 200gbit/gpu"
+            f"--network: {text!r} is not a rate in bits; write 100gbit/node, 8x200gbit for all cards of a node, or "
+            "200gbit/gpu"
         )
-    cards = int(match[1] or 1) * (per_node if match[4] in ("gpu", "card") else 1)
-    return cards * _rate(match[2]) * _UNITS[match[3]] / 8
-
-
-def _rate(text: str) -> float:
-    """Return a number, or 0 if the text is none, such as "1.2.3"."""
-    try:
-        return float(text)
-    except ValueError:
-        return 0.0
+    return int(cards or (per_node if per_gpu else 1)) * float(rate) * _UNITS[unit] / 8

@@ -1,5 +1,8 @@
 """Files for the best layout: its ds_config.json and the command that starts it."""
 
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from deepspeed_compress.planner.cluster import Cluster
@@ -30,7 +33,7 @@ def ds_config(layout: Layout, cluster: Cluster) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": layout.micro,
         "gradient_accumulation_steps": layout.accumulation,
         "gradient_clipping": 1.0,
-        **({"bf16": {"enabled": True}} if cluster.gpu.element == 2 else {}),
+        **({} if cluster.gpu.precision == "fp32" else {cluster.gpu.precision: {"enabled": True}}),
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
         "zero_optimization": zero,
         "deepspeed_compress": section,
@@ -57,25 +60,61 @@ def _gradients(layout: Layout, cluster: Cluster) -> dict[str, Any]:
     return found
 
 
-def command(cluster: Cluster, model: str, seq: int, steps: int, program: str, hosts: bool = False) -> str:
-    """Return the shell command that starts training: on every node, or on one of them if there is a hostfile.
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start of a layout on a cluster, by Trainer or by `launch/train_gpt.py`.
 
-    Args:
+    Attributes:
+        layout: Layout to start.
         cluster: Cluster to start on.
+        directory: Directory with ds_config.json, relative to the project unless it is absolute.
         model: Path of the model.
         seq: Tokens of a sequence.
         steps: Optimizer steps of the run.
-        program: Program of the plan: "hf" starts a Trainer script, others `launch/train_gpt.py`.
-        hosts: Whether there is a hostfile.
+        is_trainer: Whether a script with Hugging Face's Trainer trains.
+        has_hostfile: Whether the directory has a hostfile.
     """
-    options = f"--model {model} --seq-len {seq} --steps {steps} --data DATA --output-dir runs/plan"
-    if hosts and program == "hf":
-        return "ds-compress run --hostfile hostfile train.py --deepspeed ds_config.json"
-    if hosts:
-        return f"HOSTFILE=hostfile launch/multi_node.sh ds_config.json {options}"
-    nodes = f"--nnodes {cluster.nodes} --node_rank $NODE_RANK --master_addr $MASTER_ADDR " if cluster.nodes > 1 else ""
-    if program == "hf":
-        launcher = f"ds-compress run --launcher torchrun {nodes}--nproc_per_node {cluster.per_node}"
-        return f"{launcher} train.py --deepspeed ds_config.json"
-    several = f"NODES={cluster.nodes} NODE_RANK=$NODE_RANK MASTER_ADDR=$MASTER_ADDR " if cluster.nodes > 1 else ""
-    return f"RANKS={cluster.per_node} {several}launch/torchrun.sh ds_config.json {options}"
+
+    layout: Layout
+    cluster: Cluster
+    directory: Path
+    model: Path
+    seq: int
+    steps: int
+    is_trainer: bool
+    has_hostfile: bool
+
+    def command(self) -> str:
+        """Return the shell command that starts training: on every node, or on one of them if there is a hostfile."""
+        config, options = _quoted(self.directory / "ds_config.json"), self._options()
+        if self.is_trainer:
+            return f"ds-compress run {self._launcher()} train.py --deepspeed {config} {options}"
+        if self.has_hostfile:
+            return f"HOSTFILE={_quoted(self.directory / 'hostfile')} launch/multi_node.sh {config} {options}"
+        several = f"NODES={self.cluster.nodes} NODE_RANK=$NODE_RANK MASTER_ADDR=$MASTER_ADDR " * self._has_nodes
+        return f"RANKS={self.cluster.per_node} {several}launch/torchrun.sh {config} {options}"
+
+    @property
+    def _has_nodes(self) -> bool:
+        return self.cluster.nodes > 1
+
+    def _launcher(self) -> str:
+        if self.has_hostfile:
+            return f"--hostfile {_quoted(self.directory / 'hostfile')}"
+        nodes = f"--nnodes {self.cluster.nodes} --node_rank $NODE_RANK --master_addr $MASTER_ADDR " * self._has_nodes
+        return f"--launcher torchrun {nodes}--nproc_per_node {self.cluster.per_node}"
+
+    def _options(self) -> str:
+        """Return the options of the program. Trainer refuses arguments that differ from ds_config.json."""
+        if not self.is_trainer:
+            shape = f"--model {_quoted(self.model)} --seq-len {self.seq} --steps {self.steps}"
+            return f"{shape} --data DATA --output-dir runs/plan"
+        layout, precision = self.layout, self.cluster.gpu.precision
+        batch = f"--per_device_train_batch_size {layout.micro} --gradient_accumulation_steps {layout.accumulation}"
+        half = f" --{precision} True" * (precision != "fp32")
+        again = " --gradient_checkpointing True" * (layout.recompute == "full")
+        return f"{batch} --learning_rate 3e-4 --adam_beta2 0.95 --weight_decay 0.1{half}{again}"
+
+
+def _quoted(path: Path) -> str:
+    return shlex.quote(str(path))

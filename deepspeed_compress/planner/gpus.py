@@ -10,6 +10,7 @@ from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.planner.constants import Constants
 
 Backend = Literal["nccl", "gloo"]
+Precision = Literal["bf16", "fp16", "fp32"]
 CALIBRATED_GPU = "A100-80"
 """GPU of the runs that the constants are fitted to."""
 
@@ -20,7 +21,7 @@ class Gpu:
 
     Attributes:
         name: Name of the GPU.
-        peak: Dense bf16 operations per second; fp16 for GPUs without bf16, and fp32 for cores.
+        peak: Dense operations per second in `precision`.
         memory_rate: Memory bandwidth in bytes per second.
         memory: Memory in bytes.
         link_rate: Bytes per second in one direction between a GPU and the others of its node.
@@ -29,7 +30,7 @@ class Gpu:
         best_matmul: Share of `peak` that the best matrix product reached in public measurements.
         flash: Share of `best_matmul` that flash attention reaches, by its generation.
         source: Origin of the figures.
-        element: Bytes of an element of weights, activations and gradients: 4 if there are no fast bf16 products.
+        precision: Type of weights, activations and gradients: the fastest that the GPU has, except fp8.
         backend: Library of the collectives.
     """
 
@@ -43,8 +44,13 @@ class Gpu:
     best_matmul: float
     flash: Mapping[int, float]
     source: str
-    element: int = 2
+    precision: Precision = "bf16"
     backend: Backend = "nccl"
+
+    @property
+    def element(self) -> int:
+        """Bytes of an element of weights, activations and gradients."""
+        return 4 if self.precision == "fp32" else 2
 
     def matmul_rate(self, constants: Constants) -> float:
         """Return operations per second of large matrix products, scaled from the A100 by the best measured shares."""
@@ -69,10 +75,11 @@ def _gpu(
     best: float,
     flash: Mapping[int, float],
     source: str,
+    precision: Precision = "bf16",
 ) -> Gpu:
     """Return a GPU from its figures in teraflops, gigabytes, and gigabytes per second."""
-    size, rate = memory
-    return Gpu(name, tflops * 1e12, rate * 1e9, size * 1e9, link[1] * 1e9, link[0], per_node, best, flash, source)
+    size, rate = (1e9 * figure for figure in memory)
+    return Gpu(name, tflops * 1e12, rate, size, link[1] * 1e9, link[0], per_node, best, flash, source, precision)
 
 
 _GPUS = (
@@ -91,7 +98,7 @@ _GPUS = (
     _gpu(
         "3090", 71, (25.8, 936), ("PCIe", 16), 8, 0.93, _FLASH_AMPERE, "GA102 whitepaper; no peer access: by the host"
     ),
-    _gpu("V100", 125, (34.1, 900), ("NVLink", 150), 8, 0.75, _FLASH_OTHER, "V100 data sheet (32 GB)"),
+    _gpu("V100", 125, (34.1, 900), ("NVLink", 150), 8, 0.75, _FLASH_OTHER, "V100 data sheet (32 GB)", "fp16"),
     _gpu("L40S", 362, (51.5, 864), ("PCIe", 32), 8, 0.70, _FLASH_AMPERE, "L40S data sheet"),
     _gpu(
         "4090", 165, (25.3, 1008), ("PCIe", 16), 8, 0.93, _FLASH_AMPERE, "Ada whitepaper; no peer access: by the host"
@@ -112,25 +119,41 @@ _CPU = Gpu(
     best_matmul=_A100_BEST,
     flash=_FLASH_OTHER,
     source="round figures of a core, for emulated hosts",
-    element=4,
+    precision="fp32",
     backend="gloo",
 )
 
 GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.name: gpu for gpu in (*_GPUS, _CPU)})
 
 
+_VENDORS = "NVIDIA|AMD|INSTINCT|TESLA|GEFORCE|QUADRO|RTX|SXM[0-9]?|HBM[0-9]?"
+"""Words that tell nothing that the table does not know."""
+_GIB = 2**30
+
+
 def find_gpu(text: str) -> Gpu:
-    """Return the GPU whose name `text` has or contains, such as "H100", "A100-SXM4-40GB" or "RTX 4090".
+    """Return the GPU that `text` names, such as "H100", "A100-SXM4-40GB", "NVIDIA H100 PCIe" or "RTX 4090".
 
     Raises:
         ConfigError: The table has no such GPU.
     """
-    plain = text.upper().replace(" ", "").replace("-SXM4", "").replace("-SXM5", "").replace("-SXM", "")
-    if re.match("(NVIDIA-?)?A100", plain):
-        plain = "A100-40" if "40G" in plain or plain.endswith("40") else "A100-80"
-    names = [name for name in GPUS if name.upper() in plain]
-    if not names:
+    words = re.findall("[0-9A-Z]+", re.sub(rf"\b({_VENDORS})\b", "", text.upper().replace("_", "-")))
+    sizes = [int(word.rstrip("GIB")) for word in words if re.fullmatch("[0-9]+GI?B?", word)]
+    name = "".join(word for word in words if not re.fullmatch("[0-9]+GI?B?", word))
+    found = [gpu for gpu in GPUS.values() if name in _names(gpu) and _has_memory(gpu, sizes)]
+    if not found:
         raise ConfigError(
             f"--gpus: {text} is not in the table (allowed: {', '.join(GPUS)}); write 64xH100, for example"
         )
-    return GPUS[max(names, key=len)]
+    return found[0]
+
+
+def _names(gpu: Gpu) -> tuple[str, ...]:
+    """Return the names of a GPU without hyphens. The A100 of 80 GB is also called A100, and so is that of 40 GB."""
+    plain = gpu.name.upper().replace("-", "")
+    return (plain, plain.removesuffix("80").removesuffix("40")) if plain.startswith("A100") else (plain,)
+
+
+def _has_memory(gpu: Gpu, sizes: list[int]) -> bool:
+    """Return True if the memory of a GPU is as large as its name says, if that says anything."""
+    return all(abs(gpu.memory / (size * _GIB) - 1) < 0.1 for size in sizes)

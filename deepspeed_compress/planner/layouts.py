@@ -27,6 +27,7 @@ class Layouts:
         model: Model to train.
         batch: Sequences of a step.
         engine: Program that starts the layouts. Layouts that only Megatron can start are enumerated for DeepSpeed, too.
+        is_trainer: Whether the program is Hugging Face's Trainer.
         refused: Number of refused divisions by reason, counted while they are enumerated.
     """
 
@@ -34,6 +35,7 @@ class Layouts:
     model: Model
     batch: int
     engine: Engine = "deepspeed"
+    is_trainer: bool = False
     refused: Counter[str] = field(default_factory=Counter)
 
     def plain(self) -> Iterator[Layout]:
@@ -59,9 +61,12 @@ class Layouts:
             yield from self._islands(layout)
 
     def _refusal(self, tensor: int, pipeline: int) -> str | None:
-        model, divided = self.model, max(tensor, pipeline) > 1
-        if tensor > self.cluster.per_node or self.cluster.per_node % tensor:
+        model, divided, per_node = self.model, max(tensor, pipeline) > 1, self.cluster.per_node
+        stage = self.cluster.gpus // pipeline
+        if per_node % tensor:
             return "tensor ranks do not share a node"
+        if per_node % stage and stage % per_node:
+            return "stages do not fill nodes"
         if divided and model.experts > 1:
             return "DeepSpeed's experts exclude tensor and pipeline ranks"
         if divided and model.family and model.family not in DIVIDED_FAMILIES:
@@ -70,7 +75,7 @@ class Layouts:
             return "tensor ranks do not divide the heads"
         if pipeline > model.layers:
             return "more stages than layers"
-        if self.batch % (self.cluster.gpus // tensor // pipeline):
+        if self.batch % (stage // tensor):
             return "replicas do not divide the batch"
         return None
 
@@ -85,10 +90,12 @@ class Layouts:
                 continue
             if self.engine == "deepspeed":
                 yield from self._of_deepspeed(Layout(tensor, pipeline, data, 0, micro, count))
-            if self.model.experts == 1:
-                yield from self._of_megatron(Layout(tensor, pipeline, data, 0, micro, count, engine="megatron"))
+            yield from self._of_megatron(Layout(tensor, pipeline, data, 0, micro, count, engine="megatron"))
 
     def _of_deepspeed(self, layout: Layout) -> Iterator[Layout]:
+        if self.is_trainer and (layout.pipeline > 1 or (layout.tensor > 1 and self.model.family == "gpt2")):
+            self.refused["Trainer has neither pipelines nor tensor ranks of GPT-2"] += 1
+            return
         node = self.cluster.per_node // layout.tensor
         for zero in range(4):
             if zero > 1 and layout.pipeline > 1:
@@ -105,6 +112,9 @@ class Layouts:
     def _of_megatron(self, layout: Layout) -> Iterator[Layout]:
         """Yield layouts with interleaved stages or sequence parallelism, which only Megatron has."""
         if layout.pipeline == layout.tensor == 1 and self.engine != "megatron":
+            return
+        if self.model.experts > 1 or self.model.layers % layout.pipeline:
+            self.refused["Megatron is predicted without experts, and with equally many layers in all stages"] += 1
             return
         for virtual in _interleavings(self.model.layers, layout):
             for recompute in ("none", "selective", "full"):

@@ -114,7 +114,7 @@ class Links:
         return max(sent / (self.network_rate * group.local), sent / self.node_rate if group.local > 1 else 0.0)
 
     def exchange(self, size: float, group: Group) -> Message:
-        """Return the cost of an all-to-all in which a rank sends `size` / ranks bytes to every rank."""
+        """Return the cost of sending `size` / ranks bytes from every rank to every rank: the same ones, or others."""
         if group.ranks == 1:
             return NOTHING
         inside = size * (group.local - 1) / group.ranks
@@ -125,12 +125,16 @@ class Links:
         hops = (group.ranks - 1) / 8 * (self._network_hop if group.nodes > 1 else self._node_hop)
         return Message(times[link] + self._start + hops, inside, outside, link)
 
-    def send(self, size: float, far: bool) -> Message:
-        """Return the cost of a message to one rank, in another node if `far`."""
-        rate = self.network_rate if far else self.node_rate
-        hop = self._network_hop if far else self._node_hop
-        seconds = size / rate + hop
-        return Message(seconds, 0.0, size, "network") if far else Message(seconds, size, 0.0, self.cluster.gpu.link)
+    def send(self, size: float, together: int) -> Message:
+        """Return the cost of a message from each of `together` neighbors to the ranks after them.
+
+        If they are fewer than a node has, only the last of them send to another node, and share all of its cards.
+        """
+        if self.cluster.nodes == 1:
+            return Message(size / self.node_rate + self._node_hop, size, 0.0, self.cluster.gpu.link)
+        leaving = min(1.0, together / self.cluster.per_node)
+        seconds = size * leaving / self.network_rate + self._network_hop
+        return Message(seconds, size * (1 - leaving), size * leaving, "network")
 
     @property
     def _node_hop(self) -> float:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from deepspeed_compress.errors import ConfigError
@@ -29,6 +30,7 @@ class Model:
         experts: Number of experts per layer; 1 without a mixture.
         active: Number of experts that a token uses.
         dropout: Whether the model has dropout.
+        longest: Most tokens of a sequence.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Model:
     experts: int = 1
     active: int = 1
     dropout: bool = False
+    longest: int = 10**9
 
     @property
     def qkv(self) -> int:
@@ -100,56 +103,117 @@ class Model:
         return self.layers * (6 * dense + 6 * seq * self.heads * self.head_size) + 6 * self.vocab * self.hidden
 
 
-_KEYS: Mapping[str, tuple[str, ...]] = {
-    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
-    "hidden": ("hidden_size", "n_embd", "d_model"),
-    "heads": ("num_attention_heads", "n_head"),
-    "vocab": ("vocab_size",),
-}
-_LEARNED = ("gpt2", "gpt_neo", "opt")
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Facts about a `model_type`, with the defaults of transformers for keys that a config.json leaves out.
+
+    Attributes:
+        gated: Whether the MLP has a gate.
+        positions: Number of learned positions; 0 for other kinds of positions.
+        tied: Whether embedding and head share their weights.
+        dropout: Dropout rate of the residual connections.
+    """
+
+    gated: bool = True
+    positions: int = 0
+    tied: bool = False
+    dropout: float = 0.0
+
+
+_LLAMA, _GEMMA = Family(), Family(tied=True)
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "gpt2": Family(gated=False, positions=1024, tied=True, dropout=0.1),
+        "gpt_neo": Family(gated=False, positions=2048, tied=True),
+        "opt": Family(gated=False, positions=2048, tied=True, dropout=0.1),
+        "gpt_neox": Family(gated=False),
+        "phi": Family(gated=False),
+        "bloom": Family(gated=False, tied=True),
+        **dict.fromkeys(("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3"), _LLAMA),
+        **dict.fromkeys(("olmo", "olmo2", "granite", ""), _LLAMA),
+        **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), _GEMMA),
+    }
+)
+"""Families whose layers this module describes. A file without `model_type` is a Llama."""
+_SIZES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+        "hidden": ("hidden_size", "n_embd", "d_model"),
+        "heads": ("num_attention_heads", "n_head", "num_heads"),
+        "vocab": ("vocab_size",),
+    }
+)
+_DROPOUT = ("resid_pdrop", "hidden_dropout", "resid_dropout", "dropout")
+_LARGEST = 10**9
 
 
 def read_model(path: Path) -> Model:
     """Return the shape in `path`, a config.json or a directory with one.
 
     Raises:
-        ConfigError: The file is not a JSON object, or lacks a key.
+        ConfigError: The file is not a JSON object, lacks a key, or describes layers that are not predicted.
     """
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"--model {file}: is not JSON: {error}; write the path of a model's config.json") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"--model {file}: is not an object; write the path of a model's config.json")
-    return _model(file.parent.name if file.name == "config.json" else file.stem, config, str(file))
+        if not isinstance(config, dict):
+            raise ValueError("is not a JSON object")
+        return _model(file.resolve().parent.name if file.name == "config.json" else file.stem, config)
+    except ValueError as error:
+        raise ConfigError(f"--model {file}: {error}; write the path of a language model's config.json") from error
 
 
-def _model(name: str, config: Mapping[str, Any], file: str) -> Model:
-    sizes = {size: _positive(config, keys, file) for size, keys in _KEYS.items()}
-    family = str(config.get("model_type", ""))
-    learned = family in _LEARNED
-    hidden, heads = sizes["hidden"], sizes["heads"]
-    experts = config.get("num_local_experts") or config.get("num_experts") or 1
-    ffn = config.get("moe_intermediate_size") if experts > 1 else None
-    return Model(
+def _model(name: str, config: Mapping[str, Any]) -> Model:
+    family, sizes = _family(config), {size: _size(config, *keys) for size, keys in _SIZES.items()}
+    hidden, heads, experts = sizes["hidden"], sizes["heads"], _size(config, "num_local_experts", "num_experts", usual=1)
+    longest = _size(config, "n_positions", "max_position_embeddings", usual=family.positions or _LARGEST)
+    widths = ("intermediate_size", "n_inner", "ffn_dim")
+    model = Model(
         name=name,
-        family=family,
+        family=str(config.get("model_type") or ""),
         **sizes,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_size=config.get("head_dim") or hidden // heads,
-        ffn=ffn or config.get("intermediate_size") or config.get("n_inner") or 4 * hidden,
-        gated=not learned and family not in ("gpt_neox", "phi", "bloom", "falcon"),
-        tied=bool(config.get("tie_word_embeddings", learned)),
-        positions=config.get("n_positions", config.get("max_position_embeddings", 0)) if learned else 0,
+        kv_heads=_size(config, "num_key_value_heads", usual=heads),
+        head_size=_size(config, "head_dim", usual=hidden // heads if hidden % heads == 0 else None),
+        ffn=_size(config, *("moe_intermediate_size",) * (experts > 1), *widths, usual=4 * hidden),
+        gated=family.gated,
+        tied=bool(config.get("tie_word_embeddings", family.tied)),
+        positions=longest if family.positions else 0,
         experts=experts,
-        active=config.get("num_experts_per_tok") or 1,
-        dropout=any(config.get(key, 0.1 if family == "gpt2" else 0) for key in ("resid_pdrop", "hidden_dropout")),
+        active=_size(config, "num_experts_per_tok", usual=1) if experts > 1 else 1,
+        dropout=bool(next((config[key] for key in _DROPOUT if key in config), family.dropout)),
+        longest=longest,
     )
+    if model.heads % model.kv_heads or model.active > model.experts:
+        raise ValueError(
+            f"num_key_value_heads {model.kv_heads} does not divide num_attention_heads {heads}, or "
+            f"num_experts_per_tok {model.active} exceeds the {experts} experts"
+        )
+    return model
 
 
-def _positive(config: Mapping[str, Any], keys: tuple[str, ...], file: str) -> int:
-    found = next((config[key] for key in keys if key in config), None)
-    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-        raise ConfigError(f"--model {file}: {keys[0]} is {found}, but must be a positive integer")
+def _family(config: Mapping[str, Any]) -> Family:
+    """Return the facts about the `model_type`.
+
+    Raises:
+        ValueError: It has other layers than those that are predicted.
+    """
+    name = str(config.get("model_type") or "")
+    if name not in FAMILIES:
+        raise ValueError(
+            f"model_type is {name!r} (allowed: {', '.join(filter(None, FAMILIES))}); write one that has equal layers"
+        )
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        raise ValueError("mlp_only_layers and decoder_sparse_step make layers differ, which is not predicted")
+    return FAMILIES[name]
+
+
+def _size(config: Mapping[str, Any], *keys: str, usual: int | None = None) -> int:
+    """Return the value of the first of `keys` that is there and not null, or else `usual`.
+
+    Raises:
+        ValueError: It is not a positive integer.
+    """
+    key, found = next(((key, config[key]) for key in keys if config.get(key) is not None), (keys[0], usual))
+    if not isinstance(found, int) or isinstance(found, bool) or not 0 < found <= _LARGEST:
+        raise ValueError(f"{key} is {found!r}, but must be a positive integer")
     return found

@@ -22,6 +22,8 @@ HOPELESS = 1.5
 """Factor of the best days above which a layout's computation alone rules it out."""
 GAIN = 0.01
 """Relative gain below which compression of gradients, of weights, or islands are not worth their settings."""
+TOO_LARGE = "does not fit into memory"
+"""Reason why a layout is refused."""
 _DAY = 86400.0
 
 
@@ -119,6 +121,8 @@ class Job:
             yield f"{self.cluster.gpu.name}: scaled from {CALIBRATED_GPU}"
         if self.software.name != CALIBRATED.software:
             yield f"{self.software.name}: fitted on {CALIBRATED.software}"
+        if self.model.experts > 1:
+            yield "experts: fitted on dense models"
         low, high = CALIBRATED.parameters
         if not low <= self.model.parameters <= high:
             yield f"{self.model.parameters / 1e9:.3g}B parameters (fitted: {low / 1e9:g}B to {high / 1e9:g}B)"
@@ -134,7 +138,7 @@ def _megatron(software: Software) -> Software:
 
 def search(job: Job) -> Plan:
     """Return the best layouts for a job: first all without compression, then the variants of the promising ones."""
-    layouts = Layouts(job.cluster, job.model, job.batch, job.engine)
+    layouts = Layouts(job.cluster, job.model, job.batch, job.engine, job.software.name == "hf")
     predictors: dict[str, Predictor] = {}
     found = [job.candidate(predictors[plain.engine].predict(plain)) for plain in _fitting(job, layouts, predictors)]
     considered = len(found)
@@ -159,7 +163,7 @@ def _fitting(job: Job, layouts: Layouts, predictors: dict[str, Predictor]) -> It
             predictors[layout.engine] = job.predictor(layout)
         memory = predictors[layout.engine].memory(layout)
         if memory.verdict(job.cluster.gpu.memory) == "does not fit":
-            layouts.refused["does not fit into memory"] += 1
+            layouts.refused[TOO_LARGE] += 1
         else:
             yield layout
 

@@ -1,7 +1,7 @@
 """Best layouts with each setting of compression, over numbers of GPUs and over rates of the network."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from deepspeed_compress.planner.layout import Layout
@@ -26,23 +26,17 @@ def has_islands(layout: Layout) -> bool:
     return layout.islands > 1
 
 
-def has_8_bits(layout: Layout) -> bool:
-    """Return True if gradients have 8 bits, and weights, too, where they are gathered."""
-    return layout.gradient_bits == 8 and _gathers(layout, 8)
+@dataclass(frozen=True, slots=True)
+class Bits:
+    """Setting of layouts with these bits of gradients, and of weights where they are gathered over the network."""
 
+    gradients: int
+    weights: int
 
-def has_4_bits(layout: Layout) -> bool:
-    """Return True if gradients have 4 bits, and weights, too, where they are gathered."""
-    return layout.gradient_bits == 4 and _gathers(layout, 4)
-
-
-def has_3_bits(layout: Layout) -> bool:
-    """Return True if gradients have 3 bits, and weights 4 where they are gathered."""
-    return layout.gradient_bits == 3 and _gathers(layout, 4)
-
-
-def _gathers(layout: Layout, bits: int) -> bool:
-    return layout.weight_bits == (bits if layout.zero and not layout.shard_within else 0)
+    def __call__(self, layout: Layout) -> bool:
+        """Return True if a layout has these bits."""
+        weights = self.weights if layout.zero and not layout.shard_within else 0
+        return (layout.gradient_bits, layout.weight_bits) == (self.gradients, weights)
 
 
 Setting = Callable[[Layout], bool]
@@ -53,9 +47,9 @@ KINDS: Mapping[str, Setting] = MappingProxyType(
 BITS: Mapping[str, Setting] = MappingProxyType(
     {
         "uncompressed": is_plain,
-        "8 bits": has_8_bits,
-        "4 bits": has_4_bits,
-        "3 bits, weights 4": has_3_bits,
+        "8 bits": Bits(8, 8),
+        "4 bits": Bits(4, 4),
+        "3 bits, weights 4": Bits(3, 4),
         "islands": has_islands,
     }
 )

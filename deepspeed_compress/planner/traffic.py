@@ -74,7 +74,7 @@ def stage_message(links: Links, model: Model, seq: int, layout: Layout) -> Messa
     """
     megatron = layout.engine == "megatron"
     size = layout.micro * seq * model.hidden * links.cluster.gpu.element / (layout.tensor if megatron else 1)
-    sent = links.send(size, links.cluster.nodes > 1)
+    sent = links.send(size, layout.data * layout.tensor)
     both = sent.times(layout.virtual * (2 if layout.pipeline > 2 or layout.virtual > 1 else 1))
     return both if megatron else replace(both, seconds=2 * both.seconds)
 
@@ -110,27 +110,37 @@ class DataParallel:
 
     def _gradients(self) -> Traffic:
         layout, parameters = self.layout, self.stage.parameters
-        group = self.links.group(layout.shards, layout.tensor)
+        group = self._replicas
         repeated = layout.accumulation if self._reduces_often else 1
         bits = 0 if layout.shard_within else layout.gradient_bits
-        pieces = self._pieces(bits, self.device.software.bucket)
+        pieces, (mean, worst) = self._pieces(bits, self.device.software.bucket), self._gradient_widths(bits)
         if bits:
-            message = self._compressed(parameters / pieces, self._width(bits), group, zero=layout.zero)
+            message = self._compressed(parameters / pieces, mean, group)
+            message = replace(message, seconds=self._compressed(parameters / pieces, worst, group).seconds)
         elif layout.zero >= self.device.software.owners_from:
             message = self.links.scatter(parameters * self.device.gradient / pieces, group)
         else:
             message = self.links.reduce(parameters * self.device.gradient / pieces, group)
         inside = group.local if group.nodes > 1 else 1
         coding = self.device.coded((ENCODE + DECODE) * parameters / inside) if bits else 0.0
-        size = f"{parameters:.3g} elements of {self._width(bits):g} bits"
+        size = f"{parameters:.3g} elements of {mean:g} bits"
         formula = f"{size}, {repeated:g} times, among {group.local} x {group.nodes} ranks in {pieces:g} messages"
         whole, window = message.times(pieces * repeated), self._gradient_window(bits)
         return Traffic("gradients", whole, window, pieces, coding * repeated, formula)
 
-    def _width(self, bits: int) -> float:
-        """Return the mean bits of a gradient element. A tied embedding of two stages is never compressed."""
-        plain, tied = 8 * self.device.gradient, self.stage.tied / self.stage.parameters
-        return (1 - tied) * (bits + SCALE_BITS) + tied * plain if bits else plain
+    def _gradient_widths(self, bits: int) -> tuple[float, float]:
+        return self._widths(bits, 8 * self.device.gradient)
+
+    def _widths(self, bits: int, plain: float) -> tuple[float, float]:
+        """Return the bits of an element: the mean, and that of the rank which owns most of a tied embedding.
+
+        What two stages hold is never compressed. ZeRO gives each rank a part of the elements, so few ranks own it.
+        """
+        if not bits:
+            return plain, plain
+        tied, narrow = self.stage.tied / self.stage.parameters, bits + SCALE_BITS
+        most = min(1.0, self.layout.shards * tied) if self.layout.zero else tied
+        return narrow + tied * (plain - narrow), narrow + most * (plain - narrow)
 
     @property
     def _reduces_often(self) -> bool:
@@ -150,53 +160,60 @@ class DataParallel:
         early = is_gloo and layout.pipeline == 1
         return "last backward" if early or layout.zero >= 2 or self.device.software.overlaps else "nothing"
 
-    def _compressed(self, elements: float, width: float, group: Group, zero: int) -> Message:
-        """Return the cost of reducing: uncompressed inside nodes, then compressed between them (`hierarchy`)."""
-        stride, local, nodes = self.layout.tensor, group.local, group.nodes
+    def _compressed(self, elements: float, width: float, group: Group) -> Message:
+        """Return the cost of reducing: uncompressed inside nodes, then compressed between them (`hierarchy`).
+
+        Without ZeRO, owners send the means back.
+        """
+        stride, local, nodes, ways = self.layout.tensor, group.local, group.nodes, 1 if self.layout.zero else 2
         inside = local if nodes > 1 else 1
         between = self.links.group(nodes if nodes > 1 else local, stride * inside)
-        payload = elements / inside * width / 8
-        message = self.links.exchange(payload, between)
-        if zero == 0:
-            message = message.then(self.links.gather(payload, between))
+        message = self.links.exchange(elements / inside * width / 8, between).times(ways)
         if inside == 1:
             return message
-        summed = self.links.gather(elements * self.device.gradient, self.links.group(local, stride))
-        return message.then(summed.times(1 if zero else 2))
+        summed = self.links.exchange(elements * self.device.gradient, self.links.group(local, stride))
+        return message.then(summed.times(ways))
 
     @property
-    def _weight_width(self) -> float:
-        """Bits of a weight on the wire."""
+    def _replicas(self) -> Group:
+        return self.links.group(self.layout.shards, self.layout.tensor)
+
+    def _delivered(self, elements: float) -> Message:
+        """Return the cost of giving all ranks each other's parts of weights: by a ring, or straight if compressed."""
         bits = self.layout.weight_bits
-        return bits + SCALE_BITS if bits else 8 * self.device.gpu.element
+        mean, worst = (elements * width / 8 for width in self._widths(bits, 8 * self.device.gpu.element))
+        if not bits:
+            return self.links.gather(mean, self._replicas)
+        slowest = self.links.exchange(worst, self._replicas)
+        return replace(self.links.exchange(mean, self._replicas), seconds=slowest.seconds)
 
     def _updated(self) -> Traffic:
         """Return the gather of updated weights under ZeRO 1 and 2."""
         layout, parameters, bits = self.layout, self.stage.parameters, self.layout.weight_bits
-        size = parameters * self._weight_width / 8
         pieces = self._pieces(bits, self.device.software.bucket)
-        message = self.links.gather(size / pieces, self.links.group(layout.shards, layout.tensor)).times(pieces)
+        message = self._delivered(parameters / pieces).times(pieces)
         hides = (bits and layout.pipeline == 1) or self.device.software.overlaps
         coding = self.device.coded(DECODE * parameters) if bits else 0.0
-        formula = f"{size / 1e9:.3g} GB gathered once"
+        formula = f"{parameters:.3g} elements gathered once"
         return Traffic("updated weights", message, "first forward" if hides else "nothing", pieces, coding, formula)
 
     def _gathered(self) -> Iterator[Traffic]:
         """Yield the gathers of ZeRO 3: layer by layer for forward and backward of micro-batches; small tensors once."""
         layout, stage, software = self.layout, self.stage, self.device.software
-        bits, group = layout.weight_bits, self.links.group(layout.shards, layout.tensor)
+        bits = layout.weight_bits
         small = stage.layers * self.model.small_parameters(software.persistent) / layout.tensor
+        table = self.model.positions * self.model.hidden
+        small += table * (table <= software.persistent)
         parameters = stage.parameters - small
         # What the end of forward used is still there when backward begins.
         count = layout.accumulation * (2 - min(1.0, software.reused / 2 / parameters))
-        size = parameters * self._weight_width / 8
         pieces = min(stage.layers, self._pieces(bits, LARGEST_BUCKET))
-        message = self.links.gather(size / pieces, group).times(pieces * count)
+        message = self._delivered(parameters / pieces).times(pieces * count)
         coding = self.device.coded(DECODE * parameters * count) if bits else 0.0
-        formula = f"{size / 1e9:.3g} GB gathered {count:.3g} times"
+        formula = f"{parameters:.3g} elements gathered {count:.3g} times"
         yield Traffic("gathered weights", message, "all", pieces, coding, formula)
         if small:
-            once = self.links.gather(small * self.device.gpu.element, group)
+            once = self.links.gather(small * self.device.gpu.element, self._replicas)
             formula = f"{small:.3g} elements gathered once"
             yield Traffic("persistent weights", once, "nothing", 1, 0.0, formula)
 
@@ -212,13 +229,13 @@ class DataParallel:
         count = layout.island_size // layout.shards
         group = self.links.group(count, layout.tensor * layout.shards)
         bits = layout.gradient_bits
+        width, _ = self._gradient_widths(bits)
         if bits:
-            payload = elements * self._width(bits) / 8
-            message = self.links.exchange(payload, group).then(self.links.gather(payload, group))
+            message = self.links.exchange(elements * width / 8, group).times(2)
         else:
             message = self.links.reduce(elements * self.device.gradient, group)
         coding = self.device.coded((ENCODE + DECODE) * elements) if bits else 0.0
-        formula = f"{elements:.3g} elements of {self._width(bits):g} bits among {count} nodes"
+        formula = f"{elements:.3g} elements of {width:g} bits among {count} nodes"
         return Traffic("gradients between nodes", message, "nothing", 1, coding, formula)
 
     def _between_islands(self) -> Traffic:
@@ -226,7 +243,7 @@ class DataParallel:
         layout, elements = self.layout, self.stage.parameters / (self.layout.shards if self.layout.zero else 1)
         group = self.links.group(layout.islands, layout.tensor * layout.island_size)
         payload = elements * (4 + SCALE_BITS) / 8
-        message = self.links.exchange(payload, group).then(self.links.gather(payload, group))
+        message = self.links.exchange(payload, group).times(2)
         coding = self.device.coded((ENCODE + DECODE) * elements) / layout.sync_every
         formula = f"{payload / 1e9:.3g} GB among {layout.islands} islands, every {layout.sync_every} steps"
         return Traffic("islands", message.times(1 / layout.sync_every), "nothing", 1, coding, formula)

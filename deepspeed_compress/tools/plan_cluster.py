@@ -11,14 +11,14 @@ from deepspeed_compress.config.numbers import short
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.planner.cluster import Cluster, read_cluster
 from deepspeed_compress.planner.constants import Constants
-from deepspeed_compress.planner.files import command, ds_config
+from deepspeed_compress.planner.files import Start, ds_config
 from deepspeed_compress.planner.layout import Layout
 from deepspeed_compress.planner.learning import critical_batch
 from deepspeed_compress.planner.measured import Measured, read_constants
 from deepspeed_compress.planner.model import read_model
 from deepspeed_compress.planner.placement import hostfile, read_nodes
 from deepspeed_compress.planner.predict import Prediction
-from deepspeed_compress.planner.search import Candidate, Job, Plan, search, turns
+from deepspeed_compress.planner.search import TOO_LARGE, Candidate, Job, Plan, search, turns
 from deepspeed_compress.planner.software import SOFTWARE
 from deepspeed_compress.tools.files import write_json
 from deepspeed_compress.tools.plan_cluster_plots import draw_all
@@ -27,6 +27,8 @@ from deepspeed_compress.tools.plots import check_plotting
 
 SHOWN, OTHERS = 10, 3
 """Rows of the table: layouts that the program can start, and layouts that only Megatron can."""
+MOST_SEQUENCES, MOST_TOKENS = 10**9, 1e18
+"""Largest batch and longest run."""
 WIDTH = 160
 """Least width of tables in characters."""
 LEGEND = """\
@@ -87,11 +89,19 @@ def _search(job: Job) -> Plan:
     plan = search(job)
     if not plan.candidates:
         _print_refused(plan)
-        raise ConfigError(
-            f"--gpus: no layout of {job.model.name} that {job.engine} can start fits {job.cluster}; write more GPUs, "
-            "or GPUs with more memory"
-        )
+        raise ConfigError(_impossible(plan, job))
     return plan
+
+
+def _impossible(plan: Plan, job: Job) -> str:
+    """Return the message for a job without any layout."""
+    what = f"{job.software.name} has no layout of {job.model.name} on {job.cluster}"
+    if plan.refused[TOO_LARGE]:
+        return f"--gpus: {what} that fits into memory; write more GPUs, or GPUs with more memory"
+    return (
+        f"--batch: {what} with {job.batch} sequences per step, for the reasons above; write a multiple of "
+        f"{job.cluster.gpus}, or another --software"
+    )
 
 
 def _show(plan: Plan, job: Job, measured: Measured | None, options: argparse.Namespace) -> None:
@@ -106,7 +116,17 @@ def _show(plan: Plan, job: Job, measured: Measured | None, options: argparse.Nam
 
 
 def _job(options: argparse.Namespace) -> Job:
+    """Return the job of the options.
+
+    Raises:
+        ConfigError: An option cannot be read, or sequences are longer than the model allows.
+    """
     model = read_model(options.model)
+    if options.seq > model.longest:
+        raise ConfigError(
+            f"--seq: {options.seq} tokens are more than the {model.longest} positions of {options.model}; write fewer, "
+            "or change the model"
+        )
     batch = read_batch(options.batch, options.seq)
     tokens = read_count(options.tokens, "--tokens") if options.tokens else 20.0 * model.parameters
     software = replace(SOFTWARE[options.software], attention=options.attention)
@@ -144,12 +164,14 @@ def read_batch(text: str, seq: int) -> int:
     """
     match = re.fullmatch(r"([0-9.]+)([km]?)-?tokens", text.strip().lower())
     try:
-        sequences = round(float(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2]] / seq) if match else int(text)
+        sequences = float(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2]] / seq if match else int(text)
     except ValueError:
         sequences = 0
-    if sequences < 1:
-        raise ConfigError(f"--batch: {text!r} is not a batch; write 1024 for sequences, or 4M-tokens")
-    return sequences
+    if not 0.5 < sequences <= MOST_SEQUENCES:
+        raise ConfigError(
+            f"--batch: {text!r} is not a batch of 1 to {MOST_SEQUENCES:,} sequences; write 1024, or 4M-tokens"
+        )
+    return round(sequences)
 
 
 def read_count(text: str, option: str) -> float:
@@ -163,19 +185,20 @@ def read_count(text: str, option: str) -> float:
         number = float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[match[2]] if match else 0.0
     except ValueError:
         number = 0.0
-    if number <= 0:
-        raise ConfigError(f"{option}: {text!r} is not a number; write 300B, for example")
+    if not 0 < number < MOST_TOKENS:
+        raise ConfigError(f"{option}: {text!r} is not a number below {MOST_TOKENS:g}; write 300B, for example")
     return number
 
 
 def _print_plan(plan: Plan, job: Job, measured: Measured | None) -> None:
     from rich import box
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     title = f"{job.model.name}, {short(job.model.parameters)} parameters, on {job.cluster}"
     batch = f"{job.batch} sequences of {job.seq} tokens per step, {short(job.tokens)} tokens in all"
-    table = Table(title=f"{title}\n{batch}", title_justify="left", box=box.SIMPLE)
+    table = Table(title=escape(f"{title}\n{batch}"), title_justify="left", box=box.SIMPLE)
     figures = ("tokens/s", "memory", "node sends", "days", "limited by")
     for head in ("", "layout", "step in s (80 %)", *(["measured"] if measured else []), *figures):
         table.add_column(head, justify="left" if head in ("", "layout", "limited by") else "right", no_wrap=True)
@@ -310,8 +333,8 @@ def _rivals(candidate: Candidate, plan: Plan, job: Job) -> Iterator[str]:
 def _write(candidate: Candidate, job: Job, options: argparse.Namespace) -> None:
     directory: Path = options.output
     layout, steps = candidate.layout, max(1, round(job.tokens / (job.batch * job.seq)))
-    hosts = options.nodes is not None
-    start = command(job.cluster, str(options.model), job.seq, steps, options.software, hosts)
+    hosts, is_trainer = options.nodes is not None, options.software == "hf"
+    start = Start(layout, job.cluster, directory, options.model, job.seq, steps, is_trainer, hosts).command()
     directory.mkdir(parents=True, exist_ok=True)
     if hosts:
         lines = hostfile(read_nodes(options.nodes, job.cluster), job.cluster, layout)

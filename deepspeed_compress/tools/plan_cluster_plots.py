@@ -33,6 +33,7 @@ _PARTS = MappingProxyType(
         "NVLink": "#38761d",
         "xGMI": "#38761d",
         "PCIe": "#38761d",
+        "loopback": "#38761d",
         "network": "#e69138",
     }
 )

@@ -1,10 +1,11 @@
 """Configurations that the planner writes are valid, whatever the layout."""
 
 import json
+from pathlib import Path
 
 import pytest
 
-from deepspeed_compress.planner.files import command, ds_config
+from deepspeed_compress.planner.files import Start, ds_config
 from deepspeed_compress.planner.layout import Layout
 from deepspeed_compress.planner.layouts import Layouts
 from deepspeed_compress.tools.lint.rule import Context
@@ -36,12 +37,35 @@ def test_no_configuration_has_findings() -> None:
     assert len(kinds()) > 150
 
 
-@pytest.mark.parametrize("program", ["deepspeed", "hf"])
-def test_the_command_starts_every_node(program: str) -> None:
-    text = command(CLUSTER, "config.json", 4096, 100, program)
-    assert "$NODE_RANK" in text
-    alone = command(job("8xA100", "100gbit").cluster, "config.json", 4096, 100, program)
-    assert "NODE_RANK" not in alone
-    one_of_them = command(CLUSTER, "config.json", 4096, 100, program, hosts=True)
-    assert "hostfile" in one_of_them
+def command(nodes: int, is_trainer: bool, has_hostfile: bool = False) -> str:
+    cluster, one = job(f"{8 * nodes}xA100", "100gbit").cluster, Layout(1, 1, 8 * nodes, 3, 2, 4, recompute="full")
+    return Start(one, cluster, Path("my plan"), Path("my model"), 4096, 100, is_trainer, has_hostfile).command()
+
+
+@pytest.mark.parametrize("is_trainer", [False, True])
+def test_the_command_starts_every_node(is_trainer: bool) -> None:
+    assert "$NODE_RANK" in command(4, is_trainer)
+    assert "NODE_RANK" not in command(1, is_trainer)
+    one_of_them = command(4, is_trainer, has_hostfile=True)
+    assert "'my plan/hostfile'" in one_of_them
     assert "NODE_RANK" not in one_of_them
+
+
+def test_the_command_finds_the_files_from_the_project() -> None:
+    """Paths may have spaces. Trainer refuses arguments that differ from those of the configuration."""
+    assert "launch/torchrun.sh 'my plan/ds_config.json' --model 'my model' --seq-len 4096" in command(
+        1, is_trainer=False
+    )
+    trainer = command(1, is_trainer=True)
+    assert (
+        "--deepspeed 'my plan/ds_config.json' --per_device_train_batch_size 2 --gradient_accumulation_steps 4"
+        in trainer
+    )
+    assert trainer.endswith("--bf16 True --gradient_checkpointing True")
+
+
+def test_a_gpu_without_bf16_trains_in_fp16() -> None:
+    kinds = {
+        gpu: ds_config(Layout(1, 1, 8, 1, 1, 1), job(f"8x{gpu}", "1gbit").cluster) for gpu in ("V100", "A100", "CPU")
+    }
+    assert [[name for name in ("bf16", "fp16") if name in one] for one in kinds.values()] == [["fp16"], ["bf16"], []]

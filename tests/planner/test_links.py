@@ -14,6 +14,8 @@ def links(gpus: str = "16xA100", network: str = "100gbit/node") -> Links:
     [
         ("100gbit", 12.5e9),
         ("100 Gbit/s", 12.5e9),
+        ("2.5gbit", 312.5e6),
+        ("800mbit", 1e8),
         ("100gbit/node", 12.5e9),
         ("8x200gbit", 200e9),
         ("200gbit/gpu", 200e9),
@@ -64,3 +66,10 @@ def test_inside_a_node_the_network_is_not_used() -> None:
     message = links("8xA100").reduce(1e9, links().group(8, 1))
     assert message.link == "NVLink"
     assert message.seconds == pytest.approx(2 * 7 / 8 * 1e9 / (300e9 * Constants().link), rel=0.02)
+
+
+def test_stages_that_share_a_node_leave_its_cards_to_the_last() -> None:
+    alone, whole = (links().send(1e9, together) for together in (2, 8))
+    assert 8 * alone.outside == 2 * whole.outside == 2e9
+    assert alone.inside == 0.75e9
+    assert 4 * alone.seconds == pytest.approx(whole.seconds, rel=1e-3)

@@ -29,6 +29,12 @@ LLAMA: dict[str, Any] = {
 MIXTRAL = LLAMA | {"model_type": "mixtral", "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}
 QWEN = LLAMA | {"model_type": "qwen2", "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28}
 QWEN |= {"num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064}
+GEMMA = LLAMA | {"model_type": "gemma", "hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
+GEMMA |= {"num_key_value_heads": 16, "head_dim": 256, "intermediate_size": 24576, "vocab_size": 256000}
+QWEN_MOE = LLAMA | {"model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_experts": 128}
+QWEN_MOE |= {"num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144, "vocab_size": 151936}
+QWEN_MOE |= {"moe_intermediate_size": 768, "num_experts_per_tok": 8, "mlp_only_layers": [], "decoder_sparse_step": 1}
+DEEPSEEK = LLAMA | {"model_type": "deepseek_v3", "n_routed_experts": 256, "num_experts_per_tok": 8, "kv_lora_rank": 512}
 
 
 def model(config: object, directory: Path) -> Model:
@@ -37,7 +43,8 @@ def model(config: object, directory: Path) -> Model:
 
 
 @pytest.mark.parametrize(
-    ("config", "parameters"), [(GPT2, 124.4e6), (LLAMA, 8.03e9), (MIXTRAL, 46.7e9), (QWEN, 7.62e9)]
+    ("config", "parameters"),
+    [(GPT2, 124.4e6), (LLAMA, 8.03e9), (MIXTRAL, 46.7e9), (QWEN, 7.62e9), (GEMMA, 8.54e9), (QWEN_MOE, 30.5e9)],
 )
 def test_parameters_are_those_that_are_published(config: dict[str, Any], parameters: float, tmp_path: Path) -> None:
     assert model(config, tmp_path).parameters == pytest.approx(parameters, rel=0.005)
@@ -48,18 +55,66 @@ def test_experts_that_a_token_does_not_use_take_no_time(tmp_path: Path) -> None:
     assert model(MIXTRAL, tmp_path).flops_per_token(1) == pytest.approx(6 * 12.7e9, rel=0.02)
 
 
-@pytest.mark.parametrize("config", [[], GPT2 | {"n_layer": 0}, {"n_embd": 768}, GPT2 | {"n_head": True}])
-def test_an_incomplete_configuration_is_refused(config: object, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--model"):
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ([], "not a JSON object"),
+        ({"n_embd": 768}, "num_hidden_layers"),
+        (GPT2 | {"n_layer": 0}, "n_layer is 0"),
+        (GPT2 | {"n_head": True}, "n_head is True"),
+        (GPT2 | {"n_head": 10}, "head_dim"),
+        (LLAMA | {"num_key_value_heads": 7}, "num_key_value_heads 7"),
+        (LLAMA | {"intermediate_size": "14336"}, "intermediate_size is '14336'"),
+        (MIXTRAL | {"num_local_experts": "8"}, "num_local_experts is '8'"),
+        (MIXTRAL | {"num_experts_per_tok": 9}, "num_experts_per_tok 9"),
+        (QWEN_MOE | {"mlp_only_layers": [0]}, "mlp_only_layers"),
+        (DEEPSEEK, "model_type is 'deepseek_v3'"),
+        (LLAMA | {"model_type": "bert"}, "model_type is 'bert'"),
+        (LLAMA | {"hidden_size": 10**400}, "hidden_size is 1000"),
+    ],
+)
+def test_a_configuration_that_is_not_understood_is_refused(config: object, named: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"--model .*{named}"):
         model(config, tmp_path)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="--model"):
+        read_model(tmp_path)
+
+
+def test_keys_that_are_left_out_have_the_defaults_of_transformers(tmp_path: Path) -> None:
+    """Gemma ties its embedding. GPT-2 has dropout, and learned positions that limit its sequences."""
+    assert model(GEMMA, tmp_path).tied
+    assert not model(LLAMA, tmp_path).tied
+    assert [model(GPT2 | more, tmp_path).dropout for more in ({}, {"resid_pdrop": 0.0})] == [True, False]
+    short = model({key: value for key, value in GPT2.items() if key != "n_positions"}, tmp_path)
+    assert (short.positions, short.longest) == (1024, 1024)
+    assert model(LLAMA | {"max_position_embeddings": 8192}, tmp_path).longest == 8192
 
 
 @pytest.mark.parametrize(
     ("text", "name"),
-    [("a100", "A100-80"), ("A100-SXM4-40GB", "A100-40"), ("RTX 4090", "4090"), ("GH200", "GH200"), ("GB200", "GB200")],
+    [
+        ("a100", "A100-80"),
+        ("A100-SXM4-40GB", "A100-40"),
+        ("NVIDIA GeForce RTX 4090", "4090"),
+        ("GH200", "GH200"),
+        ("GB200", "GB200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("Tesla V100-SXM2-32GB", "V100"),
+    ],
 )
 def test_gpus_have_several_names(text: str, name: str) -> None:
     assert find_gpu(text).name == name
+
+
+@pytest.mark.parametrize("text", ["A1000", "H100 NVL", "V100-16GB", "A100-PCIE-40GB", "L40", "TPU"])
+def test_another_gpu_is_not_taken_for_one_of_the_table(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not in the table"):
+        find_gpu(text)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +127,12 @@ def test_gpus_have_several_names(text: str, name: str) -> None:
         ("8xH100", "fast", "--network"),
         ("8xH100", "0gbit", "--network"),
         ("8xH100", "1.2.3gbit", "--network"),
+        ("8xH100", "0x100gbit", "--network"),
+        ("8xH100", "100GBps", "--network"),
+        ("8xH100", "8x200gbit/gpu", "--network"),
+        ("8xH100", f"{'9' * 400}gbit", "--network"),
+        (f"{'9' * 5000}xH100", "1gbit", "--gpus"),
+        ("99999999xH100", "1gbit", "--gpus"),
     ],
 )
 def test_wrong_clusters_are_named(gpus: str, network: str, named: str) -> None:

@@ -1,6 +1,7 @@
 """Rankings on typical clusters, and the limits of the search."""
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -77,6 +78,16 @@ def test_refusals_are_counted_by_reason(batch: int, reason: str) -> None:
     layouts = Layouts(job("64xH100", "100gbit").cluster, LLAMA_7B, batch)
     list(layouts.plain())
     assert layouts.refused[reason] > 0
+
+
+def test_layouts_that_a_program_cannot_start_are_not_proposed() -> None:
+    """Trainer has no pipelines, Megatron has equal stages, and a hierarchy needs nodes with equally many replicas."""
+    trainer = search(job("16xA100", "100gbit", software=SOFTWARE["hf"]))
+    assert {one.layout.pipeline for one in trainer.fitting} == {1}
+    odd = replace(LLAMA_7B, layers=30)
+    found = list(Layouts(job("24xA100", "100gbit").cluster, odd, 768).plain())
+    assert {one.pipeline for one in found if one.engine == "megatron"} == {1, 3, 6}
+    assert {one.pipeline for one in found if one.engine == "deepspeed"} == {1, 3, 6, 12, 24}
 
 
 def test_ten_thousand_gpus_take_seconds() -> None:

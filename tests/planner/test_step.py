@@ -47,6 +47,16 @@ def test_uncompressed_gradients_travel_twice_unless_nccl_sends_them_to_owners(gp
     assert [size / whole for size in sent] == pytest.approx(times)
 
 
+@pytest.mark.parametrize(("zero", "name"), [(1, "updated weights"), (3, "gathered weights")])
+def test_compressed_weights_reach_every_rank_of_a_node_apart(zero: int, name: str) -> None:
+    """A ring brings them into a node of eight once. Our gathers send them straight to every rank (`Link.start`)."""
+    sent = []
+    for bits in (0, 8):
+        terms = predictor().predict(layout(zero=zero, accumulation=1, weight_bits=bits)).terms
+        sent += [8 * term.outside for term in terms if term.name == name]
+    assert sent[1] / sent[0] == pytest.approx(8 * 56 / 63 * 8.125 / 16, rel=0.01)
+
+
 def test_deepspeed_waits_for_gloo_but_compressed_gradients_hide() -> None:
     hidden = []
     for bits in (0, 4):
@@ -66,6 +76,18 @@ def test_a_pipeline_sums_a_tied_embedding_between_two_stages() -> None:
     for tied in (False, True):
         terms = predictor(model=replace(LLAMA_70B, tied=tied)).predict(layout(data=32, pipeline=2)).terms
         assert [term.outside for term in terms if term.name == "tied embedding"] == [2 * 128256 * 8192] * tied
+
+
+def test_few_ranks_own_a_tied_embedding_which_stays_uncompressed() -> None:
+    """Of two replicas, one owns the whole table, and receives it, as both would without compression."""
+    small, both = predictor("4xCPU", model=TOY), {"data": 2, "pipeline": 2, "accumulation": 16}
+    found = [small.predict(layout(**both, gradient_bits=bits, weight_bits=bits)).terms for bits in (0, 4)]
+    sizes, seconds = (
+        [{one.name: kind(one) for one in terms}["updated weights"] for terms in found]
+        for kind in (lambda one: one.outside, lambda one: one.busy)
+    )
+    assert sizes[1] < 0.6 * sizes[0]
+    assert seconds[1] > 0.8 * seconds[0]
 
 
 def test_hybrid_sharding_keeps_weights_inside_nodes() -> None:

@@ -70,7 +70,7 @@ def test_a_layout_is_explained(model: str, capsys: pytest.CaptureFixture[str]) -
 def test_the_files_of_the_best_pass_the_linter(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(model, "--output", f"{tmp_path}/plan") == 0
     assert main(["lint", f"{tmp_path}/plan/ds_config.json", "--world-size", "16"]) == 0
-    assert "launch/torchrun.sh ds_config.json" in (tmp_path / "plan" / "launch.sh").read_text()
+    assert f"launch/torchrun.sh {tmp_path}/plan/ds_config.json" in (tmp_path / "plan" / "launch.sh").read_text()
     assert plan(model, "--output", f"{tmp_path}/plan", "--software", "megatron") == 1
     assert "--output: Megatron" in capsys.readouterr().err
 
@@ -84,7 +84,8 @@ def test_a_hostfile_keeps_nodes_of_a_switch_together(
     assert plan(model, *more, "--output", str(output)) == 0
     lines = (output / "hostfile").read_text().splitlines()
     assert [line for line in lines if line[0] != "#"] == [f"{name} slots=4" for name in ("n1", "n3", "n2", "n4")]
-    assert "HOSTFILE=hostfile launch/multi_node.sh ds_config.json" in (output / "launch.sh").read_text()
+    start = f"HOSTFILE={output}/hostfile launch/multi_node.sh {output}/ds_config.json"
+    assert start in (output / "launch.sh").read_text()
     assert plan(model, "--nodes", str(nodes), "--output", str(output)) == 1
     assert plan(model, *more) == 1
     errors = capsys.readouterr().err
@@ -98,6 +99,25 @@ def test_a_model_that_fits_nowhere_is_refused(model: str, capsys: pytest.Capture
     captured = capsys.readouterr()
     assert "does not fit into memory" in captured.out
     assert "no layout of" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--batch", "3"), "--batch: deepspeed has no layout"),
+        (("--seq", "8192"), "--seq: 8192 tokens are more than the 4096 positions"),
+        (("--batch", "9" * 400), "--batch: "),
+        (("--tokens", "9" * 400), "--tokens: "),
+        (("--model", "nowhere.json"), "nowhere.json"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_a_line(
+    more: tuple[str, ...], message: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(model).write_text(json.dumps(LLAMA | {"max_position_embeddings": 4096, "num_hidden_layers": 1}))
+    assert plan(model, *more) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert message in line
 
 
 def test_pictures_are_drawn(
