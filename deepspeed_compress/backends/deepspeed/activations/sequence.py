@@ -15,12 +15,8 @@ import torch
 from deepspeed.comm import comm
 from torch import nn
 
-from deepspeed_compress.backends.activations.all_to_all import (
-    AllToAllCall,
-    CompressedAllToAll,
-    PendingAllToAll,
-)
-from deepspeed_compress.backends.activations.messages import DTYPES
+from deepspeed_compress.backends.activations.all_to_all import AllToAllCall, CompressedAllToAll, PendingAllToAll
+from deepspeed_compress.backends.activations.messages import DTYPES, ActivationMessages
 from deepspeed_compress.backends.activations.sums import activation_codec
 from deepspeed_compress.backends.deepspeed.activations.attached import forbid_compiling
 from deepspeed_compress.backends.deepspeed.seams import Seam
@@ -133,9 +129,8 @@ class _Passes:
 def attach_sequence(engine: Any, settings: SequenceActivations, run: Run, patches: Patches) -> None:
     """Compress the all-to-alls of attention until the engine is destroyed, collected, or detached from."""
     backend, switch = comm.cdb, _join(comm.cdb)
-    exchange = CompressedAllToAll(
-        engine.seq_parallel_group, activation_codec(settings.bits), run.meter, "bytes_sequence"
-    )
+    messages = ActivationMessages(activation_codec(settings.bits), run.meter, "bytes_sequence_saved")
+    exchange = CompressedAllToAll(engine.seq_parallel_group, messages)
     passes = _Passes(switch, _EngineExchange(exchange), weakref.ref(engine.module))
     handles = [
         engine.module.register_forward_pre_hook(passes.begin_forward, prepend=True),
