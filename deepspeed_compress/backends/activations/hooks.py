@@ -80,6 +80,11 @@ class LayerHooks:
         return self
 
 
+def find_parts(model: nn.Module) -> list[nn.Module]:
+    """Return `model` and its modules that have parts of their own, which a program may call by themselves."""
+    return [model, *(part for part in model.modules() if part is not model and list(part.children()))]
+
+
 class TrainingPass:
     """Test for passes that are trained on, by hooks around the forward passes of the whole model and of its parts.
 
@@ -89,7 +94,7 @@ class TrainingPass:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        modules = [model, *(part for part in model.modules() if part is not model and list(part.children()))]
+        modules = find_parts(model)
         self._model, self._modules = weakref.ref(model), weakref.WeakSet(modules)
         self._outermost: weakref.ref[nn.Module] | None = None
         """The outermost module that runs. After an interrupt, it stays until it or the model begins again."""
