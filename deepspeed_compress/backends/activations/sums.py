@@ -48,6 +48,8 @@ class TensorSum(Protocol):
 
 SumOver = Callable[[ProcessGroup], TensorSum]
 """Function that returns the sum over a group."""
+_Sum = Callable[[Tensor], Tensor]
+"""A `TensorSum`, or what it is wrapped in."""
 
 
 @dataclass(frozen=True)
@@ -140,14 +142,14 @@ def sums_over(codec: Codec, run: Run) -> SumOver:
     return cache(lambda group: compressed_sum(group, codec, run))
 
 
-def sum_output(x: Tensor, total: TensorSum) -> Tensor:
+def sum_output(x: Tensor, total: _Sum) -> Tensor:
     """Return the sum of `x`, whose gradient passes unchanged (g of Shoeybi et al., arXiv:1909.08053)."""
     # PyTorch gives `apply` no types.
     found: Tensor = _SumOutput.apply(x, total)  # type: ignore[no-untyped-call]
     return found
 
 
-def sum_gradient(x: Tensor, total: TensorSum) -> Tensor:
+def sum_gradient(x: Tensor, total: _Sum) -> Tensor:
     """Return `x` as a tensor whose gradient is summed (f of Shoeybi et al., arXiv:1909.08053)."""
     # PyTorch gives `apply` no types.
     found: Tensor = _SumGradient.apply(x, total)  # type: ignore[no-untyped-call]
@@ -156,7 +158,7 @@ def sum_gradient(x: Tensor, total: TensorSum) -> Tensor:
 
 class _SumOutput(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, total: TensorSum) -> Tensor:
+    def forward(ctx: Any, x: Tensor, total: _Sum) -> Tensor:
         return total(x)
 
     @staticmethod
@@ -166,7 +168,7 @@ class _SumOutput(torch.autograd.Function):
 
 class _SumGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, total: TensorSum) -> Tensor:
+    def forward(ctx: Any, x: Tensor, total: _Sum) -> Tensor:
         ctx.total = total
         return x.view_as(x)
 
