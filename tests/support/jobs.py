@@ -219,12 +219,12 @@ def tied_output(module: Tied, x: torch.Tensor) -> torch.Tensor:
 
 
 def pipeline(stages: int) -> PipelineModule:
+    torch.manual_seed(0)
     layers = [
         TiedLayerSpec("matrix", Tied, tied_weight_attr="weight"),
         *(layer for _ in range(2) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())),
         TiedLayerSpec("matrix", Tied, forward_fn=tied_output, tied_weight_attr="weight"),
     ]
-    torch.manual_seed(0)
     return PipelineModule(layers, num_stages=stages, loss_fn=nn.MSELoss(), partition_method="uniform")
 
 

@@ -4,7 +4,7 @@ A rank's own part is copied. Rounding is to the nearest code and depends on noth
 recomputed gets the bits of its first pass.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from deepspeed_compress.backends.activations.messages import ActivationMessages
 from deepspeed_compress.collectives.exchange import Link, PendingExchange
-from deepspeed_compress.compression.codec import Codec
-from deepspeed_compress.monitor import Meter
 
 Splits = Sequence[int] | None
 """Rows of a tensor for each rank; None for equal shares."""
@@ -52,9 +51,12 @@ def _split(tensor: Tensor, splits: Splits, ranks: int) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class PendingAllToAll:
-    """Handle of an all-to-all in progress, which `wait` decodes into `shares`, one part of the output for each rank."""
+    """Handle of an all-to-all in progress, which `wait` decodes into `shares`, one part of the output for each rank.
 
-    exchange: "CompressedAllToAll"
+    It keeps `outgoing` alive until then.
+    """
+
+    messages: ActivationMessages
     pending: PendingExchange
     outgoing: Sequence[Tensor]
     incoming: Sequence[Tensor]
@@ -62,53 +64,33 @@ class PendingAllToAll:
 
     def wait(self) -> bool:
         """Wait for the messages and write them into the output. Return True, as handles of torch do."""
-        device = self.shares[0].device
-        with self.exchange.meter.phase("communicate", device):
+        with self.messages.meter.phase("communicate", self.shares[0].device):
             self.pending.finish()
-        with self.exchange.meter.phase("decompress", device):
-            for payload, share in zip(self.incoming, self.shares, strict=True):
-                self.exchange.decode(payload, share)
+        for payload, share in zip(self.incoming, self.shares, strict=True):
+            if payload.numel():
+                self.messages.decode(payload, share)
         return True
 
 
 @dataclass(frozen=True)
 class CompressedAllToAll:
-    """All-to-all over `group`, which counts what it sends as `traffic`, and what it saves as `traffic`_saved."""
+    """All-to-all over `group`, which counts what it sends as `bytes_sequence`."""
 
     group: ProcessGroup
-    codec: Codec
-    meter: Meter
-    traffic: str
+    messages: ActivationMessages
 
     def start(self, call: AllToAllCall) -> PendingAllToAll:
         """Start the all-to-all of contiguous floating-point tensors over `group`."""
         own, parts, shares = self.group.rank(), call.parts(), call.shares()
         shares[own].copy_(parts[own])
-        with self.meter.phase("compress", call.input.device):
-            outgoing = [self._payload(part, rank == own) for rank, part in enumerate(parts)]
-            for payload, part in zip(outgoing, parts, strict=True):
-                self._encode(part, payload)
-        incoming = [self._payload(share, rank == own) for rank, share in enumerate(shares)]
-        self._count(outgoing, call.bytes_sent())
-        return PendingAllToAll(self, Link(self.group).start(outgoing, incoming, 0), outgoing, incoming, shares)
+        outgoing = self._for_others(parts, self.messages.encode)
+        incoming = self._for_others(shares, self.messages.payload)
+        self.messages.meter.count("bytes_sequence", sum(payload.numel() for payload in outgoing))
+        return PendingAllToAll(self.messages, Link(self.group).start(outgoing, incoming, 0), outgoing, incoming, shares)
 
-    def _payload(self, part: Tensor, is_own: bool) -> Tensor:
-        """Return a buffer for the message that carries `part`, empty if nothing is sent."""
-        size = 0 if is_own else self.codec.compressor.payload_bytes(part.numel())
-        return torch.empty(size, dtype=torch.uint8, device=part.device)
-
-    def _encode(self, part: Tensor, payload: Tensor) -> None:
-        if payload.numel():
-            self.codec.encode(part.detach().reshape(-1).to(torch.float32), (), payload, key=0)
-
-    def decode(self, payload: Tensor, share: Tensor) -> None:
-        """Overwrite `share` with what `payload` holds, unless the payload is empty."""
-        if payload.numel():
-            values = torch.empty(share.numel(), dtype=torch.float32, device=share.device)
-            self.codec.decode([payload], (), values, 1.0)
-            share.copy_(values.view_as(share))
-
-    def _count(self, outgoing: Sequence[Tensor], alone: int) -> None:
-        sent = sum(payload.numel() for payload in outgoing)
-        self.meter.count(self.traffic, sent)
-        self.meter.count(f"{self.traffic}_saved", alone - sent)
+    def _for_others(self, parts: Sequence[Tensor], message: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """Return the `message` of each part, empty if it is this rank's own or has no elements."""
+        nothing = parts[0].new_empty(0, dtype=torch.uint8)
+        return [
+            message(part) if part.numel() and rank != self.group.rank() else nothing for rank, part in enumerate(parts)
+        ]

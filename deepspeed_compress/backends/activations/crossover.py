@@ -127,7 +127,8 @@ def _shift(group: ProcessGroup, sent: Tensor, received: Tensor) -> None:
 
 def _all_to_alls(group: ProcessGroup, x: Tensor, bits: int, run: Run) -> _Forms:
     call = AllToAllCall(torch.empty_like(x), x, group=group)
-    compressed = CompressedAllToAll(group, activation_codec(bits), run.meter, "bytes_sequence")
+    messages = ActivationMessages(activation_codec(bits), run.meter, "bytes_sequence_saved")
+    compressed = CompressedAllToAll(group, messages)
     return lambda: group.alltoall_base(call.output, x, [], []).wait(), lambda: compressed.start(call).wait()
 
 

@@ -13,7 +13,8 @@ class LayerHooks:
     """Hooks around the forward pass of one layer, which take over its sum.
 
     Meanwhile some attributes of the layer have other values, so that it computes what this rank has, and sums nothing.
-    Copies of the layer carry the same hooks, which ignore every layer but their own, so a copy sums as without them.
+    They only hide a parameter of that name, which stays registered, so that even after an interrupt it is saved. Copies
+    of the layer carry the same hooks, which ignore every layer but their own, so a copy sums as without them.
 
     Args:
         layer: the layer.
@@ -22,8 +23,8 @@ class LayerHooks:
 
     def __init__(self, layer: nn.Module, during: Mapping[str, Any]) -> None:
         self._layer, self._during = weakref.ref(layer), during
-        self._own: dict[str, Any] = {}
-        """The layer's own attributes while its forward pass runs."""
+        self._own: dict[str, Any] | None = None
+        """The layer's own attributes of these names while its forward pass runs; None otherwise."""
         self._handles: list[RemovableHandle] = []
 
     def attach(self, layer: nn.Module, first: bool = False) -> None:
@@ -56,57 +57,69 @@ class LayerHooks:
         self._restore()  # an interrupt has ended the last call before its hook
         if torch.compiler.is_compiling() or not self.takes(layer, inputs):
             return None
-        self._own = {name: getattr(layer, name) for name in self._during}
-        for name, value in self._during.items():
-            setattr(layer, name, value)
+        attributes = vars(layer)
+        self._own = {name: attributes[name] for name in self._during if name in attributes}
+        attributes.update(self._during)
         return self.replaced(inputs)
 
     def after(self, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
         """Give the layer its attributes again. `output` is None if the forward pass has raised."""
-        if layer is not self._layer() or not self._own:
+        if layer is not self._layer() or self._own is None:
             return None
         self._restore()
         return None if output is None else self.summed(layer, output)
 
     def _restore(self) -> None:
-        layer = self._layer()
-        while self._own:
-            name, value = self._own.popitem()
-            if layer is not None:
-                setattr(layer, name, value)
+        own, self._own, layer = self._own, None, self._layer()
+        if own is not None and layer is not None:
+            for name in self._during:
+                del vars(layer)[name]
+            vars(layer).update(own)
 
     def __deepcopy__(self, memo: Any) -> "LayerHooks":
         return self
 
 
+def find_parts(model: nn.Module) -> list[nn.Module]:
+    """Return `model` and its modules that have parts of their own, which a program may call by themselves."""
+    return [model, *(part for part in model.modules() if part is not model and list(part.children()))]
+
+
 class TrainingPass:
-    """Test for passes that are trained on, by hooks around the forward pass of the whole model.
+    """Test for passes that are trained on, by hooks around the forward passes of the whole model and of its parts.
 
     Reentrant activation checkpointing runs layers without gradients first, and again, with gradients, in the backward
-    pass. Both must compute the same. An evaluation, also without gradients, is exact.
+    pass, where another checkpoint may be inside. All of them must compute the same. An evaluation, also without
+    gradients, is exact. They differ in whether gradients are on when the outermost module begins.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model, self._runs = weakref.ref(model), False
-        before = model.register_forward_pre_hook(self._begin, prepend=True)
-        self._handles = [before, model.register_forward_hook(self._end, always_call=True)]
+        modules = find_parts(model)
+        self._model, self._modules = weakref.ref(model), weakref.WeakSet(modules)
+        self._outermost: weakref.ref[nn.Module] | None = None
+        """The outermost module that runs. After an interrupt, it stays until it or the model begins again."""
+        self._trains = False
+        self._handles: list[RemovableHandle] = []
+        for module in modules:
+            before = module.register_forward_pre_hook(self._begin, prepend=True)
+            self._handles += [before, module.register_forward_hook(self._end, always_call=True)]
 
     def detach(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
-    def _begin(self, model: nn.Module, inputs: Any) -> None:
-        if model is self._model():
-            self._runs = torch.is_grad_enabled()
+    def _begin(self, module: nn.Module, inputs: Any) -> None:
+        if module in self._modules and (self._outermost is None or module in (self._model(), self._outermost())):
+            self._outermost, self._trains = weakref.ref(module), torch.is_grad_enabled()
 
-    def _end(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        if model is self._model():
-            self._runs = False
+    def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if self._outermost is not None and module is self._outermost():
+            self._outermost, self._trains = None, False
 
     @property
     def is_training(self) -> bool:
-        return self._runs or torch.is_grad_enabled()
+        return self._trains or torch.is_grad_enabled()
 
     def __deepcopy__(self, memo: Any) -> "TrainingPass":
         """Return this object, which copies of the model carry in their hooks, and which ignores them."""

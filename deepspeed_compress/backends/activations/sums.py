@@ -7,8 +7,9 @@ bits. Rounding is to the nearest code and depends on nothing but the values, so 
 of its first pass.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -39,7 +40,16 @@ class TensorSum(Protocol):
     def group(self) -> ProcessGroup: ...
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the sum of `x` over the ranks as a new contiguous tensor of its shape and type."""
+        """Return the sum of `x` over the ranks as a new contiguous tensor of its shape and type.
+
+        Its derivative is that of `x`, because every rank computes the same from the sum.
+        """
+
+
+SumOver = Callable[[ProcessGroup], TensorSum]
+"""Function that returns the sum over a group."""
+_Sum = Callable[[Tensor], Tensor]
+"""A `TensorSum`, or what it is wrapped in."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +67,7 @@ class CompressedSum:
         if not ActivationMessages.carries(x):
             return _exact_sum(x, group, meter)
         total, before = x.clone(memory_format=torch.contiguous_format), meter.bytes_tensor
-        self.reducer.all_reduce(total.view(-1), _partition(total.numel(), group.size()), 1.0)
+        self.reducer.all_reduce(total.detach().view(-1), _partition(total.numel(), group.size()), 1.0)
         meter.count("bytes_tensor_saved", ring_all_reduce(x.nbytes, group.size()) + before - meter.bytes_tensor)
         return total
 
@@ -127,11 +137,28 @@ def compressed_sum(group: ProcessGroup, codec: Codec, run: Run) -> TensorSum:
     return CompressedSum(PayloadReducer(Link(group), messages, run, CHUNK_NUMEL * group.size(), "bytes_tensor"))
 
 
-class SumOutput(torch.autograd.Function):
-    """Sum of a tensor in the forward pass, whose gradient passes unchanged (g of Shoeybi et al., arXiv:1909.08053)."""
+def sums_over(codec: Codec, run: Run) -> SumOver:
+    """Return a function that returns the compressed sum over a group, the same one whenever it is called."""
+    return cache(lambda group: compressed_sum(group, codec, run))
 
+
+def sum_output(x: Tensor, total: _Sum) -> Tensor:
+    """Return the sum of `x`, whose gradient passes unchanged (g of Shoeybi et al., arXiv:1909.08053)."""
+    # PyTorch gives `apply` no types.
+    found: Tensor = _SumOutput.apply(x, total)  # type: ignore[no-untyped-call]
+    return found
+
+
+def sum_gradient(x: Tensor, total: _Sum) -> Tensor:
+    """Return `x` as a tensor whose gradient is summed (f of Shoeybi et al., arXiv:1909.08053)."""
+    # PyTorch gives `apply` no types.
+    found: Tensor = _SumGradient.apply(x, total)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _SumOutput(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, total: TensorSum) -> Tensor:
+    def forward(ctx: Any, x: Tensor, total: _Sum) -> Tensor:
         return total(x)
 
     @staticmethod
@@ -139,11 +166,9 @@ class SumOutput(torch.autograd.Function):
         return gradients[0], None
 
 
-class SumGradient(torch.autograd.Function):
-    """Identity in the forward pass, whose gradient is summed (f of Shoeybi et al., arXiv:1909.08053)."""
-
+class _SumGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, total: TensorSum) -> Tensor:
+    def forward(ctx: Any, x: Tensor, total: _Sum) -> Tensor:
         ctx.total = total
         return x.view_as(x)
 

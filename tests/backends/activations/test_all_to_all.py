@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_compress.backends.activations.all_to_all import AllToAllCall, CompressedAllToAll
+from deepspeed_compress.backends.activations.messages import ActivationMessages
 from deepspeed_compress.backends.activations.sums import activation_codec
 from deepspeed_compress.monitor import Meter
 from tests.support.reducers import normal, raw_bytes
@@ -30,7 +31,8 @@ def exchanged(rows: Sequence[Sequence[int]], bits: int, *batches: list[Tensor]) 
 
     def work(group: object, rank: int) -> tuple[list[Tensor], Meter]:
         meter = Meter()
-        exchange = CompressedAllToAll(group, activation_codec(bits), meter, "bytes_sequence")  # type: ignore[arg-type]  # torch calls it ProcessGroup
+        messages = ActivationMessages(activation_codec(bits), meter, "bytes_sequence_saved")
+        exchange = CompressedAllToAll(group, messages)  # type: ignore[arg-type]  # torch calls it ProcessGroup
         received = [row[rank] for row in rows]
         pending, outputs = [], []
         for batch in batches:

@@ -4,7 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed_compress.backends.activations.sums import activation_codec, compressed_sum, gradient_codec
+from deepspeed_compress.backends.activations.sums import (
+    activation_codec,
+    compressed_sum,
+    gradient_codec,
+    sum_gradient,
+)
+from deepspeed_compress.collectives.gather import CHUNK_NUMEL
 from deepspeed_compress.collectives.reducer import Run, StepClock
 from deepspeed_compress.compression.codec import Codec
 from deepspeed_compress.monitor import Meter
@@ -95,3 +101,32 @@ def test_bytes_are_those_sent_and_those_that_an_all_reduce_would_add() -> None:
         share = 4 * 16 * 64 // 2
         assert meter.bytes_tensor == 2 * (share + share // 64 * 2)
         assert meter.bytes_tensor + meter.bytes_tensor_saved == ring_all_reduce(inputs[0].nbytes, 2)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_second_derivatives_are_those_of_all_reduces(ranks: int, dtype: torch.dtype) -> None:
+    """Ranks compute the same from a summed gradient, so its derivative passes unchanged, and is summed in turn."""
+
+    def work(group: object, rank: int) -> tuple[Tensor, Tensor]:
+        total = compressed_sum(group, gradient_codec(8), Run(StepClock(), Meter()))  # type: ignore[arg-type]
+        x = activation(0, dtype).requires_grad_()
+        (first,) = torch.autograd.grad(sum_gradient(x, total).pow(3).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), x)
+        return x.detach(), second
+
+    for x, second in run_threads(ranks, work):
+        expected = ranks * 6 * x.float()
+        assert (second.float() - expected).norm() < ERRORS["8 bits"] * expected.norm()
+
+
+@pytest.mark.parametrize("shape", [(), (CHUNK_NUMEL + 65,)], ids=["one number", "two chunks"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sums_of_one_number_and_of_several_chunks(ranks: int, shape: tuple[int, ...]) -> None:
+    inputs = [normal(rank, max(1, sum(shape))).view(shape) for rank in range(ranks)]
+    exact = torch.stack(inputs).sum(0)
+    found = [total for (total,), _ in sums(ranks, gradient_codec(8), inputs)]
+    for total in found:
+        assert total.shape == exact.shape
+        assert torch.equal(total, found[0])
+        assert (total - exact).norm() < ERRORS["8 bits"] * exact.norm()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from deepspeed_compress.backends.activations.hooks import LayerHooks
-from deepspeed_compress.backends.activations.sums import SumGradient, TensorSum
+from deepspeed_compress.backends.activations.sums import TensorSum, sum_gradient
 from deepspeed_compress.backends.deepspeed.activations.layers import is_column, sums_itself
 from deepspeed_compress.monitor import Meter
 from deepspeed_compress.session.traffic import ring_all_reduce
@@ -101,8 +101,7 @@ class SharedInput:
     def _first(self, x: Tensor) -> _Reading:
         # Autograd keeps the sum, so it must not refer to tensors.
         readers: set[int] = set()
-        # PyTorch gives `apply` no types.
-        replaced = SumGradient.apply(x, _SumForReaders(self.total, self.meter, readers))  # type: ignore[no-untyped-call]
+        replaced = sum_gradient(x, _SumForReaders(self.total, self.meter, readers))
         return _Reading(x, x._version, readers, replaced)
 
     def _forget(self, parent: nn.Module, inputs: Any, output: Any) -> None:

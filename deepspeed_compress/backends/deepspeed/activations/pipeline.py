@@ -26,7 +26,8 @@ from deepspeed_compress.backends.activations.messages import ActivationMessages
 from deepspeed_compress.backends.activations.sums import gradient_codec
 from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.collectives.reducer import Run
-from deepspeed_compress.config import PipelineActivations
+from deepspeed_compress.config import SECTION, PipelineActivations
+from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.session.patches import Patches
 
 _ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine."
@@ -146,6 +147,30 @@ class _Exchange:
             setattr(self.owner, self.name, theirs)
 
 
+class _FirstSend:
+    """Check of the first tensors that a stage passes on in training. It waits for the GPU, once."""
+
+    def __init__(self) -> None:
+        self._passed = False
+
+    def run(self, instruction: Callable[..., Any], engine: Any, buffer_id: int) -> None:
+        """Run the instruction of `engine` that sends what it has in a buffer.
+
+        Raises:
+            UnsupportedError: a mask comes before the hidden states. Its infinities would spoil the numbers beside them.
+        """
+        if not self._passed and torch.is_grad_enabled():
+            outputs = engine.pipe_buffers["outputs"][buffer_id]
+            floats = [one for one in outputs if one.is_floating_point()] if isinstance(outputs, tuple) else []
+            if len(floats) > 1 and bool(floats[0].isneginf().any()):
+                raise UnsupportedError(
+                    f"/{SECTION}/activations/pipeline: the first floating-point tensor that a stage passes on is "
+                    "compressed, but it is a mask (it has -inf); pass hidden states first, or remove the key"
+                )
+            self._passed = True
+        instruction(engine, buffer_id=buffer_id)
+
+
 def attach_pipeline(engine: Any, settings: PipelineActivations, run: Run, patches: Patches) -> None:
     """Compress the messages of `engine` between its stages, in training.
 
@@ -161,4 +186,5 @@ def attach_pipeline(engine: Any, settings: PipelineActivations, run: Run, patche
         (_Exchange(PartitionedTensor, "full", transfers.gatherer), (schedule.ForwardPass, schedule.BackwardPass)),
     ):
         table |= {kind: partial(exchange.run, table[kind]) for kind in kinds}
+    table[schedule.SendActivation] = partial(_FirstSend().run, table[schedule.SendActivation])
     patches.replace(engine, "_INSTRUCTION_MAP", table)

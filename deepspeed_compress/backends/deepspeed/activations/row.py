@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from deepspeed_compress.backends.activations.hooks import LayerHooks, TrainingPass
-from deepspeed_compress.backends.activations.sums import SumOutput, TensorSum
+from deepspeed_compress.backends.activations.sums import TensorSum, sum_output
 from deepspeed_compress.backends.deepspeed.activations.layers import sums_itself
 
 
@@ -24,6 +24,5 @@ class RowHooks(LayerHooks):
         return self._training.is_training and sums_itself(layer)
 
     def summed(self, layer: Any, output: Tensor) -> Tensor:
-        # PyTorch gives `apply` no types.
-        total: Tensor = SumOutput.apply(output, self._total)  # type: ignore[no-untyped-call]
+        total = sum_output(output, self._total)
         return total if layer.bias is None else total + layer.bias

@@ -14,13 +14,11 @@ from typing import Any
 import torch
 from deepspeed.comm import comm
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from deepspeed_compress.backends.activations.all_to_all import (
-    AllToAllCall,
-    CompressedAllToAll,
-    PendingAllToAll,
-)
-from deepspeed_compress.backends.activations.messages import DTYPES
+from deepspeed_compress.backends.activations.all_to_all import AllToAllCall, CompressedAllToAll, PendingAllToAll
+from deepspeed_compress.backends.activations.hooks import find_parts
+from deepspeed_compress.backends.activations.messages import DTYPES, ActivationMessages
 from deepspeed_compress.backends.activations.sums import activation_codec
 from deepspeed_compress.backends.deepspeed.activations.attached import forbid_compiling
 from deepspeed_compress.backends.deepspeed.seams import Seam
@@ -79,6 +77,8 @@ class _AllToAll:
 class _Passes:
     """Passes of one engine, during which its all-to-alls are compressed: forward with gradients, and backward.
 
+    A program may call parts of the model by themselves, which begin a pass if gradients are on.
+
     Reentrant checkpoints recompute layers in the backward pass. A backward pass that the program starts on a tensor,
     without the engine, is over at the latest when the optimizer steps.
     """
@@ -86,15 +86,21 @@ class _Passes:
     switch: _AllToAll
     own: _EngineExchange
     model: weakref.ref[nn.Module]
+    parts: weakref.WeakSet[nn.Module]
     _outer: list[_EngineExchange | None] = field(default_factory=list)
     """Exchanges of the passes around a forward pass that runs."""
 
-    def begin_forward(self, model: nn.Module, inputs: Any) -> None:
-        """Enter a forward pass of `model`, which is a copy if it is not the engine's."""
+    def begin_forward(self, module: nn.Module, inputs: Any) -> None:
+        """Enter a forward pass of `module`, which is a copy if it is none of the `parts`."""
         self._outer.append(self.switch.current)
-        self.switch.current = self.own if model is self.model() and torch.is_grad_enabled() else None
+        if module not in self.parts:
+            self.switch.current = None
+        elif torch.is_grad_enabled():
+            self.switch.current = self.own
+        elif module is self.model():
+            self.switch.current = None
 
-    def end_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
+    def end_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Leave the forward pass."""
         self.switch.current = self._outer.pop()
 
@@ -133,14 +139,14 @@ class _Passes:
 def attach_sequence(engine: Any, settings: SequenceActivations, run: Run, patches: Patches) -> None:
     """Compress the all-to-alls of attention until the engine is destroyed, collected, or detached from."""
     backend, switch = comm.cdb, _join(comm.cdb)
-    exchange = CompressedAllToAll(
-        engine.seq_parallel_group, activation_codec(settings.bits), run.meter, "bytes_sequence"
-    )
-    passes = _Passes(switch, _EngineExchange(exchange), weakref.ref(engine.module))
-    handles = [
-        engine.module.register_forward_pre_hook(passes.begin_forward, prepend=True),
-        engine.module.register_forward_hook(passes.end_forward, always_call=True),
-    ]
+    messages = ActivationMessages(activation_codec(settings.bits), run.meter, "bytes_sequence_saved")
+    exchange = CompressedAllToAll(engine.seq_parallel_group, messages)
+    parts, model = find_parts(engine.module), weakref.ref(engine.module)
+    passes = _Passes(switch, _EngineExchange(exchange), model, weakref.WeakSet(parts))
+    handles: list[RemovableHandle] = []
+    for part in parts:
+        before = part.register_forward_pre_hook(passes.begin_forward, prepend=True)
+        handles += [before, part.register_forward_hook(passes.end_forward, always_call=True)]
     leave = weakref.finalize(engine, _leave, backend, passes, handles)
     leave.atexit = False
     patches.on_undo(leave)

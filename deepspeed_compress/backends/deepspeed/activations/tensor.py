@@ -1,8 +1,7 @@
 """Sums of tensor parallelism: fewer of them in the backward pass, and compressed ones in both passes."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -11,7 +10,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.activations.hooks import TrainingPass
-from deepspeed_compress.backends.activations.sums import TensorSum, activation_codec, compressed_sum, gradient_codec
+from deepspeed_compress.backends.activations.sums import (
+    SumOver,
+    TensorSum,
+    activation_codec,
+    gradient_codec,
+    sums_over,
+)
 from deepspeed_compress.backends.deepspeed.activations.attached import Attached, detach_with_engine, forbid_compiling
 from deepspeed_compress.backends.deepspeed.activations.column import ColumnHooks, SharedInput, find_siblings
 from deepspeed_compress.backends.deepspeed.activations.layers import is_row
@@ -26,9 +31,6 @@ SEAMS = (
     Seam(_LAYERS + "LinearLayer.forward", ("self", "input")),
     Seam(_LAYERS + "LinearAllreduce.forward", ("self", "input")),
 )
-
-_SumOver = Callable[[ProcessGroup], TensorSum]
-"""Function that returns the sum over a group."""
 
 
 @dataclass(frozen=True)
@@ -46,18 +48,18 @@ class ExactSum:
 def attach_tensor(engine: Any, settings: TensorActivations, run: Run, patches: Patches) -> None:
     """Take over the sums of split layers until the engine is destroyed, collected, or detached from."""
     model, bits = engine.module, settings.bits
-    gradients: _SumOver = ExactSum
+    gradients: SumOver = ExactSum
     hooks: list[Attached] = []
     detach_with_engine(engine, hooks, patches)
     forbid_compiling(engine, "/deepspeed_compress/activations/tensor", "sums", patches)
     if bits is not None:
-        gradients = cache(lambda group: compressed_sum(group, gradient_codec(bits), run))
-        hooks += _take_over_rows(model, cache(lambda group: compressed_sum(group, activation_codec(bits), run)))
+        gradients = sums_over(gradient_codec(bits), run)
+        hooks += _take_over_rows(model, sums_over(activation_codec(bits), run))
     hooks += _take_over_columns(model, gradients, settings, run)
 
 
 def _take_over_columns(
-    model: nn.Module, sum_over: _SumOver, settings: TensorActivations, run: Run
+    model: nn.Module, sum_over: SumOver, settings: TensorActivations, run: Run
 ) -> Iterator[Attached]:
     """Sum the gradients of inputs by `sum_over`. A layer whose sum would be DeepSpeed's own is left alone."""
     for parent, layers in find_siblings(model):
@@ -79,7 +81,7 @@ def _share(parent: nn.Module, readers: Sequence[Any], total: TensorSum, run: Run
         yield hooks
 
 
-def _take_over_rows(model: nn.Module, sum_over: _SumOver) -> Iterator[Attached]:
+def _take_over_rows(model: nn.Module, sum_over: SumOver) -> Iterator[Attached]:
     """Sum outputs by `sum_over` in training."""
     training = TrainingPass(model)
     yield training

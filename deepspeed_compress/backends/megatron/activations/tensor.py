@@ -5,30 +5,26 @@
 a layer runs, and sum themselves. Embeddings, the output layer, and the loss are outside of transformer layers.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.activations.hooks import LayerHooks, TrainingPass
 from deepspeed_compress.backends.activations.sums import (
-    SumGradient,
-    SumOutput,
+    SumOver,
     TensorSum,
     activation_codec,
-    compressed_sum,
     gradient_codec,
+    sum_gradient,
+    sum_output,
+    sums_over,
 )
 from deepspeed_compress.collectives.reducer import Run
 from deepspeed_compress.session.patches import Patches
-
-_SumOver = Callable[[ProcessGroup], TensorSum]
-"""Function that returns the sum over a group."""
 
 
 def find_summed(chunk: nn.Module) -> list[Any]:
@@ -66,8 +62,7 @@ class ColumnHooks(LayerHooks):
         return bool(inputs) and torch.is_grad_enabled() and inputs[0].requires_grad and _is_column(layer)
 
     def replaced(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        # PyTorch gives `apply` no types.
-        return SumGradient.apply(inputs[0], self._total), *inputs[1:]  # type: ignore[no-untyped-call]
+        return sum_gradient(inputs[0], self._total), *inputs[1:]
 
 
 class RowHooks(LayerHooks):
@@ -83,8 +78,7 @@ class RowHooks(LayerHooks):
 
     def summed(self, layer: Any, output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
         part, bias = output
-        # PyTorch gives `apply` no types.
-        total: Tensor = SumOutput.apply(part, self._total)  # type: ignore[no-untyped-call]
+        total = sum_output(part, self._total)
         if layer.skip_bias_add:
             return total, bias
         return total if bias is None else total + bias, None
@@ -92,8 +86,7 @@ class RowHooks(LayerHooks):
 
 def attach_tensor(chunks: Sequence[nn.Module], bits: int, run: Run, patches: Patches) -> None:
     """Compress the sums of the model `chunks` of this rank in `bits` bits, until `patches` are undone."""
-    outputs: _SumOver = cache(lambda group: compressed_sum(group, activation_codec(bits), run))
-    gradients: _SumOver = cache(lambda group: compressed_sum(group, gradient_codec(bits), run))
+    outputs, gradients = sums_over(activation_codec(bits), run), sums_over(gradient_codec(bits), run)
     for chunk in chunks:
         training = TrainingPass(chunk)
         patches.on_undo(training.detach)
@@ -102,7 +95,7 @@ def attach_tensor(chunks: Sequence[nn.Module], bits: int, run: Run, patches: Pat
 
 
 def _attach_layers(
-    chunk: nn.Module, outputs: _SumOver, gradients: _SumOver, training: TrainingPass
+    chunk: nn.Module, outputs: SumOver, gradients: SumOver, training: TrainingPass
 ) -> Iterator[LayerHooks]:
     for layer in find_summed(chunk):
         hooks: LayerHooks

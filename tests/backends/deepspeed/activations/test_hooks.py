@@ -269,12 +269,11 @@ def test_detached_layers_sum_by_themselves() -> None:
 
 
 class Model(nn.Module):
-    """A model whose row-parallel layer is recomputed if `reentrant` is not None."""
+    """A model whose layer is recomputed if `reentrant` is not None."""
 
-    def __init__(self, layer: Split) -> None:
+    def __init__(self, layer: nn.Module, reentrant: bool | None = None) -> None:
         super().__init__()
-        self.layer = layer
-        self.reentrant: bool | None = None
+        self.layer, self.reentrant = layer, reentrant
 
     def forward(self, x: Tensor) -> Tensor:
         if self.reentrant is None:
@@ -284,16 +283,19 @@ class Model(nn.Module):
 
 @dataclass
 class Row:
-    """Model with one row-parallel layer, whose sums are taken over."""
+    """Model with one row-parallel layer, whose sums are taken over. `outer` is the model of which it is a part."""
 
     bias: bool = True
+    outer: nn.Module | None = None
     total: Total = field(default_factory=Total)
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
         self.layer = Split(self.total.group, self.bias)
         self.model = Model(self.layer)
-        self.training = TrainingPass(self.model)
+        if self.outer is not None:
+            self.outer.layer = self.model
+        self.training = TrainingPass(self.outer or self.model)
         self.hooks = RowHooks(self.layer, self.total, self.training)
         self.hooks.attach(self.layer)
 
@@ -341,17 +343,47 @@ def test_a_first_pass_without_gradients_is_part_of_training() -> None:
     assert (row.total.calls, row.layer.summed_itself) == (2, 1)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_inside_checkpoints_are_part_of_training(reentrant: bool) -> None:
+    """The inner one runs without gradients in the recomputation of the outer one, too."""
+    outer = Model(nn.Identity(), reentrant)
+    row = Row(outer=outer)
+    row.model.reentrant = True
+    outer(hidden()).sum().backward()
+    assert (row.total.calls, row.layer.summed_itself) == (3, 0)
+
+
+def test_a_part_that_is_called_by_itself_is_trained() -> None:
+    row = Row(outer=Model(nn.Identity()))
+    row.model.reentrant = True
+    row.model(hidden()).sum().backward()
+    assert (row.total.calls, row.layer.summed_itself) == (2, 0)
+    with torch.no_grad():
+        row.model(hidden())
+    assert (row.total.calls, row.layer.summed_itself) == (2, 1)
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_an_error_in_a_row_leaves_group_and_bias(error: type[BaseException]) -> None:
     row = Row()
     row.layer.fails = error()
     with pytest.raises(error):
         row.model(hidden())
+    # A program may save the model in between.
+    assert [name for name, _ in row.layer.named_parameters()] == ["weight", "bias"]
     row.layer.fails = None
     x = hidden()
     assert torch.allclose(row.model(x), row.expected(x))
     assert row.layer.mp_group is row.total.group
     assert row.layer.bias is not None
+
+
+def test_a_call_with_other_weights_sums() -> None:
+    """The tensors in place of parameters are no parameters."""
+    row, x = Row(), hidden()
+    weights = {name: 2 * parameter.detach() for name, parameter in row.model.named_parameters()}
+    assert torch.allclose(torch.func.functional_call(row.model, weights, x), 2 * row.expected(x))
+    assert row.total.calls == 1
 
 
 def test_an_evaluation_after_an_interrupt_sums() -> None:

@@ -16,9 +16,11 @@ from deepspeed.runtime.utils import PartitionedTensor
 from torch import Tensor, nn
 
 import deepspeed_compress
+from deepspeed_compress.errors import UnsupportedError
 from tests.support import activations
 from tests.support.forks import run_forks
 from tests.support.jobs import make_engine, weights
+from tests.support.messages import refusal
 
 WIDTH, ROWS, ACCUMULATION = 64, 4, 2
 EIGHT: Mapping[str, Any] = {"pipeline": {}}
@@ -221,6 +223,18 @@ def interrupted(rank: int) -> tuple[bool, bool, bool]:
 
 def test_nothing_is_left_behind() -> None:
     assert run_forks(2, interrupted) == [(True, False, True)] * 2
+
+
+def mask_first(rank: int) -> str:
+    """Return the message for a stage that passes on a mask before its hidden states."""
+    engine, hidden = start(Job(EIGHT)), torch.zeros(ROWS, WIDTH)
+    engine.pipe_buffers["outputs"] = [(hidden.index_fill(1, torch.tensor(0), -torch.inf), hidden)]
+    return refusal(UnsupportedError, engine._INSTRUCTION_MAP[schedule.SendActivation], engine, buffer_id=0)
+
+
+def test_a_mask_before_hidden_states_is_refused() -> None:
+    for message in run_forks(2, mask_first):
+        assert "/deepspeed_compress/activations/pipeline: the first floating-point tensor that a stage" in message
 
 
 def overflowing(rank: int, job: Job) -> tuple[int, bool]:

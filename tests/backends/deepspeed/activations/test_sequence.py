@@ -30,6 +30,7 @@ from tests.support.ulysses import (
     Job,
     loss_of,
     register,
+    share,
     start,
     train,
 )
@@ -219,6 +220,31 @@ def test_everything_outside_of_training_is_exact(program: Program) -> None:
 def test_programs_see_nearly_what_they_see_with_deepspeed_alone(program: Program) -> None:
     for plain, ours in run_forks(RANKS, run_program, program, Job(), Job(EIGHT)):
         assert 0 < (flattened(plain) - flattened(ours)).abs().mean() < 1e-3
+
+
+def parts_alone(rank: int, *jobs: Job) -> list[dict[str, list[float]]]:
+    """Train by calling the parts of the model in place of the engine, and evaluate them in between."""
+    mpu, found = register(), []
+    for job in jobs:
+        engine = start(job, mpu)
+        batch, positions = share(0, rank)
+        read = {"input_ids": batch, "position_ids": positions, "use_cache": False}
+        for _ in range(2):
+            hidden = engine.module.model(**read).last_hidden_state
+            with torch.no_grad():
+                engine.module.model(**read)
+            loss = nn.functional.cross_entropy(engine.module.lm_head(hidden).flatten(0, 1), batch.flatten())
+            train_on(engine, loss)
+        found.append(weights(engine))
+        engine.destroy()
+    return found
+
+
+@SAMPLED
+def test_recomputation_in_parts_that_are_called_by_themselves_changes_no_bit() -> None:
+    jobs = [Job(FOUR, reentrant=reentrant) for reentrant in (None, True, False)]
+    for stored, *recomputed in run_forks(RANKS, parts_alone, *jobs):
+        assert all(one == stored for one in recomputed)
 
 
 class Attention(nn.Module):

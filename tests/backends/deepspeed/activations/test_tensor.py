@@ -247,8 +247,9 @@ def detached(rank: int) -> list[tuple[int, Outcome]]:
     return found
 
 
-ADDED = LAYERS * (7 * 2 + 2)
-"""For each layer, two hooks of each split layer, and one of each module around layers that share an input."""
+ADDED = LAYERS * (7 * 2 + 2 + 3 * 2) + 2 * 2
+"""For each layer, two hooks of each split layer, one of each module around layers that share an input, and two of each
+module with parts. In addition, two of the list of layers, and of the module that has it."""
 
 
 def hooks_of(model: nn.Module) -> int:
