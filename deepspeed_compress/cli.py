@@ -22,7 +22,8 @@ class Command:
         summary: One line that says what it does.
         examples: Examples of its use.
         arguments: Function that adds its options to a parser.
-        run: Function that takes the parsed options and returns the exit code.
+        run: Function that takes the parsed options and returns the exit code. Subcommands of the second level each
+            have their own.
         passes_on: Whether the command passes on everything after its own options.
     """
 
@@ -30,7 +31,7 @@ class Command:
     summary: str
     examples: tuple[str, ...]
     arguments: str
-    run: str
+    run: str = ""
     passes_on: bool = False
 
 
@@ -118,7 +119,6 @@ COMMANDS = (
             "bench kernels --numel 10M",
         ),
         "tools.bench.options:add_arguments",
-        "tools.bench.options:run",
     ),
     Command(
         "check",
@@ -137,7 +137,6 @@ COMMANDS = (
             "checkpoint prune checkpoints --keep 3 --dry-run",
         ),
         "tools.options:add_checkpoint_arguments",
-        "tools.checkpoint:run",
     ),
     Command(
         "doctor",
@@ -159,7 +158,6 @@ COMMANDS = (
             "islands forget localhost:29400 2",
         ),
         "tools.options:add_islands_arguments",
-        "tools.islands:run",
     ),
     Command(
         "lint",
@@ -177,7 +175,6 @@ COMMANDS = (
             "plan islands ds_config.json --model 124M --hosts 4 --bandwidth 100mbit --step 0.5",
         ),
         "tools.options:add_plan_arguments",
-        "tools.plan:plan",
     ),
     Command(
         "report",
@@ -191,7 +188,6 @@ COMMANDS = (
         "Serve the weights of a policy to ranks and rollout workers without a shared file system.",
         ("rollout serve --directory weights --port 29500",),
         "tools.options:add_rollout_arguments",
-        "tools.rollout:run",
     ),
     Command(
         "rule",

@@ -189,10 +189,10 @@ TABLE = {
     "integrations.followed": allow("errors session.copies", "torch", lazily="backends"),
     "tools": allow(),
     "tools.arguments": allow(),
-    "tools.check": allow("config", "rich"),
+    "tools.check": allow("config tools.tables"),
     "tools.checkpoint": allow(
         "checkpointing.catalog checkpointing.completeness checkpointing.loadable_sizes config errors "
-        "tools.outputs.printable",
+        "tools.outputs.printable tools.tables",
         lazily="rich tools.universal",
     ),
     "tools.universal": allow("checkpointing.catalog checkpointing.completeness errors", "deepspeed torch"),
@@ -201,6 +201,7 @@ TABLE = {
     "tools.outputs": allow("diagnostics tools.rules"),
     "tools.plots": allow("errors", lazily="matplotlib"),
     "tools.rules": allow("diagnostics"),
+    "tools.tables": allow("", "rich"),
     "tools.run": allow("config backends.deepspeed.builds integrations tools.supervise transport.secret transport.tls"),
     "tools.key_page": allow("config"),
     "tools.schema": allow("config tools.key_page"),
@@ -214,21 +215,24 @@ TABLE = {
     "tools.lint": allow(
         "__init__ config diagnostics errors tools.arguments tools.outputs tools.rules", "yaml", lazily="pydantic"
     ),
-    "tools.plan": allow(
-        "config errors policy tools.plan_cluster tools.plan_islands tools.plots", lazily="matplotlib rich"
-    ),
+    "tools.plan": allow("config errors policy tools.plots tools.tables", lazily="matplotlib"),
     "tools.plan_cluster": allow(
-        "config errors planner tools.files tools.plan_cluster_plots tools.plan_measure tools.plots", lazily="rich"
+        "config errors planner tools.files tools.plan_cluster_plots tools.plan_measure tools.plots tools.tables"
     ),
-    "tools.plan_measure": allow("errors planner tools.bench.options", lazily="rich tools.bench training"),
+    "tools.plan_measure": allow(
+        "errors planner tools.bench.jobs tools.bench.options tools.bench.rows tools.bench.workload tools.tables", "rich"
+    ),
     "tools.plan_cluster_plots": allow("planner tools.plots", lazily="matplotlib"),
-    "tools.plan_islands": allow("config errors planner.learning", lazily="models rich"),
+    "tools.plan_islands": allow("config errors planner.learning tools.tables", lazily="models"),
     "tools.line_files": allow("errors tools.outputs.printable", lazily="rich"),
     "tools.run_checks": allow("tools.line_files"),
     "tools.run_directory": allow("config errors monitor tools.line_files tools.outputs.printable tools.run_checks"),
-    "tools.time_to_loss": allow("errors monitor tools.plots tools.run_directory", lazily="matplotlib rich"),
+    "tools.time_to_loss": allow(
+        "config.numbers errors monitor tools.plots tools.run_directory tools.tables", lazily="matplotlib"
+    ),
     "tools.bench": allow(
-        "__init__ collectives compression.kernels config errors models monitor policy tools.files tools.plots training",
+        "__init__ collectives compression.kernels config errors models monitor policy tools.files tools.plots "
+        "tools.tables training",
         "torch deepspeed rich",
         lazily="matplotlib",
     ),
@@ -238,18 +242,19 @@ TABLE = {
     "tools.bench.options": allow("tools.arguments tools.bench.links"),
     "tools.doctor": allow("config diagnostics errors tools.outputs tools.rules tools.run_directory", "pydantic rich"),
     "tools.report": allow(
-        "config errors tools.line_files tools.outputs.printable tools.plots tools.run_checks tools.run_directory",
-        lazily="matplotlib rich",
+        "config errors tools.line_files tools.outputs.printable tools.plots tools.run_checks tools.run_directory "
+        "tools.tables",
+        lazily="matplotlib",
     ),
     "tools.tune": allow(
         "checkpointing.directory_lock config backends.deepspeed.builds errors tools.bench.hosts tools.files "
-        "tools.line_files tools.plots tools.run_directory",
+        "tools.line_files tools.plots tools.report.page tools.run_directory tools.tables",
         "rich",
         lazily="integrations matplotlib",
     ),
     "tools.tune.options": allow("tools.arguments tools.options"),
     "tools.tune.rank": allow("errors integrations", lazily="tools.tune.recorder"),
-    "tools.tune.recorder": allow("config errors integrations monitor tools.tune.trials", "torch deepspeed"),
+    "tools.tune.recorder": allow("config errors integrations monitor tools.files tools.tune.trials", "torch deepspeed"),
     "cli": allow("__init__ errors tools.arguments"),
 }
 """Allowed imports by part. Rows of a room hold for its modules that have no row of their own."""

@@ -13,6 +13,15 @@ def epilog(examples: Sequence[str], more: str = "") -> dict[str, Any]:
     return {"epilog": f"examples:{lines}{more}", "formatter_class": argparse.RawDescriptionHelpFormatter}
 
 
+def add_subcommand(
+    subparsers: Any, name: str, run: str, summary: str, examples: Sequence[str]
+) -> argparse.ArgumentParser:
+    """Add the parser of a command of the second level, whose help ends with `examples`. See `cli.Command` for `run`."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(name, help=summary, description=summary, **epilog(examples))
+    parser.set_defaults(run=run)
+    return parser
+
+
 def integer_from(least: int, why: str = "") -> Callable[[str], int]:
     """Return an argument type for integers of at least `least`. `why` is added to the error message."""
     return partial(_integer, least=least, wanted=f"an integer from {least} up{why and f': {why}'}")

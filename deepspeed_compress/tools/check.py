@@ -6,10 +6,6 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 from deepspeed_compress.config import (
     SECTION,
     check_world,
@@ -19,6 +15,7 @@ from deepspeed_compress.config import (
     read_ds_config,
     with_preset,
 )
+from deepspeed_compress.tools.tables import print_table
 
 
 def run(options: argparse.Namespace) -> int:
@@ -39,21 +36,19 @@ def _print_resolved(ds_config: dict[str, Any], world_size: int | None) -> None:
         warnings.simplefilter("always")
         section = parse_section(ds_config)
         ranks = check_world(section, world_size, ds_config) if world_size is not None else None
-    table = Table("key", "value", "", title=f"{SECTION}, with defaults")
     written = ds_config[SECTION]
     origins = dict.fromkeys(_keys(with_preset(ds_config)), "preset") | dict.fromkeys(_keys(written), "")
     # Training sees the values of the preset in place of the key.
-    for key, value in _leaves(section.model_dump(mode="json") | {"preset": written.get("preset")}):
-        table.add_row(key, escape(json.dumps(value)), origins.get(key, "default"))
-    console = Console()
-    console.print(table)
+    leaves = _leaves(section.model_dump(mode="json") | {"preset": written.get("preset")})
+    rows = ((key, json.dumps(value), origins.get(key, "default")) for key, value in leaves)
+    print_table(f"{SECTION}, with defaults", ("key", "value", ""), rows, ("key", "value", ""))
     expanded = expand(ds_config, section)
     for key in sorted(key for key in expanded if expanded[key] != ds_config.get(key)):
-        console.print(f"DeepSpeed gets {key}: {json.dumps(expanded[key])}", markup=False)
+        print(f"DeepSpeed gets {key}: {json.dumps(expanded[key])}")
     if ranks is not None:
-        console.print(f"data-parallel size: {ranks} of {world_size} ranks")
+        print(f"data-parallel size: {ranks} of {world_size} ranks")
     for warning in caught:
-        console.print(f"warning: {warning.message}", markup=False, soft_wrap=True)
+        print(f"warning: {warning.message}")
 
 
 def _keys(section: Mapping[str, Any]) -> list[str]:

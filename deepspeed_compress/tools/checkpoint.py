@@ -1,10 +1,8 @@
 """``ds-compress checkpoint``: list, verify, prune and convert the checkpoints in a directory."""
 
 import argparse
-from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
-from types import MappingProxyType
 
 from deepspeed_compress.checkpointing import catalog
 from deepspeed_compress.checkpointing import completeness as files
@@ -13,11 +11,7 @@ from deepspeed_compress.checkpointing.loadable_sizes import loads_on
 from deepspeed_compress.config.numbers import UNKNOWN, size
 from deepspeed_compress.errors import DataError
 from deepspeed_compress.tools.outputs.printable import printable
-
-
-def run(options: argparse.Namespace) -> int:
-    """Run the requested subcommand and return its exit code."""
-    return _SUBJECTS[options.subject](options)
+from deepspeed_compress.tools.tables import WIDTH, print_table
 
 
 def _found(directory: Path) -> list[Checkpoint]:
@@ -34,27 +28,17 @@ def _found(directory: Path) -> list[Checkpoint]:
     return found
 
 
-def _list(options: argparse.Namespace) -> int:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Column, Table
-
+def list_all(options: argparse.Namespace) -> int:
+    """Print the checkpoints, and the numbers of ranks on which they load. Return the exit code."""
+    found, latest = _found(options.directory), catalog.latest_tag(options.directory)
+    texts = ("tag", "written", "saved by", "state")
+    columns = ("tag", "step", "ranks", "size", *texts[1:])
+    rows = [_cells(one, latest) for one in found]
     # Other commands take the tag as an argument, so it must not be wrapped.
-    tag = Column("tag", no_wrap=True)
-    table = Table(tag, "step", "ranks", "size", "written", "saved by", "state")
-    found = _found(options.directory)
-    latest = catalog.latest_tag(options.directory)
+    print_table("", columns, rows, texts, least=WIDTH)
     sizes: dict[str, list[str]] = {}
     for one in found:
-        written = datetime.fromtimestamp(one.time).isoformat(" ", "seconds")
-        origin = "every" if one.automatic else "the program"
-        state = "complete" if one.complete else "incomplete"
-        named = f"{state}, latest" if one.tag == latest else state
-        table.add_row(
-            escape(printable(one.tag)), _shown(one.step), _shown(one.world), size(one.size), written, origin, named
-        )
         sizes.setdefault(loads_on(one.place), []).append(printable(one.tag))
-    Console().print(table)
     for where, tags in sizes.items():
         print(f"loads on {where}: {', '.join(tags)}")
     for one in found:
@@ -63,11 +47,18 @@ def _list(options: argparse.Namespace) -> int:
     return 0
 
 
+def _cells(one: Checkpoint, latest: str | None) -> tuple[str, ...]:
+    written = datetime.fromtimestamp(one.time).isoformat(" ", "seconds")
+    origin = "every" if one.automatic else "the program"
+    state = ("complete" if one.complete else "incomplete") + (", latest" if one.tag == latest else "")
+    return printable(one.tag), _shown(one.step), _shown(one.world), size(one.size), written, origin, state
+
+
 def _shown(number: int | None) -> str:
     return UNKNOWN if number is None else f"{number:,}"
 
 
-def _verify(options: argparse.Namespace) -> int:
+def verify(options: argparse.Namespace) -> int:
     """Verify the checkpoints. Return exit code 1 if any is damaged, else 0."""
     from rich.console import Console
     from rich.progress import track
@@ -86,7 +77,8 @@ def _verify(options: argparse.Namespace) -> int:
     return int(bool(problems))
 
 
-def _prune(options: argparse.Namespace) -> int:
+def prune(options: argparse.Namespace) -> int:
+    """Remove old checkpoints. Return the exit code."""
     for one in catalog.superfluous(_found(options.directory), options.keep, catalog.protected(options.directory)):
         if not options.dry_run:
             catalog.remove(one)
@@ -94,14 +86,10 @@ def _prune(options: argparse.Namespace) -> int:
     return 0
 
 
-def _convert(options: argparse.Namespace) -> int:
-    from deepspeed_compress.tools.universal import convert
+def convert(options: argparse.Namespace) -> int:
+    """Write a universal checkpoint. Return the exit code."""
+    from deepspeed_compress.tools import universal
 
-    place = convert(options.directory, options.tag, options.output, options.tensor, options.workers)
+    place = universal.convert(options.directory, options.tag, options.output, options.tensor, options.workers)
     print(f'{place}: to load it, write "checkpoint": {{"load_universal": true}} into the configuration of the run')
     return 0
-
-
-_SUBJECTS: Mapping[str, Callable[[argparse.Namespace], int]] = MappingProxyType(
-    {"convert": _convert, "list": _list, "prune": _prune, "verify": _verify}
-)

@@ -12,19 +12,14 @@ from typing import Any
 
 from deepspeed_compress.config.addresses import check_address
 from deepspeed_compress.errors import ConfigError, IslandError
-from deepspeed_compress.local_sgd.coordinator.client import forget, status
+from deepspeed_compress.local_sgd.coordinator import client
 from deepspeed_compress.local_sgd.coordinator.server import StateFile, island_server
 from deepspeed_compress.transport.errors import AuthenticationError
 from deepspeed_compress.transport.tls import set_tls
 
 
-def run(options: argparse.Namespace) -> int:
-    """Run the requested action and return its exit code."""
-    return _SUBJECTS[options.subject](options)
-
-
-def _serve(options: argparse.Namespace) -> int:
-    """Serve until SIGINT or SIGTERM."""
+def serve(options: argparse.Namespace) -> int:
+    """Serve until SIGINT or SIGTERM. Return the exit code."""
     # Only the user may read the server's state, which includes weights. This holds for files of any library.
     os.umask(0o077)
     set_tls(os.environ, options.tls_certificate, options.tls_authority)
@@ -66,15 +61,15 @@ def _listening(options: argparse.Namespace, port: int) -> str:
     return f"{line}. Only this host can connect; for islands on other hosts, pass --host 0.0.0.0 or one address"
 
 
-def _status(options: argparse.Namespace) -> int:
-    """Print which islands are connected and which are missing."""
-    _show(options, _asked(options, status))
+def status(options: argparse.Namespace) -> int:
+    """Print which islands are connected and which are missing. Return the exit code."""
+    _show(options, _asked(options, client.status))
     return 0
 
 
-def _forget(options: argparse.Namespace) -> int:
-    """Declare that islands are permanently gone."""
-    before = _asked(options, status)
+def forget(options: argparse.Namespace) -> int:
+    """Declare that islands are permanently gone. Return the exit code."""
+    before = _asked(options, client.status)
     for state, advice in (
         ("islands", "end it first, or do not forget it"),
         ("missing", "you need not forget it"),
@@ -84,7 +79,7 @@ def _forget(options: argparse.Namespace) -> int:
         if wrong:
             problem = "is connected" if state == "islands" else "is not missing"
             raise ConfigError(f"N: island {wrong[0]} {problem} (allowed: {_numbers_missing(before)}); {advice}")
-    _show(options, _asked(options, partial(forget, numbers=options.numbers)))
+    _show(options, _asked(options, partial(client.forget, numbers=options.numbers)))
     return 0
 
 
@@ -148,6 +143,3 @@ _COLUMNS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Titles of the columns of `status`, by field."""
-_SUBJECTS: Mapping[str, Callable[[argparse.Namespace], int]] = MappingProxyType(
-    {"serve": _serve, "status": _status, "forget": _forget}
-)

@@ -1,17 +1,17 @@
 """Reading of the .jsonl files of a run. Every line is checked, and memory use does not grow with the file.
 
-A file is read twice. The first pass checks all lines and keeps a few numbers for each (`LineIndex`), which identify
-the lines of the run. The second pass loads these lines, or a sample of them if there are many.
+A file is read twice. The first pass checks all lines and keeps a small `Entry` for each, which identifies the lines of
+the run. The second pass loads these lines, or a sample of them if there are many.
 """
 
 import json
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from deepspeed_compress.errors import DataError
 from deepspeed_compress.tools.outputs.printable import printable
@@ -30,6 +30,7 @@ _GROUPS = 64
 """Maximum number of kinds of lines that are sampled separately."""
 _SHOWN = 60
 
+T = TypeVar("T")
 Check = Callable[[dict[str, Any]], str]
 """Function that returns what is wrong with the object on a line, or ""."""
 
@@ -43,71 +44,53 @@ class Part:
     since: int
 
 
-@dataclass
-class LineIndex:
-    """Index of the lines of one file: offset, optimizer step, part of a run, and set of keys of each.
+class Entry(NamedTuple):
+    """Line in an index: its byte offset, optimizer step, part of a run (None if not recorded), and keys."""
 
-    Attributes:
-        file: The file. It may be missing, in which case there are no lines.
-        offsets: Byte offset of each line.
-        steps: Optimizer step of each line.
-        parts: Part of each line, as an index into `known_parts`.
-        keys: Keys of each line, as an index into `known_keys`.
-        known_parts: All parts in the file. None stands for lines of versions that did not record it.
-        known_keys: All sets of keys in the file.
-    """
+    offset: int
+    step: int
+    part: Part | None
+    keys: frozenset[str]
+
+
+@dataclass(frozen=True)
+class LineIndex:
+    """Index of the lines of one file. The file may be missing, in which case there are no entries."""
 
     file: Path
-    offsets: "array[int]" = field(default_factory=lambda: array("q"))
-    steps: "array[int]" = field(default_factory=lambda: array("q"))
-    parts: "array[int]" = field(default_factory=lambda: array("q"))
-    keys: "array[int]" = field(default_factory=lambda: array("q"))
-    known_parts: dict[Part | None, int] = field(default_factory=dict)
-    known_keys: dict[frozenset[str], int] = field(default_factory=dict)
+    entries: list[Entry]
 
-    def part(self, position: int) -> Part | None:
-        """Return the part of the line at `position`."""
-        return self.all_parts[self.parts[position]]
-
-    @property
-    def all_parts(self) -> list[Part | None]:
-        """Return the known parts by index."""
-        return list(self.known_parts)
-
-    def add(self, offset: int, line: dict[str, Any]) -> None:
-        """Add the checked object `line`, which starts at byte `offset`."""
-        run = line.get("run")
-        part = None if run is None else Part(run["id"], run["started"], run["since"])
-        self.offsets.append(offset)
-        self.steps.append(line["step"])
-        self.parts.append(self.known_parts.setdefault(part, len(self.known_parts)))
-        self.keys.append(self.known_keys.setdefault(frozenset(line), len(self.known_keys)))
-
-    def load(self, positions: Iterable[int]) -> Iterator[dict[str, Any]]:
-        """Yield the objects at `positions`, which must ascend."""
-        if not self.offsets:
+    def load(self, entries: Iterable[Entry]) -> Iterator[dict[str, Any]]:
+        """Yield the objects of `entries`, which must be in the order of the file."""
+        if not self.entries:
             return
         with self.file.open("rb") as stream:
-            for position in positions:
-                stream.seek(self.offsets[position])
+            for entry in entries:
+                stream.seek(entry.offset)
                 yield loads(stream.readline(LONGEST))
 
-    def sample(self, positions: Sequence[int]) -> list[int]:
-        """Return a sample of `positions`, or all of them if there are few. Each kind of line is sampled separately."""
-        if not positions:
-            return []
-        mean = (self.offsets[positions[-1]] - self.offsets[positions[0]]) / len(positions)
-        most = min(SAMPLE, max(_BLOCK, int(_BUDGET / max(mean, 1.0))))
-        if len(positions) <= most:
-            return list(positions)
-        groups: dict[int, list[int]] = {}
-        for position in positions:
-            groups.setdefault(self.keys[position] if len(self.known_keys) <= _GROUPS else 0, []).append(position)
-        share = max(most // len(groups), _BLOCK)
-        return sorted(chain.from_iterable(sampled(group, share) for group in groups.values()))
+    def load_sample(self, entries: Sequence[Entry]) -> Iterator[dict[str, Any]]:
+        """Yield the objects of a sample of `entries`, or of all of them if there are few."""
+        return self.load(_sample(entries))
 
 
-def sampled(values: Sequence[int], most: int) -> list[int]:
+def _sample(entries: Sequence[Entry]) -> Sequence[Entry]:
+    """Return a sample of `entries`, in which each kind of line is sampled separately."""
+    if not entries:
+        return entries
+    mean = (entries[-1].offset - entries[0].offset) / len(entries)
+    most = min(SAMPLE, max(_BLOCK, int(_BUDGET / max(mean, 1.0))))
+    if len(entries) <= most:
+        return entries
+    groups: dict[frozenset[str], list[Entry]] = {}
+    for entry in entries:
+        groups.setdefault(entry.keys, []).append(entry)
+    kinds = groups.values() if len(groups) <= _GROUPS else [entries]
+    share = max(most // len(kinds), _BLOCK)
+    return sorted(chain.from_iterable(sampled(kind, share) for kind in kinds), key=attrgetter("offset"))
+
+
+def sampled(values: Sequence[T], most: int) -> list[T]:
     """Return about `most` of `values`: the first block, the last value, and blocks in between.
 
     The position of a block within its share of the values is derived from a hash, so that the sample does not coincide
@@ -119,8 +102,8 @@ def sampled(values: Sequence[int], most: int) -> list[int]:
     width = len(values) // shares
     room = max(width - _BLOCK, 0)
     starts = [share * width + (share * 2_654_435_761 % 2**32) * room // 2**32 for share in range(shares)]
-    kept = [values[at] for start in starts for at in range(start, min(start + _BLOCK, len(values)))]
-    return kept if kept[-1] == values[-1] else [*kept, values[-1]]
+    places = [at for start in starts for at in range(start, min(start + _BLOCK, len(values)))]
+    return [values[at] for at in dict.fromkeys((*places, len(values) - 1))]
 
 
 def index_lines(file: Path, check: Check) -> LineIndex:
@@ -130,21 +113,29 @@ def index_lines(file: Path, check: Check) -> LineIndex:
         DataError: A line is too long, is not a JSON object with a `step`, or `check` finds something wrong with it. The
             message names the file and the line.
     """
-    index = LineIndex(file)
+    entries: list[Entry] = []
     if not file.exists():
-        return index
+        return LineIndex(file, entries)
     if not file.is_file():
         raise DataError(f"{file}: not a regular file; give the directory of a run")
+    known: dict[Any, Any] = {}
     try:
         with _opened(file) as stream:
             for number, offset, line in _lines(file, stream):
                 problem = _general_problem(line) or check(line)
                 if problem:
                     raise DataError(f"{file}:{number}: {printable(problem)}; correct the line, or remove it")
-                index.add(offset, line)
+                part, keys = _part(line), frozenset(line)
+                # Most lines are alike, so that their entries can share these.
+                entries.append(Entry(offset, line["step"], known.setdefault(part, part), known.setdefault(keys, keys)))
     except OSError as error:
         raise DataError(f"{file}: cannot be read ({error.strerror or error}); give the directory of a run") from error
-    return index
+    return LineIndex(file, entries)
+
+
+def _part(line: Mapping[str, Any]) -> Part | None:
+    run = line.get("run")
+    return None if run is None else Part(run["id"], run["started"], run["since"])
 
 
 def _opened(file: Path) -> AbstractContextManager[BinaryIO]:

@@ -1,22 +1,21 @@
 """Command-line options of commands without an options module, with light imports so that `--help` is fast."""
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deepspeed_compress.tools.arguments import epilog, integer_from, port, positive_integer, positive_number, rate
+from deepspeed_compress.tools.arguments import (
+    add_subcommand,
+    integer_from,
+    port,
+    positive_integer,
+    positive_number,
+    rate,
+)
 from deepspeed_compress.tools.bench.options import emulation
 
 LAUNCHERS = ("deepspeed", "torchrun", "accelerate", "none")
 CLEAR_LOCKS = "remove locks that killed builds of DeepSpeed operators have left; otherwise programs wait for them"
-
-
-def _add(subparsers: Any, name: str, summary: str, examples: Sequence[str]) -> argparse.ArgumentParser:
-    """Add the parser of a command of the second level, whose help ends with `examples`. Its name is the `subject`."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(name, help=summary, description=summary, **epilog(examples))
-    parser.set_defaults(subject=name)
-    return parser
 
 
 def add_check_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,15 +26,16 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
 def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     subjects = parser.add_subparsers(required=True, metavar="WHAT")
     what = "list tags, steps and sizes, and show which checkpoints are complete"
-    listing = _add(subjects, "list", what, ["checkpoint list checkpoints"])
+    listing = add_subcommand(subjects, "list", "tools.checkpoint:list_all", what, ["checkpoint list checkpoints"])
     what = "compare every file with its digest; the exit code is 1 if one differs"
     examples = ["checkpoint verify checkpoints", "checkpoint verify checkpoints --tag global_step400"]
-    verify = _add(subjects, "verify", what, examples)
+    verify = add_subcommand(subjects, "verify", "tools.checkpoint:verify", what, examples)
     what = "write a universal checkpoint, which loads with other tensor and pipeline sizes"
-    convert = _add(subjects, "convert", what, ["checkpoint convert checkpoints --tag global_step400 --tensor 2"])
+    examples = ["checkpoint convert checkpoints --tag global_step400 --tensor 2"]
+    convert = add_subcommand(subjects, "convert", "tools.checkpoint:convert", what, examples)
     what = "remove all complete checkpoints except the newest ones and the one that `latest` names"
     examples = ["checkpoint prune checkpoints --keep 3 --dry-run", "checkpoint prune checkpoints --keep 3"]
-    prune = _add(subjects, "prune", what, examples)
+    prune = add_subcommand(subjects, "prune", "tools.checkpoint:prune", what, examples)
     for subparser in (listing, verify, convert, prune):
         what = "directory that was passed to save_checkpoint"
         subparser.add_argument("directory", type=Path, metavar="DIR", help=what)
@@ -56,16 +56,19 @@ def add_islands_arguments(parser: argparse.ArgumentParser) -> None:
         "islands serve --port 29400 --state islands.json",
         "islands serve --host 10.0.0.1 --port 29400 --state islands.json --parameter-server",
     ]
-    serve = _add(subjects, "serve", "run the coordinator until it is interrupted", examples)
+    what = "run the coordinator until it is interrupted"
+    serve = add_subcommand(subjects, "serve", "tools.islands:serve", what, examples)
     _add_listening_arguments(serve, "islands")
     what = "file for the state, from which a restarted coordinator continues"
     serve.add_argument("--state", type=Path, required=True, metavar="FILE", help=what)
     what = "run the parameter server of asynchronous islands instead; it needs the memory of two to four models"
     serve.add_argument("--parameter-server", action="store_true", help=what)
     what = "print the islands that are connected and those that are missing"
-    status = _add(subjects, "status", what, ["islands status localhost:29400", "islands status 10.0.0.1:29400 --json"])
+    examples = ["islands status localhost:29400", "islands status 10.0.0.1:29400 --json"]
+    status = add_subcommand(subjects, "status", "tools.islands:status", what, examples)
     what = "continue without islands that have died"
-    forget = _add(subjects, "forget", what, ["islands forget localhost:29400 2", "islands forget 10.0.0.1:29400 2 5"])
+    examples = ["islands forget localhost:29400 2", "islands forget 10.0.0.1:29400 2 5"]
+    forget = add_subcommand(subjects, "forget", "tools.islands:forget", what, examples)
     for subparser in (status, forget):
         subparser.add_argument("rendezvous", metavar="HOST:PORT", help="address of the coordinator")
         subparser.add_argument("--json", action="store_true", help="print JSON, for programs")
@@ -90,21 +93,15 @@ def _add_tls_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     subjects = parser.add_subparsers(required=True, metavar="WHAT")
-    schedule = _add(
-        subjects,
-        "schedule",
-        "show which settings apply at which step",
-        ["plan schedule ds_config.json", "plan schedule ds_config.json --steps 10000 --output schedule.png"],
-    )
+    what = "show which settings apply at which step"
+    examples = ["plan schedule ds_config.json", "plan schedule ds_config.json --steps 10000 --output schedule.png"]
+    schedule = add_subcommand(subjects, "schedule", "tools.plan:run", what, examples)
     schedule.add_argument("config", metavar="CONFIG", help="DeepSpeed configuration, such as ds_config.json")
     schedule.add_argument("--steps", type=positive_integer, metavar="N", help="total optimizer steps of the training")
     schedule.add_argument("--output", type=Path, metavar="PNG", help="also draw the schedule")
-    islands = _add(
-        subjects,
-        "islands",
-        "estimate the cost of exchanges between islands, and how often to exchange",
-        ["plan islands ds_config.json --model 124M --hosts 4 --bandwidth 100mbit --step 0.5"],
-    )
+    what = "estimate the cost of exchanges between islands, and how often to exchange"
+    examples = ["plan islands ds_config.json --model 124M --hosts 4 --bandwidth 100mbit --step 0.5"]
+    islands = add_subcommand(subjects, "islands", "tools.plan_islands:run", what, examples)
     islands.add_argument("config", metavar="CONFIG", help="DeepSpeed configuration with islands")
     what = "number of parameters, such as 124M, or a model's config.json"
     islands.add_argument("--model", required=True, metavar="N|FILE", help=what)
@@ -118,17 +115,14 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_cluster_arguments(subjects: Any) -> None:
-    cluster = _add(
-        subjects,
-        "cluster",
-        "predict which layout and which compression trains a model first on a cluster",
-        [
-            "plan cluster --model config.json --gpus 64xH100 --network 100gbit/node --batch 4M-tokens --seq 4096",
-            "plan cluster --model config.json --gpus 16xA100 --network 10gbit --batch 256 --seq 2048 --explain 1",
-            "plan cluster --model config.json --gpus 8xA100 --network 100gbit --batch 256 --seq 2048 --output plan",
-            "plan cluster --model config.json --emulate 2x2,1gbit --batch 16 --seq 64 --measure measured.json",
-        ],
-    )
+    what = "predict which layout and which compression trains a model first on a cluster"
+    examples = [
+        "plan cluster --model config.json --gpus 64xH100 --network 100gbit/node --batch 4M-tokens --seq 4096",
+        "plan cluster --model config.json --gpus 16xA100 --network 10gbit --batch 256 --seq 2048 --explain 1",
+        "plan cluster --model config.json --gpus 8xA100 --network 100gbit --batch 256 --seq 2048 --output plan",
+        "plan cluster --model config.json --emulate 2x2,1gbit --batch 16 --seq 64 --measure measured.json",
+    ]
+    cluster = add_subcommand(subjects, "cluster", "tools.plan_cluster:run", what, examples)
     what = "config.json of the model, or a directory with one"
     cluster.add_argument("--model", type=Path, required=True, metavar="FILE|DIR", help=what)
     cluster.add_argument("--gpus", metavar="NxTYPE", help="GPUs, such as 64xH100")
@@ -185,7 +179,8 @@ def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
         "rollout serve --directory weights --port 29500",
         "rollout serve --directory weights --port 29500 --host 10.0.0.1 --secret-file secret",
     ]
-    serve = _add(subjects, "serve", "serve a directory of weights by HTTP until it is interrupted", examples)
+    what = "serve a directory of weights by HTTP until it is interrupted"
+    serve = add_subcommand(subjects, "serve", "tools.rollout:run", what, examples)
     what = "directory of the weights; it is created if it does not exist"
     serve.add_argument("--directory", type=Path, required=True, metavar="DIR", help=what)
     _add_listening_arguments(serve, "clients")

@@ -1,11 +1,10 @@
-"""``ds-compress plan`` and ``plan schedule``: show which settings of a configuration apply at which step."""
+"""``ds-compress plan schedule``: show which settings of a configuration apply at which step."""
 
 import argparse
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from deepspeed_compress.config import (
@@ -20,8 +19,8 @@ from deepspeed_compress.config import (
 )
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.policy import SettingsSchedule, timeline
-from deepspeed_compress.tools import plan_cluster, plan_islands
-from deepspeed_compress.tools.plots import check_plotting, style_axes
+from deepspeed_compress.tools.plots import check_plotting, new_figure, save_figure, style_axes
+from deepspeed_compress.tools.tables import print_table
 
 LONG = 0.15
 """Fraction of the picture's width that an interval needs for its label."""
@@ -84,30 +83,19 @@ def _bits(settings: GradientsConfig, raw: int) -> float | None:
     return settings.bits_per_element() if isinstance(settings, MethodConfig) else None
 
 
-def plan(options: argparse.Namespace) -> int:
-    """Run the requested subcommand and return its exit code."""
-    return _SUBJECTS[options.subject](options)
-
-
 def run(options: argparse.Namespace) -> int:
     """Print the table, and draw it if `--output` is given. Return the exit code."""
-    from rich.console import Console
-    from rich.table import Table
-
     found = intervals(read_ds_config(options.config), options.steps)
-    table = Table(title=f"schedule of {options.config}", title_justify="left")
-    table.add_column("steps", no_wrap=True)
-    table.add_column("settings", no_wrap=True)
-    table.add_column("bits", justify="right")
-    for interval in found:
-        last = "" if interval.last is None else f"{interval.last:,}"
-        bits = "?" if interval.bits is None else f"{interval.bits:.3g}"
-        table.add_row(f"{interval.first:,} - {last}", interval.settings, bits)
-    Console().print(table)
+    print_table(f"schedule of {options.config}", ("steps", "settings", "bits"), map(_cells, found), ("settings",))
     if options.output is not None:
         draw(found, options.output)
         print(options.output)
     return 0
+
+
+def _cells(interval: Interval) -> tuple[str, str, str]:
+    last = "" if interval.last is None else f"{interval.last:,}"
+    return f"{interval.first:,} - {last}", interval.settings, "?" if interval.bits is None else f"{interval.bits:.3g}"
 
 
 def draw(found: Sequence[Interval], file: Path) -> None:
@@ -116,12 +104,10 @@ def draw(found: Sequence[Interval], file: Path) -> None:
     A last interval without an end is drawn for an additional tenth of the steps before it.
     """
     check_plotting("--output", file)
-    from matplotlib.figure import Figure
-
     end = found[-1].last
     last = end + 1 if end is not None else max(10, round(1.1 * found[-1].first))
     known = [(interval, interval.bits) for interval in found if interval.bits is not None]
-    figure = Figure(figsize=(9, 3.6), layout="constrained", facecolor="white")
+    figure = new_figure(9, 3.6)
     axes = figure.add_subplot()
     for interval, bits in known:
         stop = last if interval.last is None else interval.last + 1
@@ -140,9 +126,4 @@ def draw(found: Sequence[Interval], file: Path) -> None:
         place, align = ((interval.first + stop) / 2, "center") if stop < last else (last, "right")
         axes.annotate(interval.settings, (place, bits), (0, 5), textcoords="offset points", ha=align, fontsize=8)
     axes.margins(y=0.15)
-    figure.savefig(file, dpi=130)
-
-
-_SUBJECTS: Mapping[str, Callable[[argparse.Namespace], int]] = MappingProxyType(
-    {"schedule": run, "islands": plan_islands.run, "cluster": plan_cluster.run}
-)
+    save_figure(figure, file)

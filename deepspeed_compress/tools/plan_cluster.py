@@ -22,15 +22,16 @@ from deepspeed_compress.planner.search import TOO_LARGE, Candidate, Job, Plan, s
 from deepspeed_compress.planner.software import SOFTWARE
 from deepspeed_compress.tools.files import write_json
 from deepspeed_compress.tools.plan_cluster_plots import draw_all
-from deepspeed_compress.tools.plan_measure import find_place, measure, print_measured
+from deepspeed_compress.tools.plan_measure import find_measuring_ranks, measure, print_measured
 from deepspeed_compress.tools.plots import check_plotting
+from deepspeed_compress.tools.tables import new_console, new_table, print_table
 
 SHOWN, OTHERS = 10, 3
 """Rows of the table: layouts that the program can start, and layouts that only Megatron can."""
 MOST_SEQUENCES, MOST_TOKENS = 10**9, 1e18
 """Largest batch and longest run."""
 WIDTH = 160
-"""Least width of tables in characters."""
+"""Least width of tables in characters. A narrower table would break the names of layouts."""
 LEGEND = """\
 Names: zero1 is the ZeRO stage; d replicas, t tensor ranks, p stages, v interleaved stages; node8 shards within nodes;
 b1x16 is the micro-batch and their number; g4, w4 are bits of gradients, weights; i2every30 are 2 islands, 30 steps."""
@@ -45,12 +46,12 @@ def run(options: argparse.Namespace) -> int:
     _check(options, job)
     plan, measured = _search(job), None
     if options.measure is not None:
-        place = find_place(options.emulate, options.timeout, plan.candidates[0].layout)
-        if place.is_first:
+        ranks = find_measuring_ranks(options.emulate, options.timeout, job.cluster.gpus)
+        if ranks.is_first:
             _print_plan(plan, job, None)
-        measured = measure(plan, job, place, options.model)
-        place.close()
-        if not place.is_first:
+        measured = measure(plan, job, ranks, options.model)
+        ranks.close()
+        if not ranks.is_first:
             return 0
         write_json(options.measure, measured.to_json())
         job = replace(job, constants=measured.constants)
@@ -191,24 +192,17 @@ def read_count(text: str, option: str) -> float:
 
 
 def _print_plan(plan: Plan, job: Job, measured: Measured | None) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
     title = f"{job.model.name}, {short(job.model.parameters)} parameters, on {job.cluster}"
     batch = f"{job.batch} sequences of {job.seq} tokens per step, {short(job.tokens)} tokens in all"
-    table = Table(title=escape(f"{title}\n{batch}"), title_justify="left", box=box.SIMPLE)
-    figures = ("tokens/s", "memory", "node sends", "days", "limited by")
-    for head in ("", "layout", "step in s (80 %)", *(["measured"] if measured else []), *figures):
-        table.add_column(head, justify="left" if head in ("", "layout", "limited by") else "right", no_wrap=True)
+    figures = ("step in s (80 %)", *(["measured"] if measured else []), "tokens/s", "memory", "node sends", "days")
+    columns = ("", "layout", *figures, "limited by")
+    table = new_table(f"{title}\n{batch}", columns, ("", "layout", "limited by"))
     for number, candidate in enumerate(plan.candidates[:SHOWN], 1):
         table.add_row(str(number), *_cells(candidate, plan, job, measured))
     table.add_section()
     for number, candidate in enumerate(plan.others[:OTHERS], 1):
         table.add_row(f"M{number}", *_cells(candidate, plan, job, measured))
-    # A narrower table would cut the names of layouts.
-    Console(width=max(Console().width, WIDTH)).print(table)
+    new_console(WIDTH).print(table)
     print(LEGEND)
     for line in _notes(plan, job):
         print(line)
@@ -284,20 +278,15 @@ def _chosen(plan: Plan, text: str) -> Candidate:
 
 
 def _explain(candidate: Candidate, plan: Plan, job: Job) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     prediction = candidate.prediction
-    table = Table(title=f"{candidate.layout}: {prediction.seconds:.4g} s", title_justify="left", box=box.SIMPLE)
-    numbers = ("s", "busy s", "GB in node", "GB out")
-    for head in ("term", *numbers, "resource", "formula", "source"):
-        table.add_column(head, justify="right" if head in numbers else "left")
+    rows = []
     for term in sorted(prediction.terms, key=lambda term: -term.seconds):
         sizes = (f"{size / 1e9:.3g}" if size else "" for size in (term.inside, term.outside))
         times = (f"{term.seconds:.3g}", f"{term.busy:.3g}")
-        table.add_row(term.name, *times, *sizes, term.kind, term.formula, term.source)
-    Console(width=max(Console().width, WIDTH)).print(table)
+        rows.append((term.name, *times, *sizes, term.kind, term.formula, term.source))
+    texts = ("resource", "formula", "source")
+    columns = ("term", "s", "busy s", "GB in node", "GB out", *texts)
+    print_table(f"{candidate.layout}: {prediction.seconds:.4g} s", columns, rows, ("term", *texts), WIDTH)
     for line in (*_summary(candidate, job), *_rivals(candidate, plan, job)):
         print(line)
 

@@ -8,7 +8,16 @@ from typing import Any
 
 from deepspeed_compress.planner.search import Candidate, Job, Plan
 from deepspeed_compress.planner.sweep import KINDS, Sweep, best, over_gpus, over_network
-from deepspeed_compress.tools.plots import COLOURS, GREY, Label, label_points, plain_decades, style_axes
+from deepspeed_compress.tools.plots import (
+    COLOURS,
+    GREY,
+    Label,
+    label_points,
+    new_figure,
+    plain_decades,
+    save_figure,
+    style_axes,
+)
 
 BEST = 10
 """Layouts whose steps are shown."""
@@ -21,7 +30,6 @@ RATES = (1, 2, 5, 10, 20, 50, 100, 200, 400, 800, 1600)
 GAIN = 0.05
 """Relative gain from which compression is said to pay, which is the difference that a prediction can see."""
 _SIZE = (9.0, 4.6)
-_DPI = 110
 _INK = "#1f2328"
 _COLOURS = MappingProxyType(dict(zip(KINDS, (GREY, *COLOURS), strict=False)))
 _PARTS = MappingProxyType(
@@ -59,7 +67,8 @@ def sizes_of(per_node: int) -> list[int]:
 
 def draw_layouts(plan: Plan, job: Job, file: Path) -> Path:
     """Draw days over memory of all layouts that fit, with the Pareto front and the names of the best."""
-    figure, axes = _figure()
+    figure = new_figure(*_SIZE)
+    axes = figure.add_subplot()
     for name, has in KINDS.items():
         points = [_point(one) for one in plan.fitting if has(one.layout)]
         if points:
@@ -76,7 +85,7 @@ def draw_layouts(plan: Plan, job: Job, file: Path) -> Path:
     figure.canvas.draw()
     label_points(axes, [Label(str(one.layout), *_point(one)) for one in _named(plan, front)])
     _outline(axes.texts)
-    return _save(figure, file)
+    return save_figure(figure, file)
 
 
 def pareto_front(found: Sequence[Candidate]) -> Iterator[Candidate]:
@@ -117,7 +126,8 @@ def _outline(texts: Sequence[Any]) -> None:
 
 def draw_steps(candidates: Sequence[Candidate], job: Job, file: Path) -> Path:
     """Draw a bar for the step of each candidate, divided by what takes the time. Hidden messages have no part."""
-    figure, axes = _figure()
+    figure = new_figure(*_SIZE)
+    axes = figure.add_subplot()
     names = [str(one.layout) for one in candidates]
     left = [0.0] * len(names)
     for kind, colour in _PARTS.items():
@@ -133,12 +143,13 @@ def draw_steps(candidates: Sequence[Candidate], job: Job, file: Path) -> Path:
     style_axes(axes, f"Best layouts of {_title(job)}, fewest days first")
     axes.grid(visible=False, axis="y")
     axes.legend(frameon=False, fontsize=8, ncols=len(_PARTS), loc="lower right", bbox_to_anchor=(1, 1.04))
-    return _save(figure, file)
+    return save_figure(figure, file)
 
 
 def draw_scaling(sweep: Sweep, job: Job, file: Path) -> Path:
     """Draw tokens per second and GPU over the number of GPUs. Additional tokens do not count."""
-    figure, axes = _figure()
+    figure = new_figure(*_SIZE)
+    axes = figure.add_subplot()
     for name, found in _found(sweep):
         rates = [one.prediction.rate / (1 + one.extra) / gpus for gpus, one in found.items()]
         axes.plot(list(found), rates, "o-", color=_COLOURS[name], markersize=4, label=name)
@@ -152,12 +163,13 @@ def draw_scaling(sweep: Sweep, job: Job, file: Path) -> Path:
     axes.set_ylabel("tokens/s per GPU")
     network = f"{job.cluster.network * 8e-9:g} Gbit/s per node"
     style_axes(axes, f"{job.model.name}, best layout at each size, {network}, always {_batch(job)}")
-    return _save(figure, file)
+    return save_figure(figure, file)
 
 
 def draw_network(sweep: Sweep, job: Job, file: Path) -> Path:
     """Draw the seconds of the best step over the rate of a node, with the rate below which each setting pays."""
-    figure, axes = _figure()
+    figure = new_figure(*_SIZE)
+    axes = figure.add_subplot()
     for (name, found), colour in zip(_found(sweep), (GREY, *COLOURS), strict=False):
         rates, seconds = [rate * 8e-9 for rate in found], [one.prediction.seconds for one in found.values()]
         label = name + _worth(sweep, name)
@@ -170,7 +182,7 @@ def draw_network(sweep: Sweep, job: Job, file: Path) -> Path:
     axes.set_xlabel("Gbit/s per node")
     axes.set_ylabel("seconds of the best step")
     style_axes(axes, f"{job.model.name} on {job.cluster.gpus:,} {job.cluster.gpu.name}, {_batch(job)}")
-    return _save(figure, file)
+    return save_figure(figure, file)
 
 
 def _found(sweep: Sweep) -> list[tuple[str, Mapping[float, Candidate]]]:
@@ -202,17 +214,3 @@ def _title(job: Job) -> str:
 
 def _batch(job: Job) -> str:
     return f"{job.batch:,} sequences of {job.seq:,} tokens per step"
-
-
-def _figure() -> tuple[Any, Any]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=_SIZE, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    return figure, figure.add_subplot()
-
-
-def _save(figure: Any, file: Path) -> Path:
-    figure.savefig(file, dpi=_DPI)
-    return file

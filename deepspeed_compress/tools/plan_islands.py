@@ -9,18 +9,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from deepspeed_compress.config import (
-    Communication,
-    Islands,
-    MethodConfig,
-    expand,
-    parse_section,
-    read_ds_config,
-)
+from deepspeed_compress.config import Islands, MethodConfig, expand, parse_section, read_ds_config
 from deepspeed_compress.config.durations import bit_rate
 from deepspeed_compress.config.numbers import short
 from deepspeed_compress.errors import CompressWarning, ConfigError
 from deepspeed_compress.planner.learning import MEASURED
+from deepspeed_compress.tools.tables import print_table
 
 _OWN, _SIZE = "/deepspeed_compress/islands/own", "/deepspeed_compress/islands/size"
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -128,9 +122,6 @@ def fitting(found: Sequence[Plan]) -> Plan | None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the table and the recommended interval. Return the exit code."""
-    from rich.console import Console
-    from rich.table import Table
-
     ds_config = read_ds_config(options.config)
     section = parse_section(ds_config)
     # Refuse sections that the rest of the file contradicts.
@@ -142,21 +133,21 @@ def run(options: argparse.Namespace) -> int:
         )
     _check_batch(ds_config, settings, options.hosts)
     parameters = _parameters(options.model, settings.own)
-    rate = _rate(section.communication, options.bandwidth)
+    most = section.communication.max_rate
+    rate = options.bandwidth if most is None else min(options.bandwidth, bit_rate(most))
     # Fragments and delays do not fit into shorter intervals, which are refused.
     least = max(settings.fragments, settings.delay + 1)
     found = [
         plan for plan in plans(settings, options.hosts, parameters, rate, options.step) if plan.sync_every >= least
     ]
     written = written_steps(settings, options.step)
-    table = Table(title=_title(options, parameters, rate), title_justify="left")
-    for head in ("sync_every", "MB a step", "seconds an exchange", "step against none"):
-        table.add_column(head, justify="right")
+    rows = []
     for plan in found:
         mark = f" <- {_written(settings)}" if plan.sync_every == written else ""
         figures = (f"{plan.bytes_a_step / 1e6:.3g}", f"{plan.exchange_seconds:.3g}", f"{plan.step_ratio:.2f}{mark}")
-        table.add_row(str(plan.sync_every), *figures)
-    Console().print(table)
+        rows.append((str(plan.sync_every), *figures))
+    columns = ("sync_every", "MB a step", "seconds an exchange", "step against none")
+    print_table(_title(options, parameters, rate), columns, rows)
     best = fitting(found)
     print(
         f"sync_every {best.sync_every} costs {100 * (best.step_ratio - 1):.1f} % of the time"
@@ -186,11 +177,6 @@ def _written(settings: Islands) -> str:
 def _title(options: argparse.Namespace, parameters: int, rate: float) -> str:
     cap = "" if rate == options.bandwidth else " (communication.max_rate)"
     return f"{options.hosts} islands, {parameters:,} parameters, {rate / 1e6:g} Mbit/s{cap}"
-
-
-def _rate(communication: Communication, bandwidth: float) -> float:
-    """Return the bits per second of their link that islands may use."""
-    return bandwidth if communication.max_rate is None else min(bandwidth, bit_rate(communication.max_rate))
 
 
 def _check_batch(ds_config: Mapping[str, Any], settings: Islands, hosts: int) -> None:

@@ -40,6 +40,24 @@ def check_plotting(option: str, file: Path | None = None) -> None:
         )
 
 
+def new_figure(width: float, height: float) -> Any:
+    """Return a figure of this size in inches on white paper. Axes and labels are kept from overlapping."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    # Labels are placed with the canvas before the figure is written.
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save_figure(figure: Any, file: Path) -> Path:
+    """Write `figure` to `file`, whose directory is created if necessary. Return `file`."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=120)
+    return file
+
+
 def style_axes(axes: Any, title: str = "", grid: str | None = GRID) -> None:
     """Style axes: title on the left, small ticks, pale grid (None for no grid), no frame.
 
@@ -73,15 +91,12 @@ BarChart = Mapping[str, Mapping[str, float]]
 
 def plot_bars(charts: Sequence[tuple[str, BarChart]], axis: str, file: Path) -> None:
     """Draw titled charts of horizontal bars with their values, one below another, into the PNG `file`."""
-    from matplotlib.figure import Figure
-
     heights = [len(_groups(chart)) * (len(chart) * BAR + GAP) + 1.0 for _, chart in charts]
-    figure = Figure(figsize=(WIDTH, sum(heights)), layout="constrained", facecolor="white")
+    figure = new_figure(WIDTH, sum(heights))
     grid = figure.add_gridspec(len(charts), 1, height_ratios=heights)
     for place, (title, chart) in enumerate(charts):
         _draw_bars(figure.add_subplot(grid[place, 0]), title, chart, axis)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=120)
+    save_figure(figure, file)
 
 
 def _groups(chart: BarChart) -> list[str]:

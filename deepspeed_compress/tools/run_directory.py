@@ -6,17 +6,17 @@ checkpoint are dropped. Lines name their part of a run in "run" (`monitor.Part`)
 only their order is known.
 """
 
-from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import DataError
 from deepspeed_compress.monitor import CONFIGURATION, EVENTS, STATISTICS, VERSIONS
-from deepspeed_compress.tools.line_files import LineIndex, Part, index_lines, loads
+from deepspeed_compress.tools.line_files import Entry, LineIndex, Part, index_lines, loads
 from deepspeed_compress.tools.outputs.printable import printable
 from deepspeed_compress.tools.run_checks import (
     EVENT,
@@ -49,6 +49,7 @@ LARGEST_OBJECT = 1 << 26
 """Maximum bytes of a file that holds one JSON object."""
 
 Line = Mapping[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -111,21 +112,21 @@ def read_directory(directory: Path, config: Line | None = None) -> RunDirectory:
     versions = index_lines(monitor / VERSIONS, METRIC)
     run = (summary or {}).get("run") or _last_run(index)
     parts = _parts_of(run, [index, *events, versions])
-    positions = _drop_replaced(index, _valid_positions(index, parts, run))
-    statistics = tuple(index.load(index.sample(positions)))
+    entries = drop_replaced(_valid(index, parts, run))
+    statistics = tuple(index.load_sample(entries))
     # The file is created with the first event. Without it, a version that records settings has had no event.
     has_events = (monitor / EVENTS).is_file() or any("settings" in line for line in statistics)
     return RunDirectory(
         directory,
         monitor,
         statistics,
-        len(positions),
+        len(entries),
         _events(events, parts, run) if has_events else None,
-        tuple(_sample(versions, _drop_replaced(versions, _valid_positions(versions, parts, run)))),
+        tuple(versions.load_sample(drop_replaced(_valid(versions, parts, run)))),
         read_metrics(directory, sample=True),
         summary,
         ds_config or _object(monitor / CONFIGURATION),
-        _trainer(directory, _last_possible_step(index, positions)),
+        _trainer(directory, _last_possible_step(entries)),
         next((found for name in RESULTS if (found := _object(directory / name))), None),
     )
 
@@ -135,14 +136,14 @@ def read_statistics(directory: Path, run: str | None = None) -> tuple[Line, ...]
     index = index_lines(directory / STATISTICS, STATISTIC)
     run = run or _last_run(index)
     parts = _parts_of(run, [index, *_event_files(directory)])
-    return tuple(index.load(_drop_replaced(index, _valid_positions(index, parts, run))))
+    return tuple(index.load(drop_replaced(_valid(index, parts, run))))
 
 
 def read_metrics(directory: Path, sample: bool = False) -> tuple[Line, ...]:
     """Return the valid lines of metrics.jsonl in `directory`, or a sample if requested and there are many."""
     index = index_lines(directory / METRICS, METRIC)
-    positions = _drop_replaced_figures(index)
-    return tuple(_sample(index, positions) if sample else index.load(positions))
+    entries = _drop_replaced_figures(index.entries)
+    return tuple(index.load_sample(entries) if sample else index.load(entries))
 
 
 def _event_files(directory: Path) -> list[LineIndex]:
@@ -153,58 +154,43 @@ def _event_files(directory: Path) -> list[LineIndex]:
 
 def _events(files: Iterable[LineIndex], parts: Sequence[Part], run: str | None) -> tuple[Line, ...]:
     """Return the valid events of `run` in `files`, or a sample of each file if there are many."""
-    return tuple(line for file in files for line in _sample(file, _valid_positions(file, parts, run)))
+    return tuple(line for file in files for line in file.load_sample(_valid(file, parts, run)))
 
 
-def _sample(index: LineIndex, positions: Sequence[int]) -> Iterator[Line]:
-    return index.load(index.sample(positions))
-
-
-def drop_replaced(lines: Iterable[Line]) -> tuple[Line, ...]:
-    """Return `lines` without those that a later line of the same or an earlier step replaces."""
-    kept: list[Line] = []
+def drop_replaced(lines: Iterable[T], step: Callable[[T], int] = attrgetter("step")) -> list[T]:
+    """Return `lines` without those that a later one of the same or an earlier step replaces."""
+    kept: list[T] = []
     for line in lines:
-        while kept and kept[-1]["step"] >= line["step"]:
+        while kept and step(kept[-1]) >= step(line):
             kept.pop()
         kept.append(line)
-    return tuple(kept)
-
-
-def _drop_replaced(index: LineIndex, positions: Iterable[int]) -> "array[int]":
-    """Return `positions` without those that a later line of the same or an earlier step replaces."""
-    kept = array("q")
-    for position in positions:
-        while kept and index.steps[kept[-1]] >= index.steps[position]:
-            kept.pop()
-        kept.append(position)
     return kept
 
 
-def _drop_replaced_figures(index: LineIndex) -> "array[int]":
-    """Do the same as `_drop_replaced` for a file in which several lines of one step may have different figures."""
-    kept, figures = array("q"), [keys - {"step"} for keys in index.known_keys]
-    for position, step in enumerate(index.steps):
-        while kept and (index.steps[kept[-1]] > step or _repeats(index, kept, position, figures)):
+def _drop_replaced_figures(entries: Iterable[Entry]) -> list[Entry]:
+    """Do the same as `drop_replaced` for a file in which several lines of one step may have different figures."""
+    kept: list[Entry] = []
+    for entry in entries:
+        while kept and (kept[-1].step > entry.step or _repeats(entry, kept)):
             kept.pop()
-        kept.append(position)
+        kept.append(entry)
     return kept
 
 
-def _repeats(index: LineIndex, kept: Sequence[int], position: int, figures: Sequence[frozenset[str]]) -> bool:
-    """Return True if a kept line of the same step has a figure that the line at `position` also has."""
-    for before in reversed(kept):
-        if index.steps[before] != index.steps[position]:
-            return False
-        if figures[index.keys[before]] & figures[index.keys[position]]:
-            return True
-    return False
+def _repeats(entry: Entry, kept: Sequence[Entry]) -> bool:
+    """Return True if a kept line of the same step has a figure that the line of `entry` also has."""
+    same_step = takewhile(lambda before: before.step == entry.step, reversed(kept))
+    return any((before.keys & entry.keys) - {"step"} for before in same_step)
 
 
-def _valid_positions(index: LineIndex, parts: Sequence[Part], run: str | None) -> "array[int]":
-    """Return the positions of the lines of `run` whose steps no later one of its `parts` has repeated."""
-    last = [_last_step(part, parts, run) for part in index.all_parts]
-    pairs = enumerate(zip(index.steps, index.parts, strict=True))
-    return array("q", (position for position, (step, part) in pairs if step <= last[part]))
+def _valid(index: LineIndex, parts: Sequence[Part], run: str | None) -> list[Entry]:
+    """Return the lines of `run` whose steps no later one of its `parts` has repeated."""
+    last = {part: _last_step(part, parts, run) for part in _known_parts(index)}
+    return [entry for entry in index.entries if entry.step <= last[entry.part]]
+
+
+def _known_parts(index: LineIndex) -> set[Part | None]:
+    return {entry.part for entry in index.entries}
 
 
 def _last_step(part: Part | None, parts: Sequence[Part], run: str | None) -> float:
@@ -216,11 +202,11 @@ def _last_step(part: Part | None, parts: Sequence[Part], run: str | None) -> flo
 
 def _parts_of(run: str | None, files: Iterable[LineIndex]) -> list[Part]:
     """Return the parts of `run` that occur in lines of `files`."""
-    return [part for file in files for part in file.known_parts if part is not None and part.id == run]
+    return [part for file in files for part in _known_parts(file) if part is not None and part.id == run]
 
 
 def _last_run(index: LineIndex) -> str | None:
-    part = index.part(len(index.parts) - 1) if index.parts else None
+    part = index.entries[-1].part if index.entries else None
     return None if part is None else part.id
 
 
@@ -252,12 +238,12 @@ def _trainer(directory: Path, last_step: float) -> Line | None:
     return max(ours, key=lambda state: state.get("global_step") or 0, default=None)
 
 
-def _last_possible_step(index: LineIndex, positions: Sequence[int]) -> float:
+def _last_possible_step(entries: Sequence[Entry]) -> float:
     """Return the last step that the run can have made, or infinity if no line states which run it belongs to."""
-    first = index.part(positions[0]) if positions else None
+    first = entries[0].part if entries else None
     if first is None:
         return float("inf")
-    steps = [first.since, *(index.steps[position] for position in positions)]
+    steps = [first.since, *(entry.step for entry in entries)]
     return float(steps[-1] + max(after - before for before, after in pairwise(steps)) - 1)
 
 

@@ -18,9 +18,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from deepspeed_compress.config.numbers import shown
 from deepspeed_compress.errors import CompressError, DataError
 from deepspeed_compress.monitor import KINDS
-from deepspeed_compress.tools.plots import check_plotting, plain_decades, style_axes
+from deepspeed_compress.tools import tables
+from deepspeed_compress.tools.plots import check_plotting, new_figure, plain_decades, save_figure, style_axes
 from deepspeed_compress.tools.run_directory import Line, read_metrics, read_summary
 
 Point = tuple[float, float]
@@ -101,20 +103,13 @@ def _times(runs: Sequence[TimedRun]) -> list[float]:
 
 def print_table(runs: Sequence[TimedRun], title: str) -> None:
     """Print a table of the runs. The last column compares each with the first one."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
     heads = ("last loss", "ms a step", "MB sent a step", f"seconds to {common_goal(runs):.3f}", "times as fast")
-    table.add_column("run")
-    for head in heads:
-        table.add_column(head, justify="right")
     times = _times(runs)
+    rows = []
     for run, seconds in zip(runs, times, strict=True):
-        sent = "-" if run.sent is None else f"{run.sent / 1e6:.2f}"
-        figures = (f"{run.points[-1][1]:.3f}", f"{1e3 * run.step_seconds:,.0f}", sent, f"{seconds:.1f}")
-        table.add_row(run.name, *figures, f"{times[0] / seconds:.1f}")
-    Console().print(table)
+        figures = (f"{run.points[-1][1]:.3f}", f"{1e3 * run.step_seconds:,.0f}", shown(run.sent, ".2f", 1e-6))
+        rows.append((run.name, *figures, f"{seconds:.1f}", f"{times[0] / seconds:.1f}"))
+    tables.print_table(title, ("run", *heads), rows, ("run",))
 
 
 def draw(runs: Sequence[TimedRun], title: str, file: Path) -> None:
@@ -133,9 +128,7 @@ def draw_panels(
 
     The first run of a panel is the reference for the others. Runs named in `dashed` have dashed lines.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.2 * len(panels)), layout="constrained", facecolor="white")
+    figure = new_figure(8, 4.2 * len(panels))
     for number, (title, runs) in enumerate(panels.items(), 1):
         axes = figure.add_subplot(len(panels), 1, number)
         _draw_runs(axes, runs, goal, dashed)
@@ -143,8 +136,7 @@ def draw_panels(
         style_axes(axes, title)
         place: dict[str, Any] = dict(_LEGEND_OUTSIDE) if len(runs) > _MANY_RUNS else {}
         axes.legend(frameon=False, title="to the dotted line", alignment="left", **place)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=120)
+    save_figure(figure, file)
 
 
 def _draw_runs(axes: Any, runs: Sequence[TimedRun], goal: float, dashed: Collection[str]) -> None:

@@ -30,10 +30,11 @@ from deepspeed_compress.planner.model import read_model
 from deepspeed_compress.planner.probes import Probe
 from deepspeed_compress.planner.search import Candidate, Job, search
 from deepspeed_compress.planner.software import SOFTWARE
+from deepspeed_compress.tools.bench.jobs import EmulatedRanks
 from deepspeed_compress.tools.bench.links import enter_user_namespace
 from deepspeed_compress.tools.bench.options import Emulation
 from deepspeed_compress.tools.files import write_json
-from deepspeed_compress.tools.plan_measure import EmulatedPlace, measure, measure_step
+from deepspeed_compress.tools.plan_measure import measure, measure_step
 
 MACHINES = ((2, 1), (2, 2), (4, 2))
 """Hosts, and ranks of each."""
@@ -92,7 +93,7 @@ class Machine:
     def probe(self) -> None:
         """Measure what the constants need."""
         job = self.job(MEASURED_RATE)
-        found = measure(search(job), job, EmulatedPlace(self.emulation(MEASURED_RATE), TIMEOUT), self._model)
+        found = measure(search(job), job, EmulatedRanks(self.emulation(MEASURED_RATE), TIMEOUT), self._model)
         steps = [asdict(step) for step in found.steps]
         self._found = {"probes": [asdict(probe) for probe in found.probes], "steps": steps, "rates": {}}
         write_json(self._file, self._found)
@@ -124,8 +125,8 @@ class Machine:
 
     def measured(self, rate: str, row: Row) -> Row:
         """Return a row with the measured seconds of its step."""
-        place = EmulatedPlace(self.emulation(rate), TIMEOUT)
-        return replace(row, measured=measure_step(row.layout, self.job(rate), place, self._model).seconds)
+        ranks = EmulatedRanks(self.emulation(rate), TIMEOUT)
+        return replace(row, measured=measure_step(row.layout, self.job(rate), ranks, self._model).seconds)
 
     def _steps(self, rate: str) -> dict[Layout, float | None]:
         return {Layout(**row["layout"]): row["seconds"] for row in self._found["rates"].get(rate, ())}

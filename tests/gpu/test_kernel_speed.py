@@ -44,7 +44,7 @@ def numel_on(device: torch.device) -> int:
 
 @pytest.mark.gpu
 @needs("triton", "rich")
-@pytest.mark.parametrize("operation", [COPY, *(operation.name for operation in OPERATIONS)])
+@pytest.mark.parametrize("operation", [COPY, *OPERATIONS])
 def test_speed(operation: str, rows: Mapping[str, Any], device: torch.device, record_property: RecordProperty) -> None:
     judge(rows[operation], device.type, record_property)
 

@@ -38,7 +38,7 @@ def measured(rank: int, group: Group) -> list[dict[str, float]]:
     rows: list[dict[str, list[dict[str, float]]]] = []
     measure_group(group, {None: 1}, rows.append, lambda _: None)
     dist.destroy_process_group()
-    return rows[0]["traffic"] if rows else []
+    return rows[0]["traffic"]
 
 
 def predicted(job: Job, layout: Layout) -> Counter[str]:

@@ -11,5 +11,6 @@ traces                     traces of steps under a profiler
 mirror                     a process group whose other ranks mirror this one
 comm, comm_rank            collectives: the command, and the program of its ranks
 kernels, moved_bytes       compression kernels
-rows, tables, gauges       shared helpers
+probe_rank                 probes of `plan cluster --measure`
+jobs, rows, gauges         shared: ranks that run jobs, documents of rows, and what ranks measure with
 """

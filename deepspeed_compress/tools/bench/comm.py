@@ -10,10 +10,11 @@ from deepspeed_compress.config.numbers import shown
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.policy.alpha_beta import AlphaBeta
 from deepspeed_compress.tools.bench import crossover
+from deepspeed_compress.tools.bench.jobs import find_ranks
 from deepspeed_compress.tools.bench.links import UNLIMITED, bits_per_second
-from deepspeed_compress.tools.bench.rows import Row, new_document, run_ranks, save_document
-from deepspeed_compress.tools.bench.tables import new_console, new_table
-from deepspeed_compress.tools.plots import COLOURS, WIDTH, check_plotting, style_axes
+from deepspeed_compress.tools.bench.rows import Row, new_document, save_document
+from deepspeed_compress.tools.plots import COLOURS, WIDTH, check_plotting, new_figure, save_figure, style_axes
+from deepspeed_compress.tools.tables import new_console, new_table
 
 RANK_PROGRAM = "deepspeed_compress.tools.bench.comm_rank"
 CAPTION = "bus: minimum bytes that a rank must send, per second; link: fraction of the link's rate"
@@ -21,26 +22,33 @@ CAPTION = "bus: minimum bytes that a rank must send, per second; link: fraction 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print, write and draw. Return exit code 1 if the run failed, else 0."""
-    if options.kind != "collectives":
-        return crossover.run(options)
+    activations = options.kind != "collectives"
+    if options.plot and activations:
+        raise ConfigError("--plot: draws collectives only; leave it out, or write --kind collectives")
     if options.plot:
         check_plotting("--plot")
-    if len(set(options.sizes)) < 2:
+    if not activations and len(set(options.sizes)) < 2:
         raise ConfigError(
             f"--sizes {options.sizes}: latency and bandwidth need at least two different sizes; write another one"
         )
-    job = {"rates": options.emulate.rates if options.emulate else [None], "sizes": options.sizes}
-    rows, failed = run_ranks(options, RANK_PROGRAM, job)
-    if rows:
+    ranks = find_ranks(options.emulate, options.timeout, "bench comm")
+    job = {"kind": options.kind, "rates": ranks.rates, "sizes": options.sizes}
+    rows, failure = ranks.run(crossover.RANK_PROGRAM if activations else RANK_PROGRAM, job)
+    ranks.close()
+    if rows and ranks.is_first:
         _show(rows, options)
-    return int(failed)
+    return int(failure is not None)
 
 
 def _show(rows: Sequence[Row], options: argparse.Namespace) -> None:
-    heading = f"collectives on {rows[0]['ranks']} ranks"
-    console = new_console()
-    for rate in dict.fromkeys(row["rate"] for row in rows):
-        console.print(table_of(heading, [row for row in rows if row["rate"] == rate]))
+    console, heading = new_console(), f"collectives on {rows[0]['ranks']} ranks"
+    if options.kind == "collectives":
+        for rate in dict.fromkeys(row["rate"] for row in rows):
+            console.print(table_of(heading, [row for row in rows if row["rate"] == rate]))
+    else:
+        for row in rows:
+            console.print(crossover.table_of(row))
+            print(*crossover.verdicts(row), sep="\n")
     if options.json:
         save_document(new_document(rows), options.json)
     if options.plot:
@@ -52,7 +60,7 @@ def table_of(heading: str, rows: Sequence[Row]) -> Table:
     rate = rows[0]["rate"]
     title = f"{heading}{f' at {rate}' if rate else ''}"
     columns = ("latency ms", "bus MB/s", "link", "fit error", *(f"{_short(size)} ms" for size in rows[0]["sizes"]))
-    table = new_table(title, CAPTION, ("collective", *columns), ["collective"])
+    table = new_table(title, ("collective", *columns), ["collective"], CAPTION)
     for row in rows:
         table.add_row(*_cells(row))
     return table
@@ -81,10 +89,8 @@ def _short(size: int) -> str:
 
 def plot_comm(rows: Sequence[Row], heading: str, file: Path) -> None:
     """Plot time against size with the fitted lines: one chart per rate, one color per collective."""
-    from matplotlib.figure import Figure
-
     rates = list(dict.fromkeys(row["rate"] for row in rows))
-    figure = Figure(figsize=(WIDTH, 4.5 * len(rates)), layout="constrained", facecolor="white")
+    figure = new_figure(WIDTH, 4.5 * len(rates))
     for place, rate in enumerate(rates, 1):
         axes = figure.add_subplot(len(rates), 1, place)
         for index, row in enumerate(row for row in rows if row["rate"] == rate):
@@ -97,5 +103,4 @@ def plot_comm(rows: Sequence[Row], heading: str, file: Path) -> None:
         axes.set_xlabel("bytes of a rank's buffer", fontsize=9)
         axes.set_ylabel("seconds", fontsize=9)
         style_axes(axes, f"{heading}{f' at {rate}' if rate else ''}")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=120)
+    save_figure(figure, file)

@@ -15,8 +15,9 @@ from torch import Tensor
 from deepspeed_compress.collectives.exchange import exchange
 from deepspeed_compress.policy.alpha_beta import fit
 from deepspeed_compress.tools.bench import gauges
+from deepspeed_compress.tools.bench.jobs import Emit, Log, rank_main
 from deepspeed_compress.tools.bench.links import set_own_rate
-from deepspeed_compress.tools.bench.rows import Emit, Log, Row, rank_main
+from deepspeed_compress.tools.bench.rows import Row
 
 Group = Any
 """Process group of torch."""
@@ -98,19 +99,15 @@ def measure_messages(
 ) -> None:
     """Measure every collective among the ranks of `group`, or among all ranks if it is None.
 
-    Rank 0 reports progress and emits the rows. If ranks are in different groups, all groups communicate at the same
-    time.
+    If ranks are in different groups, all groups communicate at the same time.
     """
-    first, group = dist.get_rank() == 0, group or dist.distributed_c10d._get_default_group()
+    group = group or dist.distributed_c10d._get_default_group()
     for rate in rates:
         if rate is not None:
             set_own_rate(rate)
         for name, collective in COLLECTIVES.items():
-            if first:
-                log(f"{name}{f' at {rate}' if rate else ''}")
-            row = _row(name, collective, rate, sizes, group)
-            if first:
-                emit(row)
+            log(f"{name}{f' at {rate}' if rate else ''}")
+            emit(_row(name, collective, rate, sizes, group))
 
 
 def _row(name: str, collective: Collective, rate: str | None, sizes: Sequence[int], group: Group) -> Row:

@@ -1,38 +1,16 @@
 """`bench comm --kind`: the rate of a link from which on compressed activations cost time."""
 
-import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from itertools import chain
 
 from rich.table import Table
 
 from deepspeed_compress.config.numbers import shown
-from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.tools.bench.rows import Row, new_document, run_ranks, save_document
-from deepspeed_compress.tools.bench.tables import new_console, new_table
+from deepspeed_compress.tools.bench.rows import Row
+from deepspeed_compress.tools.tables import new_table
 
 RANK_PROGRAM = "deepspeed_compress.tools.bench.crossover_rank"
 CAPTION = "milliseconds of a message on the slowest rank, with encoding and decoding"
-
-
-def run(options: argparse.Namespace) -> int:
-    """Measure, print and write. Return exit code 1 if the run failed, else 0."""
-    if options.plot:
-        raise ConfigError("--plot: draws collectives only; leave it out, or write --kind collectives")
-    rates = options.emulate.rates if options.emulate else [None]
-    rows, failed = run_ranks(options, RANK_PROGRAM, {"kind": options.kind, "rates": rates, "sizes": options.sizes})
-    if rows:
-        _show(rows)
-    if rows and options.json:
-        save_document(new_document(rows), options.json)
-    return int(failed)
-
-
-def _show(rows: Sequence[Row]) -> None:
-    console = new_console()
-    for row in rows:
-        console.print(table_of(row))
-        for line in verdicts(row):
-            print(line)
 
 
 def table_of(row: Row) -> Table:
@@ -40,18 +18,13 @@ def table_of(row: Row) -> Table:
     rate = f" at {row['rate']}" if row["rate"] else ""
     bits = list(dict.fromkeys(one["bits"] for one in row["messages"]))
     columns = ("elements", "bf16", *(name for one in bits for name in (f"{one} bits", "saves")))
-    table = new_table(f"{row['kind']}, {row['ranks']} ranks{rate}", CAPTION, columns)
+    table = new_table(f"{row['kind']}, {row['ranks']} ranks{rate}", columns, caption=CAPTION)
     for numel in dict.fromkeys(one["numel"] for one in row["messages"]):
         same = [one for one in row["messages"] if one["numel"] == numel]
         plain = min(one["plain"] for one in same)
-        table.add_row(f"{numel:,}", _milliseconds(plain), *_cells(same, plain))
+        cells = ((_milliseconds(one["compressed"]), f"{1 - one['compressed'] / plain:.0%}") for one in same)
+        table.add_row(f"{numel:,}", _milliseconds(plain), *chain.from_iterable(cells))
     return table
-
-
-def _cells(messages: Sequence[Row], plain: float) -> Iterator[str]:
-    for one in messages:
-        yield _milliseconds(one["compressed"])
-        yield f"{1 - one['compressed'] / plain:.0%}"
 
 
 def _milliseconds(seconds: float) -> str:

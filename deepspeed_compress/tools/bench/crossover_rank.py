@@ -9,8 +9,9 @@ import torch.distributed as dist
 from deepspeed_compress.backends.activations.crossover import Crossover, Kind
 from deepspeed_compress.backends.activations.crossover import measure as measure_message
 from deepspeed_compress.tools.bench import gauges
+from deepspeed_compress.tools.bench.jobs import Emit, Log, rank_main
 from deepspeed_compress.tools.bench.links import set_own_rate
-from deepspeed_compress.tools.bench.rows import Emit, Log, Row, rank_main
+from deepspeed_compress.tools.bench.rows import Row
 
 BITS = (8, 4)
 DTYPE = torch.bfloat16
@@ -18,19 +19,17 @@ DTYPE = torch.bfloat16
 
 
 def measure(job: Row, emit: Emit, log: Log) -> None:
-    """Measure messages at each rate. Rank 0 reports progress and emits a row for each rate.
+    """Measure messages at each rate, and emit a row for each rate.
 
     `job` holds the kind of messages, the rates, and the sizes in bytes.
     """
-    first, kind = dist.get_rank() == 0, job["kind"]
+    kind = job["kind"]
     for rate in job["rates"]:
-        if first:
-            log(f"{kind}{f' at {rate}' if rate else ''}")
+        log(f"{kind}{f' at {rate}' if rate else ''}")
         if rate is not None:
             set_own_rate(rate)
         found = [asdict(one) | {"rate": one.rate} for one in _crossovers(kind, job["sizes"])]
-        if first:
-            emit({"kind": kind, "ranks": dist.get_world_size(), "rate": rate, "messages": found})
+        emit({"kind": kind, "ranks": dist.get_world_size(), "rate": rate, "messages": found})
 
 
 def _crossovers(kind: Kind, sizes: Sequence[int]) -> Iterator[Crossover]:

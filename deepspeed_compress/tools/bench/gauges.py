@@ -12,7 +12,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,38 +25,21 @@ from deepspeed_compress.tools.bench.mirror import MIRROR, join_mirror
 from deepspeed_compress.training.ranks import Ranks, start_ranks
 
 
-@dataclass(frozen=True)
-class Counters:
-    """Counters of traffic sent by eth0 of this host since the interface was created.
+def quiet_counters() -> dict[str, int]:
+    """Return counters of the traffic that eth0 of this host has sent, when no traffic is in flight.
 
-    Attributes:
-        interface: Bytes sent by the interface.
-        packets: Packets that the kernel handed to the interface, of up to 64 KiB each.
-        segments: TCP segments of up to the MTU, without retransmissions.
-        retransmitted: TCP segments that were retransmitted.
-    """
-
-    interface: int
-    packets: int
-    segments: int
-    retransmitted: int
-
-    def since(self, begin: "Counters", steps: int) -> dict[str, float]:
-        """Return the differences from `begin` per step."""
-        return {name: (value - getattr(begin, name)) / steps for name, value in asdict(self).items()}
-
-
-def quiet_counters() -> Counters:
-    """Return the counters when no traffic is in flight.
-
-    Waits first, because gloo returns from a send before the bytes have left the host.
+    They are the bytes of the interface, the packets of up to 64 KiB that the kernel handed to it, the TCP segments of
+    up to the MTU, and those that were retransmitted. Waits first, because gloo returns from a send before the bytes
+    have left the host.
     """
     dist.barrier()
     time.sleep(0.1)
     interface = Path("/proc/net/dev").read_text().partition(f"{DEVICE}:")[2].split()
     names, values = [line.split() for line in Path("/proc/net/snmp").read_text().splitlines() if "Tcp:" in line]
     tcp = dict(zip(names, values, strict=True))
-    return Counters(int(interface[8]), int(interface[9]), int(tcp["OutSegs"]), int(tcp["RetransSegs"]))
+    sent = {"interface": interface[8], "packets": interface[9]}
+    sent |= {"segments": tcp["OutSegs"], "retransmitted": tcp["RetransSegs"]}
+    return {name: int(value) for name, value in sent.items()}
 
 
 def join() -> Ranks:

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 from deepspeed_compress.tools.bench.links import (
     DEVICE,
@@ -54,6 +55,11 @@ class Run:
     outputs: tuple[str, ...]
     seconds: float
     failure: str | None
+
+    def print_ends(self) -> None:
+        """Print the last lines of every process to stderr."""
+        for rank, output in enumerate(self.outputs):
+            print(f"--- rank {rank}, last lines\n{output[-2000:]}", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -140,7 +146,7 @@ class Cluster:
             readers = [_Reader(process, on_line if rank == 0 else None) for rank, process in enumerate(processes)]
             failure = _wait(processes, timeout)
         finally:
-            _end(processes)
+            end_groups(processes)
         outputs = tuple(reader.text() for reader in readers)
         exit_codes = tuple(process.returncode for process in processes)
         return Run(exit_codes, outputs, time.monotonic() - begin, failure)
@@ -227,16 +233,25 @@ def _wait(processes: Sequence[subprocess.Popen[str]], timeout: float | None) -> 
     return f"exit codes {codes}" if any(codes) else None
 
 
-def _end(processes: Sequence[subprocess.Popen[str]]) -> None:
-    """End the process groups of all processes. Each process leads its own session."""
-    for number, patience in ((signal.SIGTERM, 5), (signal.SIGKILL, 5)):
-        for process in processes:
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
-        for process in processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(patience)
+def end_groups(processes: Sequence[subprocess.Popen[Any]], patience: float = 5) -> None:
+    """End processes, each of which leads its own session, and kill what is left of their groups.
+
+    Processes have `patience` seconds to end.
+    """
+    for process in processes:
+        if process.poll() is None:
+            _signal(process, signal.SIGTERM)
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience)
+        _signal(process, signal.SIGKILL)
+    for process in processes:
+        process.wait()
+
+
+def _signal(process: subprocess.Popen[Any], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
 
 
 def _add_namespace(name: str, undo: contextlib.ExitStack) -> None:
@@ -276,8 +291,7 @@ def _run_command(options: argparse.Namespace) -> int:
     with signals_as_exceptions(), Cluster(options.hosts, options.rate) as cluster:
         run = cluster.run(options.command, timeout=options.timeout, on_line=partial(print, end=""))
     if run.failure is not None:
-        for host, output in enumerate(run.outputs):
-            print(f"--- host {host}, last lines\n{output[-1500:]}", file=sys.stderr)
+        run.print_ends()
         print(f"error: {run.failure}", file=sys.stderr)
     return int(run.failure is not None)
 

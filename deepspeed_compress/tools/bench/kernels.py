@@ -6,10 +6,10 @@ import platform
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBu
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.tools.bench.moved_bytes import CountingKernels
 from deepspeed_compress.tools.bench.rows import Row, new_document, save_document
-from deepspeed_compress.tools.bench.tables import new_console, new_table
 from deepspeed_compress.tools.plots import check_plotting, plot_bars
+from deepspeed_compress.tools.tables import new_console, new_table
 
 BLOCK = 256
 TOP_K_BLOCK, DENSITY = 4096, 0.01
@@ -38,17 +38,8 @@ Kernels = Any
 """Module of `deepspeed_compress.compression.kernels` that implements the operations."""
 
 
-@dataclass(frozen=True)
-class Operation:
-    """Operation to be timed.
-
-    Attributes:
-        name: Name in the table.
-        prepare: Function that takes the kernels and a flat fp32 tensor and returns the call to be timed.
-    """
-
-    name: str
-    prepare: Callable[[Kernels, Tensor], Callable[[], object]]
+Prepare = Callable[[Kernels, Tensor], Callable[[], object]]
+"""Function that takes the kernels and a flat fp32 tensor and returns the call to be timed."""
 
 
 def _quantize(
@@ -130,25 +121,27 @@ def _dequantize_rows(kernels: Kernels, x: Tensor) -> Callable[[], object]:
     return lambda: kernels.dequantize_rows_add(scales, codes, total, 0.5)
 
 
-OPERATIONS: Sequence[Operation] = (
-    Operation("quantize int8", partial(_quantize, INT8)),
-    Operation("quantize int4", partial(_quantize, INT4)),
-    Operation("quantize int4, stochastic", partial(_quantize, INT4, stochastic=True)),
-    Operation("quantize sign", partial(_quantize, SIGN)),
-    Operation("quantize int8, bf16 memory", partial(_quantize, INT8, memory=torch.bfloat16)),
-    Operation("quantize int4, bf16 memory", partial(_quantize, INT4, memory=torch.bfloat16)),
-    Operation("quantize sign, bf16 memory", partial(_quantize, SIGN, memory=torch.bfloat16)),
-    Operation("decode-accumulate int8", partial(_dequantize, INT8)),
-    Operation("decode-accumulate int4", partial(_dequantize, INT4)),
-    Operation("decode-accumulate sign", partial(_dequantize, SIGN)),
-    Operation("decode-accumulate int4, 8 ranks", partial(_sum, INT4, ranks=8)),
-    Operation("block top-k 1 % of 4096", _top_k),
-    Operation("top-k 1 % of all", _top_k_all),
-    Operation("DCT, tiles of 64 x 64", partial(_transform, "dct_tiles", side=64)),
-    Operation("Hadamard, blocks of 1024", partial(_transform, "hadamard_tiles", side=32)),
-    Operation("quantize rows", _quantize_rows),
-    Operation("quantize rows between extremes", _quantize_between),
-    Operation("decode-accumulate rows", _dequantize_rows),
+OPERATIONS: Mapping[str, Prepare] = MappingProxyType(
+    {
+        "quantize int8": partial(_quantize, INT8),
+        "quantize int4": partial(_quantize, INT4),
+        "quantize int4, stochastic": partial(_quantize, INT4, stochastic=True),
+        "quantize sign": partial(_quantize, SIGN),
+        "quantize int8, bf16 memory": partial(_quantize, INT8, memory=torch.bfloat16),
+        "quantize int4, bf16 memory": partial(_quantize, INT4, memory=torch.bfloat16),
+        "quantize sign, bf16 memory": partial(_quantize, SIGN, memory=torch.bfloat16),
+        "decode-accumulate int8": partial(_dequantize, INT8),
+        "decode-accumulate int4": partial(_dequantize, INT4),
+        "decode-accumulate sign": partial(_dequantize, SIGN),
+        "decode-accumulate int4, 8 ranks": partial(_sum, INT4, ranks=8),
+        "block top-k 1 % of 4096": _top_k,
+        "top-k 1 % of all": _top_k_all,
+        "DCT, tiles of 64 x 64": partial(_transform, "dct_tiles", side=64),
+        "Hadamard, blocks of 1024": partial(_transform, "hadamard_tiles", side=32),
+        "quantize rows": _quantize_rows,
+        "quantize rows between extremes": _quantize_between,
+        "decode-accumulate rows": _dequantize_rows,
+    }
 )
 """Operations in the order of the table."""
 
@@ -191,10 +184,10 @@ def measure(
         ConfigError: No operation matches, or `numel` is too small.
         UnsupportedError: The device is not available.
     """
-    chosen = [operation for operation in OPERATIONS if only is None or only.search(operation.name)]
+    chosen = [name for name in OPERATIONS if only is None or only.search(name)]
     if not chosen:
-        names = ", ".join(operation.name for operation in OPERATIONS)
-        raise ConfigError(f"--only {only.pattern if only else ''}: matches none of {names}; write a part of one")
+        shown = only.pattern if only else ""
+        raise ConfigError(f"--only {shown}: matches none of {', '.join(OPERATIONS)}; write a part of one")
     if numel < TOP_K_BLOCK:
         raise ConfigError(f"--numel {numel}: is too small; write at least {TOP_K_BLOCK}, the block of top-k")
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -208,7 +201,7 @@ def measure(
 
 
 def _measured(
-    numel: int, device: torch.device, repeats: int, chosen: list[Operation], in_use: bool, minima: bool
+    numel: int, device: torch.device, repeats: int, chosen: list[str], in_use: bool, minima: bool
 ) -> Iterator[Row]:
     x = torch.randn(numel, generator=torch.Generator().manual_seed(SEED)).to(device)
     rate, copy_x = min if minima else statistics.median, partial(torch.empty_like(x).copy_, x)
@@ -218,18 +211,18 @@ def _measured(
     for operation in chosen:
         for name, module in found[:1] if in_use else found:
             moved = bytes_moved(operation, module, x)
-            calls: list[Callable[[], object]] = [operation.prepare(module, x), *([copy_x] if minima else [])]
+            calls = [OPERATIONS[operation](module, x), *([copy_x] if minima else [])]
             taken, *copies = seconds(calls, device, repeats)
-            row = _row(operation.name, name, x, taken, moved, rate)
+            row = _row(operation, name, x, taken, moved, rate)
             base = _row(COPY, "torch", x, copies[0], 2 * x.nbytes, rate) if copies else copy
             ratios = (row[key] / base[key] for key in ("gb_per_s", "moved_gb_per_s"))
             yield row | dict(zip(("of_copy", "moved_of_copy"), ratios, strict=True))
 
 
-def bytes_moved(operation: Operation, kernels: Kernels, x: Tensor) -> int:
-    """Return the bytes that `operation` reads and writes if it touches each tensor once, or twice if it adds to it."""
+def bytes_moved(operation: str, kernels: Kernels, x: Tensor) -> int:
+    """Return the bytes that an operation reads and writes if it touches each tensor once, those it adds to twice."""
     counting = CountingKernels(kernels)
-    operation.prepare(counting, x)()
+    OPERATIONS[operation](counting, x)()
     return counting.moved
 
 
@@ -291,7 +284,7 @@ def _table(heading: str, rows: list[Row]) -> Table:
         "GB/s of input: 4 bytes an element; moved: all bytes that are read and written; both also relative to a copy"
     )
     texts, figures = ("operation", "implementation"), ("ms", "GB/s", "/ copy", "moved GB/s", "/ copy")
-    table = new_table(heading, caption, (*texts, *figures), texts)
+    table = new_table(heading, (*texts, *figures), texts, caption)
     for index, row in enumerate(rows):
         if index and row["operation"] != rows[index - 1]["operation"]:
             table.add_section()

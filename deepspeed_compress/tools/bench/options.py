@@ -2,12 +2,11 @@
 
 import argparse
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-from deepspeed_compress.tools.arguments import epilog, integer_from, positive_integer
+from deepspeed_compress.tools.arguments import add_subcommand, integer_from, positive_integer
 from deepspeed_compress.tools.bench.links import ClusterError, bits_per_second
 
 PEERS = (
@@ -42,33 +41,23 @@ class Emulation:
         return self.hosts * self.per_host
 
 
-@dataclass(frozen=True)
-class Benchmark:
-    """Benchmark of `ds-compress bench`. `arguments` adds its options to a parser."""
-
-    summary: str
-    examples: tuple[str, ...]
-    arguments: Callable[[argparse.ArgumentParser], object]
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a subparser for each benchmark. The benchmark's name is stored as `benchmark`."""
-    subparsers = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
-    for name, benchmark in BENCHMARKS.items():
-        examples = [f"bench {name} {example}" for example in benchmark.examples]
-        subparser = subparsers.add_parser(
-            name, help=benchmark.summary, description=benchmark.summary, **epilog(examples)
-        )
-        benchmark.arguments(subparser)
+    """Add a subparser for each benchmark."""
+    subparsers = parser.add_subparsers(required=True, metavar="BENCHMARK")
+    _add_step(subparsers)
+    _add_comm(subparsers)
+    _add_kernels(subparsers)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Run the benchmark of `options` and return its exit code."""
-    code: int = import_module(f"deepspeed_compress.tools.bench.{options.benchmark}").run(options)
-    return code
-
-
-def _step_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_step(subparsers: Any) -> None:
+    what = "Measure training steps of your configuration, of DeepSpeed without it, of pure computation, and of peers."
+    examples = [
+        "bench step --config ds_config.json --emulate 2,1gbit,100mbit --output step.json --plot step.png",
+        "bench step --config configs/zero[0-3]_int4.json --peers deepspeed ddp fsdp2 --emulate 4,1gbit "
+        "--output step.json",
+        "bench step --config ds_config.json --mirror 2 --traces traces --output step.json",
+    ]
+    parser = add_subcommand(subparsers, "step", "tools.bench.step:run", what, examples)
     group = parser.add_argument_group("measurement")
     group.add_argument("--config", nargs="+", required=True, metavar="FILE", help="DeepSpeed configurations")
     what = "config of a Hugging Face causal LM, or a directory (default: configs/models/gpt_10m.json)"
@@ -93,7 +82,14 @@ def _step_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--traces", type=Path, metavar="DIR", help=what)
 
 
-def _comm_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_comm(subparsers: Any) -> None:
+    what = "Measure collectives, the exchange that carries compressed messages, or compressed activations."
+    examples = [
+        "bench comm --emulate 2,1gbit --json comm.json --plot comm.png",
+        "bench comm --emulate 4,100mbit --sizes 16K 1M",
+        "bench comm --kind tensor --emulate 2,5gbit,1gbit",
+    ]
+    parser = add_subcommand(subparsers, "comm", "tools.bench.comm:run", what, examples)
     what = (
         "messages to measure: collectives, or compressed and uncompressed activations of tensor, pipeline or sequence "
         "parallelism, with the rate of the link from which on compression costs time (default: collectives)"
@@ -106,7 +102,14 @@ def _comm_arguments(parser: argparse.ArgumentParser) -> None:
     _add_output(parser, "plot time against size, with the fits")
 
 
-def _kernels_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_kernels(subparsers: Any) -> None:
+    what = "Measure the compression kernels on one core or GPU, compared with copying the same memory."
+    examples = [
+        "bench kernels --numel 100M --json kernels.json",
+        "bench kernels --device cuda --in-use",
+        "bench kernels --only int4 --numel 10M",
+    ]
+    parser = add_subcommand(subparsers, "kernels", "tools.bench.kernels:run", what, examples)
     what = "number of input elements (default: 100M)"
     parser.add_argument("--numel", type=count, default=count("100M"), metavar="N", help=what)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -185,30 +188,3 @@ def _number(text: str, thousand: int, example: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r}: write a positive number such as {example}")
     factor: int = thousand ** ("", "K", "M", "G").index(found[2])
     return int(found[1]) * factor
-
-
-BENCHMARKS = {
-    "step": Benchmark(
-        "Measure training steps of your configuration, of DeepSpeed without it, of pure computation, and of peers.",
-        (
-            "--config ds_config.json --emulate 2,1gbit,100mbit --output step.json --plot step.png",
-            "--config configs/zero[0-3]_int4.json --peers deepspeed ddp fsdp2 --emulate 4,1gbit --output step.json",
-            "--config ds_config.json --mirror 2 --traces traces --output step.json",
-        ),
-        _step_arguments,
-    ),
-    "comm": Benchmark(
-        "Measure collectives, the exchange that carries compressed messages, or compressed activations.",
-        (
-            "--emulate 2,1gbit --json comm.json --plot comm.png",
-            "--emulate 4,100mbit --sizes 16K 1M",
-            "--kind tensor --emulate 2,5gbit,1gbit",
-        ),
-        _comm_arguments,
-    ),
-    "kernels": Benchmark(
-        "Measure the compression kernels on one core or GPU, compared with copying the same memory.",
-        ("--numel 100M --json kernels.json", "--device cuda --in-use", "--only int4 --numel 10M"),
-        _kernels_arguments,
-    ),
-}

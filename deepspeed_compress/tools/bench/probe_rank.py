@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from deepspeed_compress.tools.bench import gauges, kernels
 from deepspeed_compress.tools.bench.comm_rank import measure_messages
+from deepspeed_compress.tools.bench.jobs import Emit, Log, rank_main
 from deepspeed_compress.tools.bench.links import set_own_rate
-from deepspeed_compress.tools.bench.rows import Emit, Log, Row, rank_main
+from deepspeed_compress.tools.bench.rows import Row
 
 REPEATS = 7
 _TYPES: Mapping[int, torch.dtype] = MappingProxyType({2: torch.bfloat16, 4: torch.float32})
@@ -24,14 +25,12 @@ CODING = re.compile("^(quantize int4, bf16 memory|decode-accumulate int4)$")
 
 
 def measure(job: Row, emit: Emit, log: Log) -> None:
-    """Measure all probes. Rank 0 emits a row for each.
+    """Measure all probes, and emit a row for each.
 
     `job` holds the bytes of an element (`element`), the sizes of matrix products (`products`), the elements of other
     kernels (`numel`), the bytes of messages (`sizes`), the ranks of a host (`per_host`), and the `rate` of emulated
     links, or None.
     """
-    if dist.get_rank() > 0:
-        emit = log = _ignore
     if job["rate"] is not None:
         set_own_rate(job["rate"])
     log("matrix products")
@@ -46,10 +45,6 @@ def measure(job: Row, emit: Emit, log: Log) -> None:
         emit({"kind": kind, "sizes": [row["bytes_moved"]], "seconds": _mean(row["seconds"]["median"])})
     for group in _groups(job["per_host"]):
         measure_messages([None], job["sizes"], partial(_emit_messages, emit), log, group)
-
-
-def _ignore(_: object) -> None:
-    """Do nothing, on ranks other than the first."""
 
 
 def _product(dtype: torch.dtype, rows: int, columns: int, inner: int) -> Callable[[], object]:

@@ -11,16 +11,9 @@ from typing import Any
 
 from deepspeed_compress.config import SECTION, with_preset
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.tools.bench.hosts import signals_as_exceptions
-from deepspeed_compress.tools.bench.links import bits_per_second, check_machine
-from deepspeed_compress.tools.bench.rows import (
-    Row,
-    check_launched,
-    print_indented,
-    read_document,
-    run_on_hosts,
-    save_document,
-)
+from deepspeed_compress.tools.bench.jobs import JobRanks, LaunchedRanks, find_ranks
+from deepspeed_compress.tools.bench.links import bits_per_second
+from deepspeed_compress.tools.bench.rows import Row, read_document, save_document
 from deepspeed_compress.tools.bench.step_results import plot_steps, print_steps
 from deepspeed_compress.tools.bench.workload import (
     DEEPSPEED,
@@ -44,68 +37,48 @@ Steps = dict[str | None, int]
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, save, print and draw. Return exit code 1 if a run failed, else 0."""
+    """Measure, save, print and draw. Return exit code 1 if a run failed, else 0.
+
+    Under a launcher, only rank 0 reads and writes the file.
+    """
     if options.plot:
         check_plotting("--plot")
-    return _emulated(options) if options.emulate else _in_this_process(options)
-
-
-def _emulated(options: argparse.Namespace) -> int:
-    check_machine()
-    document, steps = read_document(options.output), steps_at(options, options.emulate.rates)
-    hosts, per_host = options.emulate.hosts, options.emulate.per_host
-    groups, begin, failures = _groups(options, options.emulate.ranks), time.monotonic(), 0
-    with signals_as_exceptions():
-        for number, group in enumerate(groups, 1):
-            label = f"[{number}/{len(groups)}, {time.monotonic() - begin:.0f} s] {_title(group, options.emulate.ranks)}"
-            missing = missing_rates(document["rows"], group, options.emulate.ranks, steps, per_host=per_host)
-            print(f"{label}: {', '.join(map(str, missing)) or f'already in {options.output}'}", flush=True)
-            if missing:
-                job = {
-                    "group": group.to_json(),
-                    "rates": list(missing),
-                    "steps": list(missing.values()),
-                    "traces": str(options.traces.absolute()) if options.traces else None,
-                }
-                rows, failure = run_on_hosts(hosts, RANK_PROGRAM, job, options.timeout, per_host)
-                failures += failure is not None
-                merge(document, rows)
+    ranks = _find_ranks(options)
+    groups, steps = _groups(options, ranks.count), steps_at(options, ranks.rates)
+    if not options.emulate:
+        _check_same_layout(groups)
+    document = ranks.first_only(partial(read_document, options.output))
+    begin, failures = time.monotonic(), 0
+    for number, group in enumerate(groups, 1):
+        missing = missing_rates(document["rows"], group, ranks.count, steps, bool(options.mirror), ranks.per_host)
+        if ranks.is_first:
+            shown = ", ".join(rate or "this network" for rate in missing) or f"already in {options.output}"
+            label = f"[{number}/{len(groups)}, {time.monotonic() - begin:.0f} s] {_title(group, ranks.count)}"
+            print(f"{label}: {shown}", flush=True)
+        if missing:
+            rows, failure = ranks.run(RANK_PROGRAM, group.to_job(missing, options.traces))
+            failures += failure is not None
+            merge(document, [row | {"mirror": True} for row in rows] if options.mirror else rows)
+            if ranks.is_first:
                 save_document(document, options.output)
-    _show(document, options)
+    ranks.close()
+    if ranks.is_first:
+        _show(document, options)
     return int(failures > 0)
 
 
-def _in_this_process(options: argparse.Namespace) -> int:
-    """Run as a rank of a launcher, or as the one real rank of a mirror. Only rank 0 reads and writes the file."""
-    if options.mirror:
-        _check_mirrored(_groups(options, options.mirror))
-    else:
-        check_launched()
-    import torch.distributed as dist
+def _find_ranks(options: argparse.Namespace) -> JobRanks:
+    if not options.mirror:
+        return find_ranks(options.emulate, options.timeout, "bench step")
+    _check_mirrored(_groups(options, options.mirror))
+    return LaunchedRanks(options.mirror)
 
-    from deepspeed_compress.tools.bench.gauges import join, join_images
-    from deepspeed_compress.tools.bench.step_rank import measure_group
 
-    ranks = join_images(options.mirror) if options.mirror else join()
-    groups, steps = _groups(options, ranks.world_size), steps_at(options, (None,))
+def _check_same_layout(groups: Sequence[Group]) -> None:
     if len({(group.workload.tensor, group.workload.pipeline) for group in groups}) > 1:
         raise ConfigError(
             "--config: the files have different layouts, which one job cannot measure; pass them one by one"
         )
-    document = ranks.first_only(partial(read_document, options.output))
-    for group in groups:
-        find_missing = partial(missing_rates, document["rows"], group, ranks.world_size, steps, bool(options.mirror))
-        missing = ranks.first_only(find_missing)
-        rows: list[Row] = []
-        if missing:
-            measure_group(group, missing, rows.append, print_indented, options.traces)
-        if rows:
-            merge(document, [row | {"mirror": True} for row in rows] if options.mirror else rows)
-            save_document(document, options.output)
-    dist.destroy_process_group()
-    if ranks.is_first:
-        _show(document, options)
-    return 0
 
 
 def _check_mirrored(groups: Sequence[Group]) -> None:

@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from deepspeed_compress.monitor import KINDS, SAVED
 from deepspeed_compress.tools.bench import gauges
+from deepspeed_compress.tools.bench.jobs import Emit, Log, rank_main
 from deepspeed_compress.tools.bench.links import UNLIMITED, set_own_rate
-from deepspeed_compress.tools.bench.rows import Emit, Log, Row, rank_main
+from deepspeed_compress.tools.bench.rows import Row
 from deepspeed_compress.tools.bench.systems import System, compute_only, make, tokens
 from deepspeed_compress.tools.bench.traces import trace_step
 from deepspeed_compress.tools.bench.workload import Contender, Group, Workload, stage_of
@@ -46,18 +47,13 @@ def measure_group(
 ) -> None:
     """Measure every contender at each rate with the given number of steps. A rate of None leaves the link as it is.
 
-    Rank 0 emits the rows and logs progress. If `traces` is a directory, it writes a trace of another step there.
+    If `traces` is a directory, rank 0 writes a trace of another step there.
     """
-    emit, log = _first_only(emit), _first_only(log)
     log("compute only")
     alone = _compute_only(group.workload, max(steps.values()))
     for contender in group.contenders:
         for row in _measure(group.workload, contender, steps, log, traces):
             emit({"workload": asdict(group.workload), "contender": asdict(contender)} | alone | row)
-
-
-def _first_only(action: Callable[[Any], None]) -> Callable[[Any], None]:
-    return action if dist.get_rank() == 0 else lambda _: None
 
 
 def _compute_only(workload: Workload, count: int) -> Row:
@@ -121,9 +117,9 @@ def _count_steps(session: Any) -> list[Counted]:
         return counted
     finish = session.finish
 
-    def finish_counted(finished: object) -> None:
+    def finish_counted(finished: object) -> Any:
         counted.append(Counted(session.meter.sizes(), session.meter.milliseconds()))
-        finish(finished)
+        return finish(finished)
 
     session.finish = finish_counted
     return counted
@@ -139,9 +135,10 @@ def _measure_rate(
     choosing = 0 if system.session is None else system.session.compare_again()
     gauges.times(step, SETTLING_STEPS + choosing)
     counted.clear()
-    begin, steps = gauges.quiet_counters() if rate is not None else None, count * system.period
+    begin, steps = gauges.quiet_counters() if rate is not None else {}, count * system.period
     seconds = _by_period(gauges.times(step, steps), system.period)
-    sent = gauges.quiet_counters().since(begin, steps) if begin is not None else {}
+    after = gauges.quiet_counters() if begin else {}
+    sent = {name: (value - begin[name]) / steps for name, value in after.items()}
     return {
         "ranks": dist.get_world_size(),
         "per_host": 1 if rate is None else gauges.ranks_of_host(),

@@ -1,6 +1,7 @@
 """Output of `bench step`: tables of times and bytes, and bars."""
 
 import json
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,21 +10,21 @@ from rich.table import Table
 
 from deepspeed_compress.config.numbers import shown
 from deepspeed_compress.tools.bench.rows import Row
-from deepspeed_compress.tools.bench.tables import new_console, new_table
 from deepspeed_compress.tools.bench.workload import COMPUTE_ONLY, stage_of
 from deepspeed_compress.tools.plots import plot_bars
+from deepspeed_compress.tools.tables import new_console, new_table
 
-Cells = Callable[[Row], list[str]]
+Cells = dict[str, str]
+"""Cells of a table by column."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """Form of a table: its columns, and functions that return the cells of a contender and of pure computation."""
+    """Form of a table: functions that return all cells of a contender, and those of pure computation that it has."""
 
     caption: str
-    columns: tuple[str, ...]
-    cells: Cells
-    compute_only: Cells
+    cells: Callable[[Row], Cells]
+    compute_only: Callable[[Row], Cells]
 
 
 def print_steps(rows: Sequence[Row]) -> None:
@@ -52,48 +53,53 @@ def title(row: Row) -> str:
 
 def step_table(rows: Sequence[Row], form: Form) -> Table:
     """Return one table. Rows of the same rate are adjacent and follow the step time of pure computation."""
-    table = new_table(title(rows[0]), form.caption, ("rate", "ZeRO", "method", *form.columns), ["method"])
+    columns = list(form.cells(rows[0]))
+    table = new_table(title(rows[0]), ("rate", "ZeRO", "method", *columns), ["method"], form.caption)
     for index, row in enumerate(rows):
         rate, stage = row["rate"] or "-", stage_of(row["contender"]["ds_config"])
         if index == 0 or rows[index - 1]["rate"] != row["rate"]:
             table.add_section()
-            table.add_row(rate, "-", COMPUTE_ONLY, *form.compute_only(row))
-        table.add_row(rate, "-" if stage is None else str(stage), row["contender"]["name"], *form.cells(row))
+            alone = form.compute_only(row)
+            table.add_row(rate, "-", COMPUTE_ONLY, *(alone.get(column, "") for column in columns))
+        zero = "-" if stage is None else str(stage)
+        table.add_row(rate, zero, row["contender"]["name"], *form.cells(row).values())
     return table
 
 
-def _time_cells(row: Row) -> list[str]:
+def _time_cells(row: Row) -> Cells:
     split = row["split_ms"] or {}
-    ratios = [shown(row[name], ".2f") for name in ("of_compute_only", "speedup")]
-    return [*_seconds(row["step_s"]), *ratios, *(shown(split.get(name), ".1f") for name in PHASES)]
+    ratios = {"/ compute": shown(row["of_compute_only"], ".2f"), "speed-up": shown(row["speedup"], ".2f")}
+    return _seconds(row["step_s"]) | ratios | {column: shown(split.get(name), ".1f") for column, name in PHASES.items()}
 
 
-def _size_cells(row: Row) -> list[str]:
+def _compute_only_times(row: Row) -> Cells:
+    return _seconds(row["compute_only_s"])
+
+
+def _seconds(found: Row) -> Cells:
+    return {"seconds": f"{found['median']:.3f}", "min": f"{found['min']:.3f}", "max": f"{found['max']:.3f}"}
+
+
+def _size_cells(row: Row) -> Cells:
     sizes = row["bytes"]
-    sent = [shown(sizes.get(name), ",.3f", 1e-6) for name in SENT]
-    memory = [shown(_mean(row[name]), ",.1f", 1e-6) for name in ("peak_bytes", "residual_bytes")]
-    return [*sent, shown(sizes.get("difference_percent"), "+.2f"), *memory]
+    sent = {name: shown(sizes.get(name), ",.3f", 1e-6) for name in ("interface", "headers", "payload", "predicted")}
+    memory = {"peak": _megabytes(row["peak_bytes"]), "residuals": _megabytes(row["residual_bytes"])}
+    return sent | {"diff": shown(sizes.get("difference_percent"), "+.2f")} | memory
 
 
-def _share_cells(row: Row) -> list[str]:
-    return [shown(row.get("shares", {}).get(name), ".1f", 100) for name in SHARES]
+def _compute_only_sizes(row: Row) -> Cells:
+    return {"peak": _megabytes(row["compute_only_peak_bytes"])}
 
 
-def _compute_only_times(row: Row) -> list[str]:
-    return [*_seconds(row["compute_only_s"]), *[""] * (2 + len(PHASES))]
+def _share_cells(row: Row) -> Cells:
+    shares = row.get("shares", {})
+    return {name: shown(shares.get(name), ".1f", 100) for name in SHARES}
 
 
-def _compute_only_sizes(row: Row) -> list[str]:
-    return [*[""] * (len(SENT) + 1), shown(_mean(row["compute_only_peak_bytes"]), ",.1f", 1e-6), ""]
-
-
-def _seconds(found: Row) -> list[str]:
-    return [f"{found[name]:.3f}" for name in ("median", "min", "max")]
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
+def _megabytes(values: Sequence[float | None]) -> str:
+    """Return the mean of the known `values`, in MB."""
     known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    return shown(statistics.fmean(known) if known else None, ",.1f", 1e-6)
 
 
 def plot_steps(rows: Sequence[Row], file: Path) -> None:
@@ -115,26 +121,23 @@ def _ratios(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
 
 
 SHARES = ("encode", "decode", "exchange", "idle")
-PHASES = ("compute", "compress", "communicate", "decompress")
-SENT = ("interface", "headers", "payload", "predicted")
+PHASES = {"compute": "compute", "compress": "compress", "wait": "communicate", "decompress": "decompress"}
+"""Columns of the parts of a step, with their names in a row."""
 FORMS = (
     Form(
         "step time in seconds (median and range), relative to pure computation, speed-up over DeepSpeed, parts in ms",
-        ("seconds", "min", "max", "/ compute", "speed-up", "compute", "compress", "wait", "decompress"),
         _time_cells,
         _compute_only_times,
     ),
     Form(
         "MB that a host sends per step; diff: payload compared with the prediction, in %; memory in MB",
-        (*SENT, "diff", "peak", "residuals"),
         _size_cells,
         _compute_only_sizes,
     ),
 )
 TRACES = Form(
     "% of a traced step of rank 0: to encode, to decode, to exchange; and the time that the GPU's busiest stream idles",
-    SHARES,
     _share_cells,
-    lambda _: [""] * len(SHARES),
+    lambda _: {},
 )
 """Form of the table of traces, for rows that have one."""

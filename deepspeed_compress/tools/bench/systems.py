@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from deepspeed_compress.config import SECTION
 from deepspeed_compress.models import Layout, build_parallel, read_model_config
 from deepspeed_compress.tools.bench.gauges import device
 from deepspeed_compress.tools.bench.peers import PEERS
-from deepspeed_compress.tools.bench.torch_loop import Optimizer, TorchStepper, Wrapped, bare_model
-from deepspeed_compress.tools.bench.ulysses import Registration, UlyssesStepper, register, share_of_sequence
+from deepspeed_compress.tools.bench.torch_loop import Optimizer, TorchStepper, bare_model
+from deepspeed_compress.tools.bench.ulysses import UlyssesStepper, attention_on_ulysses, share_of_sequence
 from deepspeed_compress.tools.bench.workload import Contender, Workload
 from deepspeed_compress.training.stepper import PipelineStepper, PlainStepper, Share, Stepper, share_of
 
@@ -80,7 +81,7 @@ def make(workload: Workload, contender: Contender, optimizer: Optimizer = CONSTA
 
 def compute_only(workload: Workload) -> System:
     """Return the whole model on one process with its share of the sequences, without communication."""
-    return System(TorchStepper(Wrapped(bare_model(workload)), workload, CONSTANT_RATE), _whole(workload))
+    return System(TorchStepper(bare_model(workload), workload, CONSTANT_RATE), _whole(workload))
 
 
 def _whole(workload: Workload) -> Share:
@@ -98,30 +99,23 @@ def _engine(workload: Workload, ds_config: Mapping[str, Any]) -> System:
         workload.recompute,
     )
     module: Any = build_parallel(path, read_model_config(path), workload.seed, layout)
-    compressed = SECTION in ds_config
+    compressed, closing = SECTION in ds_config, ExitStack()
     initialize = deepspeed_compress.initialize if compressed else deepspeed.initialize
+    mpu = closing.enter_context(attention_on_ulysses(module, workload)) if workload.sequence > 1 else None
     # DeepSpeed may modify its configuration.
-    registration = register(module, workload) if workload.sequence > 1 else None
-    mpu = None if registration is None else registration.mpu
     config, trained = copy.deepcopy(dict(ds_config)), list(module.parameters())
     made = initialize(model=module, model_parameters=trained, config=config, mpu=mpu)[0]
-    if registration is not None:
-        return _on_ulysses(made, workload, registration)
-    stepper = PipelineStepper(made) if workload.pipeline > 1 else PlainStepper(made)
+    closing.callback(made.destroy)
     session: Any = made.compression if compressed else None
     section = session.config if compressed else None
     islands = section.islands if section is not None else None
     dense = 0 if section is None else max(section.schedule.warmup_steps, islands.warmup_steps if islands else 0)
     period = (islands.sync_steps if islands else None) or 1
-    return System(stepper, share_of(made), made.destroy, session, dense, period)
+    share = share_of_sequence(workload) if workload.sequence > 1 else share_of(made)
+    return System(_stepper(made, workload), share, closing.close, session, dense, period)
 
 
-def _on_ulysses(engine: Any, workload: Workload, registration: Registration) -> System:
-    """Return the engine as a system whose attention is released together with it."""
-
-    def close() -> None:
-        engine.destroy()
-        registration.undo()
-
-    stepper, session = UlyssesStepper(engine, workload.sequence), vars(engine).get("compression")
-    return System(stepper, share_of_sequence(workload), close, session)
+def _stepper(engine: Any, workload: Workload) -> Stepper:
+    if workload.sequence > 1:
+        return UlyssesStepper(engine, workload.sequence)
+    return PipelineStepper(engine) if workload.pipeline > 1 else PlainStepper(engine)

@@ -1,6 +1,6 @@
 """Plain PyTorch training loop, and the settings that all peers share."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,26 +45,6 @@ class Optimizer:
         return getattr(lr_schedules, found["type"])(optimizer, **found["params"]) if found else None
 
 
-@dataclass(frozen=True)
-class Wrapped:
-    """Model whose gradients are averaged during its backward pass.
-
-    Attributes:
-        model: Model to call.
-        synchronised: Function that returns the context of a micro-batch. Its argument is True for the last micro-batch
-            of a step.
-        stepped: Function to call after each optimizer step.
-        evaluating: Function that returns a context in which all ranks have the weights that the method trains.
-        attach: Function to call with the optimizer before the first step. Its result has a session, or is None.
-    """
-
-    model: Any
-    synchronised: Callable[[bool], AbstractContextManager[object]] = lambda last: nullcontext()
-    stepped: Callable[[], object] = lambda: None
-    evaluating: Callable[[], AbstractContextManager[object]] = nullcontext
-    attach: Callable[[torch.optim.Optimizer], Any] = lambda optimizer: None
-
-
 class PeerStepper(Stepper, Protocol):
     """Stepper of a peer. `session` is the package's session if the peer uses it, else None."""
 
@@ -75,15 +55,18 @@ class PeerStepper(Stepper, Protocol):
 
 
 class TorchStepper:
-    """Plain PyTorch training loop: gradient clipping and AdamW. The loss is this rank's own."""
+    """Plain PyTorch training loop: gradient clipping and AdamW. The loss is this rank's own.
 
-    def __init__(self, wrapped: Wrapped, workload: Workload, optimizer: Optimizer) -> None:
-        self.wrapped, self.clipping = wrapped, workload.clipping
+    Subclasses say how gradients are averaged during the backward pass.
+    """
+
+    session: Any = None
+
+    def __init__(self, model: Any, workload: Workload, optimizer: Optimizer) -> None:
+        self.model, self.clipping = model, workload.clipping
         # FSDP2 replaces the parameters when it wraps the model, so they are collected afterwards.
-        self.parameters = list(wrapped.model.parameters())
+        self.parameters = list(model.parameters())
         self.optimizer = torch.optim.AdamW(self.parameters, **optimizer.adamw)
-        attached = wrapped.attach(self.optimizer)
-        self.session: Any = None if attached is None else attached.session
         self.schedule = optimizer.scheduled(self.optimizer)
 
     def train(self, batch: Tensor) -> Tensor:
@@ -91,12 +74,12 @@ class TorchStepper:
 
         `batch` holds token windows of shape (micro_batches, micro_size, length).
         """
-        self.wrapped.model.train()
+        self.model.train()
         loss = torch.stack([self._accumulate(tokens, number, len(batch)) for number, tokens in enumerate(batch, 1)])
         if self.clipping:
             torch.nn.utils.clip_grad_norm_(self.parameters, self.clipping)
         self.optimizer.step()
-        self.wrapped.stepped()
+        self.stepped()
         self.optimizer.zero_grad()
         if self.schedule is not None:
             self.schedule.step()
@@ -104,20 +87,31 @@ class TorchStepper:
 
     def evaluate(self, batch: Tensor) -> Tensor:
         """Return the mean loss on `batch` without computing gradients."""
-        self.wrapped.model.eval()
-        with torch.no_grad(), self.wrapped.evaluating():
+        self.model.eval()
+        with torch.no_grad(), self.evaluating():
             return torch.stack([self._loss(tokens) for tokens in batch]).mean()
+
+    def synchronised(self, last: bool) -> AbstractContextManager[object]:
+        """Return the context of a micro-batch. `last` is True for the last one of a step."""
+        return nullcontext()
+
+    def stepped(self) -> None:
+        """Do what follows each optimizer step."""
+
+    def evaluating(self) -> AbstractContextManager[object]:
+        """Return a context in which all ranks have the weights that the method trains."""
+        return nullcontext()
 
     def close(self) -> None: ...
 
     def _accumulate(self, tokens: Tensor, number: int, count: int) -> Tensor:
-        with self.wrapped.synchronised(number == count):
+        with self.synchronised(number == count):
             loss = self._loss(tokens)
             (loss / count).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     def _loss(self, tokens: Tensor) -> Tensor:
-        loss: Tensor = self.wrapped.model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss: Tensor = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
         return loss
 
 

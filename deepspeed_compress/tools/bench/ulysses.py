@@ -1,7 +1,7 @@
 """Sequence parallelism in `bench step`: attention of transformers on Ulysses, and steps on parts of sequences."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,36 +15,22 @@ ATTENTION = "sdpa"
 """Attention of transformers that Ulysses calls for the heads of a rank."""
 
 
-@dataclass(frozen=True)
-class Registration:
-    """Attention of all models of this process on Ulysses, until `undo`.
+@contextmanager
+def attention_on_ulysses(model: nn.Module, workload: Workload) -> Iterator[Any]:
+    """Let attention of all models of this process exchange heads for parts of sequences within the context.
 
-    Attributes:
-        mpu: DeepSpeed's description of the groups.
-        original: attention before.
+    Yields DeepSpeed's description of the groups of `workload.sequence` ranks.
     """
-
-    mpu: Any
-    original: Callable[..., Any]
-
-    def undo(self) -> None:
-        """Give transformers its own attention back, and release the groups."""
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-        ALL_ATTENTION_FUNCTIONS[ATTENTION] = self.original
-        self.mpu._release_sequence_parallel_groups()
-
-
-def register(model: nn.Module, workload: Workload) -> Registration:
-    """Let attention exchange heads for parts of sequences between `workload.sequence` ranks."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     original = ALL_ATTENTION_FUNCTIONS[ATTENTION]
-    mpu = UlyssesSPAttentionHF.register_with_transformers(
+    mpu: Any = UlyssesSPAttentionHF.register_with_transformers(
         model, ATTENTION, workload.sequence, workload.micro_batch, seq_length_is_variable=True
     )
-    return Registration(mpu, original)
+    yield mpu
+    ALL_ATTENTION_FUNCTIONS[ATTENTION] = original
+    mpu._release_sequence_parallel_groups()
 
 
 def share_of_sequence(workload: Workload) -> Share:

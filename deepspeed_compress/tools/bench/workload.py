@@ -1,6 +1,6 @@
 """Workloads and contenders: what is computed, and the DeepSpeed configuration of each system that is compared."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,16 @@ class Group:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
+    def to_job(self, steps: Mapping[str | None, int], traces: Path | None = None) -> dict[str, Any]:
+        """Return the job of `step_rank`: the measured steps at each rate, and the directory of traces, if any."""
+        directory = str(traces.absolute()) if traces else None
+        return {
+            "group": self.to_json(),
+            "rates": list(steps),
+            "steps": list(steps.values()),
+            "traces": directory,
+        }
+
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> "Group":
         contenders = tuple(Contender(**contender) for contender in found["contenders"])
@@ -110,12 +120,14 @@ def group_contenders(
         workload = _workload(file, ds_config, model, sizes, ranks)
         _, contenders = groups.setdefault(repr(workload), (workload, []))
         given = _effective(ds_config, workload)
-        found = [Contender(Path(file).stem, OURS, given), *_deepspeed_contenders(given, peers)]
+        plain = without_section(given)
+        found = [Contender(peer, DEEPSPEED, plain | dict(_OTHER_KEYS[peer])) for peer in peers if peer in _OTHER_KEYS]
+        found.append(Contender(Path(file).stem, OURS, given))
         contenders += [contender for contender in found if contender not in contenders]
     others = [Contender(peer, peer) for peer in peers if peer not in _OTHER_KEYS]
     if others and any(workload.sequence > 1 for workload, _ in groups.values()):
         raise ConfigError(f"--peers {others[0].name}: cannot divide sequences; write deepspeed, or leave --peers out")
-    return [Group(workload, (*_sorted(contenders), *others)) for workload, contenders in groups.values()]
+    return [Group(workload, (*sorted(contenders, key=_place), *others)) for workload, contenders in groups.values()]
 
 
 def stage_of(ds_config: Mapping[str, Any] | None) -> int | None:
@@ -155,7 +167,7 @@ def _workload(file: str, ds_config: Mapping[str, Any], model: str, sizes: Mappin
         pipeline=parallelism.pipeline,
         partition=parallelism.partition,
         recompute=parallelism.activation_checkpointing,
-        precision=next((name for name in ("bf16", "fp16") if _enabled(ds_config, name)), "fp32"),
+        precision=next((name for name in ("bf16", "fp16") if ds_config.get(name, {}).get("enabled")), "fp32"),
         micro_batch=micro_batch,
         accumulation=accumulation,
         clipping=ds_config.get("gradient_clipping", 1.0),
@@ -163,10 +175,6 @@ def _workload(file: str, ds_config: Mapping[str, Any], model: str, sizes: Mappin
         seed=sizes["seed"],
         sequence=sequence,
     )
-
-
-def _enabled(ds_config: Mapping[str, Any], name: str) -> bool:
-    return bool(ds_config.get(name, {}).get("enabled"))
 
 
 def _batch(file: str, ds_config: Mapping[str, Any], micro_batch: int | None, replicas: int) -> tuple[int, int]:
@@ -211,12 +219,6 @@ def _steady(value: Any) -> Any:
     return {key: _steady(item) for key, item in value.items() if key not in _RAMPS}
 
 
-def _deepspeed_contenders(given: Mapping[str, Any], peers: Iterable[str]) -> list[Contender]:
-    """Return contenders for those of `peers` that are DeepSpeed without the package."""
-    plain = without_section(given)
-    return [Contender(peer, DEEPSPEED, plain | dict(_OTHER_KEYS[peer])) for peer in peers if peer in _OTHER_KEYS]
-
-
-def _sorted(contenders: Iterable[Contender]) -> list[Contender]:
-    """Return the contenders sorted by stage, plain DeepSpeed first."""
-    return sorted(contenders, key=lambda contender: (stage_of(contender.ds_config), contender.kind == OURS))
+def _place(contender: Contender) -> tuple[int | None, bool]:
+    """Return the sort key of a contender: the stage, then plain DeepSpeed first."""
+    return stage_of(contender.ds_config), contender.kind == OURS

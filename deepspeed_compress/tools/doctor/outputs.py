@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 
+from deepspeed_compress.config.numbers import rounded
 from deepspeed_compress.diagnostics import Diagnostic, Severity
 from deepspeed_compress.tools.doctor.case import Case
 from deepspeed_compress.tools.doctor.diagnose import Diagnosis
@@ -84,9 +85,7 @@ def _evidence(evidence: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    return rounded(value) if isinstance(value, int | float) else str(value)
 
 
 def _print_list(console: Console, title: str, lines: list[str]) -> None:

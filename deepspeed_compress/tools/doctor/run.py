@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def _points(lines: Sequence[Line], key: str) -> Points:
     A null means "unknown" before the first value that is not null, and "not finite" (NaN) after it.
     """
     found, seen = [], False
-    for line in drop_replaced(line for line in lines if key in line):
+    for line in drop_replaced((line for line in lines if key in line), itemgetter("step")):
         value = line[key]
         seen = seen or value is not None
         if seen:

@@ -4,6 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from deepspeed_compress.tools import tables
 from deepspeed_compress.tools.outputs.printable import printable
 from deepspeed_compress.tools.plots import INSTALL, can_plot
 from deepspeed_compress.tools.report.drawing import draw_picture
@@ -47,14 +48,5 @@ def write_report(runs: list[Run], output: Path) -> list[Path]:
 
 
 def print_table(runs: list[Run]) -> None:
-    """Print the table of figures to the terminal."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(title="final figures", title_justify="left")
-    for index, title in enumerate(table_head(runs)):
-        table.add_column(escape(printable(title)), justify="right" if index else "left")
-    for row in table_rows(runs):
-        table.add_row(*(escape(printable(cell)) for cell in row))
-    Console().print(table)
+    """Print the figures to the terminal."""
+    tables.print_table("final figures", table_head(runs), table_rows(runs), ("",))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_compress.config.numbers import short
-from deepspeed_compress.tools.plots import style_axes
+from deepspeed_compress.tools.plots import new_figure, save_figure, style_axes
 from deepspeed_compress.tools.report.figures import table_head, table_rows
 from deepspeed_compress.tools.report.panels import Bars, Chart, Line, bars, charts
 from deepspeed_compress.tools.report.runs import Run
@@ -43,17 +43,12 @@ def value_scale(chart: Chart) -> Scale:
     low, high = min(values), max(values)
     if chart.decades:
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        return Scale(
-            10.0 ** powers[0], 10.0 ** powers[-1], tuple(10.0**power for power in powers[:: _stride(powers)]), True
-        )
+        ticks = tuple(10.0**power for power in powers[:: -(-len(powers) // 5)])
+        return Scale(10.0 ** powers[0], 10.0 ** powers[-1], ticks, True)
     low = min(low, 0.0) if chart.from_zero else low
     room = 0.06 * (high - low) or 0.5 * abs(high) or 1.0
     bottom, top = low - (0.0 if chart.from_zero and low == 0 else room), high + room
     return Scale(bottom, top, tuple(_between(bottom, top, 5)))
-
-
-def _stride(powers: range) -> int:
-    return -(-len(powers) // 5)
 
 
 def _between(low: float, high: float, count: int) -> Iterable[float]:
@@ -177,13 +172,11 @@ def draw_picture(runs: Sequence[Run], file: Path) -> None:
 
 
 def _draw(runs: Sequence[Run], file: Path) -> None:
-    from matplotlib.figure import Figure
-
     found = [*runs]
     panels: list[Chart | Bars] = [*charts(found), *bars(found)]
     columns, rows = min(COLUMNS, len(panels)), -(-len(panels) // COLUMNS)
     heights = [*[PANEL[1]] * rows, 0.26 * (len(table_rows(found)) + 1)]
-    figure = Figure(figsize=(PANEL[0] * max(2, columns), sum(heights)), layout="constrained", facecolor="white")
+    figure = new_figure(PANEL[0] * max(2, columns), sum(heights))
     grid = figure.add_gridspec(rows + 1, columns, height_ratios=heights)
     for index, panel in enumerate(panels):
         axes = figure.add_subplot(grid[divmod(index, columns)])
@@ -192,7 +185,7 @@ def _draw(runs: Sequence[Run], file: Path) -> None:
         else:
             _draw_bars(axes, panel)
     _draw_table(figure.add_subplot(grid[rows, :]), found)
-    figure.savefig(file, dpi=110)
+    save_figure(figure, file)
 
 
 def _draw_chart(axes: Any, chart: Chart) -> None:

@@ -33,16 +33,20 @@ def page(runs: Sequence[Run]) -> str:
         _section("In a step", "charts bars", [_bars(one) for one in bars(found)]),
         _section("Settings in force", "settings", _timelines(settings)),
         *(_events(run) for run in runs if run.events),
-        _section("Final figures", "wide figures", [_table(table_head(found), table_rows(found))]),
+        _section("Final figures", "wide figures", [table(table_head(found), table_rows(found))]),
         _missing(missing(found)),
         _section("Made with", "made", [detail for run in runs for detail in _details(run)]),
     ]
-    title = " against ".join(_escape(run.name) for run in reversed(runs))
+    return document(" against ".join(run.name for run in reversed(runs)), sections, _status(runs))
+
+
+def document(title: str, sections: Iterable[str], status: str = "") -> str:
+    """Return a page with `title` and the HTML of its status and of its sections, of which some may be empty."""
     return PAGE.format(
-        title=title,
+        title=_escape(title),
         style=stylesheet(),
         script=script(),
-        status=_status(runs),
+        status=status,
         sections="\n".join(filter(None, sections)),
     )
 
@@ -123,10 +127,11 @@ def _events(run: Run) -> str:
     left = len(run.events) - SHOWN
     note = f"<p>The last {SHOWN} of {len(run.events):,} events.</p>" if left > 0 else ""
     title = f"Events of {_escape(run.name)}"
-    return _section(title, "wide events", [note + _table(event_head(), event_rows(run))])
+    return _section(title, "wide events", [note + table(event_head(), event_rows(run))])
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table of plain texts as HTML."""
     body = "".join(_cells(row, "td") for row in rows)
     return f"<table><thead>{_cells(head, 'th')}</thead><tbody>{body}</tbody></table>"
 

@@ -5,7 +5,6 @@ import functools
 import json
 import math
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.tools.bench.hosts import signals_as_exceptions
 from deepspeed_compress.tools.files import write_json, write_text
 from deepspeed_compress.tools.plots import INSTALL, can_plot
+from deepspeed_compress.tools.tables import new_console
 from deepspeed_compress.tools.tune.halving import make_rungs
 from deepspeed_compress.tools.tune.search import Budget, Display, Outcome, search
 from deepspeed_compress.tools.tune.space import Candidate, Excluded, find_candidates, load_space
@@ -35,8 +35,6 @@ from deepspeed_compress.tools.tune.summary import (
 from deepspeed_compress.tools.tune.trials import Trials, excludes_momentum, with_config
 
 IDENTITY, OPTIMAL = "tuning.json", "ds_config_optimal.json"
-WIDTH = 160
-"""Width of the output in columns if stdout is not a terminal."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -47,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     """
     options.arguments = options.arguments[1:]  # drop the "--" of the command line
     print_locks(options.clear_locks)
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console = new_console()
     ds_config = read_ds_config(options.config)
     if SECTION in ds_config:
         parse_section(ds_config)

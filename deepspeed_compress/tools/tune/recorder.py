@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,6 +19,7 @@ from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.integrations.importing import Undo
 from deepspeed_compress.integrations.replacing import replace_method
 from deepspeed_compress.monitor import KINDS, StepStatistics
+from deepspeed_compress.tools.files import write_text
 from deepspeed_compress.tools.tune.trials import TRIAL, Task
 
 
@@ -78,9 +78,7 @@ class Recorder:
             elapsed = 1e3 * (self._times[step] - self._times[step - 1])
             fields = {"step": step, "loss": loss, "step_ms": elapsed, "bytes": sent}
             lines.append(json.dumps({**fields, "cosine": None if found is None else found.cosine}) + "\n")
-        scratch = self.task.lines.with_suffix(".new")
-        scratch.write_text("".join(lines), encoding="utf-8")
-        os.replace(scratch, self.task.lines)
+        write_text(self.task.lines, "".join(lines))
 
 
 class EngineWatcher:

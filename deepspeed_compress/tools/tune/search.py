@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -20,26 +20,17 @@ AS_LONG, STARTUP = 3.0, 60.0
 """Longest trial relative to the baseline's, and seconds added to it. A candidate that slow is no gain."""
 
 
-@dataclass(frozen=True)
 class Budget:
-    """Time left for the search.
+    """Time left for the search: `seconds` from now on, or no limit if None. A single trial may take `trial` seconds."""
 
-    Attributes:
-        seconds: Seconds that the search may take, or None for no limit.
-        clock: Clock that returns seconds.
-        trial: Seconds that a single trial may take.
-    """
-
-    seconds: float | None
-    clock: Callable[[], float] = time.monotonic
-    trial: float = math.inf
-    begun: float = field(default=0.0, init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "begun", self.clock())
+    def __init__(
+        self, seconds: float | None, clock: Callable[[], float] = time.monotonic, trial: float = math.inf
+    ) -> None:
+        self.clock, self.trial = clock, trial
+        self._end = math.inf if seconds is None else clock() + seconds
 
     def left(self) -> float:
-        return math.inf if self.seconds is None else self.seconds - (self.clock() - self.begun)
+        return self._end - self.clock()
 
 
 @dataclass(frozen=True)
@@ -202,17 +193,14 @@ def _trials(
         if found is None and budget.left() <= 0:
             return
         display.begin(candidate, rung, trials.directory(candidate, rung) / LOG)
-        seconds = min(_longest(baseline), budget.trial, budget.left())
+        longest = math.inf if baseline is None else AS_LONG * baseline.seconds + STARTUP
+        seconds = min(longest, budget.trial, budget.left())
         result = found or _timely(trials.run(candidate, rung, seconds, display.steps), budget)
         display.end(result, rung, again=found is not None)
         yield result
         baseline = result if candidate.name == BASELINE else baseline
         if result.status == "stopped" or (baseline is not None and not baseline.finished):
             return
-
-
-def _longest(baseline: Result | None) -> float:
-    return math.inf if baseline is None else AS_LONG * baseline.seconds + STARTUP
 
 
 def _timely(result: Result, budget: Budget) -> Result:

@@ -14,7 +14,9 @@ from rich.table import Table
 
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.config.numbers import change, finite, shown
-from deepspeed_compress.tools.plots import Label, label_points, plain_decades, style_axes
+from deepspeed_compress.tools.plots import Label, label_points, new_figure, plain_decades, save_figure, style_axes
+from deepspeed_compress.tools.report.page import document, table
+from deepspeed_compress.tools.tables import new_table
 from deepspeed_compress.tools.tune.halving import Result, Round, best, loss_gap, reasons
 from deepspeed_compress.tools.tune.search import Outcome
 from deepspeed_compress.tools.tune.space import BASELINE, Candidate, Excluded
@@ -155,13 +157,8 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def as_table(summary: Summary) -> Table:
     """Return the rows as a table for the terminal."""
-    table = Table(
-        title=f"loss gap of at most {summary.objective.target:.2%}, least {summary.objective.metric}",
-        title_justify="left",
-    )
-    for index, title in enumerate(HEAD):
-        figure = 2 <= index < len(HEAD) - 1
-        table.add_column(title, justify="right" if figure else "left", no_wrap=figure)
+    title = f"loss gap of at most {summary.objective.target:.2%}, least {summary.objective.metric}"
+    table = new_table(title, HEAD, ("candidate", "settings", ""))
     for row in summary.rows:
         table.add_row(*map(escape, cells(row)), style="bold" if row.name == summary.chosen.name else None)
     return table
@@ -198,7 +195,7 @@ def draw_pareto(summary: Summary, directory: Path) -> None:
     """Write pareto.png and pareto.html into `directory`, with one point per candidate in its longest trial."""
     rows = [row for row in summary.rows if math.isfinite(row.gap) and row.result.bytes > 0]
     figure = _figure(rows, summary)
-    figure.savefig(directory / "pareto.png", dpi=120)
+    save_figure(figure, directory / "pareto.png")
     (directory / "pareto.html").write_text(_page(summary, figure), encoding="utf-8")
 
 
@@ -214,11 +211,7 @@ def _limits(rows: Sequence[Row], target: float) -> tuple[float, float]:
 
 
 def _figure(rows: Sequence[Row], summary: Summary) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 5.2), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11, 5.2)
     for axis, axes in zip(AXES, figure.subplots(1, 2, sharey=True), strict=True):
         _draw_axes(axes, axis, rows, summary)
     figure.axes[0].set_ylabel(GAP, fontsize=9)
@@ -247,29 +240,6 @@ def _page(summary: Summary, figure: Any) -> str:
     drawn = io.StringIO()
     figure.savefig(drawn, format="svg")
     picture = drawn.getvalue()
-    head, *body = [HEAD, *map(cells, summary.rows)]
-    rows = [_tags(head, "th"), *(_tags(row, "td") for row in body)]
     paragraphs = "".join(f"<p>{html.escape(line)}</p>" for line in conclusion(summary))
-    return PAGE.format(picture=picture[picture.index("<svg") :], paragraphs=paragraphs, rows="\n".join(rows))
-
-
-def _tags(texts: Sequence[str], tag: str) -> str:
-    return "<tr>" + "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts) + "</tr>"
-
-
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>Tuning</title><style>
-body {{ margin: 0 auto; padding: 1.2rem; max-width: 72rem; font: 1rem/1.45 system-ui, sans-serif; color: #1f2328; }}
-svg {{ width: 100%; height: auto; }}
-div {{ overflow-x: auto; }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }}
-th, td {{ padding: .3rem .7rem; text-align: left; white-space: nowrap; border-bottom: 1px solid #d8dee4; }}
-</style></head><body>
-<h1>Tuning</h1>
-{paragraphs}
-{picture}
-<div><table>
-{rows}
-</table></div>
-</body></html>
-"""
+    rows = table(HEAD, map(cells, summary.rows))
+    return document("Tuning", [paragraphs, picture[picture.index("<svg") :], f'<div class="wide">{rows}</div>'])

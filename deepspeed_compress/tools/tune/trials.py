@@ -1,16 +1,13 @@
 """A trial: its configuration file, command line, processes and result."""
 
-import contextlib
 import json
-import os
 import re
 import shlex
 import shutil
-import signal
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -18,6 +15,7 @@ from typing import Any
 
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.tools.bench.hosts import end_groups
 from deepspeed_compress.tools.files import write_json, write_text
 from deepspeed_compress.tools.line_files import read_lines
 from deepspeed_compress.tools.run_directory import read_statistics
@@ -94,11 +92,6 @@ def figures(directory: Path) -> dict[str, Any]:
     }
 
 
-def save_result(directory: Path, result: Result) -> None:
-    """Save the result atomically. A trial with a saved result need not be repeated."""
-    write_json(directory / RESULT, asdict(result))
-
-
 def finished_before(directory: Path, ds_config: Mapping[str, Any]) -> Result | None:
     """Return the result of a finished trial with the same configuration, or None."""
     try:
@@ -125,22 +118,14 @@ def with_config(arguments: Sequence[str], config: Path, replacement: Path) -> li
     Raises:
         ConfigError: No argument names the file.
     """
-    named: list[str] = []
-
-    def replaced(option: str, value: str) -> str:
-        if not _names(value, config):
-            return value
-        named.append(value)
-        return str(replacement)
-
-    changed = _each_value(arguments, replaced)
+    named = [place for place, _, value in _values(arguments) if value and Path(value).resolve() == config.resolve()]
     if not named:
         raise ConfigError(
             f"--config {config}: no argument of the command names this file, so trials cannot have files of their own "
             f"(allowed: any option). Pass it as the script or the launcher expects it, such as SCRIPT --deepspeed "
             f"{config}. If the script contains the path, let it read the path from an argument."
         )
-    return changed
+    return _with_values(arguments, named, str(replacement))
 
 
 def for_trial(arguments: Sequence[str], config: Path, ds_config: Path, directory: Path) -> list[str]:
@@ -150,39 +135,35 @@ def for_trial(arguments: Sequence[str], config: Path, ds_config: Path, directory
         ConfigError: No argument names `config`.
     """
     placed = [argument.replace(PLACEHOLDER, str(directory)) for argument in arguments]
-    output = str(directory / "output")
-    moved = _each_value(placed, lambda option, value: output if option in OUTPUTS else value)
-    return with_config(moved, config, ds_config)
+    outputs = [place for place, option, _ in _values(placed) if option in OUTPUTS]
+    return with_config(_with_values(placed, outputs, str(directory / "output")), config, ds_config)
 
 
 def excludes_momentum(arguments: Sequence[str]) -> bool:
     """Return True if `arguments` configure Trainer's Adam without a first moment."""
-    given: list[str] = []
-
-    def note(option: str, value: str) -> str:
-        given.extend([value] * (option in FIRST_MOMENT))
-        return value
-
-    _each_value(arguments, note)
+    given = [value for _, option, value in _values(arguments) if option in FIRST_MOMENT]
     return bool(given) and re.fullmatch(r"0+\.?0*|\.0+", given[-1]) is not None
 
 
-def _each_value(arguments: Sequence[str], change: Callable[[str, str], str]) -> list[str]:
-    """Return `arguments` with each value replaced by `change(option, value)`. `option` is "" for positional values."""
-    changed: list[str] = []
+def _values(arguments: Sequence[str]) -> Iterator[tuple[int, str, str]]:
+    """Yield (index of the argument, option, value) of each value. The option is "" for positional values."""
     before = ""
-    for argument in arguments:
+    for place, argument in enumerate(arguments):
         option, equals, value = argument.partition("=")
-        if argument.startswith("-"):
-            changed.append(f"{option}={change(option, value)}" if equals else argument)
-        else:
-            changed.append(change(before, argument))
+        if not argument.startswith("-"):
+            yield place, before, argument
+        elif equals:
+            yield place, option, value
         before = argument if argument.startswith("-") and not equals else ""
+
+
+def _with_values(arguments: Sequence[str], places: Iterable[int], value: str) -> list[str]:
+    """Return `arguments` with `value` as the value at each of `places`."""
+    changed = list(arguments)
+    for place in places:
+        option = changed[place].partition("=")[0] if changed[place].startswith("-") else ""
+        changed[place] = f"{option}={value}" if option else value
     return changed
-
-
-def _names(value: str, config: Path) -> bool:
-    return bool(value) and Path(value).resolve() == config.resolve()
 
 
 RUNNER = "deepspeed_compress.tools.tune.rank"
@@ -240,7 +221,7 @@ class Trials:
         begin = time.monotonic()
         code = _wait(command, directory, begin + seconds, progress)
         result = _result(candidate.name, directory, code, time.monotonic() - begin)
-        save_result(directory, result)
+        write_json(directory / RESULT, asdict(result))
         return result
 
     def _config_of(self, candidate: Candidate, rung: Rung) -> dict[str, Any]:
@@ -263,22 +244,8 @@ def _wait(command: Sequence[str], directory: Path, deadline: float, progress: Ca
                 time.sleep(POLL)
             return process.returncode
         finally:
-            _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the launcher, which ends its own processes, and then kill the remaining ones."""
-    if process.poll() is None:
-        _signal(process, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(PATIENCE)
-    _signal(process, signal.SIGKILL)
-    process.wait()
-
-
-def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
+            # The launcher ends its own processes. The remaining ones are killed.
+            end_groups([process], PATIENCE)
 
 
 def _result(name: str, directory: Path, code: int | None, seconds: float) -> Result:

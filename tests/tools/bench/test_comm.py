@@ -50,8 +50,7 @@ def test_collectives_move_the_expected_elements() -> None:
 
 @pytest.mark.slow(4, "deepspeed_compress/tools/bench", "tests/tools/bench/test_comm.py")
 def test_every_collective_is_fitted() -> None:
-    (rows, progress), (nothing, no_progress) = run_forks(2, measured)
-    assert (nothing, no_progress) == ([], [])
+    (rows, progress), _ = run_forks(2, measured)
     assert [row["collective"] for row in rows] == progress == list(COLLECTIVES)
     for row in rows:
         assert row["sizes"] == SIZES

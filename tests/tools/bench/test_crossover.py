@@ -1,15 +1,16 @@
 """`bench comm --kind`: rows, table and verdicts of compressed activations."""
 
+import contextlib
+import io
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from rich.console import Console
 
 from deepspeed_compress.cli import main
-from deepspeed_compress.tools.bench.crossover import table_of, verdicts
-from deepspeed_compress.tools.bench.crossover_rank import BITS, measure
-from deepspeed_compress.tools.bench.gauges import join
+from deepspeed_compress.tools.bench.crossover import RANK_PROGRAM, table_of, verdicts
+from deepspeed_compress.tools.bench.crossover_rank import BITS
+from deepspeed_compress.tools.bench.jobs import LaunchedRanks
 from tests.support.forks import run_forks
 
 
@@ -51,16 +52,18 @@ def test_a_picture_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--plot: draws collectives only" in capsys.readouterr().err
 
 
-def measured(rank: int) -> list[dict[str, Any]]:
-    join()
-    rows: list[dict[str, Any]] = []
-    measure({"kind": "sequence", "rates": [None], "sizes": [4096, 8192]}, rows.append, lambda text: None)
-    dist.destroy_process_group()
-    return rows
+def measured(rank: int) -> tuple[list[dict[str, Any]], str]:
+    """Return the rows and the output of a rank."""
+    ranks, printed = LaunchedRanks(), io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        rows, _ = ranks.run(RANK_PROGRAM, {"kind": "sequence", "rates": ranks.rates, "sizes": [4096, 8192]})
+    ranks.close()
+    return rows, printed.getvalue()
 
 
 @pytest.mark.slow
 def test_rank_0_reports_every_size_and_number_of_bits() -> None:
-    [row], nothing = run_forks(2, measured)
-    assert nothing == []
+    ([row], progress), (same, nothing) = run_forks(2, measured)
+    assert (progress, nothing) == ("  sequence\n", "")
+    assert same == [row]
     assert [(one["numel"], one["bits"]) for one in row["messages"]] == [(n, b) for n in (2048, 4096) for b in BITS]

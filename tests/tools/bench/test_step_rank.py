@@ -51,11 +51,10 @@ def measured(rank: int, found: Group) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 @pytest.mark.slow
-def test_all_contenders_are_measured_and_rank_0_reports_them(tmp_path: Path) -> None:
+def test_all_contenders_are_measured(tmp_path: Path) -> None:
     section = {"parallelism": {"zero_stage": 1}, "gradients": {"bits": 4}, "schedule": {"warmup_steps": 100}}
     found = group(tmp_path, section, PEERS)
-    (rows, progress), others = run_forks(2, measured, found)
-    assert others == ([], [])
+    (rows, progress), _ = run_forks(2, measured, found)
     names = ["deepspeed", "deepspeed-bf16", "zero1", *PEERS[2:]]
     assert [row["contender"]["name"] for row in rows] == names
     assert progress == ["compute only", *names]

@@ -20,8 +20,9 @@ from deepspeed_compress.planner.probes import MeasuredProbe, Probe
 from deepspeed_compress.planner.search import Job, search
 from deepspeed_compress.planner.software import SOFTWARE
 from deepspeed_compress.tools import plan_cluster
+from deepspeed_compress.tools.bench.jobs import EmulatedRanks
 from deepspeed_compress.tools.bench.options import Emulation
-from deepspeed_compress.tools.plan_measure import EmulatedPlace, differing, find_place
+from deepspeed_compress.tools.plan_measure import differing, find_measuring_ranks, measure
 from tests.support.forks import RankError, run_forks
 from tests.support.hosts import measures_links
 
@@ -31,17 +32,16 @@ KINDS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_t
 
 
 @dataclass(frozen=True)
-class ExactPlace:
+class ExactRanks(EmulatedRanks):
     """Ranks whose times are those of the model with the constants `SLOW`."""
 
     job: Job
     layouts: dict[str, Layout]
-    is_first: bool = True
 
-    def can_start(self, layout: Layout) -> bool:
-        return layout.pipeline == 1
+    def run(self, program: str, job: dict[str, Any]) -> tuple[list[dict[str, Any]], str | None]:
+        return self.steps(job) if "group" in job else self.probes(job), None
 
-    def probe(self, job: dict[str, Any]) -> list[dict[str, Any]]:
+    def probes(self, job: dict[str, Any]) -> list[dict[str, Any]]:
         moved = [("copy", [8 * job["numel"]]), ("coding", [8 * job["numel"]]), ("kernel", [])]
         sent = [(kind, [size, ranks]) for kind in KINDS for size in job["sizes"] for ranks in (2, 4)]
         found = []
@@ -50,25 +50,22 @@ class ExactPlace:
             found.append({"kind": kind, "sizes": sizes, "seconds": probe.predicted(SLOW)})
         return found
 
-    def steps(self, group: Any, count: int) -> list[dict[str, Any]]:
-        [contender] = group.contenders
-        step = Step(self.layouts[contender.name], 1.0)
+    def steps(self, job: dict[str, Any]) -> list[dict[str, Any]]:
+        [contender] = job["group"]["contenders"]
+        step = Step(self.layouts[contender["name"]], 1.0)
         return [{"step_s": {"median": ObservedStep(self.job, step).predicted(SLOW)}}]
-
-    def close(self) -> None:
-        pass
 
 
 def plan(*more: str) -> int:
     return main(["plan", "cluster", "--model", str(MODEL), "--batch", "16", "--seq", "64", *more])
 
 
-def exact_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def exact_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the ranks of `--measure`."""
 
-    def find(emulation: Emulation | None, timeout: float, first: Layout) -> ExactPlace:
-        plans = search(jobs[-1])
-        return ExactPlace(jobs[-1], {str(one.layout): one.layout for one in plans.candidates})
+    def find(emulation: Emulation, timeout: float, gpus: int) -> ExactRanks:
+        layouts = {str(one.layout): one.layout for one in search(jobs[-1]).candidates}
+        return ExactRanks(emulation, timeout, jobs[-1], layouts)
 
     def make_job(options: Any) -> Job:
         jobs.append(made(options))
@@ -77,13 +74,13 @@ def exact_place(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[Job] = []
     made = plan_cluster._job
     monkeypatch.setattr(plan_cluster, "_job", make_job)
-    monkeypatch.setattr(plan_cluster, "find_place", find)
+    monkeypatch.setattr(plan_cluster, "find_measuring_ranks", find)
 
 
 def test_measured_steps_stand_next_to_predicted_ones_and_the_file_is_used_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    exact_place(monkeypatch)
+    exact_ranks(monkeypatch)
     file = tmp_path / "measured.json"
     assert plan("--emulate", "2x2,100mbit", "--measure", str(file)) == 0
     out = capsys.readouterr().out
@@ -127,17 +124,15 @@ JOB = Job(read_cluster("4xCPU", "100mbit", 2), read_model(MODEL), SOFTWARE["deep
 
 
 def test_layouts_that_are_measured_differ() -> None:
-    found = list(differing(search(JOB), EmulatedPlace(Emulation(2, ("100mbit",), 2), 10.0)))
+    found = list(differing(search(JOB), EmulatedRanks(Emulation(2, ("100mbit",), 2), 10.0)))
     assert len({(one.tensor, one.pipeline, one.zero) for one in found}) == len(found) == 3
     assert all(one.islands == 1 for one in found)
 
 
 def test_a_program_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deepspeed_compress.tools.bench import rows
-
-    monkeypatch.setattr(rows, "run_on_hosts", lambda *_, **__: ([], "rank 1 ended with 1"))
+    monkeypatch.setattr(EmulatedRanks, "run", lambda *_: ([], "rank 1 ended with 1"))
     with pytest.raises(CompressError, match="--measure: rank 1 ended with 1"):
-        EmulatedPlace(Emulation(2, ("100mbit",)), 10.0).probe({})
+        measure(search(JOB), JOB, EmulatedRanks(Emulation(2, ("100mbit",)), 10.0), MODEL)
 
 
 @pytest.mark.slow
@@ -176,8 +171,8 @@ def test_ranks_of_a_launcher_measure_together_and_the_first_prints(tmp_path: Pat
 @pytest.mark.slow
 def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="4 GPUs differ from the 2 processes"):
-        run_forks(2, find_place_for, 4)
+        run_forks(2, find_ranks_for, 4)
 
 
-def find_place_for(rank: int, gpus: int) -> None:
-    find_place(None, 10.0, Layout(1, 1, gpus, 1, 1, 1))
+def find_ranks_for(rank: int, gpus: int) -> None:
+    find_measuring_ranks(None, 10.0, gpus)

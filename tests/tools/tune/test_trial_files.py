@@ -1,6 +1,7 @@
 """The command line and the files of a trial."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from deepspeed_compress.config import SECTION, find_problems
 from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.tools.files import write_json
 from deepspeed_compress.tools.tune import trials
 from deepspeed_compress.tools.tune.halving import Result
 from deepspeed_compress.tools.tune.space import SPACE, Candidate, find_candidates
@@ -18,7 +20,6 @@ from deepspeed_compress.tools.tune.trials import (
     figures,
     finished_before,
     for_trial,
-    save_result,
     steps_done,
     trial_config,
     with_config,
@@ -192,8 +193,8 @@ def test_only_finished_trials_with_the_same_file_are_reused(tmp_path: Path) -> N
     assert finished_before(tmp_path, {"a": 1}) is None
     (tmp_path / trials.CONFIG).write_text('{"a": 1}')
     assert finished_before(tmp_path, {"a": 1}) is None
-    save_result(tmp_path, result)
+    write_json(tmp_path / trials.RESULT, asdict(result))
     assert finished_before(tmp_path, {"a": 1}) == result
     assert finished_before(tmp_path, {"a": 2}) is None
-    save_result(tmp_path, Result("a", "failed", error="out of memory"))
+    write_json(tmp_path / trials.RESULT, asdict(Result("a", "failed", error="out of memory")))
     assert finished_before(tmp_path, {"a": 1}) is None

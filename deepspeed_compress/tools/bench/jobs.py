@@ -1,0 +1,168 @@
+"""Jobs of benchmarks: programs that ranks run on emulated hosts, or in the processes of a launcher, and their rows.
+
+A program is a module with a function `measure(job, emit, log)`, which every rank calls. It emits rows and logs its
+progress, which have an effect on rank 0 only.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.tools.bench.hosts import Cluster, signals_as_exceptions
+from deepspeed_compress.tools.bench.links import check_machine
+from deepspeed_compress.tools.bench.options import Emulation
+from deepspeed_compress.tools.bench.rows import Row
+
+PROGRESS = "progress: "
+"""Prefix of the lines meant for the user. All other output is DeepSpeed's."""
+
+Emit = Callable[[Row], None]
+Log = Callable[[str], None]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class EmulatedRanks:
+    """Ranks on emulated hosts of this machine. Every job starts new processes, which may take `timeout` seconds."""
+
+    emulation: Emulation
+    timeout: float
+    is_first = True
+    starts_processes = True
+
+    @property
+    def count(self) -> int:
+        return self.emulation.ranks
+
+    @property
+    def per_host(self) -> int:
+        return self.emulation.per_host
+
+    @property
+    def rates(self) -> Sequence[str | None]:
+        """Return the rates of links to measure at."""
+        return self.emulation.rates
+
+    def first_only(self, action: Callable[[], T]) -> T:
+        """Return the result of `action`, since this process is not a rank."""
+        return action()
+
+    def run(self, program: str, job: Row) -> tuple[list[Row], str | None]:
+        """Run the module `program` with `job` on every rank.
+
+        Returns:
+            The rows written so far, and what failed, or None.
+        """
+        cluster = Cluster(self.emulation.hosts, per_host=self.per_host)
+        with signals_as_exceptions(), tempfile.TemporaryDirectory() as directory, cluster:
+            description, result = Path(directory) / "job.json", Path(directory) / "rows.jsonl"
+            description.write_text(json.dumps(job), encoding="utf-8")
+            command = [sys.executable, "-m", program, str(description), str(result)]
+            run = cluster.run(command, timeout=self.timeout, on_line=_forward_progress)
+            rows = [json.loads(line) for line in result.read_text().splitlines()] if result.is_file() else []
+        if run.failure is not None:
+            run.print_ends()
+            print(f"error: {run.failure} after {run.seconds:.0f} s; earlier measurements are kept", file=sys.stderr)
+        return rows, run.failure
+
+    def close(self) -> None:
+        """Do nothing, since every job ends its processes."""
+
+
+class LaunchedRanks:
+    """Processes of a launcher, of which this is one, or one rank and its mirror images if `images` is their number.
+
+    All jobs share the groups of these processes.
+    """
+
+    starts_processes = False
+    per_host = 1
+    rates: Sequence[str | None] = (None,)
+
+    def __init__(self, images: int | None = None) -> None:
+        from deepspeed_compress.tools.bench import gauges
+
+        ranks = gauges.join() if images is None else gauges.join_images(images)
+        self.count, self.is_first, self._ranks = ranks.world_size, ranks.is_first, ranks
+
+    def first_only(self, action: Callable[[], T]) -> T:
+        """Call `action` on rank 0 only, and return its result on every rank."""
+        return self._ranks.first_only(action)
+
+    def run(self, program: str, job: Row) -> tuple[list[Row], str | None]:
+        """Run the module `program` with `job` on every rank. Return its rows on every rank, and None."""
+        from deepspeed_compress.tools.bench import gauges
+
+        rows: list[Row] = []
+        import_module(program).measure(job, rows.append, _print_indented if self.is_first else _ignore)
+        return gauges.gather(rows)[0], None
+
+    def close(self) -> None:
+        """Leave the group of all ranks."""
+        from deepspeed_compress.training.ranks import end_ranks
+
+        end_ranks()
+
+
+JobRanks = EmulatedRanks | LaunchedRanks
+
+
+def find_ranks(emulation: Emulation | None, timeout: float, command: str) -> JobRanks:
+    """Return the ranks for the jobs of `ds-compress COMMAND`.
+
+    Raises:
+        ClusterError: Hosts cannot be emulated here.
+        ConfigError: No launcher started this process, which has nothing to communicate with if it is alone.
+    """
+    if emulation is not None:
+        check_machine()
+        return EmulatedRanks(emulation, timeout)
+    if "RANK" not in os.environ:
+        raise ConfigError(
+            "a single process has nothing to communicate with; write --emulate HOSTS,RATE, such as --emulate 2,1gbit, "
+            f"or start it with torchrun --no-python --nproc-per-node N ds-compress {command} ..."
+        )
+    return LaunchedRanks()
+
+
+def rank_main(measure: Callable[[Any, Emit, Log], None]) -> None:
+    """Join the other hosts and run `measure(job, emit, log)`. Rank 0 appends its rows to the result file."""
+    import torch.distributed as dist
+
+    from deepspeed_compress.tools.bench.gauges import join
+
+    job, result = (Path(argument) for argument in sys.argv[1:])
+    emit, log = (partial(_append, result), _print_progress) if join().is_first else (_ignore, _ignore)
+    measure(json.loads(job.read_text(encoding="utf-8")), emit, log)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _append(file: Path, row: Row) -> None:
+    with file.open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(row) + "\n")
+
+
+def _ignore(_: object) -> None:
+    """Do nothing, on ranks other than the first."""
+
+
+def _print_indented(text: str) -> None:
+    print(f"  {text}", flush=True)
+
+
+def _print_progress(text: str) -> None:
+    print(PROGRESS + text, flush=True)
+
+
+def _forward_progress(line: str) -> None:
+    if line.startswith(PROGRESS):
+        _print_indented(line.removeprefix(PROGRESS).rstrip("\n"))
