@@ -28,9 +28,7 @@ def falls(values: Sequence[float]) -> bool:
 
 
 def test_more_bandwidth_never_takes_longer() -> None:
-    assert falls(
-        days([replace(SMALL, cluster=replace(SMALL.cluster, network=rate)) for rate in (1e9, 1e10, 1e11)])
-    )
+    assert falls(days([replace(SMALL, cluster=replace(SMALL.cluster, network=rate)) for rate in (1e9, 1e10, 1e11)]))
     gpus = [replace(SMALL.cluster.gpu, link_rate=rate) for rate in (1e10, 1e12)]
     assert falls(days([replace(SMALL, cluster=replace(SMALL.cluster, gpu=gpu)) for gpu in gpus]))
 
