@@ -208,7 +208,8 @@ def epsilon_of(job: Job) -> float:
 @pytest.mark.parametrize("name", JOBS)
 def test_replicas_agree_and_follow_the_masters(name: str) -> None:
     job = replace(JOBS[name], steps=40)
-    assert_followed([one for [one] in run_forks(2, train, job, Setting())], epsilon_of(job))
+    [(_, one)], [(_, other)] = run_forks(2, train_steadily, [job])
+    assert_followed([one, other], epsilon_of(job))
 
 
 @pytest.mark.slow(8, *SOURCES)
