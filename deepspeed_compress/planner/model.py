@@ -151,7 +151,7 @@ def read_model(path: Path) -> Model:
     """Return the shape in `path`, a config.json or a directory with one.
 
     Raises:
-        ConfigError: The file is not a JSON object, lacks a key, or describes layers that are not predicted.
+        ConfigError: The file cannot be read, lacks a key, or describes layers that are not predicted.
     """
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -159,7 +159,7 @@ def read_model(path: Path) -> Model:
         if not isinstance(config, dict):
             raise ValueError("is not a JSON object")
         return _model(file.resolve().parent.name if file.name == "config.json" else file.stem, config)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"--model {file}: {error}; write the path of a language model's config.json") from error
 
 

@@ -28,7 +28,7 @@ def kinds() -> dict[str, Layout]:
 
 
 def test_no_configuration_has_findings() -> None:
-    found = {}
+    found: dict[str, str] = {}
     for name, layout in kinds().items():
         text = json.dumps(ds_config(layout, CLUSTER), indent=2)
         findings = lint_text(text, context=Context(world_size=layout.ranks))

@@ -8,7 +8,7 @@ import pytest
 
 from deepspeed_compress.planner.cluster import read_cluster
 from deepspeed_compress.planner.constants import Constants
-from deepspeed_compress.planner.layout import Layout
+from deepspeed_compress.planner.layout import Layout, Recompute
 from deepspeed_compress.planner.layouts import Layouts
 from deepspeed_compress.planner.predict import Predictor
 from deepspeed_compress.planner.search import GAIN, Job, search
@@ -85,7 +85,7 @@ def test_the_order_does_not_depend_on_what_was_predicted_before() -> None:
     ],
 )
 def test_activations_are_those_of_2205_05198(
-    tensor: int, sequence_parallel: bool, recompute: str, factor: float
+    tensor: int, sequence_parallel: bool, recompute: Recompute, factor: float
 ) -> None:
     """Bytes per layer of s x b x h tokens: table 2, with 5 a s / h = 80 for 22B."""
     model = replace(TOY, layers=48, hidden=6144, heads=64, kv_heads=64, head_size=96, ffn=4 * 6144, dropout=True)
