@@ -211,7 +211,7 @@ def _measured(
     for operation in chosen:
         for name, module in found[:1] if in_use else found:
             moved = bytes_moved(operation, module, x)
-            calls = [OPERATIONS[operation](module, x), *([copy_x] if minima else [])]
+            calls: list[Callable[[], object]] = [OPERATIONS[operation](module, x), *([copy_x] if minima else [])]
             taken, *copies = seconds(calls, device, repeats)
             row = _row(operation, name, x, taken, moved, rate)
             base = _row(COPY, "torch", x, copies[0], 2 * x.nbytes, rate) if copies else copy
