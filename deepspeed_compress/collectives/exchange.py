@@ -100,7 +100,18 @@ class Link:
         """
         if self.group.size() == 1:
             return PendingExchange()
-        return _choose_start(self.group, incoming[0].device)(self, outgoing, incoming, tag)
+        return _choose_way(self.group, incoming[0].device).start(self, outgoing, incoming, tag)
+
+    def share(self, messages: Sequence[Tensor], tag: int) -> PendingExchange:
+        """Start to send `messages[rank]` of this rank to all others: `messages[r]` receives that of rank r.
+
+        See `start`. NCCL's all-gather brings each message to a node once, however many ranks of the group it has.
+        """
+        mine = messages[self.group.rank()]
+        share = _choose_way(self.group, mine.device).share
+        if share is None or self.group.size() == 1:
+            return self.start([mine] * len(messages), messages, tag)
+        return share(self, messages)
 
 
 def exchange(group: ProcessGroup, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
@@ -136,6 +147,19 @@ def _all_to_all(link: Link, outgoing: Sequence[Tensor], incoming: Sequence[Tenso
     return PendingExchange({peer: _Collective(work, (incoming[peer], outgoing[peer])) for peer in range(group.size())})
 
 
+def _all_gather(link: Link, messages: Sequence[Tensor]) -> PendingExchange:
+    """Use the backend's all-gather, which is matched by call order.
+
+    NCCL's is a group of broadcasts if sizes differ, and otherwise gathers into a buffer that is copied once more.
+    """
+    mine = messages[link.group.rank()]
+    # The backend also writes this rank's own message.
+    own = torch.empty_like(mine)
+    outputs = [own if tensor is mine else tensor for tensor in messages]
+    work = link.group.allgather([outputs], [mine])
+    return PendingExchange({peer: _Collective(work, (output, mine)) for peer, output in enumerate(outputs)})
+
+
 def _staged(link: Link, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> PendingExchange:
     """Exchange through host memory, since gloo does not read GPU memory. Both copies wait for the current stream."""
     sent, received = [tensor.cpu() for tensor in outgoing], [torch.empty_like(one, device="cpu") for one in incoming]
@@ -146,10 +170,24 @@ def _staged(link: Link, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], 
     return PendingExchange(arrivals, pending.sends)
 
 
-_Start = Callable[[Link, Sequence[Tensor], Sequence[Tensor], int], PendingExchange]
-_BY_DEVICE: Mapping[str, _Start] = MappingProxyType({"cpu": _point_to_point, "cuda": _all_to_all})
+@dataclass(frozen=True)
+class _Way:
+    """How messages of a device travel.
+
+    Attributes:
+        start: starts an exchange of one message between every pair of ranks.
+        share: starts to send one message to all ranks; None to use `start`.
+    """
+
+    start: Callable[[Link, Sequence[Tensor], Sequence[Tensor], int], PendingExchange]
+    share: Callable[[Link, Sequence[Tensor]], PendingExchange] | None = None
 
 
-def _choose_start(group: ProcessGroup, device: torch.device) -> _Start:
+_BY_DEVICE: Mapping[str, _Way] = MappingProxyType(
+    {"cpu": _Way(_point_to_point), "cuda": _Way(_all_to_all, _all_gather)}
+)
+
+
+def _choose_way(group: ProcessGroup, device: torch.device) -> _Way:
     gloo_on_gpu = device.type == "cuda" and group.name() == "gloo"
-    return _staged if gloo_on_gpu else _BY_DEVICE[device.type]
+    return _Way(_staged) if gloo_on_gpu else _BY_DEVICE[device.type]

@@ -186,7 +186,7 @@ class DifferenceGather:
         self.run.meter.count("bytes_weights", size)
         with self.run.meter.phase("communicate", mine.device):
             self.run.wait_to_send(size)
-            return Link(self.group).start([mine] * len(messages), messages, number * LEVELS + LEVELS - 1)
+            return Link(self.group).share(messages, number * LEVELS + LEVELS - 1)
 
     def _wait(self, exchange: PendingExchange, device: torch.device) -> None:
         with self.run.meter.phase("communicate", device):

@@ -1,10 +1,11 @@
 """Compressed reduce-scatter, all-gather and all-reduce of a flat bucket: one packed message per owner, fp32 sums.
 
 The order of the code follows a bucket to the wire: `start_reduce_scatter` -> `_send_parts` -> `_encode` -> the
-channel's feedback and codec -> `_start` -> `Link.start`.
+channel's feedback and codec -> `Link.start`.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
@@ -178,7 +179,9 @@ class PayloadReducer:
                 for owner in ranks
             ]
         incoming = [_buffer(bucket.device, layout.sizes[self._rank] if owner != self._rank else 0) for owner in ranks]
-        return self._start(layout, number, outgoing, incoming)
+        with self._sending(outgoing):
+            exchange = self.link.start(outgoing, incoming, self._tag(number))
+        return _Round(layout, number, outgoing, incoming, exchange)
 
     def _encode(self, bucket: Tensor, layout: MessageLayout, owner: int, number: int) -> Tensor:
         """Return the packed message of the elements of `owner`: uint8 [layout.sizes[owner]]."""
@@ -194,17 +197,19 @@ class PayloadReducer:
         run, level = self.run, self.messages.level
         return message_key((run.seed, run.clock.step, level, number, owner, piece.channel), sender)
 
-    def _start(
-        self, layout: MessageLayout, number: int, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]
-    ) -> _Round:
+    @contextmanager
+    def _sending(self, outgoing: Sequence[Tensor]) -> Iterator[None]:
+        """Count the messages to other ranks, which the block starts to send, and keep the pace."""
         size = sum(part.numel() for peer, part in enumerate(outgoing) if peer != self._rank)
         self.run.meter.count(self.traffic, size)
-        with self.run.meter.phase("communicate", incoming[0].device):
+        with self.run.meter.phase("communicate", outgoing[0].device):
             if self.messages.level != INSIDE_LEVEL:
                 self.run.wait_to_send(size)
-            # Messages of several reducers may be in progress in one group.
-            exchange = self.link.start(outgoing, incoming, tag=number * LEVELS + self.messages.level)
-        return _Round(layout, number, outgoing, incoming, exchange)
+            yield
+
+    def _tag(self, number: int) -> int:
+        """Return the tag of message `number`. Messages of several reducers may be in progress in one group."""
+        return number * LEVELS + self.messages.level
 
     def skip_messages(self, count: int) -> None:
         """Advance the message counter as if this step had sent `count` more messages."""
@@ -277,7 +282,10 @@ class PayloadReducer:
                 channel.mean_feedback.encode(x, piece.segments, out, key, channel.codec)
         incoming = [_buffer(total.device, size) for size in layout.sizes]
         incoming[self._rank] = mine
-        return self._start(layout, number, [mine] * len(incoming), incoming)
+        outgoing = [mine] * len(incoming)
+        with self._sending(outgoing):
+            exchange = self.link.share(incoming, self._tag(number))
+        return _Round(layout, number, outgoing, incoming, exchange)
 
     def take(self, bucket: Tensor, sent: _Round) -> None:
         """Wait for a round of an all-gather and write it into `bucket`."""

@@ -179,10 +179,13 @@ class DataParallel:
         return self.links.group(self.layout.shards, self.layout.tensor)
 
     def _delivered(self, elements: float) -> Message:
-        """Return the cost of giving all ranks each other's parts of weights: by a ring, or straight if compressed."""
+        """Return the cost of giving all ranks each other's parts of weights.
+
+        A ring does that, but for compressed weights with gloo, which go straight to every rank.
+        """
         bits = self.layout.weight_bits
         mean, worst = (elements * width / 8 for width in self._widths(bits, 8 * self.device.gpu.element))
-        if not bits:
+        if not bits or not self.links.is_gloo:
             return self.links.gather(mean, self._replicas)
         slowest = self.links.exchange(worst, self._replicas)
         return replace(self.links.exchange(mean, self._replicas), seconds=slowest.seconds)

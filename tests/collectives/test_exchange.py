@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import ProcessGroupGloo
+from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
 from deepspeed_compress.collectives import exchange
 from deepspeed_compress.collectives.exchange import Link
@@ -36,6 +36,38 @@ def test_every_message_arrives_at_its_target(start: Any) -> None:
             assert incoming[source].equal(message(source, rank)), f"{source} to {rank}"
 
 
+class _Gathering:
+    """A group of gloo with an all-gather of messages of any sizes, as NCCL's."""
+
+    def __init__(self, group: ProcessGroupGloo) -> None:
+        self._group, self.rank, self.size = group, group.rank, group.size
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor]) -> Any:
+        for root, output in enumerate(outputs[0]):
+            if output.numel():
+                sent = output.copy_(inputs[0]) if root == self.rank() else output
+                options = BroadcastOptions()
+                options.rootRank = root
+                self._group.broadcast([sent], options).wait()
+        return self._group.barrier()
+
+
+@pytest.mark.parametrize("share", [Link.share, exchange._all_gather])
+def test_one_message_is_shared_with_all(share: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks have messages of 0, 8 and 16 bytes; their own stay where they are."""
+    monkeypatch.setattr(exchange, "_keep", lambda _: None)
+
+    def work(group: ProcessGroupGloo, rank: int) -> tuple[list[list[int]], bool]:
+        messages = [torch.full((8 * peer,), 9 if peer == rank else 0, dtype=torch.uint8) for peer in range(RANKS)]
+        messages[rank].add_(rank)
+        mine = messages[rank]
+        tag = () if share is exchange._all_gather else (3,)
+        share(Link(_Gathering(group) if not tag else group), messages, *tag).finish()  # type: ignore[arg-type]
+        return [one.tolist() for one in messages], messages[rank] is mine
+
+    assert run_threads(RANKS, work) == [([[9 + peer] * 8 * peer for peer in range(RANKS)], True)] * RANKS
+
+
 def test_a_staged_message_is_copied_when_it_is_waited_for() -> None:
     """On a GPU, the copy must be on the waiting stream."""
 
@@ -62,4 +94,4 @@ def test_a_staged_message_is_copied_when_it_is_waited_for() -> None:
 )
 def test_device_and_backend_determine_the_method(device: str, backend: str, start: Any) -> None:
     group: Any = SimpleNamespace(name=lambda: backend)
-    assert exchange._choose_start(group, torch.device(device)) is start
+    assert exchange._choose_way(group, torch.device(device)).start is start

@@ -119,6 +119,11 @@ class LateMirror(Mirror):
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
         return super().alltoall(outputs, inputs, opts) if self._late is None else self._late.travel(outputs, inputs)
 
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Any:
+        if self._late is None:
+            return super().allgather(outputs, inputs, opts)
+        return self._late.travel(outputs[0], [inputs[0]] * len(outputs[0]))
+
     def deliver(self, letter: Letter) -> None:
         if self._late is None:
             super().deliver(letter)

@@ -6,7 +6,7 @@ import pytest
 
 from deepspeed_compress.planner.learning import critical_batch, extra_tokens, island_gap, loss_gap
 from deepspeed_compress.planner.predict import Prediction
-from tests.planner.jobs import LLAMA_7B, LLAMA_70B, TOY, layout, predictor
+from tests.planner.jobs import LLAMA_7B, LLAMA_70B, TOY, job, layout, predictor
 
 
 def seconds(prediction: Prediction, name: str) -> float:
@@ -48,13 +48,17 @@ def test_uncompressed_gradients_travel_twice_unless_nccl_sends_them_to_owners(gp
 
 
 @pytest.mark.parametrize(("zero", "name"), [(1, "updated weights"), (3, "gathered weights")])
-def test_compressed_weights_reach_every_rank_of_a_node_apart(zero: int, name: str) -> None:
-    """A ring brings them into a node of eight once. Our gathers send them straight to every rank (`Link.start`)."""
+@pytest.mark.parametrize(("ranks", "exact", "times"), [("64xH100", 16, 1.0), ("64xCPU", 32, 8 * 56 / 63)])
+def test_nccl_brings_compressed_weights_into_a_node_once(
+    zero: int, name: str, ranks: str, exact: int, times: float
+) -> None:
+    """A ring brings them into a node of eight once. With gloo, they go straight to every rank (`Link.share`)."""
     sent = []
     for bits in (0, 8):
-        terms = predictor().predict(layout(zero=zero, accumulation=1, weight_bits=bits)).terms
-        sent += [8 * term.outside for term in terms if term.name == name]
-    assert sent[1] / sent[0] == pytest.approx(8 * 56 / 63 * 8.125 / 16, rel=0.01)
+        weights = layout(zero=zero, accumulation=1, weight_bits=bits)
+        terms = job(ranks, "100gbit", per_node=8).predictor(weights).predict(weights).terms
+        sent += [term.outside for term in terms if term.name == name]
+    assert sent[1] / sent[0] == pytest.approx(times * 8.125 / exact, rel=0.01)
 
 
 def test_deepspeed_waits_for_gloo_but_compressed_gradients_hide() -> None:

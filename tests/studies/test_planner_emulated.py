@@ -49,7 +49,7 @@ def test_an_interrupted_study_continues(
 
 def test_the_summary_tells_error_order_and_regret() -> None:
     first, second, *lines = summary([row(1.0, 1.1, True), row(1.1, 1.0), row(2.2, 2.0)])
-    assert first == "3 rows: error 10.0 % (median), 10.0 % (90th percentile), rank correlation 1.00"
+    assert first == "3 rows: error 10.0 % (median), 10.0 % (90th percentile), rank correlation 0.50"
     assert second == "2x1,1gbit: 3 rows, rank correlation 0.50, the chosen layout takes 10.0 % longer than the best"
     assert lines[0] == "  zero0-d2-b8x1: 1.1 s, predicted 1 s, -9 %"
     assert list(summary([])) == ["no rows"]

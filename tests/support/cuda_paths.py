@@ -17,6 +17,9 @@ from deepspeed_compress.collectives import exchange
 from deepspeed_compress.compression import kernels
 from tests.support.streams import Clock, Device, Event
 
+_SHARED = 1 << 20
+"""Tag of messages to all ranks. They are received before the next ones are sent."""
+
 
 @dataclass(frozen=True)
 class _Collective:
@@ -31,7 +34,7 @@ class _Collective:
 
 @dataclass(frozen=True)
 class _Group:
-    """The group of `link` with NCCL's all-to-all, which waits for the current stream and runs on its own stream."""
+    """The group of `link` with NCCL's collectives, which wait for the current stream and run on their own stream."""
 
     link: exchange.Link
     gpu: "Gpu"
@@ -44,11 +47,20 @@ class _Group:
         return self.link.group.size()
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> _Collective:
+        return self._run("all-to-all", inputs, outputs, inputs)
+
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]) -> _Collective:
+        [mine], [all_messages] = inputs, outputs
+        return self._run("all-gather", [mine] * self.size(), all_messages, inputs)
+
+    def _run(
+        self, name: str, sent: Sequence[Tensor], received: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> _Collective:
         nccl = self.gpu.nccl
         nccl.wait_stream(self.gpu.current)
-        exchange._point_to_point(self.link, inputs, outputs, self.tag).finish()
+        exchange._point_to_point(self.link, sent, received, self.tag).finish()
         with self.gpu.using(nccl):
-            self.gpu.work("all-to-all", inputs, outputs)
+            self.gpu.work(name, inputs, received)
         return _Collective(self.gpu, dict(nccl.clock))
 
 
@@ -62,6 +74,10 @@ class Gpu(Device):
     def start(self, link: exchange.Link, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> Any:
         """Start an exchange as `Link.start` does on a GPU, over the group of `link`."""
         return exchange._all_to_all(exchange.Link(_Group(link, self, tag)), outgoing, incoming, tag)  # type: ignore[arg-type]
+
+    def share(self, link: exchange.Link, messages: Sequence[Tensor]) -> Any:
+        """Start to send a message to all ranks as `Link.share` does on a GPU, over the group of `link`."""
+        return exchange._all_gather(exchange.Link(_Group(link, self, _SHARED)), messages)  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -80,7 +96,7 @@ def on_streams() -> Iterator[Gpu]:
         (accelerator, "use_host_timers"): lambda: True,
         (torch.cuda, "current_stream"): lambda *_: gpu.current,
         (Tensor, "record_stream"): lambda tensor, stream: gpu.record(tensor, stream),
-        (exchange, "_BY_DEVICE"): {"cpu": gpu.start},
+        (exchange, "_BY_DEVICE"): {"cpu": exchange._Way(gpu.start, gpu.share)},
         (zero_0, "may_begin_early"): lambda *_: False,
         (zero_12, "may_wait"): lambda _: False,
     }

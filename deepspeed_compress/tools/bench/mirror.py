@@ -97,7 +97,7 @@ class Mirror(dist.ProcessGroup):
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Any:
         for parts, mine in zip(outputs, inputs, strict=True):
             for part in parts:
-                part.copy_(mine)
+                reflect(mine, part)
         return _done()
 
     def _allgather_base(self, output: Tensor, mine: Tensor, opts: Any = None) -> Any:

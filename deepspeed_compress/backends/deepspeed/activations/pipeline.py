@@ -151,7 +151,7 @@ class _FirstSend:
     """Check of the first tensors that a stage passes on in training. It waits for the GPU, once."""
 
     def __init__(self) -> None:
-        self._passed = False
+        self._checked = False
 
     def run(self, instruction: Callable[..., Any], engine: Any, buffer_id: int) -> None:
         """Run the instruction of `engine` that sends what it has in a buffer.
@@ -159,7 +159,7 @@ class _FirstSend:
         Raises:
             UnsupportedError: a mask comes before the hidden states. Its infinities would spoil the numbers beside them.
         """
-        if not self._passed and torch.is_grad_enabled():
+        if not self._checked and torch.is_grad_enabled():
             outputs = engine.pipe_buffers["outputs"][buffer_id]
             floats = [one for one in outputs if one.is_floating_point()] if isinstance(outputs, tuple) else []
             if len(floats) > 1 and bool(floats[0].isneginf().any()):
@@ -167,7 +167,7 @@ class _FirstSend:
                     f"/{SECTION}/activations/pipeline: the first floating-point tensor that a stage passes on is "
                     "compressed, but it is a mask (it has -inf); pass hidden states first, or remove the key"
                 )
-            self._passed = True
+            self._checked = True
         instruction(engine, buffer_id=buffer_id)
 
 
