@@ -254,7 +254,7 @@ def bytes_of_steps(rank: int, job: Job) -> tuple[dict[str, int], dict[str, int],
     return gradients, of_weights, predicted, dict(predicted_of_weights)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.sampled(1)), 1, 2, 3])
 def test_the_bytes_that_are_predicted_are_those_that_are_sent(stage: int) -> None:
     """Compares means over ranks. Short messages have headers and incomplete blocks, which factors do not have."""
     found = run_forks(2, bytes_of_steps, replace(job(stage), accumulation=2, steps=STEPS))
