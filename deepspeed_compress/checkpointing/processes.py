@@ -12,7 +12,7 @@ _NICE = 19
 
 
 def fork_from_rank(run: Callable[[], object], kept: Collection[int]) -> int:
-    """Start a process that calls `run` and ends, and return its id. Of the rank, it has the descriptors `kept`."""
+    """Start a process that calls `run` and ends, and return its id. Only the descriptors `kept` stay open."""
     process = os.fork()
     if process:
         return process

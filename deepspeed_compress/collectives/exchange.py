@@ -100,18 +100,18 @@ class Link:
         """
         if self.group.size() == 1:
             return PendingExchange()
-        return _choose_way(self.group, incoming[0].device).start(self, outgoing, incoming, tag)
+        return _choose_transport(self.group, incoming[0].device).start(self, outgoing, incoming, tag)
 
-    def share(self, messages: Sequence[Tensor], tag: int) -> PendingExchange:
+    def all_gather(self, messages: Sequence[Tensor], tag: int) -> PendingExchange:
         """Start to send `messages[rank]` of this rank to all others: `messages[r]` receives that of rank r.
 
         See `start`. NCCL's all-gather brings each message to a node once, however many ranks of the group it has.
         """
         mine = messages[self.group.rank()]
-        share = _choose_way(self.group, mine.device).share
-        if share is None or self.group.size() == 1:
+        all_gather = _choose_transport(self.group, mine.device).all_gather
+        if all_gather is None or self.group.size() == 1:
             return self.start([mine] * len(messages), messages, tag)
-        return share(self, messages)
+        return all_gather(self, messages)
 
 
 def exchange(group: ProcessGroup, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
@@ -171,23 +171,23 @@ def _staged(link: Link, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], 
 
 
 @dataclass(frozen=True)
-class _Way:
-    """How messages of a device travel.
+class _Transport:
+    """Collectives that carry messages in the memory of one type of device.
 
     Attributes:
         start: starts an exchange of one message between every pair of ranks.
-        share: starts to send one message to all ranks; None to use `start`.
+        all_gather: starts to send one message to all ranks; None to use `start`.
     """
 
     start: Callable[[Link, Sequence[Tensor], Sequence[Tensor], int], PendingExchange]
-    share: Callable[[Link, Sequence[Tensor]], PendingExchange] | None = None
+    all_gather: Callable[[Link, Sequence[Tensor]], PendingExchange] | None = None
 
 
-_BY_DEVICE: Mapping[str, _Way] = MappingProxyType(
-    {"cpu": _Way(_point_to_point), "cuda": _Way(_all_to_all, _all_gather)}
+_BY_DEVICE: Mapping[str, _Transport] = MappingProxyType(
+    {"cpu": _Transport(_point_to_point), "cuda": _Transport(_all_to_all, _all_gather)}
 )
 
 
-def _choose_way(group: ProcessGroup, device: torch.device) -> _Way:
+def _choose_transport(group: ProcessGroup, device: torch.device) -> _Transport:
     gloo_on_gpu = device.type == "cuda" and group.name() == "gloo"
-    return _Way(_staged) if gloo_on_gpu else _BY_DEVICE[device.type]
+    return _Transport(_staged) if gloo_on_gpu else _BY_DEVICE[device.type]

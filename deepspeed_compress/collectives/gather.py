@@ -76,6 +76,7 @@ class DifferenceGather:
         self.group = group
         self.messages = messages
         self.run = run
+        self._chunk = chunk_numel
         self._counter = MessageCounter(run.clock)
         self._rank: int = group.rank()
         partition = even_partition(sizes, group.size())
@@ -151,9 +152,11 @@ class DifferenceGather:
         """Replace the weights of all ranks by their rounded master weights, uncompressed. See `gather`."""
         parts = torch.split(held, self._numels)
         parts[self._rank].copy_(master)
-        # Not numbered: random numbers must not depend on how often weights were saved.
-        exchange = self._start([part.view(torch.uint8) for part in parts], 0)
-        self._wait(exchange, held.device)
+        # In pieces, because NCCL's all-gather copies what it receives. They are not numbered: random numbers must not
+        # depend on how often weights were saved.
+        for begin in range(0, max(self._numels), self._chunk):
+            exchange = self._start([part[begin : begin + self._chunk].view(torch.uint8) for part in parts], 0)
+            self._wait(exchange, held.device)
 
     def _send(self, held: Tensor, master: Tensor, layout: MessageLayout, first_tag: int = 0) -> _Round:
         """Encode this rank's message of a round and start the exchange."""
@@ -186,7 +189,7 @@ class DifferenceGather:
         self.run.meter.count("bytes_weights", size)
         with self.run.meter.phase("communicate", mine.device):
             self.run.wait_to_send(size)
-            return Link(self.group).share(messages, number * LEVELS + LEVELS - 1)
+            return Link(self.group).all_gather(messages, number * LEVELS + LEVELS - 1)
 
     def _wait(self, exchange: PendingExchange, device: torch.device) -> None:
         with self.run.meter.phase("communicate", device):

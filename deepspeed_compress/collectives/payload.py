@@ -199,7 +199,7 @@ class PayloadReducer:
 
     @contextmanager
     def _sending(self, outgoing: Sequence[Tensor]) -> Iterator[None]:
-        """Count the messages to other ranks, which the block starts to send, and keep the pace."""
+        """Count the messages that the block sends to other ranks, after waiting for the rate limit."""
         size = sum(part.numel() for peer, part in enumerate(outgoing) if peer != self._rank)
         self.run.meter.count(self.traffic, size)
         with self.run.meter.phase("communicate", outgoing[0].device):
@@ -284,7 +284,7 @@ class PayloadReducer:
         incoming[self._rank] = mine
         outgoing = [mine] * len(incoming)
         with self._sending(outgoing):
-            exchange = self.link.share(incoming, self._tag(number))
+            exchange = self.link.all_gather(incoming, self._tag(number))
         return _Round(layout, number, outgoing, incoming, exchange)
 
     def take(self, bucket: Tensor, sent: _Round) -> None:

@@ -167,6 +167,7 @@ class _Children:
         """Serve until the agent is gone, and return None. In a forked rank, return the message that started it."""
         while True:
             try:
+                self._reap()
                 message: Mapping[str, Any] = self._agent.recv() if self._agent.poll(_POLL_INTERVAL) else {}
             except (EOFError, OSError):
                 self._signal(signal.SIGKILL)
@@ -175,7 +176,6 @@ class _Children:
                 self._signal(message["number"], message["ranks"])
             elif message and self._start(message):
                 return message
-            self._reap()
 
     def _start(self, message: Mapping[str, Any]) -> bool:
         """Fork a rank. Return True in the new process."""

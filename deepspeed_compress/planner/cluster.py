@@ -73,7 +73,7 @@ def read_network(text: str, per_node: int) -> float:
     """Return the bytes per second of a node.
 
     Raises:
-        ConfigError: The text is no rate, or one in bytes.
+        ConfigError: The text is not a rate in bits.
     """
     plain = text.replace(" ", "")
     match = re.fullmatch(_RATE, plain.lower())

@@ -127,7 +127,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.name: gpu for gpu in (*_GPUS, _C
 
 
 _VENDORS = "NVIDIA|AMD|INSTINCT|TESLA|GEFORCE|QUADRO|RTX|SXM[0-9]?|HBM[0-9]?"
-"""Words that tell nothing that the table does not know."""
+"""Words that are ignored in the name of a GPU."""
 _GIB = 2**30
 
 
@@ -149,7 +149,7 @@ def find_gpu(text: str) -> Gpu:
 
 
 def _names(gpu: Gpu) -> tuple[str, ...]:
-    """Return the names of a GPU without hyphens. The A100 of 80 GB is also called A100, and so is that of 40 GB."""
+    """Return the names of a GPU without hyphens. The name A100 stands for both sizes of its memory."""
     plain = gpu.name.upper().replace("-", "")
     return (plain, plain.removesuffix("80").removesuffix("40")) if plain.startswith("A100") else (plain,)
 

@@ -114,7 +114,7 @@ class Links:
         return max(sent / (self.network_rate * group.local), sent / self.node_rate if group.local > 1 else 0.0)
 
     def exchange(self, size: float, group: Group) -> Message:
-        """Return the cost of sending `size` / ranks bytes from every rank to every rank: the same ones, or others."""
+        """Return the cost of sending `size` / ranks bytes from every rank to every rank, equal or different ones."""
         if group.ranks == 1:
             return NOTHING
         inside = size * (group.local - 1) / group.ranks

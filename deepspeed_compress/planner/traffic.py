@@ -134,7 +134,8 @@ class DataParallel:
     def _widths(self, bits: int, plain: float) -> tuple[float, float]:
         """Return the bits of an element: the mean, and that of the rank which owns most of a tied embedding.
 
-        What two stages hold is never compressed. ZeRO gives each rank a part of the elements, so few ranks own it.
+        Embeddings that two stages share are never compressed. ZeRO gives each rank a part of the elements, so few
+        ranks own them.
         """
         if not bits:
             return plain, plain
@@ -181,7 +182,7 @@ class DataParallel:
     def _delivered(self, elements: float) -> Message:
         """Return the cost of giving all ranks each other's parts of weights.
 
-        A ring does that, but for compressed weights with gloo, which go straight to every rank.
+        The cost is that of a ring, except for compressed weights with gloo, which go straight to every rank.
         """
         bits = self.layout.weight_bits
         mean, worst = (elements * width / 8 for width in self._widths(bits, 8 * self.device.gpu.element))

@@ -1,4 +1,4 @@
-"""Reading of the .jsonl files of a run. Every line is checked, and memory use does not grow with the file.
+"""Reading of the .jsonl files of a run. Every line is checked, and only an index of the lines grows with the file.
 
 A file is read twice. The first pass checks all lines and keeps a small `Entry` for each, which identifies the lines of
 the run. The second pass loads these lines, or a sample of them if there are many.

@@ -52,7 +52,7 @@ class _Gathering:
         return self._group.barrier()
 
 
-@pytest.mark.parametrize("share", [Link.share, exchange._all_gather])
+@pytest.mark.parametrize("share", [Link.all_gather, exchange._all_gather])
 def test_one_message_is_shared_with_all(share: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks have messages of 0, 8 and 16 bytes; their own stay where they are."""
     monkeypatch.setattr(exchange, "_keep", lambda _: None)
@@ -94,4 +94,4 @@ def test_a_staged_message_is_copied_when_it_is_waited_for() -> None:
 )
 def test_device_and_backend_determine_the_method(device: str, backend: str, start: Any) -> None:
     group: Any = SimpleNamespace(name=lambda: backend)
-    assert exchange._choose_way(group, torch.device(device)).start is start
+    assert exchange._choose_transport(group, torch.device(device)).start is start

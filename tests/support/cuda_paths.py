@@ -75,8 +75,8 @@ class Gpu(Device):
         """Start an exchange as `Link.start` does on a GPU, over the group of `link`."""
         return exchange._all_to_all(exchange.Link(_Group(link, self, tag)), outgoing, incoming, tag)  # type: ignore[arg-type]
 
-    def share(self, link: exchange.Link, messages: Sequence[Tensor]) -> Any:
-        """Start to send a message to all ranks as `Link.share` does on a GPU, over the group of `link`."""
+    def all_gather(self, link: exchange.Link, messages: Sequence[Tensor]) -> Any:
+        """Start to send a message to all ranks as `Link.all_gather` does on a GPU, over the group of `link`."""
         return exchange._all_gather(exchange.Link(_Group(link, self, _SHARED)), messages)  # type: ignore[arg-type]
 
 
@@ -96,7 +96,7 @@ def on_streams() -> Iterator[Gpu]:
         (accelerator, "use_host_timers"): lambda: True,
         (torch.cuda, "current_stream"): lambda *_: gpu.current,
         (Tensor, "record_stream"): lambda tensor, stream: gpu.record(tensor, stream),
-        (exchange, "_BY_DEVICE"): {"cpu": exchange._Way(gpu.start, gpu.share)},
+        (exchange, "_BY_DEVICE"): {"cpu": exchange._Transport(gpu.start, gpu.all_gather)},
         (zero_0, "may_begin_early"): lambda *_: False,
         (zero_12, "may_wait"): lambda _: False,
     }

@@ -73,7 +73,7 @@ class LayerHooks:
         own, self._own, layer = self._own, None, self._layer()
         if own is not None and layer is not None:
             for name in self._during:
-                del vars(layer)[name]
+                vars(layer).pop(name, None)
             vars(layer).update(own)
 
     def __deepcopy__(self, memo: Any) -> "LayerHooks":
@@ -90,7 +90,7 @@ class TrainingPass:
 
     Reentrant activation checkpointing runs layers without gradients first, and again, with gradients, in the backward
     pass, where another checkpoint may be inside. All of them must compute the same. An evaluation, also without
-    gradients, is exact. They differ in whether gradients are on when the outermost module begins.
+    gradients, is exact. An evaluation is told by gradients that are off when the outermost module begins.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -3,6 +3,7 @@
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,14 @@ def check_universal(engine: Any, directory: Path, tag: str | None) -> None:
     Raises:
         StateError: some rank's weights are missing or different. Raised on all ranks.
     """
-    found = tag or latest_tag(directory, _LATEST)
-    if found is None or not (directory / found / "zero").is_dir():
-        return
+    result_on_all(partial(_check, engine, directory, tag))
 
-    def look() -> None:
+
+def _check(engine: Any, directory: Path, tag: str | None) -> None:
+    found = tag or latest_tag(directory, _LATEST)
+    if found is not None and (directory / found / "zero").is_dir():
         for problem in _problems(engine, directory / found / "zero"):
             raise StateError(f"{directory / found}: {problem}")
-
-    result_on_all(look)
 
 
 @contextmanager

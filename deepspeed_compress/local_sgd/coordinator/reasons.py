@@ -63,7 +63,7 @@ def older_state(join: Join, saved: Saved) -> str:
 
 
 def different_terms(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    """Return in which terms an island differs from the others; "" if in none."""
+    """Return a description of the terms in which an island differs from the others; "" if there are none."""
     different = [key for key in dict.fromkeys([*own, *theirs]) if own.get(key) != theirs.get(key)]
     return "; ".join(
         f"{key[:_LONGEST]} is {repr(own.get(key))[:_LONGEST]}, that of the others {repr(theirs.get(key))[:_LONGEST]}"

@@ -34,7 +34,7 @@ from deepspeed_compress.errors import CompressWarning, ConfigError, StateError, 
 from deepspeed_compress.local_sgd.coordinator.client import status
 from deepspeed_compress.local_sgd.deepspeed.connecting import connect
 from deepspeed_compress.local_sgd.deepspeed.consistency import digest_parameters, recover_from_divergence
-from deepspeed_compress.local_sgd.deepspeed.exchanged_parameters import Exchanged, find_exchanged
+from deepspeed_compress.local_sgd.deepspeed.exchanged_parameters import ExchangedParameters, find_exchanged
 from deepspeed_compress.local_sgd.deepspeed.rates import LearningRates
 from deepspeed_compress.local_sgd.deepspeed.replicated import SharedLayers
 from deepspeed_compress.local_sgd.deepspeed.state_files import ExchangeFiles, first_file
@@ -194,7 +194,7 @@ class ElasticIsland(Participant):
         metadata = self.exchange.resume(saved, int(self._engine.global_steps), int(self._engine.global_samples))
         self._learning_rates.catch_up(metadata)
 
-    def _terms(self, found: Exchanged) -> dict[str, Any]:
+    def _terms(self, found: ExchangedParameters) -> dict[str, Any]:
         """Return the settings that must be equal in all islands. Collective in the island.
 
         They include a digest of untrained weights, which no anchor contains.

@@ -24,8 +24,8 @@ _POINTER = "/deepspeed_compress/islands/own"
 
 
 @dataclass(frozen=True)
-class Exchanged:
-    """What this rank exchanges with other islands.
+class ExchangedParameters:
+    """Parameters that this rank exchanges with other islands.
 
     Attributes:
         master_weights: its share of the master weights. Ranks that share layers have different shares.
@@ -40,7 +40,7 @@ class Exchanged:
     untrained: list[Parameter]
 
 
-def find_exchanged(engine: Any, settings: Islands, parameters: Parameters, layers: SharedLayers) -> Exchanged:
+def find_exchanged(engine: Any, settings: Islands, parameters: Parameters, layers: SharedLayers) -> ExchangedParameters:
     """Return what this rank of `engine` exchanges. Collective in the island, whose ranks are those of `layers`.
 
     Raises:
@@ -56,7 +56,7 @@ def find_exchanged(engine: Any, settings: Islands, parameters: Parameters, layer
         master_weights = divide_replicated(master_weights, parameters, layers)
     names = {*chain(*gather_objects([one.parameter for one in trained.slices], layers.whole))}
     untrained = [one for name, one in named_untrained(engine, names) if not _matches(settings.own, name)]
-    return Exchanged(master_weights, shared, moments, untrained)
+    return ExchangedParameters(master_weights, shared, moments, untrained)
 
 
 def _without_own(

@@ -1,4 +1,4 @@
-"""Files of the exchange state of each rank of an island, a pair next to those of the engine (`state`)."""
+"""Files of the exchange state of an island. Each rank writes a pair of files next to the engine's (`state`)."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -52,7 +52,7 @@ class ExchangeFiles:
         state.write(kept, state.state_file(directory, dist.get_rank(), _STEM))
 
     def restore(self, directory: Path) -> bool:
-        """Restore the state, and return True if ranks of equal number had the same position when they saved it.
+        """Restore the state, and return True if the rank that saved it had the position of this one.
 
         Raises:
             StateError: a file is missing or damaged, or its values have other owners.
@@ -71,7 +71,7 @@ class ExchangeFiles:
         if problems and self.config.on_missing_state == "error":
             raise StateError(
                 f'{problems}. Restore the file, or write "on_missing_state": "reset" into deepspeed_compress (allowed: '
-                f'"error", "reset"), with which {reset}'
+                f'"error", "reset"): then {reset}'
             )
         if problems:
             warnings.warn(f"{reset}: {problems}", CompressWarning, stacklevel=5)

@@ -89,7 +89,7 @@ def check_holder(records: Records, number: int, token: object) -> None:
     island = records.islands.get(number)
     if island is None:
         raise ValueError(f"island {number} is not known to this server")
-    if not isinstance(token, str) or not hmac.compare_digest(token.encode(), island.token.encode()):
+    if not isinstance(token, str) or not token or not hmac.compare_digest(token.encode(), island.token.encode()):
         raise ValueError(f"another process has entered or resumed island {number}")
     if island.has_left:
         raise ValueError(f"island {number} has left")

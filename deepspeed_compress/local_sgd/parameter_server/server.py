@@ -3,7 +3,7 @@
 An island sends `enter` (a new island), `resume` (from a checkpoint), and `leave`. Each of its ranks sends its part of
 `fresh` (request the whole anchor), `seed` (weights that have not been trained yet) and `push`. The server answers
 `welcome`, `left`, `resumed`, `newest`, `untrained`, `found` (there is no anchor), `exact`, `taken`, `dropped` and
-`refused`. ServerCalls are numbered by their island, so they may be sent twice.
+`refused`. Calls are numbered by their island, so they may be sent twice.
 """
 
 from collections.abc import Callable

@@ -180,6 +180,8 @@ class Store:
 
     def _resume(self, head: Head) -> Change:
         sender = Sender.read(head)
+        if not sender.token:
+            raise ValueError(f"island {sender.number} is resumed without a token")
         island = replace(self._island(sender.number), token=sender.token, has_left=False)
         return Change("resumed", self._with_island(sender.number, island), self.places, forgotten=(sender.number,))
 

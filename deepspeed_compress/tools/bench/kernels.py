@@ -220,7 +220,7 @@ def _measured(
 
 
 def bytes_moved(operation: str, kernels: Kernels, x: Tensor) -> int:
-    """Return the bytes that an operation reads and writes if it touches each tensor once, those it adds to twice."""
+    """Return the bytes that an operation reads and writes: each tensor once, and twice those that it adds to."""
     counting = CountingKernels(kernels)
     OPERATIONS[operation](counting, x)()
     return counting.moved

@@ -89,9 +89,11 @@ class PostLocalStepper(DdpStepper):
     def evaluating(self) -> Iterator[None]:
         own = [parameter.detach().clone() for parameter in self.parameters]
         average_parameters(iter(self.parameters), dist.distributed_c10d._get_default_group())
-        yield
-        for parameter, kept in zip(self.parameters, own, strict=True):
-            parameter.data.copy_(kept)
+        try:
+            yield
+        finally:
+            for parameter, kept in zip(self.parameters, own, strict=True):
+                parameter.data.copy_(kept)
 
 
 class Fsdp2Stepper(TorchStepper):

@@ -28,9 +28,11 @@ def attention_on_ulysses(model: nn.Module, workload: Workload) -> Iterator[Any]:
     mpu: Any = UlyssesSPAttentionHF.register_with_transformers(
         model, ATTENTION, workload.sequence, workload.micro_batch, seq_length_is_variable=True
     )
-    yield mpu
-    ALL_ATTENTION_FUNCTIONS[ATTENTION] = original
-    mpu._release_sequence_parallel_groups()
+    try:
+        yield mpu
+    finally:
+        ALL_ATTENTION_FUNCTIONS[ATTENTION] = original
+        mpu._release_sequence_parallel_groups()
 
 
 def share_of_sequence(workload: Workload) -> Share:
