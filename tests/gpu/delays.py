@@ -53,7 +53,11 @@ def late_streams(engine: Any, stage: int, seed: int) -> Iterator[None]:
     own = torch.cuda.current_stream() if torch.cuda.is_available() else None
     pause = _Pauses((own, *(getattr(engine.optimizer, name) for name in _STREAMS[stage])), random.Random(seed))
     hooks = [one.register_full_backward_hook(pause) for one in engine.module.modules() if not list(one.children())]
-    with _before(Link, "start", pause), _before(PendingExchange, "wait_for", pause):
+    with (
+        _before(Link, "start", pause),
+        _before(Link, "all_gather", pause),
+        _before(PendingExchange, "wait_for", pause),
+    ):
         yield
     for hook in hooks:
         hook.remove()
@@ -120,7 +124,8 @@ class LateMirror(Mirror):
         return super().alltoall(outputs, inputs, opts) if self._late is None else self._late.travel(outputs, inputs)
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Any:
-        if self._late is None:
+        # On the host, only DeepSpeed calls this.
+        if self._late is None or not inputs[0].is_cuda:
             return super().allgather(outputs, inputs, opts)
         return self._late.travel(outputs[0], [inputs[0]] * len(outputs[0]))
 

@@ -190,7 +190,8 @@ def test_the_search_ends_if_all_candidates_fail() -> None:
     assert len(outcome.rounds) == 2
 
 
-def test_the_bar_names_rung_candidate_and_time_left() -> None:
+def test_the_bar_names_rung_candidate_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=140)
     [none, int4] = candidates("int4")
