@@ -77,7 +77,7 @@ class ElasticExchange:
         See `ExchangeStrategy.start`.
         """
         self._samples = samples
-        self.number, self.shared_anchor.run = self._ranks.run_on_first(self._identity)
+        self._read_identity()
         return self._adopt_anchor(self._find_sources(), use_own_weights=True)
 
     def step_ended(self, samples: int) -> ExchangeResult | None:
@@ -104,7 +104,8 @@ class ElasticExchange:
     def resume(self, saved: Mapping[str, Any] | None, steps: int, samples: int) -> Mapping[str, Any]:
         """Continue from a loaded checkpoint; see `ExchangeStrategy.resume`.
 
-        All islands start with the newest saved anchor, unless other islands have continued meanwhile.
+        All islands start with the newest saved anchor, unless other islands have continued meanwhile. This island gets
+        back the number with which it saved, unless another one has it.
         """
         self._samples = samples
         if saved is None:
@@ -113,6 +114,7 @@ class ElasticExchange:
             return self._adopt_anchor(sources, use_own_weights=True)
         claimed = saved["run"], saved["number"], saved["version"]
         sources = self._ranks.run_on_first(lambda: self._coordinator.claim(*claimed))
+        self._read_identity()
         metadata = self._adopt_anchor(sources, use_own_weights=False)
         if self.version == saved["version"]:
             # Its samples since its last exchange have not been reported yet.
@@ -241,6 +243,10 @@ class ElasticExchange:
     def _find_sources(self) -> AnchorSources:
         """Return the islands that hold the newest anchor. Collective in the island."""
         return self._ranks.run_on_first(lambda: self._coordinator.sources())
+
+    def _read_identity(self) -> None:
+        """Learn the number of this island, and the run that it belongs to. Collective in the island."""
+        self.number, self.shared_anchor.run = self._ranks.run_on_first(self._identity)
 
     # Requests to the coordinator, on the first rank only.
 

@@ -51,8 +51,8 @@ def _train(options: Options, ranks: Ranks) -> None:
     ranks.first_only(lambda: check_export(options))
     data = prepare_data(options, ranks, config.model_config)
     training = start_training(options, config)
-    share = share_of(training.engine)
-    identity = Identity(options.seed, options.seq_len, options.held_out, data.key, share.batch_size)
+    batch_size = share_of(training.engine).batch_size
+    identity = Identity(options.seed, options.seq_len, options.held_out, data.key, batch_size)
     add_program_state(training.engine, identity)
     first = first_step(training.engine, options.output_dir, identity, ranks, resuming)
     metrics = Metrics(options.output_dir, ranks.is_first)
@@ -60,9 +60,11 @@ def _train(options: Options, ranks: Ranks) -> None:
     stepper = PipelineStepper(training.engine) if config.layout.pipeline > 1 else PlainStepper(training.engine)
     with display("train", ranks.is_first) as shown:
         shown.line(_headline(options, ranks, training.parameters, first))
+        # After loading, from which an elastic island has the number that its data depend on.
+        share = share_of(training.engine)
         loop = Loop(options, training.engine, stepper, share, data, identity, metrics, shown)
         loss = loop.run(first)
-    _finish(options, config, training, data, ranks, share.batch_size, loss)
+    _finish(options, config, training, data, ranks, batch_size, loss)
     # The engine holds process groups, and its parameters' hooks keep the engine alive.
     training.engine.destroy()
 

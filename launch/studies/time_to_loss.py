@@ -18,6 +18,8 @@ examples, from the root of the repository:
   python -m launch.studies.time_to_loss --data data/shakespeare --output-dir runs/time_to_loss --hosts 4
   python -m launch.studies.time_to_loss --data data/shakespeare --output-dir runs/time_to_loss --hosts 4 2 \\
       --only 'ddp$|powersgd4|int4' --seeds 0 1 2
+  python -m launch.studies.time_to_loss --data data/shakespeare --output-dir runs/tokens --hosts 2 --steps 100 \\
+      --micro-batch 16 --seq-len 256
   ds-compress bench step --config configs/zero0_int4.json --peers ddp ddp-powersgd4 --output runs/steps.json \\
       --emulate 4,none,1gbit,100mbit
   python -m launch.studies.time_to_loss --data data/shakespeare --output-dir runs/time_to_loss --hosts 4 --train-none \\
@@ -107,6 +109,8 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--longest", type=positive_integer, metavar="STEPS", help=longest)
     parser.add_argument("--eval-every", type=positive_integer, default=20, metavar="STEPS")
     parser.add_argument("--seq-len", type=positive_integer, default=64)
+    batch = "sequences in a micro-batch (default: as in the file)"
+    parser.add_argument("--micro-batch", type=positive_integer, metavar="N", help=batch)
     options = parser.parse_args(argv)
     options.longest = options.longest or 2 * options.steps
     return options
@@ -155,7 +159,7 @@ class Study:
     def _job(self, run: Run, goal: Goal | None) -> Job:
         options, file = self.options, self.files.get(run.name, NATIVE)
         workload = self._workload(run, file)
-        ds_config = trained_as(file, run.seed)
+        ds_config = trained_as(file, run.seed) | {"train_micro_batch_size_per_gpu": workload.micro_batch}
         batch_tokens = workload.micro_batch * workload.accumulation * run.hosts * options.seq_len
         return Job(
             workload=workload,
@@ -176,7 +180,7 @@ class Study:
         Raises:
             ConfigError: `file` has another batch or layout.
         """
-        sizes = {"micro_batch": None, "seq_len": self.options.seq_len, "seed": run.seed}
+        sizes = {"micro_batch": self.options.micro_batch, "seq_len": self.options.seq_len, "seed": run.seed}
         groups = group_contenders([str(NATIVE), str(file)], str(self.options.model), (), sizes, run.hosts)
         if len(groups) > 1:
             raise ConfigError(f"{file}: batch, clipping, precision or layout differ from {NATIVE}; use the same ones")

@@ -15,7 +15,7 @@ from tests.agents.models import PAD
 from tests.agents.steps import samples
 from tests.support.coordinators import become_island, coordinator, own_ports, parameter_server
 from tests.support.forks import run_forks
-from tests.support.island_jobs import elastic_section, section, wait_for
+from tests.support.island_jobs import elastic_section, section, wait_for, wait_for_islands
 from tests.support.tensor_islands import llama
 
 HEAD = "lm_head.weight"
@@ -29,7 +29,8 @@ class Run:
 
     Attributes:
         sections: section of each agent.
-        first: batch with which to begin; from 1 on, the checkpoints of the batch before are loaded.
+        first: batch with which to begin; from 1 on, the checkpoints of the batch before are loaded, and the last agent
+            joins first.
         last: batch before which to end.
         saved: batch after which to save.
     """
@@ -73,6 +74,8 @@ def start(section: Mapping[str, Any], agent: int) -> Any:
 def train(rank: int, run: Run) -> list[Seen]:
     """Learn from the batches of an agent, each in one step. Agents begin each batch together."""
     become_island(rank, 1, run.ports)
+    if run.first:
+        wait_for_islands(run.sections[rank]["islands"]["elastic"]["rendezvous"], AGENTS - 1 - rank)
     engine = start(run.sections[rank], rank)
     checkpoints, store = str(run.directory / f"checkpoints{rank}"), DirectoryStore(run.directory / f"weights{rank}")
     if run.first:

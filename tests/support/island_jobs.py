@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from deepspeed_compress.local_sgd.coordinator.client import status
 from tests.support.coordinators import become_island, coordinator, own_ports
 from tests.support.forks import run_forks
 from tests.support.jobs import Job
@@ -63,4 +64,10 @@ def _in_island(rank: int, work: Callable[..., T], job: Job, args: tuple[Any, ...
 def wait_for(marks: Path, name: str, count: int = 1) -> None:
     """Wait until `count` files whose names begin with `name` exist in `marks`."""
     while len(list(marks.glob(f"{name}*"))) < count:
+        time.sleep(0.02)
+
+
+def wait_for_islands(address: str, count: int) -> None:
+    """Wait until `count` islands are connected to the coordinator at `address`."""
+    while len(status(address)["islands"]) < count:
         time.sleep(0.02)

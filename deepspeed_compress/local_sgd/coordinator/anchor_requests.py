@@ -1,7 +1,6 @@
 """Requests for anchors: islands that join, and islands that have loaded a checkpoint."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
 
 from deepspeed_compress.local_sgd.coordinator.membership import Membership
 from deepspeed_compress.local_sgd.coordinator.reasons import absent_holders, too_few, too_few_loaded
@@ -23,23 +22,25 @@ class AnchorRequests:
         """Handle the report of the island `name` that it has loaded an anchor from a checkpoint."""
         membership, island = self._membership, self._membership.connected[name]
         island.wait("claim", now)
-        island.claim = [claim.run, claim.version]
+        island.claim = claim
         membership.set_version(island, 0)
-        if claim.run == membership.saved.run and claim.number not in membership.numbers():
-            membership.known.replace(claim.number)
+        if claim.run == membership.saved.run:
+            membership.return_numbers({name: claim.number})
 
     def accept_claims(self) -> None:
         """Accept loaded checkpoints as anchors, if no island has a newer one."""
         membership = self._membership
-        claiming = [one for one in membership.connected.values() if one.waits and one.claim is not None]
-        if self._can_begin_again(claiming):
-            newest = max((one.claim for one in claiming if one.claim), key=lambda claim: int(claim[1]))
-            membership.saved.begin(newest[1], newest, [one.number for one in claiming])
+        claims = {name: one.claim for name, one in membership.connected.items() if one.waits and one.claim is not None}
+        if self._can_begin_again(claims.values()):
+            membership.return_numbers({name: claim.number for name, claim in claims.items()})
+            newest = max(claims.values(), key=lambda claim: claim.version)
+            members = [membership.connected[name].number for name in claims]
+            membership.saved.begin(newest.version, [newest.run, newest.version], members)
             for one in membership.connected.values():
                 membership.set_version(one, 0)
-        for one in sorted(claiming, key=lambda one: one.claim[1] if one.claim else 0):
-            if one.claim is not None and self._is_anchor(one.claim):
-                membership.set_version(one, one.claim[1])
+        for name, claim in sorted(claims.items(), key=lambda one: one[1].version):
+            if self._is_anchor(claim):
+                membership.set_version(membership.connected[name], claim.version)
 
     def answer(self, now: float) -> None:
         """Answer the islands that wait for an anchor, or tell them why they wait."""
@@ -60,21 +61,21 @@ class AnchorRequests:
             else:
                 self._explain(name, claims)
 
-    def _can_begin_again(self, claiming: list[Island]) -> bool:
+    def _can_begin_again(self, claims: Collection[Claim]) -> bool:
         """Return True if the run begins again from a checkpoint."""
         membership, unproven = self._membership, self._membership.saved.unproven
-        if len(claiming) < membership.minimum or not membership.known.has_majority(patient=not unproven):
+        if len(claims) < membership.minimum or not membership.known.has_majority(patient=not unproven):
             return False
-        own = all(one.claim is not None and one.claim[0] == membership.saved.run for one in claiming)
+        own = all(claim.run == membership.saved.run for claim in claims)
         free = own or not membership.known.absent(membership.numbers(), since=0)
         return unproven or (free and not membership.newest_connected())
 
-    def _is_anchor(self, claim: list[Any]) -> bool:
+    def _is_anchor(self, claim: Claim) -> bool:
         """Return True if `claim` is an anchor of this run, and no island has a newer one."""
         membership, saved = self._membership, self._membership.saved
-        is_beginning = claim == saved.claimed and claim[1] == saved.version
-        is_own = claim[0] == saved.run and claim[1] in saved.lineage
-        return is_beginning or (is_own and membership.newest_connected() > 0 and claim[1] >= membership.newest())
+        is_beginning = [claim.run, claim.version] == saved.claimed and claim.version == saved.version
+        is_own = claim.run == saved.run and claim.version in saved.lineage
+        return is_beginning or (is_own and membership.newest_connected() > 0 and claim.version >= membership.newest())
 
     def _has_waited(self, one: Island, now: float) -> bool:
         """Return True if `one` has waited without success for islands that have not left.

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepspeed_compress.local_sgd.coordinator.requests import Join
+from deepspeed_compress.local_sgd.coordinator.requests import Claim, Join
 from deepspeed_compress.local_sgd.coordinator.wire import Round
 
 KEPT = 1000
@@ -94,7 +94,7 @@ class Island:
         arrived: number of samples with which it waits for a round; None if it does not wait for one.
         waits: kind of the message by which it waits for an anchor; "" if it does not wait for one.
         waiting_since: time since which it waits for an anchor.
-        claim: run and version of the anchor that it has loaded.
+        claim: its report of the anchor that it has loaded, until it is answered.
         late: True if it made the others wait and has not arrived since.
         last_reason: last reason for waiting that it was given.
     """
@@ -109,7 +109,7 @@ class Island:
     arrived: int | None = None
     waits: str = ""
     waiting_since: float = 0.0
-    claim: list[Any] | None = None
+    claim: Claim | None = None
     late: bool = False
     last_reason: str = ""
 

@@ -156,7 +156,7 @@ class ElasticIsland(Participant):
         if training and given.get("data_sampler") is None and self._engine.is_map_style_dataset(dataset):
             # Ranks that share layers read the same data.
             world, rank = dist.get_world_size() // self._tensor, dist.get_rank() // self._tensor
-            given["data_sampler"] = DistributedSampler(dataset, world, rank, seed=SEEDS * self.number)
+            given["data_sampler"] = IslandSampler(dataset, world, rank, self)
         return original(**given)
 
     @contextmanager
@@ -256,6 +256,25 @@ class ElasticIsland(Participant):
     def _saved_ahead(self, directory: Path) -> int:
         """Return the steps by which the schedule was ahead of the engine's; 0 if the checkpoint is not of an island."""
         return self._ranks.run_on_first(_ahead_in, first_file(directory))
+
+
+class IslandSampler(DistributedSampler[Any]):
+    """Sampler of `island`, whose order follows from the island's number. A loaded checkpoint may change that number.
+
+    Args:
+        dataset: the data, all of which every island reads.
+        readers: number of ranks of the island that read different samples.
+        reader: index of this rank among them.
+        island: the island.
+    """
+
+    def __init__(self, dataset: Any, readers: int, reader: int, island: ElasticIsland) -> None:
+        super().__init__(dataset, readers, reader)
+        self._island = island
+
+    def __iter__(self) -> Iterator[Any]:
+        self.seed = SEEDS * self._island.number
+        return super().__iter__()
 
 
 def _ahead_in(file: Path) -> int:
