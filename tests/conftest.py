@@ -29,7 +29,7 @@ from tests.support.selection import changed, environment_of, head, in_share, pro
 
 pytest_plugins = ["tests.gpu.plugin"]
 
-SHARES = 5
+SHARES = 8
 """Number of shares for slow tests whose mark gives no other number."""
 MOST_SHARES = 8
 """Largest number of shares for the cases that the mark `sampled` leaves to other runs."""
