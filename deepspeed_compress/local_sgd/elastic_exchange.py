@@ -104,8 +104,8 @@ class ElasticExchange:
     def resume(self, saved: Mapping[str, Any] | None, steps: int, samples: int) -> Mapping[str, Any]:
         """Continue from a loaded checkpoint; see `ExchangeStrategy.resume`.
 
-        All islands start with the newest saved anchor, unless other islands have continued meanwhile. This island gets
-        back the number with which it saved, unless another one has it.
+        All islands start with the newest saved anchor, unless other islands have continued meanwhile. If all of them
+        start again, their numbers are in the order of the saved ones.
         """
         self._samples = samples
         if saved is None:

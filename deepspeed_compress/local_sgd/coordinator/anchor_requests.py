@@ -24,15 +24,15 @@ class AnchorRequests:
         island.wait("claim", now)
         island.claim = claim
         membership.set_version(island, 0)
-        if claim.run == membership.saved.run:
-            membership.return_numbers({name: claim.number})
+        if claim.run == membership.saved.run and claim.number not in membership.numbers():
+            membership.known.replace(claim.number)
 
     def accept_claims(self) -> None:
         """Accept loaded checkpoints as anchors, if no island has a newer one."""
         membership = self._membership
         claims = {name: one.claim for name, one in membership.connected.items() if one.waits and one.claim is not None}
         if self._can_begin_again(claims.values()):
-            membership.return_numbers({name: claim.number for name, claim in claims.items()})
+            membership.order({name: claim.number for name, claim in claims.items()})
             newest = max(claims.values(), key=lambda claim: claim.version)
             members = [membership.connected[name].number for name in claims]
             membership.saved.begin(newest.version, [newest.run, newest.version], members)

@@ -72,24 +72,20 @@ class Membership:
         island.version = version
         self.known.hold(island)
 
-    def return_numbers(self, saved: Mapping[str, int]) -> None:
-        """Give islands back the numbers with which they `saved` the checkpoints that they have loaded.
+    def order(self, saved: Mapping[str, int]) -> None:
+        """Give the numbers of some islands to the same islands, in the order of the numbers with which they `saved`.
 
-        A place in a round and the order of data follow from the number, so a resumed run continues bit for bit in
-        whichever order its islands join. Nothing changes if two of them saved with one number, or if another connected
-        island has it.
+        A place in a round and the order of data follow from the number. So a run that is resumed under a new
+        coordinator continues bit for bit, in whichever order its islands join. Numbers of absent islands stay theirs.
 
         Args:
-            saved: number by the name of the island's process; -1 if there is none.
+            saved: number in the checkpoint by the name of the island's process; -1 if there is none.
         """
-        taken = {one.number for name, one in self.connected.items() if name not in saved}
-        if len({*saved.values()}) < len(saved) or {-1, *taken} & {*saved.values()}:
-            return
-        for name, number in saved.items():
-            self.known.replace(number)
+        before = {name: self.connected[name].number for name in saved}
+        names = sorted(saved, key=lambda name: (saved[name], before[name]))
+        for name, number in zip(names, sorted(before.values()), strict=True):
             self.connected[name].number = number
             self.send(name, {"kind": "welcome", "run": self.saved.run, "number": number})
-        self.saved.next_number = max(self.saved.next_number, 1 + max(saved.values()))
 
     def numbers(self) -> set[int]:
         """Return the numbers of the connected islands."""

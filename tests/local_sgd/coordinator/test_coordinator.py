@@ -230,42 +230,21 @@ def test_all_islands_start_from_the_newest_checkpoint_under_a_new_coordinator() 
 
 
 @pytest.mark.parametrize(
-    ("claimed", "connected", "after"),
-    [
-        ((1, 0, 2), "abc", [1, 0, 2]),
-        ((5, 0, 1), "abc", [5, 0, 1]),
-        ((1, 1, 2), "abc", [0, 1, 2]),
-        ((-1, 0, 2), "abc", [0, 1, 2]),
-        ((3, 1, 0), "abcd", [0, 1, 2]),
-    ],
+    ("saved", "numbers"),
+    [((1, 0, 2), [1, 0, 2]), ((2, 0, 1), [2, 0, 1]), ((7, 3, 5), [2, 0, 1]), ((4, 4, 1), [1, 2, 0])],
 )
-def test_islands_with_checkpoints_get_back_their_numbers(
-    claimed: tuple[int, ...], connected: str, after: list[int]
+def test_islands_that_start_again_are_in_the_order_of_their_checkpoints(
+    saved: tuple[int, ...], numbers: list[int]
 ) -> None:
-    """Numbers of one beginning are returned together, unless two islands claim one, or a further island has it."""
     world = CoordinatorHarness(minimum=3)
-    world.begin(*connected)
-    for name, number in zip("abc", claimed, strict=True):
+    world.begin("a", "b", "c", "d")
+    for name, number in zip("abc", saved, strict=True):
         world.say(name, "claim", run="former", number=number, version=9)
-    assert [world.last(name, "welcome")["number"] for name in "abc"] == after
-    assert {world.last(name, "anchor")["version"] for name in "abc"} == {9}
-    world.begin("e")
-    assert world.last("e", "welcome")["number"] == max(len(connected), 1 + max(after))
-
-
-def test_an_island_that_restarts_alone_gets_back_its_number() -> None:
-    world = CoordinatorHarness(minimum=2)
-    world.begin("a", "b", "c")
+    assert [world.last(name, "welcome")["number"] for name in "abcd"] == [*numbers, 3]
+    for name in "abc":
+        world.say(name, "ready", version=9)
     world.arrive("a", "b", "c")
-    world.vote("a", "b", "c")
-    world.lose("b")
-    world.begin("d")
-    world.say("d", "claim", run=world.coordinator.saved.run, number=1, version=1)
-    assert world.last("d", "welcome")["number"] == 1
-    assert world.last("d", "anchor") == {"kind": "anchor", "version": 2, "sources": [["a:2"], ["c:2"]]}
-    world.say("d", "ready", version=2)
-    world.arrive("a", "c", "d")
-    assert world.partners("d") == [0, 1, 2]
+    assert world.partners("a") == [0, 1, 2]
 
 
 @pytest.mark.parametrize("has_one", [True, False])
