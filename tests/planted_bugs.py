@@ -71,7 +71,7 @@ BUGS: Mapping[str, Bug] = {
         ("compression/test_bases.py",),
     ),
     "a mean is transformed once more before it is sent": Bug(
-        "collectives/payload.py",
+        "collectives/packing.py",
         "x = x if in_basis else",
         "x =",
         ("collectives/test_reducers.py",),

@@ -1,6 +1,6 @@
 """Compressed reduce-scatter, all-gather and all-reduce of a flat bucket: one packed message per owner, fp32 sums.
 
-The order of the code follows a bucket to the wire: `start_reduce_scatter` -> `_send_parts` -> `_encode` -> the
+The order of the code follows a bucket to the wire: `start_reduce_scatter` -> `_send_parts` -> `Packer.pack` -> the
 channel's feedback and codec -> `Link.start`.
 """
 
@@ -16,12 +16,11 @@ from torch.distributed import ProcessGroup
 from deepspeed_compress.collectives.buckets import LAYOUTS, Partition
 from deepspeed_compress.collectives.exchange import Link, PendingExchange
 from deepspeed_compress.collectives.messages import MessageLayout, Messages, Piece, Transfer, make_layouts
+from deepspeed_compress.collectives.packing import Packer, new_message
 from deepspeed_compress.collectives.reducer import INSIDE_LEVEL, LEVELS, MessageCounter, Pending, Run, reduce_at_once
-from deepspeed_compress.compression.codec import Codec
-from deepspeed_compress.compression.compressors.base import message_key
 from deepspeed_compress.compression.feedback import NoFeedback
 from deepspeed_compress.compression.residuals import Residuals
-from deepspeed_compress.compression.segments import Segment, contiguous_view, elements, gather, scatter
+from deepspeed_compress.compression.segments import Segment, elements, gather, scatter
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,7 @@ class PayloadReducer:
         self.traffic = traffic
         self._counter = MessageCounter(run.clock)
         self._rank: int = link.group.rank()
-        self._sender = self._rank if link.sender is None else link.sender
+        self._packer = Packer(messages, run, self._rank, self._rank if link.sender is None else link.sender)
         # Not a bound method: a reference cycle would keep the process group alive until garbage collection.
         self._layouts = lru_cache(maxsize=LAYOUTS)(partial(_make_layouts, messages, chunk_numel))
 
@@ -175,27 +174,14 @@ class PayloadReducer:
         ranks = range(len(layout.sizes))
         with self.run.meter.phase("compress", bucket.device):
             outgoing = [
-                self._encode(bucket, layout, owner, number) if owner != self._rank else _buffer(bucket.device)
+                self._packer.pack(bucket, layout, owner, number) if owner != self._rank else new_message(bucket.device)
                 for owner in ranks
             ]
-        incoming = [_buffer(bucket.device, layout.sizes[self._rank] if owner != self._rank else 0) for owner in ranks]
+        sizes = [layout.sizes[self._rank] if source != self._rank else 0 for source in ranks]
+        incoming = [new_message(bucket.device, size) for size in sizes]
         with self._sending(outgoing):
             exchange = self.link.start(outgoing, incoming, self._tag(number))
         return _Round(layout, number, outgoing, incoming, exchange)
-
-    def _encode(self, bucket: Tensor, layout: MessageLayout, owner: int, number: int) -> Tensor:
-        """Return the packed message of the elements of `owner`: uint8 [layout.sizes[owner]]."""
-        payload = _buffer(bucket.device, layout.sizes[owner])
-        for piece in layout.pieces[owner]:
-            channel, key = self.messages.channels[piece.channel], self._key(number, owner, piece, self._sender)
-            x = channel.codec.coefficients(elements(bucket, piece.segments), piece.segments)
-            out = payload[piece.begin : piece.end]
-            channel.feedback.encode(x, piece.segments, out, key, channel.codec)
-        return payload
-
-    def _key(self, number: int, owner: int, piece: Piece, sender: int) -> int:
-        run, level = self.run, self.messages.level
-        return message_key((run.seed, run.clock.step, level, number, owner, piece.channel), sender)
 
     @contextmanager
     def _sending(self, outgoing: Sequence[Tensor]) -> Iterator[None]:
@@ -268,19 +254,10 @@ class PayloadReducer:
         return PendingGather(self, bucket, rounds)
 
     def send_owned(self, total: Tensor, layout: MessageLayout, number: int, in_basis: bool) -> _Round:
-        """Encode the elements that this rank owns, and start to send them to all ranks.
-
-        `total` holds them in message order, as elements or, if `in_basis`, as the codec's coefficients.
-        """
+        """Start to send the elements that this rank owns to all ranks. For `total`, see `Packer.pack_owned`."""
         with self.run.meter.phase("compress", total.device):
-            mine = _buffer(total.device, layout.sizes[self._rank])
-            for piece in layout.pieces[self._rank]:
-                # Keyed by the rank, not by the sender: what an owner sends back is the same on every node.
-                channel, key = self.messages.channels[piece.channel], self._key(number, self._rank, piece, self._rank)
-                x, out = _part(total, piece), mine[piece.begin : piece.end]
-                x = x if in_basis else channel.codec.coefficients(x, piece.segments)
-                channel.mean_feedback.encode(x, piece.segments, out, key, channel.codec)
-        incoming = [_buffer(total.device, size) for size in layout.sizes]
+            mine = self._packer.pack_owned(total, layout, number, in_basis)
+        incoming = [new_message(total.device, size) for size in layout.sizes]
         incoming[self._rank] = mine
         outgoing = [mine] * len(incoming)
         with self._sending(outgoing):
@@ -292,85 +269,26 @@ class PayloadReducer:
         for owner, pieces in enumerate(sent.layout.pieces):
             payload = self._arrived(sent, owner)
             with self.run.meter.phase("decompress", bucket.device):
-                for piece in pieces:
-                    view = contiguous_view(bucket, piece.segments)
-                    total = bucket.new_empty(piece.numel, dtype=torch.float32) if view is None else view
-                    self._codec(piece).decode([payload[piece.begin : piece.end]], piece.segments, total, 1.0)
-                    delivered = self._delivered(total, piece)
-                    if delivered is not view:
-                        scatter(delivered, piece.segments, bucket)
+                self._packer.unpack(payload, pieces, bucket)
         sent.exchange.finish()
 
     def sum(self, local: Tensor, sent: _Round, scale: float, deliver: bool) -> Tensor:
-        """Return `scale` times the sum of this rank's elements of a round, fp32.
+        """Wait for a round, and overwrite `local` by its sum (see `Packer.sum`), which is returned.
 
         Messages are added in the order of ranks.
-
-        Args:
-            local: this rank's values in message order; overwritten with the result.
-            sent: the round.
-            scale: factor of the sum.
-            deliver: return elements for the optimizer; otherwise, return coefficients for `send_owned`.
         """
         others = [source for source in range(len(sent.layout.sizes)) if source != self._rank]
         payloads = [self._arrived(sent, source) for source in others]
         with self.run.meter.phase("decompress", local.device):
-            for piece in sent.layout.pieces[self._rank]:
-                own, parts = _part(local, piece), [payload[piece.begin : piece.end] for payload in payloads]
-                if deliver:
-                    own.copy_(self._delivered(self._sum_elements(own, parts, piece, sent.number, scale), piece))
-                else:
-                    own.copy_(self._sum_coefficients(own, parts, piece, sent.number, scale))
+            self._packer.sum(local, payloads, sent.layout, sent.number, scale, deliver)
         sent.exchange.finish()
         return local
-
-    def _sum_elements(self, own: Tensor, parts: Sequence[Tensor], piece: Piece, number: int, scale: float) -> Tensor:
-        """Return `scale` times the sum of `own`, which is overwritten, and the `parts` of the other ranks."""
-        codec = self._codec(piece)
-        exact, parts = self._own_part(own, parts, piece, number)
-        if exact is None:
-            codec.decode(parts, piece.segments, own, scale)
-            return own
-        codec.decode_add(parts, piece.segments, exact.mul_(scale), scale)
-        return exact
-
-    def _sum_coefficients(
-        self, own: Tensor, parts: Sequence[Tensor], piece: Piece, number: int, scale: float
-    ) -> Tensor:
-        """Return the coefficients of the sum that `_sum_elements` describes."""
-        codec = self._codec(piece)
-        exact, parts = self._own_part(own, parts, piece, number)
-        total = own.zero_() if exact is None else codec.coefficients(exact.mul_(scale), piece.segments)
-        codec.add_coefficients(parts, total, scale)
-        return total
-
-    def _own_part(
-        self, own: Tensor, parts: Sequence[Tensor], piece: Piece, number: int
-    ) -> tuple[Tensor | None, Sequence[Tensor]]:
-        """Return this rank's exact contribution to a part, and the messages to add to it.
-
-        If this rank contributes nothing exactly, the first value is None and its own encoded message comes first.
-        """
-        channel, segments = self.messages.channels[piece.channel], piece.segments
-        exact = channel.feedback.keep(own, segments, channel.codec)
-        if exact is not None:
-            return exact, parts
-        mine, key = _buffer(own.device, piece.end - piece.begin), self._key(number, self._rank, piece, self._sender)
-        channel.feedback.encode(channel.codec.coefficients(own, segments), segments, mine, key, channel.codec)
-        return None, [mine, *parts]
 
     def _arrived(self, sent: _Round, source: int) -> Tensor:
         """Wait for the message of rank `source` and return it."""
         with self.run.meter.phase("communicate", sent.incoming[source].device):
             sent.exchange.wait_for(source)
         return sent.incoming[source]
-
-    def _codec(self, piece: Piece) -> Codec:
-        return self.messages.channels[piece.channel].codec
-
-    def _delivered(self, total: Tensor, piece: Piece) -> Tensor:
-        spread = self.messages.channels[piece.channel].spread
-        return total if spread is None else spread.deliver(total, piece.segments, self.run.clock.step)
 
     def owned(self, layout: MessageLayout) -> list[Segment]:
         """Return the segments of a bucket that this rank owns, in the order of its message."""
@@ -392,15 +310,6 @@ def _segments(pieces: Sequence[Piece]) -> Iterator[Segment]:
     return (segment for piece in pieces for segment in piece.segments)
 
 
-def _part(flat: Tensor, piece: Piece) -> Tensor:
-    return flat[piece.first : piece.first + piece.numel]
-
-
 def _scale_alone(bucket: Tensor, scale: float) -> None:
     """Compute the sum over one rank. Nothing is sent, so nothing is encoded and no residual changes."""
     bucket.copy_(bucket.to(torch.float32) * scale)
-
-
-def _buffer(device: torch.device, size: int = 0) -> Tensor:
-    """Return an uninitialized uint8 buffer for a message of `size` bytes."""
-    return torch.empty(size, dtype=torch.uint8, device=device)

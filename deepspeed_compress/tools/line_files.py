@@ -5,11 +5,11 @@ the run. The second pass loads these lines, or a sample of them if there are man
 """
 
 import json
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
@@ -53,12 +53,50 @@ class Entry(NamedTuple):
     keys: frozenset[str]
 
 
+class Entries:
+    """List of entries in the order of their file, which takes 20 bytes for each.
+
+    Most lines are alike, so their parts and keys are kept once.
+    """
+
+    def __init__(self, entries: Iterable[Entry] = ()) -> None:
+        self._offsets, self._steps, self._kinds = array("q"), array("q"), array("I")
+        self._known: dict[tuple[Part | None, frozenset[str]], int] = {}
+        self._shared: list[tuple[Part | None, frozenset[str]]] = []
+        for entry in entries:
+            self.append(entry)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, place: int) -> Entry:
+        return Entry(self._offsets[place], self._steps[place], *self._shared[self._kinds[place]])
+
+    def __iter__(self) -> Iterator[Entry]:
+        return map(self.__getitem__, range(len(self)))
+
+    def append(self, entry: Entry) -> None:
+        """Add an entry at the end."""
+        kind = (entry.part, entry.keys)
+        if kind not in self._known:
+            self._known[kind] = len(self._shared)
+            self._shared.append(kind)
+        self._offsets.append(entry.offset)
+        self._steps.append(entry.step)
+        self._kinds.append(self._known[kind])
+
+    def pop(self) -> None:
+        """Remove the last entry."""
+        for column in (self._offsets, self._steps, self._kinds):
+            column.pop()
+
+
 @dataclass(frozen=True)
 class LineIndex:
     """Index of the lines of one file. The file may be missing, in which case there are no entries."""
 
     file: Path
-    entries: list[Entry]
+    entries: Entries
 
     def load(self, entries: Iterable[Entry]) -> Iterator[dict[str, Any]]:
         """Yield the objects of `entries`, which must be in the order of the file."""
@@ -69,12 +107,12 @@ class LineIndex:
                 stream.seek(entry.offset)
                 yield loads(stream.readline(LONGEST))
 
-    def load_sample(self, entries: Sequence[Entry]) -> Iterator[dict[str, Any]]:
+    def load_sample(self, entries: Entries) -> Iterator[dict[str, Any]]:
         """Yield the objects of a sample of `entries`, or of all of them if there are few."""
         return self.load(_sample(entries))
 
 
-def _sample(entries: Sequence[Entry]) -> Sequence[Entry]:
+def _sample(entries: Entries) -> Iterable[Entry]:
     """Return a sample of `entries`, in which each kind of line is sampled separately."""
     if not entries:
         return entries
@@ -82,12 +120,12 @@ def _sample(entries: Sequence[Entry]) -> Sequence[Entry]:
     most = min(SAMPLE, max(_BLOCK, int(_BUDGET / max(mean, 1.0))))
     if len(entries) <= most:
         return entries
-    groups: dict[frozenset[str], list[Entry]] = {}
-    for entry in entries:
-        groups.setdefault(entry.keys, []).append(entry)
-    kinds = groups.values() if len(groups) <= _GROUPS else [entries]
+    groups: dict[frozenset[str], array[int]] = {}
+    for place, entry in enumerate(entries):
+        groups.setdefault(entry.keys, array("q")).append(place)
+    kinds = groups.values() if len(groups) <= _GROUPS else [range(len(entries))]
     share = max(most // len(kinds), _BLOCK)
-    return sorted(chain.from_iterable(sampled(kind, share) for kind in kinds), key=attrgetter("offset"))
+    return map(entries.__getitem__, sorted(chain.from_iterable(sampled(kind, share) for kind in kinds)))
 
 
 def sampled(values: Sequence[T], most: int) -> list[T]:
@@ -113,21 +151,18 @@ def index_lines(file: Path, check: Check) -> LineIndex:
         DataError: A line is too long, is not a JSON object with a `step`, or `check` finds something wrong with it. The
             message names the file and the line.
     """
-    entries: list[Entry] = []
+    entries = Entries()
     if not file.exists():
         return LineIndex(file, entries)
     if not file.is_file():
         raise DataError(f"{file}: not a regular file; give the directory of a run")
-    known: dict[Any, Any] = {}
     try:
         with _opened(file) as stream:
             for number, offset, line in _lines(file, stream):
                 problem = _general_problem(line) or check(line)
                 if problem:
                     raise DataError(f"{file}:{number}: {printable(problem)}; correct the line, or remove it")
-                part, keys = _part(line), frozenset(line)
-                # Most lines are alike, so that their entries can share these.
-                entries.append(Entry(offset, line["step"], known.setdefault(part, part), known.setdefault(keys, keys)))
+                entries.append(Entry(offset, line["step"], _part(line), frozenset(line)))
     except OSError as error:
         raise DataError(f"{file}: cannot be read ({error.strerror or error}); give the directory of a run") from error
     return LineIndex(file, entries)

@@ -46,11 +46,10 @@ def run(options: argparse.Namespace) -> int:
     _check(options, job)
     plan, measured = _search(job), None
     if options.measure is not None:
-        ranks = find_measuring_ranks(options.emulate, options.timeout, job.cluster.gpus)
-        if ranks.is_first:
-            _print_plan(plan, job, None)
-        measured = measure(plan, job, ranks, options.model)
-        ranks.close()
+        with find_measuring_ranks(options.emulate, options.timeout, job.cluster.gpus) as ranks:
+            if ranks.is_first:
+                _print_plan(plan, job, None)
+            measured = measure(plan, job, ranks, options.model)
         if not ranks.is_first:
             return 0
         write_json(options.measure, measured.to_json())

@@ -3,6 +3,7 @@
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.progress import Progress
@@ -31,19 +32,20 @@ PROBE_PROGRAM = "deepspeed_compress.tools.bench.probe_rank"
 STEP_PROGRAM = "deepspeed_compress.tools.bench.step_rank"
 
 
-def find_measuring_ranks(emulation: Emulation | None, timeout: float, gpus: int) -> JobRanks:
-    """Return the `gpus` ranks that measure.
+@contextmanager
+def find_measuring_ranks(emulation: Emulation | None, timeout: float, gpus: int) -> Iterator[JobRanks]:
+    """Yield the `gpus` ranks that measure.
 
     Raises:
         ConfigError: There are none, or not as many.
     """
-    ranks = find_ranks(emulation, timeout, "plan cluster")
-    if ranks.count != gpus:
-        raise ConfigError(
-            f"--gpus: {gpus} GPUs differ from the {ranks.count} processes of the launcher; start one for each GPU, or "
-            "change --gpus"
-        )
-    return ranks
+    with find_ranks(emulation, timeout, "plan cluster") as ranks:
+        if ranks.count != gpus:
+            raise ConfigError(
+                f"--gpus: {gpus} GPUs differ from the {ranks.count} processes of the launcher; start one for each GPU, "
+                "or change --gpus"
+            )
+        yield ranks
 
 
 def measure(plan: Plan, job: Job, ranks: JobRanks, model: Path) -> Measured:

@@ -6,17 +6,16 @@ checkpoint are dropped. Lines name their part of a run in "run" (`monitor.Part`)
 only their order is known.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
-from operator import attrgetter
+from itertools import chain, pairwise, takewhile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import DataError
 from deepspeed_compress.monitor import CONFIGURATION, EVENTS, STATISTICS, VERSIONS
-from deepspeed_compress.tools.line_files import Entry, LineIndex, Part, index_lines, loads
+from deepspeed_compress.tools.line_files import Entries, Entry, LineIndex, Part, index_lines, loads
 from deepspeed_compress.tools.outputs.printable import printable
 from deepspeed_compress.tools.run_checks import (
     EVENT,
@@ -35,7 +34,6 @@ __all__ = [
     "SUMMARY",
     "Line",
     "RunDirectory",
-    "drop_replaced",
     "read_directory",
     "read_metrics",
     "read_statistics",
@@ -49,7 +47,6 @@ LARGEST_OBJECT = 1 << 26
 """Maximum bytes of a file that holds one JSON object."""
 
 Line = Mapping[str, Any]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -112,7 +109,7 @@ def read_directory(directory: Path, config: Line | None = None) -> RunDirectory:
     versions = index_lines(monitor / VERSIONS, METRIC)
     run = (summary or {}).get("run") or _last_run(index)
     parts = _parts_of(run, [index, *events, versions])
-    entries = drop_replaced(_valid(index, parts, run))
+    entries = _drop_replaced(_valid(index, parts, run), _replaces_step)
     statistics = tuple(index.load_sample(entries))
     # The file is created with the first event. Without it, a version that records settings has had no event.
     has_events = (monitor / EVENTS).is_file() or any("settings" in line for line in statistics)
@@ -122,7 +119,7 @@ def read_directory(directory: Path, config: Line | None = None) -> RunDirectory:
         statistics,
         len(entries),
         _events(events, parts, run) if has_events else None,
-        tuple(versions.load_sample(drop_replaced(_valid(versions, parts, run)))),
+        tuple(versions.load_sample(_drop_replaced(_valid(versions, parts, run), _replaces_step))),
         read_metrics(directory, sample=True),
         summary,
         ds_config or _object(monitor / CONFIGURATION),
@@ -136,13 +133,13 @@ def read_statistics(directory: Path, run: str | None = None) -> tuple[Line, ...]
     index = index_lines(directory / STATISTICS, STATISTIC)
     run = run or _last_run(index)
     parts = _parts_of(run, [index, *_event_files(directory)])
-    return tuple(index.load(drop_replaced(_valid(index, parts, run))))
+    return tuple(index.load(_drop_replaced(_valid(index, parts, run), _replaces_step)))
 
 
 def read_metrics(directory: Path, sample: bool = False) -> tuple[Line, ...]:
     """Return the valid lines of metrics.jsonl in `directory`, or a sample if requested and there are many."""
     index = index_lines(directory / METRICS, METRIC)
-    entries = _drop_replaced_figures(index.entries)
+    entries = _drop_replaced(index.entries, _replaces_figure)
     return tuple(index.load_sample(entries) if sample else index.load(entries))
 
 
@@ -154,39 +151,39 @@ def _event_files(directory: Path) -> list[LineIndex]:
 
 def _events(files: Iterable[LineIndex], parts: Sequence[Part], run: str | None) -> tuple[Line, ...]:
     """Return the valid events of `run` in `files`, or a sample of each file if there are many."""
-    return tuple(line for file in files for line in file.load_sample(_valid(file, parts, run)))
+    return tuple(line for file in files for line in file.load_sample(Entries(_valid(file, parts, run))))
 
 
-def drop_replaced(lines: Iterable[T], step: Callable[[T], int] = attrgetter("step")) -> list[T]:
-    """Return `lines` without those that a later one of the same or an earlier step replaces."""
-    kept: list[T] = []
-    for line in lines:
-        while kept and step(kept[-1]) >= step(line):
-            kept.pop()
-        kept.append(line)
-    return kept
-
-
-def _drop_replaced_figures(entries: Iterable[Entry]) -> list[Entry]:
-    """Do the same as `drop_replaced` for a file in which several lines of one step may have different figures."""
-    kept: list[Entry] = []
+def _drop_replaced(entries: Iterable[Entry], replaces: Callable[[Entry, Entries], bool]) -> Entries:
+    """Return `entries` without those that a later one replaces, which `replaces` tells for the last one kept."""
+    kept = Entries()
     for entry in entries:
-        while kept and (kept[-1].step > entry.step or _repeats(entry, kept)):
+        while kept and replaces(entry, kept):
             kept.pop()
         kept.append(entry)
     return kept
 
 
-def _repeats(entry: Entry, kept: Sequence[Entry]) -> bool:
+def _replaces_step(entry: Entry, kept: Entries) -> bool:
+    """Return True if the last line of those kept belongs to the step of `entry`, or to a later one."""
+    return kept[-1].step >= entry.step
+
+
+def _replaces_figure(entry: Entry, kept: Entries) -> bool:
+    """Return the same for a file in which several lines of one step may have different figures."""
+    return kept[-1].step > entry.step or _repeats(entry, kept)
+
+
+def _repeats(entry: Entry, kept: Entries) -> bool:
     """Return True if a kept line of the same step has a figure that the line of `entry` also has."""
     same_step = takewhile(lambda before: before.step == entry.step, reversed(kept))
     return any((before.keys & entry.keys) - {"step"} for before in same_step)
 
 
-def _valid(index: LineIndex, parts: Sequence[Part], run: str | None) -> list[Entry]:
-    """Return the lines of `run` whose steps no later one of its `parts` has repeated."""
+def _valid(index: LineIndex, parts: Sequence[Part], run: str | None) -> Iterator[Entry]:
+    """Yield the lines of `run` whose steps no later one of its `parts` has repeated."""
     last = {part: _last_step(part, parts, run) for part in _known_parts(index)}
-    return [entry for entry in index.entries if entry.step <= last[entry.part]]
+    return (entry for entry in index.entries if entry.step <= last[entry.part])
 
 
 def _known_parts(index: LineIndex) -> set[Part | None]:
@@ -238,13 +235,13 @@ def _trainer(directory: Path, last_step: float) -> Line | None:
     return max(ours, key=lambda state: state.get("global_step") or 0, default=None)
 
 
-def _last_possible_step(entries: Sequence[Entry]) -> float:
+def _last_possible_step(entries: Entries) -> float:
     """Return the last step that the run can have made, or infinity if no line states which run it belongs to."""
     first = entries[0].part if entries else None
     if first is None:
         return float("inf")
-    steps = [first.since, *(entry.step for entry in entries)]
-    return float(steps[-1] + max(after - before for before, after in pairwise(steps)) - 1)
+    steps = chain([first.since], (entry.step for entry in entries))
+    return float(entries[-1].step + max(after - before for before, after in pairwise(steps)) - 1)
 
 
 def _object(file: Path, fields: Mapping[str, Field] | None = None) -> dict[str, Any] | None:

@@ -43,8 +43,10 @@ ROWS = {
     for row in (
         *COMPARISONS,
         *(quantize(form, torch.float16, torch.float32, random=True) for form in ALL_FORMS.values()),
-        *(quantize(form, torch.bfloat16, torch.bfloat16, random=False) for form in OTHER_FORMS.values()),
-        *(dequantize(form, torch.float32) for form in OTHER_FORMS.values() if form.block_size > 7),
+        *(quantize(form, torch.bfloat16, torch.bfloat16) for form in OTHER_FORMS.values()),
+        *(quantize(form, torch.float32, kept, decay=1.0) for form in ALL_FORMS.values() for kept in KEPT),
+        *(dequantize(form, torch.float32) for form in OTHER_FORMS.values()),
+        *(dequantize(form, torch.float32, factor) for form in ALL_FORMS.values() for factor in (1.0, -1.0)),
         *(top_k(*shape) for shape in ((4096, 1000), (5000, 30))),
         *(top_k_of_sum(*shape, kept) for shape in ((1, 1), (64, 64), (5000, 30)) for kept in KEPT),
     )
@@ -87,6 +89,7 @@ def test_kernels_have_the_bits_of_plain_torch(name: str) -> None:
     row = replace(row, rule=same_bits) if row.operation == "quantize_blocks" else row
     for numel in (*SIZES, *row.sizes):
         assert row.differs(cpu, CPU, numel) == ""
+    assert row.differs_if_alike(cpu, CPU) == ""
 
 
 @pytest.mark.parametrize("dtype", KEPT)

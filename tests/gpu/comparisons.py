@@ -25,6 +25,8 @@ Rule = Callable[[Sequence[Tensor], Sequence[Tensor]], str]
 
 CHUNK = 1 << 24
 """Number of elements whose results are compared at once."""
+_ALIKE = 300
+"""Least number of elements of vectors whose elements are alike."""
 _ON_CPU = 1 << 17
 """Largest number of elements for which plain torch, the reference on every device, computes on the CPU."""
 
@@ -59,15 +61,18 @@ def within(tolerance: float) -> Rule:
     """Return a rule by which no result differs by more than `tolerance` times the largest element."""
 
     def rule(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
-        worst = max((_error(*pair) for pair in zip(actual, expected, strict=True)), default=0.0)
+        errors = [_error(*pair) for pair in zip(actual, expected, strict=True)]
+        worst = float(torch.tensor([0.0, *errors]).amax())  # NaN if one of them is
         return "" if worst <= tolerance else f"off by {worst:.1e} of the largest element, more than {tolerance:.0e}"
 
     return rule
 
 
 def _error(actual: Tensor, expected: Tensor) -> float:
-    largest = float(expected.abs().amax()) if expected.numel() else 0.0
-    return float((actual - expected).abs().amax()) / largest if largest else 0.0
+    if actual.equal(expected):
+        return 0.0
+    largest = float(expected.abs().amax())
+    return float((actual - expected).abs().amax()) / largest if largest else math.inf
 
 
 @dataclass(frozen=True)
@@ -102,8 +107,15 @@ class Comparison:
 
     def differs(self, kernels: Kernels, device: torch.device, numel: int) -> str:
         """Return how the results of `kernels` differ from plain torch for `numel` elements, or ""."""
-        x = (ordinary if self.plain else awkward)(numel, device)
-        before = x.clone() if numel <= CHUNK else None
+        return self._differs_for((ordinary if self.plain else awkward)(numel, device), kernels)
+
+    def differs_if_alike(self, kernels: Kernels, device: torch.device) -> str:
+        """Return the same for vectors whose elements are all alike."""
+        found = ((name, self._differs_for(x, kernels)) for name, x in alike(max(_ALIKE, self.unit), device, self.plain))
+        return next((f"only {name}: {difference}" for name, difference in found if difference), "")
+
+    def _differs_for(self, x: Tensor, kernels: Kernels) -> str:
+        before = x.clone() if x.numel() <= CHUNK else None
         results = self.run(kernels, x, 0)
         if before is not None and not _bits(before).equal(_bits(x)):
             return "what it was given is changed"
@@ -115,7 +127,8 @@ class Comparison:
         for first in range(0, max(x.numel(), 1), step):
             last = min(first + step, x.numel())
             expected = self.run(reference, x[first:last].to(place), first)
-            found = self.rule([part.to(place) for part in self._parts(results, first, last)], expected)
+            parts = results if last - first == x.numel() else self._parts(results, first, last)
+            found = self.rule([part.to(place) for part in parts], expected)
             yield f"from element {first:,}: {found}" if found and first else found
 
     def _parts(self, results: Sequence[Tensor], first: int, last: int) -> Iterator[Tensor]:
@@ -141,6 +154,20 @@ def awkward(numel: int, device: torch.device) -> Tensor:
     return x
 
 
+def alike(numel: int, device: torch.device, plain: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield vectors whose elements are equal or of one kind, and what they are; if `plain`, only ordinary ones."""
+    x = ordinary(numel, device)
+    yield "zeros", torch.zeros_like(x)
+    yield "equal numbers", torch.full_like(x, -3.5)
+    yield "negative numbers", -x.abs()
+    if plain:
+        return
+    yield "denormal numbers", x * 1e-42
+    yield "huge numbers", x * 1e38
+    for value in (math.nan, math.inf, -math.inf):
+        yield f"{value}", torch.full_like(x, value)
+
+
 def check(
     row: Comparison,
     kernels: Kernels,
@@ -148,10 +175,15 @@ def check(
     sizes: tuple[int, ...],
     record_property: Callable[[str, object], None],
 ) -> None:
-    """Fail at the first size at which `kernels` differ from plain torch."""
+    """Fail at the first size at which `kernels` differ from plain torch, or if they do for elements that are alike."""
     record_property("goal", "as plain torch")
     for numel in sizes:
         record_property("figure", f"{numel:,} elements")
-        if difference := row.differs(kernels, device, numel):
-            (pytest.fail if row.promised else pytest.xfail)(difference)
+        _judge(row, row.differs(kernels, device, numel))
+    _judge(row, row.differs_if_alike(kernels, device))
     record_property("figure", f"{len(sizes)} sizes up to {max(sizes):,}")
+
+
+def _judge(row: Comparison, difference: str) -> None:
+    if difference:
+        (pytest.fail if row.promised else pytest.xfail)(difference)

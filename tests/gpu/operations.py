@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deepspeed_compress.compression.compressors import FP8, BlockTopK, Compressor, Linear, RandomK, TopK
 from deepspeed_compress.compression.kernels import reference
-from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers
+from deepspeed_compress.compression.kernels.forms import TRITS, BlockFormat, ResidualBuffers
 from tests.gpu.comparisons import Comparison, Kernels, same_bits, within
 
 FORMS = {
@@ -41,17 +41,23 @@ _ROOM = Fraction(64)
 """Bytes per element, more than any payload has, so that the payload is compared as a whole."""
 
 
-def quantize(form: BlockFormat, numbers_type: torch.dtype, memory_type: torch.dtype | None, random: bool) -> Comparison:
+def quantize(
+    form: BlockFormat,
+    numbers_type: torch.dtype,
+    memory_type: torch.dtype | None,
+    random: bool = False,
+    decay: float = DECAY,
+) -> Comparison:
     """Compare scales, individual codes and, with error feedback, the new residual."""
 
     def run(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
         numbers = torch.full((-(-x.numel() // form.block_size),), 7.0, dtype=numbers_type, device=x.device)
         codes = torch.full((form.code_bytes(x.numel()),), 255, dtype=torch.uint8, device=x.device)
-        memory = _memory(x, memory_type)
+        memory = _memory(x, memory_type, decay)
         kernels.quantize_blocks(x, form, numbers, codes, _key(first) if random else None, memory)
         return (numbers, codes, *((memory.after,) if memory is not None else ()))
 
-    kept = f", memory {NAMES[memory_type]}" if memory_type is not None else ""
+    kept = f", memory {NAMES[memory_type]}{_unless(decay, DECAY)}" if memory_type is not None else ""
     return Comparison(
         "quantize_blocks",
         f"quantize {form_name(form)}, scales {NAMES[numbers_type]}{kept}{', stochastic' if random else ''}",
@@ -81,11 +87,16 @@ def _key(first: int) -> int:
     return KEY >> 32 << 32 | (KEY + first) & 0xFFFF_FFFF
 
 
-def _memory(x: Tensor, kept: torch.dtype | None) -> ResidualBuffers | None:
+def _unless(factor: float, usual: float) -> str:
+    """Return how a name shows a `factor` that is not the `usual` one."""
+    return "" if factor == usual else f", times {factor:g}"
+
+
+def _memory(x: Tensor, kept: torch.dtype | None, decay: float = DECAY) -> ResidualBuffers | None:
     if kept is None:
         return None
     before = torch.where(x.abs() < 1e30, x * 0.37, 0.0).to(kept)
-    return ResidualBuffers(before, DECAY, torch.full_like(before, 9.0))
+    return ResidualBuffers(before, decay, torch.full_like(before, 9.0))
 
 
 def _given_scales(form: BlockFormat, actual: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
@@ -119,23 +130,23 @@ def _unpacked(form: BlockFormat, codes: Tensor, numel: int) -> Tensor:
     return reference.unpack_codes(codes, form.bits, numel)
 
 
-def dequantize(form: BlockFormat, numbers_type: torch.dtype) -> Comparison:
-    """Compare a sum to which a message of arbitrary bytes was added."""
+def dequantize(form: BlockFormat, numbers_type: torch.dtype, factor: float = FACTOR) -> Comparison:
+    """Compare a sum to which a message of arbitrary bytes, times `factor`, was added."""
 
     def run(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
         numbers = x[:: form.block_size].abs().to(numbers_type)
-        codes = _bytes(x, form.bits)
+        codes = _codes(x, form)
         out = x * 0.5
-        kernels.dequantize_blocks_add(numbers, codes, form, out, FACTOR)
+        kernels.dequantize_blocks_add(numbers, codes, form, out, factor)
         return (out,)
 
     return Comparison(
         "dequantize_blocks_add",
-        f"decode {form_name(form)}, scales {NAMES[numbers_type]}",
+        f"decode {form_name(form)}, scales {NAMES[numbers_type]}{_unless(factor, FACTOR)}",
         run,
         (ONE,),
         unit=math.lcm(form.block_size, 8),
-        large=form in (FORMS["4 bits"], FORMS["sign"]) and numbers_type is FP32,
+        large=form in (FORMS["4 bits"], FORMS["sign"]) and numbers_type is FP32 and factor == FACTOR,
         bytes=18,
     )
 
@@ -145,7 +156,7 @@ def dequantize_sum(form: BlockFormat, numbers_type: torch.dtype, count: int) -> 
 
     def run(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
         given = [x * (1.0 + 0.25 * number) for number in range(count)]
-        messages = [(one[:: form.block_size].abs().to(numbers_type), _bytes(one, form.bits)) for one in given]
+        messages = [(one[:: form.block_size].abs().to(numbers_type), _codes(one, form)) for one in given]
         out = x * 0.5
         kernels.dequantize_blocks_sum(messages, form, out, FACTOR)
         return (out,)
@@ -159,6 +170,14 @@ def dequantize_sum(form: BlockFormat, numbers_type: torch.dtype, count: int) -> 
         large=count == 3 and form == FORMS["4 bits"],
         bytes=18 + 6 * count,
     )
+
+
+def _codes(x: Tensor, form: BlockFormat) -> Tensor:
+    """Return arbitrary packed codes for as many elements as `x` has."""
+    if form.kind != "ternary":
+        return _bytes(x, form.bits)
+    used = (block[: -(-block.numel() // TRITS)] for block in x.split(form.block_size))
+    return _low_bits(torch.cat(tuple(used))).to(torch.uint8)
 
 
 def _bytes(x: Tensor, bits: int) -> Tensor:
@@ -300,20 +319,26 @@ def compressor(name: str, one: Compressor) -> Comparison:
     return Comparison("compressor", f"{name}, payload and decoded", run, (_ROOM, ONE), promised=False)
 
 
+_KINDS = ("8 bits", "4 bits", "qsgd, 4 bits", "sign", "four levels")
+"""Names of a form of each kind."""
+
+
 def _quantizations() -> Iterator[Comparison]:
     """Yield every form with and without error feedback, and all dtypes and roundings for one form of each kind."""
     for form in FORMS.values():
-        yield quantize(form, FP32, None, random=False)
+        yield quantize(form, FP32, None)
         yield quantize(form, BF16, BF16, random=form.kind in ("absmax", "norm"))
-    for form in (FORMS["8 bits"], FORMS["4 bits"], FORMS["qsgd, 4 bits"], FORMS["sign"], FORMS["four levels"]):
-        yield quantize(form, FP16, FP32, random=False)
+    for name in _KINDS:
+        yield quantize(FORMS[name], FP16, FP32)
+        yield quantize(FORMS[name], FP32, FP32, decay=1.0)
     yield quantize(FORMS["4 bits"], FP32, None, random=True)
-    yield quantize(FORMS["4 bits"], BF16, BF16, random=False)
+    yield quantize(FORMS["4 bits"], BF16, BF16)
 
 
 COMPARISONS: Sequence[Comparison] = (
     *_quantizations(),
     *(dequantize(form, FP32) for form in FORMS.values()),
+    *(dequantize(FORMS[name], FP32, factor) for name in _KINDS for factor in (1.0, -1.0)),
     *(dequantize(FORMS[name], kind) for name in ("4 bits", "sign", "four levels") for kind in (BF16, FP16)),
     *(dequantize_sum(form, FP32, 3) for form in FORMS.values()),
     *(dequantize_sum(FORMS["4 bits"], kind, count) for kind, count in ((BF16, 2), (FP32, 8), (FP32, 9))),

@@ -74,6 +74,25 @@ def wrong_scales(x: Tensor, form: Any, numbers: Tensor, codes: Tensor, key: Any 
     numbers.view({2: torch.int16, 4: torch.int32}[numbers.itemsize]).add_(1)
 
 
+def forgetful(x: Tensor, form: Any, numbers: Tensor, codes: Tensor, key: Any = None, memory: Any = None) -> None:
+    """Forget a residual that does not decay."""
+    if memory is not None and memory.decay == 1.0:
+        memory = replace(memory, before=torch.zeros_like(memory.before))
+    reference.quantize_blocks(x, form, numbers, codes, key, memory)
+
+
+def unsigned_factor(numbers: Tensor, codes: Tensor, form: Any, out: Tensor, scale: float) -> None:
+    """Drop the sign of the factor."""
+    reference.dequantize_blocks_add(numbers, codes, form, out, abs(scale))
+
+
+def overwriting(numbers: Tensor, codes: Tensor, form: Any, out: Tensor, scale: float) -> None:
+    """Overwrite the sum if the factor is 1."""
+    if scale == 1.0:
+        out.zero_()
+    reference.dequantize_blocks_add(numbers, codes, form, out, scale)
+
+
 def fused(numbers: Tensor, codes: Tensor, form: Any, out: Tensor, scale: float) -> None:
     """Round products and sums once instead of twice."""
     total = torch.zeros_like(out)
@@ -105,6 +124,9 @@ def unstable(rows: Tensor, k: int) -> Tensor:
         ("quantize_blocks", late_codes),
         ("quantize_blocks", wrong_memory),
         ("quantize_blocks", wrong_scales),
+        ("quantize_blocks", forgetful),
+        ("dequantize_blocks_add", unsigned_factor),
+        ("dequantize_blocks_add", overwriting),
         ("dequantize_blocks_add", fused),
         ("cast", unsigned_cast),
         ("cast", greedy),
@@ -115,8 +137,36 @@ def unstable(rows: Tensor, k: int) -> Tensor:
 )
 def test_a_wrong_kernel_is_found(operation: str, planted_kernel: Callable[..., Any]) -> None:
     kernels = planted(**{operation: planted_kernel})
-    differences = [row.differs(kernels, CPU, numel) for row in rows(operation) for numel in SIZES]
-    assert any(differences)
+    assert any(row.differs(kernels, CPU, numel) for row in rows(operation) for numel in SIZES)
+
+
+ORDINARY: dict[str, Callable[[Tensor], Tensor]] = {
+    "zeros": lambda x: x == 0,
+    "equal numbers": lambda x: x == -3.5,
+    "negative numbers": lambda x: (x < 0) & (x != -3.5) & x.isfinite(),
+}
+OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "denormal numbers": lambda x: (x.abs() < 1e-38) & x.any(),
+    "huge numbers": lambda x: (x.abs() > 1e30) & x.isfinite().any(),
+    "nan": torch.isnan,
+    "inf": torch.isposinf,
+    "-inf": torch.isneginf,
+}
+ALIKE = ORDINARY | OTHERS
+
+
+@pytest.mark.parametrize(
+    ("operation", "numbers"), [*(("cast", one) for one in ALIKE), *(("hadamard_tiles", one) for one in ORDINARY)]
+)
+def test_a_kernel_that_is_wrong_only_for_numbers_of_one_kind_is_found(operation: str, numbers: str) -> None:
+    def wrong(x: Tensor, out: Tensor, *inverse: bool) -> None:
+        getattr(reference, operation)(x, out, *inverse)
+        if x.numel() and ALIKE[numbers](x).all():
+            out.view(-1)[-1:] = 7.0
+
+    row, kernels = rows(operation)[0], planted(**{operation: wrong})
+    assert row.differs(kernels, CPU, 5000) == ""
+    assert f"only {numbers}: " in row.differs_if_alike(kernels, CPU)
 
 
 def test_a_difference_fails_unless_equal_bits_are_not_promised() -> None:

@@ -3,8 +3,10 @@
 import copy
 import json
 import random
+import re
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -16,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from deepspeed_compress.errors import StateError
+from deepspeed_compress.local_sgd.parameter_server.calls import Terms, read_part
 from deepspeed_compress.local_sgd.parameter_server.push_log import PushLog
 from deepspeed_compress.local_sgd.parameter_server.records import Records
 from deepspeed_compress.local_sgd.parameter_server.service import Answer, Service
@@ -34,6 +37,7 @@ TOPK = {
     "values": {"method": "blockwise", "bits": 2},
 }
 LARGEST_FLOAT = torch.finfo(torch.float32).max
+MISSING = object()
 WRONG: tuple[Any, ...] = (
     *(None, True, False, 1.0, 0.5, -1, "10", "", [], {}, [1], {"a": 1}, 5),
     *(2**31, 2**62, 2**63 - 1, 2**63, 2**64, 10**4299, 1e308, "x" * 5000, "\ud800"),
@@ -336,6 +340,28 @@ def trained(directory: Path) -> Path:
     path = _copied(directory)
     service.close()
     return path
+
+
+PUSH = {"kind": "push", "number": 0, "place": 0, "call": 1, "samples": 8, "token": "secret"}
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({**PUSH, "place": MISSING}, "place is missing in a call of kind 'push' (allowed: a valid integer)"),
+        ({**PUSH, "place": "0"}, "place is '0' (allowed: a valid integer)"),
+        ({**PUSH, "layout": [["weight", 0]]}, "layout.0.2 is missing in a call of kind 'push' (required)"),
+    ],
+)
+def test_a_field_that_does_not_fit_is_named_without_the_rest_of_the_call(given: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(problem)) as raised:
+        read_part({name: value for name, value in given.items() if value is not MISSING}, 0)
+    assert "secret" not in "".join(traceback.format_exception(raised.value))
+
+
+def test_missing_terms_are_named() -> None:
+    with pytest.raises(ValueError, match=re.escape("ranks is missing in terms (allowed: a valid integer)")):
+        Terms.read({"max_staleness": 4, "exchange": EXACT})
 
 
 def test_a_log_entry_that_cannot_be_applied_is_skipped_and_reported(directory: Path) -> None:

@@ -39,15 +39,33 @@ def shown(value: Any) -> str:
     return repr(value)[:_SHOWN]
 
 
-def read_as(adapter: TypeAdapter[T], given: Any) -> T:
-    """Return `given` as the type of `adapter`. Raises ValueError for the first field that does not fit."""
+def read_as(adapter: TypeAdapter[T], given: Any, what: str) -> T:
+    """Return `given`, which is `what`, as the type of `adapter`. Raises ValueError for the first field that is wrong.
+
+    The error of pydantic is not chained, since it shows all of a call, and thus its token.
+    """
     try:
         return adapter.validate_python(given)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        name = ".".join(map(str, first["loc"])) or "it"
-        allowed = first["msg"].replace("Input should be ", "allowed: ")
-        raise ValueError(f"{name} is {shown(first['input'])} ({allowed})") from error
+    name = ".".join(map(str, first["loc"])) or "it"
+    if first["type"] == "missing":
+        raise ValueError(f"{name} is missing in {what} ({_allowed_as(adapter, name)})")
+    raise ValueError(f"{name} is {shown(first['input'])} ({_allowed(first['msg'])})")
+
+
+def _allowed(message: str) -> str:
+    return message.replace("Input should be ", "allowed: ")
+
+
+def _allowed_as(adapter: TypeAdapter[Any], name: str) -> str:
+    """Return what the field `name` may be, which pydantic says about a wrong value only."""
+    try:
+        adapter.validate_python({name: None})
+    except ValidationError as error:
+        found = (one["msg"] for one in error.errors(include_url=False) if one["loc"] == (name,))
+        return next(map(_allowed, found), "required")
+    return "required"
 
 
 def _checked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -81,7 +99,8 @@ class Terms:
         """Return the terms that an island has sent. Raises ValueError."""
         if not isinstance(given, Mapping):
             raise ValueError(f"terms are {shown(given)} (allowed: an object)")
-        return read_as(_TERMS, {**given, "settings": {key: given.get(key) for key in ("exchange", "outer")}})
+        settings = {key: given.get(key) for key in ("exchange", "outer")}
+        return read_as(_TERMS, {**given, "settings": settings}, "terms")
 
 
 @dataclass(frozen=True)
@@ -94,7 +113,7 @@ class Sender:
     @classmethod
     def read(cls, head: Head) -> "Sender":
         """Return the sender of the message with `head`. Raises ValueError."""
-        return read_as(_SENDER, head)
+        return read_as(_SENDER, head, _name(head))
 
 
 @dataclass(frozen=True)
@@ -142,7 +161,7 @@ _FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
 
 def read_part(head: Head, size: int) -> Part:
     """Return one rank's part of a call, whose body has `size` bytes. Raises ValueError."""
-    part = read_as(_PART, {**head, "size": size})
+    part = read_as(_PART, {**head, "size": size}, _name(head))
     given = frozenset[str]().union(*_FIELDS.values()) & head.keys()
     if given != _FIELDS[part.kind]:
         raise ValueError(f"a {part.kind} has {sorted(given)} (allowed: {sorted(_FIELDS[part.kind])})")
@@ -152,6 +171,10 @@ def read_part(head: Head, size: int) -> Part:
     if size != expected and not part.samples:
         raise ValueError(f"the body of a {part.kind} has {size} bytes (allowed: {expected})")
     return part
+
+
+def _name(head: Head) -> str:
+    return f"a call of kind {shown(head.get('kind'))}"
 
 
 def check_slices(layout: Sequence[Slice], shapes: Mapping[str, Sequence[int]]) -> None:

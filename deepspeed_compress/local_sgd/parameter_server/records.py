@@ -46,7 +46,7 @@ class Island:
     @classmethod
     def read(cls, found: Any) -> "Island":
         """Return the island with the fields `found`. Raises ValueError."""
-        return read_as(_ISLAND, found)
+        return read_as(_ISLAND, found, "an island")
 
 
 @with_config(_ONLY_THESE)
@@ -87,7 +87,7 @@ class Records:
     @classmethod
     def read(cls, found: Any) -> "Records":
         """Return the records from the result of `as_json`. Raises ValueError."""
-        records = read_as(_RECORDS, found)
+        records = read_as(_RECORDS, found, "the records")
         for layout in records.layouts:
             check_slices(layout, records.shapes)
         islands = records.islands

@@ -31,10 +31,9 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"--sizes {options.sizes}: latency and bandwidth need at least two different sizes; write another one"
         )
-    ranks = find_ranks(options.emulate, options.timeout, "bench comm")
-    job = {"kind": options.kind, "rates": ranks.rates, "sizes": options.sizes}
-    rows, failure = ranks.run(crossover.RANK_PROGRAM if activations else RANK_PROGRAM, job)
-    ranks.close()
+    with find_ranks(options.emulate, options.timeout, "bench comm") as ranks:
+        job = {"kind": options.kind, "rates": ranks.rates, "sizes": options.sizes}
+        rows, failure = ranks.run(crossover.RANK_PROGRAM if activations else RANK_PROGRAM, job)
     if rows and ranks.is_first:
         _show(rows, options)
     return int(failure is not None)

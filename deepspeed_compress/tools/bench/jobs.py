@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.tools.bench.hosts import Cluster, signals_as_exceptions
@@ -73,14 +73,17 @@ class EmulatedRanks:
             print(f"error: {run.failure} after {run.seconds:.0f} s; earlier measurements are kept", file=sys.stderr)
         return rows, run.failure
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         """Do nothing, since every job ends its processes."""
 
 
 class LaunchedRanks:
     """Processes of a launcher, of which this is one, or one rank and its mirror images if `images` is their number.
 
-    All jobs share the groups of these processes.
+    All jobs share the groups of these processes, which are destroyed at the end of the context.
     """
 
     starts_processes = False
@@ -105,14 +108,17 @@ class LaunchedRanks:
         import_module(program).measure(job, rows.append, _print_indented if self.is_first else _ignore)
         return gauges.gather(rows)[0], None
 
-    def close(self) -> None:
-        """Leave the group of all ranks."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         from deepspeed_compress.training.ranks import end_ranks
 
         end_ranks()
 
 
 JobRanks = EmulatedRanks | LaunchedRanks
+"""Context of the ranks for some jobs."""
 
 
 def find_ranks(emulation: Emulation | None, timeout: float, command: str) -> JobRanks:

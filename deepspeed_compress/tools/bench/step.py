@@ -43,7 +43,15 @@ def run(options: argparse.Namespace) -> int:
     """
     if options.plot:
         check_plotting("--plot")
-    ranks = _find_ranks(options)
+    with _find_ranks(options) as ranks:
+        document, failures = _measure(options, ranks)
+    if ranks.is_first:
+        _show(document, options)
+    return int(failures > 0)
+
+
+def _measure(options: argparse.Namespace, ranks: JobRanks) -> tuple[Row, int]:
+    """Measure what the output file lacks, and save it. Return the document, and the number of runs that failed."""
     groups, steps = _groups(options, ranks.count), steps_at(options, ranks.rates)
     if not options.emulate:
         _check_same_layout(groups)
@@ -61,10 +69,7 @@ def run(options: argparse.Namespace) -> int:
             merge(document, [row | {"mirror": True} for row in rows] if options.mirror else rows)
             if ranks.is_first:
                 save_document(document, options.output)
-    ranks.close()
-    if ranks.is_first:
-        _show(document, options)
-    return int(failures > 0)
+    return document, failures
 
 
 def _find_ranks(options: argparse.Namespace) -> JobRanks:

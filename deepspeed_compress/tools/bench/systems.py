@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import deepspeed_compress
-from deepspeed_compress.config import SECTION
+from deepspeed_compress.config import SECTION, CompressConfig
 from deepspeed_compress.models import Layout, build_parallel, read_model_config
 from deepspeed_compress.tools.bench.gauges import device
 from deepspeed_compress.tools.bench.peers import PEERS
@@ -99,20 +99,25 @@ def _engine(workload: Workload, ds_config: Mapping[str, Any]) -> System:
         workload.recompute,
     )
     module: Any = build_parallel(path, read_model_config(path), workload.seed, layout)
-    compressed, closing = SECTION in ds_config, ExitStack()
+    compressed = SECTION in ds_config
     initialize = deepspeed_compress.initialize if compressed else deepspeed.initialize
-    mpu = closing.enter_context(attention_on_ulysses(module, workload)) if workload.sequence > 1 else None
-    # DeepSpeed may modify its configuration.
-    config, trained = copy.deepcopy(dict(ds_config)), list(module.parameters())
-    made = initialize(model=module, model_parameters=trained, config=config, mpu=mpu)[0]
-    closing.callback(made.destroy)
-    session: Any = made.compression if compressed else None
-    section = session.config if compressed else None
-    islands = section.islands if section is not None else None
-    dense = 0 if section is None else max(section.schedule.warmup_steps, islands.warmup_steps if islands else 0)
-    period = (islands.sync_steps if islands else None) or 1
-    share = share_of_sequence(workload) if workload.sequence > 1 else share_of(made)
-    return System(_stepper(made, workload), share, closing.close, session, dense, period)
+    with ExitStack() as closing:
+        mpu = closing.enter_context(attention_on_ulysses(module, workload)) if workload.sequence > 1 else None
+        # DeepSpeed may modify its configuration.
+        config, trained = copy.deepcopy(dict(ds_config)), list(module.parameters())
+        made = initialize(model=module, model_parameters=trained, config=config, mpu=mpu)[0]
+        closing.callback(made.destroy)
+        share = share_of_sequence(workload) if workload.sequence > 1 else share_of(made)
+        session: Any = made.compression if compressed else None
+        dense, period = _rhythm(session.config) if compressed else (0, 1)
+        return System(_stepper(made, workload), share, closing.pop_all().close, session, dense, period)
+
+
+def _rhythm(section: CompressConfig) -> tuple[int, int]:
+    """Return the number of uncompressed steps at the start, and that of steps after which the traffic repeats."""
+    islands = section.islands
+    dense = max(section.schedule.warmup_steps, islands.warmup_steps if islands else 0)
+    return dense, (islands.sync_steps if islands else None) or 1
 
 
 def _stepper(engine: Any, workload: Workload) -> Stepper:

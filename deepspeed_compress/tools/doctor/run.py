@@ -1,9 +1,8 @@
 """Run to diagnose, read from the files that it has left in its directories."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from pydantic import ValidationError
 
 from deepspeed_compress.config import CompressConfig, read_ds_config, with_preset
 from deepspeed_compress.errors import DataError
-from deepspeed_compress.tools.run_directory import STATISTICS, Line, drop_replaced, read_directory
+from deepspeed_compress.tools.run_directory import STATISTICS, Line, read_directory
 
 __all__ = ["Line", "Run", "read_run"]
 
@@ -102,9 +101,19 @@ def _points(lines: Sequence[Line], key: str) -> Points:
     A null means "unknown" before the first value that is not null, and "not finite" (NaN) after it.
     """
     found, seen = [], False
-    for line in drop_replaced((line for line in lines if key in line), itemgetter("step")):
+    for line in _without_replaced(line for line in lines if key in line):
         value = line[key]
         seen = seen or value is not None
         if seen:
             found.append((int(line["step"]), math.nan if value is None else float(value)))
     return tuple(found)
+
+
+def _without_replaced(lines: Iterable[Line]) -> list[Line]:
+    """Return `lines` without those that a later one of the same or an earlier step replaces."""
+    kept: list[Line] = []
+    for line in lines:
+        while kept and kept[-1]["step"] >= line["step"]:
+            kept.pop()
+        kept.append(line)
+    return kept

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -10,12 +11,16 @@ import torch.distributed as dist
 from rich.console import Console
 
 from deepspeed_compress.cli import main
+from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.tools.bench import comm, step
 from deepspeed_compress.tools.bench.comm import plot_comm, table_of
 from deepspeed_compress.tools.bench.comm_rank import COLLECTIVES, Collective, measure_messages
 from deepspeed_compress.tools.bench.gauges import join
+from deepspeed_compress.tools.bench.jobs import EmulatedRanks
 from tests.support.forks import run_forks
 from tests.support.hosts import measures_links
 
+Captured = pytest.CaptureFixture[str]
 SIZES = [1000, 4096, 65536]
 
 
@@ -114,6 +119,30 @@ def is_filled(shares: dict[str, float]) -> bool:
     print(shares)
     # gloo implements reduce-scatter with an all-reduce, which sends twice as much.
     return 0.8 < shares["exchange"] < 1.1 and 0.4 < shares["reduce_scatter_tensor"] < 0.6
+
+
+class FailingRanks(EmulatedRanks):
+    """Ranks whose program fails, and that print when they are closed."""
+
+    def run(self, program: str, job: dict[str, Any]) -> tuple[list[dict[str, Any]], str | None]:
+        raise ConfigError("no such device")
+
+    def __exit__(self, *error: object) -> None:
+        print("closed")
+
+
+@pytest.mark.parametrize(
+    ("module", "command"),
+    [(comm, ["bench", "comm"]), (step, ["bench", "step", "--config", "configs/zero2_int4.json", "--output", "{}"])],
+)
+def test_ranks_are_closed_if_their_program_fails(
+    module: ModuleType, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setattr(module, "find_ranks", lambda emulation, timeout, _: FailingRanks(emulation, timeout))
+    assert main([*(one.format(tmp_path / "rows.json") for one in command), "--emulate", "2,1gbit"]) == 1
+    out, err = capsys.readouterr()
+    assert out.endswith("closed\n")
+    assert "no such device" in err
 
 
 def test_one_size_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

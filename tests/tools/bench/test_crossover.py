@@ -54,10 +54,9 @@ def test_a_picture_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 def measured(rank: int) -> tuple[list[dict[str, Any]], str]:
     """Return the rows and the output of a rank."""
-    ranks, printed = LaunchedRanks(), io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    printed = io.StringIO()
+    with LaunchedRanks() as ranks, contextlib.redirect_stdout(printed):
         rows, _ = ranks.run(RANK_PROGRAM, {"kind": "sequence", "rates": ranks.rates, "sizes": [4096, 8192]})
-    ranks.close()
     return rows, printed.getvalue()
 
 

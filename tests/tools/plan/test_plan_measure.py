@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from deepspeed_compress.cli import main
 from deepspeed_compress.errors import CompressError
@@ -175,4 +176,8 @@ def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
 
 
 def find_ranks_for(rank: int, gpus: int) -> None:
-    find_measuring_ranks(None, 10.0, gpus)
+    try:
+        with find_measuring_ranks(None, 10.0, gpus):
+            pass
+    finally:
+        assert not dist.is_initialized()
