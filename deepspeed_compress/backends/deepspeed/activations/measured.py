@@ -22,4 +22,12 @@ def measure_engine(engine: Any, activations: Activations) -> list[Crossover]:
         groups["experts"] = layer.ep_group  # the largest, if there are several
     if activations.sequence is not None:
         groups["sequence"] = engine.seq_parallel_group
-    return measure_kinds(activations, groups, next(engine.module.parameters()).dtype, torch.device(engine.device))
+    return measure_kinds(activations, groups, _message_dtype(engine), torch.device(engine.device))
+
+
+def _message_dtype(engine: Any) -> torch.dtype:
+    """Return the type of most messages: that of DeepSpeed's autocast if it is on, else that of the parameters."""
+    found: torch.dtype = next(engine.module.parameters()).dtype
+    if engine.torch_autocast_enabled():
+        found = engine.torch_autocast_dtype()
+    return found

@@ -102,21 +102,25 @@ def test_an_engine_records_that_bits_cost_time_on_its_link() -> None:
     assert run_forks(2, events, shared_memory=True) == [[["crossover_tensor"], [], []]] * 2
 
 
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+
+
 def exchanges(rank: int) -> list[Any]:
     """Return, for each engine with experts, which exchange it has measured on which ranks, and the kinds of events."""
     found = []
-    for begin, experts in (
-        (expert_layers.start, {"dispatch": {"bits": 4}, "combine": {}}),
-        (expert_layers.start_mixtral, {"combine": {}}),
+    for begin, experts, extra in (
+        (expert_layers.start, {"dispatch": {"bits": 4}, "combine": {}}, AUTOCAST),
+        (expert_layers.start_mixtral, {"combine": {}}, {}),
     ):
         measured: list[Any] = []
 
-        def timed(group: Any, kind: Kind, bits: Any, *more: Any, measured: list[Any] = measured) -> Crossover:
-            measured.append((dist.get_process_group_ranks(group), kind, bits))
-            return replace(measure(group, kind, bits, *more), plain=0.02, compressed=0.03)
+        def timed(*given: Any, measured: list[Any] = measured) -> Crossover:
+            group, kind, bits, _, dtype, _ = given
+            measured.append((dist.get_process_group_ranks(group), kind, bits, str(dtype)))
+            return replace(measure(*given), plain=0.02, compressed=0.03)
 
         with patch.object(module, "measure", timed):
-            engine = begin(expert_layers.Job({"experts": experts}))
+            engine = begin(expert_layers.Job({"experts": experts}, extra=extra))
         found.append((*measured, [event.kind for event in engine.compression.events]))
         engine.destroy()
     return found
@@ -126,5 +130,5 @@ def exchanges(rank: int) -> list[Any]:
 def test_exchanges_with_experts_are_measured_in_each_group() -> None:
     for rank, (of_deepspeed, auto_ep) in enumerate(run_forks(4, exchanges)):
         group = [0, 1] if rank < 2 else [2, 3]
-        assert of_deepspeed == ((group, "experts", [4, 8]), ["crossover_experts"])
-        assert auto_ep == ((group, "experts", [8]), ["crossover_experts"])
+        assert of_deepspeed == ((group, "experts", [4, 8], "torch.bfloat16"), ["crossover_experts"])
+        assert auto_ep == ((group, "experts", [8], "torch.float32"), ["crossover_experts"])
