@@ -365,10 +365,10 @@ BUGS: Mapping[str, Bug] = {
         ("backends/deepspeed/activations/test_pipeline.py",),
     ),
     "gradients of tokens go the way of the tokens": Bug(
-        "backends/deepspeed/activations/tokens.py",
+        "backends/activations/tokens.py",
         "Route(self.group, self.received, self.sent)",
         "Route(self.group, self.sent, self.received)",
-        ("backends/deepspeed/activations/test_tokens.py",),
+        ("backends/activations/test_tokens.py",),
     ),
     "tokens of an evaluation are compressed": Bug(
         "backends/deepspeed/activations/experts.py",

@@ -23,7 +23,7 @@ class Event:
     Attributes:
         step: optimizer steps done.
         kind: "schedule", "anomaly", "return", "full_sync", "residuals_cleared", "rollback", "checkpoint_rollback",
-            "adapt", "auto", or "crossover_tensor" (pipeline, sequence).
+            "adapt", "auto", or "crossover_tensor" (pipeline, experts, sequence).
         reason: the reason, for people.
         evidence: the figures that led to the decision.
         before: settings of gradients before, in short form.

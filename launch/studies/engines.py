@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     data, kinds = prepare_data(options), [kind for pair in ENGINES.values() for kind in pair]
     for kind in track(kinds, "runs", console=Console(stderr=True)):
         run_job(_job(options, kind, data), options.ranks, cache_dir(options), _file(options, kind))
-    curves = {kind: finished(_file(options, kind)) for kind in kinds}
+    curves = {kind: finished(_job(options, kind, data), _file(options, kind)) for kind in kinds}
     failed = [kind for kind, curve in curves.items() if curve is None]
     if failed:
         print(f"runs failed, see their .log in {options.output_dir}: {', '.join(failed)}", file=sys.stderr)

@@ -150,13 +150,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         data = prepare_data(options)
         names = [name for name in variants(options.steps) if options.only.search(name)]
-        runs = list(product(options.seeds, names))
+        jobs = {
+            (name, seed): job_of(name, seed, options.steps, options.hosts, options, data)
+            for seed, name in product(options.seeds, names)
+        }
         if not options.train_none:
-            for seed, name in track(runs, "runs", console=Console(stderr=True)):
-                job = job_of(name, seed, options.steps, options.hosts, options, data)
+            for (name, seed), job in track(jobs.items(), "runs", console=Console(stderr=True)):
                 if not run_job(job, options.hosts, cache_dir(options), file_of(options, name, seed)):
                     print(f"{name}, seed {seed}: failed, see its .log", file=sys.stderr)
-        curves = {(name, seed): finished(file_of(options, name, seed)) for seed, name in runs}
+        curves = {run: finished(job, file_of(options, *run)) for run, job in jobs.items()}
     except CompressError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from deepspeed_compress.errors import DataError
 from deepspeed_compress.tools.bench import gauges
 from deepspeed_compress.tools.bench.systems import System, make
 from deepspeed_compress.tools.bench.torch_loop import Optimizer
@@ -139,9 +140,19 @@ def run_job(job: Job, ranks: int, cache_dir: Path, file: Path) -> bool:
         return any(outcome.returncode == 0 for outcome in outcomes)
 
 
-def finished(file: Path) -> Curve | None:
-    """Return the curve of a finished run, or None."""
-    return Curve.from_json(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
+def finished(job: Job, file: Path) -> Curve | None:
+    """Return the curve of a finished run, or None.
+
+    Raises:
+        DataError: The run was made with other options.
+    """
+    if not file.is_file():
+        return None
+    found, wanted = json.loads(file.read_text(encoding="utf-8")), json.loads(json.dumps(asdict(job)))
+    differing = ", ".join(key for key, value in wanted.items() if found["job"].get(key) != value)
+    if differing:
+        raise DataError(f"{file}: made with another {differing}; remove it, or use another --output-dir")
+    return Curve.from_json(found)
 
 
 def train(job: Job, cache_dir: Path, shown: Display) -> Curve:

@@ -27,12 +27,11 @@ examples, from the root of the repository:
 """
 
 import argparse
-import json
 import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,7 @@ from deepspeed_compress.errors import CompressError, ConfigError, DataError
 from deepspeed_compress.tools.arguments import positive_integer
 from deepspeed_compress.tools.bench.rows import read_document
 from deepspeed_compress.tools.bench.workload import Contender, Workload, group_contenders
-from launch.studies.loss_curve import Curve, Goal, Job, run_job
+from launch.studies.loss_curve import Curve, Goal, Job, finished, run_job
 from launch.studies.text import cache_dir, prepare_data
 from launch.studies.time_table import BASELINE, StepTimes, Trained, goal_of, report
 
@@ -196,20 +195,8 @@ class Study:
         return goal_of(curve, self.window)
 
     def _curve(self, run: Run) -> Curve | None:
-        """Return the curve of a finished run, or None.
-
-        Raises:
-            DataError: The run was made with other options.
-        """
-        if not self._file(run).is_file():
-            return None
-        found = json.loads(self._file(run).read_text())
-        wanted = json.loads(json.dumps(asdict(self._job(run, self._goal(run)))))
-        differing = [key for key, value in wanted.items() if found["job"].get(key) != value]
-        if differing:
-            names = ", ".join(differing)
-            raise DataError(f"{self._file(run)}: made with another {names}; remove it, or use another --output-dir")
-        return Curve.from_json(found)
+        """Return the curve of a finished run, or None. Raises DataError if it was made with other options."""
+        return finished(self._job(run, self._goal(run)), self._file(run)) if self._file(run).is_file() else None
 
     def _train(self, run: Run) -> bool:
         """Train the run unless it is finished. Return True on success."""

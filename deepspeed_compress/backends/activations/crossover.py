@@ -6,7 +6,7 @@ link tells from which rate on compression costs more than it saves.
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -20,18 +20,19 @@ from torch.distributed import ProcessGroup
 from deepspeed_compress.backends.activations.all_to_all import AllToAllCall, CompressedAllToAll
 from deepspeed_compress.backends.activations.messages import ActivationMessages
 from deepspeed_compress.backends.activations.sums import activation_codec, compressed_sum, gradient_codec
+from deepspeed_compress.backends.activations.tokens import Route, make_leg
 from deepspeed_compress.collectives.exchange import exchange
 from deepspeed_compress.collectives.reducer import Run, StepClock
-from deepspeed_compress.config import Activations, PipelineActivations, SequenceActivations, TensorActivations
+from deepspeed_compress.config import Activations
+from deepspeed_compress.config.native import value_at
 from deepspeed_compress.config.numbers import size
 from deepspeed_compress.monitor import Event, Meter
 
-Kind = Literal["tensor", "pipeline", "sequence"]
-NAMES: Mapping[Kind, str] = MappingProxyType(
-    {"tensor": "a sum of tensor parallelism", "pipeline": "a message between stages", "sequence": "an all-to-all"}
-)
+Kind = Literal["tensor", "pipeline", "experts", "sequence"]
 NUMEL: Mapping[str, int] = MappingProxyType({"cpu": 2**18, "cuda": 2**22})
 """Elements of the messages that are measured at the start, by type of device."""
+WIDTH = 1024
+"""Largest number of elements of a token."""
 CALLS = 4
 """Calls of each form, of which the first connects and compiles, and is not counted."""
 
@@ -42,8 +43,8 @@ class Crossover:
 
     Attributes:
         kind: kind of parallelism.
-        bits: bits per element of the compressed message.
-        numel: number of elements.
+        bits: bits per element of the compressed message, one number for each way that it takes.
+        numel: number of elements on each way.
         plain: seconds of the uncompressed message.
         compressed: seconds of the compressed message, with encoding and decoding.
         coding: seconds of encoding and decoding.
@@ -52,7 +53,7 @@ class Crossover:
     """
 
     kind: Kind
-    bits: int
+    bits: Sequence[int]
     numel: int
     plain: float
     compressed: float
@@ -85,10 +86,11 @@ class Crossover:
 
     def __str__(self) -> str:
         figures = self.figures
-        verdict = "" if self.pays else f", so activations.{self.kind}.bits costs time on this link"
+        verdict = "" if self.pays else f", so bits of activations.{self.kind} cost time on this link"
+        bits = " and ".join(map(str, self.bits))
         return (
-            f"{NAMES[self.kind]} of {self.numel:,} elements in {self.bits} bits sends {size(self.sent)}, uncompressed "
-            f"{size(self.sent + self.saved)}, and takes {figures['compressed_ms']:.3g} ms, uncompressed "
+            f"{_MESSAGES[self.kind].name} of {self.numel:,} elements in {bits} bits sends {size(self.sent)}, "
+            f"uncompressed {size(self.sent + self.saved)}, and takes {figures['compressed_ms']:.3g} ms, uncompressed "
             f"{figures['uncompressed_ms']:.3g}{verdict}; it saves time below about "
             f"{figures['pays_below_gbit_per_s']:.2g} Gbit/s per rank"
         )
@@ -132,27 +134,70 @@ def _all_to_alls(group: ProcessGroup, x: Tensor, bits: int, run: Run) -> _Forms:
     return lambda: group.alltoall_base(call.output, x, [], []).wait(), lambda: compressed.start(call).wait()
 
 
-_FORMS: Mapping[Kind, Callable[[ProcessGroup, Tensor, int, Run], _Forms]] = MappingProxyType(
-    {"tensor": _sums, "pipeline": _shifts, "sequence": _all_to_alls}
+def _exchanges(group: ProcessGroup, x: Tensor, bits: int, run: Run) -> _Forms:
+    width = _token_width(x.numel(), group.size())
+    equal = [x.numel() // width // group.size()] * group.size()
+    route, received = Route(group, tuple(equal), tuple(equal)), torch.empty_like(x)
+    compressed = partial(make_leg(bits, run.meter).tokens, x.view(-1, width), route)
+    return lambda: group.alltoall_base(received, x, [], []).wait(), compressed
+
+
+def _token_width(numel: int, ranks: int) -> int:
+    """Return the number of elements of a token, if each of some ranks gets one or more of `numel` elements."""
+    return max(1, min(WIDTH, numel // ranks))
+
+
+@dataclass(frozen=True)
+class _Message:
+    """A kind of message.
+
+    Attributes:
+        name: name in texts.
+        paths: places of its bits in `activations`, one for each way that it takes.
+        forms: returns both forms of one way.
+    """
+
+    name: str
+    paths: Sequence[tuple[str, ...]]
+    forms: Callable[[ProcessGroup, Tensor, int, Run], _Forms]
+
+    def bits(self, activations: Activations) -> list[int]:
+        """Return the bits of the ways that are compressed."""
+        found = [value_at(activations.model_dump(), path) for path in self.paths]
+        return [bits for bits in found if bits is not None]
+
+
+_MESSAGES: Mapping[Kind, _Message] = MappingProxyType(
+    {
+        "tensor": _Message("a sum of tensor parallelism", [("tensor", "bits")], _sums),
+        "pipeline": _Message("a message between stages", [("pipeline", "bits")], _shifts),
+        "experts": _Message(
+            "an exchange of tokens", [("experts", "dispatch", "bits"), ("experts", "combine", "bits")], _exchanges
+        ),
+        "sequence": _Message("an all-to-all", [("sequence", "bits")], _all_to_alls),
+    }
 )
 
 
 def measure(
-    group: ProcessGroup, kind: Kind, bits: int, numel: int, dtype: torch.dtype, device: torch.device
+    group: ProcessGroup, kind: Kind, bits: Sequence[int], numel: int, dtype: torch.dtype, device: torch.device
 ) -> Crossover:
-    """Measure both forms of a message of `numel` elements. Collective; waits for the GPU.
+    """Measure both forms of a message. Collective; waits for the GPU.
 
     Args:
-        group: the ranks that share layers or sequences, or the stages of a pipeline.
+        group: the ranks that share layers, experts or sequences, or the stages of a pipeline.
         kind: kind of parallelism.
-        bits: bits per element of the compressed message.
-        numel: number of elements, a multiple of the number of ranks.
+        bits: bits per element of the compressed message, one number for each way that it takes.
+        numel: number of elements on each way, which is rounded to equal numbers of tokens for all ranks.
         dtype: type of the activations.
         device: device of the activations.
     """
+    unit = _token_width(numel, group.size()) * group.size()
+    numel = max(1, numel // unit) * unit
     x = torch.linspace(-1, 1, numel, device=device).to(dtype)
     run = Run(StepClock(), Meter())
-    plain, compressed = _FORMS[kind](group, x, bits, run)
+    ways = [_MESSAGES[kind].forms(group, x, one, run) for one in bits]
+    plain, compressed = (partial(_call_all, calls) for calls in zip(*ways, strict=True))
     calls = [_timed(compressed, group, run.meter, device) for _ in range(CALLS)][1:]
     sizes = run.meter.sizes()
     seconds = [[_seconds(plain, group, device) for _ in range(CALLS)][1:], *zip(*calls, strict=True)]
@@ -163,7 +208,7 @@ def measure(
     times = dict(zip(("plain", "compressed", "coding"), slowest.tolist(), strict=True))
     saved = sizes[f"bytes_{kind}_saved"]
     # Messages between stages are counted where they are sent.
-    sent = sizes[f"bytes_{kind}"] or x.nbytes - saved
+    sent = sizes[f"bytes_{kind}"] or len(bits) * x.nbytes - saved
     return Crossover(kind, bits, numel, **times, sent=sent, saved=saved)
 
 
@@ -173,11 +218,15 @@ def measure_kinds(
     """Measure every kind that compresses messages, on the `groups` that this rank belongs to; see `measure`."""
     found = []
     for kind, group in groups.items():
-        settings: TensorActivations | PipelineActivations | SequenceActivations | None = getattr(activations, kind)
-        if settings is not None and settings.bits is not None and group.size() > 1:
-            numel = NUMEL[device.type] // group.size() * group.size()
-            found.append(measure(group, kind, settings.bits, numel, dtype, device))
+        bits = _MESSAGES[kind].bits(activations)
+        if bits and group.size() > 1:
+            found.append(measure(group, kind, bits, NUMEL[device.type], dtype, device))
     return found
+
+
+def _call_all(calls: Iterable[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
 
 
 def _timed(call: Callable[[], object], group: ProcessGroup, meter: Meter, device: torch.device) -> tuple[float, float]:

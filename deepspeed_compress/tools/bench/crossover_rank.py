@@ -6,7 +6,7 @@ from dataclasses import asdict
 import torch
 import torch.distributed as dist
 
-from deepspeed_compress.backends.activations.crossover import Crossover, Kind
+from deepspeed_compress.backends.activations.crossover import Kind
 from deepspeed_compress.backends.activations.crossover import measure as measure_message
 from deepspeed_compress.tools.bench import gauges
 from deepspeed_compress.tools.bench.jobs import Emit, Log, rank_main
@@ -28,16 +28,15 @@ def measure(job: Row, emit: Emit, log: Log) -> None:
         log(f"{kind}{f' at {rate}' if rate else ''}")
         if rate is not None:
             set_own_rate(rate)
-        found = [asdict(one) | {"rate": one.rate} for one in _crossovers(kind, job["sizes"])]
-        emit({"kind": kind, "ranks": dist.get_world_size(), "rate": rate, "messages": found})
+        emit({"kind": kind, "ranks": dist.get_world_size(), "rate": rate, "messages": list(_rows(kind, job["sizes"]))})
 
 
-def _crossovers(kind: Kind, sizes: Sequence[int]) -> Iterator[Crossover]:
-    group, ranks = dist.distributed_c10d._get_default_group(), dist.get_world_size()
+def _rows(kind: Kind, sizes: Sequence[int]) -> Iterator[Row]:
+    group = dist.distributed_c10d._get_default_group()
     for size in sizes:
-        numel = max(1, size // DTYPE.itemsize // ranks) * ranks
         for bits in BITS:
-            yield measure_message(group, kind, bits, numel, DTYPE, gauges.device())
+            found = measure_message(group, kind, [bits], size // DTYPE.itemsize, DTYPE, gauges.device())
+            yield asdict(found) | {"bits": bits, "rate": found.rate}
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ PEERS = (
     "megatron",
     "megatron-int4",
 )
-KINDS = ("collectives", "tensor", "pipeline", "sequence")
+KINDS = ("collectives", "tensor", "pipeline", "experts", "sequence")
 SIZES = ("4K", "16K", "64K", "256K", "1M", "4M", "16M")
 
 
@@ -91,8 +91,8 @@ def _add_comm(subparsers: Any) -> None:
     ]
     parser = add_subcommand(subparsers, "comm", "tools.bench.comm:run", what, examples)
     what = (
-        "messages to measure: collectives, or compressed and uncompressed activations of tensor, pipeline or sequence "
-        "parallelism, with the rate of the link from which on compression costs time (default: collectives)"
+        "messages to measure: collectives, or compressed and uncompressed activations of tensor, pipeline, expert or "
+        "sequence parallelism, with the rate of the link from which on compression costs time (default: collectives)"
     )
     parser.add_argument("--kind", choices=KINDS, default=KINDS[0], help=what)
     what = f"bytes of a rank's buffer, such as 64K or 4M (default: {' '.join(SIZES)})"

@@ -52,17 +52,17 @@ def test_a_picture_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--plot: draws collectives only" in capsys.readouterr().err
 
 
-def measured(rank: int) -> tuple[list[dict[str, Any]], str]:
+def measured(rank: int, kind: str) -> tuple[list[dict[str, Any]], str]:
     """Return the rows and the output of a rank."""
     printed = io.StringIO()
     with LaunchedRanks() as ranks, contextlib.redirect_stdout(printed):
-        rows, _ = ranks.run(RANK_PROGRAM, {"kind": "sequence", "rates": ranks.rates, "sizes": [4096, 8192]})
+        rows, _ = ranks.run(RANK_PROGRAM, {"kind": kind, "rates": ranks.rates, "sizes": [4096, 8192]})
     return rows, printed.getvalue()
 
 
-@pytest.mark.slow
-def test_rank_0_reports_every_size_and_number_of_bits() -> None:
-    ([row], progress), (same, nothing) = run_forks(2, measured)
-    assert (progress, nothing) == ("  sequence\n", "")
+@pytest.mark.parametrize("kind", [pytest.param("sequence", marks=pytest.mark.slow), "experts"])
+def test_rank_0_reports_every_size_and_number_of_bits(kind: str) -> None:
+    ([row], progress), (same, nothing) = run_forks(2, measured, kind)
+    assert (progress, nothing) == (f"  {kind}\n", "")
     assert same == [row]
     assert [(one["numel"], one["bits"]) for one in row["messages"]] == [(n, b) for n in (2048, 4096) for b in BITS]

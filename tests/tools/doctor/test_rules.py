@@ -140,6 +140,7 @@ FAULTY: dict[str, list[tuple[Run, Any]]] = {
     "activations-do-not-pay": [
         (run(events=crossover("tensor"), ds_config=config(activations={"tensor": {"bits": 8}})), None),
         (run(events=crossover("sequence"), ds_config=config(activations={"sequence": {}})), None),
+        (run(events=crossover("experts"), ds_config=config(activations={"experts": {"combine": {"bits": 4}}})), None),
     ],
     "weights-uncompressed": [(run({"bytes_weights": 21_000_000}, config(weights=None)), None)],
     "other-traffic": [

@@ -15,8 +15,8 @@ from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from deepspeed_compress.backends.activations.hooks import TrainingPass
+from deepspeed_compress.backends.activations.tokens import ExchangeTokens, Leg, Route, is_smaller, make_leg
 from deepspeed_compress.backends.deepspeed.activations.attached import Attached, detach_with_engine, forbid_compiling
-from deepspeed_compress.backends.deepspeed.activations.tokens import ExchangeTokens, Leg, Route, is_smaller, make_leg
 from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.backends.deepspeed.versions import expert_exchanges
 from deepspeed_compress.config import ExpertActivations

@@ -157,15 +157,16 @@ class _FirstSend:
         """Run the instruction of `engine` that sends what it has in a buffer.
 
         Raises:
-            UnsupportedError: a mask comes before the hidden states. Its infinities would spoil the numbers beside them.
+            UnsupportedError: a mask comes before the hidden states. Its lowest numbers would spoil those beside them.
         """
         if not self._checked and torch.is_grad_enabled():
             outputs = engine.pipe_buffers["outputs"][buffer_id]
             floats = [one for one in outputs if one.is_floating_point()] if isinstance(outputs, tuple) else []
-            if len(floats) > 1 and bool(floats[0].isneginf().any()):
+            if len(floats) > 1 and bool((floats[0] <= torch.finfo(floats[0].dtype).min).any()):
                 raise UnsupportedError(
                     f"/{SECTION}/activations/pipeline: the first floating-point tensor that a stage passes on is "
-                    "compressed, but it is a mask (it has -inf); pass hidden states first, or remove the key"
+                    "compressed, but it is a mask (it has -inf or the lowest number); pass hidden states first, or "
+                    "remove the key"
                 )
             self._checked = True
         instruction(engine, buffer_id=buffer_id)

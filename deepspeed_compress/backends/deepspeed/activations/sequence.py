@@ -56,31 +56,43 @@ class _AllToAll:
 
     Attributes:
         before: the backend's own attribute of that name before; None if it had none.
-        current: the exchange of the engine whose pass runs; None between passes.
+        forward: the exchange of the engine whose forward pass runs, in training; else None.
+        backward: the exchange of the engine whose backward pass has begun last; None after its optimizer step.
     """
 
     original: Callable[..., Any]
     before: Any
     engines: int = 0
-    current: _EngineExchange | None = None
+    forward: _EngineExchange | None = None
+    backward: _EngineExchange | None = None
 
     def __call__(self, *args: Any, **options: Any) -> PendingAllToAll | Any:
-        call, current = AllToAllCall(*args, **options), self.current
-        if current is None or torch.compiler.is_compiling() or not current.takes(call):
+        call, current = AllToAllCall(*args, **options), None if torch.compiler.is_compiling() else self._current()
+        if current is None or not current.takes(call):
             return self.original(*args, **options)
         current.used = True
         pending = current.exchange.start(call)
         return pending if call.async_op else pending.wait()
+
+    def _current(self) -> _EngineExchange | None:
+        """Return the exchange of the pass that runs; None outside of training."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        return self.backward if self.forward is None and in_backward else self.forward
+
+    def leave(self, own: _EngineExchange) -> None:
+        """End the passes of an engine, by its exchange."""
+        if self.forward is own:
+            self.forward = None
+        if self.backward is own:
+            self.backward = None
 
 
 @dataclass
 class _Passes:
     """Passes of one engine, during which its all-to-alls are compressed: forward with gradients, and backward.
 
-    A program may call parts of the model by themselves, which begin a pass if gradients are on.
-
-    Reentrant checkpoints recompute layers in the backward pass. A backward pass that the program starts on a tensor,
-    without the engine, is over at the latest when the optimizer steps.
+    A program may call parts of the model by themselves, which begin a pass if gradients are on. Reentrant checkpoints
+    recompute layers in the backward pass.
     """
 
     switch: _AllToAll
@@ -92,29 +104,29 @@ class _Passes:
 
     def begin_forward(self, module: nn.Module, inputs: Any) -> None:
         """Enter a forward pass of `module`, which is a copy if it is none of the `parts`."""
-        self._outer.append(self.switch.current)
+        self._outer.append(self.switch.forward)
         if module not in self.parts:
-            self.switch.current = None
+            self.switch.forward = None
         elif torch.is_grad_enabled():
-            self.switch.current = self.own
+            self.switch.forward = self.own
         elif module is self.model():
-            self.switch.current = None
+            self.switch.forward = None
 
     def end_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Leave the forward pass."""
-        self.switch.current = self._outer.pop()
+        self.switch.forward = self._outer.pop()
 
     def backward(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Run the engine's method `backward`."""
-        outer, self.switch.current = self.switch.current, self.own
+        outer, self.switch.backward = self.switch.backward, self.own
         try:
             return original(*args, **options)
         finally:
-            self.switch.current = outer
+            self.switch.backward = outer
 
     def begin_backward(self) -> None:
-        """Enter a backward pass through the engine's outputs."""
-        self.switch.current = self.own
+        """Enter a backward pass through the engine's outputs, which the program may have started on a tensor."""
+        self.switch.forward, self.switch.backward = None, self.own
 
     def before_step(self) -> None:
         """Leave all passes.
@@ -123,7 +135,7 @@ class _Passes:
             UnsupportedError: there was no all-to-all, so the setting has no effect.
         """
         self._outer.clear()
-        self.switch.current = None
+        self.switch.leave(self.own)
         if not self.own.used:
             raise UnsupportedError(
                 f"/{SECTION}/activations/sequence has no effect: no attention has exchanged anything over the "
@@ -172,8 +184,7 @@ def _leave(backend: Any, passes: _Passes, handles: list[Any]) -> None:
         handles.pop().remove()
     switch = passes.switch
     switch.engines -= 1
-    if switch.current is passes.own:
-        switch.current = None
+    switch.leave(passes.own)
     if switch.engines or vars(backend).get(_METHOD) is not switch:
         return
     if switch.before is None:

@@ -183,7 +183,7 @@ def activations_do_not_pay(case: Case) -> Iterator[Diagnostic]:
         figures = event["evidence"]
         yield Diagnostic(
             at_steps(*case.span),
-            f"activations.{name}.bits costs time: on this link, a message of activations takes "
+            f"Bits of activations.{name} cost time: on this link, a message of activations takes "
             f"{figures['compressed_ms']:.3g} ms compressed, and {figures['uncompressed_ms']:.3g} ms as it is",
             "Do not compress activations on this link.",
             patch=case.patch(without_bits, name),

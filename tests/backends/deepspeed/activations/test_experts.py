@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepspeed_compress
-from deepspeed_compress.backends.deepspeed.activations.tokens import row_bytes
+from deepspeed_compress.backends.activations.tokens import row_bytes
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import UnsupportedError
 from tests.support.expert_layers import WIDTH, Job, batch, loss_of, start, start_mixtral, step, step_mixtral

@@ -225,16 +225,20 @@ def test_nothing_is_left_behind() -> None:
     assert run_forks(2, interrupted) == [(True, False, True)] * 2
 
 
-def mask_first(rank: int) -> str:
-    """Return the message for a stage that passes on a mask before its hidden states."""
-    engine, hidden = start(Job(EIGHT)), torch.zeros(ROWS, WIDTH)
-    engine.pipe_buffers["outputs"] = [(hidden.index_fill(1, torch.tensor(0), -torch.inf), hidden)]
-    return refusal(UnsupportedError, engine._INSTRUCTION_MAP[schedule.SendActivation], engine, buffer_id=0)
+def masks_first(rank: int) -> list[str]:
+    """Return the messages for stages that pass on masks before their hidden states."""
+    engine, hidden, found = start(Job(EIGHT)), torch.zeros(ROWS, WIDTH), []
+    for low in (-torch.inf, torch.finfo(hidden.dtype).min):  # the second is that of transformers
+        engine.pipe_buffers["outputs"] = [(hidden.index_fill(1, torch.tensor(0), low), hidden)]
+        send = engine._INSTRUCTION_MAP[schedule.SendActivation]
+        found.append(refusal(UnsupportedError, send, engine, buffer_id=0))
+    return found
 
 
 def test_a_mask_before_hidden_states_is_refused() -> None:
-    for message in run_forks(2, mask_first):
-        assert "/deepspeed_compress/activations/pipeline: the first floating-point tensor that a stage" in message
+    for messages in run_forks(2, masks_first):
+        for message in messages:
+            assert "/deepspeed_compress/activations/pipeline: the first floating-point tensor that a stage" in message
 
 
 def overflowing(rank: int, job: Job) -> tuple[int, bool]:

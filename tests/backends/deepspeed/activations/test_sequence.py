@@ -133,6 +133,18 @@ def outside_of_training(rank: int, job: Job, mpu: Any) -> list[Any]:
     return [*found, *(one.grad.tolist() for one in other.parameters() if one.grad is not None)]
 
 
+def between_micro_batches(rank: int, job: Job, mpu: Any) -> list[Any]:
+    """Evaluate a part of the model, and another model, after a backward pass that was started on the loss."""
+    other = start(replace(job, activations=None), mpu).module
+    engine = start(replace(job, extra={"gradient_accumulation_steps": 2}), mpu)
+    loss_of(engine, 0, rank).backward()  # type: ignore[no-untyped-call]  # torch has no types here
+    engine.step()
+    tokens, positions = share(1, rank)
+    with torch.no_grad():
+        hidden = engine.module.model(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
+        return [hidden.tolist(), float(loss_of(other, 1, rank))]
+
+
 def after_detach(rank: int, job: Job, mpu: Any) -> list[Any]:
     engine = start(job, mpu)
     if job.activations is not None:
@@ -208,7 +220,11 @@ def run_program(rank: int, program: Program, *jobs: Job) -> list[list[Any]]:
 
 @pytest.mark.parametrize(
     "program",
-    [outside_of_training, *(pytest.param(one, marks=SLOW) for one in (after_detach, one_alone_beside_another))],
+    [
+        outside_of_training,
+        between_micro_batches,
+        *(pytest.param(one, marks=SLOW) for one in (after_detach, one_alone_beside_another)),
+    ],
 )
 def test_everything_outside_of_training_is_exact(program: Program) -> None:
     for plain, ours in run_forks(RANKS, run_program, program, Job(), Job(EIGHT)):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed_compress.backends.deepspeed.activations.tokens import (
+from deepspeed_compress.backends.activations.tokens import (
     ExchangeTokens,
     Leg,
     Route,
