@@ -3,8 +3,9 @@
     python -m launch.studies.agent_rewards --output-dir runs/rewards --seeds 0 1 2
 
 The task is that of launch/train_agents.py: a small GPT-2 learns sums by GRPO. One process trains with a DeepSpeed
-engine, another one samples, and weights travel through a store whose reads are as slow as a link. Every run has the
-same model after supervised steps, and the same seconds. Prints a table, and draws the reward over time.
+engine, another one samples, and weights travel through a store whose reads are as slow as a link. All runs begin with
+the same model, which supervised steps bring to the reward --start, and last equally long; a seed decides tasks and
+sampling. Prints a table, and draws the reward over time.
 """
 
 import argparse
@@ -12,7 +13,6 @@ import json
 import multiprocessing
 import os
 import queue
-import random
 import socket
 import statistics
 import tempfile
@@ -20,25 +20,34 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import count
+from itertools import count, islice
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from deepspeed_compress.agents.generation import Sampling, complete
+from deepspeed_compress.agents.generation import Completion, Sampling, complete
 from deepspeed_compress.agents.grpo import Sample
 from deepspeed_compress.agents.learner import Learner, LearnerSettings
 from deepspeed_compress.rollout import DirectoryStore, Publisher, Receiver
-from deepspeed_compress.tools.plots import COLOURS, check_plotting, style_axes
-from launch.agents.sums import CHARACTERS, END, LARGEST, PAD, Sum, encode, make_model, reward, teach
+from deepspeed_compress.tools.plots import COLOURS, GREY, check_plotting, new_figure, save_figure, style_axes
+from launch.agents.sums import CHARACTERS, END, LARGEST, PAD, Sum, encode, make_model, reward, sums, teach
 from launch.studies.plain_updates import CODINGS, PlainPublisher, PlainReceiver
 
 CONFIG = Path(__file__).parents[1] / "agents" / "ds_config.json"
 CHUNK = 64
 """Completions that are sampled at a time, between which new weights may arrive."""
+POLL_S = 0.005
+"""Seconds between two looks for new weights."""
+SMOOTHED = 10
+"""Number of batches whose mean reward is compared with the goal."""
 COLUMNS = ("mode", "batches", "s per batch", "kB per version", "versions behind", "reward at the end", "s to the goal")
+TEACHING_SEED = 1234
+"""Seed of the model that all runs begin with, and of its supervised steps."""
+MOST_STEPS, CHECK_EVERY, CHECKED_SUMS = 5000, 20, 256
+"""Largest number of supervised steps, steps between two measurements of the reward, and sums of a measurement."""
 
 
 @dataclass(frozen=True)
@@ -94,13 +103,18 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--output-dir", type=Path, required=True, metavar="DIR", help="directory for figures and the picture")
     add("--modes", nargs="+", choices=MODES, default=list(MODES), help="default: all")
     add("--seeds", type=int, nargs="+", default=[0], metavar="N", help="default: 0")
-    add("--seconds", type=float, default=120.0, help="seconds of each run; default: 120")
-    add("--goal", type=float, default=0.65, help="mean reward of five batches to reach; default: 0.65")
-    add("--mbit", type=float, default=10.0, help="rate of the link in Mbit/s; default: 10")
-    add("--supervised-steps", type=int, default=600, metavar="N", help="steps before rewards; default: 600")
-    add("--tasks", type=int, default=32, metavar="N", help="tasks in a batch; default: 32")
-    add("--episodes", type=int, default=8, metavar="N", help="completions of each task; default: 8")
-    return parser.parse_args(argv)
+    add("--seconds", type=float, default=90.0, help="seconds of each run; default: 90")
+    add("--start", type=float, default=0.35, help="mean reward of the model before its first batch; default: 0.35")
+    add("--goal", type=float, default=0.5, help=f"mean reward of {SMOOTHED} batches to reach; default: 0.5")
+    add("--mbit", type=float, default=100.0, help="rate of the link in Mbit/s; default: 100")
+    add("--width", type=int, default=192, metavar="N", help="width of the model; default: 192")
+    add("--layers", type=int, default=4, metavar="N", help="layers of the model; default: 4")
+    add("--tasks", type=int, default=16, metavar="N", help="tasks in a batch; default: 16")
+    add("--episodes", type=int, default=4, metavar="N", help="completions of each task; default: 4")
+    options = parser.parse_args(argv)
+    if options.start >= options.goal:
+        parser.error(f"--start {options.start:g} is not below --goal {options.goal:g}")
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -108,8 +122,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_plotting("launch.studies.agent_rewards")
     options.output_dir.mkdir(parents=True, exist_ok=True)
     runs: dict[str, list[list[Row]]] = {name: [] for name in options.modes}
+    weights = taught(options)
     for seed in options.seeds:
-        weights = taught(options, seed)
         for name in options.modes:
             rows = run(options, MODES[name], weights, seed)
             file = options.output_dir / f"{name}-{seed}.json"
@@ -118,18 +132,49 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(line(COLUMNS), line(["---"] * len(COLUMNS)), sep="\n")
     for name, each in runs.items():
         print(line(cells(name, each, options.goal)))
-    draw(runs, options.output_dir / "rewards.png")
+    draw(runs, options.goal, options.output_dir / "rewards.png")
 
 
-def taught(options: argparse.Namespace, seed: int) -> Path:
-    """Return the file of a model after supervised steps, which is made once for each seed."""
-    file: Path = options.output_dir / f"taught-{options.supervised_steps}-{seed}.pt"
-    if not file.exists():
-        model = make_model(seed)
-        for _ in teach(model, options.supervised_steps, seed):
-            pass
+def taught(options: argparse.Namespace) -> Path:
+    """Return the file of the model that all runs begin with, which is made once. Print its reward and its size."""
+    file: Path = options.output_dir / f"taught-{options.width}-{options.layers}-{options.start:g}.pt"
+    model = make_model(TEACHING_SEED, options.width, options.layers)
+    if file.exists():
+        model.load_state_dict(torch.load(file, weights_only=True))
+    else:
+        teach_until(model, options.start)
         torch.save(model.state_dict(), file)
+    size = 2 * sum(one.numel() for one in model.parameters())
+    print(
+        f"Before the first batch, the reward is {mean_reward(model):.2f}. Whole bf16 weights have {size / 1e3:.0f} kB, "
+        f"which take {8e-6 * size / options.mbit:.2f} s at {options.mbit:g} Mbit/s."
+    )
     return file
+
+
+def teach_until(model: Any, start: float) -> None:
+    """Take supervised steps until the mean reward of `model` is at least `start`."""
+    for number, _ in enumerate(teach(model, MOST_STEPS, TEACHING_SEED), 1):
+        if number % CHECK_EVERY == 0 and mean_reward(model) >= start:
+            return
+    raise SystemExit(f"the reward is still below --start {start:g} after {MOST_STEPS} supervised steps; write less")
+
+
+def mean_reward(model: Any) -> float:
+    """Return the mean reward of the answers that `model` samples to the same sums at each call."""
+    torch.manual_seed(TEACHING_SEED)
+    tasks = list(islice(sums(TEACHING_SEED + 1), CHECKED_SUMS))
+    return statistics.fmean(reward(task, text(one)) for task, one in zip(tasks, answers(model, tasks), strict=True))
+
+
+def answers(model: Any, tasks: Sequence[Sum]) -> list[Completion]:
+    """Sample an answer to each of `tasks`."""
+    sampling = Sampling(max_tokens=len(str(2 * LARGEST)) + 1)
+    return complete(model, [encode(task.question) for task in tasks], sampling, PAD, END)
+
+
+def text(answer: Completion) -> str:
+    return "".join(CHARACTERS[token] for token in answer.tokens if token < len(CHARACTERS))
 
 
 def run(options: argparse.Namespace, mode: Mode, weights: Path, seed: int) -> list[Row]:
@@ -167,49 +212,49 @@ def wait_for(trainer: BaseProcess, figures: Any) -> list[Row]:
             return rows
 
 
-def load(weights: Path, seed: int) -> Any:
-    """Return the model after supervised steps, in a process with one thread."""
+def load(options: argparse.Namespace, weights: Path, seed: int) -> Any:
+    """Return the model that all runs begin with, in a process with one thread that samples by `seed`."""
     torch.set_num_threads(1)
-    torch.manual_seed(seed)
-    model = make_model(seed)
+    model = make_model(TEACHING_SEED, options.width, options.layers)
     model.load_state_dict(torch.load(weights, weights_only=True))
+    torch.manual_seed(seed)
     return model.eval()
 
 
 def sample(
     options: argparse.Namespace, mode: Mode, weights: Path, seed: int, path: Path, batches: Any, stop: Any
 ) -> None:
-    """Sample batches, each with weights that are at most `mode.behind` versions old, until `stop` is set."""
-    module, store = load(weights, seed).to(torch.bfloat16), LinkStore(path, 1e6 * options.mbit)
+    """Sample batches, each with weights that are at most `mode.behind` versions old, until `stop` is set.
+
+    The module holds values of bf16 in fp32, with which processors without instructions for bf16 are faster.
+    """
+    module, store = load(options, weights, seed), LinkStore(path, 1e6 * options.mbit)
     receiver: Any = Receiver(module, store) if mode.exact else PlainReceiver(module, store, CODINGS["whole"])
     threading.Thread(target=keep_updating, args=(receiver, stop), daemon=True).start()
-    generator = random.Random(seed)
+    tasks = sums(seed)
     batches.put([])  # ready
     for number in count():
         while (receiver.version or 0) < max(1, number + 1 - mode.behind):
-            if stop.wait(0.002):
+            if stop.wait(POLL_S):
                 batches.cancel_join_thread()
                 return
-        batches.put(list(sample_batch(options, module, receiver, generator)))
+        batches.put(list(sample_batch(options, module, receiver, tasks)))
 
 
 def keep_updating(receiver: Any, stop: Any) -> None:
-    while not stop.wait(0.002):
+    while not stop.wait(POLL_S):
         receiver.update()
 
 
-def sample_batch(options: argparse.Namespace, module: Any, receiver: Any, generator: random.Random) -> Iterator[Sample]:
-    tasks = [Sum(generator.randint(0, LARGEST), generator.randint(0, LARGEST)) for _ in range(options.tasks)]
-    episodes = [task for task in tasks for _ in range(options.episodes)]
-    sampling = Sampling(max_tokens=len(str(2 * LARGEST)) + 1)
+def sample_batch(options: argparse.Namespace, module: Any, receiver: Any, tasks: Iterator[Sum]) -> Iterator[Sample]:
+    episodes = [task for task in islice(tasks, options.tasks) for _ in range(options.episodes)]
     for begin in range(0, len(episodes), CHUNK):
         chunk = episodes[begin : begin + CHUNK]
         with receiver.request() as version:
-            completions = complete(module, [encode(task.question) for task in chunk], sampling, PAD, END)
+            completions = answers(module, chunk)
         for task, one in zip(chunk, completions, strict=True):
-            answer = "".join(CHARACTERS[token] for token in one.tokens if token < len(CHARACTERS))
             prompt, group = tuple(encode(task.question)), task.question
-            yield Sample(prompt, one.tokens, one.logprobs, reward(task, answer), group, version)
+            yield Sample(prompt, one.tokens, one.logprobs, reward(task, text(one)), group, version)
 
 
 def train(
@@ -223,7 +268,7 @@ def train(
     figures: Any,
 ) -> None:
     """Learn from batches, and publish the weights after each one, for the seconds of the run."""
-    engine, rows = make_engine(options, load(weights, seed)), list[Row]()
+    engine, rows = make_engine(options, load(options, weights, seed)), list[Row]()
     store = DirectoryStore(path)
     publisher: Any = Publisher(engine, store) if mode.exact else PlainPublisher(engine.module, store, CODINGS["whole"])
     learner = Learner(engine, PAD, LearnerSettings(corrected=mode.corrected, seed=seed))
@@ -268,7 +313,10 @@ def make_engine(options: argparse.Namespace, model: Any) -> Any:
 
 
 def cells(name: str, runs: Sequence[Sequence[Row]], goal: float) -> list[str]:
-    """Return the cells of a mode: means over its runs. The last one is empty unless all of them reach the goal."""
+    """Return the cells of a mode: means over its runs.
+
+    The last one also has the range of several runs, and is empty unless all of them reach the goal.
+    """
     reached = [seconds for rows in runs for seconds in reach(rows, goal)]
     batches = statistics.fmean(len(rows) for rows in runs)
     rows = [row for each in runs for row in each]
@@ -280,8 +328,13 @@ def cells(name: str, runs: Sequence[Sequence[Row]], goal: float) -> list[str]:
         f"{statistics.fmean(row.size for row in rows) / 1e3:.0f}",
         f"{statistics.fmean(row.lag for row in rows):.2f}",
         f"{statistics.fmean(ends):.3f}",
-        f"{statistics.fmean(reached):.0f}" if len(reached) == len(runs) else "",
+        mean_and_range(reached) if len(reached) == len(runs) else "",
     ]
+
+
+def mean_and_range(values: Sequence[float]) -> str:
+    spread = f" ({min(values):.0f} to {max(values):.0f})" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.0f}{spread}"
 
 
 def reach(rows: Sequence[Row], goal: float) -> Iterator[float]:
@@ -292,10 +345,10 @@ def reach(rows: Sequence[Row], goal: float) -> Iterator[float]:
             return
 
 
-def smoothed(rows: Sequence[Row], width: int = 5) -> list[float]:
-    """Return the mean reward of each batch and those before it, up to `width` in all."""
+def smoothed(rows: Sequence[Row]) -> list[float]:
+    """Return the mean reward of each batch and those before it, up to `SMOOTHED` in all."""
     rewards = [row.reward for row in rows]
-    return [statistics.fmean(rewards[max(0, end - width) : end]) for end in range(1, len(rewards) + 1)]
+    return [statistics.fmean(rewards[max(0, end - SMOOTHED) : end]) for end in range(1, len(rewards) + 1)]
 
 
 def line(found: Sequence[str]) -> str:
@@ -303,19 +356,25 @@ def line(found: Sequence[str]) -> str:
     return f"| {' | '.join(found)} |"
 
 
-def draw(runs: dict[str, list[list[Row]]], file: Path) -> None:
-    """Draw the reward of each run over time, in the color of its mode."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+def draw(runs: dict[str, list[list[Row]]], goal: float, file: Path) -> None:
+    """Draw the reward of each mode over time, as a mean over its runs, and each run as a pale line."""
+    figure = new_figure(7, 4)
+    axes = figure.subplots()
+    axes.axhline(goal, color=GREY, linewidth=0.8, linestyle="--")
     for color, (name, each) in zip(COLOURS, runs.items(), strict=False):
-        for number, rows in enumerate(each):
-            label = None if number else name
-            axes.plot([row.seconds for row in rows], smoothed(rows), color=color, linewidth=1.2, label=label)
+        for rows in each:
+            axes.plot([row.seconds for row in rows], smoothed(rows), color=color, linewidth=0.6, alpha=0.3)
+        axes.plot(*mean_curve(each), color=color, linewidth=1.6, label=name)
     axes.set_xlabel("seconds")
-    style_axes(axes, "Mean reward of five batches")
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
+    style_axes(axes, f"Mean reward of {SMOOTHED} batches")
+    save_figure(figure, file)
+
+
+def mean_curve(runs: Sequence[Sequence[Row]]) -> tuple[Any, Any]:
+    """Return seconds that all runs have, and the mean over the runs of their smoothed rewards."""
+    seconds = np.linspace(max(rows[0].seconds for rows in runs), min(rows[-1].seconds for rows in runs), 200)
+    curves = [np.interp(seconds, [row.seconds for row in rows], smoothed(rows)) for rows in runs]
+    return seconds, np.mean(curves, axis=0)
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ class PlainPublisher:
 
 
 class PlainReceiver:
-    """Receiver of blobs in a module of bf16.
+    """Receiver of blobs in a module of bf16 or a wider type.
 
     Attributes:
         version: the held version; 0 before the first one.
@@ -116,6 +116,6 @@ class PlainReceiver:
         with self._lock.pause():
             sizes = [one.numel() for one in self._parameters]
             for one, values in zip(self._parameters, torch.split(self._held, sizes), strict=True):
-                one.detach().view(-1).view(torch.int16).copy_(values)
+                one.detach().view(-1).copy_(values.view(torch.bfloat16))
         self.version = newest
         return True
