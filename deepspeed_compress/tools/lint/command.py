@@ -33,7 +33,7 @@ from deepspeed_compress.tools.outputs import Report, lines, plural, render, visi
 CLEAN, FOUND, FAILED = 0, 1, 2
 
 _EXIT_ON = "warning"
-_DETECTED_BY: Mapping[Framework, str] = {"hf": '"auto" tells', "accelerate": "its own configuration tells"}
+_DETECTED_BY: Mapping[Framework, str] = {"hf": '"auto" values', "accelerate": "keys of Accelerate"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def _notes(linted: list[Linted], files: Iterable[str], search: Search) -> Iterat
         paths = [result.source.path for result in linted if result.detected == framework]
         if paths:
             more = f" and {plural(len(paths) - 1, 'more file')}" if paths[1:] else ""
-            yield f"note: {paths[0]}{more}: framework {framework}, as {sign}; --framework says otherwise"
+            yield f"note: {paths[0]}{more}: checked for {framework}, because of {sign}; --framework overrides this"
 
 
 def _is_wrong(linted: list[Linted], options: argparse.Namespace, exit_on: str) -> bool:
