@@ -51,11 +51,11 @@ class Linted:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Lint, and return the exit code: 0 without serious findings, 1 with, 2 for wrong usage or an internal error."""
+    """Lint, and return the exit code: 0 without serious findings, 1 with, 2 for an internal error."""
     try:
         return _run(options)
-    except (CompressError, OSError) as error:
-        print(f"ds-compress: error: {visible(str(error))}", file=sys.stderr)
+    except (CompressError, OSError):
+        raise
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         print(

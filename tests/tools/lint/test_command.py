@@ -143,7 +143,7 @@ def test_a_difference_fails_the_command(lint: Run, monkeypatch: pytest.MonkeyPat
         (["fifo"], "fifo: a FIFO (allowed: a regular file)"),
         (["--model", "fifo"], "fifo: a FIFO (allowed: a regular file)"),
         (["--config", "fifo"], "--config fifo: no such file"),
-        (["--output-file", "no/where"], "No such file or directory: 'no/where'"),
+        (["--output-file", "no/where"], "no/where: No such file or directory"),
     ],
 )
 def test_wrong_usage(lint: Run, arguments: list[str], message: str) -> None:
