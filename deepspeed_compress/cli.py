@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ class Command:
         run: Function that takes the parsed options and returns the exit code. Subcommands of the second level each
             have their own.
         passes_on: Whether the command passes on everything after its own options.
+        failed: Exit code if the command cannot read its input or write its output.
     """
 
     name: str
@@ -33,10 +35,14 @@ class Command:
     arguments: str
     run: str = ""
     passes_on: bool = False
+    failed: int = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `ds-compress` and return its exit code: 0 for success, 1 for errors, 2 for wrong usage, 130 for Ctrl-C."""
+    """Run `ds-compress` and return its exit code.
+
+    It is 0 for success, 1 for errors, 2 for wrong usage, 130 for Ctrl-C, and 141 if the reader of the output has gone.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # File names and their contents may hold characters that the encoding of the terminal lacks.
@@ -47,9 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.refuse(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         code: int = _load(options.run)(options)
+        print(end="", flush=True)
+    except BrokenPipeError:
+        # The reader of the output, such as `head`, has gone. Python would write the rest when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Exit code that shells use for SIGPIPE.
+        return 141
     except (CompressError, OSError) as error:
-        print(f"ds-compress: error: {error}", file=sys.stderr)
-        return 1
+        return report_failure(error, options.failed)
     except ModuleNotFoundError as error:
         if error.name not in NEEDED_TO_TRAIN:
             raise
@@ -60,6 +71,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Exit code that shells use for SIGINT.
         return 130
     return code
+
+
+def report_failure(error: CompressError | OSError, failed: int) -> int:
+    """Print `error`, and return the exit code `failed`."""
+    from deepspeed_compress.tools.outputs import visible
+
+    known = isinstance(error, OSError) and error.filename is not None
+    text = f"{error.filename}: {error.strerror}" if known else str(error)
+    print("ds-compress: error:", "\n".join(map(visible, text.split("\n"))), file=sys.stderr)
+    return failed
 
 
 def _load(place: str) -> Any:
@@ -96,7 +117,7 @@ def _parser(called: Command | None) -> argparse.ArgumentParser:
         if command is called:
             _load(command.arguments)(subparser)
         # The top-level parser would show the usage of `ds-compress` instead of the command's.
-        subparser.set_defaults(run=command.run, refuse=subparser.error)
+        subparser.set_defaults(run=command.run, refuse=subparser.error, failed=command.failed)
     return parser
 
 
@@ -148,6 +169,7 @@ COMMANDS = (
         ),
         "tools.doctor.options:add_doctor_arguments",
         "tools.doctor.command:run",
+        failed=2,
     ),
     Command(
         "islands",
@@ -165,6 +187,7 @@ COMMANDS = (
         ("lint ds_config.json", "lint configs --framework hf --world-size 8", "lint --fix --diff ds_config.json"),
         "tools.lint.options:add_lint_arguments",
         "tools.lint.command:run",
+        failed=2,
     ),
     Command(
         "plan",

@@ -1,7 +1,10 @@
 import argparse
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,8 +100,27 @@ def test_schema(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(target.read_text()) == json_schema()
     assert main(["schema", "--markdown"]) == 0
     assert capsys.readouterr().out == key_page()
-    assert main(["schema", "--output", str(tmp_path / "none" / "x")]) == 1
-    assert "ds-compress: error:" in capsys.readouterr().err
+    missing = tmp_path / "none" / "x"
+    assert main(["schema", "--output", str(missing)]) == 1
+    assert capsys.readouterr().err == f"ds-compress: error: {missing}: No such file or directory\n"
+
+
+@pytest.mark.parametrize("arguments", ["schema", "lint -q README.md", "rule DSC100"])
+def test_a_reader_that_has_gone_ends_the_command_silently(arguments: str) -> None:
+    """As with `ds-compress schema | head`."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "deepspeed_compress.cli", *arguments.split()]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_output_that_cannot_be_written_is_an_error() -> None:
+    command = [sys.executable, "-m", "deepspeed_compress.cli", "rule", "DSC100"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (1, b"ds-compress: error: [Errno 28] No space left on device\n")
 
 
 def test_check_shows_the_resolved_section(write, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,8 @@ def find_auto_values(section: object) -> Iterator[Diagnostic]:
     """Yield a problem for every scalar "auto" of a raw section."""
     for path, value in _walk(section, ()):
         if value == "auto":
-            yield problem(path, _AUTO, "nothing: leave the key out for its default")
+            instead = "nothing: leave the key out for its default" if path else '{"preset": "auto"}'
+            yield problem(path, _AUTO, instead)
 
 
 def _walk(value: object, path: Path) -> Iterator[tuple[Path, object]]:

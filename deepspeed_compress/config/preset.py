@@ -1,6 +1,7 @@
 """The section's `preset`: settings that are written into the section unless the file has them."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from deepspeed_compress.config.models import SECTION, Parallelism
@@ -8,8 +9,15 @@ from deepspeed_compress.config.native import STAGE, value_at
 
 _WEIGHT_BITS = {1: 4, 2: 4, 3: 8}
 """Bits of weights by ZeRO stage. Their losses have been measured: see `docs/results.md`."""
-_OWN_GATHERS = ("zero_hpz_partition_size", "zero_quantized_weights", "stage3_use_all_reduce_for_fetch_params")
-"""Keys of ZeRO 3 with which weights cannot be compressed."""
+_OWN_GATHERS: Mapping[str, int] = MappingProxyType(
+    {
+        "zero_hpz_partition_size": 1,
+        "zero_quantized_weights": False,
+        "zero_quantized_nontrainable_weights": False,
+        "stage3_use_all_reduce_for_fetch_params": False,
+    }
+)
+"""Keys of ZeRO 3 with which weights cannot be compressed, and the values that turn them off."""
 
 
 def with_preset(ds_config: Mapping[str, Any]) -> Any:
@@ -32,6 +40,10 @@ def _weights(ds_config: Mapping[str, Any], section: Mapping[str, Any]) -> dict[s
     if not isinstance(stage, int):
         stage = STAGE.effective(ds_config, Parallelism())
     apart = parallelism.get("shard_within") or parallelism.get("pipeline", 1) != 1
-    gathers = stage == 3 and any(value_at(ds_config, ("zero_optimization", key)) for key in _OWN_GATHERS)
-    bits = None if apart or gathers else _WEIGHT_BITS.get(stage)
+    bits = None if apart or (stage == 3 and _gathers_itself(ds_config)) else _WEIGHT_BITS.get(stage)
     return {} if bits is None else {"weights": {"bits": bits}}
+
+
+def _gathers_itself(ds_config: Mapping[str, Any]) -> bool:
+    written = ((value_at(ds_config, ("zero_optimization", key)), off) for key, off in _OWN_GATHERS.items())
+    return any(value not in (None, "auto", off) for value, off in written)

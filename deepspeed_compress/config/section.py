@@ -131,6 +131,8 @@ def _missing_section(ds_config: Mapping[str, Any]) -> Diagnostic:
     if parts and not meant:
         what = f"the section is missing, but the file has keys of it at the top level: {listed(parts)}"
         return problem((), what, f'"{SECTION}": {{...}} around them')
+    if close and is_misspelled(ds_config):
+        return problem((), what, f'"{SECTION}" in place of {show(close[0])}')
     return problem((), what, f'"{SECTION}": {{}} for the defaults, in the file\'s outermost object')
 
 

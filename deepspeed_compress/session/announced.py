@@ -46,7 +46,7 @@ def joined(
     found += _between_islands(config.islands)
     if not found:
         return f"{first}; nothing is {'compressed' if ranks > 1 else 'sent, so nothing is compressed'}"
-    return "; ".join([first, *found, *_start(config)]) + ' ("monitor": {"announce": false} leaves this line out)'
+    return "; ".join([first, *found, *_start(config)]) + ' ("monitor": {"announce": false} turns this line off)'
 
 
 def _start(config: CompressConfig) -> list[str]:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed_compress.cli import report_failure
+from deepspeed_compress.errors import CompressError
 from deepspeed_compress.tools.lint import command
 from deepspeed_compress.tools.lint.options import FORMATS, add_lint_arguments
 
@@ -114,7 +116,10 @@ def lint(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest
     add_lint_arguments(parser)
 
     def run(*arguments: str) -> tuple[int, str, str]:
-        code = command.run(parser.parse_args(arguments))
+        try:
+            code = command.run(parser.parse_args(arguments))
+        except (CompressError, OSError) as error:
+            code = report_failure(error, command.FAILED)
         written = capsys.readouterr()
         return code, written.out, written.err
 

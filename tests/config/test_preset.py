@@ -33,11 +33,17 @@ def test_the_stage_of_the_section_counts() -> None:
         ({"parallelism": {"pipeline": 2}}, {}),
         ({}, {"stage": 3, "zero_hpz_partition_size": 2}),
         ({}, {"stage": 3, "zero_quantized_weights": True}),
+        ({}, {"stage": 3, "zero_quantized_nontrainable_weights": True}),
     ],
 )
 def test_weights_that_cannot_be_compressed_are_left_out(section: dict[str, Any], zero: dict[str, Any]) -> None:
     written = with_preset(document({"preset": "auto", **section}, **{"stage": 1, **zero}))
     assert "weights" not in written
+
+
+def test_keys_that_are_off_change_nothing() -> None:
+    zero = {"zero_hpz_partition_size": 1, "zero_quantized_weights": False}
+    assert brief(parse_section(document({"preset": "auto"}, 3, **zero)).weights) == "blockwise bits=8"
 
 
 def test_written_keys_stay() -> None:

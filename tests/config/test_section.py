@@ -237,7 +237,7 @@ def test_models_are_frozen_and_hashable() -> None:
             "/communication/max_rate",
             ['"10 mb" is not a rate in bits (allowed: "500 kbit/s", "200 Mbit/s", "1 Gbit/s"). Write'],
         ),
-        ("auto", "", ['"auto" is not accepted', "Accelerate"]),
+        ("auto", "", ['"auto" is not accepted', "Accelerate", 'Write {"preset": "auto"}']),
         ({"monitor": {"path": "auto"}}, "/monitor/path", ['"auto"', "Accelerate", "leave the key out"]),
         ({"gradients": {"bits": "auto"}}, "/gradients/bits", ['"auto"', "Accelerate"]),
         (None, "", ["null is not accepted", "{} for the defaults"]),
@@ -331,7 +331,10 @@ def test_any_section_either_parses_or_is_a_config_error(section: object) -> None
             'the file has keys of it at the top level: "gradients", "guard". Write "deepspeed_compress"',
         ),
         ({"seed": 1, "train_batch_size": 8}, 'the section is missing. Write "deepspeed_compress": {} for the defaults'),
-        ({"deepspeed_compres": {}, "gradients": {}}, 'found "deepspeed_compres" instead'),
+        (
+            {"deepspeed_compres": {}, "gradients": {}},
+            'found "deepspeed_compres" instead). Write "deepspeed_compress" in place of "deepspeed_compres"',
+        ),
     ],
 )
 def test_the_error_for_a_missing_section_names_the_likely_typo(file: dict[str, object], text: str) -> None:

@@ -7,25 +7,17 @@ from pathlib import Path
 
 from deepspeed_compress.config import MASK
 from deepspeed_compress.diagnostics import Diagnostic
-from deepspeed_compress.errors import CompressError, ConfigError
+from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.tools.doctor.case import Case
 from deepspeed_compress.tools.doctor.diagnose import Diagnosis, diagnose, patched
 from deepspeed_compress.tools.doctor.outputs import as_json, print_text
 from deepspeed_compress.tools.doctor.run import read_run
 
-HEALTHY, FOUND, FAILED = 0, 1, 2
+HEALTHY, FOUND = 0, 1
 
 
 def run(options: argparse.Namespace) -> int:
-    """Diagnose a run and return the exit code: 0 if it is healthy, 1 with findings, 2 if it cannot be read."""
-    try:
-        return _run(options)
-    except (CompressError, OSError) as error:
-        print(f"ds-compress: error: {error}", file=sys.stderr)
-    return FAILED
-
-
-def _run(options: argparse.Namespace) -> int:
+    """Diagnose a run and return the exit code: 0 if it is healthy, 1 with findings."""
     if options.apply is not None and options.apply.exists():
         raise ConfigError(f"--apply {options.apply}: exists already; write the name of a new file")
     baseline = read_run(options.baseline) if options.baseline is not None else None

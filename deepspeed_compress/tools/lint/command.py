@@ -33,7 +33,7 @@ from deepspeed_compress.tools.outputs import Report, lines, plural, render, visi
 CLEAN, FOUND, FAILED = 0, 1, 2
 
 _EXIT_ON = "warning"
-_DETECTED_BY: Mapping[Framework, str] = {"hf": '"auto" tells', "accelerate": "its own configuration tells"}
+_DETECTED_BY: Mapping[Framework, str] = {"hf": '"auto" values', "accelerate": "keys of Accelerate"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,11 @@ class Linted:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Lint, and return the exit code: 0 without serious findings, 1 with, 2 for wrong usage or an internal error."""
+    """Lint, and return the exit code: 0 without serious findings, 1 with, 2 for an internal error."""
     try:
         return _run(options)
-    except (CompressError, OSError) as error:
-        print(f"ds-compress: error: {visible(str(error))}", file=sys.stderr)
+    except (CompressError, OSError):
+        raise
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         print(
@@ -131,7 +131,7 @@ def _notes(linted: list[Linted], files: Iterable[str], search: Search) -> Iterat
         paths = [result.source.path for result in linted if result.detected == framework]
         if paths:
             more = f" and {plural(len(paths) - 1, 'more file')}" if paths[1:] else ""
-            yield f"note: {paths[0]}{more}: framework {framework}, as {sign}; --framework says otherwise"
+            yield f"note: {paths[0]}{more}: checked for {framework}, because of {sign}; --framework overrides this"
 
 
 def _is_wrong(linted: list[Linted], options: argparse.Namespace, exit_on: str) -> bool:

@@ -143,7 +143,7 @@ def test_a_difference_fails_the_command(lint: Run, monkeypatch: pytest.MonkeyPat
         (["fifo"], "fifo: a FIFO (allowed: a regular file)"),
         (["--model", "fifo"], "fifo: a FIFO (allowed: a regular file)"),
         (["--config", "fifo"], "--config fifo: no such file"),
-        (["--output-file", "no/where"], "No such file or directory: 'no/where'"),
+        (["--output-file", "no/where"], "no/where: No such file or directory"),
     ],
 )
 def test_wrong_usage(lint: Run, arguments: list[str], message: str) -> None:
@@ -286,7 +286,7 @@ def test_auto_reveals_the_framework(
 
     use(monkeypatch, rule("DSC900", "watches", check))
     name = str(save(text, "ds_config.yaml" if text[0] != "{" else "ds_config.json"))
-    note = f'ds-compress: note: {name}: framework hf, as "auto" tells; --framework says otherwise\n'
+    note = f'ds-compress: note: {name}: checked for hf, because of "auto" values; --framework overrides this\n'
     assert lint() == (0, "1 file checked, nothing found.\n", note if framework else "")
     assert lint("--framework", "lightning")[2] == lint("-q")[2] == ""
     save('[tool.ds-compress.lint]\nframework = "accelerate"\n', "pyproject.toml")
@@ -299,9 +299,9 @@ def test_frameworks_of_many_files_are_reported_once(lint: Run) -> None:
         save(AUTO, name)
     save("deepspeed_config: {}", "a.yaml")
     assert lint("--ignore", "ALL")[2].splitlines() == [
-        'ds-compress: note: ds_config_1.json and 2 more files: framework hf, as "auto" tells; '
-        "--framework says otherwise",
-        "ds-compress: note: a.yaml: framework accelerate, as its own configuration tells; --framework says otherwise",
+        'ds-compress: note: ds_config_1.json and 2 more files: checked for hf, because of "auto" values; '
+        "--framework overrides this",
+        "ds-compress: note: a.yaml: checked for accelerate, because of keys of Accelerate; --framework overrides this",
     ]
 
 

@@ -63,3 +63,7 @@ def test_a_row_is_complete(rule: LintRule) -> None:
         assert not found.message.endswith(".")
         assert found.remedy.startswith("Write ")
         assert found.remedy.removesuffix(".")[-1] not in " ."
+
+
+def test_a_file_with_the_section_alone_needs_no_batch_size() -> None:
+    assert lint_text('{"deepspeed_compress": {"gradients": {"bits": 4}}}') == []

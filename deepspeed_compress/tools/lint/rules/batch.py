@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from deepspeed_compress.tools.lint.document import Document
+from deepspeed_compress.tools.lint.keys import OUR_SECTION
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
 from deepspeed_compress.tools.lint.rules.common import finding, stages, tensor_size
 from deepspeed_compress.tools.lint.values import integer, number, show
@@ -79,14 +80,14 @@ def batch_left_to_program(document: Document, context: Context) -> Findings:
 
     Some programs complete the configuration, such as Lightning and DeepSpeed's autotuner. DeepSpeed itself
     (runtime/config.py) and Hugging Face need one of the two sizes. With --framework deepspeed, hf or accelerate, this
-    is the error DSC202.
+    is the error DSC202. A file with the section deepspeed_compress alone (`ds-compress run --section`) needs none.
 
     Wrong:
         {"gradient_accumulation_steps": 2}
     Right: {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}
     Proof: raises Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided
     """
-    if _left_out(document) and context.framework is None:
+    if _left_out(document) and context.framework is None and set(document.data) != {OUR_SECTION}:
         what = f"neither {_TRAIN} nor {_MICRO} is given, and DeepSpeed stops unless the program adds one"
         yield finding((_MICRO,), what, f'"{_MICRO}": 1, for instance, or lint with --framework')
 
