@@ -357,6 +357,26 @@ def test_checkpoints_inside_checkpoints_are_part_of_training(reentrant: bool) ->
     assert (row.total.calls, row.layer.summed_itself) == (3, 0)
 
 
+def test_a_teacher_is_exact_only_outside_of_the_pass_of_its_student() -> None:
+    """Inside, nothing tells it from the first pass of a reentrant checkpoint."""
+
+    class Student(nn.Module):
+        layer: nn.Module
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                taught: Tensor = self.layer(x)
+            return x * taught
+
+    student = Student()
+    row = Row(outer=student)
+    with torch.no_grad():
+        row.model(hidden())
+    assert (row.total.calls, row.layer.summed_itself) == (0, 1)
+    student(hidden()).sum().backward()
+    assert (row.total.calls, row.layer.summed_itself) == (1, 1)
+
+
 def test_a_part_that_is_called_by_itself_is_trained() -> None:
     row = Row(outer=Model(nn.Identity()))
     row.model.reentrant = True
