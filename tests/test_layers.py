@@ -93,6 +93,7 @@ TABLE = {
     "planner": allow("errors"),
     "session": allow("checkpointing collectives compression config errors monitor policy", "torch packaging"),
     "backends.activations": allow("collectives compression config monitor session.traffic", "torch"),
+    "backends.activations.compiled": allow("errors", "torch"),
     "backends.deepspeed": allow(
         "backends.activations launcher.heartbeat collectives compression config errors monitor session",
         "torch deepspeed",

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from deepspeed_compress.backends.activations.compiled import CompiledCalls
+
 
 class LayerHooks:
     """Hooks around the forward pass of one layer, which take over its sum.
@@ -19,10 +21,11 @@ class LayerHooks:
     Args:
         layer: the layer.
         during: attributes of the layer while its forward pass runs.
+        compiled: record of the calls that are compiled, and not taken over.
     """
 
-    def __init__(self, layer: nn.Module, during: Mapping[str, Any]) -> None:
-        self._layer, self._during = weakref.ref(layer), during
+    def __init__(self, layer: nn.Module, during: Mapping[str, Any], compiled: CompiledCalls) -> None:
+        self._layer, self._during, self._compiled = weakref.ref(layer), during, compiled
         self._own: dict[str, Any] | None = None
         """The layer's own attributes of these names while its forward pass runs; None otherwise."""
         self._handles: list[RemovableHandle] = []
@@ -54,8 +57,11 @@ class LayerHooks:
         """Take the call over, unless it is traced or the layer is a copy."""
         if layer is not self._layer():
             return None
+        if torch.compiler.is_compiling():
+            self._compiled.note()
+            return None
         self._restore()  # an interrupt has ended the last call before its hook
-        if torch.compiler.is_compiling() or not self.takes(layer, inputs):
+        if not self.takes(layer, inputs):
             return None
         attributes = vars(layer)
         self._own = {name: attributes[name] for name in self._during if name in attributes}

@@ -1,5 +1,6 @@
 """Compressed activations under Megatron-core: sums of tensor parallelism, and messages between pipeline stages."""
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 from unittest.mock import patch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import deepspeed_compress
+from deepspeed_compress.backends.activations.compiled import CompiledCalls
 from deepspeed_compress.backends.activations.hooks import TrainingPass
 from deepspeed_compress.backends.activations.sums import compressed_sum, gradient_codec
 from deepspeed_compress.collectives.reducer import Run as ReducerRun
@@ -152,7 +154,8 @@ def biased(rank: int) -> tuple[Tensor, Tensor]:
     x = torch.randn(4, WIDTH // 2, generator=torch.Generator().manual_seed(rank))
     alone, _ = layer(x)
     total = compressed_sum(layer.tp_group, gradient_codec(8), ReducerRun(StepClock(), Meter()))
-    RowHooks(layer, total, TrainingPass(layer)).attach(layer)
+    compiled = CompiledCalls(weakref.ref(layer), "/key", "sums")
+    RowHooks(layer, total, TrainingPass(layer), compiled).attach(layer)
     ours, _ = layer(x)
     assert not layer.skip_bias_add
     return alone.detach(), ours.detach()

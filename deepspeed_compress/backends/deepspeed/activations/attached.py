@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from torch import nn
-
+from deepspeed_compress.backends.activations.compiled import CompiledCalls, compiled_problem, is_compiled
 from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.session.patches import Patches
 
@@ -30,9 +29,15 @@ def _detach(hooks: Sequence[Attached]) -> None:
         one.detach()
 
 
-def forbid_compiling(engine: Any, key: str, what: str, patches: Patches) -> None:
-    """Let `engine.compile` raise an UnsupportedError: `key` takes over `what`, such as "sums"."""
-    patches.replace(engine, "compile", partial(_refuse, _problem(key, what, "do not call engine.compile()")))
+def forbid_compiling(engine: Any, key: str, what: str, patches: Patches) -> CompiledCalls:
+    """Refuse to compile the model, from which `key` takes over `what`, such as "sums".
+
+    `engine.compile` raises an UnsupportedError, and so does the next step after a call that the result has noted.
+    """
+    patches.replace(engine, "compile", partial(_refuse, compiled_problem(key, what, "do not call engine.compile()")))
+    calls = CompiledCalls(weakref.ref(engine.module), key, what)
+    patches.precede(engine, "_take_model_step", calls.before_step)
+    return calls
 
 
 def _refuse(problem: str, *_: Any, **__: Any) -> None:
@@ -41,13 +46,5 @@ def _refuse(problem: str, *_: Any, **__: Any) -> None:
 
 def compiled_problems(engine: Any, key: str, what: str) -> list[str]:
     """Return the problem that `engine`, or one of its modules, is compiled; empty if none is."""
-    compiled = engine.is_compiled or any(map(_is_compiled, engine.module.modules()))
-    return [_problem(key, what, "do not compile the model")] if compiled else []
-
-
-def _problem(key: str, what: str, remedy: str) -> str:
-    return f"{key}: {what} inside a compiled graph cannot be taken over; {remedy}, or remove the key"
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+    compiled = engine.is_compiled or any(map(is_compiled, engine.module.modules()))
+    return [compiled_problem(key, what, "do not compile the model")] if compiled else []

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from deepspeed_compress.backends.activations.compiled import CompiledCalls
 from deepspeed_compress.backends.activations.hooks import LayerHooks
 from deepspeed_compress.backends.activations.sums import TensorSum, sum_gradient
 from deepspeed_compress.backends.deepspeed.activations.layers import is_column, sums_itself
@@ -115,8 +116,8 @@ class SharedInput:
 class ColumnHooks(LayerHooks):
     """Hooks of a column-parallel layer: its input is replaced by one whose gradient is summed."""
 
-    def __init__(self, layer: Any, shared: SharedInput) -> None:
-        super().__init__(layer, {"mp_group": None})
+    def __init__(self, layer: Any, shared: SharedInput, compiled: CompiledCalls) -> None:
+        super().__init__(layer, {"mp_group": None}, compiled)
         self._reader, self._shared = id(layer), shared
 
     def takes(self, layer: Any, inputs: tuple[Any, ...]) -> bool:

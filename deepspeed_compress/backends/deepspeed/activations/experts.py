@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
+from deepspeed_compress.backends.activations.compiled import CompiledCalls
 from deepspeed_compress.backends.activations.hooks import TrainingPass
 from deepspeed_compress.backends.activations.tokens import ExchangeTokens, Leg, Route, is_smaller, make_leg
 from deepspeed_compress.backends.deepspeed.activations.attached import Attached, detach_with_engine, forbid_compiling
@@ -47,18 +48,18 @@ def attach_experts(engine: Any, settings: ExpertActivations, meter: Meter, patch
     """Take over the exchanges of layers of experts until the engine is destroyed, collected, or detached from."""
     hooks: list[Attached] = []
     detach_with_engine(engine, hooks, patches)
-    forbid_compiling(engine, "/deepspeed_compress/activations/experts", "exchanges", patches)
-    hooks += _take_over(engine, settings, meter)
+    compiled = forbid_compiling(engine, "/deepspeed_compress/activations/experts", "exchanges", patches)
+    hooks += _take_over(engine, settings, meter, compiled)
 
 
-def _take_over(engine: Any, settings: ExpertActivations, meter: Meter) -> Iterator[Attached]:
+def _take_over(engine: Any, settings: ExpertActivations, meter: Meter, compiled: CompiledCalls) -> Iterator[Attached]:
     training = TrainingPass(engine.module)
     yield training
     dispatch, combine = (
         None if leg is None else make_leg(leg.bits, meter) for leg in (settings.dispatch, settings.combine)
     )
     for layer in find_expert_layers(engine):
-        hooks = _ExpertHooks(layer, (dispatch, combine), training)
+        hooks = _ExpertHooks(layer, (dispatch, combine), training, compiled)
         hooks.attach(layer)
         yield hooks
 
@@ -95,8 +96,8 @@ class _ExpertHooks:
     does.
     """
 
-    def __init__(self, layer: Any, legs: _Legs, training: TrainingPass) -> None:
-        self._layer, self._legs, self._training = weakref.ref(layer), legs, training
+    def __init__(self, layer: Any, legs: _Legs, training: TrainingPass, compiled: CompiledCalls) -> None:
+        self._layer, self._legs, self._training, self._compiled = weakref.ref(layer), legs, training, compiled
         self._module, self._name = expert_exchanges()[type(layer).forward]
         self._theirs = getattr(self._module, self._name)
         self._before_call: Any = None
@@ -114,7 +115,10 @@ class _ExpertHooks:
             self._handles.pop().remove()
 
     def _before(self, layer: nn.Module, inputs: Any) -> None:
-        if layer is not self._layer() or torch.compiler.is_compiling():
+        if layer is not self._layer():
+            return
+        if torch.compiler.is_compiling():
+            self._compiled.note()
             return
         self._restore()  # an interrupt has ended the last call before its hook
         self._before_call = getattr(self._module, self._name)

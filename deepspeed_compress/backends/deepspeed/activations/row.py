@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from deepspeed_compress.backends.activations.compiled import CompiledCalls
 from deepspeed_compress.backends.activations.hooks import LayerHooks, TrainingPass
 from deepspeed_compress.backends.activations.sums import TensorSum, sum_output
 from deepspeed_compress.backends.deepspeed.activations.layers import sums_itself
@@ -16,8 +17,8 @@ class RowHooks(LayerHooks):
     the second.
     """
 
-    def __init__(self, layer: Any, total: TensorSum, training: TrainingPass) -> None:
-        super().__init__(layer, {"mp_group": None, "bias": None})
+    def __init__(self, layer: Any, total: TensorSum, training: TrainingPass, compiled: CompiledCalls) -> None:
+        super().__init__(layer, {"mp_group": None, "bias": None}, compiled)
         self._total, self._training = total, training
 
     def takes(self, layer: Any, inputs: tuple[Any, ...]) -> bool:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from deepspeed_compress.backends.activations.all_to_all import AllToAllCall, CompressedAllToAll, PendingAllToAll
+from deepspeed_compress.backends.activations.compiled import CompiledCalls
 from deepspeed_compress.backends.activations.hooks import find_parts
 from deepspeed_compress.backends.activations.messages import DTYPES, ActivationMessages
 from deepspeed_compress.backends.activations.sums import activation_codec
@@ -36,9 +37,10 @@ SEAMS = (
 
 @dataclass
 class _EngineExchange:
-    """All-to-all of one engine, and whether it has been used."""
+    """All-to-all of one engine, and whether it has been used, or called from a compiled graph."""
 
     exchange: CompressedAllToAll
+    compiled: CompiledCalls
     used: bool = False
 
     def takes(self, call: AllToAllCall) -> bool:
@@ -67,8 +69,11 @@ class _AllToAll:
     backward: _EngineExchange | None = None
 
     def __call__(self, *args: Any, **options: Any) -> PendingAllToAll | Any:
-        call, current = AllToAllCall(*args, **options), None if torch.compiler.is_compiling() else self._current()
+        call, current = AllToAllCall(*args, **options), self._current()
         if current is None or not current.takes(call):
+            return self.original(*args, **options)
+        if torch.compiler.is_compiling():
+            current.compiled.note()
             return self.original(*args, **options)
         current.used = True
         pending = current.exchange.start(call)
@@ -76,7 +81,7 @@ class _AllToAll:
 
     def _current(self) -> _EngineExchange | None:
         """Return the exchange of the pass that runs; None outside of training."""
-        in_backward = torch._C._current_graph_task_id() != -1
+        in_backward = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
         return self.backward if self.forward is None and in_backward else self.forward
 
     def leave(self, own: _EngineExchange) -> None:
@@ -136,6 +141,7 @@ class _Passes:
         """
         self._outer.clear()
         self.switch.leave(self.own)
+        self.own.compiled.before_step()
         if not self.own.used:
             raise UnsupportedError(
                 f"/{SECTION}/activations/sequence has no effect: no attention has exchanged anything over the "
@@ -154,7 +160,8 @@ def attach_sequence(engine: Any, settings: SequenceActivations, run: Run, patche
     messages = ActivationMessages(activation_codec(settings.bits), run.meter, "bytes_sequence_saved")
     exchange = CompressedAllToAll(engine.seq_parallel_group, messages)
     parts, model = find_parts(engine.module), weakref.ref(engine.module)
-    passes = _Passes(switch, _EngineExchange(exchange), model, weakref.WeakSet(parts))
+    compiled = forbid_compiling(engine, "/deepspeed_compress/activations/sequence", "messages", patches)
+    passes = _Passes(switch, _EngineExchange(exchange, compiled), model, weakref.WeakSet(parts))
     handles: list[RemovableHandle] = []
     for part in parts:
         before = part.register_forward_pre_hook(passes.begin_forward, prepend=True)
@@ -166,7 +173,6 @@ def attach_sequence(engine: Any, settings: SequenceActivations, run: Run, patche
     patches.wrap(engine, "backward", passes.backward)
     patches.precede(engine, "_backward_prologue", passes.begin_backward)
     patches.precede(engine, "_take_model_step", passes.before_step)
-    forbid_compiling(engine, "/deepspeed_compress/activations/sequence", "messages", patches)
 
 
 def _join(backend: Any) -> _AllToAll:

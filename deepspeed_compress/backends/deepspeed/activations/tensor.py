@@ -9,6 +9,7 @@ from deepspeed import comm
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from deepspeed_compress.backends.activations.compiled import CompiledCalls
 from deepspeed_compress.backends.activations.hooks import TrainingPass
 from deepspeed_compress.backends.activations.sums import (
     SumOver,
@@ -51,42 +52,44 @@ def attach_tensor(engine: Any, settings: TensorActivations, run: Run, patches: P
     gradients: SumOver = ExactSum
     hooks: list[Attached] = []
     detach_with_engine(engine, hooks, patches)
-    forbid_compiling(engine, "/deepspeed_compress/activations/tensor", "sums", patches)
+    compiled = forbid_compiling(engine, "/deepspeed_compress/activations/tensor", "sums", patches)
     if bits is not None:
         gradients = sums_over(gradient_codec(bits), run)
-        hooks += _take_over_rows(model, sums_over(activation_codec(bits), run))
-    hooks += _take_over_columns(model, gradients, settings, run)
+        hooks += _take_over_rows(model, sums_over(activation_codec(bits), run), compiled)
+    hooks += _take_over_columns(model, gradients, settings, run, compiled)
 
 
 def _take_over_columns(
-    model: nn.Module, sum_over: SumOver, settings: TensorActivations, run: Run
+    model: nn.Module, sum_over: SumOver, settings: TensorActivations, run: Run, compiled: CompiledCalls
 ) -> Iterator[Attached]:
     """Sum the gradients of inputs by `sum_over`. A layer whose sum would be DeepSpeed's own is left alone."""
     for parent, layers in find_siblings(model):
         merged = [layers] if settings.merge else [[layer] for layer in layers]
         for readers in merged:
             if len(readers) > 1 or settings.bits is not None:
-                yield from _share(parent, readers, sum_over(readers[0].mp_group), run)
+                yield from _share(parent, readers, sum_over(readers[0].mp_group), run, compiled)
 
 
-def _share(parent: nn.Module, readers: Sequence[Any], total: TensorSum, run: Run) -> Iterator[Attached]:
+def _share(
+    parent: nn.Module, readers: Sequence[Any], total: TensorSum, run: Run, compiled: CompiledCalls
+) -> Iterator[Attached]:
     shared = SharedInput(total, run.meter, len(readers))
     if len(readers) > 1:
         shared.attach(parent)
         yield shared
     for layer in readers:
-        hooks = ColumnHooks(layer, shared)
+        hooks = ColumnHooks(layer, shared, compiled)
         # Before ZeRO 3 wraps the input for each layer.
         hooks.attach(layer, first=True)
         yield hooks
 
 
-def _take_over_rows(model: nn.Module, sum_over: SumOver) -> Iterator[Attached]:
+def _take_over_rows(model: nn.Module, sum_over: SumOver, compiled: CompiledCalls) -> Iterator[Attached]:
     """Sum outputs by `sum_over` in training."""
     training = TrainingPass(model)
     yield training
     rows: list[Any] = list(filter(is_row, model.modules()))
     for layer in rows:
-        hooks = RowHooks(layer, sum_over(layer.mp_group), training)
+        hooks = RowHooks(layer, sum_over(layer.mp_group), training, compiled)
         hooks.attach(layer)
         yield hooks

@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from deepspeed_compress.backends.activations.compiled import CompiledCalls
 from deepspeed_compress.backends.activations.crossover import Kind, measure_kinds
 from deepspeed_compress.backends.megatron.activations.pipeline import Stages
 from deepspeed_compress.backends.megatron.activations.tensor import attach_tensor
@@ -17,20 +18,22 @@ from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import Session
 
 
-def attach_activations(chunks: Sequence[Any], activations: Activations, run: Run, patches: Patches) -> list[Stages]:
+def attach_activations(
+    chunks: Sequence[Any], activations: Activations, run: Run, patches: Patches
+) -> Sequence[CompiledCalls | Stages]:
     """Compress what `activations` says until `patches` are undone.
 
     Returns:
         What has to be called before each step of the optimizer.
     """
     tensor, pipeline = activations.tensor, activations.pipeline
-    if tensor is not None and tensor.bits is not None:
-        attach_tensor(chunks, tensor.bits, run, patches)
+    bits = None if tensor is None else tensor.bits
+    compiled = [] if bits is None else attach_tensor(chunks, bits, run, patches)
     if pipeline is None:
-        return []
+        return compiled
     stages = Stages(chunks[0], pipeline.bits, run)
     stages.attach(patches)
-    return [stages]
+    return [*compiled, stages]
 
 
 def measure_activations(chunks: Sequence[Any], activations: Activations, session: Session) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from deepspeed_compress.backends.activations.compiled import compiled_problem, is_compiled
 from deepspeed_compress.backends.megatron.activations.pipeline import METHOD, PARAMETERS, STARTS
-from deepspeed_compress.backends.megatron.activations.tensor import find_inner, find_summed
+from deepspeed_compress.backends.megatron.activations.tensor import TENSOR, find_inner, find_summed
 from deepspeed_compress.config import SECTION, Activations, TensorActivations
 
 _PLACE = f"/{SECTION}/activations"
-_TENSOR = f"{_PLACE}/tensor"
 _COMMUNICATED = ("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next", "tensor_shape", "wait_on_reqs")
 
 
@@ -47,14 +47,14 @@ def find_activation_limits(chunks: Sequence[Any], activations: Activations | Non
 
 def _limits_of_tensor(chunks: Sequence[Any], settings: TensorActivations) -> Iterator[str]:
     if settings.bits is None:
-        yield f'{_TENSOR}: {{}} has no effect, because every input of a layer of Megatron has one sum; write "bits": 8'
+        yield f'{TENSOR}: {{}} has no effect, because every input of a layer of Megatron has one sum; write "bits": 8'
     if not settings.merge:
-        yield f"{_TENSOR}/merge: false has no effect, because Megatron's layers have nothing to merge; remove the key"
+        yield f"{TENSOR}/merge: false has no effect, because Megatron's layers have nothing to merge; remove the key"
     if chunks[0].tp_group.size() == 1:
-        yield f"{_TENSOR} has no effect, because no ranks share layers (tensor_model_parallel_size 1); remove the key"
+        yield f"{TENSOR} has no effect, because no ranks share layers (tensor_model_parallel_size 1); remove the key"
     elif chunks[0].config.sequence_parallel:
         yield (
-            f"{_TENSOR}: sums with sequence_parallel, which scatters and gathers parts of sequences, are not available "
+            f"{TENSOR}: sums with sequence_parallel, which scatters and gathers parts of sequences, are not available "
             "in this version; write sequence_parallel=False, or remove the key"
         )
     else:
@@ -66,16 +66,16 @@ def _limits_of_layers(chunks: Sequence[Any]) -> Iterator[str]:
     modules = [module for chunk in chunks for module in find_inner(chunk)]
     if any("transformer_engine" in type(module).__module__ for module in modules):
         yield (
-            f"{_TENSOR}: layers of Transformer Engine sum by themselves; make the model with get_gpt_layer_local_spec, "
+            f"{TENSOR}: layers of Transformer Engine sum by themselves; make the model with get_gpt_layer_local_spec, "
             "or remove the key"
         )
     elif not any(map(find_summed, chunks)) and not _is_without_layers(chunks[0], modules):
         yield (
-            f"{_TENSOR} has no effect, because no transformer layer has a ColumnParallelLinear or RowParallelLinear "
+            f"{TENSOR} has no effect, because no transformer layer has a ColumnParallelLinear or RowParallelLinear "
             "that sums; remove the key"
         )
-    if any(module._compiled_call_impl is not None for module in modules):
-        yield f"{_TENSOR}: sums inside a compiled graph cannot be taken over; do not compile layers, or remove the key"
+    if any(map(is_compiled, modules)):
+        yield compiled_problem(TENSOR, "sums", "do not compile layers")
 
 
 def _is_without_layers(chunk: Any, modules: Sequence[Any]) -> bool:

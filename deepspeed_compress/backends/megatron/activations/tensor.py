@@ -5,6 +5,7 @@
 a layer runs, and sum themselves. Embeddings, the output layer, and the loss are outside of transformer layers.
 """
 
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from torch import Tensor, nn
 
+from deepspeed_compress.backends.activations.compiled import CompiledCalls
 from deepspeed_compress.backends.activations.hooks import LayerHooks, TrainingPass
 from deepspeed_compress.backends.activations.sums import (
     SumOver,
@@ -24,7 +26,10 @@ from deepspeed_compress.backends.activations.sums import (
     sums_over,
 )
 from deepspeed_compress.collectives.reducer import Run
+from deepspeed_compress.config import SECTION
 from deepspeed_compress.session.patches import Patches
+
+TENSOR = f"/{SECTION}/activations/tensor"
 
 
 def find_summed(chunk: nn.Module) -> list[Any]:
@@ -54,8 +59,8 @@ def _sums_itself(layer: Any) -> bool:
 class ColumnHooks(LayerHooks):
     """Hooks of a column-parallel layer: its input is replaced by one whose gradient is summed."""
 
-    def __init__(self, layer: nn.Module, total: TensorSum) -> None:
-        super().__init__(layer, {"explicit_expert_comm": True})
+    def __init__(self, layer: nn.Module, total: TensorSum, compiled: CompiledCalls) -> None:
+        super().__init__(layer, {"explicit_expert_comm": True}, compiled)
         self._total = total
 
     def takes(self, layer: Any, inputs: tuple[Any, ...]) -> bool:
@@ -68,9 +73,9 @@ class ColumnHooks(LayerHooks):
 class RowHooks(LayerHooks):
     """Hooks of a row-parallel layer: its output is summed in training, and then gets its bias if the layer adds it."""
 
-    def __init__(self, layer: nn.Module, total: TensorSum, training: TrainingPass) -> None:
+    def __init__(self, layer: nn.Module, total: TensorSum, training: TrainingPass, compiled: CompiledCalls) -> None:
         # Without its own sum, the layer returns its bias in any case.
-        super().__init__(layer, {"explicit_expert_comm": True, "skip_bias_add": True})
+        super().__init__(layer, {"explicit_expert_comm": True, "skip_bias_add": True}, compiled)
         self._total, self._training = total, training
 
     def takes(self, layer: Any, inputs: tuple[Any, ...]) -> bool:
@@ -84,24 +89,30 @@ class RowHooks(LayerHooks):
         return total if bias is None else total + bias, None
 
 
-def attach_tensor(chunks: Sequence[nn.Module], bits: int, run: Run, patches: Patches) -> None:
-    """Compress the sums of the model `chunks` of this rank in `bits` bits, until `patches` are undone."""
+def attach_tensor(chunks: Sequence[nn.Module], bits: int, run: Run, patches: Patches) -> list[CompiledCalls]:
+    """Compress the sums of the model `chunks` of this rank in `bits` bits, until `patches` are undone.
+
+    Returns:
+        What has to be called before each step of the optimizer.
+    """
     outputs, gradients = sums_over(activation_codec(bits), run), sums_over(gradient_codec(bits), run)
-    for chunk in chunks:
+    compiled = [CompiledCalls(weakref.ref(chunk), TENSOR, "sums") for chunk in chunks]
+    for chunk, calls in zip(chunks, compiled, strict=True):
         training = TrainingPass(chunk)
         patches.on_undo(training.detach)
-        for hooks in _attach_layers(chunk, outputs, gradients, training):
+        for hooks in _attach_layers(chunk, outputs, gradients, training, calls):
             patches.on_undo(hooks.detach)
+    return compiled
 
 
 def _attach_layers(
-    chunk: nn.Module, outputs: SumOver, gradients: SumOver, training: TrainingPass
+    chunk: nn.Module, outputs: SumOver, gradients: SumOver, training: TrainingPass, compiled: CompiledCalls
 ) -> Iterator[LayerHooks]:
     for layer in find_summed(chunk):
         hooks: LayerHooks
         if _is_row(layer):
-            hooks = RowHooks(layer, outputs(layer.tp_group), training)
+            hooks = RowHooks(layer, outputs(layer.tp_group), training, compiled)
         else:
-            hooks = ColumnHooks(layer, gradients(layer.tp_group))
+            hooks = ColumnHooks(layer, gradients(layer.tp_group), compiled)
         hooks.attach(layer)
         yield hooks

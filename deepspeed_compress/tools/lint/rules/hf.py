@@ -184,7 +184,9 @@ _CLIPPING: tuple[tuple[object, str], tuple[object, str]] = (
 
 
 _UNUSED: Mapping[str, str] = {
-    "activation_checkpointing": "the Trainer's gradient_checkpointing instead",
+    "activation_checkpointing": (
+        "gradient_checkpointing=True in TrainingArguments, or call model.gradient_checkpointing_enable(), instead"
+    ),
     "pipeline": "nothing: remove the section",
 }
 

@@ -282,7 +282,9 @@ def refused(rank: int) -> list[str]:
     found.append(refusal(UnsupportedError, deepspeed_compress.attach, engine))
     engine.module.first._compiled_call_impl = None
     deepspeed_compress.attach(engine)
-    return [*found, refusal(UnsupportedError, engine.compile)]
+    found.append(refusal(UnsupportedError, engine.compile))
+    engine.module.experts[0].compile(backend="eager")
+    return [*found, refusal(UnsupportedError, step, engine, 0)]
 
 
 REFUSED = (
@@ -291,10 +293,11 @@ REFUSED = (
     "experts combined with pipeline, tensor or sequence parallelism, which includes expert slicing",
     "exchanges inside a compiled graph cannot be taken over; do not compile the model",
     "exchanges inside a compiled graph cannot be taken over; do not call engine.compile()",
+    "exchanges inside a compiled graph cannot be taken over; do not compile experts.0, or remove the key",
 )
 
 
 def test_what_cannot_be_taken_over_is_refused_by_name() -> None:
-    for messages in run_forks(2, refused):
+    for messages in run_forks(2, refused, compiled=True):
         for text, message in zip(REFUSED, messages, strict=True):
             assert f"/deepspeed_compress/activations/experts: {text}" in message

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from deepspeed_compress.backends.activations.compiled import CompiledCalls
 from deepspeed_compress.backends.activations.hooks import TrainingPass
 from deepspeed_compress.backends.deepspeed.activations.column import ColumnHooks, SharedInput
 from deepspeed_compress.backends.deepspeed.activations.row import RowHooks
+from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.monitor import Meter
 
 WIDTH = 6
@@ -79,8 +81,9 @@ class Shared:
         torch.manual_seed(0)
         self.model = Attention(self.total.group)
         self.shared = SharedInput(self.total, self.meter, 3)
+        self.compiled = CompiledCalls(weakref.ref(self.model), "/key", "sums")
         self.shared.attach(self.model)
-        self.hooks = [ColumnHooks(layer, self.shared) for layer in self.layers]
+        self.hooks = [ColumnHooks(layer, self.shared, self.compiled) for layer in self.layers]
         for layer, hooks in zip(self.layers, self.hooks, strict=True):
             hooks.attach(layer)
 
@@ -243,7 +246,7 @@ def test_layers_of_two_engines_are_summed_once() -> None:
     one = Shared()
     second = SharedInput(Total(one.total.group), Meter(), 3)
     for layer in one.layers:
-        ColumnHooks(layer, second).attach(layer)
+        ColumnHooks(layer, second, one.compiled).attach(layer)
     for _ in range(2):
         assert torch.allclose(gradient(one.model, hidden()), 2 * gradient(plain(one), hidden()))
     assert all(layer.mp_group is one.total.group for layer in one.layers)
@@ -296,7 +299,8 @@ class Row:
         if self.outer is not None:
             self.outer.layer = self.model
         self.training = TrainingPass(self.outer or self.model)
-        self.hooks = RowHooks(self.layer, self.total, self.training)
+        self.compiled = CompiledCalls(weakref.ref(self.outer or self.model), "/key", "sums")
+        self.hooks = RowHooks(self.layer, self.total, self.training, self.compiled)
         self.hooks.attach(self.layer)
 
     def expected(self, x: Tensor) -> Tensor:
@@ -353,6 +357,26 @@ def test_checkpoints_inside_checkpoints_are_part_of_training(reentrant: bool) ->
     assert (row.total.calls, row.layer.summed_itself) == (3, 0)
 
 
+def test_a_teacher_is_exact_only_outside_of_the_pass_of_its_student() -> None:
+    """Inside, nothing tells it from the first pass of a reentrant checkpoint."""
+
+    class Student(nn.Module):
+        layer: nn.Module
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                taught: Tensor = self.layer(x)
+            return x * taught
+
+    student = Student()
+    row = Row(outer=student)
+    with torch.no_grad():
+        row.model(hidden())
+    assert (row.total.calls, row.layer.summed_itself) == (0, 1)
+    student(hidden()).sum().backward()
+    assert (row.total.calls, row.layer.summed_itself) == (1, 1)
+
+
 def test_a_part_that_is_called_by_itself_is_trained() -> None:
     row = Row(outer=Model(nn.Identity()))
     row.model.reentrant = True
@@ -361,6 +385,28 @@ def test_a_part_that_is_called_by_itself_is_trained() -> None:
     with torch.no_grad():
         row.model(hidden())
     assert (row.total.calls, row.layer.summed_itself) == (2, 1)
+
+
+@pytest.mark.parametrize("part", ["layer", ""])
+def test_a_compiled_part_is_refused_before_the_next_step(part: str) -> None:
+    row = Row()
+    row.model.get_submodule(part).compile(backend="eager")
+    with torch.no_grad():
+        row.model(hidden())
+    row.compiled.before_step()
+    row.model(hidden())
+    assert row.total.calls == 0
+    with pytest.raises(UnsupportedError, match=f"sums inside a compiled graph .* do not compile {part or 'the model'}"):
+        row.compiled.before_step()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # PyTorch hides this warning, which is an error here
+def test_compiled_siblings_are_refused_before_the_next_step() -> None:
+    one = Shared()
+    forward = torch.compile(one.model, backend="eager")
+    gradient(forward, hidden())
+    with pytest.raises(UnsupportedError, match="do not compile the model, or remove the key"):
+        one.compiled.before_step()
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])

@@ -16,7 +16,7 @@ from tests.models.families import write_config
 from tests.support.forks import run_forks
 from tests.support.jobs import make_engine, network
 from tests.support.messages import refusal
-from tests.support.split_llama import Job, start
+from tests.support.split_llama import Job, start, train
 
 NOTHING_SPLIT = "/deepspeed_compress/activations/tensor has no effect, because no ranks share layers"
 NO_STAGES = "/deepspeed_compress/activations/pipeline has no effect on an engine without pipeline stages"
@@ -73,3 +73,17 @@ def compile_later(rank: int) -> bool:
 
 def test_an_attached_engine_is_not_compiled() -> None:
     assert run_forks(2, compile_later, shared_memory=True) == [True, True]
+
+
+def compile_part(rank: int) -> str:
+    """Return the message for a part of the model that is compiled after attaching."""
+    engine = start(Job({"tensor": {"bits": 8}}))
+    engine.module.model.layers[0].mlp.compile(backend="eager")
+    return refusal(UnsupportedError, train, engine)
+
+
+@pytest.mark.slow(3, "deepspeed_compress/backends/activations", "tests/backends/deepspeed/activations/test_limits.py")
+def test_a_part_that_is_compiled_later_is_refused_before_the_first_step() -> None:
+    for message in run_forks(2, compile_part, shared_memory=True, compiled=True):
+        assert message.startswith("/deepspeed_compress/activations/tensor: sums inside a compiled graph cannot be")
+        assert "do not compile model.layers.0.mlp, or remove the key" in message

@@ -364,3 +364,22 @@ def test_engines_whose_messages_cannot_be_taken_over() -> None:
         assert "/activations/sequence: messages inside a compiled graph cannot be taken over" in later
         assert "/activations/sequence: messages inside a compiled graph cannot be taken over" in compiled
         assert "/activations/sequence has no effect: no attention has exchanged anything" in idle
+
+
+def compiled_later(rank: int) -> list[list[float]]:
+    """Return the losses without compiled parts, and with one that is compiled after attaching."""
+    mpu, found = register(), []
+    for compiled in (False, True):
+        engine = start(Job(EIGHT), mpu)
+        if compiled:
+            engine.module.model.layers[0].compile(backend="eager")
+        found.append(train(engine, rank))
+        engine.destroy()
+    return found
+
+
+@SLOW
+def test_messages_of_parts_that_are_compiled_later_are_compressed() -> None:
+    """Graphs end before an all-to-all, so that nothing in them has to be taken over."""
+    for plain, compiled in run_forks(RANKS, compiled_later, compiled=True):
+        assert compiled == plain
