@@ -66,6 +66,11 @@ class GroupedReductions:
         self._places = {name: index for index, one in enumerate(separate, 1) for name in one.names}
 
     @property
+    def groups(self) -> Sequence[Groups]:
+        """Return the groups of ranks, those of the data-parallel group first."""
+        return [reductions.context.groups for reductions in self._every]
+
+    @property
     def parameters(self) -> Parameters:
         """Return the parameters of all groups."""
         return self.context.parameters

@@ -22,9 +22,10 @@ def find_unsupported(ds_config: Mapping[str, Any], section: CompressConfig | Non
     sharded = section.parallelism is not None and section.parallelism.shard_within is not None
     if section.gradients.method == section.weights.method == "none" and not sharded:
         return []
+    stage = STAGE.effective(ds_config, section.parallelism or Parallelism())
     problems = [
         Diagnostic(at(*path), f"{show(value)} cannot be combined with {pointer((SECTION,))}: {why}", write(instead))
-        for path, applies, why, instead in _UNSUPPORTED
+        for path, applies, why, instead in (*(_GATHERS_OF_STAGE_3 if stage == 3 else ()), *_UNSUPPORTED)
         if applies(value := value_at(ds_config, path), section)
     ]
     return [*problems, *_scaler_without_zero(ds_config, section)]
@@ -37,13 +38,7 @@ def _divided(section: CompressConfig) -> bool:
 
 _ZERO = "zero_optimization"
 _Unsupported = tuple[Path, Callable[[Any, CompressConfig], bool], str, str]
-_UNSUPPORTED: tuple[_Unsupported, ...] = (
-    (
-        (_ZERO, "zero_quantized_gradients"),
-        lambda value, _: value is True,
-        "ZeRO++ quantizes gradients already (allowed: false)",
-        "false",
-    ),
+_GATHERS_OF_STAGE_3: tuple[_Unsupported, ...] = (
     (
         (_ZERO, "zero_quantized_weights"),
         lambda value, section: value is True and section.weights.method != "none",
@@ -67,6 +62,15 @@ _UNSUPPORTED: tuple[_Unsupported, ...] = (
         lambda value, section: isinstance(value, int) and value > 1 and section.weights.method != "none",
         "ZeRO++ gathers weights from a second copy (allowed: 1)",
         f'1, or {SECTION}.weights.method "none"',
+    ),
+)
+"""Ways to gather weights in ZeRO 3, which other stages ignore."""
+_UNSUPPORTED: tuple[_Unsupported, ...] = (
+    (
+        (_ZERO, "zero_quantized_gradients"),
+        lambda value, _: value is True,
+        "ZeRO++ quantizes gradients already (allowed: false)",
+        "false",
     ),
     (
         (_ZERO, "zero_hpz_partition_size"),

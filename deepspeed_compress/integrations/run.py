@@ -31,7 +31,7 @@ _SECTION = "--section="
 def main(arguments: Sequence[str]) -> None:
     """Install compression, and run the program that `arguments` name. Its exceptions and exit status are passed on.
 
-    At the end, issues a CompressWarning if nothing was compressed.
+    At the end, the first rank issues a CompressWarning if nothing was compressed, unless only help was asked for.
     """
     given = list(arguments)
     # DeepSpeed's launcher puts its option first, but a program expects it right after the script.
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> None:
         if stop.code not in (None, 0):
             raise
     _leave_gloo()
-    if not methods:
+    if not methods and os.environ.get("RANK", "0") == "0" and not {"-h", "--help"} & set(sys.argv):
         warnings.warn(_explain_no_compression(section), CompressWarning, stacklevel=1)
 
 

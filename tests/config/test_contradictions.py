@@ -238,6 +238,7 @@ def test_such_settings_are_found_even_if_the_section_is_wrong() -> None:
         ({}, zero(zero_quantized_weights=True)),
         (WEIGHTS, zero(zero_quantized_gradients=False, zero_hpz_partition_size=1, zenflow=None)),
         ({}, zero(zero_hpz_partition_size=2)),
+        (WEIGHTS, zero(stage=2, zero_hpz_partition_size=2, zero_quantized_weights=True)),
         ({}, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
         ({}, {"torch_autocast": {"enabled": True, "dtype": "fp16"}}),
         ({}, {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "zero_optimization": {"stage": 1}}),

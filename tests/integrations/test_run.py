@@ -110,16 +110,20 @@ def run_here(rank: int, script: str, arguments: list[str]) -> tuple[list[str], l
     return Path(f"{script}.out").read_text().splitlines(), ours
 
 
-def test_a_program_that_compresses_nothing_warns(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "flag", "warnings"), [(1, "--flag", [1]), (2, "--flag", [1, 0]), (1, "--help", [0])])
+def test_a_program_that_compresses_nothing_warns_once(
+    ranks: int, flag: str, warnings: list[int], tmp_path: Path
+) -> None:
     script = tmp_path / "plain.py"
     script.write_text(
         "import pathlib, sys\n"
         "pathlib.Path(__file__ + '.out').write_text('\\n'.join([__name__, *sys.argv[1:]]))\n"
         "sys.exit(0)\n"
     )
-    [(lines, warned)] = run_forks(1, run_here, str(script), ["--local_rank=3", "a b", "--flag"])
-    assert lines == ["__main__", "--local_rank=3", "a b", "--flag"]
-    assert [text.partition(":")[0] for text in warned] == ["nothing was compressed"]
+    found = run_forks(ranks, run_here, str(script), ["--local_rank=3", "a b", flag])
+    for (lines, warned), count in zip(found, warnings, strict=True):
+        assert lines == ["__main__", "--local_rank=3", "a b", flag]
+        assert [text.partition(":")[0] for text in warned] == ["nothing was compressed"] * count
 
 
 CALLS_INITIALIZE = """

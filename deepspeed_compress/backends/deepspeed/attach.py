@@ -26,6 +26,7 @@ from deepspeed_compress.backends.deepspeed.engine_target import EngineTarget, de
 from deepspeed_compress.backends.deepspeed.gradients.zero_0 import attach_zero_0
 from deepspeed_compress.backends.deepspeed.gradients.zero_3 import attach_zero_3
 from deepspeed_compress.backends.deepspeed.gradients.zero_12 import attach_zero_12
+from deepspeed_compress.backends.deepspeed.groups import destroy_with_engine
 from deepspeed_compress.backends.deepspeed.limits import engine_kind, find_limits, refuse_unsupported
 from deepspeed_compress.backends.deepspeed.losses import follow_losses
 from deepspeed_compress.backends.deepspeed.node_shards import attach_nodes, equalize_weights
@@ -112,12 +113,16 @@ def attach(engine: Any) -> Any:
         >>> engine, *_ = deepspeed.initialize(model=model, config="ds_config.json")
         >>> deepspeed_compress.attach(engine)
     """
+    _check_type(engine)
+    return attach_section(engine, parse_section(engine.config))
+
+
+def _check_type(engine: Any) -> None:
     if not isinstance(engine, DeepSpeedEngine):
         raise UnsupportedError(
             f"expected a DeepSpeedEngine, got {type(engine).__name__}; use ddp.attach or fsdp2.attach for a torch "
             "model, or initialize for a model without an engine"
         )
-    return attach_section(engine, parse_section(engine.config))
 
 
 def attach_section(engine: Any, config: CompressConfig, unit: IslandUnit | None = None) -> Any:
@@ -157,6 +162,8 @@ def _attach(target: EngineTarget, patches: Patches) -> None:
     parameters = find_parameters(target)
     warn_of_ignored_type(engine, config, parameters.dtype)
     parts = make_parts(describe(target, parameters), patches)
+    if parts.reductions is not None:
+        destroy_with_engine(engine, parts.reductions.groups, patches)
     if target.island is not None:
         patches.on_undo(partial(stay_apart, engine, target.island))
     session, participants = _make_session(target, parameters, parts)
@@ -357,9 +364,10 @@ def detach(engine: Any) -> Any:
 
     Raises:
         ConfigError: nothing is attached.
-        UnsupportedError: the model is sharded within nodes.
+        UnsupportedError: `engine` is not an engine, or its model is sharded within nodes.
         SeamError: other code has wrapped a method since. Nothing is changed.
     """
+    _check_type(engine)
     session = vars(engine).get("compression")
     if session is None:
         raise ConfigError("nothing is attached to this engine; pass an engine from attach, initialize or install")

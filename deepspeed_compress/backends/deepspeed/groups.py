@@ -1,6 +1,8 @@
 """Groups of ranks that reduce together: the data-parallel group, its parts by node, and the groups of experts."""
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from deepspeed_compress.collectives.reduction import Groups
 from deepspeed_compress.compression.state import Position
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.session.nodes import ranks_per_node, split_by_node
+from deepspeed_compress.session.patches import Patches
 
 
 def reduction_group(engine: Any) -> ProcessGroup:
@@ -122,3 +125,22 @@ def downward_group(groups: Sequence[tuple[int, ...]]) -> ProcessGroup | None:
     # No rank may continue, and perhaps exit, while others still connect.
     dist.barrier()
     return made
+
+
+def destroy_with_engine(engine: Any, every: Iterable[Groups], patches: Patches) -> None:
+    """Destroy the groups made for `engine`, which hold sockets, when it is destroyed, collected, or detached from.
+
+    Only gloo's: on NCCL, destroying a group is collective, but ranks may not drop an engine at the same time.
+    """
+    made = [group for groups in every for group in (groups.node, groups.across, groups.downward) if group is not None]
+    leave = weakref.finalize(engine, _destroy, [group for group in made if dist.get_backend(group) == "gloo"])
+    leave.atexit = False
+    patches.on_undo(leave)
+    patches.precede(engine, "destroy", leave)
+
+
+def _destroy(groups: Sequence[ProcessGroup]) -> None:
+    for group in groups if dist.is_initialized() else ():
+        # The program may have destroyed all groups and made new ones.
+        with suppress(ValueError):
+            dist.destroy_process_group(group)

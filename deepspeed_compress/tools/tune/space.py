@@ -127,12 +127,12 @@ def _baseline(written: Mapping[str, Any]) -> Candidate:
 
 
 def _patched(written: Mapping[str, Any], patch: Patch) -> dict[str, Any]:
-    """Return `written` with `patch` applied.
+    """Return `written` with `patch` applied, and without `auto`, because the search compares with uncompressed steps.
 
     Gradient settings are merged as in the phases of a schedule, and a longer warm-up is kept. All other keys of the
     patch replace those of the section.
     """
-    section = {**written, **patch}
+    section = {**{key: value for key, value in written.items() if key != "auto"}, **patch}
     if isinstance(patch.get("gradients"), Mapping):
         section["gradients"] = merged(CompressConfig.model_validate(written).gradients, patch["gradients"])
     if isinstance(patch.get("schedule"), Mapping):

@@ -1,5 +1,7 @@
 """After `detach`, an engine trains as DeepSpeed alone does."""
 
+import gc
+import os
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -9,7 +11,7 @@ import pytest
 
 import deepspeed_compress
 from deepspeed_compress.backends.deepspeed.norms import _kind
-from deepspeed_compress.errors import ConfigError, SeamError
+from deepspeed_compress.errors import ConfigError, SeamError, UnsupportedError
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, network, run, start, weights
 from tests.support.messages import refusal
@@ -94,6 +96,7 @@ def refuse(rank: int) -> tuple[str, str]:
     engine.save_checkpoint = lambda *args, **options: ours(*args, **options)
     covered = refusal(SeamError, deepspeed_compress.detach, engine)
     assert engine.compression is not None
+    assert "got NoneType" in refusal(UnsupportedError, deepspeed_compress.detach, None)
     return nothing, covered
 
 
@@ -101,6 +104,28 @@ def test_detach_refuses_unknown_engines_and_replaced_methods() -> None:
     for nothing, covered in run_forks(2, refuse):
         assert "nothing is attached" in nothing
         assert "save_checkpoint has since been replaced by other code" in covered
+
+
+def open_files(rank: int, stage: int) -> list[int]:
+    """Return the number of open files after each of several engines, of which every other one is detached from."""
+    found, job = [], Job(stage, WEIGHTS[stage], steps=2)
+    for number in range(4):
+        engine = start(job)
+        run(engine, data(rank, job))
+        if number % 2:
+            deepspeed_compress.detach(engine)
+        engine.destroy()
+        del engine
+        gc.collect()
+        found.append(len(os.listdir("/proc/self/fd")))
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_engines_leave_no_sockets_open(stage: int) -> None:
+    """DeepSpeed itself never releases engines of ZeRO 3."""
+    for first, *others in run_forks(2, open_files, stage):
+        assert others == [first] * 3
 
 
 def guard_again(rank: int) -> tuple[str, str, bool]:

@@ -79,6 +79,13 @@ def test_candidates_that_do_not_fit_the_file_are_excluded(
     assert not out & set(names(kept))
 
 
+def test_candidates_with_a_schedule_fit_a_file_with_the_preset() -> None:
+    """Their uncompressed start would contradict `auto`."""
+    kept, left = find_candidates(file({"preset": "auto"}))
+    assert [one.name for one in left] == ["blockwise4-weights4"]
+    assert [one.name for one in kept if one.config.auto] == [FILE]
+
+
 @pytest.mark.parametrize("ds_config", [file(optimizer=TRAINERS), without_optimizer()])
 def test_settings_missing_from_the_file_may_come_from_elsewhere(ds_config: dict[str, Any]) -> None:
     """The command or a candidate of the user's may decide it."""
