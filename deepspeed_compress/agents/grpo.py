@@ -26,9 +26,10 @@ class Sample:
         completion: token ids that the policy chose.
         logprobs: log-probability of each token of `completion` under the policy that sampled it.
         reward: reward of the episode that the completion belongs to.
-        group: name of the task; completions of one group are compared with each other.
+        group: name of the task; episodes of one group are compared with each other.
         version: version of the weights that sampled it.
         weight: factor of its loss; 0 for a sample that only fills a batch.
+        episode: name of the episode in its group, which all of its turns have; None for an episode of one turn.
     """
 
     prompt: tuple[int, ...]
@@ -38,6 +39,7 @@ class Sample:
     group: str
     version: int = 0
     weight: float = 1.0
+    episode: str | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt or not self.completion:
@@ -51,14 +53,32 @@ class Sample:
             raise ValueError(f"the reward {self.reward} or a log-probability of a sample is not finite")
 
 
-def advantages(samples: Sequence[Sample]) -> list[float]:
-    """Return the advantage of each sample: its reward in standard deviations from the mean of its group.
+def first_turns(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the first sample of each episode.
 
-    All samples of a group with equal rewards have advantage 0.
+    Raises:
+        ValueError: samples of an episode have different rewards.
+    """
+    firsts: dict[tuple[str, str | int], Sample] = {}
+    for number, sample in enumerate(samples):
+        first = firsts.setdefault((sample.group, number if sample.episode is None else sample.episode), sample)
+        if first.reward != sample.reward:
+            raise ValueError(
+                f"the episode {sample.episode!r} of the group {sample.group!r} has the rewards {first.reward} and "
+                f"{sample.reward} (allowed: one): give all of its turns the reward of the episode"
+            )
+    return list(firsts.values())
+
+
+def advantages(samples: Sequence[Sample]) -> list[float]:
+    """Return the advantage of each sample: its episode's reward in standard deviations from the mean of its group.
+
+    An episode counts once in its group, however many turns it has. All samples of a group with equal rewards have
+    advantage 0.
     """
     groups: defaultdict[str, list[float]] = defaultdict(list)
-    for sample in samples:
-        groups[sample.group].append(sample.reward)
+    for episode in first_turns(samples):
+        groups[episode.group].append(episode.reward)
     # Unlike fmean, mean is exact, so equal rewards have it as their mean.
     means = {name: statistics.mean(rewards) for name, rewards in groups.items()}
     spreads = {name: statistics.pstdev(rewards) for name, rewards in groups.items()}

@@ -14,6 +14,7 @@ from deepspeed_compress.agents.grpo import (
     advantages,
     collate,
     divergence,
+    first_turns,
     next_token_logprobs,
     token_losses,
 )
@@ -48,7 +49,7 @@ class Learned:
     Attributes:
         steps: number of optimizer steps.
         loss: mean over the steps of the sum of this rank's token losses, divided by an even share of the step's tokens.
-        reward: mean reward of all samples.
+        reward: mean reward of all episodes.
         lag: mean number of versions by which samples were behind.
     """
 
@@ -92,8 +93,8 @@ class Learner:
             order.shuffle(scored)
             losses += [self._step(chunk) for chunk in self._chunks(scored)]
         lag = sum(version - one.version for one in samples) / len(samples)
-        reward = sum(one.reward for one in samples) / len(samples)
-        return Learned(len(losses), sum(losses) / len(losses), reward, lag)
+        rewards = [one.reward for one in first_turns(samples)]
+        return Learned(len(losses), sum(losses) / len(losses), sum(rewards) / len(rewards), lag)
 
     def _chunks(self, scored: Sequence[tuple[Sample, float]]) -> Iterator[list[tuple[Sample, float]]]:
         """Yield the samples of each optimizer step, the last ones filled up with samples of weight 0."""

@@ -268,7 +268,7 @@ class DeepSpeedAlgorithm(Algorithm):  # type: ignore[misc]  # Agent-Lightning ha
 
     async def _samples(self, rollout: str, group: str) -> list[Sample]:
         spans = await self.get_store().query_spans(rollout, attempt_id="latest")
-        return samples_of(self.get_adapter().adapt(spans), group, self._endpoint.model)
+        return samples_of(self.get_adapter().adapt(spans), group, rollout, self._endpoint.model)
 
     def _lead(self, samples: Sequence[Sample]) -> Learned:
         """Pass `samples` to all ranks, and learn from them together."""
@@ -285,18 +285,18 @@ class DeepSpeedAlgorithm(Algorithm):  # type: ignore[misc]  # Agent-Lightning ha
         return learned
 
 
-def samples_of(triplets: Iterable[Triplet], group: str, policy: str) -> list[Sample]:
-    """Return the samples of one rollout, whose last reward counts for all of its completions.
+def samples_of(triplets: Iterable[Triplet], group: str, episode: str, policy: str) -> list[Sample]:
+    """Return the samples of one rollout, an episode whose last reward counts for all of its completions.
 
     Completions of other models than `policy`, which an agent may use too, are left out.
 
     Raises:
         RolloutError: if a trace has no token ids, log-probabilities, or version.
     """
-    episode = list(triplets)
-    rewards = [one.reward for one in episode if one.reward is not None]
-    own = [one for one in episode if _model(one).partition("@")[0] == policy]
-    return [_sample(one, rewards[-1], group) for one in own] if rewards else []
+    calls = list(triplets)
+    rewards = [one.reward for one in calls if one.reward is not None]
+    own = [one for one in calls if _model(one).partition("@")[0] == policy]
+    return [_sample(one, rewards[-1], group, episode) for one in own] if rewards else []
 
 
 def _model(triplet: Triplet) -> str:
@@ -305,7 +305,7 @@ def _model(triplet: Triplet) -> str:
     return str(response.get("model", "")) if isinstance(response, dict) else ""
 
 
-def _sample(triplet: Triplet, reward: float, group: str) -> Sample:
+def _sample(triplet: Triplet, reward: float, group: str, episode: str) -> Sample:
     prompt, completion = triplet.prompt["token_ids"], triplet.response["token_ids"]
     logprobs = triplet.response.get("logprobs")
     if not prompt or not completion or logprobs is None:
@@ -317,7 +317,7 @@ def _sample(triplet: Triplet, reward: float, group: str) -> Sample:
     if not version.isdecimal():
         raise RolloutError(f"the model {model!r} of a response names no version: use the endpoint of this package")
     chosen = tuple(one["logprob"] for one in logprobs)
-    return Sample(tuple(prompt), tuple(completion), chosen, reward, group, int(version))
+    return Sample(tuple(prompt), tuple(completion), chosen, reward, group, int(version), episode=episode)
 
 
 def _shared(samples: Sequence[Sample] | None) -> Sequence[Sample] | None:

@@ -41,12 +41,12 @@ CHUNK = 64
 """Completions that are sampled at a time, between which new weights may arrive."""
 POLL_S = 0.005
 """Seconds between two looks for new weights."""
-SMOOTHED = 10
+SMOOTHED = 20
 """Number of batches whose mean reward is compared with the goal."""
 COLUMNS = ("mode", "batches", "s per batch", "kB per version", "versions behind", "reward at the end", "s to the goal")
 TEACHING_SEED = 1234
 """Seed of the model that all runs begin with, and of its supervised steps."""
-MOST_STEPS, CHECK_EVERY, CHECKED_SUMS = 5000, 20, 256
+MOST_STEPS, CHECK_EVERY, CHECKED_SUMS = 5000, 10, 256
 """Largest number of supervised steps, steps between two measurements of the reward, and sums of a measurement."""
 
 
@@ -105,9 +105,9 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seeds", type=int, nargs="+", default=[0], metavar="N", help="default: 0")
     add("--seconds", type=float, default=90.0, help="seconds of each run; default: 90")
     add("--start", type=float, default=0.35, help="mean reward of the model before its first batch; default: 0.35")
-    add("--goal", type=float, default=0.5, help=f"mean reward of {SMOOTHED} batches to reach; default: 0.5")
+    add("--goal", type=float, default=0.45, help=f"mean reward of {SMOOTHED} batches to reach; default: 0.45")
     add("--mbit", type=float, default=100.0, help="rate of the link in Mbit/s; default: 100")
-    add("--width", type=int, default=192, metavar="N", help="width of the model; default: 192")
+    add("--width", type=int, default=128, metavar="N", help="width of the model; default: 128")
     add("--layers", type=int, default=4, metavar="N", help="layers of the model; default: 4")
     add("--tasks", type=int, default=16, metavar="N", help="tasks in a batch; default: 16")
     add("--episodes", type=int, default=4, metavar="N", help="completions of each task; default: 4")

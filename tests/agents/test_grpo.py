@@ -1,6 +1,7 @@
 """GRPO's advantages, batches and losses, against values computed by hand."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,6 +25,24 @@ def sample(reward: float = 1.0, group: str = "a", completion: tuple[int, ...] = 
 def test_advantages_are_standard_deviations_from_the_mean_of_a_group() -> None:
     samples = [sample(1.0, "a"), sample(3.0, "a"), sample(7.0, "b"), sample(7.0, "b")]
     assert advantages(samples) == pytest.approx([-1.0, 1.0, 0.0, 0.0], abs=1e-5)
+
+
+def test_an_episode_counts_once_in_its_group_and_all_its_turns_have_its_advantage() -> None:
+    turns = [sample(1.0, episode="long")] * 5 + [sample(3.0, episode="short"), sample(5.0), sample(5.0)]
+    long, short, single, other = advantages([sample(1.0), sample(3.0), sample(5.0), sample(5.0)])
+    assert advantages(turns) == [long] * 5 + [short, single, other]
+    assert advantages([sample(1.0, "a", episode="e"), sample(3.0, "b", episode="e")]) == [0.0, 0.0]
+
+
+def test_episodes_of_one_turn_have_the_same_advantages_with_and_without_names() -> None:
+    samples = [sample(0.1 * (number % 7) ** 2, f"{number % 3}") for number in range(30)]
+    named = [replace(one, episode=f"{number}") for number, one in enumerate(samples)]
+    assert advantages(named) == advantages(samples)
+
+
+def test_turns_of_an_episode_with_different_rewards_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"'e' of the group 'a' has the rewards 1\.0 and 2\.0 \(allowed: one\)"):
+        advantages([sample(1.0, episode="e"), sample(2.0, episode="e")])
 
 
 @pytest.mark.parametrize("reward", [0.1, 0.7, 1000.1, -1e9 / 3])

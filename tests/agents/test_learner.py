@@ -112,3 +112,11 @@ def test_a_token_of_a_prompt_that_the_policy_never_chooses_changes_nothing(monke
     assert engine.logits.grad is not None
     assert engine.logits.grad[0, 0].abs().max() == 0
     assert engine.logits.grad[0, 1].abs().max() > 0
+
+
+def test_the_mean_reward_counts_an_episode_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
+    long = [Sample((1, 2), (3, 4), (-2.0, -2.5), 1.0, "task", episode="long")] * 3
+    short = replace(long[0], reward=0.0, episode="short")
+    learned = Learner(OneRank(torch.zeros(1, 4, 10)), PAD, LearnerSettings()).learn([*long, short], 0)
+    assert learned.reward == 0.5

@@ -37,14 +37,18 @@ def triplet(version: int = 3, reward: float | None = 1.0, **changes: Any) -> Tri
     return Triplet(reward=reward, **{**parts, **changes})
 
 
+def samples(*triplets: Triplet) -> list[Sample]:
+    return samples_of(triplets, "task", "rollout", "policy")
+
+
 def test_the_last_reward_of_an_episode_counts_for_all_of_its_completions() -> None:
-    expected = Sample((1, 2), (3, 4), (-0.5, -1.5), 0.25, "task", 3)
-    found = samples_of([triplet(reward=None), triplet(reward=1.0), triplet(4, reward=0.25)], "task", "policy")
+    expected = Sample((1, 2), (3, 4), (-0.5, -1.5), 0.25, "task", 3, episode="rollout")
+    found = samples(triplet(reward=None), triplet(reward=1.0), triplet(4, reward=0.25))
     assert found == [expected, expected, replace(expected, version=4)]
 
 
 def test_an_episode_without_a_reward_has_no_samples() -> None:
-    assert samples_of([triplet(reward=None)], "task", "policy") == []
+    assert samples(triplet(reward=None)) == []
 
 
 @pytest.mark.parametrize(
@@ -58,13 +62,13 @@ def test_an_episode_without_a_reward_has_no_samples() -> None:
 )
 def test_a_trace_without_tokens_log_probabilities_or_a_version_is_an_error(wrong: dict[str, Any]) -> None:
     with pytest.raises(RolloutError, match=r"sampling_parameters|names no version"):
-        samples_of([triplet(**wrong)], "task", "policy")
+        samples(triplet(**wrong))
 
 
 @pytest.mark.parametrize("metadata", [{"response": None}, {}, {"response": {}}])
 def test_a_call_that_has_failed_is_left_out(metadata: dict[str, Any]) -> None:
     failed = triplet(prompt={"token_ids": []}, response={"token_ids": []}, reward=None, metadata=metadata)
-    assert samples_of([failed, triplet()], "task", "policy") == samples_of([triplet()], "task", "policy")
+    assert samples(failed, triplet()) == samples(triplet())
 
 
 def test_the_secret_of_an_endpoint_is_not_printed() -> None:
@@ -73,7 +77,7 @@ def test_the_secret_of_an_endpoint_is_not_printed() -> None:
 
 def test_completions_of_other_models_are_left_out() -> None:
     judge = triplet(prompt={"token_ids": []}, metadata={"response": {"model": "judge-2026"}})
-    assert samples_of([triplet(), judge], "task", "policy") == samples_of([triplet()], "task", "policy")
+    assert samples(triplet(), judge) == samples(triplet())
 
 
 @dataclass
