@@ -57,10 +57,10 @@ class LayerHooks:
         """Take the call over, unless it is traced or the layer is a copy."""
         if layer is not self._layer():
             return None
+        self._restore()  # an interrupt has ended the last call before its hook
         if torch.compiler.is_compiling():
             self._compiled.note()
             return None
-        self._restore()  # an interrupt has ended the last call before its hook
         if not self.takes(layer, inputs):
             return None
         attributes = vars(layer)
