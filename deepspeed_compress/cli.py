@@ -77,8 +77,9 @@ def report_failure(error: CompressError | OSError, failed: int) -> int:
     """Print `error`, and return the exit code `failed`."""
     from deepspeed_compress.tools.outputs import visible
 
-    known = isinstance(error, OSError) and error.filename is not None
-    text = f"{error.filename}: {error.strerror}" if known else str(error)
+    text = str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        text = f"{error.filename}: {error.strerror}"
     print("ds-compress: error:", "\n".join(map(visible, text.split("\n"))), file=sys.stderr)
     return failed
 

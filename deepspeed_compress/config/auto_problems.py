@@ -26,6 +26,12 @@ _CONFLICTS: tuple[tuple[Path, Callable[[CompressConfig], bool], str, str], ...] 
         "one of the two",
     ),
     (
+        ("communication", "max_rate"),
+        lambda section: section.communication.max_rate is not None,
+        "DeepSpeed sends uncompressed steps itself, without this limit (allowed: null)",
+        "one of the two",
+    ),
+    (
         ("schedule",),
         lambda section: section.schedule != Schedule(total_steps=section.schedule.total_steps),
         "a comparison needs the same settings in all compressed steps (allowed: no warm-up, ramp or phases)",

@@ -7,7 +7,7 @@ from typing import Any
 
 from deepspeed_compress.config.contradictions import find_mismatches
 from deepspeed_compress.config.models import SECTION, CompressConfig, Parallelism
-from deepspeed_compress.config.native import NATIVE_KEYS, STAGE, TENSOR, NativeKey
+from deepspeed_compress.config.native import NATIVE_KEYS, STAGE, TENSOR, NativeKey, value_at
 from deepspeed_compress.config.problems import problem, raise_problems, show
 from deepspeed_compress.diagnostics import Diagnostic, at, pointer, write
 from deepspeed_compress.errors import CompressWarning
@@ -48,7 +48,7 @@ def _may_overlap(ds_config: Mapping[str, Any], section: CompressConfig) -> bool:
         and STAGE.effective(ds_config, Parallelism()) == 2
         and zero.get("contiguous_gradients", True) is True
         and pipeline == 1
-        and not zero.get("offload_optimizer")
+        and value_at(zero, ("offload_optimizer", "device")) in (None, "none")
         and ds_config.get("managed_gradient_accumulation", True) is True
     )
 

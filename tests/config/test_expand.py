@@ -17,6 +17,8 @@ def expanded(native: dict, parallelism: dict | None) -> dict:
 
 
 OVERLAP = {"overlap_comm": True}
+OFFLOADED = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+NOT_OFFLOADED = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}}
 """Setting with which DeepSpeed reduces during backward, on streams."""
 UNMANAGED = {"managed_gradient_accumulation": False}
 
@@ -46,6 +48,8 @@ UNMANAGED = {"managed_gradient_accumulation": False}
         ({"zero_optimization": {"stage": 2}}, {"zero_stage": 2}, {"zero_optimization": {"stage": 2, **OVERLAP}}),
         ({"zero_optimization": {"stage": "2"}}, {}, {"zero_optimization": {"stage": "2", **OVERLAP}}),
         ({"zero_optimization": {"stage": "auto"}}, {"zero_stage": 1}, {"zero_optimization": {"stage": 1}}),
+        (OFFLOADED, {}, OFFLOADED),
+        (NOT_OFFLOADED, {}, {"zero_optimization": {**NOT_OFFLOADED["zero_optimization"], **OVERLAP}}),
         (UNMANAGED, {"zero_stage": 2}, {**UNMANAGED, "zero_optimization": {"stage": 2}}),
         ({}, {"tensor": 2}, {"tensor_parallel": {"autotp_size": 2}}),
         ({"tensor_parallel": {"autotp_size": 2}}, {}, {"tensor_parallel": {"autotp_size": 2}}),

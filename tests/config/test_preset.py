@@ -69,6 +69,7 @@ def test_an_unknown_preset_is_refused() -> None:
         ({"adaptive": {}}, "adaptive"),
         ({"islands": {"size": 2, "sync_every": 4}}, "islands"),
         ({"schedule": {"warmup_steps": 10}}, "schedule"),
+        ({"communication": {"max_rate": "1 Gbit/s"}}, "communication/max_rate"),
     ],
 )
 def test_contradictions(section: dict[str, Any], pointer: str) -> None:

@@ -46,7 +46,8 @@ def with_section(config: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[st
 def with_gradients(config: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
     """Return `config` with `patch` applied to the gradient settings of the section. None removes a setting.
 
-    If the method changes, keys that the new method does not have are removed. If the old method kept a momentum of its
+    If the method changes, keys that the new method does not have are removed, and with `none` those of the section that
+    cannot be combined with it. If the old method kept a momentum of its
     own and the new one does not, the optimizer's momentum is restored.
     """
     section = CompressConfig.model_validate(with_preset(config))
@@ -58,9 +59,19 @@ def with_gradients(config: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[
     written = {key: value for key, value in merged(section.gradients, patch).items() if key not in removed}
     result = copy.deepcopy(dict(config))
     result[SECTION] = {**result[SECTION], "gradients": written}
+    if written.get("method") == "none":
+        result[SECTION] = _without_conflicts(with_preset(result))
     if section.gradients.method in OWN_MOMENTUM and written.get("method") not in OWN_MOMENTUM:
         _restore_momentum(result)
     return result
+
+
+def _without_conflicts(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `section`, whose gradients are uncompressed, without the keys that `config` refuses next to them."""
+    refused = {"auto"}
+    if section.get("weights", {"method": "none"}).get("method") == "none":
+        refused |= {"ownership"} if section.get("islands") else {"ownership", "communication"}
+    return {key: value for key, value in section.items() if key not in refused}
 
 
 def _restore_momentum(config: dict[str, Any]) -> None:

@@ -65,8 +65,8 @@ def read_run(directory: Path, config: Path | None = None) -> Run:
     found = read_directory(directory, None if config is None else read_ds_config(config))
     if not found.statistics:
         raise DataError(
-            f"{found.monitor / STATISTICS}: contains no statistics; set monitor.path in the section, or pass the "
-            f"directory that contains {STATISTICS}"
+            f"{found.monitor}: holds no {STATISTICS} with measured steps; set monitor.path in the section and train "
+            "again, or pass the directory that has this file"
         )
     logged = (found.metrics, "train_loss"), (found.statistics, "loss"), (found.trainer_log, "loss")
     return Run(

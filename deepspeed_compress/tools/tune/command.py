@@ -14,6 +14,7 @@ from rich.console import Console
 from deepspeed_compress.backends.deepspeed.builds import clear_locks, print_locks
 from deepspeed_compress.checkpointing.directory_lock import hold
 from deepspeed_compress.config import SECTION, masked_arguments, parse_section, read_ds_config
+from deepspeed_compress.config.native import value_at
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.tools.bench.hosts import signals_as_exceptions
 from deepspeed_compress.tools.files import write_json, write_text
@@ -51,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
         parse_section(ds_config)
     patches = None if options.space is None else load_space(options.space, ds_config)
     candidates, left_out = find_candidates(ds_config, patches, excludes_momentum(options.arguments))
-    _check(options, candidates, left_out)
+    _check(options, ds_config, candidates, left_out)
     _claim(options.output, {"command": [options.launcher, *options.arguments], "ds_config": ds_config})
     held = hold(options.output)
     if held is None:
@@ -74,10 +75,20 @@ def _tune(
     return 0 if outcome.failure is None else 1
 
 
-def _check(options: argparse.Namespace, candidates: Sequence[Candidate], left_out: Sequence[Excluded]) -> None:
+def _check(
+    options: argparse.Namespace,
+    ds_config: Mapping[str, Any],
+    candidates: Sequence[Candidate],
+    left_out: Sequence[Excluded],
+) -> None:
     """Check what would otherwise fail only after the first trial: the command, and that there is a candidate."""
     from deepspeed_compress.integrations.launch import launch_command
 
+    if options.metric == "step_time" and value_at(ds_config, (SECTION, "communication", "max_rate")) is not None:
+        raise ConfigError(
+            f"/{SECTION}/communication/max_rate: uncompressed trials have no such limit, so step times cannot be "
+            "compared (allowed: null). Remove the key and limit the link itself with tc, or pass --metric bytes"
+        )
     launch_command(options.launcher, with_config(options.arguments, options.config, options.config.resolve()))
     if len(candidates) == 1:
         reasons = "".join(f"\n  - {left.name}: {left.reason}" for left in left_out)

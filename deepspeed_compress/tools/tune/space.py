@@ -54,8 +54,10 @@ The methods that send least also send weights in 4 bits, if weights are gathered
 first moment and is tried only if the file states that the optimizer has none.
 """
 
-_OF_COMPRESSION = frozenset({"schedule", "guard", "adaptive", "auto", "seed", "on_missing_state"})
-"""Keys of the section without effect if nothing is compressed."""
+_OF_COMPRESSION = frozenset(
+    {"schedule", "guard", "adaptive", "auto", "seed", "on_missing_state", "ownership", "communication"}
+)
+"""Keys of the section without effect, or refused, if nothing is compressed."""
 
 
 @dataclass(frozen=True)

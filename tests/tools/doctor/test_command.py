@@ -101,7 +101,7 @@ def test_apply_warns_of_missing_secrets(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_unreadable_directories_exit_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(tmp_path)]) == 2
-    assert "contains no statistics; set monitor.path" in capsys.readouterr().err
+    assert "holds no compression.jsonl with measured steps; set monitor.path" in capsys.readouterr().err
     assert main(["doctor", str(RUNS / "excluded"), "--baseline", str(tmp_path / "none")]) == 2
 
 

@@ -67,6 +67,20 @@ def test_softer_settings_end_with_method_none() -> None:
     assert seen[-1]["method"] == "none"
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [{"preset": "auto"}, {"auto": {}}, {"ownership": "balanced"}, {"communication": {"max_rate": "1 Gbit/s"}}],
+    ids=lambda keys: next(iter(keys)),
+)
+@pytest.mark.parametrize("weights", [{"bits": 4}, {"method": "none"}])
+def test_uncompressed_gradients_are_valid_in_every_section(keys: dict[str, Any], weights: dict[str, Any]) -> None:
+    before = config(extra={"zero_optimization": {"stage": 2}}, weights=weights, **keys)
+    assert find_problems(before) == []
+    after = with_gradients(before, {"method": "none"})
+    assert find_problems(after) == []
+    assert apply(before, difference(before, after)) == after
+
+
 def test_leaving_demo_restores_the_momentum_of_the_optimizer() -> None:
     demo = config({"method": "demo"}, {"optimizer": {"type": "AdamW", "params": {"betas": [0.0, 0.95]}}})
     after = with_gradients(demo, {"method": "blockwise", "bits": 4})

@@ -108,7 +108,7 @@ def test_section_with_an_unknown_method_is_ignored(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({}, "contains no statistics; set monitor.path in the section"),
+        ({}, "holds no compression.jsonl with measured steps; set monitor.path in the section"),
         ({"compression.jsonl": "{}\n{}\n"}, 'compression.jsonl:1: "step" is missing'),
         ({"compression.jsonl": "?\n{}\n"}, "compression.jsonl:1: not JSON"),
         ({"compression.jsonl": '{"step": 1}\n', "ds_config.json": "{"}, "ds_config.json: not JSON"),

@@ -180,6 +180,9 @@ def test_errors_are_reported_before_the_first_trial(tune: Tune, capsys: pytest.C
     Path("ds.json").write_text(json.dumps({**FILE, SECTION: {"gradients": {"bits": 5}}}))
     assert tune() == 1
     assert f"/{SECTION}/gradients/bits: 5" in capsys.readouterr().err
+    Path("ds.json").write_text(json.dumps({**FILE, SECTION: {"communication": {"max_rate": "1 Gbit/s"}}}))
+    assert tune() == 1
+    assert f"/{SECTION}/communication/max_rate: uncompressed trials have no such limit" in capsys.readouterr().err
     Path("ds.json").write_text(json.dumps({**FILE, "zero_optimization": {"stage": 0}}))
     Path("space.json").write_text('[{"name": "w", "weights": {"bits": 4}}]')
     assert tune("--space", "space.json") == 1

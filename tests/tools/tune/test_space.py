@@ -148,6 +148,12 @@ def test_the_baseline_keeps_the_settings_that_apply_to_it() -> None:
     }
 
 
+@pytest.mark.parametrize("key", [{"ownership": "balanced"}, {"communication": {"max_rate": "1 Gbit/s"}}])
+def test_every_candidate_is_valid_with_keys_that_uncompressed_training_refuses(key: dict[str, Any]) -> None:
+    kept, _ = find_candidates(file({"gradients": {"bits": 4}, **key}))
+    assert [one.name for one in kept if find_problems({**file(), SECTION: dict(one.section)})] == []
+
+
 def test_a_seed_is_dropped_if_the_method_is_not_random() -> None:
     own = {"gradients": {"method": "qsgd"}, "seed": 3}
     assert "seed" not in section_of("blockwise4", own)
