@@ -34,7 +34,9 @@ END_S = 20.0
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train an agent by reinforcement learning.")
     add = parser.add_argument
-    add("--output-dir", type=Path, required=True, metavar="DIR", help="new directory for all files of the run")
+    add(
+        "--output-dir", type=Path, required=True, metavar="DIR", help="directory of the run; a new one without --resume"
+    )
     add("--config", type=Path, default=CONFIG, metavar="FILE", help="ds_config.json; default: the one in launch/agents")
     add("--supervised-steps", type=int, default=600, metavar="N", help="steps before rewards; default: 600")
     add("--batches", type=int, default=60, metavar="N", help="batches of rollouts; default: 60")
@@ -51,6 +53,8 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--ranks", type=int, default=2, metavar="N", help="training ranks; default: 2")
     add("--runners", type=int, default=2, metavar="N", help="processes that run the agent; default: 2")
     add("--seed", type=int, default=0, metavar="N", help="default: 0")
+    add("--checkpoint-every", type=int, default=10, metavar="N", help="batches between checkpoints; default: 10")
+    add("--resume", action="store_true", help="continue from the newest checkpoint, or start if there is none")
     return parser.parse_args(argv)
 
 
@@ -58,9 +62,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train, print a line for each batch, and draw the reward."""
     options = parse_options(argv)
     check_plotting("launch.train_agents")
-    options.output_dir.mkdir(parents=True)
+    options.output_dir.mkdir(parents=True, exist_ok=options.resume)
     model = options.output_dir / "model"
-    _teach(options, model)
+    if not model.exists():
+        _teach(options, model)
     figures = options.output_dir / "figures.jsonl"
     with ExitStack() as processes:
         _train(options, model, figures, processes)
@@ -73,19 +78,19 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _teach(options: argparse.Namespace, directory: Path) -> None:
     model = make_model(options.seed)
-    with _bar(options.supervised_steps, "supervised steps") as advance:
-        for loss in teach(model, options.supervised_steps, options.seed):
-            advance(f"loss {loss:.2f}")
+    with _bar(options.supervised_steps, "supervised steps") as show:
+        for number, loss in enumerate(teach(model, options.supervised_steps, options.seed), 1):
+            show(number, f"loss {loss:.2f}")
     save(model, directory)
 
 
 @contextmanager
 def _bar(total: int, text: str) -> Iterator[Any]:
-    """Show a progress bar; yield a function that advances it by one and shows a text behind it."""
+    """Show a progress bar; yield a function that moves it to a number and shows a text behind it."""
     columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, TextColumn("{task.fields[text]}")) as progress:
         task = progress.add_task(text, total=total, text="")
-        yield lambda shown: progress.update(task, advance=1, text=shown)
+        yield lambda number, shown: progress.update(task, completed=number, text=shown)
 
 
 def _train(options: argparse.Namespace, model: Path, figures: Path, processes: ExitStack) -> None:
@@ -100,9 +105,10 @@ def _train(options: argparse.Namespace, model: Path, figures: Path, processes: E
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(options.ranks)]
     learn = ["-m", "launch.agents.learn", "--config", str(options.config), "--model", str(model)]
     learn += ["--weights", str(weights), "--figures", str(figures), "--endpoint", f"http://127.0.0.1:{endpoint}"]
-    for name in ("batches", "tasks", "episodes", "behind", "seed"):
-        learn += [f"--{name}", str(getattr(options, name))]
-    learn += ["--port", str(store), *(["--uncorrected"] if options.uncorrected else [])]
+    learn += ["--checkpoints", str(options.output_dir / "checkpoints"), "--port", str(store)]
+    for name in ("batches", "tasks", "episodes", "behind", "seed", "checkpoint_every"):
+        learn += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    learn += [f"--{name}" for name in ("uncorrected", "resume") if getattr(options, name)]
     training = processes.enter_context(_process([*launcher, *learn], logs / "training.log"))
     _follow(training, figures, options.batches)
     if training.returncode:
@@ -119,7 +125,7 @@ def _free_port() -> int:
 def _process(arguments: Sequence[str], log: Path) -> Iterator["subprocess.Popen[bytes]"]:
     """Run Python with `arguments`, and end the process with the block."""
     environment = {**os.environ, **QUIET}
-    with log.open("wb") as output:
+    with log.open("ab") as output:
         process = subprocess.Popen([sys.executable, *arguments], stdout=output, stderr=output, env=environment)
         try:
             yield process
@@ -133,15 +139,14 @@ def _process(arguments: Sequence[str], log: Path) -> Iterator["subprocess.Popen[
 
 
 def _follow(training: "subprocess.Popen[bytes]", figures: Path, batches: int) -> None:
-    """Show each batch until `training` ends."""
-    shown = 0
-    with _bar(batches, "batches") as advance:
+    """Show the newest batch until `training` ends."""
+    with _bar(batches, "batches") as show:
         while True:
             ended = training.poll() is not None
-            rows = figures.read_text().splitlines() if figures.exists() else []
-            for line in rows[shown:]:
-                advance(_line(json.loads(line)))
-            shown = len(rows)
+            lines = figures.read_text().splitlines() if figures.exists() else []
+            if lines:
+                newest = json.loads(lines[-1])
+                show(newest["number"], _line(newest))
             if ended:
                 return
             time.sleep(0.2)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from agentlightning import LLM, Algorithm, EnqueueRolloutRequest, Rollout, RolloutConfig, Triplet
 from agentlightning.types import Dataset
 
+from deepspeed_compress.agents.checkpoints import Checkpoints
 from deepspeed_compress.agents.grpo import Sample
 from deepspeed_compress.agents.learner import Learned, Learner
 from deepspeed_compress.errors import RolloutError
@@ -124,10 +125,11 @@ class DeepSpeedAlgorithm(Algorithm):  # type: ignore[misc]  # Agent-Lightning ha
     Args:
         learner: the policy that learns.
         publish: publishes the weights, and returns their version. Collective.
-        version: version of the weights that the endpoint has at the beginning.
+        version: version of the weights at the beginning; rollouts wait until the endpoint has it.
         endpoint: the endpoint that answers the agents.
         plan: which rollouts train the policy.
         report: receives the figures of each batch, on the first rank.
+        checkpoints: saves the policy, and tells after how many batches a resumed run continues; None to save nothing.
 
     Examples:
         >>> algorithm = DeepSpeedAlgorithm(learner, publish, 0, Endpoint("http://127.0.0.1:8000"), RolloutPlan(100))
@@ -145,11 +147,15 @@ class DeepSpeedAlgorithm(Algorithm):  # type: ignore[misc]  # Agent-Lightning ha
         endpoint: Endpoint,
         plan: RolloutPlan,
         report: Callable[[BatchFigures], None] = print,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
         super().__init__()
         self._learner, self._publish, self._version = learner, publish, version
         self._endpoint, self._plan, self._report = endpoint, plan, report
-        self._order = random.Random(plan.seed)
+        self._checkpoints = checkpoints
+        self._first_version = version
+        self._batches = 0 if checkpoints is None else checkpoints.batches
+        """Number of batches that the policy has learned from."""
         self._learning = False
         """True while all ranks learn, and if that has failed."""
 
@@ -174,10 +180,12 @@ class DeepSpeedAlgorithm(Algorithm):  # type: ignore[misc]  # Agent-Lightning ha
         tasks = self._tasks(train_dataset)
         waiting: deque[_Queued] = deque()
         try:
-            for number in range(1, self._plan.batches + 1):
+            for number in range(self._batches + 1, self._plan.batches + 1):
                 while len(waiting) < min(self._plan.behind + 1, self._plan.batches - number + 1):
                     # The policy learns from this batch after all that wait, and has that many more versions then.
-                    await self._served(self._version + len(waiting) - self._plan.behind)
+                    # A version before the first one may be of another run, or of batches that a killed run has lost.
+                    oldest = self._version + len(waiting) - self._plan.behind
+                    await self._served(max(self._first_version, oldest))
                     waiting.append(await self._queue(tasks, f"{number}.{len(waiting)}"))
                 await self._take(number, waiting.popleft())
         finally:
@@ -186,10 +194,10 @@ class DeepSpeedAlgorithm(Algorithm):  # type: ignore[misc]  # Agent-Lightning ha
                 await asyncio.to_thread(_shared, None)
 
     def _tasks(self, dataset: Dataset[Any]) -> Iterator[Any]:
-        """Yield all tasks in random order, again and again."""
-        while True:
-            for index in self._order.sample(range(len(dataset)), len(dataset)):
-                yield dataset[index]
+        """Yield all tasks in random order, again and again, after those of the batches that were learned before."""
+        indices = _shuffled(len(dataset), self._plan.seed)
+        for index in itertools.islice(indices, self._batches * self._plan.tasks, None):
+            yield dataset[index]
 
     async def _served(self, version: int) -> None:
         """Wait until the endpoint answers with weights of `version` or newer. It may start later than training."""
@@ -279,10 +287,20 @@ class DeepSpeedAlgorithm(Algorithm):  # type: ignore[misc]  # Agent-Lightning ha
         return learned
 
     def _learn(self, samples: Sequence[Sample]) -> Learned:
-        """Learn from `samples`, and publish the new weights. Collective."""
+        """Learn from `samples`, publish the new weights, and save them if it is time. Collective."""
         learned = self._learner.learn(samples, self._version)
         self._version = self._publish()
+        self._batches += 1
+        if self._checkpoints is not None:
+            self._checkpoints.save_if_due(self._batches, last=self._batches == self._plan.batches)
         return learned
+
+
+def _shuffled(number: int, seed: int) -> Iterator[int]:
+    """Yield all numbers below `number` in random order, again and again."""
+    order = random.Random(seed)
+    while True:
+        yield from order.sample(range(number), number)
 
 
 def samples_of(triplets: Iterable[Triplet], group: str, episode: str, policy: str) -> list[Sample]:

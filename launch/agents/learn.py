@@ -13,6 +13,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import deepspeed_compress
+from deepspeed_compress.agents.checkpoints import Checkpoints
 from deepspeed_compress.agents.learner import Learner, LearnerSettings
 from deepspeed_compress.integrations.agent_lightning import BatchFigures, DeepSpeedAlgorithm, Endpoint, RolloutPlan
 from deepspeed_compress.rollout import DirectoryStore, Published, Publisher
@@ -46,6 +47,9 @@ def parse_options() -> argparse.Namespace:
     add("--config", type=Path, required=True, metavar="FILE", help="ds_config.json")
     add("--model", type=Path, required=True, metavar="DIR", help="model and tokenizer of transformers")
     add("--weights", type=Path, required=True, metavar="DIR", help="directory for the versions of the weights")
+    add("--checkpoints", type=Path, required=True, metavar="DIR", help="directory for checkpoints")
+    add("--checkpoint-every", type=int, required=True, metavar="N", help="batches from one checkpoint to the next")
+    add("--resume", action="store_true", help="continue from the newest checkpoint, or start if there is none")
     add("--figures", type=Path, required=True, metavar="FILE", help="file for the figures of each batch, JSON lines")
     add("--endpoint", required=True, metavar="URL", help="address of the policy's endpoint")
     add("--port", type=int, required=True, help="port of the store")
@@ -66,6 +70,7 @@ def main() -> None:
     engine, *_ = deepspeed_compress.initialize(
         model=model, model_parameters=list(model.parameters()), config=str(options.config)
     )
+    checkpoints = Checkpoints(engine, options.checkpoints, options.checkpoint_every, options.resume)
     publication = Publication(engine, options.weights)
     learner = Learner(
         engine, tokenizer.pad_token_id, LearnerSettings(corrected=not options.uncorrected, seed=options.seed)
@@ -77,8 +82,10 @@ def main() -> None:
         Endpoint(options.endpoint, max_tokens=len(str(2 * LARGEST)) + 1),
         RolloutPlan(options.batches, options.tasks, options.episodes, options.behind, seed=options.seed),
         _reporter(options.figures, publication),
+        checkpoints,
     )
     if algorithm.leads:
+        _keep_figures(options.figures, checkpoints.batches)
         _lead(algorithm, options.port)
     else:
         algorithm.follow()
@@ -92,6 +99,13 @@ def _lead(algorithm: DeepSpeedAlgorithm, port: int) -> None:
     trainer = agentlightning.Trainer(algorithm=algorithm, strategy=strategy)
     tasks = [asdict(Sum(one, other)) for one in range(LARGEST + 1) for other in range(LARGEST + 1)]
     trainer.fit(Adder(), train_dataset=cast(Any, tasks))
+
+
+def _keep_figures(file: Path, batches: int) -> None:
+    """Remove the figures of batches after `batches`, which a resumed run learns from again."""
+    if file.exists():
+        lines = file.read_text().splitlines(keepends=True)
+        file.write_text("".join(lines[:batches]))
 
 
 def _reporter(file: Path, publication: Publication) -> Callable[[BatchFigures], None]:

@@ -3,20 +3,27 @@
 import asyncio
 import contextlib
 import json
+import os
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, patch
 
 import pytest
+import torch
 
 pytest.importorskip("agentlightning", reason="agentlightning is not installed: pip install deepspeed-compress[agents]")
 
 from agentlightning import Triplet
 
+from deepspeed_compress import initialize
+from deepspeed_compress.agents.checkpoints import Checkpoints
 from deepspeed_compress.agents.grpo import Sample
-from deepspeed_compress.agents.learner import Learned
+from deepspeed_compress.agents.learner import Learned, Learner, LearnerSettings
 from deepspeed_compress.errors import RolloutError
 from deepspeed_compress.integrations import agent_lightning
 from deepspeed_compress.integrations.agent_lightning import (
@@ -26,6 +33,9 @@ from deepspeed_compress.integrations.agent_lightning import (
     RolloutPlan,
     samples_of,
 )
+from deepspeed_compress.rollout import DirectoryStore, Publisher
+from tests.agents.models import PAD, network
+from tests.support.forks import RankError, run_forks
 
 
 def triplet(version: int = 3, reward: float | None = 1.0, **changes: Any) -> Triplet:
@@ -159,6 +169,100 @@ def test_rollouts_are_never_further_behind_than_allowed(behind: int, monkeypatch
     assert all(later[1] >= former[1] for former, later in pairwise(queued))
 
 
+def test_rollouts_wait_for_the_first_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older ones in the store are of another run, or of batches that a killed run has lost."""
+    world = World(version=5, served=2)
+    run(world, RolloutPlan(2, tasks=1, episodes=1, behind=3), monkeypatch)
+    assert [event for event in world.events if event[0] == "queued"] == [("queued", 5)] * 2
+
+
+class Runners(World):
+    """A store with runners whose answers depend on the task and on the number of the rollout alone."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.tasks: list[int] = []
+
+    async def enqueue_many_rollouts(self, requests: Sequence[Any]) -> list[Any]:
+        begin = len(self.tasks)
+        self.tasks += [one.input for one in requests]
+        return [SimpleNamespace(rollout_id=f"{number}") for number in range(begin, len(self.tasks))]
+
+    async def query_spans(self, rollout: str, attempt_id: str) -> Any:
+        task, number = self.tasks[int(rollout)], int(rollout) % EPISODES
+        response = {"token_ids": [task, (3 * task + number) % 10], "logprobs": [{"logprob": -2.5}] * 2}
+        return [triplet(self.version, float((task + number) % 2), response=response)]
+
+
+TASKS, EPISODES, BATCHES = 3, 4, 6
+
+
+class KilledLearner(Learner):
+    """Learner that is killed before it learns for the fourth time."""
+
+    calls = 0
+
+    def learn(self, samples: Sequence[Sample], version: int) -> Learned:
+        self.calls += 1
+        if self.calls == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().learn(samples, version)
+
+
+def trained(rank: int, directory: Path, learner: type[Learner]) -> tuple[Any, list[int], list[BatchFigures]]:
+    """Return the final weights of a run that resumes if it can, the tasks that it queued, and its figures."""
+    model, world = network(), Runners()
+    config = {
+        "train_batch_size": TASKS * EPISODES,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_optimization": {"stage": 1},
+        "deepspeed_compress": {"gradients": {"method": "blockwise", "bits": 4}},
+    }
+    engine, *_ = initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    checkpoints = Checkpoints(engine, directory / "checkpoints", every=2, resume=True)
+    publisher = Publisher(engine, DirectoryStore(directory / "weights"))
+
+    def publish() -> int:
+        published = publisher.publish()
+        assert published is not None
+        world.version = world.served = published.version
+        return published.version
+
+    algorithm = DeepSpeedAlgorithm(
+        learner(engine, PAD, LearnerSettings()),
+        publish,
+        publish(),
+        Endpoint("http://nowhere"),
+        RolloutPlan(BATCHES, TASKS, EPISODES, behind=1),
+        world.figures.append,
+        checkpoints,
+    )
+    if algorithm.leads:
+        algorithm.set_store(world)
+        algorithm.set_adapter(world)
+        with patch.object(Endpoint, "version", AsyncMock(side_effect=lambda: world.served)):
+            asyncio.run(algorithm.run(range(5)))
+    else:
+        algorithm.follow()
+    engine.destroy()
+    return {name: one.detach().clone() for name, one in model.named_parameters()}, world.tasks, world.figures
+
+
+def test_a_killed_run_continues_from_its_last_checkpoint(tmp_path: Path) -> None:
+    (whole, tasks, figures), _ = run_forks(2, trained, tmp_path / "whole", Learner)
+    assert [one.number for one in figures] == [1, 2, 3, 4, 5, 6]
+    with pytest.raises(RankError):
+        run_forks(2, trained, tmp_path / "killed", KilledLearner, grace=0.1)
+    for resumed, again, later in run_forks(2, trained, tmp_path / "killed", Learner):
+        assert all(torch.equal(resumed[name], values) for name, values in whole.items())
+        if later:
+            assert [one.number for one in later] == [3, 4, 5, 6]
+            # The killed run published versions 1 to 4.
+            assert [one.version for one in later] == [6, 7, 8, 9]
+            assert again == tasks[2 * TASKS * EPISODES :]
+
+
 def test_samples_that_are_too_far_behind_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(version=5, served=5, answers=4)
     with pytest.raises(RolloutError, match="6 samples are more than 0 versions behind"):
@@ -204,9 +308,10 @@ def test_a_whole_run_with_agent_lightnings_own_trainer_store_and_runners(tmp_pat
     output = tmp_path / "run"
     sizes = ["--supervised-steps", "20", "--batches", "3", "--tasks", "8"]
     main(["--output-dir", str(output), *sizes, "--behind", str(behind)])
+    main(["--output-dir", str(output), *sizes, "--behind", str(behind), "--batches", "4", "--resume"])
     rows = [json.loads(line) for line in (output / "figures.jsonl").read_text().splitlines()]
-    assert [row["number"] for row in rows] == [1, 2, 3]
-    assert [row["version"] for row in rows] == [2, 3, 4]
+    assert [row["number"] for row in rows] == [1, 2, 3, 4]
+    assert [row["version"] for row in rows] == [2, 3, 4, 5]
     assert all(row["samples"] == 64 and row["failed"] == row["outdated"] == 0 for row in rows)
     assert all(row["learned"]["lag"] <= behind for row in rows)
     assert (output / "reward.png").stat().st_size > 1000
