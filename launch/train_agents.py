@@ -3,8 +3,9 @@
     python -m launch.train_agents --output-dir runs/agents
 
 A small GPT-2 first learns sums from supervised steps, then from rewards. One command starts all processes: two training
-ranks, the policy's endpoint, which receives changes of weights, and two processes that run the agent. Needs
-Agent-Lightning: pip install "deepspeed-compress[agents]". See docs/agents.md.
+ranks, the policy's endpoint, which receives changes of weights, and two processes that run the agent. With --agents 2,
+two agents with different sums have all of these, and share all layers but the last one. Needs Agent-Lightning:
+pip install "deepspeed-compress[agents]". See docs/agents.md.
 """
 
 import argparse
@@ -16,19 +17,36 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from deepspeed_compress.tools.plots import COLOURS, check_plotting, style_axes
-from launch.agents.sums import make_model, save, teach
+from launch.agents.sums import LAYERS, make_model, save, teach
 
 CONFIG = Path(__file__).parent / "agents" / "ds_config.json"
 QUIET = {"AGENTOPS_LOG_LEVEL": "ERROR", "AGENTOPS_LOGGING_TO_FILE": "False", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 """Variables with which Agent-Lightning's packages write no files, and ask no server for prices."""
 END_S = 20.0
 """Seconds that a process gets to end."""
+SYNC_EVERY = 5
+"""Batches after which an agent pushes its change of the shared trunk."""
+
+
+@dataclass(frozen=True)
+class Agent:
+    """An agent and its training, by its number from 0, with all of its files in `directory`."""
+
+    number: int
+    directory: Path
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the figures of each batch so far."""
+        file = self.directory / "figures.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -52,6 +70,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--uncorrected", action="store_true", help="do not weight samples by their ratio to the present policy")
     add("--ranks", type=int, default=2, metavar="N", help="training ranks; default: 2")
     add("--runners", type=int, default=2, metavar="N", help="processes that run the agent; default: 2")
+    add("--agents", type=int, default=1, metavar="N", help="agents that share a trunk; default: 1")
     add("--seed", type=int, default=0, metavar="N", help="default: 0")
     add("--checkpoint-every", type=int, default=10, metavar="N", help="batches between checkpoints; default: 10")
     add("--resume", action="store_true", help="continue from the newest checkpoint, or start if there is none")
@@ -66,53 +85,89 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = options.output_dir / "model"
     if not model.exists():
         _teach(options, model)
-    figures = options.output_dir / "figures.jsonl"
+    agents = _agents(options)
     with ExitStack() as processes:
-        _train(options, model, figures, processes)
-    rows = [json.loads(line) for line in figures.read_text().splitlines()]
+        _train(options, model, agents, processes)
     picture = options.output_dir / "reward.png"
-    draw(rows, picture)
-    print(_summary(rows, model))
+    draw([agent.rows for agent in agents], picture)
+    for agent in agents:
+        print(_summary(agent.rows, model))
     print(f"reward by batch: {picture}")
+
+
+def _agents(options: argparse.Namespace) -> list[Agent]:
+    """Return all agents. If there are several, each has a directory of its own."""
+    if options.agents == 1:
+        return [Agent(0, options.output_dir)]
+    agents = [Agent(number, options.output_dir / f"agent{number}") for number in range(options.agents)]
+    for agent in agents:
+        agent.directory.mkdir(exist_ok=True)
+    return agents
 
 
 def _teach(options: argparse.Namespace, directory: Path) -> None:
     model = make_model(options.seed)
-    with _bar(options.supervised_steps, "supervised steps") as show:
+    with _bars(options.supervised_steps, ["supervised steps"]) as show:
         for number, loss in enumerate(teach(model, options.supervised_steps, options.seed), 1):
-            show(number, f"loss {loss:.2f}")
+            show(0, number, f"loss {loss:.2f}")
     save(model, directory)
 
 
 @contextmanager
-def _bar(total: int, text: str) -> Iterator[Any]:
-    """Show a progress bar; yield a function that moves it to a number and shows a text behind it."""
-    columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+def _bars(total: int, texts: Sequence[str]) -> Iterator[Any]:
+    """Show progress bars; yield a function that moves one of them to a number and shows a text behind it."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, TextColumn("{task.fields[text]}")) as progress:
-        task = progress.add_task(text, total=total, text="")
-        yield lambda number, shown: progress.update(task, completed=number, text=shown)
+        tasks = [progress.add_task(text, total=total, text="") for text in texts]
+        yield lambda bar, number, shown: progress.update(tasks[bar], completed=number, text=shown)
 
 
-def _train(options: argparse.Namespace, model: Path, figures: Path, processes: ExitStack) -> None:
+def _train(options: argparse.Namespace, model: Path, agents: Sequence[Agent], processes: ExitStack) -> None:
     """Start all processes, and show the figures of each batch until training ends."""
+    config = options.config if len(agents) == 1 else _shared_trunk(options, processes)
+    trainings = [_start(options, config, model, agent, processes) for agent in agents]
+    _follow(trainings, agents, options.batches)
+    for training, agent in zip(trainings, agents, strict=True):
+        if training.returncode:
+            raise SystemExit(f"training failed; see {agent.directory / 'training.log'}")
+
+
+def _shared_trunk(options: argparse.Namespace, processes: ExitStack) -> Path:
+    """Start the server of the trunk, and return a configuration with which each agent is an island."""
+    port, directory = _free_port(), options.output_dir
+    serve = ["-m", "deepspeed_compress.cli", "islands", "serve", "--parameter-server", "--port", str(port)]
+    processes.enter_context(
+        _process([*serve, "--state", str(directory / "trunk.safetensors")], directory / "trunk.log")
+    )
+    config = json.loads(options.config.read_text())
+    own = rf"^transformer\.h\.{LAYERS - 1}\."
+    elastic = {"rendezvous": f"127.0.0.1:{port}", "parameter_server": {}}
+    config["deepspeed_compress"]["islands"] = {"sync_every": SYNC_EVERY, "own": [own], "elastic": elastic}
+    file: Path = directory / "ds_config.json"
+    file.write_text(json.dumps(config, indent=2))
+    return file
+
+
+def _start(
+    options: argparse.Namespace, config: Path, model: Path, agent: Agent, processes: ExitStack
+) -> "subprocess.Popen[bytes]":
+    """Start the endpoint, the runners and the training of an agent, and return the process that trains."""
     endpoint, store = _free_port(), _free_port()
-    weights = options.output_dir / "weights"
-    logs = options.output_dir
-    serve = ["-m", "launch.agents.serve", "--model", str(model), "--weights", str(weights), "--port", str(endpoint)]
-    processes.enter_context(_process([*serve, "--seed", str(options.seed)], logs / "endpoint.log"))
+    directory, seed = agent.directory, str(options.seed + agent.number)
+    weights = str(directory / "weights")
+    serve = ["-m", "launch.agents.serve", "--model", str(model), "--weights", weights, "--port", str(endpoint)]
+    processes.enter_context(_process([*serve, "--seed", seed], directory / "endpoint.log"))
     run = ["-m", "launch.agents.agent", "--port", str(store), "--runners", str(options.runners)]
-    processes.enter_context(_process(run, logs / "agent.log"))
+    processes.enter_context(_process(run, directory / "agent.log"))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(options.ranks)]
-    learn = ["-m", "launch.agents.learn", "--config", str(options.config), "--model", str(model)]
-    learn += ["--weights", str(weights), "--figures", str(figures), "--endpoint", f"http://127.0.0.1:{endpoint}"]
-    learn += ["--checkpoints", str(options.output_dir / "checkpoints"), "--port", str(store)]
-    for name in ("batches", "tasks", "episodes", "behind", "seed", "checkpoint_every"):
+    learn = ["-m", "launch.agents.learn", "--config", str(config), "--model", str(model), "--weights", weights]
+    learn += ["--figures", str(directory / "figures.jsonl"), "--checkpoints", str(directory / "checkpoints")]
+    learn += ["--endpoint", f"http://127.0.0.1:{endpoint}", "--port", str(store), "--seed", seed]
+    learn += ["--agent", str(agent.number)]
+    for name in ("batches", "tasks", "episodes", "behind", "agents", "checkpoint_every"):
         learn += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     learn += [f"--{name}" for name in ("uncorrected", "resume") if getattr(options, name)]
-    training = processes.enter_context(_process([*launcher, *learn], logs / "training.log"))
-    _follow(training, figures, options.batches)
-    if training.returncode:
-        raise SystemExit(f"training failed; see {logs / 'training.log'}")
+    return processes.enter_context(_process([*launcher, *learn], directory / "training.log"))
 
 
 def _free_port() -> int:
@@ -138,15 +193,15 @@ def _process(arguments: Sequence[str], log: Path) -> Iterator["subprocess.Popen[
                 process.wait()
 
 
-def _follow(training: "subprocess.Popen[bytes]", figures: Path, batches: int) -> None:
-    """Show the newest batch until `training` ends."""
-    with _bar(batches, "batches") as show:
+def _follow(trainings: Sequence["subprocess.Popen[bytes]"], agents: Sequence[Agent], batches: int) -> None:
+    """Show the newest batch of each agent until all trainings end."""
+    names = ["batches"] if len(agents) == 1 else [f"batches of agent {agent.number}" for agent in agents]
+    with _bars(batches, names) as show:
         while True:
-            ended = training.poll() is not None
-            lines = figures.read_text().splitlines() if figures.exists() else []
-            if lines:
-                newest = json.loads(lines[-1])
-                show(newest["number"], _line(newest))
+            ended = all(training.poll() is not None for training in trainings)
+            for agent in agents:
+                for newest in agent.rows[-1:]:
+                    show(agent.number, newest["number"], _line(newest))
             if ended:
                 return
             time.sleep(0.2)
@@ -171,15 +226,17 @@ def _summary(rows: Sequence[dict[str, Any]], model: Path) -> str:
     )
 
 
-def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
-    """Draw the reward and the bytes of each version by batch."""
+def draw(agents: Sequence[Sequence[dict[str, Any]]], file: Path) -> None:
+    """Draw the reward and the bytes of each version by batch, for all agents."""
     import matplotlib.pyplot as plt
 
-    numbers = [row["number"] for row in rows]
     figure, (upper, lower) = plt.subplots(2, 1, sharex=True, figsize=(7, 5), layout="constrained")
-    upper.plot(numbers, [row["learned"]["reward"] for row in rows], color=COLOURS[0])
+    for agent, rows in enumerate(agents):
+        numbers, label = [row["number"] for row in rows], f"agent {agent}" if len(agents) > 1 else None
+        colors = [COLOURS[(2 * agent + panel) % len(COLOURS)] for panel in range(2)]
+        upper.plot(numbers, [row["learned"]["reward"] for row in rows], color=colors[0], label=label)
+        lower.plot(numbers, [row["bytes"] / 1e3 for row in rows], color=colors[1], label=label)
     style_axes(upper, "Mean reward of a batch")
-    lower.plot(numbers, [row["bytes"] / 1e3 for row in rows], color=COLOURS[1])
     style_axes(lower, "kB per published version")
     lower.set_xlabel("batch")
     figure.savefig(file, dpi=120)

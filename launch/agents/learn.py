@@ -58,6 +58,8 @@ def parse_options() -> argparse.Namespace:
     add("--episodes", type=int, required=True, help="rollouts of each task")
     add("--behind", type=int, required=True, help="largest number of versions by which rollouts may be behind")
     add("--uncorrected", action="store_true", help="do not weight samples by their ratio to the present policy")
+    add("--agent", type=int, required=True, help="number of the agent, from 0")
+    add("--agents", type=int, required=True, help="number of agents, which divide the sums among themselves")
     add("--seed", type=int, required=True)
     return parser.parse_args()
 
@@ -86,7 +88,7 @@ def main() -> None:
     )
     if algorithm.leads:
         _keep_figures(options.figures, checkpoints.batches)
-        _lead(algorithm, options.port)
+        _lead(algorithm, options)
     else:
         algorithm.follow()
     engine.destroy()
@@ -94,11 +96,13 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def _lead(algorithm: DeepSpeedAlgorithm, port: int) -> None:
-    strategy = agentlightning.ClientServerExecutionStrategy(role="algorithm", server_host="127.0.0.1", server_port=port)
+def _lead(algorithm: DeepSpeedAlgorithm, options: argparse.Namespace) -> None:
+    strategy = agentlightning.ClientServerExecutionStrategy(
+        role="algorithm", server_host="127.0.0.1", server_port=options.port
+    )
     trainer = agentlightning.Trainer(algorithm=algorithm, strategy=strategy)
     tasks = [asdict(Sum(one, other)) for one in range(LARGEST + 1) for other in range(LARGEST + 1)]
-    trainer.fit(Adder(), train_dataset=cast(Any, tasks))
+    trainer.fit(Adder(), train_dataset=cast(Any, tasks[options.agent :: options.agents]))
 
 
 def _keep_figures(file: Path, batches: int) -> None:

@@ -13,6 +13,7 @@ PAD, END = len(CHARACTERS), len(CHARACTERS) + 1
 LARGEST = 99
 LENGTH = len(f"{LARGEST}+{LARGEST}={2 * LARGEST}") + 1
 """Largest number of tokens of a task, its answer, and the end token."""
+LAYERS = 4
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def make_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", eos_token="<end>", padding_side="left")
 
 
-def make_model(seed: int, width: int = 128, layers: int = 4) -> Any:
+def make_model(seed: int, width: int = 128, layers: int = LAYERS) -> Any:
     """Return a new GPT-2 with `12 * layers * width ** 2` parameters in its layers."""
     from transformers import GPT2Config, GPT2LMHeadModel
 

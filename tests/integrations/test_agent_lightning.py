@@ -315,3 +315,18 @@ def test_a_whole_run_with_agent_lightnings_own_trainer_store_and_runners(tmp_pat
     assert all(row["samples"] == 64 and row["failed"] == row["outdated"] == 0 for row in rows)
     assert all(row["learned"]["lag"] <= behind for row in rows)
     assert (output / "reward.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_two_agents_that_share_a_trunk(tmp_path: Path) -> None:
+    from launch.train_agents import main
+
+    output = tmp_path / "run"
+    sizes = ["--supervised-steps", "20", "--batches", "6", "--tasks", "4", "--ranks", "1", "--runners", "1"]
+    main(["--output-dir", str(output), *sizes, "--agents", "2"])
+    for agent in range(2):
+        rows = [json.loads(line) for line in (output / f"agent{agent}" / "figures.jsonl").read_text().splitlines()]
+        assert [row["number"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    # The server of the trunk keeps it here.
+    assert (output / "trunk.safetensors").exists()
+    assert (output / "reward.png").stat().st_size > 1000
