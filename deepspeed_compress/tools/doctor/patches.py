@@ -47,8 +47,8 @@ def with_gradients(config: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[
     """Return `config` with `patch` applied to the gradient settings of the section. None removes a setting.
 
     If the method changes, keys that the new method does not have are removed, and with `none` those of the section that
-    cannot be combined with it. If the old method kept a momentum of its
-    own and the new one does not, the optimizer's momentum is restored.
+    cannot be combined with it. If the old method kept a momentum of its own and the new one does not, the optimizer's
+    momentum is restored.
     """
     section = CompressConfig.model_validate(with_preset(config))
     removed = {key for key, value in patch.items() if value is None}
