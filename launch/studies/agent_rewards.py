@@ -9,6 +9,7 @@ sampling. Prints a table, and draws the reward over time.
 """
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -275,14 +276,12 @@ def train(
     batches.get()
     publish(publisher)
     begin = time.perf_counter()
-    for version in count(1):
-        try:
-            samples = batches.get(timeout=begin + options.seconds - time.perf_counter())
-        except (queue.Empty, ValueError):
-            break
-        learned = learner.learn(samples, version)
-        size = publish(publisher)
-        rows.append(Row(time.perf_counter() - begin, learned.reward, learned.lag, size))
+    with contextlib.suppress(queue.Empty):
+        # Without this condition, a queue with a batch at every time would never end the run.
+        while (left := begin + options.seconds - time.perf_counter()) > 0:
+            learned = learner.learn(batches.get(timeout=left), len(rows) + 1)
+            size = publish(publisher)
+            rows.append(Row(time.perf_counter() - begin, learned.reward, learned.lag, size))
     stop.set()
     figures.put(rows)
 
