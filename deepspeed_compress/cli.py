@@ -55,11 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = _load(options.run)(options)
         print(end="", flush=True)
     except BrokenPipeError:
-        # The reader of the output, such as `head`, has gone. Python would write the rest when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        # Exit code that shells use for SIGPIPE.
+        # The reader of the output, such as `head`, has gone. Shells use this exit code for SIGPIPE.
+        _end_output()
         return 141
     except (CompressError, OSError) as error:
+        _end_output()
         return report_failure(error, options.failed)
     except ModuleNotFoundError as error:
         if error.name not in NEEDED_TO_TRAIN:
@@ -71,6 +71,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Exit code that shells use for SIGINT.
         return 130
     return code
+
+
+def _end_output() -> None:
+    """Write the rest of the output, or drop it if that is impossible: Python would try again when it ends."""
+    try:
+        print(end="", flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def report_failure(error: CompressError | OSError, failed: int) -> int:

@@ -378,8 +378,8 @@ BUGS: Mapping[str, Bug] = {
     ),
     "islands read data in one order": Bug(
         "local_sgd/deepspeed/elastic.py",
-        "seed=SEEDS * self.number",
-        "seed=0",
+        "self.seed = SEEDS * self._island.number",
+        "self.seed = 0",
         ("local_sgd/deepspeed/test_elastic.py",),
     ),
 }
