@@ -60,7 +60,7 @@ def _train(options: Options, ranks: Ranks) -> None:
     stepper = PipelineStepper(training.engine) if config.layout.pipeline > 1 else PlainStepper(training.engine)
     with display("train", ranks.is_first) as shown:
         shown.line(_headline(options, ranks, training.parameters, first))
-        # After loading, from which an elastic island has the number that its data depend on.
+        # Data follow the number of an elastic island, which a loaded checkpoint may have changed.
         share = share_of(training.engine)
         loop = Loop(options, training.engine, stepper, share, data, identity, metrics, shown)
         loss = loop.run(first)

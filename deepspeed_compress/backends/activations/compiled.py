@@ -51,4 +51,5 @@ class CompiledCalls:
             remedy = f"do not compile {', '.join(parts) or 'the model'}"
             raise UnsupportedError(compiled_problem(self.key, self.what, remedy))
 
-    def after_step(self, applied: bool) -> None: ...
+    def after_step(self, applied: bool) -> None:
+        """Do nothing: Megatron calls this for everything that takes part in a step."""
