@@ -174,16 +174,17 @@ class Study:
         )
 
     def _workload(self, run: Run, file: Path) -> Workload:
-        """Return the common workload of all settings.
+        """Return the common workload of all settings. DeepSpeed clips as `file` says, because Muon must not be clipped.
 
         Raises:
-            ConfigError: `file` has another batch or layout.
+            ConfigError: `file` has another batch, precision or layout.
         """
         sizes = {"micro_batch": self.options.micro_batch, "seq_len": self.options.seq_len, "seed": run.seed}
         groups = group_contenders([str(NATIVE), str(file)], str(self.options.model), (), sizes, run.hosts)
-        if len(groups) > 1:
-            raise ConfigError(f"{file}: batch, clipping, precision or layout differ from {NATIVE}; use the same ones")
-        return groups[0].workload
+        common = groups[0].workload
+        if any(replace(group.workload, clipping=common.clipping) != common for group in groups):
+            raise ConfigError(f"{file}: batch, precision or layout differ from {NATIVE}; use the same ones")
+        return common
 
     def _goal(self, run: Run) -> Goal | None:
         """Return the last losses of DDP, or None for DDP itself."""
