@@ -79,6 +79,12 @@ def one_way(model: Any, rank: int, step: int) -> None:
     loss_of(model, rank, step, "left").backward()
 
 
+def one_way_at_last(model: Any, rank: int, step: int) -> None:
+    """Reduce both branches, and then only one of them."""
+    plain(model, rank, step)
+    one_way(model, rank, step + 100)
+
+
 UNUSED = {"find_unused_parameters": True}
 PROGRAMS: dict[str, tuple[Callable[[Any, int, int], None], Mapping[str, Any]]] = {
     "plain": (plain, {}),
@@ -90,6 +96,9 @@ PROGRAMS: dict[str, tuple[Callable[[Any, int, int], None], Mapping[str, Any]]] =
     "static graph of one way": (one_way, {"static_graph": True, **UNUSED}),
     "unused": (now_and_then, UNUSED),
     "unused in views": (now_and_then, {**UNUSED, "gradient_as_bucket_view": True}),
+    "unused in zeroed views": (now_and_then, {**UNUSED, "gradient_as_bucket_view": True}),
+    "unused at last": (one_way_at_last, UNUSED),
+    "unused at last in views": (one_way_at_last, {**UNUSED, "gradient_as_bucket_view": True}),
     "always unused": (one_way, UNUSED),
     "looking first": (look_first, {}),
 }
@@ -106,7 +115,7 @@ def run_program(name: str, setting: Setting, rank: int, steps: int) -> tuple[lis
     model, optimizer, attached = Setting(setting.section, {**options, **setting.options}, setting.lr).build()
     seen = []
     for step in range(steps):
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none="zeroed" not in name)
         program(model, rank, step)
         seen.append(gradients(model))
         optimizer.step()

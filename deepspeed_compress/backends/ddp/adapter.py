@@ -242,9 +242,10 @@ class _Buckets:
         for batch, pending in self._sent:
             if pending is not None:
                 pending.finish(batch.flat)
-            batch.hand_back()
         if self._unused is not None:
-            self._unused.take_back([(batch.flat, batch.partition) for batch, _ in self._sent])
+            self._unused.take_back([batch for batch, _ in self._sent])
+        for batch, _ in self._sent:
+            batch.hand_back()
         for buffer, mean in self._means:
             mean.set_result(buffer)
         self._sent.clear()
