@@ -27,7 +27,7 @@ def make_groups(whole: ProcessGroup, config: CompressConfig) -> Groups:
     Raises:
         ConfigError: the division is impossible or has no effect.
     """
-    ranks, gloo = dist.get_process_group_ranks(whole), dist.get_backend(whole) == "gloo"
+    ranks, gloo = dist.get_process_group_ranks(whole), whole.name() == "gloo"
     nodes = _nodes(ranks, config)
     number_alike(whole)
     own = make_group(ranks)
@@ -44,7 +44,7 @@ def make_hybrid_groups(node: ProcessGroup, across: ProcessGroup, whole: ProcessG
     Each `node` holds a copy, and the ranks of `across` hold the same part of it. All ranks of `whole` must call this.
     """
     ranks = [dist.get_process_group_ranks(group) for group in (whole, node, across)]
-    downward = make_group(ranks[2]) if dist.get_backend(across) == "gloo" else None
+    downward = make_group(ranks[2]) if across.name() == "gloo" else None
     return Groups(make_group(ranks[0]), make_group(ranks[1]), make_group(ranks[2]), downward, copies=True)
 
 

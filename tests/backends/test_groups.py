@@ -53,3 +53,13 @@ def test_groups_of_a_part_of_the_ranks_do_not_split_the_communicator_of_all() ->
     """Splitting it is collective in the job, and the third rank knows of no other groups."""
     device = torch.device("cuda:0")
     assert run_forks(3, build_in_a_part_of_a_bound_job) == [[None, None, device, device]] * 2 + [[]]
+
+
+def build_without_a_named_backend(rank: int) -> bool:
+    dist.init_process_group()
+    _, _, attached = Setting(FOUR_BITS).build()
+    return attached.session.reducer.link.downward is not None
+
+
+def test_gloo_is_recognized_if_the_program_has_not_named_it() -> None:
+    assert run_forks(2, build_without_a_named_backend) == [True] * 2
