@@ -23,6 +23,7 @@ from deepspeed_compress.backends.sessions import read_section
 from tests.support import messages
 from tests.support.attached import (
     METHODS_OF_BRANCHES,
+    Clear,
     check_overflow,
     late_refusals,
     overflow,
@@ -174,9 +175,13 @@ def clear(model: Any, optimizer: Any, rank: int, step: int) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("scaled", [True, False])
-def test_a_skipped_step_leaves_no_trace(scaled: bool) -> None:
-    for found in run_forks(2, overflow, Setting(FOUR_BITS), scaled, clear):
+def clear_in_place(model: Any, optimizer: Any, rank: int, step: int) -> None:
+    model.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize(("scaled", "clears"), [(True, clear), (False, clear), (False, clear_in_place)])
+def test_a_skipped_step_leaves_no_trace(scaled: bool, clears: Clear) -> None:
+    for found in run_forks(2, overflow, Setting(FOUR_BITS), scaled, clears):
         check_overflow(found, scaled)
         assert len(found["same"]) == 2
 
@@ -238,7 +243,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, given: Mappin
     assert run_forks(2, resume, Setting(given), str(tmp_path)) == [(True, True)] * 2
 
 
-def interrupt(gradient: Tensor) -> Tensor:
+def interrupt(seen: object) -> Tensor:
     raise ZeroDivisionError
 
 
@@ -531,6 +536,23 @@ def test_four_bits_send_an_eighth_and_learn_as_much(tmp_path: Path) -> None:
     assert 7.3 < of_ours["bytes_uncompressed"] / of_ours["bytes_sent"] < 8
     assert len((tmp_path / "int4" / "0" / "compression.jsonl").read_text().splitlines()) == len(ours[0][0][1])
     assert of_ours["samples"] is None
+
+
+def with_failing_subscriber(rank: int) -> list[str]:
+    """Return the warnings of steps in which a subscriber raises."""
+    start()
+    model, optimizer, attached = Setting(FOUR_BITS).build()
+    attached.session.subscribe(interrupt)
+    with messages.caught_warnings() as texts:
+        take_steps(model, optimizer, rank, range(3))
+    return [text for text in texts if "ZeroDivisionError" in text]
+
+
+def test_a_subscriber_that_fails_does_not_stop_training() -> None:
+    """It would fail on one rank only, and the others would wait for that rank."""
+    first, second = run_forks(2, with_failing_subscriber)
+    assert "a subscriber did not accept the statistics of step 1" in first[0]
+    assert not second
 
 
 def announced(rank: int, monitor: Mapping[str, Any]) -> tuple[str, list[int]]:

@@ -23,7 +23,7 @@ from deepspeed_compress.backends.groups import find_place_in, make_group, make_h
 from deepspeed_compress.backends.limits import find_common_limits, find_foreign_optimizer, refuse
 from deepspeed_compress.backends.optimizers import unwrap
 from deepspeed_compress.backends.sessions import Attached, Config, Exchanged, attach_session, read_section
-from deepspeed_compress.backends.steps import Scaler
+from deepspeed_compress.backends.steps import Scaler, forget_when_cleared
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import Run
 from deepspeed_compress.collectives.reduction import Groups
@@ -86,6 +86,7 @@ def _exchange(model: nn.Module, divided: "_Divided", attached: Attached) -> None
     hook = partial(_before_forward, attached, divided.units, check, gathers)
     # Must run before FSDP2's own hook, which gathers.
     session.patches.on_undo(model.register_forward_pre_hook(hook, prepend=True).remove)
+    forget_when_cleared(model, attached.steps, session.patches)
     announce(session, divided.whole, divided.text, partial(_figures, divided, session))
 
 
@@ -188,7 +189,7 @@ def _before_forward(
     gathers.before_forward()
     gradients = (one.sharded_param.grad for unit in units for _, one in unit.parameters())
     if attached.steps.reduced and all(gradient is None for gradient in gradients):
-        # The module cleared them, not the optimizer.
+        # The program removed them itself.
         attached.steps.forget()
 
 
