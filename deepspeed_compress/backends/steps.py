@@ -69,9 +69,9 @@ class Steps:
 
     `count` is the number of finished steps, including skipped ones. A step is finished when the optimizer has stepped.
     With a `scaler`, it is finished at the scaler's next update, because the loss scale changes there and steps that
-    overflow are skipped. If the scale changes for another optimizer, the running step is treated as skipped. The same
-    applies if gradients were reduced and then cleared before the optimizer stepped, as in a program that skips steps
-    itself.
+    overflow are skipped; or when gradients are cleared, if the program has stepped without the scaler. If the scale
+    changes for another optimizer, the running step is treated as skipped. The same applies if gradients were reduced
+    and then cleared before the optimizer stepped, as in a program that skips steps itself.
     """
 
     def __init__(self, session: Session, optimizer: Optimizer, scaler: Scaler | None) -> None:
@@ -108,7 +108,8 @@ class Steps:
         """Discard the reductions of the running step, if any, because the gradients were cleared."""
         if self.reduced and not self._asked:
             self._warn_of_another()
-            self._end(False, self._session.clock.loss_scale)
+            # Applied if the program has stepped without the scaler.
+            self._end(self._applied, self._session.clock.loss_scale)
 
     def _changes(self) -> int:
         """Return the total number of in-place changes of the parameters."""

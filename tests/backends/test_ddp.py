@@ -210,6 +210,25 @@ def test_a_fused_optimizer_leaves_steps_out_by_itself() -> None:
     assert run_forks(2, fused_overflow) == [{"residuals": True, "weights": True}] * 2
 
 
+def without_the_scaler(rank: int) -> tuple[list[list[float]], int]:
+    """Step the optimizer itself, as programs do whose scaler is disabled."""
+    start()
+    model, optimizer, attached = Setting(FOUR_BITS).build(torch.amp.GradScaler("cpu", enabled=False))
+    weights = take_steps(model, optimizer, rank, range(4))
+    optimizer.zero_grad()
+    return weights, attached.steps.count
+
+
+def with_no_scaler(rank: int) -> tuple[list[list[float]], int]:
+    start()
+    model, optimizer, attached = Setting(FOUR_BITS).build()
+    return take_steps(model, optimizer, rank, range(4)), attached.steps.count
+
+
+def test_steps_without_the_scaler_are_applied_steps() -> None:
+    assert run_forks(2, without_the_scaler) == run_forks(2, with_no_scaler)
+
+
 def two_optimizers(rank: int) -> dict[str, Any]:
     """Use one scaler for two models and update it after each of them, as many GAN programs do."""
     start()
