@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _world
+from torch.distributed.distributed_c10d import _get_default_group, _world
 
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.reduction import Groups
@@ -93,7 +93,7 @@ def make_group(ranks: Sequence[int]) -> ProcessGroup:
     If the program has bound a device to the default group, torch splits the communicator of that group, for which all
     ranks of the job must call. Without the device, it makes a new communicator.
     """
-    world = dist.group.WORLD
+    world = _get_default_group()
     bound, world.bound_device_id = world.bound_device_id, None
     try:
         made: ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
