@@ -168,7 +168,7 @@ BUGS: Mapping[str, Bug] = {
     ),
     "what DDP drops of unused parameters is lost": Bug(
         "backends/ddp/unused.py",
-        "kept.add_(mean, alpha=self._group.size())",
+        "kept.add_(surplus, alpha=self._group.size())",
         "kept",
         ("backends/test_ddp.py",),
     ),

@@ -1,7 +1,8 @@
 """Additional process groups over the ranks of an engine's group.
 
 Messages of several models, and of the engine itself, may be in progress at the same time. In one group, they could not
-be told apart. Only the ranks inside a group take part in its creation, because others do not know of it.
+be told apart. Only the ranks inside a group take part in its creation, because others do not know of it. Two habits of
+torch assume that all ranks of the job do: see `number_alike` and `make_group`.
 """
 
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _get_default_group, _world
 
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.reduction import Groups
@@ -25,8 +27,9 @@ def make_groups(whole: ProcessGroup, config: CompressConfig) -> Groups:
     Raises:
         ConfigError: the division is impossible or has no effect.
     """
-    ranks, gloo = dist.get_process_group_ranks(whole), dist.get_backend(whole) == "gloo"
+    ranks, gloo = dist.get_process_group_ranks(whole), whole.name() == "gloo"
     nodes = _nodes(ranks, config)
+    number_alike(whole)
     own = make_group(ranks)
     if nodes is None:
         return Groups(own, downward=make_group(ranks) if gloo and len(ranks) > 1 else None)
@@ -41,7 +44,7 @@ def make_hybrid_groups(node: ProcessGroup, across: ProcessGroup, whole: ProcessG
     Each `node` holds a copy, and the ranks of `across` hold the same part of it. All ranks of `whole` must call this.
     """
     ranks = [dist.get_process_group_ranks(group) for group in (whole, node, across)]
-    downward = make_group(ranks[2]) if dist.get_backend(across) == "gloo" else None
+    downward = make_group(ranks[2]) if across.name() == "gloo" else None
     return Groups(make_group(ranks[0]), make_group(ranks[1]), make_group(ranks[2]), downward, copies=True)
 
 
@@ -71,6 +74,30 @@ def _nodes(ranks: Sequence[int], config: CompressConfig) -> list[tuple[int, ...]
     return None if on_node is None else split_by_node(ranks, on_node, dist.get_world_size())
 
 
+def number_alike(*groups: ProcessGroup) -> None:
+    """Give all ranks that `groups` connect the same number of process groups. Collective in each of them.
+
+    torch names a new group by its ranks and by the number of groups that the process has. Ranks that are in other
+    groups of the program would wait for each other under different names, so ranks that have fewer make groups of one.
+    """
+    most = len(_world.pg_names)
+    for group in groups:
+        most = max(gather_objects(most, group))
+    while len(_world.pg_names) < most:
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+
+
 def make_group(ranks: Sequence[int]) -> ProcessGroup:
-    """Return a new group of these global `ranks`, all of which must call this."""
-    return dist.new_group(list(ranks), use_local_synchronization=True)  # type: ignore[no-any-return]
+    """Return a new group of these global `ranks`, all of which must call this, after `number_alike`.
+
+    If the program has bound a device to the default group, torch splits the communicator of that group, for which all
+    ranks of the job must call. Without the device, it makes a new communicator.
+    """
+    world = _get_default_group()
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        made: ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
+    finally:
+        world.bound_device_id = bound
+    made.bound_device_id = bound
+    return made

@@ -2,12 +2,14 @@
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.session.copies import leave_out_of_copies
+from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.residual_state import FinishedStep
 from deepspeed_compress.session.session import Session
 
@@ -52,14 +54,24 @@ class StepFollower(Protocol):
         """Discard the reductions of the running step, if any, because the gradients were cleared."""
 
 
+def forget_when_cleared(owner: Any, steps: StepFollower, patches: Patches) -> None:
+    """Have `steps` forget what was reduced when `owner`, an optimizer or a module, clears its gradients."""
+    patches.wrap(owner, "zero_grad", partial(_clear, steps))
+
+
+def _clear(steps: StepFollower, zero_grad: Callable[..., None], *args: Any, **options: Any) -> None:
+    zero_grad(*args, **options)
+    steps.forget()
+
+
 class Steps:
     """Reports to `session` how every step of `optimizer` ended.
 
     `count` is the number of finished steps, including skipped ones. A step is finished when the optimizer has stepped.
     With a `scaler`, it is finished at the scaler's next update, because the loss scale changes there and steps that
-    overflow are skipped. If the scale changes for another optimizer, the running step is treated as skipped. The same
-    applies if gradients were reduced and then cleared before the optimizer stepped, as in a program that skips steps
-    itself.
+    overflow are skipped; or when gradients are cleared, if the program has stepped without the scaler. If the scale
+    changes for another optimizer, the running step is treated as skipped. The same applies if gradients were reduced
+    and then cleared before the optimizer stepped, as in a program that skips steps itself.
     """
 
     def __init__(self, session: Session, optimizer: Optimizer, scaler: Scaler | None) -> None:
@@ -72,7 +84,7 @@ class Steps:
         self._asked = self._applied = False
         self._changes_before, self._elsewhere = 0, 0
         session.patches.on_undo(optimizer.register_step_post_hook(self._stepped).remove)
-        session.patches.wrap(optimizer, "zero_grad", self._zero_grad)
+        forget_when_cleared(optimizer, self, session.patches)
         if scaler is not None:
             leave_out_of_copies(scaler)
             session.patches.wrap(scaler, "step", self._scaler_step)
@@ -96,7 +108,8 @@ class Steps:
         """Discard the reductions of the running step, if any, because the gradients were cleared."""
         if self.reduced and not self._asked:
             self._warn_of_another()
-            self._end(False, self._session.clock.loss_scale)
+            # Applied if the program has stepped without the scaler.
+            self._end(self._applied, self._session.clock.loss_scale)
 
     def _changes(self) -> int:
         """Return the total number of in-place changes of the parameters."""
@@ -124,10 +137,6 @@ class Steps:
         self._applied = overflow is None or not float(overflow)
         if self._scaler is None:
             self._end(True, 1.0)
-
-    def _zero_grad(self, zero_grad: Callable[..., None], *args: Any, **options: Any) -> None:
-        zero_grad(*args, **options)
-        self.forget()
 
     def _scaler_step(self, step: Callable[..., Any], optimizer: Optimizer, *args: Any, **options: Any) -> Any:
         self._asked |= optimizer is self._optimizer

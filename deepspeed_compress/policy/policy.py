@@ -166,7 +166,10 @@ class Policy:
 
     def observe(self, seen: Observation) -> Actions:
         """Update the state from a finished step, and return what to do about it."""
-        if self._plan.sync:
+        if self._plan.flush and not seen.applied:
+            # The residuals are still there, as after a compressed step.
+            self._plan = replace(self._plan, dense=False)
+        elif self._plan.sync:
             self._event(seen.step, "full_sync", "residuals and exact weights were sent", {})
         if self.adaptation is not None:
             self.adaptation.observe(seen)

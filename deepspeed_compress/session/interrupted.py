@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.reducer import Pending
 from deepspeed_compress.errors import StateError
 
@@ -18,9 +18,7 @@ def discard(pending: Sequence[Pending], group: ProcessGroup) -> None:
     Raises:
         StateError: on all ranks of `group`, if they have begun different numbers of reductions.
     """
-    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
-    dist.all_gather(counts, torch.tensor([len(pending)]), group=group)
-    begun = [int(count) for count in counts]
+    begun = gather_objects(len(pending), group)
     if min(begun) != max(begun):
         raise StateError(
             f"backward failed at different points: ranks have started {begun} reductions, so some ranks wait "

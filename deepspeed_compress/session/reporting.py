@@ -2,6 +2,7 @@
 
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.config import Monitor
+from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor import KINDS, SAVED, Meter, StepStatistics, peak_memory
 from deepspeed_compress.policy import Observation, StepPlan
 from deepspeed_compress.session.observer import BusyTimes
@@ -112,7 +114,15 @@ class Reporter:
             loss=seen.loss,
         )
         for sink in self.sinks:
-            sink(figures)
+            _pass(figures, sink)
+
+
+def _pass(figures: StepStatistics, sink: Sink) -> None:
+    try:
+        sink(figures)
+    except Exception as error:  # other ranks wait for this one
+        text = f"a subscriber did not accept the statistics of step {figures.step} ({error!r}); training continues"
+        warnings.warn(text, CompressWarning, stacklevel=3)
 
 
 def _total_ratio(sizes: Sizes) -> float | None:

@@ -23,6 +23,7 @@ from deepspeed_compress.backends.sessions import read_section
 from tests.support import messages
 from tests.support.attached import (
     METHODS_OF_BRANCHES,
+    Clear,
     check_overflow,
     late_refusals,
     overflow,
@@ -79,6 +80,12 @@ def one_way(model: Any, rank: int, step: int) -> None:
     loss_of(model, rank, step, "left").backward()
 
 
+def one_way_at_last(model: Any, rank: int, step: int) -> None:
+    """Reduce both branches, and then only one of them."""
+    plain(model, rank, step)
+    one_way(model, rank, step + 100)
+
+
 UNUSED = {"find_unused_parameters": True}
 PROGRAMS: dict[str, tuple[Callable[[Any, int, int], None], Mapping[str, Any]]] = {
     "plain": (plain, {}),
@@ -90,6 +97,9 @@ PROGRAMS: dict[str, tuple[Callable[[Any, int, int], None], Mapping[str, Any]]] =
     "static graph of one way": (one_way, {"static_graph": True, **UNUSED}),
     "unused": (now_and_then, UNUSED),
     "unused in views": (now_and_then, {**UNUSED, "gradient_as_bucket_view": True}),
+    "unused in zeroed views": (now_and_then, {**UNUSED, "gradient_as_bucket_view": True}),
+    "unused at last": (one_way_at_last, UNUSED),
+    "unused at last in views": (one_way_at_last, {**UNUSED, "gradient_as_bucket_view": True}),
     "always unused": (one_way, UNUSED),
     "looking first": (look_first, {}),
 }
@@ -106,7 +116,7 @@ def run_program(name: str, setting: Setting, rank: int, steps: int) -> tuple[lis
     model, optimizer, attached = Setting(setting.section, {**options, **setting.options}, setting.lr).build()
     seen = []
     for step in range(steps):
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none="zeroed" not in name)
         program(model, rank, step)
         seen.append(gradients(model))
         optimizer.step()
@@ -165,9 +175,13 @@ def clear(model: Any, optimizer: Any, rank: int, step: int) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("scaled", [True, False])
-def test_a_skipped_step_leaves_no_trace(scaled: bool) -> None:
-    for found in run_forks(2, overflow, Setting(FOUR_BITS), scaled, clear):
+def clear_in_place(model: Any, optimizer: Any, rank: int, step: int) -> None:
+    model.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize(("scaled", "clears"), [(True, clear), (False, clear), (False, clear_in_place)])
+def test_a_skipped_step_leaves_no_trace(scaled: bool, clears: Clear) -> None:
+    for found in run_forks(2, overflow, Setting(FOUR_BITS), scaled, clears):
         check_overflow(found, scaled)
         assert len(found["same"]) == 2
 
@@ -194,6 +208,25 @@ def fused_overflow(rank: int) -> dict[str, Any]:
 
 def test_a_fused_optimizer_leaves_steps_out_by_itself() -> None:
     assert run_forks(2, fused_overflow) == [{"residuals": True, "weights": True}] * 2
+
+
+def without_the_scaler(rank: int) -> tuple[list[list[float]], int]:
+    """Step the optimizer itself, as programs do whose scaler is disabled."""
+    start()
+    model, optimizer, attached = Setting(FOUR_BITS).build(torch.amp.GradScaler("cpu", enabled=False))
+    weights = take_steps(model, optimizer, rank, range(4))
+    optimizer.zero_grad()
+    return weights, attached.steps.count
+
+
+def with_no_scaler(rank: int) -> tuple[list[list[float]], int]:
+    start()
+    model, optimizer, attached = Setting(FOUR_BITS).build()
+    return take_steps(model, optimizer, rank, range(4)), attached.steps.count
+
+
+def test_steps_without_the_scaler_are_applied_steps() -> None:
+    assert run_forks(2, without_the_scaler) == run_forks(2, with_no_scaler)
 
 
 def two_optimizers(rank: int) -> dict[str, Any]:
@@ -229,7 +262,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, given: Mappin
     assert run_forks(2, resume, Setting(given), str(tmp_path)) == [(True, True)] * 2
 
 
-def interrupt(gradient: Tensor) -> Tensor:
+def interrupt(seen: object) -> Tensor:
     raise ZeroDivisionError
 
 
@@ -522,6 +555,23 @@ def test_four_bits_send_an_eighth_and_learn_as_much(tmp_path: Path) -> None:
     assert 7.3 < of_ours["bytes_uncompressed"] / of_ours["bytes_sent"] < 8
     assert len((tmp_path / "int4" / "0" / "compression.jsonl").read_text().splitlines()) == len(ours[0][0][1])
     assert of_ours["samples"] is None
+
+
+def with_failing_subscriber(rank: int) -> list[str]:
+    """Return the warnings of steps in which a subscriber raises."""
+    start()
+    model, optimizer, attached = Setting(FOUR_BITS).build()
+    attached.session.subscribe(interrupt)
+    with messages.caught_warnings() as texts:
+        take_steps(model, optimizer, rank, range(3))
+    return [text for text in texts if "ZeroDivisionError" in text]
+
+
+def test_a_subscriber_that_fails_does_not_stop_training() -> None:
+    """It would fail on one rank only, and the others would wait for that rank."""
+    first, second = run_forks(2, with_failing_subscriber)
+    assert "a subscriber did not accept the statistics of step 1" in first[0]
+    assert not second
 
 
 def announced(rank: int, monitor: Mapping[str, Any]) -> tuple[str, list[int]]:

@@ -24,6 +24,7 @@ import deepspeed_compress
 from tests.support import messages
 from tests.support.attached import (
     METHODS_OF_BRANCHES,
+    Clear,
     check_overflow,
     late_refusals,
     overflow,
@@ -278,10 +279,14 @@ def clear(model: Any, optimizer: Any, rank: int, step: int) -> None:
     loss_of(model, rank, step)
 
 
+def clear_in_place(model: Any, optimizer: Any, rank: int, step: int) -> None:
+    model.zero_grad(set_to_none=False)
+
+
 @pytest.mark.parametrize(("ranks", "mesh"), [(2, ()), (4, HSDP)])
-@pytest.mark.parametrize("scaled", [False, True])
-def test_a_skipped_step_leaves_no_trace(scaled: bool, ranks: int, mesh: tuple[int, ...]) -> None:
-    for found in run_forks(ranks, overflow, Setting(FOUR_BITS, mesh), scaled, clear):
+@pytest.mark.parametrize(("scaled", "clears"), [(False, clear), (True, clear), (False, clear_in_place)])
+def test_a_skipped_step_leaves_no_trace(scaled: bool, clears: Clear, ranks: int, mesh: tuple[int, ...]) -> None:
+    for found in run_forks(ranks, overflow, Setting(FOUR_BITS, mesh), scaled, clears):
         check_overflow(found, scaled)
 
 

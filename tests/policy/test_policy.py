@@ -150,6 +150,15 @@ PERSISTENT: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+def test_residuals_are_sent_again_if_the_step_that_sends_them_is_skipped() -> None:
+    run = Run(cooldown_steps=30)
+    run.observe(10)
+    assert run.observe(loss=math.nan).flush
+    for _ in range(2):
+        assert run.observe(norm=math.inf, applied=False).flush
+    assert not run.observe().flush
+
+
 @pytest.mark.parametrize(("seen", "words", "times"), [(*one, 1) for one in SEVERE] + [(*one, 6) for one in PERSISTENT])
 def test_anomalies_switch_compression_off_and_it_returns_rung_by_rung(
     seen: dict[str, Any], words: str, times: int

@@ -21,6 +21,7 @@ from tests.support.two_branches import (
 
 __all__ = [
     "METHODS_OF_BRANCHES",
+    "Clear",
     "check_overflow",
     "late_refusals",
     "norms_of",

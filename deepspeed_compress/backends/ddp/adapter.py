@@ -22,7 +22,7 @@ from deepspeed_compress.backends.ddp.unused import Unused
 from deepspeed_compress.backends.limits import find_common_limits, find_foreign_optimizer, refuse
 from deepspeed_compress.backends.optimizers import unwrap
 from deepspeed_compress.backends.sessions import Attached, Config, Target, attach_session, read_section
-from deepspeed_compress.backends.steps import Scaler
+from deepspeed_compress.backends.steps import Scaler, forget_when_cleared
 from deepspeed_compress.collectives.payload import PendingMeans
 from deepspeed_compress.compression.compressors.base import DTYPES
 from deepspeed_compress.config import SECTION, CompressConfig
@@ -91,6 +91,7 @@ def _exchange(model: DistributedDataParallel, attached: Attached, target: Target
     buckets = _Buckets(attached, Plan(target, model.bucket_bytes_cap), unused)
     before_forward = partial(_before_forward, attached, tuple(target.parameters.values()))
     patches.on_undo(model.register_forward_pre_hook(before_forward).remove)
+    forget_when_cleared(model, attached.steps, patches)
     # Last, because DDP cannot unregister it.
     model.register_comm_hook(None, buckets.reduce)
 
@@ -171,7 +172,7 @@ def _before_forward(
             "join() cannot be combined with compressed gradients: give all ranks the same number of steps"
         )
     if attached.steps.reduced and all(parameter.grad is None for parameter in parameters):
-        # The module cleared them, not the optimizer.
+        # The program removed them itself.
         attached.steps.forget()
 
 
@@ -242,9 +243,10 @@ class _Buckets:
         for batch, pending in self._sent:
             if pending is not None:
                 pending.finish(batch.flat)
-            batch.hand_back()
         if self._unused is not None:
-            self._unused.take_back([(batch.flat, batch.partition) for batch, _ in self._sent])
+            self._unused.take_back([batch for batch, _ in self._sent])
+        for batch, _ in self._sent:
+            batch.hand_back()
         for buffer, mean in self._means:
             mean.set_result(buffer)
         self._sent.clear()

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from deepspeed_compress.backends.sessions import Target
 from deepspeed_compress.collectives.buckets import Partition, even_partition
+from deepspeed_compress.compression.segments import Segment
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,12 @@ class Batch:
         self._part(position, gradient).copy_(gradient)
         self.come.append((position, gradient))
         self.missing -= gradient.numel()
+
+    def before(self, segment: Segment) -> Tensor:
+        """Return the gradients of `segment` as they have arrived; called before `hand_back`."""
+        found = ((p, gradient) for p, gradient in self.come if p <= segment.offset < p + gradient.numel())
+        position, gradient = next(found)
+        return gradient.flatten().narrow(0, segment.offset - position, segment.numel)
 
     def hand_back(self) -> None:
         """Copy the parts of `flat` back to the gradients that they came from."""

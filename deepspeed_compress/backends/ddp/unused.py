@@ -1,8 +1,8 @@
 """Handling of parameters that no rank has used in a backward pass (`find_unused_parameters`).
 
-DDP leaves their gradients unchanged and drops their reduced means. By then, error feedback has already sent their
-residuals. The owner of each element therefore adds the dropped mean to its residual, so that the next message contains
-it.
+DDP leaves their gradients as they are and drops their reduced means. By then, error feedback has already sent their
+residuals. The owner of each element therefore adds what the dropped mean contains beyond the gradient to its residual,
+so that the next message contains it.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deepspeed_compress.backends.ddp.batches import Batch
 from deepspeed_compress.backends.sessions import Target
-from deepspeed_compress.collectives.buckets import Partition
-from deepspeed_compress.compression.segments import Segment, gather
+from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.session.session import Session
 
 
@@ -32,8 +32,8 @@ class Unused:
             handle = parameter.register_post_accumulate_grad_hook(mark)  # type: ignore[no-untyped-call]
             session.patches.on_undo(handle.remove)
 
-    def take_back(self, buckets: Sequence[tuple[Tensor, Partition]]) -> None:
-        """Add the means in `buckets` of parameters that no rank has used to the residuals.
+    def take_back(self, batches: Sequence[Batch]) -> None:
+        """Undo the reduction of parameters that no rank has used, before `batches` are handed back.
 
         Collective. The host waits for it, as DDP's host does for its map of used parameters.
         """
@@ -41,18 +41,24 @@ class Unused:
         dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._group)
         self._used.zero_()
         flags: list[int] = used.tolist()
-        for bucket, partition in buckets if not all(flags) else ():
-            mine = partition.owned_by(self._group.rank())
-            for segment in mine:
+        for batch in batches if not all(flags) else ():
+            for segment in batch.partition.segments:
                 if not flags[self._place[segment.parameter]]:
-                    self._remember(gather(bucket, [segment]), segment)
+                    self._undo(batch, segment)
 
-    def _remember(self, mean: Tensor, segment: Segment) -> None:
+    def _undo(self, batch: Batch, segment: Segment) -> None:
+        # Not zero if an earlier backward pass of the step has reduced it, so it is equal on all ranks.
+        mean, gradient = batch.flat.narrow(0, segment.offset, segment.numel), batch.before(segment)
+        if segment.owner == self._group.rank():
+            self._remember(mean.to(torch.float32) - gradient, segment)
+        mean.copy_(gradient)
+
+    def _remember(self, surplus: Tensor, segment: Segment) -> None:
         store = self._session.stores.get("gradients")
         if store is not None:
             # The mean is 1 / ranks times the sum, so the one owner must send all of it.
-            kept = store.read([segment], mean.device)
-            store.write([segment], kept.add_(mean, alpha=self._group.size()))
+            kept = store.read([segment], surplus.device)
+            store.write([segment], kept.add_(surplus, alpha=self._group.size()))
 
 
 def _mark(used: Tensor, place: int, parameter: Tensor) -> None:

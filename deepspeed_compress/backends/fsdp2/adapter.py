@@ -19,11 +19,11 @@ from deepspeed_compress.backends.fsdp2.gradients import compress_gradients, coun
 from deepspeed_compress.backends.fsdp2.limits import find_division_limits, find_gradient_limits, find_weight_limits
 from deepspeed_compress.backends.fsdp2.units import Ranks, Unit, check_torch_of_fsdp2, find_units
 from deepspeed_compress.backends.fsdp2.weights import Gathers, is_gathered_by_us
-from deepspeed_compress.backends.groups import find_place_in, make_group, make_hybrid_groups
+from deepspeed_compress.backends.groups import find_place_in, make_group, make_hybrid_groups, number_alike
 from deepspeed_compress.backends.limits import find_common_limits, find_foreign_optimizer, refuse
 from deepspeed_compress.backends.optimizers import unwrap
 from deepspeed_compress.backends.sessions import Attached, Config, Exchanged, attach_session, read_section
-from deepspeed_compress.backends.steps import Scaler
+from deepspeed_compress.backends.steps import Scaler, forget_when_cleared
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import Run
 from deepspeed_compress.collectives.reduction import Groups
@@ -86,6 +86,7 @@ def _exchange(model: nn.Module, divided: "_Divided", attached: Attached) -> None
     hook = partial(_before_forward, attached, divided.units, check, gathers)
     # Must run before FSDP2's own hook, which gathers.
     session.patches.on_undo(model.register_forward_pre_hook(hook, prepend=True).remove)
+    forget_when_cleared(model, attached.steps, session.patches)
     announce(session, divided.whole, divided.text, partial(_figures, divided, session))
 
 
@@ -103,12 +104,10 @@ class _Divided:
         if not any(unit.trained() for unit in units):
             raise UnsupportedError("no trained parameter of this model is sharded; call fully_shard first")
         ranks = units[0].ranks()
-        whole = (
-            ranks.shard
-            if ranks.replicate is None
-            else make_group(units[0].theirs.mesh_info.mesh.mesh.flatten().tolist())
-        )
-        return cls(units, ranks, whole)
+        if ranks.replicate is None:
+            return cls(units, ranks, ranks.shard)
+        number_alike(ranks.shard, ranks.replicate)
+        return cls(units, ranks, make_group(units[0].theirs.mesh_info.mesh.mesh.flatten().tolist()))
 
     @property
     def device(self) -> torch.device:
@@ -190,7 +189,7 @@ def _before_forward(
     gathers.before_forward()
     gradients = (one.sharded_param.grad for unit in units for _, one in unit.parameters())
     if attached.steps.reduced and all(gradient is None for gradient in gradients):
-        # The module cleared them, not the optimizer.
+        # The program removed them itself.
         attached.steps.forget()
 
 

@@ -71,7 +71,7 @@ def uncompressed_bytes(unit: Unit, names: Sequence[str], ranks: Ranks, copies: b
     padded = find_layout(_sizes(unit, names), shards, whole=False).numel
     size = padded * unit.reduce_dtype(unit.trained()[names[0]]).itemsize
     # gloo implements reduce-scatter by an all-reduce of everything.
-    inside = ring_all_reduce if dist.get_backend(ranks.shard) == "gloo" else ring_reduce_scatter
+    inside = ring_all_reduce if ranks.shard.name() == "gloo" else ring_reduce_scatter
     replicas = ranks.size // shards if copies else 1
     return inside(size, shards) + ring_all_reduce(size // shards, replicas)
 
@@ -139,7 +139,8 @@ class _Reduction(ReduceScatter):
                 "set_requires_all_reduce(False) cannot be combined with compressed gradients, which are reduced inside "
                 "hosts and between hosts together; write set_requires_gradient_sync(False)"
             )
-        self._steps.reduced, self._reduced_in = True, step
+        self._steps.gradients_reduced()
+        self._reduced_in = step
 
     def _layout(self, numel: int, shards: int) -> Layout:
         """Return the layout of the gradients that are about to be reduced."""

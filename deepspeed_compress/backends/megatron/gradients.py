@@ -13,7 +13,6 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.megatron.buckets import Bucket, BucketGroup
@@ -39,7 +38,7 @@ class Ring:
 
         gloo implements reduce-scatter by all-reduce.
         """
-        ring = ring_all_reduce if everywhere or dist.get_backend(self.group) == "gloo" else ring_reduce_scatter
+        ring = ring_all_reduce if everywhere or self.group.name() == "gloo" else ring_reduce_scatter
         return ring(bucket.grad_data.nbytes, self.group.size())
 
 
