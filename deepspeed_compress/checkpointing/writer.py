@@ -169,11 +169,11 @@ def _told(error: Exception) -> str:
 
 
 def _write(task: Task, descriptor: int) -> FileList:
-    with task.claim.held():
-        if task.only is not None:
-            keep_only(task.save.directory, task.only)
-        files.unlist(task.save, task.rank)
     try:
+        with task.claim.held():
+            if task.only is not None:
+                keep_only(task.save.directory, task.only)
+            files.begin_list(task.save, task.rank)
         if task.problem:
             raise StateError(task.problem)
         digests: dict[Path, str] = {}

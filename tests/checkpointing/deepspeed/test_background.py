@@ -308,6 +308,35 @@ def test_a_taken_checkpoint_is_written_even_if_the_ranks_are_killed(tmp_path):
     assert list(find_problems(found.place)) == []
 
 
+def die_with_the_writer(rank: int, directory: str) -> None:
+    """Die with the writer process after the weights are written, and before the optimizer states are."""
+    finish, begun = DirectFile.finish, []
+
+    def stand_still(self: DirectFile) -> str:
+        begun.append(self)
+        while rank or len(begun) > 1:
+            time.sleep(0.01)
+        return finish(self)
+
+    DirectFile.finish = stand_still  # type: ignore[method-assign]
+    engine = start(job(1))
+    run(engine, data(rank, job(1))[:1])
+    engine.save_checkpoint(directory)
+    until(lambda: any(Path(directory).rglob("*_model_states.pt")))
+    dist.barrier()
+    os.kill(engine.compression.saving._queues[0]._writer.process, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_save_that_was_interrupted_is_refused_by_its_tag(tmp_path):
+    """DeepSpeed would load its weights, and train on with empty optimizer states."""
+    with pytest.raises(RankError):
+        run_forks(2, die_with_the_writer, str(tmp_path))
+    assert len([*tmp_path.rglob("*_states.pt")]) == 1
+    for problem, _ in run_forks(2, load_damaged, str(tmp_path), "global_step1"):
+        assert "rank 1 did not write everything" in str(problem)
+
+
 def load_damaged(rank: int, directory: str, tag: str | None) -> list:
     one = job(1)
     engine = start(one)
