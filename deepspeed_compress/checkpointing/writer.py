@@ -6,7 +6,7 @@ so others notice when the rank dies, and it then continues to write.
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -99,16 +99,15 @@ class Writer:
         self._connection.send(task)
         send_handle(self._connection, descriptor, self.process)
 
-    def outcomes(self, wait: bool = False) -> list[Outcome]:
-        """Return the outcomes since the last call. If `wait`, wait for at least one.
+    def outcomes(self, wait: bool = False) -> Iterator[Outcome]:
+        """Yield the outcomes since the last call. If `wait`, wait for at least one.
 
         Raises:
-            EOFError: the process has ended.
+            EOFError: the process has ended. All that it reported before has been yielded.
         """
-        found: list[Outcome] = []
-        while self._connection.poll(None if wait and not found else 0):
-            found.append(self._connection.recv())
-        return found
+        while self._connection.poll(None if wait else 0):
+            yield self._connection.recv()
+            wait = False
 
     def close(self) -> None:
         """Wait until the process has written everything, and end it."""

@@ -93,7 +93,7 @@ class Rank:
         self.writer.send(self._task, self._memory.descriptor)
 
     def outcome(self) -> Outcome:
-        return self.writer.outcomes(wait=True)[0]
+        return next(self.writer.outcomes(wait=True))
 
 
 def come_late(rank: int, directory: Path) -> None:

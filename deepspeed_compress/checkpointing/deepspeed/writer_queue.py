@@ -148,19 +148,20 @@ class WriterQueue:
         """
         assert self._writer is not None, "the engine is destroyed"
         try:
-            outcomes = self._writer.outcomes(wait)
+            for outcome in self._writer.outcomes(wait):
+                self._note(outcome)
         except (EOFError, OSError):
             self._replace_writer()
-            return
-        for outcome in outcomes:
-            if outcome.of_copy:
-                self._sent.pop(0)
-            else:
-                self._free.append(self._used.pop(0)[1])
-            if outcome.problem:
-                self._failed.append(outcome)
-            if outcome.notice:
-                self._notices.append(outcome.notice)
+
+    def _note(self, outcome: Outcome) -> None:
+        if outcome.of_copy:
+            self._sent.pop(0)
+        else:
+            self._free.append(self._used.pop(0)[1])
+        if outcome.problem:
+            self._failed.append(outcome)
+        if outcome.notice:
+            self._notices.append(outcome.notice)
 
     def finish(self) -> None:
         """Wait until this rank has written everything, and sent all copies."""

@@ -1,0 +1,27 @@
+"""Checkpoints of one rank: what its writer process has reported counts, however the process ends."""
+
+import os
+import signal
+from pathlib import Path
+
+from deepspeed_compress.checkpointing.claim import Claim
+from deepspeed_compress.checkpointing.completeness import Save, find_problems
+from deepspeed_compress.checkpointing.deepspeed.writer_queue import Interval, WriterQueue
+from deepspeed_compress.checkpointing.snapshot import NOTHING
+from deepspeed_compress.checkpointing.writer import Task
+from tests.support.transport import until
+
+
+def test_a_checkpoint_that_was_complete_before_its_writer_died_stays_complete(tmp_path: Path) -> None:
+    queue, save = WriterQueue(Interval(None)), Save(tmp_path, "global_step1", "run", 1, 1, world=1)
+    save.place.mkdir()
+    task, memory = Task(save, 0, Claim(tmp_path, "0" * 32), NOTHING, True, 30.0), queue.take_memory()
+    queue.begin(task, memory)
+    queue.send(task, memory)
+    writer = queue._writer
+    until(writer._connection.poll)
+    os.kill(writer.process, signal.SIGKILL)
+    os.waitid(os.P_PID, writer.process, os.WEXITED | os.WNOWAIT)
+    queue.close()
+    assert queue.take_failures() == []
+    assert list(find_problems(save.place)) == []
