@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
@@ -177,16 +176,6 @@ def replace_text(file: Path, text: str) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     os.replace(written, file)
-
-
-def rename(written: Path, file: Path, held: Callable[[], AbstractContextManager[None]]) -> None:
-    """Rename `written` to `file` while `held()` is entered. Remove it if `held()` raises StateError."""
-    try:
-        with held():
-            os.replace(written, file)
-    except StateError:
-        written.unlink(missing_ok=True)
-        raise
 
 
 def temporary(file: Path) -> Path:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from glob import escape
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
@@ -231,11 +232,17 @@ def write_torch(
     """Write `state` to `path` by `torch.save`, and return the SHA-256 of the file.
 
     It is written under a temporary name, which is renamed while `held()` is entered, at no more than `max_rate` bytes
-    per second.
+    per second. Removes what writers that were killed have left of the same file.
     """
+    for left in path.parent.glob(f"{escape(path.name)}.*.tmp"):
+        left.unlink(missing_ok=True)
     temporary = files.temporary(path)
-    with DirectFile(temporary, max_rate) as stream:
-        torch.save(state, cast(IO[bytes], stream))
-        digest = stream.finish()
-    files.rename(temporary, path, held)
+    try:
+        with DirectFile(temporary, max_rate) as stream:
+            torch.save(state, cast(IO[bytes], stream))
+            digest = stream.finish()
+        with held():
+            os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
     return {path: digest}
