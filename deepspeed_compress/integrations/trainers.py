@@ -1,7 +1,9 @@
 """Changes to Hugging Face Trainers that use the section: logs, resuming, and early errors for unsupported models."""
 
 import inspect
+import json
 import os
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -106,9 +108,18 @@ def _newest(output: Path) -> str | None:
         except StateError:
             continue
         complete = [found.tag for found in checkpoints(folder) if found.complete]
-        if tag in complete and (folder / "trainer_state.json").is_file():
+        if tag in complete and _has_whole_state(folder):
             return str(folder)
     return None
+
+
+def _has_whole_state(folder: Path) -> bool:
+    """Return True unless a file of Trainer's own state is missing or cut off, as after a crash of its host."""
+    try:
+        json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return all(map(zipfile.is_zipfile, folder.glob("*.pt*")))
 
 
 def configuration_of(trainer: Trainer) -> dict[str, Any] | None:
