@@ -159,4 +159,4 @@ def _is_for_all(name: str) -> bool:
     Files with fp32 master weights and residuals are read only by the rank that wrote them.
     """
     masters = "zero_pp_rank_" in name and name.endswith("_optim_states.pt")
-    return not masters and not name.startswith("deepspeed_compress_rank_")
+    return not masters and not name.startswith(("deepspeed_compress_rank_", "deepspeed_compress_islands_rank_"))

@@ -258,13 +258,14 @@ def test_hosts_receive_only_the_files_that_their_ranks_read(tmp_path):
     masters = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(3)]
     lists = {
         0: of(0, masters[0], "mp_rank_00_model_states.pt", "deepspeed_compress_rank_00000.json"),
-        1: of(1, masters[1]),
+        1: of(1, "deepspeed_compress_islands_rank_00001.json", masters[1]),
         2: of(2, masters[2]),
     }
     ranks = [frozenset({0}), frozenset({1}), frozenset({2})]
     found = missing_files(lists, [frozenset({0, 2}), frozenset(), frozenset({0, 1})], ranks)
     assert [(one.name, one.source, one.needed_by) for one in found] == [
         ("mp_rank_00_model_states.pt", 0, (1,)),
+        ("deepspeed_compress_islands_rank_00001.json", 2, (1,)),
         (masters[1], 2, (1,)),
         (masters[2], 0, (2,)),
     ]

@@ -329,7 +329,7 @@ def die_with_the_writer(rank: int, directory: str) -> None:
 
 
 def test_a_save_that_was_interrupted_is_refused_by_its_tag(tmp_path):
-    """DeepSpeed would load its weights, and train on with empty optimizer states."""
+    """DeepSpeed would have loaded its weights before it misses the optimizer states."""
     with pytest.raises(RankError):
         run_forks(2, die_with_the_writer, str(tmp_path))
     assert len([*tmp_path.rglob("*_states.pt")]) == 1
