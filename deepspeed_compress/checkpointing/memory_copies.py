@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import Pipe
@@ -137,7 +138,9 @@ class Receiver:
 
     def close(self) -> None:
         """End the process, after copies that are advancing have arrived."""
-        self._connection.send(None)
+        # It may have been killed.
+        with suppress(OSError):
+            self._connection.send(None)
         self._connection.close()
         os.waitpid(self.process, 0)
 

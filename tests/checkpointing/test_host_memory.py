@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import threading
 import time
@@ -128,6 +129,13 @@ def test_an_end_waits_for_no_silent_peer(tmp_path, peer):
         receiver.close()
         assert time.monotonic() - begin < DRAIN / 2
     assert not list((tmp_path / "next").rglob("*.tmp"))
+
+
+def test_a_process_that_was_killed_does_not_keep_its_rank_from_ending(tmp_path):
+    receiver = Receiver(tmp_path, KEY)
+    os.kill(receiver.process, signal.SIGKILL)
+    os.waitid(os.P_PID, receiver.process, os.WEXITED | os.WNOWAIT)
+    receiver.close()
 
 
 @pytest.mark.slow(
