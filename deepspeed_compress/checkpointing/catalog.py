@@ -69,15 +69,15 @@ def _tag_directories(directory: Path) -> Iterator[Path]:
     The search does not enter such a directory, hidden directories, and those with their own `latest`, whose checkpoints
     do not belong to `directory`.
     """
-    for place in _subdirectories(directory):
+    for place in subdirectories(directory):
         if _holds_states(place):
             yield place
         elif not place.name.startswith(".") and not (place / LATEST).exists():
             yield from _tag_directories(place)
 
 
-def _subdirectories(directory: Path) -> list[Path]:
-    """Return [] if another process has removed `directory`, or it cannot be read."""
+def subdirectories(directory: Path) -> list[Path]:
+    """Return the subdirectories; [] if another process has removed `directory`, or it cannot be read."""
     try:
         with os.scandir(directory) as entries:
             return [Path(one.path) for one in entries if one.is_dir(follow_symlinks=False) and not _is_removed(one)]

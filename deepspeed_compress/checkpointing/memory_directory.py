@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+from deepspeed_compress.checkpointing.catalog import subdirectories
 from deepspeed_compress.checkpointing.completeness import FileList, list_paths, read_list, replace_text, unlist_all
 from deepspeed_compress.errors import StateError
 
@@ -92,7 +93,7 @@ def find_host_saves(directory: Path) -> tuple[list[HostSave], list[str]]:
     """Return the saves in `directory`, and the problems of lists that cannot be read."""
     found: list[HostSave] = []
     problems: list[str] = []
-    for place in sorted(place for place in directory.iterdir() if place.is_dir() and not place.is_symlink()):
+    for place in sorted(subdirectories(directory)):
         lists = sorted(_readable(place, problems), key=lambda one: (one.run, one.number, one.rank))
         for (run, number), some in groupby(lists, key=lambda one: (one.run, one.number)):
             by_rank = {one.rank: one for one in some}
@@ -114,8 +115,8 @@ def _readable(place: Path, problems: list[str]) -> Iterator[FileList]:
 
 def keep_only(directory: Path, tags: Iterable[str]) -> None:
     """Remove all tags except for `tags`. Ignores files that other processes have removed or still write."""
-    for place in directory.iterdir():
-        if place.is_dir() and not place.is_symlink() and place.name not in tags:
+    for place in subdirectories(directory):
+        if place.name not in tags:
             unlist_all(place)
             shutil.rmtree(place, ignore_errors=True)
 

@@ -131,6 +131,12 @@ def test_an_end_waits_for_no_silent_peer(tmp_path, peer):
     assert not list((tmp_path / "next").rglob("*.tmp"))
 
 
+def test_a_directory_that_the_system_has_removed_holds_nothing(tmp_path):
+    """logind removes what a user has in /dev/shm at the end of the last session (RemoveIPC)."""
+    assert find_host_saves(tmp_path / "gone") == ([], [])
+    keep_only(tmp_path / "gone", ["global_step4"])
+
+
 def test_a_process_that_was_killed_does_not_keep_its_rank_from_ending(tmp_path):
     receiver = Receiver(tmp_path, KEY)
     os.kill(receiver.process, signal.SIGKILL)
