@@ -3,16 +3,19 @@
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors.torch import load_file
+from transformers.trainer_utils import rotate_checkpoints
 
 import deepspeed_compress
 from deepspeed_compress.checkpointing.catalog import publish
 from deepspeed_compress.checkpointing.completeness import find_problems
-from deepspeed_compress.integrations.trainers import newest_complete_checkpoint
+from deepspeed_compress.integrations.trainer_callback import CompressionCallback
+from deepspeed_compress.integrations.trainer_checkpoints import newest_complete_checkpoint
 from tests.integrations.trainers import INT4, SAVING, Job, Outcome, keep_checkpoint, train, trainer_of
 from tests.support.checkpoints import save, write
 from tests.support.forks import run_forks
@@ -67,6 +70,24 @@ def test_a_checkpoint_whose_small_files_a_crash_has_cut_off_is_passed_over(tmp_p
     assert newest_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
     os.truncate(tmp_path / "checkpoint-4" / cut, 9)
     assert newest_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+
+
+@pytest.mark.parametrize(("failed", "kept"), [((), {6, 8}), ((6,), {4, 6, 8}), ((2, 4, 6), {2, 4, 6, 8})])
+def test_failed_checkpoints_do_not_displace_a_complete_one(
+    tmp_path: Path, failed: tuple[int, ...], kept: set[int]
+) -> None:
+    """The newest one is still being written when Trainer removes old ones."""
+    for step in (2, 4, 6):
+        folder = tmp_path / f"checkpoint-{step}"
+        publish(write(save(folder, step), ranks=(0,) if step in failed else (0, 1)))
+        (folder / "trainer_state.json").write_text("{}")
+    args = SimpleNamespace(output_dir=str(tmp_path), save_total_limit=1, save_only_model=False)
+    callback = CompressionCallback(SimpleNamespace(args=args))
+    with callback._keep_one_more(SimpleNamespace(wait=lambda: None)):
+        (tmp_path / "checkpoint-8").mkdir()
+        rotate_checkpoints(str(tmp_path), args.save_total_limit)
+    assert {int(one.name.removeprefix("checkpoint-")) for one in tmp_path.iterdir()} == kept
+    assert args.save_total_limit == 1
 
 
 BEST = {**SAVING, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
