@@ -167,7 +167,8 @@ TABLE = {
     "integrations.early": allow("integrations.importing integrations.replacing integrations.sections", "accelerate"),
     "integrations.sections": allow("config errors"),
     "integrations.lightning": allow(
-        "config errors integrations.importing integrations.replacing integrations.sections", lazily="session"
+        "checkpointing.catalog config errors integrations.importing integrations.replacing integrations.sections",
+        lazily="session",
     ),
     "integrations.trainers": allow(
         "config errors integrations.replacing integrations.sections integrations.trainer_callback "

@@ -120,6 +120,12 @@ def _checkpoint(place: Path, tag: str) -> Checkpoint | None:
     return Checkpoint(place, tag, first.step, first.world, size, time, first.automatic, complete)
 
 
+def is_complete(place: Path) -> bool:
+    """Return True if the tag directory `place` exists, and no rank's files are known to be missing there."""
+    found = _checkpoint(place, place.name)
+    return found is not None and found.complete
+
+
 def tags_to_try(directory: Path) -> list[str]:
     """Return the tags to load: the one that `latest` names, then older complete ones, newest first.
 

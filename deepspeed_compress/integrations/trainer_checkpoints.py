@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from deepspeed_compress.checkpointing.catalog import checkpoints, latest_tag
+from deepspeed_compress.checkpointing.catalog import is_complete, latest_tag
 from deepspeed_compress.errors import StateError
 
 
@@ -42,4 +42,4 @@ def _is_complete(folder: Path) -> bool:
     except (OSError, StateError, ValueError):
         return False
     whole = all(map(zipfile.is_zipfile, folder.glob("*.pt*")))
-    return whole and tag in [found.tag for found in checkpoints(folder) if found.complete]
+    return whole and tag is not None and is_complete(folder / tag)
