@@ -1,12 +1,13 @@
 """Background checkpoints: they have the same bits as blocking ones, and nothing that they do can stop training."""
 
+import io
 import os
 import random
 import shutil
 import signal
 import threading
 import time
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -529,6 +530,26 @@ def save_late(rank: int, directory: str) -> list[str]:
 
 def test_a_new_start_takes_over_the_tag_of_a_former_one(tmp_path):
     assert run_forks(2, save_late, str(tmp_path)) == [[], []]
+
+
+def leave(rank: int, directory: str, blocked: bool) -> tuple[str, list[str]]:
+    """Return the output and the warnings of a rank that SIGTERM ends after its second step."""
+    one, shown = job(1, directory=directory, save_on_sigterm=True), io.StringIO()
+    engine = start(one)
+    if blocked and rank:
+        Path(directory, "global_step2", "zero_pp_rank_1_mp_rank_00_optim_states.pt").mkdir(parents=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with caught_warnings() as texts, redirect_stderr(shown), suppress(SystemExit):
+        run(engine, data(rank, one))
+    engine.destroy()
+    return shown.getvalue(), texts
+
+
+@pytest.mark.parametrize("blocked", [False, True])
+def test_a_rank_that_leaves_says_that_it_has_saved_only_if_it_has(tmp_path, blocked):
+    (shown, warned), _ = run_forks(2, leave, str(tmp_path), blocked)
+    assert (f"saved global_step2 in {tmp_path}" in shown) == (not blocked)
+    assert any("global_step2 is not saved" in text for text in warned) == blocked
 
 
 def start_and_end(rank: int, directory: str) -> None:
