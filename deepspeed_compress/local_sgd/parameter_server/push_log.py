@@ -81,12 +81,16 @@ class PushLog:
         os.truncate(self._log_path, end)
 
     def write(self, store: Store) -> None:
-        """Write everything, and begin a new log."""
+        """Write everything, and begin a new log. Raises OSError if that is not possible; the log then goes on."""
         self._serial += 1
         temporary = self._path.with_suffix(self._path.suffix + ".tmp")
         about = {_RECORDS: json.dumps(store.records.as_json()), _SERIAL: str(self._serial)}
-        save_file(store.tensors(), temporary, metadata=about)
-        _sync(temporary)
+        try:
+            save_file(store.tensors(), temporary, metadata=about)
+            _sync(temporary)
+        except (OSError, SafetensorError) as error:
+            temporary.unlink(missing_ok=True)
+            raise OSError(f"{temporary}: {error}") from error
         rename_durably(temporary, self._path)
         if self._log is not None:
             self._log.close()
