@@ -5,6 +5,7 @@ so others notice when the rank dies, and it then continues to write.
 """
 
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -13,7 +14,7 @@ from functools import partial
 from glob import escape
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle, send_handle
+from multiprocessing.reduction import recv_handle, sendfds
 from pathlib import Path
 from threading import Lock, Thread
 from typing import IO, Any, TypeVar, cast
@@ -90,6 +91,8 @@ class Writer:
         self._connection, theirs = Pipe()
         self.process = fork_from_rank(partial(_write_all, theirs, private), {theirs.fileno()})
         theirs.close()
+        self._socket = socket.socket(fileno=os.dup(self._connection.fileno()))
+        """The same connection, which can send a descriptor while this rank has no free one."""
 
     def send(self, task: Task, descriptor: int) -> None:
         """Let the process write the snapshot in the memory `descriptor`.
@@ -98,7 +101,7 @@ class Writer:
             OSError: the process has ended.
         """
         self._connection.send(task)
-        send_handle(self._connection, descriptor, self.process)
+        sendfds(self._socket, [descriptor])
 
     def outcomes(self, wait: bool = False) -> Iterator[Outcome]:
         """Yield the outcomes since the last call. If `wait`, wait for at least one.
@@ -113,6 +116,7 @@ class Writer:
     def close(self) -> None:
         """Wait until the process has written everything, and end it."""
         self._connection.close()
+        self._socket.close()
         os.waitpid(self.process, 0)
 
 
