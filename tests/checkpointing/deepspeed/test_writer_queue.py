@@ -14,6 +14,15 @@ from tests.support.forks import run_forks
 from tests.support.transport import until
 
 
+def test_the_end_frees_all_memory_and_descriptors() -> None:
+    """A program may make many engines, as a search for hyperparameters does."""
+    before = set(os.listdir("/proc/self/fd"))
+    queue = WriterQueue(Interval(None))
+    queue.close()
+    queue.close()
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
 def save_without_free_descriptors(rank: int, directory: Path) -> list[str]:
     queue, save = WriterQueue(Interval(None)), Save(directory, "global_step1", "run", 1, 1, world=1)
     save.place.mkdir()
