@@ -10,6 +10,7 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from io import BytesIO, FileIO
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -157,11 +158,7 @@ def _entry(head: Mapping[str, Any], body: bytearray) -> Entry | ValueError:
 
 
 def _cut(body: bytearray, sizes: Sequence[int]) -> list[bytearray]:
-    found, begin = [], 0
-    for size in sizes:
-        found.append(body[begin : begin + size])
-        begin += size
-    return found
+    return [body[begin:end] for begin, end in pairwise(accumulate(sizes, initial=0))]
 
 
 def _sync(path: Path) -> None:
