@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any
@@ -131,6 +131,11 @@ def listed(save: Save, rank: int, digests: Mapping[Path, str], problem: str = ""
     return FileList(VERSION, save.run, save.number, save.step, rank, save.world, save.automatic, found, problem)
 
 
+def unfinished(listed: FileList) -> FileList:
+    """Return the list to write before the files of `listed` are replaced."""
+    return replace(listed, files={}, problem=_UNFINISHED)
+
+
 def write_list(place: Path, listed: FileList) -> None:
     """Write the list of `listed.rank` into the tag directory `place`."""
     replace_text(list_file(place, listed.rank), json.dumps(listed.fields, indent=1))
@@ -145,7 +150,7 @@ def begin_list(save: Save, rank: int) -> None:
         StateError: the tag directory does not exist.
     """
     check_place(save)
-    write_list(save.place, listed(save, rank, {}, _UNFINISHED))
+    write_list(save.place, unfinished(listed(save, rank, {})))
     if not rank:
         ours = {list_file(save.place, other) for other in range(save.world)}
         for file in set(list_paths(save.place)) - ours:

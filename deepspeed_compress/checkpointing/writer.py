@@ -176,7 +176,7 @@ def _write(task: Task, descriptor: int) -> FileList:
     try:
         with task.claim.held():
             if task.only is not None:
-                keep_only(task.save.directory, task.only)
+                keep_only(task.save, task.only)
             files.begin_list(task.save, task.rank)
         if task.problem:
             raise StateError(task.problem)

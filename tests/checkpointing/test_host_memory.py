@@ -134,7 +134,7 @@ def test_an_end_waits_for_no_silent_peer(tmp_path, peer):
 def test_a_directory_that_the_system_has_removed_holds_nothing(tmp_path):
     """logind removes what a user has in /dev/shm at the end of the last session (RemoveIPC)."""
     assert find_host_saves(tmp_path / "gone") == ([], [])
-    keep_only(tmp_path / "gone", ["global_step4"])
+    keep_only(save(tmp_path / "gone", 4), ["global_step4"])
 
 
 def test_a_process_that_was_killed_does_not_keep_its_rank_from_ending(tmp_path):
@@ -222,8 +222,20 @@ def test_a_job_is_identified_by_its_directory_and_memory_is_private(tmp_path, mo
 def test_all_other_tags_are_removed(tmp_path):
     for step in (1, 2, 3):
         write(save(tmp_path, step))
-    keep_only(tmp_path, {"global_step2"})
+    (files.list_file(tmp_path / "global_step3", 0)).write_text("damaged")
+    keep_only(save(tmp_path, 4), {"global_step2"})
     assert [place.name for place in tmp_path.iterdir()] == ["global_step2"]
+
+
+def test_a_tag_that_faster_ranks_have_begun_is_not_removed(tmp_path):
+    """The writer of the leader may still be at an earlier checkpoint, whose task does not name the tag."""
+    for step in (1, 2):
+        write(save(tmp_path, step))
+    for step in (3, 4):
+        save(tmp_path, step).place.mkdir()
+    files.begin_list(save(tmp_path, 4), 1)
+    keep_only(save(tmp_path, 2), {"global_step2"})
+    assert sorted(place.name for place in tmp_path.iterdir()) == ["global_step2", "global_step3", "global_step4"]
 
 
 def test_the_newest_two_written_tags_and_later_ones_are_kept():
