@@ -167,15 +167,18 @@ TABLE = {
     "integrations.early": allow("integrations.importing integrations.replacing integrations.sections", "accelerate"),
     "integrations.sections": allow("config errors"),
     "integrations.lightning": allow(
-        "config errors integrations.importing integrations.replacing integrations.sections", lazily="session"
+        "checkpointing.catalog config errors integrations.importing integrations.replacing integrations.sections",
+        lazily="session",
     ),
     "integrations.trainers": allow(
-        "checkpointing.catalog config errors integrations.replacing integrations.sections "
-        "integrations.trainer_callback launcher.heartbeat",
-        "deepspeed torch transformers",
+        "config errors integrations.replacing integrations.sections integrations.trainer_callback "
+        "integrations.trainer_checkpoints launcher.heartbeat",
+        "deepspeed transformers",
     ),
+    "integrations.trainer_checkpoints": allow("checkpointing.catalog errors", "torch"),
     "integrations.trainer_callback": allow(
-        "config errors integrations.trainer_logs local_sgd.deepspeed.elastic monitor session",
+        "config errors integrations.trainer_checkpoints integrations.trainer_logs local_sgd.deepspeed.elastic monitor "
+        "session",
         "accelerate deepspeed transformers",
     ),
     "integrations.trl": allow("errors", "trl"),

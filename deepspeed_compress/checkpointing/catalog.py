@@ -2,12 +2,12 @@
 
 import os
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepspeed_compress.checkpointing.completeness import Save, read_lists, replace_text
+from deepspeed_compress.checkpointing.completeness import STEM, Save, read_lists, replace_text
 from deepspeed_compress.errors import StateError
 
 LATEST = "latest"
@@ -69,15 +69,15 @@ def _tag_directories(directory: Path) -> Iterator[Path]:
     The search does not enter such a directory, hidden directories, and those with their own `latest`, whose checkpoints
     do not belong to `directory`.
     """
-    for place in _subdirectories(directory):
+    for place in subdirectories(directory):
         if _holds_states(place):
             yield place
         elif not place.name.startswith(".") and not (place / LATEST).exists():
             yield from _tag_directories(place)
 
 
-def _subdirectories(directory: Path) -> list[Path]:
-    """Return [] if another process has removed `directory`, or it cannot be read."""
+def subdirectories(directory: Path) -> list[Path]:
+    """Return the subdirectories; [] if another process has removed `directory`, or it cannot be read."""
     try:
         with os.scandir(directory) as entries:
             return [Path(one.path) for one in entries if one.is_dir(follow_symlinks=False) and not _is_removed(one)]
@@ -87,7 +87,7 @@ def _subdirectories(directory: Path) -> list[Path]:
 
 def _holds_states(place: Path) -> bool:
     try:
-        return any(name.endswith("_states.pt") for name in os.listdir(place))
+        return any(name.endswith("_states.pt") or name.startswith(STEM) for name in os.listdir(place))
     except OSError:
         return False
 
@@ -118,6 +118,12 @@ def _checkpoint(place: Path, tag: str) -> Checkpoint | None:
     )
     complete = alike and len(lists) == first.world
     return Checkpoint(place, tag, first.step, first.world, size, time, first.automatic, complete)
+
+
+def is_complete(place: Path) -> bool:
+    """Return True if the tag directory `place` exists, and no rank's files are known to be missing there."""
+    found = _checkpoint(place, place.name)
+    return found is not None and found.complete
 
 
 def tags_to_try(directory: Path) -> list[str]:
@@ -159,7 +165,7 @@ def latest_tag(directory: Path, name: str = LATEST) -> str | None:
 
 
 def prune(directory: Path, keep: int) -> list[str]:
-    """Remove complete automatic checkpoints except for the newest `keep`, and return their tags.
+    """Remove the automatic checkpoints that are superfluous, and return their tags.
 
     Raises:
         StateError: some cannot be removed. All others are.
@@ -169,7 +175,7 @@ def prune(directory: Path, keep: int) -> list[str]:
     automatic = [found for found in checkpoints(directory) if found.automatic]
     removed: list[str] = []
     problems: list[str] = []
-    for found in superfluous(automatic, keep, protected(directory)):
+    for found in superfluous(directory, automatic, keep):
         try:
             remove(found)
             removed.append(found.tag)
@@ -189,10 +195,17 @@ def protected(directory: Path) -> frozenset[str]:
     return frozenset(tags if latest is None else {*tags, latest})
 
 
-def superfluous(found: Sequence[Checkpoint], keep: int, kept: Collection[str]) -> list[Checkpoint]:
-    """Return the complete ones of `found`, except for the newest `keep` and the tags `kept`."""
-    complete = [one for one in found if one.complete]
-    return [one for one in complete[: max(0, len(complete) - keep)] if one.tag not in kept]
+def superfluous(directory: Path, found: Sequence[Checkpoint], keep: int) -> list[Checkpoint]:
+    """Return those of `found`, oldest first, that may be removed, unless they are protected.
+
+    These are the complete ones except for the newest `keep`, and the incomplete ones before `latest`: saves of one run
+    end in order, so no process still writes them. Checkpoints with unreadable lists are not in order, and stay.
+    """
+    tags, complete, latest = [one.tag for one in found], [one for one in found if one.complete], latest_tag(directory)
+    before = found[: tags.index(latest)] if latest in tags else ()
+    abandoned = [one for one in before if not one.complete and not one.problem]
+    kept = protected(directory)
+    return [one for one in (*complete[: max(0, len(complete) - keep)], *abandoned) if one.tag not in kept]
 
 
 def remove(found: Checkpoint) -> None:

@@ -1,15 +1,15 @@
 """Completeness of a checkpoint: each rank lists its files with digests in a file next to them.
 
-A list is removed before its files are replaced and written after them, and all lists contain the name of one save. A
-directory with the lists of all ranks of one save is therefore complete, and damaged or missing files can be named.
+A list says that its files are unfinished before they are replaced, and names them after they were written. All lists
+contain the name of one save. A directory with the lists of all ranks of one save is therefore complete, and damaged or
+missing files can be named.
 """
 
 import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +17,10 @@ from typing import Any
 from deepspeed_compress.errors import StateError
 
 VERSION = 1
-_STEM = "deepspeed_compress_files_rank_"
+STEM = "deepspeed_compress_files_rank_"
+"""Beginning of the names of lists."""
+_UNFINISHED = "writing has not finished"
+"""Problem of a list whose files are being written, or whose writer was killed."""
 
 
 @dataclass(frozen=True)
@@ -128,17 +131,26 @@ def listed(save: Save, rank: int, digests: Mapping[Path, str], problem: str = ""
     return FileList(VERSION, save.run, save.number, save.step, rank, save.world, save.automatic, found, problem)
 
 
+def unfinished(listed: FileList) -> FileList:
+    """Return the list to write before the files of `listed` are replaced."""
+    return replace(listed, files={}, problem=_UNFINISHED)
+
+
 def write_list(place: Path, listed: FileList) -> None:
     """Write the list of `listed.rank` into the tag directory `place`."""
     replace_text(list_file(place, listed.rank), json.dumps(listed.fields, indent=1))
 
 
-def unlist(save: Save, rank: int) -> None:
-    """Remove the list of `rank` before files of the same tag are replaced.
+def begin_list(save: Save, rank: int) -> None:
+    """Write a list of `rank` that says that its files are unfinished, before any of them is replaced.
 
     The first rank also removes the lists that a save with more ranks has left.
+
+    Raises:
+        StateError: the tag directory does not exist.
     """
-    list_file(save.place, rank).unlink(missing_ok=True)
+    check_place(save)
+    write_list(save.place, unfinished(listed(save, rank, {})))
     if not rank:
         ours = {list_file(save.place, other) for other in range(save.world)}
         for file in set(list_paths(save.place)) - ours:
@@ -171,16 +183,6 @@ def replace_text(file: Path, text: str) -> None:
     os.replace(written, file)
 
 
-def rename(written: Path, file: Path, held: Callable[[], AbstractContextManager[None]]) -> None:
-    """Rename `written` to `file` while `held()` is entered. Remove it if `held()` raises StateError."""
-    try:
-        with held():
-            os.replace(written, file)
-    except StateError:
-        written.unlink(missing_ok=True)
-        raise
-
-
 def temporary(file: Path) -> Path:
     """Return a name that is unique to this process, since a process of an earlier run may still write the same file."""
     return file.with_name(f"{file.name}.{os.getpid()}.tmp")
@@ -188,7 +190,7 @@ def temporary(file: Path) -> Path:
 
 def list_file(place: Path, rank: int) -> Path:
     """Return the path of the list of `rank` in the tag directory `place`."""
-    return place / f"{_STEM}{rank:05d}.json"
+    return place / f"{STEM}{rank:05d}.json"
 
 
 def read_lists(place: Path) -> list[FileList]:
@@ -202,7 +204,7 @@ def read_lists(place: Path) -> list[FileList]:
 
 def list_paths(place: Path) -> list[Path]:
     """Return the paths of the lists in a tag directory, by rank."""
-    return sorted(place.glob(f"{_STEM}*.json"))
+    return sorted(place.glob(f"{STEM}*.json"))
 
 
 def read_list(file: Path) -> FileList:
@@ -234,7 +236,7 @@ def find_missing(save: Save) -> list[int]:
     for rank in range(save.world):
         file = list_file(save.place, rank)
         listed = read_list(file) if file.is_file() else None
-        if listed is None or listed.run != save.run or listed.number < save.number:
+        if listed is None or listed.run != save.run or listed.number < save.number or listed.problem == _UNFINISHED:
             missing.append(rank)
         elif listed.problem:
             raise StateError(f"{save.place}: rank {rank}: {listed.problem}")

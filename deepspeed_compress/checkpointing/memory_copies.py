@@ -12,13 +12,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-from deepspeed_compress.checkpointing.completeness import FileList, list_file, temporary, write_list
+from deepspeed_compress.checkpointing.completeness import FileList, temporary, unfinished, write_list
 from deepspeed_compress.checkpointing.movement import DRAIN, LOOK, Movement
 from deepspeed_compress.checkpointing.processes import fork_from_rank
 from deepspeed_compress.errors import StateError
@@ -137,7 +138,9 @@ class Receiver:
 
     def close(self) -> None:
         """End the process, after copies that are advancing have arrived."""
-        self._connection.send(None)
+        # It may have been killed.
+        with suppress(OSError):
+            self._connection.send(None)
         self._connection.close()
         os.waitpid(self.process, 0)
 
@@ -189,10 +192,10 @@ class _Taker:
         return {"kind": "taken"}
 
     def _take(self, head: Mapping[str, Any], connection: Connection) -> None:
-        """Write the files of one message. The rank's old list is removed first, as when it replaces files itself."""
+        """Write the files of one message. Their list says first that they are unfinished, as on the rank's own host."""
         place, listed = self._read_head(head, connection.left)
         place.mkdir(exist_ok=True)
-        list_file(place, listed.rank).unlink(missing_ok=True)
+        write_list(place, unfinished(listed))
         for name, (size, sha256) in sorted(listed.files.items()):
             write_checked(self._chunks(connection, size), _inside(place, name), sha256)
         write_list(place, listed)

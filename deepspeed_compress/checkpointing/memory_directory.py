@@ -11,11 +11,20 @@ import shutil
 import stat
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from deepspeed_compress.checkpointing.completeness import FileList, list_paths, read_list, replace_text, unlist_all
+from deepspeed_compress.checkpointing.catalog import subdirectories
+from deepspeed_compress.checkpointing.completeness import (
+    FileList,
+    Save,
+    list_paths,
+    read_list,
+    replace_text,
+    unlist_all,
+)
 from deepspeed_compress.errors import StateError
 
 ENVIRONMENT = "DS_COMPRESS_MEMORY_DIR"
@@ -92,7 +101,7 @@ def find_host_saves(directory: Path) -> tuple[list[HostSave], list[str]]:
     """Return the saves in `directory`, and the problems of lists that cannot be read."""
     found: list[HostSave] = []
     problems: list[str] = []
-    for place in sorted(place for place in directory.iterdir() if place.is_dir() and not place.is_symlink()):
+    for place in sorted(subdirectories(directory)):
         lists = sorted(_readable(place, problems), key=lambda one: (one.run, one.number, one.rank))
         for (run, number), some in groupby(lists, key=lambda one: (one.run, one.number)):
             by_rank = {one.rank: one for one in some}
@@ -112,12 +121,23 @@ def _readable(place: Path, problems: list[str]) -> Iterator[FileList]:
             yield listed
 
 
-def keep_only(directory: Path, tags: Iterable[str]) -> None:
-    """Remove all tags except for `tags`. Ignores files that other processes have removed or still write."""
-    for place in directory.iterdir():
-        if place.is_dir() and not place.is_symlink() and place.name not in tags:
+def keep_only(save: Save, tags: Iterable[str]) -> None:
+    """Remove all tags next to `save` except for `tags` and later ones, which faster ranks may have begun to write.
+
+    Ignores files that other processes have removed or still write.
+    """
+    for place in subdirectories(save.directory):
+        if place.name not in tags and not _may_be_later(place, save):
             unlist_all(place)
             shutil.rmtree(place, ignore_errors=True)
+
+
+def _may_be_later(place: Path, save: Save) -> bool:
+    """Return True if `place` has a list of a save after `save`, or no list, as before the first file of such a save."""
+    paths = list_paths(place)
+    with suppress(StateError):
+        return not paths or any(one.run == save.run and one.number > save.number for one in map(read_list, paths))
+    return False
 
 
 @dataclass(frozen=True)
@@ -159,4 +179,4 @@ def _is_for_all(name: str) -> bool:
     Files with fp32 master weights and residuals are read only by the rank that wrote them.
     """
     masters = "zero_pp_rank_" in name and name.endswith("_optim_states.pt")
-    return not masters and not name.startswith("deepspeed_compress_rank_")
+    return not masters and not name.startswith(("deepspeed_compress_rank_", "deepspeed_compress_islands_rank_"))

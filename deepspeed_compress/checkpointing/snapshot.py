@@ -118,6 +118,13 @@ class Memory:
             self._pin(_flat(self._bytes))
         return self._bytes
 
+    def close(self) -> None:
+        """Free the memory, in which no snapshot may be pending."""
+        os.close(self.descriptor)
+        if self._bytes is not None:
+            self._unpin(_flat(self._bytes))
+            self._bytes = None
+
 
 class Snapshot:
     """Calls with the values that their tensors have at `copy`.

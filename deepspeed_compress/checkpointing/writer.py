@@ -5,14 +5,16 @@ so others notice when the rank dies, and it then continues to write.
 """
 
 import os
+import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from glob import escape
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle, send_handle
+from multiprocessing.reduction import recv_handle, sendfds
 from pathlib import Path
 from threading import Lock, Thread
 from typing import IO, Any, TypeVar, cast
@@ -89,6 +91,8 @@ class Writer:
         self._connection, theirs = Pipe()
         self.process = fork_from_rank(partial(_write_all, theirs, private), {theirs.fileno()})
         theirs.close()
+        self._socket = socket.socket(fileno=os.dup(self._connection.fileno()))
+        """The same connection, which can send a descriptor while this rank has no free one."""
 
     def send(self, task: Task, descriptor: int) -> None:
         """Let the process write the snapshot in the memory `descriptor`.
@@ -97,22 +101,22 @@ class Writer:
             OSError: the process has ended.
         """
         self._connection.send(task)
-        send_handle(self._connection, descriptor, self.process)
+        sendfds(self._socket, [descriptor])
 
-    def outcomes(self, wait: bool = False) -> list[Outcome]:
-        """Return the outcomes since the last call. If `wait`, wait for at least one.
+    def outcomes(self, wait: bool = False) -> Iterator[Outcome]:
+        """Yield the outcomes since the last call. If `wait`, wait for at least one.
 
         Raises:
-            EOFError: the process has ended.
+            EOFError: the process has ended. All that it reported before has been yielded.
         """
-        found: list[Outcome] = []
-        while self._connection.poll(None if wait and not found else 0):
-            found.append(self._connection.recv())
-        return found
+        while self._connection.poll(None if wait else 0):
+            yield self._connection.recv()
+            wait = False
 
     def close(self) -> None:
         """Wait until the process has written everything, and end it."""
         self._connection.close()
+        self._socket.close()
         os.waitpid(self.process, 0)
 
 
@@ -169,11 +173,11 @@ def _told(error: Exception) -> str:
 
 
 def _write(task: Task, descriptor: int) -> FileList:
-    with task.claim.held():
-        if task.only is not None:
-            keep_only(task.save.directory, task.only)
-        files.unlist(task.save, task.rank)
     try:
+        with task.claim.held():
+            if task.only is not None:
+                keep_only(task.save, task.only)
+            files.begin_list(task.save, task.rank)
         if task.problem:
             raise StateError(task.problem)
         digests: dict[Path, str] = {}
@@ -232,11 +236,17 @@ def write_torch(
     """Write `state` to `path` by `torch.save`, and return the SHA-256 of the file.
 
     It is written under a temporary name, which is renamed while `held()` is entered, at no more than `max_rate` bytes
-    per second.
+    per second. Removes what writers that were killed have left of the same file.
     """
+    for left in path.parent.glob(f"{escape(path.name)}.*.tmp"):
+        left.unlink(missing_ok=True)
     temporary = files.temporary(path)
-    with DirectFile(temporary, max_rate) as stream:
-        torch.save(state, cast(IO[bytes], stream))
-        digest = stream.finish()
-    files.rename(temporary, path, held)
+    try:
+        with DirectFile(temporary, max_rate) as stream:
+            torch.save(state, cast(IO[bytes], stream))
+            digest = stream.finish()
+        with held():
+            os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
     return {path: digest}

@@ -139,10 +139,10 @@ def write(contents: Contents, file: Path, held: Callable[[], AbstractContextMana
     file.parent.mkdir(parents=True, exist_ok=True)
     # A process that outlives its rank may write the same file as the next run.
     tensors, text = (file.with_suffix(f".{os.getpid()}.{kind}.tmp") for kind in ("tensors", "json"))
-    save_file(dict(contents.tensors), tensors)
-    description = replace(contents.description, sha256=_digest(tensors, contents.description))
-    text.write_text(json.dumps(asdict(description), indent=1), encoding="utf-8")
     try:
+        save_file(dict(contents.tensors), tensors)
+        description = replace(contents.description, sha256=_digest(tensors, contents.description))
+        text.write_text(json.dumps(asdict(description), indent=1), encoding="utf-8")
         with held():
             # A half-replaced pair must not look complete.
             file.with_suffix(".json").unlink(missing_ok=True)

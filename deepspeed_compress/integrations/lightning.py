@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from deepspeed_compress.checkpointing.catalog import is_complete
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.integrations.importing import Undo
@@ -71,11 +72,13 @@ def _counting_processes(original: Method) -> Method:
 
 
 def _completing(original: Method) -> Method:
-    """Return a `remove_checkpoint` that keeps the older checkpoint until the newer one is written. Collective."""
+    """Return a `remove_checkpoint` that keeps the older checkpoint unless the newer one was written. Collective."""
 
     def remove_checkpoint(self: Any, filepath: Any) -> None:
-        _wait(_session(self))
-        original(self, filepath)
+        session = _session(self)
+        _wait(session)
+        if session is None or session.saving is None or session.last_saved is None or is_complete(session.last_saved):
+            original(self, filepath)
 
     return remove_checkpoint
 

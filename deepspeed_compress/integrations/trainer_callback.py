@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import CompressWarning, UnsupportedError
+from deepspeed_compress.integrations.trainer_checkpoints import count_incomplete
 from deepspeed_compress.integrations.trainer_logs import log_entries, to_megabytes
 from deepspeed_compress.local_sgd.deepspeed.elastic import SEEDS
 from deepspeed_compress.monitor import StepStatistics
@@ -112,18 +114,19 @@ class CompressionCallback(TrainerCallback):  # type: ignore[misc]
 
     @contextmanager
     def _keep_one_more(self, saving: BackgroundCheckpoints | None) -> Iterator[None]:
-        """Make Trainer keep one more checkpoint than `save_total_limit` if checkpoints are written in the background.
+        """Make Trainer keep more checkpoints than `save_total_limit` if they are written in the background.
 
-        Trainer removes old checkpoints at once, when the newest one is not complete yet.
+        Trainer removes old checkpoints at once, when the newest one is not complete yet. One that could not be written
+        must not take the place of a complete one either.
         """
         args = self._trainer.args
         limit = args.save_total_limit
-        if saving is None or not limit:
+        if saving is None or not limit or args.save_only_model:
             yield
             return
-        # All earlier checkpoints are complete after this, however slow the disk is.
+        # All earlier checkpoints are complete after this, or have failed, however slow the disk is.
         saving.wait()
-        args.save_total_limit = limit + 1
+        args.save_total_limit = limit + 1 + count_incomplete(Path(args.output_dir))
         try:
             yield
         finally:

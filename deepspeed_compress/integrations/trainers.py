@@ -7,16 +7,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 from transformers import Trainer
 
-from deepspeed_compress.checkpointing.catalog import checkpoints, latest_tag
 from deepspeed_compress.config import SECTION
-from deepspeed_compress.errors import StateError, UnsupportedError
+from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.integrations.replacing import replace_method
 from deepspeed_compress.integrations.sections import INSTEAD_OF_PIPELINE
 from deepspeed_compress.integrations.trainer_callback import CompressionCallback
+from deepspeed_compress.integrations.trainer_checkpoints import newest_complete_checkpoint
 from deepspeed_compress.launcher.heartbeat import RESUME
 
 
@@ -88,27 +87,6 @@ def _leave_resuming_to_trainer(section: dict[str, Any]) -> Iterator[bool]:
     finally:
         if isinstance(settings, dict):
             section["checkpointing"] = settings
-
-
-def newest_complete_checkpoint(output: Path) -> str | None:
-    """Return Trainer's newest complete checkpoint in `output`; None if there is none. All ranks get rank 0's answer."""
-    found = [_newest(output) if not dist.is_initialized() or dist.get_rank() == 0 else None]
-    if dist.is_initialized():
-        dist.broadcast_object_list(found, src=0)
-    return found[0]
-
-
-def _newest(output: Path) -> str | None:
-    folders = [one for one in output.glob("checkpoint-*") if one.name.removeprefix("checkpoint-").isdecimal()]
-    for folder in sorted(folders, key=lambda folder: int(folder.name.removeprefix("checkpoint-")), reverse=True):
-        try:
-            tag = latest_tag(folder)
-        except StateError:
-            continue
-        complete = [found.tag for found in checkpoints(folder) if found.complete]
-        if tag in complete and (folder / "trainer_state.json").is_file():
-            return str(folder)
-    return None
 
 
 def configuration_of(trainer: Trainer) -> dict[str, Any] | None:

@@ -29,14 +29,7 @@ def _ending(value: Any) -> bool:
 FROM_AGENTS: Table = {
     "join": {"name": _NAME, "job": _NAME, "address": _ADDRESS, "slots": _different_slots, "port": _PORT},
     "beat": {"start": _START, "silent": optional(a_number(0.0)), "steps": _STEPS},
-    "failed": {
-        "start": _START,
-        "rank": _RANK,
-        "slot": _SLOT,
-        "how": _TEXT,
-        "code": optional(_STATUS),
-        "steps": _STEPS,
-    },
+    "failed": {"start": _START, "rank": _RANK, "slot": _SLOT, "how": _TEXT, "code": optional(_STATUS), "steps": _STEPS},
     "done": {"start": _START},
     "stopped": {"start": _START, "steps": _STEPS, "port": _PORT},
     "end": {"number": _ending},

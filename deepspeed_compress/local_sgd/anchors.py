@@ -30,9 +30,7 @@ CONNECTIONS = 64
 SLOWEST = 10.0
 """Minimum time limit, in seconds, for a part of an anchor (256 KiB) to be received."""
 _LONGEST_WAIT = 3600.0
-_REQUEST: Table = {
-    ANCHOR: {"version": an_integer(0, 2**63 - 1), "timeout": optional(a_number(0.0, _LONGEST_WAIT))},
-}
+_REQUEST: Table = {ANCHOR: {"version": an_integer(0, 2**63 - 1), "timeout": optional(a_number(0.0, _LONGEST_WAIT))}}
 _ANSWER: Table = {
     ANCHOR: {"version": an_integer(0, 2**63 - 1), "about": a_mapping, "sizes": a_mapping},
     "busy": {},

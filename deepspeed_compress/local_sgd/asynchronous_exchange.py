@@ -64,11 +64,7 @@ class AsynchronousExchange:
     """
 
     def __init__(
-        self,
-        context: ExchangeContext,
-        calls: PushClient,
-        terms: Mapping[str, Any],
-        step: Callable[[], int] = lambda: 0,
+        self, context: ExchangeContext, calls: PushClient, terms: Mapping[str, Any], step: Callable[[], int] = lambda: 0
     ) -> None:
         settings, alone = context.settings, context.reduction
         self.settings, self._weights, self._ranks = settings, context.master_weights, context.ranks

@@ -79,7 +79,7 @@ def verify(options: argparse.Namespace) -> int:
 
 def prune(options: argparse.Namespace) -> int:
     """Remove old checkpoints. Return the exit code."""
-    for one in catalog.superfluous(_found(options.directory), options.keep, catalog.protected(options.directory)):
+    for one in catalog.superfluous(options.directory, _found(options.directory), options.keep):
         if not options.dry_run:
             catalog.remove(one)
         print(f"{'would remove' if options.dry_run else 'removed'} {printable(one.tag)}, {size(one.size)}")

@@ -1,5 +1,7 @@
 """Writer processes that outlive their ranks never change what a later start of the job has saved."""
 
+import errno
+import io
 import os
 import signal
 import threading
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from deepspeed_compress.checkpointing import writer
 from deepspeed_compress.checkpointing.catalog import latest_tag
 from deepspeed_compress.checkpointing.claim import Claim, this_start
 from deepspeed_compress.checkpointing.completeness import Save, find_problems, read_lists
@@ -75,6 +78,38 @@ def test_a_late_process_writes_nothing(tmp_path, write: Callable[[Path, Claim], 
     assert set(tmp_path.iterdir()) == before
 
 
+class Full(io.RawIOBase):
+    """File on a disk without any space left."""
+
+    def __init__(self, path: Path, *args: object) -> None:
+        super().__init__()
+        path.write_bytes(b"a part")
+
+    def write(self, data: object) -> int:
+        raise OSError(errno.ENOSPC, "no space left")
+
+
+def save_part(contents: object, path: Path) -> None:
+    Full(path).write(contents)
+
+
+@pytest.mark.parametrize("write", [write_tensors, write_state])
+def test_a_full_disk_is_left_as_it_was(tmp_path, monkeypatch, write: Callable[[Path, Claim], None]):
+    monkeypatch.setattr(writer, "DirectFile", Full)
+    monkeypatch.setattr(state, "save_file", save_part)
+    with pytest.raises((OSError, RuntimeError)):
+        write(tmp_path / "file.safetensors", Claim(tmp_path, NEW))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_process_left_of_a_file_is_removed(tmp_path):
+    file, other = tmp_path / "[1]_states.pt", tmp_path / "1_states.pt.123.tmp"
+    for one in (file.with_name(f"{file.name}.123.tmp"), other):
+        one.touch()
+    write_tensors(file, Claim(tmp_path, NEW))
+    assert sorted(tmp_path.iterdir()) == sorted([file, other])
+
+
 class Rank:
     """Writer process of a rank of the start `start`, with the snapshot of a checkpoint that two ranks save."""
 
@@ -93,7 +128,7 @@ class Rank:
         self.writer.send(self._task, self._memory.descriptor)
 
     def outcome(self) -> Outcome:
-        return self.writer.outcomes(wait=True)[0]
+        return next(self.writer.outcomes(wait=True))
 
 
 def come_late(rank: int, directory: Path) -> None:

@@ -42,7 +42,7 @@ def test_the_same_tag_again_from_fewer_ranks_is_whole(tmp_path):
 def test_a_rank_that_has_begun_the_next_of_the_same_tag_is_not_waited_for(tmp_path):
     first = write(save(tmp_path, 4), ranks=(0,))
     second = replace(first, number=5)
-    files.unlist(second, 1)
+    files.begin_list(second, 1)
     assert find_missing(first) == [1]
     write(second, ranks=(1,))
     assert find_missing(first) == []
@@ -100,6 +100,34 @@ def test_the_newest_automatic_ones_are_kept_and_no_others_touched(tmp_path):
     assert half.place.is_dir()
 
 
+def test_what_an_interrupted_save_left_is_removed_once_a_later_one_is_complete(tmp_path):
+    """Every restart may leave one, and those of a time do not come again."""
+    by_program = write(save(tmp_path, 1), ranks=(1,))
+    interrupted = [write(save(tmp_path, step, automatic=True), ranks=(0,)) for step in (2, 3)]
+    begun = save(tmp_path, 4, automatic=True)
+    begun.place.mkdir()
+    files.begin_list(begun, 1)
+    catalog.publish(write(save(tmp_path, 5, automatic=True)))
+    current = write(save(tmp_path, 6, automatic=True), ranks=(0,))
+    assert prune(tmp_path, 2) == [*(one.tag for one in interrupted), begun.tag]
+    assert [found.tag for found in checkpoints(tmp_path)] == [by_program.tag, "global_step5", current.tag]
+
+
+def test_files_that_nobody_has_listed_yet_are_not_taken_for_a_checkpoint(tmp_path):
+    """All ranks may be killed while they write."""
+    one = save(tmp_path, 4)
+    one.place.mkdir()
+    for rank in range(WORLD):
+        files.begin_list(one, rank)
+        (one.place / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").write_bytes(b"x")
+    assert find_missing(one) == [0, 1]
+    assert list(find_problems(one.place)) == [
+        f"{one.place}: rank {rank} did not write everything: writing has not finished" for rank in range(WORLD)
+    ]
+    [found] = checkpoints(tmp_path)
+    assert (found.step, found.complete) == (4, False)
+
+
 def test_the_checkpoint_that_latest_names_is_never_removed(tmp_path):
     catalog.publish(write(save(tmp_path, 1, automatic=True)))
     for step in range(2, 5):
@@ -153,7 +181,7 @@ def test_a_tag_of_several_parts_is_listed_tried_and_pruned_as_any_other(tmp_path
     assert [found.tag for found in checkpoints(tmp_path)] == ["epoch/1", "global_step2", "epoch/3"]
     assert tags_to_try(tmp_path) == ["epoch/3", "global_step2", "epoch/1"]
     assert find_missing(nested[1]) == []
-    [first, *_] = catalog.superfluous(checkpoints(tmp_path), 1, catalog.protected(tmp_path))
+    [first, *_] = catalog.superfluous(tmp_path, checkpoints(tmp_path), 1)
     catalog.remove(first)
     assert [found.tag for found in checkpoints(tmp_path)] == ["global_step2", "epoch/3"]
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import threading
 import time
@@ -130,6 +131,19 @@ def test_an_end_waits_for_no_silent_peer(tmp_path, peer):
     assert not list((tmp_path / "next").rglob("*.tmp"))
 
 
+def test_a_directory_that_the_system_has_removed_holds_nothing(tmp_path):
+    """logind removes what a user has in /dev/shm at the end of the last session (RemoveIPC)."""
+    assert find_host_saves(tmp_path / "gone") == ([], [])
+    keep_only(save(tmp_path / "gone", 4), ["global_step4"])
+
+
+def test_a_process_that_was_killed_does_not_keep_its_rank_from_ending(tmp_path):
+    receiver = Receiver(tmp_path, KEY)
+    os.kill(receiver.process, signal.SIGKILL)
+    os.waitid(os.P_PID, receiver.process, os.WEXITED | os.WNOWAIT)
+    receiver.close()
+
+
 @pytest.mark.slow(
     4, "deepspeed_compress/checkpointing", "deepspeed_compress/transport", "tests/checkpointing/test_host_memory.py"
 )
@@ -208,8 +222,20 @@ def test_a_job_is_identified_by_its_directory_and_memory_is_private(tmp_path, mo
 def test_all_other_tags_are_removed(tmp_path):
     for step in (1, 2, 3):
         write(save(tmp_path, step))
-    keep_only(tmp_path, {"global_step2"})
+    (files.list_file(tmp_path / "global_step3", 0)).write_text("damaged")
+    keep_only(save(tmp_path, 4), {"global_step2"})
     assert [place.name for place in tmp_path.iterdir()] == ["global_step2"]
+
+
+def test_a_tag_that_faster_ranks_have_begun_is_not_removed(tmp_path):
+    """The writer of the leader may still be at an earlier checkpoint, whose task does not name the tag."""
+    for step in (1, 2):
+        write(save(tmp_path, step))
+    for step in (3, 4):
+        save(tmp_path, step).place.mkdir()
+    files.begin_list(save(tmp_path, 4), 1)
+    keep_only(save(tmp_path, 2), {"global_step2"})
+    assert sorted(place.name for place in tmp_path.iterdir()) == ["global_step2", "global_step3", "global_step4"]
 
 
 def test_the_newest_two_written_tags_and_later_ones_are_kept():
@@ -258,13 +284,14 @@ def test_hosts_receive_only_the_files_that_their_ranks_read(tmp_path):
     masters = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(3)]
     lists = {
         0: of(0, masters[0], "mp_rank_00_model_states.pt", "deepspeed_compress_rank_00000.json"),
-        1: of(1, masters[1]),
+        1: of(1, "deepspeed_compress_islands_rank_00001.json", masters[1]),
         2: of(2, masters[2]),
     }
     ranks = [frozenset({0}), frozenset({1}), frozenset({2})]
     found = missing_files(lists, [frozenset({0, 2}), frozenset(), frozenset({0, 1})], ranks)
     assert [(one.name, one.source, one.needed_by) for one in found] == [
         ("mp_rank_00_model_states.pt", 0, (1,)),
+        ("deepspeed_compress_islands_rank_00001.json", 2, (1,)),
         (masters[1], 2, (1,)),
         (masters[2], 0, (2,)),
     ]

@@ -1,15 +1,23 @@
 """Saving and resuming with Trainer: a resumed run has the same bits as an uninterrupted one, including residuals."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors.torch import load_file
+from transformers.trainer_utils import rotate_checkpoints
 
 import deepspeed_compress
+from deepspeed_compress.checkpointing.catalog import publish
 from deepspeed_compress.checkpointing.completeness import find_problems
+from deepspeed_compress.integrations.trainer_callback import CompressionCallback
+from deepspeed_compress.integrations.trainer_checkpoints import newest_complete_checkpoint
 from tests.integrations.trainers import INT4, SAVING, Job, Outcome, keep_checkpoint, train, trainer_of
+from tests.support.checkpoints import save, write
 from tests.support.forks import run_forks
 
 SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/integrations", "tests/integrations/test_checkpoints.py")
@@ -48,6 +56,38 @@ def test_a_resumed_run_with_compressed_weights_has_the_same_bits(tmp_path: Path)
     resumed = run_forks(2, train, replace(job, resume=True))[0][0]
     assert resumed.parameters == whole.parameters
     assert training_logs(resumed) == training_logs(whole)
+
+
+@pytest.mark.parametrize("cut", ["trainer_state.json", "rng_state_1.pth", "scheduler.pt"])
+def test_a_checkpoint_whose_small_files_a_crash_has_cut_off_is_passed_over(tmp_path: Path, cut: str) -> None:
+    """Trainer does not sync its files to the disk, so those of DeepSpeed may survive them."""
+    for step in (2, 4):
+        folder = tmp_path / f"checkpoint-{step}"
+        publish(write(save(folder, step)))
+        (folder / "trainer_state.json").write_text('{"global_step": 4}')
+        for name in ("rng_state_0.pth", "rng_state_1.pth", "scheduler.pt"):
+            torch.save({"state": step}, folder / name)
+    assert newest_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
+    os.truncate(tmp_path / "checkpoint-4" / cut, 9)
+    assert newest_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+
+
+@pytest.mark.parametrize(("failed", "kept"), [((), {6, 8}), ((6,), {4, 6, 8}), ((2, 4, 6), {2, 4, 6, 8})])
+def test_failed_checkpoints_do_not_displace_a_complete_one(
+    tmp_path: Path, failed: tuple[int, ...], kept: set[int]
+) -> None:
+    """The newest one is still being written when Trainer removes old ones."""
+    for step in (2, 4, 6):
+        folder = tmp_path / f"checkpoint-{step}"
+        publish(write(save(folder, step), ranks=(0,) if step in failed else (0, 1)))
+        (folder / "trainer_state.json").write_text("{}")
+    args = SimpleNamespace(output_dir=str(tmp_path), save_total_limit=1, save_only_model=False)
+    callback = CompressionCallback(SimpleNamespace(args=args))
+    with callback._keep_one_more(SimpleNamespace(wait=lambda: None)):
+        (tmp_path / "checkpoint-8").mkdir()
+        rotate_checkpoints(str(tmp_path), args.save_total_limit)
+    assert {int(one.name.removeprefix("checkpoint-")) for one in tmp_path.iterdir()} == kept
+    assert args.save_total_limit == 1
 
 
 BEST = {**SAVING, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ import deepspeed_compress
 from deepspeed_compress import ConfigError, UnsupportedError
 from deepspeed_compress.checkpointing.completeness import find_problems
 from deepspeed_compress.config import SECTION
+from deepspeed_compress.integrations import lightning
 from tests.integrations.lightning_program import EPOCH, Job, Outcome, fit
+from tests.support.checkpoints import save, write
 from tests.support.forks import run_forks
 from tests.support.leftovers import own_port
 
@@ -43,6 +46,19 @@ def train_one(job: Job) -> Outcome:
     # Lightning removes it at the end of `fit`.
     os.environ["WORLD_SIZE"] = size
     return outcome
+
+
+@pytest.mark.parametrize(("ranks", "removed"), [((0, 1), ["older.ckpt"]), ((1,), [])])
+def test_a_checkpoint_that_could_not_be_written_does_not_displace_an_older_one(
+    tmp_path: Path, ranks: tuple[int, ...], removed: list[str]
+) -> None:
+    session = SimpleNamespace(
+        saving=SimpleNamespace(wait=lambda: None), last_saved=write(save(tmp_path, 4), ranks).place
+    )
+    found: list[str] = []
+    remove = lightning._completing(lambda strategy, path: found.append(path))
+    remove(SimpleNamespace(model=SimpleNamespace(compression=session)), "older.ckpt")
+    assert found == removed
 
 
 def check_resumed(whole: list[list[Outcome]], resumed: list[list[Outcome]]) -> None:

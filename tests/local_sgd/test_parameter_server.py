@@ -14,10 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from deepspeed_compress.errors import StateError
+from deepspeed_compress.local_sgd.parameter_server import push_log
+from deepspeed_compress.local_sgd.parameter_server import service as service_module
 from deepspeed_compress.local_sgd.parameter_server.calls import Terms, read_part
 from deepspeed_compress.local_sgd.parameter_server.push_log import PushLog
 from deepspeed_compress.local_sgd.parameter_server.records import Records
@@ -242,6 +245,30 @@ def test_an_index_beyond_the_tensor_is_refused_before_logging(directory: Path) -
     with restarted(_copied(directory)) as again:
         assert same(state(service), state(again))
     service.close()
+
+
+def test_a_disk_that_has_room_for_calls_only_stops_no_island(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def save_part(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
+        path.write_bytes(b"a part")
+        raise SafetensorError("no space left on device")
+
+    reports: list[str] = []
+    service = Service(PushLog(directory / "state"), reports.append)
+    rank = Rank(service, terms())
+    rank.seed(moved(0))
+    with monkeypatch.context() as full:
+        full.setattr(push_log, "save_file", save_part)
+        full.setattr(service_module, "LEAST_LOG", -(1 << 20))
+        for seed in range(8):
+            assert rank.push(moved(seed))[0]["kind"] == "taken"
+        assert not list(directory.glob("*.tmp"))
+        # It tries again when the log has doubled.
+        assert 1 <= sum("cannot be written" in text for text in reports) <= 5
+        killed = _copied(directory)
+        service.close()
+    for path in (killed, directory / "state"):
+        with restarted(path) as again:
+            assert same(state(service), state(again))
 
 
 @pytest.mark.parametrize("outer", [{}, {"optimizer": "nesterov", "lr": 1.0, "momentum": 0.9}])

@@ -18,7 +18,7 @@ def write(one: Save, ranks: tuple[int, ...] = (0, 1)) -> Save:
     """Write the files of `ranks` with their lists, and return the save."""
     one.place.mkdir(parents=True, exist_ok=True)
     for rank in ranks:
-        files.unlist(one, rank)
+        files.begin_list(one, rank)
         file = one.place / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         file.write_bytes(random.Random(f"{one.number}{rank}").randbytes(3000))
         files.write_list(one.place, files.listed(one, rank, {file: files.digest(file)}))

@@ -56,7 +56,7 @@ from deepspeed_compress.session.observer import PolicyInputs, largest_of_all
 from deepspeed_compress.session.parts import Parts, make_parts
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.probing import Prober, WeightTraffic
-from deepspeed_compress.session.protocols import IslandExchanges
+from deepspeed_compress.session.protocols import BackgroundCheckpoints, IslandExchanges
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.torch_version import check_torch
 
@@ -193,10 +193,10 @@ def _make_session(target: EngineTarget, parameters: Parameters, parts: Parts) ->
     exact = None if weights is None else attach_exact(engine, weights.synchronise, patches)
     inputs = _policy_inputs(engine, parts, parameters, None if weights is None else weights.traffic())
     saving = None if config.checkpointing is None else attach_background(engine, config.checkpointing, patches)
-    islands, island_files = _attach_islands(target, parameters, parts)
+    islands, island_files = _attach_islands(target, parameters, parts, saving)
     slowest = partial(largest_of_all, device=engine.device, group=deciding_group(engine))
     session = Session(parts, inputs, exact, saving, islands, slowest)
-    participants = (island_files, saving, CompressionState(engine, session), Resharding(engine, config))
+    participants = (saving, island_files, CompressionState(engine, session), Resharding(engine, config))
     return session, [one for one in participants if one is not None]
 
 
@@ -276,14 +276,14 @@ def _attach_difference_weights(target: EngineTarget, parameters: Parameters, par
 
 
 def _attach_islands(
-    target: EngineTarget, parameters: Parameters, parts: Parts
+    target: EngineTarget, parameters: Parameters, parts: Parts, saving: BackgroundCheckpoints | None
 ) -> tuple[IslandExchanges | None, Participant | None]:
     """Return the exchanges with other islands, and their participant in saving and loading; None without islands."""
     if target.island is not None:
         return attach_islands(target.engine, target.island, parameters, parts)
     if parts.config.islands is None:
         return None, None
-    island = attach_elastic(target.engine, parameters, parts)
+    island = attach_elastic(target.engine, parameters, parts, saving)
     return island, island
 
 

@@ -24,6 +24,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import logger
 
 from deepspeed_compress.backends.deepspeed.sigterm import SigtermHandler, saves_on_sigterm
+from deepspeed_compress.checkpointing.catalog import is_complete
 from deepspeed_compress.checkpointing.claim import Claim
 from deepspeed_compress.checkpointing.completeness import Save
 from deepspeed_compress.checkpointing.deepspeed.exclusive import alone_in, start_of_all
@@ -328,8 +329,9 @@ class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc
         if self._saved != self._engine.global_steps:
             self._save_automatically(self._disk)
         self.wait()
-        if self._rank == 0:
-            print(f"ds-compress: saved global_step{self._saved} in {self._directory}", file=sys.stderr, flush=True)
+        place = Path(str(self._directory), f"global_step{self._saved}")
+        if self._rank == 0 and is_complete(place):
+            print(f"ds-compress: saved {place.name} in {place.parent}", file=sys.stderr, flush=True)
         raise SystemExit(128 + signal.SIGTERM)
 
     def _save_automatically(self, queue: WriterQueue) -> None:

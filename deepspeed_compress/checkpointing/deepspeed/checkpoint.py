@@ -19,7 +19,7 @@ from deepspeed_compress.compression import state
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.session.protocols import BackgroundCheckpoints
 from deepspeed_compress.session.session import Session
-from deepspeed_compress.session.state_files import Place, load_state_files, save_on_all, save_state_files
+from deepspeed_compress.session.state_files import Place, Write, load_state_files, save_on_all, save_state_files
 
 
 class CompressionState(Participant):
@@ -68,7 +68,7 @@ class CompressionState(Participant):
             unlist_all(directory)
         if _has_state(session):
             stage = int(engine.zero_optimization_stage())
-            write = state.write if session.saving is None else partial(_write_later, session.saving)
+            write = writing(session.saving)
             save_state_files(session, directory, place, stage, engine.global_steps, loss_scale(engine), write)
 
 
@@ -94,6 +94,11 @@ def load_last(engine: Any) -> None:
 def _has_state(session: Session) -> bool:
     """Return True if there is any compression state to save."""
     return bool(session.stores) or session.policy.observes
+
+
+def writing(saving: BackgroundCheckpoints | None) -> Write:
+    """Return the function that writes state files: at once, or with the checkpoint that `saving` keeps."""
+    return state.write if saving is None else partial(_write_later, saving)
 
 
 def _write_later(saving: BackgroundCheckpoints, contents: state.Contents, file: Path) -> None:

@@ -179,10 +179,7 @@ def _cut_anew(engine: Any, saved: _Saved, states: bool) -> Iterator[None]:
 
 
 def _check(engine: Any, saved: _Saved) -> None:
-    kept = {
-        "experts": engine.has_moe_layers,
-        "optimizer states on NVMe": engine.zero_nvme_offload_optimizer(),
-    }
+    kept = {"experts": engine.has_moe_layers, "optimizer states on NVMe": engine.zero_nvme_offload_optimizer()}
     for what in (name for name, there in kept.items() if there):
         raise StateError(
             f"{saved.directory / saved.tag}: saved by {saved.ranks} data-parallel ranks, but this run has "

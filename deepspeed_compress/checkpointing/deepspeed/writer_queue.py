@@ -43,10 +43,6 @@ class Interval:
         """
         return isinstance(self.every, int) and step % self.every == 0
 
-    def passed(self) -> None:
-        """Note that the interval has passed, so a checkpoint is due."""
-        self.due = True
-
     def begin(self) -> None:
         """Start a new interval."""
         self.due, self.last = False, time.monotonic()
@@ -104,8 +100,7 @@ class WriterQueue:
             ended: the number of the last checkpoint that all ranks have written or failed to write.
         """
         self.agreed = ended
-        if due:
-            self.interval.passed()
+        self.interval.due |= due
 
     def take_failures(self) -> list[Outcome]:
         """Return the failures since the last call."""
@@ -148,19 +143,20 @@ class WriterQueue:
         """
         assert self._writer is not None, "the engine is destroyed"
         try:
-            outcomes = self._writer.outcomes(wait)
+            for outcome in self._writer.outcomes(wait):
+                self._note(outcome)
         except (EOFError, OSError):
             self._replace_writer()
-            return
-        for outcome in outcomes:
-            if outcome.of_copy:
-                self._sent.pop(0)
-            else:
-                self._free.append(self._used.pop(0)[1])
-            if outcome.problem:
-                self._failed.append(outcome)
-            if outcome.notice:
-                self._notices.append(outcome.notice)
+
+    def _note(self, outcome: Outcome) -> None:
+        if outcome.of_copy:
+            self._sent.pop(0)
+        else:
+            self._free.append(self._used.pop(0)[1])
+        if outcome.problem:
+            self._failed.append(outcome)
+        if outcome.notice:
+            self._notices.append(outcome.notice)
 
     def finish(self) -> None:
         """Wait until this rank has written everything, and sent all copies."""
@@ -168,11 +164,13 @@ class WriterQueue:
             self.collect(wait=True)
 
     def close(self) -> None:
-        """Finish, and end the writer process. A second call does nothing."""
+        """Finish, end the writer process, and free all memory. A second call does nothing."""
         if self._writer is not None:
             self.finish()
             self._writer.close()
             self._writer = None
+            for memory in self._free:
+                memory.close()
 
     def _replace_writer(self) -> None:
         """Replace the writer process, which has died.

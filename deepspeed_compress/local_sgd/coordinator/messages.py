@@ -2,13 +2,7 @@
 
 from typing import Any
 
-from deepspeed_compress.transport.fields import (
-    Table,
-    a_boolean,
-    a_text,
-    an_integer,
-    every,
-)
+from deepspeed_compress.transport.fields import Table, a_boolean, a_text, an_integer, every
 
 _MOST = 1 << 53
 _NUMBER = an_integer(0, _MOST)

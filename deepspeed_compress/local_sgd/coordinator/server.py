@@ -127,12 +127,7 @@ class Machine(Protocol):
         """Return the text that must be on disk before any message is sent."""
 
 
-def island_server(
-    file: StateFile | None,
-    host: str,
-    port: int,
-    report: Callable[[str], None] = ignore,
-) -> "Server":
+def island_server(file: StateFile | None, host: str, port: int, report: Callable[[str], None] = ignore) -> "Server":
     """Return a server for a coordinator of islands, which continues from the state in `file`, if any."""
     saved = file.read() if file is not None else None
     machine = Coordinator(saved or Saved(), came_back=saved is not None)

@@ -11,7 +11,7 @@ import inspect
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from deepspeed.pipe import PipelineModule
 from torch.utils.data import DistributedSampler
 
 from deepspeed_compress.backends.deepspeed.limits import tensor_size
+from deepspeed_compress.checkpointing.deepspeed.checkpoint import writing
 from deepspeed_compress.checkpointing.deepspeed.exclusive import take_for_island
 from deepspeed_compress.checkpointing.deepspeed.participants import LoadRequest, Participant, SaveRequest
 from deepspeed_compress.collectives.parameters import Parameters
@@ -44,7 +45,8 @@ from deepspeed_compress.local_sgd.round_peers import group_of_one
 from deepspeed_compress.local_sgd.strategy import ExchangeContext, ExchangeResult
 from deepspeed_compress.monitor import Event
 from deepspeed_compress.session.parts import Parts
-from deepspeed_compress.session.state_files import save_on_all
+from deepspeed_compress.session.protocols import BackgroundCheckpoints
+from deepspeed_compress.session.state_files import Write, save_on_all
 
 _POINTER = "/deepspeed_compress/islands/elastic"
 _AHEAD = "ahead"
@@ -71,8 +73,12 @@ def prepare_call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "training_data": None}
 
 
-def attach_elastic(engine: Any, parameters: Parameters, parts: Parts) -> "ElasticIsland":
+def attach_elastic(
+    engine: Any, parameters: Parameters, parts: Parts, saving: BackgroundCheckpoints | None
+) -> "ElasticIsland":
     """Join the other islands, take their anchor, and exchange after steps from now on. Collective in the island.
+
+    `saving` writes the files of the island, if it writes checkpoints.
 
     Raises:
         ConfigError: the engine already has a training data loader.
@@ -85,7 +91,7 @@ def attach_elastic(engine: Any, parameters: Parameters, parts: Parts) -> "Elasti
             "(allowed: training_data of deepspeed_compress.initialize); pass the data there, or call "
             "engine.deepspeed_io after attach"
         )
-    island = ElasticIsland(engine, settings, parameters, parts)
+    island = ElasticIsland(engine, settings, parameters, parts, writing(saving))
     parts.patches.precede(engine, "destroy", island.leave)
     parts.patches.on_undo(island.leave)
     # Most programs never destroy the engine, and process exit takes time.
@@ -103,8 +109,8 @@ class ElasticIsland(Participant):
         exchange: the exchange strategy.
     """
 
-    def __init__(self, engine: Any, settings: Islands, parameters: Parameters, parts: Parts) -> None:
-        self._engine, self._parts = engine, parts
+    def __init__(self, engine: Any, settings: Islands, parameters: Parameters, parts: Parts, write: Write) -> None:
+        self._engine, self._parts, self._write = engine, parts, write
         self._learning_rates, self._islands_in_last_round = LearningRates(engine), 0
         self._ranks = IslandRanks(dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None)
         self.history: deque[ExchangeResult] = deque(maxlen=KEPT)
@@ -164,10 +170,9 @@ class ElasticIsland(Participant):
         """Save the island's state of exchanges next to DeepSpeed's files."""
         check_tag(request.tag)
         self.exchange.prepare_save()
-        directory = Path(request.directory)
-        self._ranks.run_on_first(partial(self._reserve_directory, directory))
+        self._ranks.run_on_first(partial(self._reserve_directory, Path(request.directory)))
         described = {**self.exchange.describe(), _AHEAD: self._learning_rates.ahead}
-        save_on_all(partial(self._files.save, directory / request.tag, described))
+        save_on_all(partial(self._files.save, request.place, described, self._write))
         yield request
 
     @contextmanager
@@ -230,7 +235,9 @@ class ElasticIsland(Participant):
         """
         assert not self._has_left, "an island saves before it leaves"
         own, others = self.exchange.describe(), _connected_islands(self._context.elastic) - {self.number}
-        take_for_island(directory, own["run"], own["number"], others)
+        # If nothing can be written there, the checkpoint itself reports it.
+        with suppress(OSError):
+            take_for_island(directory, own["run"], own["number"], others)
 
     def _load_state(self, directory: Path) -> Mapping[str, Any] | None:
         """Restore the residuals of a checkpoint, and return what `ExchangeStrategy.resume` needs. Collective.

@@ -12,7 +12,7 @@ from deepspeed_compress.compression import state
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import CompressConfig, masked
 from deepspeed_compress.errors import CompressWarning, StateError
-from deepspeed_compress.session.state_files import check_owners, on_all_ranks
+from deepspeed_compress.session.state_files import Write, check_owners, on_all_ranks
 
 _STEM = "deepspeed_compress_islands"
 
@@ -38,8 +38,8 @@ class ExchangeFiles:
     stores: ResidualStores
     position: state.Position
 
-    def save(self, directory: Path, decisions: Mapping[str, Any]) -> None:
-        """Save the state with `decisions`, which are equal on all ranks."""
+    def save(self, directory: Path, decisions: Mapping[str, Any], write: Write = state.write) -> None:
+        """Have `write` write the state with `decisions`, which are equal on all ranks."""
         kept = state.contents(
             self.stores.by_name,
             self.position,
@@ -49,7 +49,7 @@ class ExchangeFiles:
             masked(self.config.model_dump(mode="json")),
             decisions,
         )
-        state.write(kept, state.state_file(directory, dist.get_rank(), _STEM))
+        write(kept, state.state_file(directory, dist.get_rank(), _STEM))
 
     def restore(self, directory: Path) -> bool:
         """Restore the state, and return True if the rank that saved it had the position of this one.

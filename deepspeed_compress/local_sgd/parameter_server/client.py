@@ -39,11 +39,7 @@ class PushClient:
     """
 
     def __init__(
-        self,
-        address: str,
-        timeout: float,
-        give_up: float,
-        pace: Callable[[int], None] = lambda size: None,
+        self, address: str, timeout: float, give_up: float, pace: Callable[[int], None] = lambda size: None
     ) -> None:
         self._address, self._timeout, self._give_up, self._pace = address, timeout, give_up, pace
         self._credentials = Credentials.find()

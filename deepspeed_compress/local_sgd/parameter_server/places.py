@@ -6,6 +6,7 @@ refers to the old ones keeps them.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TypeVar
 
 import torch
@@ -102,16 +103,12 @@ def read_place(
 
 def make_messages(settings: Islands, layout: Sequence[Slice], shapes: Mapping[str, Sequence[int]]) -> FramedMessages:
     """Return the codec of the slices in `layout`."""
-    segments, offset = [], 0
-    for name, begin, numel in layout:
-        segments.append(Segment(name, begin, numel, offset, 0))
-        offset += numel
+    offsets = accumulate((numel for _, _, numel in layout), initial=0)
+    segments = tuple(Segment(*one, offset, 0) for one, offset in zip(layout, offsets, strict=False))
     parameters = Parameters({name: tuple(shape) for name, shape in shapes.items()}, list(shapes))
     stores, run = ResidualStores(transactional=False), Run(StepClock(), Meter())
     return FramedMessages(
-        settings.exchange,
-        tuple(segments),
-        Reductions(ReductionContext(Groups(group_of_one()), parameters, stores, run)),
+        settings.exchange, segments, Reductions(ReductionContext(Groups(group_of_one()), parameters, stores, run))
     )
 
 

@@ -10,6 +10,7 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from io import BytesIO, FileIO
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -81,12 +82,16 @@ class PushLog:
         os.truncate(self._log_path, end)
 
     def write(self, store: Store) -> None:
-        """Write everything, and begin a new log."""
+        """Write everything, and begin a new log. Raises OSError if that is not possible; the log then goes on."""
         self._serial += 1
         temporary = self._path.with_suffix(self._path.suffix + ".tmp")
         about = {_RECORDS: json.dumps(store.records.as_json()), _SERIAL: str(self._serial)}
-        save_file(store.tensors(), temporary, metadata=about)
-        _sync(temporary)
+        try:
+            save_file(store.tensors(), temporary, metadata=about)
+            _sync(temporary)
+        except (OSError, SafetensorError) as error:
+            temporary.unlink(missing_ok=True)
+            raise OSError(f"{temporary}: {error}") from error
         rename_durably(temporary, self._path)
         if self._log is not None:
             self._log.close()
@@ -153,11 +158,7 @@ def _entry(head: Mapping[str, Any], body: bytearray) -> Entry | ValueError:
 
 
 def _cut(body: bytearray, sizes: Sequence[int]) -> list[bytearray]:
-    found, begin = [], 0
-    for size in sizes:
-        found.append(body[begin : begin + size])
-        begin += size
-    return found
+    return [body[begin:end] for begin, end in pairwise(accumulate(sizes, initial=0))]
 
 
 def _sync(path: Path) -> None:

@@ -50,6 +50,8 @@ class Service:
         self._change = threading.Condition()
         self._calls: dict[int, _Call] = {}
         self._members = Membership(room)
+        self._failed_at = 0
+        """Bytes of the log when the state could not be written; 0 after success."""
 
     def handle(self, head: Head, body: Buffer, caller: Connection) -> Answer:
         """Return the answer to a message of a rank. An invalid message is refused, and changes nothing.
@@ -109,7 +111,7 @@ class Service:
         if self._log is not None:
             self._log.append(heads, bodies)
         self.store.commit(change)
-        if self._log is not None and self._log.logged > self._largest_log:
+        if self._log is not None and self._log.logged > max(self._largest_log, 2 * self._failed_at):
             self._save()
         return change
 
@@ -267,8 +269,15 @@ class Service:
         return LEAST_LOG + 2 * sum(one.nbytes for one in self.store.tensors().values())
 
     def _save(self) -> None:
-        if self._log is not None:
+        """Write the state, and begin a new log. If that fails, the log goes on, and no call is lost."""
+        if self._log is None:
+            return
+        try:
             self._log.write(self.store)
+            self._failed_at = 0
+        except OSError as error:
+            self._failed_at = self._log.logged
+            self._report(f"the log grows, because the state cannot be written ({error})")
 
 
 _SIMPLE: Mapping[str, Callable[[Service, Head, Connection], Head]] = {

@@ -1,12 +1,13 @@
 """Background checkpoints: they have the same bits as blocking ones, and nothing that they do can stop training."""
 
+import io
 import os
 import random
 import shutil
 import signal
 import threading
 import time
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -308,6 +309,35 @@ def test_a_taken_checkpoint_is_written_even_if_the_ranks_are_killed(tmp_path):
     assert list(find_problems(found.place)) == []
 
 
+def die_with_the_writer(rank: int, directory: str) -> None:
+    """Die with the writer process after the weights are written, and before the optimizer states are."""
+    finish, begun = DirectFile.finish, []
+
+    def stand_still(self: DirectFile) -> str:
+        begun.append(self)
+        while rank or len(begun) > 1:
+            time.sleep(0.01)
+        return finish(self)
+
+    DirectFile.finish = stand_still  # type: ignore[method-assign]
+    engine = start(job(1))
+    run(engine, data(rank, job(1))[:1])
+    engine.save_checkpoint(directory)
+    until(lambda: any(Path(directory).rglob("*_model_states.pt")))
+    dist.barrier()
+    os.kill(engine.compression.saving._queues[0]._writer.process, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_save_that_was_interrupted_is_refused_by_its_tag(tmp_path):
+    """DeepSpeed would have loaded its weights before it misses the optimizer states."""
+    with pytest.raises(RankError):
+        run_forks(2, die_with_the_writer, str(tmp_path))
+    assert len([*tmp_path.rglob("*_states.pt")]) == 1
+    for problem, _ in run_forks(2, load_damaged, str(tmp_path), "global_step1"):
+        assert "rank 1 did not write everything" in str(problem)
+
+
 def load_damaged(rank: int, directory: str, tag: str | None) -> list:
     one = job(1)
     engine = start(one)
@@ -500,6 +530,26 @@ def save_late(rank: int, directory: str) -> list[str]:
 
 def test_a_new_start_takes_over_the_tag_of_a_former_one(tmp_path):
     assert run_forks(2, save_late, str(tmp_path)) == [[], []]
+
+
+def leave(rank: int, directory: str, blocked: bool) -> tuple[str, list[str]]:
+    """Return the output and the warnings of a rank that SIGTERM ends after its second step."""
+    one, shown = job(1, directory=directory, save_on_sigterm=True), io.StringIO()
+    engine = start(one)
+    if blocked and rank:
+        Path(directory, "global_step2", "zero_pp_rank_1_mp_rank_00_optim_states.pt").mkdir(parents=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with caught_warnings() as texts, redirect_stderr(shown), suppress(SystemExit):
+        run(engine, data(rank, one))
+    engine.destroy()
+    return shown.getvalue(), texts
+
+
+@pytest.mark.parametrize("blocked", [False, True])
+def test_a_rank_that_leaves_says_that_it_has_saved_only_if_it_has(tmp_path, blocked):
+    (shown, warned), _ = run_forks(2, leave, str(tmp_path), blocked)
+    assert (f"saved global_step2 in {tmp_path}" in shown) == (not blocked)
+    assert any("global_step2 is not saved" in text for text in warned) == blocked
 
 
 def start_and_end(rank: int, directory: str) -> None:

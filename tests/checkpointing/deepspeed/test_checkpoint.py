@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from deepspeed_compress import StateError
+from deepspeed_compress.compression.state import VERSION
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, data, run, start, weights
 from tests.support.messages import caught_warnings
@@ -111,7 +112,7 @@ def of_another_version(directory: Path) -> None:
 
 
 def foreign(directory: Path) -> None:
-    json_of(directory, 1).write_text('{"version": 2, "made_by": "another program"}')
+    json_of(directory, 1).write_text(json.dumps({"version": VERSION, "made_by": "another program"}))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import deepspeed_compress
+from deepspeed_compress.checkpointing.completeness import read_lists
 from deepspeed_compress.errors import ConfigError, IslandError, StateError
 from deepspeed_compress.local_sgd import shared_anchor
 from deepspeed_compress.local_sgd.coordinator.client import status
@@ -21,6 +22,8 @@ from tests.support.forks import run_forks
 from tests.support.island_jobs import HEAD, elastic_section, run_apart, wait_for
 from tests.support.jobs import MUON, Job, data, make_engine, moments, network, run, start, train, weights
 from tests.support.messages import caught_warnings, refusal
+
+ISLAND_FILES = "deepspeed_compress_islands_rank"
 
 SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_elastic.py")
 
@@ -150,6 +153,28 @@ def test_all_islands_restart_from_the_newest_checkpoint(tmp_path: Path, more: Ma
     newest = max(before, key=lambda one: one[0])
     assert newest == before[1] != before[0]
     assert after == [newest] * 2
+
+
+def saved_where_nothing_can_be(rank: int, job: Job, directory: Path) -> tuple[list[str], list[str]]:
+    """Return the warnings of two failing checkpoints, and the files that the list of a third one names."""
+    engine, blocked = start(job), directory / "0" / f"{ISLAND_FILES}_00000.safetensors"
+    blocked.mkdir(parents=True)
+    directory.with_name("a file").touch()
+    with caught_warnings() as texts:
+        for place in (directory, directory.with_name("a file")):
+            engine.save_checkpoint(str(place), tag=0)
+            engine.compression.saving.wait()
+    run(engine, data(rank, job))
+    engine.save_checkpoint(str(directory), tag=1)
+    engine.destroy()
+    return texts, [name for one in read_lists(directory / "1") for name in one.files]
+
+
+def test_an_island_trains_on_if_its_state_cannot_be_written_in_the_background(tmp_path: Path) -> None:
+    job = Job(1, {"checkpointing": {}}, steps=3)
+    [(warned, written)] = run_apart(1, saved_where_nothing_can_be, job, tmp_path / "saves", minimum=1)
+    assert [text.partition(" is not saved")[0] for text in warned] == [f"{tmp_path}/saves/0", f"{tmp_path}/a file/0"]
+    assert {f"{ISLAND_FILES}_00000{kind}" for kind in (".safetensors", ".json")} < {*written}
 
 
 def resumed_late(rank: int, *args: Any) -> tuple[int, list[float]]:

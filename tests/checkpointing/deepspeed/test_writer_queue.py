@@ -1,0 +1,56 @@
+"""Checkpoints of one rank: what its writer process has reported counts, however the process ends."""
+
+import os
+import resource
+import signal
+from pathlib import Path
+
+from deepspeed_compress.checkpointing.claim import Claim
+from deepspeed_compress.checkpointing.completeness import Save, find_problems
+from deepspeed_compress.checkpointing.deepspeed.writer_queue import Interval, WriterQueue
+from deepspeed_compress.checkpointing.snapshot import NOTHING
+from deepspeed_compress.checkpointing.writer import Task
+from tests.support.forks import run_forks
+from tests.support.transport import until
+
+
+def test_the_end_frees_all_memory_and_descriptors() -> None:
+    """A program may make many engines, as a search for hyperparameters does."""
+    before = set(os.listdir("/proc/self/fd"))
+    queue = WriterQueue(Interval(None))
+    queue.close()
+    queue.close()
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def save_without_free_descriptors(rank: int, directory: Path) -> list[str]:
+    queue, save = WriterQueue(Interval(None)), Save(directory, "global_step1", "run", 1, 1, world=1)
+    save.place.mkdir()
+    task, memory = Task(save, 0, Claim(directory, "0" * 32), NOTHING, True, 30.0), queue.take_memory()
+    queue.begin(task, memory)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    queue.send(task, memory)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    queue.close()
+    return [failed.problem for failed in queue.take_failures()]
+
+
+def test_a_rank_without_free_descriptors_sends_its_checkpoint(tmp_path: Path) -> None:
+    """Data loaders with many workers use them up. The writer would wait for the memory, and the rank for the writer."""
+    assert run_forks(1, save_without_free_descriptors, tmp_path, timeout=60) == [[]]
+
+
+def test_a_checkpoint_that_was_complete_before_its_writer_died_stays_complete(tmp_path: Path) -> None:
+    queue, save = WriterQueue(Interval(None)), Save(tmp_path, "global_step1", "run", 1, 1, world=1)
+    save.place.mkdir()
+    task, memory = Task(save, 0, Claim(tmp_path, "0" * 32), NOTHING, True, 30.0), queue.take_memory()
+    queue.begin(task, memory)
+    queue.send(task, memory)
+    writer = queue._writer
+    until(writer._connection.poll)
+    os.kill(writer.process, signal.SIGKILL)
+    os.waitid(os.P_PID, writer.process, os.WEXITED | os.WNOWAIT)
+    queue.close()
+    assert queue.take_failures() == []
+    assert list(find_problems(save.place)) == []
