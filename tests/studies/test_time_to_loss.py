@@ -105,6 +105,19 @@ def test_an_adaptive_file_is_refused(tmp_path: Path) -> None:
         time_to_loss.trained_as(tmp_path / "adaptive.json", 0)
 
 
+@pytest.mark.parametrize(("key", "value"), [("gradient_clipping", 0), ("gradient_accumulation_steps", 2)])
+def test_a_file_has_its_own_clipping_but_not_its_own_batch(tmp_path: Path, key: str, value: int) -> None:
+    file = tmp_path / "file.json"
+    file.write_text(json.dumps(read_ds_config("configs/zero1_int4_weights.json") | {key: value}))
+    argv = ["--data", str(tmp_path), "--output-dir", str(tmp_path), "--configs", str(file), "--peers", "ddp"]
+    study = time_to_loss.Study(time_to_loss._options(argv), "key")
+    if key == "gradient_clipping":
+        assert study._workload(time_to_loss.Run(2, 0, "file"), file).clipping == 1.0
+        return
+    with pytest.raises(ConfigError, match="batch, precision or layout differ"):
+        study._workload(time_to_loss.Run(2, 0, "file"), file)
+
+
 def row(name: str, seconds: float, rate: str = "1gbit", stage: int | None = None, sent: float = 4e6) -> dict[str, Any]:
     ds_config = None if stage is None else {"zero_optimization": {"stage": stage}}
     contender = {"name": name, "kind": name, "ds_config": ds_config}
