@@ -67,3 +67,22 @@ def test_a_row_is_complete(rule: LintRule) -> None:
 
 def test_a_file_with_the_section_alone_needs_no_batch_size() -> None:
     assert lint_text('{"deepspeed_compress": {"gradients": {"bits": 4}}}') == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_found"),
+    [
+        ('"gradient_clipping": "auto", "zero_optimization": {"stage": 1}', True),
+        ('"gradient_clipping": 0.0, "zero_optimization": {"stage": 1}', False),
+        ('"zero_optimization": {"stage": 0}', False),
+        ('"zero_optimization": {"stage": 1}, "bf16": {"enabled": true}', True),
+        (
+            '"zero_optimization": {"stage": 1}, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}',
+            False,
+        ),
+    ],
+)
+def test_steps_of_muon_are_clipped_where_deepspeed_orthogonalizes_first(keys: str, is_found: bool) -> None:
+    (rule,) = (rule for rule in RULES if rule.name == "muon-update-clipped")
+    text = f'{{"train_batch_size": 8, "optimizer": {{"type": "Muon", "params": {{"lr": 0.02}}}}, {keys}}}'
+    assert (rule.code in found(text, rule)) is is_found

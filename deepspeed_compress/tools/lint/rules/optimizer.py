@@ -6,6 +6,7 @@ from deepspeed_compress.tools.lint.keys import closest, keys
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
 from deepspeed_compress.tools.lint.rules.common import (
     ONE_BIT,
+    chooses_bf16_optimizer,
     finding,
     fp16,
     key_finding,
@@ -16,7 +17,7 @@ from deepspeed_compress.tools.lint.rules.common import (
     unknown_parameter,
     unknown_word,
 )
-from deepspeed_compress.tools.lint.values import number, show
+from deepspeed_compress.tools.lint.values import means_auto, number, show
 
 _PARAMS = ("optimizer", "params")
 _TYPE = ("optimizer", "type")
@@ -105,6 +106,29 @@ def muon_parameter_ignored(document: Document, context: Context) -> Findings:
         if key not in keys().optimizers["muon"] and key != "max_grad_norm":
             what = f'"{key}" is not a parameter of Muon, which ignores it'
             yield key_finding((*_PARAMS, key), what, f'"{closest(key, keys().optimizers["muon"]) or "lr"}", if meant')
+
+
+@rule("DSC513", "warning")
+def muon_update_clipped(document: Document, context: Context) -> Findings:
+    """Muon is used with stage 1, 2 or 3 while gradients are clipped.
+
+    DeepSpeed first orthogonalizes matrices and then clips the result, whose norm depends on the model's shape alone
+    (runtime/zero/stage_1_and_2.py, DeepSpeed issue 8439). With the default gradient_clipping of 1.0, the steps of a
+    model with 10M parameters are a hundred times too small.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "Muon", "params": {"lr": 0.02}},
+        "zero_optimization": {"stage": 2}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "Muon", "params": {"lr": 0.02}}, "gradient_clipping": 0,
+        "zero_optimization": {"stage": 2}}
+    Proof: accepts the learning rate has almost no effect
+    """
+    value = document.get("gradient_clipping", default=1.0)
+    clipping = 1.0 if means_auto(value) else document.number("gradient_clipping", default=1.0)
+    clips_updates = stage(document) in (1, 2, 3) and not chooses_bf16_optimizer(document)
+    if optimizer(document) == "muon" and clips_updates and clipping is not None and clipping > 0:
+        norm = "max_grad_norm, 1.0 by default" if means_auto(value) else f"a norm of {show(clipping)}"
+        what = f"Muon's steps are clipped to {norm}, whatever the learning rate is"
+        yield finding(("optimizer", "type"), what, '"gradient_clipping": 0 as well, and max_grad_norm=0 for Trainer')
 
 
 @rule("DSC500", "error")

@@ -8,7 +8,6 @@ from deepspeed_compress.tools.lint.rule import Context, Findings, rule
 from deepspeed_compress.tools.lint.rules.common import (
     ZERO,
     bf16,
-    chooses_bf16_optimizer,
     corrected,
     finding,
     fp16,
@@ -188,36 +187,15 @@ def muon_with_reduce_scatter(document: Document, context: Context) -> Findings:
 
     Muon orthogonalizes whole matrices (runtime/zero/stage3.py).
 
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "Muon", "params": {"lr": 0.02}},
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "Muon", "params": {"lr": 0.02}}, "gradient_clipping": 0,
         "zero_optimization": {"stage": 3}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "Muon", "params": {"lr": 0.02}},
+    Right: {"train_batch_size": 8, "optimizer": {"type": "Muon", "params": {"lr": 0.02}}, "gradient_clipping": 0,
         "zero_optimization": {"stage": 3, "reduce_scatter": false}}
     Proof: raises Muon and reduce scatter cannot be used together
     """
     if optimizer(document) == "muon" and stage(document) == 3 and scatters(document):
         what = '"Muon" needs whole gradients, and stage 3 scatters them'
         yield finding(("optimizer", "type"), what, '"reduce_scatter": false in zero_optimization')
-
-
-@rule("DSC425", "warning")
-def muon_update_clipped(document: Document, context: Context) -> Findings:
-    """Muon is used with stage 1, 2 or 3 while gradients are clipped.
-
-    DeepSpeed first orthogonalizes matrices and then clips the result, whose norm depends on the model's shape alone
-    (runtime/zero/stage_1_and_2.py, DeepSpeed issue 8439). With the default gradient_clipping of 1.0, the steps of a
-    model with 10M parameters are a hundred times too small.
-
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "Muon", "params": {"lr": 0.02}},
-        "zero_optimization": {"stage": 2}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "Muon", "params": {"lr": 0.02}}, "gradient_clipping": 0,
-        "zero_optimization": {"stage": 2}}
-    Proof: accepts the learning rate has almost no effect
-    """
-    clipping = document.number("gradient_clipping", default=1.0)
-    clips_updates = stage(document) in (1, 2, 3) and not chooses_bf16_optimizer(document)
-    if optimizer(document) == "muon" and clips_updates and clipping is not None and clipping > 0:
-        what = f"Muon's steps are clipped to a norm of {show(clipping)}, whatever the learning rate is"
-        yield finding(("optimizer", "type"), what, '"gradient_clipping": 0 as well')
 
 
 @rule("DSC417", "error")
