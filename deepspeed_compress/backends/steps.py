@@ -1,10 +1,12 @@
 """Tracking of optimizer steps without an engine, through the hooks of a torch optimizer and a gradient scaler."""
 
 import warnings
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
+from torch import nn
 from torch.optim import Optimizer
 
 from deepspeed_compress.errors import CompressWarning
@@ -54,9 +56,27 @@ class StepFollower(Protocol):
         """Discard the reductions of the running step, if any, because the gradients were cleared."""
 
 
-def forget_when_cleared(owner: Any, steps: StepFollower, patches: Patches) -> None:
-    """Have `steps` forget what was reduced when `owner`, an optimizer or a module, clears its gradients."""
-    patches.wrap(owner, "zero_grad", partial(_clear, steps))
+def forget_when_cleared(module: nn.Module, steps: StepFollower, patches: Patches) -> None:
+    """Have `steps` forget what was reduced when `module` clears its gradients.
+
+    Nothing refers to the module strongly, so that a model of a former training is freed at once.
+    """
+    reference, replaced = weakref.ref(module), vars(module).get("zero_grad")
+    vars(module)["zero_grad"] = partial(_clear, steps, replaced or partial(_zero_grad, reference))
+    patches.on_undo(partial(_restore, reference, replaced))
+
+
+def _zero_grad(reference: "weakref.ref[nn.Module]", *args: Any, **options: Any) -> None:
+    module = reference()
+    assert module is not None, "called through the module"
+    type(module).zero_grad(module, *args, **options)
+
+
+def _restore(reference: "weakref.ref[nn.Module]", replaced: Any) -> None:
+    module = reference()
+    if module is not None:
+        vars(module).pop("zero_grad", None)
+        vars(module).update({} if replaced is None else {"zero_grad": replaced})
 
 
 def _clear(steps: StepFollower, zero_grad: Callable[..., None], *args: Any, **options: Any) -> None:
@@ -84,7 +104,7 @@ class Steps:
         self._asked = self._applied = False
         self._changes_before, self._elsewhere = 0, 0
         session.patches.on_undo(optimizer.register_step_post_hook(self._stepped).remove)
-        forget_when_cleared(optimizer, self, session.patches)
+        session.patches.wrap(optimizer, "zero_grad", partial(_clear, self))
         if scaler is not None:
             leave_out_of_copies(scaler)
             session.patches.wrap(scaler, "step", self._scaler_step)
