@@ -8,6 +8,7 @@ missing files can be named.
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -184,8 +185,8 @@ def replace_text(file: Path, text: str) -> None:
 
 
 def temporary(file: Path) -> Path:
-    """Return a name that is unique to this process, since a process of an earlier run may still write the same file."""
-    return file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    """Return a name that is unique to this thread, since others, also of an earlier run, may still write the file."""
+    return file.with_name(f"{file.name}.{threading.get_native_id()}.tmp")
 
 
 def list_file(place: Path, rank: int) -> Path:
