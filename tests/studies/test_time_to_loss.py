@@ -105,17 +105,22 @@ def test_an_adaptive_file_is_refused(tmp_path: Path) -> None:
         time_to_loss.trained_as(tmp_path / "adaptive.json", 0)
 
 
-@pytest.mark.parametrize(("key", "value"), [("gradient_clipping", 0), ("gradient_accumulation_steps", 2)])
-def test_a_file_has_its_own_clipping_but_not_its_own_batch(tmp_path: Path, key: str, value: int) -> None:
-    file = tmp_path / "file.json"
-    file.write_text(json.dumps(read_ds_config("configs/zero1_int4_weights.json") | {key: value}))
-    argv = ["--data", str(tmp_path), "--output-dir", str(tmp_path), "--configs", str(file), "--peers", "ddp"]
+def workload_with(changed: dict[str, Any], directory: Path) -> Workload:
+    """Return the common workload of a study of a file with `changed` keys."""
+    file = directory / "file.json"
+    file.write_text(json.dumps(read_ds_config("configs/zero1_int4_weights.json") | changed))
+    argv = ["--data", str(directory), "--output-dir", str(directory), "--configs", str(file), "--peers", "ddp"]
     study = time_to_loss.Study(time_to_loss._options(argv), "key")
-    if key == "gradient_clipping":
-        assert study._workload(time_to_loss.Run(2, 0, "file"), file).clipping == 1.0
-        return
+    return study._workload(time_to_loss.Run(2, 0, "file"), file)
+
+
+def test_peers_clip_even_if_a_file_does_not(tmp_path: Path) -> None:
+    assert workload_with({"gradient_clipping": 0}, tmp_path).clipping == 1.0
+
+
+def test_a_file_with_another_batch_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="batch, precision or layout differ"):
-        study._workload(time_to_loss.Run(2, 0, "file"), file)
+        workload_with({"gradient_accumulation_steps": 2}, tmp_path)
 
 
 def row(name: str, seconds: float, rate: str = "1gbit", stage: int | None = None, sent: float = 4e6) -> dict[str, Any]:

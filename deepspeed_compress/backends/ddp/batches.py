@@ -47,7 +47,7 @@ class Batch:
         self.come.append((position, gradient))
         self.missing -= gradient.numel()
 
-    def before(self, segment: Segment) -> Tensor:
+    def arrived(self, segment: Segment) -> Tensor:
         """Return the gradients of `segment` as they have arrived; called before `hand_back`."""
         found = ((p, gradient) for p, gradient in self.come if p <= segment.offset < p + gradient.numel())
         position, gradient = next(found)

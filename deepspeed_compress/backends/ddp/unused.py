@@ -48,7 +48,7 @@ class Unused:
 
     def _undo(self, batch: Batch, segment: Segment) -> None:
         # Not zero if an earlier backward pass of the step has reduced it, so it is equal on all ranks.
-        mean, gradient = batch.flat.narrow(0, segment.offset, segment.numel), batch.before(segment)
+        mean, gradient = batch.flat.narrow(0, segment.offset, segment.numel), batch.arrived(segment)
         if segment.owner == self._group.rank():
             self._remember(mean.to(torch.float32) - gradient, segment)
         mean.copy_(gradient)

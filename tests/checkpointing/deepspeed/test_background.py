@@ -319,7 +319,7 @@ def die_with_the_writer(rank: int, directory: str) -> None:
             time.sleep(0.01)
         return finish(self)
 
-    DirectFile.finish = stand_still  # type: ignore[method-assign]
+    DirectFile.finish = stand_still  # type: ignore[method-assign]  # in this process, which is killed below
     engine = start(job(1))
     run(engine, data(rank, job(1))[:1])
     engine.save_checkpoint(directory)
