@@ -124,6 +124,7 @@ def test_hostile_messages_do_not_disturb_an_honest_agent(count: int) -> None:
         assert sent >= count // 2
         assert resident_memory(os.getpid()) < before + 64 * MEGABYTE
         assert not agent.received("stop")
+        until(lambda: bool(agent.seconds))
         finish(agent)
         agent.end()
     assert max(agent.seconds) < PATIENCE

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ def test_simple_updates_are_exact_too(name: str, every: int, dtype: torch.dtype,
 
 def test_a_link_takes_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(agent_rewards.time, "sleep", slept.append)
+    monkeypatch.setattr(agent_rewards, "time", SimpleNamespace(sleep=slept.append))
     store = LinkStore(tmp_path, 1e6)
     store.put("blob", bytes(1000))
     assert store.get("blob") == bytes(1000)

@@ -21,7 +21,7 @@ import deepspeed_compress
 from deepspeed_compress import StateError
 from deepspeed_compress.checkpointing.catalog import checkpoints
 from deepspeed_compress.checkpointing.claim import Claim
-from deepspeed_compress.checkpointing.completeness import find_problems
+from deepspeed_compress.checkpointing.completeness import find_problems, list_paths
 from deepspeed_compress.checkpointing.deepspeed import background
 from deepspeed_compress.checkpointing.deepspeed.recovery import find_complete
 from deepspeed_compress.checkpointing.direct import DirectFile
@@ -324,6 +324,7 @@ def die_with_the_writer(rank: int, directory: str) -> None:
     run(engine, data(rank, job(1))[:1])
     engine.save_checkpoint(directory)
     until(lambda: any(Path(directory).rglob("*_model_states.pt")))
+    until(lambda: len(list_paths(Path(directory, "global_step1"))) == 2)
     dist.barrier()
     os.kill(engine.compression.saving._queues[0]._writer.process, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
