@@ -29,7 +29,7 @@ import deepspeed_compress
 from deepspeed_compress.tools.arguments import positive_integer
 from deepspeed_compress.training.data import text_files
 
-WIDTH, TOKENS, SEQUENCES, LAYERS = 128, 64, 8, 2
+WIDTH, TOKENS, LAYERS = 128, 64, 2
 HELD_OUT = 32
 """Number of held-out batches of each rank."""
 BALANCE = 0.01
@@ -107,35 +107,35 @@ def train(options: argparse.Namespace, section: Mapping[str, Any], text: Tensor,
     engine.compression.subscribe(figures.append)
     generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
     for _ in range(options.steps):
-        loss, balance = engine(_batch(text[: -len(text) // 10], generator))
+        loss, balance = engine(_batch(text[: -len(text) // 10], options.sequences, generator))
         engine.backward(loss + BALANCE * balance)
         engine.step()
-    found = _held_out(engine, text[-len(text) // 10 :])
+    found = _held_out(engine, text[-len(text) // 10 :], options.sequences)
     engine.destroy()
     return found, figures[-1] if figures else None
 
 
 def _config(options: argparse.Namespace, section: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "train_micro_batch_size_per_gpu": SEQUENCES,
+        "train_micro_batch_size_per_gpu": options.sequences,
         "steps_per_print": 10**6,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": options.stage},
-        "deepspeed_compress": {**section, "monitor": {"every": 50}},
+        "deepspeed_compress": {**section, "monitor": {"every": min(50, options.steps)}},
     }
 
 
-def _batch(text: Tensor, generator: torch.Generator) -> Tensor:
-    starts = torch.randint(len(text) - TOKENS - 1, (SEQUENCES,), generator=generator)
+def _batch(text: Tensor, sequences: int, generator: torch.Generator) -> Tensor:
+    starts = torch.randint(len(text) - TOKENS - 1, (sequences,), generator=generator)
     return torch.stack([text[start : start + TOKENS + 1] for start in starts.tolist()]).long()
 
 
 @torch.no_grad()
-def _held_out(engine: Any, text: Tensor) -> float:
+def _held_out(engine: Any, text: Tensor, sequences: int) -> float:
     generator = torch.Generator().manual_seed(dist.get_rank())
     engine.eval()
-    losses = torch.stack([engine(_batch(text, generator))[0] for _ in range(HELD_OUT)]).mean()
+    losses = torch.stack([engine(_batch(text, sequences, generator))[0] for _ in range(HELD_OUT)]).mean()
     dist.all_reduce(losses)
     return float(losses) / dist.get_world_size()
 
@@ -157,6 +157,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, nargs="+", required=True, help="text files or directories")
     parser.add_argument("--compress", choices=tuple(SECTIONS), default="gradients", help="(default: gradients)")
     parser.add_argument("--steps", type=positive_integer, default=300, help="(default: 300)")
+    parser.add_argument("--sequences", type=positive_integer, default=8, help="sequences of a rank (default: 8)")
     parser.add_argument("--stage", type=int, choices=(0, 1, 2), default=1, help="ZeRO stage (default: 1)")
     parser.add_argument("--experts", type=positive_integer, default=4, help="experts in each layer (default: 4)")
     parser.add_argument("--ep-size", type=positive_integer, default=1, help="ranks that share the experts (default: 1)")
