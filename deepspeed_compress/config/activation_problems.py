@@ -25,6 +25,9 @@ def find_idle_activations(section: CompressConfig) -> Iterator[Diagnostic]:
     if activations.tensor is not None and not activations.tensor.merge and activations.tensor.bits is None:
         what = "false has no effect without bits (allowed: true)"
         yield problem(("activations", "tensor", "merge"), what, 'true, or "bits": 8')
+    if activations.tensor is not None and activations.tensor.backward_bits and activations.tensor.bits is None:
+        what = f"{activations.tensor.backward_bits} has no effect without bits (allowed: null)"
+        yield problem(("activations", "tensor", "backward_bits"), what, 'null, or "bits" as well')
     experts = activations.experts
     if experts is not None and experts.dispatch is None and experts.combine is None:
         what = "{} has no effect without dispatch or combine (allowed: null)"

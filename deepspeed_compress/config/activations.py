@@ -13,6 +13,13 @@ class TensorActivations(Model):
     This changes nothing but the order of an addition."""
     bits: Literal[8, 4] | None = None
     """Bits per element of these sums; null sends them uncompressed. Sums over the vocabulary stay uncompressed."""
+    backward_bits: Literal[8, 4] | None = None
+    """Bits per element of the sums of the backward pass; null takes `bits`. Gradients need more bits than outputs."""
+
+    @property
+    def bits_of_gradients(self) -> int | None:
+        """Return the bits per element of the sums of the backward pass; None if they stay uncompressed."""
+        return self.bits if self.backward_bits is None else self.backward_bits
 
 
 class PipelineActivations(Model):

@@ -63,7 +63,8 @@ def _inside_model(config: CompressConfig) -> list[str]:
     tensor, pipeline = activations.tensor, activations.pipeline
     experts, sequence = activations.experts, activations.sequence
     if tensor is not None:
-        how = (["merged"] if tensor.merge else []) + ([f"in {tensor.bits} bits"] if tensor.bits else [])
+        backward = f", {tensor.backward_bits} backward" if tensor.backward_bits else ""
+        how = (["merged"] if tensor.merge else []) + ([f"in {tensor.bits} bits{backward}"] if tensor.bits else [])
         found.append(f"sums of tensor parallelism are {' and '.join(how)}")
     if pipeline is not None:
         found.append(f"activations between stages are in {pipeline.bits} bits")

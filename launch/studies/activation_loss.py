@@ -43,6 +43,10 @@ OPTIMIZER: Mapping[str, Any] = {"type": "AdamW", "params": {"lr": 1e-3, "torch_a
 Activations = Mapping[str, Any]
 
 
+MIXED: Activations = {"tensor": {"bits": 4, "backward_bits": 8}, "pipeline": {"bits": 8}}
+"""4 bits where the loss tolerates them: in sums of the forward pass."""
+
+
 def _bits(*kinds: str) -> dict[str, Activations]:
     return {f"int{bits}": {kind: {"bits": bits} for kind in kinds} for bits in (8, 4)}
 
@@ -67,7 +71,7 @@ class Layout:
 LAYOUTS: Mapping[str, Layout] = {
     "tensor": Layout(2, {"merged": {"tensor": {}}, **_bits("tensor")}, {"tensor": 2}),
     "pipeline": Layout(2, _bits("pipeline"), {"pipeline": 2}),
-    "both": Layout(4, _bits("tensor", "pipeline"), {"tensor": 2, "pipeline": 2}),
+    "both": Layout(4, _bits("tensor", "pipeline") | {"mixed": MIXED}, {"tensor": 2, "pipeline": 2}),
     "sequence": Layout(2, _bits("sequence"), native={"sequence_parallel_size": 2}),
 }
 

@@ -339,6 +339,12 @@ def test_bits_of_exact_rollout_weights_have_no_effect() -> None:
         ({"activations": {}}, {}, "activations", "no effect without tensor, pipeline, experts or sequence"),
         ({"activations": {"tensor": {"merge": False}}}, {}, "activations/tensor/merge", "no effect without bits"),
         (
+            {"activations": {"tensor": {"backward_bits": 8}}},
+            {},
+            "activations/tensor/backward_bits",
+            "8 has no effect without bits",
+        ),
+        (
             {"activations": {"tensor": {}}, "parallelism": {"tensor": 1}},
             {},
             "activations/tensor",

@@ -20,6 +20,7 @@ def line(**section: Any) -> str:
         ({"tensor": {}}, "; sums of tensor parallelism are merged ("),
         ({"tensor": {"bits": 8}}, "; sums of tensor parallelism are merged and in 8 bits ("),
         ({"tensor": {"merge": False, "bits": 4}}, "; sums of tensor parallelism are in 4 bits ("),
+        ({"tensor": {"merge": False, "bits": 4, "backward_bits": 8}}, "parallelism are in 4 bits, 8 backward ("),
         ({"pipeline": {"bits": 4}}, "; activations between stages are in 4 bits ("),
         (
             {"experts": {"dispatch": {"bits": 4}, "combine": {}}},

@@ -169,7 +169,7 @@ class _Message:
 
 _MESSAGES: Mapping[Kind, _Message] = MappingProxyType(
     {
-        "tensor": _Message("a sum of tensor parallelism", [("tensor", "bits")], _sums),
+        "tensor": _Message("a sum of tensor parallelism", [("tensor", "bits"), ("tensor", "backward_bits")], _sums),
         "pipeline": _Message("a message between stages", [("pipeline", "bits")], _shifts),
         "experts": _Message(
             "an exchange of tokens", [("experts", "dispatch", "bits"), ("experts", "combine", "bits")], _exchanges

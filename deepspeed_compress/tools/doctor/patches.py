@@ -96,7 +96,8 @@ def without_bits(config: Mapping[str, Any], kind: str) -> dict[str, Any] | None:
     activations = result.get(SECTION, {}).get("activations") or {}
     if activations.get(kind) is None:
         return None
-    activations[kind].pop("bits", None)
+    for key in ("bits", "backward_bits"):
+        activations[kind].pop(key, None)
     if kind != "tensor" or activations[kind].get("merge") is False:
         del activations[kind]
     if all(value is None for value in activations.values()):

@@ -295,8 +295,9 @@ def test_rule_reports_its_fault(rule: str, found: Run, gradients: Any) -> None:
 
 
 def test_only_the_bits_of_a_merged_sum_are_removed() -> None:
-    activations = {"tensor": {"bits": 8}, "pipeline": {"bits": 4}}
-    for kind, patch in (("tensor", {"tensor": {"bits": None}}), ("pipeline", {"pipeline": None})):
+    activations = {"tensor": {"bits": 4, "backward_bits": 8}, "pipeline": {"bits": 4}}
+    removed = {"bits": None, "backward_bits": None}
+    for kind, patch in (("tensor", {"tensor": removed}), ("pipeline", {"pipeline": None})):
         found = run(events=crossover(kind), ds_config=config(activations=activations))
         assert (examine(found).diagnostics[0].patch or {}) == {"deepspeed_compress": {"activations": patch}}
 

@@ -48,13 +48,13 @@ class ExactSum:
 
 def attach_tensor(engine: Any, settings: TensorActivations, run: Run, patches: Patches) -> None:
     """Take over the sums of split layers until the engine is destroyed, collected, or detached from."""
-    model, bits = engine.module, settings.bits
+    model, bits, of_gradients = engine.module, settings.bits, settings.bits_of_gradients
     gradients: SumOver = ExactSum
     hooks: list[Attached] = []
     detach_with_engine(engine, hooks, patches)
     compiled = forbid_compiling(engine, "/deepspeed_compress/activations/tensor", "sums", patches)
-    if bits is not None:
-        gradients = sums_over(gradient_codec(bits), run)
+    if bits is not None and of_gradients is not None:
+        gradients = sums_over(gradient_codec(of_gradients), run)
         hooks += _take_over_rows(model, sums_over(activation_codec(bits), run), compiled)
     hooks += _take_over_columns(model, gradients, settings, run, compiled)
 

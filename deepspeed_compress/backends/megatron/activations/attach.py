@@ -27,8 +27,7 @@ def attach_activations(
         What has to be called before each step of the optimizer.
     """
     tensor, pipeline = activations.tensor, activations.pipeline
-    bits = None if tensor is None else tensor.bits
-    compiled = [] if bits is None else attach_tensor(chunks, bits, run, patches)
+    compiled = [] if tensor is None else attach_tensor(chunks, tensor, run, patches)
     if pipeline is None:
         return compiled
     stages = Stages(chunks[0], pipeline.bits, run)

@@ -26,7 +26,7 @@ from deepspeed_compress.backends.activations.sums import (
     sums_over,
 )
 from deepspeed_compress.collectives.reducer import Run
-from deepspeed_compress.config import SECTION
+from deepspeed_compress.config import SECTION, TensorActivations
 from deepspeed_compress.session.patches import Patches
 
 TENSOR = f"/{SECTION}/activations/tensor"
@@ -89,13 +89,18 @@ class RowHooks(LayerHooks):
         return total if bias is None else total + bias, None
 
 
-def attach_tensor(chunks: Sequence[nn.Module], bits: int, run: Run, patches: Patches) -> list[CompiledCalls]:
-    """Compress the sums of the model `chunks` of this rank in `bits` bits, until `patches` are undone.
+def attach_tensor(
+    chunks: Sequence[nn.Module], settings: TensorActivations, run: Run, patches: Patches
+) -> list[CompiledCalls]:
+    """Compress the sums of the model `chunks` of this rank, until `patches` are undone.
 
     Returns:
         What has to be called before each step of the optimizer.
     """
-    outputs, gradients = sums_over(activation_codec(bits), run), sums_over(gradient_codec(bits), run)
+    bits, of_gradients = settings.bits, settings.bits_of_gradients
+    if bits is None or of_gradients is None:
+        return []
+    outputs, gradients = sums_over(activation_codec(bits), run), sums_over(gradient_codec(of_gradients), run)
     compiled = [CompiledCalls(weakref.ref(chunk), TENSOR, "sums") for chunk in chunks]
     for chunk, calls in zip(chunks, compiled, strict=True):
         training = TrainingPass(chunk)

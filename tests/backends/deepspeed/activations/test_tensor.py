@@ -28,6 +28,7 @@ pytestmark = pytest.mark.sampled(
 MERGED: Mapping[str, Any] = {"tensor": {}}
 EIGHT: Mapping[str, Any] = {"tensor": {"bits": 8}}
 FOUR: Mapping[str, Any] = {"tensor": {"bits": 4}}
+MIXED: Mapping[str, Any] = {"tensor": {"bits": 4, "backward_bits": 8}}
 UNMERGED: Mapping[str, Any] = {"tensor": {"merge": False, "bits": 8}}
 
 
@@ -117,14 +118,16 @@ def test_frozen_parameters(activations: Mapping[str, Any], name: str) -> None:
 
 
 def test_compressed_sums_are_near_those_of_deepspeed() -> None:
-    jobs = [Job(activations) for activations in (None, EIGHT, FOUR, UNMERGED)]
+    jobs = [Job(activations) for activations in (None, EIGHT, FOUR, UNMERGED, MIXED)]
     ranks = run_forks(2, train_all, *jobs, shared_memory=True)
-    for plain, eight, four, unmerged in ranks:
+    for plain, eight, four, unmerged, mixed in ranks:
         assert eight.losses == pytest.approx(plain.losses, rel=1e-3)
         assert unmerged.losses == pytest.approx(plain.losses, rel=1e-3)
         assert four.losses == pytest.approx(plain.losses, rel=1e-2)
         # The gradient of the head is summed as before.
-        assert [one.sums for one in (eight, four, unmerged)] == [2] * 3
+        assert [one.sums for one in (eight, four, unmerged, mixed)] == [2] * 4
+        assert mixed.losses[0] == four.losses[0], "the first forward pass has 4 bits"
+        assert mixed.losses[1] != four.losses[1], "its backward pass has 8 bits"
     for job in range(len(jobs)):
         check_replicas([rank[job] for rank in ranks])
 
