@@ -59,7 +59,7 @@ from tests.support.two_branches import (
 pytestmark = pytest.mark.sampled(20, "deepspeed_compress/backends/fsdp2", "tests/backends/test_fsdp2.py")
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
-BF16_BOTH = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True)
+BF16_BOTH = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, cast_forward_inputs=True)
 HSDP = (2, 2)
 
 
@@ -564,6 +564,10 @@ def refusals(rank: int) -> dict[str, str]:
     return found
 
 
+def in_bf16_left(model: Branches) -> None:
+    model.left.bfloat16()
+
+
 REFUSED: dict[str, tuple[Mapping[str, Any], Setting]] = {
     "guard": ({"guard": {}}, Setting()),
     "adaptive": ({"adaptive": {}}, Setting()),
@@ -578,7 +582,8 @@ REFUSED: dict[str, tuple[Mapping[str, Any], Setting]] = {
     "other nodes": ({"gradients": {"hierarchy": {"ranks_per_node": 4}}}, Setting(mesh=HSDP)),
     "cosine": ({"monitor": {"cosine_every": 2}}, Setting(mesh=HSDP)),
     "copies alone": (FOUR_BITS, Setting(mesh=(4, 1))),
-    "fp16": (FOUR_BITS, Setting(options={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16)})),
+    "fp16": (FOUR_BITS, Setting(options={"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)})),
+    "several dtypes": (FOUR_BITS, Setting(units=(), prepare=in_bf16_left)),
     "dimension": (FOUR_BITS, Setting(units=(), options={"shard_placement_fn": by_columns})),
 }
 MESSAGES = {
@@ -596,6 +601,7 @@ MESSAGES = {
     "cosine": "/deepspeed_compress/monitor/cosine_every: 2",
     "copies alone": "its mesh shards nothing",
     "fp16": "reduced in torch.float16",
+    "several dtypes": "several dtypes (allowed: one for all)",
     "dimension": "sharded along dimension 1",
 }
 

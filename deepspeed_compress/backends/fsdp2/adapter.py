@@ -126,9 +126,8 @@ class _Divided:
 
         Uncompressed elements are sent in a dtype that holds all gradients exactly.
         """
-        chosen = {unit: unit.trained() for unit in self.units}
-        dtypes = {unit.reduce_dtype(parameter) for unit, found in chosen.items() for parameter in found.values()}
-        every = {name: parameter for found in chosen.values() for name, parameter in found.items()}
+        dtypes = {dtype for unit in self.units for dtype in unit.reduce_dtypes()}
+        every = {name: parameter for unit in self.units for name, parameter in unit.trained().items()}
         return _described(every, self.units, reduce(torch.promote_types, dtypes))
 
     @cached_property

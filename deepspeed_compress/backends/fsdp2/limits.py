@@ -37,7 +37,13 @@ def find_gradient_limits(units: Sequence[Unit], ranks: Ranks, config: CompressCo
                 f"{unit.names[0]}: it already has a custom reduce-scatter (set_custom_reduce_scatter or "
                 "similar); remove it"
             )
-        found = {unit.reduce_dtype(parameter) for parameter in unit.trained().values()} - set(_REDUCED)
+        trained = unit.trained().values()
+        if len({parameter.dtype for parameter in trained}) > 1 or any(one.grad_dtype != one.dtype for one in trained):
+            yield (
+                f"{unit.names[0]}: it, the parameters reduced with it, and their gradients (grad_dtype) have several "
+                "dtypes (allowed: one for all); shard them separately, and do not set grad_dtype"
+            )
+        found = unit.reduce_dtypes() - set(_REDUCED)
         if found:
             what = (
                 f"{unit.names[0]}: gradients are reduced in {', '.join(map(str, found))} (allowed: float32, bfloat16)"

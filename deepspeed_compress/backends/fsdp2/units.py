@@ -18,14 +18,14 @@ from torch.nn import Parameter
 
 from deepspeed_compress.errors import SeamError, UnsupportedError
 
-KNOWN = (Version("2.13"), Version("2.14.dev0"))
+KNOWN = (Version("2.13"), Version("2.16.dev0"))
 """Supported versions of torch: from the first one, up to and excluding the second."""
 
+_REDUCES_IN_OWN_DTYPE = Version(torch.__version__) >= Version("2.15.dev0")
 _GROUP = (
     "fsdp_params",
     "mesh_info",
     "post_forward_mesh_info",
-    "mp_policy",
     "device",
     "post_backward",
     "reduce_grads",
@@ -37,6 +37,7 @@ _GROUP = (
 )
 _PARAMETER = (
     "sharded_param",
+    "mp_policy",
     "_orig_size",
     "_sharded_local_tensor",
     "is_dtensor",
@@ -90,16 +91,13 @@ class Unit:
         """Return the trained parameters as the optimizer has them: this rank's shard of each."""
         return {name: one.sharded_param for name, one in self.parameters() if one.sharded_param.requires_grad}
 
-    def reduce_dtype(self, parameter: Parameter) -> torch.dtype:
-        """Return the dtype of the parameter's gradient in a reduction."""
-        policy = self.theirs.mp_policy
-        return policy.reduce_dtype or policy.param_dtype or parameter.dtype
+    def reduce_dtypes(self) -> set[torch.dtype]:
+        """Return the dtypes of the gradients of trained parameters in a reduction."""
+        return {_reduce_dtype(one) for _, one in self.parameters() if one.sharded_param.requires_grad}
 
     def gather_dtypes(self) -> set[torch.dtype]:
         """Return the dtypes of the weights in a gather. Several dtypes are sent as bytes."""
-        dtypes = {one.sharded_param.dtype for _, one in self.parameters()}
-        chosen = self.theirs.mp_policy.param_dtype
-        return {chosen if chosen is not None and dtype.is_floating_point else dtype for dtype in dtypes}
+        return {_gather_dtype(one) for _, one in self.parameters()}
 
     def with_gradients(self) -> tuple[str, ...]:
         """Return the parameters whose gradients `FSDPParamGroup.post_backward` would reduce now."""
@@ -116,6 +114,18 @@ class Unit:
         if info.shard_mesh_dim is None:
             raise UnsupportedError("torch's replicate() shards nothing: use DistributedDataParallel and ddp.attach")
         return Ranks(info.shard_process_group, getattr(info, "replicate_process_group", None))
+
+
+def _reduce_dtype(parameter: Any) -> torch.dtype:
+    """Return the dtype of a gradient in a reduction. From 2.15 on, torch reduces in the dtype of the parameter."""
+    policy, own = parameter.mp_policy, parameter.sharded_param.dtype
+    found: torch.dtype = policy.reduce_dtype or (own if _REDUCES_IN_OWN_DTYPE else policy.param_dtype or own)
+    return found
+
+
+def _gather_dtype(parameter: Any) -> torch.dtype:
+    own: torch.dtype = parameter.sharded_param.dtype
+    return (parameter.mp_policy.param_dtype or own) if own.is_floating_point else own
 
 
 def _has_gradient(parameter: Any, unused: bool) -> bool:
