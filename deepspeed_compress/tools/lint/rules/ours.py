@@ -176,6 +176,29 @@ def compress_universal_resume(document: Document, context: Context) -> Findings:
         yield finding(("checkpoint", "load_universal"), what, "nothing, once the run has saved a checkpoint of its own")
 
 
+@rule("DSC916", "warning")
+def compress_backward_sums(document: Document, context: Context) -> Findings:
+    """Tensor-parallel ranks sum gradients in 4 bits.
+
+    Gradients need more bits than outputs do. Sums of the forward pass in 4 bits and of the backward pass in 8 bits cost
+    far less of the loss than 4 bits in both (docs/activations.md).
+
+    Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "tensor_parallel": {"autotp_size": 2},
+        "deepspeed_compress": {"gradients": {"method": "none"}, "activations": {"tensor": {"bits": 4}}}}
+    Right: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "tensor_parallel": {"autotp_size": 2}, "deepspeed_compress": {"gradients": {"method": "none"},
+        "activations": {"tensor": {"bits": 4, "backward_bits": 8}}}}
+    Context: {"world_size": 2, "model": {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}}
+    Proof: accepts the loss ends higher
+    """
+    tensor = document.section(OUR_SECTION, "activations", "tensor")
+    key = "bits" if tensor.get("backward_bits") is None else "backward_bits"
+    if tensor.get(key) == 4:
+        path = (OUR_SECTION, "activations", "tensor", key)
+        yield finding(path, "gradients are summed in 4 bits", '"backward_bits": 8')
+
+
 @rule("DSC914", "warning")
 def compress_rollout_rounding(document: Document, context: Context) -> Findings:
     """Weights for rollout workers are rounded, although exact changes are about as small.
