@@ -29,8 +29,8 @@ from tests.support.jobs import (
     data,
     make_engine,
     network,
+    own_data,
     run,
-    run_pipeline,
     start,
     steady_data,
     train_on,
@@ -137,8 +137,7 @@ def observe(engine: Any, meter: Meter, batches: list[Any]) -> Outcome:
     losses, bits, errors, moves, sent = [], [], [], [], []
     for first in range(0, len(batches), per_step):
         before, meter.bytes_weights = masters(engine), 0
-        advance = run_pipeline if hasattr(engine, "train_batch") else run
-        losses += advance(engine, batches[first : first + per_step])
+        losses += run(engine, batches[first : first + per_step])
         bits.append(b"".join(bytes(flat.view(torch.uint8).tolist()) for flat in held(engine)))
         errors.append(distance(engine))
         after = zip(masters(engine), before, strict=True)
@@ -156,31 +155,23 @@ def batches_of(engine: Any, rank: int, job: Job) -> list[Any]:
     if job.stages == 1:
         return data(rank, job)
     dtype = next(engine.module.parameters()).dtype
-    return [(x.to(dtype), y.to(dtype)) for x, y in data(engine.grid.get_data_parallel_rank(), job)]
+    return [(x.to(dtype), y.to(dtype)) for x, y in own_data(engine, rank, job)]
 
 
-def train(rank: int, job: Job, *settings: Setting | None) -> list[Outcome]:
+def train(rank: int, job: Job, *settings: Setting | None, steady: bool = False) -> list[Outcome]:
     """Train once for each setting; None leaves the weights to DeepSpeed."""
     outcomes = []
     for setting in settings:
         engine = begin(job)
         meter = attached(engine, setting)[1] if setting else Meter()
-        outcomes.append(observe(engine, meter, batches_of(engine, rank, job)))
+        outcomes.append(observe(engine, meter, steady_data(rank, job) if steady else batches_of(engine, rank, job)))
         engine.destroy()
     return outcomes
 
 
-def train_steadily(rank: int, jobs: Sequence[Job]) -> list[tuple[Outcome, Outcome]]:
+def train_steadily(rank: int, jobs: Sequence[Job]) -> list[list[Outcome]]:
     """Train each of the jobs twice, without compression of weights and with it."""
-    outcomes = []
-    for job in jobs:
-        plain = begin(job)
-        exact = observe(plain, Meter(), steady_data(rank, job))
-        plain.destroy()
-        engine = begin(job)
-        outcomes.append((exact, observe(engine, attached(engine, Setting())[1], steady_data(rank, job))))
-        engine.destroy()
-    return outcomes
+    return [train(rank, job, None, Setting(), steady=True) for job in jobs]
 
 
 def assert_followed(ranks: Sequence[Outcome], epsilon: float) -> None:
