@@ -33,11 +33,11 @@ from tests.support.jobs import (
     run,
     start,
     steady_data,
-    train_on,
     weights,
 )
 from tests.support.methods import BF16, FP16, FP32_SUMS, NONE
 from tests.support.seeds import SEEDS, Excess
+from tests.support.tensor_islands import start_tensor, take_steps
 
 SOURCES = ("deepspeed_compress/backends/deepspeed/weights", "tests/backends/deepspeed/test_weights.py")
 SAMPLED = pytest.mark.sampled(8, *SOURCES)
@@ -436,18 +436,11 @@ def test_resume_is_going_on_after_the_save(name: str, tmp_path: Any) -> None:
 
 def train_llama(rank: int, compress: bool) -> tuple[dict[str, list[float]], list[str], int]:
     """Return parameters after three steps under AutoTP, the names of the exact ones, and the number of parameters."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
-    engine = make_engine(model, Job(stage=1, section={"parallelism": {"tensor": 2}, **NONE}).config())
+    job = Job(stage=1, section={"parallelism": {"tensor": 2}, **NONE}, steps=3)
+    engine = start_tensor(job)
     if compress:
         attached(engine, Setting(Codec(Blockwise(bits=4, block_size=32))))
-    generator = torch.Generator().manual_seed(engine.data_parallel_group.rank())
-    for _ in range(3):
-        tokens = torch.randint(0, 64, (3, 8), generator=generator)
-        train_on(engine, engine(input_ids=tokens, labels=tokens, use_cache=False).loss)
+    take_steps(engine, rank, job)
     found = {name: value.detach().flatten().tolist() for name, value in engine.module.named_parameters()}
     return found, shared_parameters(engine), len(engine.param_names)
 
