@@ -1,7 +1,7 @@
 """Tests of `deepspeed_compress.megatron`: Megatron programs with and without compression."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,12 @@ from tests.support.attached import norms_of
 from tests.support.forks import run_forks
 from tests.support.megatron import Options, checkpointing, start
 from tests.support.methods import METHODS, NONE, WITHOUT_MOMENTUM
-from tests.support.two_branches import FOUR_BITS, LOW_RANK, STOCHASTIC, bits_of, same_on_all
+from tests.support.two_branches import FOUR_BITS, LOW_RANK, STOCHASTIC, WIDTH, batch, bits_of, same_on_all
 
 SOURCES = ("deepspeed_compress/backends/megatron", "tests/backends/test_megatron.py")
 pytestmark = pytest.mark.sampled(32, *SOURCES)
 
 NODES = {"gradients": {**FOUR_BITS["gradients"], "hierarchy": {"ranks_per_node": 2}}}
-WIDTH = 12
 CASES = [(distributed, overlap) for distributed in (False, True) for overlap in (False, True)]
 
 
@@ -53,9 +52,7 @@ class Run:
             self.attached = deepspeed_compress.megatron.attach(self.model, self.optimizer, section)
 
     def loss(self, step: int) -> Tensor:
-        generator = torch.Generator().manual_seed(1000 * self.rank + step)
-        x = torch.randn(5, WIDTH, generator=generator)
-        y = x[:, :3].sum(dim=1, keepdim=True)
+        x, y = batch(self.rank, step)
         return (self.model(x.to(self.dtype)).float() - y).square().mean()
 
     def clear(self) -> None:
@@ -76,6 +73,12 @@ class Run:
         loss = self.backward(step, factor)
         applied, _, _ = self.optimizer.step()
         return loss, applied
+
+    def after(self, steps: Iterable[int]) -> list[list[float]]:
+        """Train `steps`, and return the weights."""
+        for step in steps:
+            self.step(step)
+        return self.weights()
 
     def weights(self) -> list[list[float]]:
         self.gathered()
@@ -245,25 +248,28 @@ def resume(rank: int, directory: str, given: Mapping[str, Any]) -> list[tuple[bo
     start()
     found = []
     for number, case in enumerate(CASES):
-        place = Path(directory) / str(number)
-        run = Run(given, options_of(case), rank)
-        for step in range(3):
-            run.step(step)
-        run.gathered()
-        run.attached.save(place)
-        model = {key: value.clone() for key, value in run.model.state_dict().items()}
-        masters = states(run.optimizer)
-        ends = [go_on(run)]
-        for loads in (True, False):
-            run = Run(given, options_of(case), rank)
-            run.model.load_state_dict(model)
-            put(run.optimizer, masters)
-            if loads:
-                run.attached.load(place)
-                assert run.attached.dense.steps.count == 3
-            ends.append(go_on(run))
+        ends = continue_and_resume(given, options_of(case), rank, Path(directory) / str(number))
         found.append((ends[0] == ends[1], ends[0] != ends[2]))
     return found
+
+
+def continue_and_resume(given: Mapping[str, Any], options: Options, rank: int, place: Path) -> list[list[list[float]]]:
+    """Return the weights after a save: of the same run, and of new ones that load the residuals, and do not."""
+    run = Run(given, options, rank)
+    run.after(range(3))
+    run.attached.save(place)
+    model = {key: value.clone() for key, value in run.model.state_dict().items()}
+    masters = states(run.optimizer)
+    ends = [run.after(range(3, 6))]
+    for loads in (True, False):
+        run = Run(given, options, rank)
+        run.model.load_state_dict(model)
+        put(run.optimizer, masters)
+        if loads:
+            run.attached.load(place)
+            assert run.attached.dense.steps.count == 3
+        ends.append(run.after(range(3, 6)))
+    return ends
 
 
 def states(optimizer: Any) -> list[dict[str, Any]]:
@@ -286,12 +292,6 @@ def put(optimizer: Any, saved: list[dict[str, Any]]) -> None:
         for parameter, value, state in zip(held, given["params"], given["state"], strict=True):
             parameter.data.copy_(value)
             one.optimizer.state[parameter] = {key: part.clone() for key, part in state.items()}
-
-
-def go_on(run: Run) -> list[list[float]]:
-    for step in range(3, 6):
-        run.step(step)
-    return run.weights()
 
 
 @pytest.mark.parametrize(
@@ -334,8 +334,7 @@ def lines(rank: int, directory: str) -> tuple[int, int]:
     run = Run({**FOUR_BITS, "monitor": {"path": directory, "announce": False}}, options_of((False, True)), rank)
     figures: list[Any] = []
     run.attached.session.subscribe(figures.append)
-    for step in range(3):
-        run.step(step)
+    run.after(range(3))
     size = sum(4 * parameter.numel() for parameter in run.model.parameters())
     return figures[-1].bytes_uncompressed if figures else 0, size if rank == 0 else 0
 
@@ -363,7 +362,7 @@ def remembered(rank: int, directory: str, saves: bool, own: bool) -> dict[str, f
     start()
     run = Run(FOUR_BITS, options_of((True, False)), rank)
     if saves:
-        go_on(run)
+        run.after(range(3, 6))
         save_by_megatron(run, directory) if own else run.attached.save(directory)
     elif own:
         load_by_megatron(run, directory)
@@ -409,10 +408,7 @@ def averaged(rank: int) -> list[bool]:
         plain = options_of(case)
         ends = []
         for options in (plain, replace(plain, ddp={**plain.ddp, "average_in_collective": True})):
-            run = Run(FOUR_BITS, options, rank)
-            for step in range(3):
-                run.step(step)
-            ends.append(run.weights())
+            ends.append(Run(FOUR_BITS, options, rank).after(range(3)))
         found.append(ends[0] == ends[1])
     return found
 
@@ -449,22 +445,20 @@ def twice(rank: int) -> tuple[bool, str]:
     run = Run(FOUR_BITS, options_of((False, False)), rank)
     for step in range(3):
         run.clear()
-        for micro in (step, step + 100):
-            run.loss(micro).backward()
-            run.model.finish_grad_sync()
+        synchronise_twice(run, step, step + 100)
         run.optimizer.step()
     same = all(same_on_all(one.detach()) for one in run.model.parameters())
     sgd = {"optimizer": "sgd", "sgd_momentum": 0.0}
     dgc = {"gradients": {"method": "dgc", "density": 0.1, "min_numel": 0}}
     run = Run(dgc, replace(options_of((False, False)), optimizer=sgd), rank)
     run.clear()
-    try:
-        for micro in (0, 1):
-            run.loss(micro).backward()
-            run.model.finish_grad_sync()
-    except UnsupportedError as error:
-        return same, str(error)
-    return same, ""
+    return same, messages.refusal(UnsupportedError, synchronise_twice, run, 0, 1)
+
+
+def synchronise_twice(run: Run, *micros: int) -> None:
+    for micro in micros:
+        run.loss(micro).backward()
+        run.model.finish_grad_sync()
 
 
 def test_two_synchronisations_in_a_step() -> None:
@@ -492,11 +486,7 @@ def context(rank: int) -> list[bool]:
     found = []
     for case in CASES:
         runs = [Run(given, options_of(case), rank) for given in (None, NONE, FOUR_BITS)]
-        ends = []
-        for run in runs:
-            for step in range(3):
-                run.step(step)
-            ends.append(run.weights())
+        ends = [run.after(range(3)) for run in runs]
         same = all(same_on_all(parameter.detach()) for parameter in runs[2].model.parameters())
         found += [ends[0] == ends[1], ends[0] != ends[2], same]
     return found
@@ -535,11 +525,7 @@ def alone(rank: int) -> bool:
     start()
     with pytest.warns(deepspeed_compress.CompressWarning, match="data-parallel size is 1"):
         run = Run(FOUR_BITS, options_of((True, True)), rank)
-    other = Run(None, options_of((True, True)), rank)
-    for step in range(3):
-        run.step(step)
-        other.step(step)
-    return run.weights() == other.weights()
+    return run.after(range(3)) == Run(None, options_of((True, True)), rank).after(range(3))
 
 
 def test_one_rank() -> None:
@@ -608,31 +594,14 @@ BOTH_WAYS = {**FOUR_BITS, "weights": {"method": "blockwise", "bits": 4, "block_s
 
 
 def resume_weights(rank: int, directory: str) -> list[tuple[bool, bool]]:
-    """Return the same as `resume` with weights sent as differences, and whether a warm-up equals Megatron."""
+    """Return whether resuming equals continuing with weights sent as differences, and a warm-up equals Megatron."""
     start()
     found = []
     for overlap in (False, True):
         options = options_of((True, overlap), dtype=torch.bfloat16)
-        run = Run(BOTH_WAYS, options, rank)
-        for step in range(3):
-            run.step(step)
-        run.gathered()
-        run.attached.save(f"{directory}/{overlap}")
-        model = {key: value.clone() for key, value in run.model.state_dict().items()}
-        masters = states(run.optimizer)
-        first = go_on(run)
-        again = Run(BOTH_WAYS, options, rank)
-        again.model.load_state_dict(model)
-        put(again.optimizer, masters)
-        again.attached.load(f"{directory}/{overlap}")
-        second = go_on(again)
+        first, second, _ = continue_and_resume(BOTH_WAYS, options, rank, Path(directory) / str(overlap))
         warm = {**BOTH_WAYS, "schedule": {"warmup_steps": 4}}
-        ends = []
-        for given in (None, warm):
-            run = Run(given, options, rank)
-            for step in range(4):
-                run.step(step)
-            ends.append(run.weights())
+        ends = [Run(given, options, rank).after(range(4)) for given in (None, warm)]
         # Sums over two ranks do not depend on the order, so even the bits are equal.
         found.append((first == second, ends[0] == ends[1]))
     return found
@@ -711,6 +680,5 @@ def refused_weights(rank: int) -> list[str]:
 
 def test_weights_that_cannot_be_compressed_are_refused_by_name() -> None:
     [found] = run_forks(1, refused_weights)
-    for (_, _, message), text in zip(REFUSED_WEIGHTS, found, strict=True):
-        assert message in text
-        assert "/deepspeed_compress/" in text
+    messages.check_contained((message for *_, message in REFUSED_WEIGHTS), found)
+    assert all("/deepspeed_compress/" in text for text in found)

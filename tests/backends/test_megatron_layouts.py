@@ -18,7 +18,7 @@ from deepspeed_compress.config import SECTION
 from tests.support.forks import run_forks
 from tests.support.megatron import Gpt, Options, checkpointing, on_cpu, start
 from tests.support.methods import NONE
-from tests.support.two_branches import same_on_all
+from tests.support.two_branches import bits_of, same_on_all
 
 pytestmark = pytest.mark.sampled(10, "deepspeed_compress/backends/megatron", "tests/backends/test_megatron_layouts.py")
 
@@ -175,14 +175,6 @@ def resume(rank: int, name: str, directory: str, own: bool) -> list[bool]:
         found.append((one is None) == (two is None))
         found.append(one is None or bits_of(one) == bits_of(two) != {})
     return [*found, other.dense.steps.count == 2]
-
-
-def bits_of(part: Any) -> dict[str, list[int]]:
-    return {
-        f"{name}/{layout}": payload.tolist()
-        for name, store in part.session.stores.items()
-        for layout, payload in store.payloads()
-    }
 
 
 @pytest.mark.parametrize(("name", "own"), [("experts", False), ("interleaved", False), ("experts", True)])

@@ -5,10 +5,10 @@ import json
 import random
 import re
 import tempfile
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,16 @@ from deepspeed_compress.local_sgd.parameter_server.push_log import PushLog
 from deepspeed_compress.local_sgd.parameter_server.records import Records
 from deepspeed_compress.local_sgd.parameter_server.service import Answer, Service
 from deepspeed_compress.local_sgd.parameter_server.store import Store
+from tests.support.processes import join_threads, start_threads
 
 SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/local_sgd", "tests/local_sgd/test_parameter_server.py")
 
 NUMEL = 96
 HALF = NUMEL // 2
+LAYOUT = {
+    "layout": [["w", 0, HALF], ["v", 0, NUMEL - HALF]],
+    "shapes": {"w": [4, HALF // 4], "v": [NUMEL - HALF]},
+}
 EXACT = {"method": "none"}
 TOPK = {
     "method": "topk",
@@ -90,8 +95,7 @@ class Rank:
         return found
 
     def seed(self, weights: Tensor) -> Answer:
-        layout, shapes = [["w", 0, HALF], ["v", 0, NUMEL - HALF]], {"w": [4, HALF // 4], "v": [NUMEL - HALF]}
-        return self.ask("seed", weights.numpy().tobytes(), claim=0, layout=layout, shapes=shapes)
+        return self.ask("seed", weights.numpy().tobytes(), claim=0, **LAYOUT)
 
     def push(self, moved: Tensor, samples: int = 8) -> Answer:
         return self.ask("push", self.encoded(moved), samples=samples)
@@ -217,8 +221,7 @@ def _call(rank: Rank, kind: str, number: int, exchange: Mapping[str, Any]) -> tu
         return rank.head(kind), b""
     if kind == "push":
         return rank.head(kind, samples=8), rank.encoded(moved(number))
-    layout, shapes = [["w", 0, HALF], ["v", 0, NUMEL - HALF]], {"w": [4, HALF // 4], "v": [NUMEL - HALF]}
-    return rank.head(kind, claim=number, layout=layout, shapes=shapes), moved(number).numpy().tobytes()
+    return rank.head(kind, claim=number, **LAYOUT), moved(number).numpy().tobytes()
 
 
 def _copied(directory: Path) -> Path:
@@ -340,14 +343,8 @@ def test_inconsistent_parts_refuse_the_call_of_all_ranks(directory: Path) -> Non
         rank.head("seed", place=place, claim=0, layout=[["w", 0, 4]], shapes={"w": [4 + place]}) for place in (0, 1)
     ]
     answers: list[Answer] = []
-    threads = [
-        threading.Thread(target=lambda head=head: answers.append(service.handle(head, bytearray(16), Connected())))
-        for head in heads
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
+    calls = (partial(service.handle, head, bytearray(16), Connected()) for head in heads)
+    join_threads(start_threads(*(lambda call=call: answers.append(call()) for call in calls)))
     assert [head["kind"] for head, _ in answers] == ["refused"] * 2
     assert "shapes" in answers[0][0]["why"]
     assert service.store.records.version == 0

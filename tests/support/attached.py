@@ -1,18 +1,26 @@
 """What ranks do with models that are attached under DDP or FSDP2, given a `Setting` of either."""
 
+import contextlib
+import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import transformers
 
 from tests.support.methods import METHODS, WITHOUT_MOMENTUM
+from tests.support.seeds import SEEDS
 from tests.support.two_branches import (
     bits_of,
     loss_of,
+    loss_on_text,
     refusal,
     same_on_all,
+    section,
     start,
     take_steps,
     training_problem,
@@ -21,14 +29,18 @@ from tests.support.two_branches import (
 
 __all__ = [
     "METHODS_OF_BRANCHES",
+    "WORKS_ONLY_WITH_DEEPSPEED",
     "Clear",
+    "announced",
     "check_overflow",
+    "gpts",
     "late_refusals",
     "norms_of",
     "overflow",
     "remembered_by",
     "resume",
     "train_methods",
+    "train_together",
 ]
 
 METHODS_OF_BRANCHES: Mapping[str, Mapping[str, Any]] = {
@@ -40,6 +52,17 @@ METHODS_OF_BRANCHES: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """Settings of `gradients` for every method, suitable for the model with two branches."""
+WORKS_ONLY_WITH_DEEPSPEED: Mapping[str, Mapping[str, Any]] = {
+    f"/deepspeed_compress/{key} works only with DeepSpeed": {key: given}
+    for key, given in {
+        "guard": {},
+        "adaptive": {},
+        "islands": {"size": 1},
+        "ownership": "balanced",
+        "parallelism": {"tensor": 1},
+    }.items()
+}
+"""Sections with keys that other adapters refuse, by the message of the refusal."""
 Clear = Callable[[Any, Any, int, int], None]
 """Function of model, optimizer, rank and step that discards the gradients of the step."""
 
@@ -134,6 +157,58 @@ def train_methods(rank: int, setting: Any, methods: Mapping[str, Mapping[str, An
         model, optimizer, _ = replace(setting, section={"gradients": {"min_numel": 0, **given}}).build()
         problems[name] = training_problem(model, optimizer, rank)
     return [f"{name}: {problem}" for name, problem in problems.items() if problem]
+
+
+def train_together(rank: int, all_four: Any, first: Any, of_pair: Any, second: Any) -> tuple[bool, bool]:
+    """Train a model of all four ranks and one of each pair of ranks at once, with an optimizer for each of them.
+
+    Return whether all ranks have the same weights of the former, and only the ranks of a pair those of the latter.
+    """
+    for step in range(4):
+        first.zero_grad()
+        second.zero_grad()
+        (loss_of(all_four, rank, step) + loss_of(of_pair, rank, step)).backward()
+        first.step()
+        second.step()
+    gathered: list[Any] = [None] * 4
+    dist.all_gather_object(gathered, [whole(parameter).flatten().tolist() for parameter in of_pair.parameters()])
+    apart = gathered[0] == gathered[1] and gathered[2] == gathered[3] and gathered[0] != gathered[2]
+    return all(same_on_all(whole(parameter)) for parameter in all_four.parameters()), apart
+
+
+def announced(rank: int, setting: Any) -> tuple[str, list[Any]]:
+    """Return the text on standard error after attaching, and the figures of a step."""
+    start()
+    written, figures = io.StringIO(), []
+    with contextlib.redirect_stderr(written):
+        model, optimizer, attached = setting.build()
+    attached.session.subscribe(figures.append)
+    take_steps(model, optimizer, rank, range(1))
+    return written.getvalue(), figures
+
+
+Gpt = tuple[float, list[Any], int]
+"""The loss, the figures of every step, and the number of elements of a model."""
+
+
+def gpts(
+    rank: int, wrap: Callable[[Any], Any], attach: Callable[..., Any], given: Mapping[str, Any], directory: Path
+) -> list[Gpt]:
+    """Train a small GPT-2 on one text for each seed, after wrapping it and attaching a section to it."""
+    start()
+    return [_gpt(rank, wrap, attach, {**given, "monitor": {"path": f"{directory}/{seed}"}}, seed) for seed in SEEDS]
+
+
+def _gpt(rank: int, wrap: Callable[[Any], Any], attach: Callable[..., Any], given: Mapping[str, Any], seed: int) -> Gpt:
+    torch.manual_seed(seed)
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=64, vocab_size=128, n_positions=64)
+    model = wrap(transformers.GPT2LMHeadModel(config))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
+    figures: list[Any] = []
+    attach(model, section(given), optimizer).session.subscribe(figures.append)
+    loss = loss_on_text(model, optimizer, seed, rank)
+    assert all(same_on_all(whole(parameter)) for parameter in model.parameters())
+    return loss, figures, sum(parameter.numel() for parameter in model.parameters())
 
 
 def late_refusals(rank: int, works: Sequence[Callable[[], object]]) -> list[str]:

@@ -33,9 +33,10 @@ class CoordinatorHarness:
         for name, message in self.coordinator.take_messages():
             self.messages.setdefault(name, []).append(message)
 
-    def lose(self, name: str) -> None:
-        self.coordinator.disconnect(name, self.now)
-        self.deliver()
+    def lose(self, *names: str) -> None:
+        for name in names:
+            self.coordinator.disconnect(name, self.now)
+            self.deliver()
 
     def wait(self, seconds: float, *alive: str) -> None:
         """Advance the clock by `seconds`, with heartbeats of the islands `alive`."""
@@ -50,13 +51,41 @@ class CoordinatorHarness:
         about = {"terms": terms(self.minimum), "give_up": GIVE_UP, **known}
         self.say(name, "join", store=f"{name}:1", addresses=[f"{name}:2"], **about)
 
+    def enter(self, *names: str) -> None:
+        """Let islands join one after the other, each of which asks for an anchor at once."""
+        for name in names:
+            self.join(name)
+            self.say(name, "sources")
+
+    def come_back(self, name: str, number: int, version: int) -> None:
+        """Let an island join that was connected before, with what it knows of the run."""
+        self.join(name, number=number, version=version, run=self.coordinator.saved.run)
+
+    def claim(self, name: str, number: int, version: int, run: str | None = None) -> None:
+        """Let an island offer its checkpoint, of this run by default."""
+        self.say(name, "claim", run=self.coordinator.saved.run if run is None else run, number=number, version=version)
+
+    def ready(self, version: int, *names: str) -> None:
+        for name in names:
+            self.say(name, "ready", version=version)
+
     def begin(self, *names: str) -> None:
         for name in names:
             self.join(name)
         for name in names:
             self.say(name, "sources")
         for name in names:
-            self.say(name, "ready", version=self.last(name, "anchor")["version"])
+            self.ready(self.last(name, "anchor")["version"], name)
+
+    def commit(self, *names: str) -> None:
+        """Let islands arrive and vote for the round, which is committed unless it has others."""
+        self.arrive(*names)
+        self.vote(*names)
+
+    def exchange(self, *names: str) -> None:
+        """Let islands take part in a round that is committed, and train on."""
+        self.commit(*names)
+        self.ready(self.coordinator.saved.version, *names)
 
     def arrive(self, *names: str, samples: int = 10) -> None:
         for name in names:
@@ -87,10 +116,26 @@ class CoordinatorHarness:
         """Return the last answer of `kind` to the island `name`, or None."""
         return next((message for message in reversed(self.messages.get(name, [])) if message["kind"] == kind), None)
 
+    def copied(self) -> "CoordinatorHarness":
+        """Return another coordinator that starts from what this one has saved."""
+        return CoordinatorHarness(saved=Saved(**json.loads(self.coordinator.to_save())), came_back=True)
+
     def restart(self) -> None:
         """Start the coordinator again, from what it has saved. All connections end."""
-        saved = json.loads(self.coordinator.to_save())
-        self.coordinator = Coordinator(Saved(**saved), came_back=True)
+        self.coordinator = self.copied().coordinator
+
+    def anchor(self, name: str) -> tuple[int, list[list[str]]]:
+        """Return the version of the last anchor for an island, and its sources."""
+        last = self.last(name, "anchor")
+        assert last.keys() == {"kind", "version", "sources"}
+        return last["version"], last["sources"]
 
     def partners(self, name: str) -> list[int]:
         return [one["number"] for one in self.last(name, "round")["partners"]]
+
+
+def begun(*names: str, minimum: int = 1) -> CoordinatorHarness:
+    """Return a coordinator with the islands `names`, which start to train."""
+    world = CoordinatorHarness(minimum)
+    world.begin(*names)
+    return world

@@ -1,7 +1,7 @@
 """Training of a small model with DeepSpeed, with and without compression, for tests of the engine."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 import deepspeed_compress
@@ -91,6 +92,11 @@ def data(rank: int, job: Job) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return batches
 
 
+def own_data(engine: Any, rank: int, job: Job) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the micro-batches of a rank, which the other stages of its pipeline share."""
+    return data(engine.grid.get_data_parallel_rank() if job.stages > 1 else rank, job)
+
+
 def steady_data(rank: int, job: Job) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return all of the rank's data for every micro-step, so that the order of batches does not matter."""
     batches = data(rank, job)
@@ -130,7 +136,9 @@ def train_on(engine: Any, loss: torch.Tensor) -> float:
 
 
 def run(engine: Any, batches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
-    """Train on `batches`, and return the losses."""
+    """Train on `batches`, and return the losses, of steps if the model is a pipeline."""
+    if isinstance(engine, PipelineEngine):
+        return run_pipeline(engine, batches)
     losses = []
     for x, y in batches:
         output = engine(x.to(next(engine.module.parameters()).dtype))
@@ -191,16 +199,20 @@ def largest_difference(one: Mapping[str, list[float]], other: Mapping[str, list[
     return max(abs(a - b) for name in one for a, b in zip(one[name], other[name], strict=True))
 
 
-def train(rank: int, *jobs: Job) -> list[Outcome]:
-    """Run the jobs one after the other in this rank."""
-    outcomes = []
+def engines(*jobs: Job) -> Iterator[tuple[Job, Any]]:
+    """Yield each of the jobs with its engine, which is destroyed before the next one is made."""
     for job in jobs:
         engine = start(job)
-        data_rank = engine.grid.get_data_parallel_rank() if job.stages > 1 else rank
-        losses = (run_pipeline if job.stages > 1 else run)(engine, data(data_rank, job))
-        outcomes.append(Outcome(losses, weights(engine), engine.skipped_steps))
+        yield job, engine
         engine.destroy()
-    return outcomes
+
+
+def train(rank: int, *jobs: Job) -> list[Outcome]:
+    """Run the jobs one after the other in this rank."""
+    return [
+        Outcome(run(engine, own_data(engine, rank, job)), weights(engine), engine.skipped_steps)
+        for job, engine in engines(*jobs)
+    ]
 
 
 class Tied(nn.Module):

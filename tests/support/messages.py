@@ -1,13 +1,13 @@
 """Texts of the package's warnings and errors."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from deepspeed_compress.errors import CompressWarning
 
-__all__ = ["caught_warnings", "refusal"]
+__all__ = ["caught_warnings", "check_contained", "refusal"]
 
 
 @contextmanager
@@ -23,6 +23,11 @@ def caught_warnings() -> Iterator[list[str]]:
         warnings.simplefilter("always")
         warnings.showwarning = show
         yield texts
+
+
+def check_contained(parts: Iterable[str], texts: Iterable[str]) -> None:
+    """Check that each of `texts` contains the one of `parts` at the same position."""
+    assert [(part, text) for part, text in zip(parts, texts, strict=True) if part not in text] == []
 
 
 def refusal(

@@ -1,19 +1,29 @@
 """Runs that save and continue, runs that resume, and their residuals."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tests.support.jobs import Job, data, run, start, weights
 
-__all__ = ["residuals_of", "resume", "resume_all", "save_and_continue", "save_and_continue_all", "save_and_resume"]
+__all__ = [
+    "State",
+    "residuals_of",
+    "resume",
+    "resume_all",
+    "save_and_continue",
+    "save_and_continue_all",
+    "save_and_resume",
+]
 
 State = tuple[dict[str, list[float]], dict[str, list[Any]]]
 """Weights at the end of a run, and residuals at its checkpoint."""
 
 
-def save_and_continue(rank: int, job: Job, directory: str, first: int, tag: str | None = None) -> State:
+def save_and_continue(
+    rank: int, job: Job, directory: str, first: int, tag: str | None = None, begin: Callable[[Job], Any] = start
+) -> State:
     """Train, and save after `first` micro-steps."""
-    engine, batches = start(job), data(rank, job)
+    engine, batches = begin(job), data(rank, job)
     run(engine, batches[:first])
     engine.save_checkpoint(directory, tag=tag)
     kept = residuals_of(engine)
@@ -21,9 +31,11 @@ def save_and_continue(rank: int, job: Job, directory: str, first: int, tag: str 
     return _end(engine), kept
 
 
-def resume(rank: int, job: Job, directory: str, first: int, tag: str | None = None) -> State:
+def resume(
+    rank: int, job: Job, directory: str, first: int, tag: str | None = None, begin: Callable[[Job], Any] = start
+) -> State:
     """Load a checkpoint, and train all micro-steps after the first `first`."""
-    engine = start(job)
+    engine = begin(job)
     path, _ = engine.load_checkpoint(directory, tag=tag)
     assert path is not None
     kept = residuals_of(engine)
@@ -31,9 +43,11 @@ def resume(rank: int, job: Job, directory: str, first: int, tag: str | None = No
     return _end(engine), kept
 
 
-def save_and_resume(rank: int, job: Job, directory: str, first: int) -> tuple[State, State]:
+def save_and_resume(
+    rank: int, job: Job, directory: str, first: int, begin: Callable[[Job], Any] = start
+) -> tuple[State, State]:
     """Return the results of a run that saves and continues, and of one that resumes in the same process."""
-    return save_and_continue(rank, job, directory, first), resume(rank, job, directory, first)
+    return tuple(work(rank, job, directory, first, begin=begin) for work in (save_and_continue, resume))
 
 
 def _end(engine: Any) -> dict[str, list[float]]:

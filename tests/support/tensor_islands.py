@@ -1,4 +1,4 @@
-"""Islands whose ranks share layers (AutoTP): their model, and steps of training."""
+"""Engines whose ranks share layers (AutoTP): their model, and steps of training."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -32,9 +32,9 @@ def as_json(diagnosis: Diagnosis) -> str:
     )
 
 
-def print_text(diagnosis: Diagnosis, console: Console | None = None) -> None:
+def print_text(diagnosis: Diagnosis) -> None:
     """Print the findings with their remedies, then the checks without findings and those that lacked data."""
-    console = console or Console(soft_wrap=False)
+    console = Console(soft_wrap=False)
     console.print(escape(printable(_head(diagnosis.case))), highlight=False)
     for number, one in enumerate(diagnosis.diagnostics, start=1):
         _print_finding(console, number, one, diagnosis.obstacles.get(one.name, ""))

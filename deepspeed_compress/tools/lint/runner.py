@@ -24,14 +24,9 @@ class RuleError(CompressError):
     """Error raised if a rule fails, which is a defect of the linter and not of the configuration."""
 
 
-def lint_text(
-    text: str,
-    path: str = "",
-    context: Context | None = None,
-    selection: Selection | None = None,
-) -> list[Diagnostic]:
+def lint_text(text: str, path: str = "", context: Context | None = None) -> list[Diagnostic]:
     """Return the findings in the text of a configuration, in the order of its lines."""
-    return lint_document(parse(text, path), context or Context(), selection or Selection())
+    return lint_document(parse(text, path), context or Context(), Selection())
 
 
 def lint_document(

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tests.support.forks import run_forks
-from tests.support.jobs import Job, data, run, run_pipeline, start, weights
+from tests.support.jobs import Job, data, own_data, run, start, weights
+from tests.support.methods import FP16
 
 pytestmark = pytest.mark.sampled(4, "deepspeed_compress/policy", "tests/backends/deepspeed/test_adaptive.py")
 
@@ -15,23 +16,24 @@ ADAPTIVE = {"probe_every": 4, "max_error": 0.3, "candidates": [{"bits": 8}, {"bi
 
 
 def follow(rank: int, job: Job, slow_from: int | None = None) -> tuple[list[str], list[str], dict[str, list[float]]]:
-    """Return the settings of each step, events and weights. The link becomes slow after step `slow_from`."""
+    """Return the settings of each step, events and weights.
+
+    The link becomes slow after step `slow_from`; it is measured if that is None.
+    """
     engine, settings = start(job), []
     prober = engine.compression._inputs.prober
-    data_rank = engine.grid.get_data_parallel_rank() if job.stages > 1 else rank
-    batches = data(data_rank, job)
     measure = prober.measure
 
     def measured(*args: Any) -> Any:
         seen = measure(*args)
-        slow = slow_from is not None and engine.global_steps > slow_from
-        link = replace(seen.link, seconds_per_byte=1e-3 if slow else 1e-15)
+        link = replace(seen.link, seconds_per_byte=1e-3 if engine.global_steps > slow_from else 1e-15)
         return replace(seen, link=link, codec_seconds=(1e-6,) * len(seen.codec_seconds), step=0.01, waited=9.0)
 
-    prober.measure = measured
-    for step in range(job.steps):
+    if slow_from is not None:
+        prober.measure = measured
+    for batch in own_data(engine, rank, job):
         settings.append(engine.compression.settings)
-        (run_pipeline if job.stages > 1 else run)(engine, batches[step : step + 1])
+        run(engine, [batch])
     return settings, [str(event) for event in engine.compression.events], weights(engine)
 
 
@@ -63,7 +65,7 @@ def test_groups_of_parameters_get_settings_of_their_own() -> None:
     assert "blockwise" in first[0][-1]
 
 
-def resume(rank: int, directory: str, job: Job) -> tuple[Any, Any, Any, Any]:
+def resume(rank: int, directory: str, job: Job) -> tuple[Any, Any]:
     batches, half = data(rank, job), 6
     engine = start(job)
     run(engine, batches[:half])
@@ -72,18 +74,14 @@ def resume(rank: int, directory: str, job: Job) -> tuple[Any, Any, Any, Any]:
     engine.destroy()
     engine = start(job)
     engine.load_checkpoint(directory)
-    again = engine.compression.decisions()["policy"]["adaptation"]
-    return choice, again, engine.compression.settings, engine.compression.policy.adaptation.settings.method
+    return choice, engine.compression.decisions()["policy"]["adaptation"]
 
 
 def test_a_resumed_run_has_the_choice_of_the_one_that_saved(tmp_path: Path) -> None:
     section = {"gradients": {"bits": 8}, "adaptive": {**ADAPTIVE, "probe_every": 50}}
-    for choice, again, *_ in run_forks(2, resume, str(tmp_path), Job(2, section, steps=6)):
+    for choice, again in run_forks(2, resume, str(tmp_path), Job(2, section, steps=6)):
         assert again["choice"] == choice["choice"]
         assert again["next"] == choice["next"]
-
-
-FP16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 100}
 
 
 def overflow(rank: int, job: Job) -> tuple[list[str], list[int], int]:
@@ -102,7 +100,7 @@ def overflow(rank: int, job: Job) -> tuple[list[str], list[int], int]:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_skipped_step_is_not_measured_and_the_next_one_is(stage: int) -> None:
     section = {"gradients": {"bits": 8}, "adaptive": {**ADAPTIVE, "probe_every": 50}}
-    first, second = run_forks(2, overflow, Job(stage, section, extra={"fp16": FP16}, steps=4))
+    first, second = run_forks(2, overflow, Job(stage, section, extra=FP16, steps=4))
     assert first == second
     settings, due, skipped = first
     assert skipped == 1
@@ -112,14 +110,6 @@ def test_a_skipped_step_is_not_measured_and_the_next_one_is(stage: int) -> None:
 
 def test_one_rank_sends_nothing_so_nothing_is_compressed() -> None:
     section = {"gradients": {"bits": 8}, "adaptive": ADAPTIVE}
-    [(settings, events)] = run_forks(1, alone, Job(2, section, steps=8))
+    [(settings, events, _)] = run_forks(1, follow, Job(2, section, steps=8))
     assert settings[-1] == "none"
     assert [event.split()[2] for event in events] == ["adapt:"]
-
-
-def alone(rank: int, job: Job) -> tuple[list[str], list[str]]:
-    engine, settings = start(job), []
-    for batch in data(rank, job):
-        run(engine, [batch])
-        settings.append(engine.compression.settings)
-    return settings, [str(event) for event in engine.compression.events]

@@ -9,7 +9,7 @@ import pytest
 import deepspeed_compress
 from deepspeed_compress.policy.auto import WARM_UP
 from tests.support.forks import run_forks
-from tests.support.jobs import Job, Outcome, data, run, run_pipeline, start, train, weights
+from tests.support.jobs import Job, Outcome, data, own_data, run, start, train, weights
 
 STEPS = 3
 """Measured steps of each kind."""
@@ -36,13 +36,17 @@ def steered(job: Job, times: tuple[float, float]) -> Any:
 def compare(rank: int, job: Job, times: tuple[float, float]) -> tuple[list[str], list[float], Any, list[str]]:
     """Return the settings of every step, the losses, the final weights, and the events."""
     engine, settings, losses = steered(job, times), [], []
-    for batch in data(rank, job):
-        session = engine.compression
-        settings.append(f"{session.settings}{' alone' if session.alone else ''}")
-        losses += run(engine, [batch])
+    batches = own_data(engine, rank, job)
+    for first in range(0, len(batches), job.accumulation):
+        settings.append(settings_of(engine))
+        losses += run(engine, batches[first : first + job.accumulation])
     found = settings, losses, weights(engine), [str(event) for event in engine.compression.events]
     engine.destroy()
     return found
+
+
+def settings_of(engine: Any) -> str:
+    return f"{engine.compression.settings}{' alone' if engine.compression.alone else ''}"
 
 
 def compare_all(rank: int, job: Job) -> list[Any]:
@@ -76,7 +80,7 @@ def repeat(rank: int, job: Job) -> list[str]:
     run(engine, batches[: 2 * EACH + 2])
     assert engine.compression.compare_again() == 2 * EACH + 1
     for batch in batches[2 * EACH + 2 :]:
-        settings.append(f"{engine.compression.settings}{' alone' if engine.compression.alone else ''}")
+        settings.append(settings_of(engine))
         run(engine, [batch])
     return settings
 
@@ -184,22 +188,12 @@ def test_a_pipeline() -> None:
     section = {key: BOTH[key] for key in ("auto", "gradients")} | {"parallelism": {"pipeline": 2}}
     job = Job(1, section, steps=2 * EACH + 3, accumulation=2, stages=2)
     alone = run_forks(4, train, replace(job, section=None))
-    for [expected], (settings, losses) in zip(alone, run_forks(4, compare_pipeline, job), strict=True):
+    for [expected], (settings, losses, *_) in zip(alone, run_forks(4, compare, job, SLOWER), strict=True):
         assert settings[:EACH] == ["none alone"] * EACH
         assert settings[EACH:] == ["blockwise bits=4"] * EACH + ["none", "none alone", "none alone"]
         assert losses[: EACH + 1] == expected.losses[: EACH + 1]
         assert losses[EACH + 1 :] != expected.losses[EACH + 1 :]
         assert losses[-1] < losses[0]
-
-
-def compare_pipeline(rank: int, job: Job) -> tuple[list[str], list[float]]:
-    engine, settings, losses = steered(job, SLOWER), [], []
-    batches = data(engine.grid.get_data_parallel_rank(), job)
-    for step in range(job.steps):
-        session = engine.compression
-        settings.append(f"{session.settings}{' alone' if session.alone else ''}")
-        losses += run_pipeline(engine, batches[step * job.accumulation : (step + 1) * job.accumulation])
-    return settings, losses
 
 
 @pytest.mark.slow(2)

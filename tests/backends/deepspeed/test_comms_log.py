@@ -9,7 +9,7 @@ from deepspeed.comm import comm
 
 from deepspeed_compress.backends.deepspeed.comms_log import NAMES
 from tests.support.forks import run_forks
-from tests.support.jobs import Job, data, run, start, statistics_lines
+from tests.support.jobs import Job, data, engines, run, statistics_lines
 
 GRADIENTS, WEIGHTS = NAMES.values()
 Records = dict[str, dict[int, dict[str, float]]]
@@ -37,18 +37,15 @@ def job(directory: Path, logger: dict[str, Any] | None, section: dict[str, Any])
 
 def records(rank: int, *jobs: Job) -> list[Records]:
     """Return this package's records in the logger after each job."""
-    return [_records(rank, job) for job in jobs]
-
-
-def _records(rank: int, job: Job) -> Records:
-    comm.comms_logger.reset_data()
-    comm.comms_logger.enabled = False
-    engine = start(job)
-    run(engine, data(rank, job))
-    # For the analysis of stragglers, the logger reduces over the ranks. This hangs if the ranks have different records.
-    found = dist.log_summary(show_straggler=True, return_dict=True)["summary"]
-    engine.destroy()
-    return {name: found[name] for name in found if name in NAMES.values()}
+    found = []
+    for job, engine in engines(*jobs):
+        run(engine, data(rank, job))
+        # For the analysis of stragglers, the logger reduces over the ranks. This hangs if they have different records.
+        summary = dist.log_summary(show_straggler=True, return_dict=True)["summary"]
+        found.append({name: summary[name] for name in summary if name in NAMES.values()})
+        comm.comms_logger.reset_data()
+        comm.comms_logger.enabled = False
+    return found
 
 
 @pytest.fixture(scope="module")

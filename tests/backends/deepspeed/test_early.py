@@ -6,18 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 
 import deepspeed_compress
-from deepspeed_compress.backends.deepspeed.gradients import early as early_module
 from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions
 from deepspeed_compress.backends.deepspeed.gradients.zero_1_gradients import Zero1Gradients
 from deepspeed_compress.collectives.buckets import partition_by_sizes
+from tests.support.early import Program, Seen, check_equal, ordinary, train_both
 from tests.support.forks import run_forks
-from tests.support.jobs import Job, data, run, start, weights
+from tests.support.jobs import Job, data, engines, run
 from tests.support.methods import FP32_SUMS, NONE
 from tests.support.resuming import save_and_resume
 
@@ -32,8 +31,6 @@ RANDOM = {"gradients": {"method": "stochastic_linear", "bits": 4, "block_size": 
 INT4 = {"gradients": {"bits": 4, "block_size": 32, "error_feedback": {"dtype": "fp32"}}}
 
 
-Program = Callable[[Any, int, Job], list[float]]
-"""Training of an engine, which returns the losses."""
 STAGES = [0, 1]
 BUCKETS = {0: 3, 1: 4}
 
@@ -46,52 +43,9 @@ def reductions(engine: Any) -> EarlyReductions:
     return found
 
 
-@dataclass(frozen=True)
-class Seen:
-    """Records of a run.
-
-    `under_way` holds the number of buckets sent by the end of backward, for each step. `agreed` tells whether they were
-    right.
-    """
-
-    losses: list[str]
-    parameters: dict[str, list[float]]
-    under_way: list[int]
-    agreed: list[bool]
-
-
-def watch(engine: Any) -> tuple[list[int], list[bool]]:
-    early, under_way, agreed = reductions(engine), [], []
-    agree = early._agree
-
-    def watched(step: Any, reducer: Any) -> bool:
-        under_way.append(len(step.sent))
-        agreed.append(agree(step, reducer))
-        return agreed[-1]
-
-    early._agree = watched  # type: ignore[method-assign]
-    return under_way, agreed
-
-
-def train(rank: int, job: Job, early: bool, program: Program) -> Seen:
+def both(rank: int, job: Job, program: Program) -> tuple[Seen, Seen]:
     # Without ZeRO, the configuration has no bucket size.
-    with patch.object(early_module, "SMALLEST_BUCKET", 200):
-        return train_in_small_buckets(rank, job, early, program)
-
-
-def train_in_small_buckets(rank: int, job: Job, early: bool, program: Program) -> Seen:
-    engine = start(job)
-    if not early:
-        reductions(engine)._history.patience = 10**9
-    under_way, agreed = watch(engine)
-    losses = program(engine, rank, job)
-    seen = Seen([str(loss) for loss in losses], weights(engine), under_way, agreed)
-    engine.destroy()
-    return seen
-
-
-def ordinary(engine: Any, rank: int, job: Job) -> list[float]:
-    return run(engine, data(rank, job))
+    return train_both(rank, job, program, reductions, 200)
 
 
 def overflowing(engine: Any, rank: int, job: Job) -> list[float]:
@@ -142,11 +96,8 @@ def checkpointed_twice(engine: Any, really: bool) -> Iterator[Callable[[torch.Te
     def forward(x: torch.Tensor) -> torch.Tensor:
         x = x.clone().requires_grad_()
         again = torch.utils.checkpoint.checkpoint(first, x, use_reentrant=True)
-        handle = first.register_forward_hook(lambda layer, inputs, output: (output + again) / 2)
-        try:
+        with first.register_forward_hook(lambda layer, inputs, output: (output + again) / 2):
             return engine(x)
-        finally:
-            handle.remove()
 
     yield forward
 
@@ -168,7 +119,7 @@ def interrupt(
     within: AbstractContextManager[Any] | None = None,
 ) -> None:
     """Run a backward pass that fails at `parameter`, and discard its gradients."""
-    with pytest.raises(RuntimeError, match="given up"), failing(parameter), within or nullcontext():
+    with pytest.raises(RuntimeError, match="given up"), parameter.register_hook(fail), within or nullcontext():
         engine.backward((engine(batch[0]) - batch[1]).square().mean())
     for one in engine.module.parameters():
         one.grad = None
@@ -218,18 +169,8 @@ def within_no_sync(engine: Any, rank: int, job: Job) -> list[float]:
     return losses
 
 
-@contextmanager
-def failing(parameter: torch.Tensor) -> Iterator[None]:
-    """Make the backward pass of `parameter` fail."""
-
-    def fail(gradient: torch.Tensor) -> None:
-        raise RuntimeError("given up")
-
-    handle = parameter.register_hook(fail)
-    try:
-        yield
-    finally:
-        handle.remove()
+def fail(gradient: torch.Tensor) -> None:
+    raise RuntimeError("given up")
 
 
 PROGRAMS = {
@@ -250,17 +191,10 @@ def test_overlapped_reductions_change_no_bit(stage: int, name: str, section: dic
     guard = {"guard": {}} if stage == 0 and name == "overflow" else {}
     job = Job(stage, {**section, **guard}, SMALL, steps=8)
     ranks = run_forks(2, both, job, PROGRAMS[name])
-    for early, late in ranks:
-        assert (early.losses, early.parameters) == (late.losses, late.parameters)
-        assert late.agreed == []
+    check_equal(ranks)
     first, second = (early for early, _ in ranks)
     assert first.agreed == second.agreed
-    assert first.parameters == second.parameters
     assert set(first.agreed) == ({True} if name in ("ordinary", "overflow") else {True, False})
-
-
-def both(rank: int, job: Job, program: Program) -> tuple[Seen, Seen]:
-    return train(rank, job, True, program), train(rank, job, False, program)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -292,19 +226,14 @@ INTERRUPTED = (loaded_after_a_failure, loaded_with_the_same_gradients, detached_
 @pytest.mark.parametrize("stage", STAGES)
 def test_nothing_that_a_failed_pass_has_sent_survives(stage: int, program: Program, tmp_path: Path) -> None:
     job = Job(stage, RANDOM, SMALL, steps=8, extra={"directory": str(tmp_path)})
-    ranks = run_forks(2, both, job, program)
-    assert ranks[0][0].parameters == ranks[1][0].parameters
-    for early, late in ranks:
-        assert (early.losses, early.parameters) == (late.losses, late.parameters)
+    check_equal(run_forks(2, both, job, program))
 
 
 def chosen(rank: int, *jobs: Job) -> list[bool]:
-    found = []
-    for job in jobs:
-        engine = start(job)
-        found.append("reduce_gradients" in vars(engine.optimizer) or "buffered_allreduce_fallback" in vars(engine))
-        engine.destroy()
-    return found
+    return [
+        "reduce_gradients" in vars(engine.optimizer) or "buffered_allreduce_fallback" in vars(engine)
+        for _, engine in engines(*jobs)
+    ]
 
 
 def test_nothing_begins_early_where_deepspeed_decides_otherwise() -> None:

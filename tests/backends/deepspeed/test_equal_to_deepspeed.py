@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.forks import run_forks
-from tests.support.jobs import Job, data, run, start, train, weights
+from tests.support.jobs import Job, data, engines, run, train, weights
 from tests.support.methods import BF16, NONE, RAW
 
 pytestmark = pytest.mark.sampled(
@@ -78,9 +78,8 @@ def test_scaling_options(stage, extra):
 def copies(rank, *jobs):
     """Return the number of copies of gradients into one tensor, and the weights, of each job."""
     found = []
-    for job in jobs:
-        engine, flattened = start(job), []
-        original = engine.flatten
+    for job, engine in engines(*jobs):
+        flattened, original = [], engine.flatten
 
         def flatten(bucket, original=original, flattened=flattened):
             flattened.append(len(bucket))
@@ -89,7 +88,6 @@ def copies(rank, *jobs):
         engine.flatten = flatten
         run(engine, data(0, job))
         found.append((len(flattened), weights(engine)))
-        engine.destroy()
     return found
 
 

@@ -1,6 +1,8 @@
 """Mixtures of experts of DeepSpeed's layer: groups, residuals, skipped steps, checkpoints and figures of their own."""
 
+import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, make_engine, run, weights
 from tests.support.messages import caught_warnings, refusal
 from tests.support.methods import NONE, RAW
-from tests.support.resuming import residuals_of
+from tests.support.resuming import State, save_and_resume
 
 pytestmark = pytest.mark.sampled(4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_experts.py")
 
@@ -45,22 +47,12 @@ def skipping(rank: int, stage: int, spread: int) -> list[tuple[int, dict[str, li
         engine = start(Job(stage, INT4), spread)
         for step, batch in enumerate(data(rank, Job(steps=5))):
             if step != 2 or poisoned:
-                with _Poison(expert_of(engine), poisoned and step == 2 and rank == 1):
+                factor = math.nan if poisoned and (step, rank) == (2, 1) else 1.0
+                with expert_of(engine).register_hook(lambda gradient, factor=factor: factor * gradient):
                     run(engine, [batch])
         found.append((engine.skipped_steps, weights(engine)))
         engine.destroy()
     return found
-
-
-class _Poison:
-    def __init__(self, parameter: Any, wanted: bool) -> None:
-        self.handle = parameter.register_hook(lambda gradient: gradient * float("nan")) if wanted else None
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None:
-        if self.handle is not None:
-            self.handle.remove()
 
 
 @pytest.mark.parametrize(("stage", "spread"), [(1, 2), (2, 1)])
@@ -71,23 +63,9 @@ def test_a_nan_in_one_expert_skips_the_step_on_all_ranks(stage: int, spread: int
         assert ours == expected
 
 
-def saving(rank: int, stage: int, spread: int, more: Mapping[str, Any], directory: str) -> tuple[Any, Any, Any, Any]:
+def saving(rank: int, stage: int, spread: int, more: Mapping[str, Any], directory: str) -> tuple[State, State]:
     """Return weights and residuals of a run that continues after saving, and of one that resumes."""
-    job, batches = Job(stage, {**INT4, **more}), data(rank, Job(steps=6))
-    engine = start(job, spread)
-    run(engine, batches[:3])
-    engine.save_checkpoint(directory)
-    saved = residuals_of(engine)
-    run(engine, batches[3:])
-    continued = weights(engine)
-    engine.destroy()
-    engine = start(job, spread)
-    engine.load_checkpoint(directory)
-    loaded = residuals_of(engine)
-    run(engine, batches[3:])
-    resumed = weights(engine)
-    engine.destroy()
-    return saved, loaded, continued, resumed
+    return save_and_resume(rank, Job(stage, {**INT4, **more}, steps=6), directory, 3, partial(start, spread=spread))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +81,7 @@ def test_a_run_resumes_with_the_residuals_of_its_experts(
     tmp_path: Path, ranks: int, stage: int, spread: int, more: Mapping[str, Any]
 ) -> None:
     found = run_forks(ranks, saving, stage, spread, more, str(tmp_path))
-    for rank, (saved, loaded, continued, resumed) in enumerate(found):
+    for rank, ((continued, saved), (resumed, loaded)) in enumerate(found):
         owner = f"ep_size_{spread}_rank_{rank % spread}/"
         names = {name for name, values in saved.items() if values}
         assert names >= {"gradients", owner + "gradients"}

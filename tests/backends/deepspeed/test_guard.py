@@ -12,7 +12,7 @@ import pytest
 from tests.backends.deepspeed import network_rank as language
 from tests.support.faults import FAULT, GUARD, Disturb, Story, exploding, live, live_on, not_a_number, poison, train_one
 from tests.support.forks import run_forks
-from tests.support.jobs import Job, data, run, run_pipeline, start, steady_data, train, weights
+from tests.support.jobs import Job, data, own_data, run, start, steady_data, train, weights
 from tests.support.methods import BF16, FP32_SUMS, UNCLIPPED
 from tests.support.seeds import SEEDS, Excess
 
@@ -155,7 +155,7 @@ def test_a_pipeline_decides_alike_in_all_stages() -> None:
 
 def live_pipeline(rank: int, job: Job) -> tuple[list[str], int]:
     engine = start(job)
-    run_pipeline(engine, data(engine.grid.get_data_parallel_rank(), job))
+    run(engine, own_data(engine, rank, job))
     return [f"{event.step} {event.kind} {event.reason}" for event in engine.compression.events], engine.skipped_steps
 
 

@@ -15,7 +15,7 @@ import deepspeed_compress
 from deepspeed_compress import ConfigError
 from deepspeed_compress.backends.deepspeed import limits
 from tests.support.forks import RankError, run_forks
-from tests.support.jobs import MUON, Job, data, make_engine, network, run, start, train, weights
+from tests.support.jobs import MUON, Job, data, engines, make_engine, network, run, train, weights
 from tests.support.methods import BF16, FP16, FP32_SUMS, NONE, OFFLOAD, RAW
 from tests.support.resuming import resume_all, save_and_continue_all
 
@@ -102,8 +102,7 @@ def test_matrices_of_several_owners_on_four_ranks(stage: int) -> None:
 def momenta(rank: int, *jobs: Job) -> list[dict[str, list[float]]]:
     """Return Muon's momentum of every matrix that this rank owns a part of, after each job."""
     found = []
-    for job in jobs:
-        engine = start(job)
+    for job, engine in engines(*jobs):
         run(engine, data(rank, job))
         found.append({})
         optimizer = engine.optimizer
@@ -113,7 +112,6 @@ def momenta(rank: int, *jobs: Job) -> list[dict[str, list[float]]]:
                 parts = torch.split(momentum, [parameter.numel() for parameter in owned])
                 names = [engine.param_names[parameter] for parameter in owned]
                 found[-1] |= {name: part.tolist() for name, part in zip(names, parts, strict=True)}
-        engine.destroy()
     return found
 
 

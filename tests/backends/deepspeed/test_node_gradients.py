@@ -1,8 +1,6 @@
 """Buckets that travel to other nodes during backward: used if they prove right, and otherwise without any effect."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,9 +10,11 @@ import torch
 
 import deepspeed_compress
 from deepspeed_compress.backends.deepspeed.gradients import early as early_module
+from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions
 from deepspeed_compress.backends.deepspeed.node_shards import NodeShards
+from tests.support.early import Program, Seen, check_equal, ordinary, train_both
 from tests.support.forks import run_forks
-from tests.support.jobs import Job, data, network, run, start, weights
+from tests.support.jobs import Job, data, network, run, start
 from tests.support.methods import BF16, FP32_SUMS
 
 SAMPLED = pytest.mark.sampled(
@@ -26,23 +26,6 @@ RANDOM = {
 }
 """Section of a method whose random numbers depend on the numbers of messages."""
 
-Program = Callable[[Any, int, Job], list[float]]
-
-
-@dataclass(frozen=True)
-class Seen:
-    """Records of a run.
-
-    `under_way` holds the numbers of buckets that were sent by the end of backward, for each step that compares, and
-    `agreed` whether they were right. `buckets` is the number of buckets of the rank's shard.
-    """
-
-    losses: list[str]
-    parameters: dict[str, list[float]]
-    under_way: list[int]
-    agreed: list[bool]
-    buckets: int
-
 
 def nodes_of(engine: Any) -> NodeShards:
     """Return what averages the gradients of `engine` over the nodes."""
@@ -50,30 +33,14 @@ def nodes_of(engine: Any) -> NodeShards:
     return found
 
 
-def train(rank: int, job: Job, early: bool, program: Program) -> Seen:
-    with patch.object(early_module, "SMALLEST_BUCKET", 100):
-        engine = start(job)
-        nodes, under_way, agreed = nodes_of(engine), [], []
-        reductions = nodes._early
-        assert reductions is not None
-        if not early:
-            reductions._history.patience = 10**9
-        agree = reductions._agree
-
-        def watched(step: Any, reducer: Any) -> bool:
-            under_way.append(len(step.sent))
-            agreed.append(agree(step, reducer))
-            return agreed[-1]
-
-        reductions._agree = watched  # type: ignore[method-assign]  # replaced for this test
-        losses = program(engine, rank, job)
-        seen = Seen([str(loss) for loss in losses], weights(engine), under_way, agreed, len(nodes._gradients.buckets))
-        engine.destroy()
-        return seen
+def both(rank: int, job: Job, program: Program) -> tuple[Seen, Seen]:
+    return train_both(rank, job, program, early_of, 100)
 
 
-def ordinary(engine: Any, rank: int, job: Job) -> list[float]:
-    return run(engine, data(rank, job))
+def early_of(engine: Any) -> EarlyReductions:
+    found = nodes_of(engine)._early
+    assert found is not None
+    return found
 
 
 def backward(engine: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
@@ -111,22 +78,8 @@ def given_up(engine: Any, rank: int, job: Job) -> list[float]:
     engine.save_checkpoint(directory)
     backward(engine, (2 * batches[4][0], batches[4][1]))
     engine.load_checkpoint(directory)
-    early = nodes_of(engine)._early
-    assert early is not None
-    assert not early._step.sent
+    assert not early_of(engine)._step.sent
     return losses + run(engine, batches[4:])
-
-
-def both(rank: int, job: Job, program: Program) -> tuple[Seen, Seen]:
-    return train(rank, job, True, program), train(rank, job, False, program)
-
-
-def check_equal(ranks: list[tuple[Seen, Seen]]) -> None:
-    """Check that what was sent during backward has changed no bit, and that all nodes have the same weights."""
-    for early, late in ranks:
-        assert (early.losses, early.parameters) == (late.losses, late.parameters)
-        assert late.agreed == []
-    assert all(early.parameters == ranks[0][0].parameters for early, _ in ranks)
 
 
 @SAMPLED

@@ -8,7 +8,7 @@ from deepspeed.utils import logger
 
 from deepspeed_compress.backends.deepspeed.norms import loss_scale
 from tests.support.forks import run_forks
-from tests.support.jobs import Job, data, run, start, train, train_on, weights
+from tests.support.jobs import Job, data, engines, run, start, train, train_on, weights
 from tests.support.methods import BF16, FP16, UNCLIPPED
 from tests.support.resuming import residuals_of
 
@@ -96,9 +96,7 @@ def scaler_of(engine) -> torch.amp.GradScaler:
 def autocast_run(rank: int, *stages: int) -> list[list[dict]]:
     """Return torch's own scale and that of the residuals after every step of fp16 autocast."""
     found = []
-    for stage in stages:
-        job = Job(stage=stage, section=INT4, extra=AUTOCAST, steps=4)
-        engine = start(job)
+    for job, engine in engines(*(Job(stage, INT4, extra=AUTOCAST, steps=4) for stage in stages)):
         scaler = scaler_of(engine)
         scaler._init_scale, scaler._growth_interval = 4.0, 2
         seen = []
@@ -106,7 +104,6 @@ def autocast_run(rank: int, *stages: int) -> list[list[dict]]:
             run(engine, [batch])
             seen.append({"scale": scaler.get_scale(), "clock": engine.compression.clock.loss_scale})
         found.append(seen)
-        engine.destroy()
     return found
 
 
@@ -194,25 +191,23 @@ FUSED = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": Tru
 
 def explode_in_autocast(rank: int, *extras: dict) -> list[dict]:
     """Run a step without ZeRO whose gradient is far too large, and finite, once with each configuration."""
-    return [explode_once(rank, extra) for extra in extras]
-
-
-def explode_once(rank: int, extra: dict) -> dict:
     section = {**WATCHED, "monitor": {"every": 1}}
-    job = Job(section=section, extra=extra, steps=EXPLODES + 3)
-    engine, norms, scales = start(job), [], []
+    jobs = [Job(section=section, extra=extra, steps=EXPLODES + 3) for extra in extras]
+    return [explode_once(engine, data(rank, job)) for job, engine in engines(*jobs)]
+
+
+def explode_once(engine, batches: list) -> dict:
+    norms, scales = [], []
     engine.compression.subscribe(lambda step: norms.append(step.grad_norm))
     scaler = engine.torch_autocast_z0_gradscaler
     if scaler is not None:
         scaler._init_scale = 8.0
-    for step, (x, y) in enumerate(data(rank, job)):
+    for step, (x, y) in enumerate(batches):
         loss = (engine(x).float() - y).square().mean()
         train_on(engine, loss * (2000.0 if step == EXPLODES else 1.0))
         scales.append(1.0 if scaler is None else scaler.get_scale())
     events = [event.reason for event in engine.compression.events if event.kind == "anomaly"]
-    skipped = engine.skipped_steps
-    engine.destroy()
-    return {"skipped": skipped, "events": events, "norms": norms, "scales": scales}
+    return {"skipped": engine.skipped_steps, "events": events, "norms": norms, "scales": scales}
 
 
 def test_the_guard_sees_norms_without_the_scale_of_torch():

@@ -17,7 +17,7 @@ import deepspeed_compress
 from deepspeed_compress import ConfigError, StateError, UnsupportedError
 from deepspeed_compress.backends.deepspeed.ownership import balanced_order
 from tests.support.forks import RankError, run_forks
-from tests.support.jobs import Job, data, make_engine, network, run, run_pipeline, start, weights
+from tests.support.jobs import Job, data, engines, make_engine, network, own_data, run, start, weights
 from tests.support.jobs import train as train_alone
 from tests.support.methods import BF16, FP32_SUMS, RAW, UNCLIPPED
 from tests.support.resuming import residuals_of, resume, save_and_continue, save_and_resume
@@ -74,12 +74,7 @@ def owners(engine: Any) -> list[str]:
 
 
 def train(rank: int, *jobs: Job) -> list[tuple[list[float], dict[str, list[float]], list[str]]]:
-    found = []
-    for one in jobs:
-        engine = start(one)
-        found.append((run(engine, data(rank, one)), weights(engine), owners(engine)))
-        engine.destroy()
-    return found
+    return [(run(engine, data(rank, one)), weights(engine), owners(engine)) for one, engine in engines(*jobs)]
 
 
 @SAMPLED
@@ -142,7 +137,7 @@ def pipelined(rank: int, section: Mapping[str, Any] | None, directory: str) -> t
     """Train a pipeline of two stages with two ranks each."""
     one = job(1, section, accumulation=2, stages=2)
     engine = start(one)
-    run_pipeline(engine, data(engine.grid.get_data_parallel_rank(), one))
+    run(engine, own_data(engine, rank, one))
     engine.save_checkpoint(directory)
     return weights(engine), owners(engine)
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.support.forks import run_forks
-from tests.support.jobs import Job, data, run, start, weights
+from tests.support.jobs import Job, data, engines, run, weights
 
 pytestmark = pytest.mark.sampled(4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_pace.py")
 
@@ -19,14 +19,12 @@ CAP = {"communication": {"max_rate": f"{RATE / 1000:g} kbit/s"}}
 def train(rank: int, *jobs: Job) -> list[tuple[dict[str, Any], int, float]]:
     """Return weights, bytes sent and seconds of each job."""
     found = []
-    for job in jobs:
-        engine = start(job)
+    for job, engine in engines(*jobs):
         sent: list[int] = []
         engine.compression.subscribe(lambda step, sent=sent: sent.append(step.bytes_sent))
         begin = time.monotonic()
         run(engine, data(rank, job))
         found.append((weights(engine), sum(sent), time.monotonic() - begin))
-        engine.destroy()
     return found
 
 

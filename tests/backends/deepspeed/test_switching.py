@@ -120,8 +120,8 @@ def test_weights_on_their_way_change_their_settings_too(tmp_path: Path) -> None:
     assert found[0][1][2] == found[1][1][2]
 
 
-def skipped(rank: int, job: Job) -> tuple[list[str], dict[str, list[float]], int]:
-    engine = begin(job)
+def skipped(rank: int, job: Job, begins: Any = begin) -> tuple[list[str], dict[str, list[float]], int]:
+    engine = begins(job)
     settings = follow(engine, data(rank, job))[1]
     return settings, weights(engine), engine.skipped_steps
 
@@ -151,13 +151,8 @@ def test_a_gradient_that_is_not_finite_is_so_on_all_ranks_whatever_is_in_force()
 
 
 def test_one_rank_sends_nothing_and_chooses_without_waiting() -> None:
-    [(settings, _, _)] = run_forks(1, unsteered, job(1))
+    [(settings, _, _)] = run_forks(1, skipped, job(1), start)
     assert settings[-1] == "none, none"
-
-
-def unsteered(rank: int, job: Job) -> tuple[list[str], dict[str, list[float]], int]:
-    engine = start(job)
-    return follow(engine, data(rank, job))[1], weights(engine), engine.skipped_steps
 
 
 SHAPES = {"a": (24, 20), "b": (24,), "c": (30, 16), "d": (5,)}

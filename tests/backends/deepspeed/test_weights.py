@@ -29,15 +29,15 @@ from tests.support.jobs import (
     data,
     make_engine,
     network,
+    own_data,
     run,
-    run_pipeline,
     start,
     steady_data,
-    train_on,
     weights,
 )
 from tests.support.methods import BF16, FP16, FP32_SUMS, NONE
 from tests.support.seeds import SEEDS, Excess
+from tests.support.tensor_islands import start_tensor, take_steps
 
 SOURCES = ("deepspeed_compress/backends/deepspeed/weights", "tests/backends/deepspeed/test_weights.py")
 SAMPLED = pytest.mark.sampled(8, *SOURCES)
@@ -137,8 +137,7 @@ def observe(engine: Any, meter: Meter, batches: list[Any]) -> Outcome:
     losses, bits, errors, moves, sent = [], [], [], [], []
     for first in range(0, len(batches), per_step):
         before, meter.bytes_weights = masters(engine), 0
-        advance = run_pipeline if hasattr(engine, "train_batch") else run
-        losses += advance(engine, batches[first : first + per_step])
+        losses += run(engine, batches[first : first + per_step])
         bits.append(b"".join(bytes(flat.view(torch.uint8).tolist()) for flat in held(engine)))
         errors.append(distance(engine))
         after = zip(masters(engine), before, strict=True)
@@ -156,31 +155,23 @@ def batches_of(engine: Any, rank: int, job: Job) -> list[Any]:
     if job.stages == 1:
         return data(rank, job)
     dtype = next(engine.module.parameters()).dtype
-    return [(x.to(dtype), y.to(dtype)) for x, y in data(engine.grid.get_data_parallel_rank(), job)]
+    return [(x.to(dtype), y.to(dtype)) for x, y in own_data(engine, rank, job)]
 
 
-def train(rank: int, job: Job, *settings: Setting | None) -> list[Outcome]:
+def train(rank: int, job: Job, *settings: Setting | None, steady: bool = False) -> list[Outcome]:
     """Train once for each setting; None leaves the weights to DeepSpeed."""
     outcomes = []
     for setting in settings:
         engine = begin(job)
         meter = attached(engine, setting)[1] if setting else Meter()
-        outcomes.append(observe(engine, meter, batches_of(engine, rank, job)))
+        outcomes.append(observe(engine, meter, steady_data(rank, job) if steady else batches_of(engine, rank, job)))
         engine.destroy()
     return outcomes
 
 
-def train_steadily(rank: int, jobs: Sequence[Job]) -> list[tuple[Outcome, Outcome]]:
+def train_steadily(rank: int, jobs: Sequence[Job]) -> list[list[Outcome]]:
     """Train each of the jobs twice, without compression of weights and with it."""
-    outcomes = []
-    for job in jobs:
-        plain = begin(job)
-        exact = observe(plain, Meter(), steady_data(rank, job))
-        plain.destroy()
-        engine = begin(job)
-        outcomes.append((exact, observe(engine, attached(engine, Setting())[1], steady_data(rank, job))))
-        engine.destroy()
-    return outcomes
+    return [train(rank, job, None, Setting(), steady=True) for job in jobs]
 
 
 def assert_followed(ranks: Sequence[Outcome], epsilon: float) -> None:
@@ -445,18 +436,11 @@ def test_resume_is_going_on_after_the_save(name: str, tmp_path: Any) -> None:
 
 def train_llama(rank: int, compress: bool) -> tuple[dict[str, list[float]], list[str], int]:
     """Return parameters after three steps under AutoTP, the names of the exact ones, and the number of parameters."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
-    engine = make_engine(model, Job(stage=1, section={"parallelism": {"tensor": 2}, **NONE}).config())
+    job = Job(stage=1, section={"parallelism": {"tensor": 2}, **NONE}, steps=3)
+    engine = start_tensor(job)
     if compress:
         attached(engine, Setting(Codec(Blockwise(bits=4, block_size=32))))
-    generator = torch.Generator().manual_seed(engine.data_parallel_group.rank())
-    for _ in range(3):
-        tokens = torch.randint(0, 64, (3, 8), generator=generator)
-        train_on(engine, engine(input_ids=tokens, labels=tokens, use_cache=False).loss)
+    take_steps(engine, rank, job)
     found = {name: value.detach().flatten().tolist() for name, value in engine.module.named_parameters()}
     return found, shared_parameters(engine), len(engine.param_names)
 

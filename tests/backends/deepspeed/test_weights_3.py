@@ -16,7 +16,7 @@ from torch.func import functional_call
 from deepspeed_compress.backends.deepspeed.weights.zero_3 import _PREFETCH, check_weights_3
 from deepspeed_compress.errors import UnsupportedError
 from tests.support.forks import run_forks
-from tests.support.jobs import Job, Outcome, data, network, run, start, train, weights
+from tests.support.jobs import Job, Outcome, data, engines, network, run, start, train, weights
 from tests.support.resuming import save_and_resume
 
 SAMPLED = pytest.mark.sampled(
@@ -61,24 +61,18 @@ def test_however_weights_are_gathered() -> None:
 def train_with_spoilt_padding(rank: int, *jobs: Job) -> list[Outcome]:
     """Train with NaN in the padding, which DeepSpeed never writes."""
     outcomes = []
-    for job in jobs:
-        engine = start(job)
+    for job, engine in engines(*jobs):
         for parameter in engine.module.parameters():
             share = parameter.ds_tensor
             share.data[max(0, parameter.ds_numel - rank * share.numel()) :] = float("nan")
-        losses = run(engine, data(rank, job))
-        outcomes.append(Outcome(losses, weights(engine)))
-        engine.destroy()
+        outcomes.append(Outcome(run(engine, data(rank, job)), weights(engine)))
     return outcomes
 
 
 def prefetch_sizes(rank: int) -> list[int]:
-    sizes = []
-    for zero in ({}, {"stage3_prefetch_bucket_size": 7}, ONE_BY_ONE):
-        engine = start(replace(ROUNDED, zero=zero))
-        sizes.append(vars(engine.optimizer.parameter_offload.get_param_coordinator())[_PREFETCH])
-        engine.destroy()
-    return sizes
+    jobs = [replace(ROUNDED, zero=zero) for zero in ({}, {"stage3_prefetch_bucket_size": 7}, ONE_BY_ONE)]
+    coordinators = (engine.optimizer.parameter_offload.get_param_coordinator() for _, engine in engines(*jobs))
+    return [vars(coordinator)[_PREFETCH] for coordinator in coordinators]
 
 
 def test_a_prefetch_size_is_chosen_where_none_is_given() -> None:

@@ -1,25 +1,21 @@
 """The coordinator of islands as a state machine: membership, commits, and uniqueness of the majority."""
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from deepspeed_compress.local_sgd.coordinator.records import Holder, Saved
-from tests.support.coordinated import PATIENCE, TIMEOUT, CoordinatorHarness, terms
+from tests.support.coordinated import PATIENCE, TIMEOUT, CoordinatorHarness, begun, terms
 
 
 def test_the_first_island_provides_the_anchor_for_the_others() -> None:
     world = CoordinatorHarness(minimum=2)
-    world.join("a")
-    world.say("a", "sources")
+    world.enter("a")
     world.wait(2.0, "a")
     assert world.count("a", "anchor") == 0
     assert world.count("a", "waiting") == 1
-    world.join("b")
-    world.say("b", "sources")
+    world.enter("b")
     assert world.last("a", "anchor")["sources"] == []
     assert world.last("b", "anchor")["sources"] == [["a:2"]]
     assert world.last("a", "anchor")["version"] == world.last("b", "anchor")["version"] == 1
@@ -27,8 +23,7 @@ def test_the_first_island_provides_the_anchor_for_the_others() -> None:
 
 
 def test_a_round_begins_when_all_have_arrived_and_is_committed_when_all_have_voted() -> None:
-    world = CoordinatorHarness()
-    world.begin("a", "b")
+    world = begun("a", "b")
     world.arrive("a")
     assert world.count("a", "round") == 0
     assert world.count("b", "open") == 1
@@ -43,8 +38,7 @@ def test_a_round_begins_when_all_have_arrived_and_is_committed_when_all_have_vot
 
 
 def test_no_island_is_awaited_longer_than_the_timeout() -> None:
-    world = CoordinatorHarness()
-    world.begin("a", "b", "c")
+    world = begun("a", "b", "c")
     world.arrive("a", "b")
     world.wait(TIMEOUT - 0.5, "a", "b", "c")
     assert world.count("a", "round") == 0
@@ -62,8 +56,7 @@ def test_no_island_is_awaited_longer_than_the_timeout() -> None:
 
 
 def test_a_busy_island_is_awaited_once() -> None:
-    world = CoordinatorHarness()
-    world.begin("a", "b", "c")
+    world = begun("a", "b", "c")
     world.arrive("a", "b")
     world.wait(TIMEOUT, "a", "b", "c")
     world.vote("a", "b")
@@ -79,29 +72,26 @@ def test_a_busy_island_is_awaited_once() -> None:
 
 
 def test_a_disconnected_island_is_not_awaited() -> None:
-    world = CoordinatorHarness()
-    world.begin("a", "b", "c")
+    world = begun("a", "b", "c")
     world.arrive("a", "b")
     world.lose("c")
     assert world.partners("a") == [0, 1]
 
 
 def test_an_island_that_is_silent_for_the_timeout_is_lost() -> None:
-    world = CoordinatorHarness()
-    world.begin("a", "b", "c")
+    world = begun("a", "b", "c")
     world.wait(TIMEOUT + 1, "a", "b")
     world.arrive("a", "b")
     assert world.partners("a") == [0, 1]
     world.say("c", "beat")
     assert world.last("c", "unknown")
-    world.join("c", number=2, version=1, run=world.coordinator.saved.run)
+    world.come_back("c", 2, 1)
     assert world.last("c", "welcome")["number"] == 2
 
 
 @pytest.mark.parametrize("voted", [0, 1, 2])
 def test_a_death_before_the_vote_makes_the_round_void_for_all(voted: int) -> None:
-    world = CoordinatorHarness()
-    world.begin("a", "b", "c")
+    world = begun("a", "b", "c")
     world.arrive("a", "b", "c")
     world.vote(*"ab"[:voted])
     world.lose("c")
@@ -113,22 +103,20 @@ def test_a_death_before_the_vote_makes_the_round_void_for_all(voted: int) -> Non
 
 
 def test_a_death_after_the_vote_changes_nothing() -> None:
-    world = CoordinatorHarness()
-    world.begin("a", "b", "c")
+    world = begun("a", "b", "c")
     world.arrive("a", "b", "c")
     world.vote("c")
     world.lose("c")
     world.vote("a", "b")
     assert world.last("a", "outcome")["committed"]
     # Island c returns and asks for the outcome.
-    world.join("c", number=2, version=1, run=world.coordinator.saved.run)
+    world.come_back("c", 2, 1)
     world.vote("c")
     assert world.last("c", "outcome")["committed"]
 
 
 def test_the_run_continues_from_the_next_newest_anchor_if_the_newest_is_lost() -> None:
-    world = CoordinatorHarness()
-    world.begin("a", "b")
+    world = begun("a", "b")
     world.arrive("a")
     world.wait(TIMEOUT, "a", "b")
     world.vote("a")
@@ -144,8 +132,7 @@ def test_the_run_continues_from_the_next_newest_anchor_if_the_newest_is_lost() -
 
 
 def test_a_round_without_the_newest_anchor_does_not_take_place() -> None:
-    world = CoordinatorHarness()
-    world.begin("a", "b", "c")
+    world = begun("a", "b", "c")
     world.arrive("a", "c")
     world.wait(TIMEOUT, "a", "b", "c")
     world.vote("a", "c")
@@ -158,18 +145,15 @@ def test_a_round_without_the_newest_anchor_does_not_take_place() -> None:
 
 
 def test_a_restarted_coordinator_waits_for_a_majority_of_the_last_round() -> None:
-    world = CoordinatorHarness()
-    world.begin("a", "b", "c")
-    world.arrive("a", "b", "c")
-    world.vote("a", "b", "c")
-    saved = Saved(**json.loads(json.dumps(asdict(world.coordinator.saved))))
-    again = CoordinatorHarness(saved=saved, came_back=True)
-    again.join("a", number=0, version=2, run=saved.run)
+    world = begun("a", "b", "c")
+    world.commit("a", "b", "c")
+    again = world.copied()
+    again.come_back("a", 0, 2)
     again.arrive("a")
     again.wait(3 * TIMEOUT, "a")
     assert again.count("a", "round") == 0
     assert "1 of the 3 islands of the last exchange have returned" in again.last("a", "waiting")["why"]
-    again.join("b", number=1, version=2, run=saved.run)
+    again.come_back("b", 1, 2)
     again.arrive("b")
     again.wait(TIMEOUT, "a", "b")
     assert again.partners("a") == [0, 1]
@@ -179,18 +163,14 @@ def test_a_restarted_coordinator_waits_for_a_majority_of_the_last_round() -> Non
 
 
 def test_two_coordinators_with_copies_of_one_state_do_not_both_continue() -> None:
-    world = CoordinatorHarness()
     names = "abcde"
-    world.begin(*names)
-    world.arrive(*names)
-    world.vote(*names)
+    world = begun(*names)
+    world.commit(*names)
     rounds = []
     for part in ("ab", "cde"):
-        other = CoordinatorHarness(
-            saved=Saved(**json.loads(json.dumps(asdict(world.coordinator.saved)))), came_back=True
-        )
+        other = world.copied()
         for name in part:
-            other.join(name, number=names.index(name), version=2, run=world.coordinator.saved.run)
+            other.come_back(name, names.index(name), 2)
         other.arrive(*part)
         other.wait(4 * TIMEOUT, *part)
         rounds.append(other.count(part[0], "round"))
@@ -211,20 +191,18 @@ def test_a_loaded_checkpoint_replaces_a_lost_island() -> None:
     world = CoordinatorHarness(minimum=2, saved=saved, came_back=True)
     for number, name in enumerate("ab"):
         world.join(name)
-        world.say(name, "claim", run="x", number=number, version=12 + number)
-    assert world.last("b", "anchor") == {"kind": "anchor", "version": 13, "sources": []}
-    assert world.last("a", "anchor") == {"kind": "anchor", "version": 13, "sources": [["b:2"]]}
+        world.claim(name, number, 12 + number, "x")
+    assert world.anchor("b") == (13, [])
+    assert world.anchor("a") == (13, [["b:2"]])
 
 
 def test_all_islands_start_from_the_newest_checkpoint_under_a_new_coordinator() -> None:
-    world = CoordinatorHarness(minimum=3)
-    world.begin("a", "b", "c")
+    world = begun("a", "b", "c", minimum=3)
     for name, version in zip("abc", (7, 9, 9), strict=True):
-        world.say(name, "claim", run="former", number=0, version=version)
+        world.claim(name, 0, version, "former")
     assert [len(world.last(name, "anchor")["sources"]) for name in "abc"] == [2, 0, 0]
     assert {world.last(name, "anchor")["version"] for name in "abc"} == {9}
-    for name in "abc":
-        world.say(name, "ready", version=9)
+    world.ready(9, *"abc")
     world.arrive("a", "b", "c")
     assert world.last("a", "round")["id"] > 9
 
@@ -236,13 +214,11 @@ def test_all_islands_start_from_the_newest_checkpoint_under_a_new_coordinator() 
 def test_islands_that_start_again_are_in_the_order_of_their_checkpoints(
     saved: tuple[int, ...], numbers: list[int]
 ) -> None:
-    world = CoordinatorHarness(minimum=3)
-    world.begin("a", "b", "c", "d")
+    world = begun("a", "b", "c", "d", minimum=3)
     for name, number in zip("abc", saved, strict=True):
-        world.say(name, "claim", run="former", number=number, version=9)
+        world.claim(name, number, 9, "former")
     assert [world.last(name, "welcome")["number"] for name in "abcd"] == [*numbers, 3]
-    for name in "abc":
-        world.say(name, "ready", version=9)
+    world.ready(9, *"abc")
     world.arrive("a", "b", "c")
     assert world.partners("a") == [0, 1, 2]
 
@@ -256,22 +232,22 @@ def test_an_island_that_arrives_too_late_for_an_anchor_loads_its_checkpoint(has_
     for name in "ab":
         world.say(name, "sources")
     assert world.last("b", "anchor")["sources"] == [["a:2"]]
-    world.say("a", "ready", version=world.last("a", "anchor")["version"])
-    world.say("a", "claim", run="former", number=0, version=7)
+    world.ready(world.last("a", "anchor")["version"], "a")
+    world.claim("a", 0, 7, "former")
     world.say("b", "sources")
-    assert world.last("b", "anchor") == {"kind": "anchor", "version": 0, "sources": []}
-    world.say("b", "ready", version=0)
+    assert world.anchor("b") == (0, [])
+    world.ready(0, "b")
     if has_one:
-        world.say("b", "claim", run="former", number=1, version=9)
-        assert world.last("b", "anchor") == {"kind": "anchor", "version": 9, "sources": []}
-        assert world.last("a", "anchor") == {"kind": "anchor", "version": 9, "sources": [["b:2"]]}
+        world.claim("b", 1, 9, "former")
+        assert world.anchor("b") == (9, [])
+        assert world.anchor("a") == (9, [["b:2"]])
     else:
         # Island b trains. When it requests an exchange, it waits for an island with a checkpoint.
         world.arrive("b")
         world.join("c")
-        world.say("c", "claim", run="former", number=1, version=8)
-        assert world.last("c", "anchor") == {"kind": "anchor", "version": 8, "sources": []}
-        assert world.last("b", "anchor") == {"kind": "anchor", "version": 8, "sources": [["c:2"]]}
+        world.claim("c", 1, 8, "former")
+        assert world.anchor("c") == (8, [])
+        assert world.anchor("b") == (8, [["c:2"]])
 
 
 def test_an_island_that_joins_while_others_wait_with_checkpoints_loads_its_own() -> None:
@@ -281,37 +257,32 @@ def test_an_island_that_joins_while_others_wait_with_checkpoints_loads_its_own()
     """
     world = CoordinatorHarness(minimum=2)
     world.join("a")
-    world.say("a", "claim", run="former", number=0, version=7)
+    world.claim("a", 0, 7, "former")
     assert world.count("a", "anchor") == 0
-    world.join("b")
-    world.say("b", "sources")
-    assert world.last("b", "anchor") == {"kind": "anchor", "version": 0, "sources": []}
+    world.enter("b")
+    assert world.anchor("b") == (0, [])
     # Island c has no checkpoint. It must not start a new run with b, although `minimum` is 2.
-    world.join("c")
-    world.say("c", "sources")
-    world.say("c", "ready", version=0)
+    world.enter("c")
+    world.ready(0, "c")
     world.arrive("c")
     assert world.count("c", "round") == 0
-    world.say("b", "claim", run="former", number=1, version=9)
+    world.claim("b", 1, 9, "former")
     assert [world.last(name, "anchor")["version"] for name in "abc"] == [9, 9, 9]
     assert [world.last(name, "anchor")["sources"] for name in "abc"] == [[["b:2"]], [], [["b:2"]]]
 
 
 def test_a_checkpoint_is_not_an_anchor_if_others_have_continued() -> None:
-    world = CoordinatorHarness()
-    world.begin("a")
-    world.arrive("a")
-    world.vote("a")
+    world = begun("a")
+    world.commit("a")
     world.begin("b")
-    world.say("b", "claim", run=world.coordinator.saved.run, number=0, version=40)
-    assert world.last("b", "anchor") == {"kind": "anchor", "version": 2, "sources": [["a:2"]]}
+    world.claim("b", 0, 40)
+    assert world.anchor("b") == (2, [["a:2"]])
 
 
 def test_updates_from_another_beginning_are_not_added() -> None:
-    world = CoordinatorHarness()
-    world.begin("a")
-    world.say("a", "claim", run="former", number=0, version=9)
-    world.say("a", "ready", version=9)
+    world = begun("a")
+    world.claim("a", 0, 9, "former")
+    world.ready(9, "a")
     world.join("b", version=1)
     world.arrive("b")
     assert world.last("b", "anchor")["sources"] == [["a:2"]]
@@ -319,8 +290,7 @@ def test_updates_from_another_beginning_are_not_added() -> None:
 
 
 def test_fewer_than_the_minimum_do_not_exchange() -> None:
-    world = CoordinatorHarness(minimum=2)
-    world.begin("a", "b")
+    world = begun("a", "b", minimum=2)
     world.lose("b")
     world.arrive("a")
     world.wait(2 * TIMEOUT, "a")
@@ -332,8 +302,7 @@ def test_fewer_than_the_minimum_do_not_exchange() -> None:
 
 
 def test_terms_are_those_of_the_connected_islands() -> None:
-    world = CoordinatorHarness()
-    world.begin("a")
+    world = begun("a")
     message = {"terms": {**terms(), "outer": "nesterov"}, "store": "b:1", "addresses": []}
     world.say("b", "join", **message)
     assert world.last("b", "refused")["why"] == "outer is 'nesterov', that of the others 'average'"
@@ -366,8 +335,7 @@ def test_an_island_of_another_run_is_refused() -> None:
 
 def test_after_void_rounds_each_island_is_excluded_in_turn() -> None:
     """The link between a and b is broken, so every round with both is void."""
-    world = CoordinatorHarness()
-    world.begin("a", "b", "c")
+    world = begun("a", "b", "c")
     counted = set()
     for _ in range(8):
         world.arrive(*"cba")
@@ -376,8 +344,7 @@ def test_after_void_rounds_each_island_is_excluded_in_turn() -> None:
         world.vote(*voting, ok=not broken)
         if not broken:
             counted |= set(voting)
-            for name in voting:
-                world.say(name, "ready", version=world.coordinator.saved.version)
+            world.ready(world.coordinator.saved.version, *voting)
     assert counted == {"a", "b", "c"}
 
 
@@ -406,24 +373,20 @@ def test_messages_of_unknown_islands_change_nothing(wrong: Mapping[str, Any]) ->
 
 def test_a_version_lost_with_its_holders_is_not_in_the_lineage() -> None:
     """The others have continued from an older version, so updates from the lost version must not be added."""
-    world = CoordinatorHarness()
-    world.begin("a", "b", "c")
+    world = begun("a", "b", "c")
     world.arrive("a", "b")
     world.wait(TIMEOUT, "a", "b", "c")
     world.vote("a", "b")
     assert world.coordinator.saved.lineage == [1, 2]
-    for name in "ab":
-        world.lose(name)
+    world.lose(*"ab")
     world.wait(PATIENCE + 0.5, "c")
-    world.arrive("c")
-    world.vote("c")
+    world.commit("c")
     assert world.coordinator.saved.lineage == [1, 3]
     # Island a knows that its round was committed, so it gets the anchor of the others. Island b does not know the
     # outcome, and learns that the round is void.
-    run = world.coordinator.saved.run
-    world.join("a", number=0, version=2, run=run)
+    world.come_back("a", 0, 2)
     world.say("a", "arrive", version=2, samples=10)
-    assert world.last("a", "anchor") == {"kind": "anchor", "version": 3, "sources": [["c:2"]]}
-    world.join("b", number=1, version=1, run=run)
+    assert world.anchor("a") == (3, [["c:2"]])
+    world.come_back("b", 1, 1)
     world.say("b", "vote", round=2, ok=True)
     assert not world.last("b", "outcome")["committed"]

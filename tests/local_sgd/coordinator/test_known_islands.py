@@ -8,27 +8,15 @@ from typing import Any
 
 import pytest
 
-from tests.support.coordinated import PATIENCE, TIMEOUT, CoordinatorHarness, terms
+from tests.support.coordinated import PATIENCE, TIMEOUT, CoordinatorHarness, begun, terms
 
 
 def trained(*names: str, minimum: int = 1, rounds: int = 1) -> CoordinatorHarness:
     """Return a world in which the islands `names` have exchanged."""
-    world = CoordinatorHarness(minimum=minimum)
-    world.begin(*names)
+    world = begun(*names, minimum=minimum)
     for _ in range(rounds):
-        exchange(world, *names)
+        world.exchange(*names)
     return world
-
-
-def exchange(world: CoordinatorHarness, *names: str) -> None:
-    world.arrive(*names)
-    world.vote(*names)
-    for name in names:
-        world.say(name, "ready", version=world.coordinator.saved.version)
-
-
-def join_again(world: CoordinatorHarness, name: str, number: int, version: int) -> None:
-    world.join(name, number=number, version=version, run=world.coordinator.saved.run)
 
 
 @pytest.mark.parametrize("restarted", [False, True])
@@ -37,36 +25,33 @@ def test_a_new_island_does_not_restart_the_run_while_trained_islands_are_cut_off
     if restarted:
         world.restart()
     else:
-        world.lose("a")
-        world.lose("b")
-    world.join("c")
-    world.say("c", "sources")
+        world.lose("a", "b")
+    world.enter("c")
     world.wait(TIMEOUT, "c")
     # This island may have a checkpoint to load, so it trains with its own weights, which do not affect the run.
-    assert world.last("c", "anchor") == {"kind": "anchor", "version": 0, "sources": []}
-    world.say("c", "ready", version=0)
+    assert world.anchor("c") == (0, [])
+    world.ready(0, "c")
     world.arrive("c")
     world.wait(10 * PATIENCE, "c")
     assert world.count("c", "round") == 0
     why = world.last("c", "waiting")["why"]
     assert "island 0 (a) and island 1 (b) have the newest weights" in why
     assert "ds-compress islands forget HOST:PORT 0 1" in why
-    join_again(world, "a", 0, 2)
-    assert world.last("c", "anchor") == {"kind": "anchor", "version": 2, "sources": [["a:2"]]}
+    world.come_back("a", 0, 2)
+    assert world.anchor("c") == (2, [["a:2"]])
 
 
 def test_an_outdated_island_does_not_continue_while_the_newest_ones_are_cut_off() -> None:
     world = trained("a", "b", "c")
     world.lose("c")
     for _ in range(5):
-        exchange(world, "a", "b")
-    world.lose("a")
-    world.lose("b")
-    join_again(world, "c", 2, 2)
+        world.exchange("a", "b")
+    world.lose("a", "b")
+    world.come_back("c", 2, 2)
     world.arrive("c")
     world.wait(PATIENCE - 1, "c")
     assert world.last("c", "over")
-    join_again(world, "a", 0, 7)
+    world.come_back("a", 0, 7)
     world.arrive("a", "c")
     assert world.last("a", "round")["base"] == 7
 
@@ -74,17 +59,16 @@ def test_an_outdated_island_does_not_continue_while_the_newest_ones_are_cut_off(
 def test_a_new_island_waits_for_the_newest_anchor() -> None:
     world = trained("a", "b")
     world.lose("b")
-    exchange(world, "a")
+    world.exchange("a")
     world.lose("a")
-    join_again(world, "b", 1, 2)
-    world.join("c")
-    world.say("c", "sources")
+    world.come_back("b", 1, 2)
+    world.enter("c")
     assert world.count("c", "anchor") == 0
     assert "island 0 (a) has the newest weights" in world.last("c", "waiting")["why"]
     world.wait(PATIENCE + 0.5, "b", "c")
     assert [one for one in world.messages["c"] if one["kind"] == "anchor"][-1]["version"] in (0, 2)
     world.say("c", "sources")
-    assert world.last("c", "anchor") == {"kind": "anchor", "version": 2, "sources": [["b:2"]]}
+    assert world.anchor("c") == (2, [["b:2"]])
 
 
 def test_islands_that_left_are_not_awaited() -> None:
@@ -111,7 +95,7 @@ def test_an_island_that_died_long_ago_does_not_replace_those_that_continued() ->
     world = trained("a", "b")
     world.lose("a")
     world.wait(PATIENCE + 0.5, "b")
-    exchange(world, "b")
+    world.exchange("b")
     world.say("b", "leave")
     world.begin("c")
     assert world.last("c", "anchor")["sources"] == []
@@ -119,33 +103,26 @@ def test_an_island_that_died_long_ago_does_not_replace_those_that_continued() ->
 
 @pytest.mark.parametrize("minimum", [1, 2])
 def test_islands_that_died_before_any_exchange_are_awaited_for_their_patience(minimum: int) -> None:
-    world = CoordinatorHarness(minimum=minimum)
-    world.begin(*"ab"[:minimum])
-    for name in "ab"[:minimum]:
-        world.lose(name)
+    world = begun(*"ab"[:minimum], minimum=minimum)
+    world.lose(*"ab"[:minimum])
     new = "cd"[:minimum]
-    for name in new:
-        world.join(name)
-        world.say(name, "sources")
+    world.enter(*new)
     assert world.coordinator.saved.version == 1
     world.wait(TIMEOUT, *new)
-    for name in new:
-        world.say(name, "ready", version=0)
+    world.ready(0, *new)
     world.arrive(*new)
     world.wait(PATIENCE, *new)
     assert world.coordinator.saved.version == 2
-    assert world.last("c", "anchor") == {"kind": "anchor", "version": 2, "sources": []}
+    assert world.anchor("c") == (2, [])
 
 
 @pytest.mark.parametrize("restarted", [False, True])
 def test_a_user_can_remove_dead_islands(restarted: bool) -> None:
     world = trained("a", "b")
-    for name in "ab":
-        world.lose(name)
+    world.lose(*"ab")
     if restarted:
         world.restart()
-    world.join("c")
-    world.say("c", "sources")
+    world.enter("c")
     world.say("", "forget", numbers=[0])
     world.wait(10 * PATIENCE, "c")
     assert world.coordinator.saved.version == 2
@@ -153,13 +130,13 @@ def test_a_user_can_remove_dead_islands(restarted: bool) -> None:
     world.say("", "forget", numbers=[1, 2, 77])
     assert world.coordinator.status(0.0)["missing"] == []
     assert [one["number"] for one in world.coordinator.status(0.0)["islands"]] == [2]
-    world.say("c", "ready", version=0)
+    world.ready(0, "c")
     world.arrive("c")
     assert world.last("c", "anchor")["version"] == 3
     # Island a was forgotten but returns. It gets the anchor of the others.
-    join_again(world, "a", 0, 2)
+    world.come_back("a", 0, 2)
     world.arrive("a")
-    assert world.last("a", "anchor") == {"kind": "anchor", "version": 3, "sources": [["c:2"]]}
+    assert world.anchor("a") == (3, [["c:2"]])
 
 
 def test_terms_follow_the_islands_that_have_not_left() -> None:
@@ -169,7 +146,7 @@ def test_terms_follow_the_islands_that_have_not_left() -> None:
     world.join("b", terms=other)
     assert "outer is 'nesterov', that of the others 'average'" in world.last("b", "refused")["why"]
     assert "ds-compress islands forget HOST:PORT 0" in world.last("b", "refused")["why"]
-    join_again(world, "a", 0, 2)
+    world.come_back("a", 0, 2)
     assert world.last("a", "welcome")
     world.say("a", "leave")
     world.join("b", terms=other)
@@ -181,8 +158,7 @@ def test_terms_follow_the_islands_that_have_not_left() -> None:
 def test_all_islands_start_from_the_newest_checkpoint_after_a_power_cut(restarted: bool, asks: bool) -> None:
     """Each island requests an anchor when its engine is created, and then loads its checkpoint."""
     world = trained("a", "b", "c", minimum=2, rounds=12)
-    for name in "abc":
-        world.lose(name)
+    world.lose(*"abc")
     if restarted:
         world.restart()
     for number, (name, version) in enumerate([("d", 9), ("e", 12), ("f", 11)]):
@@ -191,29 +167,27 @@ def test_all_islands_start_from_the_newest_checkpoint_after_a_power_cut(restarte
             world.say(name, "sources")
             world.wait(TIMEOUT, *"def"[: number + 1])
             assert world.last(name, "anchor")["version"] in (0, 12)
-            world.say(name, "ready", version=world.last(name, "anchor")["version"])
-        world.say(name, "claim", run=world.coordinator.saved.run, number=number, version=version)
+            world.ready(world.last(name, "anchor")["version"], name)
+        world.claim(name, number, version)
     newest = {name: world.last(name, "anchor") for name in "def"}
     assert {one["version"] for one in newest.values()} == {12}
     assert newest["e"]["sources"] == []
     assert newest["d"]["sources"] == newest["f"]["sources"] == [["e:2"]]
-    for name in "def":
-        world.say(name, "ready", version=12)
+    world.ready(12, *"def")
     world.arrive("d", "e", "f")
     assert world.last("d", "round")["base"] == 12
 
 
 def test_a_checkpoint_waits_for_trained_islands_that_are_cut_off() -> None:
     world = trained("a", "b", rounds=9)
-    world.lose("a")
-    world.lose("b")
+    world.lose("a", "b")
     world.join("c")
-    world.say("c", "claim", run=world.coordinator.saved.run, number=0, version=4)
+    world.claim("c", 0, 4)
     world.wait(PATIENCE - 1, "c")
     assert world.count("c", "anchor") == 0
     assert "island 1 (b) has the newest weights" in world.last("c", "waiting")["why"]
-    join_again(world, "b", 1, 10)
-    assert world.last("c", "anchor") == {"kind": "anchor", "version": 10, "sources": [["b:2"]]}
+    world.come_back("b", 1, 10)
+    assert world.anchor("c") == (10, [["b:2"]])
 
 
 def test_a_checkpoint_of_the_lineage_is_used_if_all_other_islands_are_older() -> None:
@@ -221,16 +195,15 @@ def test_a_checkpoint_of_the_lineage_is_used_if_all_other_islands_are_older() ->
     world = trained("a", "b", "c")
     world.lose("c")
     for _ in range(8):
-        exchange(world, "a", "b")
-    for name in "ab":
-        world.lose(name)
-    join_again(world, "c", 2, 2)
+        world.exchange("a", "b")
+    world.lose(*"ab")
+    world.come_back("c", 2, 2)
     for number, (name, version) in enumerate([("d", 9), ("e", 8)]):
         world.join(name)
-        world.say(name, "claim", run=world.coordinator.saved.run, number=number, version=version)
-    assert world.last("d", "anchor") == {"kind": "anchor", "version": 9, "sources": []}
-    assert world.last("e", "anchor") == {"kind": "anchor", "version": 9, "sources": [["d:2"]]}
-    world.say("d", "ready", version=9)
+        world.claim(name, number, version)
+    assert world.anchor("d") == (9, [])
+    assert world.anchor("e") == (9, [["d:2"]])
+    world.ready(9, "d")
     world.arrive("d", "c")
     world.wait(TIMEOUT, *"cde")
     assert world.last("c", "round")["base"] == 9
@@ -240,24 +213,23 @@ def test_a_checkpoint_of_another_run_does_not_replace_known_anchors() -> None:
     world = trained("a")
     world.lose("a")
     world.join("c")
-    world.say("c", "claim", run="other", number=0, version=400)
+    world.claim("c", 0, 400, "other")
     world.wait(10 * PATIENCE, "c")
     assert world.coordinator.saved.version == 2
     world.say("", "forget", numbers=[0])
-    assert world.last("c", "anchor") == {"kind": "anchor", "version": 400, "sources": []}
+    assert world.anchor("c") == (400, [])
 
 
 def test_a_restarted_coordinator_waits_for_the_islands_that_agreed_to_a_new_beginning() -> None:
     world = trained("a", "b", minimum=2, rounds=3)
-    for name in "ab":
-        world.lose(name)
+    world.lose(*"ab")
     for number, name in enumerate("cd"):
         world.join(name)
-        world.say(name, "claim", run=world.coordinator.saved.run, number=number, version=3)
+        world.claim(name, number, 3)
     assert world.last("d", "anchor")["version"] == 3
     world.restart()
     for number, name in enumerate("cd"):
-        join_again(world, name, number + 2, 3)
+        world.come_back(name, number + 2, 3)
     world.arrive("c", "d")
     assert world.partners("c") == [2, 3]
 
@@ -268,8 +240,7 @@ def test_the_state_file_of_an_earlier_release_restores_the_islands_of_the_last_r
     del saved["holders"]
     world.coordinator.to_save = lambda: json.dumps(saved)  # type: ignore[method-assign]
     world.restart()
-    world.join("c")
-    world.say("c", "sources")
+    world.enter("c")
     assert [one["number"] for one in world.coordinator.status(0.0)["missing"]] == [0, 1]
     world.wait(10 * PATIENCE, "c")
     assert world.coordinator.saved.version == 2
@@ -277,11 +248,10 @@ def test_the_state_file_of_an_earlier_release_restores_the_islands_of_the_last_r
 
 def test_a_waiting_island_learns_which_islands_are_missing() -> None:
     world = CoordinatorHarness(minimum=2)
-    world.join("a")
-    world.say("a", "sources")
+    world.enter("a")
     assert world.last("a", "waiting")["why"].endswith("1 is (island 0); start 1 more")
     world.begin("b")
-    world.say("a", "ready", version=1)
+    world.ready(1, "a")
     world.arrive("a", "b")
     world.vote("a")
     world.wait(TIMEOUT, "a", "b")
@@ -289,7 +259,7 @@ def test_a_waiting_island_learns_which_islands_are_missing() -> None:
     assert world.count("b", "waiting") == 0
     world.vote("b")
     world.restart()
-    join_again(world, "a", 0, 2)
+    world.come_back("a", 0, 2)
     world.say("a", "arrive", version=2, samples=1)
     world.wait(TIMEOUT, "a")
     assert "missing: island 1. Start" in world.last("a", "waiting")["why"]
@@ -359,7 +329,7 @@ class Chaos:
         for number, version in self.random.sample(self.checkpoints, 1) if self.checkpoints else ():
             one, run = self.new(), self.world.coordinator.saved.run
             self.world.wait(TIMEOUT, *(one.name for one in self.connected()))
-            self.world.say(one.name, "claim", run=run, number=number, version=version)
+            self.world.claim(one.name, number, version, run)
 
     def do_cut(self) -> None:
         for one in self.pick(self.connected()):
@@ -372,7 +342,7 @@ class Chaos:
             self.back(one)
 
     def back(self, one: Process) -> None:
-        join_again(self.world, one.name, self.number(one), one.version)
+        self.world.come_back(one.name, self.number(one), one.version)
         if one.version == 0:
             self.world.say(one.name, "sources")
 
@@ -423,7 +393,7 @@ class Chaos:
                     assert committed == message["committed"], "a round has one outcome"
                     one.version = message["id"] if committed else one.version
             if any(message["kind"] in ("anchor", "outcome") for message in received):
-                self.world.say(one.name, "ready", version=one.version)
+                self.world.ready(one.version, one.name)
 
     def check(self, before: dict[str, Any], patient: set[str]) -> None:
         after = self.world.coordinator.saved

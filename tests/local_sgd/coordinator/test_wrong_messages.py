@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deepspeed_compress.local_sgd.coordinator.requests import read_request
-from tests.support.coordinated import CoordinatorHarness, terms
+from tests.support.coordinated import CoordinatorHarness, begun, terms
 
 SURROGATE = "\ud800"
 JOIN = {"terms": terms(), "store": "z:1", "addresses": ["z:2"]}
@@ -42,10 +42,8 @@ NEVER = [
 
 def exchanging() -> CoordinatorHarness:
     """Return a world in which a and b have exchanged once, and a waits for the next round."""
-    world = CoordinatorHarness()
-    world.begin("a", "b")
-    world.arrive("a", "b")
-    world.vote("a", "b")
+    world = begun("a", "b")
+    world.commit("a", "b")
     world.arrive("a")
     return world
 
@@ -129,7 +127,7 @@ def test_an_unknown_kind_is_refused(kind: object) -> None:
 def test_an_island_that_cannot_join_learns_the_reason(number: int, version: int, text: str) -> None:
     world = exchanging()
     saved = world.coordinator.to_save()
-    world.join("c", number=number, version=version, run=world.coordinator.saved.run)
+    world.come_back("c", number, version)
     assert text in world.last("c", "refused")["why"]
     assert world.coordinator.to_save() == saved
     assert "c" not in world.coordinator.membership.connected
@@ -138,10 +136,9 @@ def test_an_island_that_cannot_join_learns_the_reason(number: int, version: int,
 def test_a_claim_does_not_break_later_rounds() -> None:
     world = CoordinatorHarness()
     world.join("a")
-    world.say("a", "claim", run="former", number=3, version=2**40)
-    world.say("a", "ready", version=2**40)
-    world.arrive("a")
-    world.vote("a")
+    world.claim("a", 3, 2**40, "former")
+    world.ready(2**40, "a")
+    world.commit("a")
     assert world.coordinator.saved.version == 2**40 + 1 < 2**53
 
 
