@@ -77,7 +77,7 @@ def _bars(shown: Bars) -> str:
     rows = "".join(
         f'<div class="bar"><span title="{_escape(name)}">{_escape(name)}</span><div class="parts">'
         + "".join(
-            _part(values[index] / max(totals), colour, f"{title}: {values[index]:,.4g} {shown.unit}")
+            _part(values[index] / (max(totals) or 1.0), colour, f"{title}: {values[index]:,.4g} {shown.unit}")
             for title, colour, values in shown.parts
         )
         + f"</div><span>{totals[index]:,.4g} {shown.unit}</span></div>"

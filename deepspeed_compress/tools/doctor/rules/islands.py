@@ -55,7 +55,7 @@ def sync_every_too_long(case: Case) -> Iterator[Diagnostic]:
             "exchanges": rise.exchanges,
         },
         severity="warning" if risen(case) is None else "error",
-        weight=min(1.0, rise.mean / rise.before),
+        weight=min(1.0, rise.mean / rise.before) if rise.before else 1.0,
     )
 
 

@@ -21,7 +21,7 @@ def large_residuals(case: Case) -> Iterator[Diagnostic]:
     key = "memory" if gradients.method in OWN_MOMENTUM else "error_feedback"
     kept = gradients.residuals if isinstance(gradients, CompressedGradients) else None
     peak = max(case.values("memory_bytes", case.run.steps))
-    if kept is None or kept.device == "cpu":
+    if kept is None or kept.device == "cpu" or not peak:
         return
     size = _residual_bytes(case, gradients.method, _SIZES[kept.dtype])
     if size < case.limits.memory * peak:
@@ -59,7 +59,7 @@ def _residual_bytes(case: Case, method: str, element: float) -> float:
 
 @rule("warning", "whether peak memory keeps growing", "memory_bytes")
 def memory_grows(case: Case) -> Iterator[Diagnostic]:
-    peaks = [float(line["memory_bytes"]) for line in case.run.steps if line.get("memory_bytes") is not None]
+    peaks = [float(line["memory_bytes"]) for line in case.run.steps if line.get("memory_bytes")]
     ends = [peaks[min(len(peaks) - 1, part * len(peaks) // 4)] for part in (1, 2, 3, 4)]
     steady = all(later - before >= case.limits.memory_steady * before for before, later in pairwise(ends))
     if steady and ends[-1] >= (1 + case.limits.memory_growth) * ends[0]:
