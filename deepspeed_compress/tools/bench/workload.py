@@ -170,7 +170,7 @@ def _workload(file: str, ds_config: Mapping[str, Any], model: str, sizes: Mappin
         precision=next((name for name in ("bf16", "fp16") if ds_config.get(name, {}).get("enabled")), "fp32"),
         micro_batch=micro_batch,
         accumulation=accumulation,
-        clipping=ds_config.get("gradient_clipping", 1.0),
+        clipping=ds_config.get("gradient_clipping", 0.0),
         seq_len=sizes["seq_len"],
         seed=sizes["seed"],
         sequence=sequence,
