@@ -51,6 +51,7 @@ def test_the_best_layouts_are_printed(model: str, capsys: pytest.CaptureFixture[
     assert " M1 " in out
     assert "zero" in out
     assert "Outside of the calibration" in out
+    assert "steps of deepspeed (fitted: those of megatron)" in out
     assert "Refused: " in out
 
 
