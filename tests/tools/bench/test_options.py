@@ -20,7 +20,8 @@ def test_hosts_and_rates_are_parsed() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["2", "2x,y", "2x1.5,1gbit", "2x0,1gbit", "1,1gbit", "x,1gbit", "2,", "2,fast", "2,1gbit,0mbit", "1000,1gbit"]
+    "text",
+    ["2", "2x,y", "2x1.5,1gbit", "2x0,1gbit", "1,1gbit", "x,1gbit", "2,", "2,fast", "2,1gbit,0mbit", "1000,1gbit"],
 )
 def test_invalid_hosts_are_refused_with_an_example(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="such as"):
