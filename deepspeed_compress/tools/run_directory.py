@@ -89,7 +89,7 @@ class RunDirectory:
         return [
             {key: value for key, value in entry.items() if is_number(value)}
             for entry in entries
-            if type(entry.get("step")) is int
+            if type(entry.get("step")) is int and 0 <= entry["step"] < 2**53
         ]
 
 

@@ -78,7 +78,7 @@ def mutations(text: bytes, seed: int) -> Iterator[bytes]:
                 text[:at] + bytes([text[at - 1] ^ 1 << rng.randrange(8)]) + text[at + 1 :],
                 replaced_value(text, rng, value),
                 replaced_value(text, rng, value),
-                replaced_column(text, rng),
+                replaced_column(text, rng, value),
             )
         )
 
@@ -93,9 +93,12 @@ def replaced_value(text: bytes, rng: random.Random, value: bytes) -> bytes:
     return text[:at] + value + text[min(ends, default=len(text)) :]
 
 
-def replaced_column(text: bytes, rng: random.Random) -> bytes:
+def replaced_column(text: bytes, rng: random.Random, value: bytes) -> bytes:
     """Replace all numbers of one key, as if the program had written them so."""
-    key = rng.choice(re.findall(rb'"(\w+)": -?[0-9]', text) or [b"step"])
+    keys = re.findall(rb'"(\w+)": -?[0-9]', text)
+    if not keys:
+        return text + value
+    key = rng.choice(keys)
     return re.sub(rb'("%s": )-?[0-9.e+]+' % key, rb"\g<1>" + rng.choice((b"0", b"-1", b"1e100", b"null")), text)
 
 

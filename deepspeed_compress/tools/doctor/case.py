@@ -207,7 +207,7 @@ class Case:
     def accumulation(self) -> int:
         """Return the number of micro-batches per step, or 1 if the configuration does not state it."""
         found = (self.run.config or {}).get("gradient_accumulation_steps")
-        return found if isinstance(found, int) and found > 0 else 1
+        return found if isinstance(found, int) and 0 < found < 2**53 else 1
 
     @property
     def element_bytes(self) -> int:

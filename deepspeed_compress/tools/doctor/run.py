@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,8 @@ def read_run(directory: Path, config: Path | None = None) -> Run:
             "again, or pass the directory that has this file"
         )
     # Statistics have losses only with some settings, and never in the first step.
-    known = next((at for at, line in enumerate(found.statistics) if line.get("loss") is not None), len(found.statistics))
-    logged = (found.metrics, "train_loss"), (found.statistics[known:], "loss"), (found.trainer_log, "loss")
+    statistics = tuple(dropwhile(lambda line: line.get("loss") is None, found.statistics))
+    logged = (found.metrics, "train_loss"), (statistics, "loss"), (found.trainer_log, "loss")
     return Run(
         directory,
         found.statistics,

@@ -101,7 +101,7 @@ def _legend(entries: Iterable[tuple[str, str]]) -> str:
 
 
 def _timelines(shown: Sequence[SettingsTimeline]) -> list[str]:
-    colours, last = setting_colours(shown), max((timeline.intervals[-1].last for timeline in shown), default=0)
+    colours, last = setting_colours(shown), max([1, *(timeline.intervals[-1].last for timeline in shown)])
     parts = "".join(_timeline(timeline, colours, last) for timeline in shown)
     return [f"<figure><div>{parts}</div></figure>"] if parts else []
 

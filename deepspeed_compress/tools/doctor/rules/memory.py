@@ -59,10 +59,10 @@ def _residual_bytes(case: Case, method: str, element: float) -> float:
 
 @rule("warning", "whether peak memory keeps growing", "memory_bytes")
 def memory_grows(case: Case) -> Iterator[Diagnostic]:
-    peaks = [float(line["memory_bytes"]) for line in case.run.steps if line.get("memory_bytes")]
+    peaks = [float(line["memory_bytes"]) for line in case.run.steps if line.get("memory_bytes") is not None]
     ends = [peaks[min(len(peaks) - 1, part * len(peaks) // 4)] for part in (1, 2, 3, 4)]
     steady = all(later - before >= case.limits.memory_steady * before for before, later in pairwise(ends))
-    if steady and ends[-1] >= (1 + case.limits.memory_growth) * ends[0]:
+    if steady and 0 < (1 + case.limits.memory_growth) * ends[0] <= ends[-1]:
         first, last = case.run.steps[len(case.run.steps) // 4]["step"], case.run.steps[-1]["step"]
         yield Diagnostic(
             at_steps(first, last),
