@@ -38,6 +38,7 @@ FILES = (
     "trainer_state.json",
     "train_results.json",
     "Train_Samples_lr.csv",
+    "rollout.jsonl",
 )
 HOSTILE = (
     *("null", "true", "-1", "[]", "{}", '""', "1e999", "-1e300", "NaN", "9" * 400, "9" * 5_000, '"\\ud800"'),
@@ -52,9 +53,10 @@ def write_run(directory: Path) -> None:
     for step in range(1, STEPS + 1):
         journal.add("compression.jsonl", {"step": step, **HEALTHY})
         journal.add("metrics.jsonl", {"step": step, "train_loss": 3.0, "step_time_s": 0.25})
+        journal.add("rollout.jsonl", {"step": step, "rollout_bytes": 9, "rollout_full_bytes": 99, "rollout_lag": 7.0})
     event = {"step": 3, "kind": "anomaly", "reason": "why", "evidence": {"norm": 1.0}, "before": "a", "after": "b"}
     journal.add("events.jsonl", event)
-    journal.write("ds_config.json", json.dumps(config()))
+    journal.write("ds_config.json", json.dumps(config(rollout={"directory": "/shared"})))
     summary = {"eval_loss": 3.0, "tokens_per_s": 10.0, "sample": "text", "run": "a", "parameters": 10}
     journal.write("summary.json", json.dumps(summary))
     trainer_run(directory)
