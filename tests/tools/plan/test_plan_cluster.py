@@ -1,5 +1,6 @@
 import itertools
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -71,7 +72,9 @@ def test_a_layout_is_explained(model: str, capsys: pytest.CaptureFixture[str]) -
 def test_the_files_of_the_best_pass_the_linter(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(model, "--output", f"{tmp_path}/plan") == 0
     assert main(["lint", f"{tmp_path}/plan/ds_config.json", "--world-size", "16"]) == 0
-    assert f"launch/torchrun.sh {tmp_path}/plan/ds_config.json" in (tmp_path / "plan" / "launch.sh").read_text()
+    script = tmp_path / "plan" / "launch.sh"
+    assert f"launch/torchrun.sh {tmp_path}/plan/ds_config.json" in script.read_text()
+    assert os.access(script, os.X_OK)
     assert plan(model, "--output", f"{tmp_path}/plan", "--software", "megatron") == 1
     assert "--output: Megatron" in capsys.readouterr().err
 
