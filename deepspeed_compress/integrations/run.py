@@ -20,6 +20,7 @@ from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.foreign_warnings import hide_foreign_warnings
 from deepspeed_compress.integrations.failing import report_failures
+from deepspeed_compress.integrations.files import find_uncompressed
 from deepspeed_compress.integrations.importing import Undo, after_import
 from deepspeed_compress.integrations.install import install
 from deepspeed_compress.integrations.replacing import replace_method
@@ -31,7 +32,8 @@ _SECTION = "--section="
 def main(arguments: Sequence[str]) -> None:
     """Install compression, and run the program that `arguments` name. Its exceptions and exit status are passed on.
 
-    At the end, the first rank issues a CompressWarning if nothing was compressed, unless only help was asked for.
+    At the end, the first rank issues a CompressWarning if nothing was compressed, unless only help was asked for, or
+    `arguments` name a DeepSpeed configuration without the section.
     """
     given = list(arguments)
     # DeepSpeed's launcher puts its option first, but a program expects it right after the script.
@@ -43,6 +45,9 @@ def main(arguments: Sequence[str]) -> None:
     if not _has_launcher(os.environ):
         _become_single_rank(os.environ)
     hide_foreign_warnings()
+    if find_uncompressed(given):
+        # `ds-compress run` has reported the file before the start.
+        warnings.filterwarnings("ignore", "(an engine is not|nothing was) compressed", CompressWarning)
     install(section)
     methods = _record_compressed_engines()
     sys.argv = [given[0], *injected, *given[1:]]

@@ -156,4 +156,4 @@ def _names(gpu: Gpu) -> tuple[str, ...]:
 
 def _has_memory(gpu: Gpu, sizes: list[int]) -> bool:
     """Return True if the memory of a GPU is as large as its name says, if that says anything."""
-    return all(abs(gpu.memory / (size * _GIB) - 1) < 0.1 for size in sizes)
+    return all(abs(gpu.memory - size * _GIB) < 0.1 * size * _GIB for size in sizes)

@@ -120,9 +120,9 @@ class Job:
         if self.cluster.gpu.name != CALIBRATED_GPU:
             yield f"{self.cluster.gpu.name}: scaled from {CALIBRATED_GPU}"
         if self.software.name != CALIBRATED.software:
-            yield f"{self.software.name}: fitted on {CALIBRATED.software}"
+            yield f"steps of {self.software.name} (fitted: those of {CALIBRATED.software})"
         if self.model.experts > 1:
-            yield "experts: fitted on dense models"
+            yield "experts (fitted: dense models)"
         low, high = CALIBRATED.parameters
         if not low <= self.model.parameters <= high:
             yield f"{self.model.parameters / 1e9:.3g}B parameters (fitted: {low / 1e9:g}B to {high / 1e9:g}B)"

@@ -88,6 +88,7 @@ class Receiver:
 
         Raises:
             RolloutError: the newest version cannot be reached. `version` is None if the module has been changed.
+            OSError: the store cannot be read, for example because its server does not answer. The same holds then.
         """
         newest = max(find_versions(self._store), default=None)
         if newest is None:

@@ -329,5 +329,7 @@ def _write(candidate: Candidate, job: Job, options: argparse.Namespace) -> None:
         (directory / "hostfile").write_text("\n".join(lines) + "\n", encoding="utf-8")
     config = json.dumps(ds_config(layout, job.cluster), indent=2)
     (directory / "ds_config.json").write_text(config + "\n", encoding="utf-8")
-    (directory / "launch.sh").write_text(f"#!/usr/bin/env bash\n# {layout}\n{start}\n", encoding="utf-8")
-    print(f"{directory / 'ds_config.json'}\n{directory / 'launch.sh'}: {start}")
+    script = directory / "launch.sh"
+    script.write_text(f"#!/usr/bin/env bash\n# {layout}\n{start}\n", encoding="utf-8")
+    script.chmod(0o755)
+    print(f"{directory / 'ds_config.json'}\n{script}: {start}")

@@ -89,7 +89,7 @@ class RunDirectory:
         return [
             {key: value for key, value in entry.items() if is_number(value)}
             for entry in entries
-            if type(entry.get("step")) is int
+            if type(entry.get("step")) is int and 0 <= entry["step"] < 2**53
         ]
 
 
@@ -107,7 +107,8 @@ def read_directory(directory: Path, config: Line | None = None) -> RunDirectory:
     monitor = _monitor([directory, named, *_configured(ds_config)])
     index, events = index_lines(monitor / STATISTICS, STATISTIC), _event_files(monitor)
     versions = index_lines(monitor / VERSIONS, METRIC)
-    run = (summary or {}).get("run") or _last_run(index)
+    # Versions may be written before the first step is measured.
+    run = (summary or {}).get("run") or _last_run(index if index.entries else versions)
     parts = _parts_of(run, [index, *events, versions])
     entries = _drop_replaced(_valid(index, parts, run), _replaces_step)
     statistics = tuple(index.load_sample(entries))

@@ -234,7 +234,10 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if both else socket.AF_INET
         listening = socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
     else:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        except socket.gaierror as error:
+            raise OSError(f"the host {host!r} to listen at has no address ({error.strerror})") from error
         family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
         listening = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     listening.setblocking(False)

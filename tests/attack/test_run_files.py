@@ -4,6 +4,7 @@ import io
 import json
 import os
 import random
+import re
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
@@ -26,7 +27,8 @@ from tests.support.synthetic_runs import HEALTHY, config
 
 ROUNDS, SEEDS = 40, 50
 """Rounds per seed and number of seeds, or 2,000 rounds per kind of file. All seeds but the first are slow."""
-STEPS = 8
+STEPS = 20
+"""More steps than the rules of the doctor need."""
 FILES = (
     "compression.jsonl",
     "events.jsonl",
@@ -36,6 +38,7 @@ FILES = (
     "trainer_state.json",
     "train_results.json",
     "Train_Samples_lr.csv",
+    "rollout.jsonl",
 )
 HOSTILE = (
     *("null", "true", "-1", "[]", "{}", '""', "1e999", "-1e300", "NaN", "9" * 400, "9" * 5_000, '"\\ud800"'),
@@ -50,9 +53,10 @@ def write_run(directory: Path) -> None:
     for step in range(1, STEPS + 1):
         journal.add("compression.jsonl", {"step": step, **HEALTHY})
         journal.add("metrics.jsonl", {"step": step, "train_loss": 3.0, "step_time_s": 0.25})
+        journal.add("rollout.jsonl", {"step": step, "rollout_bytes": 9, "rollout_full_bytes": 99, "rollout_lag": 7.0})
     event = {"step": 3, "kind": "anomaly", "reason": "why", "evidence": {"norm": 1.0}, "before": "a", "after": "b"}
     journal.add("events.jsonl", event)
-    journal.write("ds_config.json", json.dumps(config()))
+    journal.write("ds_config.json", json.dumps(config(rollout={"directory": "/shared"})))
     summary = {"eval_loss": 3.0, "tokens_per_s": 10.0, "sample": "text", "run": "a", "parameters": 10}
     journal.write("summary.json", json.dumps(summary))
     trainer_run(directory)
@@ -76,6 +80,7 @@ def mutations(text: bytes, seed: int) -> Iterator[bytes]:
                 text[:at] + bytes([text[at - 1] ^ 1 << rng.randrange(8)]) + text[at + 1 :],
                 replaced_value(text, rng, value),
                 replaced_value(text, rng, value),
+                replaced_column(text, rng, value),
             )
         )
 
@@ -88,6 +93,15 @@ def replaced_value(text: bytes, rng: random.Random, value: bytes) -> bytes:
     at = rng.choice(colons) + 1
     ends = [end for end in (text.find(mark, at) for mark in (b",", b"}", b"\n")) if end >= 0]
     return text[:at] + value + text[min(ends, default=len(text)) :]
+
+
+def replaced_column(text: bytes, rng: random.Random, value: bytes) -> bytes:
+    """Replace all numbers of one key, as if the program had written them so."""
+    keys = re.findall(rb'"(\w+)": -?[0-9]', text)
+    if not keys:
+        return text + value
+    key = rng.choice(keys)
+    return re.sub(rb'("%s": )-?[0-9.e+]+' % key, rb"\g<1>" + rng.choice((b"0", b"-1", b"1e100", b"null")), text)
 
 
 def read_both(directory: Path) -> str:

@@ -126,6 +126,23 @@ def test_a_program_that_compresses_nothing_warns_once(
         assert [text.partition(":")[0] for text in warned] == ["nothing was compressed"] * count
 
 
+TRAINS_UNCOMPRESSED = """
+import pathlib, sys, deepspeed, torch
+pathlib.Path(__file__ + ".out").write_text("")
+model = torch.nn.Linear(4, 4)
+deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=sys.argv[-1])
+"""
+
+
+def test_a_file_without_the_section_is_reported_before_the_start_only(tmp_path: Path) -> None:
+    script, file = tmp_path / "uncompressed.py", tmp_path / "ds.json"
+    script.write_text(TRAINS_UNCOMPRESSED)
+    optimizer = {"type": "AdamW", "params": {"torch_adam": True}}
+    file.write_text(json.dumps({"train_batch_size": 1, "optimizer": optimizer}))
+    [(_, warned)] = run_forks(1, run_here, str(script), ["--local_rank=0", "--deepspeed", str(file)])
+    assert not warned
+
+
 CALLS_INITIALIZE = """
 import pathlib, torch, deepspeed_compress
 pathlib.Path(__file__ + ".out").write_text("")

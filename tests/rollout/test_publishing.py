@@ -231,6 +231,15 @@ def test_a_restarted_publisher_continues_the_chain_if_its_model_is_the_newest_ve
     pair.check(receiver)
 
 
+def test_a_restarted_publisher_publishes_a_full_copy_on_request(pair: Pair) -> None:
+    pair.publish(2)
+    pair.restart()
+    again = pair.publisher.publish(full=True)
+    assert again is not None
+    assert again.version == 3
+    assert again.full_bytes > 0
+
+
 def test_a_restarted_publisher_sends_a_full_copy_of_another_model(pair: Pair) -> None:
     receiver = pair.receiver()
     pair.publish(2)

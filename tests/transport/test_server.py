@@ -436,3 +436,8 @@ def test_both_sides_check_the_authority(tmp_path) -> None:
     member = Credentials(CREDENTIALS.secret, Tls.load(files["member"], files["authority"]))
     with serving(credentials=elsewhere) as server, pytest.raises(AuthenticationError, match="one authority"):
         connected(server, member)
+
+
+def test_a_host_without_an_address_is_named() -> None:
+    with pytest.raises(OSError, match=r"the host 'no host' to listen at has no address"):
+        Server(SERVICE, lambda connection: None, "no host", 0, CREDENTIALS)

@@ -180,6 +180,7 @@ class Cluster:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            errors="replace",
             start_new_session=True,
         )
 
@@ -212,7 +213,9 @@ class _Reader:
             for line in process.stdout:
                 self._lines.append(line)
                 if on_line is not None:
-                    on_line(line)
+                    # The reader of this program's output may have gone, but the process must be able to write.
+                    with contextlib.suppress(OSError):
+                        on_line(line)
 
     def text(self) -> str:
         self._thread.join(5)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepspeed_compress.tools.arguments import add_subcommand, integer_from, positive_integer
+from deepspeed_compress.tools.arguments import add_subcommand, integer_from, positive_integer, positive_number
 from deepspeed_compress.tools.bench.links import ClusterError, bits_per_second
 
 PEERS = (
@@ -115,7 +115,7 @@ def _add_kernels(subparsers: Any) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     what = "number of timed calls, whose median is reported (default: 5)"
     parser.add_argument("--repeats", type=positive_integer, default=5, metavar="N", help=what)
-    parser.add_argument("--only", metavar="PATTERN", type=re.compile, help="measure operations whose name matches")
+    parser.add_argument("--only", metavar="PATTERN", type=pattern, help="measure operations whose name matches")
     what = "measure only the implementation that training uses here, without plain PyTorch, which needs much memory"
     parser.add_argument("--in-use", action="store_true", help=what)
     what = "compare minimum times, with a copy before every call, for a machine with other load (try --repeats 50)"
@@ -133,7 +133,7 @@ def _add_where(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
     chosen = where.add_mutually_exclusive_group()
     chosen.add_argument("--emulate", type=emulation, metavar="HOSTS[xRANKS],RATE[,RATE...]", help=what)
     what = "time limit of one emulated run (default: 1800)"
-    where.add_argument("--timeout", type=float, default=1800, metavar="SECONDS", help=what)
+    where.add_argument("--timeout", type=positive_number, default=1800.0, metavar="SECONDS", help=what)
     return chosen
 
 
@@ -151,7 +151,8 @@ def emulation(text: str) -> Emulation:
     """
     machines, *rates = text.split(",")
     hosts, _, per_host = machines.partition("x")
-    if not (hosts.isdecimal() and 2 <= int(hosts) <= 250 and (per_host or "1").isdecimal() and rates):
+    ranks = (per_host or "1").lstrip("0")
+    if not (hosts.isdecimal() and 2 <= int(hosts) <= 250 and ranks.isdecimal() and rates):
         raise argparse.ArgumentTypeError(
             f"{text!r}: write 2 to 250 hosts and the rates of links, such as 2,1gbit, or 4x2,1gbit for two ranks on "
             "each"
@@ -161,7 +162,19 @@ def emulation(text: str) -> Emulation:
             bits_per_second(rate)
     except ClusterError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
-    return Emulation(int(hosts), tuple(rates), int(per_host or "1"))
+    return Emulation(int(hosts), tuple(rates), int(ranks))
+
+
+def pattern(text: str) -> re.Pattern[str]:
+    """Parse a regular expression.
+
+    Raises:
+        argparse.ArgumentTypeError: `text` is none.
+    """
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a regular expression: {error}") from None
 
 
 def size(text: str) -> int:

@@ -1,6 +1,7 @@
 """Workloads and contenders: what is computed, and the DeepSpeed configuration of each system that is compared."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -116,11 +117,12 @@ def group_contenders(
     """
     groups: dict[str, tuple[Workload, list[Contender]]] = {}
     for file in files:
-        ds_config = _read(file)
-        workload = _workload(file, ds_config, model, sizes, ranks)
+        ds_config = read_file(file)
+        with _named(file):
+            workload = _workload(ds_config, model, sizes, ranks)
+            given = _effective(ds_config, workload)
+            plain = without_section(given)
         _, contenders = groups.setdefault(repr(workload), (workload, []))
-        given = _effective(ds_config, workload)
-        plain = without_section(given)
         found = [Contender(peer, DEEPSPEED, plain | dict(_OTHER_KEYS[peer])) for peer in peers if peer in _OTHER_KEYS]
         found.append(Contender(Path(file).stem, OURS, given))
         contenders += [contender for contender in found if contender not in contenders]
@@ -146,21 +148,23 @@ def without_section(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in expand(plain, parse_section(plain)).items() if key != SECTION}
 
 
-def _read(file: str) -> dict[str, Any]:
-    ds_config = read_file(file)
+@contextmanager
+def _named(file: str) -> Iterator[None]:
+    """Begin the message of an error with the option and the file, of which there may be several."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"--config {file}: {error}") from error
+
+
+def _workload(ds_config: Mapping[str, Any], model: str, sizes: Mapping[str, Any], ranks: int) -> Workload:
     if SECTION not in ds_config:
-        raise ConfigError(
-            f'--config {file}: has no /{SECTION}, so there is nothing to compare; write "{SECTION}": {{}}'
-        )
-    return ds_config
-
-
-def _workload(file: str, ds_config: Mapping[str, Any], model: str, sizes: Mapping[str, Any], ranks: int) -> Workload:
+        raise ConfigError(f'has no /{SECTION}, so there is nothing to compare; write "{SECTION}": {{}}')
     section = parse_section(ds_config)
     parallelism = section.parallelism or Parallelism()
     sequence = ds_config.get("sequence_parallel_size", 1)
     replicas = check_world(section, ranks, ds_config) // sequence
-    micro_batch, accumulation = _batch(file, ds_config, sizes["micro_batch"], replicas)
+    micro_batch, accumulation = _batch(ds_config, sizes["micro_batch"], replicas)
     return Workload(
         model=model,
         tensor=tensor_size(ds_config, parallelism),
@@ -170,14 +174,14 @@ def _workload(file: str, ds_config: Mapping[str, Any], model: str, sizes: Mappin
         precision=next((name for name in ("bf16", "fp16") if ds_config.get(name, {}).get("enabled")), "fp32"),
         micro_batch=micro_batch,
         accumulation=accumulation,
-        clipping=ds_config.get("gradient_clipping", 1.0),
+        clipping=ds_config.get("gradient_clipping", 0.0),
         seq_len=sizes["seq_len"],
         seed=sizes["seed"],
         sequence=sequence,
     )
 
 
-def _batch(file: str, ds_config: Mapping[str, Any], micro_batch: int | None, replicas: int) -> tuple[int, int]:
+def _batch(ds_config: Mapping[str, Any], micro_batch: int | None, replicas: int) -> tuple[int, int]:
     """Return the sequences of a micro-batch and the micro-batches of a step.
 
     As in DeepSpeed, two of the three batch keys determine the third.
@@ -192,7 +196,7 @@ def _batch(file: str, ds_config: Mapping[str, Any], micro_batch: int | None, rep
     if isinstance(whole, int):
         steps = steps if isinstance(steps, int) else 1
         return max(1, whole // (steps * replicas)), steps
-    raise ConfigError(f"--config {file}: /{names[1]} is {micro!r}; write a number, or pass --micro-batch N")
+    raise ConfigError(f"/{names[1]} is {micro!r}; write a number, or pass --micro-batch N")
 
 
 def _effective(ds_config: Mapping[str, Any], workload: Workload) -> dict[str, Any]:

@@ -129,8 +129,9 @@ class Case:
     @cached_property
     def slowest(self) -> "Slowest | None":
         """Return the rank that is most often the slowest, or None if ranks were compared in too few steps."""
-        keys = ("busy_ms_max", "busy_ms_median", "slowest_rank", "step_ms")
-        lines = [line for line in self.run.steps if all(line.get(key) is not None for key in keys)]
+        keys = ("busy_ms_max", "busy_ms_median", "slowest_rank")
+        timed = [line for line in self.run.steps if line.get("step_ms")]
+        lines = [line for line in timed if all(line.get(key) is not None for key in keys)]
         if len(lines) < self.limits.lines:
             return None
         counts = Counter(int(line["slowest_rank"]) for line in lines)
@@ -206,7 +207,7 @@ class Case:
     def accumulation(self) -> int:
         """Return the number of micro-batches per step, or 1 if the configuration does not state it."""
         found = (self.run.config or {}).get("gradient_accumulation_steps")
-        return found if isinstance(found, int) else 1
+        return found if isinstance(found, int) and 0 < found < 2**53 else 1
 
     @property
     def element_bytes(self) -> int:
@@ -228,7 +229,7 @@ class Case:
     def replicas(self) -> int | None:
         """Return the number of data-parallel ranks, computed from the samples seen, or None if unknown."""
         micro, last = (self.run.config or {}).get("train_micro_batch_size_per_gpu"), self.run.steps[-1]
-        if not isinstance(micro, int) or not last.get("samples"):
+        if not isinstance(micro, int) or micro < 1 or not last["step"] or not last.get("samples"):
             return None
         return int(last["samples"]) // int(last["step"] * micro * self.accumulation)
 

@@ -27,6 +27,13 @@ def after_exchanges(case: Case) -> list[int]:
     return [line["step"] for line in case.run.steps if line.get("bytes_islands")]
 
 
+def count_exchanges(case: Case) -> int:
+    """Return the number of exchanges of this island, estimated if not all steps are measured, or not all are read."""
+    every = case.run.section.monitor.every if case.run.section is not None else 1
+    unread = max(1.0, case.run.measured / len(case.run.steps))
+    return round(every * unread * len(after_exchanges(case)))
+
+
 def rise_at_exchanges(case: Case) -> Rise | None:
     """Return the rise of the loss at exchanges, or None if there are too few exchanges or the rise is within the noise.
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,9 @@ def read_run(directory: Path, config: Path | None = None) -> Run:
             f"{found.monitor}: holds no {STATISTICS} with measured steps; set monitor.path in the section and train "
             "again, or pass the directory that has this file"
         )
-    logged = (found.metrics, "train_loss"), (found.statistics, "loss"), (found.trainer_log, "loss")
+    # Statistics have losses only with some settings, and never in the first step.
+    statistics = tuple(dropwhile(lambda line: line.get("loss") is None, found.statistics))
+    logged = (found.metrics, "train_loss"), (statistics, "loss"), (found.trainer_log, "loss")
     return Run(
         directory,
         found.statistics,
@@ -96,17 +99,9 @@ def _section(config: Line | None) -> CompressConfig | None:
 
 
 def _points(lines: Sequence[Line], key: str) -> Points:
-    """Return the values of `key` by step.
-
-    A null means "unknown" before the first value that is not null, and "not finite" (NaN) after it.
-    """
-    found, seen = [], False
-    for line in _without_replaced(line for line in lines if key in line):
-        value = line[key]
-        seen = seen or value is not None
-        if seen:
-            found.append((int(line["step"]), math.nan if value is None else float(value)))
-    return tuple(found)
+    """Return the values of `key` by step. A null means "not finite" (NaN)."""
+    found = ((int(line["step"]), line[key]) for line in _without_replaced(line for line in lines if key in line))
+    return tuple((step, math.nan if value is None else float(value)) for step, value in found)
 
 
 def _without_replaced(lines: Iterable[Line]) -> list[Line]:

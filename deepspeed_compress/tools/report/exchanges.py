@@ -1,19 +1,20 @@
 """Figures of the exchanges between islands."""
 
 import statistics
+from collections.abc import Mapping
 from typing import Any
 
 from deepspeed_compress.tools.report.runs import Run
 
-_EXCHANGE, _VOID = "islands_exchange", "islands_void"
-
 
 def count(run: Run) -> float | None:
-    """Return the number of exchanges, or None if there are none.
+    """Return the number of measured steps that follow an exchange, or None if there are none.
 
-    Counts the events of elastic islands if there are any, otherwise the measured steps with an exchange.
+    Their bytes tell; if the figures are a sample, the number is estimated. An event is only written if other islands
+    took part than in the exchange before, or if it failed.
     """
-    return len(_events(run, _EXCHANGE)) or len(_sizes(run)) or None
+    unread = max(1.0, run.files.measured / max(1, len(run.files.statistics)))
+    return unread * len(_sizes(run)) or None
 
 
 def sent(run: Run) -> float | None:
@@ -34,18 +35,22 @@ def extra_milliseconds(run: Run) -> float | None:
 
 def void(run: Run) -> float | None:
     """Return the number of exchanges that were discarded, or None for islands that do not record it."""
-    return float(len(_events(run, _VOID))) if _events(run, _EXCHANGE) or _events(run, _VOID) else None
+    return float(sum(event["kind"] == "islands_void" for event in run.events)) if _has_events(run) else None
 
 
-def waited_seconds(run: Run) -> float | None:
-    """Return the seconds for which exchanges blocked training, or None for islands that do not record it."""
-    evidences = [event.get("evidence") or {} for event in run.events if str(event["kind"]).startswith("islands_")]
-    return sum(evidence.get("seconds") or 0.0 for evidence in evidences) if evidences else None
+def lost_seconds(run: Run) -> float | None:
+    """Return the seconds that failed exchanges have taken, or None for islands that do not record it."""
+    failed = [event for event in run.events if _is_of_islands(event) and event["kind"] != "islands_exchange"]
+    return sum((event.get("evidence") or {}).get("seconds") or 0.0 for event in failed) if _has_events(run) else None
 
 
 def _sizes(run: Run) -> dict[int, Any]:
     return {step: size for step, size in run.column("bytes_islands").items() if size}
 
 
-def _events(run: Run, kind: str) -> list[Any]:
-    return [event for event in run.events if event["kind"] == kind]
+def _has_events(run: Run) -> bool:
+    return any(map(_is_of_islands, run.events))
+
+
+def _is_of_islands(event: Mapping[str, Any]) -> bool:
+    return str(event["kind"]).startswith("islands_")

@@ -125,7 +125,7 @@ METRICS = (
     Metric("exchanges between islands", exchanges.count, "{:,.0f}".format, compared=False, tile=True),
     Metric("sent per rank and exchange", exchanges.sent, megabytes, tile=True),
     Metric("extra time of a step with an exchange", exchanges.extra_milliseconds, milliseconds, tile=True),
-    Metric("time spent waiting in exchanges", exchanges.waited_seconds, "{:,.1f} s".format),
+    Metric("time lost in exchanges that failed", exchanges.lost_seconds, "{:,.1f} s".format, optional=True),
     Metric("exchanges discarded", exchanges.void, "{:,.0f}".format, compared=False, optional=True),
     Metric("versions for rollout workers", versions.count, "{:,.0f}".format, compared=False, tile=True),
     Metric("bytes of a version", lambda run: _mean(run, "rollout_bytes"), megabytes, tile=True),

@@ -77,7 +77,7 @@ def _bars(shown: Bars) -> str:
     rows = "".join(
         f'<div class="bar"><span title="{_escape(name)}">{_escape(name)}</span><div class="parts">'
         + "".join(
-            _part(values[index] / max(totals), colour, f"{title}: {values[index]:,.4g} {shown.unit}")
+            _part(values[index] / (max(totals) or 1.0), colour, f"{title}: {values[index]:,.4g} {shown.unit}")
             for title, colour, values in shown.parts
         )
         + f"</div><span>{totals[index]:,.4g} {shown.unit}</span></div>"
@@ -101,7 +101,7 @@ def _legend(entries: Iterable[tuple[str, str]]) -> str:
 
 
 def _timelines(shown: Sequence[SettingsTimeline]) -> list[str]:
-    colours, last = setting_colours(shown), max((timeline.intervals[-1].last for timeline in shown), default=0)
+    colours, last = setting_colours(shown), max([1, *(timeline.intervals[-1].last for timeline in shown)])
     parts = "".join(_timeline(timeline, colours, last) for timeline in shown)
     return [f"<figure><div>{parts}</div></figure>"] if parts else []
 

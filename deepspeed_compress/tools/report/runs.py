@@ -202,9 +202,9 @@ def _load(directory: Path, name: str, role: str) -> Run:
         columns = source(files) | {key: values for key, values in columns.items() if values}
     if not any(columns.values()):
         raise DataError(
-            f"{directory}: holds no run (none of metrics.jsonl, compression.jsonl, trainer_state.json, checkpoint-*, "
-            "Train_Samples_*.csv with lines in it); give the output directory of a run, or the monitor.path of its "
-            "section"
+            f"{directory}: holds no run (none of metrics.jsonl, compression.jsonl, rollout.jsonl, trainer_state.json, "
+            "checkpoint-*, Train_Samples_*.csv with lines in it); give the output directory of a run, or the "
+            "monitor.path of its section"
         )
     return Run(
         printable(name), role, files, columns, tuple(sorted(files.events or (), key=lambda event: int(event["step"])))

@@ -109,9 +109,9 @@ def _claim(output: Path, identity: Mapping[str, Any]) -> None:
         write_json(file, identity, private=True)
         return
     try:
-        before = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{file}: not JSON ({error}); choose another --output") from error
+        before = dict(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{file}: not a JSON object ({error}); choose another --output") from error
     other = [key for key in identity if before.get(key) != json.loads(json.dumps(identity[key]))]
     if other:
         what = " and ".join({"command": "command", "ds_config": "content of --config"}[key] for key in other)

@@ -107,6 +107,8 @@ def conclusion(summary: Summary) -> list[str]:
     lines = [f"Ended early: {summary.outcome.stopped}."] if summary.outcome.stopped else []
     if row is None:
         return [*lines, "Nothing was measured."]
+    if not math.isfinite(row.result.loss):
+        return [*lines, "The loss of uncompressed training is not finite, so nothing can be compared with it."]
     if row.name == BASELINE:
         what = (
             f"{BETTER[objective.metric]} than uncompressed training with a loss gap of at most {objective.target:.2%}"

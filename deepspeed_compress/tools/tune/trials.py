@@ -1,6 +1,7 @@
 """A trial: its configuration file, command line, processes and result."""
 
 import json
+import math
 import re
 import shlex
 import shutil
@@ -80,12 +81,13 @@ def steps_done(directory: Path) -> int:
 
 
 def figures(directory: Path) -> dict[str, Any]:
-    """Return the fields of `Result` that the recorded lines of a trial provide."""
+    """Return the fields of `Result` that the recorded lines of a trial provide. A loss of null was not finite."""
     lines = read_lines(directory / LINES)
+    losses = [math.nan if line["loss"] is None else line["loss"] for line in lines]
     late = lines[max(3, len(lines) // FIRST_PART) :]
     cosines = [line["cosine"] for line in late if line["cosine"] is not None]
     return {
-        "loss": statistics.fmean(line["loss"] for line in lines[-max(LEAST, len(lines) // LAST_PART) :]),
+        "loss": statistics.fmean(losses[-max(LEAST, len(lines) // LAST_PART) :]),
         "step_ms": statistics.median(line["step_ms"] for line in late),
         "bytes": statistics.fmean(line["bytes"] for line in late if line["bytes"] is not None),
         "cosine": statistics.fmean(cosines) if cosines else None,
@@ -97,9 +99,10 @@ def finished_before(directory: Path, ds_config: Mapping[str, Any]) -> Result | N
     try:
         same = json.loads((directory / CONFIG).read_text(encoding="utf-8")) == ds_config
         fields = json.loads((directory / RESULT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        result = Result(**{**fields, "tail": tuple(fields["tail"])})
+    except (OSError, ValueError, LookupError, TypeError):
+        # The files are missing, damaged, or those of another version.
         return None
-    result = Result(**{**fields, "tail": tuple(fields["tail"])})
     return result if same and result.finished else None
 
 

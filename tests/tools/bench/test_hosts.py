@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress.launcher.heartbeat import AGENT, HOSTS, MEMORY, RESUME
-from deepspeed_compress.tools.bench.hosts import Cluster, end_groups
+from deepspeed_compress.tools.bench.hosts import Cluster, _Reader, end_groups
 from deepspeed_compress.tools.bench.links import NAMESPACES, PREFIX, ClusterError, bits_per_second, check_machine
 from tests.support.hosts import measures_links, needs_hosts
 
@@ -75,6 +75,17 @@ def test_a_process_that_cannot_be_killed_is_left_over_and_named(capsys: pytest.C
     assert ended.returncode is not None
     assert f"killed processes still run after 5 s: [{stuck.pid}]" in capsys.readouterr().err
     assert subprocess.Popen.wait(stuck, 10) == -signal.SIGTERM
+
+
+def test_a_process_can_write_although_nobody_reads_what_this_program_prints() -> None:
+    def gone(line: str) -> None:
+        raise BrokenPipeError
+
+    command = [sys.executable, "-c", "print('line\\n' * 100_000)"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    reader = _Reader(process, gone)
+    assert process.wait(60) == 0
+    assert reader.text().count("line") == 100_000
 
 
 def test_hosts_do_not_set_variables_of_agents() -> None:

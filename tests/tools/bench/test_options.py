@@ -20,7 +20,8 @@ def test_hosts_and_rates_are_parsed() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["2", "2x,y", "2x1.5,1gbit", "1,1gbit", "x,1gbit", "2,", "2,fast", "2,1gbit,0mbit", "1000,1gbit"]
+    "text",
+    ["2", "2x,y", "2x1.5,1gbit", "2x0,1gbit", "1,1gbit", "x,1gbit", "2,", "2,fast", "2,1gbit,0mbit", "1000,1gbit"],
 )
 def test_invalid_hosts_are_refused_with_an_example(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="such as"):
@@ -45,3 +46,10 @@ def test_one_process_is_refused(
     monkeypatch.delenv("RANK", raising=False)
     assert main(["bench", *arguments]) == 1
     assert "--emulate 2,1gbit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["kernels", "--only", "("], ["comm", "--timeout", "nan"]])
+def test_wrong_values_are_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", *arguments])
+    assert f"error: argument {arguments[1]}: {arguments[2]!r} is not a" in capsys.readouterr().err

@@ -2,16 +2,17 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from deepspeed_compress.config import find_problems
+from deepspeed_compress.config import SECTION, find_problems
 from deepspeed_compress.tools.doctor import case
 from deepspeed_compress.tools.doctor.patches import apply, difference
 from deepspeed_compress.tools.doctor.rules import RULES
 from deepspeed_compress.tools.doctor.run import Run
-from tests.support.synthetic_runs import config, examine, losses, names, run
+from tests.support.synthetic_runs import CONFIG, HEALTHY, config, examine, losses, names, run
 
 TOPK = {"method": "topk", "density": 0.01}
 SLOW = {"compress_ms": 30.0, "decompress_ms": 9.0}
@@ -93,6 +94,7 @@ FAULTY: dict[str, list[tuple[Run, Any]]] = {
     ],
     "diverging": [
         (run(losses=losses(lambda step: math.nan if step > 30 else 3.0 - step / 50)), None),
+        (run(losses=losses(lambda step: math.nan)), None),
         (run(losses=losses(rising)), None),
     ],
     "guard-fires-often": [
@@ -443,3 +445,32 @@ def test_divergence_lists_the_events_near_its_start() -> None:
     assert one.evidence["events nearby"] == ["step 3: anomaly, gradient norm 9 is 30 times the running median"]
     assert 22 <= one.evidence["first symptom at step"] <= 32
     assert one.patch == {"optimizer": {"params": {"lr": 0.0005}}}
+
+
+@pytest.mark.parametrize("key", [key for key, value in HEALTHY.items() if isinstance(value, int | float)])
+@pytest.mark.parametrize("section", [{"bits": 4}, TOPK])
+def test_figures_of_zero_are_read(key: str, section: Any) -> None:
+    assert examine(run({key: 0}, config(section))).checked
+
+
+@pytest.mark.parametrize("key", ["train_micro_batch_size_per_gpu", "gradient_accumulation_steps"])
+def test_a_batch_of_zero_is_read(key: str) -> None:
+    assert examine(run({"samples": 64}, config(extra={key: 0}))).checked
+
+
+def test_a_loss_of_zero_may_rise_at_exchanges() -> None:
+    rising_at_exchanges = losses(lambda step: float((step - 1) % 4 == 0))
+    found = run(exchanging(0.5), config(islands=ISLANDS), losses=rising_at_exchanges)
+    assert "sync-every-too-long" in names(found)
+
+
+def test_a_section_of_another_version_gets_no_patch() -> None:
+    old = {**CONFIG, SECTION: {"gradients": {"method": "of another version"}}}
+    found = replace(run(SLOW), config=old, section=None)
+    assert [one.patch for one in examine(found).diagnostics if one.name == "compression-bound"] == [None]
+
+
+def test_exchanges_of_steps_outside_of_the_sample_count() -> None:
+    steps, islands = exchanging(0.5), config(islands=ISLANDS)
+    assert names(run(steps, islands, events=late(12))) == ["late-island"]
+    assert names(run(steps, islands, events=late(12), measured=400)) == []

@@ -47,6 +47,14 @@ def test_all_files_of_the_training_program_are_read(tmp_path: Path) -> None:
     assert [event["kind"] for event in run.events] == ["schedule"]
 
 
+def test_a_loss_that_was_never_finite_is_nan(tmp_path: Path) -> None:
+    """Statistics without a guard have no loss, which is unknown then."""
+    write(tmp_path / "compression.jsonl", measured(range(1, 5), loss=None))
+    assert read_run(tmp_path).losses == ()
+    write(tmp_path / "metrics.jsonl", [{"step": step, "train_loss": math.nan} for step in (1, 2)])
+    assert [step for step, loss in read_run(tmp_path).losses if math.isnan(loss)] == [1, 2]
+
+
 def test_run_without_events_has_an_empty_tuple(tmp_path: Path) -> None:
     write(tmp_path / "compression.jsonl", measured([1], settings="blockwise bits=4"))
     assert read_run(tmp_path).events == ()

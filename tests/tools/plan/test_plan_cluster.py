@@ -1,5 +1,6 @@
 import itertools
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,7 @@ def test_the_best_layouts_are_printed(model: str, capsys: pytest.CaptureFixture[
     assert " M1 " in out
     assert "zero" in out
     assert "Outside of the calibration" in out
+    assert "steps of deepspeed (fitted: those of megatron)" in out
     assert "Refused: " in out
 
 
@@ -70,7 +72,9 @@ def test_a_layout_is_explained(model: str, capsys: pytest.CaptureFixture[str]) -
 def test_the_files_of_the_best_pass_the_linter(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(model, "--output", f"{tmp_path}/plan") == 0
     assert main(["lint", f"{tmp_path}/plan/ds_config.json", "--world-size", "16"]) == 0
-    assert f"launch/torchrun.sh {tmp_path}/plan/ds_config.json" in (tmp_path / "plan" / "launch.sh").read_text()
+    script = tmp_path / "plan" / "launch.sh"
+    assert f"launch/torchrun.sh {tmp_path}/plan/ds_config.json" in script.read_text()
+    assert os.access(script, os.X_OK)
     assert plan(model, "--output", f"{tmp_path}/plan", "--software", "megatron") == 1
     assert "--output: Megatron" in capsys.readouterr().err
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from deepspeed_compress.monitor import Journal
 from deepspeed_compress.tools.report import load_runs, page
 from deepspeed_compress.tools.report.figures import table_rows
 from deepspeed_compress.tools.report.panels import charts, missing
@@ -46,6 +47,13 @@ def test_versions_are_shown(tmp_path: Path) -> None:
     titles = [chart.title for chart in charts(runs)]
     assert "Changes for rollout workers per version, MB" in titles
     assert "Age of the weights of rollout workers, s" in titles
+
+
+def test_versions_are_shown_before_the_first_step_is_measured(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path), "a")
+    journal.add("rollout.jsonl", {"step": 0, "rollout_version": 1, "rollout_bytes": 300_000})
+    found = {title: cells[0] for title, *cells in table_rows(load_runs(tmp_path, None))}
+    assert found["bytes of a version"] == "0.300 MB"
 
 
 def test_other_runs_do_not_mention_rollouts(tmp_path: Path) -> None:

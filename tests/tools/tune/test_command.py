@@ -1,7 +1,9 @@
 """The command with synthetic trials: its files, when it continues, and when it refuses to."""
 
 import json
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +129,13 @@ def test_nothing_is_better(tune: Tune, capsys: pytest.CaptureFixture[str]) -> No
     assert conclusion in capsys.readouterr().out
 
 
+def test_nothing_is_compared_with_a_baseline_that_diverges(tune: Tune, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tune(results={**GOOD, BASELINE: replace(BASE, loss=math.nan)}) == 0
+    out = capsys.readouterr().out
+    assert "The loss of uncompressed training is not finite" in out
+    assert "allow a larger gap" not in out
+
+
 def test_the_metric_decides(tune: Tune) -> None:
     assert tune("--metric", "bytes", "--target-loss-gap", "10%") == 0
     assert read("summary.json")["best"]["name"] == "blockwise4"
@@ -171,6 +180,14 @@ def test_a_directory_of_something_else_is_refused(tune: Tune, capsys: pytest.Cap
     assert tune("--output", "mine") == 1
     assert "--output mine: holds something else" in capsys.readouterr().err
     assert [path.name for path in Path("mine").iterdir()] == ["notes"]
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "null"])
+def test_a_damaged_description_of_trials_is_refused(text: str, tune: Tune, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine").mkdir()
+    Path("mine/tuning.json").write_text(text)
+    assert tune("--output", "mine") == 1
+    assert "mine/tuning.json: not a JSON object" in capsys.readouterr().err
 
 
 def test_errors_are_reported_before_the_first_trial(tune: Tune, capsys: pytest.CaptureFixture[str]) -> None:

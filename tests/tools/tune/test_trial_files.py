@@ -1,6 +1,7 @@
 """The command line and the files of a trial."""
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,9 @@ def test_figures_leave_the_beginning_out(tmp_path: Path) -> None:
     ]
     write_lines(tmp_path, lines)
     assert figures(tmp_path) == {"loss": 18.0, "step_ms": 7.0, "bytes": 12.5, "cosine": pytest.approx(0.6)}
+    lines[-1]["loss"] = math.nan
+    write_lines(tmp_path, lines)
+    assert math.isnan(figures(tmp_path)["loss"])
 
 
 def test_the_progress_of_a_trial(tmp_path: Path) -> None:
@@ -198,3 +202,10 @@ def test_only_finished_trials_with_the_same_file_are_reused(tmp_path: Path) -> N
     assert finished_before(tmp_path, {"a": 2}) is None
     write_json(tmp_path / trials.RESULT, asdict(Result("a", "failed", error="out of memory")))
     assert finished_before(tmp_path, {"a": 1}) is None
+
+
+@pytest.mark.parametrize("text", ['{"name": "int4", "unknown": 1, "tail": []}', "[]", "{}", "{", '{"tail": null}'])
+def test_a_result_of_another_version_is_measured_again(text: str, tmp_path: Path) -> None:
+    write_json(tmp_path / "ds_config.json", DS_CONFIG)
+    (tmp_path / "result.json").write_text(text)
+    assert finished_before(tmp_path, DS_CONFIG) is None

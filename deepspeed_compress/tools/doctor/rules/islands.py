@@ -6,7 +6,7 @@ from typing import Any
 
 from deepspeed_compress.diagnostics import Diagnostic, at_steps
 from deepspeed_compress.tools.doctor.case import SAMPLES, Case
-from deepspeed_compress.tools.doctor.exchanges import after_exchanges, rise_at_exchanges
+from deepspeed_compress.tools.doctor.exchanges import count_exchanges, rise_at_exchanges
 from deepspeed_compress.tools.doctor.patches import with_section
 from deepspeed_compress.tools.doctor.rule import rule
 from deepspeed_compress.tools.doctor.rules.learning import risen
@@ -55,15 +55,14 @@ def sync_every_too_long(case: Case) -> Iterator[Diagnostic]:
             "exchanges": rise.exchanges,
         },
         severity="warning" if risen(case) is None else "error",
-        weight=min(1.0, rise.mean / rise.before),
+        weight=min(1.0, rise.mean / rise.before) if rise.before else 1.0,
     )
 
 
 @rule("warning", "whether this island is late for exchanges", "events")
 def late_island(case: Case) -> Iterator[Diagnostic]:
     late = [event for event in case.run.events or () if event["kind"] in _MISSED]
-    every = case.run.section.monitor.every if case.run.section is not None else 1
-    taken = every * len(after_exchanges(case))
+    taken = count_exchanges(case)
     if len(late) < case.limits.anomalies or len(late) < case.limits.late * (len(late) + taken):
         return
     yield Diagnostic(

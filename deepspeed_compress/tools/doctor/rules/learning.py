@@ -171,17 +171,13 @@ def diverging(case: Case) -> Iterator[Diagnostic]:
 
 
 def _not_finite(case: Case) -> tuple[int, str, dict[str, Any]] | None:
-    """Return the first step of the trailing losses that are not finite, a text and figures.
-
-    Returns None if the last loss is finite or no loss is.
-    """
-    trailing = 0
-    while trailing < len(case.run.losses) and not math.isfinite(case.run.losses[-1 - trailing][1]):
-        trailing += 1
-    if not trailing or trailing == len(case.run.losses):
+    """Return the first step of the trailing losses that are not finite, a text and figures; None if the last one is."""
+    losses, end = case.run.losses, len(case.run.losses)
+    while end and not math.isfinite(losses[end - 1][1]):
+        end -= 1
+    if end == len(losses):
         return None
-    before = case.run.losses[-1 - trailing][1]
-    return case.run.losses[-trailing][0], "is not finite", {"last finite loss": before}
+    return losses[end][0], "is not finite", {"last finite loss": losses[end - 1][1]} if end else {}
 
 
 def risen(case: Case) -> tuple[int, str, dict[str, Any]] | None:

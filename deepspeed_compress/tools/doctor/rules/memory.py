@@ -21,7 +21,7 @@ def large_residuals(case: Case) -> Iterator[Diagnostic]:
     key = "memory" if gradients.method in OWN_MOMENTUM else "error_feedback"
     kept = gradients.residuals if isinstance(gradients, CompressedGradients) else None
     peak = max(case.values("memory_bytes", case.run.steps))
-    if kept is None or kept.device == "cpu":
+    if kept is None or kept.device == "cpu" or not peak:
         return
     size = _residual_bytes(case, gradients.method, _SIZES[kept.dtype])
     if size < case.limits.memory * peak:
@@ -62,7 +62,7 @@ def memory_grows(case: Case) -> Iterator[Diagnostic]:
     peaks = [float(line["memory_bytes"]) for line in case.run.steps if line.get("memory_bytes") is not None]
     ends = [peaks[min(len(peaks) - 1, part * len(peaks) // 4)] for part in (1, 2, 3, 4)]
     steady = all(later - before >= case.limits.memory_steady * before for before, later in pairwise(ends))
-    if steady and ends[-1] >= (1 + case.limits.memory_growth) * ends[0]:
+    if steady and 0 < (1 + case.limits.memory_growth) * ends[0] <= ends[-1]:
         first, last = case.run.steps[len(case.run.steps) // 4]["step"], case.run.steps[-1]["step"]
         yield Diagnostic(
             at_steps(first, last),

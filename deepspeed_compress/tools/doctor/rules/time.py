@@ -101,7 +101,7 @@ def compression_bound(case: Case) -> Iterator[Diagnostic]:
         at_steps(*case.span),
         f"Compression itself slows the run down: {share:.0%} of a step is spent encoding and decoding",
         remedy,
-        patch=None if change is None else case.patch(with_gradients, change),
+        patch=None if change is None or section is None else case.patch(with_gradients, change),
         evidence={**_cost_figures(times), "step, ms": times.step},
         weight=share,
     )
