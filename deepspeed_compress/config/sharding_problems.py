@@ -5,7 +5,7 @@ from typing import Any
 
 from deepspeed_compress.config.models import SECTION, CompressConfig, Parallelism
 from deepspeed_compress.config.native import STAGE, TENSOR, value_at
-from deepspeed_compress.config.places import LayeredGradients, PowerSGDGradients
+from deepspeed_compress.config.places import DGCGradients, LayeredGradients, PowerSGDGradients
 from deepspeed_compress.config.problems import problem, show
 from deepspeed_compress.diagnostics import Diagnostic, Path, at, pointer, write
 
@@ -42,6 +42,12 @@ _CONFLICTS: tuple[_Conflict, ...] = (
         lambda section: isinstance(section.gradients, PowerSGDGradients),
         "a shard has parts of matrices, which low-rank factors cannot approximate (allowed: other methods)",
         '"blockwise"',
+    ),
+    (
+        ("gradients", "clip_norm"),
+        lambda section: isinstance(section.gradients, DGCGradients) and section.gradients.clip_norm is not None,
+        "a shard has parts of parameters, whose norms are smaller than those of the parameters (allowed: null)",
+        "null",
     ),
     (
         ("checkpointing", "memory"),

@@ -14,6 +14,7 @@ from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, no
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.config import SECTION, CompressConfig, CompressedWeights, find_missing
 from deepspeed_compress.config.numbers import size
+from deepspeed_compress.config.schedules import OWN_MOMENTUM
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.session.announced import gradient_texts, joined, tell, weight_text
 from deepspeed_compress.session.expected import one_bucket
@@ -55,6 +56,20 @@ def warn_of_ignored_type(engine: Any, config: CompressConfig, dtype: torch.dtype
             f'/communication_data_type: "{written}" has no effect with compressed gradients: uncompressed elements are '
             f"sent in {str(dtype).removeprefix('torch.')}, and sums are computed in fp32. Remove the key, or write "
             f'"method": "{written}" into {SECTION}.gradients'
+        )
+        warnings.warn(text, CompressWarning, stacklevel=4)
+
+
+def warn_of_micro_steps(engine: Any, config: CompressConfig) -> None:
+    """Warn if the momentum of the method is applied several times in an optimizer step."""
+    method, steps = config.gradients.method, engine.gradient_accumulation_steps()
+    stage = int(engine.zero_optimization_stage())
+    # Nodes average their gradients once in an optimizer step.
+    if method in OWN_MOMENTUM and steps > 1 and stage >= 2 and node_unit(engine) is None:
+        text = (
+            f'/{SECTION}/gradients/method: "{method}" applies its momentum in each of the {steps} micro-steps of an '
+            f"optimizer step, because ZeRO {stage} reduces in all of them; write 1 as zero_optimization.stage or as "
+            "gradient_accumulation_steps"
         )
         warnings.warn(text, CompressWarning, stacklevel=4)
 

@@ -19,6 +19,7 @@ from deepspeed_compress.backends.deepspeed.activations.measured import measure_e
 from deepspeed_compress.backends.deepspeed.announce import (
     announce,
     warn_of_ignored_type,
+    warn_of_micro_steps,
     warn_of_single_rank_hosts,
     warn_of_uncounted,
 )
@@ -161,6 +162,7 @@ def _attach(target: EngineTarget, patches: Patches) -> None:
         equalize_weights(engine, target.node)
     parameters = find_parameters(target)
     warn_of_ignored_type(engine, config, parameters.dtype)
+    warn_of_micro_steps(engine, config)
     parts = make_parts(describe(target, parameters), patches)
     if parts.reductions is not None:
         destroy_with_engine(engine, parts.reductions.groups, patches)

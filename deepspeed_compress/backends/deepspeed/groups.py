@@ -97,6 +97,9 @@ def make_groups(engine: Any, config: CompressConfig) -> Groups:
     Raises:
         ConfigError: the division is impossible or has no effect.
     """
+    unit = node_unit(engine)
+    if unit is not None:
+        return Groups(unit.peers, downward=unit.downward)
     whole = reduction_group(engine)
     on_node = ranks_per_node(config)
     everyone = _all_groups(whole)

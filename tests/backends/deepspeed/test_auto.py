@@ -1,5 +1,7 @@
 """`auto`: uncompressed steps of DeepSpeed alone, then compressed ones, and then the faster kind."""
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,22 @@ def settings_of(engine: Any) -> str:
 def compare_all(rank: int, job: Job) -> list[Any]:
     """Return the results of DeepSpeed alone, and those of both outcomes of the comparison."""
     return [train(rank, Job(job.stage, steps=job.steps))[0], *(compare(rank, job, one) for one in (FASTER, SLOWER))]
+
+
+def copies_of_gradients(rank: int, job: Job) -> tuple[int, int]:
+    """Return the number of copies that reductions during backward use, and how many remain after the last one."""
+    engine, batches = steered(job, SLOWER), data(rank, job)
+    run(engine, batches[: 2 * EACH])
+    copies = [weakref.ref(one) for one in engine.buffered_allreduce_fallback.__self__._history.copies.values()]
+    run(engine, batches[2 * EACH :])
+    gc.collect()
+    found = len(copies), sum(one() is not None for one in copies)
+    engine.destroy()
+    return found
+
+
+def test_no_copy_of_gradients_remains_when_compression_ends() -> None:
+    assert run_forks(2, copies_of_gradients, job_of(0)) == [(1, 0)] * 2
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -3,6 +3,7 @@
 import json
 import os
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from deepspeed_compress.session.torch_version import check_torch
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, data, make_engine, network, run, start, train, warned, weights
 from tests.support.messages import caught_warnings, check_contained, refusal
+from tests.support.methods import NO_MOMENTUM
 
 JOB = Job(stage=2, section={"gradients": {"bits": 4}})
 
@@ -129,6 +131,17 @@ def test_override_that_matches_nothing_warns():
     section = {"gradients": {"overrides": [{"parameters": "no_such_layer", "method": "none"}]}}
     texts = run_forks(2, warned, Job(section=section))[0]
     assert any("/deepspeed_compress/gradients/overrides/0/parameters" in text for text in texts)
+
+
+def warnings_of_momentum(rank: int) -> list[int]:
+    """Return the number of warnings of repeated momentum: with two micro-steps at each ZeRO stage, and with one."""
+    job = Job(section={"gradients": {"method": "dgc"}}, extra=NO_MOMENTUM, accumulation=2)
+    jobs = [*(replace(job, stage=stage) for stage in range(4)), replace(job, stage=2, accumulation=1)]
+    return [sum("in each of the 2 micro-steps" in text for text in warned(rank, one)) for one in jobs]
+
+
+def test_momentum_in_every_micro_step_warns() -> None:
+    assert run_forks(2, warnings_of_momentum) == [[0, 0, 1, 1, 0]] * 2
 
 
 def test_no_configuration():

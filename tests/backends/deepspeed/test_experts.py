@@ -124,6 +124,51 @@ def test_every_method_keeps_the_same_bits_where_the_same_parameters_are(stage: i
                 assert values == second[name], name
 
 
+def overlapping(rank: int, spread: int) -> list[dict[str, list[float]]]:
+    """Train with weights that arrive within the step, and with weights that arrive during the next forward pass."""
+    found = []
+    for overlap in (False, True):
+        engine = start(Job(1, {**INT4, "weights": {"bits": 8, "min_numel": 10, "overlap": overlap}}), spread)
+        run(engine, data(rank, Job()))
+        engine.module.state_dict()
+        found.append(weights(engine))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("spread", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_weights_of_experts_may_arrive_during_the_next_forward_pass(spread: int) -> None:
+    """With a spread of 2, every rank has its own experts, which are not sent."""
+    for within, during in run_forks(2, overlapping, spread):
+        assert within == during
+
+
+CLIPPED = {"gradients": {"method": "dgc", "density": 1.0, "clip_norm": 1e-3, "min_numel": 0}}
+SGD = {
+    "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+    "gradient_clipping": 0.0,
+    "zero_allow_untested_optimizer": True,
+}
+
+
+def clipping(rank: int, stage: int) -> list[float]:
+    """Return the norm of the change of every parameter in a step whose gradients are clipped."""
+    engine = start(Job(stage, CLIPPED, {"reduce_bucket_size": 10**5}, SGD), 2)
+    before = [parameter.detach().clone() for parameter in engine.module.parameters()]
+    run(engine, data(rank, Job(steps=1)))
+    changes = zip(engine.module.parameters(), before, strict=True)
+    found = [float((parameter.detach() - old).norm()) for parameter, old in changes]
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_gradients_are_clipped_in_buckets_with_experts_and_others(stage: int) -> None:
+    """The rank that owns the mean clips its own gradients too."""
+    for changes in run_forks(2, clipping, stage):
+        assert 0 < max(changes) < 1.001e-3
+
+
 def description(position: state.Position, *names: str) -> state.Description:
     return state.contents({name: _store() for name in names}, position, 1, 3, 1.0, {}, {}).description
 

@@ -270,6 +270,7 @@ def test_refusals_of_engines() -> None:
         ({"weights": {"bits": 8}}, {}, "/deepspeed_compress/weights/method"),
         ({"gradients": {"hierarchy": {"ranks_per_node": 2}}}, {}, "/deepspeed_compress/gradients/hierarchy"),
         ({"gradients": {"method": "powersgd"}}, {}, "/deepspeed_compress/gradients/method"),
+        ({"gradients": {"method": "dgc", "clip_norm": 1.0}}, {}, "/deepspeed_compress/gradients/clip_norm"),
         (
             {"checkpointing": {"directory": "saved", "memory": {"every": 5}}},
             {},

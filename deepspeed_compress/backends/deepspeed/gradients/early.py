@@ -208,9 +208,10 @@ class EarlyReductions:
         patches.on_undo(session.on_interruption(self._discard))
 
     def remove_hooks(self) -> None:
-        """Remove the hooks of the gradients. Nothing begins early from now on."""
+        """Remove the hooks of the gradients, and drop the copies of these. Nothing begins early from now on."""
         for handle in self.handles:
             handle.remove()
+        self._history = _BucketHistory()
 
     def reduce(self, *arguments: Any, **options: Any) -> None:
         """Reduce all buckets as DeepSpeed does, after all ranks have agreed on what was sent early."""

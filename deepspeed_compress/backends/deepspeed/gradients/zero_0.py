@@ -6,7 +6,8 @@ begin during backward (`early`). Sparse gradients (of `nn.Embedding(sparse=True)
 their bytes are only counted.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from deepspeed_compress.backends.deepspeed.groups import reduction_group
 from deepspeed_compress.collectives.buckets import LAYOUTS, Partition, even_partition
 from deepspeed_compress.collectives.payload import PayloadReducer
 from deepspeed_compress.compression.segments import PADDING
+from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.traffic import ring_all_gather, ring_all_reduce
@@ -40,15 +42,17 @@ def attach_zero_0(engine: Any, session: Session) -> Callable[[], int]:
         A function that returns the bytes that this rank sends for weights in one optimizer step. The bf16 optimizer
         partitions its states and gathers the weights; other optimizers send none.
     """
-    attach_reduction(session, partial(_replace, engine, session), partial(_only_count, engine, session))
+    names = _Names(engine)
+    attach_reduction(session, partial(_replace, engine, session, names), partial(_only_count, engine, session))
     session.patches.wrap(engine, "sparse_all_gather", partial(_count_sparse, session))
     flats, groups = (getattr(engine.optimizer, name, []) for name in ("bf16_groups_flat", "real_dp_process_group"))
     sizes = [(flat.nbytes, group.size()) for flat, group in zip(flats, groups, strict=True)]
     return lambda: sum(ring_all_gather(size, ranks) for size, ranks in sizes)
 
 
-def _replace(engine: Any, session: Session, patches: Patches) -> None:
-    patches.wrap(engine, "allreduce_bucket", partial(_reduce, engine, session, _early(engine, session, patches)))
+def _replace(engine: Any, session: Session, names: "_Names", patches: Patches) -> None:
+    early = _early(engine, session, names, patches)
+    patches.wrap(engine, "allreduce_bucket", partial(_reduce, engine, session, names, early))
 
 
 def _only_count(engine: Any, session: Session, patches: Patches) -> None:
@@ -80,6 +84,7 @@ def _unless_alone(
 def _reduce(
     engine: Any,
     session: Session,
+    names: "_Names",
     early: EarlyReductions | None,
     original: Any,
     bucket: Bucket,
@@ -88,8 +93,7 @@ def _reduce(
 ) -> Tensor:
     """Reduce a bucket in place of DeepSpeed's `allreduce_bucket`, and return the flat mean."""
     session.meter.count("bytes_uncompressed", _uncompressed_bytes(engine, bucket, dp_group))
-    contents = _contents(engine)
-    sizes = [entry for tensor in bucket for entry in contents[tensor.data_ptr()]]
+    sizes = _contents(engine, names, bucket)
     dtype = bucket[0].dtype
     begun = early.take(dtype, dtype, tuple(name for name, _ in sizes)) if early is not None else None
     if begun is not None:
@@ -110,11 +114,41 @@ def may_begin_early(engine: Any) -> bool:
     return own and not engine.has_moe_layers and torch.device(engine.device).type == "cpu"
 
 
-def _early(engine: Any, session: Session, patches: Patches) -> EarlyReductions | None:
+class _Names:
+    """Names of the parameters of an engine, also of those that the program has added since the engine was made.
+
+    No settings apply to added parameters, so their gradients are sent uncompressed.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.of: dict[Any, str] = dict(engine.param_names)
+        self.parameters: dict[str, Any] = {name: parameter for parameter, name in self.of.items()}
+        """Parameters by name."""
+
+    def trained(self) -> Iterator[tuple[Any, str]]:
+        """Yield the trained parameters that the model has now, with their names. This takes milliseconds."""
+        for parameter in self._engine.module.parameters():
+            if parameter.requires_grad:
+                if parameter not in self.of:
+                    self._add(parameter)
+                yield parameter, self.of[parameter]
+
+    def _add(self, parameter: Any) -> None:
+        name = f"added {len(self.of)}"
+        self.of[parameter], self.parameters[name] = name, parameter
+        text = (
+            "/deepspeed_compress/gradients: the program has added parameters to the model of an engine, whose "
+            "gradients are sent uncompressed; add them before the engine is made"
+        )
+        warnings.warn(text, CompressWarning, stacklevel=2)
+
+
+def _early(engine: Any, session: Session, names: _Names, patches: Patches) -> EarlyReductions | None:
     if not may_begin_early(engine):
         return None
-    gradients = _Gradients(engine)
-    reduces = partial(_in_buckets, engine.buffered_allreduce_fallback, session, gradients)
+    gradients = _Gradients(engine, names)
+    reduces = partial(_in_buckets, engine.buffered_allreduce_fallback, session, names)
     early = EarlyReductions(session, gradients, reduces, patches)
     patches.replace(engine, "buffered_allreduce_fallback", early.reduce)
     # DeepSpeed's `destroy` removes its own hooks only.
@@ -125,7 +159,7 @@ def _early(engine: Any, session: Session, patches: Patches) -> EarlyReductions |
 def _in_buckets(
     original: Any,
     session: Session,
-    gradients: "_Gradients",
+    names: _Names,
     grads: Any = None,
     elements_per_buffer: int = MEMORY_OPT_ALLREDUCE_SIZE,
 ) -> None:
@@ -135,7 +169,7 @@ def _in_buckets(
     """
     size = elements_per_buffer
     if isinstance(session.reducer, PayloadReducer):
-        size = min(size, bucket_size(sum(parameter.numel() for parameter in gradients.parameters())))
+        size = min(size, bucket_size(sum(parameter.numel() for parameter in names.of if parameter.requires_grad)))
     original(grads=grads, elements_per_buffer=size)
 
 
@@ -144,32 +178,29 @@ class _Gradients:
 
     everywhere = True
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, names: _Names) -> None:
         self.group = reduction_group(engine)
         # The same divisor that `_reduce_non_expert_gradients` passes to `allreduce_bucket`.
         ranks = self.group.size() / engine.sequence_parallel_size
         self.scale = 1.0 / ranks if engine.gradient_average else 1.0
         self.partition = lru_cache(maxsize=LAYOUTS)(self._partition)
         self._engine = engine
-        self._parameters = {name: parameter for parameter, name in engine.param_names.items()}
-
-    def parameters(self) -> Iterator[Any]:
-        return (parameter for parameter in self._parameters.values() if parameter.requires_grad)
+        self._names = names
 
     def hooked(self) -> Iterator[tuple[Any, str]]:
-        return ((parameter, self._engine.param_names[parameter]) for parameter in self.parameters())
+        return self._names.trained()
 
     def of(self, key: str) -> Tensor:
-        gradient = self._parameters[key].grad
-        dense = gradient is not None and gradient.layout == torch.strided
-        return (gradient if dense else torch.zeros_like(self._parameters[key])).reshape(-1)
+        parameter = self._names.parameters[key]
+        dense = parameter.grad is not None and parameter.grad.layout == torch.strided
+        return (parameter.grad if dense else torch.zeros_like(parameter)).reshape(-1)
 
     def due(self) -> Iterator[str]:
         """Yield the keys of the gradients that DeepSpeed is about to reduce.
 
         Parameters without a gradient count as zeros. Sparse gradients are reduced elsewhere.
         """
-        for parameter, name in self.hooked():
+        for parameter, name in self._names.trained():
             if parameter.numel() and (parameter.grad is None or parameter.grad.layout == torch.strided):
                 yield name
 
@@ -181,7 +212,7 @@ class _Gradients:
         return reduces_now(self._engine) and bool(self._engine.is_gradient_accumulation_boundary())
 
     def _partition(self, keys: tuple[str, ...]) -> Partition:
-        return even_partition([(name, self._parameters[name].numel()) for name in keys], self.group.size())
+        return even_partition([(name, self._names.parameters[name].numel()) for name in keys], self.group.size())
 
 
 def _uncompressed_bytes(engine: Any, bucket: Bucket, dp_group: Any) -> int:
@@ -190,14 +221,22 @@ def _uncompressed_bytes(engine: Any, bucket: Bucket, dp_group: Any) -> int:
     return ring_all_reduce(size, dp_group.size())
 
 
-def _contents(engine: Any) -> dict[int, Contents]:
-    """Return the contents of each tensor that DeepSpeed may put into a bucket, by the tensor's address."""
+def _contents(engine: Any, names: _Names, bucket: Bucket) -> list[tuple[str, int]]:
+    """Return the contents of `bucket`."""
     if isinstance(engine.optimizer, BF16_Optimizer):
-        return dict(_contents_of_groups(engine.optimizer, engine.param_names))
-    # `engine.param_names`, because walking through the module takes milliseconds.
+        known = dict(_contents_of_groups(engine.optimizer, engine.param_names))
+    else:
+        known = _contents_of_gradients(names.of)
+        if any(tensor.data_ptr() not in known for tensor in bucket):
+            known = _contents_of_gradients(dict(names.trained()))
+    return [entry for tensor in bucket for entry in known[tensor.data_ptr()]]
+
+
+def _contents_of_gradients(names: Mapping[Any, str]) -> dict[int, Contents]:
+    """Return the contents of each dense gradient, by its address."""
     return {
         parameter.grad.data_ptr(): [(name, parameter.numel())]
-        for parameter, name in engine.param_names.items()
+        for parameter, name in names.items()
         if parameter.grad is not None and parameter.grad.layout == torch.strided
     }
 

@@ -28,6 +28,7 @@ from deepspeed_compress.backends.deepspeed.gradients.muon import SplitMatrices, 
 from deepspeed_compress.backends.deepspeed.gradients.parts import Key, Part, PartsOf, partition_of, parts_of
 from deepspeed_compress.backends.deepspeed.gradients.zero_1_gradients import Zero1Gradients
 from deepspeed_compress.collectives.buckets import LAYOUTS
+from deepspeed_compress.collectives.reducer import Pending
 from deepspeed_compress.compression.segments import scatter
 from deepspeed_compress.session.interrupted import discard
 from deepspeed_compress.session.patches import Patches
@@ -104,7 +105,7 @@ class _Buckets:
         """Reduce `part` of the flat bucket `tensor`, or begin to."""
         if self.later is not None:
             begun = self.early.take(communication_data_type, tensor.dtype, part.keys) if self.early else None
-            self.later.add(part.partition, begun or self._session.start(part.of(tensor), part.partition, self._scale))
+            self.later.add(part.partition, begun or self._start(part, tensor))
             return
         self._keep(tensor)
         flat = part.of(tensor)
@@ -114,6 +115,14 @@ class _Buckets:
             self._split.complete(part.partition, lambda one: flat.narrow(0, one.offset, one.numel))
         if flat is not tensor:
             scatter(flat, part.places, tensor)
+
+    def _start(self, part: Part, tensor: Tensor) -> Pending:
+        flat = part.of(tensor)
+        pending = self._session.start(flat, part.partition, self._scale)
+        if flat is not tensor:
+            # Some reducers clip the gradients in place, and DeepSpeed keeps those in `tensor`.
+            scatter(flat, part.places, tensor)
+        return pending
 
     def _discard(self) -> None:
         """Discard the buckets of a failed backward pass. Collective."""

@@ -49,9 +49,9 @@ class ArrivingWeights:
         _check(engine)
         self._module: nn.Module = engine.module
         self._under_way: dict[int, PendingWeights] = {}
-        rounds = {
-            name: (group, last) for group, gather in enumerate(gathers) for name, last in gather.last_rounds().items()
-        }
+        # Groups of one rank, as those of experts may be, are not sent.
+        sent = [(group, gather) for group, gather in enumerate(gathers) if gather.group.size() > 1]
+        rounds = {name: (group, last) for group, gather in sent for name, last in gather.last_rounds().items()}
         self._reads = _Reads(_by_parameter(self._module, engine.param_names, rounds), self._wait)
         self._forward_runs = False
         for module in engine.module.modules():

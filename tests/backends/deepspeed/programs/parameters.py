@@ -114,6 +114,26 @@ def frozen_later(run: Run) -> None:
     run.learn(engine, steps=2)
 
 
+def added_later(run: Run) -> None:
+    """Add a layer to the model and to the optimizer of an engine, which only ZeRO 0 allows."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    engine = run.start(model, {"optimizer": None}, optimizer=optimizer)
+    run.learn(engine, steps=2)
+    model.append(nn.Linear(1, 1))
+    optimizer.add_param_group({"params": list(model[-1].parameters())})
+    run.learn(engine, steps=3)
+
+
+def removed_later(run: Run) -> None:
+    """Replace a layer of an engine's model by a frozen one."""
+    model = network()
+    engine = run.start(model)
+    run.learn(engine, steps=3)
+    model[2] = nn.Linear(31, 17).requires_grad_(False)
+    run.learn(engine, steps=3)
+
+
 class Learning:
     """Three steps of two micro-steps each, with the model that `build(*given)` returns."""
 
@@ -220,6 +240,8 @@ PROGRAMS = (
     Program("frozen, not given to the optimizer", frozen_and_left_out),
     Program("unfrozen later", unfrozen_later),
     Program("frozen later, for a time", frozen_later),
+    Program("added later", added_later, stages=(0,)),
+    Program("replaced later by frozen ones", removed_later, stages=(0, 1, 2)),
     Program("LoRA", Learning(Adapted)),
     Program("LoRA in a reentrant checkpoint", Learning(Adapted, 17, True)),
     Program("LoRA in a checkpoint", Learning(Adapted, 17, False)),
