@@ -69,7 +69,7 @@ class Crossover:
     @property
     def rate(self) -> float:
         """Return the bytes per second of a rank's link at which encoding takes the time that fewer bytes save."""
-        return self.saved / self.coding if self.coding else float("inf")
+        return max(0.0, self.saved) / self.coding if self.coding else float("inf")
 
     @property
     def figures(self) -> dict[str, float]:

@@ -61,6 +61,10 @@ def test_the_rate_is_that_at_which_encoding_takes_what_fewer_bytes_save() -> Non
     assert found.coding + found.sent / found.rate == pytest.approx((found.sent + found.saved) / found.rate)
 
 
+def test_a_message_that_does_not_shrink_pays_at_no_rate() -> None:
+    assert replace(crossover(plain=0.02, compressed=0.03, coding=0.004), saved=-32.0).rate == 0.0
+
+
 @pytest.mark.parametrize(
     ("compressed", "verdict"),
     [(0.014, "20; it"), (0.03, "20, so bits of activations.tensor cost time on this link; it")],
