@@ -44,7 +44,7 @@ Activations = Mapping[str, Any]
 
 
 MIXED: Activations = {"tensor": {"bits": 4, "backward_bits": 8}, "pipeline": {"bits": 8}}
-"""4 bits where the loss tolerates them: in sums of the forward pass."""
+"""Four bits in the sums of the forward pass only."""
 
 
 def _bits(*kinds: str) -> dict[str, Activations]:
