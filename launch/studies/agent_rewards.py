@@ -231,7 +231,8 @@ def sample(
     """
     module, store = load(options, weights, seed), LinkStore(path, 1e6 * options.mbit)
     receiver: Any = Receiver(module, store) if mode.exact else PlainReceiver(module, store, CODINGS["whole"])
-    threading.Thread(target=keep_updating, args=(receiver, stop), daemon=True).start()
+    # The interpreter waits for this thread. It aborts if it ends a daemon in the middle of torch's code.
+    threading.Thread(target=keep_updating, args=(receiver, stop)).start()
     tasks = sums(seed)
     batches.put([])  # ready
     for number in count():
