@@ -25,12 +25,12 @@ def find_island_contradictions(section: CompressConfig) -> Iterator[Diagnostic]:
     yield from _checkpoint_rollback(section)
     yield from _exchange_problems(islands)
     pipeline = (section.parallelism or Parallelism()).pipeline
-    if pipeline > 1:
+    if pipeline > 1 and islands.elastic is None:
         what = (
-            f"{pipeline} is not available inside islands, because DeepSpeed distributes stages over all ranks "
-            "of the job"
+            f"{pipeline} is not available inside islands of one job, because DeepSpeed distributes stages over all "
+            "ranks of the job"
         )
-        yield problem(("parallelism", "pipeline"), f"{what} (allowed with islands: 1)", "1, or remove islands")
+        yield problem(("parallelism", "pipeline"), f"{what} (allowed: 1)", '1, or islands with "elastic"')
 
 
 def _exchange_problems(islands: Islands) -> Iterator[Diagnostic]:

@@ -2,14 +2,16 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
+
+import pytest
 
 from deepspeed_compress.local_sgd.coordinator.client import status
 from tests.support.coordinators import become_island, coordinator, own_ports
 from tests.support.forks import run_forks
-from tests.support.jobs import Job
+from tests.support.jobs import Job, weights
 
 T = TypeVar("T")
 SGD: Mapping[str, Any] = {
@@ -17,6 +19,7 @@ SGD: Mapping[str, Any] = {
     "gradient_clipping": 0.0,
     "zero_allow_untested_optimizer": True,
 }
+Weights = dict[str, list[float]]
 HEAD = r"^4\."
 """Pattern of a layer in the middle; under ZeRO 1 its owner has other layers too."""
 
@@ -59,6 +62,51 @@ def run_apart(count: int, work: Callable[..., T], job: Job, *args: Any, size: in
 def _in_island(rank: int, work: Callable[..., T], job: Job, args: tuple[Any, ...], size: int, ports: list[int]) -> T:
     become_island(rank, size, ports)
     return work(rank, job, *args)
+
+
+@dataclass
+class Exchanges:
+    """Exchanges of a rank, by version of the anchor.
+
+    Attributes:
+        before: weights before each exchange.
+        after: weights after it.
+        samples: samples since the exchange before.
+    """
+
+    before: dict[int, Weights] = field(default_factory=dict)
+    after: dict[int, Weights] = field(default_factory=dict)
+    samples: dict[int, int] = field(default_factory=dict)
+
+    def check_means(self, other: "Exchanges") -> None:
+        """Check that uncompressed exchanges were means, weighted by samples, of this rank's weights and `other`'s."""
+        versions = self.after.keys() & other.after.keys()
+        assert len(versions) >= 2
+        for version in versions:
+            assert self.after[version] == other.after[version]
+            assert self.before[version] != other.before[version]
+            # An island that waits for the other one's exchange may have taken another number of steps.
+            share = self.samples[version] / (self.samples[version] + other.samples[version])
+            for name, mean in self.after[version].items():
+                pairs = zip(self.before[version][name], other.before[version][name], strict=True)
+                assert mean == pytest.approx([share * a + (1 - share) * b for a, b in pairs], abs=1e-5)
+
+
+def watch_exchanges(engine: Any) -> Exchanges:
+    """Return the exchanges in rounds that `engine` takes part in, which are added as they end."""
+    seen, exchange = Exchanges(), engine.compression.islands.exchange
+    step_ended = exchange.step_ended
+
+    def watched(samples: int) -> Any:
+        before = weights(engine)
+        result = step_ended(samples)
+        if result is not None and result.kind == "exchange":
+            seen.before[exchange.version], seen.after[exchange.version] = before, weights(engine)
+            seen.samples[exchange.version] = samples - sum(seen.samples.values())
+        return result
+
+    exchange.step_ended = watched
+    return seen
 
 
 def wait_for(marks: Path, name: str, count: int = 1) -> None:

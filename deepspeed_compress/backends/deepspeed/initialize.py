@@ -7,6 +7,8 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import deepspeed
+from deepspeed.runtime.dataloader import RepeatingLoader
+from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from deepspeed_compress.backends.deepspeed import division, seams
 from deepspeed_compress.backends.deepspeed.announce import warn_of_uncompressed
@@ -167,7 +169,12 @@ def _with_data(result: Any, training_data: Any) -> Any:
     """Return `result` of `deepspeed.initialize` with a data loader that divides the data over all ranks of the job."""
     engine, optimizer, loader, scheduler = result
     if training_data is not None:
-        loader = engine.training_dataloader = engine.deepspeed_io(training_data)
+        loader = engine.deepspeed_io(training_data)
+        if isinstance(engine, PipelineEngine):
+            engine.set_dataloader(RepeatingLoader(loader))
+            loader = engine.training_dataloader
+        else:
+            engine.training_dataloader = loader
     return engine, optimizer, loader, scheduler
 
 

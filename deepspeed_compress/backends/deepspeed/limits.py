@@ -90,6 +90,14 @@ def _tied(engine: Any) -> set[int]:
     return {id(weight) for weight, _ in engine.module.get_tied_weights_and_groups()}
 
 
+def tied_copies(engine: Any) -> frozenset[str]:
+    """Return the names of weights of this pipeline stage that are tied to those of an earlier stage."""
+    if not isinstance(engine, PipelineEngine):
+        return frozenset()
+    tied = engine.module.get_tied_weights_and_groups()
+    return frozenset(engine.param_names[weight] for weight, group in tied if group.rank() > 0)
+
+
 def _replicated(engine: Any) -> set[int]:
     if tensor_size(engine) == 1:
         return set()
@@ -98,9 +106,13 @@ def _replicated(engine: Any) -> set[int]:
 
 def tensor_size(engine: Any) -> int:
     """Return the number of ranks that share a layer, through AutoTP or a pipeline's topology."""
-    stages = engine.module.num_stages if isinstance(engine, PipelineEngine) else 1
     parts = engine.mpu.count if isinstance(engine.mpu, RankUnit) else 1
-    return int(dist.get_world_size() // (stages * parts * engine.seq_data_parallel_group.size()))
+    return int(dist.get_world_size() // (stage_count(engine) * parts * engine.seq_data_parallel_group.size()))
+
+
+def stage_count(engine: Any) -> int:
+    """Return the number of pipeline stages; 1 without a pipeline."""
+    return int(engine.module.num_stages) if isinstance(engine, PipelineEngine) else 1
 
 
 def _subclassed(engine: Any) -> bool:
@@ -226,8 +238,8 @@ def _mismatches(engine: Any, config: CompressConfig) -> Iterator[str]:
             f"/deepspeed_compress/parallelism/zero_stage is {asked.zero_stage}, but the engine was made with ZeRO "
             f"stage {stage}; use deepspeed_compress.initialize, or write {asked.zero_stage} as zero_optimization.stage"
         )
-    stages = engine.module.num_stages if isinstance(engine, PipelineEngine) else 1
-    for key, wanted, found in (("pipeline", asked.pipeline, stages), ("tensor", asked.tensor, tensor_size(engine))):
+    found_sizes = (("pipeline", asked.pipeline, stage_count(engine)), ("tensor", asked.tensor, tensor_size(engine)))
+    for key, wanted, found in found_sizes:
         if wanted != found and key in asked.model_fields_set:
             yield (
                 f"/deepspeed_compress/parallelism/{key} is {wanted}, but the engine was made with {found}; "

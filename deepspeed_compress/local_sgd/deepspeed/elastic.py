@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from deepspeed.pipe import PipelineModule
 from torch.utils.data import DistributedSampler
 
-from deepspeed_compress.backends.deepspeed.limits import tensor_size
+from deepspeed_compress.backends.deepspeed.limits import stage_count, tensor_size, tied_copies
 from deepspeed_compress.checkpointing.deepspeed.checkpoint import writing
 from deepspeed_compress.checkpointing.deepspeed.exclusive import take_for_island
 from deepspeed_compress.checkpointing.deepspeed.participants import LoadRequest, Participant, SaveRequest
@@ -63,12 +62,12 @@ def prepare_call(call: Mapping[str, Any]) -> dict[str, Any]:
     The order of the data depends on the island's number, which is known only after the engine is made.
 
     Raises:
-        UnsupportedError: the model is a pipeline, or the call has an `mpu`.
+        UnsupportedError: the call has an `mpu`.
     """
-    if call.get("mpu") is not None or isinstance(call.get("model"), PipelineModule):
+    if call.get("mpu") is not None:
         raise UnsupportedError(
-            f"{_POINTER} cannot be combined with a pipeline or an mpu (allowed: data parallelism, ZeRO 0 to 3, "
-            "AutoTP); remove the key, or the division of the model"
+            f"{_POINTER} cannot be combined with an mpu (allowed: data parallelism, ZeRO 0 to 3, AutoTP, pipelines); "
+            "remove the key, or the mpu"
         )
     return {**call, "training_data": None}
 
@@ -115,10 +114,9 @@ class ElasticIsland(Participant):
         self._ranks = IslandRanks(dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None)
         self.history: deque[ExchangeResult] = deque(maxlen=KEPT)
         self._has_left, self._scheduled = False, 0
-        self._tensor = tensor_size(engine)
-        found = find_exchanged(
-            engine, settings, parameters, SharedLayers(self._tensor, range(dist.get_world_size()), None)
-        )
+        tensor, stages = tensor_size(engine), stage_count(engine)
+        self._layers = SharedLayers(tensor, range(dist.get_world_size()), None, stages, tied_copies(engine))
+        found = find_exchanged(engine, settings, parameters, self._layers)
         run, stores = replace(parts.run, clock=StepClock()), ResidualStores(transactional=True)
         alone = ReductionContext(Groups(group_of_one()), found.parameters, stores, run, traffic="bytes_islands")
         recover = partial(recover_from_divergence, engine, found.master_weights, parts.residuals.clear)
@@ -160,9 +158,7 @@ class ElasticIsland(Participant):
         given = inspect.signature(original).bind(dataset, *args, **options).arguments
         training = given.get("route", "train") == "train"
         if training and given.get("data_sampler") is None and self._engine.is_map_style_dataset(dataset):
-            # Ranks that share layers read the same data.
-            world, rank = dist.get_world_size() // self._tensor, dist.get_rank() // self._tensor
-            given["data_sampler"] = IslandSampler(dataset, world, rank, self)
+            given["data_sampler"] = IslandSampler(dataset, self._layers.readers, self._layers.reader, self)
         return original(**given)
 
     @contextmanager

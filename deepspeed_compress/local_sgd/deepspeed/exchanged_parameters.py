@@ -17,7 +17,12 @@ from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.config import Islands
 from deepspeed_compress.errors import CompressWarning, ConfigError
 from deepspeed_compress.local_sgd.deepspeed.moments import find_second_moments
-from deepspeed_compress.local_sgd.deepspeed.replicated import SharedLayers, check_equal_blocks, divide_replicated
+from deepspeed_compress.local_sgd.deepspeed.replicated import (
+    SharedLayers,
+    check_equal_blocks,
+    check_tied,
+    divide_replicated,
+)
 from deepspeed_compress.local_sgd.moments import SecondMoments
 
 _POINTER = "/deepspeed_compress/islands/own"
@@ -45,14 +50,16 @@ def find_exchanged(engine: Any, settings: Islands, parameters: Parameters, layer
 
     Raises:
         ConfigError: nothing is left to exchange.
-        UnsupportedError: second moments cannot be exchanged.
+        UnsupportedError: second moments or tied weights cannot be exchanged.
     """
     trained = find_master_weights(engine)
     master_weights, shared = _without_own(settings.own, trained, parameters)
     moments = find_second_moments(engine, settings, master_weights)
+    if layers.stages > 1:
+        check_tied(layers, has_moments=moments is not None)
     if layers.tensor > 1 and moments is not None:
         check_equal_blocks(master_weights, parameters, layers)
-    if layers.tensor > 1:
+    if layers.hold_copies:
         master_weights = divide_replicated(master_weights, parameters, layers)
     names = {*chain(*gather_objects([one.parameter for one in trained.slices], layers.whole))}
     untrained = [one for name, one in named_untrained(engine, names) if not _matches(settings.own, name)]

@@ -1,11 +1,13 @@
-"""Exchange of weights that are replicated on all ranks sharing a layer, such as norms.
+"""Exchange of weights that several ranks of an island hold: norms, and weights tied between pipeline stages.
 
-Each of these ranks exchanges a part of them, and broadcasts it within the island afterwards. So these weights are sent
-between islands only once, compressed like the others, and all copies stay bit-identical whatever compression does.
+Each rank that shares a layer exchanges a part of its norms, and the first stage exchanges tied weights. The rest of the
+island receives them by a broadcast. So these weights are sent between islands only once, compressed like the others,
+and all copies stay bit-identical whatever compression does.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -29,16 +31,35 @@ class SharedLayers:
         tensor: the number of ranks that share each layer.
         ranks: the global ranks of the island.
         whole: the group of these ranks; None for all ranks of the job.
+        stages: the number of pipeline stages.
+        copies: names of weights of this rank that are tied to those of an earlier stage.
     """
 
     tensor: int
     ranks: Sequence[int]
     whole: ProcessGroup | None
+    stages: int = 1
+    copies: Set[str] = frozenset()
 
     @property
     def place(self) -> int:
         """Return the index of this rank in the island."""
         return self.ranks.index(dist.get_rank())
+
+    @property
+    def hold_copies(self) -> bool:
+        """Return True if several ranks may hold the same weights, apart from those of ZeRO. The same on all ranks."""
+        return self.tensor > 1 or self.stages > 1
+
+    @property
+    def readers(self) -> int:
+        """Return the number of ranks that read different data. Ranks that share a replica read the same."""
+        return len(self.ranks) // (self.tensor * self.stages)
+
+    @property
+    def reader(self) -> int:
+        """Return the index of this rank's replica. Ranks are ordered by stage, then by replica, then by tensor rank."""
+        return self.place // self.tensor % self.readers
 
 
 def divide_replicated(
@@ -50,18 +71,38 @@ def divide_replicated(
 
     Args:
         master_weights: the master weights of this rank.
-        parameters: the parameters; `excluded` names those that are replicated on ranks sharing layers.
+        parameters: the parameters; `excluded` names those that other ranks hold, too.
         unit: this rank's island.
     """
     shared = parameters.excluded
     sizes = {name: torch.Size(shape).numel() for name, shape in parameters.shapes.items()}
     tensor, rank = unit.tensor, unit.place % unit.tensor
     parts = {name: (sizes[name] * rank // tensor, sizes[name] * (rank + 1) // tensor) for name in shared}
+    parts |= dict.fromkeys(unit.copies, (0, 0))
     kept = [part for one in master_weights.slices for part in _within(one, parts.get(one.parameter))]
     mine = [(one.parameter, one.begin, one.begin + one.numel) for one in kept if one.parameter in shared]
     every = gather_objects(mine, unit.whole)
     parts_of_ranks = [_Part.of(master_weights, ranges) for ranges in every]
     return replace(master_weights, slices=kept, publish=_ReplicaBroadcast(master_weights, parts_of_ranks, unit).publish)
+
+
+def check_tied(unit: SharedLayers, has_moments: bool) -> None:
+    """Check that weights tied between pipeline stages, if there are any, can be exchanged. Collective in the island.
+
+    Raises:
+        UnsupportedError: the stages are divided further, so that copies of one name differ, or there are second
+            moments, whose blocks may differ between the copies.
+    """
+    tied = sorted({*chain(*gather_objects(unit.copies, unit.whole))})
+    for found, place, why, instead in (
+        (unit.tensor > 1, "elastic", f"{unit.tensor} tensor-parallel ranks", "one of the two, or untied weights"),
+        (has_moments, "second_moments", "second moments", '"second_moments": null, or untie the weights'),
+    ):
+        if tied and found:
+            raise UnsupportedError(
+                f"/deepspeed_compress/islands/{place}: {tied[0]} is tied between pipeline stages, which cannot be "
+                f"combined with {why} (allowed: without); write {instead}"
+            )
 
 
 def check_equal_blocks(master_weights: FlatMasterWeights, parameters: Parameters, unit: SharedLayers) -> None:

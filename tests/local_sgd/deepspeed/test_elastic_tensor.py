@@ -1,7 +1,6 @@
 """Elastic islands whose ranks share layers (AutoTP)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,59 +9,28 @@ import torch
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch.utils.data import TensorDataset
 
-from tests.support.island_jobs import SGD, run_apart
+from tests.support.island_jobs import SGD, Exchanges, Weights, run_apart, watch_exchanges
 from tests.support.jobs import Job, weights
 from tests.support.tensor_islands import AUTO_TP, TENSOR, start_tensor, take_steps
 
 SAMPLED = pytest.mark.sampled(
     4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_elastic_tensor.py"
 )
-Weights = dict[str, list[float]]
 PLAIN: Mapping[str, Any] = {"exchange": {"method": "none"}}
 
 
-@dataclass
-class Seen:
-    """Records of a rank.
-
-    Attributes:
-        before: weights before each exchange, by version.
-        after: weights after it.
-        samples: samples since the exchange before.
-        replicated: names of replicated parameters.
-    """
-
-    before: dict[int, Weights] = field(default_factory=dict)
-    after: dict[int, Weights] = field(default_factory=dict)
-    samples: dict[int, int] = field(default_factory=dict)
-    replicated: list[str] = field(default_factory=list)
-
-
-def apart(rank: int, job: Job) -> Seen:
-    """Train an island of two ranks until three exchanges are over."""
-    engine, seen = start_tensor(job), Seen()
-    named = engine.module.named_parameters()
-    seen.replicated = [name for name, one in named if not is_model_parallel_parameter(one)]
-    islands = engine.compression.islands
+def apart(rank: int, job: Job) -> tuple[Exchanges, list[str]]:
+    """Train an island of two ranks until three exchanges are over. Return them, and the names of replicated weights."""
+    engine = start_tensor(job)
+    named, seen = engine.module.named_parameters(), watch_exchanges(engine)
+    replicated = [name for name, one in named if not is_model_parallel_parameter(one)]
     # Islands have other data; ranks that share layers have the same.
-    data = TENSOR * (islands.number % 2)
-    exchange = islands.exchange.step_ended
-
-    def watched(samples: int) -> Any:
-        before = weights(engine)
-        result = exchange(samples)
-        if result is not None and result.kind == "exchange":
-            seen.before[islands.exchange.version] = before
-            seen.after[islands.exchange.version] = weights(engine)
-            seen.samples[islands.exchange.version] = samples - sum(seen.samples.values())
-        return result
-
-    islands.exchange.step_ended = watched
+    data = TENSOR * (engine.compression.islands.number % 2)
     for step in range(job.steps):
         if len(seen.after) < 3:
             take_steps(engine, data, job, step, step + 1)
     engine.destroy()
-    return seen
+    return seen, replicated
 
 
 @SAMPLED
@@ -70,18 +38,9 @@ def apart(rank: int, job: Job) -> Seen:
 def test_an_exchange_is_the_mean_of_the_islands(stage: int) -> None:
     """Uncompressed, and between ranks that hold the same parts of layers."""
     job = Job(stage, extra={**AUTO_TP, **SGD}, steps=60)
-    first, second, third, fourth = run_apart(2, apart, job, size=TENSOR, **PLAIN)
-    for one, other in ((first, third), (second, fourth)):
-        versions = one.after.keys() & other.after.keys()
-        assert len(versions) >= 2
-        for version in versions:
-            assert one.after[version] == other.after[version]
-            assert one.before[version] != other.before[version]
-            # An island that waits for the other one's exchange may have taken another number of steps.
-            share = one.samples[version] / (one.samples[version] + other.samples[version])
-            for name, mean in one.after[version].items():
-                pairs = zip(one.before[version][name], other.before[version][name], strict=True)
-                assert mean == pytest.approx([share * a + (1 - share) * b for a, b in pairs], abs=1e-5)
+    first, second, third, fourth = (seen for seen, _ in run_apart(2, apart, job, size=TENSOR, **PLAIN))
+    first.check_means(third)
+    second.check_means(fourth)
 
 
 @SAMPLED
@@ -89,12 +48,12 @@ def test_an_exchange_is_the_mean_of_the_islands(stage: int) -> None:
 def test_copies_of_weights_stay_equal_with_four_bits(stage: int) -> None:
     """Ranks that share layers end every exchange with the same norms, and islands with the same weights."""
     job = Job(stage, extra=AUTO_TP, steps=60)
-    first, second, third, fourth = run_apart(2, apart, job, size=TENSOR)
-    assert first.replicated
+    (first, replicated), (second, _), (third, _), (fourth, _) = run_apart(2, apart, job, size=TENSOR)
+    assert replicated
     for version in first.after.keys() & third.after.keys():
         assert first.after[version] == third.after[version]
         assert second.after[version] == fourth.after[version]
-        for name in first.replicated:
+        for name in replicated:
             assert first.after[version][name] == second.after[version][name]
 
 

@@ -232,7 +232,7 @@ def test_invalid_divisions_are_refused(ranks: int, job: Job, initialized: bool, 
             {},
             {**section(size=1), "parallelism": {"pipeline": 2}},
             "/deepspeed_compress/parallelism/pipeline",
-            "2 is not available inside islands, because DeepSpeed distributes stages over all ranks of the job",
+            "2 is not available inside islands of one job, because DeepSpeed distributes stages over all ranks",
         ),
         (
             AUTO_TP,

@@ -1,0 +1,188 @@
+"""Elastic islands whose model is divided into pipeline stages."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime import engine as engine_module
+from deepspeed.runtime.dataloader import DeepSpeedDataLoader
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import deepspeed_compress
+from deepspeed_compress.errors import UnsupportedError
+from deepspeed_compress.local_sgd.deepspeed.replicated import SharedLayers, check_tied
+from tests.support.coordinators import become_island, own_ports, parameter_server
+from tests.support.forks import run_forks
+from tests.support.island_jobs import SGD, Exchanges, Weights, run_apart, section, watch_exchanges
+from tests.support.jobs import BATCH, WIDTH, Job, data, run, start, weights
+
+SAMPLED = pytest.mark.sampled(
+    4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_elastic_pipeline.py"
+)
+STAGES = 2
+PLAIN: Mapping[str, Any] = {"exchange": {"method": "none"}}
+TIED = "tied_modules.matrix.weight"
+
+
+def batches_of(engine: Any, job: Job) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the micro-batches of this rank, which the other stages of its replica share."""
+    return data(10 * engine.compression.islands.number + engine.grid.get_data_parallel_rank(), job)
+
+
+def apart(rank: int, job: Job) -> Exchanges:
+    """Train an island until three exchanges are over."""
+    engine = start(job)
+    seen = watch_exchanges(engine)
+    for batch in batches_of(engine, job):
+        if len(seen.after) < 3:
+            run(engine, [batch])
+    engine.destroy()
+    return seen
+
+
+@SAMPLED
+@pytest.mark.parametrize("stage", [0, 1])
+def test_an_exchange_is_the_mean_of_the_islands(stage: int) -> None:
+    """Uncompressed, and between equal stages."""
+    job = Job(stage, stages=STAGES, extra=SGD, steps=60)
+    first, second, third, fourth = run_apart(2, apart, job, size=STAGES, **PLAIN)
+    first.check_means(third)
+    second.check_means(fourth)
+
+
+@SAMPLED
+@pytest.mark.parametrize(("stage", "size"), [(0, STAGES), (1, STAGES), (1, 2 * STAGES)])
+def test_tied_weights_stay_equal_with_four_bits(stage: int, size: int) -> None:
+    """Stages end every exchange with the same copies, and islands with the same weights."""
+    job = Job(stage, stages=STAGES, steps=60)
+    seen = run_apart(2, apart, job, size=size)
+    for one, other in zip(seen[:size], seen[size:], strict=True):
+        versions = one.after.keys() & other.after.keys()
+        assert versions
+        for version in versions:
+            assert one.after[version] == other.after[version]
+            assert one.after[version][TIED] == seen[0].after[version][TIED]
+
+
+def read_by(rank: int, job: Job) -> list[int]:
+    """Train an island on 24 numbered samples for three steps. Return the samples that this stage has read."""
+    deepspeed.init_distributed("gloo")
+    # Forked ranks may not start processes that read data.
+    engine_module.DeepSpeedDataLoader = lambda **given: DeepSpeedDataLoader(**given | {"num_local_io_workers": 0})
+    read: list[int] = []
+
+    def noting(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        numbers = torch.stack([one for (one,) in batch])
+        read.extend(numbers.tolist())
+        return numbers.float()[:, None].expand(-1, WIDTH) / 24, numbers.float()[:, None]
+
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)]
+    model = PipelineModule(layers, num_stages=STAGES, loss_fn=nn.MSELoss(), partition_method="uniform")
+    engine, _, loader, _ = deepspeed_compress.initialize(
+        model=model,
+        model_parameters=list(model.parameters()),
+        config=job.config(),
+        training_data=TensorDataset(torch.arange(24)),
+        collate_fn=noting,
+    )
+    assert loader is engine.training_dataloader
+    for _ in range(24 // BATCH):
+        engine.train_batch()
+    engine.destroy()
+    return read
+
+
+@SAMPLED
+def test_stages_read_the_same_data_and_islands_another_order() -> None:
+    """`training_data` of `initialize` feeds `train_batch`."""
+    first, second, third, fourth = run_apart(2, read_by, Job(1), size=STAGES, minimum=1)
+    assert first == second
+    assert third == fourth
+    assert first != third
+    assert sorted(first) == sorted(third) == list(range(24))
+
+
+def saved_and_resumed(rank: int, job: Job, directory: str) -> tuple[Weights, Weights]:
+    """Return the weights after nine steps of an island, and those of one that was resumed after six."""
+    engine, batches = start(job), data(0, job)
+    run(engine, batches[:6])
+    engine.save_checkpoint(directory)
+    run(engine, batches[6:])
+    straight = weights(engine)
+    engine.destroy()
+    engine = start(job)
+    assert engine.load_checkpoint(directory)[0] is not None
+    run(engine, batches[6:])
+    return straight, weights(engine)
+
+
+@SAMPLED
+def test_an_island_that_is_resumed_goes_on_as_before(tmp_path: Path) -> None:
+    """No other island takes part, so exchanges change nothing."""
+    job, options = Job(1, stages=STAGES, steps=9), {"size": STAGES, "minimum": 1, **PLAIN}
+    for straight, resumed in run_apart(1, saved_and_resumed, job, str(tmp_path), **options):
+        assert {name: pytest.approx(values, abs=1e-6) for name, values in straight.items()} == resumed
+
+
+def asynchronous(rank: int, job: Job, ports: list[int]) -> tuple[int, list[float], list[float]]:
+    """Return the number of an asynchronous island, its anchor, and its tied weights after a last pull."""
+    become_island(rank, STAGES, ports)
+    engine = start(job)
+    islands = engine.compression.islands
+    for begin in range(0, job.steps, 4):
+        run(engine, batches_of(engine, job)[begin : begin + 4])
+        islands.exchange.finish(30)
+    found = islands.number, islands.exchange.anchor().tolist(), weights(engine)[TIED]
+    engine.destroy()
+    return found
+
+
+@SAMPLED
+@pytest.mark.parametrize("exchange", [{"method": "none"}, {"method": "blockwise", "bits": 4}])
+def test_asynchronous_islands(exchange: Mapping[str, Any]) -> None:
+    """Uncompressed, stages have the anchor of the server. Their copies of tied weights are always equal."""
+    with parameter_server() as server, own_ports(2) as ports:
+        elastic = {"rendezvous": f"127.0.0.1:{server.port}", "give_up": "20 s", "parameter_server": {}}
+        job = Job(1, stages=STAGES, steps=12, section=section(sync_every=3, exchange=exchange, elastic=elastic))
+        islands = run_forks(2 * STAGES, asynchronous, job, ports)
+        anchors = [place.anchor.tolist() for place in server.service.store.places]
+        records = server.service.store.records
+    assert records.pushes >= 2
+    newest = [anchor for number, anchor, _ in islands if records.islands[number].version == records.version]
+    assert newest == anchors or exchange != {"method": "none"}
+    for one, other in ((islands[0], islands[1]), (islands[2], islands[3])):
+        assert one[2] == other[2]
+
+
+def refused(rank: int, job: Job) -> str:
+    try:
+        start(job)
+    except UnsupportedError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_tied_weights_with_second_moments_are_refused() -> None:
+    """On all stages. Without ties, second moments are exchanged."""
+    for text in run_apart(1, refused, Job(1, stages=STAGES), size=STAGES, minimum=1, second_moments={}):
+        assert f"/deepspeed_compress/islands/second_moments: {TIED} is tied between pipeline stages" in text
+
+
+def checked(rank: int, has_moments: bool) -> str:
+    deepspeed.init_distributed("gloo")
+    try:
+        check_tied(SharedLayers(2, range(4), None, 2, {"embedding"} if rank > 1 else frozenset()), has_moments)
+    except UnsupportedError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_tied_weights_with_tensor_parallelism_are_refused() -> None:
+    """On all ranks, also on those that hold no copy."""
+    for text in run_forks(4, checked, False):
+        assert text.startswith("/deepspeed_compress/islands/elastic: embedding is tied between pipeline stages")
