@@ -311,10 +311,16 @@ BUGS: Mapping[str, Bug] = {
         ("local_sgd/deepspeed/test_islands.py", "local_sgd/test_elastic.py"),
     ),
     "ranks that share layers each exchange a copy": Bug(
-        "local_sgd/deepspeed/exchanged_parameters.py",
-        "    if layers.tensor > 1:",
-        "    if layers.tensor > 2:",
+        "local_sgd/deepspeed/replicated.py",
+        "return self.tensor > 1 or self.stages > 1",
+        "return self.tensor > 2 or self.stages > 1",
         ("local_sgd/deepspeed/test_islands_tensor.py",),
+    ),
+    "stages each exchange a copy of tied weights": Bug(
+        "local_sgd/deepspeed/replicated.py",
+        "return self.tensor > 1 or self.stages > 1",
+        "return self.tensor > 1 or self.stages > 2",
+        ("local_sgd/deepspeed/test_elastic_pipeline.py",),
     ),
     "islands that share layers reduce over the job": Bug(
         "backends/deepspeed/division.py",

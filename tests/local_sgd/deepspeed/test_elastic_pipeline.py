@@ -10,16 +10,20 @@ import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime import engine as engine_module
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import nn
 from torch.utils.data import TensorDataset
+from transformers import LlamaConfig
 
 import deepspeed_compress
 from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed.replicated import SharedLayers, check_tied
+from deepspeed_compress.models import Layout, build_parallel
 from tests.support.coordinators import become_island, own_ports, parameter_server
 from tests.support.forks import run_forks
 from tests.support.island_jobs import SGD, Exchanges, Weights, run_apart, section, watch_exchanges
-from tests.support.jobs import BATCH, WIDTH, Job, data, run, start, weights
+from tests.support.jobs import BATCH, WIDTH, Job, data, make_engine, run, start, weights
+from tests.support.tensor_islands import TENSOR, VOCABULARY
 
 SAMPLED = pytest.mark.sampled(
     4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_elastic_pipeline.py"
@@ -67,6 +71,42 @@ def test_tied_weights_stay_equal_with_four_bits(stage: int, size: int) -> None:
         for version in versions:
             assert one.after[version] == other.after[version]
             assert one.after[version][TIED] == seen[0].after[version][TIED]
+
+
+def divided_apart(rank: int, job: Job) -> tuple[Exchanges, list[str]]:
+    """Train an island with split stages for two exchanges. Return them, and the names of replicated weights."""
+    deepspeed.init_distributed("gloo")
+    sizes = {"hidden_size": 36, "intermediate_size": 42, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2}
+    model = build_parallel(Path("none"), LlamaConfig(**sizes, **heads), 0, Layout(tensor=TENSOR, pipeline=STAGES))
+    engine = make_engine(model, job.config())
+    seen, named = watch_exchanges(engine), engine.module.named_parameters()
+    replicated = [name for name, one in named if not is_model_parallel_parameter(one)]
+    generator = torch.Generator().manual_seed(engine.compression.islands.number)
+    for tokens in torch.randint(0, VOCABULARY, (job.steps, BATCH, 8), generator=generator):
+        if len(seen.after) < 2:
+            engine.train_batch(iter([(tokens, tokens)]))
+    engine.destroy()
+    return seen, replicated
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("second_moments", [None, {}])
+def test_a_pipeline_whose_stages_are_split(second_moments: Any) -> None:
+    """All ranks that hold a weight have the same value after every exchange, and so have islands."""
+    size = TENSOR * STAGES
+    parallelism = {"tensor": TENSOR, "pipeline": STAGES}
+    job = Job(1, steps=60, section={"parallelism": parallelism})
+    seen = run_apart(2, divided_apart, job, size=size, second_moments=second_moments)
+    for (one, _), (other, _) in zip(seen[:size], seen[size:], strict=True):
+        versions = one.after.keys() & other.after.keys()
+        assert versions
+        assert all(one.after[version] == other.after[version] for version in versions)
+    for (one, replicated), (other, _) in (seen[:TENSOR], seen[TENSOR:size]):
+        assert replicated
+        assert all(
+            one.after[version][name] == other.after[version][name] for version in one.after for name in replicated
+        )
 
 
 def read_by(rank: int, job: Job) -> list[int]:
