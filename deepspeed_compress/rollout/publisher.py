@@ -20,10 +20,12 @@ from deepspeed_compress.rollout.sources import find_held, unwrap
 from deepspeed_compress.rollout.store import Store
 from deepspeed_compress.rollout.versions import (
     Dtype,
+    claim_store,
     delete_old_versions,
     delete_unfinished,
     find_full_copies,
     find_versions,
+    holds_claim,
     model_digest,
     read_manifest,
     write_manifest,
@@ -250,10 +252,10 @@ class Publisher:
         full = full or held is None or chain.version + 1 - chain.full >= self._full_every
         rank, version = self._ranks.rank, chain.version + 1
         shares = self._ranks.gather(
-            lambda: write_share(self._store, version, rank, copied.result(), held, full, self._bits)
+            lambda: write_share(self._store, chain, rank, copied.result(), held, full, self._bits)
         )
         published = self._ranks.from_first(lambda: self._complete(chain, shares, call))
-        newest = Chain(version, published.digest, version if full else chain.full)
+        newest = replace(chain, version=version, digest=published.digest, full=version if full else chain.full)
         return self._hold(copied.result(), newest, published, call)
 
     def _hold(self, new: list[Slice], chain: Chain, published: Published, call: _Call) -> Published:
@@ -261,7 +263,9 @@ class Publisher:
         return published
 
     def _find_chain(self) -> Chain:
-        """Return the end of the chain in the store, and delete what a killed publisher left behind it."""
+        """Take over the store, return the end of its chain, and delete what a killed publisher left behind it."""
+        # A publisher that still runs must notice it before it completes a version, whose parts are deleted here.
+        claim = claim_store(self._store)
         newest = max(find_versions(self._store), default=0)
         delete_unfinished(self._store, newest)
         full, digest = max(find_full_copies(self._store), default=0), ""
@@ -269,18 +273,23 @@ class Publisher:
         with suppress(RolloutError):
             manifest = read_manifest(self._store, newest)
             digest = manifest.digest if manifest.dtype == self._dtype else ""
-        return Chain(newest, digest, full)
+        return Chain(newest, digest, full, claim)
 
     def _complete(self, chain: Chain, shares: Sequence[Share], call: _Call) -> Published:
         """Complete a version of which all ranks have written their shares, and delete old ones.
 
         Raises:
-            RolloutError: there is a newer version than the one that this publisher has completed last.
+            RolloutError: another publisher has taken over the store.
         """
         newest = max(find_versions(self._store), default=0)
         if newest > chain.version:
             raise RolloutError(
                 f"another publisher has written version {newest} to the same store; end it, or use another store"
+            )
+        if not holds_claim(self._store, chain.claim):
+            raise RolloutError(
+                f"another publisher has started on the same store, and has deleted what was written of version "
+                f"{chain.version + 1}; end it, or use another store"
             )
         manifest = make_manifest(chain, self._dtype, shares)
         size = write_manifest(self._store, manifest)
