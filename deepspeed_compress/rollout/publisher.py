@@ -221,6 +221,7 @@ class Publisher:
 
         Raises:
             UnsupportedError: the model has other parameters than it had in the constructor.
+            RolloutError: a finite value is too large for fp16.
         """
         held = find_held(self._module, self._names)
         changed = sorted({name for name, *_ in self._own ^ {one.region for one in held}})
@@ -234,6 +235,8 @@ class Publisher:
             self._spare = [replace(one, values=_host_buffer(one.values, DTYPES[self._dtype])) for one in slices]
         for one, copy in zip(slices, self._spare, strict=True):
             copy.values.view(one.values.shape).copy_(one.values)
+            if self._dtype == "fp16":
+                _check_range(one, copy.values.view(one.values.shape))
         return self._spare
 
     def _publish(self, copied: Future[list[Slice]], full: bool, call: _Call) -> Published:
@@ -309,6 +312,19 @@ class Publisher:
             None if self._held_since is None else time.perf_counter() - self._held_since,
             call.step,
             call.lag,
+        )
+
+
+def _check_range(one: Slice, copy: Tensor) -> None:
+    """Check that `copy`, which is in fp16, is infinite only where `one` is infinite or NaN too.
+
+    Raises:
+        RolloutError: it is not.
+    """
+    infinite = copy.isinf()
+    if infinite.any() and one.values[infinite.to(one.values.device)].isfinite().any():
+        raise RolloutError(
+            f'parameter "{one.name}" has values above 65,504, the largest number of fp16; publish "bf16" or "fp32"'
         )
 
 

@@ -175,6 +175,22 @@ def test_a_publisher_that_another_one_interrupts_does_not_replace_its_parts(tmp_
     assert torch.equal(receiver._module.values, second.values)  # type: ignore[arg-type]
 
 
+def test_a_value_that_is_too_large_for_fp16_is_refused(tmp_path: Path) -> None:
+    publisher = Publisher(Values(torch.tensor([1.0, -65520.0])), DirectoryStore(tmp_path), dtype="fp16")
+    with pytest.raises(RolloutError, match='parameter "values" has values above 65,504, the largest number of fp16'):
+        publisher.publish()
+
+
+def test_infinities_of_training_and_values_that_round_to_the_largest_number_are_published_as_fp16(
+    tmp_path: Path,
+) -> None:
+    trained, store = Values(torch.tensor([65519.0, -torch.inf, torch.nan])), DirectoryStore(tmp_path)
+    Publisher(trained, store, dtype="fp16").publish()
+    receiver = Receiver(Values(torch.zeros(3, dtype=torch.float16)), store)
+    receiver.update()
+    assert str(receiver._module.values.tolist()) == "[65504.0, -inf, nan]"  # type: ignore[union-attr,operator]
+
+
 @pytest.mark.parametrize("number", ["every", "full_every", "keep_full"])
 def test_numbers_below_one_are_refused(number: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {number: 0}
