@@ -69,8 +69,8 @@ class Session:
         self.exact = exact
         self.saving = saving
         self.islands = islands
-        self.last_saved: Path | None = None
-        """Directory of the checkpoint that this run saved last; None if it has saved none."""
+        self.saved: list[Path] = []
+        """Directories of the checkpoints that this run has saved, oldest first."""
         self.resumed: Mapping[str, Any] | None = None
         """Client state of the checkpoint from which the engine resumed when it was made; None for a new run."""
         self._settings = parts.settings
@@ -346,7 +346,12 @@ class Session:
 
     def checkpoint_saved(self, directory: Path) -> None:
         """Have `guard.rollback` load the checkpoint in the tag directory `directory` from now on."""
-        self.last_saved = directory
+        self.saved = [*(one for one in self.saved if one != directory), directory]
+
+    @property
+    def last_saved(self) -> Path | None:
+        """Return the directory of the checkpoint that this run saved last; None if it has saved none."""
+        return self.saved[-1] if self.saved else None
 
     def training_resumed(self, client_state: Mapping[str, Any]) -> None:
         """Note that the engine, when it was made, has loaded a checkpoint with `client_state`."""
