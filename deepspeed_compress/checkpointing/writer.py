@@ -200,10 +200,12 @@ def _write(task: Task, descriptor: int) -> FileList:
 
 
 def _prune(task: Task) -> None:
-    """Remove old checkpoints, once the new one is complete."""
-    if task.publishes and task.keep is not None:
+    """Remove old checkpoints, and old files of the same tag, once the new one is complete."""
+    if task.publishes:
         with task.claim.held():
-            catalog.prune(task.save.directory, task.keep)
+            files.remove_unlisted(task.save)
+            if task.keep is not None:
+                catalog.prune(task.save.directory, task.keep)
 
 
 def _carry_out(call: Call, task: Task) -> dict[Path, str]:

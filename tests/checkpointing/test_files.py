@@ -52,6 +52,18 @@ def test_a_rank_that_has_begun_the_next_of_the_same_tag_is_not_waited_for(tmp_pa
     assert find_missing(second) == [0]
 
 
+def test_only_states_that_no_rank_lists_are_removed(tmp_path):
+    one = write(save(tmp_path, 4))
+    listed, stale = sorted(one.place.glob("*.pt")), one.place / "mp_rank_01_model_states.pt"
+    stale.touch()
+    files.begin_list(replace(one, number=5), 1)
+    files.remove_unlisted(one)
+    assert sorted(one.place.glob("*.pt")) == [stale, *listed]
+    write(one, ranks=(1,))
+    files.remove_unlisted(one)
+    assert sorted(one.place.glob("*.pt")) == listed
+
+
 def test_a_rank_that_writes_for_long_is_looked_for_less_often(tmp_path, monkeypatch):
     one, pauses = write(save(tmp_path, 4), ranks=(0,)), []
 
