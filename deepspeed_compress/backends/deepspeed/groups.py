@@ -136,13 +136,14 @@ def destroy_with_engine(engine: Any, every: Iterable[Groups], patches: Patches) 
     Only gloo's: on NCCL, destroying a group is collective, but ranks may not drop an engine at the same time.
     """
     made = [group for groups in every for group in (groups.node, groups.across, groups.downward) if group is not None]
-    leave = weakref.finalize(engine, _destroy, [group for group in made if dist.get_backend(group) == "gloo"])
+    leave = weakref.finalize(engine, destroy_groups, [group for group in made if dist.get_backend(group) == "gloo"])
     leave.atexit = False
     patches.on_undo(leave)
     patches.precede(engine, "destroy", leave)
 
 
-def _destroy(groups: Sequence[ProcessGroup]) -> None:
+def destroy_groups(groups: Sequence[ProcessGroup]) -> None:
+    """Destroy `groups`, on gloo, of which some may have been destroyed before. Not collective."""
     for group in groups if dist.is_initialized() else ():
         # The program may have destroyed all groups and made new ones.
         with suppress(ValueError):
