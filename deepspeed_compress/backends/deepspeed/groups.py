@@ -130,13 +130,13 @@ def downward_group(groups: Sequence[tuple[int, ...]]) -> ProcessGroup | None:
     return made
 
 
-def destroy_with_engine(engine: Any, every: Iterable[Groups], patches: Patches) -> None:
-    """Destroy the groups made for `engine`, which hold sockets, when it is destroyed, collected, or detached from.
+def destroy_with_engine(engine: Any, groups: Iterable[ProcessGroup | None], patches: Patches) -> None:
+    """Destroy `groups`, which hold sockets, when `engine` is destroyed or collected, or `patches` are undone.
 
     Only gloo's: on NCCL, destroying a group is collective, but ranks may not drop an engine at the same time.
     """
-    made = [group for groups in every for group in (groups.node, groups.across, groups.downward) if group is not None]
-    leave = weakref.finalize(engine, destroy_groups, [group for group in made if dist.get_backend(group) == "gloo"])
+    made = [group for group in groups if group is not None and dist.get_backend(group) == "gloo"]
+    leave = weakref.finalize(engine, destroy_groups, made)
     leave.atexit = False
     patches.on_undo(leave)
     patches.precede(engine, "destroy", leave)

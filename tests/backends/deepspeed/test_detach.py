@@ -106,13 +106,13 @@ def test_detach_refuses_unknown_engines_and_replaced_methods() -> None:
         assert "save_checkpoint has since been replaced by other code" in covered
 
 
-def open_files(rank: int, job: Job) -> list[int]:
+def open_files(rank: int, job: Job, detaches: bool = True) -> list[int]:
     """Return the number of open files after each of several engines, of which every other one is detached from."""
     found = []
     for number in range(4):
         engine = start(job)
         run(engine, data(rank, job))
-        if number % 2:
+        if detaches and number % 2:
             deepspeed_compress.detach(engine)
         engine.destroy()
         del engine
@@ -125,6 +125,12 @@ def open_files(rank: int, job: Job) -> list[int]:
 def test_engines_leave_no_sockets_open(stage: int) -> None:
     """DeepSpeed itself never releases engines of ZeRO 3."""
     for first, *others in run_forks(2, open_files, Job(stage, WEIGHTS[stage], steps=2)):
+        assert others == [first] * 3
+
+
+@pytest.mark.parametrize("division", [{"parallelism": {"shard_within": 2}}, {"islands": {"size": 2}}], ids=str)
+def test_engines_that_divide_the_job_leave_no_sockets_open(division: dict[str, Any]) -> None:
+    for first, *others in run_forks(4, open_files, Job(1, {"gradients": GRADIENTS, **division}, steps=2), False):
         assert others == [first] * 3
 
 
