@@ -11,6 +11,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.deepspeed.units import node_unit
+from deepspeed_compress.collectives.gloo import is_gloo
 from deepspeed_compress.collectives.grouped import SeparateParameters
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.reduction import Groups
@@ -122,7 +123,7 @@ def downward_group(groups: Sequence[tuple[int, ...]]) -> ProcessGroup | None:
 
     It is needed if the backend sends point to point, on gloo; see `start_exchange`. Collective.
     """
-    if dist.get_backend() != "gloo" or len(groups[0]) == 1:
+    if not is_gloo() or len(groups[0]) == 1:
         return None
     made = made_group(groups)
     # No rank may continue, and perhaps exit, while others still connect.
@@ -135,7 +136,7 @@ def destroy_with_engine(engine: Any, groups: Iterable[ProcessGroup | None], patc
 
     Only gloo's: on NCCL, destroying a group is collective, but ranks may not drop an engine at the same time.
     """
-    made = [group for group in groups if group is not None and dist.get_backend(group) == "gloo"]
+    made = [group for group in groups if group is not None and is_gloo(group)]
     leave = weakref.finalize(engine, destroy_groups, made)
     leave.atexit = False
     patches.on_undo(leave)
