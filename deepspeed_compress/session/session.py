@@ -20,7 +20,7 @@ from deepspeed_compress.policy import StepPlan
 from deepspeed_compress.session.exact import ExactWeights
 from deepspeed_compress.session.observer import PolicyInputs
 from deepspeed_compress.session.parts import Parts
-from deepspeed_compress.session.protocols import BackgroundCheckpoints, IslandExchanges
+from deepspeed_compress.session.protocols import BackgroundCheckpoints, IslandExchanges, StepFollower
 from deepspeed_compress.session.residual_state import FinishedStep
 from deepspeed_compress.session.step_end import StepEnd
 
@@ -80,8 +80,8 @@ class Session:
         self._records = parts.records
         self._inputs = inputs
         self._discards: list[Callable[[], None]] = []
-        self._step_end = StepEnd(parts, inputs, slowest)
-        self._followers: list[Callable[[bool], None]] = []
+        self._followers: list[StepFollower] = []
+        self._step_end = StepEnd(parts, inputs, slowest, self._followers)
 
     @property
     def events(self) -> Sequence[Event]:
@@ -237,9 +237,9 @@ class Session:
         self._discards.append(discard)
         return partial(self._discards.remove, discard)
 
-    def on_step(self, follow: Callable[[bool], None]) -> None:
-        """Call `follow` at the beginning of every step, with True if the engine is left alone in it."""
-        self._followers.append(follow)
+    def on_step(self, follower: StepFollower) -> None:
+        """Have `follower` prepare for every step from now on."""
+        self._followers.append(follower)
 
     def discard_unfinished(self) -> None:
         """Drop what a failed backward pass has sent, so that none of it reaches the state that is loaded next.
@@ -365,8 +365,8 @@ class Session:
         """Start optimizer step `step` (0-based), whose gradients carry the factor `loss_scale`."""
         self.clock.begin(step, loss_scale)
         self._settings.begin(step)
-        for follow in self._followers:
-            follow(self.alone)
+        for follower in self._followers:
+            follower.follow(self.alone)
         if self._plan.changed and isinstance(self._plan.settings, PowerSGDGradients) and self._scale is not None:
             self.residuals.hand_over_means(self._scale)
         self._step_end.begin()
