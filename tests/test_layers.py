@@ -162,7 +162,7 @@ TABLE = {
     "training.data": allow("errors", "numpy tokenizers"),
     "integrations": allow("config errors monitor", "accelerate transformers"),
     "integrations.install": allow("integrations", lazily="deepspeed backends.deepspeed.initialize"),
-    "integrations.run": allow("config errors foreign_warnings integrations", lazily="session"),
+    "integrations.run": allow("config errors foreign_warnings integrations", lazily="collectives.gloo session"),
     "integrations.launch": allow("errors", lazily="accelerate deepspeed torch"),
     "integrations.early": allow("integrations.importing integrations.replacing integrations.sections", "accelerate"),
     "integrations.sections": allow("config errors"),

@@ -158,6 +158,20 @@ def begin_list(save: Save, rank: int) -> None:
             file.unlink(missing_ok=True)
 
 
+def remove_unlisted(save: Save) -> None:
+    """Remove states that an earlier save of the same tag, by other ranks, has left. DeepSpeed would count them.
+
+    If a later save of the tag has begun, its files are not listed yet, and nothing is removed.
+    """
+    lists = read_lists(save.place)
+    if {(one.run, one.number, one.problem) for one in lists} != {(save.run, save.number, "")}:
+        return
+    known = {name for one in lists for name in one.files}
+    for file in save.place.glob("*mp_rank_*_states.pt"):
+        if file.name not in known:
+            file.unlink(missing_ok=True)
+
+
 def check_place(save: Save) -> None:
     """Check that the tag directory exists. If it was removed, nothing may be written there.
 

@@ -35,7 +35,8 @@ from deepspeed_compress.errors import StateError
 
 T = TypeVar("T")
 
-_LOOK_EVERY = 0.05
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
+"""Seconds between looks at the lists of all ranks, at first and at most. Hundreds of lists load a file server."""
 
 
 @dataclass(frozen=True)
@@ -199,10 +200,12 @@ def _write(task: Task, descriptor: int) -> FileList:
 
 
 def _prune(task: Task) -> None:
-    """Remove old checkpoints, once the new one is complete."""
-    if task.publishes and task.keep is not None:
+    """Remove old checkpoints, and old files of the same tag, once the new one is complete."""
+    if task.publishes:
         with task.claim.held():
-            catalog.prune(task.save.directory, task.keep)
+            files.remove_unlisted(task.save)
+            if task.keep is not None:
+                catalog.prune(task.save.directory, task.keep)
 
 
 def _carry_out(call: Call, task: Task) -> dict[Path, str]:
@@ -219,7 +222,7 @@ def _await_lists(task: Task) -> None:
     Raises:
         StateError: `patience` has elapsed, a rank has failed, or a later start has taken the directory.
     """
-    deadline = time.monotonic() + task.patience
+    deadline, pause = time.monotonic() + task.patience, _FIRST_PAUSE
     while missing := files.find_missing(task.save):
         task.claim.check()
         if time.monotonic() > deadline:
@@ -227,7 +230,8 @@ def _await_lists(task: Task) -> None:
                 f"{task.save.place}: ranks {missing} have not listed their files in {task.patience:.0f} s; do all "
                 "hosts share this directory?"
             )
-        time.sleep(_LOOK_EVERY)
+        time.sleep(pause)
+        pause = min(1.1 * pause, _LONGEST_PAUSE)
 
 
 def write_torch(

@@ -98,8 +98,8 @@ class Rollback(Model):
     patience: int = Field(default=100, ge=1)
     """Optimizer steps for which the loss must be behind before anything is done."""
     checkpoint: bool = False
-    """Load the last checkpoint that this run has saved, if training falls behind although nothing is compressed any
-    more. Not with `islands`."""
+    """Load the last complete checkpoint that this run has saved, if training falls behind although nothing is
+    compressed any more. Not with `islands`."""
 
 
 class Guard(Model):

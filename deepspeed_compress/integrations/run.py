@@ -68,7 +68,11 @@ def _leave_gloo() -> None:
     If a process ends while the group's threads are alive, it may abort although its program has succeeded.
     """
     dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_initialized() and dist.get_backend() == "gloo":
+    if dist is None or not dist.is_initialized():
+        return
+    from deepspeed_compress.collectives.gloo import is_gloo
+
+    if is_gloo():
         gc.collect()
         dist.destroy_process_group()
 

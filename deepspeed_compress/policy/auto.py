@@ -88,6 +88,10 @@ class AutoChoice:
         self._compresses = slowest_ms <= (1 - self._config.margin) * self._uncompressed_ms
         return Verdict(self._compresses, self._uncompressed_ms, slowest_ms)
 
+    def stop(self) -> None:
+        """End the comparison without measuring further. Steps of the present kind remain."""
+        self._compresses = not self.alone
+
     def saved(self) -> dict[str, Any]:
         """Return the state that later steps depend on, for JSON. Times of the present kind are dropped."""
         return {"uncompressed_ms": self._uncompressed_ms, "compresses": self._compresses}

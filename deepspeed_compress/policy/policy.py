@@ -1,6 +1,7 @@
 """The settings of the next step: the schedule or adaptive choice, softened by the guard. Decisions become events."""
 
 import json
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -139,8 +140,16 @@ class Policy:
         return self._plan
 
     def choose(self, step: int, slowest_ms: float) -> None:
-        """End a part of the comparison of `auto` after the finished `step`; see `AutoChoice.close`."""
+        """End a part of the comparison of `auto` after the finished `step`; see `AutoChoice.close`.
+
+        `slowest_ms` is infinite if a rank cannot change the kind of its steps.
+        """
         assert self.auto is not None
+        if math.isinf(slowest_ms):
+            self.auto.stop()
+            now, reason = self._plan.text, "other code on some rank prevents a change, so the run continues as it is"
+            self._emit(step, "auto", reason, {}, now, now)
+            return
         verdict = self.auto.close(slowest_ms)
         if verdict is not None:
             evidence = {"uncompressed_ms": verdict.uncompressed_ms, "compressed_ms": verdict.compressed_ms}

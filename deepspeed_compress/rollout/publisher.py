@@ -20,10 +20,12 @@ from deepspeed_compress.rollout.sources import find_held, unwrap
 from deepspeed_compress.rollout.store import Store
 from deepspeed_compress.rollout.versions import (
     Dtype,
+    claim_store,
     delete_old_versions,
     delete_unfinished,
     find_full_copies,
     find_versions,
+    holds_claim,
     model_digest,
     read_manifest,
     write_manifest,
@@ -219,6 +221,7 @@ class Publisher:
 
         Raises:
             UnsupportedError: the model has other parameters than it had in the constructor.
+            RolloutError: a finite value is too large for fp16.
         """
         held = find_held(self._module, self._names)
         changed = sorted({name for name, *_ in self._own ^ {one.region for one in held}})
@@ -232,6 +235,8 @@ class Publisher:
             self._spare = [replace(one, values=_host_buffer(one.values, DTYPES[self._dtype])) for one in slices]
         for one, copy in zip(slices, self._spare, strict=True):
             copy.values.view(one.values.shape).copy_(one.values)
+            if self._dtype == "fp16":
+                _check_range(one, copy.values.view(one.values.shape))
         return self._spare
 
     def _publish(self, copied: Future[list[Slice]], full: bool, call: _Call) -> Published:
@@ -250,10 +255,10 @@ class Publisher:
         full = full or held is None or chain.version + 1 - chain.full >= self._full_every
         rank, version = self._ranks.rank, chain.version + 1
         shares = self._ranks.gather(
-            lambda: write_share(self._store, version, rank, copied.result(), held, full, self._bits)
+            lambda: write_share(self._store, chain, rank, copied.result(), held, full, self._bits)
         )
         published = self._ranks.from_first(lambda: self._complete(chain, shares, call))
-        newest = Chain(version, published.digest, version if full else chain.full)
+        newest = replace(chain, version=version, digest=published.digest, full=version if full else chain.full)
         return self._hold(copied.result(), newest, published, call)
 
     def _hold(self, new: list[Slice], chain: Chain, published: Published, call: _Call) -> Published:
@@ -261,7 +266,9 @@ class Publisher:
         return published
 
     def _find_chain(self) -> Chain:
-        """Return the end of the chain in the store, and delete what a killed publisher left behind it."""
+        """Take over the store, return the end of its chain, and delete what a killed publisher left behind it."""
+        # A publisher that still runs must notice it before it completes a version, whose parts are deleted here.
+        claim = claim_store(self._store)
         newest = max(find_versions(self._store), default=0)
         delete_unfinished(self._store, newest)
         full, digest = max(find_full_copies(self._store), default=0), ""
@@ -269,18 +276,23 @@ class Publisher:
         with suppress(RolloutError):
             manifest = read_manifest(self._store, newest)
             digest = manifest.digest if manifest.dtype == self._dtype else ""
-        return Chain(newest, digest, full)
+        return Chain(newest, digest, full, claim)
 
     def _complete(self, chain: Chain, shares: Sequence[Share], call: _Call) -> Published:
         """Complete a version of which all ranks have written their shares, and delete old ones.
 
         Raises:
-            RolloutError: there is a newer version than the one that this publisher has completed last.
+            RolloutError: another publisher has taken over the store.
         """
         newest = max(find_versions(self._store), default=0)
         if newest > chain.version:
             raise RolloutError(
                 f"another publisher has written version {newest} to the same store; end it, or use another store"
+            )
+        if not holds_claim(self._store, chain.claim):
+            raise RolloutError(
+                f"another publisher has started on the same store, and has deleted what was written of version "
+                f"{chain.version + 1}; end it, or use another store"
             )
         manifest = make_manifest(chain, self._dtype, shares)
         size = write_manifest(self._store, manifest)
@@ -300,6 +312,19 @@ class Publisher:
             None if self._held_since is None else time.perf_counter() - self._held_since,
             call.step,
             call.lag,
+        )
+
+
+def _check_range(one: Slice, copy: Tensor) -> None:
+    """Check that `copy`, which is in fp16, is infinite only where `one` is infinite or NaN too.
+
+    Raises:
+        RolloutError: it is not.
+    """
+    infinite = copy.isinf()
+    if infinite.any() and one.values[infinite.to(one.values.device)].isfinite().any():
+        raise RolloutError(
+            f'parameter "{one.name}" has values above 65,504, the largest number of fp16; publish "bf16" or "fp32"'
         )
 
 

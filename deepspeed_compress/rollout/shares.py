@@ -27,11 +27,13 @@ class Chain:
         version: the newest version; 0 in an empty store.
         digest: its model digest.
         full: the newest version with a full copy.
+        claim: claim of the publisher (see `claim_store`).
     """
 
     version: int
     digest: str
     full: int
+    claim: str
 
 
 @dataclass(frozen=True)
@@ -86,32 +88,34 @@ def digest_slices(slices: Sequence[Slice]) -> list[SliceDigest]:
 
 def write_share(
     store: Store,
-    version: int,
+    chain: Chain,
     rank: int,
     slices: Sequence[Slice],
     held: Sequence[Slice] | None,
     full: bool,
     bits: int | None,
 ) -> Share:
-    """Write this rank's share of a version. With lossy changes, set `slices` to the values that they lead to.
+    """Write this rank's share of the version after `chain`.
+
+    With lossy changes, set `slices` to the values that they lead to.
 
     Args:
         store: the store.
-        version: number of the version.
+        chain: end of the chain of versions.
         rank: this rank.
         slices: its slices in host memory.
         held: the same slices of the version before; None if it is not known.
         full: write a full copy too.
         bits: bits per value of lossy changes; None for exact ones.
     """
-    writer = _TimedWriter(store)
+    writer, version = _TimedWriter(store), chain.version + 1
     payloads = None if held is None else _encode_changes(slices, held, bits)
     digests, changes, copies = digest_slices(slices), None, None
     if payloads is not None:
-        changes = write_parts(writer.put, part_stem(version, False, rank), _encoded(digests, payloads))
+        changes = write_parts(writer.put, part_stem(version, False, rank, chain.claim), _encoded(digests, payloads))
     if full:
         copied = (encode(None, one.values) for one in slices)
-        copies = write_parts(writer.put, part_stem(version, True, rank), _encoded(digests, copied))
+        copies = write_parts(writer.put, part_stem(version, True, rank, chain.claim), _encoded(digests, copied))
     shapes = {one.name: one.shape for one in slices}
     return Share(shapes, digests, changes, copies, writer.other_seconds, writer.seconds)
 

@@ -56,7 +56,10 @@ class DirectoryStore:
             stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
-        temporary.replace(file)
+        try:
+            temporary.replace(file)
+        except FileNotFoundError:
+            raise OSError(f"{name} was deleted while it was written; has another publisher started?") from None
 
     def get(self, name: str) -> bytes:
         try:

@@ -6,6 +6,7 @@ complete. It lists the parts with the changes since the version before, and for 
 
 import hashlib
 import re
+import secrets
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
@@ -19,10 +20,12 @@ __all__ = [
     "Changes",
     "Dtype",
     "Manifest",
+    "claim_store",
     "delete_old_versions",
     "delete_unfinished",
     "find_full_copies",
     "find_versions",
+    "holds_claim",
     "model_digest",
     "part_stem",
     "read_manifest",
@@ -33,6 +36,9 @@ Dtype = Literal["bf16", "fp16", "fp32"]
 """Data type of published weights."""
 
 _MANIFEST, _FULL, _CHANGES = "manifest", "full", "changes"
+_CLAIM = "publisher"
+"""Blob with the claim of the publisher that has started last."""
+_CLAIM_DIGITS = 9
 _DIGITS = 12
 """Digits of a version in the names of its blobs."""
 _OF_VERSION = re.compile(rf"(\d{{{_DIGITS}}})\.")
@@ -85,9 +91,24 @@ def _line(one: SliceDigest) -> str:
     return f"{one.name}\0{one.start}\0{one.numel}\0{one.digest}{rows}\n"
 
 
-def part_stem(version: int, full: bool, rank: int) -> str:
-    """Return the beginning of the names of a rank's parts."""
-    return f"{_prefix(version)}{_FULL if full else _CHANGES}.{rank:05d}"
+def claim_store(store: Store) -> str:
+    """Take over a store from all other publishers. Return the claim: digits that no other publisher has."""
+    claim = f"{secrets.randbelow(10**_CLAIM_DIGITS):0{_CLAIM_DIGITS}d}"
+    store.put(_CLAIM, claim.encode())
+    return claim
+
+
+def holds_claim(store: Store, claim: str) -> bool:
+    """Return True unless another publisher has taken over the store since `claim`."""
+    try:
+        return store.get(_CLAIM) == claim.encode()
+    except KeyError:
+        return False
+
+
+def part_stem(version: int, full: bool, rank: int, claim: str) -> str:
+    """Return the beginning of the names of a rank's parts. No publisher replaces parts of another claim."""
+    return f"{_prefix(version)}{_FULL if full else _CHANGES}.{rank:05d}.{claim}"
 
 
 def _prefix(version: int) -> str:
@@ -143,8 +164,11 @@ def delete_old_versions(store: Store, keep: int) -> None:
 
 
 def delete_unfinished(store: Store, newest: int) -> None:
-    """Delete what a killed publisher has left after the `newest` complete version."""
+    """Delete what a killed publisher has left after the `newest` complete version, and what it left of a claim."""
     _delete(store, range(newest + 1, 10**_DIGITS))
+    for name in store.names():
+        if name.startswith(f"{_CLAIM}."):
+            store.delete(name)
 
 
 def _delete(store: Store, versions: range) -> None:

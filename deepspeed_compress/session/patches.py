@@ -71,11 +71,11 @@ class Patches:
                 self.undo()
             raise
 
-    def undo(self) -> None:
-        """Restore everything, the newest first. If an action raises, the others are undone all the same.
+    def check(self) -> None:
+        """Check that `undo` can restore everything.
 
         Raises:
-            SeamError: if other code has replaced one of the attributes since; nothing is restored then.
+            SeamError: other code has replaced one of the attributes since.
         """
         seen: set[tuple[int, str]] = set()
         for patch in reversed(self._undo):
@@ -86,6 +86,14 @@ class Patches:
                     raise SeamError(
                         f"{owner}.{patch.name} has since been replaced by other code; undo that replacement first"
                     )
+
+    def undo(self) -> None:
+        """Restore everything, the newest first. If an action raises, the others are undone all the same.
+
+        Raises:
+            SeamError: if other code has replaced one of the attributes since; nothing is restored then.
+        """
+        self.check()
         with ExitStack() as undone:
             for patch in self._undo:
                 undone.callback(patch.undo if isinstance(patch, _Patch) else patch)

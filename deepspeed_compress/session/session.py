@@ -20,7 +20,7 @@ from deepspeed_compress.policy import StepPlan
 from deepspeed_compress.session.exact import ExactWeights
 from deepspeed_compress.session.observer import PolicyInputs
 from deepspeed_compress.session.parts import Parts
-from deepspeed_compress.session.protocols import BackgroundCheckpoints, IslandExchanges
+from deepspeed_compress.session.protocols import BackgroundCheckpoints, IslandExchanges, StepFollower
 from deepspeed_compress.session.residual_state import FinishedStep
 from deepspeed_compress.session.step_end import StepEnd
 
@@ -69,8 +69,8 @@ class Session:
         self.exact = exact
         self.saving = saving
         self.islands = islands
-        self.last_saved: Path | None = None
-        """Directory of the checkpoint that this run saved last; None if it has saved none."""
+        self.saved: list[Path] = []
+        """Directories of the checkpoints that this run has saved, oldest first."""
         self.resumed: Mapping[str, Any] | None = None
         """Client state of the checkpoint from which the engine resumed when it was made; None for a new run."""
         self._settings = parts.settings
@@ -80,8 +80,8 @@ class Session:
         self._records = parts.records
         self._inputs = inputs
         self._discards: list[Callable[[], None]] = []
-        self._step_end = StepEnd(parts, inputs, slowest)
-        self._followers: list[Callable[[bool], None]] = []
+        self._followers: list[StepFollower] = []
+        self._step_end = StepEnd(parts, inputs, slowest, self._followers)
 
     @property
     def events(self) -> Sequence[Event]:
@@ -237,9 +237,9 @@ class Session:
         self._discards.append(discard)
         return partial(self._discards.remove, discard)
 
-    def on_step(self, follow: Callable[[bool], None]) -> None:
-        """Call `follow` at the beginning of every step, with True if the engine is left alone in it."""
-        self._followers.append(follow)
+    def on_step(self, follower: StepFollower) -> None:
+        """Have `follower` prepare for every step from now on."""
+        self._followers.append(follower)
 
     def discard_unfinished(self) -> None:
         """Drop what a failed backward pass has sent, so that none of it reaches the state that is loaded next.
@@ -346,7 +346,12 @@ class Session:
 
     def checkpoint_saved(self, directory: Path) -> None:
         """Have `guard.rollback` load the checkpoint in the tag directory `directory` from now on."""
-        self.last_saved = directory
+        self.saved = [*(one for one in self.saved if one != directory), directory]
+
+    @property
+    def last_saved(self) -> Path | None:
+        """Return the directory of the checkpoint that this run saved last; None if it has saved none."""
+        return self.saved[-1] if self.saved else None
 
     def training_resumed(self, client_state: Mapping[str, Any]) -> None:
         """Note that the engine, when it was made, has loaded a checkpoint with `client_state`."""
@@ -360,8 +365,8 @@ class Session:
         """Start optimizer step `step` (0-based), whose gradients carry the factor `loss_scale`."""
         self.clock.begin(step, loss_scale)
         self._settings.begin(step)
-        for follow in self._followers:
-            follow(self.alone)
+        for follower in self._followers:
+            follower.follow(self.alone)
         if self._plan.changed and isinstance(self._plan.settings, PowerSGDGradients) and self._scale is not None:
             self.residuals.hand_over_means(self._scale)
         self._step_end.begin()

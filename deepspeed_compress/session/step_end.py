@@ -1,12 +1,17 @@
 """Conclusions at the end of an optimizer step: residuals, figures, and decisions of the policy."""
 
-from collections.abc import Callable
+import math
+import warnings
+from collections.abc import Callable, Sequence
 from functools import partial
 
+from deepspeed_compress.config import SECTION
+from deepspeed_compress.errors import CompressWarning, SeamError
 from deepspeed_compress.policy import Actions, Observation
 from deepspeed_compress.session.observer import PolicyInputs, StepMeans
 from deepspeed_compress.session.parts import Parts
 from deepspeed_compress.session.probing import Prober
+from deepspeed_compress.session.protocols import StepFollower
 from deepspeed_compress.session.residual_state import FinishedStep
 
 
@@ -17,12 +22,19 @@ class StepEnd:
         parts: the parts of the session.
         inputs: figures of all ranks for the policy; None if the policy observes nothing.
         slowest: returns the largest value of all ranks, from this rank's; needed if the policy compares step times.
+        followers: parts of the engine that the policy's comparison concerns.
     """
 
-    def __init__(self, parts: Parts, inputs: PolicyInputs | None, slowest: Callable[[float], float] | None) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        inputs: PolicyInputs | None,
+        slowest: Callable[[float], float] | None,
+        followers: Sequence[StepFollower],
+    ) -> None:
         self._policy, self._settings, self._residuals = parts.policy, parts.settings, parts.residuals
         self._meter, self._reporter = parts.run.meter, parts.records.reporter
-        self._inputs, self._slowest = inputs, slowest
+        self._inputs, self._slowest, self._followers = inputs, slowest, followers
         self._exchange_ms = 0.0
         """Milliseconds that a measured step has waited for other islands."""
 
@@ -97,7 +109,18 @@ class StepEnd:
         auto = self._policy.auto
         if auto is not None and auto.measures and auto.see(timed_ms):
             assert self._slowest is not None
-            self._policy.choose(step, self._slowest(auto.median))
+            self._policy.choose(step, self._slowest(auto.median if self._can_switch() else math.inf))
+
+    def _can_switch(self) -> bool:
+        """Return True if the next step may be compressed if this one was not, or the reverse; warn if not."""
+        try:
+            for follower in self._followers:
+                follower.check()
+        except SeamError as error:
+            text = f"/{SECTION}/auto: the comparison ends, and this run continues as it is, because {error}"
+            warnings.warn(text, CompressWarning, stacklevel=2)
+            return False
+        return True
 
     def _check_residuals(self, finished: FinishedStep) -> None:
         """Clear the residuals on all ranks if those of one are damaged, because they would feed the damage back."""

@@ -681,6 +681,12 @@ def mixed_weights() -> None:
     Setting(WEIGHTS, prepare=half, units=()).build()
 
 
+def other_gradients() -> None:
+    model, optimizer, _ = Setting().build()
+    next(model.left.parameters()).grad_dtype = torch.bfloat16
+    deepspeed_compress.fsdp2.attach(model, section(FOUR_BITS), optimizer)
+
+
 LATE = {
     attach_twice: "it is already attached",
     foreign_optimizer: "updates none",
@@ -692,6 +698,7 @@ LATE = {
     shards_alone: "set_requires_all_reduce(False)",
     thawed: "frozen when fsdp2.attach was called",
     mixed_weights: "torch.bfloat16, torch.float32",
+    other_gradients: "and do not set grad_dtype",
 }
 
 

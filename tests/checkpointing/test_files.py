@@ -7,10 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from deepspeed_compress.checkpointing import catalog
+from deepspeed_compress.checkpointing import catalog, writer
 from deepspeed_compress.checkpointing import completeness as files
 from deepspeed_compress.checkpointing.catalog import checkpoints, prune, tags_to_try
+from deepspeed_compress.checkpointing.claim import Claim
 from deepspeed_compress.checkpointing.completeness import Save, find_missing, find_problems
+from deepspeed_compress.checkpointing.snapshot import NOTHING
+from deepspeed_compress.checkpointing.writer import Task
 from deepspeed_compress.errors import StateError
 from tests.support.checkpoints import WORLD, save, write
 
@@ -47,6 +50,33 @@ def test_a_rank_that_has_begun_the_next_of_the_same_tag_is_not_waited_for(tmp_pa
     write(second, ranks=(1,))
     assert find_missing(first) == []
     assert find_missing(second) == [0]
+
+
+def test_only_states_that_no_rank_lists_are_removed(tmp_path):
+    one = write(save(tmp_path, 4))
+    listed, stale = sorted(one.place.glob("*.pt")), one.place / "mp_rank_01_model_states.pt"
+    stale.touch()
+    files.begin_list(replace(one, number=5), 1)
+    files.remove_unlisted(one)
+    assert sorted(one.place.glob("*.pt")) == [stale, *listed]
+    write(one, ranks=(1,))
+    files.remove_unlisted(one)
+    assert sorted(one.place.glob("*.pt")) == listed
+
+
+def test_a_rank_that_writes_for_long_is_looked_for_less_often(tmp_path, monkeypatch):
+    one, pauses = write(save(tmp_path, 4), ranks=(0,)), []
+
+    def sleep(seconds):
+        pauses.append(seconds)
+        if sum(pauses) > 60:
+            write(one, ranks=(1,))
+
+    monkeypatch.setattr(writer.time, "sleep", sleep)
+    writer._await_lists(Task(one, 0, Claim(tmp_path, "0" * 32), NOTHING, publishes=True, patience=600.0))
+    assert pauses[0] <= 0.05
+    assert max(pauses) <= 1
+    assert len(pauses) < 100
 
 
 def test_a_rank_that_has_failed_is_not_waited_for(tmp_path):

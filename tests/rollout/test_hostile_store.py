@@ -16,7 +16,7 @@ from deepspeed_compress.errors import RolloutError
 from deepspeed_compress.rollout import DirectoryStore, Publisher, Receiver
 from deepspeed_compress.rollout.store import LARGEST
 
-PART, MANIFEST = "000000000001.full.00000.0000", "{:012d}.manifest"
+MANIFEST = "{:012d}.manifest"
 
 
 def published(path: Path, versions: int = 1) -> DirectoryStore:
@@ -35,6 +35,12 @@ def rewrite(store: DirectoryStore, version: int, change: Callable[[dict[str, Any
     manifest = json.loads(store.get(MANIFEST.format(version)))
     change(manifest)
     store.put(name or MANIFEST.format(version), json.dumps(manifest).encode())
+
+
+def part_of(store: DirectoryStore) -> str:
+    """Return the name of the part of the first version."""
+    [name] = [name for name in store.names() if name.startswith("000000000001.full.")]
+    return name
 
 
 def check_refused(store: DirectoryStore, message: str) -> None:
@@ -69,12 +75,12 @@ def replace_part(store: DirectoryStore, data: bytes) -> None:
     def change(manifest: dict[str, Any]) -> None:
         manifest["full"][0] |= {"size": len(data), "digest": hashlib.sha256(data).hexdigest()}
 
-    store.put(PART, data)
+    store.put(part_of(store), data)
     rewrite(store, 1, change)
 
 
 def replace_index(store: DirectoryStore, index: bytes) -> None:
-    data = store.get(PART)
+    data = store.get(part_of(store))
     [length] = struct.unpack_from("<I", data)
     replace_part(store, struct.pack("<I", len(index)) + index + data[4 + length :])
 
@@ -97,7 +103,7 @@ def replace_index(store: DirectoryStore, index: bytes) -> None:
 )
 def test_a_malformed_entry_of_an_index_is_refused(fields: dict[str, Any], tmp_path: Path) -> None:
     store = published(tmp_path)
-    data = store.get(PART)
+    data = store.get(part_of(store))
     [length] = struct.unpack_from("<I", data)
     index = json.loads(data[4 : 4 + length])
     replace_index(store, json.dumps([index[0] | fields, *index[1:]]).encode())
@@ -118,8 +124,9 @@ def test_a_part_without_an_index_is_refused(data: bytes, tmp_path: Path) -> None
     check_refused(store, "the index of a part is malformed")
 
 
-@pytest.mark.parametrize("name", [PART, MANIFEST.format(1)])
-def test_a_file_that_is_too_large_is_not_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("find_name", [part_of, lambda store: MANIFEST.format(1)], ids=["part", "manifest"])
+def test_a_file_that_is_too_large_is_not_read(find_name: Callable[[DirectoryStore], str], tmp_path: Path) -> None:
     store = published(tmp_path)
+    name = find_name(store)
     os.truncate(tmp_path / name, LARGEST + 1)
     check_refused(store, f"{name} has {LARGEST + 1} bytes")

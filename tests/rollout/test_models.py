@@ -1,6 +1,7 @@
 """Models that publishers and receivers refuse by name, and values that they hold bit for bit."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from deepspeed_compress.errors import ConfigError, RolloutError, UnsupportedError
 from deepspeed_compress.rollout import DirectoryStore, Publisher, Receiver
 from deepspeed_compress.rollout.changes import apply, encode_lossy
+from deepspeed_compress.rollout.versions import find_versions
 from tests.support.forks import run_forks
 
 
@@ -134,6 +136,59 @@ def test_two_publishers_on_one_store_notice_each_other(tmp_path: Path) -> None:
     receiver = Receiver(Values(torch.zeros(3)), store)
     receiver.update()
     assert torch.equal(receiver._module.values, second.values)  # type: ignore[arg-type]
+
+
+class Interrupted(DirectoryStore):
+    """Store that calls a function once, after it has stored the next blob."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.interrupt: Callable[[], object] = lambda: None
+
+    def put(self, name: str, data: bytes) -> None:
+        super().put(name, data)
+        interrupt, self.interrupt = self.interrupt, lambda: None
+        interrupt()
+
+
+def test_a_publisher_does_not_complete_a_version_that_another_one_has_deleted(tmp_path: Path) -> None:
+    store = Interrupted(tmp_path)
+    mine = Publisher(Values(torch.ones(3)), store)
+    mine.publish()
+    other = Publisher(Values(torch.zeros(3)), DirectoryStore(tmp_path))
+    store.interrupt = other._find_chain
+    with pytest.raises(RolloutError, match="another publisher has started on the same store"):
+        mine.publish(full=True)
+    assert find_versions(store) == [1]
+
+
+def test_a_publisher_that_another_one_interrupts_does_not_replace_its_parts(tmp_path: Path) -> None:
+    first, second = (Values(torch.full((3,), value)) for value in (1.0, 2.0))
+    store = Interrupted(tmp_path)
+    mine = Publisher(first, store)
+    mine.publish()
+    store.interrupt = Publisher(second, DirectoryStore(tmp_path)).publish
+    with pytest.raises(RolloutError, match="another publisher has written version 2"):
+        mine.publish(full=True)
+    receiver = Receiver(Values(torch.zeros(3)), store)
+    receiver.update()
+    assert torch.equal(receiver._module.values, second.values)  # type: ignore[arg-type]
+
+
+def test_a_value_that_is_too_large_for_fp16_is_refused(tmp_path: Path) -> None:
+    publisher = Publisher(Values(torch.tensor([1.0, -65520.0])), DirectoryStore(tmp_path), dtype="fp16")
+    with pytest.raises(RolloutError, match='parameter "values" has values above 65,504, the largest number of fp16'):
+        publisher.publish()
+
+
+def test_infinities_of_training_and_values_that_round_to_the_largest_number_are_published_as_fp16(
+    tmp_path: Path,
+) -> None:
+    trained, store = Values(torch.tensor([65519.0, -torch.inf, torch.nan])), DirectoryStore(tmp_path)
+    Publisher(trained, store, dtype="fp16").publish()
+    receiver = Receiver(Values(torch.zeros(3, dtype=torch.float16)), store)
+    receiver.update()
+    assert str(receiver._module.values.tolist()) == "[65504.0, -inf, nan]"  # type: ignore[union-attr,operator]
 
 
 @pytest.mark.parametrize("number", ["every", "full_every", "keep_full"])

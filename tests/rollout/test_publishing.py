@@ -118,8 +118,8 @@ def test_a_late_receiver_takes_a_full_copy_that_is_smaller_than_the_changes(tmp_
     receiver.update()
     pair.publish(13, lr=1.0)
     assert [name[:12] for name in pair.blobs("full")] == ["000000000001", "000000000013"]
-    for version in range(2, 14):
-        pair.store.delete(f"{version:012d}.changes.00000.0000")
+    for name in pair.blobs("changes")[:-1]:
+        pair.store.delete(name)
     receiver.update()
     pair.check(receiver)
 

@@ -50,7 +50,7 @@ def digests(skipped: int | None = None) -> list[SliceDigest]:
 
 
 def manifest(slices: list[SliceDigest]) -> Any:
-    return make_manifest(Chain(0, "0" * 64, 0), "fp32", [Share({"weight": (6, 10)}, slices, None, (), 0.0, 0.0)])
+    return make_manifest(Chain(0, "0" * 64, 0, ""), "fp32", [Share({"weight": (6, 10)}, slices, None, (), 0.0, 0.0)])
 
 
 def test_ranks_that_hold_the_same_rows_publish_an_even_share_each() -> None:

@@ -1,5 +1,6 @@
 """Updates that are interrupted while they wait for requests, and changes that do not fit into memory."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,29 @@ def test_an_update_that_is_interrupted_while_it_waits_lets_requests_continue(mon
     assert not lock._paused
     with lock.request():
         pass
+
+
+def test_a_request_inside_of_another_one_does_not_wait_for_an_update() -> None:
+    lock = RequestLock()
+
+    def updates() -> None:
+        with lock.pause():
+            pass
+
+    def requests() -> None:
+        with lock.request():
+            update.start()
+            while not lock._paused:
+                pass
+            with lock.request():
+                pass
+
+    request, update = (threading.Thread(target=work, daemon=True) for work in (requests, updates))
+    request.start()
+    request.join(10)
+    assert not request.is_alive()
+    update.join(10)
+    assert not lock._paused
 
 
 class Observed(DirectoryStore):

@@ -6,11 +6,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from deepspeed_compress.backends.deepspeed.groups import expert_names, reduction_group
 from deepspeed_compress.backends.deepspeed.limits import has_optimizer
 from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, node_unit
+from deepspeed_compress.collectives.gloo import is_gloo
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.config import SECTION, CompressConfig, CompressedWeights, find_missing
 from deepspeed_compress.config.numbers import size
@@ -166,7 +166,7 @@ def _gradients(engine: Any, session: Session, parameters: Parameters, kind: str)
     ]
     # ZeRO 2 and 3 reduce in every micro-step. Only ZeRO 3, and not on gloo, reduces directly to the owners.
     times = engine.gradient_accumulation_steps() if engine.zero_optimization_stage() >= 2 else 1
-    scatters = kind == "zero_3" and dist.get_backend(reduction_group(engine)) != "gloo"
+    scatters = kind == "zero_3" and not is_gloo(reduction_group(engine))
     ring = ring_reduce_scatter if scatters else ring_all_reduce
     alone = times * sum(ring(one.numel * parameters.dtype.itemsize, one.world_size) for one in partitions)
     return gradient_texts(session, parameters, partitions, kind == "zero_0", alone, times)

@@ -165,7 +165,8 @@ def _attach(target: EngineTarget, patches: Patches) -> None:
     warn_of_micro_steps(engine, config)
     parts = make_parts(describe(target, parameters), patches)
     if parts.reductions is not None:
-        destroy_with_engine(engine, parts.reductions.groups, patches)
+        made = [one for groups in parts.reductions.groups for one in (groups.node, groups.across, groups.downward)]
+        destroy_with_engine(engine, made, patches)
     if target.island is not None:
         patches.on_undo(partial(stay_apart, engine, target.island))
     session, participants = _make_session(target, parameters, parts)

@@ -22,7 +22,7 @@ from deepspeed.utils import groups
 from torch.distributed import ProcessGroup
 from torch.utils.data import DistributedSampler
 
-from deepspeed_compress.backends.deepspeed.groups import downward_group, made_group
+from deepspeed_compress.backends.deepspeed.groups import destroy_with_engine, downward_group, made_group
 from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, RankUnit
 from deepspeed_compress.collectives.objects import gather_objects
@@ -299,7 +299,11 @@ def make_divided(original: Callable[..., Any], call: Mapping[str, Any], unit: Ra
     # AutoTP has replaced it with DeepSpeed's module `groups`, which does not know about units.
     result[0].mpu = groups.mpu = unit
     # Independent of `detach`: the engine's groups are those of its unit for as long as it exists.
-    Patches().precede(result[0], "destroy", partial(_undivide, unit))
+    patches = Patches()
+    patches.precede(result[0], "destroy", partial(_undivide, unit))
+    if not result[0].zero_optimization_partition_weights():
+        # The parameters of ZeRO 3 stay divided over these groups, in a later engine too.
+        destroy_with_engine(result[0], unit.made, patches)
     return result
 
 

@@ -11,6 +11,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.deepspeed.units import node_unit
+from deepspeed_compress.collectives.gloo import is_gloo
 from deepspeed_compress.collectives.grouped import SeparateParameters
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.reduction import Groups
@@ -122,7 +123,7 @@ def downward_group(groups: Sequence[tuple[int, ...]]) -> ProcessGroup | None:
 
     It is needed if the backend sends point to point, on gloo; see `start_exchange`. Collective.
     """
-    if dist.get_backend() != "gloo" or len(groups[0]) == 1:
+    if not is_gloo() or len(groups[0]) == 1:
         return None
     made = made_group(groups)
     # No rank may continue, and perhaps exit, while others still connect.
@@ -130,19 +131,20 @@ def downward_group(groups: Sequence[tuple[int, ...]]) -> ProcessGroup | None:
     return made
 
 
-def destroy_with_engine(engine: Any, every: Iterable[Groups], patches: Patches) -> None:
-    """Destroy the groups made for `engine`, which hold sockets, when it is destroyed, collected, or detached from.
+def destroy_with_engine(engine: Any, groups: Iterable[ProcessGroup | None], patches: Patches) -> None:
+    """Destroy `groups`, which hold sockets, when `engine` is destroyed or collected, or `patches` are undone.
 
     Only gloo's: on NCCL, destroying a group is collective, but ranks may not drop an engine at the same time.
     """
-    made = [group for groups in every for group in (groups.node, groups.across, groups.downward) if group is not None]
-    leave = weakref.finalize(engine, _destroy, [group for group in made if dist.get_backend(group) == "gloo"])
+    made = [group for group in groups if group is not None and is_gloo(group)]
+    leave = weakref.finalize(engine, destroy_groups, made)
     leave.atexit = False
     patches.on_undo(leave)
     patches.precede(engine, "destroy", leave)
 
 
-def _destroy(groups: Sequence[ProcessGroup]) -> None:
+def destroy_groups(groups: Sequence[ProcessGroup]) -> None:
+    """Destroy `groups`, on gloo, of which some may have been destroyed before. Not collective."""
     for group in groups if dist.is_initialized() else ():
         # The program may have destroyed all groups and made new ones.
         with suppress(ValueError):

@@ -48,6 +48,11 @@ class RankUnit:
         return self.ranks.index(dist.get_rank())
 
     @property
+    def made(self) -> list[ProcessGroup | None]:
+        """Return the groups that were made for this unit alone. Under AutoTP, DeepSpeed has made `model`."""
+        return [self.whole, self.data, self.peers, self.downward, self.model if self.tensor == 1 else None]
+
+    @property
     def share_of_job(self) -> tuple[int, int]:
         """Return which share of the job's batch this rank reads: (index of the share, number of shares)."""
         return dist.get_rank() // self.tensor, self.count * len(self.ranks) // self.tensor

@@ -23,6 +23,7 @@ from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheck
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import logger
 
+from deepspeed_compress.backends.deepspeed.groups import destroy_groups
 from deepspeed_compress.backends.deepspeed.sigterm import SigtermHandler, saves_on_sigterm
 from deepspeed_compress.checkpointing.catalog import is_complete
 from deepspeed_compress.checkpointing.claim import Claim
@@ -154,6 +155,7 @@ class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc
         if self._memory is not None:
             self._memory.close()
             self._memory = None
+        destroy_groups([self._group])
 
     # Methods that this package calls; those of participants first.
 

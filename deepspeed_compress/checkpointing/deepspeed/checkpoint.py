@@ -16,7 +16,7 @@ from deepspeed_compress.checkpointing.deepspeed.participants import LoadRequest,
 from deepspeed_compress.checkpointing.deepspeed.places import find_place
 from deepspeed_compress.checkpointing.snapshot import Call
 from deepspeed_compress.compression import state
-from deepspeed_compress.errors import CompressWarning
+from deepspeed_compress.errors import CompressWarning, StateError
 from deepspeed_compress.session.protocols import BackgroundCheckpoints
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.state_files import Place, Write, load_state_files, save_on_all, save_state_files
@@ -73,22 +73,41 @@ class CompressionState(Participant):
 
 
 def load_last(engine: Any) -> None:
-    """Load the last checkpoint of this run, but keep the policy's later decisions.
+    """Load the last complete checkpoint of this run, but keep the policy's later decisions. Collective.
 
     Without them the run would end up in the same state again. Warns if there is no checkpoint.
+
+    Raises:
+        StateError: no checkpoint is complete, or a save has failed and `on_error` is "stop". Raised on all ranks.
     """
     session: Session = engine.compression
-    directory, decided = session.last_saved, session.policy.saved()
-    if directory is None:
+    saved, decided = list(session.saved), session.policy.saved()
+    if not saved:
         warnings.warn(
             "there is no checkpoint to roll back to: this run has not saved one yet", CompressWarning, stacklevel=2
         )
         return
-    engine.load_checkpoint(str(directory.parent), tag=directory.name)
+    if session.saving is not None:
+        session.saving.wait()
+    for place in reversed(saved):
+        if _loads(engine, place, is_last=place == saved[0]):
+            break
     # The residuals belong to the settings that were in force when it was saved.
     now = session.policy.saved()
     session.policy.load({**decided, **{key: now[key] for key in ("settings", "step", "was_dense")}})
     session.begin(engine.global_steps, loss_scale(engine))
+
+
+def _loads(engine: Any, place: Path, is_last: bool) -> bool:
+    """Load the checkpoint in the tag directory `place`. Unless it `is_last`, return False if that is impossible."""
+    try:
+        engine.load_checkpoint(str(place.parent), tag=place.name)
+    except StateError as error:
+        if is_last:
+            raise
+        warnings.warn(f"{error}; training rolls back to the checkpoint before", CompressWarning, stacklevel=3)
+        return False
+    return True
 
 
 def _has_state(session: Session) -> bool:

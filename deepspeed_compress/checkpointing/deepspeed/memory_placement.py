@@ -18,6 +18,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from deepspeed_compress.backends.deepspeed.groups import destroy_groups
 from deepspeed_compress.checkpointing.claim import Claim
 from deepspeed_compress.checkpointing.memory_catalog import MemoryCatalog
 from deepspeed_compress.checkpointing.memory_copies import Destination, Receiver
@@ -107,7 +108,7 @@ class HostMemory:
         return replace(task, only=only, copy=self._destination if send else None)
 
     def close(self) -> None:
-        """Stop receiving copies, and remove the directory.
+        """Stop receiving copies, leave the group of leaders, and remove the directory.
 
         It stays after an exception, so that what can be loaded is not lost. It also stays if `DS_COMPRESS_MEMORY_DIR`
         names it, because its creator then removes it.
@@ -115,6 +116,7 @@ class HostMemory:
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None
+        destroy_groups([self.leaders])
         failed = sys.exception() is not None or getattr(sys, "last_value", None) is not None
         if self.leads and not failed and ENVIRONMENT not in os.environ:
             shutil.rmtree(self.directory, ignore_errors=True)

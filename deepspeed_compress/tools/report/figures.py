@@ -80,9 +80,17 @@ def _step_time(run: Run) -> float | None:
 
 
 def _wall_time(run: Run) -> float | None:
-    """Return the mean milliseconds per step from Trainer's total runtime."""
-    runtime = _last(run, "train_runtime")
-    return 1e3 * runtime / run.last_step if runtime is not None and run.last_step else None
+    """Return the mean milliseconds per step from Trainer's runtime, which begins anew when training resumes."""
+    runtimes = run.column("train_runtime")
+    step = max(runtimes, default=0)
+    steps = step - _continued_from(run, step)
+    return 1e3 * runtimes[step] / steps if steps else None
+
+
+def _continued_from(run: Run, step: int) -> int:
+    """Return the step from which the process that took `step` continued; 0 if there are no statistics."""
+    parts = [part for line in run.files.statistics if (part := line.get("run")) and part["since"] < step]
+    return min((part["since"] for part in parts if part["started"] == parts[-1]["started"]), default=0)
 
 
 def _ratio(run: Run) -> float | None:

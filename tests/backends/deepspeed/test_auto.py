@@ -12,6 +12,7 @@ import deepspeed_compress
 from deepspeed_compress.policy.auto import WARM_UP
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, Outcome, data, own_data, run, start, train, weights
+from tests.support.messages import caught_warnings
 
 STEPS = 3
 """Measured steps of each kind."""
@@ -182,6 +183,27 @@ def test_detached_during_uncompressed_steps(stage: int) -> None:
 def test_detached_during_compressed_steps(stage: int) -> None:
     [first, second] = run_forks(2, detach, job_of(stage, steps=EACH + 5), EACH + 2)
     assert first[1] == second[1]
+
+
+def wrap(rank: int, job: Job) -> tuple[set[str], list[str], Any]:
+    """Return the settings of all steps, the warnings, and the final weights if other code wraps a method on rank 1."""
+    engine, settings = start(job), set()
+    ours = engine.allreduce_bucket
+    if rank:
+        engine.allreduce_bucket = lambda *args, **options: ours(*args, **options)
+    with caught_warnings() as texts:
+        for batch in data(rank, job):
+            settings.add(settings_of(engine))
+            run(engine, [batch])
+    return settings, texts, weights(engine)
+
+
+def test_the_comparison_ends_if_other_code_wraps_a_method() -> None:
+    first, second = run_forks(2, wrap, job_of(0))
+    assert first[0] == second[0] == {"none alone"}
+    assert not first[1]
+    assert "Engine.allreduce_bucket has since been replaced by other code" in second[1][0]
+    assert first[2] == second[2]
 
 
 @pytest.mark.slow(2)

@@ -106,13 +106,13 @@ def test_detach_refuses_unknown_engines_and_replaced_methods() -> None:
         assert "save_checkpoint has since been replaced by other code" in covered
 
 
-def open_files(rank: int, stage: int) -> list[int]:
+def open_files(rank: int, job: Job, detaches: bool = True) -> list[int]:
     """Return the number of open files after each of several engines, of which every other one is detached from."""
-    found, job = [], Job(stage, WEIGHTS[stage], steps=2)
+    found = []
     for number in range(4):
         engine = start(job)
         run(engine, data(rank, job))
-        if number % 2:
+        if detaches and number % 2:
             deepspeed_compress.detach(engine)
         engine.destroy()
         del engine
@@ -124,7 +124,18 @@ def open_files(rank: int, stage: int) -> list[int]:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_engines_leave_no_sockets_open(stage: int) -> None:
     """DeepSpeed itself never releases engines of ZeRO 3."""
-    for first, *others in run_forks(2, open_files, stage):
+    for first, *others in run_forks(2, open_files, Job(stage, WEIGHTS[stage], steps=2)):
+        assert others == [first] * 3
+
+
+@pytest.mark.parametrize("division", [{"parallelism": {"shard_within": 2}}, {"islands": {"size": 2}}], ids=str)
+def test_engines_that_divide_the_job_leave_no_sockets_open(division: dict[str, Any]) -> None:
+    for first, *others in run_forks(4, open_files, Job(1, {"gradients": GRADIENTS, **division}, steps=2), False):
+        assert others == [first] * 3
+
+
+def test_engines_that_save_in_the_background_leave_no_sockets_open() -> None:
+    for first, *others in run_forks(2, open_files, Job(1, {"checkpointing": {}}, steps=2)):
         assert others == [first] * 3
 
 

@@ -9,12 +9,15 @@ from types import SimpleNamespace
 
 import deepspeed
 import pytest
+import torch.distributed as dist
 
 import deepspeed_compress
 from deepspeed_compress import ConfigError, SeamError, UnsupportedError
 from deepspeed_compress.backends.deepspeed import limits, seams
 from deepspeed_compress.backends.deepspeed.division import IslandUnit
+from deepspeed_compress.backends.deepspeed.groups import downward_group
 from deepspeed_compress.config import CompressConfig, parse_section
+from deepspeed_compress.integrations.run import _leave_gloo
 from deepspeed_compress.session.torch_version import check_torch
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, data, make_engine, network, run, start, train, warned, weights
@@ -231,6 +234,20 @@ def test_nothing_to_refuse():
 def test_refused(changes, message):
     with pytest.raises(UnsupportedError, match=message):
         limits.refuse_unsupported(engine_like(**changes), CompressConfig())
+
+
+def use_gloo(rank: int, backend: str | None) -> tuple[bool, bool]:
+    """Return whether a group of our own is made for gloo, and whether `ds-compress run` destroys the default group."""
+    dist.init_process_group(backend)
+    made = downward_group([(0, 1)]) is not None
+    _leave_gloo()
+    return made, not dist.is_initialized()
+
+
+@pytest.mark.parametrize("backend", [None, "cpu:gloo"])
+def test_gloo_is_known_if_the_program_names_no_backend(backend):
+    """`torch.distributed.get_backend` returns "undefined", or pairs of devices and backends."""
+    assert run_forks(2, use_gloo, backend) == [(True, True)] * 2
 
 
 def dies(rank: int, directory: str) -> None:

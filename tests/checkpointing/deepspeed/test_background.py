@@ -23,6 +23,7 @@ from deepspeed_compress.checkpointing.catalog import checkpoints
 from deepspeed_compress.checkpointing.claim import Claim
 from deepspeed_compress.checkpointing.completeness import find_problems, list_paths
 from deepspeed_compress.checkpointing.deepspeed import background
+from deepspeed_compress.checkpointing.deepspeed.checkpoint import load_last
 from deepspeed_compress.checkpointing.deepspeed.recovery import find_complete
 from deepspeed_compress.checkpointing.direct import DirectFile
 from deepspeed_compress.checkpointing.directory_lock import hold
@@ -147,6 +148,25 @@ def test_a_failed_write_reaches_all_ranks_in_the_same_step(tmp_path, on_error):
     texts = [text for _, text in errors] if on_error == "stop" else ours
     assert any("rank 1" in text and "IsADirectoryError" in text for text in texts)
     assert bool(errors) == (on_error == "stop")
+
+
+def roll_back_after_a_failed_write(rank: int, directory: str) -> tuple[int, list[str]]:
+    one = job(1, on_error="warn")
+    engine, batches = start(one), data(rank, one)
+    run(engine, batches[:2])
+    engine.save_checkpoint(directory)
+    run(engine, batches[2:4])
+    Path(directory, "global_step4", f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").mkdir(parents=True)
+    engine.save_checkpoint(directory)
+    with caught_warnings() as texts:
+        load_last(engine)
+    return engine.global_steps, texts
+
+
+def test_a_guard_rolls_back_to_the_checkpoint_before_one_that_could_not_be_written(tmp_path):
+    for step, warned in run_forks(2, roll_back_after_a_failed_write, str(tmp_path)):
+        assert step == 2
+        assert any("training rolls back to the checkpoint before" in text for text in warned)
 
 
 def lose_the_writer(rank: int, directory: str) -> tuple:

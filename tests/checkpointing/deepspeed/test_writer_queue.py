@@ -41,6 +41,20 @@ def test_a_rank_without_free_descriptors_sends_its_checkpoint(tmp_path: Path) ->
     assert run_forks(1, save_without_free_descriptors, tmp_path, timeout=60) == [[]]
 
 
+def test_states_that_an_earlier_save_of_the_tag_has_left_are_removed(tmp_path: Path) -> None:
+    """DeepSpeed counts the files of tensor-parallel ranks when it loads."""
+    queue, save = WriterQueue(Interval(None)), Save(tmp_path, "last", "run", 1, 1, world=1)
+    save.place.mkdir()
+    for name in ("mp_rank_01_model_states.pt", "zero_pp_rank_0_mp_rank_01_optim_states.pt", "random_states.pt"):
+        save.place.joinpath(name).touch()
+    task, memory = Task(save, 0, Claim(tmp_path, "0" * 32), NOTHING, True, 30.0), queue.take_memory()
+    queue.begin(task, memory)
+    queue.send(task, memory)
+    queue.close()
+    assert queue.take_failures() == []
+    assert [file.name for file in save.place.glob("*.pt")] == ["random_states.pt"]
+
+
 def test_a_checkpoint_that_was_complete_before_its_writer_died_stays_complete(tmp_path: Path) -> None:
     queue, save = WriterQueue(Interval(None)), Save(tmp_path, "global_step1", "run", 1, 1, world=1)
     save.place.mkdir()

@@ -283,6 +283,15 @@ def test_a_finished_trainer_run_is_shown(tmp_path: Path) -> None:
     assert rows["time per step, including evaluation and saving"] == ["300.0 ms"]
 
 
+def test_the_time_per_step_of_a_resumed_trainer_run_is_that_of_its_own_steps(tmp_path: Path) -> None:
+    """Trainer's runtime leaves out the ten steps before. A rollback to step 12 begins a part of the same process."""
+    run = trainer_run(tmp_path / "run")
+    parts = {5: ("a", 0), 12: ("b", 10), 20: ("b", 12)}
+    lines = [{"step": at, "run": {"id": "1", "started": start, "since": since}} for at, (start, since) in parts.items()]
+    write_lines(run / "compression.jsonl", lines)
+    assert figures(alone(run))["time per step, including evaluation and saving"] == ["600.0 ms"]
+
+
 def test_an_unfinished_trainer_run_shows_its_newest_checkpoint(tmp_path: Path) -> None:
     """The newest checkpoint has the largest number."""
     for last in (5, 10):

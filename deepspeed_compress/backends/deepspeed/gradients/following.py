@@ -22,7 +22,7 @@ def attach_reduction(session: Session, replace: Attach, count: Attach) -> None:
     if session.config.auto is not None:
         following = _Following(replace, count)
         session.patches.on_undo(following.undo)
-        session.on_step(following.follow)
+        session.on_step(following)
     else:
         (count if session.alone else replace)(session.patches)
 
@@ -60,6 +60,10 @@ class _Following:
         self._patches.undo()
         self._alone = alone
         (self._count if alone else self._replace)(self._patches)
+
+    def check(self) -> None:
+        """Check that the reduction can be exchanged; see `Patches.check`."""
+        self._patches.check()
 
     def undo(self) -> None:
         """Restore DeepSpeed's own methods."""

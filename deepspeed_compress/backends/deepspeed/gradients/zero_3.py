@@ -26,6 +26,7 @@ from deepspeed_compress.backends.deepspeed.gradients.following import attach_red
 from deepspeed_compress.backends.deepspeed.gradients.muon import count_gathers
 from deepspeed_compress.backends.deepspeed.groups import reduction_group
 from deepspeed_compress.collectives.buckets import Partition, partition_by_sizes
+from deepspeed_compress.collectives.gloo import is_gloo
 from deepspeed_compress.collectives.reducer import Pending
 from deepspeed_compress.compression.segments import Segment, gather, scatter
 from deepspeed_compress.monitor import Meter
@@ -96,7 +97,7 @@ class _Buckets:
         self.defers = get_accelerator().is_synchronized_device()
         self._group = reduction_group(engine)
         # gloo implements reduce-scatter as an all-reduce of the whole tensor.
-        self._all_reduces = dist.get_backend(self._group) == "gloo"
+        self._all_reduces = is_gloo(self._group)
         session.on_interruption(self._discard)
 
     def _discard(self) -> None:
