@@ -18,6 +18,7 @@ from deepspeed_compress.backends.deepspeed.units import RankUnit, node_unit
 from deepspeed_compress.backends.deepspeed.versions import (
     orthogonalizes_in_step,
     reduces_separate_gradients,
+    runs_pipelines_without_zero,
     skips_invalid_norms,
 )
 from deepspeed_compress.compression.kernels import FASTEST
@@ -143,6 +144,12 @@ def _scales_apart(engine: Any) -> bool:
     return isinstance(engine, PipelineEngine) or tensor_size(engine) > 1
 
 
+def _stops_in_backward(engine: Any) -> bool:
+    """Return True if DeepSpeed itself stops in the first backward pass of a pipeline without a ZeRO optimizer."""
+    pipeline = isinstance(engine, PipelineEngine) and engine_kind(engine) == "zero_0"
+    return pipeline and not runs_pipelines_without_zero()
+
+
 def _divides_second_copy(engine: Any) -> bool:
     """Return True if hpZ, whose groups are consecutive ranks of the job, is used with islands or nodes of this job."""
     return engine._config.zero_config.zero_hpz_partition_size > 1 and isinstance(engine.mpu, RankUnit)
@@ -194,6 +201,11 @@ _LIMITS: _Limits = (
         "torch_autocast in fp16 without ZeRO gives each pipeline stage and tensor-parallel rank a loss scale of its "
         "own, so some may skip a step that others take; use ZeRO 1 to 3, or torch_autocast with "
         '"dtype": "bfloat16"',
+    ),
+    (
+        _stops_in_backward,
+        "a pipeline without a ZeRO optimizer needs deepspeed>=0.18.5; install it, or use ZeRO stage 1 and no "
+        "data_types.grad_accum_dtype",
     ),
     (
         lambda engine: engine.is_deepcompile_active() or engine._config.compile_config.deepcompile,
