@@ -19,6 +19,7 @@ from deepspeed_compress.backends.deepspeed.versions import (
     orthogonalizes_in_step,
     reduces_separate_gradients,
     runs_pipelines_without_zero,
+    saves_without_copies,
     skips_invalid_norms,
 )
 from deepspeed_compress.compression.kernels import FASTEST
@@ -47,6 +48,7 @@ def refuse_unsupported(engine: Any, config: CompressConfig) -> None:
         *_mismatches(engine, config),
         *_momentum(engine, config),
         *_unskippable(engine, config),
+        *_unsaved(config),
         *_unsharded(engine),
         *_shared_layers(engine, config),
         *_experts(engine, config),
@@ -306,6 +308,12 @@ def _unskippable(engine: Any, config: CompressConfig) -> Iterator[str]:
             "/deepspeed_compress/guard/skip_steps is true, but the optimizers of DeepSpeed "
             f"{deepspeed.__version__} apply every step; install deepspeed>=0.19.8, or write false"
         )
+
+
+def _unsaved(config: CompressConfig) -> Iterator[str]:
+    """Yield a problem if checkpoints should be saved in the background, which this version of DeepSpeed cannot."""
+    if config.checkpointing is not None and not saves_without_copies():
+        yield "/deepspeed_compress/checkpointing needs deepspeed>=0.18.4; install it, or remove the key"
 
 
 _HOW_TO_GET = MappingProxyType(

@@ -9,7 +9,7 @@ from packaging.version import Version
 
 from deepspeed_compress.errors import SeamError
 
-SUPPORTED = (Version("0.18.4"), Version("0.20.dev0"))
+SUPPORTED = (Version("0.18.3"), Version("0.20.dev0"))
 """Supported DeepSpeed versions: the first one that works, and the first one that is not known to work."""
 
 

@@ -69,7 +69,7 @@ def is_last_micro_batch(optimizer: Any) -> bool:
 
 
 def may_defer_reductions() -> bool:
-    """Return True if reductions may finish after DeepSpeed has closed the last bucket of a backward pass (since 0.18.5).
+    """Return True if reductions may finish once DeepSpeed has closed the last bucket of a backward pass (since 0.18.5).
 
     Before, calls for the last bucket look like those for the others, and ZeRO 3 ends a micro-step before the results
     would be handed over.
@@ -117,6 +117,14 @@ def runs_pipelines_without_zero() -> bool:
     Before, an engine without them refuses `torch.autograd.backward`, which all stages but the last one call.
     """
     return _since("0.18.5")
+
+
+def saves_without_copies() -> bool:
+    """Return True if an engine saves without copying what shares memory, as background checkpoints do (since 0.18.4).
+
+    Before, its `_save_checkpoint` reads a variable that it has not set.
+    """
+    return _since("0.18.4")
 
 
 def skips_invalid_norms() -> bool:

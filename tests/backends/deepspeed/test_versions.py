@@ -129,3 +129,11 @@ def test_a_pipeline_without_zero_needs_a_newer_version(installed: None, zero: bo
     optimizer = object.__new__(DeepSpeedZeroOptimizer)
     vars(engine)["optimizer"] = optimizer if zero else torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
     assert limits._stops_in_backward(engine) is refused
+
+
+@pytest.mark.parametrize(("installed", "problems"), [("0.18.3", 1), ("0.18.4", 0)], indirect=["installed"])
+def test_background_checkpoints_need_a_newer_version(installed: None, problems: int) -> None:
+    found = list(limits._unsaved(CompressConfig(checkpointing={})))
+    assert len(found) == problems
+    assert all("/checkpointing" in text and "deepspeed>=0.18.4" in text for text in found)
+    assert not list(limits._unsaved(CompressConfig()))
