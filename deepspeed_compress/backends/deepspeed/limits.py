@@ -18,6 +18,8 @@ from deepspeed_compress.backends.deepspeed.units import RankUnit, node_unit
 from deepspeed_compress.backends.deepspeed.versions import (
     orthogonalizes_in_step,
     reduces_separate_gradients,
+    runs_pipelines_without_zero,
+    saves_without_copies,
     skips_invalid_norms,
 )
 from deepspeed_compress.compression.kernels import FASTEST
@@ -46,6 +48,7 @@ def refuse_unsupported(engine: Any, config: CompressConfig) -> None:
         *_mismatches(engine, config),
         *_momentum(engine, config),
         *_unskippable(engine, config),
+        *_unsaved(config),
         *_unsharded(engine),
         *_shared_layers(engine, config),
         *_experts(engine, config),
@@ -155,6 +158,12 @@ def _scales_apart(engine: Any) -> bool:
     return isinstance(engine, PipelineEngine) or tensor_size(engine) > 1
 
 
+def _stops_in_backward(engine: Any) -> bool:
+    """Return True if DeepSpeed itself stops in the first backward pass of a pipeline without a ZeRO optimizer."""
+    pipeline = isinstance(engine, PipelineEngine) and engine_kind(engine) == "zero_0"
+    return pipeline and not runs_pipelines_without_zero()
+
+
 def _divides_second_copy(engine: Any) -> bool:
     """Return True if hpZ, whose groups are consecutive ranks of the job, is used with islands or nodes of this job."""
     return engine._config.zero_config.zero_hpz_partition_size > 1 and isinstance(engine.mpu, RankUnit)
@@ -206,6 +215,11 @@ _LIMITS: _Limits = (
         "torch_autocast in fp16 without ZeRO gives each pipeline stage and tensor-parallel rank a loss scale of its "
         "own, so some may skip a step that others take; use ZeRO 1 to 3, or torch_autocast with "
         '"dtype": "bfloat16"',
+    ),
+    (
+        _stops_in_backward,
+        "a pipeline without a ZeRO optimizer needs deepspeed>=0.18.5; install it, or use ZeRO stage 1 and no "
+        "data_types.grad_accum_dtype",
     ),
     (
         lambda engine: engine.is_deepcompile_active() or engine._config.compile_config.deepcompile,
@@ -306,6 +320,12 @@ def _unskippable(engine: Any, config: CompressConfig) -> Iterator[str]:
             "/deepspeed_compress/guard/skip_steps is true, but the optimizers of DeepSpeed "
             f"{deepspeed.__version__} apply every step; install deepspeed>=0.19.8, or write false"
         )
+
+
+def _unsaved(config: CompressConfig) -> Iterator[str]:
+    """Yield a problem if checkpoints should be saved in the background, which this version of DeepSpeed cannot."""
+    if config.checkpointing is not None and not saves_without_copies():
+        yield "/deepspeed_compress/checkpointing needs deepspeed>=0.18.4; install it, or remove the key"
 
 
 _HOW_TO_GET = MappingProxyType(

@@ -18,7 +18,7 @@ from torch import Tensor
 from deepspeed_compress.backends.deepspeed.gradients.early import bucket_size, reduces_now
 from deepspeed_compress.backends.deepspeed.offloaded_shards import OffloadedGradients, offloads_optimizer
 from deepspeed_compress.backends.deepspeed.units import NodeUnit
-from deepspeed_compress.backends.deepspeed.versions import is_compact, is_last_micro_batch
+from deepspeed_compress.backends.deepspeed.versions import is_compact, is_last_micro_batch, may_defer_reductions
 from deepspeed_compress.backends.deepspeed.weights.master_weights import MasterSlice, find_master_weights
 from deepspeed_compress.collectives.buckets import Partition, even_cut
 from deepspeed_compress.compression.segments import Segment
@@ -35,7 +35,8 @@ def may_average_early(engine: Any) -> bool:
 
     This requires a backend with its own threads (CPU), and gradients that DeepSpeed does not move elsewhere meanwhile.
     """
-    return torch.device(engine.device).type == "cpu" and not offloads_optimizer(engine)
+    on_host = torch.device(engine.device).type == "cpu"
+    return on_host and not offloads_optimizer(engine) and may_defer_reductions()
 
 
 class NodeGradients:

@@ -9,7 +9,7 @@ from packaging.version import Version
 
 from deepspeed_compress.errors import SeamError
 
-SUPPORTED = (Version("0.18.5"), Version("0.20.dev0"))
+SUPPORTED = (Version("0.18.3"), Version("0.20.dev0"))
 """Supported DeepSpeed versions: the first one that works, and the first one that is not known to work."""
 
 
@@ -90,7 +90,7 @@ ZERO_12 = (
     ),
     Seam(_Z12 + "average_tensor", ("self", "tensor", "communication_data_type")),
     Seam(_Z12 + "gradient_reduction_w_predivide", ("self", "tensor", "communication_data_type")),
-    Seam(_Z12 + "reduce_ipg_grads", ("self", "comm_dtype")),
+    Seam(_Z12 + "reduce_ipg_grads", ("self", "comm_dtype"), since="0.18.5"),
     Seam(_Z12 + "reduce_gradients", ("self", "pipeline_parallel")),
     Seam(_Z12 + "get_gradient_for_reduction", ("self", "param")),
     Seam(_Z12 + "_use_compact_grad_partition_buffer", ("self", "group_idx"), since="0.19.8"),

@@ -68,6 +68,15 @@ def is_last_micro_batch(optimizer: Any) -> bool:
     return bool(boundary() if _since("0.19.5") else boundary)
 
 
+def may_defer_reductions() -> bool:
+    """Return True if reductions may finish once DeepSpeed has closed the last bucket of a backward pass (since 0.18.5).
+
+    Before, calls for the last bucket look like those for the others, and ZeRO 3 ends a micro-step before the results
+    would be handed over.
+    """
+    return _since("0.18.5")
+
+
 def model_parallel_rank(engine: Any) -> int:
     """Return the tensor-parallel rank in the names of checkpoint files.
 
@@ -100,6 +109,22 @@ def reduces_separate_gradients() -> bool:
     Before, DeepSpeed's own results without `contiguous_gradients` under ZeRO 1 and 2 are different from those with it.
     """
     return _since("0.19.8")
+
+
+def runs_pipelines_without_zero() -> bool:
+    """Return True if a pipeline may have another optimizer than those of ZeRO, as since 0.18.5.
+
+    Before, an engine without them refuses `torch.autograd.backward`, which all stages but the last one call.
+    """
+    return _since("0.18.5")
+
+
+def saves_without_copies() -> bool:
+    """Return True if an engine saves without copying what shares memory, as background checkpoints do (since 0.18.4).
+
+    Before, its `_save_checkpoint` reads a variable that it has not set.
+    """
+    return _since("0.18.4")
 
 
 def skips_invalid_norms() -> bool:

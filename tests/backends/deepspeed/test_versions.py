@@ -8,9 +8,11 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.checkpoint import constants
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from deepspeed_compress.backends.deepspeed import limits, parallel, seams, versions
+from deepspeed_compress.backends.deepspeed import limits, node_gradients, parallel, seams, versions
+from deepspeed_compress.backends.deepspeed.gradients import deferred, zero_0
 from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.config import CompressConfig
 from launch.studies.versions import VERSIONS
@@ -105,3 +107,33 @@ def test_separate_gradients_need_a_newer_version(installed: None, contiguous: bo
     optimizer = object.__new__(DeepSpeedZeroOptimizer)
     optimizer.contiguous_gradients = contiguous
     assert limits._has_separate_gradients(SimpleNamespace(optimizer=optimizer)) is refused
+
+
+@pytest.mark.parametrize(("installed", "defers"), [("0.18.4", False), ("0.18.5", True)], indirect=["installed"])
+def test_an_older_version_gets_each_bucket_when_it_asks_for_it(installed: None, defers: bool) -> None:
+    """It neither tells the last bucket from the others nor lets ZeRO 3 wait for it."""
+    optimizer = SimpleNamespace(bit16_groups=[], bit16_groups_flat=[], contiguous_gradients=True, cpu_offload=False)
+    engine = SimpleNamespace(optimizer=optimizer, device="cpu", has_moe_layers=False)
+    assert deferred.may_wait(optimizer) is defers
+    assert zero_0.may_begin_early(engine) is defers
+    assert node_gradients.may_average_early(engine) is defers
+
+
+@pytest.mark.parametrize(
+    ("installed", "zero", "refused"),
+    [("0.18.4", False, True), ("0.18.4", True, False), ("0.18.5", False, False)],
+    indirect=["installed"],
+)
+def test_a_pipeline_without_zero_needs_a_newer_version(installed: None, zero: bool, refused: bool) -> None:
+    engine = object.__new__(PipelineEngine)
+    optimizer = object.__new__(DeepSpeedZeroOptimizer)
+    vars(engine)["optimizer"] = optimizer if zero else torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    assert limits._stops_in_backward(engine) is refused
+
+
+@pytest.mark.parametrize(("installed", "problems"), [("0.18.3", 1), ("0.18.4", 0)], indirect=["installed"])
+def test_background_checkpoints_need_a_newer_version(installed: None, problems: int) -> None:
+    found = list(limits._unsaved(CompressConfig(checkpointing={})))
+    assert len(found) == problems
+    assert all("/checkpointing" in text and "deepspeed>=0.18.4" in text for text in found)
+    assert not list(limits._unsaved(CompressConfig()))

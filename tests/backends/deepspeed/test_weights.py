@@ -236,7 +236,7 @@ def test_pipelines(name: str) -> None:
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.parametrize("setting", [Setting(raw=True), Setting(dense_steps=99)], ids=["raw", "dense"])
 def test_uncompressed_is_deepspeed_to_the_bit(name: str, setting: Setting) -> None:
-    for plain, ours in run_forks(2, train, replace(JOBS[name], steps=6), None, setting):
+    for ours, plain in run_forks(2, train, replace(JOBS[name], steps=6), setting, None):
         assert ours.bits == plain.bits
         assert ours.losses == plain.losses
         assert min(ours.sent) > 0

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_compress.backends.deepspeed.gradients.muon import SplitMatrices
-from deepspeed_compress.backends.deepspeed.versions import has_compact_gradients
+from deepspeed_compress.backends.deepspeed.versions import has_compact_gradients, may_defer_reductions
 from deepspeed_compress.collectives.buckets import Partition
 from deepspeed_compress.collectives.reducer import Pending
 from deepspeed_compress.compression.segments import Segment
@@ -17,7 +17,7 @@ def may_wait(optimizer: Any) -> bool:
 
     They can if DeepSpeed reads no reduced bucket before that, and if the device has no streams to overlap them with.
     """
-    if has_compact_gradients(optimizer):
+    if not may_defer_reductions() or has_compact_gradients(optimizer):
         return False
     on_host = all(flat.device.type == "cpu" for flat in optimizer.bit16_groups_flat)
     return on_host and optimizer.contiguous_gradients and not optimizer.cpu_offload

@@ -20,6 +20,7 @@ from torch import Tensor
 from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions, bucket_size, reduces_now
 from deepspeed_compress.backends.deepspeed.gradients.following import attach_reduction
 from deepspeed_compress.backends.deepspeed.groups import reduction_group
+from deepspeed_compress.backends.deepspeed.versions import may_defer_reductions
 from deepspeed_compress.collectives.buckets import LAYOUTS, Partition, even_partition
 from deepspeed_compress.collectives.payload import PayloadReducer
 from deepspeed_compress.compression.segments import PADDING
@@ -111,7 +112,8 @@ def may_begin_early(engine: Any) -> bool:
     This requires a backend with its own threads (CPU), and gradients that are those of the parameters.
     """
     own = not isinstance(engine.optimizer, BF16_Optimizer) and not isinstance(engine, PipelineEngine)
-    return own and not engine.has_moe_layers and torch.device(engine.device).type == "cpu"
+    on_host = torch.device(engine.device).type == "cpu"
+    return own and on_host and not engine.has_moe_layers and may_defer_reductions()
 
 
 class _Names:

@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup
 from deepspeed_compress.backends.deepspeed.gradients.following import attach_reduction, limit_bucket_size
 from deepspeed_compress.backends.deepspeed.gradients.muon import count_gathers
 from deepspeed_compress.backends.deepspeed.groups import reduction_group
+from deepspeed_compress.backends.deepspeed.versions import may_defer_reductions
 from deepspeed_compress.collectives.buckets import Partition, partition_by_sizes
 from deepspeed_compress.collectives.gloo import is_gloo
 from deepspeed_compress.collectives.reducer import Pending
@@ -94,7 +95,7 @@ class _Buckets:
         self._session = session
         self._deferred: list[_Reduction] = []
         # On other devices only the reduction stream waits, not the host or backward.
-        self.defers = get_accelerator().is_synchronized_device()
+        self.defers = may_defer_reductions() and get_accelerator().is_synchronized_device()
         self._group = reduction_group(engine)
         # gloo implements reduce-scatter as an all-reduce of the whole tensor.
         self._all_reduces = is_gloo(self._group)
