@@ -82,14 +82,14 @@ def unawaited() -> Any:
 
 def freed() -> Any:
     """Drop the references to the buffers of a message while it is being sent."""
-    begin = PayloadReducer._start
+    begin = PayloadReducer._send_parts
 
     def forgetful(*args: Any) -> Any:
         sent = begin(*args)
         bare = PendingExchange({peer: arrival.work for peer, arrival in sent.exchange.receives.items()})
         return replace(sent, outgoing=(), exchange=bare)
 
-    return patch.object(PayloadReducer, "_start", forgetful)
+    return patch.object(PayloadReducer, "_send_parts", forgetful)
 
 
 def unfinished() -> Any:
