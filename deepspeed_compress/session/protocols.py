@@ -50,7 +50,7 @@ class StepFollower(Protocol):
 
 
 class IslandExchanges(Protocol):
-    """IslandExchanges with other islands."""
+    """Exchanges with other islands."""
 
     @property
     def number(self) -> int:

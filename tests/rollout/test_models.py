@@ -125,6 +125,13 @@ def test_an_error_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     assert all("rank 1: UnsupportedError: param" in text for text in run_forks(2, change_one_rank, tmp_path))
 
 
+def received(store: DirectoryStore, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the three values that a new receiver takes from `store`."""
+    model = Values(torch.zeros(3, dtype=dtype))
+    Receiver(model, store).update()
+    return model.values.detach()
+
+
 def test_two_publishers_on_one_store_notice_each_other(tmp_path: Path) -> None:
     first, second = (Values(torch.full((3,), value)) for value in (1.0, 2.0))
     store = DirectoryStore(tmp_path)
@@ -133,9 +140,7 @@ def test_two_publishers_on_one_store_notice_each_other(tmp_path: Path) -> None:
     Publisher(second, store).publish()
     with pytest.raises(RolloutError, match="another publisher has written version 2 to the same store"):
         mine.publish()
-    receiver = Receiver(Values(torch.zeros(3)), store)
-    receiver.update()
-    assert torch.equal(receiver._module.values, second.values)  # type: ignore[arg-type]
+    assert torch.equal(received(store), second.values)
 
 
 class Interrupted(DirectoryStore):
@@ -170,9 +175,7 @@ def test_a_publisher_that_another_one_interrupts_does_not_replace_its_parts(tmp_
     store.interrupt = Publisher(second, DirectoryStore(tmp_path)).publish
     with pytest.raises(RolloutError, match="another publisher has written version 2"):
         mine.publish(full=True)
-    receiver = Receiver(Values(torch.zeros(3)), store)
-    receiver.update()
-    assert torch.equal(receiver._module.values, second.values)  # type: ignore[arg-type]
+    assert torch.equal(received(store), second.values)
 
 
 def test_a_value_that_is_too_large_for_fp16_is_refused(tmp_path: Path) -> None:
@@ -186,9 +189,7 @@ def test_infinities_of_training_and_values_that_round_to_the_largest_number_are_
 ) -> None:
     trained, store = Values(torch.tensor([65519.0, -torch.inf, torch.nan])), DirectoryStore(tmp_path)
     Publisher(trained, store, dtype="fp16").publish()
-    receiver = Receiver(Values(torch.zeros(3, dtype=torch.float16)), store)
-    receiver.update()
-    assert str(receiver._module.values.tolist()) == "[65504.0, -inf, nan]"  # type: ignore[union-attr,operator]
+    assert str(received(store, torch.float16).tolist()) == "[65504.0, -inf, nan]"
 
 
 @pytest.mark.parametrize("number", ["every", "full_every", "keep_full"])
