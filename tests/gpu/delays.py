@@ -35,7 +35,8 @@ class _Pauses:
     random: random.Random
 
     def __call__(self, *_: object) -> None:
-        for stream in self.streams:
+        current = (torch.cuda.current_stream(),) if torch.cuda.is_available() else ()
+        for stream in (*self.streams, *current):
             if self.random.random() < 0.5:
                 self._pause(stream)
 

@@ -26,12 +26,25 @@ def train(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the runs of every stage on a rank, undisturbed and with pauses. An error on all ranks ends one run."""
     for stage in STAGES:
         for number, seed in enumerate(job["seeds"]):
-            yield _tried(job["device"], stage, number, seed)
+            yield _tried(job["device"], stage, number, seed, _both(stage))
 
 
-def _tried(device: str, stage: int, number: int, seed: int | None) -> dict[str, Any]:
+def _both(stage: int) -> Mapping[str, Any]:
+    """Return the section that compresses gradients and, if ranks send them, weights."""
+    return {**INT4, **(WEIGHTS if stage else {})}
+
+
+def train_nodes(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the runs of every stage that shards within nodes, undisturbed and with pauses."""
+    section = {**INT4, "parallelism": {"shard_within": job["node"]}}
+    for stage in STAGES[1:]:
+        for number, seed in enumerate(job["seeds"]):
+            yield _tried(job["device"], stage, number, seed, section)
+
+
+def _tried(device: str, stage: int, number: int, seed: int | None, section: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        found = _train(device, stage, seed)
+        found = _train(device, stage, seed, section)
     except Exception as error:
         found = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
     return {"stage": stage, "run": number, "losses": [], "weights": "", "error": ""} | found
@@ -42,13 +55,12 @@ def train_in_mirror(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for stage in STAGES:
         for number, seed in enumerate(job["seeds"]):
             delay_messages(None if seed is None else Late(job["device"], seed))
-            yield _tried(job["device"], stage, number, None)
+            yield _tried(job["device"], stage, number, None, _both(stage))
 
 
-def _train(device: str, stage: int, seed: int | None) -> dict[str, Any]:
+def _train(device: str, stage: int, seed: int | None, section: Mapping[str, Any]) -> dict[str, Any]:
     width, layers = SIZES[device]
     model, batch = network(width, layers)
-    section = {**INT4, **(WEIGHTS if stage else {})}
     engine = make_engine(model, device, stage, section, bucket=2 * width * width)
     with late_streams(engine, stage, seed) if seed is not None else nullcontext():
         losses = [train_step(engine, *batch) for _ in range(STEPS)]

@@ -12,7 +12,7 @@ from tests.gpu.runs import difference_of, problem_in_mirror, problem_of, run_of
 pytestmark = [pytest.mark.gpu, needs(*PACKAGES)]
 RecordProperty = Callable[[str, object], None]
 
-RANKS = 2
+RANKS, NODE, NODES = 2, 2, 2
 SEEDS = (None, None, 1, 2)
 """Seeds of pauses: two undisturbed runs, which must be equal to compare the others with, and two disturbed ones."""
 AGAIN, LATE = (1,), (2, 3)
@@ -33,14 +33,22 @@ def seconds(seconds_left: Callable[[], float]) -> float:
 def plain(device: torch.device, seconds: float) -> Outcome:
     """Runs of two ranks, without and with pauses."""
     job = {"device": device.type, "backend": backend_here(device.type, RANKS), "seeds": SEEDS}
-    return run_ranks(RANKS, "tests.gpu.programs:train", job, 0.5 * seconds, REPEATABLE)
+    return run_ranks(RANKS, "tests.gpu.programs:train", job, 0.4 * seconds, REPEATABLE)
+
+
+@pytest.fixture(scope="module")
+def sharded(device: torch.device, seconds: float) -> Outcome:
+    """Runs of two nodes of two ranks, without and with pauses."""
+    ranks = NODES * NODE
+    job = {"device": device.type, "backend": backend_here(device.type, ranks), "seeds": SEEDS, "node": NODE}
+    return run_ranks(ranks, "tests.gpu.programs:train_nodes", job, 0.2 * seconds, REPEATABLE)
 
 
 @pytest.fixture(scope="module")
 def mirrored(device: torch.device, seconds: float) -> Outcome:
     """Runs of one rank and its image, with messages that arrive at once and late."""
     job = {"device": device.type, "backend": "late_mirror", "seeds": SEEDS}
-    return run_ranks(1, "tests.gpu.programs:train_in_mirror", job, 0.3 * seconds, REPEATABLE)
+    return run_ranks(1, "tests.gpu.programs:train_in_mirror", job, 0.25 * seconds, REPEATABLE)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +57,7 @@ def blocking(device: torch.device, seconds: float) -> Outcome:
     if device.type != "cuda":
         pytest.skip("needs CUDA")
     job = {"device": device.type, "backend": backend_here(device.type, RANKS), "seeds": (None,)}
-    return run_ranks(RANKS, "tests.gpu.programs:train", job, 0.15 * seconds, {**REPEATABLE, BLOCKED: "1"})
+    return run_ranks(RANKS, "tests.gpu.programs:train", job, 0.1 * seconds, {**REPEATABLE, BLOCKED: "1"})
 
 
 @every_stage
@@ -88,6 +96,18 @@ def compare(
     difference = difference_of(first, [run_of(other, stage, number) for number in numbers], RANKS, other.trouble)
     assert not difference, difference
     record_property("figure", f"runs: {len(numbers)}")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3], ids="ZeRO {}".format)
+def test_nodes_with_streams_late_at_random(
+    stage: int, sharded: Outcome, device: torch.device, record_property: RecordProperty
+) -> None:
+    """Shards travel to the other node during backward."""
+    record_property("goal", GOAL)
+    first, *others = (run_of(sharded, stage, number) for number in range(len(SEEDS)))
+    difference = difference_of(first, others, NODES * NODE, sharded.trouble)
+    assert not difference, difference
+    record_property("figure", f"runs: {len(SEEDS)}, {backend_here(device.type, NODES * NODE)}")
 
 
 @every_stage

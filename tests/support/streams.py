@@ -2,7 +2,8 @@
 
 Operations run at once on the CPU, and are recorded as work of the current stream: what it reads, writes and frees. Each
 stream has a vector clock, which says how much of every stream's work is done when its next operation begins (Fidge
-1988). Memory is identified by storages. C++ kernels are not visible, so plain torch must be used.
+1988). Memory is identified by storages and the bytes within them. C++ kernels are not visible, so plain torch must be
+used.
 """
 
 import weakref
@@ -16,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 Clock = dict["Stream", int]
+Bytes = tuple[int, int]
+"""First byte of a tensor in its storage, and the one after its last."""
 
 
 class Stream:
@@ -66,12 +69,12 @@ class Event:
 
 @dataclass(eq=False)
 class _Memory:
-    """A storage that was allocated on stream `home`, with its last use by every stream."""
+    """A storage that was allocated on stream `home`, with the last use of its parts by every stream."""
 
     home: Stream
     made_by: str
-    reads: Clock = field(default_factory=dict)
-    writes: Clock = field(default_factory=dict)
+    reads: dict[Bytes, Clock] = field(default_factory=dict)
+    writes: dict[Bytes, Clock] = field(default_factory=dict)
     recorded: set[Stream] = field(default_factory=set)
     awaited: Clock = field(default_factory=dict)
     """Work for which the allocator waits when the storage is freed."""
@@ -134,19 +137,20 @@ class Device(TorchDispatchMode):
         if outputs:
             self._reuse(stream)
         for tensor in _filled(reads):
-            memory = self._memory(tensor)
-            self._check(f"{name} reads", memory.writes, stream)
-            memory.reads[stream] = clock[stream]
+            memory, place = self._memory(tensor), _bytes(tensor)
+            self._check(f"{name} reads", memory.writes, place, stream)
+            memory.reads.setdefault(place, {})[stream] = clock[stream]
         for tensor in _filled(outputs):
             self._memory(tensor, stream, name)
         for tensor in _filled((*writes, *outputs)):
-            memory = self._memory(tensor)
-            self._check(f"{name} overwrites", memory.writes, stream)
-            self._check(f"{name} overwrites data being read", memory.reads, stream)
-            memory.writes[stream] = clock[stream]
+            memory, place = self._memory(tensor), _bytes(tensor)
+            self._check(f"{name} overwrites", memory.writes, place, stream)
+            self._check(f"{name} overwrites data being read", memory.reads, place, stream)
+            memory.writes.setdefault(place, {})[stream] = clock[stream]
 
-    def _check(self, what: str, uses: Clock, stream: Stream) -> None:
-        for other, count in uses.items():
+    def _check(self, what: str, uses: dict[Bytes, Clock], place: Bytes, stream: Stream) -> None:
+        clocks = [clock for (first, end), clock in uses.items() if first < place[1] and place[0] < end]
+        for other, count in (use for clock in clocks for use in clock.items()):
             if stream.clock.get(other, 0) < count:
                 self.problems[f"{what} on {stream}, which does not wait for {other}"] = None
 
@@ -167,7 +171,8 @@ class Device(TorchDispatchMode):
     def _reuse(self, home: Stream) -> None:
         """Check the freed memory of `home`, which the allocator gives to the next allocation on the same stream."""
         for memory in home.freed:
-            for stream, count in (*memory.reads.items(), *memory.writes.items()):
+            clocks = (*memory.reads.values(), *memory.writes.values())
+            for stream, count in (use for clock in clocks for use in clock.items()):
                 if max(home.clock.get(stream, 0), memory.awaited.get(stream, 0)) < count:
                     self.problems[f"memory of {memory.made_by} on {home} is reused while {stream} uses it"] = None
         home.freed.clear()
@@ -180,6 +185,13 @@ def _advance(clock: Clock, other: Clock) -> None:
 
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _bytes(tensor: Tensor) -> Bytes:
+    """Return the bytes of a tensor with elements, including those between them."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = tensor.storage_offset()
+    return first * tensor.itemsize, (first + last + 1) * tensor.itemsize
 
 
 def _filled(tensors: Iterable[Tensor]) -> list[Tensor]:

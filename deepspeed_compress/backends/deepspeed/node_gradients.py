@@ -33,10 +33,9 @@ Found = list[tuple[Tensor, int]]
 def may_average_early(engine: Any) -> bool:
     """Return True if gradients may be averaged over the nodes during backward.
 
-    This requires a backend with its own threads (CPU), and gradients that DeepSpeed does not move elsewhere meanwhile.
+    This requires gradients that DeepSpeed does not move elsewhere meanwhile.
     """
-    on_host = torch.device(engine.device).type == "cpu"
-    return on_host and not offloads_optimizer(engine) and may_defer_reductions()
+    return not offloads_optimizer(engine) and may_defer_reductions()
 
 
 class NodeGradients:
@@ -56,6 +55,7 @@ class NodeGradients:
 
     def __init__(self, engine: Any, unit: NodeUnit, patches: Patches) -> None:
         self.group = unit.peers
+        self.device = torch.device(engine.device)
         self.scale = 1.0 / unit.count if engine.gradient_average else 1.0
         self._engine, self._optimizer = engine, engine.optimizer
         self._parameters = {name: parameter for parameter, name in engine.param_names.items()}

@@ -6,9 +6,9 @@ node's mean gradient of its own shard. Before the optimizer steps, ranks of equa
 the mean over all nodes, which is the mean over all ranks of the job. They receive the same bits, so clipping, overflow
 checks, skipped steps and the loss scale are the same on all nodes, and so are the weights, which never leave a node.
 
-On CPU, buckets leave during the last backward pass, as soon as DeepSpeed has reduced them inside the node. They count
-only if they hold what the optimizer is about to step; otherwise, and on GPU, the exchange takes place at the beginning
-of the step.
+Buckets leave during the last backward pass, as soon as DeepSpeed has reduced them inside the node: in a thread on CPU,
+on a stream of their own on GPU. They count only if they hold what the optimizer is about to step; otherwise the
+exchange takes place at the beginning of the step.
 """
 
 import warnings
@@ -24,6 +24,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from deepspeed_compress.backends.deepspeed.division import divide_data
+from deepspeed_compress.backends.deepspeed.gradients.background import MeansStream, MeansThread
 from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions
 from deepspeed_compress.backends.deepspeed.gradients.following import attach_reduction, limit_bucket_size
 from deepspeed_compress.backends.deepspeed.node_gradients import Found, Key, NodeGradients, may_average_early
@@ -108,16 +109,15 @@ class NodeShards:
         self._engine, self._optimizer, self._unit, self._session = engine, engine.optimizer, unit, session
         self._gradients = NodeGradients(engine, unit, session.patches)
         self._early: EarlyReductions | None = None
-        streams = engine.zero_optimization_stage() == 3 and not get_accelerator().resolves_data_dependency()
-        # ZeRO 3 looks for overflows on the stream of its reductions.
-        self._checks_on = self._optimizer.reduce_and_partition_stream if streams else None
+        self._stream = _reduction_stream(engine)
         attach_reduction(session, self._overlap, _overlap_nothing)
 
     def _overlap(self, patches: Patches) -> None:
-        """Begin to average buckets during backward, if the device lets messages travel while the host computes."""
+        """Begin to average buckets during backward."""
         if not may_average_early(self._engine):
             return
-        early = EarlyReductions(self._session, self._gradients, self._exchange, patches, in_background=True)
+        background = MeansThread() if get_accelerator().is_synchronized_device() else MeansStream(self._stream)
+        early = EarlyReductions(self._session, self._gradients, self._exchange, patches, background)
         self._gradients.follow(early.note_complete, patches)
         # Not the elements of this rank's shard, because other ranks of the node have more or fewer.
         trained = (parameter for parameter in self._engine.param_names if parameter.requires_grad)
@@ -130,8 +130,9 @@ class NodeShards:
         self._check_weights()
         with self._gradients.handed_over():
             (self._exchange if self._early is None else self._early.reduce)()
-        if self._checks_on is not None:
-            self._checks_on.wait_stream(get_accelerator().current_stream())
+        if self._stream is not None:
+            # ZeRO 3 looks for overflows there.
+            self._stream.wait_stream(get_accelerator().current_stream())
 
     def _exchange(self) -> None:
         """Average all buckets. Those that were sent during backward are only waited for."""
@@ -207,6 +208,14 @@ class _Exchange:
             else:
                 # ZeRO 3 pads the last shard of a parameter, which is contiguous.
                 tensor.view(-1)[:numel].copy_(part)
+
+
+def _reduction_stream(engine: Any) -> Any:
+    """Return the stream of a GPU on which DeepSpeed reduces gradients inside the node; None for the current one."""
+    optimizer, three = engine.optimizer, engine.zero_optimization_stage() == 3
+    if get_accelerator().is_synchronized_device() or not (three or optimizer.overlap_comm):
+        return None
+    return optimizer.reduce_and_partition_stream if three else optimizer.reduction_stream
 
 
 def _overlap_nothing(patches: Patches) -> None:

@@ -10,12 +10,11 @@ import torch
 
 import deepspeed_compress
 from deepspeed_compress.backends.deepspeed.gradients import early as early_module
-from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions
-from deepspeed_compress.backends.deepspeed.node_shards import NodeShards
-from tests.support.early import Program, Seen, check_equal, ordinary, train_both
+from tests.support.early import Program, check_equal, ordinary
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, network, run, start
 from tests.support.methods import BF16, FP32_SUMS
+from tests.support.nodes import early_of, nodes_of, train_nodes
 
 SAMPLED = pytest.mark.sampled(
     12, "deepspeed_compress/backends/deepspeed/node_gradients.py", "tests/backends/deepspeed/test_node_gradients.py"
@@ -25,22 +24,6 @@ RANDOM = {
     "parallelism": {"shard_within": 2},
 }
 """Section of a method whose random numbers depend on the numbers of messages."""
-
-
-def nodes_of(engine: Any) -> NodeShards:
-    """Return what averages the gradients of `engine` over the nodes."""
-    found: NodeShards = engine._take_model_step.func.__self__.nodes
-    return found
-
-
-def both(rank: int, job: Job, program: Program) -> tuple[Seen, Seen]:
-    return train_both(rank, job, program, early_of, 100)
-
-
-def early_of(engine: Any) -> EarlyReductions:
-    found = nodes_of(engine)._early
-    assert found is not None
-    return found
 
 
 def backward(engine: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
@@ -90,7 +73,7 @@ def test_all_buckets_are_under_way_when_backward_is_over(stage: int, accumulatio
     """This holds from the second step on. The first step shows when buckets are complete."""
     if stage == 1:
         extra = {name: value for name, value in extra.items() if name != "data_types"}
-    ranks = run_forks(4, both, Job(stage, RANDOM, extra=extra, accumulation=accumulation), ordinary)
+    ranks = run_forks(4, train_nodes, Job(stage, RANDOM, extra=extra, accumulation=accumulation), ordinary)
     check_equal(ranks)
     for early, _ in ranks:
         assert early.buckets > 1
@@ -102,7 +85,7 @@ def test_all_buckets_are_under_way_when_backward_is_over(stage: int, accumulatio
 @pytest.mark.parametrize("program", [several_backwards, written_on_one_rank])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_gradients_that_change_are_sent_again(stage: int, program: Program) -> None:
-    ranks = run_forks(4, both, Job(stage, RANDOM, steps=8), program)
+    ranks = run_forks(4, train_nodes, Job(stage, RANDOM, steps=8), program)
     check_equal(ranks)
     agreed = [early.agreed for early, _ in ranks]
     # Ranks of equal place in their nodes agree with one another.
@@ -116,7 +99,7 @@ def test_gradients_that_change_are_sent_again(stage: int, program: Program) -> N
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_gradients_that_are_not_finite_travel_too(stage: int) -> None:
     """All nodes skip the step."""
-    ranks = run_forks(4, both, Job(stage, RANDOM, steps=6, poison=(4, 3)), ordinary)
+    ranks = run_forks(4, train_nodes, Job(stage, RANDOM, steps=6, poison=(4, 3)), ordinary)
     check_equal(ranks)
     assert all(early.agreed == [True] * 5 for early, _ in ranks)
     assert all(math.isfinite(value) for values in ranks[0][0].parameters.values() for value in values)
@@ -126,7 +109,7 @@ def test_gradients_that_are_not_finite_travel_too(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_nothing_that_was_sent_survives_a_load(stage: int, tmp_path: Path) -> None:
     job = Job(stage, RANDOM, steps=8, extra={"directory": str(tmp_path)})
-    check_equal(run_forks(4, both, job, given_up))
+    check_equal(run_forks(4, train_nodes, job, given_up))
 
 
 def gradients_between_steps(rank: int, job: Job) -> list[int]:

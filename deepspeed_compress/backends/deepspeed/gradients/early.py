@@ -20,11 +20,12 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from deepspeed_compress.backends.deepspeed.gradients.background import AfterBackward, Background
 from deepspeed_compress.collectives.buckets import Partition
-from deepspeed_compress.collectives.means_thread import MeansThread
 from deepspeed_compress.collectives.payload import PayloadReducer, PendingMeans
 from deepspeed_compress.collectives.reducer import Pending
 from deepspeed_compress.session.patches import Patches
@@ -46,11 +47,13 @@ class Gradients(Protocol):
         group: the ranks that reduce together.
         scale: the factor applied to the sum over ranks.
         everywhere: True if every rank receives the means, False if only their owners do.
+        device: the device of the gradients.
     """
 
     group: ProcessGroup
     scale: float
     everywhere: bool
+    device: torch.device
 
     def hooked(self) -> Iterable[tuple[Any, Key]]:
         """Return the parameters whose hooks tell when a gradient is complete, with the keys of these gradients."""
@@ -100,7 +103,6 @@ class _Step:
         ready: keys of the gradients accumulated so far, in order.
         sent: for each bucket that was sent, the flat gradients and the pending reduction.
         reduced: the buckets that DeepSpeed has reduced so far.
-        thread: sends means back in the background; None if nothing was sent, or if that begins after backward.
     """
 
     number: int
@@ -110,22 +112,6 @@ class _Step:
     reduced: list[Bucket] = field(default_factory=list)
     closed: bool = False
     """True once DeepSpeed has reduced. Later reductions of the same step take DeepSpeed's normal path."""
-    thread: MeansThread | None = None
-
-    def send_back(self, pending: PendingMeans) -> None:
-        """Send the means of a bucket back in the background, as soon as the other ranks' parts are there."""
-        if self.thread is None:
-            self.thread = MeansThread()
-        self.thread.add(pending)
-
-    def send_all_back(self) -> None:
-        """Send the means of all buckets back, before the first of them is waited for."""
-        if self.thread is not None:
-            thread, self.thread = self.thread, None
-            thread.finish()
-        for _, pending in self.sent.values():
-            if isinstance(pending, PendingMeans):
-                pending.send_back()
 
 
 @dataclass
@@ -183,7 +169,7 @@ class EarlyReductions:
         gradients: the gradients of the engine.
         original: DeepSpeed's function that reduces all buckets of a step.
         patches: removes the hooks of the gradients.
-        in_background: send means back during backward, in a thread. This takes a second copy of the gradients.
+        background: where buckets are sent. If means return early there, this takes a second copy of the gradients.
     """
 
     def __init__(
@@ -192,12 +178,12 @@ class EarlyReductions:
         gradients: Gradients,
         original: Callable[..., object],
         patches: Patches,
-        in_background: bool = False,
+        background: Background | None = None,
     ) -> None:
         self._session = session
         self._gradients = gradients
         self._original = original
-        self._in_background = in_background
+        self._background = AfterBackward() if background is None else background
         self._history = _BucketHistory()
         self._step = _Step(-1)
         self.handles = [
@@ -261,7 +247,7 @@ class EarlyReductions:
 
     def _discard(self) -> None:
         """Discard what a failed backward pass sent before an agreement, on any rank. Collective."""
-        most = torch.tensor(len(self._step.sent))
+        most = torch.tensor(len(self._step.sent), device=self._gradients.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._gradients.group)
         if most:
             step = self._current()
@@ -294,15 +280,17 @@ class EarlyReductions:
     def _send(self, bucket: Bucket, step: _Step, reducer: PayloadReducer) -> None:
         source = self._gradients
         keys = source.side_by_side(bucket.keys)
-        flat = self._history.copy(bucket, [source.of(key).detach().to(bucket.held) for key in keys])
         number = self._numbers(reducer)[self._history.plan.index(bucket)]
         partition = source.partition(keys)
-        # The means overwrite a part of what is sent, which is compared later.
-        sent = flat.clone() if self._in_background else flat
-        pending = self._session.start_early(sent, partition, source.scale, number, source.everywhere)
-        step.sent[bucket] = (flat, pending)
-        if self._in_background and isinstance(pending, PendingMeans):
-            step.send_back(pending)
+        with self._background.filling():
+            flat = self._history.copy(bucket, [source.of(key).detach().to(bucket.held) for key in keys])
+        with self._background.sending():
+            # The means overwrite a part of what is sent, and `flat` is compared later.
+            sent = flat.clone() if self._background.returns_early else flat
+            pending = self._session.start_early(sent, partition, source.scale, number, source.everywhere)
+            step.sent[bucket] = (flat, pending)
+            if isinstance(pending, PendingMeans):
+                self._background.add(pending)
 
     def _numbers(self, reducer: PayloadReducer) -> list[int]:
         """Return the number of the first message of each bucket of the plan, and the first number after them.
@@ -320,27 +308,40 @@ class EarlyReductions:
         The answer is the same on all ranks: True only if the plan is right on every one.
         """
         self._send_rest(step, reducer)
-        right = torch.tensor(int(self._is_right(step)))
-        dist.all_reduce(right, op=dist.ReduceOp.MIN, group=self._gradients.group)
-        if right:
+        with self._background.filling():
+            right = self._is_right(step).int()
+            dist.all_reduce(right, op=dist.ReduceOp.MIN, group=self._gradients.group)
+            agreed = bool(right)
+        if agreed:
             reducer.skip_messages(self._numbers(reducer)[-1] - 1)
-        step.send_all_back()
-        return bool(right)
+        self._send_all_back(step)
+        return agreed
 
     def _send_rest(self, step: _Step, reducer: PayloadReducer) -> None:
         for bucket in self._history.order[len(step.sent) :]:
             self._send(bucket, step, reducer)
 
-    def _is_right(self, step: _Step) -> bool:
+    def _send_all_back(self, step: _Step) -> None:
+        """Send the means of all buckets back, before the first of them is waited for."""
+        self._background.finish()
+        for _, pending in step.sent.values():
+            if isinstance(pending, PendingMeans):
+                pending.send_back()
+
+    def _is_right(self, step: _Step) -> Tensor:
+        """Return whether what was sent is due to be reduced (bool [])."""
+        source = self._gradients
         planned = {key for bucket in self._history.plan for key in bucket.keys}
-        return planned == set(self._gradients.due()) and all(
-            _same_bits(flat, [self._gradients.of(key) for key in self._gradients.side_by_side(bucket.keys)])
-            for bucket, (flat, _) in step.sent.items()
-        )
+        right = planned == set(source.due())
+        equal = [
+            _same_bits(flat, [source.of(key) for key in source.side_by_side(bucket.keys)])
+            for bucket, (flat, _) in (step.sent.items() if right else ())
+        ]
+        return torch.stack([torch.full((), right, device=source.device), *equal]).all()
 
     def _forget(self, step: _Step) -> None:
         """Finish the pending reductions of `step`, drop their results, and roll back the residuals."""
-        step.send_all_back()
+        self._send_all_back(step)
         for flat, pending in step.sent.values():
             nothing = flat if isinstance(pending, PendingMeans) else torch.zeros(_numel(pending))
             pending.finish(nothing)
@@ -354,7 +355,9 @@ class EarlyReductions:
         """
         place = {identity: position for position, identity in enumerate(step.ready)}
         last = [max(place.get(key, len(place)) for key in bucket.keys) for bucket in self._history.plan]
-        order = torch.tensor(sorted(range(len(last)), key=lambda index: (last[index], -index)))
+        order = torch.tensor(
+            sorted(range(len(last)), key=lambda index: (last[index], -index)), device=self._gradients.device
+        )
         group = self._gradients.group
         dist.broadcast(order, dist.get_global_rank(group, 0), group=group)
         return tuple(self._history.plan[index] for index in order.tolist())
@@ -378,16 +381,17 @@ def _numel(pending: Pending) -> int:
     return sum(segment.numel for segment in pending.own)
 
 
-def _same_bits(flat: Tensor, parts: Sequence[Tensor]) -> bool:
-    """Return True if `flat` is bit for bit `parts`, concatenated and cast to its dtype.
+def _same_bits(flat: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """Return whether `flat` is bit for bit `parts`, concatenated and cast to its dtype (bool []).
 
-    NaNs with equal bits compare equal.
+    NaNs with equal bits compare equal. The host waits for no device.
     """
     bits = _BITS[flat.dtype.itemsize]
     pieces = torch.split(flat, [part.numel() for part in parts])
-    return all(
-        torch.equal(one.view(bits), part.to(flat.dtype).view(bits)) for one, part in zip(pieces, parts, strict=True)
-    )
+    pairs = ((one.view(bits), part.to(flat.dtype).view(bits)) for one, part in zip(pieces, parts, strict=True))
+    if get_accelerator().is_synchronized_device():
+        return torch.tensor(all(torch.equal(*pair) for pair in pairs))
+    return torch.stack([(one == part).all() for one, part in pairs]).all()
 
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -21,6 +21,7 @@ class Zero1Gradients:
     def __init__(self, engine: Any, partition_of: Callable[[tuple[Key, ...]], Partition], scale: float) -> None:
         self.group = engine.optimizer.dp_process_group
         self.scale = scale
+        self.device = torch.device(engine.device)
         self.partition = partition_of
         self.side_by_side = lru_cache(maxsize=LAYOUTS)(self._side_by_side)
         self._engine = engine

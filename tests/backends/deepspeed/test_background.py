@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_compress.collectives.means_thread import MeansThread
+from deepspeed_compress.backends.deepspeed.gradients.background import MeansThread
 
 
 class Pending:
