@@ -1,4 +1,4 @@
-"""BackgroundCheckpoints and loading of a session's residuals, momenta and decisions: on all ranks or on none."""
+"""Saving and loading of a session's residuals, momenta and decisions: on all ranks or on none."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -16,7 +16,7 @@ STAGES = (0, 1, 2, 3)
 STEPS = 6
 SIZES = {"cuda": (1024, 8), "cpu": (24, 3)}
 """Width and number of layers by device."""
-WEIGHTS = {"weights": {"method": "blockwise", "bits": 8, "block_size": 64}}
+WEIGHTS = {"method": "blockwise", "bits": 8, "block_size": 64}
 SECTIONS = (None, INT4)
 STAGE, BUCKET, WARM_UP = 2, 50_000_000, 3
 """ZeRO stage and bucket size of the language model, and its steps until their time is known."""
@@ -30,8 +30,8 @@ def train(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _both(stage: int) -> Mapping[str, Any]:
-    """Return the section that compresses gradients and, if ranks send them, weights."""
-    return {**INT4, **(WEIGHTS if stage else {})}
+    """Return the section that compresses gradients and, if ranks send them, weights. Those of ZeRO 1 overlap."""
+    return {**INT4, **({"weights": {**WEIGHTS, "overlap": stage == 1}} if stage else {})}
 
 
 def train_nodes(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

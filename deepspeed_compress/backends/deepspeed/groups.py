@@ -121,7 +121,7 @@ def made_group(groups: Sequence[tuple[int, ...]]) -> ProcessGroup:
 def downward_group(groups: Sequence[tuple[int, ...]]) -> ProcessGroup | None:
     """Return a second group of the same ranks, for messages to lower ranks; None if it is not needed.
 
-    It is needed if the backend sends point to point, on gloo; see `start_exchange`. Collective.
+    It is needed if the backend sends point to point, on gloo; see `Link.start`. Collective.
     """
     if not is_gloo() or len(groups[0]) == 1:
         return None

@@ -2,7 +2,7 @@
 
 Each rank updates the fp32 master weights of its share. Megatron rounds them into that share of the bucket of weights
 and gathers the bucket, at the end of the step or, with `overlap_param_gather`, when forward needs it. The adapter
-restores the share to the values that all ranks hold, and sends differences to them (`communication.gather`).
+restores the share to the values that all ranks hold, and sends differences to them (`collectives.gather`).
 """
 
 from collections.abc import Callable, Mapping, Sequence

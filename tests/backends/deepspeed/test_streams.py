@@ -25,6 +25,7 @@ INT4 = {"bits": 4, "block_size": 32}
 TOPK = {"method": "topk", "density": 0.1, "block_size": 64}
 POWERSGD = {"method": "powersgd", "rank": 2}
 WEIGHTS = {"bits": 8, "block_size": 64}
+ARRIVING = {**WEIGHTS, "overlap": True}
 
 
 def job(stage: int, gradients: dict[str, Any], zero: dict[str, Any] | None = None, **section: Any) -> Job:
@@ -33,8 +34,13 @@ def job(stage: int, gradients: dict[str, Any], zero: dict[str, Any] | None = Non
 
 JOBS = {
     0: [job(0, TOPK), job(0, POWERSGD)],
-    1: [job(1, INT4, weights=WEIGHTS), job(1, INT4, {"contiguous_gradients": False})],
-    2: [job(2, TOPK, guard={}), job(2, POWERSGD), job(2, INT4, {"contiguous_gradients": False})],
+    1: [job(1, INT4, weights=WEIGHTS), job(1, INT4, weights=ARRIVING), job(1, INT4, {"contiguous_gradients": False})],
+    2: [
+        job(2, TOPK, guard={}),
+        job(2, POWERSGD),
+        job(2, INT4, {"contiguous_gradients": False}),
+        job(2, INT4, weights=ARRIVING),
+    ],
     3: [job(3, TOPK), job(3, INT4, weights=WEIGHTS)],
 }
 
@@ -108,6 +114,12 @@ def unfinished() -> Any:
 def test_missing_synchronization_is_detected(fault: Callable[[], Any], found: str) -> None:
     faulty = job(2, INT4, {"contiguous_gradients": fault is not unawaited})
     assert all(found in problems for problems in run_forks(2, races, [faulty], fault))
+
+
+def test_weights_that_are_not_awaited_are_detected() -> None:
+    found = "on default, which does not wait for NCCL"
+    for problems in run_forks(2, races, [job(1, INT4, weights=ARRIVING)], unfinished):
+        assert any(found in problem for problem in problems)
 
 
 def saving(rank: int, stage: int, directory: str) -> list[str]:

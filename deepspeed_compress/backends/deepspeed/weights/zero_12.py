@@ -1,7 +1,7 @@
 """Weight gather of ZeRO 1, ZeRO 2 and the bf16 optimizer: `all_gather_dp_groups` inside the optimizer's `step`.
 
 Each rank updates the fp32 master weights of its own part. DeepSpeed then rounds them into the weight buffer and gathers
-it. We send compressed differences instead (`communication.gather`). The function is a global of the module that defines
+it. We send compressed differences instead (`collectives.gather`). The function is a global of the module that defines
 `step`. It is replaced there only while a `step` of this optimizer runs, and only for the buffers of this optimizer.
 Outside `step` (when loading a universal checkpoint), DeepSpeed gathers exactly, as usual.
 """
