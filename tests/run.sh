@@ -32,8 +32,10 @@ python -W ignore -m tests.support.operations >/dev/null &
 compiled=$!
 ruff check .
 ruff format --check .
-mypy
+mypy &
+typed=$!
 NO_MKDOCS_2_WARNING=1 mkdocs build --quiet --strict -f .mkdocs.yml
+wait "$typed"
 wait "$compiled"
 [ $# -gt 0 ] || set -- -m "not slow"
 python -m pytest -n auto --maxprocesses 8 --dist worksteal --durations 15 "${coverage[@]}" "$@"

@@ -4,7 +4,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -30,7 +30,7 @@ def _replacements() -> tuple[tuple[Any, str, Any], ...]:
         # Megatron warns that Transformer Engine and Apex are not installed.
         warnings.simplefilter("ignore")
         from megatron.core.tensor_parallel import random
-        from megatron.core.transformer.moe import moe_utils
+        from megatron.core.transformer.moe import moe_utils, token_dispatcher
     # Megatron reads this name, which only exists with Transformer Engine.
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
     makers = ("tensor", "zeros", "empty", "arange", "full")
@@ -38,6 +38,10 @@ def _replacements() -> tuple[tuple[Any, str, Any], ...]:
         *((torch, name, _on_cpu(getattr(torch, name))) for name in makers),
         (torch.cuda, "current_device", lambda: torch.device("cpu")),
         (torch.cuda, "synchronize", lambda *args: None),
+        (torch.cuda, "Stream", _Stream),
+        (torch.cuda, "current_stream", lambda *args: _STREAM),
+        (torch.cuda, "stream", nullcontext),
+        (token_dispatcher, "maybe_move_tensor_to_cpu", _as_on_host),
         (torch.cuda, "manual_seed", torch.manual_seed),
         (torch.cuda, "get_rng_state", torch.get_rng_state),
         (torch.Tensor, "cuda", lambda tensor, *args, **options: tensor),
@@ -47,6 +51,24 @@ def _replacements() -> tuple[tuple[Any, str, Any], ...]:
         (random, "_set_cuda_rng_state", lambda state, *args, **options: torch.set_rng_state(state)),
         (random, "_get_cuda_rng_state", lambda *args, **options: torch.get_rng_state()),
     )
+
+
+class _Stream:
+    """Stand-in for a stream or an event of CUDA. All work is done at once."""
+
+    def wait_stream(self, stream: object) -> None: ...
+
+    def record_event(self) -> "_Stream":
+        return self
+
+    def synchronize(self) -> None: ...
+
+
+_STREAM = _Stream()
+
+
+def _as_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:

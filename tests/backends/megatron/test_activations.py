@@ -114,6 +114,56 @@ def test_sums_inside_layers_are_compressed() -> None:
     assert found[0]["bytes"] == [(sums * one, sums * (alone - one)) for one in sent]
 
 
+def norm_of_parts(kind: type, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.LayerNorm:
+    """Return a norm for parts of sequences, which Megatron takes from Apex, in place of its `WrappedTorchNorm`."""
+    norm = torch.nn.LayerNorm(hidden_size, eps)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = True  # type: ignore[attr-defined]  # read by Megatron, which sums its gradients
+    return norm
+
+
+def train_sequences(rank: int, ranks: int) -> dict[str, Any]:
+    """Train with parts of sequences, by Megatron alone and compressed; return losses, bytes, and what must be True."""
+    start(tensor_model_parallel_size=ranks)
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    WrappedTorchNorm.__new__ = norm_of_parts  # type: ignore[assignment]  # for the rest of this process
+    layout = {"sequence_parallel": True, "num_attention_heads": ranks}
+    alone = Run(None, **layout)
+    with torch.no_grad():
+        before = alone.logits()
+    runs = {"8": Run(TENSOR[8], **layout), "4": Run(TENSOR[4], **layout), "4, 8": Run(MIXED, **layout)}
+    checks = {}
+    with torch.no_grad():
+        checks["evaluations are exact"] = all(torch.equal(run.logits(), before) for run in runs.values())
+    checks["training is not exact"] = not torch.equal(runs["8"].logits(), before)
+    losses = {"alone": alone.losses(), **{bits: run.losses() for bits, run in runs.items()}}
+    checks["copies are equal"] = all(same_on_all(copies(run.model)) for run in runs.values())
+    again = Run(TENSOR[8], **RECOMPUTED, **layout)
+    checks["recomputation changes nothing"] = again.losses() == losses["8"] and equal(again.model, runs["8"].model)
+    again.model.chunks[0].module.decoder.layers[0].mlp.linear_fc2.weight.data.mul_(1 if rank == 0 else float("nan"))
+    checks["a NaN of one rank reaches all"] = bool(again.logits().isnan().all())
+    for run in (*runs.values(), again):
+        run.attached.detach()
+    checks["training is Megatron's"] = Run(None, **layout).losses() == losses["alone"]
+    last = [(one.bytes_tensor, one.bytes_tensor_saved) for run in runs.values() for one in run.figures[-1:]]
+    return {"losses": losses, "bytes": last, "checks": checks}
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_parts_of_sequences_are_compressed(ranks: int) -> None:
+    found = run_forks(ranks, train_sequences, ranks)
+    for one in found:
+        assert all(one["checks"].values()), one["checks"]
+        assert one["losses"]["8"] == pytest.approx(one["losses"]["alone"], rel=5e-3)
+        assert one["losses"]["4"] == pytest.approx(one["losses"]["alone"], rel=5e-2)
+        assert one["losses"] == found[0]["losses"]
+    # Two gathers and two sums of each layer, in both passes, of a part for each other rank.
+    times, part = 8 * LAYERS * MICRO_BATCHES * (ranks - 1), NUMEL // ranks
+    sent = [part * bits // 8 + part // 64 * 2 for bits in (8, 4, 6)]
+    assert found[0]["bytes"] == [(times * one, times * (4 * part - one)) for one in sent]
+
+
 def leave(rank: int) -> dict[str, bool]:
     """Detach, and fail to attach; return what must be True."""
     start(tensor_model_parallel_size=2)
@@ -252,8 +302,72 @@ def test_an_evaluation_of_stages_is_exact() -> None:
     assert alone == ours != []
 
 
+EXPERTS: Mapping[str, Any] = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_token_dispatcher_type": "alltoall",
+    "add_bias_linear": False,
+}
+
+
+def train_experts(rank: int) -> dict[str, Any]:
+    """Train with experts on both ranks; return losses, figures of the last step, and what else must be True."""
+    start(expert_model_parallel_size=2)
+    alone = Run(None, **EXPERTS)
+    with torch.no_grad():
+        before = alone.logits()
+    runs = {name: Run({"experts": legs}, **EXPERTS) for name, legs in LEGS.items()}
+    checks = {}
+    with torch.no_grad():
+        checks["evaluations are exact"] = all(torch.equal(run.logits(), before) for run in runs.values())
+    checks["training is not exact"] = all(not torch.equal(run.logits(), before) for run in runs.values())
+    losses = {"alone": alone.losses(), **{name: run.losses() for name, run in runs.items()}}
+    again = Run({"experts": LEGS["8"]}, recompute_granularity="selective", recompute_modules=["moe"], **EXPERTS)
+    checks["recomputation changes nothing"] = again.losses() == losses["8"] and equal(again.model, runs["8"].model)
+    figures = {name: run.figures[-1] for name, run in runs.items() if rank == 0}
+    for run in (again, *runs.values()):
+        run.attached.detach()
+    checks["training is Megatron's"] = Run(None, **EXPERTS).losses() == losses["alone"]
+    return {"losses": losses, "bytes": {name: one.bytes_experts for name, one in figures.items()}, "checks": checks}
+
+
+LEGS: Mapping[str, Any] = {
+    "8": {"dispatch": {}, "combine": {}},
+    "4": {"dispatch": {"bits": 4}, "combine": {"bits": 4}},
+    "dispatch": {"dispatch": {}},
+    "combine": {"combine": {}},
+}
+
+
+def test_exchanges_of_experts_are_compressed() -> None:
+    found = run_forks(2, train_experts)
+    for one in found:
+        assert all(one["checks"].values()), one["checks"]
+        losses = one["losses"]
+        for name in LEGS:
+            assert losses[name] == pytest.approx(losses["alone"], rel=5e-2 if name == "4" else 5e-3)
+            assert losses[name] != losses["alone"]
+    sent = found[0]["bytes"]
+    assert 0.5 < sent["4"] / sent["8"] < 0.6
+    assert 0.4 < sent["dispatch"] / sent["8"] < 0.6
+    assert 0.4 < sent["combine"] / sent["8"] < 0.6
+
+
+def refused_dispatcher(rank: int) -> str:
+    start(expert_model_parallel_size=2)
+    run = Run(None, **{**EXPERTS, "moe_token_dispatcher_type": "allgather"})
+    with pytest.raises(UnsupportedError) as caught:
+        attach(run.model, {"experts": {"dispatch": {}}})
+    return str(caught.value)
+
+
+def test_another_dispatcher_is_refused_by_name() -> None:
+    for message in run_forks(2, refused_dispatcher):
+        assert "experts: MoEAllGatherTokenDispatcher exchanges tokens by other means" in message
+
+
 REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {
-    "experts": ({"experts": {"dispatch": {}}}, "/deepspeed_compress/activations/experts works only with DeepSpeed"),
+    "no experts": ({"experts": {"dispatch": {}}}, "/deepspeed_compress/activations/experts has no effect, because no"),
     "sequence": ({"sequence": {}}, "/deepspeed_compress/activations/sequence works only with DeepSpeed"),
     "without bits": ({"tensor": {}}, "/deepspeed_compress/activations/tensor: {} has no effect"),
     "merge": ({"tensor": {"bits": 8, "merge": False}}, "/deepspeed_compress/activations/tensor/merge: false"),
@@ -279,9 +393,3 @@ def test_what_has_no_effect_is_refused_by_name() -> None:
     [found] = run_forks(1, refused, [given for given, _ in REFUSED.values()], {}, {})
     for (_, expected), message in zip(REFUSED.values(), found, strict=True):
         assert expected in message
-
-
-def test_sequence_parallelism_is_refused_by_name() -> None:
-    for [message] in run_forks(2, refused, [TENSOR[8]], {"tensor_model_parallel_size": 2}, {"sequence_parallel": True}):
-        assert "/deepspeed_compress/activations/tensor: sums with sequence_parallel" in message
-        assert "write sequence_parallel=False" in message

@@ -1,1 +1,1 @@
-"""Seams of what ranks with different parts of a Megatron model send: sums inside layers, and messages of stages."""
+"""Seams of what ranks with different parts of a Megatron model send: sums inside layers, messages of stages, tokens."""

@@ -1,6 +1,6 @@
 """Attaches what `activations` says to the model chunks of a rank, and measures it on their links."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.activations.compiled import CompiledCalls
 from deepspeed_compress.backends.activations.crossover import Kind, measure_kinds
+from deepspeed_compress.backends.megatron.activations.experts import attach_experts, find_dispatchers
 from deepspeed_compress.backends.megatron.activations.pipeline import Stages
 from deepspeed_compress.backends.megatron.activations.tensor import attach_tensor
 from deepspeed_compress.collectives.reducer import Run
@@ -26,8 +27,9 @@ def attach_activations(
     Returns:
         What has to be called before each step of the optimizer.
     """
-    tensor, pipeline = activations.tensor, activations.pipeline
+    tensor, pipeline, experts = activations.tensor, activations.pipeline, activations.experts
     compiled = [] if tensor is None else attach_tensor(chunks, tensor, run, patches)
+    compiled += [] if experts is None else attach_experts(chunks, experts, run.meter, patches)
     if pipeline is None:
         return compiled
     stages = Stages(chunks[0], pipeline.bits, run)
@@ -42,7 +44,9 @@ def measure_activations(chunks: Sequence[Any], activations: Activations, session
     """
     first = chunks[0]
     parameter = next(first.parameters())
-    groups: Mapping[Kind, ProcessGroup] = {"tensor": first.tp_group, "pipeline": first.pp_group}
+    groups: dict[Kind, ProcessGroup] = {"tensor": first.tp_group, "pipeline": first.pp_group}
+    for dispatcher in find_dispatchers(chunks):
+        groups["experts"] = dispatcher.ep_group
     measured = measure_kinds(activations, groups, parameter.dtype, parameter.device)
     for one in measured:
         if not one.pays:

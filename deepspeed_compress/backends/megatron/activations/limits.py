@@ -7,8 +7,12 @@ from typing import Any
 
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from deepspeed_compress.backends.activations.compiled import compiled_problem, is_compiled
+from deepspeed_compress.backends.megatron.activations.experts import EXPERTS, find_dispatchers
+from deepspeed_compress.backends.megatron.activations.experts import PARAMETERS as EXCHANGE_PARAMETERS
 from deepspeed_compress.backends.megatron.activations.pipeline import METHOD, PARAMETERS, STARTS
 from deepspeed_compress.backends.megatron.activations.tensor import TENSOR, find_inner, find_summed
 from deepspeed_compress.config import SECTION, Activations, TensorActivations
@@ -23,6 +27,8 @@ def find_changed_seams() -> Iterator[str]:
     expected = {"self", *_COMMUNICATED}
     if not isinstance(method, partialmethod) and set(inspect.signature(method).parameters) != expected:
         yield f"P2PCommunicator.{METHOD}"
+    if tuple(inspect.signature(token_dispatcher.all_to_all).parameters) != EXCHANGE_PARAMETERS:
+        yield "token_dispatcher.all_to_all"
     for name in STARTS:
         if not set(PARAMETERS) <= set(inspect.signature(getattr(p2p_communication, name)).parameters):
             yield f"p2p_communication.{name}"
@@ -37,7 +43,7 @@ def find_activation_limits(chunks: Sequence[Any], activations: Activations | Non
     if activations.pipeline is not None:
         yield from _limits_of_pipeline(chunks[0])
     if activations.experts is not None:
-        yield f"{_PLACE}/experts works only with DeepSpeed: Megatron's dispatchers exchange tokens; remove the key"
+        yield from _limits_of_experts(chunks)
     if activations.sequence is not None:
         yield (
             f"{_PLACE}/sequence works only with DeepSpeed: it compresses Ulysses' all-to-alls, and Megatron's context "
@@ -52,11 +58,6 @@ def _limits_of_tensor(chunks: Sequence[Any], settings: TensorActivations) -> Ite
         yield f"{TENSOR}/merge: false has no effect, because Megatron's layers have nothing to merge; remove the key"
     if chunks[0].tp_group.size() == 1:
         yield f"{TENSOR} has no effect, because no ranks share layers (tensor_model_parallel_size 1); remove the key"
-    elif chunks[0].config.sequence_parallel:
-        yield (
-            f"{TENSOR}: sums with sequence_parallel, which scatters and gathers parts of sequences, are not available "
-            "in this version; write sequence_parallel=False, or remove the key"
-        )
     else:
         yield from _limits_of_layers(chunks)
 
@@ -81,6 +82,24 @@ def _limits_of_layers(chunks: Sequence[Any]) -> Iterator[str]:
 def _is_without_layers(chunk: Any, modules: Sequence[Any]) -> bool:
     """Return True if this stage of several has no transformer layer, such as one for the embedding alone."""
     return not modules and bool(chunk.pp_group.size() > 1)
+
+
+def _limits_of_experts(chunks: Sequence[Any]) -> Iterator[str]:
+    """Yield what is wrong with layers whose experts are spread over ranks."""
+    dispatchers = find_dispatchers(chunks)
+    others = sorted({type(one).__name__ for one in dispatchers if not isinstance(one, MoEAlltoAllTokenDispatcher)})
+    if others:
+        yield (
+            f"{EXPERTS}: {', '.join(others)} exchanges tokens by other means; write "
+            'moe_token_dispatcher_type="alltoall", or remove the key'
+        )
+    if not dispatchers and chunks[0].pp_group.size() == 1:
+        yield (
+            f"{EXPERTS} has no effect, because no ranks share experts (expert_model_parallel_size 1, or no layer of "
+            "experts); remove the key"
+        )
+    if dispatchers and any(is_compiled(module) for chunk in chunks for module in chunk.modules()):
+        yield compiled_problem(EXPERTS, "exchanges", "do not compile the model")
 
 
 def _limits_of_pipeline(chunk: Any) -> Iterator[str]:

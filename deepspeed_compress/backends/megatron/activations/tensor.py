@@ -1,21 +1,32 @@
 """Compressed sums inside transformer layers, in the forward and in the backward pass.
 
-`ColumnParallelLinear` sums the gradient of its input, and `RowParallelLinear` its output. Both leave that to others if
+`ColumnParallelLinear` sums the gradient of its input, and `RowParallelLinear` its output. With sequence parallelism,
+the first one also gathers its input, and the second one keeps its part of the sum. Both leave that to others if
 `explicit_expert_comm` is set, as Megatron does for shared experts that overlap. Hooks set it while the forward pass of
-a layer runs, and sum themselves. Embeddings, the output layer, and the loss are outside of transformer layers.
+a layer runs, and exchange themselves. Embeddings, the output layer, and the loss are outside of transformer layers.
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.activations.compiled import CompiledCalls
 from deepspeed_compress.backends.activations.hooks import LayerHooks, TrainingPass
+from deepspeed_compress.backends.activations.messages import ActivationMessages
+from deepspeed_compress.backends.activations.sequences import (
+    SequenceExchange,
+    gather_sequence,
+    scatter_sum,
+    sequences_over,
+)
 from deepspeed_compress.backends.activations.sums import (
     SumOver,
     TensorSum,
@@ -44,16 +55,14 @@ def find_inner(chunk: nn.Module) -> dict[nn.Module, None]:
 
 
 def _is_column(layer: Any) -> bool:
-    """Return True if `layer` sums the gradient of its input. Without `allreduce_dgrad`, it leaves that to others."""
-    return type(layer).forward is ColumnParallelLinear.forward and layer.allreduce_dgrad and _sums_itself(layer)
+    """Return True if `layer` sums the gradient of its input. Otherwise, it leaves that to others."""
+    sums = type(layer).forward is ColumnParallelLinear.forward and (layer.allreduce_dgrad or layer.sequence_parallel)
+    return sums and not layer.explicit_expert_comm
 
 
 def _is_row(layer: Any) -> bool:
-    return type(layer).forward is RowParallelLinear.forward and layer.tp_group.size() > 1 and _sums_itself(layer)
-
-
-def _sums_itself(layer: Any) -> bool:
-    return not layer.explicit_expert_comm and not layer.sequence_parallel
+    sums = type(layer).forward is RowParallelLinear.forward and layer.tp_group.size() > 1
+    return sums and not layer.explicit_expert_comm
 
 
 class ColumnHooks(LayerHooks):
@@ -70,10 +79,36 @@ class ColumnHooks(LayerHooks):
         return sum_gradient(inputs[0], self._total), *inputs[1:]
 
 
-class RowHooks(LayerHooks):
-    """Hooks of a row-parallel layer: its output is summed in training, and then gets its bias if the layer adds it."""
+class SequenceColumnHooks(LayerHooks):
+    """Hooks of a column-parallel layer whose input, a part of a sequence, is gathered in training."""
 
-    def __init__(self, layer: nn.Module, total: TensorSum, training: TrainingPass, compiled: CompiledCalls) -> None:
+    def __init__(
+        self, layer: nn.Module, exchange: SequenceExchange, training: TrainingPass, compiled: CompiledCalls
+    ) -> None:
+        super().__init__(layer, {"explicit_expert_comm": True}, compiled)
+        self._exchange, self._training = exchange, training
+
+    def takes(self, layer: Any, inputs: tuple[Any, ...]) -> bool:
+        carried = bool(inputs) and ActivationMessages.carries(inputs[0])
+        return carried and self._training.is_training and _is_column(layer)
+
+    def replaced(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return gather_sequence(inputs[0], self._exchange), *inputs[1:]
+
+
+class RowHooks(LayerHooks):
+    """Hooks of a row-parallel layer: its output is summed in training, and then gets its bias if the layer adds it.
+
+    Args:
+        layer: the layer.
+        total: the sum, or this rank's part of it.
+        training: tells passes that are trained on.
+        compiled: record of the calls that are compiled, and not taken over.
+    """
+
+    def __init__(
+        self, layer: nn.Module, total: Callable[[Tensor], Tensor], training: TrainingPass, compiled: CompiledCalls
+    ) -> None:
         # Without its own sum, the layer returns its bias in any case.
         super().__init__(layer, {"explicit_expert_comm": True, "skip_bias_add": True}, compiled)
         self._total, self._training = total, training
@@ -83,10 +118,17 @@ class RowHooks(LayerHooks):
 
     def summed(self, layer: Any, output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
         part, bias = output
-        total = sum_output(part, self._total)
+        total = self._total(part)
         if layer.skip_bias_add:
             return total, bias
         return total if bias is None else total + bias, None
+
+
+class SequenceRowHooks(RowHooks):
+    """Hooks of a row-parallel layer that keeps its part of the sum."""
+
+    def takes(self, layer: Any, inputs: tuple[Any, ...]) -> bool:
+        return super().takes(layer, inputs) and bool(inputs) and ActivationMessages.carries(inputs[0])
 
 
 def attach_tensor(
@@ -100,24 +142,37 @@ def attach_tensor(
     bits, of_gradients = settings.bits, settings.bits_of_gradients
     if bits is None or of_gradients is None:
         return []
-    outputs, gradients = sums_over(activation_codec(bits), run), sums_over(gradient_codec(of_gradients), run)
+    exchanges = _Exchanges(
+        sums_over(activation_codec(bits), run),
+        sums_over(gradient_codec(of_gradients), run),
+        sequences_over(bits, of_gradients, run.meter),
+    )
     compiled = [CompiledCalls(weakref.ref(chunk), TENSOR, "sums") for chunk in chunks]
     for chunk, calls in zip(chunks, compiled, strict=True):
         training = TrainingPass(chunk)
         patches.on_undo(training.detach)
-        for hooks in _attach_layers(chunk, outputs, gradients, training, calls):
+        for layer in find_summed(chunk):
+            hooks = exchanges.hooks(layer, training, calls)
+            hooks.attach(layer)
             patches.on_undo(hooks.detach)
     return compiled
 
 
-def _attach_layers(
-    chunk: nn.Module, outputs: SumOver, gradients: SumOver, training: TrainingPass, compiled: CompiledCalls
-) -> Iterator[LayerHooks]:
-    for layer in find_summed(chunk):
-        hooks: LayerHooks
+@dataclass(frozen=True)
+class _Exchanges:
+    """Exchanges of layers by group: sums of outputs, sums of gradients of inputs, and those of parts of sequences."""
+
+    outputs: SumOver
+    gradients: SumOver
+    sequences: Callable[[ProcessGroup], SequenceExchange]
+
+    def hooks(self, layer: Any, training: TrainingPass, compiled: CompiledCalls) -> LayerHooks:
+        """Return the hooks of a layer that sums."""
+        group = layer.tp_group
+        if not layer.sequence_parallel:
+            if _is_row(layer):
+                return RowHooks(layer, partial(sum_output, total=self.outputs(group)), training, compiled)
+            return ColumnHooks(layer, self.gradients(group), compiled)
         if _is_row(layer):
-            hooks = RowHooks(layer, outputs(layer.tp_group), training, compiled)
-        else:
-            hooks = ColumnHooks(layer, gradients(layer.tp_group), compiled)
-        hooks.attach(layer)
-        yield hooks
+            return SequenceRowHooks(layer, partial(scatter_sum, exchange=self.sequences(group)), training, compiled)
+        return SequenceColumnHooks(layer, self.sequences(group), training, compiled)
