@@ -182,6 +182,23 @@ def test_data_of_an_existing_engine_is_refused() -> None:
         assert text.startswith("/deepspeed_compress/islands/elastic: the engine already has a data loader")
 
 
+def loaded_by(rank: int, job: Job) -> bool:
+    """Return True if this one of three stages gets a data loader."""
+    deepspeed.init_distributed("gloo")
+    # Forked ranks may not start processes that read data.
+    engine_module.DeepSpeedDataLoader = lambda **given: DeepSpeedDataLoader(**given | {"num_local_io_workers": 0})
+    samples = TensorDataset(torch.zeros(BATCH, WIDTH), torch.zeros(BATCH, 1))
+    model, initialize = make_pipeline(num_stages=3), deepspeed_compress.initialize
+    engine, _, loader, _ = initialize(model=model, config=job.config(), training_data=samples)
+    engine.destroy()
+    return loader is not None
+
+
+def test_all_stages_get_a_data_loader() -> None:
+    """As from DeepSpeed, although the stage in the middle reads nothing."""
+    assert run_apart(1, loaded_by, Job(1), size=3, minimum=1) == [True] * 3
+
+
 def saved_and_resumed(rank: int, job: Job, directory: str) -> tuple[Weights, Weights]:
     """Return the weights after nine steps of an island, and those of one that was resumed after six."""
     engine, batches = start(job), data(0, job)
