@@ -96,7 +96,9 @@ def _check_parameter(name: str, parameter: Any) -> None:
     if getattr(parameter, "allreduce", True) is False:
         raise UnsupportedError(f'parameter "{name}" belongs to an expert, and ranks hold different ones of that name')
     if getattr(parameter, "tensor_model_parallel", False) and not hasattr(parameter, _SPLIT):
-        raise UnsupportedError(f'parameter "{name}" is split among ranks, but not by AutoTP, so nothing tells how')
+        raise UnsupportedError(
+            f'parameter "{name}" is split among ranks, and nothing tells how, as AutoTP does since DeepSpeed 0.19.6'
+        )
 
 
 def _rectangles(name: str, part: Tensor, parameter: Any, owner: Any) -> Iterator[Slice]:

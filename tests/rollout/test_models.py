@@ -80,6 +80,14 @@ def test_parameters_without_values_are_refused(tmp_path: Path) -> None:
         Receiver(meta, store).update()
 
 
+def test_parameters_that_are_split_without_a_record_are_refused(tmp_path: Path) -> None:
+    """As by AutoTP of older versions of DeepSpeed, which the message names."""
+    split = Values(torch.zeros(2, 2))
+    split.values.tensor_model_parallel = True
+    with pytest.raises(UnsupportedError, match="nothing tells how, as AutoTP does since DeepSpeed"):
+        Publisher(split, DirectoryStore(tmp_path))
+
+
 def test_one_parameter_for_two_that_are_published_is_refused(tmp_path: Path) -> None:
     store, tied = DirectoryStore(tmp_path), nn.ModuleList([Values(torch.ones(3)), Values(torch.ones(3))])
     Publisher(tied, store).publish()

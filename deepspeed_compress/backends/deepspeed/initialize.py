@@ -169,12 +169,11 @@ def _with_data(result: Any, training_data: Any) -> Any:
     """Return `result` of `deepspeed.initialize` with a data loader that divides the data over all ranks of the job."""
     engine, optimizer, loader, scheduler = result
     if training_data is not None:
-        loader = engine.deepspeed_io(training_data)
+        loader = engine.training_dataloader = engine.deepspeed_io(training_data)
         if isinstance(engine, PipelineEngine):
+            # As DeepSpeed does, which leaves the loader itself to a stage in the middle.
             engine.set_dataloader(RepeatingLoader(loader))
             loader = engine.training_dataloader
-        else:
-            engine.training_dataloader = loader
     return engine, optimizer, loader, scheduler
 
 

@@ -262,11 +262,18 @@ def _mismatches(engine: Any, config: CompressConfig) -> Iterator[str]:
 
 
 def _shared_layers(engine: Any, config: CompressConfig) -> Iterator[str]:
-    """Yield a problem if a parameter server is used with ranks that share layers.
+    """Yield the problems of elastic islands with ranks that share layers.
 
-    The configuration file does not show this if `tp_model_init` was called.
+    The configuration file does not show them if `tp_model_init` was called, or a pipeline has a topology of its own.
     """
     elastic = None if config.islands is None else config.islands.elastic
+    if elastic is not None and tensor_size(engine) > 1 and isinstance(engine, PipelineEngine):
+        axes = engine.grid.topology().get_axis_names()
+        if axes[-1] != "model":
+            yield (
+                f"/deepspeed_compress/islands/elastic: the axes of the pipeline's topology are {axes} (allowed: model "
+                "last, so that consecutive ranks share layers); use PipeModelDataParallelTopology"
+            )
     if elastic is not None and elastic.parameter_server is not None and tensor_size(engine) > 1:
         yield (
             f"{tensor_size(engine)} ranks share each layer, and /deepspeed_compress/islands/elastic/parameter_server "

@@ -24,6 +24,7 @@ from deepspeed_compress.backends.deepspeed.limits import stage_count, tensor_siz
 from deepspeed_compress.checkpointing.deepspeed.checkpoint import writing
 from deepspeed_compress.checkpointing.deepspeed.exclusive import take_for_island
 from deepspeed_compress.checkpointing.deepspeed.participants import LoadRequest, Participant, SaveRequest
+from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import StepClock
 from deepspeed_compress.collectives.reduction import Groups, ReductionContext
@@ -84,7 +85,8 @@ def attach_elastic(
     """
     settings = parts.config.islands
     assert settings is not None, "attached for a section with islands"
-    if engine.training_dataloader is not None:
+    # A stage in the middle of a pipeline has none.
+    if any(gather_objects(engine.training_dataloader is not None)):
         raise ConfigError(
             f"{_POINTER}: the engine already has a data loader, whose order would be the same in all islands "
             "(allowed: training_data of deepspeed_compress.initialize); pass the data there, or call "
@@ -115,8 +117,8 @@ class ElasticIsland(Participant):
         self.history: deque[ExchangeResult] = deque(maxlen=KEPT)
         self._has_left, self._scheduled = False, 0
         tensor, stages = tensor_size(engine), stage_count(engine)
-        self._layers = SharedLayers(tensor, range(dist.get_world_size()), None, stages, tied_copies(engine))
-        found = find_exchanged(engine, settings, parameters, self._layers)
+        layers = SharedLayers(tensor, range(dist.get_world_size()), None, stages, tied_copies(engine))
+        found = find_exchanged(engine, settings, parameters, layers)
         run, stores = replace(parts.run, clock=StepClock()), ResidualStores(transactional=True)
         alone = ReductionContext(Groups(group_of_one()), found.parameters, stores, run, traffic="bytes_islands")
         recover = partial(recover_from_divergence, engine, found.master_weights, parts.residuals.clear)
@@ -158,7 +160,8 @@ class ElasticIsland(Participant):
         given = inspect.signature(original).bind(dataset, *args, **options).arguments
         training = given.get("route", "train") == "train"
         if training and given.get("data_sampler") is None and self._engine.is_map_style_dataset(dataset):
-            given["data_sampler"] = IslandSampler(dataset, self._layers.readers, self._layers.reader, self)
+            readers = self._engine.seq_data_parallel_group
+            given["data_sampler"] = IslandSampler(dataset, readers.size(), readers.rank(), self)
         return original(**given)
 
     @contextmanager

@@ -51,16 +51,6 @@ class SharedLayers:
         """Return True if several ranks may hold the same weights, apart from those of ZeRO. The same on all ranks."""
         return self.tensor > 1 or self.stages > 1
 
-    @property
-    def readers(self) -> int:
-        """Return the number of ranks that read different data. Ranks that share a replica read the same."""
-        return len(self.ranks) // (self.tensor * self.stages)
-
-    @property
-    def reader(self) -> int:
-        """Return the index of this rank's replica. Ranks are ordered by stage, then by replica, then by tensor rank."""
-        return self.place // self.tensor % self.readers
-
 
 def divide_replicated(
     master_weights: FlatMasterWeights, parameters: Parameters, unit: SharedLayers

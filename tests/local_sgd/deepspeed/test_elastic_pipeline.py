@@ -1,22 +1,24 @@
 """Elastic islands whose model is divided into pipeline stages."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime import engine as engine_module
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
+from deepspeed.runtime.pipe.topology import ProcessTopology
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import nn
 from torch.utils.data import TensorDataset
 from transformers import LlamaConfig
 
 import deepspeed_compress
-from deepspeed_compress.errors import UnsupportedError
+from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed.replicated import SharedLayers, check_tied
 from deepspeed_compress.models import Layout, build_parallel
 from tests.support.coordinators import become_island, own_ports, parameter_server
@@ -109,8 +111,13 @@ def test_a_pipeline_whose_stages_are_split(second_moments: Any) -> None:
         )
 
 
-def read_by(rank: int, job: Job) -> list[int]:
-    """Train an island on 24 numbered samples for three steps. Return the samples that this stage has read."""
+def make_pipeline(**division: Any) -> PipelineModule:
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)]
+    return PipelineModule(layers, loss_fn=nn.MSELoss(), partition_method="uniform", **division)
+
+
+def read_by(rank: int, job: Job, axes: Sequence[str]) -> tuple[int, list[int]]:
+    """Train an island on 24 numbered samples until all are read. Return this rank's replica, and what it has read."""
     deepspeed.init_distributed("gloo")
     # Forked ranks may not start processes that read data.
     engine_module.DeepSpeedDataLoader = lambda **given: DeepSpeedDataLoader(**given | {"num_local_io_workers": 0})
@@ -121,8 +128,8 @@ def read_by(rank: int, job: Job) -> list[int]:
         read.extend(numbers.tolist())
         return numbers.float()[:, None].expand(-1, WIDTH) / 24, numbers.float()[:, None]
 
-    layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)]
-    model = PipelineModule(layers, num_stages=STAGES, loss_fn=nn.MSELoss(), partition_method="uniform")
+    sizes = {"pipe": STAGES, "data": dist.get_world_size() // STAGES}
+    model = make_pipeline(topology=ProcessTopology(list(axes), [sizes[axis] for axis in axes]))
     engine, _, loader, _ = deepspeed_compress.initialize(
         model=model,
         model_parameters=list(model.parameters()),
@@ -131,20 +138,65 @@ def read_by(rank: int, job: Job) -> list[int]:
         collate_fn=noting,
     )
     assert loader is engine.training_dataloader
-    for _ in range(24 // BATCH):
+    replica = engine.grid.get_data_parallel_rank()
+    for _ in range(24 // engine.train_batch_size()):
         engine.train_batch()
     engine.destroy()
-    return read
+    return replica, read
 
 
 @SAMPLED
 def test_stages_read_the_same_data_and_islands_another_order() -> None:
     """`training_data` of `initialize` feeds `train_batch`."""
-    first, second, third, fourth = run_apart(2, read_by, Job(1), size=STAGES, minimum=1)
+    found = run_apart(2, read_by, Job(1), ["pipe", "data"], size=STAGES, minimum=1)
+    first, second, third, fourth = (read for _, read in found)
     assert first == second
     assert third == fourth
     assert first != third
     assert sorted(first) == sorted(third) == list(range(24))
+
+
+@SAMPLED
+@pytest.mark.parametrize("axes", [["pipe", "data"], ["data", "pipe"]])
+def test_replicas_read_different_data(axes: Sequence[str]) -> None:
+    """The stages of a replica read the same, wherever the topology puts them."""
+    found = run_apart(1, read_by, Job(1), axes, size=2 * STAGES, minimum=1)
+    replicas = [[read for replica, read in found if replica == one] for one in range(2)]
+    assert all(reads == [reads[0]] * STAGES for reads in replicas)
+    assert sorted(replicas[0][0] + replicas[1][0]) == list(range(24))
+
+
+def attached(rank: int, job: Job) -> str:
+    """Return the error if a pipeline of three stages has data before it joins other islands."""
+    deepspeed.init_distributed("gloo")
+    engine = deepspeed.initialize(model=make_pipeline(num_stages=3), config=job.config())[0]
+    engine.set_dataloader([])
+    with pytest.raises(ConfigError) as error:
+        deepspeed_compress.attach(engine)
+    return str(error.value)
+
+
+def test_data_of_an_existing_engine_is_refused() -> None:
+    """On all stages, although the one in the middle reads nothing."""
+    for text in run_apart(1, attached, Job(1), size=3, minimum=1):
+        assert text.startswith("/deepspeed_compress/islands/elastic: the engine already has a data loader")
+
+
+def loaded_by(rank: int, job: Job) -> bool:
+    """Return True if this one of three stages gets a data loader."""
+    deepspeed.init_distributed("gloo")
+    # Forked ranks may not start processes that read data.
+    engine_module.DeepSpeedDataLoader = lambda **given: DeepSpeedDataLoader(**given | {"num_local_io_workers": 0})
+    samples = TensorDataset(torch.zeros(BATCH, WIDTH), torch.zeros(BATCH, 1))
+    model, initialize = make_pipeline(num_stages=3), deepspeed_compress.initialize
+    engine, _, loader, _ = initialize(model=model, config=job.config(), training_data=samples)
+    engine.destroy()
+    return loader is not None
+
+
+def test_all_stages_get_a_data_loader() -> None:
+    """As from DeepSpeed, although the stage in the middle reads nothing."""
+    assert run_apart(1, loaded_by, Job(1), size=3, minimum=1) == [True] * 3
 
 
 def saved_and_resumed(rank: int, job: Job, directory: str) -> tuple[Weights, Weights]:
@@ -211,6 +263,19 @@ def test_tied_weights_with_second_moments_are_refused() -> None:
     """On all stages. Without ties, second moments are exchanged."""
     for text in run_apart(1, refused, Job(1, stages=STAGES), size=STAGES, minimum=1, second_moments={}):
         assert f"/deepspeed_compress/islands/second_moments: {TIED} is tied between pipeline stages" in text
+
+
+def refused_topology(rank: int, job: Job) -> str:
+    deepspeed.init_distributed("gloo")
+    model = make_pipeline(topology=ProcessTopology(["model", "pipe", "data"], [2, STAGES, 1]))
+    with pytest.raises(UnsupportedError) as error:
+        make_engine(model, job.config())
+    return str(error.value)
+
+
+def test_ranks_that_share_layers_must_be_consecutive() -> None:
+    for text in run_apart(1, refused_topology, Job(1), size=2 * STAGES, minimum=1):
+        assert "the axes of the pipeline's topology are ['model', 'pipe', 'data']" in text
 
 
 def checked(rank: int, has_moments: bool) -> str:
