@@ -13,8 +13,8 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_group
 
 from deepspeed_compress.backends.deepspeed.gradients.early import bucket_size, reduces_now
 from deepspeed_compress.backends.deepspeed.offloaded_shards import OffloadedGradients, offloads_optimizer
@@ -56,7 +56,7 @@ class NodeGradients:
 
     def __init__(self, engine: Any, unit: NodeUnit, patches: Patches) -> None:
         self.group = unit.peers
-        self.asking = dist.group.WORLD
+        self.asking = _get_default_group()
         self.device = torch.device(engine.device)
         self.scale = 1.0 / unit.count if engine.gradient_average else 1.0
         self._engine, self._optimizer = engine, engine.optimizer
