@@ -203,7 +203,12 @@ class Residuals:
         for piece in layout:
             del self._homes[piece[0]][piece]
         running = self._elements(slot.current, segments, device) if slot.written and self.transactional else None
-        return _Values(self._elements(slot.applied, segments, device), running)
+        values = _Values(self._elements(slot.applied, segments, device), running)
+        for buffer in (slot.applied, slot.running):
+            if buffer is not None and buffer.payload.is_cuda:
+                # Freed here, while this stream reads it, but possibly allocated on another one.
+                buffer.payload.record_stream(torch.cuda.current_stream(buffer.payload.device))
+        return values
 
     def _settle(self, layout: Layout, values: _Values) -> _Slot:
         """Create a slot with `values` and register it for the ranges of `layout`."""

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from deepspeed_compress.collectives.buckets import even_partition
 from deepspeed_compress.collectives.exchange import Link, _Collective
@@ -19,6 +20,7 @@ from deepspeed_compress.compression.codec import Codec
 from deepspeed_compress.compression.compressors import Blockwise
 from deepspeed_compress.compression.feedback import ErrorFeedback
 from deepspeed_compress.compression.residuals import Residuals
+from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.monitor import Meter
 from tests.support.forks import run_forks
 from tests.support.streams import Device, Event, Stream
@@ -101,6 +103,25 @@ def test_a_writer_must_wait_for_readers() -> None:
     assert list(device.problems) == [
         "aten.zero_.default overwrites data being read on default, which does not wait for side"
     ]
+
+
+def residuals_in_another_layout(rank: int) -> list[str]:
+    """Return the races of a message that dissolves another one on a stream of its own."""
+    from tests.support.cuda_paths import on_streams
+
+    store, cpu = Residuals("fp32", transactional=True), torch.device("cpu")
+    with on_streams() as gpu, patch.object(Tensor, "is_cuda", True):
+        store.write([Segment("weight", 0, 8, 0, 0)], torch.ones(8))
+        side = gpu.stream()
+        side.wait_stream(gpu.default)
+        with gpu.using(side):
+            store.read([Segment("weight", 0, 4, 0, 0)], cpu)
+        torch.zeros(8)
+    return list(gpu.problems)
+
+
+def test_residuals_of_a_dissolved_layout_are_freed_after_their_last_use() -> None:
+    assert run_forks(1, residuals_in_another_layout) == [[]]
 
 
 def make_reducer(group: dist.ProcessGroup) -> PayloadReducer:

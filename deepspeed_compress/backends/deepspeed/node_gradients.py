@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_group
 
 from deepspeed_compress.backends.deepspeed.gradients.early import bucket_size, reduces_now
 from deepspeed_compress.backends.deepspeed.offloaded_shards import OffloadedGradients, offloads_optimizer
@@ -55,6 +56,7 @@ class NodeGradients:
 
     def __init__(self, engine: Any, unit: NodeUnit, patches: Patches) -> None:
         self.group = unit.peers
+        self.asking = _get_default_group()
         self.device = torch.device(engine.device)
         self.scale = 1.0 / unit.count if engine.gradient_average else 1.0
         self._engine, self._optimizer = engine, engine.optimizer

@@ -127,9 +127,10 @@ class NodeShards:
 
     def average(self) -> None:
         """Replace the gradients that the optimizer is about to step with their mean over the nodes."""
-        self._check_weights()
         with self._gradients.handed_over():
             (self._exchange if self._early is None else self._early.reduce)()
+        # Not before, because ranks may have begun different numbers of exchanges in the same group.
+        self._check_weights()
         if self._stream is not None:
             # ZeRO 3 looks for overflows there.
             self._stream.wait_stream(get_accelerator().current_stream())

@@ -1,15 +1,21 @@
 """Buckets that travel to other nodes during backward: used if they prove right, and otherwise without any effect."""
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import deepspeed_compress
+from deepspeed_compress.backends.deepspeed import node_shards
 from deepspeed_compress.backends.deepspeed.gradients import early as early_module
+from deepspeed_compress.collectives.exchange import Link
 from tests.support.early import Program, check_equal, ordinary
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, network, run, start
@@ -144,3 +150,66 @@ def test_ranks_of_a_node_reduce_in_equal_buckets(stage: int) -> None:
     """Their shards have unequal numbers of elements. Unequal buckets would be added to one another."""
     numel = sum(parameter.numel() for parameter in network().parameters())
     assert run_forks(4, default_bucket, Job(stage, RANDOM)) == [numel // early_module.BUCKETS] * 4
+
+
+@contextmanager
+def begun_over(group: dist.ProcessGroup) -> Iterator[list[str]]:
+    """Note what the program begins over `group`, in order, which must be the same on all of its ranks on NCCL."""
+    begun: list[str] = []
+
+    def noted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            over = args[0].group if name == "start" else options.get("group")
+            # Means return in a thread, in the same order on all ranks.
+            if over is group and current_thread() is main_thread():
+                begun.append(name)
+            return original(*args, **options)
+
+        return call
+
+    with ExitStack() as stack:
+        for owner, name in ((Link, "start"), (dist, "all_reduce"), (dist, "all_gather"), (dist, "broadcast")):
+            stack.enter_context(patch.object(owner, name, noted(name, getattr(owner, name))))
+        yield begun
+
+
+def failing(engine: Any, rank: int, job: Job) -> None:
+    """Load a checkpoint after a step whose backward pass only the second node has run."""
+    directory, batches = str(job.extra["directory"]), data(rank, job)
+    engine.save_checkpoint(directory)
+    if rank > 1:
+        backward(engine, batches[-1])
+    engine.load_checkpoint(directory)
+    run(engine, batches[-1:])
+
+
+def compared(engine: Any, rank: int, job: Job) -> None:
+    """Compare weights in a step in which the first node sends nothing during backward."""
+    if rank < 2:
+        early_of(engine)._gradients.complete_now = lambda: False  # type: ignore[method-assign]
+    node_shards.CHECK_EVERY = 1
+    run(engine, data(rank, job)[-1:])
+
+
+def orders(rank: int, job: Job, program: Callable[[Any, int, Job], None]) -> list[str]:
+    with patch.object(early_module, "SMALLEST_BUCKET", 100):
+        engine = start(job)
+    run(engine, data(rank, job)[:3])
+    early = early_of(engine)
+    assert len(early._history.order) > 1
+    with begun_over(early._gradients.group) as begun:
+        program(engine, rank, job)
+    engine.destroy()
+    return begun
+
+
+@SAMPLED
+@pytest.mark.parametrize("program", [failing, compared])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_nodes_begin_their_exchanges_in_one_order(
+    stage: int, program: Callable[[Any, int, Job], None], tmp_path: Path
+) -> None:
+    """NCCL matches them by their order, and may not find out that two are different."""
+    begun = run_forks(4, orders, Job(stage, RANDOM, extra={"directory": str(tmp_path)}), program)
+    assert begun[:2] == begun[2:]
+    assert begun[0].count("start") > 1

@@ -9,13 +9,15 @@ from unittest.mock import PropertyMock, patch
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from deepspeed_compress.backends.deepspeed.gradients.zero_12 import _Buckets
 from deepspeed_compress.checkpointing.deepspeed.side_stream import StreamCopies, copies_for_device
 from deepspeed_compress.collectives.exchange import PendingExchange, _Collective
 from deepspeed_compress.collectives.payload import PayloadReducer
 from tests.support.forks import run_forks
-from tests.support.jobs import Job, data, run, start
+from tests.support.jobs import WIDTH, Job, data, make_engine, run, start
+from tests.support.streams import Device
 
 pytestmark = pytest.mark.sampled(4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_streams.py")
 
@@ -120,6 +122,40 @@ def test_weights_that_are_not_awaited_are_detected() -> None:
     found = "on default, which does not wait for NCCL"
     for problems in run_forks(2, races, [job(1, INT4, weights=ARRIVING)], unfinished):
         assert any(found in problem for problem in problems)
+
+
+class Branches(nn.Module):
+    """Two layers, the second of which computes on a stream of its own. As a list, they wait one by one."""
+
+    def __init__(self, gpu: Device) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 1)])
+        self._gpu, self._side = gpu, gpu.stream("branch")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._side.wait_stream(self._gpu.default)
+        first = self.layers[0](x)
+        with self._gpu.using(self._side):
+            second = self.layers[1](x)
+        self._gpu.default.wait_stream(self._side)
+        sums: Tensor = first + second
+        return sums
+
+
+def in_branches(rank: int, one: Job) -> list[str]:
+    from tests.support.cuda_paths import on_streams
+
+    with on_streams() as gpu:
+        engine = make_engine(Branches(gpu), one.config())
+        run(engine, data(rank, one))
+        engine.destroy()
+    return list(gpu.problems)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_every_stream_of_a_model_waits_for_weights(stage: int) -> None:
+    """The weights of both layers arrive in one message, for which the first layer waits."""
+    assert run_forks(2, in_branches, job(stage, INT4, weights=ARRIVING)) == [[], []]
 
 
 def saving(rank: int, stage: int, directory: str) -> list[str]:

@@ -45,12 +45,15 @@ class Gradients(Protocol):
 
     Attributes:
         group: the ranks that reduce together.
+        asking: a group with at least these ranks, which ask each other there whether any of them has begun early. On
+            NCCL, `group` would mistake the question for a reduction, where ranks have begun different numbers of them.
         scale: the factor applied to the sum over ranks.
         everywhere: True if every rank receives the means, False if only their owners do.
         device: the device of the gradients.
     """
 
     group: ProcessGroup
+    asking: ProcessGroup
     scale: float
     everywhere: bool
     device: torch.device
@@ -248,7 +251,7 @@ class EarlyReductions:
     def _discard(self) -> None:
         """Discard what a failed backward pass sent before an agreement, on any rank. Collective."""
         most = torch.tensor(len(self._step.sent), device=self._gradients.device)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._gradients.group)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._gradients.asking)
         if most:
             step = self._current()
             assert step.reducer is not None, "a rank has begun early where another one may not"

@@ -181,7 +181,7 @@ class _Gradients:
     everywhere = True
 
     def __init__(self, engine: Any, names: _Names) -> None:
-        self.group = reduction_group(engine)
+        self.group = self.asking = reduction_group(engine)
         self.device = torch.device(engine.device)
         # The same divisor that `_reduce_non_expert_gradients` passes to `allreduce_bucket`.
         ranks = self.group.size() / engine.sequence_parallel_size

@@ -19,7 +19,7 @@ class Zero1Gradients:
     everywhere = False
 
     def __init__(self, engine: Any, partition_of: Callable[[tuple[Key, ...]], Partition], scale: float) -> None:
-        self.group = engine.optimizer.dp_process_group
+        self.group = self.asking = engine.optimizer.dp_process_group
         self.scale = scale
         self.device = torch.device(engine.device)
         self.partition = partition_of

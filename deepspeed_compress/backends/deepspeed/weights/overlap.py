@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -49,6 +50,8 @@ class ArrivingWeights:
         _check(engine)
         self._module: nn.Module = engine.module
         self._under_way: dict[int, PendingWeights] = {}
+        self._waited: Any = None
+        """Stream of a GPU that has waited last for weights under way, and has added them."""
         # Groups of one rank, as those of experts may be, are not sent.
         sent = [(group, gather) for group, gather in enumerate(gathers) if gather.group.size() > 1]
         rounds = {name: (group, last) for group, gather in sent for name, last in gather.last_rounds().items()}
@@ -79,13 +82,14 @@ class ArrivingWeights:
         Small groups go first. They hold biases and norms from the whole model, which would otherwise wait for all
         matrices.
         """
-        tag = 0
+        tag, self._waited = 0, None
         for group, gather, held, master in sorted(buffers, key=lambda one: (one[2].numel(), one[0])):
             self._under_way[group] = gather.begin(held, master, tag)
             tag += gather.rounds
 
     def finish(self) -> None:
         """Wait until all weights have arrived."""
+        self._join()
         for pending in self._under_way.values():
             pending.finish()
         self._under_way.clear()
@@ -114,8 +118,16 @@ class ArrivingWeights:
 
     def _wait(self, needs: _Needs) -> None:
         if self._under_way:
+            self._join()
             for group, last in needs:
                 self._under_way[group].wait_for(last)
+
+    def _join(self) -> None:
+        """Let the current stream of a GPU wait for weights that another stream of the model has added."""
+        stream = get_accelerator().current_stream()
+        if self._waited not in (None, stream):
+            stream.wait_stream(self._waited)
+        self._waited = stream
 
     def _begin_forward(self, module: nn.Module, inputs: Any) -> None:
         if not self._under_way or self._forward_runs:
