@@ -1,4 +1,4 @@
-"""Second halves of all-reduces that are carried out while the program computes."""
+"""Reductions next to the work of the program: in a thread on CPU, on a stream of their own on GPU."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -100,12 +100,11 @@ class MeansThread:
 class MeansStream:
     """Stream of a GPU on which buckets are compressed and summed. The host waits for nothing.
 
-    Gradients are copied on the stream that has computed them, so that they may change or be freed while messages
-    travel. The means of a bucket are sent back after the next bucket has left, so that the network is not idle between
-    the two.
+    Gradients are copied on the stream that has written them, so that they may change or be freed while messages travel.
+    The means of a bucket are sent back after the next bucket has left, so that the network is not idle between the two.
 
     Args:
-        producer: the stream on which gradients are computed; None for the current one.
+        producer: the stream that writes gradients; None for the current one.
     """
 
     returns_early = True
