@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import deepspeed
 import torch
@@ -44,11 +44,12 @@ from deepspeed_compress.checkpointing.deepspeed.background import attach_backgro
 from deepspeed_compress.checkpointing.deepspeed.checkpoint import CompressionState
 from deepspeed_compress.checkpointing.deepspeed.participants import Participant, attach_participants
 from deepspeed_compress.checkpointing.deepspeed.resharding import Resharding
+from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import Run
 from deepspeed_compress.collectives.weight_reduction import WeightReduction
 from deepspeed_compress.config import Activations, CompressConfig, CompressedWeights, check_world, parse_section
-from deepspeed_compress.errors import ConfigError, UnsupportedError
+from deepspeed_compress.errors import CompressError, ConfigError, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed.divided import attach_islands, stay_apart
 from deepspeed_compress.local_sgd.deepspeed.elastic import attach_elastic
 from deepspeed_compress.monitor import write_configuration
@@ -63,6 +64,7 @@ from deepspeed_compress.session.torch_version import check_torch
 
 __all__ = ["attach", "attach_section", "detach"]
 
+T = TypeVar("T")
 WeightBytes = Callable[[], int]
 """Function that returns the bytes that this rank sends for weights in one optimizer step."""
 
@@ -145,14 +147,37 @@ def attach_section(engine: Any, config: CompressConfig, unit: IslandUnit | None 
     # The engine forwards unknown names to the user's model, so `hasattr` is not reliable.
     if "compression" in vars(engine):
         raise ConfigError("the engine is already attached: call attach once, or use only initialize or install")
-    target = EngineTarget(engine, config, _checked(engine, config), unit, node_unit(engine))
-    _check_divided(target)
-    check_ownership(engine, config)
+    target = _agreed(partial(_make_target, engine, config, unit))
     warn_of_single_rank_hosts(config, unit)
     patches = Patches()
     with patches.undone_on_failure():
         _attach(target, patches)
     return engine
+
+
+def _make_target(engine: Any, config: CompressConfig, unit: IslandUnit | None) -> EngineTarget:
+    target = EngineTarget(engine, config, _checked(engine, config), unit, node_unit(engine))
+    _check_divided(target)
+    check_ownership(engine, config)
+    return target
+
+
+def _agreed(make: Callable[[], T]) -> T:
+    """Return what `make` returns, unless it raises an error of this package on any rank. Collective.
+
+    Stages of a pipeline differ, and no rank may wait for one that has stopped.
+    """
+    made: T | CompressError
+    try:
+        made = make()
+    except CompressError as error:
+        made = error
+    failed = [one for one in gather_objects(made if isinstance(made, CompressError) else None) if one is not None]
+    if isinstance(made, CompressError):
+        raise made
+    if failed:
+        raise failed[0]
+    return made
 
 
 def _attach(target: EngineTarget, patches: Patches) -> None:

@@ -6,6 +6,7 @@ from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock, patch
 
 import deepspeed
 import pytest
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 import deepspeed_compress
 from deepspeed_compress import ConfigError, SeamError, UnsupportedError
+from deepspeed_compress.backends.deepspeed import attach as attach_module
 from deepspeed_compress.backends.deepspeed import limits, seams
 from deepspeed_compress.backends.deepspeed.division import IslandUnit
 from deepspeed_compress.backends.deepspeed.groups import downward_group
@@ -269,3 +271,21 @@ def test_rank_that_dies_ends_the_others(tmp_path):
     with pytest.raises(RankError, match=r"(?m)^rank 1 ended without a result, with exit code 1$"):
         run_forks(2, dies, str(tmp_path))
     assert (tmp_path / "error").read_text()
+
+
+def refused_on_one_rank(rank: int) -> str:
+    """Return the error of a check that fails on the last rank only, as the stages of a pipeline differ."""
+    model = network()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=JOB.config())
+    fails = UnsupportedError("this stage cannot") if rank else None
+    with (
+        patch.object(attach_module, "refuse_idle_activations", Mock(side_effect=fails)),
+        pytest.raises(UnsupportedError) as caught,
+    ):
+        deepspeed_compress.attach(engine)
+    assert "compression" not in vars(engine)
+    return str(caught.value)
+
+
+def test_what_one_rank_refuses_all_ranks_refuse() -> None:
+    assert run_forks(2, refused_on_one_rank) == ["this stage cannot"] * 2
