@@ -18,7 +18,6 @@ from torch.distributed import ProcessGroup
 from deepspeed_compress.backends.activations.messages import ActivationMessages
 from deepspeed_compress.backends.activations.sums import activation_codec, gradient_codec
 from deepspeed_compress.collectives.exchange import Link, PendingExchange
-from deepspeed_compress.compression.codec import Codec
 from deepspeed_compress.monitor import Meter
 
 
@@ -67,48 +66,37 @@ class SequenceExchange:
 
 def sequences_over(bits: int, bits_of_gradients: int, meter: Meter) -> Callable[[ProcessGroup], SequenceExchange]:
     """Return a function that returns the exchange over a group, the same one whenever it is called."""
-
-    def parts(group: ProcessGroup, codec: Codec) -> SequenceParts:
-        return SequenceParts(group, ActivationMessages(codec, meter, "bytes_tensor_saved"))
-
-    return cache(
-        lambda group: SequenceExchange(
-            parts(group, activation_codec(bits)), parts(group, gradient_codec(bits_of_gradients))
-        )
-    )
+    messages = [
+        ActivationMessages(codec, meter, "bytes_tensor_saved")
+        for codec in (activation_codec(bits), gradient_codec(bits_of_gradients))
+    ]
+    return cache(lambda group: SequenceExchange(*(SequenceParts(group, one) for one in messages)))
 
 
 def gather_sequence(x: Tensor, exchange: SequenceExchange) -> Tensor:
     """Return the whole sequence, of which `x` is this rank's part. Its gradients are summed and scattered."""
-    # PyTorch gives `apply` no types.
-    found: Tensor = _Gather.apply(x, exchange)  # type: ignore[no-untyped-call]
-    return found
+    return _exchanged(x, exchange.activations.gather, exchange.gradients.sum)
 
 
 def scatter_sum(x: Tensor, exchange: SequenceExchange) -> Tensor:
     """Return this rank's part of the sum of `x` over the ranks. Its gradients are gathered."""
+    return _exchanged(x, exchange.activations.sum, exchange.gradients.gather)
+
+
+def _exchanged(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
     # PyTorch gives `apply` no types.
-    found: Tensor = _ScatterSum.apply(x, exchange)  # type: ignore[no-untyped-call]
+    found: Tensor = _Exchanged.apply(x, forward, backward)  # type: ignore[no-untyped-call]
     return found
 
 
-class _Gather(torch.autograd.Function):
+class _Exchanged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: SequenceExchange) -> Tensor:
-        ctx.gradients = exchange.gradients
-        return exchange.activations.gather(x)
+    def forward(
+        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.exchange_gradients = backward
+        return forward(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.gradients.sum(gradients[0]), None
-
-
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: SequenceExchange) -> Tensor:
-        ctx.gradients = exchange.gradients
-        return exchange.activations.sum(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.gradients.gather(gradients[0]), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.exchange_gradients(gradients[0]), None, None
