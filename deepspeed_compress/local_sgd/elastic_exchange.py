@@ -178,10 +178,9 @@ class ElasticExchange:
         moments = None
         if self._moments is not None:
             moments = self._moments.start(peers.start_sum, share.weight if is_healthy else 0.0)
-        plain = self.settings.exchange.method == "none"
-        return self._exchange.send(
-            peers, peers.fragments[0], self._segments, round_.id, sent, share, plain, has_weights=False, moments=moments
-        )
+        pending = self._exchange.send(peers, peers.fragments[0], self._segments, round_.id, sent, share)
+        pending.moments = moments
+        return pending
 
     def _apply(self, round_: Round, pending: PendingExchange, update: Tensor) -> str:
         """Move the anchor by the mean `update` of a committed round, and return the kind of the result."""

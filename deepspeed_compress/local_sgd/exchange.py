@@ -92,7 +92,7 @@ class PendingExchange:
     share: Share
     means: PendingMeans | None
     has_weights: bool
-    moments: PendingMoments | None
+    moments: PendingMoments | None = None
 
     def send_back(self) -> None:
         """Start the second half of the exchange."""
@@ -129,7 +129,7 @@ class Peers:
         self._settings = settings.exchange
         self._reductions, self._reduction_context = Reductions(reduction_context), reduction_context
         # Create all residual stores before a state is loaded.
-        payload_reducer(self._reductions, self._settings, 0, plain=False)
+        payload_reducer(self._reductions, self._settings, 0)
 
     def start_sum(self, values: Tensor) -> dist.Work | None:
         """Start to sum `values` over the ranks, in place and uncompressed. Return None if there is only one rank."""
@@ -142,7 +142,7 @@ class Peers:
         return self.group.allreduce([values])
 
     def start(
-        self, values: Tensor, fragment: Partition, step: int, plain: bool = False, contributes: bool = True
+        self, values: Tensor, fragment: Partition, step: int, plain: bool, contributes: bool
     ) -> PendingMeans | None:
         """Start to sum `values` over the ranks. Return None if there is only one rank.
 
@@ -150,7 +150,7 @@ class Peers:
             values: flat fp32 vector of `fragment`; zeros unless this island `contributes`.
             fragment: the part of the master weights.
             step: number of the exchange.
-            plain: send uncompressed.
+            plain: send uncompressed whatever the method.
             contributes: add the residuals of earlier exchanges and store new ones.
         """
         if self.group.size() == 1:
@@ -159,14 +159,16 @@ class Peers:
         return (reducer if contributes else reducer.without_feedback()).start_all_reduce(values, fragment, 1.0)
 
 
-def payload_reducer(reductions: Reductions, settings: GradientsConfig, step: int, plain: bool) -> PayloadReducer:
-    """Return the reducer of exchange number `step`; without compression if `plain`.
+def payload_reducer(
+    reductions: Reductions, settings: GradientsConfig, step: int, plain: bool = False
+) -> PayloadReducer:
+    """Return the reducer of exchange number `step`: without compression if `plain`, or if the method is "none".
 
     Raises:
         TypeError: the method does not send one message to each rank.
     """
     reduction = reductions.at(settings if isinstance(settings, CompressedGradients) else _PLAIN, step)
-    reducer = reduction.plain if plain else reduction.compressed
+    reducer = reduction.plain if plain or settings.method == "none" else reduction.compressed
     if not isinstance(reducer, PayloadReducer):
         raise TypeError(f"{settings.method} does not go in one message (allowed: other methods, without hierarchy)")
     return reducer
@@ -211,9 +213,7 @@ class LocalSGDExchange:
         step: int,
         sent: Tensor,
         share: Share,
-        plain: bool,
-        has_weights: bool,
-        moments: PendingMoments | None = None,
+        has_weights: bool = False,
     ) -> PendingExchange:
         """Start to exchange `sent`, the master weights of `fragment`, with `peers`.
 
@@ -224,16 +224,15 @@ class LocalSGDExchange:
             step: number of the exchange.
             sent: master weights, flat fp32.
             share: the part of this island.
-            plain: send uncompressed.
-            has_weights: send the master weights themselves, whose mean needs no rounding, instead of their update.
-            moments: an exchange of second moments that belongs to this one.
+            has_weights: send the master weights themselves, uncompressed, instead of their update. Their mean needs
+                no rounding.
         """
         values = sent.clone() if has_weights else self._update(sent, segments, share)
         if not share.is_healthy:
             # An island that diverged sends zeros and continues with the result of the others.
             values.zero_()
-        means = peers.start(values, fragment, step, plain, share.is_healthy)
-        return PendingExchange(segments, step, sent, values, share, means, has_weights, moments)
+        means = peers.start(values, fragment, step, has_weights, share.is_healthy)
+        return PendingExchange(segments, step, sent, values, share, means, has_weights)
 
     def receive(self, pending: PendingExchange) -> Tensor:
         """Wait for the islands, and return their mean update, flat fp32."""

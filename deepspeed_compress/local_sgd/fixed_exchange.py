@@ -1,7 +1,6 @@
 """Exchanges among the fixed islands of one job, in fragments and with a delay (Streaming DiLoCo, arXiv:2501.18512)."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -119,12 +118,12 @@ class FixedExchange:
         segments = fragment.segments
         sent = self._weights.read(segments)
         share = self._share(sent)
-        plain = is_warm_up or self.settings.exchange.method == "none"
-        pending = self._exchange.send(self._peers, fragment, segments, step, sent, share, plain, has_weights=plain)
-        if self._moments is None or fragment is not self._peers.fragments[0]:
-            return pending
-        # They are small compared to a fragment, so all of them are sent with the first one.
-        return replace(pending, moments=self._moments.start(self._peers.start_sum, share.weight))
+        is_plain = is_warm_up or self.settings.exchange.method == "none"
+        pending = self._exchange.send(self._peers, fragment, segments, step, sent, share, has_weights=is_plain)
+        if self._moments is not None and fragment is self._peers.fragments[0]:
+            # They are small compared to a fragment, so all of them are sent with the first one.
+            pending.moments = self._moments.start(self._peers.start_sum, share.weight)
+        return pending
 
     def _share(self, weights: Tensor) -> Share:
         """Return the part of this island, after its ranks have agreed whether all master weights are finite."""

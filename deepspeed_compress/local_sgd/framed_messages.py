@@ -69,7 +69,7 @@ class FramedMessages:
         return x
 
     def _message(self, number: int) -> tuple[Messages, MessageLayout]:
-        messages = payload_reducer(self.reductions, self.settings, number, self.exact).messages
+        messages = payload_reducer(self.reductions, self.settings, number).messages
         return messages, layouts_of_parts(messages, [self.segments])[0]
 
 
