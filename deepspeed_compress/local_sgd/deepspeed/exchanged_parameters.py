@@ -54,7 +54,7 @@ def find_exchanged(engine: Any, settings: Islands, parameters: Parameters, layer
     """
     trained = find_master_weights(engine)
     master_weights, shared = _without_own(settings.own, trained, parameters)
-    moments = find_second_moments(engine, settings, master_weights)
+    moments = find_second_moments(engine, settings, master_weights, layers.whole)
     if layers.stages > 1:
         check_tied(layers, has_moments=moments is not None)
     if layers.tensor > 1 and moments is not None:

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from deepspeed.ops.adam import FusedAdam
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasterWeights, MasterSlice
+from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.config import Islands
 from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.local_sgd.moments import SecondMoment, SecondMoments
@@ -18,11 +20,16 @@ _KEY = "exp_avg_sq"
 """Key in the state of torch.optim.Adam, DeepSpeed's FusedAdam and CPUAdam, and optimizers modeled on them."""
 
 
-def find_second_moments(engine: Any, settings: Islands, master_weights: FlatMasterWeights) -> SecondMoments | None:
+def find_second_moments(
+    engine: Any, settings: Islands, master_weights: FlatMasterWeights, island: ProcessGroup | None
+) -> SecondMoments | None:
     """Return the second moments of everything that this rank steps; None if islands do not exchange them.
 
+    Collective in `island`, some of whose pipeline stages may step nothing with Adam.
+
     Raises:
-        UnsupportedError: the optimizer is not of the Adam family, or keeps some of its moments elsewhere.
+        UnsupportedError: the optimizer is not of the Adam family, or keeps some of its moments elsewhere. If its
+            parameter groups are the reason, all ranks of the island raise it.
     """
     if settings.second_moments is None:
         return None
@@ -33,26 +40,30 @@ def find_second_moments(engine: Any, settings: Islands, master_weights: FlatMast
             'with it: 1.0); write that, or "second_moments": null'
         )
     optimizer = engine.basic_optimizer
-    found = _OptimizerStates(optimizer, _group_of_adam(optimizer), _stepped_by_adam(engine, master_weights))
+    group = _group_of_adam(optimizer, island)
+    found = _OptimizerStates(optimizer, group, _stepped_by_adam(engine, master_weights))
     return SecondMoments(found.moments, settings.second_moments.block_size, master_weights.device)
 
 
-def _group_of_adam(optimizer: Any) -> Mapping[str, Any]:
-    """Return one parameter group with second moments, which stands for all of them.
+def _group_of_adam(optimizer: Any, island: ProcessGroup | None) -> Mapping[str, Any]:
+    """Return one parameter group with second moments, which stands for all of them; an empty one if there is none.
+
+    Collective in `island`.
 
     Raises:
-        UnsupportedError: the groups have unequal betas, or none, or use amsgrad.
+        UnsupportedError: on all ranks, the groups of the island have unequal betas, or none, or use amsgrad.
     """
     groups = [group for group in optimizer.param_groups if not group.get("use_muon")]
-    betas = {group.get("betas") and tuple(group["betas"]) for group in groups}
-    if None in betas or len(betas) != 1 or any(group.get("amsgrad") for group in groups):
+    own = [(group.get("betas") and tuple(group["betas"]), bool(group.get("amsgrad"))) for group in groups]
+    every = {one for rank in gather_objects(own, island) for one in rank}
+    betas, amsgrad = {one for one, _ in every}, any(used for _, used in every)
+    if None in betas or len(betas) != 1 or amsgrad:
         raise UnsupportedError(
-            f"{_POINTER}: {type(optimizer).__name__} has betas {sorted(map(str, betas))} and amsgrad "
-            f"{any(group.get('amsgrad') for group in groups)} (allowed: the family of Adam, with equal betas for all "
-            'parameters and without amsgrad); write "second_moments": null, or such an optimizer'
+            f"{_POINTER}: {type(optimizer).__name__} has betas {sorted(map(str, betas))} and amsgrad {amsgrad} "
+            "(allowed: the family of Adam, with equal betas for all parameters and without amsgrad); write "
+            '"second_moments": null, or such an optimizer'
         )
-    group: Mapping[str, Any] = groups[0]
-    return group
+    return groups[0] if groups else {}
 
 
 def _stepped_by_adam(engine: Any, master_weights: FlatMasterWeights) -> Sequence[MasterSlice]:

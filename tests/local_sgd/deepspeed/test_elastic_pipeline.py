@@ -24,7 +24,7 @@ from deepspeed_compress.models import Layout, build_parallel
 from tests.support.coordinators import become_island, own_ports, parameter_server
 from tests.support.forks import run_forks
 from tests.support.island_jobs import SGD, Exchanges, Weights, run_apart, section, watch_exchanges
-from tests.support.jobs import BATCH, WIDTH, Job, data, make_engine, run, start, weights
+from tests.support.jobs import BATCH, MUON, WIDTH, Job, data, make_engine, run, start, weights
 from tests.support.tensor_islands import TENSOR, VOCABULARY
 
 SAMPLED = pytest.mark.sampled(
@@ -263,6 +263,28 @@ def test_tied_weights_with_second_moments_are_refused() -> None:
     """On all stages. Without ties, second moments are exchanged."""
     for text in run_apart(1, refused, Job(1, stages=STAGES), size=STAGES, minimum=1, second_moments={}):
         assert f"/deepspeed_compress/islands/second_moments: {TIED} is tied between pipeline stages" in text
+
+
+def with_matrices_alone(rank: int, job: Job) -> Exchanges:
+    """Train an island whose last stage has matrices only, until two exchanges are over."""
+    deepspeed.init_distributed("gloo")
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1, bias=False)]
+    engine = make_engine(PipelineModule(layers, num_stages=STAGES, loss_fn=nn.MSELoss()), job.config())
+    seen = watch_exchanges(engine)
+    for batch in batches_of(engine, job):
+        if len(seen.after) < 2:
+            run(engine, [batch])
+    engine.destroy()
+    return seen
+
+
+@SAMPLED
+def test_second_moments_of_a_stage_that_adam_does_not_step() -> None:
+    """Muon steps all of that stage. The other stages exchange theirs."""
+    job = Job(0, extra=MUON, steps=60)
+    first, second, third, fourth = run_apart(2, with_matrices_alone, job, size=STAGES, second_moments={}, **PLAIN)
+    first.check_means(third)
+    second.check_means(fourth)
 
 
 def refused_topology(rank: int, job: Job) -> str:
