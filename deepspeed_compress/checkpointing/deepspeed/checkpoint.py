@@ -15,7 +15,9 @@ from deepspeed_compress.checkpointing.completeness import unlist_all
 from deepspeed_compress.checkpointing.deepspeed.participants import LoadRequest, Participant, SaveRequest
 from deepspeed_compress.checkpointing.deepspeed.places import find_place
 from deepspeed_compress.checkpointing.snapshot import Call
+from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.compression import state
+from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import CompressWarning, StateError
 from deepspeed_compress.session.protocols import BackgroundCheckpoints
 from deepspeed_compress.session.session import Session
@@ -78,7 +80,8 @@ def load_last(engine: Any) -> None:
     Without them the run would end up in the same state again. Warns if there is no checkpoint.
 
     Raises:
-        StateError: no checkpoint is complete, or a save has failed and `on_error` is "stop". Raised on all ranks.
+        StateError: no checkpoint is there and complete, or a save has failed and `on_error` is "stop". Raised on all
+            ranks.
     """
     session: Session = engine.compression
     saved, decided = list(session.saved), session.policy.saved()
@@ -101,6 +104,7 @@ def load_last(engine: Any) -> None:
 def _loads(engine: Any, place: Path, is_last: bool) -> bool:
     """Load the checkpoint in the tag directory `place`. Unless it `is_last`, return False if that is impossible."""
     try:
+        _check_exists(place)
         engine.load_checkpoint(str(place.parent), tag=place.name)
     except StateError as error:
         if is_last:
@@ -108,6 +112,16 @@ def _loads(engine: Any, place: Path, is_last: bool) -> bool:
         warnings.warn(f"{error}; training rolls back to the checkpoint before", CompressWarning, stacklevel=3)
         return False
     return True
+
+
+def _check_exists(place: Path) -> None:
+    """Raise StateError on all ranks if some rank does not find the tag directory `place`. Collective."""
+    without = [rank for rank, found in enumerate(gather_objects(place.is_dir())) if not found]
+    if without:
+        raise StateError(
+            f"/{SECTION}/guard/rollback/checkpoint: {place}, which this run has saved, does not exist on rank "
+            f"{without[0]} (allowed: a directory that all ranks find); keep the last checkpoints until newer ones exist"
+        )
 
 
 def _has_state(session: Session) -> bool:

@@ -1,6 +1,8 @@
 """Faults during training: training survives, ranks decide alike, and events describe what happened."""
 
 import math
+import shutil
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -8,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from deepspeed_compress.checkpointing.deepspeed.checkpoint import load_last
+from deepspeed_compress.errors import CompressWarning, StateError
 from tests.backends.deepspeed import network_rank as language
 from tests.support.faults import FAULT, GUARD, Disturb, Story, exploding, live, live_on, not_a_number, poison, train_one
 from tests.support.forks import run_forks
@@ -239,6 +244,34 @@ def test_training_that_falls_behind_loads_the_last_checkpoint(tmp_path: Path) ->
     )
     assert first == second
     assert [event.split()[2] for event in first][:2] == ["rollback:", "checkpoint_rollback:"]
+
+
+def return_without(rank: int, directory: str, job: Job, deleted: Sequence[str]) -> tuple[int, str]:
+    """Save two checkpoints, delete some, and roll back. Return the step after that, and the warning or the error."""
+    engine = start(job)
+    for x, y in data(rank, job):
+        train_one(engine, x, y, 1.0)
+        engine.save_checkpoint(directory)
+    for tag in deleted if rank == 0 else ():
+        shutil.rmtree(Path(directory) / tag)
+    dist.barrier()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        try:
+            load_last(engine)
+        except StateError as error:
+            return engine.global_steps, str(error)
+    return engine.global_steps, "".join(str(one.message) for one in seen if one.category is CompressWarning)
+
+
+@pytest.mark.parametrize(("deleted", "step"), [(["global_step2"], 1), (["global_step1", "global_step2"], 2)])
+def test_checkpoints_that_were_deleted_are_passed_over(deleted: list[str], step: int, tmp_path: Path) -> None:
+    """All ranks load the one before, or all name the reason."""
+    job = Job(1, {"gradients": {"bits": 8}, "guard": GUARD}, steps=2)
+    for reached, text in run_forks(2, return_without, str(tmp_path), job, deleted):
+        assert reached == step
+        assert f"/deepspeed_compress/guard/rollback/checkpoint: {tmp_path / deleted[0]}" in text
+        assert text.endswith("to the checkpoint before") == (step == 1)
 
 
 def learn(rank: int, disturb: Disturb) -> tuple[float, list[str]]:
