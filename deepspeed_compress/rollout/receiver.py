@@ -87,9 +87,12 @@ class Receiver:
             True if the module changed; False if it already has the newest version, or there is none.
 
         Raises:
-            RolloutError: the newest version cannot be reached. `version` is None if the module has been changed.
+            RolloutError: the newest version cannot be reached, or this thread is inside `request()`. `version` is None
+                if the module has been changed.
             OSError: the store cannot be read, for example because its server does not answer. The same holds then.
         """
+        if self._lock.is_held_here:
+            raise RolloutError("update() inside request() would wait for itself: call it after the block")
         newest = max(find_versions(self._store), default=None)
         if newest is None:
             return False

@@ -32,6 +32,12 @@ class RequestLock:
                 self._requests -= Counter([thread])
                 self._changed.notify_all()
 
+    @property
+    def is_held_here(self) -> bool:
+        """Return True if this thread has a request, for which its own update would wait forever."""
+        with self._changed:
+            return self._requests[threading.get_ident()] > 0
+
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Keep requests, and other updates, out of the block."""

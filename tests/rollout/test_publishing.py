@@ -316,6 +316,8 @@ def test_an_update_waits_for_requests_and_requests_wait_for_it(pair: Pair) -> No
         update.join(0.1)
         assert update.is_alive()
         assert receiver.version == version
+        with pytest.raises(RolloutError, match="would wait for itself"):
+            receiver.update()
     update.join(10)
     with receiver.request() as version:
         assert version == 2
