@@ -101,9 +101,7 @@ TABLE = {
     "backends.deepspeed.builds": allow("errors"),
     "backends.deepspeed.seams": allow("errors", "packaging"),
     "backends.deepspeed.versions": allow("", "deepspeed packaging"),
-    "backends.deepspeed.engine_target": allow(
-        "backends.deepspeed collectives config policy session", "torch deepspeed"
-    ),
+    "backends.deepspeed.attachment": allow("backends.deepspeed collectives config policy session", "torch deepspeed"),
     "backends.deepspeed.attach": allow(
         "backends.activations backends.deepspeed checkpointing.deepspeed local_sgd.deepspeed collectives config errors "
         "monitor session",

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from deepspeed_compress.collectives.buckets import Partition
-from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import Reducer
 from deepspeed_compress.collectives.reduction import Groups, Reduction, ReductionContext, Reductions
 from deepspeed_compress.compression.segments import PADDING
@@ -69,11 +68,6 @@ class GroupedReductions:
     def groups(self) -> Sequence[Groups]:
         """Return the groups of ranks, those of the data-parallel group first."""
         return [reductions.context.groups for reductions in self._every]
-
-    @property
-    def parameters(self) -> Parameters:
-        """Return the parameters of all groups."""
-        return self.context.parameters
 
     def at(self, settings: AnyCompressedGradients, step: int) -> Sequence[Reduction]:
         """Return the reducers of each group for `settings` in optimizer step `step` (0-based)."""

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from deepspeed_compress.collectives.buckets import Partition
-from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.payload import PayloadReducer, PendingMeans
 from deepspeed_compress.collectives.probes import cosine_with_truth, true_sum
 from deepspeed_compress.collectives.reducer import Pending, Reduced, Reducer
@@ -58,6 +57,8 @@ class Session:
         slowest: Callable[[float], float] | None = None,
     ) -> None:
         self.config = parts.config
+        self.parameters = None if parts.reductions is None else parts.parameters
+        """The model's parameters as reducers know them; None if reduction is left to the engine."""
         self.policy = parts.policy
         self.meter = parts.run.meter
         self.clock = parts.run.clock
@@ -92,11 +93,6 @@ class Session:
     def stores(self) -> Mapping[str, Residuals]:
         """Return residuals and momenta, by what they hold ("gradients", "means", "velocity" ...)."""
         return self.residuals.by_name
-
-    @property
-    def parameters(self) -> Parameters | None:
-        """Return the model's parameters as reducers know them; None if reduction is left to DeepSpeed."""
-        return None if self._reductions is None else self._reductions.parameters
 
     @property
     def reducer(self) -> Reducer:
