@@ -13,7 +13,7 @@ from deepspeed_compress.collectives.probes import cosine_with_truth, true_sum
 from deepspeed_compress.collectives.reducer import Pending, Reduced, Reducer
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import gather
-from deepspeed_compress.config import PowerSGDGradients, WeightsConfig
+from deepspeed_compress.config import CompressedGradients, PowerSGDGradients, WeightsConfig
 from deepspeed_compress.monitor import Event, StepStatistics
 from deepspeed_compress.policy import StepPlan
 from deepspeed_compress.session.exact import ExactWeights
@@ -99,16 +99,12 @@ class Session:
         """Return the reducer of the running step for the parameters that all data-parallel ranks have."""
         return self._settings.reducers.every[0]
 
-    def reducer_of(self, partition: Partition) -> Reducer:
-        """Return the reducer of the running step for the bucket that `partition` cuts.
-
-        Its parameters determine the group of ranks over which they are averaged; experts have their own.
-        """
-        return self._settings.reducers.of(partition)
-
     def chosen_reducer(self, step: int, partition: Partition) -> Reducer:
         """Return the reducer of a bucket for the configured settings in step `step` (0-based), whatever is in force."""
-        return self._settings.chosen_reducer(step, partition)
+        gradients = self.config.gradients
+        assert self._reductions is not None
+        assert isinstance(gradients, CompressedGradients)
+        return self._reductions.at(gradients, step).of(partition)
 
     @property
     def settings(self) -> str:
@@ -195,7 +191,7 @@ class Session:
 
     def reduce(self, bucket: Tensor, partition: Partition, scale: float, everywhere: bool) -> None:
         """Reduce `bucket` in place: to its owners, or to all ranks if `everywhere` (see `PayloadReducer`)."""
-        reducer = self.reducer_of(partition)
+        reducer = self._settings.reducers.of(partition)
         self._sample(bucket, partition, everywhere)
         self._scale = scale
         operation = reducer.all_reduce if everywhere else reducer.reduce_scatter
@@ -268,18 +264,18 @@ class Session:
         """Begin to reduce `bucket` to its owners; it may be overwritten."""
         if self._sampled(partition):
             self.reduce(bucket, partition, scale, everywhere=False)
-            own = partition.owned_by(self.reducer_of(partition).group.rank())
+            own = partition.owned_by(self._settings.reducers.of(partition).group.rank())
             return Reduced(own, gather(bucket, own))
         self._sample(bucket, partition, everywhere=False)
         self._count(partition, everywhere=False)
-        return self.reducer_of(partition).start_reduce_scatter(bucket, partition, scale)
+        return self._settings.reducers.of(partition).start_reduce_scatter(bucket, partition, scale)
 
     def start_everywhere(self, bucket: Tensor, partition: Partition, scale: float) -> PendingMeans | None:
         """Begin to reduce `bucket` on all ranks.
 
         Returns None if the reduction cannot be deferred; it is then done already.
         """
-        reducer = self.reducer_of(partition)
+        reducer = self._settings.reducers.of(partition)
         if not isinstance(reducer, PayloadReducer) or reducer.group.size() == 1 or self._sampled(partition):
             self.reduce(bucket, partition, scale, everywhere=True)
             return None
@@ -291,12 +287,12 @@ class Session:
     def _sample(self, bucket: Tensor, partition: Partition, everywhere: bool) -> None:
         """Let an adaptive policy measure its candidates on `bucket`."""
         if self._plan.probe and self._inputs is not None and self._inputs.prober is not None:
-            self._inputs.prober.see(bucket, partition, self.reducer_of(partition).group.rank(), everywhere)
+            self._inputs.prober.see(bucket, partition, self._settings.reducers.of(partition).group.rank(), everywhere)
 
     def _count(self, partition: Partition, everywhere: bool) -> None:
         """Count the bytes of parameters that are sent uncompressed: excluded, small, or chosen by an override."""
         if self.meter.timed:
-            transfers = self.reducer_of(partition).transfers(partition, everywhere)
+            transfers = self._settings.reducers.of(partition).transfers(partition, everywhere)
             self.meter.bytes_raw += sum(one.uncompressed_bytes for one in transfers)
 
     def _compares(self) -> bool:
@@ -307,7 +303,7 @@ class Session:
     def _sampled(self, partition: Partition) -> bool:
         """Return True if this bucket is to be compared: the first one of all ranks in a step that compares."""
         first = self._compares() and self.meter.cosine is None
-        return first and self.reducer_of(partition) is self.reducer
+        return first and self._settings.reducers.of(partition) is self.reducer
 
     def finish(self, finished: FinishedStep) -> bool:
         """Finish a step: update residuals, report, decide, and begin the next step.

@@ -136,7 +136,7 @@ class Rank:
         context = ReductionContext(Groups(group), parameters, ResidualStores(transactional=True), run)
         reductions = GroupedReductions(context)
         gradients, weights = _compressed(config)
-        self.plain = reductions.at(gradients, 0)[0].plain
+        self.plain = reductions.at(gradients, 0, dense=True).every[0]
         self.session = _session(config, run, reductions)
         self.gather = WeightReduction(weights, parameters, run).difference_gather(group, sizes, HELD)
         # Use the partition of the gather: a rank receives the mean gradients of its own master weights.
