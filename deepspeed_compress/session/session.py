@@ -118,17 +118,12 @@ class Session:
 
     @property
     def alone(self) -> bool:
-        """Return True if the engine itself reduces gradients and gathers weights in the running step, uncompressed."""
+        """Return True if the engine itself reduces gradients in the running step, uncompressed."""
         return self._plan.alone or self._reductions is None
 
     @property
-    def gathers_alone(self) -> bool:
-        """Return True if the engine itself gathers weights in the running step, whatever is in the section."""
-        return self._plan.alone
-
-    @property
-    def weights(self) -> WeightsConfig:
-        """Return the weight settings of the running step; `NoCompression` if nothing is compressed."""
+    def weights(self) -> WeightsConfig | None:
+        """Return the weight settings of the running step; None if the engine itself gathers weights."""
         return self._settings.weights
 
     @property

@@ -29,8 +29,13 @@ class StepSettings:
         return self._reducers
 
     @property
-    def weights(self) -> WeightsConfig:
-        """Return the weight settings of the running step; `NoCompression` if nothing is compressed."""
+    def weights(self) -> WeightsConfig | None:
+        """Return the weight settings of the running step; None if the engine itself gathers weights.
+
+        `NoCompression` if nothing is compressed.
+        """
+        if self.plan.alone:
+            return None
         return NoCompression() if self.plan.dense else self.plan.weights
 
     def begin(self, step: int) -> None:

@@ -286,7 +286,7 @@ def _attach_difference_weights(engine: Any, parts: Parts) -> Weights | None:
         engine,
         lambda settings: WeightReduction(settings, parts.parameters, parts.run).difference_gather,
         written,
-        lambda: None if parts.settings.plan.alone else parts.settings.weights,
+        lambda: parts.settings.weights,
         parts.patches,
     )
 
@@ -356,7 +356,7 @@ def _replace_collectives(engine: Any, parts: Parts, session: Session) -> WeightB
         attach_weights_3(engine, WeightReduction(weights, parts.parameters, parts.run), session)
         return weight_bytes
     # Compressed weights are counted when they are sent.
-    return lambda: weight_bytes() if session.gathers_alone else 0
+    return lambda: weight_bytes() if session.weights is None else 0
 
 
 def _no_bytes() -> int:
