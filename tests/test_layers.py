@@ -103,9 +103,8 @@ TABLE = {
     "backends.deepspeed.versions": allow("", "deepspeed packaging"),
     "backends.deepspeed.attachment": allow("backends.deepspeed collectives config policy session", "torch deepspeed"),
     "backends.deepspeed.attach": allow(
-        "backends.activations backends.deepspeed checkpointing.deepspeed local_sgd.deepspeed collectives config errors "
-        "monitor session",
-        "torch deepspeed",
+        "backends.deepspeed checkpointing.deepspeed local_sgd.deepspeed collectives config errors monitor session",
+        "deepspeed",
     ),
     "backends.deepspeed.initialize": allow(
         "backends.deepspeed checkpointing.deepspeed local_sgd.deepspeed config errors", "deepspeed"
