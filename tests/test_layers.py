@@ -91,7 +91,7 @@ TABLE = {
     "monitor": allow("config errors", "torch"),
     "policy": allow("config errors monitor"),
     "planner": allow("errors"),
-    "session": allow("checkpointing collectives compression config errors monitor policy", "torch packaging"),
+    "session": allow("collectives compression config errors monitor policy", "torch packaging"),
     "backends.activations": allow("collectives compression config monitor session.traffic", "torch"),
     "backends.activations.compiled": allow("errors", "torch"),
     "backends.deepspeed": allow(
