@@ -264,8 +264,8 @@ BUGS: Mapping[str, Bug] = {
     ),
     "factors are not in a resumed run": Bug(
         "session/state_files.py",
-        "        session.residuals.expect(found[0][1].storage)",
-        "        session.residuals.expect({})",
+        "    session.residuals.expect(found[0][1].storage)",
+        "    session.residuals.expect({})",
         ("backends/deepspeed/test_switching.py",),
     ),
     "buckets of PowerSGD are a plan for others": Bug(

@@ -30,7 +30,7 @@ from deepspeed_compress.session.exact import ExactWeights
 from deepspeed_compress.session.parts import Parts
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import Session
-from deepspeed_compress.session.state_files import Place, on_all_ranks, save_on_all
+from deepspeed_compress.session.state_files import NOT_SAVED, Place, result_on_all
 
 EXPERTS = "experts"
 """Subdirectory for everything that concerns only experts."""
@@ -89,7 +89,7 @@ class Attached:
         if self.experts is not None:
             self.experts.save(Path(directory) / EXPERTS)
         elif self.any_experts:
-            save_on_all(_nothing)
+            result_on_all(_nothing, problem=NOT_SAVED)
 
     def load(self, directory: str | Path) -> None:
         """Resume from the files that `save` wrote.
@@ -103,9 +103,11 @@ class Attached:
         if self.experts is not None:
             self.experts.load(Path(directory) / EXPERTS)
         elif self.any_experts:
-            problem = on_all_ranks(_nothing)
-            if problem and self.session.config.on_missing_state == "error":
-                raise StateError(problem)
+            try:
+                result_on_all(_nothing)
+            except StateError:
+                if self.session.config.on_missing_state == "error":
+                    raise
 
     def sharded_state_dict(self, checkpoint: str | Path | None = None) -> dict[str, Any]:
         """Return the state of compression for Megatron's checkpoints.

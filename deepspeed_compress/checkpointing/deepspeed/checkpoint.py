@@ -18,7 +18,14 @@ from deepspeed_compress.compression import state
 from deepspeed_compress.errors import CompressWarning, StateError
 from deepspeed_compress.session.protocols import BackgroundCheckpoints
 from deepspeed_compress.session.session import Session
-from deepspeed_compress.session.state_files import Place, Write, load_state_files, save_on_all, save_state_files
+from deepspeed_compress.session.state_files import (
+    NOT_SAVED,
+    Place,
+    Write,
+    load_state_files,
+    result_on_all,
+    save_state_files,
+)
 
 
 class CompressionState(Participant):
@@ -33,7 +40,8 @@ class CompressionState(Participant):
         session = self._session
         session.renew_weights()
         # DeepSpeed writes `latest` at the end, and every rank's state must be complete by then.
-        save_on_all(partial(self._write, find_place(self._engine, session.config), request.place))
+        write = partial(self._write, find_place(self._engine, session.config), request.place)
+        result_on_all(write, problem=NOT_SAVED)
         yield request
         if not request.in_memory:
             # A guard must go back further than the last few steps, so checkpoints in memory do not count.
