@@ -336,7 +336,7 @@ BUGS: Mapping[str, Bug] = {
     ),
     "an exchange of islands counts as waiting for gradients": Bug(
         "session/step_end.py",
-        '["communicate"] - self._exchange_ms',
+        '["communicate"] - exchange_ms',
         '["communicate"]',
         ("local_sgd/deepspeed/test_islands_adaptive.py",),
     ),

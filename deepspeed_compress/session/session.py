@@ -82,6 +82,8 @@ class Session:
         self._inputs = inputs
         self._discards: list[Callable[[], None]] = []
         self._followers: list[StepFollower] = []
+        self._exchange_ms = 0.0
+        """Milliseconds that the running step, if it is measured, has waited for other islands."""
         self._step_end = StepEnd(parts, inputs, slowest, self._followers)
 
     @property
@@ -298,7 +300,7 @@ class Session:
 
         Returns True if the checkpoint saved last is to be loaded.
         """
-        actions = self._step_end.finish(finished, self.alone)
+        actions = self._step_end.finish(finished, self.alone, self._exchange_ms)
         self.begin(finished.step, finished.scale_after)
         return actions.load_checkpoint
 
@@ -307,7 +309,9 @@ class Session:
         if self.islands is None:
             return
         self.islands.step_ended(step)
-        self._step_end.exchanged()
+        if self._plan.probe:
+            # The meter has begun the next step, whose gradients have not been waited for yet.
+            self._exchange_ms = self.meter.milliseconds()["communicate"]
 
     def decisions(self) -> dict[str, Any]:
         """Return the state that the next decisions depend on, as JSON values; equal on all ranks."""
@@ -349,5 +353,5 @@ class Session:
             follower.follow(self.alone)
         if self._plan.changed and isinstance(self._plan.settings, PowerSGDGradients) and self._scale is not None:
             self.residuals.hand_over_means(self._scale)
-        self._step_end.begin()
+        self._exchange_ms = 0.0
         self.meter.reset(timed=self._plan.probe or self._records.reporter.due(step + 1))
