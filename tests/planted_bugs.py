@@ -264,8 +264,8 @@ BUGS: Mapping[str, Bug] = {
     ),
     "factors are not in a resumed run": Bug(
         "session/state_files.py",
-        "        session.residuals.expect(found[0][1].storage)",
-        "        session.residuals.expect({})",
+        "    session.residuals.expect(found[0][1].storage)",
+        "    session.residuals.expect({})",
         ("backends/deepspeed/test_switching.py",),
     ),
     "buckets of PowerSGD are a plan for others": Bug(
@@ -336,7 +336,7 @@ BUGS: Mapping[str, Bug] = {
     ),
     "an exchange of islands counts as waiting for gradients": Bug(
         "session/step_end.py",
-        '["communicate"] - self._exchange_ms',
+        '["communicate"] - exchange_ms',
         '["communicate"]',
         ("local_sgd/deepspeed/test_islands_adaptive.py",),
     ),

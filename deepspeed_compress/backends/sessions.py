@@ -27,7 +27,7 @@ from deepspeed_compress.session.parts import Attachment, Parts, make_parts
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.reporting import Sizes
 from deepspeed_compress.session.session import Session
-from deepspeed_compress.session.state_files import Place, load_state_files, save_on_all, save_state_files
+from deepspeed_compress.session.state_files import NOT_SAVED, Place, load_state_files, result_on_all, save_state_files
 from deepspeed_compress.session.torch_version import check_torch
 
 Config = str | Path | dict[str, Any]
@@ -105,7 +105,7 @@ class Attached:
         save = partial(
             save_state_files, self.session, Path(directory), self.place, 0, self.steps.count, scale, state.write
         )
-        save_on_all(save, self.place.group)
+        result_on_all(save, self.place.group, NOT_SAVED)
 
     def load(self, directory: str | Path) -> None:
         """Resume from the files that `save` wrote.

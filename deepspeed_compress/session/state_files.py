@@ -3,9 +3,10 @@
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,8 @@ from deepspeed_compress.session.session import Session
 T = TypeVar("T")
 Write = Callable[[state.Contents, Path], None]
 """`state.write`, or a function that does the same later."""
+NOT_SAVED = "compression state is not saved: "
+"""Beginning of the message if a state cannot be written; see `result_on_all`."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +55,6 @@ def save_state_files(
     write(kept, state.state_file(directory, place.rank))
 
 
-def save_on_all(work: Callable[[], None], group: ProcessGroup | None = None) -> None:
-    """Call `work`, which saves. Collective: raises StateError on all ranks if it fails on one."""
-    result_on_all(work, group, "compression state is not saved: ")
-
-
 def load_state_files(session: Session, directory: Path, place: Place, loss_scale: float) -> int | None:
     """Restore the state that `save_state_files` wrote to `directory`, on all ranks or on none. Collective.
 
@@ -67,23 +65,11 @@ def load_state_files(session: Session, directory: Path, place: Place, loss_scale
         StateError: on all ranks, if something is wrong on any rank. With `on_missing_state` "reset" it is a
             CompressWarning instead, and every store starts empty.
     """
-    steps: list[int] = []
     decided = session.decisions()
-
-    def restore() -> None:
-        found = state.sources(directory, place.rank, place.position)
-        check_owners(found[0][1], session.config)
-        check_parameters([description for _, description in found], session.parameters)
-        check_experts(found[0][1], session.stores, place.position)
-        session.residuals.expect(found[0][1].storage)
-        same = state.restore(session.stores, found, place.position, loss_scale, place.device)
-        session.residuals.restored(same)
-        _load_decisions(session, *found[0])
-        steps.append(found[0][1].step)
-
-    text = on_all_ranks(restore, place.group)
-    if not text:
-        return steps[0]
+    try:
+        return result_on_all(partial(_restore, session, directory, place, loss_scale), place.group)
+    except StateError as error:
+        text = str(error)
     session.reset()
     # Ranks whose own files were complete would decide differently from the others.
     session.load_decisions(decided)
@@ -96,6 +82,19 @@ def load_state_files(session: Session, directory: Path, place: Place, loss_scale
     return None
 
 
+def _restore(session: Session, directory: Path, place: Place, loss_scale: float) -> int:
+    """Restore the state of this rank, and return the step at which it was saved."""
+    found = state.sources(directory, place.rank, place.position)
+    check_owners(found[0][1], session.config)
+    check_parameters([description for _, description in found], session.parameters)
+    check_experts(found[0][1], session.stores, place.position)
+    session.residuals.expect(found[0][1].storage)
+    same = state.restore(session.stores, found, place.position, loss_scale, place.device)
+    session.residuals.restored(same)
+    _load_decisions(session, *found[0])
+    return found[0][1].step
+
+
 def _load_decisions(session: Session, file: Path, description: state.Description) -> None:
     """Restore the saved decisions of the policy. Raises StateError if they are not what a policy saves."""
     try:
@@ -105,30 +104,21 @@ def _load_decisions(session: Session, file: Path, description: state.Description
 
 
 def result_on_all(work: Callable[[], T], group: ProcessGroup | None = None, problem: str = "") -> T:
-    """Return the result of `work` on this rank. Collective.
+    """Return the result of `work` on this rank. Collective: no rank raises while the others wait for it.
 
     Raises:
-        StateError: it failed on some rank. Raised on all ranks; the message begins with `problem`.
+        StateError: it failed on some rank. Raised on all ranks, with all errors; the message begins with `problem`.
     """
-    found: list[T] = []
-    problems = on_all_ranks(lambda: found.append(work()), group)
-    if problems:
-        raise StateError(f"{problem}{problems}")
-    return found[0]
-
-
-def on_all_ranks(work: Callable[[], object], group: ProcessGroup | None = None) -> str:
-    """Call `work` and return the errors of all ranks, "" for none.
-
-    No rank raises while the others wait for it. Collective.
-    """
-    problem = None
+    result: T | None = None
+    own = ""
     try:
-        work()
+        result = work()
     except Exception as error:  # whatever it is, the other ranks must be told
-        problem = str(error) if isinstance(error, StateError) else f"rank {dist.get_rank()}: {error!r}"
-    problems = gather_objects(problem, group)
-    return "; ".join(dict.fromkeys(found for found in problems if found))
+        own = str(error) if isinstance(error, StateError) else f"rank {dist.get_rank()}: {error!r}"
+    problems = dict.fromkeys(one for one in gather_objects(own, group) if one)
+    if problems:
+        raise StateError(f"{problem}{'; '.join(problems)}")
+    return cast(T, result)
 
 
 def check_owners(saved: state.Description, config: CompressConfig) -> None:

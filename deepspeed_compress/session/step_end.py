@@ -35,25 +35,14 @@ class StepEnd:
         self._policy, self._settings, self._residuals = parts.policy, parts.settings, parts.residuals
         self._meter, self._reporter = parts.run.meter, parts.records.reporter
         self._inputs, self._slowest, self._followers = inputs, slowest, followers
-        self._exchange_ms = 0.0
-        """Milliseconds that a measured step has waited for other islands."""
 
-    def begin(self) -> None:
-        """Begin the next step, which has not waited for other islands."""
-        self._exchange_ms = 0.0
-
-    def exchanged(self) -> None:
-        """Note that the ranks have exchanged with other islands, so that a measured step leaves this time out."""
-        if self._settings.plan.probe:
-            # The meter has begun the next step, whose gradients have not been waited for yet.
-            self._exchange_ms = self._meter.milliseconds()["communicate"]
-
-    def finish(self, finished: FinishedStep, alone: bool) -> Actions:
+    def finish(self, finished: FinishedStep, alone: bool, exchange_ms: float) -> Actions:
         """Finish a step. Collective.
 
         Args:
             finished: the step.
-            alone: True if the engine itself has reduced gradients and gathered weights in it.
+            alone: True if the engine itself has reduced gradients in it.
+            exchange_ms: milliseconds that it has waited for other islands, if it is measured.
 
         Returns:
             What the policy wants to be done.
@@ -67,7 +56,7 @@ class StepEnd:
         actions = self._policy.observe(seen)
         prober = self._prober()
         if prober is not None:
-            self._adapt(prober, finished, timed_ms)
+            self._adapt(prober, finished, timed_ms, exchange_ms)
         if actions.check_residuals:
             self._check_residuals(finished)
         self._compare(finished.step, timed_ms)
@@ -90,7 +79,7 @@ class StepEnd:
         """Return the measurements of candidates; None in steps that measure none."""
         return self._inputs.prober if self._settings.plan.probe and self._inputs is not None else None
 
-    def _adapt(self, prober: Prober, finished: FinishedStep, timed_ms: float | None) -> None:
+    def _adapt(self, prober: Prober, finished: FinishedStep, timed_ms: float | None, exchange_ms: float) -> None:
         """Let the policy choose by this step.
 
         If the step was skipped or its time is unknown, drop its samples; the next step is measured instead.
@@ -98,7 +87,7 @@ class StepEnd:
         if timed_ms is None:
             prober.forget()
             return
-        waited = self._meter.milliseconds()["communicate"] - self._exchange_ms
+        waited = self._meter.milliseconds()["communicate"] - exchange_ms
         group = self._settings.reducers.every[0].group
         self._policy.adapt(finished.step, prober.measure(group, waited / 1e3, timed_ms / 1e3))
         # The measurement is not part of any step's time.

@@ -14,14 +14,20 @@ from deepspeed_compress.backends.deepspeed.norms import loss_scale
 from deepspeed_compress.checkpointing.completeness import unlist_all
 from deepspeed_compress.checkpointing.deepspeed.participants import LoadRequest, Participant, SaveRequest
 from deepspeed_compress.checkpointing.deepspeed.places import find_place
-from deepspeed_compress.checkpointing.snapshot import Call
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.compression import state
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import CompressWarning, StateError
 from deepspeed_compress.session.protocols import BackgroundCheckpoints
 from deepspeed_compress.session.session import Session
-from deepspeed_compress.session.state_files import Place, Write, load_state_files, save_on_all, save_state_files
+from deepspeed_compress.session.state_files import (
+    NOT_SAVED,
+    Place,
+    Write,
+    load_state_files,
+    result_on_all,
+    save_state_files,
+)
 
 
 class CompressionState(Participant):
@@ -36,7 +42,8 @@ class CompressionState(Participant):
         session = self._session
         session.renew_weights()
         # DeepSpeed writes `latest` at the end, and every rank's state must be complete by then.
-        save_on_all(partial(self._write, find_place(self._engine, session.config), request.place))
+        write = partial(self._write, find_place(self._engine, session.config), request.place)
+        result_on_all(write, problem=NOT_SAVED)
         yield request
         if not request.in_memory:
             # A guard must go back further than the last few steps, so checkpoints in memory do not count.
@@ -131,8 +138,4 @@ def _has_state(session: Session) -> bool:
 
 def writing(saving: BackgroundCheckpoints | None) -> Write:
     """Return the function that writes state files: at once, or with the checkpoint that `saving` keeps."""
-    return state.write if saving is None else partial(_write_later, saving)
-
-
-def _write_later(saving: BackgroundCheckpoints, contents: state.Contents, file: Path) -> None:
-    saving.add(Call(state.write, (contents, file, saving.held), (file, file.with_suffix(".json"))))
+    return state.write if saving is None else saving.write_state

@@ -16,7 +16,7 @@ from deepspeed_compress.checkpointing.completeness import replace_text
 from deepspeed_compress.checkpointing.directory_lock import hold, in_turn
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.errors import ConfigError, StateError
-from deepspeed_compress.session.state_files import on_all_ranks
+from deepspeed_compress.session.state_files import result_on_all
 
 _ISLAND = "deepspeed_compress_island.json"
 """File in a checkpoint directory that names the island to which it belongs."""
@@ -31,13 +31,12 @@ def alone_in(directory: str | None, start: str) -> TextIO | None:
     Raises:
         ConfigError: another job saves there. Raised on all ranks.
     """
-    held: list[TextIO | None] = []
     if directory is None:
         return None
-    problem = on_all_ranks(lambda: held.append(None if dist.get_rank() else _lock(directory, start)))
-    if problem:
-        raise ConfigError(problem)
-    return held[0]
+    try:
+        return result_on_all(lambda: None if dist.get_rank() else _lock(directory, start))
+    except StateError as error:
+        raise ConfigError(str(error)) from None
 
 
 def start_of_all() -> str:

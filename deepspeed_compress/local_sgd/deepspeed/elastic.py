@@ -46,7 +46,7 @@ from deepspeed_compress.local_sgd.strategy import ExchangeContext, ExchangeResul
 from deepspeed_compress.monitor import Event
 from deepspeed_compress.session.parts import Parts
 from deepspeed_compress.session.protocols import BackgroundCheckpoints
-from deepspeed_compress.session.state_files import Write, save_on_all
+from deepspeed_compress.session.state_files import NOT_SAVED, Write, result_on_all
 
 _POINTER = "/deepspeed_compress/islands/elastic"
 _AHEAD = "ahead"
@@ -171,7 +171,7 @@ class ElasticIsland(Participant):
         self.exchange.prepare_save()
         self._ranks.run_on_first(partial(self._reserve_directory, Path(request.directory)))
         described = {**self.exchange.describe(), _AHEAD: self._learning_rates.ahead}
-        save_on_all(partial(self._files.save, request.place, described, self._write))
+        result_on_all(partial(self._files.save, request.place, described, self._write), problem=NOT_SAVED)
         yield request
 
     @contextmanager

@@ -12,7 +12,7 @@ from deepspeed_compress.compression import state
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import CompressConfig, masked
 from deepspeed_compress.errors import CompressWarning, StateError
-from deepspeed_compress.session.state_files import Write, check_owners, on_all_ranks
+from deepspeed_compress.session.state_files import Write, check_owners, result_on_all
 
 _STEM = "deepspeed_compress_islands"
 
@@ -67,12 +67,15 @@ class ExchangeFiles:
         Raises:
             StateError: it fails, and `on_missing_state` is "error". Raised on all ranks.
         """
-        problems = on_all_ranks(restore)
-        if problems and self.config.on_missing_state == "error":
+        try:
+            result_on_all(restore)
+            return True
+        except StateError as error:
+            problems = str(error)
+        if self.config.on_missing_state == "error":
             raise StateError(
                 f'{problems}. Restore the file, or write "on_missing_state": "reset" into deepspeed_compress (allowed: '
                 f'"error", "reset"): then {reset}'
             )
-        if problems:
-            warnings.warn(f"{reset}: {problems}", CompressWarning, stacklevel=5)
-        return not problems
+        warnings.warn(f"{reset}: {problems}", CompressWarning, stacklevel=5)
+        return False
