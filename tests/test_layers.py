@@ -91,7 +91,7 @@ TABLE = {
     "monitor": allow("config errors", "torch"),
     "policy": allow("config errors monitor"),
     "planner": allow("errors"),
-    "session": allow("checkpointing collectives compression config errors monitor policy", "torch packaging"),
+    "session": allow("collectives compression config errors monitor policy", "torch packaging"),
     "backends.activations": allow("collectives compression config monitor session.traffic", "torch"),
     "backends.activations.compiled": allow("errors", "torch"),
     "backends.deepspeed": allow(
@@ -101,13 +101,10 @@ TABLE = {
     "backends.deepspeed.builds": allow("errors"),
     "backends.deepspeed.seams": allow("errors", "packaging"),
     "backends.deepspeed.versions": allow("", "deepspeed packaging"),
-    "backends.deepspeed.engine_target": allow(
-        "backends.deepspeed collectives config policy session", "torch deepspeed"
-    ),
+    "backends.deepspeed.attachment": allow("backends.deepspeed collectives config policy session", "torch deepspeed"),
     "backends.deepspeed.attach": allow(
-        "backends.activations backends.deepspeed checkpointing.deepspeed local_sgd.deepspeed collectives config errors "
-        "monitor session",
-        "torch deepspeed",
+        "backends.deepspeed checkpointing.deepspeed local_sgd.deepspeed collectives config errors monitor session",
+        "deepspeed",
     ),
     "backends.deepspeed.initialize": allow(
         "backends.deepspeed checkpointing.deepspeed local_sgd.deepspeed config errors", "deepspeed"

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from deepspeed_compress.collectives.buckets import Partition
-from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import Reducer
-from deepspeed_compress.collectives.reduction import Groups, Reduction, ReductionContext, Reductions
+from deepspeed_compress.collectives.reduction import Groups, ReductionContext, Reductions
 from deepspeed_compress.compression.segments import PADDING
 from deepspeed_compress.config.places import AnyCompressedGradients
 
@@ -70,15 +69,16 @@ class GroupedReductions:
         """Return the groups of ranks, those of the data-parallel group first."""
         return [reductions.context.groups for reductions in self._every]
 
-    @property
-    def parameters(self) -> Parameters:
-        """Return the parameters of all groups."""
-        return self.context.parameters
+    def at(
+        self, settings: AnyCompressedGradients, step: int, dense: bool = False, flush: bool = False
+    ) -> GroupedReducers:
+        """Return the reducers for `settings` in optimizer step `step` (0-based).
 
-    def at(self, settings: AnyCompressedGradients, step: int) -> Sequence[Reduction]:
-        """Return the reducers of each group for `settings` in optimizer step `step` (0-based)."""
-        return [reductions.at(settings, step) for reductions in self._every]
-
-    def grouped(self, reducers: Sequence[Reducer]) -> GroupedReducers:
-        """Return `reducers`, one for each group, as they are found by the parameters of a bucket."""
-        return GroupedReducers(reducers, self._places)
+        Args:
+            settings: the settings of gradients.
+            step: the optimizer step.
+            dense: send everything uncompressed.
+            flush: send the residuals, too, and everything uncompressed.
+        """
+        every = [reductions.at(settings, step).reducer(dense, flush) for reductions in self._every]
+        return GroupedReducers(every, self._places)

@@ -88,6 +88,12 @@ class Reduction:
     plain: Reducer
     flushing: Reducer
 
+    def reducer(self, dense: bool, flush: bool) -> Reducer:
+        """Return the reducer of a step that sends everything uncompressed if `dense`, and the residuals if `flush`."""
+        if flush:
+            return self.flushing
+        return self.plain if dense else self.compressed
+
 
 @dataclass(frozen=True)
 class Codecs:

@@ -6,7 +6,6 @@ engine gets the parts that it needs, and the session gets everything in its cons
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -83,31 +82,26 @@ class Parts:
 
     Attributes:
         config: the section.
+        parameters: the model's parameters.
         policy: decides at the beginning of every step which settings are in force.
         run: step clock, meter, seed and pace, shared with all reducers.
         reductions: the reducers for each choice of gradient settings; None for method "none", which leaves reduction to
             the engine.
+        settings: the settings in force.
+        residuals: residuals and momenta.
         records: statistics and events of the run.
         patches: the attributes that are replaced on the engine; undone by `detach`.
     """
 
     config: CompressConfig
+    parameters: Parameters
     policy: Policy
     run: Run
     reductions: GroupedReductions | None
+    settings: StepSettings
+    residuals: ResidualState
     records: Records
     patches: Patches
-
-    @cached_property
-    def settings(self) -> StepSettings:
-        """Return the settings in force."""
-        return StepSettings(self.config, self.policy, self.reductions)
-
-    @cached_property
-    def residuals(self) -> ResidualState:
-        """Return the residuals and momenta."""
-        stores = ResidualStores(False) if self.reductions is None else self.reductions.context.stores
-        return ResidualState(stores, self.config)
 
 
 def make_parts(attachment: Attachment, patches: Patches) -> Parts:
@@ -121,7 +115,10 @@ def make_parts(attachment: Attachment, patches: Patches) -> Parts:
     records = make_records(reporter, journal, attachment.writes, attachment.sink, attachment.island)
     total = total_steps(attachment.document, config.schedule)
     policy = Policy(config, total, records.log.record, attachment.available)
-    return Parts(config, policy, run, _reductions(attachment, run), records, patches)
+    reductions = _reductions(attachment, run)
+    settings = StepSettings(config, policy, reductions)
+    residuals = ResidualState(ResidualStores(False) if reductions is None else reductions.context.stores, config)
+    return Parts(config, attachment.parameters, policy, run, reductions, settings, residuals, records, patches)
 
 
 def _reductions(attachment: Attachment, run: Run) -> GroupedReductions | None:

@@ -1,24 +1,20 @@
 """Interfaces of what works next to a session: checkpoints in the background, and exchanges with other islands."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Protocol
 
-from deepspeed_compress.checkpointing.snapshot import Call
+from deepspeed_compress.compression.state import Contents
 
 
 class BackgroundCheckpoints(Protocol):
     """Checkpoints that are written in the background."""
 
-    @property
-    def held(self) -> Callable[[], AbstractContextManager[None]]:
-        """Context in which the files of the checkpoint that is being saved get their names."""
-
     def set_client_state(self, client_state: Callable[[], dict[str, Any]]) -> None:
         """Save what `client_state` returns as the `client_state` of checkpoints that are saved automatically."""
 
-    def add(self, call: Call) -> None:
-        """Have `call` write files of the checkpoint that is being saved."""
+    def write_state(self, contents: Contents, file: Path) -> None:
+        """Have a state written with the checkpoint that is being saved, as `compression.state.write` does."""
 
     def newest_step(self, directory: str) -> int | None:
         """Return the step of the newest checkpoint in `directory`; None without any. Collective."""

@@ -8,13 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from deepspeed_compress.collectives.buckets import Partition
-from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.payload import PayloadReducer, PendingMeans
 from deepspeed_compress.collectives.probes import cosine_with_truth, true_sum
 from deepspeed_compress.collectives.reducer import Pending, Reduced, Reducer
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import gather
-from deepspeed_compress.config import PowerSGDGradients, WeightsConfig
+from deepspeed_compress.config import CompressedGradients, PowerSGDGradients, WeightsConfig
 from deepspeed_compress.monitor import Event, StepStatistics
 from deepspeed_compress.policy import StepPlan
 from deepspeed_compress.session.exact import ExactWeights
@@ -58,6 +57,8 @@ class Session:
         slowest: Callable[[float], float] | None = None,
     ) -> None:
         self.config = parts.config
+        self.parameters = None if parts.reductions is None else parts.parameters
+        """The model's parameters as reducers know them; None if reduction is left to the engine."""
         self.policy = parts.policy
         self.meter = parts.run.meter
         self.clock = parts.run.clock
@@ -94,25 +95,16 @@ class Session:
         return self.residuals.by_name
 
     @property
-    def parameters(self) -> Parameters | None:
-        """Return the model's parameters as reducers know them; None if reduction is left to DeepSpeed."""
-        return None if self._reductions is None else self._reductions.parameters
-
-    @property
     def reducer(self) -> Reducer:
         """Return the reducer of the running step for the parameters that all data-parallel ranks have."""
         return self._settings.reducers.every[0]
 
-    def reducer_of(self, partition: Partition) -> Reducer:
-        """Return the reducer of the running step for the bucket that `partition` cuts.
-
-        Its parameters determine the group of ranks over which they are averaged; experts have their own.
-        """
-        return self._settings.reducers.of(partition)
-
     def chosen_reducer(self, step: int, partition: Partition) -> Reducer:
         """Return the reducer of a bucket for the configured settings in step `step` (0-based), whatever is in force."""
-        return self._settings.chosen_reducer(step, partition)
+        gradients = self.config.gradients
+        assert self._reductions is not None
+        assert isinstance(gradients, CompressedGradients)
+        return self._reductions.at(gradients, step).of(partition)
 
     @property
     def settings(self) -> str:
@@ -126,17 +118,12 @@ class Session:
 
     @property
     def alone(self) -> bool:
-        """Return True if the engine itself reduces gradients and gathers weights in the running step, uncompressed."""
+        """Return True if the engine itself reduces gradients in the running step, uncompressed."""
         return self._plan.alone or self._reductions is None
 
     @property
-    def gathers_alone(self) -> bool:
-        """Return True if the engine itself gathers weights in the running step, whatever is in the section."""
-        return self._plan.alone
-
-    @property
-    def weights(self) -> WeightsConfig:
-        """Return the weight settings of the running step; `NoCompression` if nothing is compressed."""
+    def weights(self) -> WeightsConfig | None:
+        """Return the weight settings of the running step; None if the engine itself gathers weights."""
         return self._settings.weights
 
     @property
@@ -199,13 +186,11 @@ class Session:
 
     def reduce(self, bucket: Tensor, partition: Partition, scale: float, everywhere: bool) -> None:
         """Reduce `bucket` in place: to its owners, or to all ranks if `everywhere` (see `PayloadReducer`)."""
-        reducer = self.reducer_of(partition)
-        self._sample(bucket, partition, everywhere)
+        reducer = self._settings.reducers.of(partition)
+        self._measure(reducer, bucket, partition, everywhere)
         self._scale = scale
-        operation = reducer.all_reduce if everywhere else reducer.reduce_scatter
-        self._count(partition, everywhere)
-        truth = true_sum(reducer.group, bucket) if self._sampled(partition) else None
-        operation(bucket, partition, scale)
+        truth = true_sum(reducer.group, bucket) if self._is_compared(reducer) else None
+        (reducer.all_reduce if everywhere else reducer.reduce_scatter)(bucket, partition, scale)
         if truth is not None:
             own = partition.owned_by(reducer.group.rank())
             self.meter.cosine = cosine_with_truth(reducer.group, bucket, truth, own)
@@ -218,11 +203,10 @@ class Session:
         one rank, if updates cannot be rolled back, and in steps that probe candidates or compare with the true sum.
         """
         reducer = self.reducer
-        alone = not isinstance(reducer, PayloadReducer) or reducer.group.size() == 1
-        if alone or not self.residuals.transactional or self._plan.probe or self._compares():
+        if not isinstance(reducer, PayloadReducer) or reducer.group.size() == 1:
             return None
-        assert isinstance(reducer, PayloadReducer)
-        return reducer
+        may_begin = self.residuals.transactional and not self._plan.probe and not self._compares()
+        return reducer if may_begin else None
 
     def forget_step(self) -> None:
         """Roll back what the running step has written into error-feedback buffers and momenta."""
@@ -263,44 +247,41 @@ class Session:
         """
         reducer = self.early_reducer
         assert reducer is not None, "nothing may begin early in this step"
-        self._count(partition, everywhere)
+        self._measure(reducer, bucket, partition, everywhere)
         self._scale = scale
         begin = reducer.start_all_reduce if everywhere else reducer.start_reduce_scatter
         return begin(bucket, partition, scale, number)
 
     def start(self, bucket: Tensor, partition: Partition, scale: float) -> Pending:
         """Begin to reduce `bucket` to its owners; it may be overwritten."""
-        if self._sampled(partition):
+        reducer = self._settings.reducers.of(partition)
+        if self._is_compared(reducer):
             self.reduce(bucket, partition, scale, everywhere=False)
-            own = partition.owned_by(self.reducer_of(partition).group.rank())
+            own = partition.owned_by(reducer.group.rank())
             return Reduced(own, gather(bucket, own))
-        self._sample(bucket, partition, everywhere=False)
-        self._count(partition, everywhere=False)
-        return self.reducer_of(partition).start_reduce_scatter(bucket, partition, scale)
+        self._measure(reducer, bucket, partition, everywhere=False)
+        return reducer.start_reduce_scatter(bucket, partition, scale)
 
     def start_everywhere(self, bucket: Tensor, partition: Partition, scale: float) -> PendingMeans | None:
         """Begin to reduce `bucket` on all ranks.
 
         Returns None if the reduction cannot be deferred; it is then done already.
         """
-        reducer = self.reducer_of(partition)
-        if not isinstance(reducer, PayloadReducer) or reducer.group.size() == 1 or self._sampled(partition):
+        reducer = self._settings.reducers.of(partition)
+        if not isinstance(reducer, PayloadReducer) or reducer.group.size() == 1 or self._is_compared(reducer):
             self.reduce(bucket, partition, scale, everywhere=True)
             return None
-        self._sample(bucket, partition, everywhere=True)
-        self._count(partition, everywhere=True)
+        self._measure(reducer, bucket, partition, everywhere=True)
         self._scale = scale
         return reducer.start_all_reduce(bucket, partition, scale)
 
-    def _sample(self, bucket: Tensor, partition: Partition, everywhere: bool) -> None:
-        """Let an adaptive policy measure its candidates on `bucket`."""
+    def _measure(self, reducer: Reducer, bucket: Tensor, partition: Partition, everywhere: bool) -> None:
+        """Let an adaptive policy measure its candidates on `bucket`, and count the bytes that are sent uncompressed."""
         if self._plan.probe and self._inputs is not None and self._inputs.prober is not None:
-            self._inputs.prober.see(bucket, partition, self.reducer_of(partition).group.rank(), everywhere)
-
-    def _count(self, partition: Partition, everywhere: bool) -> None:
-        """Count the bytes of parameters that are sent uncompressed: excluded, small, or chosen by an override."""
+            self._inputs.prober.see(bucket, partition, reducer.group.rank(), everywhere)
         if self.meter.timed:
-            transfers = self.reducer_of(partition).transfers(partition, everywhere)
+            # Those of parameters that are excluded, small, or chosen by an override.
+            transfers = reducer.transfers(partition, everywhere)
             self.meter.bytes_raw += sum(one.uncompressed_bytes for one in transfers)
 
     def _compares(self) -> bool:
@@ -308,10 +289,9 @@ class Session:
         every = self.config.monitor.cosine_every
         return every > 0 and (self.clock.step + 1) % every == 0 and not self.dense
 
-    def _sampled(self, partition: Partition) -> bool:
-        """Return True if this bucket is to be compared: the first one of all ranks in a step that compares."""
-        first = self._compares() and self.meter.cosine is None
-        return first and self.reducer_of(partition) is self.reducer
+    def _is_compared(self, reducer: Reducer) -> bool:
+        """Return True if its next bucket is compared: the first one of all ranks in a step that compares."""
+        return self._compares() and self.meter.cosine is None and reducer is self.reducer
 
     def finish(self, finished: FinishedStep) -> bool:
         """Finish a step: update residuals, report, decide, and begin the next step.

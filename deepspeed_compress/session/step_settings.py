@@ -1,9 +1,6 @@
 """Settings in force in the running optimizer step, and the reducer that is made of them."""
 
-from deepspeed_compress.collectives.buckets import Partition
 from deepspeed_compress.collectives.grouped import GroupedReducers, GroupedReductions
-from deepspeed_compress.collectives.reducer import Reducer
-from deepspeed_compress.collectives.reduction import Reduction
 from deepspeed_compress.config import CompressConfig, CompressedGradients, WeightsConfig
 from deepspeed_compress.config.methods import NoCompression
 from deepspeed_compress.policy import Policy, StepPlan
@@ -32,32 +29,19 @@ class StepSettings:
         return self._reducers
 
     @property
-    def weights(self) -> WeightsConfig:
-        """Return the weight settings of the running step; `NoCompression` if nothing is compressed."""
-        return NoCompression() if self.plan.dense else self.plan.weights
+    def weights(self) -> WeightsConfig | None:
+        """Return the weight settings of the running step; None if the engine itself gathers weights.
 
-    def chosen_reducer(self, step: int, partition: Partition) -> Reducer:
-        """Return the reducer of a bucket for the configured settings in step `step` (0-based), whatever is in force."""
-        gradients = self._config.gradients
-        assert self._reductions is not None
-        assert isinstance(gradients, CompressedGradients)
-        compressed = [reduction.compressed for reduction in self._reductions.at(gradients, step)]
-        return self._reductions.grouped(compressed).of(partition)
+        `NoCompression` if nothing is compressed.
+        """
+        if self.plan.alone:
+            return None
+        return NoCompression() if self.plan.dense else self.plan.weights
 
     def begin(self, step: int) -> None:
         """Put the settings of optimizer step `step` (0-based) in force."""
-        self.plan = self._policy.begin(step)
-        self._reducers = self._resolved(step)
-
-    def _resolved(self, step: int) -> GroupedReducers | None:
-        """Return the reducers of optimizer step `step`, which are resolved once, here."""
-        plan, chosen = self.plan, self._config.gradients
-        settings = chosen if plan.dense else plan.settings
-        if self._reductions is None or not isinstance(settings, CompressedGradients):
-            return None
-        return self._reductions.grouped([self._chosen(one) for one in self._reductions.at(settings, step)])
-
-    def _chosen(self, reduction: Reduction) -> Reducer:
-        if self.plan.flush:
-            return reduction.flushing
-        return reduction.plain if self.plan.dense else reduction.compressed
+        self.plan = plan = self._policy.begin(step)
+        settings = self._config.gradients if plan.dense else plan.settings
+        if self._reductions is not None:
+            assert isinstance(settings, CompressedGradients)
+            self._reducers = self._reductions.at(settings, step, plan.dense, plan.flush)

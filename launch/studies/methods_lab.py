@@ -37,8 +37,9 @@ from deepspeed_compress.session.parts import Parts
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.records import Records
 from deepspeed_compress.session.reporting import Reporter
-from deepspeed_compress.session.residual_state import FinishedStep
+from deepspeed_compress.session.residual_state import FinishedStep, ResidualState
 from deepspeed_compress.session.session import Session
+from deepspeed_compress.session.step_settings import StepSettings
 from deepspeed_compress.training.data import Windows, eval_starts, open_cache, split_windows, step_starts
 
 __all__ = ["Rank", "Spec", "StepRecord", "run", "train"]
@@ -129,7 +130,7 @@ class Rank:
         context = ReductionContext(Groups(group), parameters, ResidualStores(transactional=True), run)
         reductions = GroupedReductions(context)
         gradients, weights = _compressed(config)
-        self.plain = reductions.at(gradients, 0)[0].plain
+        self.plain = reductions.at(gradients, 0, dense=True).every[0]
         self.session = _session(config, run, reductions)
         self.gather = WeightReduction(weights, parameters, run).difference_gather(group, sizes, HELD)
         # Use the partition of the gather: a rank receives the mean gradients of its own master weights.
@@ -193,7 +194,9 @@ def _session(config: CompressConfig, run: Run, reductions: GroupedReductions) ->
     reporter = Reporter(config.monitor, run.meter, lambda sizes: (0, sizes), torch.device("cpu"))
     compressed = reductions if isinstance(config.gradients, CompressedGradients) else None
     records, policy = Records(reporter, journal, log), Policy(config, None, log.record)
-    return Session(Parts(config, policy, run, compressed, records, Patches()))
+    settings, residuals = StepSettings(config, policy, compressed), ResidualState(reductions.context.stores, config)
+    parameters = reductions.context.parameters
+    return Session(Parts(config, parameters, policy, run, compressed, settings, residuals, records, Patches()))
 
 
 def _compressed(config: CompressConfig) -> tuple[AnyCompressedGradients, CompressedWeights]:

@@ -22,7 +22,6 @@ from deepspeed_compress.backends.megatron.steps import MegatronSteps, StepHook
 from deepspeed_compress.backends.megatron.weights import PlainWeights, Weights, has_masters
 from deepspeed_compress.backends.sessions import Config, Exchanged, make_session_parts, read_section
 from deepspeed_compress.collectives.objects import gather_objects
-from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import Run
 from deepspeed_compress.collectives.weight_reduction import WeightReduction
 from deepspeed_compress.config import CompressConfig, CompressedWeights
@@ -235,20 +234,20 @@ def _attach_share(
     rank = dist.get_rank()
     exchanged = Exchanged(share.whole, parameters, share.device, position)
     parts = make_session_parts(exchanged, section, document, patches, writes=rank == 0)
-    weights = list(_weights(share, parts, parameters))
+    weights = list(_weights(share, parts))
     compressed = next((one for one in weights if isinstance(one, Weights)), None)
     exact = None if compressed is None else ExactWeights(lambda: parts.run.clock.step, compressed.synchronise)
     return _AttachedShare(share, Session(parts, exact=exact), parts.run, weights, Place(rank, position, share.device))
 
 
-def _weights(share: Share, parts: Parts, parameters: Parameters) -> Iterator[PlainWeights | Weights]:
+def _weights(share: Share, parts: Parts) -> Iterator[PlainWeights | Weights]:
     """Yield the senders of a share's weights. Those with fp32 master weights are sent as differences if configured."""
     settings, run = parts.config.weights, parts.run
     if not isinstance(settings, CompressedWeights):
         yield PlainWeights(run.meter, share.weight_bytes(share.sources))
         return
     whole = make_group(dist.get_process_group_ranks(share.group))
-    gather = partial(WeightReduction(settings, parameters, run).difference_gather, whole)
+    gather = partial(WeightReduction(settings, parts.parameters, run).difference_gather, whole)
     with_masters = [source for source in share.sources if has_masters(source)]
     yield Weights(parts, with_masters, share.names, gather)
     yield PlainWeights(run.meter, share.weight_bytes([one for one in share.sources if not has_masters(one)]))

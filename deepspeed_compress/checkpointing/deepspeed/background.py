@@ -11,7 +11,7 @@ import signal
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ from deepspeed_compress.checkpointing.deepspeed.side_stream import copies_for_de
 from deepspeed_compress.checkpointing.deepspeed.writer_queue import Interval, WriterQueue
 from deepspeed_compress.checkpointing.snapshot import NOTHING, Call, Memory, Snapshot
 from deepspeed_compress.checkpointing.writer import Task, tried, write_torch
+from deepspeed_compress.compression import state
 from deepspeed_compress.config.checkpointing import Checkpointing
 from deepspeed_compress.config.durations import byte_rate, seconds
 from deepspeed_compress.session.observer import new_run
@@ -164,18 +165,11 @@ class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc
         """Return the directory of checkpoints in memory on this host; None without them."""
         return None if self._memory is None else self._memory.directory
 
-    @property
-    def held(self) -> Callable[[], AbstractContextManager[None]]:
-        """Return a function that makes the context in which files of the current checkpoint get their final names.
-
-        The context raises StateError if a later start of the job has claimed the directory.
-        """
-        return self._claim.held
-
-    def add(self, call: Call) -> None:
-        """Add a call that writes files of the current checkpoint, next to DeepSpeed's."""
+    def write_state(self, contents: state.Contents, file: Path) -> None:
+        """Keep a state of compression, whose files belong to the current checkpoint, next to DeepSpeed's."""
         assert self._open is not None, "save_checkpoint is not running"
-        self._open.add(call)
+        files = (file, file.with_suffix(".json"))
+        self._open.add(Call(state.write, (contents, file, self._claim.held), files))
 
     def copy_script(self, original: Callable[[str], None], save_path: str) -> None:
         """Have the writer process run DeepSpeed's `_copy_recovery_script`, for checkpoints on disk only."""

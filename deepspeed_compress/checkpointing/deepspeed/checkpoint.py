@@ -14,7 +14,6 @@ from deepspeed_compress.backends.deepspeed.norms import loss_scale
 from deepspeed_compress.checkpointing.completeness import unlist_all
 from deepspeed_compress.checkpointing.deepspeed.participants import LoadRequest, Participant, SaveRequest
 from deepspeed_compress.checkpointing.deepspeed.places import find_place
-from deepspeed_compress.checkpointing.snapshot import Call
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.compression import state
 from deepspeed_compress.config import SECTION
@@ -131,8 +130,4 @@ def _has_state(session: Session) -> bool:
 
 def writing(saving: BackgroundCheckpoints | None) -> Write:
     """Return the function that writes state files: at once, or with the checkpoint that `saving` keeps."""
-    return state.write if saving is None else partial(_write_later, saving)
-
-
-def _write_later(saving: BackgroundCheckpoints, contents: state.Contents, file: Path) -> None:
-    saving.add(Call(state.write, (contents, file, saving.held), (file, file.with_suffix(".json"))))
+    return state.write if saving is None else saving.write_state

@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 import deepspeed_compress
 from deepspeed_compress import ConfigError, SeamError, UnsupportedError
-from deepspeed_compress.backends.deepspeed import attach as attach_module
-from deepspeed_compress.backends.deepspeed import limits, seams
+from deepspeed_compress.backends.deepspeed import checks, limits, seams
 from deepspeed_compress.backends.deepspeed.division import IslandUnit
 from deepspeed_compress.backends.deepspeed.groups import downward_group
 from deepspeed_compress.config import CompressConfig, parse_section
@@ -279,7 +278,7 @@ def refused_on_one_rank(rank: int) -> str:
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=JOB.config())
     fails = UnsupportedError("this stage cannot") if rank else None
     with (
-        patch.object(attach_module, "refuse_idle_activations", Mock(side_effect=fails)),
+        patch.object(checks, "refuse_idle_activations", Mock(side_effect=fails)),
         pytest.raises(UnsupportedError) as caught,
     ):
         deepspeed_compress.attach(engine)

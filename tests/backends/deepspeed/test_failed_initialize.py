@@ -35,7 +35,7 @@ STEPS = (
     "backends.deepspeed.division._check_tensor",
     "backends.deepspeed.initialize.keep_file_order",
     "backends.deepspeed.initialize.attach_section",
-    "backends.deepspeed.attach.check_ownership",
+    "backends.deepspeed.checks.check_ownership",
     "backends.deepspeed.attach.find_parameters",
     "backends.deepspeed.attach.make_parts",
     "backends.deepspeed.attach.follow_losses",

@@ -1,8 +1,7 @@
-"""Target of `attach`: an engine, and what the session's parts must know about it."""
+"""Description of an engine for the parts of its session."""
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,9 +11,9 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed_compress.backends.deepspeed import comms_log, parallel
 from deepspeed_compress.backends.deepspeed.gradients.zero_0 import may_begin_early
 from deepspeed_compress.backends.deepspeed.groups import find_separate, make_groups
-from deepspeed_compress.backends.deepspeed.limits import shared_parameters
+from deepspeed_compress.backends.deepspeed.limits import engine_kind, shared_parameters
 from deepspeed_compress.backends.deepspeed.node_gradients import may_average_early
-from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, deciding_group
+from deepspeed_compress.backends.deepspeed.units import IslandUnit, deciding_group, node_unit
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.config import CompressConfig
@@ -24,34 +23,15 @@ from deepspeed_compress.session.machines import equal_machines
 from deepspeed_compress.session.parts import Attachment
 
 
-@dataclass(frozen=True)
-class EngineTarget:
-    """An engine to attach to.
-
-    Attributes:
-        engine: the engine.
-        config: the section.
-        kind: the result of `engine_kind`.
-        island: this rank's island, if the ranks of this job were divided into islands; None otherwise.
-        node: this rank's node, if the model is sharded within nodes; None otherwise.
-    """
-
-    engine: Any
-    config: CompressConfig
-    kind: str
-    island: IslandUnit | None
-    node: NodeUnit | None
-
-
-def find_parameters(target: EngineTarget) -> Parameters:
+def find_parameters(engine: Any) -> Parameters:
     """Return the model's parameters as reducers know them. Collective."""
-    engine = target.engine
     shapes = {name: tuple(_shape(parameter)) for parameter, name in engine.param_names.items()}
     user_names = {name: user_name(parameter, name) for parameter, name in engine.param_names.items()}
     # Each pipeline stage has a part of the model, so only all of them together show whether an override matches
     # nothing.
     every_name = gather_objects(list(user_names.values()))
-    dtype = _RAW_DTYPE[target.kind](engine) if target.node is None else engine.optimizer.gradient_accumulation_dtype
+    in_nodes = node_unit(engine) is not None
+    dtype = engine.optimizer.gradient_accumulation_dtype if in_nodes else _RAW_DTYPE[engine_kind(engine)](engine)
     return Parameters(
         shapes=shapes,
         everywhere=sorted({name for some in every_name for name in some}),
@@ -61,13 +41,20 @@ def find_parameters(target: EngineTarget) -> Parameters:
     )
 
 
-def describe(target: EngineTarget, parameters: Parameters) -> Attachment:
-    """Return the description of the engine and of this rank from which the session's parts are made."""
-    engine, config, kind = target.engine, target.config, target.kind
+def describe(engine: Any, config: CompressConfig, island: IslandUnit | None, parameters: Parameters) -> Attachment:
+    """Return the description of the engine and of this rank from which the session's parts are made.
+
+    Args:
+        engine: the engine.
+        config: the section.
+        island: this rank's island, if the ranks of this job were divided into islands; None otherwise.
+        parameters: the model's parameters.
+    """
     # Without a guard, only loss scalers skip steps: those of DeepSpeed's own optimizers, and torch's.
     scaled = hasattr(engine.optimizer, "overflow") or engine.torch_autocast_z0_gradscaler is not None
     skips = scaled or config.guard is not None
-    overlaps = may_average_early(engine) if target.node else kind == "zero_0" and may_begin_early(engine)
+    in_nodes, without_zero = node_unit(engine) is not None, engine_kind(engine) == "zero_0"
+    overlaps = may_average_early(engine) if in_nodes else without_zero and may_begin_early(engine)
     return Attachment(
         config,
         engine.config,
@@ -79,10 +66,10 @@ def describe(target: EngineTarget, parameters: Parameters) -> Attachment:
         make_groups=functools.partial(make_groups, engine, config),
         find_separate=functools.partial(find_separate, engine),
         transactional=skips or overlaps,
-        available=_available(target),
+        available=_available(engine, config),
         step=engine.global_steps,
         sink=engine.monitor,
-        island=None if target.island is None else target.island.number,
+        island=None if island is None else island.number,
         others_listen=comms_log.listens,
     )
 
@@ -92,17 +79,15 @@ def _shape(parameter: Any) -> torch.Size:
     return getattr(parameter, "ds_shape", parameter.shape)  # type: ignore[no-any-return]
 
 
-def _available(target: EngineTarget) -> AllowedChoices:
+def _available(engine: Any, config: CompressConfig) -> AllowedChoices:
     """Return the settings that an adaptive policy may choose from.
 
     Under ZeRO 3 no rank keeps the weights that it gathers, so weight settings are not among them.
     """
-    if target.config.adaptive is None:
+    if config.adaptive is None:
         return AllowedChoices()
-    engine = target.engine
-    return AllowedChoices(
-        low_rank=equal_machines(engine.device, deciding_group(engine)), weights=target.kind != "zero_3"
-    )
+    low_rank = equal_machines(engine.device, deciding_group(engine))
+    return AllowedChoices(low_rank, weights=engine_kind(engine) != "zero_3")
 
 
 _RAW_DTYPE: Mapping[str, Callable[[Any], torch.dtype]] = {
