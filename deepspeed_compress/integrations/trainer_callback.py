@@ -76,6 +76,8 @@ class CompressionCallback(TrainerCallback):  # type: ignore[misc]
         """Save and stop training if all ranks have agreed to in this step."""
         if self._stops:
             control.should_save = control.should_training_stop = True
+            # Otherwise Trainer may remove this checkpoint at the end, because another one is the best.
+            args.save_total_limit = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Follow the engine that Trainer is about to train. Any checkpoint has been loaded by now.
