@@ -301,12 +301,10 @@ class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc
 
     def _warn_of_engines_there(self) -> None:
         """Warn if another engine of this program saves automatically in the same directory, under the same tags."""
+        if self._directory is None or self._rank:
+            return
         engines = [one for one in gc.get_objects() if type(one) is BackgroundSaving and one is not self]
-        if (
-            self._directory is None
-            or self._rank
-            or self._directory not in {vars(one).get("_directory") for one in engines}
-        ):
+        if all(vars(one).get("_directory") != self._directory for one in engines):
             return
         text = (
             f"/deepspeed_compress/checkpointing/directory: {self._directory}: another engine of this program saves its "
