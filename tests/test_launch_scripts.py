@@ -11,7 +11,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 import pytest
 
@@ -19,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 SCRIPTS = ("single_node", "multi_node", "slurm", "torchrun")
 CONFIG = "configs/zero2_int4.json"
 TRAIN = f"launch/train_gpt.py --deepspeed_config {CONFIG} --data 'a text' --output-dir out"
-NOTHING: Mapping[str, str] = MappingProxyType({})
+NOTHING: Mapping[str, str] = {}
 GIVEN = (CONFIG, "--data", "a text", "--output-dir", "out")
 SLURM = {
     "SLURM_JOB_ID": "70001",

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
-from types import MappingProxyType
 from typing import Any
 
 from deepspeed_compress.errors import StateError
@@ -111,14 +110,12 @@ def _is_file(name: object, entry: tuple[object, object]) -> bool:
     return inside and "\0" not in path.name and _is_count(size) and isinstance(sha256, str)
 
 
-_FIELDS: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
-    {
-        **dict.fromkeys(("version", "number", "step", "rank", "world"), _is_count),
-        **dict.fromkeys(("run", "problem"), lambda value: isinstance(value, str)),
-        "automatic": lambda value: isinstance(value, bool),
-        "files": lambda value: all(_is_file(name, entry) for name, entry in value.items()),
-    }
-)
+_FIELDS: Mapping[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("version", "number", "step", "rank", "world"), _is_count),
+    **dict.fromkeys(("run", "problem"), lambda value: isinstance(value, str)),
+    "automatic": lambda value: isinstance(value, bool),
+    "files": lambda value: all(_is_file(name, entry) for name, entry in value.items()),
+}
 """Checks of the fields of a `FileList`."""
 
 
@@ -284,15 +281,23 @@ def find_problems(place: Path, part: int = 0, parts: int = 1) -> Iterator[str]:
 
 
 def find_damaged(place: Path, listed: FileList) -> Iterator[str]:
-    """Yield a problem for each file of `listed` below `place` that is missing or has changed."""
+    """Yield a problem for each file of `listed` below `place` that is missing, has changed, or cannot be read."""
     for name, (size, sha256) in listed.files.items():
-        file = place / name
-        if not file.is_file():
-            yield f"{file} is missing"
-        elif file.stat().st_size != size:
-            yield f"{file} has {file.stat().st_size} bytes of {size}"
-        elif digest(file) != sha256:
-            yield f"{file} is damaged: its digest does not match"
+        try:
+            problem = _find_damage(place / name, size, sha256)
+        except OSError as error:
+            problem = f"{place / name} cannot be read: {error}"
+        if problem:
+            yield problem
+
+
+def _find_damage(file: Path, size: int, sha256: str) -> str:
+    """Return what is wrong with `file`; "" if it has `size` bytes and the digest `sha256`."""
+    if not file.is_file():
+        return f"{file} is missing"
+    if file.stat().st_size != size:
+        return f"{file} has {file.stat().st_size} bytes of {size}"
+    return "" if digest(file) == sha256 else f"{file} is damaged: its digest does not match"
 
 
 def unlist_all(place: Path) -> None:

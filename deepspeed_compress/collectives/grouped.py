@@ -11,7 +11,7 @@ from deepspeed_compress.collectives.buckets import Partition
 from deepspeed_compress.collectives.reducer import Reducer
 from deepspeed_compress.collectives.reduction import Groups, ReductionContext, Reductions
 from deepspeed_compress.compression.segments import PADDING
-from deepspeed_compress.config import AnyCompressedGradients
+from deepspeed_compress.config.places import AnyCompressedGradients
 
 
 @dataclass(frozen=True)

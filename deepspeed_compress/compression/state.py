@@ -280,7 +280,7 @@ def sources(directory: Path, rank: int, position: Position, stem: str = STEM) ->
     own, problem = state_file(directory, rank, stem), None
     try:
         description = read_description(own)
-        if description.position == position:
+        if description.position == position and _has_size(state_file(directory, 0, stem), position):
             return [(own, description)]
     except StateError as error:
         problem = error
@@ -300,6 +300,17 @@ def sources(directory: Path, rank: int, position: Position, stem: str = STEM) ->
     files = [state_file(directory, peer, stem) for peer in range(first.groups * first.size)]
     found = [(file, read_description(file)) for file in files]
     return [(file, description) for file, description in found if description.position.group == position.group]
+
+
+def _has_size(first: Path, position: Position) -> bool:
+    """Return True if the first rank's file, which another host may not see, was saved by as many ranks as `position`.
+
+    Otherwise an earlier save of the same tag, by more ranks, has left the files of the last ones.
+    """
+    if not first.with_suffix(".json").is_file():
+        return True
+    saved = read_description(first).position
+    return (saved.size, saved.groups, saved.node_size) == (position.size, position.groups, position.node_size)
 
 
 def restore(

@@ -1,16 +1,16 @@
 """Times and rates as users write them: "30 s", "10 min", "50 MB/s", "200 Mbit/s"."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from functools import partial
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-_SECONDS: Mapping[str, float] = MappingProxyType({"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0})
-_BYTES: Mapping[str, float] = MappingProxyType({"kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9})
-_BITS: Mapping[str, float] = MappingProxyType({"kbit/s": 1e3, "Mbit/s": 1e6, "Gbit/s": 1e9})
+_SECONDS: Mapping[str, float] = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_BYTES: Mapping[str, float] = {"kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
+_BITS: Mapping[str, float] = {"kbit/s": 1e3, "Mbit/s": 1e6, "Gbit/s": 1e9}
 
 
 @dataclass(frozen=True)
@@ -57,21 +57,11 @@ def _amount(text: str, units: Mapping[str, float], within: _Range) -> float:
     return amount
 
 
-def _checked_seconds(text: str) -> str:
-    seconds(text)
+def _checked(read: Callable[[str], float], text: str) -> str:
+    read(text)
     return text
 
 
-def _checked_rate(text: str) -> str:
-    byte_rate(text)
-    return text
-
-
-def _checked_bits(text: str) -> str:
-    bit_rate(text)
-    return text
-
-
-Duration = Annotated[str, AfterValidator(_checked_seconds), Field(examples=["30 s", "10 min"])]
-ByteRate = Annotated[str, AfterValidator(_checked_rate), Field(examples=["50 MB/s"])]
-BitRate = Annotated[str, AfterValidator(_checked_bits), Field(examples=["200 Mbit/s"])]
+Duration = Annotated[str, AfterValidator(partial(_checked, seconds)), Field(examples=["30 s", "10 min"])]
+ByteRate = Annotated[str, AfterValidator(partial(_checked, byte_rate)), Field(examples=["50 MB/s"])]
+BitRate = Annotated[str, AfterValidator(partial(_checked, bit_rate)), Field(examples=["200 Mbit/s"])]

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from functools import cache
-from types import MappingProxyType
 from typing import Any, get_args
 
 from pydantic import TypeAdapter
@@ -12,20 +11,18 @@ from deepspeed_compress.config.overrides import Override
 from deepspeed_compress.config.places import CompressedWeights, GradientsConfig, WeightsConfig
 from deepspeed_compress.config.sparse_methods import SparseConfig
 
-_FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
-    {
-        method: frozenset(model.model_fields)
-        for model in get_args(get_args(GradientsConfig)[0])
-        for method in get_args(model.model_fields["method"].annotation)
-    }
-)
+_FIELDS: Mapping[str, frozenset[str]] = {
+    method: frozenset(model.model_fields)
+    for model in get_args(get_args(GradientsConfig)[0])
+    for method in get_args(model.model_fields["method"].annotation)
+}
 """Keys of every method."""
 _SHARED = frozenset({"overrides", "min_numel", "chunk_bytes", "hierarchy", "error_feedback", "rotation"})
 """Keys that are kept when the method changes, if the new method has them."""
 _SHARED_BY_WEIGHTS = frozenset({"min_numel", "overlap"})
 """The same for weights; uncompressed weights have none of them."""
 _SHOWN = ("bits", "levels", "density", "rank")
-_IMPLIED: Mapping[str, Mapping[str, int]] = MappingProxyType({"sign": {"levels": 2}})
+_IMPLIED: Mapping[str, Mapping[str, int]] = {"sign": {"levels": 2}}
 """Values that the name of a method already implies."""
 
 

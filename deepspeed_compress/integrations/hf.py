@@ -6,7 +6,7 @@ from deepspeed_compress.config import SECTION, parse_section
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.integrations.install import install
 from deepspeed_compress.integrations.trainer_callback import CompressionCallback
-from deepspeed_compress.integrations.trainers import add_callback, configuration_of, refuse_pipeline
+from deepspeed_compress.integrations.trainers import add_callback, configuration_of, follow_trainers, refuse_pipeline
 
 __all__ = ["CompressionCallback", "attach"]
 
@@ -29,5 +29,7 @@ def attach(trainer: Trainer) -> Trainer:
     refuse_pipeline(trainer.model)
     parse_section(ds_config)
     install()
+    # `install` does it when a configuration is read, but that of `trainer` has been read already.
+    follow_trainers()
     add_callback(trainer)
     return trainer

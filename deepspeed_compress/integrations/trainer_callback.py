@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from accelerate.data_loader import SeedableRandomSampler, get_sampler
@@ -77,6 +76,8 @@ class CompressionCallback(TrainerCallback):  # type: ignore[misc]
         """Save and stop training if all ranks have agreed to in this step."""
         if self._stops:
             control.should_save = control.should_training_stop = True
+            # Otherwise Trainer may remove this checkpoint at the end, because another one is the best.
+            args.save_total_limit = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Follow the engine that Trainer is about to train. Any checkpoint has been loaded by now.
@@ -180,9 +181,7 @@ def use_own_data_order(session: Session, loader: Any) -> None:
     warnings.warn(text, CompressWarning, stacklevel=2)
 
 
-_PROGRESS_BAR: Mapping[str, str] = MappingProxyType(
-    {"compressed": "compression_total_ratio", "gradients": "compression_ratio"}
-)
+_PROGRESS_BAR: Mapping[str, str] = {"compressed": "compression_total_ratio", "gradients": "compression_ratio"}
 """Log entry behind each label of the progress bar. All traffic comes first: uncompressed weights may be most of it."""
 
 

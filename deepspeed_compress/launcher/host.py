@@ -153,12 +153,13 @@ class Agent:
     def _stop(self, message: Message) -> None:
         """Stop the ranks.
 
-        Ranks that save on SIGTERM would wait for a lost rank, so they are killed. Others may clean up.
+        Ranks that save on SIGTERM would wait for a lost rank, so they are killed. Others may clean up. The end of this
+        host's ranks is reported again if all of them had succeeded before a rank of another host failed.
         """
         start = self._start
         if start is None or start.number != message["start"]:
             return
-        start.stopping, start.kill_at = True, time.monotonic() + self._grace
+        start.stopping, start.reported, start.kill_at = True, False, time.monotonic() + self._grace
         waiting = start.saving()
         self._workers.signal(signal.SIGKILL, waiting)
         self._workers.signal(signal.SIGTERM, [rank for rank in start.slots if rank not in waiting])

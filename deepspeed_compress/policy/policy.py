@@ -8,15 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from deepspeed_compress.config import (
-    CompressConfig,
-    GradientsConfig,
-    NoneGradients,
-    WeightsConfig,
-    brief,
-    settings_of,
-    written,
-)
+from deepspeed_compress.config import CompressConfig, GradientsConfig, WeightsConfig, brief, settings_of, written
+from deepspeed_compress.config.places import NoneGradients
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor import Event
 from deepspeed_compress.policy.adaptation import Adaptation
@@ -320,13 +313,7 @@ class Policy:
         return every > 0 and (step + 1) % every == 0
 
     def _event(
-        self,
-        step: int,
-        kind: str,
-        reason: str,
-        evidence: Mapping[str, float],
-        before: Any = None,
-        after: Any = None,
+        self, step: int, kind: str, reason: str, evidence: Mapping[str, float], before: Any = None, after: Any = None
     ) -> None:
         former, latter = (brief(settings or self._plan.settings) for settings in (before, after))
         self._emit(step, kind, reason, evidence, former, latter)

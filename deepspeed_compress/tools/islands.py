@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from deepspeed_compress.config.addresses import check_address
@@ -70,10 +69,7 @@ def status(options: argparse.Namespace) -> int:
 def forget(options: argparse.Namespace) -> int:
     """Declare that islands are permanently gone. Return the exit code."""
     before = _asked(options, client.status)
-    for state, advice in (
-        ("islands", "end it first, or do not forget it"),
-        ("missing", "you need not forget it"),
-    ):
+    for state, advice in (("islands", "end it first, or do not forget it"), ("missing", "you need not forget it")):
         numbers = {one["number"] for one in before.get(state, ())}
         wrong = [one for one in options.numbers if (one in numbers) == (state == "islands")]
         if wrong:
@@ -130,16 +126,14 @@ def _table(found: Mapping[str, Any]) -> str:
 
 
 _OWN_HOST = ("127.0.0.1", "localhost", "::1")
-_COLUMNS: Mapping[str, str] = MappingProxyType(
-    {
-        "number": "island",
-        "host": "host",
-        "address": "host",
-        "slots": "slots",
-        "version": "version",
-        "waiting": "waiting",
-        "weight": "weight",
-        "silent": "last seen (s)",
-    }
-)
+_COLUMNS: Mapping[str, str] = {
+    "number": "island",
+    "host": "host",
+    "address": "host",
+    "slots": "slots",
+    "version": "version",
+    "waiting": "waiting",
+    "weight": "weight",
+    "silent": "last seen (s)",
+}
 """Titles of the columns of `status`, by field."""

@@ -43,17 +43,15 @@ def _tokens(dispatch: int, combine: int) -> Mapping[str, Any]:
     return {"gradients": {"method": "none"}, "activations": {"experts": experts}}
 
 
-SECTIONS: Mapping[str, Sections] = MappingProxyType(
-    {
-        "gradients": {**UNCOMPRESSED, "4 bits": {"gradients": {"bits": 4}}},
-        "tokens": {
-            **UNCOMPRESSED,
-            "8 bits": _tokens(8, 8),
-            "4 bits to the experts, 8 bits back": _tokens(4, 8),
-            "4 bits": _tokens(4, 4),
-        },
-    }
-)
+SECTIONS: Mapping[str, Sections] = {
+    "gradients": {**UNCOMPRESSED, "4 bits": {"gradients": {"bits": 4}}},
+    "tokens": {
+        **UNCOMPRESSED,
+        "8 bits": _tokens(8, 8),
+        "4 bits to the experts, 8 bits back": _tokens(4, 8),
+        "4 bits": _tokens(4, 4),
+    },
+}
 """Sections that are compared, by what is compressed."""
 
 

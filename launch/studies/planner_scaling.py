@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from deepspeed_compress.planner.cluster import Cluster
@@ -24,19 +23,17 @@ from deepspeed_compress.planner.search import Candidate, Job
 from deepspeed_compress.planner.software import SOFTWARE
 from deepspeed_compress.planner.sweep import KINDS, over_network
 
-MODELS: Mapping[str, Model] = MappingProxyType(
-    {
-        "7B": Model("Llama 2 7B", "llama", 32, 4096, 32, 32, 128, 11008, True, 32000, False),
-        "13B": Model("Llama 2 13B", "llama", 40, 5120, 40, 40, 128, 13824, True, 32000, False),
-        "70B": Model("Llama 2 70B", "llama", 80, 8192, 64, 8, 128, 28672, True, 32000, False),
-        "175B": Model("GPT-3", "gpt2", 96, 12288, 96, 96, 128, 49152, False, 50257, True, positions=2048),
-    }
-)
-TOKENS: Mapping[int, int] = MappingProxyType({128: 2**22, 512: 2**22, 2048: 2**23, 10240: 5 * 2**22})
+MODELS: Mapping[str, Model] = {
+    "7B": Model("Llama 2 7B", "llama", 32, 4096, 32, 32, 128, 11008, True, 32000, False),
+    "13B": Model("Llama 2 13B", "llama", 40, 5120, 40, 40, 128, 13824, True, 32000, False),
+    "70B": Model("Llama 2 70B", "llama", 80, 8192, 64, 8, 128, 28672, True, 32000, False),
+    "175B": Model("GPT-3", "gpt2", 96, 12288, 96, 96, 128, 49152, False, 50257, True, positions=2048),
+}
+TOKENS: Mapping[int, int] = {128: 2**22, 512: 2**22, 2048: 2**23, 10240: 5 * 2**22}
 """Tokens of a step by number of GPUs: 4M, 4M, 8M and 20M."""
 RATES = (10, 25, 50, 100, 200, 400)
 """Gbit/s of a node."""
-SEQUENCES: Mapping[str, int] = MappingProxyType({"175B": 2048})
+SEQUENCES: Mapping[str, int] = {"175B": 2048}
 """Tokens of a sequence, 4,096 if a model is not listed."""
 PER_PARAMETER = 20
 """Tokens of a run for each parameter."""

@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 from xml.etree import ElementTree
 
@@ -27,24 +26,22 @@ __all__ = ["PARTS", "VERSIONS", "Outcome", "read_outcomes", "run", "table"]
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("deepspeed", "torch", "transformers", "accelerate")
-VERSIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "0.18.3": ("==0.18.3", "==2.7.1", "==4.51.3", "==1.6.0"),
-        "0.18.4": ("==0.18.4", "==2.7.1", "==4.51.3", "==1.6.0"),
-        "0.18.5": ("==0.18.5", "==2.7.1", "==4.51.3", "==1.6.0"),
-        "0.19.0": ("==0.19.0", "==2.7.1", "==4.51.3", "==1.6.0"),
-        "0.19.2": ("==0.19.2", "==2.9.1", "==4.57.6", "==1.10.1"),
-        "0.19.3": ("==0.19.3", "==2.13.0", "==4.57.6", "==1.10.1"),
-        "0.19.5": ("==0.19.5", "==2.13.0", "==4.53.3", "==1.6.0"),
-        "0.19.6": ("==0.19.6", "==2.13.0", "==5.0.0", "==1.10.1"),
-        "0.19.7": ("==0.19.7", "==2.13.0", "==5.23.0", "==1.15.0"),
-        "0.19.8": ("==0.19.8", "==2.13.0", "==5.23.0", "==1.15.0"),
-        "0.19.8-2.14": ("==0.19.8", "==2.14.1", "==5.24.0", "==1.15.0"),
-        "0.19.8-2.15": ("==0.19.8", "==2.15.0", "==5.24.0", "==1.15.0"),
-        "0.19.8-old": ("==0.19.8", "==2.7.1", "==4.51.3", "==1.6.0"),
-        "newest": ("", "", "", ""),
-    }
-)
+VERSIONS: Mapping[str, tuple[str, ...]] = {
+    "0.18.3": ("==0.18.3", "==2.7.1", "==4.51.3", "==1.6.0"),
+    "0.18.4": ("==0.18.4", "==2.7.1", "==4.51.3", "==1.6.0"),
+    "0.18.5": ("==0.18.5", "==2.7.1", "==4.51.3", "==1.6.0"),
+    "0.19.0": ("==0.19.0", "==2.7.1", "==4.51.3", "==1.6.0"),
+    "0.19.2": ("==0.19.2", "==2.9.1", "==4.57.6", "==1.10.1"),
+    "0.19.3": ("==0.19.3", "==2.13.0", "==4.57.6", "==1.10.1"),
+    "0.19.5": ("==0.19.5", "==2.13.0", "==4.53.3", "==1.6.0"),
+    "0.19.6": ("==0.19.6", "==2.13.0", "==5.0.0", "==1.10.1"),
+    "0.19.7": ("==0.19.7", "==2.13.0", "==5.23.0", "==1.15.0"),
+    "0.19.8": ("==0.19.8", "==2.13.0", "==5.23.0", "==1.15.0"),
+    "0.19.8-2.14": ("==0.19.8", "==2.14.1", "==5.24.0", "==1.15.0"),
+    "0.19.8-2.15": ("==0.19.8", "==2.15.0", "==5.24.0", "==1.15.0"),
+    "0.19.8-old": ("==0.19.8", "==2.7.1", "==4.51.3", "==1.6.0"),
+    "newest": ("", "", "", ""),
+}
 """Version specifiers of `PACKAGES`, by name of the row."""
 CORE = ("hjson", "pydantic>=2.10", "pyyaml", "rich", "safetensors", "packaging", "numpy")
 """Packages that this one needs. It is itself found by PYTHONPATH, because pip would refuse versions that it does not
@@ -52,60 +49,58 @@ ask for."""
 TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "jsonschema", "ninja")
 _CHECKPOINT = "tests/checkpointing/deepspeed/test_checkpoint.py::"
 _DEEPSPEED = "tests/backends/deepspeed/"
-PARTS: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {
-        "as DeepSpeed": {
-            _DEEPSPEED + "test_equal_to_deepspeed.py::test_method_none": (
-                "0-1-0.0",
-                "1-1-0.5",
-                "2-2-0.0",
-                "3-2-0.5",
-            ),
-            _DEEPSPEED + "test_equal_to_deepspeed.py::test_uncompressed_exchange": (
-                "1-default",
-                "1-contiguous_gradients",
-                "2-default",
-                "3-default",
-            ),
-            _DEEPSPEED + "test_equal_to_deepspeed.py::test_uncompressed_exchange_in_a_pipeline": ("1",),
-        },
-        "4 bits": {
-            _DEEPSPEED + "test_compressed_training.py::test_replicas_agree_and_learn": (
-                "2-share",
-                "3-share",
-            ),
-            _DEEPSPEED + "test_compressed_training.py::test_bf16": ("0",),
-            _DEEPSPEED + "test_compressed_training.py::test_optimizer_offload": ("2",),
-            _DEEPSPEED + "test_compressed_training.py::test_pipeline": ("0-int8",),
-        },
-        "weights": {
-            _DEEPSPEED + "test_weights.py::test_uncompressed_is_deepspeed_to_the_bit": (
-                "raw-zero_2",
-                "raw-bf16",
-                "dense-bf16_optimizer",
-            ),
-            _DEEPSPEED + "test_weights_3.py::test_uncompressed_messages_give_the_results_of_deepspeed": (
-                "bf16-gathered again",
-                "fp32-kept",
-            ),
-        },
-        "resume": {
-            _CHECKPOINT + "test_resuming_is_bit_identical_to_going_on": ("2-share",),
-        },
-        "ownership": {
-            _DEEPSPEED + "test_ownership.py::test_training_is_deepspeeds_to_the_bit": ("1-fp32", "2-bf16"),
-        },
-        "programs": {_DEEPSPEED + "test_random_programs.py::test_random_programs": ("1",)},
-        "Trainer": {
-            "tests/integrations/test_trainer.py::test_none_is_bit_identical_and_compression_trains": (
-                "1-plain",
-                "2-accumulation",
-                "3-plain",
-            ),
-        },
-        "DDP": {"tests/backends/test_ddp.py::test_a_resumed_run_equals_an_uninterrupted_one": ("int4", "random")},
-    }
-)
+PARTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "as DeepSpeed": {
+        _DEEPSPEED + "test_equal_to_deepspeed.py::test_method_none": (
+            "0-1-0.0",
+            "1-1-0.5",
+            "2-2-0.0",
+            "3-2-0.5",
+        ),
+        _DEEPSPEED + "test_equal_to_deepspeed.py::test_uncompressed_exchange": (
+            "1-default",
+            "1-contiguous_gradients",
+            "2-default",
+            "3-default",
+        ),
+        _DEEPSPEED + "test_equal_to_deepspeed.py::test_uncompressed_exchange_in_a_pipeline": ("1",),
+    },
+    "4 bits": {
+        _DEEPSPEED + "test_compressed_training.py::test_replicas_agree_and_learn": (
+            "2-share",
+            "3-share",
+        ),
+        _DEEPSPEED + "test_compressed_training.py::test_bf16": ("0",),
+        _DEEPSPEED + "test_compressed_training.py::test_optimizer_offload": ("2",),
+        _DEEPSPEED + "test_compressed_training.py::test_pipeline": ("0-int8",),
+    },
+    "weights": {
+        _DEEPSPEED + "test_weights.py::test_uncompressed_is_deepspeed_to_the_bit": (
+            "raw-zero_2",
+            "raw-bf16",
+            "dense-bf16_optimizer",
+        ),
+        _DEEPSPEED + "test_weights_3.py::test_uncompressed_messages_give_the_results_of_deepspeed": (
+            "bf16-gathered again",
+            "fp32-kept",
+        ),
+    },
+    "resume": {
+        _CHECKPOINT + "test_resuming_is_bit_identical_to_going_on": ("2-share",),
+    },
+    "ownership": {
+        _DEEPSPEED + "test_ownership.py::test_training_is_deepspeeds_to_the_bit": ("1-fp32", "2-bf16"),
+    },
+    "programs": {_DEEPSPEED + "test_random_programs.py::test_random_programs": ("1",)},
+    "Trainer": {
+        "tests/integrations/test_trainer.py::test_none_is_bit_identical_and_compression_trains": (
+            "1-plain",
+            "2-accumulation",
+            "3-plain",
+        ),
+    },
+    "DDP": {"tests/backends/test_ddp.py::test_a_resumed_run_equals_an_uninterrupted_one": ("int4", "random")},
+}
 """Cases of test functions, by column."""
 
 

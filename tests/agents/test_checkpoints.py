@@ -4,9 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from deepspeed_compress.agents.checkpoints import Checkpoints
 from deepspeed_compress.errors import StateError
+from tests.support.forks import run_forks
 
 
 class Engine:
@@ -47,3 +49,22 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
 def test_an_interval_below_one_batch_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"every is 0 \(allowed: 1 or more\)"):
         Checkpoints(Engine(), tmp_path, every=0)
+
+
+class Saved(Engine):
+    """An engine that loads a checkpoint, although this rank may not see it yet."""
+
+    def load_checkpoint(self, directory: str) -> tuple[str, dict[str, Any]]:
+        return "batch3", {"batches": 3}
+
+
+def resume_late(rank: int, directory: Path) -> int:
+    """Return the number of batches if only the first rank sees the checkpoint."""
+    dist.init_process_group("gloo", rank=rank)
+    return Checkpoints(Saved(), directory / str(rank), resume=True).batches
+
+
+def test_all_ranks_continue_from_the_checkpoint_that_the_first_one_finds(tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "latest").write_text("batch3")
+    assert run_forks(2, resume_late, tmp_path) == [3, 3]

@@ -1,5 +1,6 @@
 """A checkpoint is complete, or its problems are named."""
 
+import errno
 import random
 import shutil
 import threading
@@ -100,6 +101,19 @@ def test_flipped_bits_and_lost_ends_of_any_file_are_found_by_name(tmp_path, seed
     file.write_bytes(content)
     problems = list(find_problems(one.place))
     assert any(file.name in problem for problem in problems)
+
+
+def test_a_file_that_cannot_be_read_is_damaged(tmp_path, monkeypatch):
+    """An error of a disk on one rank must not keep the others waiting for its verdict."""
+
+    def fail(file):
+        raise OSError(errno.EIO, "Input/output error")
+
+    one = write(save(tmp_path, 4))
+    monkeypatch.setattr(files, "digest", fail)
+    problems = list(find_problems(one.place))
+    assert problems
+    assert all("cannot be read: [Errno 5]" in problem for problem in problems)
 
 
 def test_a_directory_that_was_removed_is_not_waited_for(tmp_path):

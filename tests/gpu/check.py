@@ -25,13 +25,11 @@ from tests.gpu.findings import Finding, document, print_table, read_findings
 from tests.gpu.wheels import install_wheels
 
 ROOT = Path(__file__).parents[2]
-_ENVIRONMENT: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {
-        # Building an extension fails, as on machines without a compiler.
-        "cuda": {"OMP_NUM_THREADS": "4", "CXX": "no-compiler"},
-        "cpu": {"OMP_NUM_THREADS": "1"},
-    }
-)
+_ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
+    # Building an extension fails, as on machines without a compiler.
+    "cuda": {"OMP_NUM_THREADS": "4", "CXX": "no-compiler"},
+    "cpu": {"OMP_NUM_THREADS": "1"},
+}
 """Environment of the processes of parts, by device."""
 _NEEDED = ("torch", "triton", "rich", "pytest")
 _SHOWN = 600

@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
@@ -19,9 +18,12 @@ from deepspeed_compress.tools.bench.mirror import Letter, Mirror, reflect
 LATE_MIRROR = "late_mirror"
 """Name of the backend in torch.distributed."""
 
-_STREAMS: Mapping[int, tuple[str, ...]] = MappingProxyType(
-    {0: (), 1: ("reduction_stream",), 2: ("reduction_stream",), 3: ("reduce_and_partition_stream",)}
-)
+_STREAMS: Mapping[int, tuple[str, ...]] = {
+    0: (),
+    1: ("reduction_stream",),
+    2: ("reduction_stream",),
+    3: ("reduce_and_partition_stream",),
+}
 """Attributes of DeepSpeed's optimizer that hold streams, by ZeRO stage. They are None if the device has no streams."""
 _CYCLES, _SECONDS = 2_000_000, 1e-3
 """Longest pause in cycles and in seconds: about a millisecond."""

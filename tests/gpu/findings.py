@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 Verdict = Literal["pass", "fail", "missed", "not run"]
@@ -16,9 +15,7 @@ VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 `fail` means that something is wrong. `missed` means that it works but misses its goal. `not run` means that nothing was
 learned, for the reason in `why`.
 """
-_STYLES: Mapping[str, str] = MappingProxyType(
-    {"pass": "green", "fail": "bold red", "missed": "yellow", "not run": "dim"}
-)
+_STYLES: Mapping[str, str] = {"pass": "green", "fail": "bold red", "missed": "yellow", "not run": "dim"}
 _WIDTH = 150
 _MANY = 12
 """Number of equal findings from which the table merges them into one row."""

@@ -4,7 +4,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, get_args
 
 import pytest
@@ -14,42 +13,38 @@ import deepspeed_compress
 from tests.gpu.plugin import needs
 
 KEPT = {"density": 0.05, "block_size": 64}
-SECTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "bf16": {"method": "bf16"},
-        "fp16": {"method": "fp16"},
-        "blockwise, 8 bits": {"method": "blockwise", "bits": 8},
-        "blockwise, 4 bits": {"method": "blockwise", "bits": 4},
-        "blockwise, 4 bits, stochastic": {"method": "blockwise", "bits": 4, "rounding": "stochastic"},
-        "blockwise, 2 bits": {"method": "blockwise", "bits": 2},
-        "blockwise, memory in 8 bits": {"bits": 4, "error_feedback": {"dtype": "int8"}},
-        "blockwise after Hadamard": {"bits": 4, "rotation": {"method": "hadamard", "block_size": 64}},
-        "linear": {"method": "linear", "bits": 4},
-        "stochastic_linear": {"method": "stochastic_linear"},
-        "percentile": {"method": "percentile"},
-        "qsgd": {"method": "qsgd", "levels": 7},
-        "fp8_e4m3": {"method": "fp8_e4m3"},
-        "fp8_e5m2": {"method": "fp8_e5m2"},
-        "sign": {"method": "sign"},
-        "topk": {"method": "topk", **KEPT},
-        "topk of a tensor": {"method": "topk", "density": 0.05, "scope": "tensor"},
-        "topk by a threshold": {"method": "topk", "density": 0.05, "scope": "threshold"},
-        "topk, values of 4 bits": {"method": "topk", **KEPT, "values": {"bits": 4}},
-        "randomk": {"method": "randomk", **KEPT},
-        "block_topk": {"method": "block_topk", "density": 0.25, "block_size": 64, "group": 8},
-        "dgc": {"method": "dgc", **KEPT},
-        "demo": {"method": "demo", "density": 0.05},
-        "powersgd": {"method": "powersgd", "rank": 2},
-    }
-)
+SECTIONS: Mapping[str, Mapping[str, Any]] = {
+    "bf16": {"method": "bf16"},
+    "fp16": {"method": "fp16"},
+    "blockwise, 8 bits": {"method": "blockwise", "bits": 8},
+    "blockwise, 4 bits": {"method": "blockwise", "bits": 4},
+    "blockwise, 4 bits, stochastic": {"method": "blockwise", "bits": 4, "rounding": "stochastic"},
+    "blockwise, 2 bits": {"method": "blockwise", "bits": 2},
+    "blockwise, memory in 8 bits": {"bits": 4, "error_feedback": {"dtype": "int8"}},
+    "blockwise after Hadamard": {"bits": 4, "rotation": {"method": "hadamard", "block_size": 64}},
+    "linear": {"method": "linear", "bits": 4},
+    "stochastic_linear": {"method": "stochastic_linear"},
+    "percentile": {"method": "percentile"},
+    "qsgd": {"method": "qsgd", "levels": 7},
+    "fp8_e4m3": {"method": "fp8_e4m3"},
+    "fp8_e5m2": {"method": "fp8_e5m2"},
+    "sign": {"method": "sign"},
+    "topk": {"method": "topk", **KEPT},
+    "topk of a tensor": {"method": "topk", "density": 0.05, "scope": "tensor"},
+    "topk by a threshold": {"method": "topk", "density": 0.05, "scope": "threshold"},
+    "topk, values of 4 bits": {"method": "topk", **KEPT, "values": {"bits": 4}},
+    "randomk": {"method": "randomk", **KEPT},
+    "block_topk": {"method": "block_topk", "density": 0.25, "block_size": 64, "group": 8},
+    "dgc": {"method": "dgc", **KEPT},
+    "demo": {"method": "demo", "density": 0.05},
+    "powersgd": {"method": "powersgd", "rank": 2},
+}
 """Sections under `gradients`: every method, and settings that change the path of its elements."""
-WEIGHTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "weights, blockwise": {"method": "blockwise", "bits": 4},
-        "weights, sign": {"method": "sign"},
-        "weights, topk": {"method": "topk", **KEPT},
-    }
-)
+WEIGHTS: Mapping[str, Mapping[str, Any]] = {
+    "weights, blockwise": {"method": "blockwise", "bits": 4},
+    "weights, sign": {"method": "sign"},
+    "weights, topk": {"method": "topk", **KEPT},
+}
 """Sections under `weights`."""
 WARM_UP, WATCHED = 3, 4
 PACKAGE = Path(deepspeed_compress.__file__).parent
@@ -129,7 +124,8 @@ def place_of(error: BaseException) -> str:
 
 
 def test_every_method_is_looked_at() -> None:
-    from deepspeed_compress.config import SECTION, AnyCompressedGradients, parse_section
+    from deepspeed_compress.config import SECTION, parse_section
+    from deepspeed_compress.config.places import AnyCompressedGradients
 
     looked = {parse_section({SECTION: {"gradients": dict(one)}}).gradients.method for one in SECTIONS.values()}
     known = {

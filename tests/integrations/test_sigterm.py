@@ -10,6 +10,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 import deepspeed_compress
+from deepspeed_compress.integrations import hf
 from tests.integrations.trainers import INT4, Job, Outcome, trainer_of
 from tests.support.forks import run_forks
 from tests.support.jobs import weights
@@ -28,12 +29,15 @@ class SendSigterm(TrainerCallback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def train(rank: int, job: Job, sigterm: bool, resume: bool) -> tuple[int, Outcome]:
-    """Return the exit code and the outcome of a run."""
+def train(rank: int, job: Job, sigterm: bool, resume: bool, attached: bool = False) -> tuple[int, Outcome]:
+    """Return the exit code and the outcome of a run, of a Trainer that is `attached` or made after `install`."""
     if resume:
         os.environ["DS_COMPRESS_RESUME"] = "1"
-    deepspeed_compress.install()
+    if not attached:
+        deepspeed_compress.install()
     trainer, code = trainer_of(job), 0
+    if attached:
+        hf.attach(trainer)
     if sigterm:
         trainer.add_callback(SendSigterm())
     try:
@@ -57,3 +61,16 @@ def test_trainer_saves_on_sigterm_and_resumes_with_the_same_bits(tmp_path):
     second = run_forks(2, train, job, False, True)
     assert [outcome.parameters for _, outcome in second] == [outcome.parameters for _, outcome in whole]
     assert second[0][1].of("loss") == whole[0][1].of("loss")
+
+
+BEST = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "save_total_limit": 1}
+
+
+def test_an_attached_trainer_keeps_the_checkpoint_of_sigterm_next_to_the_best_one(tmp_path):
+    """Trainer removes all checkpoints but the best one at the end. The learning rate makes the first one the best."""
+    args = {**BEST, "max_steps": 8, "metric_for_best_model": "loss", "learning_rate": 3.0}
+    job = Job(str(tmp_path / "run"), section=saving(tmp_path), args=args)
+    ended = run_forks(2, train, job, True, False, True)
+    assert [code for code, _ in ended] == [128 + signal.SIGTERM] * 2
+    newest = len(ended[0][1].of("loss"))
+    assert {one.name for one in (tmp_path / "run").iterdir()} >= {"checkpoint-2", f"checkpoint-{newest}"}

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,19 +25,17 @@ _LLAMA = _NEOX | {"num_key_value_heads": 2, "pad_token_id": None}
 _GPT2 = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "n_inner": 45}
 _GPT2_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
-MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "gemma2": _LLAMA | {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8},
-        "gpt2": _GPT2 | _GPT2_DROPOUT,
-        "gpt_neox": _NEOX,
-        "llama": _LLAMA | {"attention_bias": True, "mlp_bias": True},
-        # The embedding of a padding token gets no gradient from its lookup.
-        "mistral": _LLAMA | {"sliding_window": 4, "pad_token_id": 60},
-        "phi3": _LLAMA,
-        "qwen2": _LLAMA | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
-        "qwen3": _LLAMA | {"head_dim": 16},
-    }
-)
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "gemma2": _LLAMA | {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8},
+    "gpt2": _GPT2 | _GPT2_DROPOUT,
+    "gpt_neox": _NEOX,
+    "llama": _LLAMA | {"attention_bias": True, "mlp_bias": True},
+    # The embedding of a padding token gets no gradient from its lookup.
+    "mistral": _LLAMA | {"sliding_window": 4, "pad_token_id": 60},
+    "phi3": _LLAMA,
+    "qwen2": _LLAMA | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    "qwen3": _LLAMA | {"head_dim": 16},
+}
 """Values of config.json by model_type, without those that all have in common. Dropout is off."""
 
 

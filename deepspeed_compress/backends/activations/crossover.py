@@ -5,11 +5,9 @@ link tells from which rate on compression costs more than it saves.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -22,6 +20,7 @@ from deepspeed_compress.backends.activations.messages import ActivationMessages
 from deepspeed_compress.backends.activations.sums import activation_codec, compressed_sum, gradient_codec
 from deepspeed_compress.backends.activations.tokens import Route, make_leg
 from deepspeed_compress.collectives.exchange import exchange
+from deepspeed_compress.collectives.probes import seconds_of
 from deepspeed_compress.collectives.reducer import Run, StepClock
 from deepspeed_compress.config import Activations
 from deepspeed_compress.config.native import value_at
@@ -29,7 +28,7 @@ from deepspeed_compress.config.numbers import size
 from deepspeed_compress.monitor import Event, Meter
 
 Kind = Literal["tensor", "pipeline", "experts", "sequence"]
-NUMEL: Mapping[str, int] = MappingProxyType({"cpu": 2**18, "cuda": 2**22})
+NUMEL: Mapping[str, int] = {"cpu": 2**18, "cuda": 2**22}
 """Elements of the messages that are measured at the start, by type of device."""
 WIDTH = 1024
 """Largest number of elements of a token."""
@@ -167,16 +166,14 @@ class _Message:
         return [bits for bits in found if bits is not None]
 
 
-_MESSAGES: Mapping[Kind, _Message] = MappingProxyType(
-    {
-        "tensor": _Message("a sum of tensor parallelism", [("tensor", "bits"), ("tensor", "backward_bits")], _sums),
-        "pipeline": _Message("a message between stages", [("pipeline", "bits")], _shifts),
-        "experts": _Message(
-            "an exchange of tokens", [("experts", "dispatch", "bits"), ("experts", "combine", "bits")], _exchanges
-        ),
-        "sequence": _Message("an all-to-all", [("sequence", "bits")], _all_to_alls),
-    }
-)
+_MESSAGES: Mapping[Kind, _Message] = {
+    "tensor": _Message("a sum of tensor parallelism", [("tensor", "bits"), ("tensor", "backward_bits")], _sums),
+    "pipeline": _Message("a message between stages", [("pipeline", "bits")], _shifts),
+    "experts": _Message(
+        "an exchange of tokens", [("experts", "dispatch", "bits"), ("experts", "combine", "bits")], _exchanges
+    ),
+    "sequence": _Message("an all-to-all", [("sequence", "bits")], _all_to_alls),
+}
 
 
 def measure(
@@ -200,7 +197,7 @@ def measure(
     plain, compressed = (partial(_call_all, calls) for calls in zip(*ways, strict=True))
     calls = [_timed(compressed, group, run.meter, device) for _ in range(CALLS)][1:]
     sizes = run.meter.sizes()
-    seconds = [[_seconds(plain, group, device) for _ in range(CALLS)][1:], *zip(*calls, strict=True)]
+    seconds = [[seconds_of(plain, group, device) for _ in range(CALLS)][1:], *zip(*calls, strict=True)]
     slowest = torch.tensor([statistics.median(one) for one in seconds], dtype=torch.float64, device=device)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
@@ -232,20 +229,5 @@ def _call_all(calls: Iterable[Callable[[], object]]) -> None:
 def _timed(call: Callable[[], object], group: ProcessGroup, meter: Meter, device: torch.device) -> tuple[float, float]:
     """Return the seconds of a call, and those of them that it encodes and decodes."""
     meter.reset(timed=True)
-    seconds, phases = _seconds(call, group, device), meter.milliseconds()
+    seconds, phases = seconds_of(call, group, device), meter.milliseconds()
     return seconds, (phases["compress"] + phases["decompress"]) / 1e3
-
-
-def _seconds(call: Callable[[], object], group: ProcessGroup, device: torch.device) -> float:
-    # All ranks start together, so that a late rank is not mistaken for a slow link.
-    group.allreduce([torch.zeros(1, device=device)]).wait()
-    _finish(device)
-    begin = time.perf_counter()
-    call()
-    _finish(device)
-    return time.perf_counter() - begin
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

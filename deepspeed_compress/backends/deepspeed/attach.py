@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -56,9 +55,11 @@ WeightBytes = Callable[[], int]
 """Function that returns the bytes that this rank sends for weights in one optimizer step."""
 
 
-_REPLACE_REDUCTION: Mapping[str, Callable[[Any, Session], WeightBytes]] = MappingProxyType(
-    {"zero_0": attach_zero_0, "zero_12": attach_zero_12, "zero_3": attach_zero_3}
-)
+_REPLACE_REDUCTION: Mapping[str, Callable[[Any, Session], WeightBytes]] = {
+    "zero_0": attach_zero_0,
+    "zero_12": attach_zero_12,
+    "zero_3": attach_zero_3,
+}
 """Functions that replace the reduction of gradients, by kind of engine (see `engine_kind`)."""
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import deepspeed
@@ -39,13 +38,11 @@ class _Stage:
     weight_seams: tuple[seams.Seam, ...] = seams.WEIGHTS
 
 
-_STAGES: Mapping[str, _Stage] = MappingProxyType(
-    {
-        "zero_0": _Stage(seams.ZERO_0),
-        "zero_12": _Stage(seams.ZERO_12),
-        "zero_3": _Stage(seams.ZERO_3, check_weights_3, seams.WEIGHTS_3),
-    }
-)
+_STAGES: Mapping[str, _Stage] = {
+    "zero_0": _Stage(seams.ZERO_0),
+    "zero_12": _Stage(seams.ZERO_12),
+    "zero_3": _Stage(seams.ZERO_3, check_weights_3, seams.WEIGHTS_3),
+}
 """Stages by kind of engine (see `engine_kind`)."""
 
 

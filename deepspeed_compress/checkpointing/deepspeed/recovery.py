@@ -194,9 +194,12 @@ def _fetch(
     place = candidate.directory / candidate.tag
     failed = [problem for one in missing if (problem := _pass_on(one, place, memory))]
     if not failed:
-        for listed in lists.values():
-            write_list(place, listed)
-            list_file(place, listed.rank).chmod(0o600)
+        try:
+            for listed in lists.values():
+                write_list(place, listed)
+                list_file(place, listed.rank).chmod(0o600)
+        except OSError as error:
+            failed.append(f"{place}: {error}")
     return failed
 
 

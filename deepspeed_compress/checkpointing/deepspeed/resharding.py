@@ -9,17 +9,13 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.checkpoint.constants import (
-    FROZEN_PARAM_FRAGMENTS,
-    FROZEN_PARAM_SHAPES,
-    OPTIMIZER_STATE_DICT,
-    PARAM_SHAPES,
-)
+from deepspeed.checkpoint import constants
 from torch import Tensor
 
 from deepspeed_compress.backends.deepspeed.units import node_unit
@@ -27,6 +23,7 @@ from deepspeed_compress.backends.deepspeed.versions import model_parallel_rank
 from deepspeed_compress.checkpointing.catalog import latest_tag
 from deepspeed_compress.checkpointing.deepspeed.participants import LoadRequest, Participant
 from deepspeed_compress.checkpointing.deepspeed.places import find_place
+from deepspeed_compress.checkpointing.deepspeed.state_dicts import read_states
 from deepspeed_compress.checkpointing.deepspeed.universal import check_universal
 from deepspeed_compress.checkpointing.deepspeed.zero_parts import state_of_zero_3, state_of_zero_12
 from deepspeed_compress.checkpointing.parts import Fragments, even_piece
@@ -82,8 +79,7 @@ class Resharding(Participant):
             check_universal(engine, directory, request.tag)
             yield request
             return
-        tag = request.tag or latest_tag(directory)
-        saved = None if tag is None else _read_saved(engine, directory, tag)
+        saved = result_on_all(partial(_read_saved, engine, directory, request.tag))
         if saved is not None and request.loads_states and models != saved.models:
             raise StateError(
                 f"{saved.directory / saved.tag}: saved with {saved.models} combinations of tensor and pipeline rank, "
@@ -99,12 +95,16 @@ class Resharding(Participant):
             yield request
 
 
-def _read_saved(engine: Any, directory: Path, tag: str) -> _Saved | None:
-    """Return the description of a checkpoint; None if its files are missing, which DeepSpeed reports."""
-    names = _model_files(engine, str(directory), tag)
-    if not names:
+def _read_saved(engine: Any, directory: Path, tag: str | None) -> _Saved | None:
+    """Return the description of the checkpoint `tag`, or of the latest one; None if its files are missing.
+
+    DeepSpeed reports that.
+    """
+    tag = tag or latest_tag(directory)
+    names = [] if tag is None else _model_files(engine, str(directory), tag)
+    if tag is None or not names:
         return None
-    found = _opened(Path(names[0]))
+    found = read_states(Path(names[0]))
     return _Saved(directory, tag, int(found["dp_world_size"]), len(names), _batch_of(found))
 
 
@@ -112,19 +112,6 @@ def _model_files(engine: Any, directory: str, tag: str) -> list[str]:
     """Return the files of the first data-parallel rank, one for each combination of tensor and pipeline rank."""
     pattern = Path(engine._get_ckpt_name(directory, tag, mp_placeholder="*", pp_placeholder="0"))
     return sorted(map(str, pattern.parent.glob(pattern.name)))
-
-
-def _opened(file: Path) -> dict[str, Any]:
-    """Return the contents of a file, unpickled as DeepSpeed does, with memory-mapped tensors.
-
-    Raises:
-        StateError: the file is missing or damaged.
-    """
-    try:
-        found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False, mmap=True)
-    except (OSError, RuntimeError) as error:
-        raise StateError(f"{file} is missing or damaged ({error})") from error
-    return found
 
 
 def _batch_of(found: Mapping[str, Any]) -> int | None:
@@ -218,8 +205,8 @@ class _Cut:
             self._saved.ranks,
             engine.bfloat16_enabled(),
         )
-        found = [_opened(Path(file))[OPTIMIZER_STATE_DICT] for file in files]
-        shapes = _opened(self._model_file(0))[PARAM_SHAPES]
+        found = [read_states(Path(file))[constants.OPTIMIZER_STATE_DICT] for file in files]
+        shapes = read_states(self._model_file(0))[constants.PARAM_SHAPES]
         make = state_of_zero_3 if engine.zero_optimization_partition_weights() else state_of_zero_12
         return make(engine, self._rank, found, shapes)
 
@@ -237,16 +224,16 @@ class _Cut:
 
         The checkpoint that DeepSpeed read has those of another rank.
         """
-        shapes = checkpoint.get(FROZEN_PARAM_SHAPES)
+        shapes = checkpoint.get(constants.FROZEN_PARAM_SHAPES)
         if shapes:
-            checkpoint = {**checkpoint, FROZEN_PARAM_FRAGMENTS: self._frozen(shapes)}
+            checkpoint = {**checkpoint, constants.FROZEN_PARAM_FRAGMENTS: self._frozen(shapes)}
         return original(*args, checkpoint=checkpoint, **options)
 
     def _frozen(self, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
         """Return this rank's partitions of frozen parameters, by name."""
         fragments, engine = Fragments(), self._engine
         for rank in range(self._saved.ranks):
-            for key, part in _opened(self._model_file(rank))[FROZEN_PARAM_FRAGMENTS].items():
+            for key, part in read_states(self._model_file(rank))[constants.FROZEN_PARAM_FRAGMENTS].items():
                 fragments.add([even_piece(key, shapes[key].numel(), rank, self._saved.ranks, 0)[0]], part.flatten())
         wanted = {
             key: even_piece(key, shape.numel(), self._rank, engine.seq_dp_world_size, 0)

@@ -14,6 +14,7 @@ from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 
 from deepspeed_compress.backends.deepspeed.versions import tensor_parallel_record
 from deepspeed_compress.checkpointing.catalog import latest_tag
+from deepspeed_compress.checkpointing.deepspeed.state_dicts import read_states
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.errors import StateError
 from deepspeed_compress.session.state_files import result_on_all
@@ -78,7 +79,7 @@ def _step(directory: Path) -> int | None:
     files = sorted((directory / tag).glob("mp_rank_*_model_states.pt"))
     if not files:
         raise StateError(f"{directory / tag}, which {directory / _LATEST} names, has no mp_rank_*_model_states.pt")
-    return int(torch.load(files[0], map_location="cpu", weights_only=False, mmap=True)["global_steps"])
+    return int(read_states(files[0])["global_steps"])
 
 
 def _problems(engine: Any, place: Path) -> Iterator[str]:

@@ -8,50 +8,17 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepspeed_compress.compression.kernels.forms import (
-    LEVELS,
-    BlockFormat,
-    FittedLevels,
-    ResidualBuffers,
-    fitted,
-)
-from deepspeed_compress.compression.kernels.reference_bases import dct_tiles, hadamard_tiles
-from deepspeed_compress.compression.kernels.reference_bits import (
-    pack_bits,
-    pack_codes,
-    pack_trits,
-    unpack_bits,
-    unpack_codes,
-    unpack_trits,
-)
+from deepspeed_compress.compression.kernels import reference_bases, reference_bits
+from deepspeed_compress.compression.kernels.forms import LEVELS, BlockFormat, FittedLevels, ResidualBuffers, fitted
 
-__all__ = [
-    "add_cast",
-    "cast",
-    "dct_tiles",
-    "dequantize_blocks_add",
-    "dequantize_blocks_sum",
-    "dequantize_rows_add",
-    "hadamard_tiles",
-    "pack_bits",
-    "pack_codes",
-    "quantize_blocks",
-    "quantize_rows",
-    "quantize_rows_between",
-    "square_norm",
-    "top_k_rows",
-    "top_k_rows_of_sum",
-    "top_k_sampled",
-    "uniform",
-    "unpack_bits",
-    "unpack_codes",
-]
+dct_tiles, hadamard_tiles = reference_bases.dct_tiles, reference_bases.hadamard_tiles
+pack_bits, unpack_bits = reference_bits.pack_bits, reference_bits.unpack_bits
+pack_codes, unpack_codes = reference_bits.pack_codes, reference_bits.unpack_codes
 
 _MASK32 = 0xFFFFFFFF
 
@@ -266,7 +233,8 @@ def _pack(values: Tensor, form: BlockFormat, out: Tensor) -> None:
     """Write `values` (uint8 [n]) as codes of `form` to `out`, and fill the rest with 0."""
     if form.kind != "ternary":
         return pack_codes(values, form.bits, out)
-    rows = [pack_trits(values[elements].view(shape)) for _, elements, shape in _blocks(values.numel(), form.block_size)]
+    blocks = _blocks(values.numel(), form.block_size)
+    rows = [reference_bits.pack_trits(values[elements].view(shape)) for _, elements, shape in blocks]
     used = form.code_bytes(values.numel())
     torch.cat([row.view(-1) for row in rows] or [out[:0]], out=out[:used])
     out[used:].zero_()
@@ -280,7 +248,8 @@ def _unpack(codes: Tensor, form: BlockFormat, numel: int) -> Tensor:
     values, done = codes.new_empty(numel), 0
     for _, elements, (count, width) in _blocks(numel, form.block_size):
         used = count * form.code_bytes(width)
-        values[elements] = unpack_trits(codes[done : done + used].view(count, -1), width).reshape(-1)
+        packed = codes[done : done + used].view(count, -1)
+        values[elements] = reference_bits.unpack_trits(packed, width).reshape(-1)
         done += used
     return values
 
@@ -368,21 +337,19 @@ def _sign_extended(codes: Tensor, bits: int) -> Tensor:
     return (codes << 8 - bits).view(torch.int8) >> 8 - bits
 
 
-_KINDS: Mapping[str, _Kind] = MappingProxyType(
-    {
-        "absmax": _Kind(_absmax_scales, quantize_rows, _sign_extended),
-        "norm": _Kind(_norm_scales, quantize_rows, _sign_extended),
-        "mean": _Kind(
-            _mean_scales,
-            lambda rows, scales, levels, noise: (rows >= 0).to(torch.uint8),
-            lambda codes, bits: codes.view(torch.int8) * 2 - 1,
-        ),
-        "lloyd": _lloyd_kind(
-            "lloyd",
-            _sign_and_place,
-            lambda codes, bits: ((codes & 1) * 3 + 1).view(torch.int8) * ((codes & 2).view(torch.int8) - 1),
-        ),
-        "eight": _lloyd_kind("eight", _sign_and_place, _eight_signed),
-        "ternary": _lloyd_kind("ternary", _trits, lambda codes, bits: codes.view(torch.int8) - 1),
-    }
-)
+_KINDS: Mapping[str, _Kind] = {
+    "absmax": _Kind(_absmax_scales, quantize_rows, _sign_extended),
+    "norm": _Kind(_norm_scales, quantize_rows, _sign_extended),
+    "mean": _Kind(
+        _mean_scales,
+        lambda rows, scales, levels, noise: (rows >= 0).to(torch.uint8),
+        lambda codes, bits: codes.view(torch.int8) * 2 - 1,
+    ),
+    "lloyd": _lloyd_kind(
+        "lloyd",
+        _sign_and_place,
+        lambda codes, bits: ((codes & 1) * 3 + 1).view(torch.int8) * ((codes & 2).view(torch.int8) - 1),
+    ),
+    "eight": _lloyd_kind("eight", _sign_and_place, _eight_signed),
+    "ternary": _lloyd_kind("ternary", _trits, lambda codes, bits: codes.view(torch.int8) - 1),
+}

@@ -5,7 +5,6 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from deepspeed_compress.errors import ConfigError, IslandError
@@ -18,14 +17,12 @@ from deepspeed_compress.transport.errors import AuthenticationError, OtherServic
 from deepspeed_compress.transport.fields import check_message
 from deepspeed_compress.transport.frames import Limits
 
-_ANSWERS: Mapping[str, frozenset[str]] = MappingProxyType(
-    {
-        "arrive": frozenset({"round", "over", "anchor"}),
-        "vote": frozenset({"outcome"}),
-        "sources": frozenset({"anchor"}),
-        "claim": frozenset({"anchor"}),
-    }
-)
+_ANSWERS: Mapping[str, frozenset[str]] = {
+    "arrive": frozenset({"round", "over", "anchor"}),
+    "vote": frozenset({"outcome"}),
+    "sources": frozenset({"anchor"}),
+    "claim": frozenset({"anchor"}),
+}
 BEATS = 4
 """Number of beats in `timeout`."""
 PAUSE = 0.2
@@ -287,12 +284,10 @@ def _status_after(address: str, service: str, *requests: Message) -> dict[str, A
     return {key: value for key, value in answer.items() if key != "kind"}
 
 
-_ADVICE: Mapping[str, str] = MappingProxyType(
-    {
-        "parameter server": (
-            'the server is a parameter server, and this island exchanges in rounds; write "parameter_server": {}, or '
-            "name a coordinator"
-        )
-    }
-)
+_ADVICE: Mapping[str, str] = {
+    "parameter server": (
+        'the server is a parameter server, and this island exchanges in rounds; write "parameter_server": {}, or '
+        "name a coordinator"
+    )
+}
 """Advice for an island that has found another service, by the name of that service."""

@@ -6,7 +6,6 @@ Numbers are exact integers below 2**63: `True`, `1.0` and `"1"` are not.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
@@ -153,9 +152,11 @@ class Part:
 
 
 _TERMS, _SENDER, _PART = TypeAdapter(Terms), TypeAdapter(Sender), TypeAdapter(Part)
-_FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
-    {"fresh": frozenset(), "seed": frozenset({"claim", "layout", "shapes"}), "push": frozenset({"samples"})}
-)
+_FIELDS: Mapping[str, frozenset[str]] = {
+    "fresh": frozenset(),
+    "seed": frozenset({"claim", "layout", "shapes"}),
+    "push": frozenset({"samples"}),
+}
 """Fields that belong to one kind of call."""
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import deepspeed
@@ -26,15 +25,13 @@ BALANCED = {**RAW, "ownership": "balanced"}
 INT4 = {"gradients": {"bits": 4, "block_size": 32}, "weights": {"bits": 4}, "ownership": "balanced"}
 OFFLOAD = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 2}}
-KINDS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = MappingProxyType(
-    {
-        "fp32": ({}, {}),
-        "bf16": ({}, BF16),
-        "fp16": ({}, FP16),
-        "offload": ({"offload_optimizer": {"device": "cpu"}}, OFFLOAD),
-        "separate": ({"contiguous_gradients": False}, {}),
-    }
-)
+KINDS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "fp32": ({}, {}),
+    "bf16": ({}, BF16),
+    "fp16": ({}, FP16),
+    "offload": ({"offload_optimizer": {"device": "cpu"}}, OFFLOAD),
+    "separate": ({"contiguous_gradients": False}, {}),
+}
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*matches every parameter:deepspeed_compress.CompressWarning")
 SAMPLED = pytest.mark.sampled(

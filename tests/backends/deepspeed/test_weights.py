@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -46,24 +45,20 @@ INT8 = Blockwise(bits=8, block_size=32)
 INT4_STOCHASTIC = Blockwise(bits=4, block_size=32, stochastic=True)
 OWN_ADAM = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
 
-JOBS: Mapping[str, Job] = MappingProxyType(
-    {
-        "zero_1": Job(stage=1),
-        "zero_2": Job(stage=2, accumulation=2),
-        "separate": Job(stage=2, zero={"contiguous_gradients": False}),
-        "round_robin": Job(stage=1, zero={"round_robin_gradients": True}),
-        "bf16": Job(stage=2, extra=BF16),
-        "fp16": Job(stage=1, extra=FP16),
-        "offload": Job(stage=2, zero={"offload_optimizer": {"device": "cpu"}}, extra=OWN_ADAM),
-        "bf16_optimizer": Job(stage=1, extra=FP32_SUMS, accumulation=2),
-    }
-)
-PIPELINES: Mapping[str, Job] = MappingProxyType(
-    {
-        "zero_1": Job(stage=1, stages=2, accumulation=2),
-        "bf16_optimizer": Job(stage=1, stages=2, accumulation=2, extra=FP32_SUMS),
-    }
-)
+JOBS: Mapping[str, Job] = {
+    "zero_1": Job(stage=1),
+    "zero_2": Job(stage=2, accumulation=2),
+    "separate": Job(stage=2, zero={"contiguous_gradients": False}),
+    "round_robin": Job(stage=1, zero={"round_robin_gradients": True}),
+    "bf16": Job(stage=2, extra=BF16),
+    "fp16": Job(stage=1, extra=FP16),
+    "offload": Job(stage=2, zero={"offload_optimizer": {"device": "cpu"}}, extra=OWN_ADAM),
+    "bf16_optimizer": Job(stage=1, extra=FP32_SUMS, accumulation=2),
+}
+PIPELINES: Mapping[str, Job] = {
+    "zero_1": Job(stage=1, stages=2, accumulation=2),
+    "bf16_optimizer": Job(stage=1, stages=2, accumulation=2, extra=FP32_SUMS),
+}
 
 
 @dataclass(frozen=True)

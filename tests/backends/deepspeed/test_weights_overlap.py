@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import deepspeed
@@ -111,9 +110,9 @@ def exact(engine: Any, x: Tensor) -> None:
     engine.compression.synchronise()
 
 
-BETWEEN: Mapping[str, Callable[[Any, Tensor], Any]] = MappingProxyType(
-    {one.__name__: one for one in (nothing, state, state_of_a_part, evaluation, outside, loading, copied, exact)}
-)
+BETWEEN: Mapping[str, Callable[[Any, Tensor], Any]] = {
+    one.__name__: one for one in (nothing, state, state_of_a_part, evaluation, outside, loading, copied, exact)
+}
 
 
 def section(overlap: bool, **extra: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from deepspeed_compress import StateError
+from deepspeed_compress.compression import state
 from deepspeed_compress.compression.state import VERSION
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, data, run, start, weights
@@ -246,3 +247,13 @@ def test_no_compression_of_gradients_has_no_state(tmp_path):
     assert run_forks(2, save, str(tmp_path), section) == [{}, {}]
     assert not list(tmp_path.rglob("deepspeed_compress_*"))
     assert run_forks(2, load, str(tmp_path), section)[0] == ([], {})
+
+
+def test_a_state_that_more_ranks_have_left_under_the_same_tag_is_not_read(tmp_path):
+    for size in (3, 2):
+        for rank in range(size):
+            kept = state.contents({}, state.Position(rank, size, 0, 1), 1, 1, 1.0, {}, {})
+            state.write(kept, state.state_file(tmp_path, rank))
+    for rank in range(3):
+        found = state.sources(tmp_path, rank, state.Position(rank, 3, 0, 1))
+        assert [description.position.size for _, description in found] == [2, 2]

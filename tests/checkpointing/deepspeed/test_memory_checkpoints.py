@@ -7,12 +7,15 @@ import shutil
 import signal
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from deepspeed_compress.checkpointing.catalog import checkpoints
-from deepspeed_compress.checkpointing.completeness import list_paths
+from deepspeed_compress.checkpointing.completeness import VERSION, FileList, list_paths
+from deepspeed_compress.checkpointing.deepspeed import recovery
+from deepspeed_compress.checkpointing.deepspeed.recovery import Candidate
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, data, run, run_pipeline, start, weights
 from tests.support.kills import STEP_SECONDS, Kill
@@ -273,3 +276,11 @@ def test_another_number_of_ranks_causes_a_warning_and_loads_from_disk(tmp_path):
     [(path, warned, _)] = run_forks(1, train, fewer, True)
     assert "disk/global_step4" in path
     assert any("global_step5 in memory is ignored: it was saved by 2 ranks" in text for text in warned)
+
+
+def test_a_host_that_cannot_list_the_files_it_has_received_tells_the_others(tmp_path):
+    """Its memory may be full, or its directory gone."""
+    listed = FileList(VERSION, "run", 1, 1, 0, 2, automatic=True, files={})
+    failed = recovery._fetch([], Candidate(tmp_path, "gone"), SimpleNamespace(leads=True), {0: listed})
+    assert len(failed) == 1
+    assert f"{tmp_path / 'gone'}: [Errno 2]" in failed[0]

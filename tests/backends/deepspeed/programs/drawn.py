@@ -34,17 +34,15 @@ class Rows(nn.Module):
         return self.embedding((x[:, :3] > 0).long() @ torch.tensor([4, 2, 1]))
 
 
-PARTS: Mapping[str, Callable[[], nn.Module]] = MappingProxyType(
-    {
-        "layer": lambda: nn.Linear(HIDDEN, HIDDEN),
-        "huge": lambda: nn.Sequential(nn.Linear(HIDDEN, 60), nn.Linear(60, HIDDEN)),
-        "frozen": lambda: nn.Linear(HIDDEN, HIDDEN).requires_grad_(False),
-        "adapter": lambda: nn.Sequential(nn.Linear(HIDDEN, 2).requires_grad_(False), nn.Linear(2, HIDDEN)),
-        "norm": lambda: nn.LayerNorm(HIDDEN),
-        "tiny": Tiny,
-        "sparse": Rows,
-    }
-)
+PARTS: Mapping[str, Callable[[], nn.Module]] = {
+    "layer": lambda: nn.Linear(HIDDEN, HIDDEN),
+    "huge": lambda: nn.Sequential(nn.Linear(HIDDEN, 60), nn.Linear(60, HIDDEN)),
+    "frozen": lambda: nn.Linear(HIDDEN, HIDDEN).requires_grad_(False),
+    "adapter": lambda: nn.Sequential(nn.Linear(HIDDEN, 2).requires_grad_(False), nn.Linear(2, HIDDEN)),
+    "norm": lambda: nn.LayerNorm(HIDDEN),
+    "tiny": Tiny,
+    "sparse": Rows,
+}
 """Parts of a model by name. `huge` is larger than a bucket."""
 
 
@@ -161,14 +159,12 @@ STYLES = MappingProxyType(
         "coalesced": coalesced,
     }
 )
-OF_STAGE: Mapping[int, tuple[str, ...]] = MappingProxyType(
-    {
-        0: ("managed", "announced", "several", "unmanaged", "one sum", "no_sync"),
-        1: ("managed", "announced", "several", "unmanaged", "one sum", "no_sync", "coalesced"),
-        2: ("managed", "announced", "several", "unmanaged", "one sum", "coalesced"),
-        3: ("managed", "announced", "several", "unmanaged", "one sum", "coalesced"),
-    }
-)
+OF_STAGE: Mapping[int, tuple[str, ...]] = {
+    0: ("managed", "announced", "several", "unmanaged", "one sum", "no_sync"),
+    1: ("managed", "announced", "several", "unmanaged", "one sum", "no_sync", "coalesced"),
+    2: ("managed", "announced", "several", "unmanaged", "one sum", "coalesced"),
+    3: ("managed", "announced", "several", "unmanaged", "one sum", "coalesced"),
+}
 """Styles that DeepSpeed supports, by ZeRO stage."""
 SGD = {"type": "SGD", "params": {"lr": 0.1, "torch_adam": None}}
 SEPARATE = (None, None, False) if reduces_separate_gradients() else (None,)

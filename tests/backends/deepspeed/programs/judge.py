@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -131,6 +130,8 @@ def distance(one: Tensor, other: Tensor) -> str:
     return f"{float((one.double() - other.double()).abs().max()):.3g}"
 
 
-COMPARISONS: Mapping[str, Callable[[Sequence[Result], Sequence[Result]], str]] = MappingProxyType(
-    {"equal": differing, "near": drifting, "ranks equal": diverging}
-)
+COMPARISONS: Mapping[str, Callable[[Sequence[Result], Sequence[Result]], str]] = {
+    "equal": differing,
+    "near": drifting,
+    "ranks equal": diverging,
+}

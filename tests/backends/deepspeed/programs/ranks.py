@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
@@ -28,18 +27,16 @@ from tests.backends.deepspeed.programs.program import Program, Records, Run
 from tests.support.forks import RankError, run_forks
 from tests.support.methods import NONE, RAW
 
-SECTIONS: Mapping[str, Mapping[str, Any] | None] = MappingProxyType(
-    {
-        "plain": None,
-        "none": NONE,
-        "raw": RAW,
-        "auto": {**RAW, "auto": {}},
-        "4 bits": {"gradients": {"bits": 4, "block_size": 32}},
-        "weights": {"gradients": {"bits": 4, "block_size": 32}, "weights": {"bits": 8, "min_numel": 10}},
-        "nodes": {**NONE, "parallelism": {"shard_within": 2}},
-        "raw nodes": {**RAW, "parallelism": {"shard_within": 2}},
-    }
-)
+SECTIONS: Mapping[str, Mapping[str, Any] | None] = {
+    "plain": None,
+    "none": NONE,
+    "raw": RAW,
+    "auto": {**RAW, "auto": {}},
+    "4 bits": {"gradients": {"bits": 4, "block_size": 32}},
+    "weights": {"gradients": {"bits": 4, "block_size": 32}, "weights": {"bits": 8, "min_numel": 10}},
+    "nodes": {**NONE, "parallelism": {"shard_within": 2}},
+    "raw nodes": {**RAW, "parallelism": {"shard_within": 2}},
+}
 """Sections by name. `plain` has no package. `raw` sends every parameter uncompressed through our own exchange,
 and `auto` does so in some steps, between others that are left to DeepSpeed (see `_Alternating`). `nodes` exchange
 after backward, and `raw nodes` during it."""
