@@ -80,6 +80,11 @@ def pytest_collection() -> Iterator[object]:
         gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    """Let the collector find everything again. Otherwise, Triton's bindings print leaked objects at exit."""
+    gc.unfreeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     commit = int(os.environ[COMMIT], 16)
