@@ -10,6 +10,7 @@ Marks:
     gpu: needs a GPU, or --gpu-device cpu.
 """
 
+import gc
 import math
 import os
 import secrets
@@ -65,6 +66,23 @@ def pytest_report_header() -> list[str]:
         f"slow tests: the share of commit {os.environ[COMMIT]} is due (to repeat this run, set {COMMIT})",
         f"processor: {os.environ[PROCESSOR]} (to repeat this run, set {PROCESSOR}={os.environ[PROCESSOR]})",
     ]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Collect without garbage collection, and exclude modules and tests from later ones, which would visit them all."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Let the collector find everything again. Otherwise, Triton's bindings print leaked objects at exit."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(tryfirst=True)

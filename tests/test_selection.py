@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import selection
 from tests.support.selection import (
     PROCESSORS,
     changed,
@@ -66,12 +67,19 @@ def test_the_shares_of_all_commits_are_all_tests() -> None:
 
 def test_a_copy_without_git_runs_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(selection, "_changed_files", selection._changed_files.__wrapped__)
     assert head() == "0"
-    assert not changed(("tests/test_selection.py", "a path that is not asked for elsewhere"))
+    assert not changed(("tests", "deepspeed_compress"))
 
 
 def test_a_test_without_sources_never_changes() -> None:
     assert not changed(())
+
+
+def test_a_file_and_a_directory_of_a_changed_file_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "_changed_files", lambda: ["tests/support/jobs.py"])
+    assert all(changed((source,)) for source in ("tests/support/jobs.py", "tests/support", "tests"))
+    assert not any(changed((source,)) for source in ("tests/support/job", "tests/supp", "jobs.py", ""))
 
 
 MANY = """

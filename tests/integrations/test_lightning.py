@@ -1,5 +1,6 @@
 """PyTorch Lightning: `DeepSpeedStrategy` after one call of `install`, with Lightning's own checkpoints."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -22,7 +23,7 @@ from tests.support.checkpoints import save, write
 from tests.support.forks import run_forks
 from tests.support.leftovers import own_port
 
-DeepSpeedStrategy = pytest.importorskip("lightning.pytorch.strategies").DeepSpeedStrategy
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed")
 NONE = {"gradients": {"method": "none"}, "monitor": {"every": 1}}
 INT4 = {"gradients": {"bits": 4}, "monitor": {"every": 1}}
 
@@ -151,6 +152,9 @@ def test_the_section_alone_chooses_the_stage(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_section_is_reported_when_the_strategy_is_made(section: dict[str, Any], text: str) -> None:
+    # This import takes a second.
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+
     uninstall = deepspeed_compress.install()
     try:
         with pytest.raises((ConfigError, UnsupportedError), match=text):

@@ -74,14 +74,17 @@ def in_share(test: str, parts: int, share: int) -> bool:
     return crc32(test.encode()) % parts == share % parts
 
 
-@cache
-def changed(sources: tuple[str, ...]) -> bool:
+def changed(sources: Iterable[str]) -> bool:
     """Return True if one of `sources` has changed in the last commit or since. False outside a repository.
 
     Args:
         sources: files and directories, relative to the root of the repository.
     """
-    if not sources:
-        return False
-    commands = (["diff", "--name-only", "HEAD~1"], ["ls-files", "--others", "--exclude-standard"])
-    return any(_git(*command, "--", *sources) for command in commands)
+    return any(file == source or file.startswith(f"{source}/") for source in sources for file in _changed_files())
+
+
+@cache
+def _changed_files() -> list[str]:
+    """Return the files that have changed in the last commit or since, relative to the root of the repository."""
+    commands = (["diff", "--name-only", "--relative", "HEAD~1"], ["ls-files", "--others", "--exclude-standard"])
+    return [line for command in commands for line in _git(*command).splitlines()]

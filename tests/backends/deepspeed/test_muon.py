@@ -8,7 +8,6 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 from torch import nn
 
 import deepspeed_compress
@@ -193,6 +192,9 @@ def test_ranks_of_an_island_agree(stage: int, compiled: bool) -> None:
 
 def balanced(rank: int) -> None:
     """Make an engine whose optimizer the configuration does not name."""
+    # This import takes seconds, because DeepSpeed compiles functions of the module. The fork server has done it.
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
     model = network()
     model[0].weight.use_muon = True
     groups = [{"params": [one], "use_muon": hasattr(one, "use_muon")} for one in model.parameters()]
