@@ -8,6 +8,20 @@ the extra `http`.
 
 from deepspeed_compress.rollout.publisher import Published, Publisher
 from deepspeed_compress.rollout.receiver import Receiver
-from deepspeed_compress.rollout.store import DirectoryStore, Store, open_store
+from deepspeed_compress.rollout.store import DirectoryStore, Store
 
 __all__ = ["DirectoryStore", "Published", "Publisher", "Receiver", "Store", "open_store"]
+
+
+def open_store(place: str) -> Store:
+    """Return the store at `place`: a directory, or the address of a `StoreServer` ("http://host:port").
+
+    Raises:
+        ConfigError: the address is malformed, or there is no usable secret.
+        ImportError: httpx is not installed.
+    """
+    if not place.startswith(("http://", "https://")):
+        return DirectoryStore(place)
+    from deepspeed_compress.rollout.served_store import ServedStore
+
+    return ServedStore(place)

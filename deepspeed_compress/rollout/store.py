@@ -9,7 +9,7 @@ from typing import Protocol
 
 from deepspeed_compress.errors import RolloutError
 
-__all__ = ["LARGEST", "DirectoryStore", "Store", "check_name", "open_store"]
+__all__ = ["LARGEST", "DirectoryStore", "Store", "check_name"]
 
 LARGEST = 1 << 28
 """Bytes of the largest blob: a part with the largest slice, and more than half a million names."""
@@ -90,17 +90,3 @@ def check_name(name: str) -> None:
     """
     if _NAME.fullmatch(name) is None:
         raise RolloutError(f"{name!r} is not a name of a blob (allowed: lowercase letters, digits, '.' and '-')")
-
-
-def open_store(place: str) -> Store:
-    """Return the store at `place`: a directory, or the address of a `StoreServer` ("http://host:port").
-
-    Raises:
-        ConfigError: the address is malformed, or there is no usable secret.
-        ImportError: httpx is not installed.
-    """
-    if not place.startswith(("http://", "https://")):
-        return DirectoryStore(place)
-    from deepspeed_compress.rollout.served_store import ServedStore
-
-    return ServedStore(place)

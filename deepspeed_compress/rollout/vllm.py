@@ -7,9 +7,9 @@ worker, whose `model_runner.model` loads weights by their names in Hugging Face'
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_compress.errors import RolloutError
+from deepspeed_compress.rollout import open_store
 from deepspeed_compress.rollout.holder import make_holder
 from deepspeed_compress.rollout.receiver import Receiver
-from deepspeed_compress.rollout.store import open_store
 
 if TYPE_CHECKING:
     from torch import nn
