@@ -244,7 +244,9 @@ TABLE = {
     "tools.bench.ulysses": allow("tools.bench.workload training", "torch", lazily="deepspeed transformers"),
     "tools.bench.megatron": allow("__init__ config models tools.bench", "torch megatron"),
     "tools.bench.options": allow("tools.arguments tools.bench.links"),
-    "tools.doctor": allow("config diagnostics errors tools.outputs tools.rules tools.run_directory", "pydantic rich"),
+    "tools.doctor": allow(
+        "config diagnostics errors monitor tools.outputs tools.rules tools.run_directory", "pydantic rich"
+    ),
     "tools.report": allow(
         "config errors tools.line_files tools.outputs.printable tools.plots tools.run_checks tools.run_directory "
         "tools.tables",

@@ -18,8 +18,6 @@ from trl.trainer import grpo_trainer
 
 from deepspeed_compress.errors import ConfigError, RolloutError
 
-__all__ = ["published_weights"]
-
 _PATIENCE = 120.0
 """Seconds in which a version must reach the server. A network file system may show new files a minute late."""
 _POLL_S = 0.1

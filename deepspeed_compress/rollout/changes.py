@@ -33,8 +33,6 @@ from deepspeed_compress.compression.kernels.reference_bits import pack_bits, unp
 from deepspeed_compress.errors import RolloutError
 from deepspeed_compress.rollout import lossy
 
-__all__ = ["MAX_NUMEL", "ChangeError", "apply", "count_changed", "encode", "encode_lossy"]
-
 MAX_NUMEL = 1 << 28
 """Largest number of elements of one encoded tensor."""
 _SPARSE_UP_TO = 0.25

@@ -10,8 +10,6 @@ from deepspeed_compress.errors import RolloutError
 from deepspeed_compress.rollout.store import Store
 from deepspeed_compress.rollout.versions import find_versions, read_manifest
 
-__all__ = ["make_holder"]
-
 
 def make_holder(store: Store) -> nn.Module:
     """Return a module on the CPU with the names, shapes and type of the newest version in `store`, for a `Receiver`.

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from deepspeed_compress.compression.compressors.blockwise import Blockwise
 
-__all__ = ["add", "code_bytes", "quantize"]
-
 _BLOCK_SIZE = 256
 """Number of values that share a scale."""
 

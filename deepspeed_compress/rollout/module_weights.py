@@ -11,8 +11,6 @@ from deepspeed_compress.rollout.changes import apply
 from deepspeed_compress.rollout.parts import EncodedSlice, SliceDigest, values_digest
 from deepspeed_compress.rollout.versions import Manifest, model_digest
 
-__all__ = ["ModuleWeights"]
-
 
 class ModuleWeights:
     """Parameters of a module that hold a published model.

@@ -19,19 +19,6 @@ from deepspeed_compress.errors import RolloutError
 from deepspeed_compress.rollout.changes import count_changed
 from deepspeed_compress.rollout.store import Store
 
-__all__ = [
-    "Digest",
-    "EncodedSlice",
-    "PartEntry",
-    "Put",
-    "Record",
-    "Size",
-    "SliceDigest",
-    "read_part",
-    "values_digest",
-    "write_parts",
-]
-
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 """SHA-256 in hexadecimal digits."""
 Size = Annotated[int, Field(ge=0)]

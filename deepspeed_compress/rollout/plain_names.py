@@ -9,8 +9,6 @@ from torch import nn
 from deepspeed_compress.config.names import user_name
 from deepspeed_compress.errors import UnsupportedError
 
-__all__ = ["is_pipeline", "plain_name"]
-
 
 def is_pipeline(module: nn.Module) -> bool:
     """Return True for a PipelineModule of DeepSpeed, which is not imported for this."""

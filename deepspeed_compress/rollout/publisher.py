@@ -31,8 +31,6 @@ from deepspeed_compress.rollout.versions import (
     write_manifest,
 )
 
-__all__ = ["Published", "Publisher"]
-
 
 @dataclass(frozen=True)
 class Published:

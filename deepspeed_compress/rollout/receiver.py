@@ -14,8 +14,6 @@ from deepspeed_compress.rollout.request_lock import RequestLock
 from deepspeed_compress.rollout.store import Store
 from deepspeed_compress.rollout.versions import Manifest, find_versions, read_manifest
 
-__all__ = ["Receiver"]
-
 _IN_MEMORY = 1 << 30
 """Bytes of changes that are fetched before requests are paused. More than that is fetched and applied part by part."""
 

@@ -24,8 +24,6 @@ except ModuleNotFoundError as error:
         '"deepspeed-compress[http]"'
     ) from error
 
-__all__ = ["ServedStore"]
-
 _FIRST_PAUSE = 0.25
 """Seconds before the second attempt. Each later pause is twice as long."""
 _PATIENCE = 600.0

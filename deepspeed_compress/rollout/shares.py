@@ -16,8 +16,6 @@ from deepspeed_compress.rollout.slices import Slice
 from deepspeed_compress.rollout.store import Store
 from deepspeed_compress.rollout.versions import Changes, Dtype, Manifest, model_digest, part_stem
 
-__all__ = ["Chain", "Share", "digest_slices", "make_manifest", "write_share"]
-
 
 @dataclass(frozen=True)
 class Chain:

@@ -13,8 +13,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["SIGNATURE", "WINDOW", "SeenNonces", "Stamp"]
-
 WINDOW = 300
 """Seconds by which the time of a request may differ from the server's clock."""
 SIGNATURE = "x-store-signature"

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from deepspeed_compress.collectives.buckets import even_partition
 
-__all__ = ["Region", "Slice", "find_holders", "find_shares", "rectangle"]
-
 _MAX_NUMEL = 1 << 24
 """Largest number of elements of a slice. It bounds the memory that a receiver needs in addition to its model."""
 

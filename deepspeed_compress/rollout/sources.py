@@ -22,8 +22,6 @@ from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.rollout.plain_names import is_pipeline, plain_name
 from deepspeed_compress.rollout.slices import Slice, rectangle
 
-__all__ = ["find_held", "unwrap"]
-
 _SPLIT = "ds_autotp_universal_checkpoint_meta"
 """Attribute with which AutoTP records how it has split a parameter (DS_AUTOTP_UC_META of DeepSpeed)."""
 

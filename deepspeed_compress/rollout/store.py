@@ -9,8 +9,6 @@ from typing import Protocol
 
 from deepspeed_compress.errors import RolloutError
 
-__all__ = ["LARGEST", "DirectoryStore", "Store", "check_name"]
-
 LARGEST = 1 << 28
 """Bytes of the largest blob: a part with the largest slice, and more than half a million names."""
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,120}")

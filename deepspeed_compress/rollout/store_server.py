@@ -35,8 +35,6 @@ except ModuleNotFoundError as error:
         '"deepspeed-compress[http]"'
     ) from error
 
-__all__ = ["StoreServer"]
-
 _AT_ONCE = 16
 """Number of requests that are served at a time, each with at most one blob in memory. Others wait."""
 _PATIENCE = 600.0

@@ -16,22 +16,6 @@ from deepspeed_compress.errors import RolloutError
 from deepspeed_compress.rollout.parts import Digest, PartEntry, Record, Size, SliceDigest
 from deepspeed_compress.rollout.store import Store
 
-__all__ = [
-    "Changes",
-    "Dtype",
-    "Manifest",
-    "claim_store",
-    "delete_old_versions",
-    "delete_unfinished",
-    "find_full_copies",
-    "find_versions",
-    "holds_claim",
-    "model_digest",
-    "part_stem",
-    "read_manifest",
-    "write_manifest",
-]
-
 Dtype = Literal["bf16", "fp16", "fp32"]
 """Data type of published weights."""
 

@@ -14,8 +14,6 @@ from deepspeed_compress.rollout.receiver import Receiver
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["WeightUpdates"]
-
 
 class WeightUpdates:
     """Methods of a vLLM worker that follows published weights.

@@ -28,18 +28,6 @@ from deepspeed_compress.tools.run_checks import (
     is_number,
 )
 
-__all__ = [
-    "METRICS",
-    "STATISTICS",
-    "SUMMARY",
-    "Line",
-    "RunDirectory",
-    "read_directory",
-    "read_metrics",
-    "read_statistics",
-    "read_summary",
-]
-
 METRICS, SUMMARY, TRAINER = "metrics.jsonl", "summary.json", "trainer_state.json"
 RESULTS = ("train_results.json", "all_results.json")
 """Files of Trainer's `save_metrics`, in order of preference."""

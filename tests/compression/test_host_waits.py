@@ -18,6 +18,7 @@ from deepspeed_compress.compression.kernels import reference
 from deepspeed_compress.compression.residuals import STORAGE, Residuals
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.compression.transforms import DCT, Hadamard, Identity, Transform
+from tests.compression.operations import operations
 from tests.support.codecs import CODECS, SETTINGS
 from tests.support.host_waits import HostWaits
 
@@ -37,9 +38,9 @@ def starts_programs(function: FunctionType) -> bool:
 def kernels_for_gpus() -> Iterator[None]:
     """Use the GPU kernels for CPU tensors. Triton programs, which never wait, are replaced by plain torch."""
     gpu = pytest.importorskip("deepspeed_compress.compression.kernels.gpu")
-    operations = {name: getattr(gpu, name) for name in gpu.__all__}
     with ExitStack() as stack:
-        for name, operation in operations.items():
+        for name in operations(gpu):
+            operation = getattr(gpu, name)
             if starts_programs(operation):
                 stack.enter_context(patch.object(gpu, name, getattr(reference, operation.__name__)))
         stack.enter_context(patch.object(kernels, "_implementation", lambda _: gpu))

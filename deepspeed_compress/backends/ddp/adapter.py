@@ -33,8 +33,6 @@ from deepspeed_compress.session.copies import leave_out_of_copies
 from deepspeed_compress.session.expected import one_bucket
 from deepspeed_compress.session.traffic import ring_all_reduce
 
-__all__ = ["Attached", "attach"]
-
 _HOOK_TWICE = "it already has a communication hook, from its own mixed precision or from other code; remove that hook"
 
 

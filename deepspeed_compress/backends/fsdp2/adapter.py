@@ -36,8 +36,6 @@ from deepspeed_compress.session.announced import gradient_texts, weight_text
 from deepspeed_compress.session.expected import one_bucket
 from deepspeed_compress.session.session import Session
 
-__all__ = ["Attached", "attach"]
-
 
 def attach(model: nn.Module, config: Config, optimizer: Optimizer, scaler: Scaler | None = None) -> Attached:
     """Compress the communication of `model`. Call it once, on all ranks of its mesh, before the first forward.

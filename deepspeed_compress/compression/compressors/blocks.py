@@ -9,9 +9,7 @@ from torch import Tensor
 
 from deepspeed_compress.compression.compressors.base import aligned
 from deepspeed_compress.compression.kernels import for_device
-from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers, fitted
-
-__all__ = ["BlockQuantizer", "FormQuantizer", "RowQuantizer", "SymmetricQuantizer", "fitted"]
+from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers
 
 
 class BlockQuantizer(ABC):

@@ -7,7 +7,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from deepspeed_compress.compression.compressors.blocks import RowQuantizer, fitted
+from deepspeed_compress.compression.compressors.blocks import RowQuantizer
+from deepspeed_compress.compression.kernels.forms import fitted
 
 FORMATS: Mapping[str, torch.dtype] = MappingProxyType({"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2})
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepspeed_compress.compression.compressors.blocks import SymmetricQuantizer, fitted
+from deepspeed_compress.compression.compressors.blocks import SymmetricQuantizer
+from deepspeed_compress.compression.kernels.forms import fitted
 
 
 @dataclass(frozen=True)

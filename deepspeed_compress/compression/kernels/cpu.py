@@ -14,35 +14,10 @@ from torch import Tensor
 from deepspeed_compress.compression.kernels import reference
 from deepspeed_compress.compression.kernels.compiled import load_library, warn_if_slow
 from deepspeed_compress.compression.kernels.forms import LEVELS, BlockFormat, ResidualBuffers, scale_limit
-from deepspeed_compress.compression.kernels.reference import (
-    dequantize_rows_add,
-    pack_codes,
-    quantize_rows,
-    quantize_rows_between,
-    unpack_codes,
-)
 
-__all__ = [
-    "add_cast",
-    "cast",
-    "dct_tiles",
-    "dequantize_blocks_add",
-    "dequantize_blocks_sum",
-    "dequantize_rows_add",
-    "hadamard_tiles",
-    "pack_bits",
-    "pack_codes",
-    "quantize_blocks",
-    "quantize_rows",
-    "quantize_rows_between",
-    "square_norm",
-    "top_k_rows",
-    "top_k_rows_of_sum",
-    "top_k_sampled",
-    "uniform",
-    "unpack_bits",
-    "unpack_codes",
-]
+dequantize_rows_add, quantize_rows = reference.dequantize_rows_add, reference.quantize_rows
+quantize_rows_between = reference.quantize_rows_between
+pack_codes, unpack_codes = reference.pack_codes, reference.unpack_codes
 
 _POINTER, _INT, _LONG, _KEY = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_uint64
 _FLOAT, _DOUBLE = ctypes.c_float, ctypes.c_double

@@ -15,39 +15,18 @@ import torch
 import triton
 from torch import Tensor
 
-from deepspeed_compress.compression.kernels import gpu_bits, gpu_blocks, reference
+from deepspeed_compress.compression.kernels import gpu_bases, gpu_bits, gpu_blocks, gpu_rows, reference
 from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers, scale_limit
-from deepspeed_compress.compression.kernels.gpu_bases import dct_tiles, hadamard_tiles
 from deepspeed_compress.compression.kernels.gpu_launch import TILE, alignment, bits, flat, halves, programs, warps
-from deepspeed_compress.compression.kernels.gpu_rows import dequantize_rows_add, quantize_rows, quantize_rows_between
 from deepspeed_compress.compression.kernels.gpu_select import top_k_rows
-
-__all__ = [
-    "add_cast",
-    "cast",
-    "dct_tiles",
-    "dequantize_blocks_add",
-    "dequantize_blocks_sum",
-    "dequantize_rows_add",
-    "hadamard_tiles",
-    "pack_bits",
-    "pack_codes",
-    "quantize_blocks",
-    "quantize_rows",
-    "quantize_rows_between",
-    "square_norm",
-    "top_k_rows",
-    "top_k_rows_of_sum",
-    "top_k_sampled",
-    "uniform",
-    "unpack_bits",
-    "unpack_codes",
-]
 
 if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
     # Triton 3.3 does not compile these kernels, and 3.5 divides with denormal numbers flushed to zero.
     raise ImportError(f"Triton {triton.__version__} is installed")
 
+dct_tiles, hadamard_tiles = gpu_bases.dct_tiles, gpu_bases.hadamard_tiles
+quantize_rows, quantize_rows_between = gpu_rows.quantize_rows, gpu_rows.quantize_rows_between
+dequantize_rows_add = gpu_rows.dequantize_rows_add
 square_norm = reference.square_norm
 top_k_sampled = top_k_rows
 """Same result. With a sample, the host would have to wait for the number of survivors."""

@@ -14,44 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepspeed_compress.compression.kernels.forms import (
-    LEVELS,
-    BlockFormat,
-    FittedLevels,
-    ResidualBuffers,
-    fitted,
-)
-from deepspeed_compress.compression.kernels.reference_bases import dct_tiles, hadamard_tiles
-from deepspeed_compress.compression.kernels.reference_bits import (
-    pack_bits,
-    pack_codes,
-    pack_trits,
-    unpack_bits,
-    unpack_codes,
-    unpack_trits,
-)
+from deepspeed_compress.compression.kernels import reference_bases, reference_bits
+from deepspeed_compress.compression.kernels.forms import LEVELS, BlockFormat, FittedLevels, ResidualBuffers, fitted
 
-__all__ = [
-    "add_cast",
-    "cast",
-    "dct_tiles",
-    "dequantize_blocks_add",
-    "dequantize_blocks_sum",
-    "dequantize_rows_add",
-    "hadamard_tiles",
-    "pack_bits",
-    "pack_codes",
-    "quantize_blocks",
-    "quantize_rows",
-    "quantize_rows_between",
-    "square_norm",
-    "top_k_rows",
-    "top_k_rows_of_sum",
-    "top_k_sampled",
-    "uniform",
-    "unpack_bits",
-    "unpack_codes",
-]
+dct_tiles, hadamard_tiles = reference_bases.dct_tiles, reference_bases.hadamard_tiles
+pack_bits, unpack_bits = reference_bits.pack_bits, reference_bits.unpack_bits
+pack_codes, unpack_codes = reference_bits.pack_codes, reference_bits.unpack_codes
 
 _MASK32 = 0xFFFFFFFF
 
@@ -266,7 +234,8 @@ def _pack(values: Tensor, form: BlockFormat, out: Tensor) -> None:
     """Write `values` (uint8 [n]) as codes of `form` to `out`, and fill the rest with 0."""
     if form.kind != "ternary":
         return pack_codes(values, form.bits, out)
-    rows = [pack_trits(values[elements].view(shape)) for _, elements, shape in _blocks(values.numel(), form.block_size)]
+    blocks = _blocks(values.numel(), form.block_size)
+    rows = [reference_bits.pack_trits(values[elements].view(shape)) for _, elements, shape in blocks]
     used = form.code_bytes(values.numel())
     torch.cat([row.view(-1) for row in rows] or [out[:0]], out=out[:used])
     out[used:].zero_()
@@ -280,7 +249,8 @@ def _unpack(codes: Tensor, form: BlockFormat, numel: int) -> Tensor:
     values, done = codes.new_empty(numel), 0
     for _, elements, (count, width) in _blocks(numel, form.block_size):
         used = count * form.code_bytes(width)
-        values[elements] = unpack_trits(codes[done : done + used].view(count, -1), width).reshape(-1)
+        packed = codes[done : done + used].view(count, -1)
+        values[elements] = reference_bits.unpack_trits(packed, width).reshape(-1)
         done += used
     return values
 

@@ -12,8 +12,9 @@ from typing import Any
 from deepspeed_compress.config import CompressConfig, Parallelism
 from deepspeed_compress.config.native import STAGE
 from deepspeed_compress.tools.doctor.patches import difference
-from deepspeed_compress.tools.doctor.run import Line, Run
+from deepspeed_compress.tools.doctor.run import Run
 from deepspeed_compress.tools.doctor.thresholds import Thresholds
+from deepspeed_compress.tools.run_directory import Line
 
 OTHER_KINDS = ("bytes_pipeline", "bytes_tied", "bytes_tensor", "bytes_experts", "bytes_sequence", "bytes_islands")
 

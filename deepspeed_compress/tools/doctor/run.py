@@ -11,9 +11,8 @@ from pydantic import ValidationError
 
 from deepspeed_compress.config import CompressConfig, read_ds_config, with_preset
 from deepspeed_compress.errors import DataError
-from deepspeed_compress.tools.run_directory import STATISTICS, Line, read_directory
-
-__all__ = ["Line", "Run", "read_run"]
+from deepspeed_compress.monitor import STATISTICS
+from deepspeed_compress.tools.run_directory import Line, read_directory
 
 Points = tuple[tuple[int, float], ...]
 """Optimizer steps with their values. A value is NaN if the loss was not finite."""

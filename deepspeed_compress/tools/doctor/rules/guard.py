@@ -9,7 +9,7 @@ from deepspeed_compress.tools.doctor.case import Case
 from deepspeed_compress.tools.doctor.ladders import softer
 from deepspeed_compress.tools.doctor.patches import slower, with_gradients, with_section
 from deepspeed_compress.tools.doctor.rule import rule
-from deepspeed_compress.tools.doctor.run import Line
+from deepspeed_compress.tools.run_directory import Line
 
 _COOLDOWN = 50
 """Steps without an anomaly after which the guard moves back one level, unless the configuration states otherwise."""
