@@ -60,28 +60,6 @@ _INFERENCE = frozenset(
 _SHARED_WITH_INFERENCE = frozenset({"tensor_parallel", "dtype", "moe"})
 _NEARLY = 0.9
 _MANY, _SHOWN = 10, 8
-_KEYS_OF_OURS = frozenset(
-    {
-        "activations",
-        "adaptive",
-        "auto",
-        "checkpointing",
-        "communication",
-        "gradients",
-        "guard",
-        "islands",
-        "lint",
-        "monitor",
-        "on_missing_state",
-        "ownership",
-        "parallelism",
-        "preset",
-        "rollout",
-        "schedule",
-        "seed",
-        "weights",
-    }
-)
 _PARTS_OF_OURS = frozenset({"gradients", "weights"})
 _KEYS_OF_PARTS = frozenset(
     {"method", "bits", "block_size", "density", "error_feedback", "hierarchy", "overrides", "rank"}
@@ -197,7 +175,9 @@ def _ours(document: Document, path: Path) -> Path | None:
 
 def _is_section(value: object) -> bool:
     """Return True if `value` may be our section. Other programs have sections of the same names."""
-    return isinstance(value, dict) and value.keys() <= _KEYS_OF_OURS
+    from deepspeed_compress.config import CompressConfig  # takes a while to import, and few files need it
+
+    return isinstance(value, dict) and value.keys() <= CompressConfig.model_fields.keys()
 
 
 def _is_part(value: object) -> bool:
