@@ -1,8 +1,9 @@
 """Times and rates as users write them: "30 s", "10 min", "50 MB/s", "200 Mbit/s"."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Annotated
 
@@ -57,21 +58,11 @@ def _amount(text: str, units: Mapping[str, float], within: _Range) -> float:
     return amount
 
 
-def _checked_seconds(text: str) -> str:
-    seconds(text)
+def _checked(read: Callable[[str], float], text: str) -> str:
+    read(text)
     return text
 
 
-def _checked_rate(text: str) -> str:
-    byte_rate(text)
-    return text
-
-
-def _checked_bits(text: str) -> str:
-    bit_rate(text)
-    return text
-
-
-Duration = Annotated[str, AfterValidator(_checked_seconds), Field(examples=["30 s", "10 min"])]
-ByteRate = Annotated[str, AfterValidator(_checked_rate), Field(examples=["50 MB/s"])]
-BitRate = Annotated[str, AfterValidator(_checked_bits), Field(examples=["200 Mbit/s"])]
+Duration = Annotated[str, AfterValidator(partial(_checked, seconds)), Field(examples=["30 s", "10 min"])]
+ByteRate = Annotated[str, AfterValidator(partial(_checked, byte_rate)), Field(examples=["50 MB/s"])]
+BitRate = Annotated[str, AfterValidator(partial(_checked, bit_rate)), Field(examples=["200 Mbit/s"])]

@@ -279,11 +279,8 @@ class SignConfig(MethodConfig):
         return {"method": "blockwise", "bits": 4}
 
 
-ValuesConfig = Annotated[
-    CastConfig | BlockwiseConfig | LinearConfig | PercentileConfig | QSGDConfig | FP8Config | SignConfig,
-    Field(discriminator="method"),
-    BeforeValidator(with_default_method),
-]
+Quantizer = CastConfig | BlockwiseConfig | LinearConfig | PercentileConfig | QSGDConfig | FP8Config | SignConfig
+ValuesConfig = Annotated[Quantizer, Field(discriminator="method"), BeforeValidator(with_default_method)]
 """Settings of the compression of the values that a sparsifier keeps."""
 
 

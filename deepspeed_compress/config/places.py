@@ -41,16 +41,7 @@ class ErrorFeedbackConfig(MemoryConfig):
 
 
 NodeConfig = Annotated[
-    methods.NoCompression
-    | methods.CastConfig
-    | methods.BlockwiseConfig
-    | methods.LinearConfig
-    | methods.PercentileConfig
-    | methods.QSGDConfig
-    | methods.FP8Config
-    | methods.SignConfig,
-    Field(discriminator="method"),
-    BeforeValidator(with_default_method),
+    methods.NoCompression | methods.Quantizer, Field(discriminator="method"), BeforeValidator(with_default_method)
 ]
 
 
