@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from deepspeed_compress.config import SECTION, find_missing, is_misspelled, parse_section, read_ds_config
+from deepspeed_compress.config import SECTION, find_missing, parse_section, read_ds_config
+from deepspeed_compress.config.section import is_misspelled
 from deepspeed_compress.errors import CompressWarning, ConfigError
 
 OPTIONS = ("--deepspeed", "--deepspeed_config", "--deepspeed_config_file", "--deepspeed-config")

@@ -6,15 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from deepspeed_compress.config import (
-    CompressConfig,
-    GradientsConfig,
-    WeightsConfig,
-    brief,
-    settings_of,
-    weights_of,
-    written,
-)
+from deepspeed_compress.config import CompressConfig, GradientsConfig, WeightsConfig, brief, settings_of, written
+from deepspeed_compress.config.patches import weights_of
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.policy.adaptive import AllowedChoices, CandidateSelector
 from deepspeed_compress.policy.measurement import Choice, Measurement

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed_compress.config import Auto
+from deepspeed_compress.config.models import Auto
 
 WARM_UP = 4
 """Number of steps of each kind that are not measured: first steps allocate, compile, and learn the order of buckets."""

@@ -19,7 +19,8 @@ from deepspeed_compress.collectives.reducer import Run, StepClock
 from deepspeed_compress.collectives.reduction import Groups, ReductionContext
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import CompressConfig, total_steps
-from deepspeed_compress.monitor import EventSink, Journal, Meter, utc_now
+from deepspeed_compress.monitor import EventSink, Journal, Meter
+from deepspeed_compress.monitor.journal import utc_now
 from deepspeed_compress.policy import AllowedChoices, Policy
 from deepspeed_compress.session.observer import new_run, of_first
 from deepspeed_compress.session.patches import Patches

@@ -15,7 +15,9 @@ from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.probes import link_seconds
 from deepspeed_compress.config import GradientsConfig, MethodConfig, PowerSGDGradients, WeightsConfig
 from deepspeed_compress.config.schedules import OWN_MOMENTUM
-from deepspeed_compress.policy import AlphaBeta, CandidateSelector, Measurement, WeightCosts, fit, low_rank_error
+from deepspeed_compress.policy import AlphaBeta, CandidateSelector, Measurement, WeightCosts
+from deepspeed_compress.policy.alpha_beta import fit
+from deepspeed_compress.policy.penalty import low_rank_error
 from deepspeed_compress.session.trials import (
     MESSAGE,
     Trial,

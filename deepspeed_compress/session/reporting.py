@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.config import Monitor
+from deepspeed_compress.config.models import Monitor
 from deepspeed_compress.errors import CompressWarning
-from deepspeed_compress.monitor import KINDS, SAVED, Meter, StepStatistics, peak_memory
+from deepspeed_compress.monitor import KINDS, SAVED, Meter, StepStatistics
+from deepspeed_compress.monitor.memory import peak_memory
 from deepspeed_compress.policy import Observation, StepPlan
 from deepspeed_compress.session.observer import BusyTimes
 

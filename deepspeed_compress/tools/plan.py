@@ -18,7 +18,7 @@ from deepspeed_compress.config import (
     total_steps,
 )
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.policy import SettingsSchedule, timeline
+from deepspeed_compress.policy.schedule import SettingsSchedule, timeline
 from deepspeed_compress.tools.plots import check_plotting, new_figure, save_figure, style_axes
 from deepspeed_compress.tools.tables import print_table
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import DataError
-from deepspeed_compress.monitor import CONFIGURATION, EVENTS, STATISTICS, VERSIONS
+from deepspeed_compress.monitor import STATISTICS, VERSIONS
+from deepspeed_compress.monitor.events import CONFIGURATION, EVENTS
 from deepspeed_compress.tools.line_files import Entries, Entry, LineIndex, Part, index_lines, loads
 from deepspeed_compress.tools.outputs.printable import printable
 from deepspeed_compress.tools.run_checks import (

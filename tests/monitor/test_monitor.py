@@ -16,7 +16,6 @@ import torch
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor import (
     KINDS,
-    PHASES,
     SAVED,
     Event,
     EventLog,
@@ -26,6 +25,7 @@ from deepspeed_compress.monitor import (
     StepStatistics,
     write_configuration,
 )
+from deepspeed_compress.monitor.meter import PHASES
 
 CPU = torch.device("cpu")
 STATISTICS = StepStatistics(

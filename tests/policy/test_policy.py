@@ -10,7 +10,9 @@ import pytest
 from deepspeed_compress.config import SECTION, brief, find_problems, parse_section, total_steps
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor import Event
-from deepspeed_compress.policy import Observation, Policy, SettingsSchedule, StepPlan, ladder, timeline
+from deepspeed_compress.policy import Observation, Policy, StepPlan
+from deepspeed_compress.policy.ladder import ladder
+from deepspeed_compress.policy.schedule import SettingsSchedule, timeline
 
 TOPK = {"method": "topk", "density": 0.01}
 

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from deepspeed_compress.config import Rollout
+from deepspeed_compress.config.rollout import Rollout
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.monitor import VERSIONS, Journal, VersionStatistics
+from deepspeed_compress.monitor import VERSIONS, Journal
+from deepspeed_compress.monitor.versions import VersionStatistics
 from deepspeed_compress.session.patches import Patches
 
 if TYPE_CHECKING:

@@ -26,7 +26,8 @@ from deepspeed_compress.backends.activations.messages import ActivationMessages
 from deepspeed_compress.backends.activations.sums import gradient_codec
 from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.collectives.reducer import Run
-from deepspeed_compress.config import SECTION, PipelineActivations
+from deepspeed_compress.config import SECTION
+from deepspeed_compress.config.activations import PipelineActivations
 from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.session.patches import Patches
 

@@ -24,7 +24,8 @@ from deepspeed_compress.backends.activations.sums import activation_codec
 from deepspeed_compress.backends.deepspeed.activations.attached import forbid_compiling
 from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.collectives.reducer import Run
-from deepspeed_compress.config import SECTION, SequenceActivations
+from deepspeed_compress.config import SECTION
+from deepspeed_compress.config.activations import SequenceActivations
 from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.session.patches import Patches
 

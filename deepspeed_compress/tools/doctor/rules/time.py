@@ -4,8 +4,9 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from deepspeed_compress.config import FeedbackGradients, GradientsConfig
+from deepspeed_compress.config import GradientsConfig
 from deepspeed_compress.config.methods import BlockwiseConfig, PercentileConfig
+from deepspeed_compress.config.places import FeedbackGradients
 from deepspeed_compress.diagnostics import Diagnostic, at_steps
 from deepspeed_compress.tools.doctor.case import Case, Times
 from deepspeed_compress.tools.doctor.ladders import BLOCKS, stronger

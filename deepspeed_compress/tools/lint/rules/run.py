@@ -20,7 +20,8 @@ from deepspeed_compress.tools.lint.rules.ours import parsed_section
 from deepspeed_compress.tools.lint.values import integer
 
 if TYPE_CHECKING:
-    from deepspeed_compress.config import CompressConfig, MemoryConfig
+    from deepspeed_compress.config import CompressConfig
+    from deepspeed_compress.config.places import MemoryConfig
 
 _FASTEST = 1000
 """Bandwidth in Gbit/s at which sending gradients takes about as long as compressing them: links inside a node."""
