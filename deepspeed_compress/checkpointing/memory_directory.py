@@ -16,15 +16,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+from deepspeed_compress.checkpointing import completeness
 from deepspeed_compress.checkpointing.catalog import subdirectories
-from deepspeed_compress.checkpointing.completeness import (
-    FileList,
-    Save,
-    list_paths,
-    read_list,
-    replace_text,
-    unlist_all,
-)
 from deepspeed_compress.errors import StateError
 
 ENVIRONMENT = "DS_COMPRESS_MEMORY_DIR"
@@ -45,7 +38,7 @@ def job_name(directory: Path) -> str:
     try:
         if not file.is_file():
             directory.mkdir(parents=True, exist_ok=True)
-            replace_text(file, uuid.uuid4().hex)
+            completeness.replace_text(file, uuid.uuid4().hex)
         found = file.read_text(encoding="utf-8").strip()
     except OSError as error:
         raise StateError(f"{file}, which names the job, can neither be read nor written: {error}") from error
@@ -89,7 +82,7 @@ class HostSave:
     number: int
     step: int
     world: int
-    lists: Mapping[int, FileList]
+    lists: Mapping[int, completeness.FileList]
 
     @property
     def save(self) -> tuple[int, str, str, int]:
@@ -110,10 +103,10 @@ def find_host_saves(directory: Path) -> tuple[list[HostSave], list[str]]:
     return found, problems
 
 
-def _readable(place: Path, problems: list[str]) -> Iterator[FileList]:
-    for file in list_paths(place):
+def _readable(place: Path, problems: list[str]) -> Iterator[completeness.FileList]:
+    for file in completeness.list_paths(place):
         try:
-            listed = read_list(file)
+            listed = completeness.read_list(file)
         except StateError as error:
             problems.append(str(error))
             continue
@@ -121,22 +114,24 @@ def _readable(place: Path, problems: list[str]) -> Iterator[FileList]:
             yield listed
 
 
-def keep_only(save: Save, tags: Iterable[str]) -> None:
+def keep_only(save: completeness.Save, tags: Iterable[str]) -> None:
     """Remove all tags next to `save` except for `tags` and later ones, which faster ranks may have begun to write.
 
     Ignores files that other processes have removed or still write.
     """
     for place in subdirectories(save.directory):
         if place.name not in tags and not _may_be_later(place, save):
-            unlist_all(place)
+            completeness.unlist_all(place)
             shutil.rmtree(place, ignore_errors=True)
 
 
-def _may_be_later(place: Path, save: Save) -> bool:
+def _may_be_later(place: Path, save: completeness.Save) -> bool:
     """Return True if `place` has a list of a save after `save`, or no list, as before the first file of such a save."""
-    paths = list_paths(place)
+    paths = completeness.list_paths(place)
     with suppress(StateError):
-        return not paths or any(one.run == save.run and one.number > save.number for one in map(read_list, paths))
+        return not paths or any(
+            one.run == save.run and one.number > save.number for one in map(completeness.read_list, paths)
+        )
     return False
 
 
@@ -148,13 +143,13 @@ class Missing:
     """
 
     name: str
-    listed: FileList
+    listed: completeness.FileList
     source: int
     needed_by: tuple[int, ...]
 
 
 def missing_files(
-    lists: Mapping[int, FileList], whole: Iterable[frozenset[int]], ranks: Iterable[frozenset[int]]
+    lists: Mapping[int, completeness.FileList], whole: Iterable[frozenset[int]], ranks: Iterable[frozenset[int]]
 ) -> Iterator[Missing]:
     """Yield the files that must be sent between hosts before all ranks can load.
 

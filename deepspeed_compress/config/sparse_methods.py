@@ -6,15 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field, JsonValue
 
-from deepspeed_compress.config.methods import (
-    NAMED,
-    SCALE_BITS,
-    MethodConfig,
-    SelectionBlock,
-    ValuesConfig,
-    power_of_two,
-    powers,
-)
+from deepspeed_compress.config import methods
 
 if TYPE_CHECKING:
     from deepspeed_compress.compression.compressors import Compressor
@@ -22,15 +14,15 @@ if TYPE_CHECKING:
 LONG_MESSAGE = 2**20
 """Elements of the message for which `bits_per_element` is computed."""
 Density = Annotated[float, Field(gt=0, le=1)]
-Group = Annotated[int, powers(8, 1024), AfterValidator(power_of_two)]
+Group = Annotated[int, methods.powers(8, 1024), AfterValidator(methods.power_of_two)]
 
 
-class SparseConfig(MethodConfig):
+class SparseConfig(methods.MethodConfig):
     """A fraction of the values, selected again for every message."""
 
     density: Density = 0.01
     """Fraction of the values that is sent, rounded up in each block."""
-    values: ValuesConfig | None = None
+    values: methods.ValuesConfig | None = None
     """Compression of the selected values; null sends them as fp32."""
 
     @property
@@ -53,7 +45,7 @@ class SparseConfig(MethodConfig):
 
     def value_bits(self) -> float:
         """Return the bits of a value that is sent, without its index."""
-        return SCALE_BITS["fp32"] if self.values is None else self.values.bits_per_element()
+        return methods.SCALE_BITS["fp32"] if self.values is None else self.values.bits_per_element()
 
     def softer(self) -> dict[str, JsonValue] | None:
         # Four times the density, up to a quarter; beyond that, indices cost more than they save.
@@ -81,7 +73,7 @@ class DensityWarmUp(SparseConfig):
 class LargestConfig(SparseConfig):
     """The largest magnitudes and their indices, under any method name."""
 
-    block_size: SelectionBlock = 4096
+    block_size: methods.SelectionBlock = 4096
     """Number of values from which the largest are selected. An index takes log2 of it in bits. Only `scope` `block`
     uses it."""
     scope: Literal["block", "tensor", "threshold"] = "block"
@@ -108,7 +100,7 @@ class LargestConfig(SparseConfig):
 class TopKConfig(LargestConfig):
     """The largest magnitudes and their indices."""
 
-    model_config = NAMED
+    model_config = methods.NAMED
     method: Literal["topk"]
     """`topk`: the largest magnitudes, and their indices."""
 
@@ -116,10 +108,10 @@ class TopKConfig(LargestConfig):
 class RandomKConfig(SparseConfig):
     """Values at random positions that all ranks draw alike, so that no index is sent."""
 
-    model_config = NAMED
+    model_config = methods.NAMED
     method: Literal["randomk"]
     """`randomk`: values at random positions that all ranks draw alike, so that no indices are sent."""
-    block_size: SelectionBlock = 4096
+    block_size: methods.SelectionBlock = 4096
     """Number of values from which the same number is drawn each time."""
     rescale: bool = False
     """Multiply by 1 / density, which makes the method unbiased. Only for use without error feedback."""
@@ -144,10 +136,10 @@ class RandomKConfig(SparseConfig):
 class BlockTopKConfig(SparseConfig):
     """Groups of neighboring values with the largest L2 norm."""
 
-    model_config = NAMED
+    model_config = methods.NAMED
     method: Literal["block_topk"]
     """`block_topk`: the groups of neighboring values with the largest L2 norm."""
-    block_size: SelectionBlock = 65536
+    block_size: methods.SelectionBlock = 65536
     """Number of values from which groups are selected."""
     group: Group = 32
     """Number of neighboring values that are sent or dropped together, at most `block_size`."""

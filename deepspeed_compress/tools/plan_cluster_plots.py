@@ -8,16 +8,7 @@ from typing import Any
 
 from deepspeed_compress.planner.search import Candidate, Job, Plan
 from deepspeed_compress.planner.sweep import KINDS, Sweep, best, over_gpus, over_network
-from deepspeed_compress.tools.plots import (
-    COLOURS,
-    GREY,
-    Label,
-    label_points,
-    new_figure,
-    plain_decades,
-    save_figure,
-    style_axes,
-)
+from deepspeed_compress.tools import plots
 
 BEST = 10
 """Layouts whose steps are shown."""
@@ -31,10 +22,10 @@ GAIN = 0.05
 """Relative gain from which compression is said to pay, which is the difference that a prediction can see."""
 _SIZE = (9.0, 4.6)
 _INK = "#1f2328"
-_COLOURS = MappingProxyType(dict(zip(KINDS, (GREY, *COLOURS), strict=False)))
+_COLOURS = MappingProxyType(dict(zip(KINDS, (plots.GREY, *plots.COLOURS), strict=False)))
 _PARTS = MappingProxyType(
     {
-        "compute": COLOURS[0],
+        "compute": plots.COLOURS[0],
         "memory": "#76a5af",
         "launch": "#cfe2f3",
         "bubble": "#ffe599",
@@ -67,7 +58,7 @@ def sizes_of(per_node: int) -> list[int]:
 
 def draw_layouts(plan: Plan, job: Job, file: Path) -> Path:
     """Draw days over memory of all layouts that fit, with the Pareto front and the names of the best."""
-    figure = new_figure(*_SIZE)
+    figure = plots.new_figure(*_SIZE)
     axes = figure.add_subplot()
     for name, has in KINDS.items():
         points = [_point(one) for one in plan.fitting if has(one.layout)]
@@ -75,17 +66,19 @@ def draw_layouts(plan: Plan, job: Job, file: Path) -> Path:
             axes.plot(*zip(*points, strict=True), "o", color=_COLOURS[name], markersize=3, alpha=0.5, label=name)
     front = list(pareto_front(plan.fitting))
     axes.plot(*_steps(front), color=_INK, linewidth=1, label="Pareto front")
-    axes.axvline(job.cluster.gpu.memory / 1e9, color=COLOURS[3], linewidth=1, linestyle=":", label="memory of a GPU")
+    axes.axvline(
+        job.cluster.gpu.memory / 1e9, color=plots.COLOURS[3], linewidth=1, linestyle=":", label="memory of a GPU"
+    )
     fewest = front[-1].days
     axes.set_ylim(0, SLOWEST * fewest)
     axes.set_xlabel("memory of a GPU in GB")
     axes.set_ylabel("days of the run")
-    style_axes(axes, f"Layouts of {_title(job)}")
+    plots.style_axes(axes, f"Layouts of {_title(job)}")
     axes.legend(frameon=False, fontsize=8, ncols=5, loc="lower right", bbox_to_anchor=(1, 1.04))
     figure.canvas.draw()
-    label_points(axes, [Label(str(one.layout), *_point(one)) for one in _named(plan, front)])
+    plots.label_points(axes, [plots.Label(str(one.layout), *_point(one)) for one in _named(plan, front)])
     _outline(axes.texts)
-    return save_figure(figure, file)
+    return plots.save_figure(figure, file)
 
 
 def pareto_front(found: Sequence[Candidate]) -> Iterator[Candidate]:
@@ -126,7 +119,7 @@ def _outline(texts: Sequence[Any]) -> None:
 
 def draw_steps(candidates: Sequence[Candidate], job: Job, file: Path) -> Path:
     """Draw a bar for the step of each candidate, divided by what takes the time. Hidden messages have no part."""
-    figure = new_figure(*_SIZE)
+    figure = plots.new_figure(*_SIZE)
     axes = figure.add_subplot()
     names = [str(one.layout) for one in candidates]
     left = [0.0] * len(names)
@@ -140,15 +133,15 @@ def draw_steps(candidates: Sequence[Candidate], job: Job, file: Path) -> Path:
     axes.set_xlim(0, 1.08 * max(left))
     axes.invert_yaxis()
     axes.set_xlabel("seconds of a step")
-    style_axes(axes, f"Best layouts of {_title(job)}, fewest days first")
+    plots.style_axes(axes, f"Best layouts of {_title(job)}, fewest days first")
     axes.grid(visible=False, axis="y")
     axes.legend(frameon=False, fontsize=8, ncols=len(_PARTS), loc="lower right", bbox_to_anchor=(1, 1.04))
-    return save_figure(figure, file)
+    return plots.save_figure(figure, file)
 
 
 def draw_scaling(sweep: Sweep, job: Job, file: Path) -> Path:
     """Draw tokens per second and GPU over the number of GPUs. Additional tokens do not count."""
-    figure = new_figure(*_SIZE)
+    figure = plots.new_figure(*_SIZE)
     axes = figure.add_subplot()
     for name, found in _found(sweep):
         rates = [one.prediction.rate / (1 + one.extra) / gpus for gpus, one in found.items()]
@@ -162,15 +155,15 @@ def draw_scaling(sweep: Sweep, job: Job, file: Path) -> Path:
     axes.set_xlabel(f"{job.cluster.gpu.name} GPUs")
     axes.set_ylabel("tokens/s per GPU")
     network = f"{job.cluster.network * 8e-9:g} Gbit/s per node"
-    style_axes(axes, f"{job.model.name}, best layout at each size, {network}, always {_batch(job)}")
-    return save_figure(figure, file)
+    plots.style_axes(axes, f"{job.model.name}, best layout at each size, {network}, always {_batch(job)}")
+    return plots.save_figure(figure, file)
 
 
 def draw_network(sweep: Sweep, job: Job, file: Path) -> Path:
     """Draw the seconds of the best step over the rate of a node, with the rate below which each setting pays."""
-    figure = new_figure(*_SIZE)
+    figure = plots.new_figure(*_SIZE)
     axes = figure.add_subplot()
-    for (name, found), colour in zip(_found(sweep), (GREY, *COLOURS), strict=False):
+    for (name, found), colour in zip(_found(sweep), (plots.GREY, *plots.COLOURS), strict=False):
         rates, seconds = [rate * 8e-9 for rate in found], [one.prediction.seconds for one in found.values()]
         label = name + _worth(sweep, name)
         axes.plot(rates, seconds, "o-", color=colour, markersize=4, label=label)
@@ -178,11 +171,11 @@ def draw_network(sweep: Sweep, job: Job, file: Path) -> Path:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
     axes.tick_params(axis="y", which="minor", labelsize=8)
-    plain_decades(axes, (0.9 * RATES[0], 1.1 * RATES[-1]))
+    plots.plain_decades(axes, (0.9 * RATES[0], 1.1 * RATES[-1]))
     axes.set_xlabel("Gbit/s per node")
     axes.set_ylabel("seconds of the best step")
-    style_axes(axes, f"{job.model.name} on {job.cluster.gpus:,} {job.cluster.gpu.name}, {_batch(job)}")
-    return save_figure(figure, file)
+    plots.style_axes(axes, f"{job.model.name} on {job.cluster.gpus:,} {job.cluster.gpu.name}, {_batch(job)}")
+    return plots.save_figure(figure, file)
 
 
 def _found(sweep: Sweep) -> list[tuple[str, Mapping[float, Candidate]]]:

@@ -16,18 +16,9 @@ from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import DataError
 from deepspeed_compress.monitor import STATISTICS, VERSIONS
 from deepspeed_compress.monitor.events import CONFIGURATION, EVENTS
+from deepspeed_compress.tools import run_checks
 from deepspeed_compress.tools.line_files import Entries, Entry, LineIndex, Part, index_lines, loads
 from deepspeed_compress.tools.outputs.printable import printable
-from deepspeed_compress.tools.run_checks import (
-    EVENT,
-    METRIC,
-    STATISTIC,
-    SUMMARY_FIELDS,
-    TRAINER_STATE,
-    Field,
-    find_problem,
-    is_number,
-)
 
 METRICS, SUMMARY, TRAINER = "metrics.jsonl", "summary.json", "trainer_state.json"
 RESULTS = ("train_results.json", "all_results.json")
@@ -76,7 +67,7 @@ class RunDirectory:
         if self.trainer and self.results:
             entries.append({**self.results, "step": self.trainer.get("global_step")})
         return [
-            {key: value for key, value in entry.items() if is_number(value)}
+            {key: value for key, value in entry.items() if run_checks.is_number(value)}
             for entry in entries
             if type(entry.get("step")) is int and 0 <= entry["step"] < 2**53
         ]
@@ -88,14 +79,14 @@ def read_directory(directory: Path, config: Line | None = None) -> RunDirectory:
     Raises:
         DataError: A file is damaged. The message names the file and the line.
     """
-    summary = _object(directory / SUMMARY, SUMMARY_FIELDS)
+    summary = _object(directory / SUMMARY, run_checks.SUMMARY_FIELDS)
     named = Path((summary or {}).get("monitor_path") or directory)
     ds_config = config or next(
         (found for place in (directory, named) if (found := _object(place / CONFIGURATION))), None
     )
     monitor = _monitor([directory, named, *_configured(ds_config)])
-    index, events = index_lines(monitor / STATISTICS, STATISTIC), _event_files(monitor)
-    versions = index_lines(monitor / VERSIONS, METRIC)
+    index, events = index_lines(monitor / STATISTICS, run_checks.STATISTIC), _event_files(monitor)
+    versions = index_lines(monitor / VERSIONS, run_checks.METRIC)
     # Versions may be written before the first step is measured.
     run = (summary or {}).get("run") or _last_run(index if index.entries else versions)
     parts = _parts_of(run, [index, *events, versions])
@@ -120,7 +111,7 @@ def read_directory(directory: Path, config: Line | None = None) -> RunDirectory:
 
 def read_statistics(directory: Path, run: str | None = None) -> tuple[Line, ...]:
     """Return all valid lines of compression.jsonl in `directory` that belong to `run`, or else to the last run."""
-    index = index_lines(directory / STATISTICS, STATISTIC)
+    index = index_lines(directory / STATISTICS, run_checks.STATISTIC)
     run = run or _last_run(index)
     parts = _parts_of(run, [index, *_event_files(directory)])
     return tuple(index.load(_drop_replaced(_valid(index, parts, run), _replaces_step)))
@@ -128,7 +119,7 @@ def read_statistics(directory: Path, run: str | None = None) -> tuple[Line, ...]
 
 def read_metrics(directory: Path, sample: bool = False) -> tuple[Line, ...]:
     """Return the valid lines of metrics.jsonl in `directory`, or a sample if requested and there are many."""
-    index = index_lines(directory / METRICS, METRIC)
+    index = index_lines(directory / METRICS, run_checks.METRIC)
     entries = _drop_replaced(index.entries, _replaces_figure)
     return tuple(index.load_sample(entries) if sample else index.load(entries))
 
@@ -136,7 +127,7 @@ def read_metrics(directory: Path, sample: bool = False) -> tuple[Line, ...]:
 def _event_files(directory: Path) -> list[LineIndex]:
     """Return the events of all islands, those of the first island first. Each other island has its own file."""
     files = [directory / EVENTS, *sorted(directory.glob(f"island_*/{EVENTS}"))]
-    return [index_lines(file, EVENT) for file in files]
+    return [index_lines(file, run_checks.EVENT) for file in files]
 
 
 def _events(files: Iterable[LineIndex], parts: Sequence[Part], run: str | None) -> tuple[Line, ...]:
@@ -220,7 +211,7 @@ def _is_file(path: Path) -> bool:
 def _trainer(directory: Path, last_step: float) -> Line | None:
     """Return Trainer's newest state up to step `last_step`. Older, longer runs may have left checkpoints too."""
     files = [directory / TRAINER, *directory.glob(f"checkpoint-*/{TRAINER}")]
-    states = [state for file in files if (state := _object(file, TRAINER_STATE))]
+    states = [state for file in files if (state := _object(file, run_checks.TRAINER_STATE))]
     ours = [state for state in states if (state.get("global_step") or 0) <= last_step]
     return max(ours, key=lambda state: state.get("global_step") or 0, default=None)
 
@@ -234,7 +225,7 @@ def _last_possible_step(entries: Entries) -> float:
     return float(entries[-1].step + max(after - before for before, after in pairwise(steps)) - 1)
 
 
-def _object(file: Path, fields: Mapping[str, Field] | None = None) -> dict[str, Any] | None:
+def _object(file: Path, fields: Mapping[str, run_checks.Field] | None = None) -> dict[str, Any] | None:
     """Return the object in a JSON file whose `fields` are valid, or None if there is no file.
 
     Raises:
@@ -254,7 +245,7 @@ def _object(file: Path, fields: Mapping[str, Field] | None = None) -> dict[str, 
         raise DataError(f"{file}: not JSON ({printable(str(error))}); restore the file, or remove it") from None
     if not isinstance(value, dict):
         raise DataError(f"{file}: {type(value).__name__} (allowed: an object); restore the file, or remove it")
-    problem = find_problem(fields or {}, value)
+    problem = run_checks.find_problem(fields or {}, value)
     if problem:
         raise DataError(f"{file}: {printable(problem)}; restore the file, or remove it")
     return value
@@ -266,7 +257,7 @@ def read_summary(directory: Path) -> dict[str, Any]:
     Raises:
         DataError: The run is not finished, or `directory` does not hold a run.
     """
-    found = _object(directory / SUMMARY, SUMMARY_FIELDS)
+    found = _object(directory / SUMMARY, run_checks.SUMMARY_FIELDS)
     if found is None:
         raise DataError(f"{directory}: contains no {SUMMARY}; pass the --output-dir of a finished run")
     return found

@@ -17,15 +17,7 @@ from deepspeed_compress.config import (
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.models import Layout, build_parallel, check_layout, read_model_config
 from deepspeed_compress.models.skeleton import build_skeleton
-from deepspeed_compress.training.data import (
-    Windows,
-    build_cache,
-    cache_key,
-    open_cache,
-    split_windows,
-    text_files,
-    train_tokenizer,
-)
+from deepspeed_compress.training import data
 from deepspeed_compress.training.options import Options
 from deepspeed_compress.training.output import Throttled, display
 from deepspeed_compress.training.ranks import Ranks
@@ -44,8 +36,8 @@ class RunConfig:
 class Data:
     """Windows for training and evaluation, and the key of the cache that holds their tokens."""
 
-    train: Windows
-    held_out: Windows
+    train: data.Windows
+    held_out: data.Windows
     key: str
 
 
@@ -78,14 +70,14 @@ def read_run_config(options: Options, ranks: Ranks) -> RunConfig:
 
 def prepare_data(options: Options, ranks: Ranks, model_config: PretrainedConfig) -> Data:
     """Train the tokenizer and encode the text, unless both exist already, and map the tokens. Raises DataError."""
-    files = ranks.agree(lambda: text_files(options.data))
+    files = ranks.agree(lambda: data.text_files(options.data))
     with display("text", ranks.is_first) as shown:
         progress = Throttled(shown)
         if not ranks.first_only((options.tokenizer / "tokenizer.json").is_file):
             shown.line(f"training a tokenizer into {options.tokenizer}")
         ranks.once_per_node(lambda: _tokenizer(options, files, model_config))
-        key = ranks.first_only(lambda: cache_key(files, options.tokenizer, progress))
-        ranks.once_per_node(lambda: build_cache(files, options.tokenizer, options.cache_dir, key, progress))
+        key = ranks.first_only(lambda: data.cache_key(files, options.tokenizer, progress))
+        ranks.once_per_node(lambda: data.build_cache(files, options.tokenizer, options.cache_dir, key, progress))
     return ranks.agree(lambda: _split(options, key, model_config))
 
 
@@ -154,14 +146,14 @@ def _check_run_config(config: RunConfig, options: Options, ranks: Ranks) -> None
 
 def _tokenizer(options: Options, files: list[Path], model_config: PretrainedConfig) -> None:
     if not (options.tokenizer / "tokenizer.json").is_file():
-        train_tokenizer(files, options.tokenizer, options.vocab_size or model_config.vocab_size)
+        data.train_tokenizer(files, options.tokenizer, options.vocab_size or model_config.vocab_size)
 
 
 def _split(options: Options, key: str, model_config: PretrainedConfig) -> Data:
-    cache = open_cache(options.cache_dir, key)
+    cache = data.open_cache(options.cache_dir, key)
     if cache.vocab_size > model_config.vocab_size:
         raise ConfigError(
             f"--tokenizer {options.tokenizer}: has {cache.vocab_size} tokens, but /vocab_size of {options.model} is "
             f"{model_config.vocab_size}; write at least {cache.vocab_size} there, or use a smaller tokenizer"
         )
-    return Data(*split_windows(cache, options.seq_len, options.held_out), key)
+    return Data(*data.split_windows(cache, options.seq_len, options.held_out), key)

@@ -13,15 +13,9 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from deepspeed_compress.backends.deepspeed import versions
 from deepspeed_compress.backends.deepspeed.groups import partition_groups
 from deepspeed_compress.backends.deepspeed.units import RankUnit, node_unit
-from deepspeed_compress.backends.deepspeed.versions import (
-    orthogonalizes_in_step,
-    reduces_separate_gradients,
-    runs_pipelines_without_zero,
-    saves_without_copies,
-    skips_invalid_norms,
-)
 from deepspeed_compress.compression.kernels import FASTEST
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.errors import UnsupportedError
@@ -135,7 +129,7 @@ def has_optimizer(engine: Any) -> bool:
 
 def _has_separate_gradients(engine: Any) -> bool:
     """Return True if this version of DeepSpeed reduces separate gradients, in a way that cannot be reproduced."""
-    return _separates(engine) and not reduces_separate_gradients()
+    return _separates(engine) and not versions.reduces_separate_gradients()
 
 
 def _separates(engine: Any) -> bool:
@@ -144,7 +138,7 @@ def _separates(engine: Any) -> bool:
 
 def _divides_for_older_muon(engine: Any) -> bool:
     """Return True if Muon steps parts of matrices in a version of DeepSpeed that orthogonalizes while it reduces."""
-    return _uses_muon(engine) and int(engine.zero_optimization_stage()) > 0 and not orthogonalizes_in_step()
+    return _uses_muon(engine) and int(engine.zero_optimization_stage()) > 0 and not versions.orthogonalizes_in_step()
 
 
 def _uses_muon(engine: Any) -> bool:
@@ -161,7 +155,7 @@ def _scales_apart(engine: Any) -> bool:
 def _stops_in_backward(engine: Any) -> bool:
     """Return True if DeepSpeed itself stops in the first backward pass of a pipeline without a ZeRO optimizer."""
     pipeline = isinstance(engine, PipelineEngine) and engine_kind(engine) == "zero_0"
-    return pipeline and not runs_pipelines_without_zero()
+    return pipeline and not versions.runs_pipelines_without_zero()
 
 
 def _divides_second_copy(engine: Any) -> bool:
@@ -322,7 +316,7 @@ def _unsharded(engine: Any) -> Iterator[str]:
 def _unskippable(engine: Any, config: CompressConfig) -> Iterator[str]:
     """Yield a problem if the guard is to skip steps that this version of DeepSpeed would apply."""
     own = engine_kind(engine) != "zero_0" or isinstance(engine.optimizer, BF16_Optimizer)
-    if own and config.guard is not None and config.guard.skip_steps and not skips_invalid_norms():
+    if own and config.guard is not None and config.guard.skip_steps and not versions.skips_invalid_norms():
         yield (
             "/deepspeed_compress/guard/skip_steps is true, but the optimizers of DeepSpeed "
             f"{deepspeed.__version__} apply every step; install deepspeed>=0.19.8, or write false"
@@ -331,7 +325,7 @@ def _unskippable(engine: Any, config: CompressConfig) -> Iterator[str]:
 
 def _unsaved(config: CompressConfig) -> Iterator[str]:
     """Yield a problem if checkpoints should be saved in the background, which this version of DeepSpeed cannot."""
-    if config.checkpointing is not None and not saves_without_copies():
+    if config.checkpointing is not None and not versions.saves_without_copies():
         yield "/deepspeed_compress/checkpointing needs deepspeed>=0.18.4; install it, or remove the key"
 
 

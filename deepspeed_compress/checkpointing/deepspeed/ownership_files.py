@@ -11,13 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from deepspeed.checkpoint.constants import (
-    BASE_OPTIMIZER_STATE,
-    GROUP_PADDINGS,
-    PARAM_SLICE_MAPPINGS,
-    PARTITION_COUNT,
-    SINGLE_PARTITION_OF_FP32_GROUPS,
-)
+from deepspeed.checkpoint import constants
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
@@ -92,7 +86,7 @@ class _Files:
     def _written(self, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the optimizer's `state_dict` in the order of files. Collective."""
         moves: list[Move] = [reordering.forward for reordering in self._reorderings]
-        return {**self._moved(original(), moves), PARAM_SLICE_MAPPINGS: self._slices()}
+        return {**self._moved(original(), moves), constants.PARAM_SLICE_MAPPINGS: self._slices()}
 
     def _read(self, original: Callable[..., Any], state_dict_list: Any = None, *args: Any, **options: Any) -> Any:
         """Call `load_state_dict` with this rank's entry of `state_dict_list` in the order of memory. Collective.
@@ -114,14 +108,14 @@ class _Files:
         masters = [
             move(_padded(master, padding), self._device)[: master.numel()]
             for move, master, padding in zip(
-                moves, state[SINGLE_PARTITION_OF_FP32_GROUPS], state[GROUP_PADDINGS], strict=True
+                moves, state[constants.SINGLE_PARTITION_OF_FP32_GROUPS], state[constants.GROUP_PADDINGS], strict=True
             )
         ]
-        base = dict(state[BASE_OPTIMIZER_STATE])
+        base = dict(state[constants.BASE_OPTIMIZER_STATE])
         base["state"] = {
             index: self._moved_states(values, index, moves[index]) for index, values in sorted(base["state"].items())
         }
-        return {**state, SINGLE_PARTITION_OF_FP32_GROUPS: masters, BASE_OPTIMIZER_STATE: base}
+        return {**state, constants.SINGLE_PARTITION_OF_FP32_GROUPS: masters, constants.BASE_OPTIMIZER_STATE: base}
 
     def _moved_states(self, values: Mapping[str, Any], index: int, move: Move) -> dict[str, Any]:
         share = self._shares[index]
@@ -162,7 +156,7 @@ def _padded(part: Tensor, padding: int) -> Tensor:
 def _fits(states: Sequence[Any], optimizer: Any) -> bool:
     """Return True if the states were saved by the current number of ranks. DeepSpeed refuses or ignores others."""
     return len(states) == optimizer.dp_process_group.size() and (
-        list(states[optimizer.dp_process_group.rank()][PARTITION_COUNT]) == list(optimizer.partition_count)
+        list(states[optimizer.dp_process_group.rank()][constants.PARTITION_COUNT]) == list(optimizer.partition_count)
     )
 
 

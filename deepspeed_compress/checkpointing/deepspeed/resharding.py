@@ -14,12 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.checkpoint.constants import (
-    FROZEN_PARAM_FRAGMENTS,
-    FROZEN_PARAM_SHAPES,
-    OPTIMIZER_STATE_DICT,
-    PARAM_SHAPES,
-)
+from deepspeed.checkpoint import constants
 from torch import Tensor
 
 from deepspeed_compress.backends.deepspeed.units import node_unit
@@ -218,8 +213,8 @@ class _Cut:
             self._saved.ranks,
             engine.bfloat16_enabled(),
         )
-        found = [_opened(Path(file))[OPTIMIZER_STATE_DICT] for file in files]
-        shapes = _opened(self._model_file(0))[PARAM_SHAPES]
+        found = [_opened(Path(file))[constants.OPTIMIZER_STATE_DICT] for file in files]
+        shapes = _opened(self._model_file(0))[constants.PARAM_SHAPES]
         make = state_of_zero_3 if engine.zero_optimization_partition_weights() else state_of_zero_12
         return make(engine, self._rank, found, shapes)
 
@@ -237,16 +232,16 @@ class _Cut:
 
         The checkpoint that DeepSpeed read has those of another rank.
         """
-        shapes = checkpoint.get(FROZEN_PARAM_SHAPES)
+        shapes = checkpoint.get(constants.FROZEN_PARAM_SHAPES)
         if shapes:
-            checkpoint = {**checkpoint, FROZEN_PARAM_FRAGMENTS: self._frozen(shapes)}
+            checkpoint = {**checkpoint, constants.FROZEN_PARAM_FRAGMENTS: self._frozen(shapes)}
         return original(*args, checkpoint=checkpoint, **options)
 
     def _frozen(self, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
         """Return this rank's partitions of frozen parameters, by name."""
         fragments, engine = Fragments(), self._engine
         for rank in range(self._saved.ranks):
-            for key, part in _opened(self._model_file(rank))[FROZEN_PARAM_FRAGMENTS].items():
+            for key, part in _opened(self._model_file(rank))[constants.FROZEN_PARAM_FRAGMENTS].items():
                 fragments.add([even_piece(key, shapes[key].numel(), rank, self._saved.ranks, 0)[0]], part.flatten())
         wanted = {
             key: even_piece(key, shape.numel(), self._rank, engine.seq_dp_world_size, 0)

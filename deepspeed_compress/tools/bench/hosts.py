@@ -29,19 +29,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from deepspeed_compress.tools.bench.links import (
-    DEVICE,
-    HOSTS_VARIABLE,
-    PREFIX,
-    UNLIMITED,
-    ClusterError,
-    check_machine,
-    clean,
-    enter_user_namespace,
-    ip,
-    run_tool,
-    set_rate,
-)
+from deepspeed_compress.tools.bench import links
 
 NETWORK = "10.77.0."
 MTU = 1500
@@ -86,22 +74,22 @@ class Cluster:
         ClusterError: The hosts cannot be created.
     """
 
-    def __init__(self, hosts: int, rate: str = UNLIMITED, per_host: int = 1) -> None:
+    def __init__(self, hosts: int, rate: str = links.UNLIMITED, per_host: int = 1) -> None:
         self.hosts = hosts
         self.per_host = per_host
         self.rate = rate
-        self.prefix = f"{PREFIX}{os.getpid()}"
+        self.prefix = f"{links.PREFIX}{os.getpid()}"
         self.namespaces = tuple(f"{self.prefix}-{host}" for host in range(hosts))
         self._bridge = f"{self.prefix}-bridge"
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> "Cluster":
-        check_machine()
+        links.check_machine()
         with contextlib.ExitStack() as undo:
             for namespace in (self._bridge, *self.namespaces):
                 _add_namespace(namespace, undo)
-            ip(self._bridge, "link", "add", "br0", "type", "bridge", "stp_state", "0", "forward_delay", "0")
-            ip(self._bridge, "link", "set", "br0", "mtu", str(MTU), "up")
+            links.ip(self._bridge, "link", "add", "br0", "type", "bridge", "stp_state", "0", "forward_delay", "0")
+            links.ip(self._bridge, "link", "set", "br0", "mtu", str(MTU), "up")
             for host in range(self.hosts):
                 self._add_host(host)
             self.set_rate(self.rate)
@@ -113,19 +101,19 @@ class Cluster:
 
     def _add_host(self, host: int) -> None:
         namespace, port = self.namespaces[host], f"port{host}"
-        link = ("link", "add", DEVICE, "mtu", str(MTU), "type", "veth")
-        ip(namespace, *link, "peer", "name", port, "netns", self._bridge, "mtu", str(MTU))
-        ip(self._bridge, "link", "set", port, "master", "br0", "up")
-        ip(namespace, "addr", "add", f"{self.address(host)}/24", "dev", DEVICE)
-        ip(namespace, "link", "set", DEVICE, "up")
+        link = ("link", "add", links.DEVICE, "mtu", str(MTU), "type", "veth")
+        links.ip(namespace, *link, "peer", "name", port, "netns", self._bridge, "mtu", str(MTU))
+        links.ip(self._bridge, "link", "set", port, "master", "br0", "up")
+        links.ip(namespace, "addr", "add", f"{self.address(host)}/24", "dev", links.DEVICE)
+        links.ip(namespace, "link", "set", links.DEVICE, "up")
         # Reno shares a bridge fairly between flows and behaves the same on every machine.
-        run_tool("ip", "netns", "exec", namespace, "sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno")
+        links.run_tool("ip", "netns", "exec", namespace, "sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno")
 
     def set_rate(self, rate: str) -> None:
         """Limit every link to `rate` in both directions."""
         for host, namespace in enumerate(self.namespaces):
-            set_rate(namespace, DEVICE, rate)
-            set_rate(self._bridge, f"port{host}", rate)
+            links.set_rate(namespace, links.DEVICE, rate)
+            links.set_rate(self._bridge, f"port{host}", rate)
 
     def run(
         self,
@@ -153,11 +141,11 @@ class Cluster:
 
     def cut(self, host: int) -> None:
         """Take the link of `host` down, as if its cable were unplugged. Its processes continue to run."""
-        ip(self._bridge, "link", "set", f"port{host}", "down")
+        links.ip(self._bridge, "link", "set", f"port{host}", "down")
 
     def mend(self, host: int) -> None:
         """Bring the link of `host` up again, with its previous rate."""
-        ip(self._bridge, "link", "set", f"port{host}", "up")
+        links.ip(self._bridge, "link", "set", f"port{host}", "up")
 
     def on(self, rank: int, command: Sequence[str]) -> list[str]:
         """Return the command line that runs `command` as `rank` on its host, pinned to one core.
@@ -193,9 +181,9 @@ class Cluster:
         ranks = {"RANK": str(rank), "WORLD_SIZE": str(self.hosts * self.per_host)}
         ranks |= {"MASTER_ADDR": self.address(0), "MASTER_PORT": "29500"}
         local = {"LOCAL_RANK": str(rank % self.per_host), "LOCAL_SIZE": size, "LOCAL_WORLD_SIZE": size}
-        local["GLOO_SOCKET_IFNAME"] = DEVICE
+        local["GLOO_SOCKET_IFNAME"] = links.DEVICE
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1"}
-        offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", HOSTS_VARIABLE: self.prefix}
+        offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", links.HOSTS_VARIABLE: self.prefix}
         return ranks | local | threads | offline
 
 
@@ -268,34 +256,36 @@ def _signal(process: subprocess.Popen[Any], number: signal.Signals) -> None:
 
 
 def _add_namespace(name: str, undo: contextlib.ExitStack) -> None:
-    run_tool("ip", "netns", "add", name)
-    undo.callback(run_tool, "ip", "netns", "del", name, check=False)
+    links.run_tool("ip", "netns", "add", name)
+    undo.callback(links.run_tool, "ip", "netns", "del", name, check=False)
     # Neighbor discovery would be counted as traffic.
-    run_tool("ip", "netns", "exec", name, "sysctl", "-qw", "net.ipv6.conf.all.disable_ipv6=1", check=False)
-    ip(name, "link", "set", "lo", "up")
+    links.run_tool("ip", "netns", "exec", name, "sysctl", "-qw", "net.ipv6.conf.all.disable_ipv6=1", check=False)
+    links.ip(name, "link", "set", "lo", "up")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--rate", default=UNLIMITED, help="rate of every link, such as 100mbit (default: no limit)")
+    parser.add_argument(
+        "--rate", default=links.UNLIMITED, help="rate of every link, such as 100mbit (default: no limit)"
+    )
     parser.add_argument("--timeout", type=float, metavar="SECONDS")
     parser.add_argument("--clean", action="store_true", help="delete the namespaces that killed runs have left")
     parser.add_argument("command", nargs="*", help="program and arguments, after --")
     options = parser.parse_args()
-    enter_user_namespace([sys.executable, "-m", __spec__.name, *sys.argv[1:]])
+    links.enter_user_namespace([sys.executable, "-m", __spec__.name, *sys.argv[1:]])
     if bool(options.command) == options.clean:
         parser.error("write a command after --, or --clean")
     try:
         return _clean() if options.clean else _run_command(options)
-    except ClusterError as error:
+    except links.ClusterError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 
 
 def _clean() -> int:
-    check_machine()
-    for name in clean():
+    links.check_machine()
+    for name in links.clean():
         print(f"deleted {name}")
     return 0
 

@@ -9,15 +9,9 @@ from deepspeed import comm
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from deepspeed_compress.backends.activations import sums
 from deepspeed_compress.backends.activations.compiled import CompiledCalls
 from deepspeed_compress.backends.activations.hooks import TrainingPass
-from deepspeed_compress.backends.activations.sums import (
-    SumOver,
-    TensorSum,
-    activation_codec,
-    gradient_codec,
-    sums_over,
-)
 from deepspeed_compress.backends.deepspeed.activations.attached import Attached, detach_with_engine, forbid_compiling
 from deepspeed_compress.backends.deepspeed.activations.column import ColumnHooks, SharedInput, find_siblings
 from deepspeed_compress.backends.deepspeed.activations.layers import is_row
@@ -49,18 +43,18 @@ class ExactSum:
 def attach_tensor(engine: Any, settings: TensorActivations, run: Run, patches: Patches) -> None:
     """Take over the sums of split layers until the engine is destroyed, collected, or detached from."""
     model, bits, of_gradients = engine.module, settings.bits, settings.bits_of_gradients
-    gradients: SumOver = ExactSum
+    gradients: sums.SumOver = ExactSum
     hooks: list[Attached] = []
     detach_with_engine(engine, hooks, patches)
     compiled = forbid_compiling(engine, "/deepspeed_compress/activations/tensor", "sums", patches)
     if bits is not None and of_gradients is not None:
-        gradients = sums_over(gradient_codec(of_gradients), run)
-        hooks += _take_over_rows(model, sums_over(activation_codec(bits), run), compiled)
+        gradients = sums.sums_over(sums.gradient_codec(of_gradients), run)
+        hooks += _take_over_rows(model, sums.sums_over(sums.activation_codec(bits), run), compiled)
     hooks += _take_over_columns(model, gradients, settings, run, compiled)
 
 
 def _take_over_columns(
-    model: nn.Module, sum_over: SumOver, settings: TensorActivations, run: Run, compiled: CompiledCalls
+    model: nn.Module, sum_over: sums.SumOver, settings: TensorActivations, run: Run, compiled: CompiledCalls
 ) -> Iterator[Attached]:
     """Sum the gradients of inputs by `sum_over`. A layer whose sum would be DeepSpeed's own is left alone."""
     for parent, layers in find_siblings(model):
@@ -71,7 +65,7 @@ def _take_over_columns(
 
 
 def _share(
-    parent: nn.Module, readers: Sequence[Any], total: TensorSum, run: Run, compiled: CompiledCalls
+    parent: nn.Module, readers: Sequence[Any], total: sums.TensorSum, run: Run, compiled: CompiledCalls
 ) -> Iterator[Attached]:
     shared = SharedInput(total, run.meter, len(readers))
     if len(readers) > 1:
@@ -84,7 +78,7 @@ def _share(
         yield hooks
 
 
-def _take_over_rows(model: nn.Module, sum_over: SumOver, compiled: CompiledCalls) -> Iterator[Attached]:
+def _take_over_rows(model: nn.Module, sum_over: sums.SumOver, compiled: CompiledCalls) -> Iterator[Attached]:
     """Sum outputs by `sum_over` in training."""
     training = TrainingPass(model)
     yield training
