@@ -25,6 +25,7 @@ examples:
   train in one process, without a launcher:
     python launch/train_gpt.py --deepspeed_config configs/zero2_none.json --data my.txt --output-dir runs/one
 """
+MODEL = Path("configs/models/gpt_2m.json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,52 +79,22 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_run(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--deepspeed_config", required=True, metavar="FILE", help="DeepSpeed configuration, JSON or HJSON"
-    )
-    group.add_argument(
-        "--data",
-        type=Path,
-        nargs="+",
-        required=True,
-        metavar="PATH",
-        help="text files or directories: .txt, .jsonl",
-    )
-    group.add_argument(
-        "--output-dir", type=Path, required=True, metavar="DIR", help="directory for the results of the run"
-    )
-    group.add_argument(
-        "--model",
-        type=Path,
-        default=Path("configs/models/gpt_2m.json"),
-        metavar="PATH",
-        help="model config in JSON, or a local Hugging Face directory (default %(default)s)",
-    )
-    group.add_argument(
-        "--tokenizer",
-        type=Path,
-        metavar="DIR",
-        help="directory with a tokenizer.json; trained when missing (default OUTPUT_DIR/tokenizer)",
-    )
-    group.add_argument(
-        "--vocab-size",
-        type=integer_from(257),
-        metavar="N",
-        help="vocabulary size of a tokenizer that is trained (default: the model's)",
-    )
-    group.add_argument(
-        "--cache-dir",
-        type=Path,
-        metavar="DIR",
-        help="directory for the encoded text (default TOKENIZER/tokens)",
-    )
-    group.add_argument(
-        "--held-out",
-        type=share,
-        default=0.05,
-        metavar="SHARE",
-        help="share at the end of each file that is used only for evaluation (default %(default)s)",
-    )
+    what = "DeepSpeed configuration, JSON or HJSON"
+    group.add_argument("--deepspeed_config", required=True, metavar="FILE", help=what)
+    what = "text files or directories: .txt, .jsonl"
+    group.add_argument("--data", type=Path, nargs="+", required=True, metavar="PATH", help=what)
+    what = "directory for the results of the run"
+    group.add_argument("--output-dir", type=Path, required=True, metavar="DIR", help=what)
+    what = "model config in JSON, or a local Hugging Face directory (default %(default)s)"
+    group.add_argument("--model", type=Path, default=MODEL, metavar="PATH", help=what)
+    what = "directory with a tokenizer.json; trained when missing (default OUTPUT_DIR/tokenizer)"
+    group.add_argument("--tokenizer", type=Path, metavar="DIR", help=what)
+    what = "vocabulary size of a tokenizer that is trained (default: the model's)"
+    group.add_argument("--vocab-size", type=integer_from(257), metavar="N", help=what)
+    what = "directory for the encoded text (default TOKENIZER/tokens)"
+    group.add_argument("--cache-dir", type=Path, metavar="DIR", help=what)
+    what = "share at the end of each file that is used only for evaluation (default %(default)s)"
+    group.add_argument("--held-out", type=share, default=0.05, metavar="SHARE", help=what)
 
 
 def _add_length(group: argparse._ArgumentGroup) -> None:
@@ -141,22 +112,12 @@ def _add_length(group: argparse._ArgumentGroup) -> None:
         group.add_argument(
             name, type=integer_from(least), default=default, metavar="N", help=f"{text} (default {default})"
         )
-    group.add_argument(
-        "--export",
-        type=Path,
-        metavar="DIR",
-        help="write the trained model and its tokenizer as a Hugging Face directory (default: not written)",
-    )
-    group.add_argument(
-        "--resume",
-        action="store_true",
-        help="resume from the newest checkpoint in OUTPUT_DIR, or start at step 0 if there is none",
-    )
-    group.add_argument(
-        "--clear-locks",
-        action="store_true",
-        help="remove locks that killed builds of DeepSpeed operators have left; otherwise this program waits for them",
-    )
+    what = "write the trained model and its tokenizer as a Hugging Face directory (default: not written)"
+    group.add_argument("--export", type=Path, metavar="DIR", help=what)
+    what = "resume from the newest checkpoint in OUTPUT_DIR, or start at step 0 if there is none"
+    group.add_argument("--resume", action="store_true", help=what)
+    what = "remove locks that killed builds of DeepSpeed operators have left; otherwise this program waits for them"
+    group.add_argument("--clear-locks", action="store_true", help=what)
 
 
 def _add_launcher(group: argparse._ArgumentGroup) -> None:
