@@ -129,12 +129,7 @@ class Publisher:
         listener: Callable[[Published], None] = lambda published: None,
         names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        if dtype not in get_args(Dtype):
-            raise ConfigError(f"dtype {dtype!r} is not known (allowed: {', '.join(get_args(Dtype))})")
-        if bits not in (None, 4, 8):
-            raise ConfigError(f"bits {bits!r} is not possible (allowed: 4, 8, or None for exact changes)")
-        if min(every, full_every, keep_full) < 1:
-            raise ConfigError(f"every {every}, full_every {full_every} and keep_full {keep_full} must be at least 1")
+        _check_options(dtype, every, full_every, keep_full, bits)
         self._store, self._dtype, self._names = store, dtype, names
         self._every, self._full_every, self._keep_full, self._bits = every, full_every, keep_full, bits
         self._ranks, self._listener = PublishingRanks(), listener
@@ -282,16 +277,7 @@ class Publisher:
         Raises:
             RolloutError: another publisher has taken over the store.
         """
-        newest = max(find_versions(self._store), default=0)
-        if newest > chain.version:
-            raise RolloutError(
-                f"another publisher has written version {newest} to the same store; end it, or use another store"
-            )
-        if not holds_claim(self._store, chain.claim):
-            raise RolloutError(
-                f"another publisher has started on the same store, and has deleted what was written of version "
-                f"{chain.version + 1}; end it, or use another store"
-            )
+        _check_alone(self._store, chain)
         manifest = make_manifest(chain, self._dtype, shares)
         size = write_manifest(self._store, manifest)
         delete_old_versions(self._store, self._keep_full)
@@ -310,6 +296,38 @@ class Publisher:
             None if self._held_since is None else time.perf_counter() - self._held_since,
             call.step,
             call.lag,
+        )
+
+
+def _check_options(dtype: Dtype, every: int, full_every: int, keep_full: int, bits: int | None) -> None:
+    """Check the arguments of a publisher.
+
+    Raises:
+        ConfigError: one is not possible.
+    """
+    if dtype not in get_args(Dtype):
+        raise ConfigError(f"dtype {dtype!r} is not known (allowed: {', '.join(get_args(Dtype))})")
+    if bits not in (None, 4, 8):
+        raise ConfigError(f"bits {bits!r} is not possible (allowed: 4, 8, or None for exact changes)")
+    if min(every, full_every, keep_full) < 1:
+        raise ConfigError(f"every {every}, full_every {full_every} and keep_full {keep_full} must be at least 1")
+
+
+def _check_alone(store: Store, chain: Chain) -> None:
+    """Check that no other publisher has written to the store since `chain` was read.
+
+    Raises:
+        RolloutError: one has.
+    """
+    newest = max(find_versions(store), default=0)
+    if newest > chain.version:
+        raise RolloutError(
+            f"another publisher has written version {newest} to the same store; end it, or use another store"
+        )
+    if not holds_claim(store, chain.claim):
+        raise RolloutError(
+            f"another publisher has started on the same store, and has deleted what was written of version "
+            f"{chain.version + 1}; end it, or use another store"
         )
 
 

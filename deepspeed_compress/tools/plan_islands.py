@@ -137,29 +137,32 @@ def run(options: argparse.Namespace) -> int:
     rate = options.bandwidth if most is None else min(options.bandwidth, bit_rate(most))
     # Fragments and delays do not fit into shorter intervals, which are refused.
     least = max(settings.fragments, settings.delay + 1)
-    found = [
-        plan for plan in plans(settings, options.hosts, parameters, rate, options.step) if plan.sync_every >= least
-    ]
-    written = written_steps(settings, options.step)
-    rows = []
-    for plan in found:
-        mark = f" <- {_written(settings)}" if plan.sync_every == written else ""
-        figures = (f"{plan.bytes_a_step / 1e6:.3g}", f"{plan.exchange_seconds:.3g}", f"{plan.step_ratio:.2f}{mark}")
-        rows.append((str(plan.sync_every), *figures))
+    found = plans(settings, options.hosts, parameters, rate, options.step)
+    found = [plan for plan in found if plan.sync_every >= least]
     columns = ("sync_every", "MB a step", "seconds an exchange", "step against none")
-    print_table(_title(options, parameters, rate), columns, rows)
+    print_table(_title(options, parameters, rate), columns, _rows(found, settings, options.step))
     best = fitting(found)
-    print(
-        f"sync_every {best.sync_every} costs {100 * (best.step_ratio - 1):.1f} % of the time"
-        if best
-        else "every interval costs more than 5 % of the time; send fewer bits, or set a delay"
-    )
+    print(_recommendation(best))
     # Only the recommended interval is judged, because the table always has longer ones.
     steps = None if best is None else best.sync_every
     outside = list(unmeasured({"parameters": parameters, "islands": options.hosts, "bit/s": rate, "steps": steps}))
     if outside:
         print(f"not measured: {'; '.join(outside)}. The times are calculated, and the effect on the loss is unknown")
     return 0
+
+
+def _rows(found: Sequence[Plan], settings: Islands, step: float) -> Iterator[tuple[str, ...]]:
+    written = written_steps(settings, step)
+    for plan in found:
+        mark = f" <- {_written(settings)}" if plan.sync_every == written else ""
+        figures = (f"{plan.bytes_a_step / 1e6:.3g}", f"{plan.exchange_seconds:.3g}", f"{plan.step_ratio:.2f}{mark}")
+        yield str(plan.sync_every), *figures
+
+
+def _recommendation(best: Plan | None) -> str:
+    if best is None:
+        return "every interval costs more than 5 % of the time; send fewer bits, or set a delay"
+    return f"sync_every {best.sync_every} costs {100 * (best.step_ratio - 1):.1f} % of the time"
 
 
 def unmeasured(figures: Mapping[str, float | None]) -> Iterator[str]:
