@@ -58,11 +58,16 @@ def _once(group: ProcessGroup, device: torch.device, size: int) -> float:
     outgoing, incoming = (
         [torch.zeros(size // others, dtype=torch.uint8, device=device) for _ in range(group.size())] for _ in range(2)
     )
-    # All ranks start together, so that a late rank is not mistaken for a slow link.
+    return seconds_of(partial(exchange, group, outgoing, incoming), group, device)
+
+
+def seconds_of(call: Callable[[], object], group: ProcessGroup, device: torch.device) -> float:
+    """Return the seconds of a call, which all ranks of `group` start together. Waits for the GPU."""
+    # A late rank must not be mistaken for a slow link.
     group.allreduce([torch.zeros(1, device=device)]).wait()
     _finish(device)
     begin = time.perf_counter()
-    exchange(group, outgoing, incoming)
+    call()
     _finish(device)
     return time.perf_counter() - begin
 

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 from deepspeed_compress.planner.cluster import Cluster
 from deepspeed_compress.planner.compute import Device
 from deepspeed_compress.planner.constants import Constants
 from deepspeed_compress.planner.fit import Prior
-from deepspeed_compress.planner.links import Links
+from deepspeed_compress.planner.links import Group, Links, Message
 from deepspeed_compress.planner.software import Software
 
 PRIOR = Prior(
@@ -69,20 +70,11 @@ class MeasuredProbe:
         return PREDICTED[self.probe.kind](device, Links(self.cluster, constants), *self.probe.sizes)
 
 
-def _reduced(_: Device, links: Links, size: float, ranks: float) -> float:
-    return links.reduce(size, links.group(int(ranks), 1)).seconds
+Collective = Callable[[Links, float, Group], Message]
 
 
-def _gathered(_: Device, links: Links, size: float, ranks: float) -> float:
-    return links.gather(size, links.group(int(ranks), 1)).seconds
-
-
-def _scattered(_: Device, links: Links, size: float, ranks: float) -> float:
-    return links.scatter(size, links.group(int(ranks), 1)).seconds
-
-
-def _exchanged(_: Device, links: Links, size: float, ranks: float) -> float:
-    return links.exchange(size, links.group(int(ranks), 1)).seconds
+def _sent(collective: Collective, _: Device, links: Links, size: float, ranks: float) -> float:
+    return collective(links, size, links.group(int(ranks), 1)).seconds
 
 
 PREDICTED: Mapping[str, Callable[..., float]] = MappingProxyType(
@@ -91,11 +83,11 @@ PREDICTED: Mapping[str, Callable[..., float]] = MappingProxyType(
         "copy": lambda device, _, size: device.moved(size),
         "kernel": lambda device, _: device.constants.kernel,
         "coding": lambda device, _, size: device.coded(size),
-        "all_reduce": _reduced,
-        "all_gather_into_tensor": _gathered,
-        "reduce_scatter_tensor": _scattered,
-        "all_to_all_single": _exchanged,
-        "exchange": _exchanged,
+        "all_reduce": partial(_sent, Links.reduce),
+        "all_gather_into_tensor": partial(_sent, Links.gather),
+        "reduce_scatter_tensor": partial(_sent, Links.scatter),
+        "all_to_all_single": partial(_sent, Links.exchange),
+        "exchange": partial(_sent, Links.exchange),
     }
 )
 """Predicted seconds by kind of probe, from the device, the links, and the sizes."""

@@ -5,7 +5,6 @@ link tells from which rate on compression costs more than it saves.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +21,7 @@ from deepspeed_compress.backends.activations.messages import ActivationMessages
 from deepspeed_compress.backends.activations.sums import activation_codec, compressed_sum, gradient_codec
 from deepspeed_compress.backends.activations.tokens import Route, make_leg
 from deepspeed_compress.collectives.exchange import exchange
+from deepspeed_compress.collectives.probes import seconds_of
 from deepspeed_compress.collectives.reducer import Run, StepClock
 from deepspeed_compress.config import Activations
 from deepspeed_compress.config.native import value_at
@@ -200,7 +200,7 @@ def measure(
     plain, compressed = (partial(_call_all, calls) for calls in zip(*ways, strict=True))
     calls = [_timed(compressed, group, run.meter, device) for _ in range(CALLS)][1:]
     sizes = run.meter.sizes()
-    seconds = [[_seconds(plain, group, device) for _ in range(CALLS)][1:], *zip(*calls, strict=True)]
+    seconds = [[seconds_of(plain, group, device) for _ in range(CALLS)][1:], *zip(*calls, strict=True)]
     slowest = torch.tensor([statistics.median(one) for one in seconds], dtype=torch.float64, device=device)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
@@ -232,20 +232,5 @@ def _call_all(calls: Iterable[Callable[[], object]]) -> None:
 def _timed(call: Callable[[], object], group: ProcessGroup, meter: Meter, device: torch.device) -> tuple[float, float]:
     """Return the seconds of a call, and those of them that it encodes and decodes."""
     meter.reset(timed=True)
-    seconds, phases = _seconds(call, group, device), meter.milliseconds()
+    seconds, phases = seconds_of(call, group, device), meter.milliseconds()
     return seconds, (phases["compress"] + phases["decompress"]) / 1e3
-
-
-def _seconds(call: Callable[[], object], group: ProcessGroup, device: torch.device) -> float:
-    # All ranks start together, so that a late rank is not mistaken for a slow link.
-    group.allreduce([torch.zeros(1, device=device)]).wait()
-    _finish(device)
-    begin = time.perf_counter()
-    call()
-    _finish(device)
-    return time.perf_counter() - begin
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
