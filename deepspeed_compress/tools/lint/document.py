@@ -5,8 +5,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from deepspeed_compress.diagnostics import Diagnostic, Fix, LineIndex, Path, Place, Span
-from deepspeed_compress.tools.lint.values import integer, number, truth
+from deepspeed_compress.tools.lint.values import AUTO, integer, number, truth
 
+_ZERO = "zero_optimization"
+_PARALLELISM = ("deepspeed_compress", "parallelism")
+_OFFLOADS = frozenset({"cpu", "nvme"})
+_FP32 = ("fp32", "float32", "float", "torch.float32")
 Kind = Literal["object", "array", "string", "number", "bool", "null"]
 
 
@@ -179,6 +183,79 @@ class Document:
                 return node.span
         start = 0 if self.root is None else self.root.span.start
         return Span(start, min(start + 1, len(self.text)))
+
+    @property
+    def stage(self) -> int | None:
+        """Return the ZeRO stage, or None if it is left to another program ("auto") or cannot be read."""
+        ours = self.integer(*_PARALLELISM, "zero_stage")
+        if ours is not None:
+            return ours
+        zero = self.get(_ZERO)
+        if not isinstance(zero, dict):
+            return int(zero is True)
+        value = zero.get("stage", 0)
+        return int(value) if isinstance(value, bool) else integer(value)
+
+    def offload(self, what: str) -> str | None:
+        """Return the device of `offload_optimizer` or `offload_param`, or None if it is not a valid one."""
+        device = self.string(_ZERO, what, "device")
+        return device if device in _OFFLOADS else None
+
+    @property
+    def zenflow(self) -> bool:
+        return isinstance(self.get(_ZERO, "zenflow"), dict)
+
+    @property
+    def scatters(self) -> bool:
+        """Return True if gradients are reduce-scattered, which stages 2 and 3 do by default."""
+        return self.stage in (2, 3) and self.truth(_ZERO, "reduce_scatter", default=True) is True
+
+    @property
+    def bf16(self) -> bool:
+        """Return True if the model is in bf16. The old name of the section is used if the new one is missing."""
+        return self.is_true("bf16" if self.get("bf16") is not None else "bfloat16", "enabled")
+
+    @property
+    def fp16(self) -> bool:
+        """Return True if the model is in fp16."""
+        return self.is_true("fp16", "enabled")
+
+    @property
+    def left_open(self) -> bool:
+        """Return True if Hugging Face fills in the precision."""
+        return AUTO in (self.get("fp16", "enabled"), self.get("bf16", "enabled"))
+
+    @property
+    def chooses_bf16_optimizer(self) -> bool:
+        """Return True if DeepSpeed takes BF16_Optimizer, as it does with bf16, stage 1 and accumulation in fp32."""
+        wide = self.get("data_types", "grad_accum_dtype") in _FP32
+        return wide and self.bf16 and self.stage == 1 and self.offload("offload_optimizer") != "cpu"
+
+    @property
+    def optimizer(self) -> str:
+        """Return the optimizer's type in lower case, as DeepSpeed compares it, or an empty string."""
+        return self.string("optimizer", "type").lower()
+
+    def params(self, what: str) -> Mapping[str, Any]:
+        """Return the parameters of the optimizer or the scheduler."""
+        return self.section(what, "params")
+
+    @property
+    def parameter_paths(self) -> list[Path]:
+        """Return the paths of the parameters of the optimizer and of the scheduler."""
+        return [(part, "params", key) for part in ("optimizer", "scheduler") for key in self.params(part)]
+
+    @property
+    def stages(self) -> int:
+        """Return the number of pipeline stages in the configuration, or 1."""
+        ours = self.integer(*_PARALLELISM, "pipeline")
+        return max(ours or self.integer("pipeline", "stages") or 1, 1)
+
+    @property
+    def tensor_size(self) -> int:
+        """Return the number of tensor-parallel ranks in the configuration, or 1."""
+        ours = self.integer(*_PARALLELISM, "tensor")
+        return max(ours or self.integer("tensor_parallel", "autotp_size") or 1, 1)
 
 
 def _child(node: Node, part: str | int) -> Node | None:

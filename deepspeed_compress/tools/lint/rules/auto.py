@@ -5,7 +5,7 @@ from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, remove
 from deepspeed_compress.tools.lint.keys import OUR_SECTION, known_values
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import BUCKETS, corrected, finding, hugging_face, parameter_paths
+from deepspeed_compress.tools.lint.rules.common import BUCKETS, corrected, finding, hugging_face
 from deepspeed_compress.tools.lint.values import AUTO, leaves, means_auto, name, show
 
 _BY_BOTH: frozenset[Path] = frozenset(
@@ -63,7 +63,7 @@ def unresolved_auto(document: Document, context: Context) -> Findings:
     if not _meant_for_deepspeed(document, context):
         return
     paths = [path for path, _, member in known_values(document, strict=False) if member.value.value == AUTO]
-    for path in (*paths, *parameter_paths(document)):
+    for path in (*paths, *document.parameter_paths):
         if document.get(*path) == AUTO and path[0] not in _OWN_SECTIONS and path[-1] not in _ITS_OWN:
             what = f'"auto" at {name(path)} is used as it is, because DeepSpeed fills in nothing (allowed: a value)'
             yield finding(path, what, "a value, or use Hugging Face")
@@ -126,7 +126,7 @@ def auto_misspelled(document: Document, context: Context) -> Findings:
     Proof: raises TypeError
     """
     known = [path for strict in (True, False) for path, key, _ in known_values(document, strict=strict)]
-    for path in (*known, *parameter_paths(document)):
+    for path in (*known, *document.parameter_paths):
         value = document.get(*path)
         if value != AUTO and means_auto(value) and path[-1] not in _NAMES:
             what = f'{show(value)} is not the word that Hugging Face replaces (allowed: "auto")'

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.keys import OUR_SECTION
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import finding, stages, tensor_size
+from deepspeed_compress.tools.lint.rules.common import finding
 from deepspeed_compress.tools.lint.values import integer, number, show
 
 _TRAIN = "train_batch_size"
@@ -43,12 +43,12 @@ def _counted_ranks(document: Document, context: Context) -> int | None:
     DeepSpeed does not yet know of tensor parallelism when it divides.
     """
     world = context.world_size
-    if world is None or (document.has("pipeline") and stages(document) == 1):
+    if world is None or (document.has("pipeline") and document.stages == 1):
         return None
     sequence, data = document.integer("sequence_parallel_size"), document.integer("data_parallel_size")
     if sequence is not None and data is not None:
         return data
-    others = stages(document) * max(sequence or 1, 1)
+    others = document.stages * max(sequence or 1, 1)
     return world // others if world % others == 0 else None
 
 
@@ -236,8 +236,8 @@ def batch_counts_tensor_ranks(document: Document, context: Context) -> Findings:
     Context: {"world_size": 2, "model": {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}}
     Proof: accepts the batch is smaller than the file says, by the tensor-parallel size
     """
-    size, sizes = tensor_size(document), _sizes(document)
-    if size > 1 and sizes is not None and sizes.train is not None and stages(document) == 1:
+    size, sizes = document.tensor_size, _sizes(document)
+    if size > 1 and sizes is not None and sizes.train is not None and document.stages == 1:
         what = f"with autotp_size {size} DeepSpeed counts every rank, but {size} ranks see the same samples"
         instead = f'"{_MICRO}" and "{_STEPS}" only, and {size} times as many steps for the same batch'
         yield finding((_TRAIN,), what, instead)

@@ -1,4 +1,4 @@
-"""Facts about a configuration that several rules need, and the findings that they report."""
+"""Names that several rules need, and the findings that they report."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,19 +6,16 @@ from typing import Any
 from deepspeed_compress.diagnostics import Diagnostic, Fix, Path, at, at_key, write
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, rename, replace
-from deepspeed_compress.tools.lint.keys import OUR_SECTION, closest
+from deepspeed_compress.tools.lint.keys import closest
 from deepspeed_compress.tools.lint.rule import Context
-from deepspeed_compress.tools.lint.values import AUTO, integer, show
+from deepspeed_compress.tools.lint.values import show
 
 HUGGING_FACE = frozenset({"hf", "accelerate"})
 ZERO = "zero_optimization"
-OFFLOADS = frozenset({"cpu", "nvme"})
 ONE_BIT = frozenset({"onebitadam", "zerooneadam", "onebitlamb"})
 """Optimizers that DeepSpeed no longer has."""
 BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 """Keys of zero_optimization that Hugging Face computes from the hidden size of the model."""
-_FP32 = ("fp32", "float32", "float", "torch.float32")
-_PARALLELISM = (OUR_SECTION, "parallelism")
 
 
 def finding(path: Path, what: str, instead: str, fix: Fix | None = None) -> Diagnostic:
@@ -58,81 +55,6 @@ def unknown_parameter(
 
 def _if_meant(name: str) -> str:
     return f'"{name}", if you meant that'
-
-
-def stage(document: Document) -> int | None:
-    """Return the ZeRO stage, or None if it is left to another program ("auto") or cannot be read."""
-    ours = document.integer(*_PARALLELISM, "zero_stage")
-    if ours is not None:
-        return ours
-    zero = document.get(ZERO)
-    if not isinstance(zero, dict):
-        return int(zero is True)
-    value = zero.get("stage", 0)
-    return int(value) if isinstance(value, bool) else integer(value)
-
-
-def offload(document: Document, what: str) -> str | None:
-    """Return the device of `offload_optimizer` or `offload_param`, or None if it is not a valid one."""
-    device = document.string(ZERO, what, "device")
-    return device if device in OFFLOADS else None
-
-
-def zenflow(document: Document) -> bool:
-    return isinstance(document.get(ZERO, "zenflow"), dict)
-
-
-def scatters(document: Document) -> bool:
-    """Return True if gradients are reduce-scattered, which stages 2 and 3 do by default."""
-    return stage(document) in (2, 3) and document.truth(ZERO, "reduce_scatter", default=True) is True
-
-
-def bf16(document: Document) -> bool:
-    """Return True if the model is in bf16. The old name of the section is used if the new one is missing."""
-    return document.is_true("bf16" if document.get("bf16") is not None else "bfloat16", "enabled")
-
-
-def fp16(document: Document) -> bool:
-    """Return True if the model is in fp16."""
-    return document.is_true("fp16", "enabled")
-
-
-def left_open(document: Document) -> bool:
-    """Return True if Hugging Face fills in the precision."""
-    return AUTO in (document.get("fp16", "enabled"), document.get("bf16", "enabled"))
-
-
-def chooses_bf16_optimizer(document: Document) -> bool:
-    """Return True if DeepSpeed takes BF16_Optimizer, as it does with bf16, stage 1 and accumulation in fp32."""
-    wide = document.get("data_types", "grad_accum_dtype") in _FP32
-    return wide and bf16(document) and stage(document) == 1 and offload(document, "offload_optimizer") != "cpu"
-
-
-def optimizer(document: Document) -> str:
-    """Return the optimizer's type in lower case, as DeepSpeed compares it, or an empty string."""
-    return document.string("optimizer", "type").lower()
-
-
-def params(document: Document, what: str) -> Mapping[str, Any]:
-    """Return the parameters of the optimizer or the scheduler."""
-    return document.section(what, "params")
-
-
-def parameter_paths(document: Document) -> list[Path]:
-    """Return the paths of the parameters of the optimizer and of the scheduler."""
-    return [(part, "params", key) for part in ("optimizer", "scheduler") for key in params(document, part)]
-
-
-def stages(document: Document) -> int:
-    """Return the number of pipeline stages in the configuration, or 1."""
-    ours = document.integer(*_PARALLELISM, "pipeline")
-    return max(ours or document.integer("pipeline", "stages") or 1, 1)
-
-
-def tensor_size(document: Document) -> int:
-    """Return the number of tensor-parallel ranks in the configuration, or 1."""
-    ours = document.integer(*_PARALLELISM, "tensor")
-    return max(ours or document.integer("tensor_parallel", "autotp_size") or 1, 1)
 
 
 def hugging_face(context: Context) -> bool:

@@ -8,15 +8,7 @@ from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import add, fix, remove, replace
 from deepspeed_compress.tools.lint.keys import OUR_SECTION
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import (
-    BUCKETS,
-    ZERO,
-    corrected,
-    finding,
-    hugging_face,
-    key_finding,
-    stage,
-)
+from deepspeed_compress.tools.lint.rules.common import BUCKETS, ZERO, corrected, finding, hugging_face, key_finding
 from deepspeed_compress.tools.lint.values import AUTO, show
 
 _HALVES: tuple[Path, ...] = (("fp16", "enabled"), ("bf16", "enabled"))
@@ -129,7 +121,7 @@ def hf_stage_3_saves_partitions(document: Document, context: Context) -> Finding
     Proof: accepts save_model writes no weights that from_pretrained reads
     """
     names = (_GATHER, "gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
-    if hugging_face(context) and stage(document) == 3 and not any(document.has(ZERO, key) for key in names):
+    if hugging_face(context) and document.stage == 3 and not any(document.has(ZERO, key) for key in names):
         what = "without stage3_gather_16bit_weights_on_model_save no model is saved with stage 3, only its partitions"
         yield key_finding((ZERO,), what, f'"{_GATHER}": true as well, or run zero_to_fp32.py afterwards')
 
@@ -254,7 +246,7 @@ def hf_stage_3_batch_on_cpu(document: Document, context: Context) -> Findings:
     Proof: unproved it takes a model that is made while two ranks have the Trainer's arguments
     """
     ours = isinstance(document.get(OUR_SECTION), dict)
-    if context.framework == "hf" and ours and stage(document) == 3 and document.get("train_batch_size") == AUTO:
+    if context.framework == "hf" and ours and document.stage == 3 and document.get("train_batch_size") == AUTO:
         why = "weights are partitioned before DeepSpeed counts more than one"
         what = f'"auto" may fail on CPUs with stage 3 and several processes: {why}'
         correction = fix("Remove it", remove(document, ("train_batch_size",)))

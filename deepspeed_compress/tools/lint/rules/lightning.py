@@ -4,7 +4,7 @@ from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, remove
 from deepspeed_compress.tools.lint.keys import OUR_SECTION
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import ZERO, finding, key_finding, stage
+from deepspeed_compress.tools.lint.rules.common import ZERO, finding, key_finding
 from deepspeed_compress.tools.lint.values import AUTO, leaves, name, show, truth
 
 _ACCUMULATION = "gradient_accumulation_steps"
@@ -108,7 +108,7 @@ def lightning_untested_optimizer_key(document: Document, context: Context) -> Fi
     Context: {"framework": "lightning"}
     Proof: unproved Lightning is not installed with this project, and its strategy needs a GPU; read in its source
     """
-    if _reads(context) and stage(document) == 3 and document.has(ZERO) and not document.has(_UNTESTED):
+    if _reads(context) and document.stage == 3 and document.has(ZERO) and not document.has(_UNTESTED):
         what = f"without {_UNTESTED} Trainer.validate, test and predict end with KeyError"
         yield finding((_UNTESTED,), what, f'"{_UNTESTED}": true as well')
 

@@ -2,7 +2,7 @@
 
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import ZERO, chooses_bf16_optimizer, finding, offload, stage
+from deepspeed_compress.tools.lint.rules.common import ZERO, finding
 from deepspeed_compress.tools.lint.values import show
 
 
@@ -25,14 +25,14 @@ def no_grad_norm_stage(document: Document, context: Context) -> Findings:
         "zero_optimization": {"stage": 2, "compute_grad_norm": false}, "gradient_clipping": 0}
     Proof: raises supported only with ZeRO Stage 1 or 2
     """
-    if _no_norm(document) and stage(document) in (0, 3):
-        what = f"false is refused with stage {stage(document)} (allowed: with stages 1 and 2)"
+    if _no_norm(document) and document.stage in (0, 3):
+        what = f"false is refused with stage {document.stage} (allowed: with stages 1 and 2)"
         yield finding(_NORM, what, "true, or stage 1 or 2")
 
 
 def _norm_with_others(document: Document) -> bool:
     """Return True if the norm is left out with a stage that allows it."""
-    return _no_norm(document) and stage(document) in (1, 2)
+    return _no_norm(document) and document.stage in (1, 2)
 
 
 @rule("DSC331", "error")
@@ -48,7 +48,7 @@ def no_grad_norm_with_clipping(document: Document, context: Context) -> Findings
     Proof: raises requires gradient_clipping=0
     """
     clipping = document.number("gradient_clipping", default=1.0)
-    if _norm_with_others(document) and clipping is not None and clipping > 0 and not chooses_bf16_optimizer(document):
+    if _norm_with_others(document) and clipping is not None and clipping > 0 and not document.chooses_bf16_optimizer:
         given = "" if document.has("gradient_clipping") else ", its default"
         what = f"false needs gradient_clipping 0, and it is {show(clipping)}{given}"
         yield finding(_NORM, what, '"gradient_clipping": 0 as well, or true')
@@ -68,7 +68,7 @@ def no_grad_norm_bf16_optimizer(document: Document, context: Context) -> Finding
         "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}}
     Proof: raises does not support ZeRO Stage 1 with BF16
     """
-    if _norm_with_others(document) and chooses_bf16_optimizer(document):
+    if _norm_with_others(document) and document.chooses_bf16_optimizer:
         what = "false is refused with bf16, stage 1 and accumulation in fp32"
         yield finding(_NORM, what, "true, or stage 2")
 
@@ -86,7 +86,7 @@ def no_grad_norm_with_offload(document: Document, context: Context) -> Findings:
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "gradient_clipping": 0}
     Proof: raises does not support optimizer offload
     """
-    if _norm_with_others(document) and offload(document, "offload_optimizer"):
+    if _norm_with_others(document) and document.offload("offload_optimizer"):
         yield finding(_NORM, "false is refused with offload_optimizer", "true")
 
 
@@ -109,7 +109,7 @@ def unmanaged_with_overlap(document: Document, context: Context) -> Findings:
         "zero_optimization": {"stage": 2, "overlap_comm": true}, "managed_gradient_accumulation": false}
     Proof: raises supports ZeRO overlap_comm only with ZeRO stage 2
     """
-    if not _managed(document) and document.is_true(ZERO, "overlap_comm") and stage(document) in (0, 1):
+    if not _managed(document) and document.is_true(ZERO, "overlap_comm") and document.stage in (0, 1):
         what = "false is refused with overlap_comm below stage 2"
         yield finding(_MANAGED, what, 'true, or "overlap_comm": false')
 
@@ -141,9 +141,9 @@ def quantized_communication_without_stage_3(document: Document, context: Context
     Proof: accepts gradients travel uncompressed
     """
     for key in ("zero_quantized_gradients", "zero_quantized_weights", "zero_quantized_nontrainable_weights"):
-        if document.is_true(ZERO, key) and stage(document) in (0, 1, 2):
+        if document.is_true(ZERO, key) and document.stage in (0, 1, 2):
             ours = 'the section "deepspeed_compress", which compresses with every stage'
-            what = f"true has no effect with stage {stage(document)} (useful: with stage 3)"
+            what = f"true has no effect with stage {document.stage} (useful: with stage 3)"
             yield finding((ZERO, key), what, ours if key == "zero_quantized_gradients" else "stage 3, or false")
 
 
@@ -161,6 +161,6 @@ def quantized_gradients_on_one_node(document: Document, context: Context) -> Fin
     Proof: unproved its kernels are for GPUs
     """
     nodes = context.world_size is not None and context.world_size == context.ranks_per_node
-    if document.is_true(ZERO, "zero_quantized_gradients") and stage(document) == 3 and nodes:
+    if document.is_true(ZERO, "zero_quantized_gradients") and document.stage == 3 and nodes:
         what = "true quantizes twice to save traffic between nodes, and there is only one node (useful: with several)"
         yield finding((ZERO, "zero_quantized_gradients"), what, "false")

@@ -3,7 +3,7 @@
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, replace
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import ZERO, finding, key_finding, offload, stage, zenflow
+from deepspeed_compress.tools.lint.rules.common import ZERO, finding, key_finding
 from deepspeed_compress.tools.lint.values import AUTO, integer, listed, show
 
 
@@ -20,8 +20,8 @@ def offload_ratio_without_stage_3(document: Document, context: Context) -> Findi
     Proof: raises Partial offloading only supported for ZeRO Stage 3
     """
     ratio = document.number(ZERO, "offload_optimizer", "ratio")
-    if ratio is not None and ratio < 1 and stage(document) in (0, 1, 2):
-        what = f"{show(ratio)} offloads a part, which stage {stage(document)} cannot (allowed: 1.0)"
+    if ratio is not None and ratio < 1 and document.stage in (0, 1, 2):
+        what = f"{show(ratio)} offloads a part, which stage {document.stage} cannot (allowed: 1.0)"
         yield finding((ZERO, "offload_optimizer", "ratio"), what, "1.0, or stage 3")
 
 
@@ -37,8 +37,8 @@ def offload_param_without_stage_3(document: Document, context: Context) -> Findi
         "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
     Proof: accepts parameters stay on the device
     """
-    if offload(document, "offload_param") and stage(document) in (0, 1, 2):
-        what = f"parameters are offloaded with stage 3 only, and the stage is {stage(document)}"
+    if document.offload("offload_param") and document.stage in (0, 1, 2):
+        what = f"parameters are offloaded with stage 3 only, and the stage is {document.stage}"
         yield key_finding((ZERO, "offload_param"), what, '"stage": 3, or remove the key')
 
 
@@ -54,7 +54,7 @@ def offload_optimizer_without_zero(document: Document, context: Context) -> Find
         "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
     Proof: accepts gradients and weights are not offloaded
     """
-    if offload(document, "offload_optimizer") and stage(document) == 0 and "stage" in document.section(ZERO):
+    if document.offload("offload_optimizer") and document.stage == 0 and "stage" in document.section(ZERO):
         what = "the optimizer is offloaded by ZeRO, and the stage is 0"
         yield key_finding((ZERO, "offload_optimizer"), what, '"stage": 1 to 3, or remove the key')
 
@@ -72,8 +72,8 @@ def super_offload_without_stage_3(document: Document, context: Context) -> Findi
     Proof: accepts the usual offloading is used
     """
     path = (ZERO, "offload_optimizer", "super_offload")
-    if document.is_true(*path) and stage(document) in (0, 1, 2):
-        what = f"true has no effect with stage {stage(document)} (allowed: with stage 3)"
+    if document.is_true(*path) and document.stage in (0, 1, 2):
+        what = f"true has no effect with stage {document.stage} (allowed: with stage 3)"
         yield finding(path, what, "stage 3, or false")
 
 
@@ -92,7 +92,7 @@ def nvme_without_path(document: Document, context: Context) -> Findings:
     """
     for what in ("offload_param", "offload_optimizer"):
         missing = document.get(ZERO, what, "nvme_path") in (None, "")
-        if offload(document, what) == "nvme" and missing and stage(document) == 3:
+        if document.offload(what) == "nvme" and missing and document.stage == 3:
             yield finding((ZERO, what, "device"), '"nvme" without nvme_path', '"nvme_path": "/local_nvme" as well')
 
 
@@ -108,8 +108,8 @@ def nvme_without_stage_3(document: Document, context: Context) -> Findings:
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     Proof: accepts the optimizer is in host memory
     """
-    if offload(document, "offload_optimizer") == "nvme" and stage(document) in (1, 2):
-        what = f'"nvme" means "cpu" with stage {stage(document)}: only stage 3 swaps to disks'
+    if document.offload("offload_optimizer") == "nvme" and document.stage in (1, 2):
+        what = f'"nvme" means "cpu" with stage {document.stage}: only stage 3 swaps to disks'
         path = (ZERO, "offload_optimizer", "device")
         yield finding(path, what, '"cpu", or stage 3', fix("Write cpu", replace(document, path, "cpu")))
 
@@ -128,7 +128,7 @@ def nvme_path_unused(document: Document, context: Context) -> Findings:
     """
     for what in ("offload_param", "offload_optimizer"):
         path = (ZERO, what, "nvme_path")
-        if document.string(*path) not in ("", "none", AUTO) and offload(document, what) == "cpu":
+        if document.string(*path) not in ("", "none", AUTO) and document.offload(what) == "cpu":
             yield finding(path, 'has no effect with device "cpu"', '"device": "nvme", or remove the key')
             return  # the other one was copied together with it
 
@@ -147,7 +147,7 @@ def offload_of_client_optimizer(document: Document, context: Context) -> Finding
     Proof: accepts a torch optimizer that the program passes is refused with ZeRORuntimeException
     """
     forced = document.get("zero_force_ds_cpu_optimizer", default=True) is True
-    active = offload(document, "offload_optimizer") and stage(document) in (1, 2, 3)
+    active = document.offload("offload_optimizer") and document.stage in (1, 2, 3)
     if active and forced and not document.has("optimizer") and context.framework == "deepspeed":
         what = 'without "optimizer" the one of the program must be DeepSpeedCPUAdam, or it is refused'
         instead = '"optimizer": {"type": "AdamW", ...}, or "zero_force_ds_cpu_optimizer": false'
@@ -170,7 +170,7 @@ def zenflow_without_offload(document: Document, context: Context) -> Findings:
         "zero_optimization": {"stage": 2, "zenflow": {}, "offload_optimizer": {"device": "cpu"}}}
     Proof: raises Zenflow must be used with cpu offload
     """
-    if zenflow(document) and stage(document) in (1, 2) and not offload(document, "offload_optimizer"):
+    if document.zenflow and document.stage in (1, 2) and not document.offload("offload_optimizer"):
         what = "ZenFlow needs an optimizer on the CPU"
         yield key_finding(_ZENFLOW, what, '"offload_optimizer": {"device": "cpu"} as well')
 
@@ -190,7 +190,7 @@ def zenflow_strategy(document: Document, context: Context) -> Findings:
     Proof: raises select_strategy must be one of
     """
     value = document.get(*_ZENFLOW, "select_strategy", default=AUTO)
-    if zenflow(document) and isinstance(value, str) and value not in _STRATEGIES:
+    if document.zenflow and isinstance(value, str) and value not in _STRATEGIES:
         what = f"{show(value)} is not known (allowed: {listed(_STRATEGIES)})"
         yield finding((*_ZENFLOW, "select_strategy"), what, '"auto", "step" or "epoch"')
 
@@ -212,7 +212,7 @@ def zenflow_select_interval(document: Document, context: Context) -> Findings:
     """
     settings = document.section(*_ZENFLOW)
     strategy, interval = settings.get("select_strategy", AUTO), settings.get("select_interval", AUTO)
-    if not zenflow(document) or stage(document) == 0:
+    if not document.zenflow or document.stage == 0:
         return
     if strategy == AUTO and integer(interval) is not None:
         what = f'{show(interval)} contradicts select_strategy "auto", which sets it (allowed: "auto")'
@@ -257,5 +257,5 @@ def zenflow_without_zero(document: Document, context: Context) -> Findings:
         "zero_optimization": {"stage": 2, "zenflow": {}, "offload_optimizer": {"device": "cpu"}}}
     Proof: accepts the usual optimizer is used
     """
-    if zenflow(document) and stage(document) == 0 and "stage" in document.section(ZERO):
+    if document.zenflow and document.stage == 0 and "stage" in document.section(ZERO):
         yield key_finding(_ZENFLOW, "ZenFlow has no effect with stage 0", "stage 1 to 3, or remove the key")

@@ -4,19 +4,7 @@ from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, move, remove
 from deepspeed_compress.tools.lint.keys import closest, keys
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import (
-    ONE_BIT,
-    chooses_bf16_optimizer,
-    finding,
-    fp16,
-    key_finding,
-    offload,
-    optimizer,
-    params,
-    stage,
-    unknown_parameter,
-    unknown_word,
-)
+from deepspeed_compress.tools.lint.rules.common import ONE_BIT, finding, key_finding, unknown_parameter, unknown_word
 from deepspeed_compress.tools.lint.values import means_auto, number, show
 
 _PARAMS = ("optimizer", "params")
@@ -34,9 +22,9 @@ def _known(document: Document) -> str | None:
     if name not in keys().optimizers or "+" in name:
         return None
     variant = name
-    if params(document, "optimizer").get("torch_adam") is True and f"{name}+torch" in keys().optimizers:
+    if document.params("optimizer").get("torch_adam") is True and f"{name}+torch" in keys().optimizers:
         variant = f"{name}+torch"
-    elif offload(document, "offload_optimizer") and f"{name}+offload" in keys().optimizers:
+    elif document.offload("offload_optimizer") and f"{name}+offload" in keys().optimizers:
         variant = f"{name}+offload"
     return variant
 
@@ -86,7 +74,7 @@ def unknown_optimizer_parameter(document: Document, context: Context) -> Finding
     known = _known(document)
     names = keys().optimizers.get(known or "", frozenset())
     # The parameters of some optimizers are not known, and Muon ignores those that it does not know.
-    for key in params(document, "optimizer") if names and known != "muon" else ():
+    for key in document.params("optimizer") if names and known != "muon" else ():
         if key not in names and key != "max_grad_norm":
             what = f'"{key}" is not a parameter of {show(document.get(*_TYPE))}'
             yield unknown_parameter(document, (*_PARAMS, key), names, what)
@@ -102,7 +90,7 @@ def muon_parameter_ignored(document: Document, context: Context) -> Findings:
     Right: {"train_batch_size": 8, "optimizer": {"type": "Muon", "params": {"lr": 0.02, "momentum": 0.95}}}
     Proof: accepts the parameter has no effect
     """
-    for key in params(document, "optimizer") if optimizer(document) == "muon" else ():
+    for key in document.params("optimizer") if document.optimizer == "muon" else ():
         if key not in keys().optimizers["muon"] and key != "max_grad_norm":
             what = f'"{key}" is not a parameter of Muon, which ignores it'
             yield key_finding((*_PARAMS, key), what, f'"{closest(key, keys().optimizers["muon"]) or "lr"}", if meant')
@@ -124,8 +112,8 @@ def muon_update_clipped(document: Document, context: Context) -> Findings:
     """
     value = document.get("gradient_clipping", default=1.0)
     clipping = 1.0 if means_auto(value) else document.number("gradient_clipping", default=1.0)
-    clips_updates = stage(document) in (1, 2, 3) and not chooses_bf16_optimizer(document)
-    if optimizer(document) == "muon" and clips_updates and clipping is not None and clipping > 0:
+    clips_updates = document.stage in (1, 2, 3) and not document.chooses_bf16_optimizer
+    if document.optimizer == "muon" and clips_updates and clipping is not None and clipping > 0:
         norm = "max_grad_norm, 1.0 by default" if means_auto(value) else f"a norm of {show(clipping)}"
         what = f"Muon's steps are clipped to {norm}, whatever the learning rate is"
         yield finding(("optimizer", "type"), what, '"gradient_clipping": 0 as well, and max_grad_norm=0 for Trainer')
@@ -164,7 +152,7 @@ def lamb_with_fixed_scale(document: Document, context: Context) -> Findings:
     Proof: raises requires dynamic loss scaling
     """
     scale = document.number("fp16", "loss_scale")
-    if optimizer(document) == "lamb" and scale is not None and scale > 0:
+    if document.optimizer == "lamb" and scale is not None and scale > 0:
         what = f"{show(scale)} is a fixed scale, which Lamb refuses (allowed: 0, a dynamic one)"
         yield finding(("fp16", "loss_scale"), what, "0")
 
@@ -218,7 +206,7 @@ def large_learning_rate(document: Document, context: Context) -> Findings:
     Proof: accepts training diverges
     """
     value = document.number(*_PARAMS, "lr")
-    if value is not None and value >= 0.5 and optimizer(document) in ("adam", "adamw", "lion"):
+    if value is not None and value >= 0.5 and document.optimizer in ("adam", "adamw", "lion"):
         what = f"{show(value)} moves every weight by about as much in one step (usual: 1e-5 to 1e-3)"
         yield finding((*_PARAMS, "lr"), what, "a smaller number")
 
@@ -233,7 +221,7 @@ def adamw_mode_ignored(document: Document, context: Context) -> Findings:
     Right: {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 0.0001, "adam_w_mode": false}}}
     Proof: accepts the weight decay is decoupled all the same
     """
-    if optimizer(document) == "adamw" and document.get(*_PARAMS, "adam_w_mode") is False:
+    if document.optimizer == "adamw" and document.get(*_PARAMS, "adam_w_mode") is False:
         path = (*_PARAMS, "adam_w_mode")
         yield finding(path, 'false has no effect with "AdamW"', '"type": "Adam", or remove the key')
 
@@ -252,7 +240,7 @@ def adam_is_adamw(document: Document, context: Context) -> Findings:
     given = document.has(*_PARAMS, "adam_w_mode")
     # The Trainer's own optimizer is AdamW, and it writes its weight decay here.
     meant = given or context.framework == "hf"
-    if optimizer(document) == "adam" and decay is not None and decay >= _FELT and not meant:
+    if document.optimizer == "adam" and decay is not None and decay >= _FELT and not meant:
         what = '"Adam" means AdamW in DeepSpeed: the weight decay is decoupled'
         yield finding(_TYPE, what, '"AdamW" if that is meant, or "adam_w_mode": false for L2 regularization')
 
@@ -273,7 +261,7 @@ def fp32_states_overridden(document: Document, context: Context) -> Findings:
     Proof: accepts the states are in bf16
     """
     path = (*_PARAMS, "fp32_optimizer_states")
-    on_cpu = offload(document, "offload_optimizer")
+    on_cpu = document.offload("offload_optimizer")
     if document.get(*path) is True and on_cpu and document.is_true("bf16", "bf16_optimizer_states"):
         yield finding(path, "true is overridden by bf16_optimizer_states", 'false, or "bf16_optimizer_states": false')
 
@@ -288,7 +276,7 @@ def legacy_fusion_unused(document: Document, context: Context) -> Findings:
     Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}}
     Proof: accepts the key has no effect
     """
-    used = fp16(document) and stage(document) == 0 and optimizer(document) in ("adam", "adamw")
+    used = document.fp16 and document.stage == 0 and document.optimizer in ("adam", "adamw")
     if document.get("optimizer", "legacy_fusion") is True and not used:
         what = "true has an effect only with fp16, Adam, and without ZeRO"
         yield finding(("optimizer", "legacy_fusion"), what, "nothing: remove the key")

@@ -3,13 +3,13 @@
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, replace
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import ZERO, corrected, finding, hugging_face, stage, stages
+from deepspeed_compress.tools.lint.rules.common import ZERO, corrected, finding, hugging_face
 from deepspeed_compress.tools.lint.values import integer, number, show, truth
 
 
 def _pipelined(document: Document, context: Context) -> bool:
     """Return True if the model is a pipeline. Hugging Face ignores the section `pipeline`, whatever it says."""
-    return not hugging_face(context) if document.has("pipeline") else stages(document) > 1
+    return not hugging_face(context) if document.has("pipeline") else document.stages > 1
 
 
 @rule("DSC600", "error")
@@ -26,8 +26,8 @@ def pipeline_with_zero_2_or_3(document: Document, context: Context) -> Findings:
     Proof: raises ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism
     """
     # Our own section's rules compare its stages with ZeRO.
-    if document.has("pipeline") and stage(document) in (2, 3) and not hugging_face(context):
-        what = f"stage {stage(document)} does not work with pipelines (allowed: 0, 1)"
+    if document.has("pipeline") and document.stage in (2, 3) and not hugging_face(context):
+        what = f"stage {document.stage} does not work with pipelines (allowed: 0, 1)"
         yield corrected(document, (ZERO, "stage"), what, 1, "Write stage 1", safe=False)
 
 
@@ -47,7 +47,7 @@ def pipeline_overlap_ignored(document: Document, context: Context) -> Findings:
     Proof: warns Pipeline parallelism does not support overlapped communication
     """
     path = (ZERO, "overlap_comm")
-    if _pipelined(document, context) and document.is_true(*path) and stage(document) == 1:
+    if _pipelined(document, context) and document.is_true(*path) and document.stage == 1:
         yield corrected(document, path, "true has no effect with pipelines", False, "Write false")
 
 
@@ -128,7 +128,7 @@ def few_micro_batches(document: Document, context: Context) -> Findings:
     Context: {"world_size": 2}
     Proof: accepts ranks are idle most of the time
     """
-    count, steps = stages(document), document.integer("gradient_accumulation_steps", default=1)
+    count, steps = document.stages, document.integer("gradient_accumulation_steps", default=1)
     given = document.has("gradient_accumulation_steps") or document.get("train_batch_size") is None
     if _pipelined(document, context) and steps is not None and 0 < steps < count and given:
         idle = round(100 * (count - 1) / (steps + count - 1))
@@ -168,7 +168,7 @@ def more_stages_than_layers(document: Document, context: Context) -> Findings:
     Context: {"world_size": 4, "model": {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 4}}
     Proof: accepts ranks without layers do nothing useful
     """
-    layers, count = integer((context.model or {}).get("num_hidden_layers")), stages(document)
+    layers, count = integer((context.model or {}).get("num_hidden_layers")), document.stages
     if _pipelined(document, context) and layers is not None and count > layers + 2:
         where = ("pipeline", "stages") if document.has("pipeline", "stages") else ("deepspeed_compress", "parallelism")
         what = f"{count} stages are more than the {layers} layers, embedding and head of the model"

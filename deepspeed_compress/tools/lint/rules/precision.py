@@ -2,16 +2,7 @@
 
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import (
-    ZERO,
-    bf16,
-    chooses_bf16_optimizer,
-    finding,
-    fp16,
-    left_open,
-    offload,
-    stage,
-)
+from deepspeed_compress.tools.lint.rules.common import ZERO, finding
 from deepspeed_compress.tools.lint.values import AUTO, show
 
 _DTYPES = {
@@ -34,7 +25,7 @@ _MASTER = (("fp16", "fp16_master_weights_and_grads"), ("bf16", "bf16_master_weig
 
 
 def model_dtype(document: Document) -> str:
-    return "fp16" if fp16(document) else "bf16" if bf16(document) else "fp32"
+    return "fp16" if document.fp16 else "bf16" if document.bf16 else "fp32"
 
 
 def _dtype(document: Document, key: str) -> str | None:
@@ -53,7 +44,7 @@ def fp16_and_bf16(document: Document, context: Context) -> Findings:
     Right: {"train_batch_size": 8, "fp16": {"enabled": false}, "bf16": {"enabled": true}}
     Proof: raises cannot be simultaneously enabled
     """
-    if fp16(document) and bf16(document):
+    if document.fp16 and document.bf16:
         what = 'true together with "bf16" (allowed: one of the two)'
         yield finding(("fp16", "enabled"), what, '"enabled": false here or in "bf16"')
 
@@ -69,7 +60,7 @@ def param_dtype_conflict(document: Document, context: Context) -> Findings:
     Proof: raises conflicts with the enabled precision mode
     """
     asked, model = _dtype(document, "param_dtype"), model_dtype(document)
-    if asked is not None and asked != model and not left_open(document):
+    if asked is not None and asked != model and not document.left_open:
         what = f"{show(document.get('data_types', 'param_dtype'))} contradicts the model's {model} (allowed: {model})"
         yield finding(("data_types", "param_dtype"), what, f'"{model}", or enable {asked}')
 
@@ -88,7 +79,7 @@ def accumulation_dtype_without_zero(document: Document, context: Context) -> Fin
     """
     asked, model = _dtype(document, "grad_accum_dtype"), model_dtype(document)
     has_optimizer = isinstance(document.get("optimizer", "type"), str)
-    if asked is not None and asked != model and stage(document) == 0 and has_optimizer and not left_open(document):
+    if asked is not None and asked != model and document.stage == 0 and has_optimizer and not document.left_open:
         value = show(document.get("data_types", "grad_accum_dtype"))
         what = f"{value} differs from the model's {model} without ZeRO (allowed: {model})"
         yield finding(("data_types", "grad_accum_dtype"), what, f'"{model}", or ZeRO stage 1 to 3')
@@ -107,7 +98,7 @@ def bf16_optimizer_chosen(document: Document, context: Context) -> Findings:
         "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}}
     Proof: accepts more is sent, and later, than with the optimizer of ZeRO
     """
-    if chooses_bf16_optimizer(document):
+    if document.chooses_bf16_optimizer:
         what = "with bf16 and stage 1 this chooses BF16_Optimizer, which all-reduces gradients on another path"
         yield finding(("data_types", "grad_accum_dtype"), what, "stage 2 for the usual path, or leave it so on purpose")
 
@@ -165,7 +156,7 @@ def master_weights_without_zero(document: Document, context: Context) -> Finding
     Proof: raises only supported with ZeRO Stage 1, 2, or 3
     """
     for path in (*_MASTER, ("bf16", "bf16_optimizer_states")):
-        if document.is_true(*path) and stage(document) == 0:
+        if document.is_true(*path) and document.stage == 0:
             what = "true needs ZeRO, and the stage is 0 (allowed: stages 1 to 3)"
             yield finding(path, what, '"zero_optimization": {"stage": 2}, or false')
 
@@ -184,7 +175,7 @@ def bf16_states_without_master(document: Document, context: Context) -> Findings
     Proof: raises requires bf16_master_weights_and_grads
     """
     path = ("bf16", "bf16_optimizer_states")
-    if document.is_true(*path) and not document.is_true(*_MASTER[1]) and stage(document) in (1, 2, 3):
+    if document.is_true(*path) and not document.is_true(*_MASTER[1]) and document.stage in (1, 2, 3):
         yield finding(path, "true needs bf16_master_weights_and_grads", '"bf16_master_weights_and_grads": true as well')
 
 
@@ -202,7 +193,7 @@ def master_weights_without_offload(document: Document, context: Context) -> Find
         "bf16": {"enabled": true, "bf16_master_weights_and_grads": true}}
     Proof: raises Master weights feature requires
     """
-    if stage(document) not in (1, 2, 3) or offload(document, "offload_optimizer"):
+    if document.stage not in (1, 2, 3) or document.offload("offload_optimizer"):
         return
     for path in _MASTER:
         states = path[0] == "bf16" and document.is_true("bf16", "bf16_optimizer_states")

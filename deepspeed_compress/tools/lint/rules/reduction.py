@@ -3,7 +3,7 @@
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, replace
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import bf16, finding, scatters, stage, zenflow
+from deepspeed_compress.tools.lint.rules.common import finding
 from deepspeed_compress.tools.lint.values import AUTO, show
 
 _FORMATS = ("fp16", "bf16", "fp32")
@@ -24,8 +24,8 @@ def prescale_with_reduce_scatter(document: Document, context: Context) -> Findin
         "zero_optimization": {"stage": 2, "reduce_scatter": false}, "prescale_gradients": true}
     Proof: raises pre-scale gradients is not yet supported
     """
-    if document.get("prescale_gradients") is True and scatters(document):
-        what = f"true is not supported with reduce_scatter and stage {stage(document)} (allowed: false)"
+    if document.get("prescale_gradients") is True and document.scatters:
+        what = f"true is not supported with reduce_scatter and stage {document.stage} (allowed: false)"
         yield finding(("prescale_gradients",), what, 'false, or "reduce_scatter": false')
 
 
@@ -42,8 +42,8 @@ def predivide_with_reduce_scatter(document: Document, context: Context) -> Findi
     Proof: raises gradient_predivide_factor != 1.0 is not yet supported
     """
     factor = document.number(_FACTOR)
-    if factor is not None and factor not in (0, 1) and scatters(document):
-        what = f"{show(factor)} is not supported with reduce_scatter and stage {stage(document)} (allowed: 1.0)"
+    if factor is not None and factor not in (0, 1) and document.scatters:
+        what = f"{show(factor)} is not supported with reduce_scatter and stage {document.stage} (allowed: 1.0)"
         yield finding((_FACTOR,), what, '1.0, or "reduce_scatter": false')
 
 
@@ -109,7 +109,7 @@ def sum_with_stage_3(document: Document, context: Context) -> Findings:
         "zero_optimization": {"stage": 2}, "gradient_allreduce_op": "sum"}
     Proof: raises is not supported with ZeRO stage 3
     """
-    if _sums(document) and stage(document) == 3:
+    if _sums(document) and document.stage == 3:
         yield finding((_OP,), '"sum" is not supported with stage 3 (allowed: mean)', '"mean", or stage 0 to 2')
 
 
@@ -126,7 +126,7 @@ def sum_with_zenflow(document: Document, context: Context) -> Findings:
         "zero_optimization": {"stage": 2, "zenflow": {}, "offload_optimizer": {"device": "cpu"}}}
     Proof: raises is not supported with ZenFlow
     """
-    if _sums(document) and zenflow(document) and stage(document) != 3:
+    if _sums(document) and document.zenflow and document.stage != 3:
         yield finding((_OP,), '"sum" is not supported with ZenFlow (allowed: mean)', '"mean"')
 
 
@@ -140,7 +140,7 @@ def sum_with_deepcompile(document: Document, context: Context) -> Findings:
     Right: {"train_batch_size": 8, "gradient_allreduce_op": "mean", "compile": {"deepcompile": true}}
     Proof: raises is not supported with DeepCompile
     """
-    alone = stage(document) != 3 and not zenflow(document)
+    alone = document.stage != 3 and not document.zenflow
     if _sums(document) and document.is_true("compile", "deepcompile") and alone:
         yield finding((_OP,), '"sum" is not supported with DeepCompile (allowed: mean)', '"mean"')
 
@@ -178,6 +178,6 @@ def fp16_communication_of_bf16(document: Document, context: Context) -> Findings
         "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "communication_data_type": "bf16"}
     Proof: accepts large gradients become infinite on the way
     """
-    if bf16(document) and document.string("communication_data_type").lower() == "fp16":
+    if document.bf16 and document.string("communication_data_type").lower() == "fp16":
         what = '"fp16" cannot hold the range of gradients in bf16: large ones become infinite (allowed: bf16, fp32)'
         yield finding(("communication_data_type",), what, '"bf16" or "fp32"')

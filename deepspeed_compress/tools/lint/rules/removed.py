@@ -5,7 +5,7 @@ from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, remove, rename, replace
 from deepspeed_compress.tools.lint.keys import known_values
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import ONE_BIT, ZERO, corrected, finding, key_finding, optimizer
+from deepspeed_compress.tools.lint.rules.common import ONE_BIT, ZERO, corrected, finding, key_finding
 from deepspeed_compress.tools.lint.values import show
 
 
@@ -158,7 +158,7 @@ def removed_one_bit_optimizer(document: Document, context: Context) -> Findings:
         "deepspeed_compress": {"gradients": {"method": "sign"}}}
     Proof: raises not a supported DeepSpeed Optimizer
     """
-    if optimizer(document) in ONE_BIT:
+    if document.optimizer in ONE_BIT:
         what = f"{show(document.get('optimizer', 'type'))} was removed from DeepSpeed (allowed: AdamW, for instance)"
         ours = '"deepspeed_compress": {"gradients": {"method": "sign"}}'
         yield finding(("optimizer", "type"), what, f'"type": "AdamW", and {ours} for gradients of one bit')

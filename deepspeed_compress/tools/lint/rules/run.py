@@ -6,16 +6,7 @@ from typing import TYPE_CHECKING, Any
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.keys import OUR_SECTION, closest
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import (
-    finding,
-    hugging_face,
-    key_finding,
-    offload,
-    stage,
-    stages,
-    tensor_size,
-    text_model,
-)
+from deepspeed_compress.tools.lint.rules.common import finding, hugging_face, key_finding, text_model
 from deepspeed_compress.tools.lint.rules.ours import parsed_section
 from deepspeed_compress.tools.lint.values import integer
 
@@ -37,7 +28,7 @@ def _active(document: Document) -> bool:
 def _data_parallel(document: Document, context: Context) -> int | None:
     if context.world_size is None:
         return None
-    ranks, rest = divmod(context.world_size, stages(document) * tensor_size(document))
+    ranks, rest = divmod(context.world_size, document.stages * document.tensor_size)
     return ranks if rest == 0 else None
 
 
@@ -157,7 +148,7 @@ def compress_activations_inside_node(document: Document, context: Context) -> Fi
     Proof: accepts steps become longer
     """
     path = (OUR_SECTION, "activations", "tensor", "bits")
-    bits, tensor, node = document.integer(*path), tensor_size(document), context.ranks_per_node
+    bits, tensor, node = document.integer(*path), document.tensor_size, context.ranks_per_node
     if bits is not None and node is not None and tensor > 1 and node % tensor == 0:
         what = f"the {tensor} ranks that share layers are on one node, whose links are faster than encoding"
         yield finding(path, what, "null, unless ds-compress bench comm --kind tensor shows a gain")
@@ -185,7 +176,7 @@ def compress_residual_memory(document: Document, context: Context) -> Findings:
     key, memory = _memory(parsed)
     if memory is None or memory.device != "accelerator":
         return
-    residuals = _BYTES[memory.dtype] * elements // (stages(document) * tensor_size(document))
+    residuals = _BYTES[memory.dtype] * elements // (document.stages * document.tensor_size)
     needed = _training_bytes(document, context, elements)
     if needed <= context.gpu_memory < needed + residuals:
         what = (
@@ -224,12 +215,12 @@ def _elements(model: Mapping[str, Any] | None) -> int | None:
 
 def _training_bytes(document: Document, context: Context, elements: int) -> int:
     """Return the least bytes that weights, gradients and Adam take on a rank in mixed precision."""
-    share = elements // (stages(document) * tensor_size(document))
+    share = elements // (document.stages * document.tensor_size)
     ranks = _data_parallel(document, context)
     partitioned = share // ranks if ranks else 0
-    level = stage(document) or 0
+    level = document.stage or 0
     weights, gradients = (partitioned if level >= 3 else share), (partitioned if level >= 2 else share)
-    states = 0 if offload(document, "offload_optimizer") else partitioned if level >= 1 else share
+    states = 0 if document.offload("offload_optimizer") else partitioned if level >= 1 else share
     return 2 * weights + 2 * gradients + 12 * states
 
 

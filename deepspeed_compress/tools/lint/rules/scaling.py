@@ -3,7 +3,7 @@
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, replace
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import ZERO, finding, fp16
+from deepspeed_compress.tools.lint.rules.common import ZERO, finding
 from deepspeed_compress.tools.lint.values import number, show
 
 
@@ -25,7 +25,7 @@ def loss_scale_range(document: Document, context: Context) -> Findings:
 
 
 def _dynamic(document: Document) -> bool:
-    return fp16(document) and document.number("fp16", "loss_scale", default=0) == 0
+    return document.fp16 and document.number("fp16", "loss_scale", default=0) == 0
 
 
 @rule("DSC310", "error")

@@ -5,16 +5,7 @@ from collections.abc import Mapping
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.keys import closest, keys
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import (
-    bf16,
-    finding,
-    fp16,
-    key_finding,
-    params,
-    stage,
-    unknown_parameter,
-    unknown_word,
-)
+from deepspeed_compress.tools.lint.rules.common import finding, key_finding, unknown_parameter, unknown_word
 from deepspeed_compress.tools.lint.values import AUTO, listed, number, show
 
 _TYPE = ("scheduler", "type")
@@ -101,7 +92,7 @@ def unknown_scheduler_parameter(document: Document, context: Context) -> Finding
     Proof: raises unexpected keyword argument
     """
     known = keys().schedulers.get(_name(document), {})
-    for key in params(document, "scheduler") if known else ():
+    for key in document.params("scheduler") if known else ():
         if key not in known:
             what = f'"{key}" is not a parameter of {_name(document)}'
             yield unknown_parameter(document, (*_PARAMS, key), known, what)
@@ -120,7 +111,7 @@ def missing_scheduler_parameter(document: Document, context: Context) -> Finding
         "params": {"warmup_max_lr": 0.0001, "warmup_num_steps": 100, "total_num_steps": 1000}}}
     Proof: raises missing 1 required positional argument
     """
-    known, given = keys().schedulers.get(_name(document), {}), params(document, "scheduler")
+    known, given = keys().schedulers.get(_name(document), {}), document.params("scheduler")
     # A misspelled name is reported as such.
     meant = {closest(key, known) for key in given if key not in known}
     for key, required in known.items():
@@ -326,7 +317,7 @@ def torch_scheduler_with_zero(document: Document, context: Context) -> Findings:
         "scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 100}}}
     Proof: raises is not an Optimizer
     """
-    wrapped = stage(document) in (1, 2, 3) or fp16(document) or bf16(document)
+    wrapped = document.stage in (1, 2, 3) or document.fp16 or document.bf16
     if _runs(document) and _name(document) not in _OWN and wrapped:
         what = f"{show(_name(document))} is a scheduler of torch, which refuses an optimizer of ZeRO, fp16 or bf16"
         instead = f"one of {listed(sorted(_OWN))}, or make it in the program"

@@ -5,7 +5,7 @@ from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, remove
 from deepspeed_compress.tools.lint.keys import closest
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import finding, hugging_face, key_finding, offload
+from deepspeed_compress.tools.lint.rules.common import finding, hugging_face, key_finding
 from deepspeed_compress.tools.lint.values import AUTO, listed, number, show, truth
 
 _OPTIONAL = (
@@ -111,7 +111,7 @@ def aio_unused(document: Document, context: Context) -> Findings:
         "zero_optimization": {"stage": 3}, "aio": {"block_size": 1048576}, "checkpoint": {"writer": {"type": "python"}}}
     Proof: accepts the section has no effect
     """
-    swaps = "nvme" in (offload(document, "offload_param"), offload(document, "offload_optimizer"))
+    swaps = "nvme" in (document.offload("offload_param"), document.offload("offload_optimizer"))
     writes = isinstance(document.get("checkpoint", "writer"), dict)
     if document.section("aio") and not swaps and not writes:
         yield key_finding(("aio",), "aio has no effect without offloading to nvme or a checkpoint writer", "nothing")

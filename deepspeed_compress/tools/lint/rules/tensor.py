@@ -7,7 +7,7 @@ from deepspeed_compress.diagnostics import Path
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.keys import OUR_SECTION
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import corrected, finding, tensor_size, text_model
+from deepspeed_compress.tools.lint.rules.common import corrected, finding, text_model
 from deepspeed_compress.tools.lint.values import AUTO, integer, listed, show
 
 _SIZE = ("tensor_parallel", "autotp_size")
@@ -57,7 +57,7 @@ def tensor_crosses_nodes(document: Document, context: Context) -> Findings:
         "model": {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}}
     Proof: accepts each layer waits for the network
     """
-    size, node = tensor_size(document), context.ranks_per_node
+    size, node = document.tensor_size, context.ranks_per_node
     if node is not None and size > 1 and (size > node or node % size):
         what = f"{size} ranks share each layer, but a node has {node}: activations cross the network in every layer"
         yield finding(_size_path(document), what, f"a divisor of {node}")
@@ -95,7 +95,7 @@ def tensor_size_ignored(document: Document, context: Context) -> Findings:
     Proof: accepts every rank holds the whole model
     """
     other = document.integer(*_TP_SIZE)
-    if other is not None and other > 1 and tensor_size(document) == 1:
+    if other is not None and other > 1 and document.tensor_size == 1:
         what = f"{other} has no effect in training, which uses autotp_size"
         yield finding(_TP_SIZE, what, f'"autotp_size": {other} in tensor_parallel')
 
@@ -120,7 +120,7 @@ def tensor_exceeds_kv_heads(document: Document, context: Context) -> Findings:
     Context: {"world_size": 3, "model": {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}}
     Proof: warns exceeds the model's key-value head count
     """
-    heads, size = _heads(context.model)[1], tensor_size(document)
+    heads, size = _heads(context.model)[1], document.tensor_size
     if heads is not None and size > heads:
         what = f"{size} is more than the {heads} key-value heads of the model: some ranks get no attention heads"
         yield finding(_size_path(document), what, f"{heads} or less")
@@ -139,7 +139,7 @@ def tensor_divides_heads(document: Document, context: Context) -> Findings:
     Context: {"world_size": 2, "model": {"hidden_size": 12, "num_attention_heads": 3, "num_key_value_heads": 3}}
     Proof: accepts the ranks with the most heads determine the speed
     """
-    (heads, kv_heads), size = _heads(context.model), tensor_size(document)
+    (heads, kv_heads), size = _heads(context.model), document.tensor_size
     uneven = [count for count in (heads, kv_heads) if count and count % size]
     if uneven and kv_heads is not None and size <= kv_heads:
         what = f"{size} does not divide the {uneven[0]} heads of the model: the ranks get unequal parts"

@@ -7,7 +7,7 @@ from deepspeed_compress.tools.lint.document import Document, Member
 from deepspeed_compress.tools.lint.fixes import fix, replace
 from deepspeed_compress.tools.lint.keys import Key, keys, known_values
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import ZERO, corrected, finding, key_finding, parameter_paths
+from deepspeed_compress.tools.lint.rules.common import ZERO, corrected, finding, key_finding
 from deepspeed_compress.tools.lint.values import integer, listed, means_auto, name, number, show, truth
 
 _NUMERIC = frozenset({"integer", "number"})
@@ -119,7 +119,7 @@ def numeric_string_untyped(document: Document, context: Context) -> Findings:
     Proof: raises TypeError
     """
     texts = [path for path, key, _ in _misfits(document, strict=False) if _NUMERIC & {*key.kinds}]
-    for path in (*texts, *parameter_paths(document)):
+    for path in (*texts, *document.parameter_paths):
         meant = _numeric_text(document.get(*path))
         if meant is not None:
             what = f"{show(document.get(*path))} is text, with which DeepSpeed cannot calculate (allowed: a number)"

@@ -5,18 +5,7 @@ import sys
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.keys import closest, keys
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import (
-    ZERO,
-    bf16,
-    corrected,
-    finding,
-    fp16,
-    key_finding,
-    left_open,
-    optimizer,
-    scatters,
-    stage,
-)
+from deepspeed_compress.tools.lint.rules.common import ZERO, corrected, finding, key_finding
 from deepspeed_compress.tools.lint.values import AUTO, integer, means_auto, show
 
 
@@ -82,7 +71,7 @@ def hpz_divides_world(document: Document, context: Context) -> Findings:
     Proof: raises is not divisible by
     """
     size, world = _secondary_size(document), context.world_size
-    if world is not None and stage(document) == 3 and world % min(size, world):
+    if world is not None and document.stage == 3 and world % min(size, world):
         yield finding(_HPZ, f"{size} does not divide {world} ranks", "the ranks of one node")
 
 
@@ -100,7 +89,7 @@ def hpz_exceeds_world(document: Document, context: Context) -> Findings:
     Proof: accepts another size than the one given is used
     """
     size, world = _secondary_size(document), context.world_size
-    if world is not None and size > world and stage(document) == 3:
+    if world is not None and size > world and document.stage == 3:
         what = f"{size} is more than the {world} ranks of the job, and taken for {world}"
         yield finding(_HPZ, what, "the ranks of one node")
 
@@ -119,7 +108,7 @@ def hpz_is_not_a_node(document: Document, context: Context) -> Findings:
     Proof: accepts weights are gathered across nodes, or less memory is saved than possible
     """
     size, node = _secondary_size(document), context.ranks_per_node
-    if size > 1 and node is not None and size != node and stage(document) == 3:
+    if size > 1 and node is not None and size != node and document.stage == 3:
         what = f"{size} is not the {node} ranks of a node: secondary partitions cross nodes, or are larger than needed"
         yield finding(_HPZ, what, str(node))
 
@@ -137,8 +126,8 @@ def hpz_without_stage_3(document: Document, context: Context) -> Findings:
     Proof: accepts weights are not partitioned
     """
     size = _secondary_size(document)
-    if size > 1 and stage(document) in (0, 1, 2):
-        what = f"{size} has no effect with stage {stage(document)} (useful: with stage 3)"
+    if size > 1 and document.stage in (0, 1, 2):
+        what = f"{size} has no effect with stage {document.stage} (useful: with stage 3)"
         yield finding(_HPZ, what, "1, or stage 3")
 
 
@@ -158,7 +147,7 @@ def untested_optimizer(document: Document, context: Context) -> Findings:
     untested = {optimizer.lower() for optimizer in keys().untested_optimizers}
     # Inside zero_optimization the key is refused, which another rule reports.
     allowed = document.get("zero_allow_untested_optimizer") or document.has(ZERO, "zero_allow_untested_optimizer")
-    if isinstance(name, str) and name.lower() in untested and stage(document) in (1, 2, 3) and not allowed:
+    if isinstance(name, str) and name.lower() in untested and document.stage in (1, 2, 3) and not allowed:
         what = f"{show(name)} is not tested with ZeRO, which refuses it"
         yield finding(("optimizer", "type"), what, '"zero_allow_untested_optimizer": true as well, or "AdamW"')
 
@@ -176,8 +165,8 @@ def zero_needs_optimizer(document: Document, context: Context) -> Findings:
     Proof: raises requires an optimizer
     """
     alone = context.framework == "deepspeed" and not document.has("optimizer")
-    if alone and stage(document) in (1, 2):
-        what = f'stage {stage(document)} needs an optimizer, and there is no "optimizer" here'
+    if alone and document.stage in (1, 2):
+        what = f'stage {document.stage} needs an optimizer, and there is no "optimizer" here'
         yield finding((ZERO, "stage"), what, '"optimizer": {...}, or pass one to deepspeed.initialize')
 
 
@@ -193,7 +182,7 @@ def muon_with_reduce_scatter(document: Document, context: Context) -> Findings:
         "zero_optimization": {"stage": 3, "reduce_scatter": false}}
     Proof: raises Muon and reduce scatter cannot be used together
     """
-    if optimizer(document) == "muon" and stage(document) == 3 and scatters(document):
+    if document.optimizer == "muon" and document.stage == 3 and document.scatters:
         what = '"Muon" needs whole gradients, and stage 3 scatters them'
         yield finding(("optimizer", "type"), what, '"reduce_scatter": false in zero_optimization')
 
@@ -211,7 +200,7 @@ def odd_allgather_bucket(document: Document, context: Context) -> Findings:
     Proof: raises allgather_bucket_size must be a multiple
     """
     size = document.integer(ZERO, "allgather_bucket_size")
-    if size is not None and size % 2 and stage(document) in (1, 2):
+    if size is not None and size % 2 and document.stage in (1, 2):
         what = f"{size} is odd (allowed: even numbers)"
         yield corrected(document, (ZERO, "allgather_bucket_size"), what, size + 1, "Make it even")
 
@@ -248,8 +237,8 @@ def stage_3_keys_below_stage_3(document: Document, context: Context) -> Findings
     # Report all non-default keys of stage 3 in one finding, because configurations for several stages are common.
     given = document.section(ZERO).items()
     found = [key for key, value in given if value not in (_ONLY_STAGE_3.get(key, value), AUTO)]
-    if found and stage(document) in (1, 2):
-        what = f"{', '.join(found)} {'have' if len(found) > 1 else 'has'} no effect with stage {stage(document)}"
+    if found and document.stage in (1, 2):
+        what = f"{', '.join(found)} {'have' if len(found) > 1 else 'has'} no effect with stage {document.stage}"
         yield key_finding((ZERO, found[0]), what, "stage 3, or remove what belongs to it")
 
 
@@ -269,10 +258,10 @@ def overlap_buffers(document: Document, context: Context) -> Findings:
     """
     size = document.integer(ZERO, "reduce_bucket_size", default=_BUCKET)
     contiguous = document.truth(ZERO, "contiguous_gradients", default=True) is True
-    doubled = contiguous and document.is_true(ZERO, "overlap_comm") and stage(document) in (1, 2)
+    doubled = contiguous and document.is_true(ZERO, "overlap_comm") and document.stage in (1, 2)
     if context.gpu_memory is None or size is None or not doubled:
         return
-    needed = 2 * size * (2 if fp16(document) or bf16(document) or left_open(document) else 4)
+    needed = 2 * size * (2 if document.fp16 or document.bf16 or document.left_open else 4)
     if 10 * needed > context.gpu_memory:
         what = (
             f"overlap_comm keeps two buffers of reduce_bucket_size {size}: {needed / 2**30:.1f} GiB of "
