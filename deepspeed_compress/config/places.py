@@ -288,9 +288,7 @@ AnyCompressedGradients = (
 )
 """Settings of gradients with any method except "none"."""
 GradientsConfig = Annotated[
-    NoneGradients | AnyCompressedGradients,
-    Field(discriminator="method"),
-    BeforeValidator(with_default_method),
+    NoneGradients | AnyCompressedGradients, Field(discriminator="method"), BeforeValidator(with_default_method)
 ]
 
 

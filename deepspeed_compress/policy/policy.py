@@ -320,13 +320,7 @@ class Policy:
         return every > 0 and (step + 1) % every == 0
 
     def _event(
-        self,
-        step: int,
-        kind: str,
-        reason: str,
-        evidence: Mapping[str, float],
-        before: Any = None,
-        after: Any = None,
+        self, step: int, kind: str, reason: str, evidence: Mapping[str, float], before: Any = None, after: Any = None
     ) -> None:
         former, latter = (brief(settings or self._plan.settings) for settings in (before, after))
         self._emit(step, kind, reason, evidence, former, latter)

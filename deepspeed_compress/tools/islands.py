@@ -70,10 +70,7 @@ def status(options: argparse.Namespace) -> int:
 def forget(options: argparse.Namespace) -> int:
     """Declare that islands are permanently gone. Return the exit code."""
     before = _asked(options, client.status)
-    for state, advice in (
-        ("islands", "end it first, or do not forget it"),
-        ("missing", "you need not forget it"),
-    ):
+    for state, advice in (("islands", "end it first, or do not forget it"), ("missing", "you need not forget it")):
         numbers = {one["number"] for one in before.get(state, ())}
         wrong = [one for one in options.numbers if (one in numbers) == (state == "islands")]
         if wrong:

@@ -200,13 +200,9 @@ def loads(text: bytes) -> Any:
         ValueError: `text` is not JSON.
     """
     try:
-        return json.loads(text.decode("utf-8", "replace"), parse_constant=_no_number)
+        return json.loads(text.decode("utf-8", "replace"), parse_constant=lambda name: None)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-
-
-def _no_number(name: str) -> None:
-    return None
 
 
 def _lines(file: Path, stream: BinaryIO) -> Iterator[tuple[int, int, Any]]:

@@ -6,14 +6,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from deepspeed_compress.config import (
-    SECTION,
-    CompressConfig,
-    Parallelism,
-    parse_section,
-    read_ds_config,
-    tensor_size,
-)
+from deepspeed_compress.config import SECTION, CompressConfig, Parallelism, parse_section, read_ds_config, tensor_size
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.models import Layout, build_parallel, check_layout, read_model_config
 from deepspeed_compress.models.skeleton import build_skeleton
@@ -59,11 +52,7 @@ def read_run_config(options: Options, ranks: Ranks) -> RunConfig:
         raise ConfigError(
             f'{options.deepspeed_config}: /optimizer is missing; write {{"type": "AdamW", "params": {{}}}}'
         )
-    config = RunConfig(
-        ds_config,
-        read_model_config(options.model),
-        _layout(ds_config, section),
-    )
+    config = RunConfig(ds_config, read_model_config(options.model), _layout(ds_config, section))
     _check_run_config(config, options, ranks)
     return config
 

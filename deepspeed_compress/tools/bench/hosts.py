@@ -39,7 +39,6 @@ MTU = 1500
 class Run:
     """Outcome of all processes, in order of rank. `failure` is None if all exit codes are 0."""
 
-    exit_codes: tuple[int | None, ...]
     outputs: tuple[str, ...]
     seconds: float
     failure: str | None
@@ -135,9 +134,7 @@ class Cluster:
             failure = _wait(processes, timeout)
         finally:
             end_groups(processes)
-        outputs = tuple(reader.text() for reader in readers)
-        exit_codes = tuple(process.returncode for process in processes)
-        return Run(exit_codes, outputs, time.monotonic() - begin, failure)
+        return Run(tuple(reader.text() for reader in readers), time.monotonic() - begin, failure)
 
     def cut(self, host: int) -> None:
         """Take the link of `host` down, as if its cable were unplugged. Its processes continue to run."""

@@ -66,10 +66,7 @@ def _compute_only(workload: Workload, count: int) -> Row:
     dist.barrier()
     seconds = gauges.times(step, count)
     dist.barrier()
-    return {
-        "compute_only_s": gauges.over_ranks(seconds),
-        "compute_only_peak_bytes": gauges.gather(peak.bytes()),
-    }
+    return {"compute_only_s": gauges.over_ranks(seconds), "compute_only_peak_bytes": gauges.gather(peak.bytes())}
 
 
 def _step_of(workload: Workload, system: System) -> Step:

@@ -72,10 +72,6 @@ def _time_cells(row: Row) -> Cells:
     return _seconds(row["step_s"]) | ratios | {column: shown(split.get(name), ".1f") for column, name in PHASES.items()}
 
 
-def _compute_only_times(row: Row) -> Cells:
-    return _seconds(row["compute_only_s"])
-
-
 def _seconds(found: Row) -> Cells:
     return {"seconds": f"{found['median']:.3f}", "min": f"{found['min']:.3f}", "max": f"{found['max']:.3f}"}
 
@@ -85,10 +81,6 @@ def _size_cells(row: Row) -> Cells:
     sent = {name: shown(sizes.get(name), ",.3f", 1e-6) for name in ("interface", "headers", "payload", "predicted")}
     memory = {"peak": _megabytes(row["peak_bytes"]), "residuals": _megabytes(row["residual_bytes"])}
     return sent | {"diff": shown(sizes.get("difference_percent"), "+.2f")} | memory
-
-
-def _compute_only_sizes(row: Row) -> Cells:
-    return {"peak": _megabytes(row["compute_only_peak_bytes"])}
 
 
 def _share_cells(row: Row) -> Cells:
@@ -127,12 +119,12 @@ FORMS = (
     Form(
         "step time in seconds (median and range), relative to pure computation, speed-up over DeepSpeed, parts in ms",
         _time_cells,
-        _compute_only_times,
+        lambda row: _seconds(row["compute_only_s"]),
     ),
     Form(
         "MB that a host sends per step; diff: payload compared with the prediction, in %; memory in MB",
         _size_cells,
-        _compute_only_sizes,
+        lambda row: {"peak": _megabytes(row["compute_only_peak_bytes"])},
     ),
 )
 TRACES = Form(

@@ -11,10 +11,7 @@ from deepspeed_compress.config import read_ds_config as read_file
 from deepspeed_compress.errors import ConfigError
 
 DEEPSPEED, OURS, COMPUTE_ONLY = "deepspeed", "compressed", "compute-only"
-_OTHER_KEYS: Mapping[str, Mapping[str, Any]] = {
-    "deepspeed": {},
-    "deepspeed-bf16": {"communication_data_type": "bf16"},
-}
+_OTHER_KEYS: Mapping[str, Mapping[str, Any]] = {"deepspeed": {}, "deepspeed-bf16": {"communication_data_type": "bf16"}}
 """Peers that are DeepSpeed itself, with the keys that each adds to the configuration without its section."""
 _MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
 _RAMPS = ("warmup_steps", "density_warmup_steps")
@@ -87,12 +84,7 @@ class Group:
     def to_job(self, steps: Mapping[str | None, int], traces: Path | None = None) -> dict[str, Any]:
         """Return the job of `step_rank`: the measured steps at each rate, and the directory of traces, if any."""
         directory = str(traces.absolute()) if traces else None
-        return {
-            "group": self.to_json(),
-            "rates": list(steps),
-            "steps": list(steps.values()),
-            "traces": directory,
-        }
+        return {"group": self.to_json(), "rates": list(steps), "steps": list(steps.values()), "traces": directory}
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> "Group":

@@ -284,10 +284,7 @@ NEEDS: Mapping[str, tuple[str, Callable[[Case], bool]]] = MappingProxyType(
             "islands_cosine",
             lambda case: case.alone or len(case.values("islands_cosine", case.run.steps)) >= SAMPLES,
         ),
-        "versions": (
-            "rollout.jsonl",
-            lambda case: not case.publishes or len(case.run.versions) >= case.limits.lines,
-        ),
+        "versions": ("rollout.jsonl", lambda case: not case.publishes or len(case.run.versions) >= case.limits.lines),
         "lag": (
             "rollout_lag (engine.rollout.report_lag)",
             lambda case: not case.publishes or len(case.values("rollout_lag", case.run.versions)) >= case.limits.lines,

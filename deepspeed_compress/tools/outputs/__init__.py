@@ -15,14 +15,7 @@ from deepspeed_compress.tools.outputs.terminal import concise, full, statistics,
 __all__ = ["Report", "lines", "plural", "render", "visible"]
 
 _FORMATS: Mapping[str, Callable[[Report], str]] = MappingProxyType(
-    {
-        "full": full,
-        "concise": concise,
-        "statistics": statistics,
-        "json": json_array,
-        "github": github,
-        "sarif": sarif,
-    }
+    {"full": full, "concise": concise, "statistics": statistics, "json": json_array, "github": github, "sarif": sarif}
 )
 
 

