@@ -7,7 +7,7 @@ from deepspeed_compress.config.activations import Activations, ExpertActivations
 from deepspeed_compress.config.candidates import gradient_candidates, weight_candidates
 from deepspeed_compress.config.checkpointing import Checkpointing
 from deepspeed_compress.config.communication import Communication
-from deepspeed_compress.config.expand import check_world, expand, tensor_size
+from deepspeed_compress.config.expand import check_world, expand
 from deepspeed_compress.config.islands import Elastic, Islands, Outer
 from deepspeed_compress.config.loading import read_ds_config
 from deepspeed_compress.config.methods import MethodConfig
@@ -71,7 +71,6 @@ __all__ = [
     "patched",
     "read_ds_config",
     "settings_of",
-    "tensor_size",
     "total_steps",
     "weight_candidates",
     "with_preset",

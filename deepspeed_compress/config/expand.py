@@ -87,11 +87,6 @@ def check_world(section: CompressConfig, world_size: int, ds_config: Mapping[str
     return size
 
 
-def tensor_size(ds_config: Mapping[str, Any], parallelism: Parallelism) -> int:
-    """Return the number of ranks that share each layer, from `parallelism` or from DeepSpeed's own key."""
-    return TENSOR.effective(ds_config, parallelism)
-
-
 def find_conflicts(
     ds_config: Mapping[str, Any], parallelism: Parallelism, world_size: int | None = None
 ) -> list[Diagnostic]:

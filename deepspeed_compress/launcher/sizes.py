@@ -4,7 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from deepspeed_compress.config import SECTION, Parallelism, parse_section, tensor_size
+from deepspeed_compress.config import SECTION, Parallelism, parse_section
+from deepspeed_compress.config.native import TENSOR
 
 BATCH, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
@@ -35,4 +36,4 @@ def _ranks_of_a_copy(ds_config: Mapping[str, Any]) -> int:
     """Return the number of ranks that hold one copy of the model's layers."""
     section = parse_section(dict(ds_config)) if SECTION in ds_config else None
     parallelism = section.parallelism if section is not None else None
-    return tensor_size(ds_config, parallelism or Parallelism()) * (parallelism.pipeline if parallelism else 1)
+    return TENSOR.effective(ds_config, parallelism or Parallelism()) * (parallelism.pipeline if parallelism else 1)

@@ -6,7 +6,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from deepspeed_compress.config import SECTION, CompressConfig, Parallelism, parse_section, read_ds_config, tensor_size
+from deepspeed_compress.config import SECTION, CompressConfig, Parallelism, parse_section, read_ds_config
+from deepspeed_compress.config.native import TENSOR
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.models import Layout, build_parallel, check_layout, read_model_config
 from deepspeed_compress.models.skeleton import build_skeleton
@@ -111,7 +112,7 @@ def _with_monitor_path(ds_config: dict[str, Any], section: CompressConfig, outpu
 def _layout(ds_config: dict[str, Any], section: CompressConfig | None) -> Layout:
     parallelism = (section.parallelism if section else None) or Parallelism()
     return Layout(
-        tensor_size(ds_config, parallelism),
+        TENSOR.effective(ds_config, parallelism),
         parallelism.pipeline,
         parallelism.partition,
         parallelism.activation_checkpointing,

@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from deepspeed_compress.config import SECTION, Parallelism, check_world, expand, parse_section, tensor_size
+from deepspeed_compress.config import SECTION, Parallelism, check_world, expand, parse_section
 from deepspeed_compress.config import read_ds_config as read_file
+from deepspeed_compress.config.native import TENSOR
 from deepspeed_compress.errors import ConfigError
 
 DEEPSPEED, OURS, COMPUTE_ONLY = "deepspeed", "compressed", "compute-only"
@@ -159,7 +160,7 @@ def _workload(ds_config: Mapping[str, Any], model: str, sizes: Mapping[str, Any]
     micro_batch, accumulation = _batch(ds_config, sizes["micro_batch"], replicas)
     return Workload(
         model=model,
-        tensor=tensor_size(ds_config, parallelism),
+        tensor=TENSOR.effective(ds_config, parallelism),
         pipeline=parallelism.pipeline,
         partition=parallelism.partition,
         recompute=parallelism.activation_checkpointing,
