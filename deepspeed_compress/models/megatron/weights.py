@@ -52,8 +52,7 @@ class Conversion:
 
 _PLAIN, _MATRIX, _HEADS = Conversion(), Conversion(_transpose, _transpose), Conversion(_by_head, _by_kind)
 _HEAD_MATRIX = Conversion(
-    lambda value, heads: _by_head(value.t(), heads),
-    lambda value, heads: _by_kind(value, heads).t(),
+    lambda value, heads: _by_head(value.t(), heads), lambda value, heads: _by_kind(value, heads).t()
 )
 _OUTSIDE: Mapping[str, str] = MappingProxyType(
     {
