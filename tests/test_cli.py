@@ -12,7 +12,8 @@ import pytest
 
 from deepspeed_compress import cli
 from deepspeed_compress.cli import COMMANDS, main
-from deepspeed_compress.config import SECTION, json_schema
+from deepspeed_compress.config import SECTION
+from deepspeed_compress.config.schema import json_schema
 from deepspeed_compress.tools import report
 from deepspeed_compress.tools.key_page import key_page
 

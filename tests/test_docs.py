@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from deepspeed_compress.config import SECTION, CompressConfig, expand, find_problems, json_schema, parse_section
+from deepspeed_compress.config import SECTION, CompressConfig, expand, parse_section
+from deepspeed_compress.config.schema import json_schema
+from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.tools.lint.rules import RULES
 from launch.studies.methods_settings import SETTINGS

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from deepspeed_compress.collectives.low_rank import LowRank
 from deepspeed_compress.collectives.parameters import Parameters
-from deepspeed_compress.config import AnyCompressedGradients, Override, PowerSGDGradients
+from deepspeed_compress.config import PowerSGDGradients
+from deepspeed_compress.config.overrides import Override
+from deepspeed_compress.config.places import AnyCompressedGradients
 from deepspeed_compress.errors import CompressWarning
 
 RAW = 0

@@ -12,7 +12,7 @@ from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import Reducer
 from deepspeed_compress.collectives.reduction import Groups, Reduction, ReductionContext, Reductions
 from deepspeed_compress.compression.segments import PADDING
-from deepspeed_compress.config import AnyCompressedGradients
+from deepspeed_compress.config.places import AnyCompressedGradients
 
 
 @dataclass(frozen=True)

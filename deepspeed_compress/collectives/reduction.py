@@ -31,9 +31,9 @@ from deepspeed_compress.compression.codec import Codec, NoSend
 from deepspeed_compress.compression.compressors import Cast
 from deepspeed_compress.compression.feedback import Feedback, NoFeedback, SpreadSum
 from deepspeed_compress.compression.residuals import ResidualStores
-from deepspeed_compress.config import AnyCompressedGradients, MethodConfig, Override, PowerSGDGradients
-from deepspeed_compress.config.overrides import OverrideConfig
-from deepspeed_compress.config.places import DGCGradients, LayeredGradients, NodeConfig
+from deepspeed_compress.config import MethodConfig, PowerSGDGradients
+from deepspeed_compress.config.overrides import Override, OverrideConfig
+from deepspeed_compress.config.places import AnyCompressedGradients, DGCGradients, LayeredGradients, NodeConfig
 
 FACTORS_LEVEL = 2
 """Level of the reducer of low-rank factors (see `Messages`). Level 0 is between nodes and level 1 inside a node."""

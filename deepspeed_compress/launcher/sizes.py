@@ -4,7 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from deepspeed_compress.config import SECTION, Parallelism, parse_section
+from deepspeed_compress.config import SECTION, parse_section
+from deepspeed_compress.config.models import Parallelism
 from deepspeed_compress.config.native import TENSOR
 
 BATCH, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"

@@ -18,11 +18,10 @@ from deepspeed_compress.config import (
     GradientsConfig,
     PowerSGDGradients,
     WeightsConfig,
-    gradient_candidates,
     patched,
-    weight_candidates,
     written,
 )
+from deepspeed_compress.config.candidates import gradient_candidates, weight_candidates
 from deepspeed_compress.policy.measurement import Choice, Measurement
 from deepspeed_compress.policy.penalty import penalty, weights_penalty
 

@@ -8,15 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from deepspeed_compress.config import (
-    CompressConfig,
-    GradientsConfig,
-    NoneGradients,
-    WeightsConfig,
-    brief,
-    settings_of,
-    written,
-)
+from deepspeed_compress.config import CompressConfig, GradientsConfig, WeightsConfig, brief, settings_of, written
+from deepspeed_compress.config.places import NoneGradients
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor import Event
 from deepspeed_compress.policy.adaptation import Adaptation

@@ -5,10 +5,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from deepspeed_compress.config import CompressConfig, GradientsConfig, SparseConfig, WeightsConfig, patched
+from deepspeed_compress.config import CompressConfig, GradientsConfig, WeightsConfig, patched
 from deepspeed_compress.config.models import Phase, Ramp
 from deepspeed_compress.config.patches import patched_weights
 from deepspeed_compress.config.schedules import phase_ends
+from deepspeed_compress.config.sparse_methods import SparseConfig
 
 RAMP_STAGES = 16
 """Number of stages in which a ramp lowers the density. Every density has its own message sizes."""

@@ -6,15 +6,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from deepspeed_compress.config import (
-    SECTION,
-    check_world,
-    expand,
-    find_problems,
-    parse_section,
-    read_ds_config,
-    with_preset,
-)
+from deepspeed_compress.config import SECTION, check_world, expand, parse_section, read_ds_config, with_preset
+from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.tools.tables import print_table
 
 

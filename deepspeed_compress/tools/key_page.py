@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed_compress.config import json_schema
-from deepspeed_compress.config.schema import choices, describe
+from deepspeed_compress.config.schema import choices, describe, json_schema
 
 Node = dict[str, Any]
 Variants = Mapping[str | None, Node]

@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 
-from deepspeed_compress.config import json_schema
+from deepspeed_compress.config.schema import json_schema
 from deepspeed_compress.tools.key_page import key_page
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from deepspeed_compress.config import SECTION, CompressConfig, Parallelism, parse_section, read_ds_config
+from deepspeed_compress.config import SECTION, CompressConfig, parse_section, read_ds_config
+from deepspeed_compress.config.models import Parallelism
 from deepspeed_compress.config.native import TENSOR
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.models import Layout, build_parallel, check_layout, read_model_config

@@ -19,7 +19,8 @@ from deepspeed_compress.compression.compressors import (
     TopK,
 )
 from deepspeed_compress.compression.transforms import DCT, Hadamard, Identity
-from deepspeed_compress.config import SECTION, json_schema, parse_section
+from deepspeed_compress.config import SECTION, parse_section
+from deepspeed_compress.config.schema import json_schema
 from tests.support.sections import OF_GRADIENTS, QUANTIZERS
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

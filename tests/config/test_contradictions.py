@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from deepspeed_compress.config import SECTION, expand, find_problems, parse_section
+from deepspeed_compress.config import SECTION, expand, parse_section
 from deepspeed_compress.config.contradictions import find_mismatches
+from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.errors import ConfigError
 
 DELAYED = [{"parameters": "embed", "method": "none", "every": 4}]

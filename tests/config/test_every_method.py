@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_compress.config import SECTION, CompressConfig, find_problems, json_schema, parse_section
+from deepspeed_compress.config import SECTION, CompressConfig, parse_section
+from deepspeed_compress.config.schema import json_schema
+from deepspeed_compress.config.section import find_problems
 from tests.support.properties import properties
 from tests.support.sections import (
     EVERY_METHOD,

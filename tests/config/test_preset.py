@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from deepspeed_compress import ConfigError
-from deepspeed_compress.config import SECTION, brief, find_problems, parse_section, with_preset
+from deepspeed_compress.config import SECTION, brief, parse_section, with_preset
+from deepspeed_compress.config.section import find_problems
 
 
 def document(section: Any, stage: int = 1, **zero: Any) -> dict[str, Any]:

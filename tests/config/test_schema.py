@@ -6,7 +6,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from deepspeed_compress.config import SECTION, json_schema
+from deepspeed_compress.config import SECTION
+from deepspeed_compress.config.schema import json_schema
 
 pytestmark = pytest.mark.sampled(4, "deepspeed_compress/config", "tests/config/test_schema.py")
 

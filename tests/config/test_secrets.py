@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from deepspeed_compress.config import MASK, masked, masked_arguments
+from deepspeed_compress.config import masked, masked_arguments
+from deepspeed_compress.config.secrets import MASK
 
 SECRETS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"api_key": "abc"}, {"api_key": MASK}),

@@ -12,18 +12,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from deepspeed_compress.cli import main
-from deepspeed_compress.config import (
-    SECTION,
-    CompressConfig,
-    ErrorFeedbackConfig,
-    expand,
-    find_problems,
-    json_schema,
-    parse_section,
-)
+from deepspeed_compress.config import SECTION, CompressConfig, ErrorFeedbackConfig, expand, parse_section
 from deepspeed_compress.config import methods as m
 from deepspeed_compress.config import places as p
 from deepspeed_compress.config.islands import PRESETS
+from deepspeed_compress.config.schema import json_schema
+from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.errors import CompressWarning, ConfigError
 from tests.support.properties import properties
 

@@ -15,7 +15,8 @@ from transformers.integrations import HfDeepSpeedConfig
 
 import deepspeed_compress
 from deepspeed_compress import ConfigError, UnsupportedError
-from deepspeed_compress.config import SECTION, find_problems
+from deepspeed_compress.config import SECTION
+from deepspeed_compress.config.section import find_problems
 from tests.integrations.trainers import AUTO
 from tests.support.forks import run_forks
 

@@ -12,7 +12,8 @@ import torch
 from deepspeed_compress.collectives.buckets import Partition
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.compression.segments import Segment
-from deepspeed_compress.config import SECTION, brief, find_problems, parse_section
+from deepspeed_compress.config import SECTION, brief, parse_section
+from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.policy import AlphaBeta, CandidateSelector, Choice, Measurement
 from deepspeed_compress.policy.adaptation import Adaptation

@@ -7,14 +7,9 @@ from typing import Any
 
 import pytest
 
-from deepspeed_compress.config import (
-    SECTION,
-    brief,
-    find_problems,
-    gradient_candidates,
-    parse_section,
-    weight_candidates,
-)
+from deepspeed_compress.config import SECTION, brief, parse_section
+from deepspeed_compress.config.candidates import gradient_candidates, weight_candidates
+from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.policy import (
     AllowedChoices,

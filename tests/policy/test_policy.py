@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from deepspeed_compress.config import SECTION, brief, find_problems, parse_section, total_steps
+from deepspeed_compress.config import SECTION, brief, parse_section, total_steps
+from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor import Event
 from deepspeed_compress.policy import Observation, Policy, StepPlan

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_compress.config import SECTION, find_problems
+from deepspeed_compress.config import SECTION
+from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.tools.run_directory import METRICS, read_metrics
 from deepspeed_compress.tools.time_to_loss import curve
 from launch.studies.compare_runs import BASELINE, FILES, OF_LOSS, OF_TIME, main, traffic

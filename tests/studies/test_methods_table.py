@@ -16,7 +16,9 @@ from torch import Tensor
 
 from deepspeed_compress.collectives.buckets import even_partition
 from deepspeed_compress.compression.compressors import Blockwise
-from deepspeed_compress.config import SECTION, find_problems, json_schema, parse_section
+from deepspeed_compress.config import SECTION, parse_section
+from deepspeed_compress.config.schema import json_schema
+from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.errors import DataError
 from deepspeed_compress.models import build_model, read_model_config
 from deepspeed_compress.training.data import open_cache, split_windows, step_starts

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_compress.config import SECTION, find_problems
+from deepspeed_compress.config import SECTION
+from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.tools.time_to_loss import TimedRun
 from launch.studies.compare_runs import ADAPTIVE
 from launch.studies.race import BASELINE, FILE, PAIRS, report, section_of

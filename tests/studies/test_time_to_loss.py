@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from deepspeed_compress.config import SECTION, find_problems, read_ds_config
+from deepspeed_compress.config import SECTION, read_ds_config
+from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.tools.bench import gauges
 from deepspeed_compress.tools.bench.options import PEERS as TIMED

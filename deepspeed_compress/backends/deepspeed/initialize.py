@@ -27,15 +27,9 @@ from deepspeed_compress.backends.deepspeed.restarts import resume_newest
 from deepspeed_compress.backends.deepspeed.units import IslandUnit, RankUnit
 from deepspeed_compress.backends.deepspeed.weights.copies import copy_weights
 from deepspeed_compress.checkpointing.deepspeed.ownership_files import keep_file_order
-from deepspeed_compress.config import (
-    SECTION,
-    CompressConfig,
-    Parallelism,
-    expand,
-    parse_section,
-    read_ds_config,
-    tensor_size,
-)
+from deepspeed_compress.config import SECTION, CompressConfig, expand, parse_section, read_ds_config
+from deepspeed_compress.config.models import Parallelism
+from deepspeed_compress.config.native import TENSOR
 from deepspeed_compress.errors import CompressError, ConfigError
 from deepspeed_compress.local_sgd.deepspeed.elastic import prepare_call
 
@@ -156,7 +150,7 @@ def _make_unit(config: CompressConfig, ds_config: Mapping[str, Any]) -> RankUnit
         return None
     seams.check_version(deepspeed.__version__)
     seams.check_seams(division.SEAMS, deepspeed.__version__)
-    tensor = tensor_size(ds_config, parallelism)
+    tensor = TENSOR.effective(ds_config, parallelism)
     if config.islands is not None:
         return make_islands(config.islands, tensor)
     assert parallelism.shard_within is not None

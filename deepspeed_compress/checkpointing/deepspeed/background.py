@@ -38,7 +38,7 @@ from deepspeed_compress.checkpointing.deepspeed.side_stream import copies_for_de
 from deepspeed_compress.checkpointing.deepspeed.writer_queue import Interval, WriterQueue
 from deepspeed_compress.checkpointing.snapshot import NOTHING, Call, Memory, Snapshot
 from deepspeed_compress.checkpointing.writer import Task, tried, write_torch
-from deepspeed_compress.config import Checkpointing
+from deepspeed_compress.config.checkpointing import Checkpointing
 from deepspeed_compress.config.durations import byte_rate, seconds
 from deepspeed_compress.session.observer import new_run
 from deepspeed_compress.session.patches import Patches

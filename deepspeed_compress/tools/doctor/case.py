@@ -9,7 +9,8 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
-from deepspeed_compress.config import CompressConfig, Parallelism
+from deepspeed_compress.config import CompressConfig
+from deepspeed_compress.config.models import Parallelism
 from deepspeed_compress.config.native import STAGE
 from deepspeed_compress.tools.doctor.patches import difference
 from deepspeed_compress.tools.doctor.run import Run

@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from deepspeed_compress.config import MASK
+from deepspeed_compress.config.secrets import MASK
 from deepspeed_compress.diagnostics import Diagnostic
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.tools.doctor.case import Case

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from deepspeed_compress.config import find_problems
+from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.diagnostics import SEVERITIES, Diagnostic
 from deepspeed_compress.tools.doctor.case import NEEDS, Case
 from deepspeed_compress.tools.doctor.patches import apply

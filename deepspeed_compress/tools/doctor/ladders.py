@@ -6,9 +6,10 @@ return (`policy.ladder`). A remedy should be sufficient at once, so sparse and l
 
 from typing import Any
 
-from deepspeed_compress.config import GradientsConfig, NoneGradients, PowerSGDGradients, SparseConfig
+from deepspeed_compress.config import GradientsConfig, PowerSGDGradients
 from deepspeed_compress.config.methods import BlockwiseConfig, LinearConfig, PercentileConfig
-from deepspeed_compress.config.sparse_methods import RandomKConfig
+from deepspeed_compress.config.places import NoneGradients
+from deepspeed_compress.config.sparse_methods import RandomKConfig, SparseConfig
 
 Patch = dict[str, Any]
 

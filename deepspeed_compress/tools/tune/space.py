@@ -10,17 +10,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from deepspeed_compress.config import (
-    SECTION,
-    CompressConfig,
-    brief,
-    find_notices,
-    find_problems,
-    parse_section,
-    with_preset,
-)
+from deepspeed_compress.config import SECTION, CompressConfig, brief, parse_section, with_preset
 from deepspeed_compress.config.contradictions import find_unknown_momentum
+from deepspeed_compress.config.notices import find_notices
 from deepspeed_compress.config.patches import merged
+from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.errors import CompressWarning, ConfigError
 
 BASELINE = "none"

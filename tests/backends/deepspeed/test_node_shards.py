@@ -20,7 +20,8 @@ from deepspeed_compress.backends.deepspeed import node_shards
 from deepspeed_compress.backends.deepspeed.division import divide_call
 from deepspeed_compress.backends.deepspeed.units import NodeUnit
 from deepspeed_compress.backends.deepspeed.weights.master_weights import find_master_weights
-from deepspeed_compress.config import SECTION, find_problems
+from deepspeed_compress.config import SECTION
+from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.errors import CompressWarning, ConfigError, SeamError, UnsupportedError
 from tests.support.forks import run_forks
 from tests.support.jobs import (

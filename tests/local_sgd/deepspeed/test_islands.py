@@ -15,7 +15,8 @@ import torch.distributed as dist
 from deepspeed.utils import groups
 
 import deepspeed_compress
-from deepspeed_compress.config import find_problems, parse_section
+from deepspeed_compress.config import parse_section
+from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed import divided
 from deepspeed_compress.tools.plan_islands import plans

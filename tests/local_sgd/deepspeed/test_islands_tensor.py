@@ -15,7 +15,8 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 import deepspeed_compress
 from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasterWeights, MasterSlice
 from deepspeed_compress.collectives.parameters import Parameters
-from deepspeed_compress.config import find_problems, parse_section
+from deepspeed_compress.config import parse_section
+from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed.replicated import check_equal_blocks
 from deepspeed_compress.tools.plan_islands import plans

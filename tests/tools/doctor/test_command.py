@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress.cli import main
-from deepspeed_compress.config import find_problems
+from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.tools.doctor.rule import DoctorRule
 from deepspeed_compress.tools.doctor.rules import RULES
 from tests.tools.doctor.recordings import RUNS

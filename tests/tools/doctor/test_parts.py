@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_compress.config import SECTION, CompressConfig, find_problems
+from deepspeed_compress.config import SECTION, CompressConfig
+from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.tools.doctor.ladders import softer, stronger
 from deepspeed_compress.tools.doctor.patches import accumulated, apply, difference, slower, with_gradients, with_stage
 from deepspeed_compress.tools.doctor.trends import noise, quarters, turn

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_compress.config import find_problems
+from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.tools.doctor.case import Case
 from deepspeed_compress.tools.doctor.diagnose import Diagnosis, diagnose
 from deepspeed_compress.tools.doctor.patches import apply

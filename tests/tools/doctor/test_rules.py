@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from deepspeed_compress.config import SECTION, find_problems
+from deepspeed_compress.config import SECTION
+from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.tools.doctor import case
 from deepspeed_compress.tools.doctor.patches import apply, difference
 from deepspeed_compress.tools.doctor.rules import RULES

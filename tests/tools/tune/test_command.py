@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from deepspeed_compress.cli import main
-from deepspeed_compress.config import SECTION, find_problems
+from deepspeed_compress.config import SECTION
+from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.tools.lint.runner import lint_text
 from deepspeed_compress.tools.tune import command
 from deepspeed_compress.tools.tune.halving import Result, Rung

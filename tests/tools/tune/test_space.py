@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from deepspeed_compress.config import SECTION, find_problems
+from deepspeed_compress.config import SECTION
+from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.tools.lint.runner import lint_text
 from deepspeed_compress.tools.tune.space import (

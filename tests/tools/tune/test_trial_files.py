@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from deepspeed_compress.config import SECTION, find_problems
+from deepspeed_compress.config import SECTION
+from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.tools.files import write_json
 from deepspeed_compress.tools.tune import trials

@@ -116,7 +116,7 @@ def compress_no_effect(document: Document, context: Context) -> Findings:
     """
     parsed = parsed_section(document)
     if parsed is not None:
-        from deepspeed_compress.config import find_notices
+        from deepspeed_compress.config.notices import find_notices
 
         yield from find_notices(parsed)
 
