@@ -2,25 +2,22 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
-_UNCHANGED: Mapping[str, Any] = MappingProxyType(
-    {
-        "num_beams": 1,
-        "repetition_penalty": 1.0,
-        "no_repeat_ngram_size": 0,
-        "min_length": 0,
-        "min_new_tokens": None,
-        "bad_words_ids": None,
-        "suppress_tokens": None,
-        "begin_suppress_tokens": None,
-        "sequence_bias": None,
-        "exponential_decay_length_penalty": None,
-    }
-)
+_UNCHANGED: Mapping[str, Any] = {
+    "num_beams": 1,
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "min_new_tokens": None,
+    "bad_words_ids": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "sequence_bias": None,
+    "exponential_decay_length_penalty": None,
+}
 """Settings of `generate` that change the logits. A model's generation_config.json may have others, and
 log-probabilities would then not be those of the distribution that is sampled from."""
 

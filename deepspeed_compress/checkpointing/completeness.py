@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
-from types import MappingProxyType
 from typing import Any
 
 from deepspeed_compress.errors import StateError
@@ -111,14 +110,12 @@ def _is_file(name: object, entry: tuple[object, object]) -> bool:
     return inside and "\0" not in path.name and _is_count(size) and isinstance(sha256, str)
 
 
-_FIELDS: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
-    {
-        **dict.fromkeys(("version", "number", "step", "rank", "world"), _is_count),
-        **dict.fromkeys(("run", "problem"), lambda value: isinstance(value, str)),
-        "automatic": lambda value: isinstance(value, bool),
-        "files": lambda value: all(_is_file(name, entry) for name, entry in value.items()),
-    }
-)
+_FIELDS: Mapping[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("version", "number", "step", "rank", "world"), _is_count),
+    **dict.fromkeys(("run", "problem"), lambda value: isinstance(value, str)),
+    "automatic": lambda value: isinstance(value, bool),
+    "files": lambda value: all(_is_file(name, entry) for name, entry in value.items()),
+}
 """Checks of the fields of a `FileList`."""
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -183,9 +182,10 @@ class _Transport:
     all_gather: Callable[[Link, Sequence[Tensor]], PendingExchange] | None = None
 
 
-_BY_DEVICE: Mapping[str, _Transport] = MappingProxyType(
-    {"cpu": _Transport(_point_to_point), "cuda": _Transport(_all_to_all, _all_gather)}
-)
+_BY_DEVICE: Mapping[str, _Transport] = {
+    "cpu": _Transport(_point_to_point),
+    "cuda": _Transport(_all_to_all, _all_gather),
+}
 
 
 def _choose_transport(group: ProcessGroup, device: torch.device) -> _Transport:

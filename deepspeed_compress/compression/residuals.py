@@ -21,9 +21,11 @@ from deepspeed_compress.compression.transforms import Identity, Transform
 ELEMENTS = Identity()
 """The basis of plain, untransformed elements."""
 
-STORAGE: Mapping[str, Compressor] = MappingProxyType(
-    {"fp32": Cast(torch.float32), "bf16": Cast(torch.bfloat16), "int8": Blockwise(8, 256)}
-)
+STORAGE: Mapping[str, Compressor] = {
+    "fp32": Cast(torch.float32),
+    "bf16": Cast(torch.bfloat16),
+    "int8": Blockwise(8, 256),
+}
 """Storage formats, with 4, 2 or about 1 bytes per element (LoCo, arXiv:2407.04480, uses 8 bits)."""
 
 

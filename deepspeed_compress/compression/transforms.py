@@ -7,7 +7,6 @@ here cuts the message into tiles and maps a tile X [h, w] to A_h X A_w^T, where 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -151,9 +150,11 @@ class Tiles:
         return flat.as_strided(sizes, strides, flat.storage_offset() + self.offset)
 
 
-_BASES: Mapping[str, type[Identity] | type[Hadamard] | type[DCT]] = MappingProxyType(
-    {"identity": Identity, "hadamard": Hadamard, "dct": DCT}
-)
+_BASES: Mapping[str, type[Identity] | type[Hadamard] | type[DCT]] = {
+    "identity": Identity,
+    "hadamard": Hadamard,
+    "dct": DCT,
+}
 
 
 def described(transform: Transform) -> dict[str, Any]:
@@ -180,14 +181,12 @@ def _is_size(value: object) -> bool:
     return type(value) is int and 1 <= value <= 1 << 30
 
 
-_FIELDS: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
-    {
-        "block_size": lambda value: _is_size(value) and value.bit_count() == 1,
-        "seed": lambda value: type(value) is int and 0 <= value < 1 << 64,
-        "tile": _is_size,
-        "widths": lambda value: isinstance(value, dict) and all(map(_is_size, value.values())),
-    }
-)
+_FIELDS: Mapping[str, Callable[[Any], bool]] = {
+    "block_size": lambda value: _is_size(value) and value.bit_count() == 1,
+    "seed": lambda value: type(value) is int and 0 <= value < 1 << 64,
+    "tile": _is_size,
+    "widths": lambda value: isinstance(value, dict) and all(map(_is_size, value.values())),
+}
 """Checks of the fields of transforms."""
 
 

@@ -1,7 +1,6 @@
 """Settings of islands: groups of ranks that train independently and exchange weights from time to time."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
@@ -72,13 +71,11 @@ _SPARSE = TopKGradients(
     values=BlockwiseConfig(bits=2),
     error_feedback=ErrorFeedbackConfig(decay=0.95),
 )
-PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "local_sgd": {"sync_every": 10, "exchange": _INT4},
-        "diloco": {"sync_every": 30, "exchange": _INT4, "outer": Outer(optimizer="nesterov", lr=0.7)},
-        "sparseloco": {"sync_every": 30, "exchange": _SPARSE},
-    }
-)
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "local_sgd": {"sync_every": 10, "exchange": _INT4},
+    "diloco": {"sync_every": 30, "exchange": _INT4, "outer": Outer(optimizer="nesterov", lr=0.7)},
+    "sparseloco": {"sync_every": 30, "exchange": _SPARSE},
+}
 """Values that each preset sets unless the file does.
 
 Local SGD with averaging: Stich, arXiv:1805.09767. DiLoCo: Douillard et al., arXiv:2311.08105, section 2. SparseLoCo:

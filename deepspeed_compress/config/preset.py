@@ -1,7 +1,6 @@
 """The section's `preset`: settings that are written into the section unless the file has them."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from deepspeed_compress.config.models import SECTION, Parallelism
@@ -9,14 +8,12 @@ from deepspeed_compress.config.native import STAGE, value_at
 
 _WEIGHT_BITS = {1: 4, 2: 4, 3: 8}
 """Bits of weights by ZeRO stage. Their losses have been measured: see `docs/results.md`."""
-_OWN_GATHERS: Mapping[str, int] = MappingProxyType(
-    {
-        "zero_hpz_partition_size": 1,
-        "zero_quantized_weights": False,
-        "zero_quantized_nontrainable_weights": False,
-        "stage3_use_all_reduce_for_fetch_params": False,
-    }
-)
+_OWN_GATHERS: Mapping[str, int] = {
+    "zero_hpz_partition_size": 1,
+    "zero_quantized_weights": False,
+    "zero_quantized_nontrainable_weights": False,
+    "stage3_use_all_reduce_for_fetch_params": False,
+}
 """Keys of ZeRO 3 with which weights cannot be compressed, and the values that turn them off."""
 
 

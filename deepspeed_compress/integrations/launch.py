@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from deepspeed_compress.errors import ConfigError
@@ -57,14 +56,12 @@ def _none(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-LAUNCHERS: Mapping[str, Launcher] = MappingProxyType(
-    {
-        "deepspeed": Launcher("deepspeed.launcher.runner", _deepspeed, "user_script", "user_args"),
-        "torchrun": Launcher("torch.distributed.run", _torchrun, "training_script", "training_script_args"),
-        "accelerate": Launcher("accelerate.commands.launch", _accelerate, "training_script", "training_script_args"),
-        "none": Launcher("", _none, "script", "rest"),
-    }
-)
+LAUNCHERS: Mapping[str, Launcher] = {
+    "deepspeed": Launcher("deepspeed.launcher.runner", _deepspeed, "user_script", "user_args"),
+    "torchrun": Launcher("torch.distributed.run", _torchrun, "training_script", "training_script_args"),
+    "accelerate": Launcher("accelerate.commands.launch", _accelerate, "training_script", "training_script_args"),
+    "none": Launcher("", _none, "script", "rest"),
+}
 
 
 def _starts_here(parsed: Any) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from accelerate.data_loader import SeedableRandomSampler, get_sampler
@@ -180,9 +179,7 @@ def use_own_data_order(session: Session, loader: Any) -> None:
     warnings.warn(text, CompressWarning, stacklevel=2)
 
 
-_PROGRESS_BAR: Mapping[str, str] = MappingProxyType(
-    {"compressed": "compression_total_ratio", "gradients": "compression_ratio"}
-)
+_PROGRESS_BAR: Mapping[str, str] = {"compressed": "compression_total_ratio", "gradients": "compression_ratio"}
 """Log entry behind each label of the progress bar. All traffic comes first: uncompressed weights may be most of it."""
 
 

@@ -2,14 +2,14 @@
 
 import statistics
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from deepspeed_compress.monitor import KINDS, StepStatistics
 
-_NEWEST: Mapping[str, Callable[[StepStatistics], float | None]] = MappingProxyType(
-    {"residual_norm": lambda step: step.residual_norm, "cosine": lambda step: step.cosine}
-)
+_NEWEST: Mapping[str, Callable[[StepStatistics], float | None]] = {
+    "residual_norm": lambda step: step.residual_norm,
+    "cosine": lambda step: step.cosine,
+}
 """Figures of which the newest value is logged. For all others, the mean is logged."""
 
 

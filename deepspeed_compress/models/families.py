@@ -8,7 +8,6 @@ models of tests/models, which compare it with transformers in every layout.
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from deepspeed_compress.errors import UnsupportedError
@@ -115,18 +114,16 @@ GPT2 = Family(
     narrow=_narrow_gpt2,
 )
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        "gemma2": LLAMA,
-        "gpt2": GPT2,
-        "gpt_neox": GPT_NEOX,
-        "llama": LLAMA,
-        "mistral": LLAMA,
-        "phi3": PHI3,
-        "qwen2": LLAMA,
-        "qwen3": QWEN3,
-    }
-)
+FAMILIES: Mapping[str, Family] = {
+    "gemma2": LLAMA,
+    "gpt2": GPT2,
+    "gpt_neox": GPT_NEOX,
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "phi3": PHI3,
+    "qwen2": LLAMA,
+    "qwen3": QWEN3,
+}
 """Families by the `model_type` of the model's config."""
 
 

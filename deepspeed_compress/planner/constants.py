@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +30,15 @@ class Constants:
         return "fitted on A100" if self == Constants() else "measured"
 
 
-MEANINGS: Mapping[str, str] = MappingProxyType(
-    {
-        "matmul": "share of the peak rate that large matrix products reach",
-        "memory": "share of the memory bandwidth that elementwise kernels reach",
-        "link": "share of the rate between the GPUs of a node that collectives reach",
-        "kernel": "seconds that a kernel takes beyond its work: start, tail, and the gap to the next one",
-        "network": "share of the line rate of a node's network cards that collectives reach",
-        "delay": "delays of a collective and its hops, relative to those of NCCL",
-        "cpu": "costs of the CPU (issuing kernels, hooks of ZeRO 3, idle share), relative to the table of programs",
-        "coding": "rate of the compression kernels, relative to elementwise kernels",
-        "contention": "seconds that computation loses for each second of a message behind it, at most 1",
-    }
-)
+MEANINGS: Mapping[str, str] = {
+    "matmul": "share of the peak rate that large matrix products reach",
+    "memory": "share of the memory bandwidth that elementwise kernels reach",
+    "link": "share of the rate between the GPUs of a node that collectives reach",
+    "kernel": "seconds that a kernel takes beyond its work: start, tail, and the gap to the next one",
+    "network": "share of the line rate of a node's network cards that collectives reach",
+    "delay": "delays of a collective and its hops, relative to those of NCCL",
+    "cpu": "costs of the CPU (issuing kernels, hooks of ZeRO 3, idle share), relative to the table of programs",
+    "coding": "rate of the compression kernels, relative to elementwise kernels",
+    "contention": "seconds that computation loses for each second of a message behind it, at most 1",
+}
 """Meaning of each constant."""

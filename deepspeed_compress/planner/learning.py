@@ -16,9 +16,12 @@ DIFFERENCE_GAPS: Mapping[int, float] = MappingProxyType({0: 0.0, 8: 0.0, 4: 0.0}
 """The same for updated weights, whose differences are sent (ZeRO 1 and 2)."""
 WEIGHT_GAPS: Mapping[int, float] = MappingProxyType({0: 0.0, 8: 0.0, 4: 0.0043})
 """The same for gathered weights, which are rounded (ZeRO 3; docs/results.md, "Loss")."""
-DILOCO: Mapping[int, tuple[float, float]] = MappingProxyType(
-    {1: (18.129, -0.0953), 2: (18.768, -0.0969), 4: (19.762, -0.0992), 8: (21.051, -0.1018)}
-)
+DILOCO: Mapping[int, tuple[float, float]] = {
+    1: (18.129, -0.0953),
+    2: (18.768, -0.0969),
+    4: (19.762, -0.0992),
+    8: (21.051, -0.1018),
+}
 """Factor and exponent of loss = factor x parameters ^ exponent, by islands (2503.09799, exchanges every 30 steps)."""
 DILOCO_RANGE = (35e6, 10e9)
 """Parameters for which that law was measured or checked."""

@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from deepspeed_compress.errors import ConfigError
@@ -121,28 +120,24 @@ class Family:
 
 
 _LLAMA, _GEMMA = Family(), Family(tied=True)
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        "gpt2": Family(gated=False, positions=1024, tied=True, dropout=0.1),
-        "gpt_neo": Family(gated=False, positions=2048, tied=True),
-        "opt": Family(gated=False, positions=2048, tied=True, dropout=0.1),
-        "gpt_neox": Family(gated=False),
-        "phi": Family(gated=False),
-        "bloom": Family(gated=False, tied=True),
-        **dict.fromkeys(("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3"), _LLAMA),
-        **dict.fromkeys(("olmo", "olmo2", "granite", ""), _LLAMA),
-        **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), _GEMMA),
-    }
-)
+FAMILIES: Mapping[str, Family] = {
+    "gpt2": Family(gated=False, positions=1024, tied=True, dropout=0.1),
+    "gpt_neo": Family(gated=False, positions=2048, tied=True),
+    "opt": Family(gated=False, positions=2048, tied=True, dropout=0.1),
+    "gpt_neox": Family(gated=False),
+    "phi": Family(gated=False),
+    "bloom": Family(gated=False, tied=True),
+    **dict.fromkeys(("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3"), _LLAMA),
+    **dict.fromkeys(("olmo", "olmo2", "granite", ""), _LLAMA),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), _GEMMA),
+}
 """Families whose layers this module describes. A file without `model_type` is a Llama."""
-_SIZES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "layers": ("num_hidden_layers", "n_layer", "num_layers"),
-        "hidden": ("hidden_size", "n_embd", "d_model"),
-        "heads": ("num_attention_heads", "n_head", "num_heads"),
-        "vocab": ("vocab_size",),
-    }
-)
+_SIZES: Mapping[str, tuple[str, ...]] = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head", "num_heads"),
+    "vocab": ("vocab_size",),
+}
 _DROPOUT = ("resid_pdrop", "hidden_dropout", "resid_dropout", "dropout")
 _LARGEST = 10**9
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 
 from deepspeed_compress.planner.cluster import Cluster
 from deepspeed_compress.planner.compute import Device
@@ -77,17 +76,15 @@ def _sent(collective: Collective, _: Device, links: Links, size: float, ranks: f
     return collective(links, size, links.group(int(ranks), 1)).seconds
 
 
-PREDICTED: Mapping[str, Callable[..., float]] = MappingProxyType(
-    {
-        "product": lambda device, _, *sizes: device.product(*sizes),
-        "copy": lambda device, _, size: device.moved(size),
-        "kernel": lambda device, _: device.constants.kernel,
-        "coding": lambda device, _, size: device.coded(size),
-        "all_reduce": partial(_sent, Links.reduce),
-        "all_gather_into_tensor": partial(_sent, Links.gather),
-        "reduce_scatter_tensor": partial(_sent, Links.scatter),
-        "all_to_all_single": partial(_sent, Links.exchange),
-        "exchange": partial(_sent, Links.exchange),
-    }
-)
+PREDICTED: Mapping[str, Callable[..., float]] = {
+    "product": lambda device, _, *sizes: device.product(*sizes),
+    "copy": lambda device, _, size: device.moved(size),
+    "kernel": lambda device, _: device.constants.kernel,
+    "coding": lambda device, _, size: device.coded(size),
+    "all_reduce": partial(_sent, Links.reduce),
+    "all_gather_into_tensor": partial(_sent, Links.gather),
+    "reduce_scatter_tensor": partial(_sent, Links.scatter),
+    "all_to_all_single": partial(_sent, Links.exchange),
+    "exchange": partial(_sent, Links.exchange),
+}
 """Predicted seconds by kind of probe, from the device, the links, and the sizes."""

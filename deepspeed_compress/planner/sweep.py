@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from deepspeed_compress.planner.layout import Layout
 from deepspeed_compress.planner.search import Candidate, Job, search
@@ -40,19 +39,15 @@ class Bits:
 
 
 Setting = Callable[[Layout], bool]
-KINDS: Mapping[str, Setting] = MappingProxyType(
-    {"uncompressed": is_plain, "compressed": is_compressed, "islands": has_islands}
-)
+KINDS: Mapping[str, Setting] = {"uncompressed": is_plain, "compressed": is_compressed, "islands": has_islands}
 """Kinds of layouts: a job chooses one before its start, and cannot change it."""
-BITS: Mapping[str, Setting] = MappingProxyType(
-    {
-        "uncompressed": is_plain,
-        "8 bits": Bits(8, 8),
-        "4 bits": Bits(4, 4),
-        "3 bits, weights 4": Bits(3, 4),
-        "islands": has_islands,
-    }
-)
+BITS: Mapping[str, Setting] = {
+    "uncompressed": is_plain,
+    "8 bits": Bits(8, 8),
+    "4 bits": Bits(4, 4),
+    "3 bits, weights 4": Bits(3, 4),
+    "islands": has_islands,
+}
 """Bits in both directions: gradients, and gathered weights."""
 
 

@@ -8,7 +8,6 @@ import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 from deepspeed_compress.config import Guard as GuardConfig
@@ -257,13 +256,11 @@ def _judge(config: GuardConfig, state: GuardState, check: Check, value: float) -
     return Anomaly(f"{check.figure} not finite", {check.figure: value}, severe=True)
 
 
-_CHECKS: Mapping[str, Check] = MappingProxyType(
-    {
-        "exploding": Check("grad_norm", _exploding),
-        # If rewards or labels are constant for a while, there is nothing to learn.
-        "vanishing": Check("grad_norm", _vanishing, lambda config: config.window),
-        "loss_spike": Check("loss", _spike),
-        "residual_growth": Check("residual_norm", _residual_growth),
-    }
-)
+_CHECKS: Mapping[str, Check] = {
+    "exploding": Check("grad_norm", _exploding),
+    # If rewards or labels are constant for a while, there is nothing to learn.
+    "vanishing": Check("grad_norm", _vanishing, lambda config: config.window),
+    "loss_spike": Check("loss", _spike),
+    "residual_growth": Check("residual_norm", _residual_growth),
+}
 """The checks, by the configuration key that sets their threshold."""

@@ -12,41 +12,34 @@ contains what the last one left out. Their costs are tabulated by method.
 import itertools
 import math
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from deepspeed_compress.config.places import BlockwiseWeights, SignWeights, WeightsConfig
 
 Curve = tuple[tuple[float, float], ...]
 """Points (relative error, steps needed per step of uncompressed training), in ascending order."""
 
-CURVES: Mapping[int, Curve] = MappingProxyType(
-    {
-        90: ((0.0, 1.0), (0.01, 1.0), (0.15, 1.04), (0.38, 1.5), (0.65, 1.8), (1.0, 2.0)),
-        500: ((0.0, 1.0), (0.15, 1.0), (0.38, 1.08), (0.65, 1.4), (1.0, 1.5)),
-    }
-)
+CURVES: Mapping[int, Curve] = {
+    90: ((0.0, 1.0), (0.01, 1.0), (0.15, 1.04), (0.38, 1.5), (0.65, 1.8), (1.0, 2.0)),
+    500: ((0.0, 1.0), (0.15, 1.0), (0.38, 1.08), (0.65, 1.4), (1.0, 1.5)),
+}
 """Curves for gradients, by optimizer step."""
 LOW_RANK: Curve = ((0.0, 0.99), (1.0, 0.7), (2.0, 0.5), (3.0, 0.27), (4.0, 0.15))
 """Points (log2 of PowerSGD's rank, error of messages that cost as many steps). Ranks 1 to 8 are measured. The value of
 rank 16 assumes that doubling the rank halves the error. Rank 1 costs more steps than any error in `CURVES`."""
-WEIGHTS: Mapping[int, Curve] = MappingProxyType(
-    {
-        80: ((0.0, 1.0), (0.1, 1.0), (0.38, 1.17), (0.52, 1.4), (1.0, 2.0)),
-        300: ((0.0, 1.0), (0.1, 1.0), (0.38, 1.17), (0.52, 1.22), (1.0, 2.0)),
-        500: ((0.0, 1.0), (0.1, 1.0), (0.38, 1.05), (0.52, 1.1), (1.0, 2.0)),
-    }
-)
+WEIGHTS: Mapping[int, Curve] = {
+    80: ((0.0, 1.0), (0.1, 1.0), (0.38, 1.17), (0.52, 1.4), (1.0, 2.0)),
+    300: ((0.0, 1.0), (0.1, 1.0), (0.38, 1.17), (0.52, 1.22), (1.0, 2.0)),
+    500: ((0.0, 1.0), (0.1, 1.0), (0.38, 1.05), (0.52, 1.1), (1.0, 2.0)),
+}
 """Curves for weights that are sent as differences, by the relative error of the difference of one Adam step."""
-UPDATES: Mapping[tuple[str, int], float] = MappingProxyType(
-    {
-        ("blockwise", 8): 0.01,
-        ("blockwise", 4): 0.1,
-        ("blockwise", 3): 0.2,
-        ("blockwise", 2): 0.36,
-        ("sign", 3): 0.38,
-        ("sign", 2): 0.52,
-    }
-)
+UPDATES: Mapping[tuple[str, int], float] = {
+    ("blockwise", 8): 0.01,
+    ("blockwise", 4): 0.1,
+    ("blockwise", 3): 0.2,
+    ("blockwise", 2): 0.36,
+    ("sign", 3): 0.38,
+    ("sign", 2): 0.52,
+}
 """Relative error of the difference of one Adam step, by method and bits or levels."""
 
 

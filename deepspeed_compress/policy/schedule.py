@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from deepspeed_compress.config import CompressConfig, GradientsConfig, WeightsConfig, patched
 from deepspeed_compress.config.models import Phase, Ramp
@@ -14,13 +13,11 @@ from deepspeed_compress.config.sparse_methods import SparseConfig
 RAMP_STAGES = 16
 """Number of stages in which a ramp lowers the density. Every density has its own message sizes."""
 
-_SHAPES: Mapping[str, Callable[[float, float, float], float]] = MappingProxyType(
-    {
-        "linear": lambda start, end, p: start + (end - start) * p,
-        "exponential": lambda start, end, p: start * (end / start) ** p,
-        "cosine": lambda start, end, p: end + (start - end) * (1 + math.cos(math.pi * p)) / 2,
-    }
-)
+_SHAPES: Mapping[str, Callable[[float, float, float], float]] = {
+    "linear": lambda start, end, p: start + (end - start) * p,
+    "exponential": lambda start, end, p: start * (end / start) ** p,
+    "cosine": lambda start, end, p: end + (start - end) * (1 + math.cos(math.pi * p)) / 2,
+}
 """Interpolations from `start` (p = 0) to `end` (p = 1)."""
 
 

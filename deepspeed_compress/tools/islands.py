@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from deepspeed_compress.config.addresses import check_address
@@ -127,16 +126,14 @@ def _table(found: Mapping[str, Any]) -> str:
 
 
 _OWN_HOST = ("127.0.0.1", "localhost", "::1")
-_COLUMNS: Mapping[str, str] = MappingProxyType(
-    {
-        "number": "island",
-        "host": "host",
-        "address": "host",
-        "slots": "slots",
-        "version": "version",
-        "waiting": "waiting",
-        "weight": "weight",
-        "silent": "last seen (s)",
-    }
-)
+_COLUMNS: Mapping[str, str] = {
+    "number": "island",
+    "host": "host",
+    "address": "host",
+    "slots": "slots",
+    "version": "version",
+    "waiting": "waiting",
+    "weight": "weight",
+    "silent": "last seen (s)",
+}
 """Titles of the columns of `status`, by field."""

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from deepspeed_compress.config import Islands, MethodConfig, expand, parse_section, read_ds_config
@@ -19,9 +18,12 @@ from deepspeed_compress.tools.tables import print_table
 _OWN, _SIZE = "/deepspeed_compress/islands/own", "/deepspeed_compress/islands/size"
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 CANDIDATES = (1, 2, 5, 10, 20, 30, 50, 100, 200, 500, 1000)
-_MEASURED_RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
-    {"parameters": (2.2e6, MEASURED), "islands": (2, 4), "bit/s": (1e7, 1e9), "steps": (1, 30)}
-)
+_MEASURED_RANGES: Mapping[str, tuple[float, float]] = {
+    "parameters": (2.2e6, MEASURED),
+    "islands": (2, 4),
+    "bit/s": (1e7, 1e9),
+    "steps": (1, 30),
+}
 """Smallest and largest measured values, by unit. `steps` are those between two exchanges."""
 MAX_COST = 0.05
 """Fraction of the step time that exchanges may cost on average."""

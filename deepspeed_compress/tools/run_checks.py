@@ -39,24 +39,24 @@ _FLAG = _optional("true or false", lambda value: isinstance(value, bool))
 _ANYTHING: Field = ("anything", lambda value: True)
 
 STATISTIC_FIELDS: Mapping[str, Field] = MappingProxyType({"method": _TEXT, "settings": _TEXT, "run": _ANYTHING})
-EVENT_FIELDS: Mapping[str, Field] = MappingProxyType(
-    {
-        "kind": ("a string", lambda value: isinstance(value, str)),
-        "reason": _TEXT,
-        "before": _TEXT,
-        "after": _TEXT,
-        "evidence": _optional("an object of numbers", _are_numbers),
-        "island": _COUNT,
-        "dry_run": _FLAG,
-    }
-)
+EVENT_FIELDS: Mapping[str, Field] = {
+    "kind": ("a string", lambda value: isinstance(value, str)),
+    "reason": _TEXT,
+    "before": _TEXT,
+    "after": _TEXT,
+    "evidence": _optional("an object of numbers", _are_numbers),
+    "island": _COUNT,
+    "dry_run": _FLAG,
+}
 SUMMARY_FIELDS: Mapping[str, Field] = MappingProxyType(
     {"sample": _TEXT, "monitor_path": _TEXT, "run": _TEXT, "tokens_per_s": _NUMBER, "parameters": _COUNT}
     | {"world_size": _COUNT, "eval_loss": _NUMBER}
 )
-TRAINER_STATE: Mapping[str, Field] = MappingProxyType(
-    {"global_step": _COUNT, "max_steps": _COUNT, "log_history": _optional("a list of objects", _are_objects)}
-)
+TRAINER_STATE: Mapping[str, Field] = {
+    "global_step": _COUNT,
+    "max_steps": _COUNT,
+    "log_history": _optional("a list of objects", _are_objects),
+}
 
 
 def find_problem(fields: Mapping[str, Field], found: Mapping[str, Any], others: Field = _ANYTHING) -> str:

@@ -167,16 +167,14 @@ class _Message:
         return [bits for bits in found if bits is not None]
 
 
-_MESSAGES: Mapping[Kind, _Message] = MappingProxyType(
-    {
-        "tensor": _Message("a sum of tensor parallelism", [("tensor", "bits"), ("tensor", "backward_bits")], _sums),
-        "pipeline": _Message("a message between stages", [("pipeline", "bits")], _shifts),
-        "experts": _Message(
-            "an exchange of tokens", [("experts", "dispatch", "bits"), ("experts", "combine", "bits")], _exchanges
-        ),
-        "sequence": _Message("an all-to-all", [("sequence", "bits")], _all_to_alls),
-    }
-)
+_MESSAGES: Mapping[Kind, _Message] = {
+    "tensor": _Message("a sum of tensor parallelism", [("tensor", "bits"), ("tensor", "backward_bits")], _sums),
+    "pipeline": _Message("a message between stages", [("pipeline", "bits")], _shifts),
+    "experts": _Message(
+        "an exchange of tokens", [("experts", "dispatch", "bits"), ("experts", "combine", "bits")], _exchanges
+    ),
+    "sequence": _Message("an all-to-all", [("sequence", "bits")], _all_to_alls),
+}
 
 
 def measure(

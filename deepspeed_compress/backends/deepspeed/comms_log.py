@@ -5,7 +5,6 @@ Compressed messages bypass `deepspeed.comm`, so its logger never sees them. Inst
 """
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,9 +20,7 @@ SEAMS = (
     ),
 )
 
-NAMES: Mapping[str, str] = MappingProxyType(
-    {"bytes_sent": "deepspeed_compress_gradients", "bytes_weights": "deepspeed_compress_weights"}
-)
+NAMES: Mapping[str, str] = {"bytes_sent": "deepspeed_compress_gradients", "bytes_weights": "deepspeed_compress_weights"}
 """Names of the records, by the meter's field, for traffic that may replace DeepSpeed's."""
 
 _LEAST_MS = 1e-3

@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -106,12 +105,10 @@ def _available(target: EngineTarget) -> AllowedChoices:
     )
 
 
-_RAW_DTYPE: Mapping[str, Callable[[Any], torch.dtype]] = MappingProxyType(
-    {
-        # The bf16 optimizer reduces gradients in its gradient accumulation dtype.
-        "zero_0": lambda engine: engine.get_data_types()[isinstance(engine.optimizer, BF16_Optimizer)],
-        "zero_12": lambda engine: engine.communication_data_type,
-        "zero_3": lambda engine: engine.get_data_types()[0],
-    }
-)
+_RAW_DTYPE: Mapping[str, Callable[[Any], torch.dtype]] = {
+    # The bf16 optimizer reduces gradients in its gradient accumulation dtype.
+    "zero_0": lambda engine: engine.get_data_types()[isinstance(engine.optimizer, BF16_Optimizer)],
+    "zero_12": lambda engine: engine.communication_data_type,
+    "zero_3": lambda engine: engine.get_data_types()[0],
+}
 """Dtype of the gradients in DeepSpeed's buckets. Uncompressed elements are sent in it, so they are not rounded."""

@@ -9,7 +9,6 @@ is replaced.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -236,6 +235,10 @@ def _scaled(engine: Any, judge: Judge) -> Iterator[None]:
     yield
 
 
-_WATCHES: Mapping[str, Callable[[Any, Judge], AbstractContextManager[None]]] = MappingProxyType(
-    {"zero_12": _zero_12, "zero_3": _zero_3, "bf16": _bf16, "plain": _plain, "scaled": _scaled}
-)
+_WATCHES: Mapping[str, Callable[[Any, Judge], AbstractContextManager[None]]] = {
+    "zero_12": _zero_12,
+    "zero_3": _zero_3,
+    "bf16": _bf16,
+    "plain": _plain,
+    "scaled": _scaled,
+}

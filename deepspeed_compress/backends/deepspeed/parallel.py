@@ -11,7 +11,6 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -69,16 +68,14 @@ def _all_to_all(*args: Any, **options: Any) -> _Sent:
     return f"{_ALL_TO_ALL}{_name(call.group)}", call.bytes_sent
 
 
-_SENT: Mapping[str, Callable[..., _Sent]] = MappingProxyType(
-    {
-        "all_reduce": _all_reduce,
-        "inference_all_reduce": _all_reduce,
-        "all_gather_into_tensor": _all_gather,
-        "all_to_all_single": _all_to_all,
-        "send": _send,
-        "isend": _send,
-    }
-)
+_SENT: Mapping[str, Callable[..., _Sent]] = {
+    "all_reduce": _all_reduce,
+    "inference_all_reduce": _all_reduce,
+    "all_gather_into_tensor": _all_gather,
+    "all_to_all_single": _all_to_all,
+    "send": _send,
+    "isend": _send,
+}
 """Backend methods that divided models call. Parameters have the same names and order as there."""
 
 

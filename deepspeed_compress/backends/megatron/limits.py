@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import megatron.core
@@ -21,15 +20,13 @@ OLDEST, NEWEST = Version("0.16.0"), Version("0.17")
 """Supported versions: from the first, up to and excluding the second."""
 SUPPORTED = f"megatron-core >={OLDEST},<{NEWEST}"
 
-_SEAMS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "start_grad_sync": ("force_all_reduce",),
-        "finish_grad_sync": ("force_all_reduce",),
-        "start_param_sync": ("force_sync",),
-        "finish_param_sync": ("skip_next_bucket_dispatch",),
-        "check_grads": ("check_for_nan_or_inf", "check_for_large"),
-    }
-)
+_SEAMS: Mapping[str, tuple[str, ...]] = {
+    "start_grad_sync": ("force_all_reduce",),
+    "finish_grad_sync": ("force_all_reduce",),
+    "start_param_sync": ("force_sync",),
+    "finish_param_sync": ("skip_next_bucket_dispatch",),
+    "check_grads": ("check_for_nan_or_inf", "check_for_large"),
+}
 """Methods of a bucket group, and their parameters."""
 _OPTIMIZERS = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
 

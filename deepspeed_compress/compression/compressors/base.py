@@ -1,7 +1,6 @@
 """The compressor protocol: encode a flat tensor into one packed buffer of known size, and decode it."""
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -13,9 +12,7 @@ ALIGNMENT = 4
 """Payload sizes are multiples of this many bytes, so that fp32 fields can be viewed in place."""
 
 
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-)
+DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes by their names in the configuration."""
 
 

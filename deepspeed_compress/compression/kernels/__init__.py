@@ -21,12 +21,10 @@ FASTEST: Mapping[str, str] = MappingProxyType({"cpu": "cpu", "cuda": "gpu"})
 """Device type to the module with the fastest implementation."""
 SWITCH = "DEEPSPEED_COMPRESS_KERNELS"
 """Environment variable. "torch" selects plain torch, which is slower."""
-_MISSING: Mapping[str, str] = MappingProxyType(
-    {
-        "cpu": "a C++ compiler (g++, or $CXX) and ninja are needed: apt-get install g++; pip install ninja",
-        "cuda": "Triton 3.6 or newer is needed, which PyTorch 2.11 brings: pip install 'torch>=2.11'",
-    }
-)
+_MISSING: Mapping[str, str] = {
+    "cpu": "a C++ compiler (g++, or $CXX) and ninja are needed: apt-get install g++; pip install ninja",
+    "cuda": "Triton 3.6 or newer is needed, which PyTorch 2.11 brings: pip install 'torch>=2.11'",
+}
 
 
 def for_device(device: torch.device) -> ModuleType:

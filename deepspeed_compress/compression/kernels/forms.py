@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -33,13 +32,11 @@ class FittedLevels:
 
 # A compromise between the optimal ratios for normal and for Laplace distributed elements (Lloyd, Max): for both, the
 # error is within a sixth of the optimum. The initial scales are a compromise as well.
-LEVELS: Mapping[str, FittedLevels] = MappingProxyType(
-    {
-        "ternary": FittedLevels((0, 1), 1.5, iterations=1),
-        "lloyd": FittedLevels((1, 4), 0.5, iterations=2),
-        "eight": FittedLevels((1, 3, 6, 10), 1 / 3, iterations=1),
-    }
-)
+LEVELS: Mapping[str, FittedLevels] = {
+    "ternary": FittedLevels((0, 1), 1.5, iterations=1),
+    "lloyd": FittedLevels((1, 4), 0.5, iterations=2),
+    "eight": FittedLevels((1, 3, 6, 10), 1 / 3, iterations=1),
+}
 """Levels of the kinds of `BlockFormat` whose scale is fitted."""
 OUTER = LEVELS["lloyd"].magnitudes[-1]
 """Magnitude of the outer levels of kind "lloyd", in units of the scale."""

@@ -8,7 +8,6 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -338,21 +337,19 @@ def _sign_extended(codes: Tensor, bits: int) -> Tensor:
     return (codes << 8 - bits).view(torch.int8) >> 8 - bits
 
 
-_KINDS: Mapping[str, _Kind] = MappingProxyType(
-    {
-        "absmax": _Kind(_absmax_scales, quantize_rows, _sign_extended),
-        "norm": _Kind(_norm_scales, quantize_rows, _sign_extended),
-        "mean": _Kind(
-            _mean_scales,
-            lambda rows, scales, levels, noise: (rows >= 0).to(torch.uint8),
-            lambda codes, bits: codes.view(torch.int8) * 2 - 1,
-        ),
-        "lloyd": _lloyd_kind(
-            "lloyd",
-            _sign_and_place,
-            lambda codes, bits: ((codes & 1) * 3 + 1).view(torch.int8) * ((codes & 2).view(torch.int8) - 1),
-        ),
-        "eight": _lloyd_kind("eight", _sign_and_place, _eight_signed),
-        "ternary": _lloyd_kind("ternary", _trits, lambda codes, bits: codes.view(torch.int8) - 1),
-    }
-)
+_KINDS: Mapping[str, _Kind] = {
+    "absmax": _Kind(_absmax_scales, quantize_rows, _sign_extended),
+    "norm": _Kind(_norm_scales, quantize_rows, _sign_extended),
+    "mean": _Kind(
+        _mean_scales,
+        lambda rows, scales, levels, noise: (rows >= 0).to(torch.uint8),
+        lambda codes, bits: codes.view(torch.int8) * 2 - 1,
+    ),
+    "lloyd": _lloyd_kind(
+        "lloyd",
+        _sign_and_place,
+        lambda codes, bits: ((codes & 1) * 3 + 1).view(torch.int8) * ((codes & 2).view(torch.int8) - 1),
+    ),
+    "eight": _lloyd_kind("eight", _sign_and_place, _eight_signed),
+    "ternary": _lloyd_kind("ternary", _trits, lambda codes, bits: codes.view(torch.int8) - 1),
+}

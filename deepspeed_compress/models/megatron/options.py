@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch.nn.functional as F
@@ -12,19 +11,20 @@ from transformers import PretrainedConfig
 from deepspeed_compress.errors import UnsupportedError
 
 _TANH = partial(F.gelu, approximate="tanh")
-_ACTIVATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {"gelu_new": _TANH, "gelu_pytorch_tanh": _TANH, "gelu": F.gelu, "relu": F.relu}
-)
+_ACTIVATIONS: Mapping[str, Callable[..., Any]] = {
+    "gelu_new": _TANH,
+    "gelu_pytorch_tanh": _TANH,
+    "gelu": F.gelu,
+    "relu": F.relu,
+}
 """Activations by their names in transformers. Megatron's `openai_gelu` is not used; it is compiled on first use."""
-_ALLOWED: Mapping[str, tuple[object, ...]] = MappingProxyType(
-    {
-        "model_type": ("gpt2",),
-        "activation_function": tuple(_ACTIVATIONS),
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "add_cross_attention": (False,),
-    }
-)
+_ALLOWED: Mapping[str, tuple[object, ...]] = {
+    "model_type": ("gpt2",),
+    "activation_function": tuple(_ACTIVATIONS),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+}
 """Keys of a config, each with the values that GPTModel supports."""
 
 

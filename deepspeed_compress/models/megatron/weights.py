@@ -7,7 +7,6 @@ values. Megatron stores them head by head, so tensor parallelism can cut the row
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -54,25 +53,21 @@ _PLAIN, _MATRIX, _HEADS = Conversion(), Conversion(_transpose, _transpose), Conv
 _HEAD_MATRIX = Conversion(
     lambda value, heads: _by_head(value.t(), heads), lambda value, heads: _by_kind(value, heads).t()
 )
-_OUTSIDE: Mapping[str, str] = MappingProxyType(
-    {
-        "embedding.word_embeddings.weight": "transformer.wte.weight",
-        "embedding.position_embeddings.weight": "transformer.wpe.weight",
-        "decoder.final_layernorm.weight": "transformer.ln_f.weight",
-        "decoder.final_layernorm.bias": "transformer.ln_f.bias",
-    }
-)
+_OUTSIDE: Mapping[str, str] = {
+    "embedding.word_embeddings.weight": "transformer.wte.weight",
+    "embedding.position_embeddings.weight": "transformer.wpe.weight",
+    "decoder.final_layernorm.weight": "transformer.ln_f.weight",
+    "decoder.final_layernorm.bias": "transformer.ln_f.bias",
+}
 """Names of parameters outside of layers: Megatron's name to the name in transformers."""
-_IN_LAYER: Mapping[str, tuple[str, Conversion, Conversion]] = MappingProxyType(
-    {
-        "input_layernorm": ("ln_1", _PLAIN, _PLAIN),
-        "self_attention.linear_qkv": ("attn.c_attn", _HEAD_MATRIX, _HEADS),
-        "self_attention.linear_proj": ("attn.c_proj", _MATRIX, _PLAIN),
-        "pre_mlp_layernorm": ("ln_2", _PLAIN, _PLAIN),
-        "mlp.linear_fc1": ("mlp.c_fc", _MATRIX, _PLAIN),
-        "mlp.linear_fc2": ("mlp.c_proj", _MATRIX, _PLAIN),
-    }
-)
+_IN_LAYER: Mapping[str, tuple[str, Conversion, Conversion]] = {
+    "input_layernorm": ("ln_1", _PLAIN, _PLAIN),
+    "self_attention.linear_qkv": ("attn.c_attn", _HEAD_MATRIX, _HEADS),
+    "self_attention.linear_proj": ("attn.c_proj", _MATRIX, _PLAIN),
+    "pre_mlp_layernorm": ("ln_2", _PLAIN, _PLAIN),
+    "mlp.linear_fc1": ("mlp.c_fc", _MATRIX, _PLAIN),
+    "mlp.linear_fc2": ("mlp.c_proj", _MATRIX, _PLAIN),
+}
 """Modules of a layer: Megatron's name to (name in transformers, conversion of the weight, conversion of the bias)."""
 
 

@@ -4,7 +4,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -71,15 +70,13 @@ def _exchange(buffer: Tensor, group: Group) -> Callable[[], object]:
     return lambda: exchange(group, outgoing, incoming)
 
 
-COLLECTIVES: Mapping[str, Collective] = MappingProxyType(
-    {
-        "all_reduce": Collective(_all_reduce, rounds=2),
-        "all_gather_into_tensor": Collective(_all_gather),
-        "reduce_scatter_tensor": Collective(_reduce_scatter),
-        "all_to_all_single": Collective(_all_to_all),
-        "exchange": Collective(_exchange),
-    }
-)
+COLLECTIVES: Mapping[str, Collective] = {
+    "all_reduce": Collective(_all_reduce, rounds=2),
+    "all_gather_into_tensor": Collective(_all_gather),
+    "reduce_scatter_tensor": Collective(_reduce_scatter),
+    "all_to_all_single": Collective(_all_to_all),
+    "exchange": Collective(_exchange),
+}
 """Collectives by name. `exchange` is the one that carries compressed messages."""
 
 

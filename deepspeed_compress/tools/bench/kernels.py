@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -121,28 +120,26 @@ def _dequantize_rows(kernels: Kernels, x: Tensor) -> Callable[[], object]:
     return lambda: kernels.dequantize_rows_add(scales, codes, total, 0.5)
 
 
-OPERATIONS: Mapping[str, Prepare] = MappingProxyType(
-    {
-        "quantize int8": partial(_quantize, INT8),
-        "quantize int4": partial(_quantize, INT4),
-        "quantize int4, stochastic": partial(_quantize, INT4, stochastic=True),
-        "quantize sign": partial(_quantize, SIGN),
-        "quantize int8, bf16 memory": partial(_quantize, INT8, memory=torch.bfloat16),
-        "quantize int4, bf16 memory": partial(_quantize, INT4, memory=torch.bfloat16),
-        "quantize sign, bf16 memory": partial(_quantize, SIGN, memory=torch.bfloat16),
-        "decode-accumulate int8": partial(_dequantize, INT8),
-        "decode-accumulate int4": partial(_dequantize, INT4),
-        "decode-accumulate sign": partial(_dequantize, SIGN),
-        "decode-accumulate int4, 8 ranks": partial(_sum, INT4, ranks=8),
-        "block top-k 1 % of 4096": _top_k,
-        "top-k 1 % of all": _top_k_all,
-        "DCT, tiles of 64 x 64": partial(_transform, "dct_tiles", side=64),
-        "Hadamard, blocks of 1024": partial(_transform, "hadamard_tiles", side=32),
-        "quantize rows": _quantize_rows,
-        "quantize rows between extremes": _quantize_between,
-        "decode-accumulate rows": _dequantize_rows,
-    }
-)
+OPERATIONS: Mapping[str, Prepare] = {
+    "quantize int8": partial(_quantize, INT8),
+    "quantize int4": partial(_quantize, INT4),
+    "quantize int4, stochastic": partial(_quantize, INT4, stochastic=True),
+    "quantize sign": partial(_quantize, SIGN),
+    "quantize int8, bf16 memory": partial(_quantize, INT8, memory=torch.bfloat16),
+    "quantize int4, bf16 memory": partial(_quantize, INT4, memory=torch.bfloat16),
+    "quantize sign, bf16 memory": partial(_quantize, SIGN, memory=torch.bfloat16),
+    "decode-accumulate int8": partial(_dequantize, INT8),
+    "decode-accumulate int4": partial(_dequantize, INT4),
+    "decode-accumulate sign": partial(_dequantize, SIGN),
+    "decode-accumulate int4, 8 ranks": partial(_sum, INT4, ranks=8),
+    "block top-k 1 % of 4096": _top_k,
+    "top-k 1 % of all": _top_k_all,
+    "DCT, tiles of 64 x 64": partial(_transform, "dct_tiles", side=64),
+    "Hadamard, blocks of 1024": partial(_transform, "hadamard_tiles", side=32),
+    "quantize rows": _quantize_rows,
+    "quantize rows between extremes": _quantize_between,
+    "decode-accumulate rows": _dequantize_rows,
+}
 """Operations in the order of the table."""
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,9 +25,11 @@ from deepspeed_compress.tools.bench.gauges import device
 from deepspeed_compress.tools.bench.torch_loop import DTYPES, Optimizer
 from deepspeed_compress.tools.bench.workload import Workload
 
-_RECOMPUTE: Mapping[str, Any] = MappingProxyType(
-    {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-)
+_RECOMPUTE: Mapping[str, Any] = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 
 
 class MegatronStepper:

@@ -154,19 +154,17 @@ class Peer:
 
 _INT4: Mapping[str, Any] = MappingProxyType({"gradients": {"method": "blockwise", "bits": 4}, "monitor": {"every": 1}})
 _INT4_WEIGHTS: Mapping[str, Any] = MappingProxyType({**_INT4, "weights": {"bits": 4}})
-PEERS: Mapping[str, Peer] = MappingProxyType(
-    {
-        "ddp": Peer(DdpStepper),
-        "ddp-int4": Peer(partial(DdpStepper, section=_INT4)),
-        "ddp-bf16": Peer(Bf16Stepper),
-        **{f"ddp-powersgd{rank}": Peer(partial(PowerSgdStepper, rank=rank), POWERSGD_START) for rank in (1, 2, 4, 8)},
-        **{f"ddp-post-local{steps}": Peer(partial(PostLocalStepper, every=steps), 0, steps) for steps in (4, 8)},
-        "fsdp2": Peer(Fsdp2Stepper),
-        "fsdp2-hsdp": Peer(partial(Fsdp2Stepper, by_host=True)),
-        "fsdp2-int4": Peer(partial(Fsdp2Stepper, section=_INT4)),
-        "fsdp2-int4-weights": Peer(partial(Fsdp2Stepper, section=_INT4_WEIGHTS)),
-        "megatron": Peer(_megatron),
-        "megatron-int4": Peer(partial(_megatron, section=_INT4)),
-    }
-)
+PEERS: Mapping[str, Peer] = {
+    "ddp": Peer(DdpStepper),
+    "ddp-int4": Peer(partial(DdpStepper, section=_INT4)),
+    "ddp-bf16": Peer(Bf16Stepper),
+    **{f"ddp-powersgd{rank}": Peer(partial(PowerSgdStepper, rank=rank), POWERSGD_START) for rank in (1, 2, 4, 8)},
+    **{f"ddp-post-local{steps}": Peer(partial(PostLocalStepper, every=steps), 0, steps) for steps in (4, 8)},
+    "fsdp2": Peer(Fsdp2Stepper),
+    "fsdp2-hsdp": Peer(partial(Fsdp2Stepper, by_host=True)),
+    "fsdp2-int4": Peer(partial(Fsdp2Stepper, section=_INT4)),
+    "fsdp2-int4-weights": Peer(partial(Fsdp2Stepper, section=_INT4_WEIGHTS)),
+    "megatron": Peer(_megatron),
+    "megatron-int4": Peer(partial(_megatron, section=_INT4)),
+}
 """Peers by name, as `bench step --peers` and the studies accept it."""

@@ -16,9 +16,7 @@ from deepspeed_compress.tools.bench.gauges import device
 from deepspeed_compress.tools.bench.workload import Workload
 from deepspeed_compress.training.stepper import Stepper
 
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-)
+DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any
 
 from deepspeed_compress.config import CompressConfig
@@ -274,27 +273,25 @@ def _has_times(line: Line) -> bool:
 SAMPLES = 4
 """Minimum number of cosines for a median. Each costs an uncompressed message, so few are recorded."""
 
-NEEDS: Mapping[str, tuple[str, Callable[[Case], bool]]] = MappingProxyType(
-    {
-        "config": ("ds_config.json (or --config) with a valid section", lambda case: case.run.section is not None),
-        "events": ("events.jsonl", lambda case: case.run.events is not None),
-        "losses": ("losses", lambda case: len(case.run.losses) >= case.limits.lines),
-        "baseline": ("--baseline", lambda case: case.baseline is not None),
-        "cosine": ("cosine", lambda case: len(case.values("cosine")) >= SAMPLES),
-        "islands": (
-            "islands_cosine",
-            lambda case: case.alone or len(case.values("islands_cosine", case.run.steps)) >= SAMPLES,
-        ),
-        "versions": ("rollout.jsonl", lambda case: not case.publishes or len(case.run.versions) >= case.limits.lines),
-        "lag": (
-            "rollout_lag (engine.rollout.report_lag)",
-            lambda case: not case.publishes or len(case.values("rollout_lag", case.run.versions)) >= case.limits.lines,
-        ),
-        "ranks": ("slowest_rank and step_ms", lambda case: case.slowest is not None),
-        "times": (
-            "step_ms of compressed steps",
-            lambda case: case.times is not None and len(case.compressed) >= case.limits.lines,
-        ),
-    }
-)
+NEEDS: Mapping[str, tuple[str, Callable[[Case], bool]]] = {
+    "config": ("ds_config.json (or --config) with a valid section", lambda case: case.run.section is not None),
+    "events": ("events.jsonl", lambda case: case.run.events is not None),
+    "losses": ("losses", lambda case: len(case.run.losses) >= case.limits.lines),
+    "baseline": ("--baseline", lambda case: case.baseline is not None),
+    "cosine": ("cosine", lambda case: len(case.values("cosine")) >= SAMPLES),
+    "islands": (
+        "islands_cosine",
+        lambda case: case.alone or len(case.values("islands_cosine", case.run.steps)) >= SAMPLES,
+    ),
+    "versions": ("rollout.jsonl", lambda case: not case.publishes or len(case.run.versions) >= case.limits.lines),
+    "lag": (
+        "rollout_lag (engine.rollout.report_lag)",
+        lambda case: not case.publishes or len(case.values("rollout_lag", case.run.versions)) >= case.limits.lines,
+    ),
+    "ranks": ("slowest_rank and step_ms", lambda case: case.slowest is not None),
+    "times": (
+        "step_ms of compressed steps",
+        lambda case: case.times is not None and len(case.compressed) >= case.limits.lines,
+    ),
+}
 """Requirements of rules other than fields of compression.jsonl: the text shown to users and the test for each."""

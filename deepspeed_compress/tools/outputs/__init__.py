@@ -6,7 +6,6 @@ machine   json, in the form of each tool; github; sarif
 """
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 
 from deepspeed_compress.tools.outputs.machine import github, json_array, sarif
 from deepspeed_compress.tools.outputs.report import Report, lines, plural
@@ -14,9 +13,14 @@ from deepspeed_compress.tools.outputs.terminal import concise, full, statistics,
 
 __all__ = ["Report", "lines", "plural", "render", "visible"]
 
-_FORMATS: Mapping[str, Callable[[Report], str]] = MappingProxyType(
-    {"full": full, "concise": concise, "statistics": statistics, "json": json_array, "github": github, "sarif": sarif}
-)
+_FORMATS: Mapping[str, Callable[[Report], str]] = {
+    "full": full,
+    "concise": concise,
+    "statistics": statistics,
+    "json": json_array,
+    "github": github,
+    "sarif": sarif,
+}
 
 
 def render(report: Report, name: str) -> str:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, groupby
-from types import MappingProxyType
 from typing import Any
 
 from deepspeed_compress.config.numbers import span
@@ -37,19 +36,17 @@ _DIAMOND, _DOT = "M0-4.8 4.8 0 0 4.8-4.8 0Z", "M-3.4 0a3.4 3.4 0 1 0 6.8 0a3.4 3
 
 _ROLLBACK = Symbol("roll-back", "purple", _SQUARE, "s")
 _CHANGE = Symbol("change of settings", "run", _DOT, "o")
-SYMBOLS: Mapping[str, Symbol] = MappingProxyType(
-    {
-        "anomaly": Symbol("anomaly", "red", _TRIANGLE, "^"),
-        "rollback": _ROLLBACK,
-        "checkpoint_rollback": _ROLLBACK,
-        "full_sync": Symbol("full synchronisation", "green", _DIAMOND, "D"),
-        "schedule": _CHANGE,
-        "return": _CHANGE,
-        "adapt": _CHANGE,
-        "auto": _CHANGE,
-        "residuals_cleared": Symbol("residuals cleared", "yellow", _DIAMOND, "d"),
-    }
-)
+SYMBOLS: Mapping[str, Symbol] = {
+    "anomaly": Symbol("anomaly", "red", _TRIANGLE, "^"),
+    "rollback": _ROLLBACK,
+    "checkpoint_rollback": _ROLLBACK,
+    "full_sync": Symbol("full synchronisation", "green", _DIAMOND, "D"),
+    "schedule": _CHANGE,
+    "return": _CHANGE,
+    "adapt": _CHANGE,
+    "auto": _CHANGE,
+    "residuals_cleared": Symbol("residuals cleared", "yellow", _DIAMOND, "d"),
+}
 _OTHER = Symbol("other event", "muted", _DOT, "o")
 
 

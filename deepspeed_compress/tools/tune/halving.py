@@ -8,7 +8,6 @@ loss stays close to that of uncompressed training after the same number of steps
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal
 
 from deepspeed_compress.tools.tune.space import BASELINE
@@ -83,9 +82,10 @@ class Round:
         return found if found is not None and found.finished else None
 
 
-METRICS: Mapping[str, Callable[[Result], float]] = MappingProxyType(
-    {"step_time": lambda result: result.step_ms, "bytes": lambda result: result.bytes}
-)
+METRICS: Mapping[str, Callable[[Result], float]] = {
+    "step_time": lambda result: result.step_ms,
+    "bytes": lambda result: result.bytes,
+}
 """Functions of a result to minimize, by the value of --metric."""
 
 

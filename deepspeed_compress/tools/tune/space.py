@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from deepspeed_compress.config import SECTION, CompressConfig, brief, parse_section, with_preset
@@ -28,20 +27,18 @@ Patch = Mapping[str, Any]
 _INT4: Patch = {"method": "blockwise", "bits": 4}
 _PLAIN: Patch = {"weights": {"method": "none"}}
 _MOST: Patch = {"weights": _INT4, "schedule": {"warmup_steps": DENSE_START}}
-SPACE: Mapping[str, Patch] = MappingProxyType(
-    {
-        "bf16": {"gradients": {"method": "bf16"}, **_PLAIN},
-        "blockwise8": {"gradients": {"method": "blockwise", "bits": 8}, **_PLAIN},
-        "blockwise4": {"gradients": _INT4, **_PLAIN},
-        "blockwise4-weights4": {"gradients": _INT4, "weights": _INT4},
-        "blockwise2": {"gradients": {"method": "blockwise", "bits": 2}, **_MOST},
-        "topk10-values4": {"gradients": {"method": "topk", "density": 0.1, "values": _INT4}, **_MOST},
-        "topk1-values4": {"gradients": {"method": "topk", "density": 0.01, "values": _INT4}, **_MOST},
-        "powersgd4": {"gradients": {"method": "powersgd", "rank": 4}, **_MOST},
-        "sign": {"gradients": {"method": "sign"}, **_MOST},
-        "demo": {"gradients": {"method": "demo"}, **_MOST},
-    }
-)
+SPACE: Mapping[str, Patch] = {
+    "bf16": {"gradients": {"method": "bf16"}, **_PLAIN},
+    "blockwise8": {"gradients": {"method": "blockwise", "bits": 8}, **_PLAIN},
+    "blockwise4": {"gradients": _INT4, **_PLAIN},
+    "blockwise4-weights4": {"gradients": _INT4, "weights": _INT4},
+    "blockwise2": {"gradients": {"method": "blockwise", "bits": 2}, **_MOST},
+    "topk10-values4": {"gradients": {"method": "topk", "density": 0.1, "values": _INT4}, **_MOST},
+    "topk1-values4": {"gradients": {"method": "topk", "density": 0.01, "values": _INT4}, **_MOST},
+    "powersgd4": {"gradients": {"method": "powersgd", "rank": 4}, **_MOST},
+    "sign": {"gradients": {"method": "sign"}, **_MOST},
+    "demo": {"gradients": {"method": "demo"}, **_MOST},
+}
 """Patches of the section by name.
 
 The methods that send least also send weights in 4 bits, if weights are gathered. `demo` is for optimizers without a

@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -159,7 +158,5 @@ def _all_gather_into_tensor(
     return ring_all_gather(output_tensor.nbytes, output_tensor.numel() // input_tensor.numel())
 
 
-_SENT: Mapping[str, Callable[..., int]] = MappingProxyType(
-    {"all_gather": _all_gather, "all_gather_into_tensor": _all_gather_into_tensor}
-)
+_SENT: Mapping[str, Callable[..., int]] = {"all_gather": _all_gather, "all_gather_into_tensor": _all_gather_into_tensor}
 """Methods of DeepSpeed's communication backend with which it gathers matrices, and the bytes that a rank sends."""

@@ -1,7 +1,6 @@
 """Weights that ranks of equal place in their islands or nodes must have in common: checks and copies."""
 
 from collections.abc import Collection, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -89,9 +88,7 @@ def fingerprint(values: Tensor) -> Tensor:
     return found
 
 
-_INTEGERS: Mapping[int, torch.dtype] = MappingProxyType(
-    {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-)
+_INTEGERS: Mapping[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 """Integer dtypes by the number of bytes per element."""
 _PART = 1 << 20
 """Number of words summed at a time, which bounds the memory used."""

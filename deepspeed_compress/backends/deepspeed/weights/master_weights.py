@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -236,6 +235,8 @@ def _share_all(whole: Mapping[str, MasterSlice], partition: Any, group: ProcessG
                 view.copy_(part)
 
 
-_MAKERS: Mapping[type, Callable[[Any], FlatMasterWeights]] = MappingProxyType(
-    {DeepSpeedZeroOptimizer: _zero_12, DeepSpeedZeroOptimizer_Stage3: _zero_3, BF16_Optimizer: _bf16}
-)
+_MAKERS: Mapping[type, Callable[[Any], FlatMasterWeights]] = {
+    DeepSpeedZeroOptimizer: _zero_12,
+    DeepSpeedZeroOptimizer_Stage3: _zero_3,
+    BF16_Optimizer: _bf16,
+}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -59,16 +59,14 @@ class _Kind:
     masters: str
 
 
-_KINDS: Mapping[type, _Kind] = MappingProxyType(
-    {
-        stage_1_and_2.DeepSpeedZeroOptimizer: _Kind(
-            stage_1_and_2, "bit16_groups", "bit16_groups_flat", "single_partition_of_fp32_groups"
-        ),
-        bf16_optimizer.BF16_Optimizer: _Kind(
-            bf16_optimizer, "bf16_groups", "bf16_groups_flat", "fp32_groups_flat_partition"
-        ),
-    }
-)
+_KINDS: Mapping[type, _Kind] = {
+    stage_1_and_2.DeepSpeedZeroOptimizer: _Kind(
+        stage_1_and_2, "bit16_groups", "bit16_groups_flat", "single_partition_of_fp32_groups"
+    ),
+    bf16_optimizer.BF16_Optimizer: _Kind(
+        bf16_optimizer, "bf16_groups", "bf16_groups_flat", "fp32_groups_flat_partition"
+    ),
+}
 
 
 def check_weights(engine: Any) -> None:
