@@ -12,13 +12,11 @@ from deepspeed_compress.config.overrides import Override
 from deepspeed_compress.config.places import CompressedWeights, GradientsConfig, WeightsConfig
 from deepspeed_compress.config.sparse_methods import SparseConfig
 
-_FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
-    {
-        method: frozenset(model.model_fields)
-        for model in get_args(get_args(GradientsConfig)[0])
-        for method in get_args(model.model_fields["method"].annotation)
-    }
-)
+_FIELDS: Mapping[str, frozenset[str]] = {
+    method: frozenset(model.model_fields)
+    for model in get_args(get_args(GradientsConfig)[0])
+    for method in get_args(model.model_fields["method"].annotation)
+}
 """Keys of every method."""
 _SHARED = frozenset({"overrides", "min_numel", "chunk_bytes", "hierarchy", "error_feedback", "rotation"})
 """Keys that are kept when the method changes, if the new method has them."""
