@@ -4,7 +4,6 @@ A candidate must be able to replace every other one during a run, and the value 
 """
 
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -35,7 +34,7 @@ USUAL: tuple[Patch, ...] = (
 """Candidates for gradients if the section has none."""
 USUAL_RANKS = (8, 4, 2, 1)
 """PowerSGD ranks that are also candidates, if PowerSGD can alternate with the written settings."""
-_SMALL_BLOCKS: Patch = MappingProxyType({"block_size": 128, "scale_dtype": "bf16"})
+_SMALL_BLOCKS: Patch = {"block_size": 128, "scale_dtype": "bf16"}
 USUAL_WEIGHTS: tuple[Patch, ...] = (
     {"method": "none"},
     *({"method": "blockwise", "bits": bits} for bits in (8, 4, 3)),

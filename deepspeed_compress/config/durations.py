@@ -4,14 +4,13 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-_SECONDS: Mapping[str, float] = MappingProxyType({"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0})
-_BYTES: Mapping[str, float] = MappingProxyType({"kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9})
-_BITS: Mapping[str, float] = MappingProxyType({"kbit/s": 1e3, "Mbit/s": 1e6, "Gbit/s": 1e9})
+_SECONDS: Mapping[str, float] = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_BYTES: Mapping[str, float] = {"kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
+_BITS: Mapping[str, float] = {"kbit/s": 1e3, "Mbit/s": 1e6, "Gbit/s": 1e9}
 
 
 @dataclass(frozen=True)

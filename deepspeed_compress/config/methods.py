@@ -7,7 +7,6 @@ that configurations can be read without torch.
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from deepspeed_compress.compression.transforms import Transform
 
 DEFAULT_METHOD = "blockwise"
-SCALE_BITS: Mapping[str, int] = MappingProxyType({"fp32": 32, "bf16": 16, "fp16": 16})
+SCALE_BITS: Mapping[str, int] = {"fp32": 32, "bf16": 16, "fp16": 16}
 """Bits of a scale, or of a value that is sent unchanged."""
 
 

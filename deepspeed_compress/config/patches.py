@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from functools import cache
-from types import MappingProxyType
 from typing import Any, get_args
 
 from pydantic import TypeAdapter
@@ -23,7 +22,7 @@ _SHARED = frozenset({"overrides", "min_numel", "chunk_bytes", "hierarchy", "erro
 _SHARED_BY_WEIGHTS = frozenset({"min_numel", "overlap"})
 """The same for weights; uncompressed weights have none of them."""
 _SHOWN = ("bits", "levels", "density", "rank")
-_IMPLIED: Mapping[str, Mapping[str, int]] = MappingProxyType({"sign": {"levels": 2}})
+_IMPLIED: Mapping[str, Mapping[str, int]] = {"sign": {"levels": 2}}
 """Values that the name of a method already implies."""
 
 

@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ Source = Callable[[str], Tensor]
 """Function from the name of a parameter in the transformers causal LM to its whole tensor, in fp32 on the CPU."""
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_SAVED_PREFIXES: Mapping[str, tuple[str, str]] = MappingProxyType({"gpt_neox": ("lm_head.", "embed_out.")})
+_SAVED_PREFIXES: Mapping[str, tuple[str, str]] = {"gpt_neox": ("lm_head.", "embed_out.")}
 """Prefixes that differ between a model and its files, by model_type: (prefix in the model, prefix in files)."""
 
 

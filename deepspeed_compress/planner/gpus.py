@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal
 
 from deepspeed_compress.errors import ConfigError
@@ -58,11 +57,11 @@ class Gpu:
 
 
 _A100_BEST = 0.87
-_FLASH_AMPERE: Mapping[int, float] = MappingProxyType({1: 0.42, 2: 0.65, 3: 0.65})
+_FLASH_AMPERE: Mapping[int, float] = {1: 0.42, 2: 0.65, 3: 0.65}
 """Mean over forward and backward of 2205.14135 (generation 1) and figures 4 to 6 of 2307.08691 (generation 2)."""
-_FLASH_HOPPER: Mapping[int, float] = MappingProxyType({1: 0.25, 2: 0.48, 3: 0.75})
+_FLASH_HOPPER: Mapping[int, float] = {1: 0.25, 2: 0.48, 3: 0.75}
 """The same on H100: figures 5 and 6 of 2407.08608."""
-_FLASH_OTHER: Mapping[int, float] = MappingProxyType({1: 0.4, 2: 0.5, 3: 0.5})
+_FLASH_OTHER: Mapping[int, float] = {1: 0.4, 2: 0.5, 3: 0.5}
 _MAMF = "best matrix product: ml-engineering, compute/accelerator (mamf-finder)"
 
 
@@ -123,7 +122,7 @@ _CPU = Gpu(
     backend="gloo",
 )
 
-GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.name: gpu for gpu in (*_GPUS, _CPU)})
+GPUS: Mapping[str, Gpu] = {gpu.name: gpu for gpu in (*_GPUS, _CPU)}
 
 
 _VENDORS = "NVIDIA|AMD|INSTINCT|TESLA|GEFORCE|QUADRO|RTX|SXM[0-9]?|HBM[0-9]?"

@@ -6,15 +6,14 @@ A gap in loss becomes a share of additional tokens by the slope of the loss curv
 
 import math
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 
 from deepspeed_compress.planner.layout import Layout
 
-GRADIENT_GAPS: Mapping[int, float] = MappingProxyType({0: 0.0, 8: 0.0, 4: 0.0004, 3: 0.0035})
+GRADIENT_GAPS: Mapping[int, float] = {0: 0.0, 8: 0.0, 4: 0.0004, 3: 0.0035}
 """Relative increase of the loss by bits of gradients (docs/methods.md, "Measured": at most 10.5M parameters)."""
-DIFFERENCE_GAPS: Mapping[int, float] = MappingProxyType({0: 0.0, 8: 0.0, 4: 0.0})
+DIFFERENCE_GAPS: Mapping[int, float] = {0: 0.0, 8: 0.0, 4: 0.0}
 """The same for updated weights, whose differences are sent (ZeRO 1 and 2)."""
-WEIGHT_GAPS: Mapping[int, float] = MappingProxyType({0: 0.0, 8: 0.0, 4: 0.0043})
+WEIGHT_GAPS: Mapping[int, float] = {0: 0.0, 8: 0.0, 4: 0.0043}
 """The same for gathered weights, which are rounded (ZeRO 3; docs/results.md, "Loss")."""
 DILOCO: Mapping[int, tuple[float, float]] = {
     1: (18.129, -0.0953),

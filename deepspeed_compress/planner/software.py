@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +158,7 @@ _PROGRAMS = (
     ),
 )
 
-SOFTWARE: Mapping[str, Software] = MappingProxyType({program.name: program for program in _PROGRAMS})
+SOFTWARE: Mapping[str, Software] = {program.name: program for program in _PROGRAMS}
 """Costs by program. Bytes and kernels are counted from its operators; times of the CPU and idle shares are typical.
 
 Megatron's idle share is in the fitted constants.

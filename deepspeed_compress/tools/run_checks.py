@@ -38,7 +38,7 @@ _COUNT = _optional("an integer", lambda value: type(value) is int and abs(value)
 _FLAG = _optional("true or false", lambda value: isinstance(value, bool))
 _ANYTHING: Field = ("anything", lambda value: True)
 
-STATISTIC_FIELDS: Mapping[str, Field] = MappingProxyType({"method": _TEXT, "settings": _TEXT, "run": _ANYTHING})
+STATISTIC_FIELDS: Mapping[str, Field] = {"method": _TEXT, "settings": _TEXT, "run": _ANYTHING}
 EVENT_FIELDS: Mapping[str, Field] = {
     "kind": ("a string", lambda value: isinstance(value, str)),
     "reason": _TEXT,

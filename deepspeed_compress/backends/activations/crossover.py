@@ -8,7 +8,6 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -29,7 +28,7 @@ from deepspeed_compress.config.numbers import size
 from deepspeed_compress.monitor import Event, Meter
 
 Kind = Literal["tensor", "pipeline", "experts", "sequence"]
-NUMEL: Mapping[str, int] = MappingProxyType({"cpu": 2**18, "cuda": 2**22})
+NUMEL: Mapping[str, int] = {"cpu": 2**18, "cuda": 2**22}
 """Elements of the messages that are measured at the start, by type of device."""
 WIDTH = 1024
 """Largest number of elements of a token."""

@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 
 from deepspeed_compress.compression.compressors.blocks import FormQuantizer
 from deepspeed_compress.compression.kernels.forms import LEVELS, BlockFormat
 
-_FITTED: Mapping[int, str] = MappingProxyType({2: "lloyd", 3: "eight"})
+_FITTED: Mapping[int, str] = {2: "lloyd", 3: "eight"}
 """Kinds of `BlockFormat` with fitted levels, for bit widths at which levels scaled by max|x| are too coarse."""
 
 

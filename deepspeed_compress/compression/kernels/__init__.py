@@ -8,7 +8,7 @@ import importlib
 import os
 import warnings
 from collections.abc import Mapping
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 
 import torch
 
@@ -17,7 +17,7 @@ from deepspeed_compress.errors import CompressWarning
 
 __all__ = ["FASTEST", "SWITCH", "for_device", "implementations"]
 
-FASTEST: Mapping[str, str] = MappingProxyType({"cpu": "cpu", "cuda": "gpu"})
+FASTEST: Mapping[str, str] = {"cpu": "cpu", "cuda": "gpu"}
 """Device type to the module with the fastest implementation."""
 SWITCH = "DEEPSPEED_COMPRESS_KERNELS"
 """Environment variable. "torch" selects plain torch, which is slower."""

@@ -6,7 +6,6 @@ round differently. Kernels use `torch.get_num_threads` threads.
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -22,8 +21,8 @@ pack_codes, unpack_codes = reference.pack_codes, reference.unpack_codes
 _POINTER, _INT, _LONG, _KEY = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_uint64
 _FLOAT, _DOUBLE = ctypes.c_float, ctypes.c_double
 _POINTERS = ctypes.POINTER(_POINTER)
-_KINDS: Mapping[str, int] = MappingProxyType({"absmax": 0, "norm": 1, "mean": 2, "lloyd": 3, "eight": 4, "ternary": 5})
-_TYPES: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 1, torch.bfloat16: 2, torch.float16: 3})
+_KINDS: Mapping[str, int] = {"absmax": 0, "norm": 1, "mean": 2, "lloyd": 3, "eight": 4, "ternary": 5}
+_TYPES: Mapping[torch.dtype, int] = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _FP32 = torch.float32
 _MAX_NUMEL = 1 << 53
 """Upper bound on the number of elements of a tensor."""

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -152,8 +151,8 @@ class Peer:
     period: int = 1
 
 
-_INT4: Mapping[str, Any] = MappingProxyType({"gradients": {"method": "blockwise", "bits": 4}, "monitor": {"every": 1}})
-_INT4_WEIGHTS: Mapping[str, Any] = MappingProxyType({**_INT4, "weights": {"bits": 4}})
+_INT4: Mapping[str, Any] = {"gradients": {"method": "blockwise", "bits": 4}, "monitor": {"every": 1}}
+_INT4_WEIGHTS: Mapping[str, Any] = {**_INT4, "weights": {"bits": 4}}
 PEERS: Mapping[str, Peer] = {
     "ddp": Peer(DdpStepper),
     "ddp-int4": Peer(partial(DdpStepper, section=_INT4)),

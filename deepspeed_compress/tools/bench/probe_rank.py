@@ -7,7 +7,6 @@ import re
 import statistics
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from deepspeed_compress.tools.bench.links import set_own_rate
 from deepspeed_compress.tools.bench.rows import Row
 
 REPEATS = 7
-_TYPES: Mapping[int, torch.dtype] = MappingProxyType({2: torch.bfloat16, 4: torch.float32})
+_TYPES: Mapping[int, torch.dtype] = {2: torch.bfloat16, 4: torch.float32}
 CODING = re.compile("^(quantize int4, bf16 memory|decode-accumulate int4)$")
 """Operations of `bench kernels` that encode and decode a message."""
 

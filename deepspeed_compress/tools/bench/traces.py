@@ -5,7 +5,6 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from deepspeed_compress.tools.bench.gauges import device
 
 STEP = "deepspeed_compress.step"
 """Name of the span of the whole step."""
-_PHASES: Mapping[str, str] = MappingProxyType({"encode": "compress", "decode": "decompress", "exchange": "communicate"})
+_PHASES: Mapping[str, str] = {"encode": "compress", "decode": "decompress", "exchange": "communicate"}
 """Shares and the phases of the meter, which the profiler shows as "deepspeed_compress.PHASE"."""
 _IDLE = "idle"
 SHARES = (*_PHASES, _IDLE)

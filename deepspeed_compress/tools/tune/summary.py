@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from rich.markup import escape
@@ -136,7 +135,7 @@ def as_json(summary: Summary) -> dict[str, Any]:
     }
 
 
-BETTER: Mapping[str, str] = MappingProxyType({"step_time": "is faster", "bytes": "sends less"})
+BETTER: Mapping[str, str] = {"step_time": "is faster", "bytes": "sends less"}
 HEAD = ("candidate", "settings", "steps", "step, ms", "faster", "MB a step", "fewer", "loss gap", "cosine", "")
 
 
