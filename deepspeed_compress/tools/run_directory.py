@@ -2,8 +2,8 @@
 
 Several runs may have written into a directory, and so may several processes of one resumed run. The last run is used,
 or the one that summary.json names. If a process continued from a checkpoint, earlier lines about steps after that
-checkpoint are dropped. Lines name their part of a run in "run" (`monitor.journal.Part`). Lines of older versions do not,
-so only their order is known.
+checkpoint are dropped. Lines name their part of a run in "run" (`monitor.journal.Part`). Lines of older versions do
+not, so only their order is known.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
