@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import reduce
 from typing import NoReturn
 
 from deepspeed_compress.config.models import SECTION, CompressConfig
@@ -38,7 +37,10 @@ Conflicts = Mapping[Path, tuple[object, str, str]]
 def find_conflicts_with(other: str, section: CompressConfig, conflicts: Conflicts) -> Iterator[Diagnostic]:
     """Yield a problem for each setting of `conflicts` that is not off, and so cannot be combined with `other`."""
     for path, (off, why, instead) in conflicts.items():
-        if reduce(lambda found, key: getattr(found, str(key), None), path, section) not in (None, off):
+        value: object = section
+        for key in path:
+            value = getattr(value, str(key), None)
+        if value not in (None, off):
             yield problem(path, f"cannot be combined with {other}: {why} (allowed: {show(off)})", instead)
 
 
