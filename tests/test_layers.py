@@ -225,7 +225,7 @@ TABLE = {
     ),
     "tools.plan_cluster_plots": allow("planner tools.plots", lazily="matplotlib"),
     "tools.plan_islands": allow("config errors planner.learning tools.tables", lazily="models"),
-    "tools.line_files": allow("errors tools.outputs.printable", lazily="rich"),
+    "tools.line_files": allow("errors monitor.journal tools.outputs.printable", lazily="rich"),
     "tools.run_checks": allow("tools.line_files"),
     "tools.run_directory": allow("config errors monitor tools.line_files tools.outputs.printable tools.run_checks"),
     "tools.time_to_loss": allow(

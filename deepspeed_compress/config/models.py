@@ -6,7 +6,7 @@ from pydantic import Field
 
 from deepspeed_compress.config.activations import Activations
 from deepspeed_compress.config.checkpointing import Checkpointing
-from deepspeed_compress.config.communication import Communication
+from deepspeed_compress.config.durations import BitRate
 from deepspeed_compress.config.islands import Islands
 from deepspeed_compress.config.methods import Model, NoCompression
 from deepspeed_compress.config.overrides import Pattern
@@ -172,6 +172,14 @@ class Auto(Model):
     """Optimizer steps of each kind that are measured, after four that are not."""
     margin: float = Field(default=0.03, ge=0, lt=1)
     """Fraction of the time of an uncompressed step by which compressed ones must be shorter to be kept."""
+
+
+class Communication(Model):
+    """Settings of the messages with gradients and weights."""
+
+    max_rate: BitRate | None = None
+    """Largest rate at which all processes of a host together send the messages of this package, so that others can use
+    the link; null has no limit. Messages of DeepSpeed itself are not limited."""
 
 
 class Monitor(Model):

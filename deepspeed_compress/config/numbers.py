@@ -32,8 +32,8 @@ def megabytes(count: float) -> str:
     return f"{count / 1e6:,.3f} MB"
 
 
-def gibibytes(count: float, digits: int = 2) -> str:
-    return f"{count / 2**30:,.{digits}f} GiB"
+def gibibytes(count: float) -> str:
+    return f"{count / 2**30:,.2f} GiB"
 
 
 def milliseconds(value: float) -> str:

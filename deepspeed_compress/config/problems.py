@@ -1,10 +1,10 @@
 """Diagnostics of the section, and the error that lists them all."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NoReturn
 
-from deepspeed_compress.config.models import SECTION
+from deepspeed_compress.config.models import SECTION, CompressConfig
 from deepspeed_compress.diagnostics import Diagnostic, Path, at, encodable, write
 from deepspeed_compress.errors import ConfigError
 
@@ -28,6 +28,20 @@ def problem(path: Path, message: str, instead: str) -> Diagnostic:
 def notice(path: Path, message: str, instead: str) -> Diagnostic:
     """Return a warning about a valid setting at `path` that has no effect or costs more than it gains."""
     return Diagnostic(at(SECTION, *path), message, write(instead), severity="warning")
+
+
+Conflicts = Mapping[Path, tuple[object, str, str]]
+"""Places of settings, each with the value that turns it off, a reason against others, and what to write instead."""
+
+
+def find_conflicts_with(other: str, section: CompressConfig, conflicts: Conflicts) -> Iterator[Diagnostic]:
+    """Yield a problem for each setting of `conflicts` that is not off, and so cannot be combined with `other`."""
+    for path, (off, why, instead) in conflicts.items():
+        value: object = section
+        for key in path:
+            value = getattr(value, str(key), None)
+        if value not in (None, off):
+            yield problem(path, f"cannot be combined with {other}: {why} (allowed: {show(off)})", instead)
 
 
 def raise_problems(problems: Sequence[Diagnostic]) -> NoReturn:

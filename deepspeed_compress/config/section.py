@@ -36,10 +36,9 @@ def parse_section(ds_config: Mapping[str, Any]) -> CompressConfig:
         ConfigError: listing every problem: unknown keys, wrong values, "auto", keys that are not available in this
             version, and settings that contradict each other.
     """
-    problems = _section_problems(ds_config)
-    if problems:
+    section, problems = _validated(ds_config)
+    if section is None:
         raise_problems(problems)
-    section = CompressConfig.model_validate(with_preset(ds_config))
     for notice in find_notices(section):
         warnings.warn(str(notice), CompressWarning, stacklevel=2)
     return section
@@ -70,10 +69,8 @@ def find_problems(ds_config: Mapping[str, Any], world_size: int | None = None) -
 
 def sort_problems(ds_config: Mapping[str, Any], world_size: int | None = None) -> SectionProblems:
     """Return the problems that `find_problems` finds, by what they contradict."""
-    own = _section_problems(ds_config)
-    prefix = pointer((SECTION, "parallelism"))
-    section = with_preset(ds_config)
-    parsed = None if own else CompressConfig.model_validate(section)
+    parsed, own = _validated(ds_config)
+    section, prefix = with_preset(ds_config), pointer((SECTION, "parallelism"))
     conflicts: list[Diagnostic] = []
     if isinstance(section, dict) and not any(p.pointer.startswith(prefix) for p in own):
         parallelism = Parallelism.model_validate(section.get("parallelism") or {})
@@ -83,17 +80,18 @@ def sort_problems(ds_config: Mapping[str, Any], world_size: int | None = None) -
     return SectionProblems(tuple(own), tuple(conflicts), tuple(mismatches), tuple(unsupported))
 
 
-def _section_problems(ds_config: Mapping[str, Any]) -> list[Diagnostic]:
+def _validated(ds_config: Mapping[str, Any]) -> tuple[CompressConfig | None, list[Diagnostic]]:
+    """Return the section, or None and its problems."""
     if SECTION not in ds_config:
-        return [_missing_section(ds_config)]
+        return None, [_missing_section(ds_config)]
     raw = with_preset(ds_config)
-    problems = list(find_auto_values(raw))
+    problems, section = list(find_auto_values(raw)), None
     try:
         section = CompressConfig.model_validate(raw)
         problems += _patch_problems(section) or find_contradictions(section)
     except ValidationError as error:
         problems += _outside_reported_places(problems, _translate(error, raw))
-    return sorted(problems, key=lambda found: found.pointer)
+    return None if problems else section, sorted(problems, key=lambda found: found.pointer)
 
 
 def _patch_problems(section: CompressConfig) -> list[Diagnostic]:

@@ -1,68 +1,38 @@
 """Settings that contradict hybrid sharding (`parallelism.shard_within`), in the section and in the rest of the file."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from deepspeed_compress.config.models import SECTION, CompressConfig, Parallelism
 from deepspeed_compress.config.native import STAGE, TENSOR, value_at
-from deepspeed_compress.config.places import DGCGradients, LayeredGradients, PowerSGDGradients
-from deepspeed_compress.config.problems import problem, show
+from deepspeed_compress.config.places import PowerSGDGradients
+from deepspeed_compress.config.problems import Conflicts, find_conflicts_with, problem, show
 from deepspeed_compress.diagnostics import Diagnostic, Path, at, pointer, write
 
 _KEY: Path = ("parallelism", "shard_within")
 
-_Conflict = tuple[Path, Callable[[CompressConfig], bool], str, str]
-_CONFLICTS: tuple[_Conflict, ...] = (
-    (
-        ("islands",),
-        lambda section: section.islands is not None,
-        "islands divide the ranks of the job themselves (allowed: null)",
-        "null, or remove shard_within",
-    ),
-    (
-        ("parallelism", "pipeline"),
-        lambda section: section.parallelism is not None and section.parallelism.pipeline > 1,
-        "DeepSpeed distributes stages over all ranks of the job (allowed: 1)",
+_SHARDING = pointer((SECTION, *_KEY))
+_CONFLICTS: Conflicts = {
+    ("islands",): (None, "islands divide the ranks of the job themselves", "null, or remove shard_within"),
+    ("parallelism", "pipeline"): (
+        1,
+        "DeepSpeed distributes stages over all ranks of the job",
         "1, or remove shard_within",
     ),
-    (
-        ("weights", "method"),
-        lambda section: section.weights.method != "none",
-        'weights never leave a node (allowed: "none")',
-        '"none"',
-    ),
-    (
-        ("gradients", "hierarchy"),
-        lambda section: isinstance(section.gradients, LayeredGradients) and section.gradients.hierarchy is not None,
-        "DeepSpeed reduces inside a node (allowed: null)",
+    ("weights", "method"): ("none", "weights never leave a node", '"none"'),
+    ("gradients", "hierarchy"): (None, "DeepSpeed reduces inside a node", "null"),
+    ("gradients", "clip_norm"): (
+        None,
+        "a shard has parts of parameters, whose norms are smaller than those of the parameters",
         "null",
     ),
-    (
-        ("gradients", "method"),
-        lambda section: isinstance(section.gradients, PowerSGDGradients),
-        "a shard has parts of matrices, which low-rank factors cannot approximate (allowed: other methods)",
-        '"blockwise"',
-    ),
-    (
-        ("gradients", "clip_norm"),
-        lambda section: isinstance(section.gradients, DGCGradients) and section.gradients.clip_norm is not None,
-        "a shard has parts of parameters, whose norms are smaller than those of the parameters (allowed: null)",
+    ("checkpointing", "memory"): (
+        None,
+        "only the first node writes the model, so other hosts would have nothing in memory",
         "null",
     ),
-    (
-        ("checkpointing", "memory"),
-        lambda section: section.checkpointing is not None and section.checkpointing.memory is not None,
-        "only the first node writes the model, so other hosts would have nothing in memory (allowed: null)",
-        "null",
-    ),
-    (
-        ("ownership",),
-        lambda section: section.ownership != "contiguous",
-        'all shards of a node have the same size (allowed: "contiguous")',
-        '"contiguous"',
-    ),
-)
-"""Place of each setting, predicate, reason, and what to write instead."""
+    ("ownership",): ("contiguous", "all shards of a node have the same size", '"contiguous"'),
+}
 _ON_NVME: tuple[tuple[Path, str], ...] = (
     (
         ("zero_optimization", "offload_optimizer", "device"),
@@ -80,9 +50,10 @@ def find_sharding_contradictions(section: CompressConfig) -> Iterator[Diagnostic
     """Yield settings of the section that hybrid sharding leaves without effect, or cannot be combined with."""
     if section.parallelism is None or section.parallelism.shard_within is None:
         return
-    for path, applies, why, instead in _CONFLICTS:
-        if applies(section):
-            yield problem(path, f"cannot be combined with {pointer((SECTION, *_KEY))}: {why}", instead)
+    yield from find_conflicts_with(_SHARDING, section, _CONFLICTS)
+    if isinstance(section.gradients, PowerSGDGradients):
+        why = "a shard has parts of matrices, which low-rank factors cannot approximate (allowed: other methods)"
+        yield problem(("gradients", "method"), f"cannot be combined with {_SHARDING}: {why}", '"blockwise"')
 
 
 def find_sharding_mismatches(
@@ -98,7 +69,7 @@ def find_sharding_mismatches(
         yield problem(_KEY, f"{what} (allowed: stages 1, 2 and 3)", "null, or another stage")
     for place, why in _ON_NVME:
         if value_at(ds_config, place) == "nvme":
-            what = f'"nvme" cannot be combined with {pointer((SECTION, *_KEY))}: {why} (allowed: "cpu", "none")'
+            what = f'"nvme" cannot be combined with {_SHARDING}: {why} (allowed: "cpu", "none")'
             yield Diagnostic(at(*place), what, write('"cpu"'))
     size = within * TENSOR.effective(ds_config, parallelism) if isinstance(within, int) else 1
     if world_size is not None and world_size % size:

@@ -11,26 +11,12 @@ if TYPE_CHECKING:
     import torch
 
 PHASES = ("compress", "communicate", "decompress")
-KINDS = (
-    "bytes_sent",
-    "bytes_weights",
-    "bytes_pipeline",
-    "bytes_tied",
-    "bytes_tensor",
-    "bytes_experts",
-    "bytes_sequence",
-    "bytes_islands",
-)
+_PARTS = ("sent", "weights", "pipeline", "tied", "tensor", "experts", "sequence", "islands")
+KINDS = tuple(f"bytes_{part}" for part in _PARTS)
 """Kinds of bytes that leave a rank: gradients, weights, activations and their gradients between pipeline stages,
 gradients of tied weights, collectives of tensor-parallel layers, exchanges between ranks that share experts,
 all-to-alls of sequence parallelism, and exchanges between islands. They do not overlap."""
-SAVED = (
-    "bytes_weights_saved",
-    "bytes_pipeline_saved",
-    "bytes_tensor_saved",
-    "bytes_experts_saved",
-    "bytes_sequence_saved",
-)
+SAVED = tuple(f"bytes_{part}_saved" for part in ("weights", "pipeline", "tensor", "experts", "sequence"))
 """Bytes that DeepSpeed alone would have sent in addition to those of a kind."""
 
 

@@ -68,12 +68,3 @@ def leave_one_out(runs: Sequence[Run]) -> list[float]:
         constants = fit([*runs[:index], *runs[index + 1 :]])
         errors.append(predict_run(run, constants).seconds / (run.seconds or math.nan) - 1)
     return errors
-
-
-def quantile(errors: Sequence[float], share: float) -> float:
-    """Return the quantile of the absolute errors, interpolated linearly."""
-    ordered = sorted(map(abs, errors))
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])

@@ -6,7 +6,6 @@ kernel; 0 for separate kernels), `network` (as `--network`), `per_node`, `ffn`, 
 `tied`, `experts`, `active`, `shard_within`, and `year`.
 """
 
-import csv
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -45,12 +44,6 @@ class Run:
     seq: int
     seconds: float | None
     memory: float | None
-
-
-def read_runs(file: Path) -> list[Run]:
-    """Return the runs of a CSV file."""
-    with file.open(encoding="utf-8", newline="") as lines:
-        return [read_run(row) for row in csv.DictReader(lines)]
 
 
 def read_run(row: Mapping[str, str | None]) -> Run:

@@ -18,10 +18,9 @@ from deepspeed_compress.config import (
     GradientsConfig,
     PowerSGDGradients,
     WeightsConfig,
-    patched,
-    written,
 )
 from deepspeed_compress.config.candidates import gradient_candidates, weight_candidates
+from deepspeed_compress.config.patches import patched, written
 from deepspeed_compress.policy.measurement import Choice, Measurement
 from deepspeed_compress.policy.penalty import penalty, weights_penalty
 

@@ -19,9 +19,9 @@ values, compress well on their own. Each section is compressed by zstandard if t
 """
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ _ZSTD_LEVEL = 1
 _HEADER = struct.Struct("<4sBBII")
 _MAGIC = b"dsrc"
 _SECTION = struct.Struct("<BI")
-_INTEGERS = MappingProxyType({2: torch.int16, 4: torch.int32})
+_INTEGERS: Mapping[int, torch.dtype] = {2: torch.int16, 4: torch.int32}
 """Integer type of the same width, by bytes per value."""
 
 Integers = NDArray[np.signedinteger]
@@ -63,7 +63,7 @@ class Layout(IntEnum):
     BLOCKWISE_8 = 4
 
 
-_BITS = MappingProxyType({Layout.BLOCKWISE_4: 4, Layout.BLOCKWISE_8: 8})
+_BITS: Mapping[Layout, int] = {Layout.BLOCKWISE_4: 4, Layout.BLOCKWISE_8: 8}
 """Bits per value of the lossy layouts."""
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from deepspeed_compress.errors import DataError
+from deepspeed_compress.monitor.journal import Part
 from deepspeed_compress.tools.outputs.printable import printable
 
 SAMPLE = 20_000
@@ -33,15 +34,6 @@ _SHOWN = 60
 T = TypeVar("T")
 Check = Callable[[dict[str, Any]], str]
 """Function that returns what is wrong with the object on a line, or ""."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """Part of a run that a line belongs to (`monitor.Part`)."""
-
-    id: str
-    started: str
-    since: int
 
 
 class Entry(NamedTuple):

@@ -128,7 +128,7 @@ def _job(options: argparse.Namespace) -> Job:
             "or change the model"
         )
     batch = read_batch(options.batch, options.seq)
-    tokens = read_count(options.tokens, "--tokens") if options.tokens else 20.0 * model.parameters
+    tokens = read_count(options.tokens) if options.tokens else 20.0 * model.parameters
     software = replace(SOFTWARE[options.software], attention=options.attention)
     cluster = _cluster(options)
     constants = read_constants(options.constants, cluster.gpu.name) if options.constants else Constants()
@@ -174,7 +174,7 @@ def read_batch(text: str, seq: int) -> int:
     return round(sequences)
 
 
-def read_count(text: str, option: str) -> float:
+def read_count(text: str) -> float:
     """Return a number such as 300B, with decimal units.
 
     Raises:
@@ -186,7 +186,7 @@ def read_count(text: str, option: str) -> float:
     except ValueError:
         number = 0.0
     if not 0 < number < MOST_TOKENS:
-        raise ConfigError(f"{option}: {text!r} is not a number below {MOST_TOKENS:g}; write 300B, for example")
+        raise ConfigError(f"--tokens: {text!r} is not a number below {MOST_TOKENS:g}; write 300B, for example")
     return number
 
 

@@ -23,19 +23,14 @@ GAIN = 0.05
 _SIZE = (9.0, 4.6)
 _INK = "#1f2328"
 _COLOURS = MappingProxyType(dict(zip(KINDS, (plots.GREY, *plots.COLOURS), strict=False)))
-_PARTS = MappingProxyType(
-    {
-        "compute": plots.COLOURS[0],
-        "memory": "#76a5af",
-        "launch": "#cfe2f3",
-        "bubble": "#ffe599",
-        "NVLink": "#38761d",
-        "xGMI": "#38761d",
-        "PCIe": "#38761d",
-        "loopback": "#38761d",
-        "network": "#e69138",
-    }
-)
+_PARTS: Mapping[str, str] = {
+    "compute": plots.COLOURS[0],
+    "memory": "#76a5af",
+    "launch": "#cfe2f3",
+    "bubble": "#ffe599",
+    **dict.fromkeys(("NVLink", "xGMI", "PCIe", "loopback"), "#38761d"),
+    "network": "#e69138",
+}
 """Colors by kind of term."""
 
 

@@ -54,7 +54,9 @@ SUMMARY_FIELDS: Mapping[str, Field] = {
     "run": _TEXT,
     "tokens_per_s": _NUMBER,
     "parameters": _COUNT,
-} | {"world_size": _COUNT, "eval_loss": _NUMBER}
+    "world_size": _COUNT,
+    "eval_loss": _NUMBER,
+}
 TRAINER_STATE: Mapping[str, Field] = {
     "global_step": _COUNT,
     "max_steps": _COUNT,

@@ -2,8 +2,8 @@
 
 Several runs may have written into a directory, and so may several processes of one resumed run. The last run is used,
 or the one that summary.json names. If a process continued from a checkpoint, earlier lines about steps after that
-checkpoint are dropped. Lines name their part of a run in "run" (`monitor.Part`). Lines of older versions do not, so
-only their order is known.
+checkpoint are dropped. Lines name their part of a run in "run" (`monitor.journal.Part`). Lines of older versions do
+not, so only their order is known.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,8 +16,9 @@ from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import DataError
 from deepspeed_compress.monitor import STATISTICS, VERSIONS
 from deepspeed_compress.monitor.events import CONFIGURATION, EVENTS
+from deepspeed_compress.monitor.journal import Part
 from deepspeed_compress.tools import run_checks
-from deepspeed_compress.tools.line_files import Entries, Entry, LineIndex, Part, index_lines, loads
+from deepspeed_compress.tools.line_files import Entries, Entry, LineIndex, index_lines, loads
 from deepspeed_compress.tools.outputs.printable import printable
 
 METRICS, SUMMARY, TRAINER = "metrics.jsonl", "summary.json", "trainer_state.json"

@@ -12,8 +12,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.planner.calibration import FITTED, fit, leave_one_out, predict_run, quantile
+from deepspeed_compress.planner.calibration import FITTED, fit, leave_one_out, predict_run
 from deepspeed_compress.planner.predict import Prediction
 from deepspeed_compress.planner.published import CALIBRATION, Run, read_run
 
@@ -70,7 +72,7 @@ def print_errors(runs: Sequence[Run], predictions: Sequence[Prediction], errors:
 
 
 def _percent(errors: Sequence[float], share: float) -> str:
-    return f"{100 * quantile(errors, share):.1f} %"
+    return f"{100 * np.quantile(np.abs(errors), share):.1f} %"
 
 
 if __name__ == "__main__":

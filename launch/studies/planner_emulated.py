@@ -21,7 +21,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from deepspeed_compress.planner.calibration import quantile
+import numpy as np
+
 from deepspeed_compress.planner.cluster import read_cluster
 from deepspeed_compress.planner.constants import Constants
 from deepspeed_compress.planner.layout import Layout
@@ -203,7 +204,7 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
     if not rows:
         yield "no rows"
         return
-    median, most = (100 * quantile([row.error for row in rows], share) for share in (0.5, 0.9))
+    median, most = 100 * np.quantile([abs(row.error) for row in rows], (0.5, 0.9))
     correlation = f", rank correlation {rank_correlation(rows):.2f}" if len(rows) > 2 else ""
     yield f"{len(rows)} rows: error {median:.1f} % (median), {most:.1f} % (90th percentile){correlation}"
     groups: dict[str, list[Row]] = {}

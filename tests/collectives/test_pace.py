@@ -4,7 +4,7 @@ import pytest
 
 from deepspeed_compress.collectives.pace import Pace, make_pace
 from deepspeed_compress.config import parse_section
-from deepspeed_compress.config.communication import Communication
+from deepspeed_compress.config.models import Communication
 from deepspeed_compress.errors import ConfigError
 
 

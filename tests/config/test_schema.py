@@ -24,7 +24,8 @@ def test_schema_is_valid_and_describes_every_key() -> None:
 UNUSED = """
 import ast
 ast.parse = None
-from deepspeed_compress.config import CompressConfig, Guard, find_problems
+from deepspeed_compress.config import CompressConfig, Guard
+from deepspeed_compress.config.section import find_problems
 CompressConfig.model_json_schema = None
 assert find_problems({"deepspeed_compress": {"gradients": {"bits": 4}}}) == []
 print(Guard.__pydantic_complete__)

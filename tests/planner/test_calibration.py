@@ -1,20 +1,22 @@
 """The fit of the constants, and its error for published runs that it has not seen."""
 
+import csv
 from dataclasses import astuple
 
+import numpy as np
 import pytest
 
-from deepspeed_compress.planner.calibration import CALIBRATED, FITTED, fit, leave_one_out, predict_run, quantile
-from deepspeed_compress.planner.published import CALIBRATION, read_run, read_runs
+from deepspeed_compress.planner.calibration import CALIBRATED, FITTED, fit, leave_one_out, predict_run
+from deepspeed_compress.planner.published import CALIBRATION, read_run
 
-RUNS = read_runs(CALIBRATION)
+RUNS = [read_run(row) for row in csv.DictReader(CALIBRATION.read_text(encoding="utf-8").splitlines())]
 
 
 def test_runs_that_the_fit_has_not_seen_are_predicted() -> None:
     errors = leave_one_out(RUNS)
     assert len(errors) == 18
-    assert quantile(errors, 0.5) <= 0.04
-    assert quantile(errors, 0.9) <= 0.09
+    assert np.quantile(np.abs(errors), 0.5) <= 0.04
+    assert np.quantile(np.abs(errors), 0.9) <= 0.09
 
 
 def test_the_constants_in_use_are_those_of_the_fit() -> None:
@@ -33,11 +35,6 @@ def test_all_runs_lie_in_the_range_that_is_stated() -> None:
 def test_most_intervals_hold() -> None:
     inside = [one.interval[0] <= (run.seconds or 0) <= one.interval[1] for run in RUNS for one in [predict_run(run)]]
     assert sum(inside) >= 0.8 * len(inside)
-
-
-@pytest.mark.parametrize(("share", "expected"), [(0.0, 1.0), (0.5, 2.5), (0.9, 3.7), (1.0, 4.0)])
-def test_quantiles_are_interpolated(share: float, expected: float) -> None:
-    assert quantile([-4.0, 1.0, 3.0, -2.0], share) == pytest.approx(expected)
 
 
 def test_a_row_with_few_cells_takes_usual_values() -> None:

@@ -6,9 +6,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 from deepspeed_compress.errors import CompressError
 
@@ -20,10 +19,10 @@ UNLIMITED = "none"
 HOSTS_VARIABLE = "DS_COMPRESS_EMULATED"
 """Environment variable of a process on an emulated host that holds the name prefix of its cluster's namespaces."""
 
-TOOLS = MappingProxyType({"ip": "iproute2", "tc": "iproute2", "sysctl": "procps", "taskset": "util-linux"})
-_CAPABILITIES = MappingProxyType({"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21})
+TOOLS: Mapping[str, str] = {"ip": "iproute2", "tc": "iproute2", "sysctl": "procps", "taskset": "util-linux"}
+_CAPABILITIES: Mapping[str, int] = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
 """Capabilities with their bits in linux/capability.h."""
-_UNITS = MappingProxyType({"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9})
+_UNITS: Mapping[str, float] = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 
 
 class ClusterError(CompressError):

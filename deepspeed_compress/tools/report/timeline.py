@@ -34,17 +34,11 @@ class Marker:
 _TRIANGLE, _SQUARE = "M0-4.6 4.6 3.6H-4.6Z", "M-3.6-3.6H3.6V3.6H-3.6Z"
 _DIAMOND, _DOT = "M0-4.8 4.8 0 0 4.8-4.8 0Z", "M-3.4 0a3.4 3.4 0 1 0 6.8 0a3.4 3.4 0 1 0-6.8 0Z"
 
-_ROLLBACK = Symbol("roll-back", "purple", _SQUARE, "s")
-_CHANGE = Symbol("change of settings", "run", _DOT, "o")
 SYMBOLS: Mapping[str, Symbol] = {
     "anomaly": Symbol("anomaly", "red", _TRIANGLE, "^"),
-    "rollback": _ROLLBACK,
-    "checkpoint_rollback": _ROLLBACK,
+    **dict.fromkeys(("rollback", "checkpoint_rollback"), Symbol("roll-back", "purple", _SQUARE, "s")),
     "full_sync": Symbol("full synchronisation", "green", _DIAMOND, "D"),
-    "schedule": _CHANGE,
-    "return": _CHANGE,
-    "adapt": _CHANGE,
-    "auto": _CHANGE,
+    **dict.fromkeys(("schedule", "return", "adapt", "auto"), Symbol("change of settings", "run", _DOT, "o")),
     "residuals_cleared": Symbol("residuals cleared", "yellow", _DIAMOND, "d"),
 }
 _OTHER = Symbol("other event", "muted", _DOT, "o")

@@ -159,7 +159,7 @@ def test_batches_are_sequences_or_tokens() -> None:
         1024,
         256,
     )
-    assert read_count("300B", "--tokens") == 300e9
+    assert read_count("300B") == 300e9
 
 
 @pytest.mark.parametrize("text", ["0", "many", "4M", "1.2.3M-tokens", "1-tokens"])
@@ -171,4 +171,4 @@ def test_a_wrong_batch_is_refused(text: str) -> None:
 @pytest.mark.parametrize("text", ["", "0", "B", "1.2.3B"])
 def test_a_wrong_number_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--tokens"):
-        read_count(text, "--tokens")
+        read_count(text)

@@ -1,7 +1,6 @@
 """Rules on step time: waiting for messages, encoding and decoding, and kernels that are not compiled."""
 
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from deepspeed_compress.config import GradientsConfig
@@ -200,13 +199,11 @@ def _started(line: Mapping[str, Any]) -> Any:
 
 _CROSSOVER = "crossover_"
 """Beginning of the kinds of events that the measurement at the start of a process records."""
-_FIGURES = MappingProxyType(
-    {
-        "compressed_ms": "compressed message, ms",
-        "uncompressed_ms": "uncompressed message, ms",
-        "pays_below_gbit_per_s": "rate of a rank's link below which compression saves time, Gbit/s",
-    }
-)
+_FIGURES: Mapping[str, str] = {
+    "compressed_ms": "compressed message, ms",
+    "uncompressed_ms": "uncompressed message, ms",
+    "pays_below_gbit_per_s": "rate of a rank's link below which compression saves time, Gbit/s",
+}
 
 
 def _slower_than_baseline(case: Case) -> float:

@@ -6,19 +6,10 @@ from deepspeed_compress.tools.lint.rules.common import ZERO, finding
 from deepspeed_compress.tools.lint.values import AUTO, show
 
 _DTYPES = {
-    "fp16": "fp16",
-    "float16": "fp16",
-    "half": "fp16",
-    "torch.float16": "fp16",
-    "fp32": "fp32",
-    "float32": "fp32",
-    "float": "fp32",
-    "torch.float32": "fp32",
-    "bf16": "bf16",
-    "bfloat16": "bf16",
-    "torch.bfloat16": "bf16",
-    "int8": "int8",
-    "torch.int8": "int8",
+    **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "fp16"),
+    **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "fp32"),
+    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bf16"),
+    **dict.fromkeys(("int8", "torch.int8"), "int8"),
 }
 """Names of dtypes that DeepSpeed knows, with their short names."""
 _MASTER = (("fp16", "fp16_master_weights_and_grads"), ("bf16", "bf16_master_weights_and_grads"))
