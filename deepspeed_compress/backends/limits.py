@@ -53,7 +53,11 @@ _LIMITS = (
     ),
     _Limit("islands", lambda config: config.islands, "DeepSpeed divides the ranks into them"),
     _Limit("checkpointing", lambda config: config.checkpointing, "it writes what DeepSpeed's engine saves"),
-    _Limit("rollout", lambda config: config.rollout, "it follows steps of DeepSpeed's engine (use rollout.Publisher)"),
+    _Limit(
+        "rollout",
+        lambda config: config.rollout,
+        "it follows steps of DeepSpeed's engine (use rollout.Publisher)",
+    ),
     _Limit("ownership", _other_ownership, "it is the order of parameters in DeepSpeed's optimizer"),
     _Limit("parallelism", lambda config: config.parallelism, "the engine was made without it"),
     _Limit("schedule/phases", _phases_of_weights, "settings of weights hold throughout"),

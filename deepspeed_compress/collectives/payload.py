@@ -111,7 +111,12 @@ class PayloadReducer:
     """
 
     def __init__(
-        self, link: Link, messages: Messages, run: Run, chunk_numel: int | None = None, traffic: str = "bytes_sent"
+        self,
+        link: Link,
+        messages: Messages,
+        run: Run,
+        chunk_numel: int | None = None,
+        traffic: str = "bytes_sent",
     ) -> None:
         assert 0 <= messages.level < LEVELS, f"level {messages.level}"
         self.link = link

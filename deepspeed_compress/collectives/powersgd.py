@@ -51,7 +51,12 @@ class PowerSGDReducer:
     """
 
     def __init__(
-        self, others: Reducer, factors: PayloadReducer, low_rank: LowRank, residuals: Residuals | None, warm: Residuals
+        self,
+        others: Reducer,
+        factors: PayloadReducer,
+        low_rank: LowRank,
+        residuals: Residuals | None,
+        warm: Residuals,
     ) -> None:
         self.others = others
         self.factors = factors

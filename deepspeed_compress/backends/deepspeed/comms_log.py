@@ -16,7 +16,8 @@ from deepspeed_compress.session.session import Session
 
 SEAMS = (
     Seam(
-        "deepspeed.utils.comms_logging:CommsLogger.append", ("self", "raw_name", "record_name", "latency", "msg_size")
+        "deepspeed.utils.comms_logging:CommsLogger.append",
+        ("self", "raw_name", "record_name", "latency", "msg_size"),
     ),
 )
 

@@ -330,5 +330,8 @@ def _unsaved(config: CompressConfig) -> Iterator[str]:
 
 
 _HOW_TO_GET = MappingProxyType(
-    {"pipeline": "pass a PipelineModule with that many stages", "tensor": "use deepspeed_compress.initialize"}
+    {
+        "pipeline": "pass a PipelineModule with that many stages",
+        "tensor": "use deepspeed_compress.initialize",
+    }
 )

@@ -198,7 +198,12 @@ def _count(session: Session, ranks: int, numel: int, dtype: torch.dtype) -> None
 
 
 def _average_tensor(
-    optimizer: Any, session: Session, parts: PartsOf, average: Any, tensor: Tensor, communication_data_type: torch.dtype
+    optimizer: Any,
+    session: Session,
+    parts: PartsOf,
+    average: Any,
+    tensor: Tensor,
+    communication_data_type: torch.dtype,
 ) -> None:
     for part in parts(tuple(optimizer.ipg_buckets[communication_data_type].params)):
         session.meter.count_engine_reduction(part.all_reduced(communication_data_type))

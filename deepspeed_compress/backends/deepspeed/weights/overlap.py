@@ -68,7 +68,11 @@ class ArrivingWeights:
         )
         for handle in ours:
             patches.on_undo(handle.remove)
-        for owner, name in ((engine, "offload_states"), (engine, "destroy"), (engine.optimizer, "refresh_fp32_params")):
+        for owner, name in (
+            (engine, "offload_states"),
+            (engine, "destroy"),
+            (engine.optimizer, "refresh_fp32_params"),
+        ):
             patches.precede(owner, name, self.finish)
         patches.on_undo(self.finish)
 
