@@ -154,13 +154,19 @@ def _reason_against(written: GradientsConfig, settings: GradientsConfig) -> tupl
     if not isinstance(settings, CompressedGradients) or not isinstance(written, CompressedGradients):
         return None
     if isinstance(settings, PowerSGDGradients) and getattr(written, "hierarchy", None) is not None:
-        what = "reduces among all ranks at once, but gradients.hierarchy reduces in two levels"
-        return f"{what} (allowed: methods that support a hierarchy)", '"blockwise", or "hierarchy": null in gradients'
+        what = (
+            "reduces among all ranks at once, but gradients.hierarchy reduces in two levels (allowed: methods that "
+            "support a hierarchy)"
+        )
+        return what, '"blockwise", or "hierarchy": null in gradients'
     if isinstance(settings, PowerSGDGradients) and settings.error_feedback is None:
         return _NO_FEEDBACK
     if (settings.residuals is None) != (written.residuals is None):
-        what = "and the method in gradients must both keep residuals or both keep none, or some residuals would never"
-        return f"{what} be sent (allowed: the same for both)", '"error_feedback": {} in gradients, or another method'
+        what = (
+            "and the method in gradients must both keep residuals or both keep none, or some residuals would never "
+            "be sent"
+        )
+        return f"{what} (allowed: the same for both)", '"error_feedback": {} in gradients, or another method'
     return None
 
 

@@ -130,14 +130,20 @@ def _pipeline_with_autotp(ds_config: Mapping[str, Any], parallelism: Parallelism
     """Check that DeepSpeed's own tensor parallelism is off, because its groups would ignore pipeline stages."""
     size = TENSOR.native(ds_config)
     if parallelism.pipeline > 1 and isinstance(size, int) and size > 1:
-        what = f"{size} cannot be combined with {pointer((SECTION, 'parallelism', 'pipeline'))}: {parallelism.pipeline}"
+        what = (
+            f"{size} cannot be combined with {pointer((SECTION, 'parallelism', 'pipeline'))}: {parallelism.pipeline} "
+            "(allowed with a pipeline: 0)"
+        )
         instead = f'0, and "tensor": {size} in {pointer((SECTION, "parallelism"))}'
-        yield Diagnostic(at(*TENSOR.theirs), f"{what} (allowed with a pipeline: 0)", write(instead))
+        yield Diagnostic(at(*TENSOR.theirs), what, write(instead))
 
 
 def _indivisible(ds_config: Mapping[str, Any], parallelism: Parallelism, world_size: int) -> Iterator[Diagnostic]:
     tensor, pipeline = TENSOR.effective(ds_config, parallelism), parallelism.pipeline
     if world_size < 1 or world_size % (tensor * pipeline):
-        what = f"tensor {tensor} x pipeline {pipeline} = {tensor * pipeline} ranks do not divide the world size"
+        what = (
+            f"tensor {tensor} x pipeline {pipeline} = {tensor * pipeline} ranks do not divide the world size "
+            f"{world_size} (allowed: divisors of the world size)"
+        )
         instead = f"other values, or start a multiple of {tensor * pipeline} ranks"
-        yield problem(("parallelism",), f"{what} {world_size} (allowed: divisors of the world size)", instead)
+        yield problem(("parallelism",), what, instead)

@@ -94,8 +94,11 @@ def _density_warmup(section: CompressConfig) -> Iterator[Diagnostic]:
             what = f"{steps} has no effect, because density {method.density} is not below 0.25 (allowed: 0)"
             yield notice((*path, "density_warmup_steps"), what, "0, or a smaller density")
         elif steps and steps <= dense:
-            what = f"{steps} has no effect, because the first {dense} steps (schedule.warmup_steps) are uncompressed"
-            yield notice((*path, "density_warmup_steps"), f"{what} (allowed: 0)", f"0, or more than {dense}")
+            what = (
+                f"{steps} has no effect, because the first {dense} steps (schedule.warmup_steps) are uncompressed "
+                "(allowed: 0)"
+            )
+            yield notice((*path, "density_warmup_steps"), what, f"0, or more than {dense}")
 
 
 def _unused_block_size(section: CompressConfig) -> Iterator[Diagnostic]:
@@ -171,8 +174,11 @@ def _memory_checkpoints(section: CompressConfig) -> Iterator[Diagnostic]:
         what = f"{show(memory.max_rate)} has no effect without copies: 1 (allowed: null)"
         yield notice((*place, "max_rate"), what, 'nothing: remove the key, or add "copies": 1')
     if isinstance(memory.every, int) and isinstance(settings.every, int) and memory.every >= settings.every:
-        what = f"{memory.every} has no effect, because checkpoints in directory are at least as frequent"
-        yield notice((*place, "every"), f"{what} (useful: fewer steps)", f"less than {settings.every}")
+        what = (
+            f"{memory.every} has no effect, because checkpoints in directory are at least as frequent (useful: "
+            "fewer steps)"
+        )
+        yield notice((*place, "every"), what, f"less than {settings.every}")
     if memory.every == 1 and section.weights.method != "none":
         what = "1 gathers exact weights in every step, so compressing them has no effect (useful: 10 or more)"
         yield notice((*place, "every"), what, '10, or "weights": {"method": "none"}')

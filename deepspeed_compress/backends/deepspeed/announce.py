@@ -81,8 +81,11 @@ def warn_of_single_rank_hosts(config: CompressConfig, unit: IslandUnit | None) -
     """
     by_host = config.islands is not None and config.islands.by_host
     if config.adaptive is not None and by_host and unit is not None and unit.get_data_parallel_world_size() == 1:
-        text = f"/{SECTION}/adaptive: has no effect, because each host has one data-parallel rank, which sends neither"
-        warnings.warn(f"{text} gradients nor weights (allowed: null); remove the key", CompressWarning, stacklevel=4)
+        text = (
+            f"/{SECTION}/adaptive: has no effect, because each host has one data-parallel rank, which sends neither "
+            "gradients nor weights (allowed: null); remove the key"
+        )
+        warnings.warn(text, CompressWarning, stacklevel=4)
 
 
 def warn_of_uncounted(reasons: Sequence[str]) -> None:

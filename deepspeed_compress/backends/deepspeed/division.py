@@ -79,8 +79,11 @@ def make_islands(settings: Islands, tensor: int = 1) -> IslandUnit:
     key = f"{_ISLANDS}/{'by_host' if settings.by_host else 'size'}"
     unit = _divide(IslandUnit, _Division(_ISLANDS, "islands", None if settings.by_host else settings.size, key), tensor)
     if unit.count == 1 and settings.outer.optimizer == "average" and settings.outer.lr == 1.0:
-        text = f"{_ISLANDS}: has no effect, because all {len(unit.ranks)} ranks are one island; start more,"
-        warnings.warn(f"{text} or write smaller islands", CompressWarning, stacklevel=5)
+        text = (
+            f"{_ISLANDS}: has no effect, because all {len(unit.ranks)} ranks are one island; start more, or write "
+            "smaller islands"
+        )
+        warnings.warn(text, CompressWarning, stacklevel=5)
     return unit
 
 
