@@ -33,6 +33,8 @@ from deepspeed_compress.config.native import TENSOR
 from deepspeed_compress.errors import CompressError, ConfigError
 from deepspeed_compress.local_sgd.deepspeed.elastic import prepare_call
 
+__all__ = ["initialize", "initialize_if_asked", "zero_init_arguments"]
+
 
 def initialize(*args: Any, **options: Any) -> Any:
     """Call `deepspeed.initialize`, and apply the `deepspeed_compress` section of the configuration to the engine.
