@@ -6,11 +6,9 @@ not write the file `latest`; the writer does so once the files of all ranks exis
 """
 
 import atexit
-import gc
 import os
 import signal
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -43,7 +41,6 @@ from deepspeed_compress.checkpointing.writer import Task, tried, write_torch
 from deepspeed_compress.compression import state
 from deepspeed_compress.config.checkpointing import Checkpointing
 from deepspeed_compress.config.durations import byte_rate, seconds
-from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.session.observer import new_run
 from deepspeed_compress.session.patches import Patches
 
@@ -96,7 +93,6 @@ class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc
         self._directory = None if settings.directory is None else Path(settings.directory).absolute()
         """Absolute directory of automatic checkpoints, so that it does not depend on the working directory."""
         self._alone = alone_in(settings.directory, self._start)
-        self._warn_of_engines_there()
         self._group = dist.new_group(backend="gloo")
         rate = None if settings.max_rate is None else byte_rate(settings.max_rate)
         self._queues = [WriterQueue(Interval(settings.every), rate)]
@@ -157,8 +153,6 @@ class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc
         self._progress.close()
         if self._alone is not None:
             self._alone.close()
-        # From now on, another engine may save there.
-        self._directory = None
         if self._memory is not None:
             self._memory.close()
             self._memory = None
@@ -298,20 +292,6 @@ class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc
     @property
     def _disk(self) -> WriterQueue:
         return self._queues[0]
-
-    def _warn_of_engines_there(self) -> None:
-        """Warn if another engine of this program saves automatically in the same directory, under the same tags."""
-        if self._directory is None or self._rank:
-            return
-        engines = [one for one in gc.get_objects() if type(one) is BackgroundSaving and one is not self]
-        if all(vars(one).get("_directory") != self._directory for one in engines):
-            return
-        text = (
-            f"/deepspeed_compress/checkpointing/directory: {self._directory}: another engine of this program saves its "
-            "checkpoints there, and each would overwrite those of the other (allowed: one directory per engine); write "
-            "another directory, or call destroy() of an engine that is no longer used"
-        )
-        warnings.warn(text, CompressWarning, stacklevel=2)
 
     def _make_host_memory(self, settings: Checkpointing) -> HostMemory | None:
         if settings.memory is None:

@@ -465,22 +465,6 @@ def test_several_engines_save_in_one_program(tmp_path):
     assert run_forks(2, two_engines, str(tmp_path)) == [["global_step2"] * 3] * 2
 
 
-def make_engines(rank: int, directory: str) -> list[int]:
-    """Return the number of warnings when an engine is made: the first, the second, and the third after their end."""
-    found, engines = [], []
-    for number in range(3):
-        with caught_warnings() as texts:
-            engines.append(start(job(every=100, directory=directory)))
-        found.append(sum("another engine of this program saves" in text for text in texts))
-        for engine in engines if number else ():
-            engine.destroy()
-    return found
-
-
-def test_engines_of_a_program_that_save_in_one_directory_cause_a_warning(tmp_path):
-    assert run_forks(1, make_engines, str(tmp_path)) == [[0, 1, 0]]
-
-
 INTERVAL, STEPS = 3, 24
 
 
