@@ -18,7 +18,7 @@ from deepspeed_compress.compression.kernels import reference
 from deepspeed_compress.compression.residuals import STORAGE, Residuals
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.compression.transforms import DCT, Hadamard, Identity, Transform
-from tests.compression.operations import operations
+from tests.support.kernels import operations
 from tests.support.codecs import CODECS, SETTINGS
 from tests.support.host_waits import HostWaits
 

@@ -14,6 +14,7 @@ from tests.gpu import comparisons
 from tests.gpu.comparisons import Comparison, awkward, check, same_bits, within
 from tests.gpu.few_comparisons import wrong
 from tests.gpu.operations import COMPARISONS, few
+from tests.support.kernels import operations
 
 CPU = torch.device("cpu")
 SIZES = (0, 1, 65, 2049, 5000)
@@ -21,7 +22,7 @@ SIZES = (0, 1, 65, 2049, 5000)
 
 def planted(**wrong: Callable[..., Any]) -> SimpleNamespace:
     """Return plain torch with the faulty operations `wrong`."""
-    return SimpleNamespace(**{name: getattr(reference, name) for name in reference.__all__} | wrong)
+    return SimpleNamespace(**{name: getattr(reference, name) for name in operations(reference)} | wrong)
 
 
 def compare(row: Comparison, kernels: Any, sizes: tuple[int, ...] = SIZES) -> dict[str, object]:
@@ -45,7 +46,7 @@ def test_plain_torch_is_as_plain_torch(row: Comparison, monkeypatch: pytest.Monk
 
 
 def test_every_operation_has_a_row() -> None:
-    assert {row.operation for row in COMPARISONS} == {*reference.__all__} - {"unpack_bits", "unpack_codes"} | {
+    assert {row.operation for row in COMPARISONS} == operations(reference) - {"unpack_bits", "unpack_codes"} | {
         "compressor"
     }
 
