@@ -14,8 +14,8 @@ from torch import Tensor
 
 from deepspeed_compress.compression.kernels import reference
 from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers
-from tests.support.kernels import operations
 from tests.gpu.operations import COMPARISONS, FORMS, top_k
+from tests.support.kernels import operations
 from tests.support.triton_interpreter import Runner, compiled, gpu_or_interpreter, inexact
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")

@@ -18,9 +18,9 @@ from deepspeed_compress.compression.kernels import reference
 from deepspeed_compress.compression.residuals import STORAGE, Residuals
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.compression.transforms import DCT, Hadamard, Identity, Transform
-from tests.support.kernels import operations
 from tests.support.codecs import CODECS, SETTINGS
 from tests.support.host_waits import HostWaits
+from tests.support.kernels import operations
 
 ROWS, WIDTH = 40, 25
 SEGMENTS = (Segment("weight", 0, ROWS * WIDTH, 0, 0),)
