@@ -56,10 +56,11 @@ class Link:
 
 @pytest.mark.parametrize("first", ["these", "others"])
 def test_a_host_whose_ranks_have_succeeded_stops_when_a_rank_of_another_host_fails(first: str, tmp_path: Path) -> None:
-    ranks, link = Ranks(), Link()
+    ranks: Any = Ranks()
+    link: Any = Link()
     address, credentials = ("127.0.0.1", 1), Credentials.of_this_process()
-    agent = Agent(address, "job", Slots(2), 1.0, ranks, JobDirectory(tmp_path), print, credentials)  # type: ignore[arg-type]
-    agent._link = link  # type: ignore[assignment]
+    agent = Agent(address, "job", Slots(2), 1.0, ranks, JobDirectory(tmp_path), print, credentials)
+    agent._link = link
     rest = {"restart": 0, "world": 4, "hosts": ["127.0.0.1"], "port": 1, "resume": False, "node": 1, "first": 2}
     link.deliver(agent, "start", slots=[0, 1], **rest)
     if first == "these":

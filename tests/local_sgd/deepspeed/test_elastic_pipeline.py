@@ -42,10 +42,14 @@ def batches_of(engine: Any, job: Job) -> list[tuple[torch.Tensor, torch.Tensor]]
 
 def apart(rank: int, job: Job) -> Exchanges:
     """Train an island until three exchanges are over."""
-    engine = start(job)
+    return train_for(3, start(job), job)
+
+
+def train_for(exchanges: int, engine: Any, job: Job) -> Exchanges:
+    """Train the island of `engine` until so many exchanges are over."""
     seen = watch_exchanges(engine)
     for batch in batches_of(engine, job):
-        if len(seen.after) < 3:
+        if len(seen.after) < exchanges:
             run(engine, [batch])
     engine.destroy()
     return seen
@@ -270,12 +274,7 @@ def with_matrices_alone(rank: int, job: Job) -> Exchanges:
     deepspeed.init_distributed("gloo")
     layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1, bias=False)]
     engine = make_engine(PipelineModule(layers, num_stages=STAGES, loss_fn=nn.MSELoss()), job.config())
-    seen = watch_exchanges(engine)
-    for batch in batches_of(engine, job):
-        if len(seen.after) < 2:
-            run(engine, [batch])
-    engine.destroy()
-    return seen
+    return train_for(2, engine, job)
 
 
 @SAMPLED

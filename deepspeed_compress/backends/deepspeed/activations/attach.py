@@ -1,4 +1,4 @@
-"""Attaches what `activations` says to an engine, and measures its messages on the engine's own groups."""
+"""Compression of the activations of an engine, and measurement of their messages on the engine's own groups."""
 
 from typing import Any
 
