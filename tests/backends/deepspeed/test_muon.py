@@ -63,6 +63,24 @@ def test_uncompressed_training_is_deepspeed_to_the_bit(stage: int, name: str) ->
         assert raw == plain or name in ROUNDED
 
 
+def train_and_save(rank: int, *jobs: Job) -> list[tuple[list[float], dict[str, list[float]]]]:
+    """Return the losses and the state of the model after each job; the state waits for weights that are under way."""
+    found = []
+    for job, engine in engines(*jobs):
+        losses = run(engine, data(rank, job))
+        found.append((losses, {name: value.tolist() for name, value in engine.module.state_dict().items()}))
+    return found
+
+
+@SAMPLED
+@quiet
+@pytest.mark.parametrize("stage", [1, 2])
+def test_overlapped_weights_change_no_bit(stage: int) -> None:
+    jobs = [muon(stage, {**BOTH, "weights": {**BOTH["weights"], "overlap": one}}) for one in (False, True)]
+    for waiting, overlapped in run_forks(2, train_and_save, *jobs):
+        assert overlapped == waiting
+
+
 MODELS = {
     "four owners": lambda: nn.Sequential(nn.Linear(12, 30, bias=False), nn.Tanh(), nn.Linear(30, 1)),
     "two owners of four ranks": lambda: nn.Sequential(nn.Linear(12, 3).requires_grad_(False), nn.Linear(3, 1)),
