@@ -1,4 +1,7 @@
-"""Constants of the model: shares of the published figures that training achieves, and factors of typical costs."""
+"""Constants of the model: shares of the published figures that training achieves, and factors of typical costs.
+
+The first four were fitted to published training steps by `launch/studies/planner_calibration.py`.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,6 +32,19 @@ class Constants:
         """Origin of the values."""
         return "fitted on A100" if self == Constants() else "measured"
 
+
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    """Range of the runs that the constants are fitted to."""
+
+    software: str
+    parameters: tuple[float, float]
+    gpus: int
+    network: float
+
+
+CALIBRATED = Calibrated("megatron", (1.6e9, 1.02e12), 3072, 200e9)
+"""The 18 runs of `launch/studies/published_steps.csv`, whose nodes have eight cards of 200 Gbit/s."""
 
 MEANINGS: Mapping[str, str] = {
     "matmul": "share of the peak rate that large matrix products reach",

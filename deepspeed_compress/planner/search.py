@@ -4,9 +4,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from deepspeed_compress.planner.calibration import CALIBRATED
 from deepspeed_compress.planner.cluster import Cluster
-from deepspeed_compress.planner.constants import Constants
+from deepspeed_compress.planner.constants import CALIBRATED, Constants
 from deepspeed_compress.planner.gpus import CALIBRATED_GPU
 from deepspeed_compress.planner.layout import Engine, Layout
 from deepspeed_compress.planner.layouts import Layouts

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from deepspeed_compress.planner.calibration import FITTED
 from deepspeed_compress.planner.cluster import Cluster
 from deepspeed_compress.planner.compute import Device
+from deepspeed_compress.planner.constants import Constants
 from deepspeed_compress.planner.gpus import find_gpu
 from deepspeed_compress.planner.layout import Layout
 from deepspeed_compress.planner.links import NOTHING, Links, Message
@@ -77,8 +77,8 @@ def _cell(before: float, after: float) -> str:
 
 def messages(layout: Layout, compressed: bool) -> Mapping[str, Message]:
     """Return the messages of a rank in a step, by kind."""
-    links = Links(Cluster(find_gpu("H100"), layout.ranks, PER_NODE, GBIT * 1e9 / 8), FITTED)
-    device = Device(links.cluster.gpu, FITTED, SOFTWARE["deepspeed"])
+    links = Links(Cluster(find_gpu("H100"), layout.ranks, PER_NODE, GBIT * 1e9 / 8), Constants())
+    device = Device(links.cluster.gpu, Constants(), SOFTWARE["deepspeed"])
     layers, micro = LLAMA_7B.layers / layout.pipeline, layout.accumulation
     sums = tensor_traffic(links, device, LLAMA_7B, SEQ, layout).message.times(layers * micro)
     # The planner charges DeepSpeed for whole tensors. Each tensor rank sends its part, as Megatron's do.
