@@ -100,6 +100,10 @@ class _Service:
         futures = [self._policy.submit(prompt, sampling) for _ in range(request.n)]
         try:
             answers = await asyncio.gather(*map(asyncio.wrap_future, futures))
+        except asyncio.CancelledError:
+            if not self._policy.stopped:
+                raise
+            raise HTTPException(503, "the policy has stopped") from None
         except (RolloutError, OSError) as error:
             raise HTTPException(503, f"the weights cannot be updated: {error}") from error
         return self._response(prompt, answers, sampling.stop)
