@@ -140,7 +140,8 @@ TABLE = {
         "torch megatron numpy packaging",
     ),
     "agents": allow("errors", "torch"),
-    "agents.endpoint": allow("agents errors", "fastapi pydantic starlette"),
+    "agents.endpoint": allow("agents errors", "fastapi starlette"),
+    "agents.requests": allow("agents config.problems", "fastapi jinja2 pydantic"),
     "rollout": allow(
         "collectives.buckets collectives.objects compression.compressors.base config.names errors", "pydantic torch"
     ),

@@ -2,6 +2,10 @@
 
 The fields beyond OpenAI's are those of vLLM (`prompt_token_ids`, and `token_ids` of a choice), which tracers of agent
 frameworks record. The version is part of the model's name in a response: "policy@12".
+
+Fields that would change an answer but are not implemented are refused by name (see `requests`). Tools reach the chat
+template, but tool calls in answers stay text. An answer ends with the token that completes one of its stop strings. As
+in vLLM, only its text is cut before the string: token ids and log-probabilities are those of all sampled tokens.
 """
 
 import asyncio
@@ -11,40 +15,18 @@ import uuid
 from typing import Any
 
 from fastapi import FastAPI, HTTPException
-from pydantic import BaseModel, Field
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as HttpMessage
 
-from deepspeed_compress.agents.generation import Sampling
+from deepspeed_compress.agents.generation import StopStrings
 from deepspeed_compress.agents.policy import Answer, Policy
+from deepspeed_compress.agents.requests import ChatRequest, check, make_prompt
 from deepspeed_compress.errors import RolloutError
 
 _LARGEST_BODY = 1 << 26
 """Bytes of the largest request."""
-
-
-class Message(BaseModel):
-    """A message of a conversation."""
-
-    role: str
-    content: str = Field(max_length=1 << 20)
-
-
-class ChatRequest(BaseModel):
-    """The fields of an OpenAI chat-completion request that the endpoint reads. Other fields are ignored."""
-
-    messages: list[Message] = Field(min_length=1, max_length=1000)
-    max_tokens: int = Field(64, ge=1, le=32768)
-    max_completion_tokens: int | None = Field(None, ge=1, le=32768)
-    temperature: float = Field(1.0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    n: int = Field(1, ge=1, le=128)
-
-    @property
-    def sampling(self) -> Sampling:
-        return Sampling(self.max_completion_tokens or self.max_tokens, self.temperature, self.top_p)
 
 
 def make_endpoint(policy: Policy, tokenizer: Any, name: str = "policy", secret: str | None = None) -> FastAPI:
@@ -110,16 +92,21 @@ class _Service:
         return {"object": "list", "data": [{"id": self._name, "object": "model", "owned_by": "deepspeed_compress"}]}
 
     async def chat(self, request: ChatRequest) -> dict[str, Any]:
-        prompt = self._prompt(request.messages)
+        check(request, self._tokenizer)
+        prompt, sampling = make_prompt(request, self._tokenizer), request.sampling(self._tokenizer)
         if not prompt:
             raise HTTPException(400, "the messages contain no token of the model's vocabulary")
-        self._check_length(len(prompt) + request.sampling.max_tokens)
-        futures = [self._policy.submit(prompt, request.sampling) for _ in range(request.n)]
+        self._check_length(len(prompt) + sampling.max_tokens)
+        futures = [self._policy.submit(prompt, sampling) for _ in range(request.n)]
         try:
             answers = await asyncio.gather(*map(asyncio.wrap_future, futures))
+        except asyncio.CancelledError:
+            if not self._policy.stopped:
+                raise
+            raise HTTPException(503, "the policy has stopped") from None
         except (RolloutError, OSError) as error:
             raise HTTPException(503, f"the weights cannot be updated: {error}") from error
-        return self._response(prompt, answers)
+        return self._response(prompt, answers, sampling.stop)
 
     def _check_length(self, tokens: int) -> None:
         """Refuse positions that the model does not have: on a GPU, they would end the process."""
@@ -127,15 +114,7 @@ class _Service:
         if longest is not None and tokens > longest:
             raise HTTPException(400, f"prompt and completion have up to {tokens} tokens (allowed: {longest})")
 
-    def _prompt(self, messages: list[Message]) -> list[int]:
-        if self._tokenizer.chat_template is None:
-            return list(self._tokenizer("\n".join(one.content for one in messages)).input_ids)
-        plain = [one.model_dump() for one in messages]
-        return list(
-            self._tokenizer.apply_chat_template(plain, add_generation_prompt=True, return_dict=True)["input_ids"]
-        )
-
-    def _response(self, prompt: list[int], answers: list[Answer]) -> dict[str, Any]:
+    def _response(self, prompt: list[int], answers: list[Answer], stop: StopStrings) -> dict[str, Any]:
         produced = sum(len(one.completion.tokens) for one in answers)
         return {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
@@ -144,7 +123,7 @@ class _Service:
             # Samples of one request may come from two versions; the oldest one is named.
             "model": f"{self._name}@{min(one.version for one in answers)}",
             "prompt_token_ids": prompt,
-            "choices": [self._choice(index, answer) for index, answer in enumerate(answers)],
+            "choices": [self._choice(index, answer, stop) for index, answer in enumerate(answers)],
             "usage": {
                 "prompt_tokens": len(prompt),
                 "completion_tokens": produced,
@@ -152,17 +131,16 @@ class _Service:
             },
         }
 
-    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
+    def _choice(self, index: int, answer: Answer, stop: StopStrings) -> dict[str, Any]:
         completion = answer.completion
         texts = [self._tokenizer.decode([token]) for token in completion.tokens]
         content = [
             {"token": text, "logprob": logprob, "bytes": None, "top_logprobs": []}
             for text, logprob in zip(texts, completion.logprobs, strict=True)
         ]
-        text = self._tokenizer.decode(completion.tokens, skip_special_tokens=True)
         return {
             "index": index,
-            "message": {"role": "assistant", "content": text},
+            "message": {"role": "assistant", "content": stop.text(completion.tokens)},
             "finish_reason": "stop" if completion.finished else "length",
             "token_ids": list(completion.tokens),
             "logprobs": {"content": content},

@@ -84,7 +84,13 @@ class Learner:
         self._rank, self._ranks = dist.get_rank(engine.data_parallel_group), engine.dp_world_size
 
     def learn(self, samples: Sequence[Sample], version: int) -> Learned:
-        """Learn from `samples`, now that the weights have version `version`. Collective."""
+        """Learn from `samples`, now that the weights have version `version`. Collective.
+
+        Raises:
+            ValueError: there are no samples, or those of an episode have different rewards.
+        """
+        if not samples:
+            raise ValueError("there are no samples to learn from")
         losses = []
         scored = list(zip(samples, advantages(samples), strict=True))
         # A policy that is resumed from a checkpoint continues with the same order.
@@ -120,7 +126,7 @@ class Learner:
         engine = self._engine
         batch = collate([one for one, _ in part], [score for _, score in part], self._pad, engine.device)
         # DeepSpeed averages over ranks and micro-steps, but the loss is a mean over tokens.
-        scale = self._ranks * engine.gradient_accumulation_steps() / tokens
+        scale = self._ranks * engine.gradient_accumulation_steps() / (tokens or 1.0)
         loss = (self._token_losses(batch) * batch.weights).sum() * scale
         engine.backward(loss)
         engine.step()

@@ -73,6 +73,11 @@ class Policy:
             request.answer.cancel()
         return request.answer
 
+    @property
+    def stopped(self) -> bool:
+        """Return True after `stop` was called."""
+        return self._stopped.is_set()
+
     def stop(self) -> None:
         """Stop after the running batch; requests that still wait are canceled."""
         self._stopped.set()

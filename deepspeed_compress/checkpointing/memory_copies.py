@@ -21,7 +21,7 @@ from typing import Any
 
 from deepspeed_compress.checkpointing.completeness import FileList, temporary, unfinished, write_list
 from deepspeed_compress.checkpointing.movement import DRAIN, LOOK, Movement
-from deepspeed_compress.checkpointing.processes import fork_from_rank
+from deepspeed_compress.checkpointing.processes import fork_from_rank, wait_for
 from deepspeed_compress.errors import StateError
 from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.connection import Connection
@@ -142,7 +142,7 @@ class Receiver:
         with suppress(OSError):
             self._connection.send(None)
         self._connection.close()
-        os.waitpid(self.process, 0)
+        wait_for(self.process)
 
 
 class _Taker:

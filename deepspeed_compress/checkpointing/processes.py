@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 from collections.abc import Callable, Collection
+from contextlib import suppress
 
 import torch
 
@@ -23,6 +24,12 @@ def fork_from_rank(run: Callable[[], object], kept: Collection[int]) -> int:
         code = 0
     finally:
         os._exit(code)
+
+
+def wait_for(process: int) -> None:
+    """Wait until a forked process has ended. The program may have reaped it, or have the system do so (SIGCHLD)."""
+    with suppress(ChildProcessError):
+        os.waitpid(process, 0)
 
 
 def _leave_rank(kept: Collection[int]) -> None:

@@ -29,7 +29,7 @@ from deepspeed_compress.checkpointing.direct import DirectFile
 from deepspeed_compress.checkpointing.memory_copies import Destination, send_copies
 from deepspeed_compress.checkpointing.memory_directory import keep_only
 from deepspeed_compress.checkpointing.movement import Movement
-from deepspeed_compress.checkpointing.processes import fork_from_rank
+from deepspeed_compress.checkpointing.processes import fork_from_rank, wait_for
 from deepspeed_compress.checkpointing.snapshot import Call, Kept, read_calls
 from deepspeed_compress.errors import StateError
 
@@ -118,7 +118,7 @@ class Writer:
         """Wait until the process has written everything, and end it."""
         self._connection.close()
         self._socket.close()
-        os.waitpid(self.process, 0)
+        wait_for(self.process)
 
 
 def _write_all(connection: Connection, private: bool) -> None:

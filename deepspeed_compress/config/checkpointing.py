@@ -47,6 +47,6 @@ class Checkpointing(Model):
     timeout: Duration = "10 min"
     """Time that the first rank waits for the files of all other ranks before a checkpoint counts as failed."""
     max_rate: ByteRate | None = None
-    """Largest rate at which each rank writes DeepSpeed's files; null has no limit."""
+    """Largest rate at which each rank writes DeepSpeed's files in the background; null has no limit."""
     memory: MemoryCheckpoints | None = None
     """More frequent checkpoints in the memory of the hosts, in addition to `directory`; null saves none."""

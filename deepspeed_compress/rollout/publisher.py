@@ -329,6 +329,11 @@ def _check_alone(store: Store, chain: Chain) -> None:
             f"another publisher has started on the same store, and has deleted what was written of version "
             f"{chain.version + 1}; end it, or use another store"
         )
+    # A publisher that was held up between this check and its manifest may have replaced the version before ours.
+    if chain.digest and read_manifest(store, chain.version).digest != chain.digest:
+        raise RolloutError(
+            f"another publisher has replaced version {chain.version} in the same store; end it, or use another store"
+        )
 
 
 def _check_range(one: Slice, copy: Tensor) -> None:

@@ -120,3 +120,18 @@ def test_the_mean_reward_counts_an_episode_once(monkeypatch: pytest.MonkeyPatch)
     short = replace(long[0], reward=0.0, episode="short")
     learned = Learner(OneRank(torch.zeros(1, 4, 10)), PAD, LearnerSettings()).learn([*long, short], 0)
     assert learned.reward == 0.5
+
+
+def test_samples_without_weight_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
+    engine = OneRank(torch.zeros(1, 4, 10))
+    chosen = [Sample((1, 2), (3, 4), (-2.0, -2.5), reward, "task", weight=0.0) for reward in (0.0, 1.0)]
+    assert Learner(engine, PAD, LearnerSettings()).learn(chosen, 0).loss == 0
+    assert engine.logits.grad is not None
+    assert engine.logits.grad.abs().max() == 0
+
+
+def test_no_samples_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
+    with pytest.raises(ValueError, match="there are no samples to learn from"):
+        Learner(OneRank(torch.zeros(1, 4, 10)), PAD, LearnerSettings()).learn([], 0)

@@ -166,6 +166,14 @@ def test_requests_during_a_failed_update_fail_and_later_ones_are_answered(kind: 
     policy.stop()
 
 
+def test_requests_to_a_policy_that_has_stopped_fail() -> None:
+    policy = Policy(network(), PAD, END, idle_s=0.001)
+    policy.stop()
+    request = {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 2}
+    refused = client(policy=policy).post("/v1/chat/completions", json=request)
+    assert (refused.status_code, refused.json()) == (503, {"detail": "the policy has stopped"})
+
+
 def client(secret: str | None = None, policy: Policy | None = None) -> Any:
     pytest.importorskip("fastapi", reason="fastapi is not installed: pip install deepspeed-compress[rollout]")
     from fastapi.testclient import TestClient

@@ -1,7 +1,7 @@
 """Models that publishers and receivers refuse by name, and values that they hold bit for bit."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from deepspeed_compress.rollout.changes import apply, encode_lossy
 from deepspeed_compress.rollout.versions import find_versions
 from tests.support.forks import run_forks
 
+KINDS: Mapping[torch.dtype, Any] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
 
 class Values(nn.Module):
     """A model of one tensor of any shape."""
@@ -25,17 +27,19 @@ class Values(nn.Module):
         self.values = nn.Parameter(values)
 
 
-def nans() -> Tensor:
-    """Return every bf16 number, with all NaNs and both zeros, and a length that is no multiple of a vector's."""
+def nans(dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Return every number of 16 bits, with all NaNs and both zeros, and a length that is no multiple of a vector's."""
     every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
-    return torch.cat([every, every[-3:]]).view(torch.bfloat16)
+    return torch.cat([every, every[-3:]]).view(dtype)
 
 
-@pytest.mark.parametrize("wide", [torch.bfloat16, torch.float32], ids=str)
-def test_every_bf16_number_arrives_in_a_wider_module(wide: torch.dtype, tmp_path: Path) -> None:
-    trained, store = Values(torch.zeros_like(nans())), DirectoryStore(tmp_path)
-    publisher, receiver = Publisher(trained, store), Receiver(Values(torch.zeros(len(nans()), dtype=wide)), store)
-    for values in (nans(), nans().roll(1), torch.zeros_like(nans()), nans()):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_every_number_of_16_bits_arrives_in_a_wider_module(is_wide: bool, dtype: torch.dtype, tmp_path: Path) -> None:
+    wide, kind, every = torch.float32 if is_wide else dtype, KINDS[dtype], nans(dtype)
+    trained, store = Values(torch.zeros_like(every)), DirectoryStore(tmp_path)
+    publisher, receiver = Publisher(trained, store, kind), Receiver(Values(torch.zeros(len(every), dtype=wide)), store)
+    for values in (every, every.roll(1), torch.zeros_like(every), every):
         trained.values.data.copy_(values)
         publisher.publish()
         assert receiver.update()
@@ -46,7 +50,7 @@ def test_every_bf16_number_arrives_in_a_wider_module(wide: torch.dtype, tmp_path
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
 def test_nans_of_training_arrive_in_a_wider_module(dtype: torch.dtype, tmp_path: Path) -> None:
-    kind: Any = "fp16" if dtype is torch.float16 else "bf16"
+    kind = KINDS.get(dtype, "bf16")
     trained, store = Values(torch.randn(41)), DirectoryStore(tmp_path)
     publisher, receiver = Publisher(trained, store, kind), Receiver(Values(torch.zeros(41, dtype=torch.float64)), store)
     for place in range(41):
@@ -157,8 +161,12 @@ class Interrupted(DirectoryStore):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.interrupt: Callable[[], object] = lambda: None
+        self.delay: Callable[[], object] = lambda: None
+        """Function that is called before a manifest is stored."""
 
     def put(self, name: str, data: bytes) -> None:
+        if name.endswith(".manifest"):
+            self.delay()
         super().put(name, data)
         interrupt, self.interrupt = self.interrupt, lambda: None
         interrupt()
@@ -183,6 +191,21 @@ def test_a_publisher_that_another_one_interrupts_does_not_replace_its_parts(tmp_
     store.interrupt = Publisher(second, DirectoryStore(tmp_path)).publish
     with pytest.raises(RolloutError, match="another publisher has written version 2"):
         mine.publish(full=True)
+    assert torch.equal(received(store), second.values)
+
+
+def test_a_version_that_another_publisher_has_replaced_is_followed_by_a_full_copy(tmp_path: Path) -> None:
+    """Otherwise no new receiver could reach the versions that build on it."""
+    first, second = (Values(torch.full((3,), value)) for value in (1.0, 2.0))
+    late, store = Interrupted(tmp_path), DirectoryStore(tmp_path)
+    mine, other = Publisher(first, late), Publisher(second, store)
+    mine.publish()
+    late.delay = other.publish
+    mine.publish(full=True)
+    second.values.data += 1
+    with pytest.raises(RolloutError, match="another publisher has replaced version 2 in the same store"):
+        other.publish()
+    other.publish()
     assert torch.equal(received(store), second.values)
 
 

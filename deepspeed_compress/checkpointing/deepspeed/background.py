@@ -134,9 +134,12 @@ class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc
             super().makedirs(path, exist_ok)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Keep a file of the current checkpoint; write it immediately if none is being saved (`save_16bit_model`)."""
+        """Keep a file of the current checkpoint; write it immediately if none is being saved (`save_16bit_model`).
+
+        The program waits for such an export, so `max_rate` would only prolong it.
+        """
         if self._open is None:
-            write_torch(state_dict, Path(path), self._queue.rate)
+            write_torch(state_dict, Path(path), None)
             return
         call = Call(write_torch, (state_dict, Path(path), self._queue.rate, self._claim.held), (Path(path),))
         self._open.add(call)

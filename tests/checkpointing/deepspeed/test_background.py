@@ -11,6 +11,7 @@ from contextlib import redirect_stderr, suppress
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from deepspeed.utils import zero_to_fp32
 
 import deepspeed_compress
 from deepspeed_compress import StateError
+from deepspeed_compress.checkpointing import writer
 from deepspeed_compress.checkpointing.catalog import checkpoints
 from deepspeed_compress.checkpointing.claim import Claim
 from deepspeed_compress.checkpointing.completeness import find_problems, list_paths
@@ -394,20 +396,23 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_taken(tmp_path):
 
 
 def export(rank: int, directory: str) -> list:
-    one = job(1)
+    one = job(1, max_rate="1 kB/s")
     engine = start(one)
     run(engine, data(rank, one)[:2])
-    engine.save_16bit_model(directory, "model.bin")
+    with patch.object(writer, "DirectFile", wraps=DirectFile) as opened:
+        engine.save_16bit_model(directory, "model.bin")
+    rates = [call.args[1] for call in opened.call_args_list]
     deepspeed_compress.detach(engine)
     engine.save_checkpoint(directory)
     engine.destroy()
-    return [(Path(directory) / "latest").read_text(), sorted(torch.load(Path(directory) / "model.bin"))]
+    return [(Path(directory) / "latest").read_text(), sorted(torch.load(Path(directory) / "model.bin")), rates]
 
 
 def test_exports_are_written_at_once_and_detached_engines_save_like_deepspeed(tmp_path):
-    for latest, names in run_forks(2, export, str(tmp_path)):
+    for rank, (latest, names, rates) in enumerate(run_forks(2, export, str(tmp_path))):
         assert latest == "global_step2"
         assert "0.weight" in names
+        assert rates == ([] if rank else [None])
 
 
 def pipelines(rank: int, directory: str) -> list:
