@@ -70,6 +70,8 @@ class Description:
         layouts: by store, the parameter ranges of each of its messages, in the order of the tensors "NAME/0", "NAME/1"
             ...
         bases: by store, the basis of each of its messages (see `transforms.described`).
+        save: name of the save, which the engine's files contain, too; empty without such files, and in files of earlier
+            versions of this package.
     """
 
     version: int
@@ -83,6 +85,12 @@ class Description:
     storage: Mapping[str, str]
     layouts: Mapping[str, Sequence[Layout]]
     bases: Mapping[str, Sequence[Mapping[str, Any]]]
+    save: str = ""
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Return the JSON fields. An empty `save` is left out, since digests of earlier versions do not cover it."""
+        return {name: value for name, value in asdict(self).items() if (name, value) != ("save", "")}
 
 
 @dataclass(frozen=True)
@@ -114,6 +122,7 @@ def contents(
     loss_scale: float,
     section: Mapping[str, Any],
     decisions: Mapping[str, Any],
+    save: str = "",
 ) -> Contents:
     """Return the current contents of `stores`. Tensors on the host may share memory with them."""
     held = {name: list(store.payloads()) for name, store in stores.items()}
@@ -130,6 +139,7 @@ def contents(
         storage={name: store.dtype for name, store in stores.items()},
         layouts={name: [layout for layout, _ in slots] for name, slots in held.items()},
         bases={name: [described(basis) for basis in stores[name].bases().values()] for name in held},
+        save=save,
     )
     return Contents(tensors, description)
 
@@ -142,7 +152,7 @@ def write(contents: Contents, file: Path, held: Callable[[], AbstractContextMana
     try:
         save_file(dict(contents.tensors), tensors)
         description = replace(contents.description, sha256=_digest(tensors, contents.description))
-        text.write_text(json.dumps(asdict(description), indent=1), encoding="utf-8")
+        text.write_text(json.dumps(description.fields, indent=1), encoding="utf-8")
         with held():
             # A half-replaced pair must not look complete.
             file.with_suffix(".json").unlink(missing_ok=True)
@@ -154,7 +164,7 @@ def write(contents: Contents, file: Path, held: Callable[[], AbstractContextMana
 
 
 def _digest(file: Path, description: Description) -> str:
-    fields = json.dumps(asdict(replace(description, sha256="")), sort_keys=True)
+    fields = json.dumps(replace(description, sha256="").fields, sort_keys=True)
     with file.open("rb") as stream:
         tensors = hashlib.file_digest(stream, "sha256").hexdigest()
     return hashlib.sha256(f"{tensors}{fields}".encode()).hexdigest()
@@ -224,7 +234,8 @@ def _checked(found: Description) -> Description:
         raise ValueError(f"{place}: no such rank")
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf:
         raise ValueError(f"loss_scale {scale!r:.60}")
-    _name(found.sha256)
+    for name in (found.sha256, found.save):
+        _name(name)
     for fields in (found.section, found.decisions):
         fields.keys()
     for name, slots in found.layouts.items():

@@ -208,10 +208,14 @@ class _Children:
             child, status = os.waitpid(-1, os.WNOHANG)
             if not child:
                 return
+            rank = self._living.pop(child, None)
+            if rank is None:
+                # An imported library has started this process.
+                continue
             with suppress(OSError):
                 # The rank may leave processes behind, such as data loader workers.
                 os.killpg(child, signal.SIGKILL)
-            self._agent.send((self._living.pop(child), os.waitstatus_to_exitcode(status)))
+            self._agent.send((rank, os.waitstatus_to_exitcode(status)))
 
 
 def _detach(parent: int) -> None:

@@ -1,13 +1,15 @@
-"""Heartbeats of ranks: each rank writes a few numbers into its own file in a directory of its agent.
+"""Heartbeats of ranks: each engine of a rank writes a few numbers into its own file in a directory of its agent.
 
-The rank writes them after each step and before each forward pass, and the agent reads them. Writing takes one system
+It writes them after each step and before each forward pass, and the agent reads them. Writing takes one system
 call on memory, and a failure to write is ignored.
 """
 
 import contextlib
 import os
 import struct
+import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,11 +26,11 @@ _FORMAT = struct.Struct("<dqq")
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Heartbeat of a rank.
+    """Heartbeat of one or several engines.
 
     Attributes:
-        time: time on the host's monotonic clock, in seconds; 0 if there is none yet.
-        steps: optimizer steps of the engine.
+        time: time of the newest one on the host's monotonic clock, in seconds; 0 if there is none yet.
+        steps: optimizer steps of the engine that has made the most.
         saves: True if the rank saves on SIGTERM before it ends.
     """
 
@@ -38,13 +40,13 @@ class Heartbeat:
 
 
 class HeartbeatWriter:
-    """Writer of the heartbeats of `rank` into the agent's `directory`."""
+    """Writer of the heartbeats of one engine of `rank` into a new file in the agent's `directory`."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         self._steps, self._saves = 0, False
         self._descriptor: int | None = None
         with contextlib.suppress(OSError):
-            self._descriptor = os.open(_file(directory, rank), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._descriptor, _ = tempfile.mkstemp(prefix=_prefix(rank), dir=directory)
 
     def stepped(self, steps: int) -> None:
         """Record that `steps` optimizer steps have been made."""
@@ -66,19 +68,31 @@ class HeartbeatWriter:
                 os.pwrite(self._descriptor, _FORMAT.pack(now, self._steps, self._saves), 0)
 
     def close(self) -> None:
+        """Withdraw the heartbeat, since silence of this engine no longer means anything, and close the file."""
+        self.saves(False)
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
 
 def read_heartbeat(directory: Path, rank: int) -> Heartbeat | None:
-    """Return the latest heartbeat of `rank`; None before its first one."""
+    """Return the latest heartbeat of all engines of `rank`; None before their first one."""
+    return read_latest(directory.glob(f"{_prefix(rank)}*"))
+
+
+def read_latest(files: Iterable[Path]) -> Heartbeat | None:
+    """Return the latest heartbeat in `files`; None without any."""
+    found = [_FORMAT.unpack(content) for file in files if len(content := _content(file)) == _FORMAT.size]
+    times, steps, saves = zip(*found, strict=True) if found else ((), (), ())
+    return Heartbeat(max(times), max(steps), any(saves)) if found else None
+
+
+def _content(file: Path) -> bytes:
     try:
-        now, steps, saves = _FORMAT.unpack(_file(directory, rank).read_bytes())
-    except (OSError, struct.error):
-        return None
-    return Heartbeat(now, steps, bool(saves))
+        return file.read_bytes()
+    except OSError:
+        return b""
 
 
-def _file(directory: Path, rank: int) -> Path:
-    return directory / f"rank_{rank:05d}"
+def _prefix(rank: int) -> str:
+    return f"rank_{rank:05d}_"

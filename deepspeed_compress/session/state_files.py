@@ -47,16 +47,27 @@ class Place:
 
 
 def save_state_files(
-    session: Session, directory: Path, place: Place, zero_stage: int, step: int, loss_scale: float, write: Write
+    session: Session,
+    directory: Path,
+    place: Place,
+    zero_stage: int,
+    step: int,
+    loss_scale: float,
+    write: Write,
+    save: str = "",
 ) -> None:
-    """Have `write` write the files of this rank after `step` optimizer steps."""
+    """Have `write` write the files of this rank after `step` optimizer steps. `save` is the name of the save."""
     section, decisions = masked(session.config.model_dump(mode="json")), session.decisions()
-    kept = state.contents(session.stores, place.position, zero_stage, step, loss_scale, section, decisions)
+    kept = state.contents(session.stores, place.position, zero_stage, step, loss_scale, section, decisions, save)
     write(kept, state.state_file(directory, place.rank))
 
 
-def load_state_files(session: Session, directory: Path, place: Place, loss_scale: float) -> int | None:
+def load_state_files(
+    session: Session, directory: Path, place: Place, loss_scale: float, step: int | None = None, save: str = ""
+) -> int | None:
     """Restore the state that `save_state_files` wrote to `directory`, on all ranks or on none. Collective.
+
+    `step` and `save` are those of the engine's files; see `check_save`.
 
     Returns:
         The optimizer step at which it was saved; None if every store starts empty.
@@ -67,7 +78,7 @@ def load_state_files(session: Session, directory: Path, place: Place, loss_scale
     """
     decided = session.decisions()
     try:
-        return result_on_all(partial(_restore, session, directory, place, loss_scale), place.group)
+        return result_on_all(partial(_restore, session, directory, place, loss_scale, step, save), place.group)
     except StateError as error:
         text = str(error)
     session.reset()
@@ -82,9 +93,10 @@ def load_state_files(session: Session, directory: Path, place: Place, loss_scale
     return None
 
 
-def _restore(session: Session, directory: Path, place: Place, loss_scale: float) -> int:
+def _restore(session: Session, directory: Path, place: Place, loss_scale: float, step: int | None, save: str) -> int:
     """Restore the state of this rank, and return the step at which it was saved."""
     found = state.sources(directory, place.rank, place.position)
+    check_save(found, step, save)
     check_owners(found[0][1], session.config)
     check_parameters([description for _, description in found], session.parameters)
     check_experts(found[0][1], session.stores, place.position)
@@ -119,6 +131,22 @@ def result_on_all(work: Callable[[], T], group: ProcessGroup | None = None, prob
     if problems:
         raise StateError(f"{problem}{'; '.join(problems)}")
     return cast(T, result)
+
+
+def check_save(found: Iterable[tuple[Path, state.Description]], step: int | None, save: str) -> None:
+    """Raise StateError if the files `found` were left by an earlier save of the same tag.
+
+    Args:
+        found: the files and their descriptions. Earlier versions of this package did not name the save.
+        step: step of the engine's files of the checkpoint; None if it has none.
+        save: name of the save in the engine's files; empty if it was without this package.
+    """
+    for file, saved in found if step is not None else ():
+        if saved.step != step or saved.save not in ("", save):
+            raise StateError(
+                f"{file.with_suffix('.json')} was left by an earlier save of this tag, after step {saved.step}: "
+                f"DeepSpeed's files next to it were saved after step {step}, without a state of compression"
+            )
 
 
 def check_owners(saved: state.Description, config: CompressConfig) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from deepspeed_compress.checkpointing.catalog import LATEST
 from deepspeed_compress.checkpointing.deepspeed.universal import universal_if_newest
 from deepspeed_compress.errors import CompressWarning, ConfigError
-from deepspeed_compress.launcher.heartbeat import AGENT, RESUME, HeartbeatWriter, read_heartbeat
+from deepspeed_compress.launcher.heartbeat import AGENT, RESUME, HeartbeatWriter, read_latest
 from deepspeed_compress.session.protocols import BackgroundCheckpoints
 from deepspeed_compress.session.session import Session
 
@@ -86,9 +86,8 @@ def _load_newest(engine: Any, saving: BackgroundCheckpoints, directory: str) -> 
 
 def _continuing(path: Path, directory: Path, steps: int) -> str:
     """Return the line that says from which checkpoint this start continues, and how many steps it repeats."""
-    ranks = Path(os.environ[AGENT]).parent.glob("*/rank_*")
-    last = (read_heartbeat(file.parent, int(file.name.removeprefix("rank_"))) for file in ranks)
-    repeated = max(0, max((one.steps for one in last if one is not None), default=0) - steps)
+    last = read_latest(Path(os.environ[AGENT]).parent.glob("*/rank_*"))
+    repeated = max(0, (0 if last is None else last.steps) - steps)
     place = path.parent if path.is_file() else path
     # In the memory of hosts there are only checkpoints of `every`, whose tags have one part.
     tag = place.relative_to(directory).as_posix() if place.is_relative_to(directory) else place.name

@@ -1,9 +1,11 @@
 """Parts of DeepSpeed that this package relies on, checked before anything is attached."""
 
+import functools
 import importlib
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from packaging.version import Version
 
@@ -187,9 +189,14 @@ def check_seams(seams: Sequence[Seam], found: str) -> None:
 def _parameters(target: str) -> tuple[str, ...] | None:
     module, _, path = target.partition(":")
     try:
-        found = importlib.import_module(module)
+        found: Any = importlib.import_module(module)
         for name in path.split("."):
             found = getattr(found, name)
     except (ImportError, AttributeError):
         return None
-    return tuple(inspect.signature(found).parameters)  # type: ignore[arg-type]
+    return _names(found)
+
+
+@functools.cache
+def _names(function: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)

@@ -28,7 +28,7 @@ from deepspeed_compress.backends.deepspeed.sigterm import SigtermHandler, saves_
 from deepspeed_compress.checkpointing.catalog import is_complete
 from deepspeed_compress.checkpointing.claim import Claim
 from deepspeed_compress.checkpointing.completeness import Save
-from deepspeed_compress.checkpointing.deepspeed.exclusive import alone_in, start_of_all
+from deepspeed_compress.checkpointing.deepspeed.exclusive import alone_in, check_only_engine, start_of_all
 from deepspeed_compress.checkpointing.deepspeed.limits import check_saving
 from deepspeed_compress.checkpointing.deepspeed.memory_placement import HostMemory
 from deepspeed_compress.checkpointing.deepspeed.participants import LoadRequest, Participant, SaveRequest
@@ -96,14 +96,19 @@ class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc
         self._group = dist.new_group(backend="gloo")
         rate = None if settings.max_rate is None else byte_rate(settings.max_rate)
         self._queues = [WriterQueue(Interval(settings.every), rate)]
-        self._memory = self._make_host_memory(settings)
+        self._memory: HostMemory | None = None
+        try:
+            self._memory = self._make_host_memory(settings)
+        except BaseException:
+            self._release()
+            raise
         self._copies = copies_for_device()
         self._open: Snapshot | None = None
         self._queue = self._disk
         self._claim = Claim(Path(), self._start)
         """Claim of the checkpoint that is being saved, like `_queue`."""
         self._copying: Thread | None = None
-        self._automatic = False
+        self._automatic = self._has_saved = False
         self._saved = -1
         """Step of the last automatic checkpoint on disk."""
         self._sigterm = SigtermHandler() if saves_on_sigterm(settings) else None
@@ -154,6 +159,12 @@ class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc
             self._sigterm.stop_listening()
         self.before_step()
         self._progress.close()
+        self._release()
+
+    def _release(self) -> None:
+        """End the writer processes, and release the directories and the group."""
+        for queue in self._queues:
+            queue.close()
         if self._alone is not None:
             self._alone.close()
         if self._memory is not None:
@@ -335,7 +346,8 @@ class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc
 
     def _save_automatically(self, queue: WriterQueue) -> None:
         queue.interval.begin()
-        self._automatic = True
+        check_only_engine(Path(str(self._directory)), self._run, self._has_saved)
+        self._automatic = self._has_saved = True
         try:
             if queue is self._disk or self._memory is None:
                 self._saved = int(self._engine.global_steps)

@@ -12,7 +12,7 @@ from typing import Any
 
 from deepspeed_compress.backends.deepspeed.norms import loss_scale
 from deepspeed_compress.checkpointing.completeness import unlist_all
-from deepspeed_compress.checkpointing.deepspeed.participants import LoadRequest, Participant, SaveRequest
+from deepspeed_compress.checkpointing.deepspeed.participants import Loaded, LoadRequest, Participant, SaveRequest
 from deepspeed_compress.checkpointing.deepspeed.places import find_place
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.compression import state
@@ -42,7 +42,7 @@ class CompressionState(Participant):
         session = self._session
         session.renew_weights()
         # DeepSpeed writes `latest` at the end, and every rank's state must be complete by then.
-        write = partial(self._write, find_place(self._engine, session.config), request.place)
+        write = partial(self._write, find_place(self._engine, session.config), request)
         result_on_all(write, problem=NOT_SAVED)
         yield request
         if not request.in_memory:
@@ -55,9 +55,9 @@ class CompressionState(Participant):
         self._session.discard_unfinished()
         yield request
 
-    def loaded(self, request: LoadRequest, file: str | None) -> None:
+    def loaded(self, request: LoadRequest, found: Loaded | None) -> None:
         """Restore the state that belongs to the loaded weights, and begin the next step."""
-        if file is None:
+        if found is None:
             return
         engine, session = self._engine, self._session
         session.reset()
@@ -65,20 +65,20 @@ class CompressionState(Participant):
             # In case the checkpoint does not name its run.
             session.journal.adopt(None)
             if _has_state(session):
-                load_state_files(session, Path(file).parent, find_place(engine, session.config), loss_scale(engine))
+                place, step = find_place(engine, session.config), engine.global_steps
+                load_state_files(session, found.place, place, loss_scale(engine), step, found.save)
         session.renew_weights()
         session.journal.continue_from(engine.global_steps)
         session.begin(engine.global_steps, loss_scale(engine))
 
-    def _write(self, place: Place, directory: Path) -> None:
-        engine, session = self._engine, self._session
+    def _write(self, place: Place, request: SaveRequest) -> None:
+        engine, session, directory = self._engine, self._session, request.place
         if session.saving is None and not engine.global_rank:
             # The lists describe files that were written in the background and are now replaced.
             unlist_all(directory)
         if _has_state(session):
-            stage = int(engine.zero_optimization_stage())
-            write = writing(session.saving)
-            save_state_files(session, directory, place, stage, engine.global_steps, loss_scale(engine), write)
+            stage, step, write = int(engine.zero_optimization_stage()), engine.global_steps, writing(session.saving)
+            save_state_files(session, directory, place, stage, step, loss_scale(engine), write, request.name)
 
 
 def load_last(engine: Any) -> None:

@@ -20,6 +20,8 @@ from deepspeed_compress.session.state_files import result_on_all
 
 _ISLAND = "deepspeed_compress_island.json"
 """File in a checkpoint directory that names the island to which it belongs."""
+_ENGINE = ".deepspeed_compress_engine"
+"""File in a checkpoint directory that names the engine that has last begun to save there automatically."""
 
 
 def alone_in(directory: str | None, start: str) -> TextIO | None:
@@ -37,6 +39,39 @@ def alone_in(directory: str | None, start: str) -> TextIO | None:
         return result_on_all(lambda: None if dist.get_rank() else _lock(directory, start))
     except StateError as error:
         raise ConfigError(str(error)) from None
+
+
+def check_only_engine(directory: Path, engine: str, has_saved: bool) -> None:
+    """Check that only `engine` saves automatically in `directory`. Collective.
+
+    The first save of an engine takes the directory over, since an earlier engine of the program may be out of use.
+
+    Args:
+        directory: the directory of automatic checkpoints.
+        engine: unique name of the engine.
+        has_saved: True if the engine has saved there automatically.
+
+    Raises:
+        ConfigError: another engine has saved there since. Raised on all ranks.
+    """
+    try:
+        result_on_all(lambda: None if dist.get_rank() else _check_only_engine(directory / _ENGINE, engine, has_saved))
+    except StateError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _check_only_engine(file: Path, engine: str, has_saved: bool) -> None:
+    # If the directory was removed, or nothing can be written there, the checkpoint itself reports it.
+    with suppress(OSError):
+        if not has_saved:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            replace_text(file, engine)
+        elif file.read_bytes() != engine.encode():
+            raise StateError(
+                f"/deepspeed_compress/checkpointing/directory: {file.parent}: another engine of this program saves its "
+                "checkpoints there, too, and they overwrite each other's (allowed: one directory per engine); write "
+                "another directory into the configuration of one of them"
+            )
 
 
 def start_of_all() -> str:

@@ -87,7 +87,11 @@ class HostMemory:
         """Group of the leaders. Other ranks are not in it."""
         self.catalog = MemoryCatalog(copies=bool(settings.copies) and len(self.hosts.ranks) > 1)
         self._receiver: Receiver | None = None
-        self._destination = self._begin_receiving(settings) if self.catalog.copies else None
+        try:
+            self._destination = self._begin_receiving(settings) if self.catalog.copies else None
+        except BaseException:
+            self.close()
+            raise
         if settings.copies and not self.catalog.copies:
             what = f"{settings.copies} has no effect, because all ranks are on one host (allowed: 0)"
             warnings.warn(f"{_KEY}/copies: {what}; remove it", CompressWarning, stacklevel=2)

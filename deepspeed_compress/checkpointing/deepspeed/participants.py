@@ -11,9 +11,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from deepspeed_compress.checkpointing.deepspeed.tags import tag_of
+from deepspeed_compress.config import SECTION
+from deepspeed_compress.session.observer import of_first
 from deepspeed_compress.session.patches import Patches
+
+_SAVE = f"{SECTION}_save"
+"""Key of the name of the save in `client_state`, which DeepSpeed puts into its own files."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +30,14 @@ class SaveRequest:
         directory: the directory of checkpoints; never empty.
         tag: name of the checkpoint's directory below it.
         save_latest: let the file `latest` name the checkpoint.
+        name: unique name of the save, equal on all ranks.
         in_memory: True if the files stay in the memory of this host.
     """
 
     directory: str | Path
     tag: str
     save_latest: bool
+    name: str
     in_memory: bool = False
 
     @property
@@ -62,6 +70,24 @@ class LoadRequest:
         return self.load_optimizer_states and not self.load_module_only
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """Checkpoint that DeepSpeed has loaded.
+
+    Attributes:
+        file: the first file.
+        save: name of the save that has written DeepSpeed's files; empty if it was without this package.
+    """
+
+    file: str
+    save: str
+
+    @property
+    def place(self) -> Path:
+        """Return the tag directory."""
+        return Path(self.file).parent
+
+
 class Participant:
     """Object that takes part in every save and load of an engine. All ranks call the same methods in the same order.
 
@@ -84,12 +110,12 @@ class Participant:
         """
         yield request
 
-    def loaded(self, request: LoadRequest, file: str | None) -> None:
+    def loaded(self, request: LoadRequest, found: Loaded | None) -> None:
         """Act on the result, after the blocks of all participants have ended. The last participant is called first.
 
         Args:
             request: the request that this participant has yielded.
-            file: the first file that DeepSpeed has loaded; None if it has found no checkpoint.
+            found: the checkpoint; None if there is none.
         """
 
 
@@ -110,16 +136,19 @@ def _save(
         # DeepSpeed reports the problem before it writes anything.
         return original(**given)
     tag, save_latest = tag_of(engine, given.get("tag")), bool(given.get("save_latest", True))
-    request = SaveRequest(given["save_dir"], tag, save_latest)
+    # DeepSpeed alone replaces its own files of the same tag and leaves ours, so both contain the name of their save.
+    request = SaveRequest(given["save_dir"], tag, save_latest, of_first(uuid4().hex))
+    client_state = {**(given.get("client_state") or {}), _SAVE: request.name}
     with ExitStack() as stack:
         for participant in participants:
             request = stack.enter_context(participant.saving(request))
-        return original(**{**given, "save_dir": request.directory, "tag": request.tag})
+        changed = {"save_dir": request.directory, "tag": request.tag, "client_state": client_state}
+        return original(**{**given, **changed})
 
 
 def _load(participants: Sequence[Participant], original: Callable[..., Any], *args: Any, **options: Any) -> Any:
     given = inspect.signature(original).bind(*args, **options).arguments
-    request, found = _load_request(given), (None, None)
+    request, result = _load_request(given), (None, None)
     entered: list[tuple[Participant, LoadRequest]] = []
     with ExitStack() as stack:
         for participant in participants:
@@ -129,10 +158,17 @@ def _load(participants: Sequence[Participant], original: Callable[..., Any], *ar
             request = passed_on
             entered.append((participant, request))
         else:
-            found = original(**{**given, "load_dir": request.directory, "tag": request.tag})
+            result = original(**{**given, "load_dir": request.directory, "tag": request.tag})
+    found = _loaded(*result)
     for participant, passed_on in reversed(entered):
-        participant.loaded(passed_on, found[0])
-    return found
+        participant.loaded(passed_on, found)
+    return result
+
+
+def _loaded(file: str | None, client_state: dict[str, Any] | None) -> Loaded | None:
+    """Return what DeepSpeed's `load_checkpoint` has found, and remove our key from its `client_state`."""
+    save = (client_state or {}).pop(_SAVE, "")
+    return None if file is None else Loaded(file, save)
 
 
 def _load_request(given: Mapping[str, Any]) -> LoadRequest:

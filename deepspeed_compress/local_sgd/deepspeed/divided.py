@@ -7,7 +7,7 @@ overwrite for each other.
 
 import atexit
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +21,7 @@ from deepspeed_compress.backends.deepspeed.units import IslandUnit
 from deepspeed_compress.backends.deepspeed.weights.copies import check_equal_layouts, copy_weights
 from deepspeed_compress.checkpointing.catalog import LATEST, latest_tag
 from deepspeed_compress.checkpointing.deepspeed.participants import (
+    Loaded,
     LoadRequest,
     Participant,
     SaveRequest,
@@ -166,7 +167,8 @@ class _Files(Participant):
         self.exchange.finish()
         mine = _directory(base, self.unit.number)
         (mine / tag).mkdir(parents=True, exist_ok=True)
-        result_on_all(partial(self.files.save, base / tag, {}), problem="the state of islands is not saved: ")
+        save = partial(self.files.save, replace(request, directory=base), {})
+        result_on_all(save, problem="the state of islands is not saved: ")
         yield replace(request, directory=str(mine))
         if self.unit.number and dist.get_rank() == self.unit.ranks[0] and request.save_latest:
             (mine / LATEST).write_text(tag, encoding="utf-8")
@@ -187,16 +189,18 @@ class _Files(Participant):
             request = replace(request, tag=tag)
         yield replace(request, directory=str(_directory(base, self.unit.number % islands)))
 
-    def loaded(self, request: LoadRequest, file: str | None) -> None:
+    def loaded(self, request: LoadRequest, found: Loaded | None) -> None:
         """Restore the exchange state.
 
         Raises:
             StateError: islands loaded different checkpoints, or the exchange state cannot be restored.
         """
-        tag = None if file is None else tag_of_file(file, request.directory)
+        tag = None if found is None else tag_of_file(found.file, request.directory)
         self._check_loaded(tag)
-        if tag is not None:
-            self._load_state(_base(request.directory) / tag if request.loads_states else None)
+        if found is not None and tag is not None:
+            directory = _base(request.directory) / tag
+            is_there = request.loads_states and first_file(directory).exists()
+            self._load_state(partial(self._restore, directory, found.save) if is_there else None)
 
     def _check_loaded(self, tag: str | None) -> None:
         """Check that all islands have loaded the checkpoint `tag`; None stands for no checkpoint. Collective.
@@ -212,30 +216,26 @@ class _Files(Participant):
                 "a tag"
             )
 
-    def _load_state(self, directory: Path | None) -> None:
-        """Restore the exchange state. If there is none, all islands start with the weights that the first one loaded.
+    def _load_state(self, restore: Callable[[], None] | None) -> None:
+        """Have `restore` restore the exchange state. Without it, all islands start with the weights of the first one.
 
         Raises:
             StateError: it cannot be restored, and `on_missing_state` is "error".
         """
         reset = "islands start from the weights of the first one"
-        if (
-            directory is not None
-            and first_file(directory).exists()
-            and self.files.restored_on_all(partial(self._restore, directory), reset)
-        ):
+        if restore is not None and self.files.restored_on_all(restore, reset):
             self.exchange.complete()
         else:
             self.exchange.start()
 
-    def _restore(self, directory: Path) -> None:
+    def _restore(self, directory: Path, save: str) -> None:
         ranks, own = state.read_description(first_file(directory)).position.groups, self.files.position.groups
         if ranks != own:
             raise StateError(
                 f"{directory} was saved by islands of {ranks} ranks, and these have {own} (allowed: the same number); "
                 "start islands of that size"
             )
-        if not self.files.restore(directory):
+        if not self.files.restore(directory, save):
             self.exchange.discard_unowned_means()
 
 

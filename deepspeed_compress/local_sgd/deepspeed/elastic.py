@@ -23,7 +23,7 @@ from torch.utils.data import DistributedSampler
 from deepspeed_compress.backends.deepspeed.limits import stage_count, tensor_size, tied_copies
 from deepspeed_compress.checkpointing.deepspeed.checkpoint import writing
 from deepspeed_compress.checkpointing.deepspeed.exclusive import take_for_island
-from deepspeed_compress.checkpointing.deepspeed.participants import LoadRequest, Participant, SaveRequest
+from deepspeed_compress.checkpointing.deepspeed.participants import Loaded, LoadRequest, Participant, SaveRequest
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import StepClock
@@ -46,7 +46,7 @@ from deepspeed_compress.local_sgd.strategy import ExchangeContext, ExchangeResul
 from deepspeed_compress.monitor import Event
 from deepspeed_compress.session.parts import Parts
 from deepspeed_compress.session.protocols import BackgroundCheckpoints
-from deepspeed_compress.session.state_files import NOT_SAVED, Write, result_on_all
+from deepspeed_compress.session.state_files import NOT_SAVED, Write, check_save, result_on_all
 
 _POINTER = "/deepspeed_compress/islands/elastic"
 _AHEAD = "ahead"
@@ -171,7 +171,7 @@ class ElasticIsland(Participant):
         self.exchange.prepare_save()
         self._ranks.run_on_first(partial(self._reserve_directory, Path(request.directory)))
         described = {**self.exchange.describe(), _AHEAD: self._learning_rates.ahead}
-        result_on_all(partial(self._files.save, request.place, described, self._write), problem=NOT_SAVED)
+        result_on_all(partial(self._files.save, request, described, self._write), problem=NOT_SAVED)
         yield request
 
     @contextmanager
@@ -180,19 +180,18 @@ class ElasticIsland(Participant):
         self._scheduled = self._learning_rates.step
         yield request
 
-    def loaded(self, request: LoadRequest, file: str | None) -> None:
+    def loaded(self, request: LoadRequest, found: Loaded | None) -> None:
         """Take the newest anchor.
 
         That is the anchor of the other islands, or of the newest checkpoint if all islands start again. Collective in
         the island, and with the others if all start again.
         """
-        if file is None:
+        if found is None:
             return
-        directory = Path(file).parent
         self.exchange.prepare_load()
-        saved = self._load_state(directory) if request.loads_states else None
+        saved = self._load_state(found) if request.loads_states else None
         if request.load_lr_scheduler_states and not request.load_module_only:
-            self._learning_rates.ahead = self._saved_ahead(directory)
+            self._learning_rates.ahead = self._saved_ahead(found)
         else:
             self._learning_rates.ahead = self._scheduled - int(self._engine.global_steps)
         metadata = self.exchange.resume(saved, int(self._engine.global_steps), int(self._engine.global_samples))
@@ -238,7 +237,7 @@ class ElasticIsland(Participant):
         with suppress(OSError):
             take_for_island(directory, own["run"], own["number"], others)
 
-    def _load_state(self, directory: Path) -> Mapping[str, Any] | None:
+    def _load_state(self, found: Loaded) -> Mapping[str, Any] | None:
         """Restore the residuals of a checkpoint, and return what `ExchangeStrategy.resume` needs. Collective.
 
         Returns:
@@ -248,20 +247,20 @@ class ElasticIsland(Participant):
         Raises:
             StateError: the state is damaged or missing on some rank, and `on_missing_state` is "error".
         """
-        first, reset = first_file(directory), "the island starts from the weights alone"
+        first, reset = first_file(found.place), "the island starts from the weights alone"
         if not self._ranks.run_on_first(first.exists):
             return None
-        if not self._files.restored_on_all(partial(self._files.restore, directory), reset):
+        if not self._files.restored_on_all(partial(self._files.restore, found.place, found.save), reset):
             return None
         saved: Mapping[str, Any] = self._ranks.run_on_first(lambda: state.read_description(first).decisions)
         if "run" in saved:
             return saved
-        warnings.warn(f"{reset}: {directory} was saved by islands of one job", CompressWarning, stacklevel=4)
+        warnings.warn(f"{reset}: {found.place} was saved by islands of one job", CompressWarning, stacklevel=4)
         return None
 
-    def _saved_ahead(self, directory: Path) -> int:
+    def _saved_ahead(self, found: Loaded) -> int:
         """Return the steps by which the schedule was ahead of the engine's; 0 if the checkpoint is not of an island."""
-        return self._ranks.run_on_first(_ahead_in, first_file(directory))
+        return self._ranks.run_on_first(_ahead_in, found, self._engine.global_steps)
 
 
 class IslandSampler(DistributedSampler[Any]):
@@ -283,9 +282,12 @@ class IslandSampler(DistributedSampler[Any]):
         return super().__iter__()
 
 
-def _ahead_in(file: Path) -> int:
+def _ahead_in(found: Loaded, step: int) -> int:
+    file = first_file(found.place)
     try:
-        return int(state.read_description(file).decisions.get(_AHEAD, 0))
+        description = state.read_description(file)
+        check_save([(file, description)], step, found.save)
+        return int(description.decisions.get(_AHEAD, 0))
     except StateError:
         # Reported before, or not a checkpoint of an island.
         return 0

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from deepspeed_compress.checkpointing.deepspeed.participants import SaveRequest
 from deepspeed_compress.compression import state
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import CompressConfig, masked
 from deepspeed_compress.errors import CompressWarning, StateError
-from deepspeed_compress.session.state_files import Write, check_owners, result_on_all
+from deepspeed_compress.session.state_files import Write, check_owners, check_save, result_on_all
 
 _STEM = "deepspeed_compress_islands"
 
@@ -38,8 +39,8 @@ class ExchangeFiles:
     stores: ResidualStores
     position: state.Position
 
-    def save(self, directory: Path, decisions: Mapping[str, Any], write: Write = state.write) -> None:
-        """Have `write` write the state with `decisions`, which are equal on all ranks."""
+    def save(self, request: SaveRequest, decisions: Mapping[str, Any], write: Write = state.write) -> None:
+        """Have `write` write the state with `decisions`, which are equal on all ranks, for the save `request`."""
         kept = state.contents(
             self.stores.by_name,
             self.position,
@@ -48,16 +49,20 @@ class ExchangeFiles:
             1.0,
             masked(self.config.model_dump(mode="json")),
             decisions,
+            request.name,
         )
-        write(kept, state.state_file(directory, dist.get_rank(), _STEM))
+        write(kept, state.state_file(request.place, dist.get_rank(), _STEM))
 
-    def restore(self, directory: Path) -> bool:
+    def restore(self, directory: Path, save: str) -> bool:
         """Restore the state, and return True if the rank that saved it had the position of this one.
+
+        `save` is the name of the save in DeepSpeed's files of this checkpoint; see `check_save`.
 
         Raises:
             StateError: a file is missing or damaged, or its values have other owners.
         """
         found = state.sources(directory, dist.get_rank(), self.position, _STEM)
+        check_save(found, self.engine.global_steps, save)
         check_owners(found[0][1], self.config)
         return state.restore(self.stores.by_name, found, self.position, 1.0, self.engine.device)
 

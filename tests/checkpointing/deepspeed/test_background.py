@@ -19,7 +19,7 @@ import torch.distributed as dist
 from deepspeed.utils import zero_to_fp32
 
 import deepspeed_compress
-from deepspeed_compress import StateError
+from deepspeed_compress import ConfigError, StateError
 from deepspeed_compress.checkpointing import writer
 from deepspeed_compress.checkpointing.catalog import checkpoints
 from deepspeed_compress.checkpointing.claim import Claim
@@ -34,7 +34,7 @@ from deepspeed_compress.tools.universal import convert
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, data, run, run_pipeline, start, weights
 from tests.support.kills import STEP_SECONDS, Kill
-from tests.support.messages import caught_warnings
+from tests.support.messages import caught_warnings, refusal
 from tests.support.resuming import resume_all, save_and_continue_all
 from tests.support.transport import until
 
@@ -468,6 +468,44 @@ def two_engines(rank: int, directory: str) -> list:
 
 def test_several_engines_save_in_one_program(tmp_path):
     assert run_forks(2, two_engines, str(tmp_path)) == [["global_step2"] * 3] * 2
+
+
+def save_in_one_directory(rank: int, directory: str) -> tuple[str, list[int]]:
+    """Return the refusal of the first of two engines after the second has saved, and the steps of that one."""
+    one = job(1, every=1, directory=directory)
+    first, second = start(one), start(one)
+    batches = data(rank, one)
+    run(first, batches[:2])
+    deepspeed_compress.attach(deepspeed_compress.detach(first))
+    run(first, batches[2:4])
+    run(second, batches[:2])
+    refused = refusal(ConfigError, run, first, batches[4:5])
+    run(second, batches[2:3])
+    second.compression.saving.wait()
+    return refused, [one.step or 0 for one in checkpoints(Path(directory))]
+
+
+def test_a_second_engine_that_saves_in_the_same_directory_is_noticed(tmp_path):
+    for refused, steps in run_forks(2, save_in_one_directory, str(tmp_path)):
+        assert "/deepspeed_compress/checkpointing/directory" in refused
+        assert "another engine of this program" in refused
+        assert steps[0] == 1
+        assert 3 in steps
+
+
+def save_a_late_class(rank: int, directory: str) -> list[str]:
+    """Return the warnings about a checkpoint with an object that the writer process does not know."""
+    engine = start(job(1))
+    globals()["Late"] = type("Late", (), {"__module__": __name__})
+    with caught_warnings() as texts:
+        engine.save_checkpoint(directory, client_state={"late": globals()["Late"]()})
+        engine.compression.saving.wait()
+    return texts
+
+
+def test_a_class_that_is_newer_than_the_engine_is_named(tmp_path):
+    for texts in run_forks(2, save_a_late_class, str(tmp_path)):
+        assert any("test_background.Late became known after the engine was made" in text for text in texts)
 
 
 INTERVAL, STEPS = 3, 24

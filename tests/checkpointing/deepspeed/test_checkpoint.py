@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from deepspeed_compress import StateError
 from deepspeed_compress.compression import state
@@ -137,6 +139,63 @@ def test_a_state_that_cannot_be_used_stops_all_ranks_or_none(harm, words, tmp_pa
         assert words in texts[0]
         assert "empty residuals" in texts[0]
         assert after == {"gradients": [], "means": []}
+
+
+def save_alone(rank: int, directory: str, tag: str, steps: int, section: dict | None) -> None:
+    """Save by DeepSpeed alone, or with a section that has no state."""
+    job = Job(2, section, steps=steps, extra=NO_MOMENTUM)
+    engine = start(job)
+    run(engine, data(rank, job))
+    engine.save_checkpoint(directory, tag=tag)
+
+
+@pytest.mark.parametrize("section", [None, {"gradients": {"method": "none"}}])
+@pytest.mark.parametrize("steps", [2, 3])
+def test_a_state_that_an_earlier_save_of_the_tag_has_left_is_not_read(steps, section, tmp_path):
+    """The later save replaces DeepSpeed's files only, also after as many steps as the earlier one."""
+    run_forks(2, save, str(tmp_path))
+    run_forks(2, save_alone, str(tmp_path), "global_step2", steps, section)
+    with pytest.raises(RankError, match=f"(?s){StateError.__name__}.*earlier save of this tag.*on_missing_state"):
+        run_forks(2, load, str(tmp_path))
+    for texts, after in run_forks(2, load, str(tmp_path), {**INT4, "on_missing_state": "reset"}):
+        assert "earlier save of this tag" in texts[0]
+        assert after == {"gradients": [], "means": []}
+
+
+def forget_names(directory: Path) -> None:
+    """Make a checkpoint one of an earlier version of this package, which did not name the save."""
+    for rank in range(2):
+        file = json_of(directory, rank)
+        named = state.read_description(file.with_suffix(".safetensors"))
+        digest = state._digest(file.with_suffix(".safetensors"), replace(named, save=""))
+        fields = {**json.loads(file.read_text()), "sha256": digest}
+        file.write_text(json.dumps({name: value for name, value in fields.items() if name != "save"}))
+    [states] = directory.rglob("mp_rank_*_model_states.pt")
+    content = torch.load(states, weights_only=False)
+    del content["deepspeed_compress_save"]
+    torch.save(content, states)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_loaded_and_its_step_is_compared(tmp_path):
+    saved = run_forks(2, save, str(tmp_path))
+    forget_names(tmp_path)
+    assert run_forks(2, load, str(tmp_path)) == [([], residuals) for residuals in saved]
+    run_forks(2, save_alone, str(tmp_path), "global_step2", 3, None)
+    with pytest.raises(RankError, match=r"after step 2: .* after step 3"):
+        run_forks(2, load, str(tmp_path))
+
+
+def states_of(rank: int, directory: str) -> list[str]:
+    """Save with a state of the program, and return the keys of what is loaded."""
+    engine = start(Job(2, INT4, extra=NO_MOMENTUM))
+    engine.save_checkpoint(directory, client_state={"epoch": 3})
+    return sorted(engine.load_checkpoint(directory)[1])
+
+
+def test_programs_do_not_see_the_name_of_the_save(tmp_path):
+    for keys in run_forks(2, states_of, str(tmp_path)):
+        assert "epoch" in keys
+        assert not [key for key in keys if key.startswith("deepspeed_compress")]
 
 
 GUARDED = {**INT4, "guard": {}, "on_missing_state": "reset"}

@@ -17,7 +17,7 @@ import deepspeed_compress
 from deepspeed_compress.backends.deepspeed.weights.copies import fingerprint
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed.consistency import clear_non_finite, digest_parameters
-from tests.support.forks import run_forks
+from tests.support.forks import RankError, run_forks
 from tests.support.island_jobs import HEAD, SGD, section
 from tests.support.jobs import (
     WIDTH,
@@ -265,6 +265,21 @@ def test_islands_agree_if_the_state_of_one_was_damaged(tmp_path: Path) -> None:
     state.write_bytes(b"damaged")
     (first, _), (second, _) = run_forks(2, resume, job, str(tmp_path), 4)
     assert first == second
+
+
+def save_last(rank: int, job: Job, directory: str) -> None:
+    engine = start(job)
+    run(engine, data(rank, job))
+    engine.save_checkpoint(directory, tag="last")
+
+
+def test_islands_do_not_load_a_state_whose_tag_deepspeed_alone_has_saved_since(tmp_path: Path) -> None:
+    """The first island has its files where DeepSpeed alone saves."""
+    job = Job(0, section=section(size=1, preset="diloco", sync_every=2))
+    for one in (job, replace(job, section=None)):
+        run_forks(2, save_last, one, str(tmp_path))
+    with pytest.raises(RankError, match=r"(?s)StateError: .*islands_rank_00000\.json was left by an earlier save"):
+        run_forks(2, resume, job, str(tmp_path), 4, "last")
 
 
 def detached(rank: int, job: Job, directory: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:

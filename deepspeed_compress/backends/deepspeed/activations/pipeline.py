@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup
 from deepspeed_compress.backends.activations.messages import ActivationMessages
 from deepspeed_compress.backends.activations.sums import gradient_codec
 from deepspeed_compress.backends.deepspeed.seams import Seam
+from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.reducer import Run
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.config.activations import PipelineActivations
@@ -36,6 +37,7 @@ SEAMS = (
     *(Seam(f"{_ENGINE}_exec_{way}", ("self", "buffer_id")) for way in ("send_activations", "send_grads")),
     *(Seam(f"{_ENGINE}_exec_{way}", ("self", "buffer_id")) for way in ("recv_activations", "recv_grads")),
     *(Seam(f"{_ENGINE}_exec_{way}_pass", ("self", "buffer_id")) for way in ("forward", "backward")),
+    Seam(f"{_ENGINE}_exec_reduce_tied_grads", ("self",)),
     Seam("deepspeed.runtime.utils:PartitionedTensor.full", ("self", "device")),
     Seam("deepspeed.runtime.pipe.p2p:send", ("tensor", "dest_stage", "async_op")),
     Seam("deepspeed.runtime.pipe.p2p:recv", ("tensor", "src_stage", "async_op")),
@@ -148,29 +150,38 @@ class _Exchange:
             setattr(self.owner, self.name, theirs)
 
 
-class _FirstSend:
+class _FirstBatch:
     """Check of the first tensors that a stage passes on in training. It waits for the GPU, once."""
 
     def __init__(self) -> None:
-        self._checked = False
+        self._is_mask: bool | None = None
+        self._agreed = False
 
-    def run(self, instruction: Callable[..., Any], engine: Any, buffer_id: int) -> None:
-        """Run the instruction of `engine` that sends what it has in a buffer.
+    def send(self, instruction: Callable[..., Any], engine: Any, buffer_id: int) -> None:
+        """Run the instruction of `engine` that sends what it has in a buffer, and note whether a mask comes first."""
+        if self._is_mask is None and torch.is_grad_enabled():
+            outputs = engine.pipe_buffers["outputs"][buffer_id]
+            floats = [one for one in outputs if one.is_floating_point()] if isinstance(outputs, tuple) else []
+            self._is_mask = len(floats) > 1 and bool((floats[0] <= torch.finfo(floats[0].dtype).min).any())
+        instruction(engine, buffer_id=buffer_id)
+
+    def end(self, instruction: Callable[..., Any], engine: Any) -> None:
+        """Run the first instruction of `engine` after all messages of a batch, which every stage reaches.
+
+        A stage that raised alone before would leave the others waiting for its messages.
 
         Raises:
             UnsupportedError: a mask comes before the hidden states. Its lowest numbers would spoil those beside them.
+                Raised on all ranks.
         """
-        if not self._checked and torch.is_grad_enabled():
-            outputs = engine.pipe_buffers["outputs"][buffer_id]
-            floats = [one for one in outputs if one.is_floating_point()] if isinstance(outputs, tuple) else []
-            if len(floats) > 1 and bool((floats[0] <= torch.finfo(floats[0].dtype).min).any()):
-                raise UnsupportedError(
-                    f"/{SECTION}/activations/pipeline: the first floating-point tensor that a stage passes on is "
-                    "compressed, but it is a mask (it has -inf or the lowest number); pass hidden states first, or "
-                    "remove the key"
-                )
-            self._checked = True
-        instruction(engine, buffer_id=buffer_id)
+        if not self._agreed and any(gather_objects(self._is_mask)):
+            raise UnsupportedError(
+                f"/{SECTION}/activations/pipeline: the first floating-point tensor that a stage passes on is "
+                "compressed, but it is a mask (it has -inf or the lowest number); pass hidden states first, or "
+                "remove the key"
+            )
+        self._agreed = True
+        instruction(engine)
 
 
 def attach_pipeline(engine: Any, settings: PipelineActivations, run: Run, patches: Patches) -> None:
@@ -188,5 +199,7 @@ def attach_pipeline(engine: Any, settings: PipelineActivations, run: Run, patche
         (_Exchange(PartitionedTensor, "full", transfers.gatherer), (schedule.ForwardPass, schedule.BackwardPass)),
     ):
         table |= {kind: partial(exchange.run, table[kind]) for kind in kinds}
-    table[schedule.SendActivation] = partial(_FirstSend().run, table[schedule.SendActivation])
+    first = _FirstBatch()
+    table[schedule.SendActivation] = partial(first.send, table[schedule.SendActivation])
+    table[schedule.ReduceTiedGrads] = partial(first.end, table[schedule.ReduceTiedGrads])
     patches.replace(engine, "_INSTRUCTION_MAP", table)

@@ -46,6 +46,19 @@ class Block(nn.Module):
         return self.linear(hidden).tanh() * mask.to(hidden.dtype) * self.gain, mask
 
 
+class MaskFirst(nn.Module):
+    """Layer that passes on a mask, which has only the number `low`, before its hidden states."""
+
+    def __init__(self, low: float) -> None:
+        super().__init__()
+        self.linear, self.low = nn.Linear(WIDTH, WIDTH), low
+
+    def forward(self, inputs: Any) -> tuple[Tensor, Tensor]:
+        mask, hidden = (inputs * 0, inputs) if isinstance(inputs, Tensor) else inputs
+        hidden = self.linear(hidden).tanh() + mask.exp()
+        return hidden + self.low, hidden
+
+
 class Last(nn.Linear):
     """Last layer, which returns one number for each row."""
 
@@ -82,10 +95,10 @@ class Job(activations.Job):
             yield (x.to(dtype) if self.mask is None else (x.to(dtype), mask.to(self.mask))), target
 
 
-def start(job: Job) -> Any:
+def start(job: Job, layer: LayerSpec | None = None) -> Any:
     deepspeed.init_distributed("gloo")
     torch.manual_seed(0)
-    layers = [*(LayerSpec(Block) for _ in range(2 * job.stages - 1)), LayerSpec(Last)]
+    layers = [*(layer or LayerSpec(Block) for _ in range(2 * job.stages - 1)), LayerSpec(Last)]
     topology = PipeModelDataParallelTopology(num_pp=job.stages, num_mp=job.slices, num_dp=1)
     model = PipelineModule(layers, topology=topology, loss_fn=mean_square, partition_method="uniform")
     engine = make_engine(model, job.config())
@@ -227,15 +240,14 @@ def test_nothing_is_left_behind() -> None:
 
 def masks_first(rank: int) -> list[str]:
     """Return the messages for stages that pass on masks before their hidden states."""
-    engine, hidden, found = start(Job(EIGHT)), torch.zeros(ROWS, WIDTH), []
-    for low in (-torch.inf, torch.finfo(hidden.dtype).min):  # the second is that of transformers
-        engine.pipe_buffers["outputs"] = [(hidden.index_fill(1, torch.tensor(0), low), hidden)]
-        send = engine._INSTRUCTION_MAP[schedule.SendActivation]
-        found.append(refusal(UnsupportedError, send, engine, buffer_id=0))
+    job, found = Job(EIGHT), []
+    for low in (-torch.inf, torch.finfo(torch.float32).min):  # the second is that of transformers
+        engine = start(job, LayerSpec(MaskFirst, low))
+        found.append(refusal(UnsupportedError, engine.train_batch, job.batches(torch.float32)))
     return found
 
 
-def test_a_mask_before_hidden_states_is_refused() -> None:
+def test_a_mask_before_hidden_states_is_refused_by_all_stages() -> None:
     for messages in run_forks(2, masks_first):
         for message in messages:
             assert "/deepspeed_compress/activations/pipeline: the first floating-point tensor that a stage" in message
