@@ -7,7 +7,6 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.config import SECTION, CompressConfig
-from deepspeed_compress.diagnostics import Path, pointer
 from deepspeed_compress.errors import ConfigError
 
 _OF_A_RANK: Mapping[str, Any] = {
@@ -34,17 +33,17 @@ def check_alike(config: CompressConfig, total: int | None, group: ProcessGroup |
     own["monitor"]["path"] = "a path" if config.monitor.path else None
     first, *others = gather_objects(own, group)
     for rank, other in enumerate(others, 1):
-        for path, value, different in _differences(first, other, (SECTION,)):
+        for path, value, different in _differences(first, other, f"/{SECTION}"):
             raise ConfigError(
-                f"{pointer(path)}: {value!r} on rank 0, but {different!r} on rank {rank} (allowed: the same on all "
+                f"{path}: {value!r} on rank 0, but {different!r} on rank {rank} (allowed: the same on all "
                 "ranks); give all of them the same configuration"
             )
 
 
-def _differences(one: Any, other: Any, path: Path) -> Iterator[tuple[Path, Any, Any]]:
-    """Yield the values that differ between `one` and `other`, each with its path."""
+def _differences(one: Any, other: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the values that differ between `one` and `other`, each with its JSON pointer."""
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         for key, value in one.items():
-            yield from _differences(value, other[key], (*path, key))
+            yield from _differences(value, other[key], f"{path}/{key}")
     elif one != other:
         yield path, one, other
