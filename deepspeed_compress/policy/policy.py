@@ -228,14 +228,15 @@ class Policy:
         settings = {name: None if value is None else written(value) for name, value in kept.items()}
         adaptation = None if self.adaptation is None else self.adaptation.saved()
         steps = {"step": self._step, "was_dense": self._was_dense}
-        auto = None if self.auto is None else self.auto.saved()
+        auto = None if self.auto is None else {**self.auto.saved(), "of": self._compared}
         state = {"guard": self._state.saved(), "adaptation": adaptation, "auto": auto, "of": self._section}
         return {**state, **steps, **settings}
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Continue from the state that `saved` returned; call `begin` afterwards.
 
-        If the section has changed since, the guard's decisions about the old settings end, with a CompressWarning.
+        If the section has changed since, the guard's decisions about the old settings end, with a CompressWarning, and
+        `auto` compares the new settings.
         """
         self._state = GuardState.loaded(saved["guard"])
         settings = settings_of(saved["settings"])
@@ -243,9 +244,10 @@ class Policy:
         self._pinned, self._good = (None if text is None else settings_of(text) for text in kept)
         if self.adaptation is not None and saved["adaptation"] is not None:
             self.adaptation.load(saved["adaptation"])
-        # Older state files have no such entry.
-        if self.auto is not None and saved.get("auto") is not None:
-            self.auto.load(saved["auto"])
+        # Older state files have no such entries.
+        auto = saved.get("auto")
+        if self.auto is not None and auto is not None and auto.get("of", self._compared) == self._compared:
+            self.auto.load(auto)
         self._plan, self._step, self._was_dense = self._loaded(settings), saved["step"], saved["was_dense"]
         held = self._pinned
         if not self._rolls_back:
@@ -265,6 +267,11 @@ class Policy:
     @property
     def _rolls_back(self) -> bool:
         return self._guard is not None and self._guard_acts and self._guard.config.rollback is not None
+
+    @property
+    def _compared(self) -> dict[str, Any]:
+        """Return the settings that `auto` compares with uncompressed steps, as plain data for JSON."""
+        return self._config.model_dump(mode="json", include={"gradients", "weights"})
 
     @property
     def _section(self) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from deepspeed_compress.config import CompressConfig, total_steps
 from deepspeed_compress.monitor import EventSink, Journal, Meter
 from deepspeed_compress.monitor.journal import utc_now
 from deepspeed_compress.policy import AllowedChoices, Policy
+from deepspeed_compress.session.alike import check_alike
 from deepspeed_compress.session.observer import new_run, of_first
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.records import Records, make_records
@@ -105,15 +106,20 @@ class Parts:
 
 
 def make_parts(attachment: Attachment, patches: Patches) -> Parts:
-    """Return the parts of a session. Collective in the group of `attachment`."""
+    """Return the parts of a session. Collective in the group of `attachment`.
+
+    Raises:
+        ConfigError: its ranks have different settings.
+    """
     config, group = attachment.config, attachment.group
+    total = total_steps(attachment.document, config.schedule)
+    check_alike(config, total, group)
     run = Run(StepClock(), Meter(), config.seed, make_pace(config.communication, group))
     reporter = Reporter(
         config.monitor, run.meter, attachment.byte_report, attachment.device, attachment.others_listen, group
     )
     journal = Journal(config.monitor.path, new_run(group), attachment.step, of_first(utc_now(), group))
     records = make_records(reporter, journal, attachment.writes, attachment.sink, attachment.island)
-    total = total_steps(attachment.document, config.schedule)
     policy = Policy(config, total, records.log.record, attachment.available)
     reductions = _reductions(attachment, run)
     settings = StepSettings(config, policy, reductions)

@@ -104,6 +104,9 @@ def _restore(session: Session, directory: Path, place: Place, loss_scale: float,
     same = state.restore(session.stores, found, place.position, loss_scale, place.device)
     session.residuals.restored(same)
     _load_decisions(session, *found[0])
+    if not same and session.policy.auto is not None:
+        # The times were those of other ranks.
+        session.policy.auto.restart()
     return found[0][1].step
 
 

@@ -174,6 +174,32 @@ def test_error_feedback_keeps_all_gradients_in_every_program(ranks: int, part: i
     assert run_forks(ranks, conserve, list(PROGRAMS)[part::3]) == [[]] * ranks
 
 
+def change_what_is_trained(rank: int, wrapped: bool, attached: bool) -> dict[str, bool]:
+    """Train a branch before (`wrapped`) and after (`attached`) DDP wraps the model.
+
+    Return whether all ranks have the same bits, by parameter.
+    """
+    start()
+    network = Branches()
+    network.right.requires_grad_(wrapped)
+    model = DistributedDataParallel(network, bucket_cap_mb=0.001, find_unused_parameters=wrapped)
+    network.right.requires_grad_(attached)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    deepspeed_compress.ddp.attach(model, section(FOUR_BITS), optimizer)
+    take_steps(model, optimizer, rank, range(2))
+    network.right.requires_grad_(True)
+    take_steps(model, optimizer, rank, range(2, 4))
+    return {name: same_on_all(parameter) for name, parameter in network.named_parameters()}
+
+
+def test_what_ddp_reduces_is_decided_when_it_wraps_the_model() -> None:
+    """Without compression too, DDP leaves parameters alone that were frozen then, and no others."""
+    for found in run_forks(2, change_what_is_trained, True, False):
+        assert all(found.values())
+    for found in run_forks(2, change_what_is_trained, False, True):
+        assert [name for name, same in found.items() if not same] == ["right.weight", "right.bias"]
+
+
 def clear(model: Any, optimizer: Any, rank: int, step: int) -> None:
     optimizer.zero_grad()
 
@@ -382,6 +408,33 @@ def divided(rank: int) -> tuple[bool, bool]:
 
 def test_several_models_and_groups() -> None:
     assert run_forks(4, divided) == [(True, True)] * 4
+
+
+def with_own_settings(rank: int, sections: Sequence[Mapping[str, Any]]) -> str:
+    start()
+    model = DistributedDataParallel(Branches())
+    optimizer = torch.optim.SGD(model.parameters())
+    attach = partial(deepspeed_compress.ddp.attach, model, section(sections[rank]), optimizer)
+    return messages.refusal(deepspeed_compress.ConfigError, attach)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ({"gradients": {"bits": 4}}, {"gradients": {"bits": 8}}, "/gradients/bits: 4 on rank 0, but 8 on rank 1"),
+        ({"seed": 1}, {"seed": 2}, "/seed: 1 on rank 0, but 2 on rank 1"),
+        ({"monitor": {"path": "figures"}}, {}, "/monitor/path: 'a path' on rank 0, but None on rank 1"),
+        ({"gradients": {"bits": 4}}, {"gradients": {"method": "sign"}}, "/gradients: {'"),
+        ({"monitor": {"announce": False}}, {"communication": {"max_rate": "1 Gbit/s"}}, ""),
+    ],
+)
+def test_ranks_with_other_settings_are_refused_by_name(
+    first: Mapping[str, Any], second: Mapping[str, Any], message: str
+) -> None:
+    """Otherwise they would misread each other's messages, or wait for a figure that the others do not compute."""
+    for text in run_forks(2, with_own_settings, (first, second)):
+        assert message in text
+        assert bool(text) == bool(message)
 
 
 def one_alone(rank: int) -> bool:

@@ -1,6 +1,7 @@
 """The parameter server without sockets: refusals, the log, and the files that it starts from."""
 
 import copy
+import errno
 import json
 import random
 import re
@@ -272,6 +273,27 @@ def test_a_disk_that_has_room_for_calls_only_stops_no_island(directory: Path, mo
     for path in (killed, directory / "state"):
         with restarted(path) as again:
             assert same(state(service), state(again))
+
+
+def no_descriptor(path: Any, *args: Any, **options: Any) -> Any:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+@pytest.mark.parametrize("replaced", ["os.open", f"{push_log.__name__}.FileIO"])
+def test_calls_are_kept_if_there_are_no_descriptors_for_another_log(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, replaced: str
+) -> None:
+    service = Service(PushLog(directory / "state"), lambda text: None)
+    rank = Rank(service, terms())
+    rank.seed(moved(0))
+    with monkeypatch.context() as full:
+        full.setattr(replaced, no_descriptor)
+        full.setattr(service_module, "LEAST_LOG", -(1 << 20))
+        for seed in range(4):
+            assert rank.push(moved(seed))[0]["kind"] == "taken"
+    with restarted(_copied(directory)) as again:
+        assert same(state(service), state(again))
+    service.close()
 
 
 @pytest.mark.parametrize("outer", [{}, {"optimizer": "nesterov", "lr": 1.0, "momentum": 0.9}])

@@ -442,6 +442,24 @@ def test_softening_survives_changes_of_other_keys() -> None:
     assert brief(policy.begin(16).settings) == "blockwise bits=4"
 
 
+def resume_auto(**section: Any) -> bool:
+    """Return True if 4 bits, which were slower than no compression, are not measured again under `section`."""
+    policy = Policy(config(auto={}, gradients={"bits": 4}, weights={"bits": 4}), None, lambda event: None)
+    policy.choose(12, 100.0)
+    policy.choose(24, 200.0)
+    again = Policy(config(auto={}, **section), None, lambda event: None)
+    again.load(json.loads(json.dumps(policy.saved())))
+    assert again.auto is not None
+    return not again.auto.measures
+
+
+def test_auto_compares_again_if_what_it_compares_has_changed() -> None:
+    bits = {"bits": 4}
+    assert resume_auto(gradients=bits, weights=bits, monitor={"every": 7})
+    assert not resume_auto(gradients={"bits": 2}, weights=bits)
+    assert not resume_auto(gradients=bits, weights={"bits": 8})
+
+
 def test_the_order_of_candidates_does_not_change_the_section() -> None:
     def policy(*bits: int) -> Policy:
         adaptive = {"candidates": [{"bits": one} for one in bits]}

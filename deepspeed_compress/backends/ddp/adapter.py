@@ -95,10 +95,16 @@ def _exchange(model: DistributedDataParallel, attached: Attached, target: Target
 
 
 def _trained(model: DistributedDataParallel) -> dict[str, Parameter]:
-    """Return the parameters whose gradients `model` reduces."""
-    ignored = model.parameters_to_ignore
-    every = model.module.named_parameters()
-    return {name: parameter for name, parameter in every if parameter.requires_grad and name not in ignored}
+    """Return the parameters whose gradients `model` reduces: those that were trained when it was made.
+
+    torch does not know those of a model with sparse gradients, which is refused, or of which only bytes are counted.
+    """
+    every = dict(model.module.named_parameters())
+    if any(map(_sparse, model.modules())):
+        return {name: parameter for name, parameter in every.items() if parameter.requires_grad}
+    buckets = model.reducer._get_zeros_like_grad_buckets()
+    reduced = {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
+    return {name: parameter for name, parameter in every.items() if id(parameter) in reduced}
 
 
 def _limits(

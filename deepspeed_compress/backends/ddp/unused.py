@@ -28,8 +28,10 @@ class Unused:
         self._used = torch.zeros(len(self._place), dtype=torch.uint8)
         self._device = target.device
         for place, parameter in enumerate(target.parameters.values()):
-            mark = partial(_mark, self._used, place)
-            handle = parameter.register_post_accumulate_grad_hook(mark)  # type: ignore[no-untyped-call]
+            mark, is_trained = partial(_mark, self._used, place), parameter.requires_grad
+            # A frozen parameter, which may be trained later, takes no hook.
+            handle = parameter.requires_grad_().register_post_accumulate_grad_hook(mark)  # type: ignore[no-untyped-call]
+            parameter.requires_grad_(is_trained)
             session.patches.on_undo(handle.remove)
 
     def take_back(self, batches: Sequence[Batch]) -> None:

@@ -56,9 +56,10 @@ def lock_file(path: Path) -> TextIO:
 
 def rename_durably(temporary: Path, path: Path) -> None:
     """Rename `temporary`, which is on disk, to `path`, in a way that survives a power failure."""
-    os.replace(temporary, path)
+    # First, because it fails if there are too many descriptors, and nothing must have changed then.
     directory = os.open(path.parent, os.O_RDONLY)
     try:
+        os.replace(temporary, path)
         os.fsync(directory)
     finally:
         os.close(directory)

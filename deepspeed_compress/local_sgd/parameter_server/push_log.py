@@ -83,9 +83,11 @@ class PushLog:
 
     def write(self, store: Store) -> None:
         """Write everything, and begin a new log. Raises OSError if that is not possible; the log then goes on."""
-        self._serial += 1
-        temporary = self._path.with_suffix(self._path.suffix + ".tmp")
-        about = {_RECORDS: json.dumps(store.records.as_json()), _SERIAL: str(self._serial)}
+        temporary, serial = self._path.with_suffix(self._path.suffix + ".tmp"), self._serial + 1
+        about = {_RECORDS: json.dumps(store.records.as_json()), _SERIAL: str(serial)}
+        if self._log is None:
+            # Unbuffered: a buffer would keep what a full disk has refused, and write it later.
+            self._log = FileIO(self._log_path, "a")
         try:
             save_file(store.tensors(), temporary, metadata=about)
             _sync(temporary)
@@ -93,28 +95,19 @@ class PushLog:
             temporary.unlink(missing_ok=True)
             raise OSError(f"{temporary}: {error}") from error
         rename_durably(temporary, self._path)
-        if self._log is not None:
-            self._log.close()
-        # Unbuffered: a buffer would keep what a full disk has refused, and write it later.
-        self._log = FileIO(self._log_path, "w")
-        self._append({"kind": "log", _SERIAL: self._serial}, b"")
+        # From here on, nothing needs room or a descriptor: the old log does not fit the new state.
+        self._serial = serial
+        self._log.truncate(0)
+        self._log.seek(0)
 
     def append(self, heads: Sequence[Head], bodies: Sequence[Buffer]) -> None:
         """Append an entry. It is on disk when this returns, as a whole or not at all. Raises OSError."""
-        body = b"".join(bodies)
-        about = {"heads": list(heads), "sizes": [len(one) for one in bodies], _CHECKSUM: zlib.crc32(body)}
-        self._append({"kind": "call", **about}, body)
-
-    def close(self) -> None:
-        """Close the files, and release them for another server."""
-        if self._log is not None:
-            self._log.close()
-        self._lock.close()
-
-    def _append(self, head: Head, body: Buffer) -> None:
         assert self._log is not None, "the store was written first"
-        begun, whole = self._log.tell(), BytesIO()
-        write_entry(whole, head, body)
+        begun, whole, body = self._log.tell(), BytesIO(), b"".join(bodies)
+        if not begun:
+            write_entry(whole, {"kind": "log", _SERIAL: self._serial})
+        about = {"heads": list(heads), "sizes": [len(one) for one in bodies], _CHECKSUM: zlib.crc32(body)}
+        write_entry(whole, {"kind": "call", **about}, body)
         left = whole.getbuffer()
         try:
             while left:
@@ -124,6 +117,12 @@ class PushLog:
             self._log.truncate(begun)
             self._log.seek(begun)
             raise
+
+    def close(self) -> None:
+        """Close the files, and release them for another server."""
+        if self._log is not None:
+            self._log.close()
+        self._lock.close()
 
     def _next(self, file: BinaryIO) -> tuple[dict[str, Any], bytearray] | None:
         """Return the next head and body; None at the end, and at the point at which a crash has truncated the log."""

@@ -161,6 +161,34 @@ def test_a_run_that_is_resumed_during_compressed_steps_measures_them_again(stage
         assert resumed == continued
 
 
+def choose(rank: int, job: Job, directory: str) -> None:
+    """Save after the choice."""
+    engine = steered(job, SLOWER)
+    run(engine, data(rank, job))
+    engine.save_checkpoint(directory)
+
+
+def has_chosen(rank: int, job: Job, directory: str) -> bool:
+    """Return True if a new engine that loads the checkpoint does not measure again."""
+    engine = start(job)
+    engine.load_checkpoint(directory)
+    return not engine.compression.policy.auto.measures
+
+
+def test_the_choice_is_saved_without_residuals(tmp_path: Path) -> None:
+    section = {"auto": {"steps": STEPS}, "gradients": {"bits": 4, "min_numel": 0, "error_feedback": None}}
+    job = Job(0, section, steps=2 * EACH)
+    run_forks(2, choose, job, str(tmp_path))
+    assert run_forks(2, has_chosen, job, str(tmp_path)) == [True] * 2
+
+
+def test_another_number_of_ranks_measures_again(tmp_path: Path) -> None:
+    job = job_of(0, steps=2 * EACH)
+    run_forks(2, choose, job, str(tmp_path))
+    assert run_forks(2, has_chosen, job, str(tmp_path)) == [True] * 2
+    assert run_forks(3, has_chosen, job, str(tmp_path)) == [False] * 3
+
+
 def detach(rank: int, job: Job, steps: int) -> tuple[list[float], Any]:
     engine, batches = steered(job, FASTER), data(rank, job)
     losses = run(engine, batches[:steps])
