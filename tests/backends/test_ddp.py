@@ -200,6 +200,35 @@ def test_what_ddp_reduces_is_decided_when_it_wraps_the_model() -> None:
         assert [name for name, same in found.items() if not same] == ["right.weight", "right.bias"]
 
 
+class Mixed(nn.Module):
+    """A network with two types of parameters, which DDP therefore reduces in two buckets from the first pass on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide, self.narrow = nn.Linear(WIDTH, 31), nn.Linear(31, 1).bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.narrow(self.wide(x).bfloat16()).float()
+
+
+def train_mixed(rank: int) -> bool:
+    start()
+    model = DistributedDataParallel(Mixed(), static_graph=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    deepspeed_compress.ddp.attach(model, section(FOUR_BITS), optimizer)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.full((2, WIDTH), 1.0 + rank + step)).square().sum().backward()
+        optimizer.step()
+    return all(map(same_on_all, model.parameters()))
+
+
+def test_a_static_graph_may_have_two_types_of_parameters() -> None:
+    """DDP gives all buckets of its first pass the number 0 then."""
+    assert run_forks(2, train_mixed, timeout=60) == [True] * 2
+
+
 def clear(model: Any, optimizer: Any, rank: int, step: int) -> None:
     optimizer.zero_grad()
 

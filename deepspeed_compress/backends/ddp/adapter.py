@@ -87,7 +87,7 @@ def _exchange(model: DistributedDataParallel, attached: Attached, target: Target
         return
     unused = Unused(attached.session, target) if model.find_unused_parameters and not model.static_graph else None
     buckets = _Buckets(attached, Plan(target, model.bucket_bytes_cap), unused)
-    before_forward = partial(_before_forward, attached, tuple(target.parameters.values()))
+    before_forward = partial(_before_forward, attached, buckets, tuple(target.parameters.values()))
     patches.on_undo(model.register_forward_pre_hook(before_forward).remove)
     forget_when_cleared(model, attached.steps, patches)
     # Last, because DDP cannot unregister it.
@@ -168,8 +168,13 @@ def _count(attached: Attached, target: Target, model: DistributedDataParallel, i
 
 
 def _before_forward(
-    attached: Attached, parameters: Sequence[Parameter], model: DistributedDataParallel, inputs: object
+    attached: Attached,
+    buckets: "_Buckets",
+    parameters: Sequence[Parameter],
+    model: DistributedDataParallel,
+    inputs: object,
 ) -> None:
+    buckets.forget_failed_pass()
     if model._join_config.enable:
         # Ranks that have run out of data would take part in reductions, but not in steps.
         raise UnsupportedError(
@@ -192,6 +197,7 @@ class _Buckets:
         self._plan = plan
         self._unused = unused
         self._open: dict[int, Batch] = {}
+        self._arrived = 0
         self._sent: list[tuple[Batch, PendingMeans | None]] = []
         self._means: list[tuple[Tensor, torch.futures.Future[Tensor]]] = []
 
@@ -201,14 +207,18 @@ class _Buckets:
         state: object,
         bucket: dist.GradBucket,  # type: ignore[name-defined]
     ) -> torch.futures.Future[torch.Tensor]:
-        """Reduce the bucket to the mean over all ranks. This is the communication hook."""
-        if bucket.index() == 0:
+        """Reduce the bucket to the mean over all ranks. This is the communication hook.
+
+        With a static graph, DDP numbers all buckets of its first pass 0, so gradients are counted.
+        """
+        if not self._arrived:
             self._begin()
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             self._add(parameter, gradient)
+            self._arrived += 1
         self._means.append((bucket.buffer(), _future(bucket.buffer().device)))
         mean = self._means[-1][1]
-        if bucket.is_last():
+        if self._arrived == self._plan.parameters:
             self._finish()
         return mean
 
@@ -222,8 +232,6 @@ class _Buckets:
                 "in no_sync()"
             )
         self._steps.gradients_reduced()
-        for left_by_a_pass_that_failed in (self._open, self._sent, self._means):
-            left_by_a_pass_that_failed.clear()
 
     def _add(self, parameter: Parameter, gradient: Tensor) -> None:
         place = self._plan.place(parameter)
@@ -253,8 +261,13 @@ class _Buckets:
             batch.hand_back()
         for buffer, mean in self._means:
             mean.set_result(buffer)
-        self._sent.clear()
-        self._means.clear()
+        self.forget_failed_pass()
+
+    def forget_failed_pass(self) -> None:
+        """Forget what a backward pass has left that did not reach its end."""
+        self._arrived = 0
+        for left in (self._open, self._sent, self._means):
+            left.clear()
 
 
 def _future(device: torch.device) -> torch.futures.Future[Tensor]:

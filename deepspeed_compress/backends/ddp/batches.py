@@ -92,6 +92,11 @@ class Plan:
                 position += parameter.numel()
             self.batches.append(Layout(even_partition(sizes, self.ranks)))
 
+    @property
+    def parameters(self) -> int:
+        """Number of parameters."""
+        return len(self._places)
+
     def place(self, parameter: Parameter) -> Place:
         return self._places[id(parameter)]
 
