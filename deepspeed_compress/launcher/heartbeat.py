@@ -83,8 +83,10 @@ def read_heartbeat(directory: Path, rank: int) -> Heartbeat | None:
 def read_latest(files: Iterable[Path]) -> Heartbeat | None:
     """Return the latest heartbeat in `files`; None without any."""
     found = [_FORMAT.unpack(content) for file in files if len(content := _content(file)) == _FORMAT.size]
-    times, steps, saves = zip(*found, strict=True) if found else ((), (), ())
-    return Heartbeat(max(times), max(steps), any(saves)) if found else None
+    if not found:
+        return None
+    times, steps, saves = zip(*found, strict=True)
+    return Heartbeat(max(times), max(steps), any(saves))
 
 
 def _content(file: Path) -> bytes:

@@ -1,4 +1,4 @@
-"""Check that all ranks have the same settings. Messages have no header, so other ranks would misread them."""
+"""Check that all ranks have the same settings: messages have no header, so ranks with others would misread them."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,7 +13,7 @@ _OF_A_RANK: Mapping[str, Any] = {
     **dict.fromkeys(("checkpointing", "communication", "islands", "lint", "rollout"), True),
     "monitor": {"path", "announce"},
 }
-"""Keys that may differ between ranks, such as paths and rates of hosts."""
+"""Keys that may differ between ranks, such as paths and rates."""
 
 
 def check_alike(config: CompressConfig, total: int | None, group: ProcessGroup | None) -> None:

@@ -144,7 +144,9 @@ def check_save(found: Iterable[tuple[Path, state.Description]], step: int | None
         step: step of the engine's files of the checkpoint; None if it has none.
         save: name of the save in the engine's files; empty if it was without this package.
     """
-    for file, saved in found if step is not None else ():
+    if step is None:
+        return
+    for file, saved in found:
         if saved.step != step or saved.save not in ("", save):
             raise StateError(
                 f"{file.with_suffix('.json')} was left by an earlier save of this tag, after step {saved.step}: "

@@ -87,7 +87,7 @@ def _exchange(model: DistributedDataParallel, attached: Attached, target: Target
         return
     unused = Unused(attached.session, target) if model.find_unused_parameters and not model.static_graph else None
     buckets = _Buckets(attached, Plan(target, model.bucket_bytes_cap), unused)
-    before_forward = partial(_before_forward, attached, buckets, tuple(target.parameters.values()))
+    before_forward = partial(_before_forward, attached, tuple(target.parameters.values()))
     patches.on_undo(model.register_forward_pre_hook(before_forward).remove)
     forget_when_cleared(model, attached.steps, patches)
     # Last, because DDP cannot unregister it.
@@ -97,7 +97,7 @@ def _exchange(model: DistributedDataParallel, attached: Attached, target: Target
 def _trained(model: DistributedDataParallel) -> dict[str, Parameter]:
     """Return the parameters whose gradients `model` reduces: those that were trained when it was made.
 
-    torch does not know those of a model with sparse gradients, which is refused, or of which only bytes are counted.
+    torch cannot list those of a model with sparse gradients. It is refused, unless only its bytes are counted.
     """
     every = dict(model.module.named_parameters())
     if any(map(_sparse, model.modules())):
@@ -168,13 +168,8 @@ def _count(attached: Attached, target: Target, model: DistributedDataParallel, i
 
 
 def _before_forward(
-    attached: Attached,
-    buckets: "_Buckets",
-    parameters: Sequence[Parameter],
-    model: DistributedDataParallel,
-    inputs: object,
+    attached: Attached, parameters: Sequence[Parameter], model: DistributedDataParallel, inputs: object
 ) -> None:
-    buckets.forget_failed_pass()
     if model._join_config.enable:
         # Ranks that have run out of data would take part in reductions, but not in steps.
         raise UnsupportedError(
@@ -197,7 +192,7 @@ class _Buckets:
         self._plan = plan
         self._unused = unused
         self._open: dict[int, Batch] = {}
-        self._arrived = 0
+        self._arrived: set[int] = set()
         self._sent: list[tuple[Batch, PendingMeans | None]] = []
         self._means: list[tuple[Tensor, torch.futures.Future[Tensor]]] = []
 
@@ -209,16 +204,18 @@ class _Buckets:
     ) -> torch.futures.Future[torch.Tensor]:
         """Reduce the bucket to the mean over all ranks. This is the communication hook.
 
-        With a static graph, DDP numbers all buckets of its first pass 0, so gradients are counted.
+        A pass ends with its last parameter, and one that failed ends where a parameter comes again. The numbers of
+        buckets do not tell: with a static graph, DDP gives all buckets of its first pass the number 0.
         """
-        if not self._arrived:
+        parameters = bucket.parameters()
+        if not self._arrived or not self._arrived.isdisjoint(map(id, parameters)):
             self._begin()
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        self._arrived.update(map(id, parameters))
+        for parameter, gradient in zip(parameters, bucket.gradients(), strict=True):
             self._add(parameter, gradient)
-            self._arrived += 1
         self._means.append((bucket.buffer(), _future(bucket.buffer().device)))
         mean = self._means[-1][1]
-        if self._arrived == self._plan.parameters:
+        if len(self._arrived) == self._plan.parameters:
             self._finish()
         return mean
 
@@ -232,6 +229,7 @@ class _Buckets:
                 "in no_sync()"
             )
         self._steps.gradients_reduced()
+        self._clear()
 
     def _add(self, parameter: Parameter, gradient: Tensor) -> None:
         place = self._plan.place(parameter)
@@ -261,13 +259,12 @@ class _Buckets:
             batch.hand_back()
         for buffer, mean in self._means:
             mean.set_result(buffer)
-        self.forget_failed_pass()
+        self._clear()
 
-    def forget_failed_pass(self) -> None:
-        """Forget what a backward pass has left that did not reach its end."""
-        self._arrived = 0
-        for left in (self._open, self._sent, self._means):
-            left.clear()
+    def _clear(self) -> None:
+        """Forget the last backward pass."""
+        for one in (self._arrived, self._open, self._sent, self._means):
+            one.clear()
 
 
 def _future(device: torch.device) -> torch.futures.Future[Tensor]:

@@ -29,7 +29,7 @@ class Unused:
         self._device = target.device
         for place, parameter in enumerate(target.parameters.values()):
             mark, is_trained = partial(_mark, self._used, place), parameter.requires_grad
-            # A frozen parameter, which may be trained later, takes no hook.
+            # torch refuses a hook on a frozen parameter, which may be trained later. Its method has no annotations.
             handle = parameter.requires_grad_().register_post_accumulate_grad_hook(mark)  # type: ignore[no-untyped-call]
             parameter.requires_grad_(is_trained)
             session.patches.on_undo(handle.remove)
