@@ -29,8 +29,8 @@ EXACT = 0
 _LEVEL = -1
 """Key component that keeps these random numbers apart from those of gradients (see `PayloadReducer`)."""
 
-CHUNK_NUMEL = 1 << 20
-"""Elements that a rank sends in one message: few enough to stay in a cache between passes."""
+_SMALL_CHUNK, _ROUND_NUMEL = 1 << 20, 1 << 27
+"""Elements of a rank that one message has at least, and those of all ranks in a round: their payloads take memory."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class DifferenceGather:
         messages: the messages. Channel `EXACT` sends elements in the dtype of the buffer: fp32, bf16 or fp16. No
             channel has feedback.
         run: state of the run.
-        chunk_numel: maximum number of elements per rank and round.
+        chunk_numel: maximum number of elements per rank and round; None for that of `run`, within limits of memory.
         order: rank of each parameter in the sending order, smallest first. Parameters that it lacks are sent last. If
             empty, the order is that of the buffer.
     """
@@ -70,13 +70,13 @@ class DifferenceGather:
         sizes: Sequence[tuple[str, int]],
         messages: Messages,
         run: Run,
-        chunk_numel: int = CHUNK_NUMEL,
+        chunk_numel: int | None = None,
         order: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self.group = group
         self.messages = messages
         self.run = run
-        self._chunk = chunk_numel
+        self._chunk = chunk_numel or min(run.chunk_numel, max(_SMALL_CHUNK, _ROUND_NUMEL // group.size()))
         self._counter = MessageCounter(run.clock)
         self._rank: int = group.rank()
         partition = even_partition(sizes, group.size())
@@ -84,7 +84,7 @@ class DifferenceGather:
         ordered = [sorted(part, key=lambda one: order.get(one.parameter, len(order))) for part in parts]
         self._numels = [sum(segment.numel for segment in part) for part in parts]
         # The largest share determines the number of rounds, because a rank sends its share.
-        rounds = -(-max(self._numels) // chunk_numel)
+        rounds = -(-max(self._numels) // self._chunk)
         self._layouts = layouts_of_parts(messages, ordered, rounds)
 
     @property

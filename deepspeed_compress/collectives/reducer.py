@@ -1,6 +1,6 @@
 """The interface of reducers, the state that all reducers of a run share, and the numbering of messages."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +14,12 @@ from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import Segment, gather
 from deepspeed_compress.monitor import Meter
 
+CHUNK_NUMEL: Mapping[str, int] = {"cpu": 1 << 20, "cuda": 1 << 25}
+"""Elements of each rank that are encoded at once, by type of device.
+
+On a CPU they stay in a cache between passes, and the next message is encoded while one is sent. A GPU encodes much
+faster than any network sends, but starting a few programs takes it as long as encoding millions of elements.
+"""
 LEVELS = 8
 """Maximum number of reducers in one run that number their messages independently."""
 INSIDE_LEVEL = 1
@@ -124,12 +130,14 @@ class Run:
         meter: counter of bytes and times.
         seed: seed of random numbers.
         pace: rate limit of messages; None for no limit.
+        chunk_numel: elements of each rank that are encoded at once; see `CHUNK_NUMEL`.
     """
 
     clock: StepClock
     meter: Meter
     seed: int = 0
     pace: Pace | None = None
+    chunk_numel: int = CHUNK_NUMEL["cpu"]
 
     def wait_to_send(self, size: int) -> None:
         """Block until a message of `size` bytes may leave this host."""

@@ -19,7 +19,6 @@ from deepspeed_compress.collectives.channels import (
 )
 from deepspeed_compress.collectives.clipping import ClippingReducer
 from deepspeed_compress.collectives.exchange import Link
-from deepspeed_compress.collectives.gather import CHUNK_NUMEL
 from deepspeed_compress.collectives.hierarchical import HierarchicalReducer
 from deepspeed_compress.collectives.hybrid import HybridReducer
 from deepspeed_compress.collectives.messages import Channel, Messages
@@ -227,10 +226,10 @@ class _ReducerBuilder:
         return HierarchicalReducer(groups.whole, self._payload(groups.node, inside), across)
 
     def _payload(self, group: ProcessGroup, messages: Messages, downward: ProcessGroup | None = None) -> PayloadReducer:
-        itemsize = self.context.parameters.dtype.itemsize
-        chunk_bytes = self.settings.chunk_bytes or CHUNK_NUMEL * group.size() * itemsize
-        link = Link(group, downward, self.context.groups.whole.rank())
-        return PayloadReducer(link, messages, self.context.run, chunk_bytes // itemsize, self.context.traffic)
+        context, itemsize = self.context, self.context.parameters.dtype.itemsize
+        chunk_bytes = self.settings.chunk_bytes or context.run.chunk_numel * group.size() * itemsize
+        link = Link(group, downward, context.groups.whole.rank())
+        return PayloadReducer(link, messages, context.run, chunk_bytes // itemsize, context.traffic)
 
     def _channels(self) -> Iterator[Channel]:
         """Yield the channels between nodes: uncompressed, the method's, and the overrides'."""

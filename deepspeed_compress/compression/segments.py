@@ -35,6 +35,8 @@ def _runs(segments: Sequence[Segment]) -> list[tuple[int, int]]:
 def gather(bucket: Tensor, segments: Sequence[Segment]) -> Tensor:
     """Return a new flat fp32 tensor with the elements of `segments`, in order."""
     parts = [bucket.narrow(0, offset, numel) for offset, numel in _runs(segments)]
+    if len(parts) == 1:
+        return parts[0].to(torch.float32, copy=True)
     return torch.cat(parts).to(torch.float32) if parts else bucket.new_zeros(0, dtype=torch.float32)
 
 

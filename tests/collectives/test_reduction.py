@@ -11,12 +11,12 @@ from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo
 
 from deepspeed_compress.collectives.channels import RAW
 from deepspeed_compress.collectives.clipping import ClippingReducer
-from deepspeed_compress.collectives.gather import CHUNK_NUMEL, EXACT
+from deepspeed_compress.collectives.gather import EXACT
 from deepspeed_compress.collectives.hierarchical import HierarchicalReducer
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.payload import PayloadReducer
 from deepspeed_compress.collectives.powersgd import PowerSGDReducer
-from deepspeed_compress.collectives.reducer import Run, StepClock
+from deepspeed_compress.collectives.reducer import CHUNK_NUMEL, Run, StepClock
 from deepspeed_compress.collectives.reduction import Groups, Reduction, ReductionContext, Reductions
 from deepspeed_compress.collectives.weight_reduction import WeightReduction
 from deepspeed_compress.compression.codec import Codec, NoSend
@@ -76,11 +76,15 @@ class Built:
 
 
 def build(
-    groups: ProcessGroup | Groups, config: CompressConfig, transactional: bool = False, **parameters: Any
+    groups: ProcessGroup | Groups,
+    config: CompressConfig,
+    transactional: bool = False,
+    device: str = "cpu",
+    **parameters: Any,
 ) -> Built:
     known = Parameters(**{"shapes": SHAPES, "everywhere": sorted(SHAPES), **parameters})
     groups = groups if isinstance(groups, Groups) else Groups(groups)
-    run = Run(StepClock(), Meter(), config.seed)
+    run = Run(StepClock(), Meter(), config.seed, chunk_numel=CHUNK_NUMEL[device])
     built = Built(config, Reductions(ReductionContext(groups, known, ResidualStores(transactional), run)))
     built.at(0)
     return built
@@ -361,11 +365,12 @@ def test_all_reducers_get_the_common_settings(
             assert codecs(reducer)[RAW] == Codec(Cast(dtype))
 
 
-def test_a_round_has_about_a_million_elements_per_rank_by_default(groups: Groups) -> None:
-    compressed = build(groups, section({"hierarchy": {"ranks_per_node": 2}})).compressed
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_round_has_as_many_elements_per_rank_as_suit_the_device(groups: Groups, device: str) -> None:
+    compressed = build(groups, section({"hierarchy": {"ranks_per_node": 2}}), device=device).compressed
     assert isinstance(compressed, HierarchicalReducer)
     for reducer in payload_reducers(compressed):
-        assert reducer.chunk_numel == CHUNK_NUMEL * reducer.group.size()
+        assert reducer.chunk_numel == CHUNK_NUMEL[device] * reducer.group.size()
 
 
 @pytest.mark.parametrize("gradients", KINDS, ids=repr)

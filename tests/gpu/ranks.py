@@ -149,6 +149,7 @@ def _main() -> None:
 def _join(backend: str) -> None:
     """Join the other ranks. No extension is built, because there may be no compiler."""
     import deepspeed
+    import torch
     from deepspeed.accelerator import get_accelerator
 
     from tests.gpu.delays import LATE_MIRROR, join_late_mirror
@@ -157,6 +158,9 @@ def _join(backend: str) -> None:
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     if backend == LATE_MIRROR:
         join_late_mirror(2)
+    elif backend == "gloo":
+        # DeepSpeed would bind ranks to their GPU, and torch then splits groups, which gloo cannot do.
+        torch.distributed.init_process_group(backend)
     deepspeed.init_distributed(backend, auto_mpi_discovery=False)
 
 

@@ -19,45 +19,41 @@ AGAIN, LATE = (1,), (2, 3)
 REPEATABLE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 BLOCKED = "CUDA_LAUNCH_BLOCKING"
 GOAL = "the same bits"
+SHARE = 0.6
+"""Share of the time left that each of the following programs may take."""
 
 every_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3], ids="ZeRO {}".format)
 
 
 @pytest.fixture(scope="module")
-def seconds(seconds_left: Callable[[], float]) -> float:
-    """Time for all tests of this file."""
-    return seconds_left()
-
-
-@pytest.fixture(scope="module")
-def plain(device: torch.device, seconds: float) -> Outcome:
+def plain(device: torch.device, seconds_left: Callable[[], float]) -> Outcome:
     """Runs of two ranks, without and with pauses."""
     job = {"device": device.type, "backend": backend_here(device.type, RANKS), "seeds": SEEDS}
-    return run_ranks(RANKS, "tests.gpu.programs:train", job, 0.4 * seconds, REPEATABLE)
+    return run_ranks(RANKS, "tests.gpu.programs:train", job, SHARE * seconds_left(), REPEATABLE)
 
 
 @pytest.fixture(scope="module")
-def sharded(device: torch.device, seconds: float) -> Outcome:
+def sharded(device: torch.device, seconds_left: Callable[[], float]) -> Outcome:
     """Runs of two nodes of two ranks, without and with pauses."""
     ranks = NODES * NODE
     job = {"device": device.type, "backend": backend_here(device.type, ranks), "seeds": SEEDS, "node": NODE}
-    return run_ranks(ranks, "tests.gpu.programs:train_nodes", job, 0.2 * seconds, REPEATABLE)
+    return run_ranks(ranks, "tests.gpu.programs:train_nodes", job, SHARE * seconds_left(), REPEATABLE)
 
 
 @pytest.fixture(scope="module")
-def mirrored(device: torch.device, seconds: float) -> Outcome:
+def mirrored(device: torch.device, seconds_left: Callable[[], float]) -> Outcome:
     """Runs of one rank and its image, with messages that arrive at once and late."""
     job = {"device": device.type, "backend": "late_mirror", "seeds": SEEDS}
-    return run_ranks(1, "tests.gpu.programs:train_in_mirror", job, 0.25 * seconds, REPEATABLE)
+    return run_ranks(1, "tests.gpu.programs:train_in_mirror", job, SHARE * seconds_left(), REPEATABLE)
 
 
 @pytest.fixture(scope="module")
-def blocking(device: torch.device, seconds: float) -> Outcome:
+def blocking(device: torch.device, seconds_left: Callable[[], float]) -> Outcome:
     """Run of two ranks whose hosts wait for every kernel."""
     if device.type != "cuda":
         pytest.skip("needs CUDA")
     job = {"device": device.type, "backend": backend_here(device.type, RANKS), "seeds": (None,)}
-    return run_ranks(RANKS, "tests.gpu.programs:train", job, 0.1 * seconds, {**REPEATABLE, BLOCKED: "1"})
+    return run_ranks(RANKS, "tests.gpu.programs:train", job, SHARE * seconds_left(), {**REPEATABLE, BLOCKED: "1"})
 
 
 @every_stage

@@ -19,7 +19,6 @@ from torch.distributed import ProcessGroup
 from deepspeed_compress.backends.activations.messages import ActivationMessages
 from deepspeed_compress.collectives.buckets import LAYOUTS, Partition, even_partition
 from deepspeed_compress.collectives.exchange import Link, PendingExchange
-from deepspeed_compress.collectives.gather import CHUNK_NUMEL
 from deepspeed_compress.collectives.messages import Channel, Messages
 from deepspeed_compress.collectives.payload import PayloadReducer
 from deepspeed_compress.collectives.reducer import INSIDE_LEVEL, Run
@@ -78,12 +77,13 @@ class PairSum:
 
     group: ProcessGroup
     messages: ActivationMessages
+    chunk_numel: int
 
     def __call__(self, x: Tensor) -> Tensor:
         if not ActivationMessages.carries(x):
             return _exact_sum(x, self.group, self.messages.meter)
         total = x.clone(memory_format=torch.contiguous_format)
-        chunks = torch.split(total.view(-1), CHUNK_NUMEL)
+        chunks = torch.split(total.view(-1), self.chunk_numel)
         for chunk, pending in [(chunk, self._start(chunk, number)) for number, chunk in enumerate(chunks)]:
             self._finish(chunk, *pending)
         return total
@@ -132,9 +132,9 @@ def _compressor(bits: int) -> Blockwise:
 def compressed_sum(group: ProcessGroup, codec: Codec, run: Run) -> TensorSum:
     """Return a compressed sum over `group`, which counts `bytes_tensor` and is not limited by a rate of the host."""
     if group.size() == 2:
-        return PairSum(group, ActivationMessages(codec, run.meter, "bytes_tensor_saved"))
+        return PairSum(group, ActivationMessages(codec, run.meter, "bytes_tensor_saved"), run.chunk_numel)
     messages = Messages((Channel(codec),), level=INSIDE_LEVEL)
-    return CompressedSum(PayloadReducer(Link(group), messages, run, CHUNK_NUMEL * group.size(), "bytes_tensor"))
+    return CompressedSum(PayloadReducer(Link(group), messages, run, run.chunk_numel * group.size(), "bytes_tensor"))
 
 
 def sums_over(codec: Codec, run: Run) -> SumOver:

@@ -57,7 +57,8 @@ class BlockQuantizer(ABC):
         return field[: self._number_bytes(numel)].view(self.scale_dtype).view(-1, self.numbers)
 
     def _clear_padding(self, number_field: Tensor, numel: int) -> None:
-        number_field[self._number_bytes(numel) :].zero_()
+        if (padding := number_field[self._number_bytes(numel) :]).numel():
+            padding.zero_()
 
     @abstractmethod
     def compress(self, x: Tensor, out: Tensor, key: int) -> None:

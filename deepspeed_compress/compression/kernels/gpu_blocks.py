@@ -151,7 +151,8 @@ def _encode(
     values = tl.where(inside, values & ((1 << bits) - 1), 0)
     _store_packed(values, place, tl.multiple_of(codes + first // (8 // bits), alignment), room, bits)
     if has_residual:
-        rest = message + (-scales)[:, None] * _signed(values, kind, bits).to(tl.float32)
+        # Not a product with -scales: Triton before 3.9 computes 0 - 0, so -0.0 would not be kept.
+        rest = message - scales[:, None] * _signed(values, kind, bits).to(tl.float32)
         tl.store(after + first + place, saturated(rest, after.dtype.element_ty, after_limit), mask=inside)
 
 
