@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,8 @@ def write_statistics(place: Place) -> Found:
 
 def publish(place: Place) -> Found:
     """Publish the weights of every step, and receive them on every rank."""
+    if find_spec("zstandard") is None:
+        raise Skipped("needs zstandard, which --wheels may bring")
     from deepspeed_compress.rollout import DirectoryStore, Publisher, Receiver
 
     path, losses = place.path("rollout"), []

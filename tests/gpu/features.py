@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ import torch.distributed as dist
 from tests.gpu import feature_programs
 from tests.gpu.feature_programs import Place, train
 from tests.gpu.feature_settings import PROGRAMS, TRAININGS
+
+_NOTHING: Mapping[str, Any] = {"losses": [], "weights": "", "figure": "", "error": "", "skip": ""}
 
 
 def try_features(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -27,11 +30,19 @@ def try_features(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     group = dist.new_group(backend="gloo")
     for name in job["features"]:
         with _limited(name, job["patience"]):
-            yield {"feature": name, "losses": [], "weights": "", "figure": "", "error": "", "skip": ""} | _try(
-                name, place
-            )
+            found = {"feature": name, **_NOTHING, **_timed(name, place)}
+            yield found
+            if "CUDA error" in found["error"]:
+                # Nothing works on the GPU in this process any more.
+                os._exit(1)
             # A group of its own, because messages of a feature that failed on some ranks may be left in others.
             dist.barrier(group)
+
+
+def _timed(name: str, place: Place) -> Mapping[str, Any]:
+    begin = time.perf_counter()
+    found = _try(name, place)
+    return {**found, "seconds": time.perf_counter() - begin}
 
 
 def _try(name: str, place: Place) -> Mapping[str, Any]:

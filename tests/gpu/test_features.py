@@ -53,10 +53,14 @@ def _run_on(device: str, features: list[str], directory: Path, seconds: float) -
 
 
 def results_of(outcome: Outcome, features: list[str]) -> Results:
-    """Return the results of features up to the first one that not all ranks completed."""
-    found = {}
+    """Return the results of features up to the first one that not all ranks completed, or that ended all of them."""
+    found: dict[str, tuple[Run, str]] = {}
+    run: Run = ()
     for name in features:
+        failed = any(one["error"] for one in run)
         run = [one for rank in outcome.results for one in rank if one["feature"] == name]
+        if failed and not run:
+            return found
         found[name] = run, outcome.trouble or "not all ranks got there"
         if len(run) < RANKS:
             return found
@@ -91,7 +95,8 @@ def test_feature(feature: str, results: Results, record_property: RecordProperty
     if run[0]["skip"]:
         pytest.skip(run[0]["skip"])
     losses, figure = run[0]["losses"], run[0]["figure"]
-    record_property("figure", f"loss {losses[0]:.4g} to {losses[-1]:.4g}{figure and ', ' + figure}")
+    whole = f"loss {losses[0]:.4g} to {losses[-1]:.4g}, {run[0]['seconds']:.1f} s"
+    record_property("figure", f"{whole}, {figure}" if figure else whole)
 
 
 def result(**changes: Any) -> dict[str, Any]:
@@ -124,3 +129,8 @@ def test_features_after_one_that_hangs_are_tried_again() -> None:
     assert list(found) == ["a", "b"]
     assert problem_of(*found["a"]) == ""
     assert problem_of(*found["b"]) == "alone"
+
+
+def test_a_feature_is_not_blamed_for_ranks_that_ended_before_it() -> None:
+    rank = (result(error="CUDA error"),)
+    assert list(results_of(Outcome((rank, rank), "ended"), ["a", "b"])) == ["a"]
