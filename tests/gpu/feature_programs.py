@@ -1,9 +1,11 @@
 """Programs that try one feature each, in a rank. They return losses and weights, and raise if a promise is broken."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -73,8 +75,9 @@ def engine_of(training: Training, place: Place) -> Iterator[tuple[Any, tuple[Ten
         engine.destroy()
 
 
-def _engine(model: nn.Module, config: Mapping[str, Any]) -> Any:
-    return deepspeed_compress.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+def _engine(model: nn.Module, config: Mapping[str, Any], parameters: Any = None) -> Any:
+    given = list(model.parameters()) if parameters is None else parameters
+    return deepspeed_compress.initialize(model=model, model_parameters=given, config=config)[0]
 
 
 def config_of(training: Training, place: Place) -> dict[str, Any]:
@@ -193,24 +196,24 @@ def write_statistics(place: Place) -> Found:
 
 
 def publish(place: Place) -> Found:
-    """Publish the weights of every step, and receive them on every rank."""
+    """Publish the weights after every step, and receive them on every rank."""
     if find_spec("zstandard") is None:
         raise Skipped("needs zstandard, which --wheels may bring")
-    from deepspeed_compress.rollout import DirectoryStore, Publisher, Receiver
+    from deepspeed_compress.rollout import DirectoryStore, Receiver
 
     path, losses = place.path("rollout"), []
-    with engine_of(Training(2, {"gradients": INT4}), place) as (engine, batch):
-        publisher = Publisher(engine, DirectoryStore(path), full_every=2, asynchronous=True)
+    rollout = {"directory": str(path), "every": 1, "full_every": 2}
+    with engine_of(Training(2, {"gradients": INT4, "rollout": rollout}), place) as (engine, batch):
         policy = network(*SIZES[place.device])[0].to(batch[0].device, torch.bfloat16)
         receiver = Receiver(policy, DirectoryStore(path))
         for _ in range(4):
-            publisher.publish()
-            published = publisher.wait()
+            losses += take_steps(engine, batch, 1)
+            published = engine.rollout.wait()
             check(receiver.update(), "no new version was received")
             check(published is not None and receiver.digest == published.digest, "another digest was received")
             for own, received in zip(engine.module.parameters(), policy.parameters(), strict=True):
-                check(torch.equal(own.to(torch.bfloat16), received), "other weights were received")
-            losses.append(float(train_step(engine, *batch)))
+                check(torch.equal(own, received), "other weights were received")
+            dist.barrier()
         return _found(engine, losses)
 
 
@@ -224,6 +227,59 @@ def train_islands(place: Place) -> Found:
             equal = _is_equal_on_all(digest(engine))
             check(equal == (step % 2 == 0), f"after step {step} islands have {'equal' if equal else 'other'} weights")
         return _found(engine, losses)
+
+
+def train_elastic(place: Place) -> Found:
+    """Train an island of two ranks that exchanges in rounds, alone, and copy the anchor that others would take."""
+    from deepspeed_compress.local_sgd.coordinator.server import island_server
+
+    with _served(partial(island_server, None, "127.0.0.1", 0)) as address:
+        elastic = {"rendezvous": address, "minimum": 1, "timeout": "5 s", "give_up": "20 s"}
+        with engine_of(_island(elastic), place) as (engine, batch):
+            losses = take_steps(engine, batch, 8)
+            islands = engine.compression.islands
+            check(any(one.kind == "exchange" for one in islands.history), f"no exchange in {list(islands.history)}")
+            exchange = islands.exchange
+            _, _, copy = exchange.shared_anchor.copy(exchange.version)
+            payloads = [payload.cpu() for _, payload in exchange.stores.by_name["anchor"].payloads()]
+            check(torch.equal(copy["anchor"].view(torch.uint8), torch.cat(payloads)), "the copy of the anchor differs")
+            return _found(engine, losses)
+
+
+def train_asynchronous(place: Place) -> Found:
+    """Train an island of two ranks that pushes its changes to a parameter server."""
+    from deepspeed_compress.local_sgd.parameter_server.server import Server
+
+    with _served(partial(Server, None, "127.0.0.1", 0)) as address:
+        elastic = {"rendezvous": address, "give_up": "20 s", "parameter_server": {}}
+        with engine_of(_island(elastic), place) as (engine, batch):
+            islands, losses = engine.compression.islands, []
+            for _ in range(2):
+                losses += take_steps(engine, batch, 4)
+                islands.exchange.finish(20)
+            kinds = {one.kind for one in islands.history}
+            check(islands.exchange.version > 1, f"no push was taken, but {kinds}")
+            return _found(engine, losses)
+
+
+def _island(elastic: Mapping[str, Any]) -> Training:
+    islands = {"sync_every": 2, "exchange": {"method": "blockwise", "bits": 4}, "elastic": elastic}
+    return Training(1, {"gradients": INT4, "islands": islands})
+
+
+@contextmanager
+def _served(make: Callable[[], Any]) -> Iterator[str]:
+    """Run a server in a thread of the first rank, and return its address on all ranks."""
+    server = make() if dist.get_rank() == 0 else None
+    if server is not None:
+        threading.Thread(target=server.run, daemon=True).start()
+    told = [server and f"127.0.0.1:{server.port}"]
+    dist.broadcast_object_list(told, src=0)
+    try:
+        yield str(told[0])
+    finally:
+        if server is not None:
+            server.stop()
 
 
 def _is_equal_on_all(value: object) -> bool:
@@ -273,7 +329,7 @@ def _without_deepspeed(
     attached.load(path)
     repeated = losses[:3] + _plain_steps(again, other, batch, 3)
     check(repeated == losses, f"a resumed run has the losses {repeated} instead of {losses}")
-    return {"losses": losses, "weights": _digest_of(model)}
+    return {"losses": losses, "weights": _digest_of(model.parameters())}
 
 
 def _attached(
@@ -299,8 +355,8 @@ def _plain_steps(model: nn.Module, optimizer: Any, batch: tuple[Tensor, Tensor],
     return losses
 
 
-def _digest_of(model: nn.Module) -> str:
-    whole = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in model.parameters()]
+def _digest_of(parameters: Iterable[Any]) -> str:
+    whole = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in parameters]
     return str(hash(tuple(float(one.detach().double().sum()) for one in whole)))
 
 
@@ -324,6 +380,40 @@ def split_layers(place: Place) -> Found:
     engine.destroy()
     # Each rank has weights of its own, but both compute the same losses.
     return {"losses": losses, "weights": str(losses)}
+
+
+class _Experts(nn.Module):
+    """Squared error of two linear layers with experts between them, which two ranks share."""
+
+    def __init__(self, width: int) -> None:
+        from deepspeed.moe.layer import MoE
+
+        super().__init__()
+        self.first, self.last = nn.Linear(width, width), nn.Linear(width, width)
+        options = {"num_experts": 4, "ep_size": 2, "k": 2, "min_capacity": 0, "top2_2nd_expert_sampling": False}
+        self.experts = MoE(width, nn.Linear(width, width), **options)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.first(x)
+        return nn.functional.mse_loss(self.last(x + self.experts(x)[0].tanh()).float(), y.float())
+
+
+def spread_experts(place: Place) -> Found:
+    """Train experts that are spread over two ranks, with compressed tokens."""
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+    width, _ = SIZES[place.device]
+    _, (x, y) = network(*SIZES[place.device])
+    torch.manual_seed(0)
+    model = _Experts(width)
+    section = {"gradients": INT4, "activations": {"experts": {"dispatch": {}, "combine": {}}}}
+    groups = split_params_into_different_moe_groups_for_optimizer({"params": list(model.parameters()), "name": "all"})
+    engine = _engine(model, config_of(Training(2, section), place), groups)
+    losses = take_steps(engine, (x.bfloat16(), y.bfloat16()), 6)
+    shared = [one for name, one in engine.module.named_parameters() if "deepspeed_experts" not in name]
+    found = {"losses": losses, "weights": _digest_of(shared)}
+    engine.destroy()
+    return found
 
 
 def train_pipeline(place: Place) -> Found:

@@ -107,14 +107,17 @@ PROGRAMS: Mapping[str, str] = {
     "monitor": "write_statistics",
     "rollout": "publish",
     "islands": "train_islands",
+    "elastic islands": "train_elastic",
+    "asynchronous islands": "train_asynchronous",
     "DDP": "train_ddp",
     "FSDP2": "train_fsdp2",
     "tensor parallelism": "split_layers",
+    "experts": "spread_experts",
     "pipeline": "train_pipeline",
 }
 """Functions of `feature_programs` by feature."""
 
-FIRST, LAST = ("preset auto",), ("DDP", "FSDP2", "tensor parallelism", "pipeline")
+FIRST, LAST = ("preset auto",), ("DDP", "FSDP2", "tensor parallelism", "experts", "pipeline")
 """Most important feature, and those that are tried last since they use further process groups."""
 FEATURES = (
     *FIRST,
