@@ -117,7 +117,7 @@ PROGRAMS: Mapping[str, str] = {
 }
 """Functions of `feature_programs` by feature."""
 
-FIRST, LAST = ("preset auto",), ("DDP", "FSDP2", "tensor parallelism", "experts", "pipeline")
+FIRST, LAST = ("preset auto",), ("DDP", "FSDP2", "experts", "tensor parallelism", "pipeline")
 """Most important feature, and those that are tried last since they use further process groups."""
 FEATURES = (
     *FIRST,
