@@ -338,7 +338,7 @@ def _attached(
     model, batch = network(*SIZES[place.device])
     model = wrap(model.to(batch[0].device))
     # An optimizer without a state of its own.
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=4.0)
     attached = attach(model, {SECTION: {"monitor": {"announce": False}, **section}}, optimizer)
     return model, optimizer, attached, batch
 
