@@ -43,6 +43,15 @@ def _method(stage: int, extra: Mapping[str, Any] = MappingProxyType({}), **gradi
     return Training(stage, {"gradients": gradients}, extra)
 
 
+def _offloaded(stage: int) -> Mapping[str, Any]:
+    """Return keys that keep the optimizer on the host. That of torch needs no compiler."""
+    offload = {"device": "cpu", "pin_memory": True}
+    return {
+        "zero_optimization": {"stage": stage, "offload_optimizer": offload},
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
 METHODS: Mapping[str, Training] = {
     "topk": _method(2, method="topk", density=0.1, block_size=64, values={"bits": 4}),
     "sign": _method(1, **SIGN),
@@ -76,6 +85,8 @@ TRAININGS: Mapping[str, Training] = {
     **METHODS,
     "residuals of 8 bits": _method(2, **INT4, error_feedback={"dtype": "int8", "decay": 0.9}),
     "residuals on the host": _method(2, **INT4, error_feedback={"device": "cpu"}),
+    "offload under ZeRO 2": Training(2, {"gradients": INT4, "weights": INT4}, _offloaded(2)),
+    "offload under ZeRO 3": Training(3, {"gradients": INT4}, _offloaded(3)),
     "overrides": _method(
         2,
         **INT4,
@@ -97,6 +108,12 @@ TRAININGS: Mapping[str, Training] = {
     "adaptive": Training(2, {"gradients": INT8, "adaptive": {"probe_every": 3}}, steps=10, repeats=False),
 }
 """Features that need no program of their own."""
+
+NODES: Mapping[str, Training] = {
+    f"two levels under ZeRO {stage}": _method(stage, **INT4, hierarchy={"ranks_per_node": 2, "inside": INT8})
+    for stage in (1, 2, 3)
+}
+"""Features of two nodes of two ranks."""
 
 PROGRAMS: Mapping[str, str] = {
     "preset auto": "auto",
@@ -125,4 +142,4 @@ FEATURES = (
     *(name for name in PROGRAMS if name not in (*FIRST, *LAST)),
     *LAST,
 )
-"""All features in the order in which they are tried."""
+"""All features of two ranks in the order in which they are tried."""

@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from tests.gpu import feature_programs
 from tests.gpu.feature_programs import Place, train
-from tests.gpu.feature_settings import PROGRAMS, TRAININGS
+from tests.gpu.feature_settings import NODES, PROGRAMS, TRAININGS
 
+_SETTINGS = {**TRAININGS, **NODES}
 _NOTHING: Mapping[str, Any] = {"losses": [], "weights": "", "figure": "", "error": "", "skip": ""}
 
 
@@ -47,7 +48,7 @@ def _timed(name: str, place: Place) -> Mapping[str, Any]:
 
 def _try(name: str, place: Place) -> Mapping[str, Any]:
     try:
-        return train(TRAININGS[name], place) if name in TRAININGS else _program(name)(place)
+        return train(_SETTINGS[name], place) if name in _SETTINGS else _program(name)(place)
     except feature_programs.Skipped as reason:
         return {"skip": str(reason)}
     except Exception as error:
