@@ -1,98 +1,21 @@
-"""Programs that try one feature each, in a rank. They return losses and weights, and raise if a promise is broken."""
+"""Programs that try one feature of DeepSpeed engines each. They raise an error if the feature breaks a promise."""
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from torch import Tensor, nn
+from torch import Tensor
 
-import deepspeed_compress
-from deepspeed_compress.config import SECTION
-from tests.gpu.feature_settings import INT4, INT8, Training
+from tests.gpu.feature_settings import INT4, Training
+from tests.gpu.feature_training import SIZES, Found, Place, Skipped, check, describe, engine_of, take_steps
 from tests.gpu.training import digest, network, train_step
-
-SIZES = {"cuda": (256, 4), "cpu": (48, 3)}
-"""Width and number of layers by device."""
-Found = dict[str, Any]
-
-
-class Skipped(Exception):  # noqa: N818 - no error, but a feature that cannot be tried here
-    """Reason why a feature cannot be tried here."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Place of a rank: its device and backend, and a directory that all ranks share."""
-
-    device: str
-    backend: str
-    directory: str
-
-    def path(self, name: str) -> Path:
-        return Path(self.directory) / name
-
-
-def train(training: Training, place: Place) -> Found:
-    """Return the losses and weights of a training that needs only settings."""
-    found = _run(training, place)
-    if training.repeats and (again := _run(training, place)) != found:
-        raise AssertionError(f"a second run has other bits: {again} instead of {found}")
-    return found
-
-
-def _run(training: Training, place: Place) -> Found:
-    with engine_of(training, place) as (engine, batch):
-        return _found(engine, take_steps(engine, batch, training.steps * training.accumulation))
-
-
-def take_steps(engine: Any, batch: tuple[Tensor, Tensor], steps: int) -> list[float]:
-    return [float(train_step(engine, *batch)) for _ in range(steps)]
-
-
-def _found(engine: Any, losses: list[float], figure: str = "") -> Found:
-    return {"losses": losses, "weights": digest(engine), "figure": figure}
-
-
-@contextmanager
-def engine_of(training: Training, place: Place) -> Iterator[tuple[Any, tuple[Tensor, Tensor]]]:
-    """Return an engine for a small network, and this rank's batch in the type of its weights."""
-    width, layers = SIZES[place.device]
-    model, batch = network(width, layers)
-    engine = _engine(model, config_of(training, place))
-    try:
-        kind = next(engine.module.parameters()).dtype
-        yield engine, (batch[0].to(kind), batch[1].to(kind))
-    finally:
-        engine.destroy()
-
-
-def _engine(model: nn.Module, config: Mapping[str, Any], parameters: Any = None) -> Any:
-    given = list(model.parameters()) if parameters is None else parameters
-    return deepspeed_compress.initialize(model=model, model_parameters=given, config=config)[0]
-
-
-def config_of(training: Training, place: Place) -> dict[str, Any]:
-    width, _ = SIZES[place.device]
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": training.accumulation,
-        "steps_per_print": 10**9,
-        "gradient_clipping": 1.0,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "torch_adam": True}},
-        "zero_optimization": {"stage": training.stage, "reduce_bucket_size": 2 * width * width},
-        SECTION: {"monitor": {"announce": False}, **training.section},
-        **training.extra,
-    }
 
 
 def auto(place: Place) -> Found:
@@ -102,7 +25,7 @@ def auto(place: Place) -> Found:
         losses = take_steps(engine, batch, 17)
         events = [one.kind for one in engine.compression.events]
         check(events == ["auto"], f"expected the event auto, got {events}")
-        return _found(engine, losses, f"then {engine.compression.settings}")
+        return describe(engine, losses, f"then {engine.compression.settings}")
 
 
 def accumulate_without_sync(place: Place) -> Found:
@@ -114,7 +37,7 @@ def accumulate_without_sync(place: Place) -> Found:
                 for _ in range(count - 1):
                     engine.backward(engine(*batch))
             losses.append(float(train_step(engine, *batch)))
-        return _found(engine, losses)
+        return describe(engine, losses)
 
 
 def survive_nan(place: Place) -> Found:
@@ -129,7 +52,7 @@ def survive_nan(place: Place) -> Found:
         losses += take_steps(engine, batch, 6)
         kinds = [one.kind for one in engine.compression.events]
         check(kinds[:1] == ["anomaly"] and "return" in kinds, f"expected an anomaly and a return, got {kinds}")
-        return _found(engine, losses)
+        return describe(engine, losses)
 
 
 def scale_losses(place: Place) -> Found:
@@ -144,7 +67,7 @@ def scale_losses(place: Place) -> Found:
         _step_with(engine, batch, math.inf if dist.get_rank() == 1 else 1.0)
         check(engine.optimizer.cur_scale == scale / 2, f"the scale went from {scale} to {engine.optimizer.cur_scale}")
         check(before == digest(engine), "a skipped step has changed weights")
-        return _found(engine, losses + take_steps(engine, batch, 4))
+        return describe(engine, losses + take_steps(engine, batch, 4))
 
 
 def _step_with(engine: Any, batch: tuple[Tensor, Tensor], factor: float) -> None:
@@ -169,10 +92,10 @@ def resume(place: Place) -> Found:
         losses = take_steps(engine, batch, 3)
         engine.save_checkpoint(path)
         losses += take_steps(engine, batch, 3)
-        found = _found(engine, losses)
+        found = describe(engine, losses)
     with engine_of(training, place) as (engine, batch):
         check(engine.load_checkpoint(path)[0] is not None, "no checkpoint was found")
-        again = _found(engine, losses[:3] + take_steps(engine, batch, 3))
+        again = describe(engine, losses[:3] + take_steps(engine, batch, 3))
     check(again == found, f"a resumed run has other bits: {again} instead of {found}")
     return found
 
@@ -185,7 +108,7 @@ def write_statistics(place: Place) -> Found:
     with engine_of(training, place) as (engine, batch):
         figures: list[Any] = []
         engine.compression.subscribe(figures.append)
-        found = _found(engine, take_steps(engine, batch, training.steps))
+        found = describe(engine, take_steps(engine, batch, training.steps))
     steps = [one.step for one in figures]
     check(dist.get_rank() > 0 or steps == [1, 2, 3, 4, 5, 6], f"expected figures of steps 1 to 6, got {steps}")
     check(all(one.ratio > 3 and one.compress_ms > 0 for one in figures), f"odd figures: {figures}")
@@ -214,7 +137,7 @@ def publish(place: Place) -> Found:
             for own, received in zip(engine.module.parameters(), policy.parameters(), strict=True):
                 check(torch.equal(own, received), "other weights were received")
             dist.barrier()
-        return _found(engine, losses)
+        return describe(engine, losses)
 
 
 def train_islands(place: Place) -> Found:
@@ -226,7 +149,7 @@ def train_islands(place: Place) -> Found:
             losses += take_steps(engine, batch, 1)
             equal = _is_equal_on_all(digest(engine))
             check(equal == (step % 2 == 0), f"after step {step} islands have {'equal' if equal else 'other'} weights")
-        return _found(engine, losses)
+        return describe(engine, losses)
 
 
 def train_elastic(place: Place) -> Found:
@@ -243,7 +166,7 @@ def train_elastic(place: Place) -> Found:
             _, _, copy = exchange.shared_anchor.copy(exchange.version)
             payloads = [payload.cpu() for _, payload in exchange.stores.by_name["anchor"].payloads()]
             check(torch.equal(copy["anchor"].view(torch.uint8), torch.cat(payloads)), "the copy of the anchor differs")
-            return _found(engine, losses)
+            return describe(engine, losses)
 
 
 def train_asynchronous(place: Place) -> Found:
@@ -259,7 +182,7 @@ def train_asynchronous(place: Place) -> Found:
                 islands.exchange.finish(20)
             kinds = {one.kind for one in islands.history}
             check(islands.exchange.version > 1, f"no push was taken, but {kinds}")
-            return _found(engine, losses)
+            return describe(engine, losses)
 
 
 def _island(elastic: Mapping[str, Any]) -> Training:
@@ -286,155 +209,3 @@ def _is_equal_on_all(value: object) -> bool:
     gathered: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
     return all(one == gathered[0] for one in gathered)
-
-
-def train_ddp(place: Place) -> Found:
-    """Train under DDP in mixed precision, save, and resume."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    def wrap(model: nn.Module) -> nn.Module:
-        return DistributedDataParallel(model, bucket_cap_mb=0.25)
-
-    return _without_deepspeed(place, wrap, deepspeed_compress.ddp.attach, {"gradients": INT4})
-
-
-def train_fsdp2(place: Place) -> Found:
-    """Train under FSDP2 in mixed precision with compressed weights, save, and resume."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
-        raise Skipped(f"needs torch 2.13, not {torch.__version__}")
-    mesh = init_device_mesh(place.device, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-    def wrap(model: nn.Module) -> nn.Module:
-        return fully_shard(model, mesh=mesh, mp_policy=policy)
-
-    return _without_deepspeed(place, wrap, deepspeed_compress.fsdp2.attach, {"gradients": INT4, "weights": INT8})
-
-
-def _without_deepspeed(
-    place: Place, wrap: Callable[[nn.Module], nn.Module], attach: Callable[..., Any], section: Mapping[str, Any]
-) -> Found:
-    """Train six steps, and the last three again from what was saved before them."""
-    path = str(place.path(f"state_{attach.__module__}"))
-    model, optimizer, attached, batch = _attached(place, wrap, attach, section)
-    losses = _plain_steps(model, optimizer, batch, 3)
-    saved = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    attached.save(path)
-    losses += _plain_steps(model, optimizer, batch, 3)
-    again, other, attached, batch = _attached(place, wrap, attach, section)
-    again.load_state_dict(saved)
-    attached.load(path)
-    repeated = losses[:3] + _plain_steps(again, other, batch, 3)
-    check(repeated == losses, f"a resumed run has the losses {repeated} instead of {losses}")
-    return {"losses": losses, "weights": _digest_of(model.parameters())}
-
-
-def _attached(
-    place: Place, wrap: Callable[[nn.Module], nn.Module], attach: Callable[..., Any], section: Mapping[str, Any]
-) -> tuple[nn.Module, Any, Any, tuple[Tensor, Tensor]]:
-    model, batch = network(*SIZES[place.device])
-    model = wrap(model.to(batch[0].device))
-    # An optimizer without a state of its own.
-    optimizer = torch.optim.SGD(model.parameters(), lr=4.0)
-    attached = attach(model, {SECTION: {"monitor": {"announce": False}, **section}}, optimizer)
-    return model, optimizer, attached, batch
-
-
-def _plain_steps(model: nn.Module, optimizer: Any, batch: tuple[Tensor, Tensor], steps: int) -> list[float]:
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        with torch.autocast(batch[0].device.type, torch.bfloat16):
-            loss = model(*batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss))
-    return losses
-
-
-def _digest_of(parameters: Iterable[Any]) -> str:
-    whole = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in parameters]
-    return str(hash(tuple(float(one.detach().double().sum()) for one in whole)))
-
-
-def split_layers(place: Place) -> Found:
-    """Train a Llama whose layers two ranks share, with compressed sums."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 64}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
-    section = {"gradients": {"method": "none"}, "activations": {"tensor": {"bits": 8}}}
-    config = config_of(Training(1, section, {"tensor_parallel": {"autotp_size": 2}}), place)
-    tokens = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(1))
-    tokens = tokens.to(get_accelerator().current_device_name())
-    engine, losses = _engine(model, config), []
-    for _ in range(6):
-        loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss))
-    engine.destroy()
-    # Each rank has weights of its own, but both compute the same losses.
-    return {"losses": losses, "weights": str(losses)}
-
-
-class _Experts(nn.Module):
-    """Squared error of two linear layers with experts between them, which two ranks share."""
-
-    def __init__(self, width: int) -> None:
-        from deepspeed.moe.layer import MoE
-
-        super().__init__()
-        self.first, self.last = nn.Linear(width, width), nn.Linear(width, width)
-        options = {"num_experts": 4, "ep_size": 2, "k": 2, "min_capacity": 0, "top2_2nd_expert_sampling": False}
-        self.experts = MoE(width, nn.Linear(width, width), **options)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        x = self.first(x)
-        return nn.functional.mse_loss(self.last(x + self.experts(x)[0].tanh()).float(), y.float())
-
-
-def spread_experts(place: Place) -> Found:
-    """Train experts that are spread over two ranks, with compressed tokens."""
-    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-
-    width, _ = SIZES[place.device]
-    _, (x, y) = network(*SIZES[place.device])
-    torch.manual_seed(0)
-    model = _Experts(width)
-    section = {"gradients": INT4, "activations": {"experts": {"dispatch": {}, "combine": {}}}}
-    groups = split_params_into_different_moe_groups_for_optimizer({"params": list(model.parameters()), "name": "all"})
-    engine = _engine(model, config_of(Training(2, section), place), groups)
-    losses = take_steps(engine, (x.bfloat16(), y.bfloat16()), 6)
-    shared = [one for name, one in engine.module.named_parameters() if "deepspeed_experts" not in name]
-    found = {"losses": losses, "weights": _digest_of(shared)}
-    engine.destroy()
-    return found
-
-
-def train_pipeline(place: Place) -> Found:
-    """Train a pipeline of two stages, with compressed activations between them."""
-    from deepspeed.pipe import PipelineModule
-
-    if place.device == "cuda" and place.backend == "gloo":
-        raise Skipped("gloo does not send tensors of a GPU, as DeepSpeed's pipelines do; needs two GPUs")
-    width, layers = SIZES[place.device]
-    _, (x, y) = network(width, layers)
-    torch.manual_seed(0)
-    stack = [one for _ in range(layers + 1) for one in (nn.Linear(width, width), nn.GELU())]
-    model = PipelineModule(stack, num_stages=2, loss_fn=nn.MSELoss())
-    section = {"gradients": {"method": "none"}, "activations": {"pipeline": {"bits": 8}}}
-    engine = _engine(model, config_of(Training(1, section, accumulation=2), place))
-    losses = [float(engine.train_batch(iter([(x.bfloat16(), y.bfloat16())] * 2))) for _ in range(6)]
-    engine.destroy()
-    return {"losses": losses, "weights": str(losses)}
-
-
-def check(holds: bool, problem: str) -> None:
-    """Raise an AssertionError with `problem` unless it `holds`."""
-    if not holds:
-        raise AssertionError(problem)

@@ -116,23 +116,23 @@ NODES: Mapping[str, Training] = {
 """Features of two nodes of two ranks."""
 
 PROGRAMS: Mapping[str, str] = {
-    "preset auto": "auto",
-    "no_sync": "accumulate_without_sync",
-    "guard": "survive_nan",
-    "fp16 with a loss scale": "scale_losses",
-    "checkpoint in the background": "resume",
-    "monitor": "write_statistics",
-    "rollout": "publish",
-    "islands": "train_islands",
-    "elastic islands": "train_elastic",
-    "asynchronous islands": "train_asynchronous",
-    "DDP": "train_ddp",
-    "FSDP2": "train_fsdp2",
-    "tensor parallelism": "split_layers",
-    "experts": "spread_experts",
-    "pipeline": "train_pipeline",
+    "preset auto": "feature_programs:auto",
+    "no_sync": "feature_programs:accumulate_without_sync",
+    "guard": "feature_programs:survive_nan",
+    "fp16 with a loss scale": "feature_programs:scale_losses",
+    "checkpoint in the background": "feature_programs:resume",
+    "monitor": "feature_programs:write_statistics",
+    "rollout": "feature_programs:publish",
+    "islands": "feature_programs:train_islands",
+    "elastic islands": "feature_programs:train_elastic",
+    "asynchronous islands": "feature_programs:train_asynchronous",
+    "DDP": "feature_layouts:train_ddp",
+    "FSDP2": "feature_layouts:train_fsdp2",
+    "tensor parallelism": "feature_layouts:split_layers",
+    "experts": "feature_layouts:spread_experts",
+    "pipeline": "feature_layouts:train_pipeline",
 }
-"""Functions of `feature_programs` by feature."""
+"""Modules of this directory and their functions, by feature."""
 
 FIRST, LAST = ("preset auto",), ("DDP", "FSDP2", "experts", "tensor parallelism", "pipeline")
 """Most important feature, and those that are tried last since they use further process groups."""

@@ -7,14 +7,14 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 
-from tests.gpu import feature_programs
-from tests.gpu.feature_programs import Place, train
 from tests.gpu.feature_settings import NODES, PROGRAMS, TRAININGS
+from tests.gpu.feature_training import Place, Skipped, train
 
 _SETTINGS = {**TRAININGS, **NODES}
 _NOTHING: Mapping[str, Any] = {"losses": [], "weights": "", "figure": "", "error": "", "skip": ""}
@@ -49,7 +49,7 @@ def _timed(name: str, place: Place) -> Mapping[str, Any]:
 def _try(name: str, place: Place) -> Mapping[str, Any]:
     try:
         return train(_SETTINGS[name], place) if name in _SETTINGS else _program(name)(place)
-    except feature_programs.Skipped as reason:
+    except Skipped as reason:
         return {"skip": str(reason)}
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
@@ -59,7 +59,8 @@ def _try(name: str, place: Place) -> Mapping[str, Any]:
 
 
 def _program(name: str) -> Any:
-    return getattr(feature_programs, PROGRAMS[name])
+    module, _, function = PROGRAMS[name].partition(":")
+    return getattr(import_module(f"tests.gpu.{module}"), function)
 
 
 @contextmanager
