@@ -110,7 +110,7 @@ class Residuals:
         """
         held = self._slot(layout_of(segments), x.device).current
         if held.basis == basis.of(segments):
-            self.storage.decompress_add(held.payload.to(x.device, non_blocking=True), x, factor)
+            self.storage.decompress_add(_on(x.device, held.payload), x, factor)
             return
         x.add_(basis.forward(self._elements(held, segments, x.device), segments), alpha=factor)
 
@@ -166,7 +166,7 @@ class Residuals:
 
     def _elements(self, held: _Buffer, segments: Sequence[Segment], device: torch.device) -> Tensor:
         """Return the values of the message made of `segments` as elements of parameters, flat fp32 on `device`."""
-        payload = held.payload.to(device, non_blocking=True)
+        payload = _on(device, held.payload)
         return held.basis.inverse(self._decoded(payload, sum(segment.numel for segment in segments)), segments)
 
     def _slot(self, layout: Layout, device: torch.device) -> _Slot:
@@ -325,6 +325,11 @@ class Residuals:
             self.add_to(total, segments, factor)
             self.write(segments, total)
         self.commit()
+
+
+def _on(device: torch.device, payload: Tensor) -> Tensor:
+    """Return `payload` on `device`. The host waits for values that it reads itself."""
+    return payload.to(device, non_blocking=device.type != "cpu")
 
 
 def full_name(kind: str, owner: str) -> str:

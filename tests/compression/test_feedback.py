@@ -1,6 +1,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -393,3 +394,19 @@ def test_changing_buckets_lose_nothing(layouts: list[Message], seed: int) -> Non
     sender.residuals.commit()
     whole = [(name, 0, numel) for name, numel in NUMELS.items()]
     assert sender.residuals.read(segments_of(whole), CPU).tolist() == list(balance.values())
+
+
+@pytest.mark.parametrize("basis", [Identity(), Hadamard(BLOCK)])
+def test_the_host_waits_for_values_that_it_reads(basis: Transform, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy from a GPU that does not block would be read before it has arrived."""
+    residuals, copies, move = Residuals("fp32", transactional=False), [], Tensor.to
+
+    def to(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+        copies.append(options.get("non_blocking"))
+        return move(tensor, *args, **options)
+
+    residuals.write(SEGMENTS, torch.ones(NUMEL))
+    monkeypatch.setattr(Tensor, "to", to)
+    residuals.read(SEGMENTS, CPU, basis)
+    assert copies
+    assert not any(copies)

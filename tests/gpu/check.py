@@ -47,7 +47,7 @@ exit status: 0 nothing failed (a goal may be missed), 1 something failed, 2 wron
 class Part:
     """Part of the check: a file of tests, in a process of its own, because it may crash or hang.
 
-    `seconds` is its share of eight minutes.
+    `seconds` is its share of the time, relative to the other parts.
     """
 
     name: str
@@ -62,6 +62,7 @@ PARTS = (
     Part("synchronisation", "what waits for the GPU, or allocates, in an exchange", 40),
     Part("sanitizer", "kernels under compute-sanitizer", 45),
     Part("steps", "training of every ZeRO stage, whatever the order of streams", 85),
+    Part("features", "short trainings of two ranks, one for each feature", 60),
     Part("step_time", "GPT-2: step time without a network limit, with traces", 60),
     Part("loss", "GPT-2: loss with and without compression", 80),
 )

@@ -9,7 +9,7 @@ from deepspeed_compress.errors import CompressError
 COMMANDS = (
     "pip wheel --no-deps -w {0} deepspeed",
     "pip wheel -w {0} einops hjson msgpack ninja packaging psutil py-cpuinfo pydantic pytest rich safetensors tqdm "
-    "transformers",
+    "transformers zstandard",
 )
 """Commands that fill a directory with all packages needed besides torch, Triton and numpy.
 
