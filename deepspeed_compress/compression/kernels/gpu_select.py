@@ -190,14 +190,17 @@ def _top_k_wide(rows, out, width, k, columns: tl.constexpr):
     if width == columns:
         magnitudes = tl.load(source + column).to(tl.int32, bitcast=True) & _SIGN
     else:
-        magnitudes = tl.load(source + column, mask=column < width, other=0.0).to(tl.int32, bitcast=True) & _SIGN
+        numbers = tl.load(source + column, mask=column < width, other=0.0).to(tl.int32, bitcast=True)
+        magnitudes = tl.where(column < width, numbers & _SIGN, -1)
     largest = tl.max(tl.reshape(magnitudes, [_PART, columns // _PART]), axis=0)
     high, bound = tl.max(largest, axis=0), tl.zeros([], tl.int32)
     if wanted <= columns // _PART:
-        every = tl.full([], columns // _PART, tl.int32)
-        bound, _ = _bisected(largest, wanted, tl.min(largest, axis=0), every, high, wanted // 8)
-    marks = ((magnitudes >= bound) & (column < width)).to(tl.int32) << (column & 31)
+        low, every = tl.maximum(tl.min(largest, axis=0), 0), tl.full([], columns // _PART, tl.int32)
+        bound, _ = _bisected(largest, wanted, low, every, high, wanted // 8)
+    marks = tl.where(magnitudes >= bound, 1 << (column & 31), 0)
     words = tl.sum(tl.reshape(marks, [columns // 32, 32]), axis=1)
+    # A gather distributes the words over the threads, while the sum leaves copies in several threads.
+    words = tl.gather(words, tl.arange(0, columns // 32), axis=0)
     if tl.max(_ones(words), axis=0) <= _SLOTS:
         few, place = _marked(source, words, columns // 32)
         threshold, _ = _bisected(few, wanted, bound, tl.sum((place >= 0).to(tl.int32), axis=0), high, 0)
