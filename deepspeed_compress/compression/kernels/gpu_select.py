@@ -30,8 +30,8 @@ _LEAST_SAMPLED = 32768
 """Number of elements from which a row is sampled."""
 _SPREAD = 5
 """Standard deviations by which a bound from a sample is below the expected one."""
-_DIGITS = ((24, 7), (16, 8), (8, 8), (0, 8))
-"""Digits of the 31 bits of a magnitude: (lowest bit, number of bits)."""
+_DIGITS = (24, 16, 8, 0)
+"""Lowest bits of the digits of a magnitude, which have 8 bits."""
 _SIGN = tl.constexpr(0x7FFFFFFF)
 _SLOTS = tl.constexpr(4)
 """Survivors per 32 elements for which a program has registers."""
@@ -63,18 +63,15 @@ def top_k_rows(rows: Tensor, k: int) -> Tensor:
 def _top_k_long(rows: Tensor, out: Tensor) -> None:
     """Write `top_k_rows` of rows that are shared by many programs to `out`.
 
-    The survivors above a bound, in order, are a shorter row. If the bound is bad, all elements are searched.
+    The survivors above a bound, in order, are a shorter row. All elements are searched only if the bound is bad.
     """
     (count, width), k = rows.shape, out.shape[1]
     rank, room = _sample_ranks(width, k)
     if width < _LEAST_SAMPLED or 4 * room > width:
-        return _select(rows, out, torch.ones(count, dtype=torch.int32, device=rows.device))
+        # The rows take the place of survivors in the launch arguments; they are not read as such.
+        return _select(rows, rows, out, torch.zeros(count, dtype=torch.bool, device=rows.device), out)
     survivors, columns, total = _survivors(rows, _bounds(rows, rank), room)
-    complete = ((total >= k) & (total <= room)).to(torch.int32)
-    places = torch.zeros_like(out)
-    _select(survivors, places, complete)
-    torch.gather(columns, 1, places, out=out)
-    return _select(rows, out, 1 - complete)
+    return _select(rows, survivors, columns, (total >= k) & (total <= room), out)
 
 
 def _stride(width: int) -> int:
@@ -108,7 +105,7 @@ def _survivors(rows: Tensor, bounds: Tensor, room: int) -> tuple[Tensor, Tensor,
     found = torch.empty(count, shares, dtype=torch.int64, device=rows.device)
     # Padding zeros never win: they lose ties because they come last.
     survivors = torch.zeros(count, room, dtype=torch.float32, device=rows.device)
-    columns = torch.zeros(count, room, dtype=torch.int64, device=rows.device)
+    columns = torch.empty(count, room, dtype=torch.int64, device=rows.device)
     launch = {"each": _SHARE, "num_warps": 8}
     with torch.cuda.device(rows.get_device()):
         _mark[(count * shares,)](rows, words, found, bounds, width, step, shares, tile=_SHARE_TILE, **launch)
@@ -119,28 +116,36 @@ def _survivors(rows: Tensor, bounds: Tensor, room: int) -> tuple[Tensor, Tensor,
     return survivors, columns, upto[:, -1]
 
 
-def _select(rows: Tensor, out: Tensor, active: Tensor) -> None:
-    """Write `top_k_rows` of `rows` to `out`, in six passes over the rows that are `active` (int32 [count])."""
-    (count, width), k = rows.shape, out.shape[1]
+def _select(rows: Tensor, survivors: Tensor, columns: Tensor, complete: Tensor, out: Tensor) -> None:
+    """Write `top_k_rows` of `rows` to `out`, in six passes over `survivors` ([count, room]) or the rows.
+
+    The survivors are used of rows for which they are `complete`. `columns` are their columns.
+    """
+    (count, width), room, k = rows.shape, survivors.shape[1], out.shape[1]
     # A single row starts at the tensor's address. A step of 0 is a multiple of 16, as 16-byte loads require.
-    step, each = width if count > 1 else 0, _SHARE
-    while each > _SHARE_TILE and count * width < _PROGRAMS * each:
-        each //= 2
-    shares = -(-width // each)
+    step, few_step = (width, room) if count > 1 else (0, 0)
+    each, few_each = _share(count, width), _share(count, room)
+    shares = max(-(-width // each), -(-room // few_each))
     chosen = torch.zeros(count, 2, dtype=torch.int64, device=rows.device)
     chosen[:, 1] = k
     counts = torch.zeros(len(_DIGITS), count, 256, dtype=torch.int64, device=rows.device)
-    launch = {"tile": _SHARE_TILE, "num_warps": 8}
+    given = rows, survivors, complete, chosen, width, room, step, few_step, shares, each, few_each
     with torch.cuda.device(rows.get_device()):
-        for (shift, bits), one in zip(_DIGITS, counts, strict=True):
-            _count_digits[(count * shares,)](
-                rows, one, chosen, active, width, step, shares, each, shift=shift, bits=bits, **launch
-            )
-            _choose_digit[(count,)](one, chosen, bits=bits, num_warps=4)
+        for shift, one in zip(_DIGITS, counts, strict=True):
+            _count_digits[(count * shares,)](*given, one, shift, tile=_SHARE_TILE, num_warps=8)
+            _choose_digit[(count,)](one, chosen, num_warps=4)
         found = torch.empty(count, shares, 2, dtype=torch.int64, device=rows.device)
-        _count_taken[(count * shares,)](rows, found, chosen, active, width, step, shares, each, **launch)
+        _count_taken[(count * shares,)](*given, found, tile=_SHARE_TILE, num_warps=8)
         before = found.cumsum(1).sub_(found)
-        _write_taken[(count * shares,)](rows, out, before, chosen, active, width, step, shares, k, each, **launch)
+        _write_taken[(count * shares,)](*given, columns, out, before, k, tile=_SHARE_TILE, num_warps=8)
+
+
+def _share(count: int, width: int) -> int:
+    """Return the number of elements of a row per program."""
+    each = _SHARE
+    while each > _SHARE_TILE and count * width < _PROGRAMS * each:
+        each //= 2
+    return each
 
 
 @triton.jit(do_not_specialize=["count", "k"])
@@ -332,37 +337,44 @@ def _gather_marked(
         position, word = position + 1, rest
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["shift"])
 def _count_digits(
-    rows, counts, chosen, active, width, step, shares, each,
-    shift: tl.constexpr, bits: tl.constexpr, tile: tl.constexpr,
+    rows, few, complete, chosen, width, room, step, few_step, shares, each, few_each, counts, shift,
+    tile: tl.constexpr,
 ):  # fmt: skip
     """Add the counts of the digits from bit `shift` on to `counts` (int64 [rows, 256]).
 
     `shares` programs share a row, with `each` elements per program, processed `tile` at a time. `step` is the number of
-    elements between the starts of two rows. `chosen` (int64 [rows, 2]) has the digits found so far, and the position
-    (from 1) of the wanted number among those with these digits. Rows that are not `active` are left out.
+    elements between the starts of two rows. If a row is `complete`, its survivors in `few` are counted instead, of
+    which there are `room`. `chosen` (int64 [rows, 2]) has the digits found so far, and the position (from 1) of the
+    wanted number among those with these digits.
     """
-    row, digit = (tl.program_id(0) // shares).to(tl.int64), tl.arange(0, 1 << bits)
-    if tl.load(active + row) == 0:
-        return
+    row, share = (tl.program_id(0) // shares).to(tl.int64), (tl.program_id(0) % shares).to(tl.int64)
     prefix = tl.load(chosen + 2 * row).to(tl.int32)
-    total = tl.zeros([1 << bits], tl.int32)
-    begin = (tl.program_id(0) % shares).to(tl.int64) * each
-    for first in range(begin, tl.minimum(begin + each, width), tile):
-        magnitudes, inside = _magnitudes(rows + row * step + first, width - first, tile)
-        rest = magnitudes >> shift
-        total += tl.histogram(rest & ((1 << bits) - 1), 1 << bits, mask=inside & (rest >> bits == prefix))
-    tl.atomic_add(counts + row * 256 + digit, total.to(tl.int64), mask=total > 0, sem="relaxed")
+    if tl.load(complete + row):
+        total = _counted(few + row * few_step, share * few_each, few_each, room, prefix, shift, tile)
+    else:
+        total = _counted(rows + row * step, share * each, each, width, prefix, shift, tile)
+    tl.atomic_add(counts + row * 256 + tl.arange(0, 256), total.to(tl.int64), mask=total > 0, sem="relaxed")
 
 
 @triton.jit
-def _choose_digit(counts, chosen, bits: tl.constexpr):
+def _counted(x, begin, each, width, prefix, shift, tile: tl.constexpr):
+    total = tl.zeros([256], tl.int32)
+    for first in range(begin, tl.minimum(begin + each, width), tile):
+        magnitudes, inside = _magnitudes(x + first, width - first, tile)
+        rest = magnitudes >> shift
+        total += tl.histogram(rest & 255, 256, mask=inside & (rest >> 8 == prefix))
+    return total
+
+
+@triton.jit
+def _choose_digit(counts, chosen):
     """Append the digit that `counts` determine to `chosen`."""
-    place = tl.program_id(0).to(tl.int64) * 256 + tl.arange(0, 1 << bits)
+    place = tl.program_id(0).to(tl.int64) * 256 + tl.arange(0, 256)
     state = chosen + 2 * tl.program_id(0)
     digit, wanted = _chosen(tl.load(counts + place), tl.load(state + 1))
-    tl.store(state, (tl.load(state) << bits) | digit)
+    tl.store(state, (tl.load(state) << 8) | digit)
     tl.store(state + 1, wanted)
 
 
@@ -378,41 +390,57 @@ def _chosen(counts, wanted):
 
 
 @triton.jit
-def _count_taken(rows, found, chosen, active, width, step, shares, each, tile: tl.constexpr):
+def _count_taken(
+    rows, few, complete, chosen, width, room, step, few_step, shares, each, few_each, found, tile: tl.constexpr
+):
     """Count each program's elements above the threshold and equal to it, in `found` (int64 [rows, `shares`, 2])."""
-    row = (tl.program_id(0) // shares).to(tl.int64)
-    if tl.load(active + row) == 0:
-        return
+    row, share = (tl.program_id(0) // shares).to(tl.int64), (tl.program_id(0) % shares).to(tl.int64)
     threshold = tl.load(chosen + 2 * row).to(tl.int32)
-    above, ties = tl.zeros([tile], tl.int32), tl.zeros([tile], tl.int32)
-    begin = (tl.program_id(0) % shares).to(tl.int64) * each
-    for first in range(begin, tl.minimum(begin + each, width), tile):
-        magnitudes, inside = _magnitudes(rows + row * step + first, width - first, tile)
-        above += (inside & (magnitudes > threshold)).to(tl.int32)
-        ties += (inside & (magnitudes == threshold)).to(tl.int32)
+    if tl.load(complete + row):
+        above, ties = _around(few + row * few_step, share * few_each, few_each, room, threshold, tile)
+    else:
+        above, ties = _around(rows + row * step, share * each, each, width, threshold, tile)
     target = found + 2 * tl.program_id(0).to(tl.int64)
     tl.store(target, tl.sum(above, axis=0).to(tl.int64))
     tl.store(target + 1, tl.sum(ties, axis=0).to(tl.int64))
 
 
+@triton.jit
+def _around(x, begin, each, width, threshold, tile: tl.constexpr):
+    above, ties = tl.zeros([tile], tl.int32), tl.zeros([tile], tl.int32)
+    for first in range(begin, tl.minimum(begin + each, width), tile):
+        magnitudes, inside = _magnitudes(x + first, width - first, tile)
+        above += (inside & (magnitudes > threshold)).to(tl.int32)
+        ties += (inside & (magnitudes == threshold)).to(tl.int32)
+    return above, ties
+
+
 @triton.jit(do_not_specialize=["k"])
-def _write_taken(rows, out, before, chosen, active, width, step, shares, k, each, tile: tl.constexpr):
-    """Write the columns of the taken elements to `out` (int64 [rows, `k`]).
+def _write_taken(
+    rows, few, complete, chosen, width, room, step, few_step, shares, each, few_each, columns, out, before, k,
+    tile: tl.constexpr,
+):  # fmt: skip
+    """Write the columns of the taken elements to `out` (int64 [rows, `k`]). Survivors have the columns `columns`.
 
     `before` is like `found`, but summed over the preceding programs of the row.
     """
-    row = (tl.program_id(0) // shares).to(tl.int64)
-    if tl.load(active + row) == 0:
-        return
+    row, share = (tl.program_id(0) // shares).to(tl.int64), (tl.program_id(0) % shares).to(tl.int64)
     threshold, wanted = tl.load(chosen + 2 * row).to(tl.int32), tl.load(chosen + 2 * row + 1)
-    source = before + 2 * tl.program_id(0).to(tl.int64)
+    source, target = before + 2 * tl.program_id(0).to(tl.int64), out + row * k
     above_seen, ties_seen = tl.load(source), tl.load(source + 1)
-    begin = (tl.program_id(0) % shares).to(tl.int64) * each
-    for first in range(begin, tl.minimum(begin + each, width), tile):
-        magnitudes, inside = _magnitudes(rows + row * step + first, width - first, tile)
-        above, ties = inside & (magnitudes > threshold), inside & (magnitudes == threshold)
-        column = first + tl.arange(0, tile)
-        above_seen, ties_seen = _store_taken(out + row * k, column, above, ties, above_seen, ties_seen, wanted)
+    compact = tl.load(complete + row)
+    begin = share * tl.where(compact, few_each, each)
+    end = tl.minimum(begin + tl.where(compact, few_each, each), tl.where(compact, room, width))
+    for first in range(begin, end, tile):
+        column, left = first + tl.arange(0, tile), end - first
+        if compact:
+            magnitudes, inside = _magnitudes(few + row * few_step + first, left, tile)
+            above, ties = inside & (magnitudes > threshold), inside & (magnitudes == threshold)
+            column = tl.load(columns + row * room + column, mask=above | ties, other=0)
+        else:
+            magnitudes, inside = _magnitudes(rows + row * step + first, left, tile)
+            above, ties = inside & (magnitudes > threshold), inside & (magnitudes == threshold)
+        above_seen, ties_seen = _store_taken(target, column, above, ties, above_seen, ties_seen, wanted)
 
 
 @triton.jit
