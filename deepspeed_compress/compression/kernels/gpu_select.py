@@ -304,7 +304,7 @@ def _mark(rows, words, found, bounds, width, step, shares, each: tl.constexpr, t
     bound, total = tl.load(bounds + row), tl.zeros([tile // 32], tl.int32)
     target = words + tl.program_id(0).to(tl.int64) * (each // 32) + tl.arange(0, tile // 32)
     begin = (tl.program_id(0) % shares).to(tl.int64) * each
-    for first in range(begin, tl.minimum(begin + each, width), tile):
+    for first in range(begin, begin + each, tile):
         magnitudes, inside = _magnitudes(rows + row * step + first, width - first, tile)
         marks = (inside & (magnitudes >= bound)).to(tl.int32) << (tl.arange(0, tile) & 31)
         word = tl.sum(tl.reshape(marks, [tile // 32, 32]), axis=1)
@@ -314,9 +314,7 @@ def _mark(rows, words, found, bounds, width, step, shares, each: tl.constexpr, t
 
 
 @triton.jit(do_not_specialize=["room"])
-def _gather_marked(
-    rows, words, before, survivors, columns, width, step, shares, room, each: tl.constexpr
-):
+def _gather_marked(rows, words, before, survivors, columns, width, step, shares, room, each: tl.constexpr):
     """Write the marked elements to `survivors` and their columns to `columns` ([rows, `room`]), as far as they fit.
 
     `before` is like `found`, but summed over the preceding programs of the row.
@@ -325,7 +323,7 @@ def _gather_marked(
     begin = (tl.program_id(0) % shares).to(tl.int64) * each
     place = tl.arange(0, each // 32)
     first = begin + place * 32
-    word = tl.load(words + tl.program_id(0).to(tl.int64) * (each // 32) + place, mask=first < width, other=0)
+    word = tl.load(words + tl.program_id(0).to(tl.int64) * (each // 32) + place)
     ones = _ones(word)
     position = tl.load(before + tl.program_id(0)) + tl.cumsum(ones, axis=0) - ones
     for _ in range(tl.max(ones, axis=0)):
