@@ -87,11 +87,13 @@ class Expected:
         start: launches the kernels.
         wide: instructions that must access 16 bytes per thread.
         warps: numbers of warps that must fit at once on capability 9.0 and 8.0.
+        scattered: names of kernels that only read elements that are apart, so that they cannot load 16 bytes at once.
     """
 
     start: Callable[[], None]
     wide: tuple[str, ...]
     warps: tuple[int, int]
+    scattered: tuple[str, ...] = ()
 
 
 BOTH, LOADS = ("LDG", "STG"), ("LDG",)
@@ -106,13 +108,13 @@ KERNELS: Mapping[str, Expected] = {
     "decode int4, 8 messages": Expected(lambda: decode("int4", 8), BOTH, (16, 16)),
     "decode int8, 8 messages": Expected(lambda: decode("int8", 8), BOTH, (8, 8)),
     "top-k of 256": Expected(lambda: top_k(3, 256), LOADS, (20, 28)),
-    "top-k of 4096": Expected(lambda: top_k(3, 4096), LOADS, (16, 24)),
-    "top-k of 8192": Expected(lambda: top_k(3, 8192), LOADS, (16, 16)),
-    "top-k of a tensor": Expected(lambda: top_k(1, NUMEL), LOADS, (16, 16)),
+    "top-k of 4096": Expected(lambda: top_k(3, 4096), LOADS, (32, 32)),
+    "top-k of 8192": Expected(lambda: top_k(3, 8192), LOADS, (32, 32)),
+    "top-k of a tensor": Expected(lambda: top_k(1, NUMEL), LOADS, (16, 16), ("_sampled_bound",)),
     "DCT": Expected(lambda: transform("dct_tiles", 64), BOTH, (16, 8)),
     "Hadamard": Expected(lambda: transform("hadamard_tiles", 32), BOTH, (32, 32)),
     "Hadamard of 4096": Expected(lambda: transform("hadamard_tiles", 64), BOTH, (20, 20)),
-    "rows": Expected(rows, BOTH, (16, 16)),
+    "rows": Expected(rows, BOTH, (20, 20)),
     "numbers": Expected(numbers, ("STG",), (40, 36)),
 }
 
@@ -130,7 +132,8 @@ def test_kernels_do_not_spill_and_have_wide_accesses_and_enough_warps(
     assert kernels
     for kernel in kernels:
         assert not kernel.uses_local_memory
-        assert all(kernel.accesses(operation, 128) for operation in expected.wide), kernel.name
+        if kernel.name not in expected.scattered:
+            assert all(kernel.accesses(operation, 128) for operation in expected.wide), kernel.name
     assert min(kernel.warps_at_once for kernel in kernels) >= expected.warps[capability == 80]
 
 

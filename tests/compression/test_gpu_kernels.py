@@ -114,6 +114,28 @@ def test_only_forms_with_a_kernel_avoid_the_reference(run: Runner) -> None:
     assert not any(run(has_kernel, form) for form in OTHER_FORMS.values())
 
 
+def check_unlike_rows(device: torch.device) -> None:
+    """Check rows that differ so much from their samples, or from random numbers, that shortcuts must be left."""
+    from deepspeed_compress.compression.kernels import gpu
+
+    for width in (4096, 50_000):
+        rows = torch.randn(7, width, generator=torch.Generator().manual_seed(width))
+        # A sample of the long rows has every 7th element.
+        rows[0, ::7] *= 1e3
+        rows[1, 1::7] *= 1e3
+        rows[2, 1000:1100] *= 1e3
+        rows[3] = rows[3].sort().values
+        rows[4] = rows[4].round()
+        rows[5] = 0
+        rows.view(torch.int32)[6] = 0x7FFFFFFF
+        for k in (1, width // 100, width // 3, width):
+            assert_same(gpu.top_k_rows(rows.to(device), k), reference.top_k_rows(rows, k))
+
+
+def test_top_k_of_rows_unlike_random_numbers_matches_the_reference(run: Runner) -> None:
+    run(check_unlike_rows)
+
+
 def check_residual_in_place(device: torch.device, dtype: torch.dtype) -> None:
     from deepspeed_compress.compression.kernels import gpu
 
