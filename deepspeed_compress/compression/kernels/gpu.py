@@ -4,9 +4,10 @@ Results are bit-identical to those of `reference`, except for the scales of kind
 computed from fp64 sums in another order, so they may differ in the last bit of fp32. For equal scales, codes and
 residuals are bit-identical. `dct_tiles` and `hadamard_tiles` differ by rounding; all GPUs of one model round alike.
 
-Nothing waits for the GPU, and only results and the counters of `top_k_rows` are allocated. These cases fall back to
-`reference`: other block formats (`_covers`), keys on the device, DCT tiles larger than 64 x 64, Hadamard blocks of more
-than 8192 elements, bit strings of more than 16 bits per value, and tensors that are not contiguous.
+Nothing waits for the GPU. Only results are allocated and, by `top_k_rows`, counters, survivors and a bit per element of
+long rows. These cases fall back to `reference`: other block formats (`_covers`), keys on the device, DCT tiles larger
+than 64 x 64, Hadamard blocks of more than 8192 elements, bit strings of more than 16 bits per value, and tensors that
+are not contiguous.
 """
 
 from collections.abc import Sequence
