@@ -1,14 +1,10 @@
 """Triton programs that select the largest magnitudes of rows.
 
 A magnitude is the bits of a number without its sign. In rows that fit into the registers of a program, the k-th largest
-is found by bisection. A longer row is first reduced to the few elements above a bound that a sample gives. Then the
-k-th largest is found digit by digit, starting with the highest: the numbers that match the digits found so far are
-counted by their next digit. Counts are integers, so the order of their summation does not matter.
+is found by bisection.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
-import math
 
 import torch
 import triton
@@ -16,23 +12,18 @@ import triton.language as tl
 from torch import Tensor
 
 from deepspeed_compress.compression.kernels import reference
-from deepspeed_compress.compression.kernels.gpu_bits import load
 from deepspeed_compress.compression.kernels.gpu_launch import TILE, flat, power_of_two, programs, warps
+from deepspeed_compress.compression.kernels.gpu_magnitudes import (
+    SIGN,
+    bisected,
+    lowest,
+    magnitudes_at,
+    ones_in,
+    store_taken,
+)
+from deepspeed_compress.compression.kernels.gpu_select_long import top_k_long
 
 _MAX_ROW = 8192
-_SHARE, _SHARE_TILE = 32768, 2048
-"""Largest number of elements of a longer row per program, and the number of them that it processes at a time."""
-_PROGRAMS = 1024
-"""Number of programs below which they get fewer elements."""
-_SAMPLE = 8192
-"""Largest number of elements in a sample of a long row, which is a row that fits into registers."""
-_LEAST_SAMPLED = 32768
-"""Number of elements from which a row is sampled."""
-_SPREAD = 5
-"""Standard deviations by which a bound from a sample is below the expected one."""
-_DIGITS = (24, 16, 8, 0)
-"""Lowest bits of the digits of a magnitude, which have 8 bits."""
-_SIGN = tl.constexpr(0x7FFFFFFF)
 _SLOTS = tl.constexpr(4)
 """Survivors per 32 elements for which a program has registers."""
 _PART = tl.constexpr(8)
@@ -46,7 +37,7 @@ def top_k_rows(rows: Tensor, k: int) -> Tensor:
         return reference.top_k_rows(rows, k)
     out = torch.empty(count, k, dtype=torch.int64, device=rows.device)
     if width > _MAX_ROW:
-        _top_k_long(rows, out)
+        top_k_long(rows, out)
         return out
     columns = power_of_two(width, 1)
     with torch.cuda.device(rows.get_device()):
@@ -56,96 +47,8 @@ def top_k_rows(rows: Tensor, k: int) -> Tensor:
                 rows, out, count, width, k, group=group, columns=columns, num_warps=warps(TILE)
             )
         else:
-            _top_k_wide[(count,)](rows, out, width, k, columns=columns, num_warps=max(4, columns // 1024))
+            _top_k_wide[(count,)](rows, out, width, k, columns=columns, num_warps=max(2, columns // 2048))
     return out
-
-
-def _top_k_long(rows: Tensor, out: Tensor) -> None:
-    """Write `top_k_rows` of rows that are shared by many programs to `out`.
-
-    The survivors above a bound, in order, are a shorter row. All elements are searched only if the bound is bad.
-    """
-    (count, width), k = rows.shape, out.shape[1]
-    rank, room = _sample_ranks(width, k)
-    if width < _LEAST_SAMPLED or 4 * room > width:
-        # The rows take the place of survivors in the launch arguments; they are not read as such.
-        return _select(rows, rows, out, torch.zeros(count, dtype=torch.bool, device=rows.device), out)
-    survivors, columns, total = _survivors(rows, _bounds(rows, rank), room)
-    return _select(rows, survivors, columns, (total >= k) & (total <= room), out)
-
-
-def _stride(width: int) -> int:
-    """Return the sampling interval of a row. It is odd, since tensors often repeat after a power of two."""
-    return -(-width // _SAMPLE) | 1
-
-
-def _sample_ranks(width: int, k: int) -> tuple[int, int]:
-    """Return the rank of the bound in a sample, and the number of elements that are rarely exceeded above it."""
-    stride = _stride(width)
-    rank, highest = k / stride, 0.0
-    rank = math.ceil(rank + _SPREAD * math.sqrt(rank) + _SPREAD)
-    highest = rank + _SPREAD * math.sqrt(rank) + _SPREAD
-    return min(rank, -(-width // stride)), -(-math.ceil(highest * stride) // 16) * 16
-
-
-def _bounds(rows: Tensor, rank: int) -> Tensor:
-    """Return the magnitude with `rank` in a sample of each row: int32 [count]."""
-    count, width = rows.shape
-    bounds = torch.empty(count, dtype=torch.int32, device=rows.device)
-    with torch.cuda.device(rows.get_device()):
-        _sampled_bound[(count,)](rows, bounds, width, _stride(width), rank, columns=_SAMPLE, num_warps=16)
-    return bounds
-
-
-def _survivors(rows: Tensor, bounds: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the elements from `bounds` on in order, the first `room` ones, their columns, and their number."""
-    count, width = rows.shape
-    shares, step = -(-width // _SHARE), width if count > 1 else 0
-    words = torch.empty(count, shares * _SHARE // 32, dtype=torch.int32, device=rows.device)
-    found = torch.empty(count, shares, dtype=torch.int64, device=rows.device)
-    # Padding zeros never win: they lose ties because they come last.
-    survivors = torch.zeros(count, room, dtype=torch.float32, device=rows.device)
-    columns = torch.empty(count, room, dtype=torch.int64, device=rows.device)
-    launch = {"each": _SHARE, "num_warps": 8}
-    with torch.cuda.device(rows.get_device()):
-        _mark[(count * shares,)](rows, words, found, bounds, width, step, shares, tile=_SHARE_TILE, **launch)
-        upto = found.cumsum(1)
-        _gather_marked[(count * shares,)](
-            rows, words, upto.sub(found), survivors, columns, width, step, shares, room, **launch
-        )
-    return survivors, columns, upto[:, -1]
-
-
-def _select(rows: Tensor, survivors: Tensor, columns: Tensor, complete: Tensor, out: Tensor) -> None:
-    """Write `top_k_rows` of `rows` to `out`, in six passes over `survivors` ([count, room]) or the rows.
-
-    The survivors are used of rows for which they are `complete`. `columns` are their columns.
-    """
-    (count, width), room, k = rows.shape, survivors.shape[1], out.shape[1]
-    # A single row starts at the tensor's address. A step of 0 is a multiple of 16, as 16-byte loads require.
-    step, few_step = (width, room) if count > 1 else (0, 0)
-    each, few_each = _share(count, width), _share(count, room)
-    shares = max(-(-width // each), -(-room // few_each))
-    chosen = torch.zeros(count, 2, dtype=torch.int64, device=rows.device)
-    chosen[:, 1] = k
-    counts = torch.zeros(len(_DIGITS), count, 256, dtype=torch.int64, device=rows.device)
-    given = rows, survivors, complete, chosen, width, room, step, few_step, shares, each, few_each
-    with torch.cuda.device(rows.get_device()):
-        for shift, one in zip(_DIGITS, counts, strict=True):
-            _count_digits[(count * shares,)](*given, one, shift, tile=_SHARE_TILE, num_warps=8)
-            _choose_digit[(count,)](one, chosen, num_warps=4)
-        found = torch.empty(count, shares, 2, dtype=torch.int64, device=rows.device)
-        _count_taken[(count * shares,)](*given, found, tile=_SHARE_TILE, num_warps=8)
-        before = found.cumsum(1).sub_(found)
-        _write_taken[(count * shares,)](*given, columns, out, before, k, tile=_SHARE_TILE, num_warps=8)
-
-
-def _share(count: int, width: int) -> int:
-    """Return the number of elements of a row per program."""
-    each = _SHARE
-    while each > _SHARE_TILE and count * width < _PROGRAMS * each:
-        each //= 2
-    return each
 
 
 @triton.jit(do_not_specialize=["count", "k"])
@@ -158,7 +61,7 @@ def _top_k(rows, out, count, width, k, group: tl.constexpr, columns: tl.constexp
     column = tl.arange(0, columns)[None, :]
     inside = (row < count) & (column < width)
     # Padding zeros never win: they lose ties because they come last.
-    magnitudes = tl.load(rows + row * width + column, mask=inside, other=0.0).to(tl.int32, bitcast=True) & _SIGN
+    magnitudes = tl.load(rows + row * width + column, mask=inside, other=0.0).to(tl.int32, bitcast=True) & SIGN
     threshold = _by_bits(magnitudes, k)
     above = magnitudes > threshold[:, None]
     ties = magnitudes == threshold[:, None]
@@ -193,255 +96,43 @@ def _top_k_wide(rows, out, width, k, columns: tl.constexpr):
     source, target, wanted = rows + row * width, out + row * k, k.to(tl.int32)
     column = tl.arange(0, columns)
     if width == columns:
-        magnitudes = tl.load(source + column).to(tl.int32, bitcast=True) & _SIGN
+        magnitudes = tl.load(source + column).to(tl.int32, bitcast=True) & SIGN
     else:
         numbers = tl.load(source + column, mask=column < width, other=0.0).to(tl.int32, bitcast=True)
-        magnitudes = tl.where(column < width, numbers & _SIGN, -1)
+        magnitudes = tl.where(column < width, numbers & SIGN, -1)
     largest = tl.max(tl.reshape(magnitudes, [_PART, columns // _PART]), axis=0)
     high, bound = tl.max(largest, axis=0), tl.zeros([], tl.int32)
     if wanted <= columns // _PART:
         low, every = tl.maximum(tl.min(largest, axis=0), 0), tl.full([], columns // _PART, tl.int32)
-        bound, _ = _bisected(largest, wanted, low, every, high, wanted // 8)
+        bound, _ = bisected(largest, wanted, low, every, high, wanted // 8)
     marks = tl.where(magnitudes >= bound, 1 << (column & 31), 0)
     words = tl.sum(tl.reshape(marks, [columns // 32, 32]), axis=1)
     # A gather distributes the words over the threads, while the sum leaves copies in several threads.
     words = tl.gather(words, tl.arange(0, columns // 32), axis=0)
-    if tl.max(_ones(words), axis=0) <= _SLOTS:
+    if tl.max(ones_in(words), axis=0) <= _SLOTS:
         few, place = _marked(source, words, columns // 32)
-        threshold, _ = _bisected(few, wanted, bound, tl.sum((place >= 0).to(tl.int32), axis=0), high, 0)
+        threshold, _ = bisected(few, wanted, bound, tl.sum((place >= 0).to(tl.int32), axis=0), high, 0)
         above, ties = few > threshold, (few == threshold) & (place >= 0)
         wanted -= tl.sum(above.to(tl.int32), axis=0)
-        _store_taken(target, place.to(tl.int64), above, ties, 0, 0, wanted)
+        store_taken(target, place.to(tl.int64), above, ties, 0, 0, wanted)
     else:
-        threshold, _ = _bisected(magnitudes, wanted, bound, tl.full([], columns, tl.int32), high, 0)
+        threshold, _ = bisected(magnitudes, wanted, bound, tl.full([], columns, tl.int32), high, 0)
         above_seen, ties_seen = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
         wanted -= tl.sum((magnitudes > threshold).to(tl.int32), axis=0)
         for first in range(0, width, columns // 8):
-            numbers, inside = _magnitudes(source + first, width - first, columns // 8)
+            numbers, inside = magnitudes_at(source + first, width - first, columns // 8)
             above, ties = inside & (numbers > threshold), inside & (numbers == threshold)
             place = (first + tl.arange(0, columns // 8)).to(tl.int64)
-            above_seen, ties_seen = _store_taken(target, place, above, ties, above_seen, ties_seen, wanted)
+            above_seen, ties_seen = store_taken(target, place, above, ties, above_seen, ties_seen, wanted)
 
 
 @triton.jit
 def _marked(source, words, count: tl.constexpr):
     """Return up to `_SLOTS` magnitudes per word that has the bits of their columns, and the columns, -1 if missing."""
     first = tl.arange(0, count) * 32
-    one, words = _lowest(first, words)
-    two, words = _lowest(first, words)
-    three, words = _lowest(first, words)
-    four, words = _lowest(first, words)
+    one, words = lowest(first, words)
+    two, words = lowest(first, words)
+    three, words = lowest(first, words)
+    four, words = lowest(first, words)
     place = tl.reshape(tl.join(tl.join(one, three), tl.join(two, four)), [count * _SLOTS])
-    return tl.load(source + place, mask=place >= 0, other=0.0).to(tl.int32, bitcast=True) & _SIGN, place
-
-
-@triton.jit
-def _lowest(first, words):
-    """Return the column of the lowest bit of each word, -1 if there is none, and the words without this bit."""
-    # The exponent of a power of two is its logarithm.
-    power = (words & -words).to(tl.uint32, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
-    return tl.where(words != 0, first + ((power >> 23) - 127), -1), words & (words - 1)
-
-
-@triton.jit
-def _ones(words):
-    """Return the number of ones of each word (int32)."""
-    words = words.to(tl.uint32, bitcast=True)
-    words = words - ((words >> 1) & 0x55555555)
-    words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
-    return ((((words + (words >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
-
-
-@triton.jit
-def _bisected(magnitudes, wanted, low, reached, high, slack):
-    """Return a bound that at least `wanted` and at most `wanted` + `slack` magnitudes reach, and their number.
-
-    If there is no such bound, return the `wanted`-th largest magnitude. It is between `low`, which `reached` magnitudes
-    reach, and `high`.
-    """
-    while (low < high) & (reached > wanted + slack):
-        trial = high - ((high - low) >> 1)
-        total = tl.sum((magnitudes >= trial).to(tl.int32), axis=0)
-        enough = total >= wanted
-        low, reached = tl.where(enough, trial, low), tl.where(enough, total, reached)
-        high = tl.where(enough, high, trial - 1)
-    return low, reached
-
-
-@triton.jit
-def _store_taken(target, column, above, ties, above_seen, ties_seen, wanted):
-    """Store the `column` of each element that is `above` the threshold or among the first `wanted` `ties` of the row.
-
-    `above_seen` and `ties_seen` count such elements in front of these. Returns the counts including these.
-    """
-    # One scan counts both, with ties in the upper 16 bits, since there are at most 2**13 elements.
-    both = above.to(tl.int32) + (ties.to(tl.int32) << 16)
-    seen, total = tl.cumsum(both, axis=0), tl.sum(both, axis=0)
-    ties_up_to = ties_seen + (seen >> 16)
-    position = above_seen + (seen & 0xFFFF) + tl.minimum(ties_up_to, wanted) - 1
-    tl.store(target + position, column, mask=above | (ties & (ties_up_to <= wanted)))
-    return above_seen + (total & 0xFFFF), ties_seen + (total >> 16)
-
-
-@triton.jit(do_not_specialize=["stride", "rank"])
-def _sampled_bound(rows, bounds, width, stride, rank, columns: tl.constexpr):
-    """Write the `rank`-th largest magnitude of every `stride`-th element of a row to `bounds`."""
-    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, columns).to(tl.int64) * stride
-    numbers = tl.load(rows + row * width + column, mask=column < width, other=0.0)
-    magnitudes = numbers.to(tl.int32, bitcast=True) & _SIGN
-    every, largest = tl.full([], columns, tl.int32), tl.max(magnitudes, axis=0)
-    bound, _ = _bisected(magnitudes, rank.to(tl.int32), tl.zeros([], tl.int32), every, largest, rank // 64)
-    tl.store(bounds + row, bound)
-
-
-@triton.jit
-def _mark(rows, words, found, bounds, width, step, shares, each: tl.constexpr, tile: tl.constexpr):
-    """Write one bit per element that tells if it reaches the bound of its row, and each program's number of them.
-
-    Programs are as for `_count_digits`. `words` (int32) has 1 / 32 of the elements of all programs.
-    """
-    row = (tl.program_id(0) // shares).to(tl.int64)
-    bound, total = tl.load(bounds + row), tl.zeros([tile // 32], tl.int32)
-    target = words + tl.program_id(0).to(tl.int64) * (each // 32) + tl.arange(0, tile // 32)
-    begin = (tl.program_id(0) % shares).to(tl.int64) * each
-    for first in range(begin, begin + each, tile):
-        magnitudes, inside = _magnitudes(rows + row * step + first, width - first, tile)
-        marks = (inside & (magnitudes >= bound)).to(tl.int32) << (tl.arange(0, tile) & 31)
-        word = tl.sum(tl.reshape(marks, [tile // 32, 32]), axis=1)
-        total += _ones(word)
-        tl.store(target + (first - begin) // 32, word)
-    tl.store(found + tl.program_id(0), tl.sum(total, axis=0).to(tl.int64))
-
-
-@triton.jit(do_not_specialize=["room"])
-def _gather_marked(rows, words, before, survivors, columns, width, step, shares, room, each: tl.constexpr):
-    """Write the marked elements to `survivors` and their columns to `columns` ([rows, `room`]), as far as they fit.
-
-    `before` is like `found`, but summed over the preceding programs of the row.
-    """
-    row = (tl.program_id(0) // shares).to(tl.int64)
-    begin = (tl.program_id(0) % shares).to(tl.int64) * each
-    place = tl.arange(0, each // 32)
-    first = begin + place * 32
-    word = tl.load(words + tl.program_id(0).to(tl.int64) * (each // 32) + place)
-    ones = _ones(word)
-    position = tl.load(before + tl.program_id(0)) + tl.cumsum(ones, axis=0) - ones
-    for _ in range(tl.max(ones, axis=0)):
-        column, rest = _lowest(first, word)
-        some = (word != 0) & (position < room)
-        value = tl.load(rows + row * step + column, mask=some, other=0.0)
-        tl.store(survivors + row * room + position, value, mask=some)
-        tl.store(columns + row * room + position, column, mask=some)
-        position, word = position + 1, rest
-
-
-@triton.jit(do_not_specialize=["shift"])
-def _count_digits(
-    rows, few, complete, chosen, width, room, step, few_step, shares, each, few_each, counts, shift,
-    tile: tl.constexpr,
-):  # fmt: skip
-    """Add the counts of the digits from bit `shift` on to `counts` (int64 [rows, 256]).
-
-    `shares` programs share a row, with `each` elements per program, processed `tile` at a time. `step` is the number of
-    elements between the starts of two rows. If a row is `complete`, its survivors in `few` are counted instead, of
-    which there are `room`. `chosen` (int64 [rows, 2]) has the digits found so far, and the position (from 1) of the
-    wanted number among those with these digits.
-    """
-    row, share = (tl.program_id(0) // shares).to(tl.int64), (tl.program_id(0) % shares).to(tl.int64)
-    prefix = tl.load(chosen + 2 * row).to(tl.int32)
-    if tl.load(complete + row):
-        total = _counted(few + row * few_step, share * few_each, few_each, room, prefix, shift, tile)
-    else:
-        total = _counted(rows + row * step, share * each, each, width, prefix, shift, tile)
-    tl.atomic_add(counts + row * 256 + tl.arange(0, 256), total.to(tl.int64), mask=total > 0, sem="relaxed")
-
-
-@triton.jit
-def _counted(x, begin, each, width, prefix, shift, tile: tl.constexpr):
-    total = tl.zeros([256], tl.int32)
-    for first in range(begin, tl.minimum(begin + each, width), tile):
-        magnitudes, inside = _magnitudes(x + first, width - first, tile)
-        rest = magnitudes >> shift
-        total += tl.histogram(rest & 255, 256, mask=inside & (rest >> 8 == prefix))
-    return total
-
-
-@triton.jit
-def _choose_digit(counts, chosen):
-    """Append the digit that `counts` determine to `chosen`."""
-    place = tl.program_id(0).to(tl.int64) * 256 + tl.arange(0, 256)
-    state = chosen + 2 * tl.program_id(0)
-    digit, wanted = _chosen(tl.load(counts + place), tl.load(state + 1))
-    tl.store(state, (tl.load(state) << 8) | digit)
-    tl.store(state + 1, wanted)
-
-
-@triton.jit
-def _chosen(counts, wanted):
-    """Return the digit of the `wanted`-th largest number, and its position among the numbers with that digit.
-
-    `counts` is the number of numbers with each digit.
-    """
-    at_least = tl.cumsum(counts, axis=0, reverse=True)
-    digit = tl.sum((at_least >= wanted).to(tl.int32), axis=0) - 1
-    return digit, wanted - tl.max(tl.where(at_least < wanted, at_least, 0), axis=0)
-
-
-@triton.jit
-def _count_taken(
-    rows, few, complete, chosen, width, room, step, few_step, shares, each, few_each, found, tile: tl.constexpr
-):
-    """Count each program's elements above the threshold and equal to it, in `found` (int64 [rows, `shares`, 2])."""
-    row, share = (tl.program_id(0) // shares).to(tl.int64), (tl.program_id(0) % shares).to(tl.int64)
-    threshold = tl.load(chosen + 2 * row).to(tl.int32)
-    if tl.load(complete + row):
-        above, ties = _around(few + row * few_step, share * few_each, few_each, room, threshold, tile)
-    else:
-        above, ties = _around(rows + row * step, share * each, each, width, threshold, tile)
-    target = found + 2 * tl.program_id(0).to(tl.int64)
-    tl.store(target, tl.sum(above, axis=0).to(tl.int64))
-    tl.store(target + 1, tl.sum(ties, axis=0).to(tl.int64))
-
-
-@triton.jit
-def _around(x, begin, each, width, threshold, tile: tl.constexpr):
-    above, ties = tl.zeros([tile], tl.int32), tl.zeros([tile], tl.int32)
-    for first in range(begin, tl.minimum(begin + each, width), tile):
-        magnitudes, inside = _magnitudes(x + first, width - first, tile)
-        above += (inside & (magnitudes > threshold)).to(tl.int32)
-        ties += (inside & (magnitudes == threshold)).to(tl.int32)
-    return above, ties
-
-
-@triton.jit(do_not_specialize=["k"])
-def _write_taken(
-    rows, few, complete, chosen, width, room, step, few_step, shares, each, few_each, columns, out, before, k,
-    tile: tl.constexpr,
-):  # fmt: skip
-    """Write the columns of the taken elements to `out` (int64 [rows, `k`]). Survivors have the columns `columns`.
-
-    `before` is like `found`, but summed over the preceding programs of the row.
-    """
-    row, share = (tl.program_id(0) // shares).to(tl.int64), (tl.program_id(0) % shares).to(tl.int64)
-    threshold, wanted = tl.load(chosen + 2 * row).to(tl.int32), tl.load(chosen + 2 * row + 1)
-    source, target = before + 2 * tl.program_id(0).to(tl.int64), out + row * k
-    above_seen, ties_seen = tl.load(source), tl.load(source + 1)
-    compact = tl.load(complete + row)
-    begin = share * tl.where(compact, few_each, each)
-    end = tl.minimum(begin + tl.where(compact, few_each, each), tl.where(compact, room, width))
-    for first in range(begin, end, tile):
-        column, left = first + tl.arange(0, tile), end - first
-        if compact:
-            magnitudes, inside = _magnitudes(few + row * few_step + first, left, tile)
-            above, ties = inside & (magnitudes > threshold), inside & (magnitudes == threshold)
-            column = tl.load(columns + row * room + column, mask=above | ties, other=0)
-        else:
-            magnitudes, inside = _magnitudes(rows + row * step + first, left, tile)
-            above, ties = inside & (magnitudes > threshold), inside & (magnitudes == threshold)
-        above_seen, ties_seen = _store_taken(target, column, above, ties, above_seen, ties_seen, wanted)
-
-
-@triton.jit
-def _magnitudes(x, left, tile: tl.constexpr):
-    """Return the magnitudes of `tile` numbers from `x` on, and a mask of those within the `left` remaining ones."""
-    return load(x, left, tile).to(tl.int32, bitcast=True) & _SIGN, tl.arange(0, tile) < left
+    return tl.load(source + place, mask=place >= 0, other=0.0).to(tl.int32, bitcast=True) & SIGN, place
