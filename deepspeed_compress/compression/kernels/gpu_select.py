@@ -47,7 +47,7 @@ def top_k_rows(rows: Tensor, k: int) -> Tensor:
                 rows, out, count, width, k, group=group, columns=columns, num_warps=warps(TILE)
             )
         else:
-            _top_k_wide[(count,)](rows, out, width, k, columns=columns, num_warps=max(2, columns // 2048))
+            _top_k_wide[(count,)](rows, out, width, k, columns=columns, num_warps=max(4, columns // 1024))
     return out
 
 
