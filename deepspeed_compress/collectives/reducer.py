@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -24,6 +25,11 @@ LEVELS = 8
 """Maximum number of reducers in one run that number their messages independently."""
 INSIDE_LEVEL = 1
 """Level of messages that stay inside a node."""
+
+
+def chunk_numel(device: torch.device) -> int:
+    """Return the elements of each rank that are encoded at once on `device`; those of a CPU if it has no kernels."""
+    return CHUNK_NUMEL.get(device.type, CHUNK_NUMEL["cpu"])
 
 
 class Pending(Protocol):

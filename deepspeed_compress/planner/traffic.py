@@ -14,7 +14,9 @@ from deepspeed_compress.planner.stages import Stage
 Window = Literal["nothing", "last backward", "backward", "first forward", "all"]
 
 BUCKETS, SMALLEST_BUCKET, LARGEST_BUCKET = 8, 1e6, 5e7
-"""Number of compressed messages that gradients are sent in, and the least and most elements of each."""
+"""Number of compressed buckets that gradients are sent in, and the least and most elements of each among few ranks."""
+SHARE_OF_RANK, LARGEST_OF_MANY = 4e6, 5e8
+"""Elements of each rank in the largest compressed bucket among many ranks, and the most elements of any."""
 SCALE_BITS = 0.125
 """Bits of the scales of method `blockwise` per element: 32 for each block of 256."""
 ENCODE, DECODE = 18, 6
@@ -79,9 +81,10 @@ def stage_message(links: Links, model: Model, seq: int, layout: Layout) -> Messa
     return both if megatron else replace(both, seconds=2 * both.seconds)
 
 
-def bucket_size(parameters: float, bits: int, theirs: float) -> float:
-    """Return the elements of a message of a rank's parameters: ours if compressed to `bits` bits, else `theirs`."""
-    return min(max(parameters / BUCKETS, SMALLEST_BUCKET), LARGEST_BUCKET) if bits else theirs
+def bucket_size(parameters: float, ranks: int, bits: int, theirs: float) -> float:
+    """Return the elements of a bucket of `parameters`: ours if compressed to `bits` bits, else `theirs`."""
+    largest = min(max(LARGEST_BUCKET, ranks * SHARE_OF_RANK), LARGEST_OF_MANY)
+    return min(max(parameters / BUCKETS, SMALLEST_BUCKET), largest) if bits else theirs
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +152,8 @@ class DataParallel:
 
     def _pieces(self, bits: int, theirs: float) -> int:
         """Return the number of messages of all parameters, of `theirs` elements if they are not compressed."""
-        return math.ceil(self.stage.parameters / bucket_size(self.stage.parameters, bits, theirs))
+        size = bucket_size(self.stage.parameters, self.layout.shards, bits, theirs)
+        return math.ceil(self.stage.parameters / size)
 
     def _gradient_window(self, bits: int) -> Window:
         """Return where gradients of `bits` bits hide. DeepSpeed waits for gloo, whose own threads we use."""
@@ -211,7 +215,8 @@ class DataParallel:
         parameters = stage.parameters - small
         # What the end of forward used is still there when backward begins.
         count = layout.accumulation * (2 - min(1.0, software.reused / 2 / parameters))
-        pieces = min(stage.layers, self._pieces(bits, LARGEST_BUCKET))
+        prefetched = min(LARGEST_BUCKET, bucket_size(stage.parameters, layout.shards, bits, LARGEST_BUCKET))
+        pieces = min(stage.layers, math.ceil(stage.parameters / prefetched))
         message = self._delivered(parameters / pieces).times(pieces * count)
         coding = self.device.coded(DECODE * parameters * count) if bits else 0.0
         formula = f"{parameters:.3g} elements gathered {count:.3g} times"

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from deepspeed_compress.collectives.grouped import GroupedReductions, SeparateParameters
 from deepspeed_compress.collectives.pace import make_pace
 from deepspeed_compress.collectives.parameters import Parameters
-from deepspeed_compress.collectives.reducer import CHUNK_NUMEL, Run, StepClock
+from deepspeed_compress.collectives.reducer import Run, StepClock, chunk_numel
 from deepspeed_compress.collectives.reduction import Groups, ReductionContext
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import CompressConfig, total_steps
@@ -114,7 +114,7 @@ def make_parts(attachment: Attachment, patches: Patches) -> Parts:
     config, group = attachment.config, attachment.group
     total = total_steps(attachment.document, config.schedule)
     check_alike(config, total, group)
-    pace, chunk = make_pace(config.communication, group), CHUNK_NUMEL[attachment.device.type]
+    pace, chunk = make_pace(config.communication, group), chunk_numel(attachment.device)
     run = Run(StepClock(), Meter(), config.seed, pace, chunk)
     reporter = Reporter(
         config.monitor, run.meter, attachment.byte_report, attachment.device, attachment.others_listen, group

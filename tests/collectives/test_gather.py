@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_compress.collectives.gather import EXACT, DifferenceGather
 from deepspeed_compress.collectives.messages import Channel, Messages
-from deepspeed_compress.collectives.reducer import CHUNK_NUMEL, Run, StepClock
+from deepspeed_compress.collectives.reducer import Run, StepClock, chunk_numel
 from deepspeed_compress.compression.codec import Codec
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor, TopK
 from deepspeed_compress.compression.transforms import Hadamard
@@ -222,10 +222,10 @@ def test_the_size_of_a_round_is_bounded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "ranks", "rounds"), [("cpu", 2, 32), ("cuda", 2, 1), ("cuda", 8, 2), ("cuda", 256, 32)]
+    ("device", "ranks", "rounds"), [("cpu", 2, 32), ("xpu", 2, 32), ("cuda", 2, 1), ("cuda", 8, 2), ("cuda", 256, 32)]
 )
 def test_a_round_on_a_gpu_is_large_unless_many_ranks_send(device: str, ranks: int, rounds: int) -> None:
-    group, run = Mock(), Run(StepClock(), Meter(), chunk_numel=CHUNK_NUMEL[device])
+    group, run = Mock(), Run(StepClock(), Meter(), chunk_numel=chunk_numel(torch.device(device)))
     group.size.return_value, group.rank.return_value = ranks, 0
     gather = DifferenceGather(group, [("weight", ranks << 25)], Messages((Channel(Codec(INT8)),)), run)
     assert gather.rounds == rounds

@@ -21,7 +21,7 @@ from deepspeed_compress.backends.activations.sums import activation_codec, compr
 from deepspeed_compress.backends.activations.tokens import Route, make_leg
 from deepspeed_compress.collectives.exchange import exchange
 from deepspeed_compress.collectives.probes import seconds_of
-from deepspeed_compress.collectives.reducer import CHUNK_NUMEL, Run, StepClock
+from deepspeed_compress.collectives.reducer import Run, StepClock, chunk_numel
 from deepspeed_compress.config import Activations
 from deepspeed_compress.config.native import value_at
 from deepspeed_compress.config.numbers import size
@@ -192,7 +192,7 @@ def measure(
     unit = _token_width(numel, group.size()) * group.size()
     numel = max(1, numel // unit) * unit
     x = torch.linspace(-1, 1, numel, device=device).to(dtype)
-    run = Run(StepClock(), Meter(), chunk_numel=CHUNK_NUMEL[device.type])
+    run = Run(StepClock(), Meter(), chunk_numel=chunk_numel(device))
     ways = [_MESSAGES[kind].forms(group, x, one, run) for one in bits]
     plain, compressed = (partial(_call_all, calls) for calls in zip(*ways, strict=True))
     calls = [_timed(compressed, group, run.meter, device) for _ in range(CALLS)][1:]

@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from deepspeed_compress.backends.deepspeed.gradients.early import bucket_size
 from deepspeed_compress.backends.deepspeed.gradients.zero_3 import _Buckets
+from deepspeed_compress.planner import traffic
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, Outcome, data, run, start, weights
 from tests.support.methods import BF16, FP16, OFFLOAD
@@ -134,6 +136,20 @@ def test_messages_downward_have_connections_of_their_own() -> None:
 def test_a_bucket_size_is_chosen_where_none_is_given(stage: int) -> None:
     [(size, given)] = set(run_forks(2, bucket_sizes, stage))
     assert (size, given) == (1_000_000, 200)
+
+
+@pytest.mark.parametrize(
+    ("numel", "ranks", "size"),
+    [
+        (10**6, 2, 10**6),
+        (80 * 10**6, 64, 10**7),
+        (10**9, 12, 5 * 10**7),
+        (10**9, 20, 8 * 10**7),
+        (10**10, 512, 5 * 10**8),
+    ],
+)
+def test_many_ranks_have_larger_buckets(numel: int, ranks: int, size: int) -> None:
+    assert bucket_size(numel, ranks) == traffic.bucket_size(numel, ranks, 4, 0) == size
 
 
 def bucket_sizes(rank: int, stage: int) -> tuple[int, int]:

@@ -39,7 +39,8 @@ def limit_bucket_size(engine: Any, numel: int, patches: Patches) -> None:
     """
     written = engine.config.get("zero_optimization")
     if not isinstance(written, dict) or "reduce_bucket_size" not in written:
-        patches.replace(engine.optimizer, "reduce_bucket_size", bucket_size(numel))
+        ranks = engine.optimizer.dp_process_group.size()
+        patches.replace(engine.optimizer, "reduce_bucket_size", bucket_size(numel, ranks))
 
 
 class _Following:

@@ -150,7 +150,7 @@ def _early(engine: Any, session: Session, names: _Names, patches: Patches) -> Ea
     if not may_begin_early(engine):
         return None
     gradients = _Gradients(engine, names)
-    reduces = partial(_in_buckets, engine.buffered_allreduce_fallback, session, names)
+    reduces = partial(_in_buckets, engine.buffered_allreduce_fallback, session, names, gradients.group.size())
     early = EarlyReductions(session, gradients, reduces, patches)
     patches.replace(engine, "buffered_allreduce_fallback", early.reduce)
     # DeepSpeed's `destroy` removes its own hooks only.
@@ -162,6 +162,7 @@ def _in_buckets(
     original: Any,
     session: Session,
     names: _Names,
+    ranks: int,
     grads: Any = None,
     elements_per_buffer: int = MEMORY_OPT_ALLREDUCE_SIZE,
 ) -> None:
@@ -171,7 +172,8 @@ def _in_buckets(
     """
     size = elements_per_buffer
     if isinstance(session.reducer, PayloadReducer):
-        size = min(size, bucket_size(sum(parameter.numel() for parameter in names.of if parameter.requires_grad)))
+        numel = sum(parameter.numel() for parameter in names.of if parameter.requires_grad)
+        size = min(size, bucket_size(numel, ranks))
     original(grads=grads, elements_per_buffer=size)
 
 

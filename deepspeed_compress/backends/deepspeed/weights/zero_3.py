@@ -78,7 +78,8 @@ def _prefetch_size(engine: Any, coordinator: Any) -> int:
     theirs: int | None = vars(coordinator).get(_PREFETCH)
     if theirs is None:
         raise SeamError("PartitionedParameterCoordinator.__prefetch_bucket_sz is missing in this DeepSpeed")
-    return min(theirs, bucket_size(sum(parameter.ds_numel for parameter in engine.module.parameters())))
+    numel = sum(parameter.ds_numel for parameter in engine.module.parameters())
+    return min(theirs, bucket_size(numel, engine.optimizer.dp_process_group.size()))
 
 
 class _Gathers:
