@@ -6,6 +6,8 @@ frameworks record. The version is part of the model's name in a response: "polic
 Fields that would change an answer but are not implemented are refused by name (see `requests`). Tools reach the chat
 template, but tool calls in answers stay text. An answer ends with the token that completes one of its stop strings. As
 in vLLM, only its text is cut before the string: token ids and log-probabilities are those of all sampled tokens.
+
+Errors have OpenAI's form, `{"error": {"message": ...}}`, whose message its clients show.
 """
 
 import asyncio
@@ -15,7 +17,10 @@ import uuid
 from typing import Any
 
 from fastapi import FastAPI, HTTPException
+from fastapi.exceptions import RequestValidationError
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException as StarletteError
+from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as HttpMessage
@@ -40,11 +45,27 @@ def make_endpoint(policy: Policy, tokenizer: Any, name: str = "policy", secret: 
     """
     app = FastAPI(title=name)
     app.add_middleware(_Guard, secret=secret)
+    app.add_exception_handler(StarletteError, _refused)
+    app.add_exception_handler(RequestValidationError, _malformed)
     service = _Service(policy, tokenizer, name)
     app.add_api_route("/v1/chat/completions", service.chat, methods=["POST"])
     app.add_api_route("/v1/models", service.models, methods=["GET"])
     app.add_api_route("/version", service.version, methods=["GET"])
     return app
+
+
+async def _refused(_: Request, error: StarletteError) -> JSONResponse:
+    return _error(error.status_code, str(error.detail))
+
+
+async def _malformed(_: Request, error: RequestValidationError) -> JSONResponse:
+    problems = (f"/{'/'.join(map(str, one['loc'][1:]))}: {one['msg']}" for one in error.errors())
+    return _error(422, "; ".join(problems))
+
+
+def _error(status: int, message: str) -> JSONResponse:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": None}}, status)
 
 
 class _Guard:
@@ -55,7 +76,7 @@ class _Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not self._admits(Headers(scope=scope).get("authorization", "")):
-            refusal = JSONResponse({"detail": "the bearer token is missing or wrong"}, 401)
+            refusal = _error(401, "the bearer token is missing or wrong")
             await refusal(scope, receive, send)
         else:
             await self._app(scope, _BoundedBody(receive), send)

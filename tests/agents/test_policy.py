@@ -1,6 +1,8 @@
 """Sampling, and an endpoint whose answers name the version of the weights."""
 
 import asyncio
+import json
+import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -157,7 +159,7 @@ def test_requests_during_a_failed_update_fail_and_later_ones_are_answered(kind: 
     while refused.status_code == 200:
         refused = answers.post("/v1/chat/completions", json=request)
     assert refused.status_code == 503
-    assert "the store is away" in refused.json()["detail"]
+    assert "the store is away" in refused.json()["error"]["message"]
     broken.clear()
     answer = answers.post("/v1/chat/completions", json=request)
     while answer.status_code == 503:
@@ -171,7 +173,8 @@ def test_requests_to_a_policy_that_has_stopped_fail() -> None:
     policy.stop()
     request = {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 2}
     refused = client(policy=policy).post("/v1/chat/completions", json=request)
-    assert (refused.status_code, refused.json()) == (503, {"detail": "the policy has stopped"})
+    error = {"message": "the policy has stopped", "type": "server_error", "param": None, "code": None}
+    assert (refused.status_code, refused.json()) == (503, {"error": error})
 
 
 def client(secret: str | None = None, policy: Policy | None = None) -> Any:
@@ -202,7 +205,8 @@ def test_the_version_can_be_asked_for() -> None:
 
 @pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}])
 def test_requests_need_the_secret(header: dict[str, str]) -> None:
-    assert client("secret").get("/version", headers=header).status_code == 401
+    refused = client("secret").get("/version", headers=header)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (401, "invalid_request_error")
     assert client("secret").get("/version", headers={"Authorization": "Bearer secret"}).status_code == 200
 
 
@@ -226,17 +230,24 @@ def test_a_body_that_is_too_large_is_refused(chunked: bool, monkeypatch: pytest.
     monkeypatch.setattr("deepspeed_compress.agents.endpoint._LARGEST_BODY", 1000)
     body: Any = iter([b"1" * 600] * 2) if chunked else b"1" * 1200
     refused = answers.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
-    assert (refused.status_code, "more than 1000 bytes" in refused.json()["detail"]) == (413, True)
+    assert (refused.status_code, "more than 1000 bytes" in refused.json()["error"]["message"]) == (413, True)
 
 
 def test_positions_that_the_model_does_not_have_are_refused() -> None:
     request = {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 17}
     refused = client().post("/v1/chat/completions", json=request)
     assert refused.status_code == 400
-    assert "up to 21 tokens (allowed: 20)" in refused.json()["detail"]
+    assert "up to 21 tokens (allowed: 20)" in refused.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("wrong", [{"messages": []}, {"max_tokens": 0}, {"temperature": -1}, {"n": 1000}])
-def test_malformed_requests_are_refused(wrong: dict[str, Any]) -> None:
-    request = {"messages": [{"role": "user", "content": "1+1="}], **wrong}
-    assert client().post("/v1/chat/completions", json=request).status_code == 422
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [("messages", []), ("max_tokens", 0), ("temperature", -1), ("temperature", math.nan), ("n", 1000)],
+)
+def test_malformed_requests_are_refused_by_name(name: str, wrong: Any) -> None:
+    """OpenAI's clients show the message of the error."""
+    request = {"messages": [{"role": "user", "content": "1+1="}], name: wrong}
+    headers = {"Content-Type": "application/json"}
+    refused = client().post("/v1/chat/completions", content=json.dumps(request), headers=headers)
+    assert refused.status_code == 422
+    assert refused.json()["error"]["message"].startswith(f"/{name}: ")

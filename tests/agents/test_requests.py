@@ -119,8 +119,8 @@ def test_defaults_that_clients_send_are_served(fields: dict[str, Any]) -> None:
 def test_fields_that_would_change_an_answer_are_refused_by_name(name: str, value: Any, allowed: str) -> None:
     refused = ask({name: value})
     assert refused.status_code == 400
-    assert refused.json()["detail"].startswith(f"/{name}: ")
-    assert f"(allowed: {allowed})" in refused.json()["detail"]
+    assert refused.json()["error"]["message"].startswith(f"/{name}: ")
+    assert f"(allowed: {allowed})" in refused.json()["error"]["message"]
 
 
 def test_text_parts_of_a_message_are_joined() -> None:
@@ -136,7 +136,7 @@ def test_parts_that_are_no_text_are_refused_by_name() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:,"}}
     refused = ask({"messages": [ASK, {"role": "user", "content": [{"type": "text", "text": "1"}, image]}]})
     assert refused.status_code == 400
-    assert refused.json()["detail"].startswith('/messages/1/content/1/type: "image_url" is not read')
+    assert refused.json()["error"]["message"].startswith('/messages/1/content/1/type: "image_url" is not read')
 
 
 def test_a_chat_template_gets_tools_and_tool_calls() -> None:
@@ -151,7 +151,7 @@ def test_a_chat_template_gets_tools_and_tool_calls() -> None:
 def test_tools_need_a_chat_template_for_them(template: str | None, fields: dict[str, Any], place: str) -> None:
     refused = ask(fields, template)
     assert refused.status_code == 400
-    assert refused.json()["detail"].startswith(place)
+    assert refused.json()["error"]["message"].startswith(place)
 
 
 def test_messages_without_content_are_for_the_assistant_only() -> None:
@@ -162,7 +162,7 @@ def test_messages_without_content_are_for_the_assistant_only() -> None:
 
 def test_messages_that_the_chat_template_refuses_are_refused() -> None:
     refused = ask({}, "{{ raise_exception('roles must alternate') }}")
-    assert (refused.status_code, "roles must alternate" in refused.json()["detail"]) == (400, True)
+    assert (refused.status_code, "roles must alternate" in refused.json()["error"]["message"]) == (400, True)
 
 
 def test_arguments_of_tool_calls_that_are_no_json_are_refused() -> None:
