@@ -43,10 +43,8 @@ def make_endpoint(policy: Policy, tokenizer: Any, name: str = "policy", secret: 
         name: name of the model.
         secret: key that requests must bring as a bearer token; None to serve everyone who reaches the port.
     """
-    app = FastAPI(title=name)
+    app = FastAPI(title=name, exception_handlers={StarletteError: _refused, RequestValidationError: _malformed})
     app.add_middleware(_Guard, secret=secret)
-    app.add_exception_handler(StarletteError, _refused)
-    app.add_exception_handler(RequestValidationError, _malformed)
     service = _Service(policy, tokenizer, name)
     app.add_api_route("/v1/chat/completions", service.chat, methods=["POST"])
     app.add_api_route("/v1/models", service.models, methods=["GET"])
