@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-from deepspeed_compress.backends.deepspeed.gradients import early as early_module
+from deepspeed_compress.backends.deepspeed import bucket_sizes
 from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions
 from tests.support.jobs import Job, data, run, start, weights
 
@@ -34,7 +34,7 @@ def train_both(
     rank: int, job: Job, program: Program, reductions_of: Callable[[Any], EarlyReductions], smallest: int
 ) -> tuple[Seen, Seen]:
     """Train with early reductions, and without them, in buckets of at least `smallest` elements if the job has none."""
-    with patch.object(early_module, "SMALLEST_BUCKET", smallest):
+    with patch.object(bucket_sizes, "SMALLEST_BUCKET", smallest):
         return _train(rank, job, program, reductions_of, True), _train(rank, job, program, reductions_of, False)
 
 

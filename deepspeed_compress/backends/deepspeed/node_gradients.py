@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_group
 
-from deepspeed_compress.backends.deepspeed.gradients.early import bucket_size, reduces_now
+from deepspeed_compress.backends.deepspeed.bucket_sizes import bucket_size
+from deepspeed_compress.backends.deepspeed.gradients.early import reduces_now
 from deepspeed_compress.backends.deepspeed.offloaded_shards import OffloadedGradients, offloads_optimizer
 from deepspeed_compress.backends.deepspeed.units import NodeUnit
 from deepspeed_compress.backends.deepspeed.versions import is_compact, is_last_micro_batch, may_defer_reductions

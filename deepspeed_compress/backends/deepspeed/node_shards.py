@@ -23,10 +23,11 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from deepspeed_compress.backends.deepspeed.bucket_sizes import limit_bucket_size
 from deepspeed_compress.backends.deepspeed.division import divide_data
 from deepspeed_compress.backends.deepspeed.gradients.background import MeansStream, MeansThread
 from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions
-from deepspeed_compress.backends.deepspeed.gradients.following import attach_reduction, limit_bucket_size
+from deepspeed_compress.backends.deepspeed.gradients.following import attach_reduction
 from deepspeed_compress.backends.deepspeed.node_gradients import Found, Key, NodeGradients, may_average_early
 from deepspeed_compress.backends.deepspeed.units import NodeUnit
 from deepspeed_compress.backends.deepspeed.weights.copies import (

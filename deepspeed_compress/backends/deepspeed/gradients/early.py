@@ -33,11 +33,6 @@ from deepspeed_compress.session.session import Session
 
 Key = Any
 """Hashable identity of a parameter in DeepSpeed's bucket; each seam defines its own."""
-BUCKETS = 8
-"""Target number of gradient buckets per model. `SMALLEST_BUCKET` and `LARGEST_BUCKET` take precedence."""
-SMALLEST_BUCKET, LARGEST_BUCKET = 1_000_000, 50_000_000
-SHARE_OF_RANK, LARGEST_OF_MANY = 4_000_000, 500_000_000
-"""Elements of each rank in the largest bucket of many ranks, and the size that no bucket exceeds."""
 LONGEST_PATIENCE = 1024
 """Maximum number of consecutive equal steps required before speculative reductions resume."""
 
@@ -366,16 +361,6 @@ class EarlyReductions:
         group = self._gradients.group
         dist.broadcast(order, dist.get_global_rank(group, 0), group=group)
         return tuple(self._history.plan[index] for index in order.tolist())
-
-
-def bucket_size(numel: int, ranks: int) -> int:
-    """Return the default bucket size, in elements, for a model with `numel` trained elements.
-
-    It is small enough for the first buckets to travel during backward, and large enough to hide latency. Each rank
-    sends a message to each other one per bucket, which costs the host about 0.1 ms, so many ranks get larger buckets.
-    """
-    largest = min(max(LARGEST_BUCKET, ranks * SHARE_OF_RANK), LARGEST_OF_MANY)
-    return min(max(numel // BUCKETS, SMALLEST_BUCKET), largest)
 
 
 def reduces_now(engine: Any) -> bool:

@@ -1,9 +1,7 @@
 """Replacement of an engine's reduction of gradients, in all steps or in those that are not left to the engine."""
 
 from collections.abc import Callable
-from typing import Any
 
-from deepspeed_compress.backends.deepspeed.gradients.early import bucket_size
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import Session
 
@@ -25,22 +23,6 @@ def attach_reduction(session: Session, replace: Attach, count: Attach) -> None:
         session.on_step(following)
     else:
         (count if session.alone else replace)(session.patches)
-
-
-def limit_bucket_size(engine: Any, numel: int, patches: Patches) -> None:
-    """Let a ZeRO optimizer reduce in buckets of our default size, unless the file has a size.
-
-    DeepSpeed's default of 500 million elements would send most models in one bucket, after backward.
-
-    Args:
-        engine: the engine.
-        numel: the number of elements that the ranks of the engine train.
-        patches: restores DeepSpeed's size.
-    """
-    written = engine.config.get("zero_optimization")
-    if not isinstance(written, dict) or "reduce_bucket_size" not in written:
-        ranks = engine.optimizer.dp_process_group.size()
-        patches.replace(engine.optimizer, "reduce_bucket_size", bucket_size(numel, ranks))
 
 
 class _Following:

@@ -21,9 +21,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
+from deepspeed_compress.backends.deepspeed.bucket_sizes import limit_bucket_size
 from deepspeed_compress.backends.deepspeed.gradients.deferred import DeferredReductions, may_wait
 from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions
-from deepspeed_compress.backends.deepspeed.gradients.following import attach_reduction, limit_bucket_size
+from deepspeed_compress.backends.deepspeed.gradients.following import attach_reduction
 from deepspeed_compress.backends.deepspeed.gradients.muon import SplitMatrices, count_gathers
 from deepspeed_compress.backends.deepspeed.gradients.parts import Key, Part, PartsOf, partition_of, parts_of
 from deepspeed_compress.backends.deepspeed.gradients.zero_1_gradients import Zero1Gradients

@@ -22,7 +22,8 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, get_all
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.backends.deepspeed.gradients.following import attach_reduction, limit_bucket_size
+from deepspeed_compress.backends.deepspeed.bucket_sizes import limit_bucket_size
+from deepspeed_compress.backends.deepspeed.gradients.following import attach_reduction
 from deepspeed_compress.backends.deepspeed.gradients.muon import count_gathers
 from deepspeed_compress.backends.deepspeed.groups import reduction_group
 from deepspeed_compress.backends.deepspeed.versions import may_defer_reductions
