@@ -14,6 +14,7 @@ import asyncio
 import secrets
 import time
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, HTTPException
@@ -53,7 +54,7 @@ def make_endpoint(policy: Policy, tokenizer: Any, name: str = "policy", secret: 
 
 
 async def _refused(_: Request, error: StarletteError) -> JSONResponse:
-    return _error(error.status_code, str(error.detail))
+    return _error(error.status_code, str(error.detail), error.headers)
 
 
 async def _malformed(_: Request, error: RequestValidationError) -> JSONResponse:
@@ -61,9 +62,9 @@ async def _malformed(_: Request, error: RequestValidationError) -> JSONResponse:
     return _error(422, "; ".join(problems))
 
 
-def _error(status: int, message: str) -> JSONResponse:
+def _error(status: int, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": None}}, status)
+    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": None}}, status, headers)
 
 
 class _Guard:

@@ -224,6 +224,12 @@ def test_a_body_without_the_secret_is_not_read() -> None:
     assert sent[0]["status"] == 401
 
 
+def test_an_unknown_method_is_refused_with_the_known_one() -> None:
+    refused = client().get("/v1/chat/completions")
+    assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
+    assert refused.json()["error"]["message"] == "Method Not Allowed"
+
+
 @pytest.mark.parametrize("chunked", [True, False])
 def test_a_body_that_is_too_large_is_refused(chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = client()
