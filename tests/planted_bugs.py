@@ -270,7 +270,7 @@ BUGS: Mapping[str, Bug] = {
     ),
     "buckets of PowerSGD are a plan for others": Bug(
         "backends/deepspeed/gradients/early.py",
-        "        if not isinstance(self._session.reducer, PayloadReducer):\n            # Its",
+        "        if not isinstance(self._session.gradients.reducer, PayloadReducer):\n            # Its",
         "        if False:\n            # Its",
         ("backends/deepspeed/test_switching.py",),
     ),

@@ -103,7 +103,7 @@ def gradient_texts(
         times: reductions per step.
     """
     total = sum(parameters.numel(name) for name in parameters.shapes)
-    raw = {name for one in partitions for name in uncompressed(session.chosen_reducer(LATE, one), one)}
+    raw = {name for one in partitions for name in uncompressed(session.gradients.chosen_reducer(LATE, one), one)}
     costs = [mean_cost(session, partition, everywhere) for partition in partitions]
     sent, kept = sum(one.sent for one in costs), sum(one.kept for one in costs)
     share = 1 - sum(parameters.numel(name) for name in raw) / max(1, total)

@@ -55,7 +55,7 @@ def mean_cost(session: Session, partition: Partition, everywhere: bool) -> Cost:
     gradients = session.config.gradients
     every = [one.every for one in gradients.overrides] if isinstance(gradients, CompressedGradients) else []
     steps = range(LATE, LATE + min(MOST, math.lcm(*every)))
-    costs = [cost(session.chosen_reducer(step, partition), partition, everywhere) for step in steps]
+    costs = [cost(session.gradients.chosen_reducer(step, partition), partition, everywhere) for step in steps]
     return Cost(sum(one.sent for one in costs) / len(costs), max(one.kept for one in costs))
 
 

@@ -1,22 +1,15 @@
-"""Compression of one engine: the reducer that is in force, and the residuals and momenta that steps update."""
+"""Compression of one engine, from step to step: the settings in force, residuals, momenta, and decisions."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from deepspeed_compress.collectives.buckets import Partition
-from deepspeed_compress.collectives.payload import PayloadReducer, PendingMeans
-from deepspeed_compress.collectives.probes import cosine_with_truth, true_sum
-from deepspeed_compress.collectives.reducer import Pending, Reduced, Reducer
 from deepspeed_compress.compression.residuals import Residuals
-from deepspeed_compress.compression.segments import gather
-from deepspeed_compress.config import CompressedGradients, PowerSGDGradients, WeightsConfig
+from deepspeed_compress.config import PowerSGDGradients, WeightsConfig
 from deepspeed_compress.monitor import Event, StepStatistics
 from deepspeed_compress.policy import StepPlan
 from deepspeed_compress.session.exact import ExactWeights
+from deepspeed_compress.session.gradients import GradientReductions
 from deepspeed_compress.session.observer import PolicyInputs
 from deepspeed_compress.session.parts import Parts
 from deepspeed_compress.session.protocols import BackgroundCheckpoints, IslandExchanges, StepFollower
@@ -27,8 +20,8 @@ from deepspeed_compress.session.step_end import StepEnd
 class Session:
     """Compression of one engine, available as `engine.compression` for the life of the engine.
 
-    DeepSpeed's seams call `reduce` or `start` for every bucket, and `finish` when an optimizer step is over. The
-    settings in force change only in `finish` and `begin`. All ranks call the same methods in the same order.
+    Seams reduce every bucket with `gradients`, and call `finish` when an optimizer step is over. The settings in force
+    change only in `finish` and `begin`. All ranks call the same methods in the same order.
 
     Args:
         parts: the parts that exist before the session.
@@ -59,6 +52,8 @@ class Session:
         self.config = parts.config
         self.parameters = None if parts.reductions is None else parts.parameters
         """The model's parameters as reducers know them; None if reduction is left to the engine."""
+        self.gradients = GradientReductions(parts, inputs)
+        """Reductions of gradient buckets."""
         self.policy = parts.policy
         self.meter = parts.run.meter
         self.clock = parts.run.clock
@@ -75,12 +70,8 @@ class Session:
         self.resumed: Mapping[str, Any] | None = None
         """Client state of the checkpoint from which the engine resumed when it was made; None for a new run."""
         self._settings = parts.settings
-        self._scale: float | None = None
-        """Scale of the sums that all ranks receive, from the latest reduction."""
-        self._reductions = parts.reductions
         self._records = parts.records
         self._inputs = inputs
-        self._discards: list[Callable[[], None]] = []
         self._followers: list[StepFollower] = []
         self._exchange_ms = 0.0
         """Milliseconds that the running step, if it is measured, has waited for other islands."""
@@ -97,18 +88,6 @@ class Session:
         return self.residuals.by_name
 
     @property
-    def reducer(self) -> Reducer:
-        """Return the reducer of the running step for the parameters that all data-parallel ranks have."""
-        return self._settings.reducers.every[0]
-
-    def chosen_reducer(self, step: int, partition: Partition) -> Reducer:
-        """Return the reducer of a bucket for the configured settings in step `step` (0-based), whatever is in force."""
-        gradients = self.config.gradients
-        assert self._reductions is not None
-        assert isinstance(gradients, CompressedGradients)
-        return self._reductions.at(gradients, step).of(partition)
-
-    @property
     def settings(self) -> str:
         """Return the settings in force in the running step in short form: "blockwise bits=4"."""
         return self._plan.text
@@ -121,7 +100,7 @@ class Session:
     @property
     def alone(self) -> bool:
         """Return True if the engine itself reduces gradients in the running step, uncompressed."""
-        return self._plan.alone or self._reductions is None
+        return self._plan.alone or self.parameters is None
 
     @property
     def weights(self) -> WeightsConfig | None:
@@ -186,114 +165,9 @@ class Session:
         if self._inputs is not None:
             self._inputs.losses.report(value)
 
-    def reduce(self, bucket: Tensor, partition: Partition, scale: float, everywhere: bool) -> None:
-        """Reduce `bucket` in place: to its owners, or to all ranks if `everywhere` (see `PayloadReducer`)."""
-        reducer = self._settings.reducers.of(partition)
-        self._measure(reducer, bucket, partition, everywhere)
-        self._scale = scale
-        truth = true_sum(reducer.group, bucket) if self._is_compared(reducer) else None
-        (reducer.all_reduce if everywhere else reducer.reduce_scatter)(bucket, partition, scale)
-        if truth is not None:
-            own = partition.owned_by(reducer.group.rank())
-            self.meter.cosine = cosine_with_truth(reducer.group, bucket, truth, own)
-
-    @property
-    def early_reducer(self) -> PayloadReducer | None:
-        """Return the running step's reducer if reductions may begin before they are certain to be needed.
-
-        Such a reducer leaves buckets unchanged, and its updates of error-feedback buffers can be rolled back. None with
-        one rank, if updates cannot be rolled back, and in steps that probe candidates or compare with the true sum.
-        """
-        reducer = self.reducer
-        if not isinstance(reducer, PayloadReducer) or reducer.group.size() == 1:
-            return None
-        may_begin = self.residuals.transactional and not self._plan.probe and not self._compares()
-        return reducer if may_begin else None
-
-    def forget_step(self) -> None:
-        """Roll back what the running step has written into error-feedback buffers and momenta."""
-        self.residuals.rollback()
-
-    def on_interruption(self, discard: Callable[[], None]) -> Callable[[], None]:
-        """Have `discard_unfinished` call `discard`, which drops reductions that were begun and never finished.
-
-        Returns:
-            A function that undoes this.
-        """
-        self._discards.append(discard)
-        return partial(self._discards.remove, discard)
-
     def on_step(self, follower: StepFollower) -> None:
         """Have `follower` prepare for every step from now on."""
         self._followers.append(follower)
-
-    def discard_unfinished(self) -> None:
-        """Drop what a failed backward pass has sent, so that none of it reaches the state that is loaded next.
-
-        Collective.
-        """
-        for discard in self._discards:
-            discard()
-
-    def start_early(
-        self, bucket: Tensor, partition: Partition, scale: float, number: int, everywhere: bool
-    ) -> Pending | PendingMeans:
-        """Begin a reduction with the `early_reducer`, which leaves `bucket` unchanged.
-
-        Args:
-            bucket: the flat gradients.
-            partition: the owners of the bucket's segments.
-            scale: factor of the sum.
-            number: number of the first message.
-            everywhere: reduce to all ranks instead of to the owners.
-        """
-        reducer = self.early_reducer
-        assert reducer is not None, "nothing may begin early in this step"
-        self._measure(reducer, bucket, partition, everywhere)
-        self._scale = scale
-        begin = reducer.start_all_reduce if everywhere else reducer.start_reduce_scatter
-        return begin(bucket, partition, scale, number)
-
-    def start(self, bucket: Tensor, partition: Partition, scale: float) -> Pending:
-        """Begin to reduce `bucket` to its owners; it may be overwritten."""
-        reducer = self._settings.reducers.of(partition)
-        if self._is_compared(reducer):
-            self.reduce(bucket, partition, scale, everywhere=False)
-            own = partition.owned_by(reducer.group.rank())
-            return Reduced(own, gather(bucket, own))
-        self._measure(reducer, bucket, partition, everywhere=False)
-        return reducer.start_reduce_scatter(bucket, partition, scale)
-
-    def start_everywhere(self, bucket: Tensor, partition: Partition, scale: float) -> PendingMeans | None:
-        """Begin to reduce `bucket` on all ranks.
-
-        Returns None if the reduction cannot be deferred; it is then done already.
-        """
-        reducer = self._settings.reducers.of(partition)
-        if not isinstance(reducer, PayloadReducer) or reducer.group.size() == 1 or self._is_compared(reducer):
-            self.reduce(bucket, partition, scale, everywhere=True)
-            return None
-        self._measure(reducer, bucket, partition, everywhere=True)
-        self._scale = scale
-        return reducer.start_all_reduce(bucket, partition, scale)
-
-    def _measure(self, reducer: Reducer, bucket: Tensor, partition: Partition, everywhere: bool) -> None:
-        """Let an adaptive policy measure its candidates on `bucket`, and count the bytes that are sent uncompressed."""
-        if self._plan.probe and self._inputs is not None and self._inputs.prober is not None:
-            self._inputs.prober.see(bucket, partition, reducer.group.rank(), everywhere)
-        if self.meter.timed:
-            # Those of parameters that are excluded, small, or chosen by an override.
-            transfers = reducer.transfers(partition, everywhere)
-            self.meter.bytes_raw += sum(one.uncompressed_bytes for one in transfers)
-
-    def _compares(self) -> bool:
-        """Return True if the running step, every `cosine_every`-th, compares a bucket with the true sum."""
-        every = self.config.monitor.cosine_every
-        return every > 0 and (self.clock.step + 1) % every == 0 and not self.dense
-
-    def _is_compared(self, reducer: Reducer) -> bool:
-        """Return True if its next bucket is compared: the first one of all ranks in a step that compares."""
-        return self._compares() and self.meter.cosine is None and reducer is self.reducer
 
     def finish(self, finished: FinishedStep) -> bool:
         """Finish a step: update residuals, report, decide, and begin the next step.
@@ -351,7 +225,8 @@ class Session:
         self._settings.begin(step)
         for follower in self._followers:
             follower.follow(self.alone)
-        if self._plan.changed and isinstance(self._plan.settings, PowerSGDGradients) and self._scale is not None:
-            self.residuals.hand_over_means(self._scale)
+        scale = self.gradients.scale
+        if self._plan.changed and isinstance(self._plan.settings, PowerSGDGradients) and scale is not None:
+            self.residuals.hand_over_means(scale)
         self._exchange_ms = 0.0
         self.meter.reset(timed=self._plan.probe or self._records.reporter.due(step + 1))

@@ -168,7 +168,7 @@ class Rank:
         if self.session.config.gradients.method == "none":
             self.plain.reduce_scatter(self.gradients, self.partition, scale)
         else:
-            self.session.reduce(self.gradients, self.partition, scale, everywhere=False)
+            self.session.gradients.reduce(self.gradients, self.partition, scale, everywhere=False)
 
     @torch.no_grad()
     def _update(self, rate: float) -> None:

@@ -46,7 +46,7 @@ def build_in_a_part_of_a_bound_job(rank: int) -> list[torch.device | None]:
 
     with mock.patch.object(dist, "new_group", watched):
         _, _, attached = Setting(FOUR_BITS).build(group=pair)
-    return [*seen, world.bound_device_id, attached.session.reducer.group.bound_device_id]
+    return [*seen, world.bound_device_id, attached.session.gradients.reducer.group.bound_device_id]
 
 
 def test_groups_of_a_part_of_the_ranks_do_not_split_the_communicator_of_all() -> None:
@@ -58,7 +58,7 @@ def test_groups_of_a_part_of_the_ranks_do_not_split_the_communicator_of_all() ->
 def build_without_a_named_backend(rank: int) -> bool:
     dist.init_process_group()
     _, _, attached = Setting(FOUR_BITS).build()
-    return attached.session.reducer.link.downward is not None
+    return attached.session.gradients.reducer.link.downward is not None
 
 
 def test_gloo_is_recognized_if_the_program_has_not_named_it() -> None:

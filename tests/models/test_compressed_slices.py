@@ -36,7 +36,7 @@ def train_one(run: Run) -> Outcome:
         if not is_model_parallel_parameter(parameter):
             with deepspeed.zero.GatheredParameters([parameter] if hasattr(parameter, "ds_id") else []):
                 replicated[name] = parameter.detach().flatten().tolist()
-    reducer = engine.compression.reducer
+    reducer = engine.compression.gradients.reducer
     uncompressed = {name for name in engine.param_names.values() if name not in reducer.messages.channel_of}
     finish(engine)
     return Outcome(losses, replicated, uncompressed)

@@ -242,7 +242,7 @@ class _Buckets:
 
     def _send(self, batch: Batch) -> None:
         self._session.meter.count("bytes_uncompressed", ring_all_reduce(batch.flat.nbytes, self._plan.ranks))
-        pending = self._session.start_everywhere(batch.flat, batch.partition, 1.0 / self._plan.ranks)
+        pending = self._session.gradients.start_everywhere(batch.flat, batch.partition, 1.0 / self._plan.ranks)
         self._sent.append((batch, pending))
 
     def _finish(self) -> None:

@@ -151,7 +151,7 @@ def _attach(engine: Any, config: CompressConfig, island: IslandUnit | None, patc
     announce(engine, session, parameters, engine_kind(engine), measured)
     # Last, because it is collective: an earlier failure may have occurred on one rank only.
     patches.on_undo(session.renew_weights)
-    patches.on_undo(session.discard_unfinished)
+    patches.on_undo(session.gradients.discard_unfinished)
 
 
 def _make_session(engine: Any, island: IslandUnit | None, parts: Parts) -> tuple[Session, Sequence[Participant]]:

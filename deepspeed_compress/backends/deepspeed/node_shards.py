@@ -171,7 +171,8 @@ class NodeShards:
         if begun is not None:
             return _Exchange(found, begun.bucket, begun)
         flat, gradients = self._flat(found), self._gradients
-        return _Exchange(found, flat, self._session.start_everywhere(flat, gradients.partition(keys), gradients.scale))
+        pending = self._session.gradients.start_everywhere(flat, gradients.partition(keys), gradients.scale)
+        return _Exchange(found, flat, pending)
 
     def _flat(self, found: Found) -> Tensor:
         return torch.cat([tensor.reshape(-1)[:numel] for tensor, numel in found]).to(self._engine.device)

@@ -116,7 +116,7 @@ class _Reduction(ReduceScatter):
         size = uncompressed_bytes(self._unit, self._coming, self._ranks)
         self._session.meter.count("bytes_uncompressed", size)
         bucket = layout.bucket(input_tensor)
-        self._session.reduce(bucket, layout.partition, self._scale(op, group.size()), everywhere=False)
+        self._session.gradients.reduce(bucket, layout.partition, self._scale(op, group.size()), everywhere=False)
         layout.hand_over(bucket, group.rank(), output_tensor)
 
     def check(self) -> None:
@@ -149,7 +149,7 @@ class _Reduction(ReduceScatter):
             raise UnsupportedError(
                 f"{late}: frozen when fsdp2.attach was called, but trained now; call attach after unfreezing"
             )
-        whole = isinstance(self._session.reducer, ClippingReducer | PowerSGDReducer)
+        whole = isinstance(self._session.gradients.reducer, ClippingReducer | PowerSGDReducer)
         layout = find_layout(_sizes(self._unit, self._coming), shards, whole)
         if layout.numel != numel:
             what = f"FSDPParamGroup reduces {numel} elements, but {layout.numel} have gradients"

@@ -78,7 +78,7 @@ class _Sent:
     def finish(self) -> None:
         flat, pending = self.bucket.gradients, self.pending
         if pending is None:
-            self.session.reduce(flat, self.bucket.partition, self.bucket.scale, self.everywhere)
+            self.session.gradients.reduce(flat, self.bucket.partition, self.bucket.scale, self.everywhere)
         elif isinstance(pending, PendingMeans):
             pending.finish(flat)
         else:
@@ -160,9 +160,9 @@ class Gradients:
     def _sent(self, bucket: Bucket, everywhere: bool) -> _Sent:
         number = self._number(self._place[id(bucket)])
         pending = None
-        if self._session.early_reducer is not None:
+        if self._session.gradients.early_reducer is not None:
             flat, partition = bucket.gradients, bucket.partition
-            pending = self._session.start_early(flat, partition, bucket.scale, number, everywhere)
+            pending = self._session.gradients.start_early(flat, partition, bucket.scale, number, everywhere)
         return _Sent(self._session, bucket, everywhere, pending)
 
     def _begin(self) -> None:
@@ -171,7 +171,7 @@ class Gradients:
         if self._numbers.begun == self._session.clock.begun:
             return
         self._under_way.clear()  # what a pass that failed has left
-        reducer = self._session.early_reducer
+        reducer = self._session.gradients.early_reducer
         rounds = [0 if reducer is None else 2 * len(reducer.layouts(bucket.partition)) for bucket in self._buckets]
         *firsts, total = accumulate(rounds, initial=0)
         self._numbers = _Numbers(self._session.clock.begun, firsts, total)

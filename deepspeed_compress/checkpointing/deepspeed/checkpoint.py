@@ -52,7 +52,7 @@ class CompressionState(Participant):
     @contextmanager
     def loading(self, request: LoadRequest) -> Iterator[LoadRequest]:
         """Drop what a failed backward pass has sent. Collective."""
-        self._session.discard_unfinished()
+        self._session.gradients.discard_unfinished()
         yield request
 
     def loaded(self, request: LoadRequest, found: Loaded | None) -> None:

@@ -120,7 +120,7 @@ def test_deferred_buckets_have_the_bits_of_those_that_are_waited_for_at_once(nam
 def lane_of(rank: int, hierarchy: dict[str, int] | None) -> list[int]:
     """Return the ranks of the group for messages from owners."""
     engine = start(Job(2, {"gradients": {**INT4["gradients"], "hierarchy": hierarchy}}, SMALL))
-    reducer = engine.compression.reducer
+    reducer = engine.compression.gradients.reducer
     ranks = dist.get_process_group_ranks((reducer.across if hierarchy else reducer).link.downward)
     engine.destroy()
     return ranks

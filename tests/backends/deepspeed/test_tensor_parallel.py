@@ -12,7 +12,7 @@ def train_llama(rank: int, stage: int) -> tuple[dict[str, list[float]], list[str
     section = {"parallelism": {"tensor": 2}, "gradients": {"bits": 4, "block_size": 32}}
     job = Job(stage=stage, section=section, steps=3)
     engine = start_tensor(job)
-    reducer = engine.compression.reducer
+    reducer = engine.compression.gradients.reducer
     take_steps(engine, rank, job)
     raw = [name for name in engine.param_names.values() if name not in reducer.messages.channel_of]
     found = {name: value.detach().flatten().tolist() for name, value in engine.module.named_parameters()}

@@ -130,7 +130,7 @@ def kinds_of_groups(engine: Any) -> dict[str, str]:
     # ZeRO 3 gathers over the group that its parameters are divided over.
     data = [engine.seq_data_parallel_group, reduction_group(engine)]
     if engine.compression.config.gradients.method != "none":
-        data.append(engine.compression.reducer.link.downward)
+        data.append(engine.compression.gradients.reducer.link.downward)
     if not hasattr(engine, "grid"):
         kinds[STAGES] = "data"
     return {**kinds, **{group.group_name: "data" for group in data}}

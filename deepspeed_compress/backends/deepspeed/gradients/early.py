@@ -25,16 +25,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.deepspeed.gradients.background import AfterBackward, Background
+from deepspeed_compress.backends.deepspeed.gradients.bucket_history import Bucket, BucketHistory, BucketOrder, Key
 from deepspeed_compress.collectives.buckets import Partition
 from deepspeed_compress.collectives.payload import PayloadReducer, PendingMeans
 from deepspeed_compress.collectives.reducer import Pending
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import Session
-
-Key = Any
-"""Hashable identity of a parameter in DeepSpeed's bucket; each seam defines its own."""
-LONGEST_PATIENCE = 1024
-"""Maximum number of consecutive equal steps required before speculative reductions resume."""
 
 
 class Gradients(Protocol):
@@ -74,25 +70,6 @@ class Gradients(Protocol):
         """Return True during the backward pass after which this engine reduces."""
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """One gradient bucket: the parameters that are reduced together.
-
-    Attributes:
-        dtype: the communication dtype of the gradients.
-        held: the dtype of the tensor in which they are collected.
-        keys: the parameters, in order.
-    """
-
-    dtype: torch.dtype
-    held: torch.dtype
-    keys: tuple[Key, ...]
-
-
-BucketOrder = tuple[Bucket, ...]
-"""Buckets of one step, in the order in which DeepSpeed reduces them."""
-
-
 @dataclass
 class _Step:
     """State of one optimizer step.
@@ -112,50 +89,6 @@ class _Step:
     reduced: list[Bucket] = field(default_factory=list)
     closed: bool = False
     """True once DeepSpeed has reduced. Later reductions of the same step take DeepSpeed's normal path."""
-
-
-@dataclass
-class _BucketHistory:
-    """History of the buckets, which decides when speculative reductions may begin.
-
-    They begin after `patience` equal steps. `patience` doubles after each speculation that turned out wrong.
-
-    Attributes:
-        plan: the buckets of the last step, in DeepSpeed's order.
-        order: the buckets of `plan` in the order in which they are sent; empty while nothing is sent early.
-        equal: the number of consecutive steps with this plan.
-        patience: the number of equal steps required.
-    """
-
-    plan: BucketOrder = ()
-    order: BucketOrder = ()
-    equal: int = 0
-    patience: int = 1
-    copies: dict[Bucket, Tensor] = field(default_factory=dict)
-    """Flat buffer for the gradients of each bucket, reused because allocating takes longer than filling."""
-
-    def learn(self, plan: BucketOrder) -> None:
-        """Record the buckets of a finished step. If they changed, start over."""
-        if plan != self.plan:
-            self.plan, self.order, self.equal = plan, (), 0
-            self.copies.clear()
-        self.equal += 1
-
-    def copy(self, bucket: Bucket, parts: list[Tensor]) -> Tensor:
-        """Return `parts` concatenated into the bucket's buffer, which is the same tensor in every step."""
-        if bucket not in self.copies:
-            self.copies[bucket] = torch.cat(parts)
-            return self.copies[bucket]
-        return torch.cat(parts, out=self.copies[bucket])
-
-    def back_off(self) -> None:
-        """Stop sending buckets early, and require twice as many equal steps before starting again."""
-        self.order, self.equal, self.patience = (), 0, min(2 * self.patience, LONGEST_PATIENCE)
-
-    @property
-    def is_stable(self) -> bool:
-        """Return True if enough consecutive steps had the same plan."""
-        return bool(self.plan) and self.equal >= self.patience
 
 
 class EarlyReductions:
@@ -184,20 +117,20 @@ class EarlyReductions:
         self._gradients = gradients
         self._original = original
         self._background = AfterBackward() if background is None else background
-        self._history = _BucketHistory()
+        self._history = BucketHistory()
         self._step = _Step(-1)
         self.handles = [
             parameter.register_post_accumulate_grad_hook(partial(self._gradient_is_there, key))
             for parameter, key in gradients.hooked()
         ]
         patches.on_undo(self.remove_hooks)
-        patches.on_undo(session.on_interruption(self._discard))
+        patches.on_undo(session.gradients.on_interruption(self._discard))
 
     def remove_hooks(self) -> None:
         """Remove the hooks of the gradients, and drop the copies of these. Nothing begins early from now on."""
         for handle in self.handles:
             handle.remove()
-        self._history = _BucketHistory()
+        self._history = BucketHistory()
 
     def reduce(self, *arguments: Any, **options: Any) -> None:
         """Reduce all buckets as DeepSpeed does, after all ranks have agreed on what was sent early."""
@@ -215,7 +148,7 @@ class EarlyReductions:
             raise
         assert not step.sent, "reductions that began early and were agreed upon were not asked for"
         step.closed = True
-        if not isinstance(self._session.reducer, PayloadReducer):
+        if not isinstance(self._session.gradients.reducer, PayloadReducer):
             # Its buckets differ from those of steps in which reductions may begin early.
             return
         self._history.learn(tuple(step.reduced))
@@ -242,7 +175,7 @@ class EarlyReductions:
             # A backward pass failed and the program continued: pending buckets still need an agreement.
             self._step.number = begun
         elif self._step.number != begun:
-            self._step = _Step(begun, self._session.early_reducer)
+            self._step = _Step(begun, self._session.gradients.early_reducer)
         return self._step
 
     def _discard(self) -> None:
@@ -287,7 +220,7 @@ class EarlyReductions:
         with self._background.sending():
             # The means overwrite a part of what is sent, and `flat` is compared later.
             sent = flat.clone() if self._background.returns_early else flat
-            pending = self._session.start_early(sent, partition, source.scale, number, source.everywhere)
+            pending = self._session.gradients.start_early(sent, partition, source.scale, number, source.everywhere)
             step.sent[bucket] = (flat, pending)
             if isinstance(pending, PendingMeans):
                 self._background.add(pending)
@@ -346,7 +279,7 @@ class EarlyReductions:
             nothing = flat if isinstance(pending, PendingMeans) else torch.zeros(_numel(pending))
             pending.finish(nothing)
         step.sent.clear()
-        self._session.forget_step()
+        self._session.gradients.forget_step()
 
     def _sorted(self, step: _Step) -> BucketOrder:
         """Return the buckets of the plan in the order in which they became complete on rank 0. Collective.

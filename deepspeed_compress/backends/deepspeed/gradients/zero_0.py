@@ -103,7 +103,7 @@ def _reduce(
         return begun.bucket  # type: ignore[no-any-return]
     flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
     divisor = (dp_world_size or dp_group.size()) if engine.gradient_average else 1.0
-    session.reduce(flat, even_partition(sizes, dp_group.size()), 1.0 / divisor, everywhere=True)
+    session.gradients.reduce(flat, even_partition(sizes, dp_group.size()), 1.0 / divisor, everywhere=True)
     return flat
 
 
@@ -172,7 +172,7 @@ def _in_buckets(
     A reducer that works in phases keeps the large buckets, because it waits for each phase of each bucket.
     """
     size = elements_per_buffer
-    if isinstance(session.reducer, PayloadReducer):
+    if isinstance(session.gradients.reducer, PayloadReducer):
         numel = sum(parameter.numel() for parameter in names.of if parameter.requires_grad)
         size = min(size, bucket_size(numel, ranks))
     original(grads=grads, elements_per_buffer=size)

@@ -83,7 +83,7 @@ class _Buckets:
         self._split = SplitMatrices(optimizer, session)
         self.later = DeferredReductions(optimizer, self._split) if may_wait(optimizer) else None
         self.early: EarlyReductions | None = None
-        patches.on_undo(session.on_interruption(self._discard))
+        patches.on_undo(session.gradients.on_interruption(self._discard))
         if self.later is not None and _waits_for_backward(engine):
             partitions = lru_cache(maxsize=LAYOUTS)(partial(partition_of, optimizer, ranks))
             gradients = Zero1Gradients(engine, partitions, self._scale)
@@ -110,7 +110,7 @@ class _Buckets:
             return
         self._keep(tensor)
         flat = part.of(tensor)
-        self._session.reduce(flat, part.partition, self._scale, everywhere=False)
+        self._session.gradients.reduce(flat, part.partition, self._scale, everywhere=False)
         if not self._optimizer.cpu_offload:
             # With offload, DeepSpeed's `step` gathers the matrices itself.
             self._split.complete(part.partition, lambda one: flat.narrow(0, one.offset, one.numel))
@@ -119,7 +119,7 @@ class _Buckets:
 
     def _start(self, part: Part, tensor: Tensor) -> Pending:
         flat = part.of(tensor)
-        pending = self._session.start(flat, part.partition, self._scale)
+        pending = self._session.gradients.start(flat, part.partition, self._scale)
         if flat is not tensor:
             # Some reducers clip the gradients in place, and DeepSpeed keeps those in `tensor`.
             scatter(flat, part.places, tensor)
@@ -129,7 +129,7 @@ class _Buckets:
         """Discard the buckets of a failed backward pass. Collective."""
         if self.later is not None:
             discard([pending for _, pending in self.later.taken()], self._optimizer.dp_process_group)
-            self._session.forget_step()
+            self._session.gradients.forget_step()
 
     def _keep(self, tensor: Tensor) -> None:
         """Keep the memory of `tensor` from being reused while the reduction stream reads it.

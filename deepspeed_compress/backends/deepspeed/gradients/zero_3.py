@@ -100,13 +100,13 @@ class _Buckets:
         self._group = reduction_group(engine)
         # gloo implements reduce-scatter as an all-reduce of the whole tensor.
         self._all_reduces = is_gloo(self._group)
-        session.on_interruption(self._discard)
+        session.gradients.on_interruption(self._discard)
 
     def _discard(self) -> None:
         """Discard the buckets of a failed backward pass. Collective."""
         deferred, self._deferred = self._deferred, []
         discard([reduction.pending for reduction in deferred], self._group)
-        self._session.forget_step()
+        self._session.gradients.forget_step()
 
     def reduce(self, original: Any, params_to_reduce: list[Any], communication_data_type: torch.dtype) -> list[Tensor]:
         """Reduce a bucket in place of DeepSpeed's `__avg_scatter_grads`, and return this rank's shares."""
@@ -155,7 +155,7 @@ class _Buckets:
         """
         bucket = torch.cat([parameter.grad.reshape(-1).to(dtype) for parameter in parameters])
         partition = _partition(self._optimizer, parameters, _group_of(parameters).size())
-        pending = self._session.start(bucket, partition, scale)
+        pending = self._session.gradients.start(bucket, partition, scale)
         reduction = _Reduction(tuple(parameters), dtype, pending, gather(bucket, pending.own))
         if not self.defers:
             return self._shares(reduction)

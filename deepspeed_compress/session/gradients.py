@@ -1,0 +1,155 @@
+"""Reductions of gradient buckets in the running step."""
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
+
+from deepspeed_compress.collectives.buckets import Partition
+from deepspeed_compress.collectives.payload import PayloadReducer, PendingMeans
+from deepspeed_compress.collectives.probes import cosine_with_truth, true_sum
+from deepspeed_compress.collectives.reducer import Pending, Reduced, Reducer
+from deepspeed_compress.compression.segments import gather
+from deepspeed_compress.config import CompressedGradients
+from deepspeed_compress.session.observer import PolicyInputs
+from deepspeed_compress.session.parts import Parts
+
+
+class GradientReductions:
+    """Reductions of gradient buckets with the settings in force.
+
+    Seams call `reduce` or `start` for every bucket. All ranks call the same methods in the same order.
+
+    Args:
+        parts: the parts of the session.
+        inputs: figures of all ranks for the policy; None if the policy observes nothing.
+    """
+
+    def __init__(self, parts: Parts, inputs: PolicyInputs | None) -> None:
+        self.scale: float | None = None
+        """Scale of the sums that all ranks receive, from the latest reduction."""
+        self._config = parts.config
+        self._settings = parts.settings
+        self._reductions = parts.reductions
+        self._residuals = parts.residuals
+        self._clock = parts.run.clock
+        self._meter = parts.run.meter
+        self._inputs = inputs
+        self._discards: list[Callable[[], None]] = []
+
+    @property
+    def reducer(self) -> Reducer:
+        """Return the reducer of the running step for the parameters that all data-parallel ranks have."""
+        return self._settings.reducers.every[0]
+
+    def chosen_reducer(self, step: int, partition: Partition) -> Reducer:
+        """Return the reducer of a bucket for the configured settings in step `step` (0-based), whatever is in force."""
+        gradients = self._config.gradients
+        assert self._reductions is not None
+        assert isinstance(gradients, CompressedGradients)
+        return self._reductions.at(gradients, step).of(partition)
+
+    def reduce(self, bucket: Tensor, partition: Partition, scale: float, everywhere: bool) -> None:
+        """Reduce `bucket` in place: to its owners, or to all ranks if `everywhere` (see `PayloadReducer`)."""
+        reducer = self._settings.reducers.of(partition)
+        self._measure(reducer, bucket, partition, everywhere)
+        self.scale = scale
+        truth = true_sum(reducer.group, bucket) if self._is_compared(reducer) else None
+        (reducer.all_reduce if everywhere else reducer.reduce_scatter)(bucket, partition, scale)
+        if truth is not None:
+            own = partition.owned_by(reducer.group.rank())
+            self._meter.cosine = cosine_with_truth(reducer.group, bucket, truth, own)
+
+    def start(self, bucket: Tensor, partition: Partition, scale: float) -> Pending:
+        """Begin to reduce `bucket` to its owners; it may be overwritten."""
+        reducer = self._settings.reducers.of(partition)
+        if self._is_compared(reducer):
+            self.reduce(bucket, partition, scale, everywhere=False)
+            own = partition.owned_by(reducer.group.rank())
+            return Reduced(own, gather(bucket, own))
+        self._measure(reducer, bucket, partition, everywhere=False)
+        return reducer.start_reduce_scatter(bucket, partition, scale)
+
+    def start_everywhere(self, bucket: Tensor, partition: Partition, scale: float) -> PendingMeans | None:
+        """Begin to reduce `bucket` on all ranks.
+
+        Returns None if the reduction cannot be deferred; it is then done already.
+        """
+        reducer = self._settings.reducers.of(partition)
+        if not isinstance(reducer, PayloadReducer) or reducer.group.size() == 1 or self._is_compared(reducer):
+            self.reduce(bucket, partition, scale, everywhere=True)
+            return None
+        self._measure(reducer, bucket, partition, everywhere=True)
+        self.scale = scale
+        return reducer.start_all_reduce(bucket, partition, scale)
+
+    @property
+    def early_reducer(self) -> PayloadReducer | None:
+        """Return the running step's reducer if reductions may begin before they are certain to be needed.
+
+        Such a reducer leaves buckets unchanged, and its updates of error-feedback buffers can be rolled back. None with
+        one rank, if updates cannot be rolled back, and in steps that probe candidates or compare with the true sum.
+        """
+        reducer = self.reducer
+        if not isinstance(reducer, PayloadReducer) or reducer.group.size() == 1:
+            return None
+        may_begin = self._residuals.transactional and not self._settings.plan.probe and not self._compares()
+        return reducer if may_begin else None
+
+    def start_early(
+        self, bucket: Tensor, partition: Partition, scale: float, number: int, everywhere: bool
+    ) -> Pending | PendingMeans:
+        """Begin a reduction with the `early_reducer`, which leaves `bucket` unchanged.
+
+        Args:
+            bucket: the flat gradients.
+            partition: the owners of the bucket's segments.
+            scale: factor of the sum.
+            number: number of the first message.
+            everywhere: reduce to all ranks instead of to the owners.
+        """
+        reducer = self.early_reducer
+        assert reducer is not None, "nothing may begin early in this step"
+        self._measure(reducer, bucket, partition, everywhere)
+        self.scale = scale
+        begin = reducer.start_all_reduce if everywhere else reducer.start_reduce_scatter
+        return begin(bucket, partition, scale, number)
+
+    def forget_step(self) -> None:
+        """Roll back what the running step has written into error-feedback buffers and momenta."""
+        self._residuals.rollback()
+
+    def on_interruption(self, discard: Callable[[], None]) -> Callable[[], None]:
+        """Have `discard_unfinished` call `discard`, which drops reductions that were begun and never finished.
+
+        Returns:
+            A function that undoes this.
+        """
+        self._discards.append(discard)
+        return partial(self._discards.remove, discard)
+
+    def discard_unfinished(self) -> None:
+        """Drop what a failed backward pass has sent, so that none of it reaches the state that is loaded next.
+
+        Collective.
+        """
+        for discard in self._discards:
+            discard()
+
+    def _measure(self, reducer: Reducer, bucket: Tensor, partition: Partition, everywhere: bool) -> None:
+        """Let an adaptive policy measure its candidates on `bucket`, and count the bytes that are sent uncompressed."""
+        if self._settings.plan.probe and self._inputs is not None and self._inputs.prober is not None:
+            self._inputs.prober.see(bucket, partition, reducer.group.rank(), everywhere)
+        if self._meter.timed:
+            # Those of parameters that are excluded, small, or chosen by an override.
+            transfers = reducer.transfers(partition, everywhere)
+            self._meter.bytes_raw += sum(one.uncompressed_bytes for one in transfers)
+
+    def _compares(self) -> bool:
+        """Return True if the running step, every `cosine_every`-th, compares a bucket with the true sum."""
+        every = self._config.monitor.cosine_every
+        return every > 0 and (self._clock.step + 1) % every == 0 and not self._settings.plan.dense
+
+    def _is_compared(self, reducer: Reducer) -> bool:
+        """Return True if its next bucket is compared: the first one of all ranks in a step that compares."""
+        return self._compares() and self._meter.cosine is None and reducer is self.reducer
