@@ -17,29 +17,14 @@ class Waiting(Protocol):
 
 @dataclass(frozen=True)
 class _Collective:
-    """A message between this rank and another one, held in `buffers`, that a GPU collective transfers."""
+    """Messages between this rank and all others, held in `buffers`, that one GPU collective transfers."""
 
     work: Work
-    buffers: tuple[Tensor, ...]
+    buffers: Sequence[Tensor]
 
     def wait(self) -> None:
         self.work.wait()
         _keep(self.buffers)
-
-
-@dataclass(frozen=True)
-class _FromHost:
-    """A message that is received in host memory (`host`) and copied to `target` on a GPU."""
-
-    work: Waiting
-    host: Tensor
-    target: Tensor
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.target.copy_(self.host)
-        if self.target.is_cuda:
-            _keep((self.target,))
 
 
 def _keep(buffers: Sequence[Tensor]) -> None:
@@ -49,30 +34,46 @@ def _keep(buffers: Sequence[Tensor]) -> None:
     them. The allocator must not reuse their memory before this stream is done with it. On the allocating stream, this
     has no effect.
     """
+    stream = torch.cuda.current_stream(buffers[0].device)
     for buffer in buffers:
-        buffer.record_stream(torch.cuda.current_stream(buffer.device))
+        buffer.record_stream(stream)
 
 
 @dataclass(frozen=True)
 class PendingExchange:
     """Handle of messages in progress. On a GPU, waiting means that the current stream waits."""
 
-    receives: dict[int, Waiting] = field(default_factory=dict)
-    """Handles of the messages to receive, by source rank."""
+    receives: list[Waiting] = field(default_factory=list)
+    """Handles of the messages to receive."""
     sends: Sequence[Waiting] = ()
 
-    def wait_for(self, source: int) -> None:
-        """Wait for the message of rank `source`. Return at once if it is empty or was waited for before."""
-        work = self.receives.pop(source, None)
-        if work is not None:
+    def receive(self) -> None:
+        """Wait until all messages have arrived."""
+        for work in self.receives:
             work.wait()
+        self.receives.clear()
 
     def finish(self) -> None:
         """Wait until all messages have arrived and the buffers that were sent may change."""
-        for source in list(self.receives):
-            self.wait_for(source)
+        self.receive()
         for work in self.sends:
             work.wait()
+
+
+@dataclass(frozen=True)
+class _FromHost:
+    """Messages of `pending` in host memory, copied to `targets` on a GPU once all have arrived."""
+
+    pending: PendingExchange
+    hosts: Sequence[Tensor]
+    targets: Sequence[Tensor]
+
+    def wait(self) -> None:
+        self.pending.receive()
+        for host, target in zip(self.hosts, self.targets, strict=True):
+            target.copy_(host)
+        if self.targets and self.targets[0].is_cuda:
+            _keep(self.targets)
 
 
 @dataclass(frozen=True)
@@ -129,9 +130,9 @@ def _point_to_point(link: Link, outgoing: Sequence[Tensor], incoming: Sequence[T
     rank, size = group.rank(), group.size()
     sources = [(rank - step) % size for step in range(1, size)]
     groups = (link.downward or group, group)
-    receives: dict[int, Waiting] = {
-        one: groups[one < rank].recv([incoming[one]], one, tag) for one in sources if incoming[one].numel()
-    }
+    receives: list[Waiting] = [
+        groups[one < rank].recv([incoming[one]], one, tag) for one in sources if incoming[one].numel()
+    ]
     sends = [groups[rank < one].send([outgoing[one]], one, tag) for one in reversed(sources) if outgoing[one].numel()]
     return PendingExchange(receives, sends)
 
@@ -143,7 +144,7 @@ def _all_to_all(link: Link, outgoing: Sequence[Tensor], incoming: Sequence[Tenso
     inputs = [tensor if peer != rank else nothing for peer, tensor in enumerate(outgoing)]
     outputs = [tensor if peer != rank else nothing for peer, tensor in enumerate(incoming)]
     work = group.alltoall(outputs, inputs)
-    return PendingExchange({peer: _Collective(work, (incoming[peer], outgoing[peer])) for peer in range(group.size())})
+    return PendingExchange([_Collective(work, [*incoming, *outgoing])])
 
 
 def _all_gather(link: Link, messages: Sequence[Tensor]) -> PendingExchange:
@@ -156,17 +157,16 @@ def _all_gather(link: Link, messages: Sequence[Tensor]) -> PendingExchange:
     own = torch.empty_like(mine)
     outputs = [own if tensor is mine else tensor for tensor in messages]
     work = link.group.allgather([outputs], [mine])
-    return PendingExchange({peer: _Collective(work, (output, mine)) for peer, output in enumerate(outputs)})
+    return PendingExchange([_Collective(work, [*outputs, mine])])
 
 
 def _staged(link: Link, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> PendingExchange:
     """Exchange through host memory, since gloo does not read GPU memory. Both copies wait for the current stream."""
     sent, received = [tensor.cpu() for tensor in outgoing], [torch.empty_like(one, device="cpu") for one in incoming]
     pending = _point_to_point(link, sent, received, tag)
-    arrivals: dict[int, Waiting] = {
-        one: _FromHost(work, received[one], incoming[one]) for one, work in pending.receives.items()
-    }
-    return PendingExchange(arrivals, pending.sends)
+    others = [peer for peer in range(len(incoming)) if peer != link.group.rank()]
+    arrival = _FromHost(pending, [received[peer] for peer in others], [incoming[peer] for peer in others])
+    return PendingExchange([arrival], pending.sends)
 
 
 @dataclass(frozen=True)

@@ -266,29 +266,34 @@ class PayloadReducer:
 
     def take(self, bucket: Tensor, sent: _Round) -> None:
         """Wait for a round of an all-gather and write it into `bucket`."""
-        for owner, pieces in enumerate(sent.layout.pieces):
-            payload = self._arrived(sent, owner)
-            with self.run.meter.phase("decompress", bucket.device):
-                self._packer.unpack(payload, pieces, bucket)
+        owners = [owner for owner in range(len(sent.layout.pieces)) if owner != self._rank]
+        # This rank's own message is decoded while the others are on their way.
+        self._unpack(bucket, sent, [self._rank])
+        self._receive(sent, bucket.device)
+        self._unpack(bucket, sent, owners)
         sent.exchange.finish()
+
+    def _unpack(self, bucket: Tensor, sent: _Round, owners: Sequence[int]) -> None:
+        with self.run.meter.phase("decompress", bucket.device):
+            for owner in owners:
+                self._packer.unpack(sent.incoming[owner], sent.layout.pieces[owner], bucket)
+
+    def _receive(self, sent: _Round, device: torch.device) -> None:
+        """Wait until the messages of a round have arrived."""
+        with self.run.meter.phase("communicate", device):
+            sent.exchange.receive()
 
     def sum(self, local: Tensor, sent: _Round, scale: float, deliver: bool) -> Tensor:
         """Wait for a round, and overwrite `local` by its sum (see `Packer.sum`), which is returned.
 
         Messages are added in the order of ranks.
         """
-        others = [source for source in range(len(sent.layout.sizes)) if source != self._rank]
-        payloads = [self._arrived(sent, source) for source in others]
+        self._receive(sent, local.device)
+        payloads = [message for source, message in enumerate(sent.incoming) if source != self._rank]
         with self.run.meter.phase("decompress", local.device):
             self._packer.sum(local, payloads, sent.layout, sent.number, scale, deliver)
         sent.exchange.finish()
         return local
-
-    def _arrived(self, sent: _Round, source: int) -> Tensor:
-        """Wait for the message of rank `source` and return it."""
-        with self.run.meter.phase("communicate", sent.incoming[source].device):
-            sent.exchange.wait_for(source)
-        return sent.incoming[source]
 
     def owned(self, layout: MessageLayout) -> list[Segment]:
         """Return the segments of a bucket that this rank owns, in the order of its message."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -43,10 +44,14 @@ class Codec:
         """Return True if the payload carries information about the input (False for `NoSend`)."""
         return not isinstance(self.compressor, NoSend)
 
-    @property
+    @cached_property
     def fused(self) -> FusedFeedback | None:
-        """Return the compressor if it updates the error-feedback residual in the same pass, else None."""
+        """Compressor that updates the error-feedback residual in the same pass; None if this one does not."""
         return self.compressor if isinstance(self.compressor, FusedFeedback) else None
+
+    @cached_property
+    def _fused_sum(self) -> FusedSum | None:
+        return self.compressor if isinstance(self.compressor, FusedSum) else None
 
     def coefficients(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
         """Return the coefficients of `x` (flat fp32, the elements of `segments`, not changed); may be `x` itself."""
@@ -58,16 +63,16 @@ class Codec:
 
     def add_coefficients(self, payloads: Sequence[Tensor], out: Tensor, scale: float) -> None:
         """Add `scale` times the sum of the decoded `payloads`, in their order, to `out` (flat fp32 coefficients)."""
-        if isinstance(self.compressor, FusedSum):
-            self.compressor.decompress_sum(payloads, out, scale, add=True)
+        if self._fused_sum is not None:
+            self._fused_sum.decompress_sum(payloads, out, scale, add=True)
             return
         for payload in payloads:
             self.compressor.decompress_add(payload, out, scale)
 
     def _set_coefficients(self, payloads: Sequence[Tensor], out: Tensor, scale: float) -> Tensor:
         """Overwrite `out` with what `add_coefficients` would add to it, and return it."""
-        if isinstance(self.compressor, FusedSum):
-            self.compressor.decompress_sum(payloads, out, scale, add=False)
+        if self._fused_sum is not None:
+            self._fused_sum.decompress_sum(payloads, out, scale, add=False)
         else:
             self.add_coefficients(payloads, out.zero_(), scale)
         return out

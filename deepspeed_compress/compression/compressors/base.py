@@ -12,6 +12,7 @@ ALIGNMENT = 4
 """Payload sizes are multiples of this many bytes, so that fp32 fields can be viewed in place."""
 
 
+_MASK = (1 << 64) - 1
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes by their names in the configuration."""
 
@@ -59,14 +60,18 @@ def random_key(*parts: int) -> int:
 
     Equal parts give equal keys on every machine. No global random state is involved.
     """
-    mask = (1 << 64) - 1
     state = 0
     for part in parts:
-        state = (state + part + 0x9E3779B97F4A7C15) & mask
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
-        state ^= state >> 31
+        state = _next_key(state, part)
     return state
+
+
+def _next_key(state: int, part: int) -> int:
+    """Return the key of the parts that gave `state`, and `part`."""
+    state = (state + part + 0x9E3779B97F4A7C15) & _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return state ^ state >> 31
 
 
 def random_keys(seed: Tensor, *sizes: int) -> Tensor:
@@ -98,4 +103,5 @@ def message_key(message: tuple[int, ...], sender: int) -> int:
     The upper 32 bits depend on `message` (seed, step, ...) alone. The lower 32 bits differ between senders, so that
     their rounding errors are independent.
     """
-    return random_key(*message) >> 32 << 32 | random_key(*message, sender) >> 32
+    shared = random_key(*message)
+    return shared >> 32 << 32 | _next_key(shared, sender) >> 32

@@ -47,18 +47,16 @@ class BlockQuantizer(ABC):
     def _code_bytes(self, numel: int) -> int:
         return -(-numel * self.code_bits // 8)
 
-    def _split(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """Return views of the number bytes and the code bytes of `payload`, both with their padding."""
-        first = aligned(self._number_bytes(numel))
-        return payload[:first], payload[first:]
+    def _fields(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """Return views of `payload`: its numbers, flat in `scale_dtype`, and its codes (uint8) with their padding."""
+        size = self._number_bytes(numel)
+        return payload[:size].view(self.scale_dtype), payload[aligned(size) :]
 
-    def _numbers(self, field: Tensor, numel: int) -> Tensor:
-        """Return the numbers in the number bytes as a view: [blocks, numbers], in `scale_dtype`."""
-        return field[: self._number_bytes(numel)].view(self.scale_dtype).view(-1, self.numbers)
-
-    def _clear_padding(self, number_field: Tensor, numel: int) -> None:
-        if (padding := number_field[self._number_bytes(numel) :]).numel():
-            padding.zero_()
+    def _clear_padding(self, payload: Tensor, numel: int) -> None:
+        """Set the bytes between the numbers and the codes of `payload` to zero."""
+        size = self._number_bytes(numel)
+        if size < aligned(size):
+            payload[size : aligned(size)].zero_()
 
     @abstractmethod
     def compress(self, x: Tensor, out: Tensor, key: int) -> None:
@@ -92,9 +90,8 @@ class FormQuantizer(BlockQuantizer):
         self._encode(x, out, key, residual)
 
     def _encode(self, x: Tensor, out: Tensor, key: int, residual: ResidualBuffers | None) -> None:
-        number_field, code_field = self._split(out, x.numel())
-        self._clear_padding(number_field, x.numel())
-        numbers = self._numbers(number_field, x.numel()).view(-1)
+        numbers, code_field = self._fields(out, x.numel())
+        self._clear_padding(out, x.numel())
         kernels, seed = for_device(x.device), key if self.stochastic else None
         kernels.quantize_blocks(x, self.form, numbers, code_field, seed, residual)
 
@@ -103,13 +100,8 @@ class FormQuantizer(BlockQuantizer):
 
     def decompress_sum(self, payloads: Sequence[Tensor], out: Tensor, scale: float, add: bool) -> None:
         """See `FusedSum`."""
-        messages = [self._message(payload, out.numel()) for payload in payloads]
+        messages = [self._fields(payload, out.numel()) for payload in payloads]
         for_device(out.device).dequantize_blocks_sum(messages, self.form, out, scale, add)
-
-    def _message(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """Return views of the numbers ([blocks]) and the codes of `payload`."""
-        number_field, code_field = self._split(payload, numel)
-        return self._numbers(number_field, numel).view(-1), code_field
 
 
 class RowQuantizer(BlockQuantizer):
@@ -145,9 +137,9 @@ class RowQuantizer(BlockQuantizer):
 
     def compress(self, x: Tensor, out: Tensor, key: int) -> None:
         kernels = for_device(x.device)
-        number_field, code_field = self._split(out, x.numel())
-        self._clear_padding(number_field, x.numel())
-        numbers = self._numbers(number_field, x.numel())
+        flat, code_field = self._fields(out, x.numel())
+        self._clear_padding(out, x.numel())
+        numbers = flat.view(-1, self.numbers)
         codes = torch.empty(x.numel(), dtype=torch.uint8, device=x.device)
         noise = kernels.uniform(x.numel(), key, x.device) if self.stochastic else None
         for (blocks, rows), (_, code_rows) in zip(self._rows(x), self._rows(codes), strict=True):
@@ -159,8 +151,8 @@ class RowQuantizer(BlockQuantizer):
         kernels.pack_codes(codes, self.code_bits, code_field)
 
     def decompress_add(self, payload: Tensor, out: Tensor, scale: float) -> None:
-        number_field, code_field = self._split(payload, out.numel())
-        numbers = self._numbers(number_field, out.numel()).to(torch.float32)
+        flat, code_field = self._fields(payload, out.numel())
+        numbers = flat.view(-1, self.numbers).to(torch.float32)
         codes = for_device(out.device).unpack_codes(code_field, self.code_bits, out.numel())
         for (blocks, out_rows), (_, code_rows) in zip(self._rows(out), self._rows(codes), strict=True):
             self._dequantize_add(numbers[blocks], code_rows, out_rows, scale)
