@@ -113,6 +113,7 @@ class AsynchronousExchange:
         if kind == "resumed" and saved is not None:
             self.number, self._call, self.version = saved["number"], saved["call"], saved["version"]
             self._samples, self._token = saved["samples"], answer["token"]
+            self._interval.resume(saved.get("interval"))
             return {}
         # The server has accepted what was sent since then, or it was lost with the old server.
         for name, store in self.stores.by_name.items():
@@ -125,7 +126,7 @@ class AsynchronousExchange:
     def describe(self) -> dict[str, Any]:
         """Return the state that `resume` needs."""
         about = {"run": self.run, "number": self.number, "call": self._call}
-        return {**about, "version": self.version, "samples": self._samples}
+        return {**about, "version": self.version, "samples": self._samples, "interval": self._interval.describe()}
 
     def step_ended(self, samples: int) -> ExchangeResult | None:
         """Push if it is time, or apply a reply that has arrived.
@@ -133,7 +134,8 @@ class AsynchronousExchange:
         Called after an optimizer step. Collective in the island. `samples` is the total number of samples so far.
         Raises IslandError if the server has not replied for `give_up`.
         """
-        if not self._decision.follow(self._ranks.place == 0 and self._is_due()):
+        is_due = self._interval.count_step() and self._pending is None
+        if not self._decision.follow(self._ranks.place == 0 and self._is_asked(), is_due):
             return None
         if self._pending is not None:
             return self._apply_reply(self._pending)
@@ -170,9 +172,9 @@ class AsynchronousExchange:
         """Return a copy of the anchor that this rank started from, as flat fp32."""
         return self._anchor.read(self._segments, self._weights.device)
 
-    def _is_due(self) -> bool:
-        due = self._interval.count_step()
-        return self._pending.answer.done() if self._pending is not None else due
+    def _is_asked(self) -> bool:
+        """Return True if a reply has arrived, or if a push is due by the clock."""
+        return self._interval.has_elapsed() if self._pending is None else self._pending.answer.done()
 
     def _push(self, samples: int) -> None:
         begun = time.monotonic()

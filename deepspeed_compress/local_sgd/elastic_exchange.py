@@ -82,7 +82,8 @@ class ElasticExchange:
 
     def step_ended(self, samples: int) -> ExchangeResult | None:
         """Exchange after a step if it is time; see `ExchangeStrategy.step_ended`."""
-        if not self._decision.follow(self._ranks.place == 0 and self._is_due()):
+        is_due = self._interval.count_step()
+        if not self._decision.follow(self._ranks.place == 0 and self._is_asked(), is_due):
             return None
         result = self.exchange(samples - self._samples)
         if result.kind in ("exchange", "renewed"):
@@ -99,7 +100,8 @@ class ElasticExchange:
     def describe(self) -> dict[str, Any]:
         """Return what `resume` must know about a checkpoint that is saved now."""
         run = None if self.rendezvous is None else self.rendezvous.run
-        return {"version": self.version, "number": self.number, "run": run, "samples": self._samples}
+        since = {"samples": self._samples, "interval": self._interval.describe()}
+        return {"version": self.version, "number": self.number, "run": run, **since}
 
     def resume(self, saved: Mapping[str, Any] | None, steps: int, samples: int) -> Mapping[str, Any]:
         """Continue from a loaded checkpoint; see `ExchangeStrategy.resume`.
@@ -107,18 +109,20 @@ class ElasticExchange:
         All islands start with the newest saved anchor, unless other islands have continued meanwhile. If all of them
         start again, their numbers are in the order of the saved ones.
         """
-        self._samples = samples
-        if saved is None:
+        agreed = saved if saved is not None and saved["version"] else None
+        if agreed is not None:
+            claimed = agreed["run"], agreed["number"], agreed["version"]
+        else:
             # These weights were never agreed upon, so the island that has trained longest provides the first anchor.
-            sources = self._ranks.run_on_first(lambda: self._coordinator.claim(uuid.uuid4().hex, -1, max(1, steps)))
-            return self._adopt_anchor(sources, use_own_weights=True)
-        claimed = saved["run"], saved["number"], saved["version"]
+            claimed = uuid.uuid4().hex, -1, max(1, steps)
         sources = self._ranks.run_on_first(lambda: self._coordinator.claim(*claimed))
+        # If all islands start again, the coordinator has given them new numbers.
         self._read_identity()
-        metadata = self._adopt_anchor(sources, use_own_weights=False)
-        if self.version == saved["version"]:
-            # Its samples since its last exchange have not been reported yet.
-            self._samples = saved.get("samples", samples)
+        metadata = self._adopt_anchor(sources, use_own_weights=agreed is None)
+        # Steps and samples since the last exchange have not been reported yet.
+        since = agreed if agreed is not None and self.version == agreed["version"] else {}
+        self._samples = since.get("samples", samples)
+        self._interval.resume(since.get("interval"))
         return metadata
 
     def leave(self) -> None:
@@ -257,9 +261,9 @@ class ElasticExchange:
     def _identity(self) -> tuple[int, str]:
         return self._coordinator.number, self._coordinator.run or ""
 
-    def _is_due(self) -> bool:
-        """Count a finished step, and return True if an exchange is due."""
-        return self._interval.count_step() or self._coordinator.is_awaited
+    def _is_asked(self) -> bool:
+        """Return True if an exchange is due by the clock, or if other islands wait for this one."""
+        return self._interval.has_elapsed() or self._coordinator.is_awaited
 
     def _find_sources_again(self, sources: AnchorSources, deadline: float) -> AnchorSources:
         self.shared_anchor.check_deadline(deadline, sources)

@@ -203,7 +203,7 @@ class LocalSGDExchange:
     """
 
     def __init__(self, stores: ResidualStores, meter: Meter) -> None:
-        self.stores, self.state, self._meter = stores, AnchorState(stores), meter
+        self.state, self._meter = AnchorState(stores), meter
 
     def send(
         self,

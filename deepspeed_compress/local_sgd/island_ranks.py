@@ -1,7 +1,7 @@
 """The ranks of one island, which act alike: all ranks follow what the first one receives and decides."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -74,32 +74,42 @@ def _portable(error: Exception | None) -> CompressError | None:
 
 
 class LeaderDecision:
-    """The first rank's decision after every step, which all ranks follow.
+    """Decision after every step, on which all ranks agree.
 
-    In an island of several ranks, it is the decision of the previous step, which is broadcast in the background so that
-    no rank waits for it.
+    Every rank makes some decisions by itself, from the number of steps. The others are made by the first rank. In an
+    island of several ranks, these are followed one step later: they are broadcast in the background so that no rank
+    waits for them.
     """
 
     def __init__(self, ranks: IslandRanks) -> None:
         self._group = ranks.group
         self._broadcast: tuple[dist.Work, Tensor] | None = None
 
-    def follow(self, own: bool) -> bool:
+    def follow(self, own: bool, is_known: bool) -> bool:
         """Return the decision to follow now. Collective.
 
         Args:
             own: the first rank's new decision.
+            is_known: the decision that all ranks have made alike.
         """
         if self._group is None:
-            return own
+            return own or is_known
+        if is_known:
+            self._forget()
+            return True
         earlier, new = self._broadcast, torch.tensor([float(own)])
         first = dist.get_global_rank(self._group, 0)
         self._broadcast = (dist.broadcast(new, first, group=self._group, async_op=True), new)
         if earlier is None or not _wait_for(earlier):
             return False
-        _wait_for(self._broadcast)
-        self._broadcast = None
+        self._forget()
         return True
+
+    def _forget(self) -> None:
+        """Wait for the broadcast in progress, if there is one, and ignore its decision."""
+        if self._broadcast is not None:
+            _wait_for(self._broadcast)
+        self._broadcast = None
 
 
 def _wait_for(broadcast: tuple[dist.Work, Tensor]) -> bool:
@@ -110,7 +120,7 @@ def _wait_for(broadcast: tuple[dist.Work, Tensor]) -> bool:
 
 
 class SyncInterval:
-    """Interval between the exchanges of an island, in steps or seconds. Used on the first rank."""
+    """Interval between the exchanges of an island, in steps or seconds."""
 
     def __init__(self, steps: int | None, seconds: float | None) -> None:
         self._steps, self._seconds = steps, seconds
@@ -121,8 +131,21 @@ class SyncInterval:
         self._steps_taken, self._begun = 0, time.monotonic()
 
     def count_step(self) -> bool:
-        """Count a finished step, and return True if an exchange is due."""
+        """Count a finished step, and return True if an exchange is due by the number of steps, alike on all ranks."""
         self._steps_taken += 1
-        if self._steps is not None:
-            return self._steps_taken >= self._steps
-        return time.monotonic() - self._begun >= (self._seconds or 0.0)
+        return self._steps is not None and self._steps_taken >= self._steps
+
+    def has_elapsed(self) -> bool:
+        """Return True if an exchange is due by the clock of this rank."""
+        return self._seconds is not None and time.monotonic() - self._begun >= self._seconds
+
+    def describe(self) -> dict[str, float]:
+        """Return the steps and seconds since the last exchange, for `resume`."""
+        return {"steps": self._steps_taken, "seconds": time.monotonic() - self._begun}
+
+    def resume(self, saved: Mapping[str, float] | None) -> None:
+        """Continue the interval that `describe` returned when a checkpoint was saved; None begins a new one."""
+        self.restart()
+        if saved is not None:
+            self._steps_taken = int(saved["steps"])
+            self._begun -= saved["seconds"]

@@ -402,6 +402,42 @@ def test_an_anchor_that_cannot_be_fetched_raises_with_the_cause(address: str) ->
     island.end()
 
 
+@pytest.mark.parametrize("unagreed", [None, {"run": "old", "number": 3, "version": 0}])
+def test_islands_with_and_without_an_agreed_anchor_restart_together(address: str, unagreed: Any) -> None:
+    """The coordinator gives islands that start again new numbers, which all of them must learn."""
+    islands = [Island(section(address, minimum=2), goal) for goal in (0.0, 1.0)]
+    at_once(*(one.start for one in islands))
+    states = {"run": "old", "number": 5, "version": 7}, unagreed
+    for one in islands:
+        one.exchange.prepare_load()
+    at_once(*(partial(one.exchange.resume, state, 3, 8) for one, state in zip(islands, states, strict=True)))
+    assert sorted(one.exchange.number for one in islands) == [0, 1]
+    at_once(*(partial(one.train, 2) for one in islands))
+    for one in islands:
+        assert [result.kind for result in one.results] == ["exchange"] * 2
+        assert torch.equal(one.anchor, islands[0].anchor)
+        one.end()
+
+
+def test_the_interval_continues_after_a_resume() -> None:
+    """The exchange is due three steps after the last one, two of which were before the checkpoint."""
+    with coordinator() as address:
+        island = Island(section(address, sync_every=3), 1.0)
+        island.start()
+        assert [island.exchange.step_ended(samples) for samples in (1, 2)] == [None, None]
+        saved = island.exchange.describe()
+        island.end()
+    with coordinator() as address:
+        island = Island(section(address, sync_every=3), 1.0)
+        island.start()
+        island.exchange.prepare_load()
+        island.exchange.resume(saved, 2, 2)
+        result = island.exchange.step_ended(3)
+        assert result is not None
+        assert result.kind == "exchange"
+        island.end()
+
+
 def test_no_anchor_is_served_while_a_checkpoint_is_loaded(address: str) -> None:
     island = Island(section(address, timeout=TIMEOUT), 1.0).train(1)
     assert island.exchange.shared_anchor.copy(1) is not None

@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from deepspeed_compress.errors import CompressError, ConfigError, IslandError
-from deepspeed_compress.local_sgd.island_ranks import IslandRanks
+from deepspeed_compress.local_sgd.island_ranks import IslandRanks, LeaderDecision, SyncInterval
 from tests.support.forks import run_forks
 
 
@@ -28,3 +28,24 @@ def test_errors_of_the_first_rank_are_raised_on_all_ranks() -> None:
     assert first == ["PermissionError: no space", "ConfigError: wrong", "0"]
     failed = f"{IslandError.__name__}: the first rank of this island has failed: PermissionError('no space')"
     assert second == [failed, "ConfigError: wrong", "0"]
+
+
+def deciding(rank: int, steps: int) -> list[int]:
+    """Return the steps that end with an exchange, where the first rank also decides so at step 4."""
+    dist.init_process_group("gloo")
+    decision, interval, found = (
+        LeaderDecision(IslandRanks(dist.new_group(backend="gloo"))),
+        SyncInterval(steps, None),
+        [],
+    )
+    for step in range(1, 10):
+        if decision.follow(rank == 0 and step == 4, interval.count_step()):
+            interval.restart()
+            found.append(step)
+    return found
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(1, [*range(1, 10)]), (3, [3, 5, 8]), (4, [4, 8])])
+def test_all_ranks_exchange_after_as_many_steps_as_configured(steps: int, expected: list[int]) -> None:
+    """What the first rank alone decides is followed one step later, unless that exchange has already happened."""
+    assert run_forks(2, deciding, steps, timeout=60) == [expected, expected]

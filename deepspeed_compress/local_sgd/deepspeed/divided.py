@@ -220,10 +220,16 @@ class _Files(Participant):
         """Have `restore` restore the exchange state. Without it, all islands start with the weights of the first one.
 
         Raises:
-            StateError: it cannot be restored, and `on_missing_state` is "error".
+            StateError: it cannot be restored, and `on_missing_state` is "error". Islands that train on all the same
+                start alike.
         """
         reset = "islands start from the weights of the first one"
-        if restore is not None and self.files.restored_on_all(restore, reset):
+        try:
+            is_restored = restore is not None and self.files.restored_on_all(restore, reset)
+        except StateError:
+            self.exchange.start()
+            raise
+        if is_restored:
             self.exchange.complete()
         else:
             self.exchange.start()

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,8 @@ _AHEAD = "ahead"
 """Key in the saved state: the number of steps by which the learning-rate schedule was ahead of the engine's steps."""
 KEPT = 10_000
 """Maximum number of exchanges in the history."""
+PATIENCE = timedelta(days=1)
+"""Time that ranks wait for the first one beyond `give_up`, because votes of other islands have no limit."""
 SEEDS = 1_000_003
 """Distance between the seeds of two islands. It is large because epochs add small numbers to a seed."""
 
@@ -113,9 +116,9 @@ class ElasticIsland(Participant):
     def __init__(self, engine: Any, settings: Islands, parameters: Parameters, parts: Parts, write: Write) -> None:
         self._engine, self._parts, self._write = engine, parts, write
         self._learning_rates, self._islands_in_last_round = LearningRates(engine), 0
-        self._ranks = IslandRanks(dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None)
+        self._ranks = IslandRanks(_make_group(settings) if dist.get_world_size() > 1 else None)
         self.history: deque[ExchangeResult] = deque(maxlen=KEPT)
-        self._has_left, self._scheduled = False, 0
+        self._scheduled, self._must_resume = 0, False
         tensor, stages = tensor_size(engine), stage_count(engine)
         layers = SharedLayers(tensor, range(dist.get_world_size()), None, stages, tied_copies(engine))
         found = find_exchanged(engine, settings, parameters, layers)
@@ -138,6 +141,9 @@ class ElasticIsland(Participant):
 
     def step_ended(self, step: int) -> None:
         """Exchange after an optimizer step, if it is time or others are waiting. Collective in the island."""
+        if self._must_resume:
+            # A load has raised an error, and the program continues without the state of the checkpoint.
+            self._resume(None)
         self._learning_rates.update_snapshot()
         result = self.exchange.step_ended(int(self._engine.global_samples))
         if result is None:
@@ -152,7 +158,6 @@ class ElasticIsland(Participant):
     def leave(self) -> None:
         """Leave the other islands, so that they do not wait for this one."""
         atexit.unregister(self.leave)
-        self._has_left = True
         self.exchange.leave()
 
     def deepspeed_io(self, original: Callable[..., Any], dataset: Any, *args: Any, **options: Any) -> Any:
@@ -189,12 +194,17 @@ class ElasticIsland(Participant):
         if found is None:
             return
         self.exchange.prepare_load()
-        saved = self._load_state(found) if request.loads_states else None
+        self._must_resume = True
         if request.load_lr_scheduler_states and not request.load_module_only:
             self._learning_rates.ahead = self._saved_ahead(found)
         else:
             self._learning_rates.ahead = self._scheduled - int(self._engine.global_steps)
+        self._resume(self._load_state(found) if request.loads_states else None)
+
+    def _resume(self, saved: Mapping[str, Any] | None) -> None:
+        """Take the newest anchor after a load. For `saved`, see `ExchangeStrategy.resume`."""
         metadata = self.exchange.resume(saved, int(self._engine.global_steps), int(self._engine.global_samples))
+        self._must_resume = False
         self._learning_rates.catch_up(metadata)
 
     def _terms(self, found: ExchangedParameters) -> dict[str, Any]:
@@ -231,7 +241,6 @@ class ElasticIsland(Participant):
         Raises:
             StateError: another running island saves there. They would overwrite each other's files.
         """
-        assert not self._has_left, "an island saves before it leaves"
         own, others = self.exchange.describe(), _connected_islands(self._context.elastic) - {self.number}
         # If nothing can be written there, the checkpoint itself reports it.
         with suppress(OSError):
@@ -280,6 +289,14 @@ class IslandSampler(DistributedSampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         self.seed = SEEDS * self._island.number
         return super().__iter__()
+
+
+def _make_group(settings: Islands) -> dist.ProcessGroup:
+    """Return a group of the island's ranks, in which they wait while the first rank waits for other islands."""
+    assert settings.elastic is not None, "made for elastic islands"
+    timeout = timedelta(seconds=settings.elastic.give_up_seconds) + PATIENCE
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+    return group
 
 
 def _ahead_in(found: Loaded, step: int) -> int:

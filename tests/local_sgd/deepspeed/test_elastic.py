@@ -532,3 +532,36 @@ def test_samples_since_the_last_exchange_survive_a_resume(tmp_path: Path) -> Non
     job, alone = Job(1, steps=9), {"minimum": 1, "sync_every": 5}
     [saved], [loaded] = (run_apart(1, counted, job, str(tmp_path), load, **alone) for load in (False, True))
     assert saved == loaded > 0
+
+
+def continued(rank: int, job: Job, directory: Path) -> dict[int, dict[str, list[float]]]:
+    """Return the weights after each of the first versions of the anchor. The first island meanwhile fails to load."""
+    engine, batches = start(job), data(rank, job)
+    islands = engine.compression.islands
+    run(engine, batches[:6])
+    if rank == 0:
+        engine.save_checkpoint(directory, tag="t")
+        run(engine, batches[6:12])
+        damage(directory / "t")
+        with pytest.raises(StateError, match="damaged"):
+            engine.load_checkpoint(directory)
+    seen = {}
+    for batch in cycle(batches[12:]):
+        run(engine, [batch])
+        seen[islands.exchange.version] = weights(engine)
+        if islands.exchange.version == 9:
+            break
+    engine.destroy()
+    return seen
+
+
+def damage(place: Path) -> None:
+    """Cut the file of the first rank's state of exchanges."""
+    [file] = place.glob(f"{ISLAND_FILES}_00000.safetensors")
+    file.write_bytes(file.read_bytes()[:100])
+
+
+def test_islands_agree_after_a_load_that_failed(tmp_path: Path) -> None:
+    first, second = run_apart(2, continued, Job(1, steps=20), tmp_path, exchange={"method": "none"})
+    assert first[9] == second[9]
+    assert len(first) > 2

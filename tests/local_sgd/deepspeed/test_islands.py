@@ -17,7 +17,7 @@ from deepspeed.utils import groups
 import deepspeed_compress
 from deepspeed_compress.config import parse_section
 from deepspeed_compress.config.section import find_problems
-from deepspeed_compress.errors import ConfigError, UnsupportedError
+from deepspeed_compress.errors import ConfigError, StateError, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed import divided
 from deepspeed_compress.tools.plan_islands import plans
 from tests.support.forks import run_forks
@@ -342,6 +342,31 @@ def test_residuals_of_an_island_that_diverged_are_not_sent() -> None:
     assert any(spoilt_before)
     assert spoilt_after == spoilt_before
     assert after != before
+
+
+def continued(rank: int, job: Job, directory: str) -> list[dict[str, list[float]]]:
+    """Return the weights after each exchange that follows a load for which one of two islands has a damaged file."""
+    engine, batches = start(job), data(rank, job)
+    run(engine, batches[:4])
+    engine.save_checkpoint(directory, tag="t")
+    if rank == 0:
+        [file] = Path(directory, "t").glob("deepspeed_compress_islands_rank_00001.safetensors")
+        file.write_bytes(file.read_bytes()[:100])
+    dist.barrier()
+    with pytest.raises(StateError, match="damaged"):
+        engine.load_checkpoint(directory, tag="t")
+    seen = []
+    for place in (4, 6):
+        run(engine, batches[place : place + 2])
+        seen.append(weights(engine))
+    return seen
+
+
+def test_islands_agree_after_a_load_that_failed(tmp_path: Path) -> None:
+    job = Job(1, section=section(size=1, sync_every=2, exchange={"method": "blockwise", "bits": 8}), steps=8)
+    first, second = run_forks(2, continued, job, str(tmp_path))
+    assert first == second
+    assert first[0] != first[1]
 
 
 DILOCO = section(size=2, preset="diloco", sync_every=4, fragments=2, delay=1, own=[HEAD], second_moments={})
