@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_compress.local_sgd.framed_messages import as_bytes
 from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.connection import Connection
 from deepspeed_compress.transport.credentials import Credentials
@@ -96,7 +95,7 @@ class AnchorServer:
         version, about, tensors = found
         sizes = {name: tensor.numel() for name, tensor in tensors.items()}
         head = {"kind": ANCHOR, "version": version, "about": dict(about), "sizes": sizes}
-        connection.send_pieces(head, 4 * sum(sizes.values()), map(as_bytes, tensors.values()))
+        connection.send_pieces(head, 4 * sum(sizes.values()), map(_bytes, tensors.values()))
 
 
 def fetch_anchor(
@@ -142,8 +141,13 @@ def _check_answer(head: Mapping[str, Any], address: str, version: int, sizes: Ma
         raise ConnectionError(f"{address} does not have version {version} of {run}")
 
 
+def _bytes(tensor: Tensor) -> memoryview:
+    """Return the memory of `tensor`, contiguous and on the host."""
+    return memoryview(tensor.view(torch.uint8).numpy().data) if tensor.numel() else memoryview(b"")
+
+
 def _receive(connection: Connection, numel: int) -> Tensor:
     tensor = torch.empty(numel)
     if numel:
-        connection.read_into(as_bytes(tensor))
+        connection.read_into(_bytes(tensor))
     return tensor
