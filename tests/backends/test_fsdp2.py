@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -45,6 +45,7 @@ from tests.support.two_branches import (
     STOCHASTIC,
     WIDTH,
     Branches,
+    batch,
     look_first,
     loss_of,
     plain,
@@ -86,6 +87,15 @@ def reducing_twice(model: Any, rank: int, step: int) -> None:
     for micro, last in ((step, False), (step + 100, True)):
         model.set_is_last_backward(last)
         loss_of(model, rank, micro).backward()
+
+
+def freezing_between(model: Any, rank: int, step: int) -> None:
+    """Freeze a unit after it has accumulated gradients, which FSDP2 reduces all the same."""
+    model.left.requires_grad_(True)
+    for micro, last in ((step, False), (step + 100, True)):
+        model.set_requires_gradient_sync(last)
+        loss_of(model, rank, micro).backward()
+        model.left.requires_grad_(False)
 
 
 def clipping(model: Any, rank: int, step: int) -> None:
@@ -136,6 +146,7 @@ PROGRAMS: dict[str, tuple[Callable[[Any, int, int], None], Setting]] = {
     "one unit": (plain, ALL),
     "accumulating": (accumulating, Setting()),
     "reducing twice": (reducing_twice, Setting()),
+    "freezing between": (freezing_between, Setting()),
     "clipping": (clipping, Setting()),
     "two forwards": (two_forwards, KEPT),
     "two backwards": (two_backwards, KEPT),
@@ -214,7 +225,7 @@ def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 @pytest.mark.parametrize(
     ("ranks", "name"),
     [
-        *((3, name) for name in ("plain", "accumulating", "one way of a unit", "tied")),
+        *((3, name) for name in ("plain", "accumulating", "freezing between", "one way of a unit", "tied")),
         *((2, name) for name in MIXED),
         *((4, name) for name in ("copies", "copies accumulating")),
     ],
@@ -517,22 +528,62 @@ def test_weights_are_rounded_equally_on_all_ranks_and_only_in_training(
         assert all(found["exact"])
 
 
-def evaluated(rank: int) -> bool:
+def by_method(model: Any, rank: int) -> Tensor:
+    """Evaluate by a method other than `forward`, as `generate` of a language model."""
+    model.__class__.generate = lambda self, x: self.forward(x)
+    register_fsdp_forward_method(model, "generate")
+    return model.generate(batch(rank, 0)[0]).sum()
+
+
+def by_part(model: Any, rank: int) -> Tensor:
+    return model.left(torch.ones(2, 31)).sum()
+
+
+EVALUATIONS = [(lambda model, rank: loss_of(model, rank, 0), Setting()), (by_method, Setting()), (by_part, KEPT)]
+
+
+def evaluated(rank: int) -> list[bool]:
     """Return whether evaluation is exact after a training forward pass, which keeps the weights of the root."""
     start()
-    model, *_ = Setting(WEIGHTS).build()
-    alone, *_ = Setting().build()
-    losses = []
-    for one in (model, alone):
-        loss_of(one, rank, 0)
-        one.eval()
-        losses.append(loss_of(one, rank, 0).item())
-        one.train()
-    return losses[0] == losses[1]
+    found = []
+    for evaluate, setting in EVALUATIONS:
+        results = []
+        for given in (WEIGHTS, None):
+            model, *_ = replace(setting, section=given).build()
+            loss_of(model, rank, 0)
+            results.append(evaluate(model.eval(), rank).item())
+        found.append(results[0] == results[1])
+    return found
 
 
 def test_evaluation_is_exact_whatever_was_gathered_before() -> None:
-    assert run_forks(2, evaluated) == [True] * 2
+    assert run_forks(2, evaluated) == [[True] * len(EVALUATIONS)] * 2
+
+
+def discarded(rank: int) -> list[tuple[int, float]]:
+    """Return the steps and the residuals after a step whose gradients the program removes, by way of the forward."""
+    start()
+    found = []
+    for name in ("forward", "compute"):
+        model, optimizer, attached = Setting(FOUR_BITS, lr=0.0).build()
+        model.__class__.compute = lambda self, x: self.forward(x)
+        register_fsdp_forward_method(model, name)
+        for step in range(3):
+            x, y = batch(rank, step)
+            (getattr(model, name)(x) - y).square().mean().backward()
+            if step != 1:
+                optimizer.step()
+            for parameter in model.parameters():
+                parameter.grad = None
+        kept = sum(values.abs().sum().item() for _, values in attached.session.stores["gradients"].items())
+        found.append((attached.steps.count, kept))
+    return found
+
+
+def test_a_discarded_step_is_noticed_in_every_method() -> None:
+    for forward, compute in run_forks(2, discarded):
+        assert forward == compute
+        assert forward[0] == 3
 
 
 def by_columns(parameter: Any) -> Shard | None:
@@ -667,6 +718,12 @@ def replaced() -> None:
     plain(model, dist.get_rank(), 0)
 
 
+def replaced_gather() -> None:
+    model, *_ = Setting(WEIGHTS).build()
+    model.left.set_custom_all_gather(DefaultAllGather())
+    plain(model, dist.get_rank(), 0)
+
+
 def thawed() -> None:
     model, *_ = Setting(FOUR_BITS, prepare=freeze).build()
     plain(model, dist.get_rank(), 0)
@@ -695,6 +752,7 @@ LATE = {
     several_meshes: "one mesh for all",
     momentum_twice: "set_requires_gradient_sync(False)",
     replaced: "was replaced after fsdp2.attach",
+    replaced_gather: "the all-gather of left.weight was replaced",
     shards_alone: "set_requires_all_reduce(False)",
     thawed: "frozen when fsdp2.attach was called",
     mixed_weights: "torch.bfloat16, torch.float32",

@@ -81,9 +81,11 @@ def _exchange(model: nn.Module, divided: "_Divided", attached: Attached) -> None
     exchange = compress_gradients if session.config.gradients.method != "none" else count_gradients
     check = exchange(divided.units, divided.ranks, attached)
     gathers = Gathers(model, divided.units, divided.ranks, session, divided.rounding(session))
-    hook = partial(_before_forward, attached, divided.units, check, gathers)
-    # Must run before FSDP2's own hook, which gathers.
+    hook = partial(_check, (check, gathers.check))
     session.patches.on_undo(model.register_forward_pre_hook(hook, prepend=True).remove)
+    for unit in divided.units:
+        # Methods of `register_fsdp_forward_method` and parts of the model do not call its hooks.
+        session.patches.precede(unit.theirs, "pre_forward", partial(_forget_cleared, attached, divided.units))
     forget_when_cleared(model, attached.steps, session.patches)
     announce(session, divided.whole, divided.text, partial(_figures, divided, session))
 
@@ -124,7 +126,7 @@ class _Divided:
 
         Uncompressed elements are sent in a dtype that holds all gradients exactly.
         """
-        dtypes = {dtype for unit in self.units for dtype in unit.reduce_dtypes()}
+        dtypes = {dtype for unit in self.units for dtype in unit.reduce_dtypes(unit.trained())}
         every = {name: parameter for unit in self.units for name, parameter in unit.trained().items()}
         return _described(every, self.units, reduce(torch.promote_types, dtypes))
 
@@ -174,19 +176,15 @@ def _limits(divided: _Divided, section: CompressConfig, optimizer: Optimizer) ->
         yield from find_weight_limits(units, weights)
 
 
-def _before_forward(
-    attached: Attached,
-    units: Sequence[Unit],
-    check: Callable[[], None],
-    gathers: Gathers,
-    model: nn.Module,
-    inputs: object,
-) -> None:
-    check()
-    gathers.before_forward()
+def _check(checks: Sequence[Callable[[], None]], model: nn.Module, inputs: object) -> None:
+    for check in checks:
+        check()
+
+
+def _forget_cleared(attached: Attached, units: Sequence[Unit]) -> None:
+    """Discard the reductions of the running step if the program has removed all gradients itself."""
     gradients = (one.sharded_param.grad for unit in units for _, one in unit.parameters())
     if attached.steps.reduced and all(gradient is None for gradient in gradients):
-        # The program removed them itself.
         attached.steps.forget()
 
 

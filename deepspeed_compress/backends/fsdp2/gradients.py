@@ -69,7 +69,7 @@ def uncompressed_bytes(unit: Unit, names: Sequence[str], ranks: Ranks, copies: b
     """Return the bytes that a rank sends if FSDP2 reduces the gradients of `names`, including copies if `copies`."""
     shards = ranks.shard.size()
     padded = find_layout(_sizes(unit, names), shards, whole=False).numel
-    size = padded * max(dtype.itemsize for dtype in unit.reduce_dtypes())
+    size = padded * max(dtype.itemsize for dtype in unit.reduce_dtypes(names))
     # gloo implements reduce-scatter by an all-reduce of everything.
     inside = ring_all_reduce if ranks.shard.name() == "gloo" else ring_reduce_scatter
     replicas = ranks.size // shards if copies else 1

@@ -43,7 +43,7 @@ def find_gradient_limits(units: Sequence[Unit], ranks: Ranks, config: CompressCo
                 f"{unit.names[0]}: it, the parameters reduced with it, and their gradients (grad_dtype) have several "
                 "dtypes (allowed: one for all); shard them separately, and do not set grad_dtype"
             )
-        found = unit.reduce_dtypes() - set(_REDUCED)
+        found = unit.reduce_dtypes(unit.trained()) - set(_REDUCED)
         if found:
             what = (
                 f"{unit.names[0]}: gradients are reduced in {', '.join(map(str, found))} (allowed: float32, bfloat16)"

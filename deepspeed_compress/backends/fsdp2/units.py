@@ -4,7 +4,7 @@ FSDP2 (torch/distributed/fsdp/_fully_shard) communicates one group of parameters
 a module that `fully_shard` was called for, except for those of submodules that it was called for too.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,6 +27,7 @@ _GROUP = (
     "mesh_info",
     "post_forward_mesh_info",
     "device",
+    "pre_forward",
     "post_backward",
     "reduce_grads",
     "all_reduce_grads",
@@ -91,9 +92,9 @@ class Unit:
         """Return the trained parameters as the optimizer has them: this rank's shard of each."""
         return {name: one.sharded_param for name, one in self.parameters() if one.sharded_param.requires_grad}
 
-    def reduce_dtypes(self) -> set[torch.dtype]:
-        """Return the dtypes of the gradients of trained parameters in a reduction."""
-        return {_reduce_dtype(one) for _, one in self.parameters() if one.sharded_param.requires_grad}
+    def reduce_dtypes(self, names: Collection[str]) -> set[torch.dtype]:
+        """Return the dtypes of the gradients of the parameters `names` in a reduction."""
+        return {_reduce_dtype(one) for name, one in self.parameters() if name in names}
 
     def gather_dtypes(self) -> set[torch.dtype]:
         """Return the dtypes of the weights in a gather. Several dtypes are sent as bytes."""

@@ -23,7 +23,7 @@ from deepspeed_compress.collectives.buckets import Partition, partition_by_owner
 from deepspeed_compress.collectives.payload import PendingGather
 from deepspeed_compress.collectives.weight_reduction import WeightReduction
 from deepspeed_compress.config import SECTION
-from deepspeed_compress.errors import CompressWarning
+from deepspeed_compress.errors import CompressWarning, UnsupportedError
 from deepspeed_compress.session.session import Session
 
 
@@ -53,10 +53,13 @@ class Gathers:
         self._group = None if weights is None else make_group(dist.get_process_group_ranks(ranks.shard))
         self._reducer = None if weights is None else cache(weights.rounding_reducer)
         self._shard = ranks.shard
+        self.has_rounded = False
+        """True if rounded weights may be left on some unit."""
         self._gathers = [_Gather(unit, self, unit.theirs._all_gather_comm) for unit in units if unit.alone]
         for gather in self._gathers:
             session.patches.on_undo(partial(gather.unit.module.set_custom_all_gather, gather.theirs))
             gather.unit.module.set_custom_all_gather(gather)
+            session.patches.precede(gather.unit.theirs, "pre_forward", self.before_forward)
         if len(self._gathers) < len(units):
             text = f"{SECTION}: weights that are sharded over several meshes in one module are not counted"
             warnings.warn(text, CompressWarning, stacklevel=4)
@@ -67,9 +70,27 @@ class Gathers:
         return self._reducer is not None and self._model.training and not self.session.dense
 
     def before_forward(self) -> None:
-        """Drop rounded weights that are left from a training forward if exact ones are needed now."""
-        for gather in self._gathers if not self.rounds else ():
-            gather.forget()
+        """Drop rounded weights that are left from a training forward if exact ones are needed now.
+
+        The first unit of a pass does this for all, because it may begin to gather those of the others.
+        """
+        if self.has_rounded and not self.rounds:
+            for gather in self._gathers:
+                gather.forget()
+            self.has_rounded = False
+
+    def check(self) -> None:
+        """Check that all rounded weights are still gathered here.
+
+        Raises:
+            UnsupportedError: other code has replaced the custom all-gather since.
+        """
+        replaced = [one.unit.names[0] for one in self._gathers if not is_gathered_by_us(one.unit)]
+        if replaced and self._reducer is not None:
+            raise UnsupportedError(
+                f"the all-gather of {replaced[0]} was replaced after fsdp2.attach, so its weights are not compressed; "
+                "call set_custom_all_gather and similar methods before attach, or not at all"
+            )
 
     def rounds_over(self, group: ProcessGroup) -> bool:
         """Return True if a gather over `group` that begins now is rounded.
@@ -103,7 +124,7 @@ class _Gather(AllGather):
             self._rounded = self._rounded and self._gathers.rounds
             self._gathers.session.meter.count("bytes_weights", input_tensor.nbytes * (group.size() - 1))
             return self.theirs(output_tensor, input_tensor, group, async_op)
-        self._rounded = True
+        self._rounded = self._gathers.has_rounded = True
         mine = output_tensor[group.rank() * input_tensor.numel() :][: input_tensor.numel()]
         if mine.data_ptr() != input_tensor.data_ptr():
             mine.copy_(input_tensor)
