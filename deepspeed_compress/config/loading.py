@@ -4,7 +4,7 @@ import base64
 import collections
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,16 @@ import hjson  # type: ignore[import-untyped]
 from deepspeed_compress.diagnostics import Path as KeyPath
 from deepspeed_compress.diagnostics import pointer
 from deepspeed_compress.errors import ConfigError
+
+_VALUES: Mapping[type, str] = {
+    type(None): "null",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+}
+"""Words for values of JSON and HJSON that are not objects, by type."""
 
 
 def read_ds_config(source: str | Path | dict[str, Any]) -> dict[str, Any]:
@@ -80,7 +90,7 @@ def _parse(text: str, name: str) -> dict[str, Any]:
     except ValueError as error:  # such as a number with more digits than Python reads
         raise ConfigError(f"{name}: {error}. Correct the value.") from error
     if not isinstance(config, dict):
-        raise ConfigError(f"{name}: the outermost value is a {type(config).__name__}. Write an object {{...}}.")
+        raise ConfigError(f"{name}: the outermost value is {_VALUES[type(config)]}. Write an object {{...}}.")
     _refuse(duplicates, config, name)
     return config
 

@@ -75,7 +75,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         values = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--model {file}: cannot be read ({error.strerror or error}); {hint}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--model {file}: not valid JSON ({error}); {hint}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"--model {file}: expected a JSON object, got {type(values).__name__}; {hint}")

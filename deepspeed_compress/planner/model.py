@@ -154,7 +154,7 @@ def read_model(path: Path) -> Model:
         if not isinstance(config, dict):
             raise ValueError("is not a JSON object")
         return _model(file.resolve().parent.name if file.name == "config.json" else file.stem, config)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--model {file}: {error}; write the path of a language model's config.json") from error
 
 

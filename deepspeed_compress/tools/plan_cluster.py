@@ -16,7 +16,7 @@ from deepspeed_compress.planner.layout import Layout
 from deepspeed_compress.planner.learning import critical_batch
 from deepspeed_compress.planner.measured import Measured, read_constants
 from deepspeed_compress.planner.model import read_model
-from deepspeed_compress.planner.placement import hostfile, read_nodes
+from deepspeed_compress.planner.placement import Node, hostfile, read_nodes
 from deepspeed_compress.planner.predict import Prediction
 from deepspeed_compress.planner.search import TOO_LARGE, Candidate, Job, Plan, search, turns
 from deepspeed_compress.planner.software import SOFTWARE
@@ -44,6 +44,7 @@ def run(options: argparse.Namespace) -> int:
     """
     job = _job(options)
     _check(options, job)
+    nodes = None if options.nodes is None else read_nodes(options.nodes, job.cluster)
     plan, measured = _search(job), None
     if options.measure is not None:
         with find_measuring_ranks(options.emulate, options.timeout, job.cluster.gpus) as ranks:
@@ -57,6 +58,7 @@ def run(options: argparse.Namespace) -> int:
         plan = _search(job)
         print_measured(measured)
     _show(plan, job, measured, options)
+    _save(plan, job, nodes, options)
     return 0
 
 
@@ -99,7 +101,7 @@ def _impossible(plan: Plan, job: Job) -> str:
     if plan.refused[TOO_LARGE]:
         return f"--gpus: {what} that fits into memory; write more GPUs, or GPUs with more memory"
     return (
-        f"--batch: {what} with {job.batch} sequences per step, for the reasons above; write a multiple of "
+        f"--batch: {what} with {_sequences(job)} per step, for the reasons above; write a multiple of "
         f"{job.cluster.gpus}, or another --software"
     )
 
@@ -109,8 +111,11 @@ def _show(plan: Plan, job: Job, measured: Measured | None, options: argparse.Nam
         _print_plan(plan, job, measured)
     else:
         _explain(_chosen(plan, options.explain), plan, job)
+
+
+def _save(plan: Plan, job: Job, nodes: Sequence[Node] | None, options: argparse.Namespace) -> None:
     if options.output is not None:
-        _write(plan.recommended, job, options)
+        _write(plan.recommended, job, nodes, options)
     if options.plot is not None:
         print(*draw_all(plan, job, options.plot), sep="\n")
 
@@ -192,7 +197,7 @@ def read_count(text: str) -> float:
 
 def _print_plan(plan: Plan, job: Job, measured: Measured | None) -> None:
     title = f"{job.model.name}, {short(job.model.parameters)} parameters, on {job.cluster}"
-    batch = f"{job.batch} sequences of {job.seq} tokens per step, {short(job.tokens)} tokens in all"
+    batch = f"{_sequences(job)} of {job.seq} tokens per step, {short(job.tokens)} tokens in all"
     figures = ("step in s (80 %)", *(["measured"] if measured else []), "tokens/s", "memory", "node sends", "days")
     columns = ("", "layout", *figures, "limited by")
     table = new_table(f"{title}\n{batch}", columns, ("", "layout", "limited by"))
@@ -206,6 +211,10 @@ def _print_plan(plan: Plan, job: Job, measured: Measured | None) -> None:
     for line in _notes(plan, job):
         print(line)
     _print_refused(plan)
+
+
+def _sequences(job: Job) -> str:
+    return f"{job.batch} sequence{'s' if job.batch > 1 else ''}"
 
 
 def _cells(candidate: Candidate, plan: Plan, job: Job, measured: Measured | None) -> Sequence[str]:
@@ -318,14 +327,14 @@ def _rivals(candidate: Candidate, plan: Plan, job: Job) -> Iterator[str]:
     yield f"  if the latter took {100 * (second.days / first.days - 1):.0f} % longer than predicted"
 
 
-def _write(candidate: Candidate, job: Job, options: argparse.Namespace) -> None:
+def _write(candidate: Candidate, job: Job, nodes: Sequence[Node] | None, options: argparse.Namespace) -> None:
     directory: Path = options.output
     layout, steps = candidate.layout, max(1, round(job.tokens / (job.batch * job.seq)))
-    hosts, is_trainer = options.nodes is not None, options.software == "hf"
-    start = Start(layout, job.cluster, directory, options.model, job.seq, steps, is_trainer, hosts).command()
+    has_nodes, is_trainer = nodes is not None, options.software == "hf"
+    start = Start(layout, job.cluster, directory, options.model, job.seq, steps, is_trainer, has_nodes).command()
     directory.mkdir(parents=True, exist_ok=True)
-    if hosts:
-        lines = hostfile(read_nodes(options.nodes, job.cluster), job.cluster, layout)
+    if nodes is not None:
+        lines = hostfile(nodes, job.cluster, layout)
         (directory / "hostfile").write_text("\n".join(lines) + "\n", encoding="utf-8")
     config = json.dumps(ds_config(layout, job.cluster), indent=2)
     (directory / "ds_config.json").write_text(config + "\n", encoding="utf-8")

@@ -82,9 +82,7 @@ def read_directory(directory: Path, config: Line | None = None) -> RunDirectory:
     """
     summary = _object(directory / SUMMARY, run_checks.SUMMARY_FIELDS)
     named = Path((summary or {}).get("monitor_path") or directory)
-    ds_config = config or next(
-        (found for place in (directory, named) if (found := _object(place / CONFIGURATION))), None
-    )
+    ds_config = config if config is not None else _first_object(directory / CONFIGURATION, named / CONFIGURATION)
     monitor = _monitor([directory, named, *_configured(ds_config)])
     index, events = index_lines(monitor / STATISTICS, run_checks.STATISTIC), _event_files(monitor)
     versions = index_lines(monitor / VERSIONS, run_checks.METRIC)
@@ -104,9 +102,9 @@ def read_directory(directory: Path, config: Line | None = None) -> RunDirectory:
         tuple(versions.load_sample(_drop_replaced(_valid(versions, parts, run), _replaces_step))),
         read_metrics(directory, sample=True),
         summary,
-        ds_config or _object(monitor / CONFIGURATION),
+        ds_config if ds_config is not None else _object(monitor / CONFIGURATION),
         _trainer(directory, _last_possible_step(entries)),
-        next((found for name in RESULTS if (found := _object(directory / name))), None),
+        _first_object(*(directory / name for name in RESULTS)),
     )
 
 
@@ -250,6 +248,11 @@ def _object(file: Path, fields: Mapping[str, run_checks.Field] | None = None) ->
     if problem:
         raise DataError(f"{file}: {printable(problem)}; restore the file, or remove it")
     return value
+
+
+def _first_object(*files: Path) -> dict[str, Any] | None:
+    """Return the first object with any keys in JSON `files`, or None if there is none."""
+    return next((found for file in files if (found := _object(file))), None)
 
 
 def read_summary(directory: Path) -> dict[str, Any]:

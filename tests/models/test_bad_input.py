@@ -116,6 +116,13 @@ def test_all_ranks_raise_the_same_error_before_they_communicate(tmp_path: Path) 
 # Files
 
 
+@pytest.mark.parametrize("text", ["{", '{"a":' * 100_000], ids=["truncated", "nested too deeply"])
+def test_a_config_that_cannot_be_parsed_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"--model .*config\.json: not valid JSON .*; give a model config in JSON"):
+        read_model_config(tmp_path)
+
+
 def index_of(directory: Path) -> Path:
     return directory / "model.safetensors.index.json"
 

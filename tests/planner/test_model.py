@@ -78,8 +78,9 @@ def test_a_configuration_that_is_not_understood_is_refused(config: object, named
         model(config, tmp_path)
 
 
-def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b'{"a":' * 100_000], ids=["no text", "nested too deeply"])
+def test_a_file_that_cannot_be_parsed_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ConfigError, match="--model"):
         read_model(tmp_path)
 

@@ -12,6 +12,7 @@ from deepspeed_compress.config.numbers import rounded
 from deepspeed_compress.diagnostics import Diagnostic, Severity
 from deepspeed_compress.tools.doctor.case import Case
 from deepspeed_compress.tools.doctor.diagnose import Diagnosis
+from deepspeed_compress.tools.outputs import plural
 from deepspeed_compress.tools.outputs.machine import DOCTOR_KEYS, DOCTOR_SEVERITIES, objects, page, to_json
 from deepspeed_compress.tools.outputs.printable import printable
 
@@ -51,7 +52,7 @@ def print_text(diagnosis: Diagnosis) -> None:
 def _head(case: Case) -> str:
     steps, times = case.run.steps, case.times
     shown = steps[-1].get("settings") or steps[-1].get("method") or "unknown settings"
-    count = f"{len(steps):,} measured steps"
+    count = plural(len(steps), "measured step")
     if len(steps) < case.run.measured:
         count = f"a sample of {len(steps):,} of {case.run.measured:,} measured steps"
     head = f"{case.run.directory}: {count}, the last one {steps[-1]['step']:,}, with {shown}."

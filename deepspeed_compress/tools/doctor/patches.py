@@ -8,6 +8,8 @@ from deepspeed_compress.config import SECTION, CompressConfig, with_preset
 from deepspeed_compress.config.patches import merged
 from deepspeed_compress.config.schedules import OWN_MOMENTUM
 
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """Return the merge patch that turns `old` into `new`.
@@ -106,12 +108,15 @@ def without_bits(config: Mapping[str, Any], kind: str) -> dict[str, Any] | None:
 
 
 def accumulated(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return `config` with twice as many micro-batches per step, or None if the batch size is "auto"."""
-    batch, steps = config.get("train_batch_size"), config.get("gradient_accumulation_steps")
-    if "auto" in (batch, steps):
+    """Return `config` with twice as many micro-batches per step, or None if a key of the batch is not an integer.
+
+    From `train_batch_size` alone, DeepSpeed derives larger micro-batches, so the patch also sets the accumulation then.
+    """
+    batch, micro, steps = (config.get(key) for key in _BATCH)
+    if not all(size is None or type(size) is int for size in (batch, micro, steps)):
         return None
     patch = {} if batch is None else {"train_batch_size": 2 * batch}
-    if steps is not None or batch is None:
+    if steps is not None or batch is None or micro is None:
         patch["gradient_accumulation_steps"] = 2 * (steps or 1)
     return {**config, **patch}
 

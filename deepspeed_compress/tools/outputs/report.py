@@ -52,8 +52,8 @@ def message(diagnostic: Diagnostic) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """Return a count with its noun: `1 file`, `2 files`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    """Return a count with its noun: `1 file`, `2 files`, `1,000 files`."""
+    return f"{count} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def lines(texts: Iterable[str]) -> str:

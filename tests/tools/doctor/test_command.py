@@ -32,6 +32,22 @@ def test_the_report_of_a_short_run_lists_the_omitted_checks(tmp_path: Path, caps
     assert "Not checked, because data is missing or there are fewer than 16 measured steps:" in out
 
 
+def test_the_report_of_a_single_step_counts_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = (RUNS / "healthy-default" / "compression.jsonl").read_text(encoding="utf-8").splitlines()
+    (tmp_path / "compression.jsonl").write_text(lines[0], encoding="utf-8")
+    main(["doctor", str(tmp_path)])
+    assert ": 1 measured step, the last one " in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_report_is_printed_at_a_width_of_0(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """COLUMNS is 0 in some terminals that do not know their width."""
+    monkeypatch.setenv("COLUMNS", "0")
+    assert main(["doctor", str(RUNS / "healthy-default")]) == 0
+    assert "No problems found." in capsys.readouterr().out
+
+
 def test_report_explains_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(RUNS / "excluded")]) == 1
     out = " ".join(capsys.readouterr().out.split())

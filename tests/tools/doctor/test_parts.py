@@ -106,7 +106,10 @@ def test_stage_changes_in_both_places() -> None:
     ("batch", "patch"),
     [
         ({}, {"gradient_accumulation_steps": 2}),
-        ({"train_batch_size": 8}, {"train_batch_size": 16}),
+        ({"train_batch_size": 8}, {"train_batch_size": 16, "gradient_accumulation_steps": 2}),
+        ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4}, {"train_batch_size": 16}),
+        ({"train_micro_batch_size_per_gpu": 4}, {"gradient_accumulation_steps": 2}),
+        ({"train_micro_batch_size_per_gpu": 4, "train_batch_size": None}, {"gradient_accumulation_steps": 2}),
         (
             {"train_batch_size": 8, "gradient_accumulation_steps": 2},
             {"train_batch_size": 16, "gradient_accumulation_steps": 4},
@@ -115,7 +118,13 @@ def test_stage_changes_in_both_places() -> None:
 )
 def test_accumulation_doubles(batch: dict[str, Any], patch: dict[str, Any]) -> None:
     assert accumulated(batch) == {**batch, **patch}
-    assert accumulated({**batch, "gradient_accumulation_steps": "auto"}) is None
+
+
+@pytest.mark.parametrize("key", ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"])
+@pytest.mark.parametrize("size", ["auto", "8", 8.0, True, [8]])
+def test_accumulation_of_an_unknown_batch_does_not_change(key: str, size: object) -> None:
+    assert accumulated({key: size}) is None
+    assert accumulated({"train_batch_size": 8, "gradient_accumulation_steps": 2, key: size}) is None
 
 
 def test_slower_halves_the_learning_rate_in_all_places() -> None:

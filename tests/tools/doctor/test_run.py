@@ -85,6 +85,15 @@ def test_configuration_points_to_statistics_in_another_directory(tmp_path: Path)
     assert len(read_run(tmp_path / "run", tmp_path / "config.json").steps) == 1
 
 
+def test_an_empty_configuration_replaces_the_one_that_the_run_left(tmp_path: Path) -> None:
+    write(tmp_path / "run/compression.jsonl", measured([1]))
+    (tmp_path / "run/ds_config.json").write_text(json.dumps(config()))
+    (tmp_path / "empty.json").write_text("{}")
+    run = read_run(tmp_path / "run", tmp_path / "empty.json")
+    assert (run.config, run.section) == ({}, None)
+    assert Case(run).lacks("config")
+
+
 def test_losses_of_trainer_are_read_from_the_newest_checkpoint(tmp_path: Path) -> None:
     write(tmp_path / "compression.jsonl", measured([1], loss=None))
     for step in (10, 20):

@@ -97,6 +97,25 @@ def test_a_hostfile_keeps_nodes_of_a_switch_together(
     assert "--nodes: is for the hostfile" in errors
 
 
+def test_unreadable_nodes_are_refused_before_the_search(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes, output = tmp_path / "nodes", tmp_path / "plan"
+    nodes.write_bytes(b"\xff\xfe")
+    assert plan(model, "--nodes", str(nodes), "--output", str(output)) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert f"--nodes {nodes}: cannot be read" in captured.err
+    assert not output.exists()
+
+
+def test_a_single_sequence_is_counted(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(model, "--gpus", "1xA100", "--batch", "1") == 0
+    assert "1 sequence of 2048 tokens per step" in capsys.readouterr().out
+    assert plan(model, "--batch", "1") == 1
+    assert "with 1 sequence per step" in capsys.readouterr().err
+
+
 def test_a_model_that_fits_nowhere_is_refused(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path(model).write_text(json.dumps(LLAMA | {"num_hidden_layers": 2000, "hidden_size": 8192}))
     assert plan(model) == 1
